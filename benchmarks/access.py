@@ -11,7 +11,6 @@ over gRPC too where its extra is installed.
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import shutil
@@ -30,6 +29,7 @@ import numpy as np
 import tierstore
 from benchmarks import report
 from benchmarks.machine import describe
+from benchmarks.options import parser_of
 from tierstore.access.roles import Role
 from tierstore.access.tokens import TokenFile
 from tierstore.config import load_settings
@@ -78,7 +78,7 @@ def asker(
 
 
 def grpc_asker(target: str, keys: np.ndarray, stack: ExitStack, trusted: Path | None) -> Callable[[], None]:
-    """The same over gRPC; with TLS where `trusted` is a file of authorities."""
+    """What asks over gRPC; with TLS where `trusted` is a file of authorities."""
     import grpc
 
     from tierstore.service.rpc.protobuf import message_class
@@ -194,11 +194,7 @@ def measure(root: Path, rounds: int) -> tuple[list[dict[str, Any]], dict[str, fl
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--tiny", action="store_true", help="a second or two, to see that it runs")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parser_of(__file__, __doc__, "tiny", rounds=40).parse_args()
     rounds = 2 if args.tiny else args.rounds
     with tempfile.TemporaryDirectory(prefix="tierstore-bench-") as root:
         results, handshakes = measure(Path(root), rounds)
@@ -210,8 +206,7 @@ def main() -> int:
     document = {"benchmark": "access", "machine": describe(), "rounds": rounds, "headlines": marks, "results": results}
     document["new_connection_us"] = handshakes
     print(report.markdown(document))
-    if args.json:
-        report.write(args.json, document)
+    report.write(args.json, document)
     return 0
 
 

@@ -44,7 +44,7 @@ class Samples:
         self.cores.append(taken.cpu / taken.whole)
 
     def per_cpu_second(self) -> Samples:
-        """The same in processor time: what remains comparable when something else takes the cores away."""
+        """The samples in processor time: what remains comparable when something else takes the cores away."""
         return Samples(self.keys_a_call, [wall * cores for wall, cores in zip(self.rounds, self.cores, strict=True)])
 
     def as_dict(self) -> dict[str, float]:

@@ -9,8 +9,6 @@ is the drive's time (one reading and one writing) over the load's. A load that r
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
 import statistics
@@ -23,7 +21,9 @@ from typing import Any
 import numpy as np
 
 import tierstore
+from benchmarks import report
 from benchmarks.machine import describe
+from benchmarks.options import parser_of
 from benchmarks.report import headline
 from benchmarks.ten_million import keys_of, write
 from tierstore.formats.files import drop_from_cache, tree_bytes
@@ -134,13 +134,7 @@ def show(document: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=16_000_000)
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tiny", action="store_true", help="to see that it runs")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parser_of(__file__, __doc__, "tiny", rows=16_000_000, dim=64, rounds=3).parse_args()
     if args.tiny:
         args.rows, args.rounds = 20_000, 1
     root = Path(tempfile.mkdtemp(prefix="tierstore-bench-", dir=os.environ.get("TIERSTORE_BENCH_DIR")))
@@ -149,8 +143,7 @@ def main() -> int:
     finally:
         shutil.rmtree(root, ignore_errors=True)
     print(show(document))
-    if args.json:
-        args.json.write_text(json.dumps(document, indent=2) + "\n")
+    report.write(args.json, document)
     return 0
 
 

@@ -8,16 +8,14 @@ same number of rows, and only the second half of the stream is counted, when eve
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks import access_traces, policy_models
+from benchmarks import access_traces, policy_models, report
+from benchmarks.options import parser_of
 from tierstore.tiers.host.table import HostTable
 from tierstore.types import KeyType, StorageDtype, TableSpec, Tier
 
@@ -100,10 +98,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a fifth of the keys, fewer streams")
-    parser.add_argument("--json", type=Path, default=Path("build/cache_policy.json"))
-    options = parser.parse_args()
+    options = parser_of(__file__, __doc__, "quick").parse_args()
     universe, n = (200_000, 4_000_000) if options.quick else (1_000_000, 20_000_000)
     streams = [s for s in STREAMS if s.alpha in (None, 0.8, 1.2)] if options.quick else list(STREAMS)
     results = []
@@ -133,8 +128,7 @@ def main() -> None:
         "mean_of_s3fifo": mean,
         "points": results,
     }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    report.write(options.json, document)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ protocol's own client where it is installed.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import importlib.util
 import statistics
@@ -19,13 +18,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 
 from benchmarks.machine import describe
+from benchmarks.options import parser_of
 from benchmarks.report import headline, markdown, write
 from benchmarks.wire_lookup import http_request
 from benchmarks.wire_table import FEATURE, MODEL, keys_of, vectors_of
@@ -108,14 +107,7 @@ def measure(made: dict[str, Way], rows: int, n: int, rounds: int) -> list[dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--tiny", action="store_true", help="to see that it runs; its figures mean nothing")
-    size.add_argument("--full", action="store_true", help="more rounds, more rows")
-    parser.add_argument("--rows", type=int, default=0)
-    parser.add_argument("--keys", type=int, nargs="+", default=[64, 1024, 4096, 16384, 49152])
-    parser.add_argument("--json", type=Path, default=Path("build/client_lookup.json"))
-    options = parser.parse_args()
+    options = parser_of(__file__, __doc__, "tiny", "full", rows=0, keys=[64, 1024, 4096, 16384, 49152]).parse_args()
     rows = options.rows or (2_000 if options.tiny else 1_000_000 if options.full else 200_000)
     rounds = 2 if options.tiny else 31 if options.full else 9
     with tempfile.TemporaryDirectory(prefix="client-") as where, asyncio.Runner() as runner:

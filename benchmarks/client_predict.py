@@ -9,7 +9,6 @@ machine does meets all of them alike; figures are over all calls. p99 in shards 
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import itertools
 import logging
@@ -25,6 +24,7 @@ import numpy as np
 
 import tierstore
 from benchmarks.machine import describe
+from benchmarks.options import HIDDEN, parser_of
 from benchmarks.ready import SETTINGS
 from benchmarks.report import headline, markdown, write
 from tierstore.client import Client
@@ -167,17 +167,18 @@ def measure(url: str, part: str, rows: int, dim: int, items: int, calls: int, si
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--tiny", action="store_true", help="to see that it runs; its figures mean nothing")
-    size.add_argument("--full", action="store_true", help="more calls, more rows")
-    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    parser = parser_of(
+        __file__,
+        __doc__,
+        "tiny",
+        "full",
+        serve=(Path, HIDDEN),
+        rows=0,
+        items=ITEMS,
+        dim=[16],
+        shards=([350, 175], "most items of a shard"),
+    )
     parser.add_argument("--part", choices=PARTS, help="that one alone")
-    parser.add_argument("--rows", type=int, default=0)
-    parser.add_argument("--items", type=int, default=ITEMS)
-    parser.add_argument("--dim", type=int, nargs="+", default=[16])
-    parser.add_argument("--shards", type=int, nargs="+", default=[350, 175], help="most items of a shard")
-    parser.add_argument("--json", type=Path, default=Path("build/client_predict.json"))
     options = parser.parse_args()
     rows = options.rows or (2_000 if options.tiny else 1_000_000 if options.full else 200_000)
     calls = 20 if options.tiny else 3_000 if options.full else 400

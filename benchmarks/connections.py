@@ -20,12 +20,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.machine import describe
+from benchmarks.options import parser_of
 from benchmarks.ready import wait_until_warm
 from benchmarks.report import headline, markdown, write
 from benchmarks.wire_lookup import VARIANTS, child, connect, cpu_s, http_request, read_http
@@ -189,21 +189,21 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--keys", type=int, default=64)
-    parser.add_argument("--connections", type=int, nargs="+", default=COUNTS)
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each number of connections in each round")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tiny", action="store_true", help="so little that it only shows that this runs")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser_of(
+        __file__,
+        __doc__,
+        "tiny",
+        rows=1_000_000,
+        keys=64,
+        connections=list(COUNTS),
+        seconds=(4.0, "of each number of connections in each round"),
+        rounds=3,
+    ).parse_args()
     if options.tiny:
         options.rows, options.connections, options.seconds, options.rounds = 3000, (2, 50), 0.2, 1
     document = run(options)
     print(markdown(document))
-    if options.json:
-        write(options.json, document)
+    write(options.json, document)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ Each delta has `--rows` rows (100,000) of 32 float16 of a table of four million.
 
 from __future__ import annotations
 
-import argparse
 import io
 import os
 import subprocess
@@ -29,6 +28,7 @@ import tierstore
 from benchmarks import report
 from benchmarks.lookup_swap import DIM, FEATURE, HOT, STEP
 from benchmarks.machine import describe
+from benchmarks.options import parser_of
 from benchmarks.predict_service import MODEL, Served
 from benchmarks.swap import Admin
 
@@ -50,7 +50,7 @@ def write_snapshot(where: Path, rows: int) -> Path:
 
 
 def deltas(table_rows: int, rows: int) -> Iterator[bytes]:
-    """Without end; seq counts from 1."""
+    """Deltas without end; seq counts from 1."""
     rng = np.random.default_rng(1)
     seq = 0
     while True:
@@ -182,12 +182,9 @@ def compared(seen: np.ndarray, spans: list[tuple[float, float]]) -> dict[str, An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="only to see that it runs")
-    parser.add_argument("--rows", type=int, default=100_000, help="of a delta")
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each phase")
-    parser.add_argument("--json", type=Path, default=Path("build/delta_apply.json"))
-    options = parser.parse_args()
+    options = parser_of(
+        __file__, __doc__, "tiny", rows=(100_000, "of a delta"), seconds=(6.0, "of each phase")
+    ).parse_args()
     table_rows, rows, seconds, count, phases = 4_000_000, options.rows, options.seconds, 30, PHASES
     if options.tiny:
         table_rows, rows, seconds, count, phases = 20_000, 1_000, 1.0, 3, 1

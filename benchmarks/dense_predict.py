@@ -17,7 +17,6 @@ the next ones, which have other weights.
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import threading
@@ -27,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from benchmarks.options import parser_of
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
@@ -185,15 +186,11 @@ def _rate(ctr: Any, size: int, rows: int, seconds: float) -> tuple[float, float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="only to see that it runs")
-    parser.add_argument("--json", type=Path, help="where to write the document")
-    given = parser.parse_args()
+    given = parser_of(__file__, __doc__, "tiny").parse_args()
     if onnxruntime is None:
         skipped = "needs tierstore[dense]"
         print(skipped)
-        if given.json:
-            report.write(given.json, {"benchmark": "dense_predict", "machine": describe(), "skipped": [skipped]})
+        report.write(given.json, {"benchmark": "dense_predict", "machine": describe(), "skipped": [skipped]})
         return
     rows = 2_000 if given.tiny else 200_000
     with tempfile.TemporaryDirectory() as folder:
@@ -219,15 +216,14 @@ def main() -> None:
             f"  {part['bytes'] >> 10} KiB: accepted before {part['accepted']:.1f}, the first of its structure {part['first']:.1f}, "
             f"the next {part['next']:.1f}"
         )
-    if given.json:
-        document = {
-            "benchmark": "dense_predict",
-            "machine": describe(),
-            "results": results,
-            "runs_per_s": rates,
-            "ready": ready,
-        }
-        report.write(given.json, document)
+    document = {
+        "benchmark": "dense_predict",
+        "machine": describe(),
+        "results": results,
+        "runs_per_s": rates,
+        "ready": ready,
+    }
+    report.write(given.json, document)
 
 
 if __name__ == "__main__":

@@ -13,19 +13,18 @@ and ends well.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks import report
 from benchmarks.machine import describe
+from benchmarks.options import parser_of
 from tierstore.kernels.pool import check_offsets
 from tierstore.tiers.device.backend import TEAM, Backend
 from tierstore.tiers.device.cupy_device import CudaDevice, find_devices
@@ -225,10 +224,7 @@ def measure(backend: Backend, xp: Any, torch: Any, *, rows: int, batch: int, rou
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tiny", action="store_true", help="small and quick, to see that it runs")
-    parser.add_argument("--json", type=Path, default=Path("build/device_lookup.json"))
-    options = parser.parse_args()
+    options = parser_of(__file__, __doc__, "tiny").parse_args()
     document: dict[str, Any] = {"benchmark": "device_lookup", "machine": describe(), "results": [], "skipped": []}
     count, why = find_devices()
     torch = import_module("torch") if count and importlib.util.find_spec("torch") else None

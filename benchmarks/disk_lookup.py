@@ -15,7 +15,6 @@ threads together, each with batches of its own.
 from __future__ import annotations
 
 import argparse
-import json
 import mmap
 import os
 import shutil
@@ -32,7 +31,9 @@ import numpy as np
 import rocksdict
 from numba import njit
 
+from benchmarks import report
 from benchmarks.machine import describe
+from benchmarks.options import parser_of
 from benchmarks.report import headline
 from tierstore.kernels.sysio import WILL_NEED, advise, read_at
 from tierstore.tiers.disk.reader_pool import ReaderPool
@@ -441,15 +442,9 @@ def show(result: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=3_000_000)
-    parser.add_argument("--row-bytes", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=4096)
-    parser.add_argument("--warm-batches", type=int, default=12)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tiny", action="store_true", help="so little that it only shows that this runs")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parser_of(
+        __file__, __doc__, "tiny", rows=3_000_000, row_bytes=64, batch=4096, warm_batches=12, rounds=5
+    ).parse_args()
     if args.tiny:
         args.rows, args.batch, args.warm_batches, args.rounds = 30_000, 512, 2, 1
     root = Path(tempfile.mkdtemp(prefix="tierstore-bench-", dir=os.environ.get("TIERSTORE_BENCH_DIR")))
@@ -458,8 +453,7 @@ def main() -> int:
     finally:
         shutil.rmtree(root, ignore_errors=True)
     print(show(result))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    report.write(args.json, result)
     return 0
 
 

@@ -8,9 +8,7 @@ beside an export of the base alone, in quiet again, and beside an export once de
 
 from __future__ import annotations
 
-import argparse
 import io
-import json
 import tempfile
 import threading
 import time
@@ -22,7 +20,9 @@ from typing import Any
 import numpy as np
 
 import tierstore
+from benchmarks import report
 from benchmarks.machine import describe
+from benchmarks.options import parser_of
 from benchmarks.ten_million import keys_of, write
 
 MODEL, KEYS, PAUSE_S = "bench", 64, 0.001
@@ -98,13 +98,7 @@ def measure(root: Path, rows: int, dim: int, changed: int, quiet_s: float) -> li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=3_000_000)
-    parser.add_argument("--dim", type=int, default=32)
-    parser.add_argument("--changed", type=int, default=500_000)
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--json", type=Path, default=Path(".bench/export.json"))
-    options = parser.parse_args()
+    options = parser_of(__file__, __doc__, "tiny", rows=3_000_000, dim=32, changed=500_000).parse_args()
     rows, changed, quiet_s = (20_000, 2_000, 0.2) if options.tiny else (options.rows, options.changed, 5.0)
     with tempfile.TemporaryDirectory(prefix="tierstore-bench-", dir=Path.cwd()) as folder:
         results = measure(Path(folder), rows, options.dim, changed, quiet_s)
@@ -115,8 +109,7 @@ def main() -> None:
         p50, p99 = (f"{one[name]:.0f}" if name in one else "" for name in ("p50_us", "p99_us"))
         print(f"| {one['run']} | {one['seconds']:.1f} | {rate} | {p50} | {p99} |")
     document = {"benchmark": "export", "machine": describe(), "rows": rows, "results": results, "headlines": []}
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    report.write(options.json, document)
 
 
 if __name__ == "__main__":

@@ -7,17 +7,16 @@ short rounds, so that a busy neighbour slows both; the median of the rounds' rat
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
+from benchmarks import report
 from benchmarks.machine import describe
+from benchmarks.options import parser_of
 from tierstore.tiers.host.table import HostTable
 from tierstore.types import KeyType, StorageDtype, TableSpec, Tier
 
@@ -101,11 +100,7 @@ def measure(rows: int, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1_000_000, 10_000_000])
-    parser.add_argument("--rounds", type=int, default=41)
-    parser.add_argument("--json", type=Path, default=Path("build/host_lookup.json"))
-    options = parser.parse_args()
+    options = parser_of(__file__, __doc__, rows=[1_000_000, 10_000_000], rounds=41).parse_args()
     print(f"{describe()}; dim {DIM} float32, {KEYS_A_CALL} keys a call, medians of {options.rounds} rounds\n")
     print(
         "| rows | threads | host tier, M keys/s | numpy.take, M keys/s | ratio | two threads over one |\n|---|---|---|---|---|---|"
@@ -120,8 +115,7 @@ def main() -> None:
                 f"| {got[f'ratio_{threads}']:.2f} | {scaling} |",
                 flush=True,
             )
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps({"machine": describe(), "rows": results}, indent=1) + "\n", encoding="utf-8")
+    report.write(options.json, {"machine": describe(), "rows": results})
 
 
 if __name__ == "__main__":

@@ -9,9 +9,7 @@ at most. Freshness is the time from before a delta is encoded to when every look
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import multiprocessing
 import tempfile
 import time
@@ -21,8 +19,10 @@ from typing import Any
 import numpy as np
 
 import tierstore
+from benchmarks import report
 from benchmarks.export import Lookups
 from benchmarks.machine import describe
+from benchmarks.options import parser_of
 from benchmarks.ten_million import keys_of, write
 from tests.kafka_broker import Brokers
 from tierstore.config import load_settings
@@ -102,13 +102,9 @@ def measure(root: Path, rows: int, per_minute: int, per_s: float, seconds: float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows-per-minute", type=int, default=1_000_000)
-    parser.add_argument("--deltas-per-s", type=float, default=1.0)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--tiny", action="store_true", help="a few seconds, to see that it runs")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    arguments = parser_of(
+        __file__, __doc__, "tiny", rows_per_minute=1_000_000, deltas_per_s=1.0, seconds=60.0
+    ).parse_args()
     document: dict[str, Any] = {"benchmark": "kafka_freshness", "machine": describe(), "results": [], "headlines": []}
     if importlib.util.find_spec("confluent_kafka") is None:
         document["skipped"] = "the extra `kafka` is not installed"
@@ -122,8 +118,7 @@ def main() -> None:
             f"{result['deltas']} of {result['of']} deltas of {result['rows_a_delta']:,} rows: visible after {result['freshness_p50_s'] * 1e3:.0f} ms (median), "
             f"{result['freshness_p99_s'] * 1e3:.0f} ms (p99), {result['freshness_max_s'] * 1e3:.0f} ms (longest); look-ups p99 {result['lookup_p99_us']:.0f} µs"
         )
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(document, indent=2), encoding="utf-8")
+    report.write(arguments.json, document)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ Rows of some shards are compared with the snapshot's in the end. Needs room on d
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -29,6 +28,7 @@ from typing import Any
 import tierstore
 from benchmarks import report
 from benchmarks.machine import describe
+from benchmarks.options import HIDDEN, parser_of
 from benchmarks.ten_million import write
 from tierstore.formats.snapshot.reader import open_snapshot
 from tierstore.types import Progress
@@ -66,7 +66,7 @@ class Load:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def run(self, killed_in: str | None = None) -> None:
-        """To its end, or until the middle of a phase, where it is killed."""
+        """Run a load to its end, or until the middle of a phase, where it is killed."""
         assert self.process.stdout is not None
         phase, entered = "", self.began
         for line in self.process.stdout:
@@ -156,14 +156,15 @@ def measure(root: Path, rows: int, killed: Sequence[str] = KILLED) -> dict[str, 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=5_000_000)
-    parser.add_argument("--full", action="store_true", help="400 million rows; some 20 minutes, 60 GB of disk")
-    parser.add_argument("--tiny", action="store_true", help="a few seconds, to see that it runs")
-    parser.add_argument("--scratch", type=Path, help="where to work (default: the system's directory)")
-    parser.add_argument("--json", type=Path, default=Path("build/large_load.json"))
-    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser_of(
+        __file__,
+        __doc__,
+        "tiny",
+        "full",
+        rows=5_000_000,
+        scratch=(Path, "where to work (default: the system's directory)"),
+        child=(Path, HIDDEN),
+    ).parse_args()
     if args.child is not None:
         child(args.child)
         return 0

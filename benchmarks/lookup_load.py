@@ -26,6 +26,7 @@ import tierstore
 from benchmarks import report
 from benchmarks.lookup_swap import DIM, FEATURE, HOT, STEP, ask, write_snapshot
 from benchmarks.machine import describe
+from benchmarks.options import parser_of
 from benchmarks.predict_service import MODEL, Served
 from benchmarks.swap import Admin
 
@@ -34,7 +35,7 @@ _BATCH = 250_000
 
 
 def write_large(where: Path, version: int, rows: int) -> Path:
-    """As `write_snapshot`, in batches and of float16."""
+    """Write a large snapshot, in batches and of float16."""
     source = where / f"large-{version}"
     with tierstore.SnapshotWriter(source, model=MODEL, version=version) as writer:
         table = writer.table("item", dim=DIM, dtype="float16")
@@ -110,13 +111,15 @@ def _ms(seconds: float | None) -> float | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="only to see that it runs")
-    parser.add_argument("--rows", type=int, default=10_000_000)
-    parser.add_argument("--quiet", type=float, default=10.0, help="seconds before, and after")
-    parser.add_argument("--ratios", type=float, nargs="+", default=[0.0, 1.3])
-    parser.add_argument("--host-budget", default="256MiB", help="512KiB: most rows that are asked for are on disk")
-    parser.add_argument("--json", type=Path, default=Path("build/lookup_load.json"))
+    parser = parser_of(
+        __file__,
+        __doc__,
+        "tiny",
+        rows=10_000_000,
+        quiet=(10.0, "seconds before, and after"),
+        ratios=[0.0, 1.3],
+        host_budget=("256MiB", "512KiB: most rows that are asked for are on disk"),
+    )
     parser.add_argument("--ask", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.ask:

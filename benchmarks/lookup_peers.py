@@ -8,7 +8,6 @@ the result. Needs up to 10 GiB of memory; parts that do not fit into what is ava
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import time
@@ -25,6 +24,7 @@ from benchmarks.alternation import Block, Samples, alternate, one_thread, ratio,
 from benchmarks.contenders import PEERS, SPARE, Positions, Rows, Take, Tierstore, keys_of
 from benchmarks.footprint import available_bytes, load
 from benchmarks.machine import describe
+from benchmarks.options import parser_of
 from benchmarks.tfra_peer import Unavailable, tfra_table
 from tierstore.types import StorageDtype
 
@@ -368,20 +368,17 @@ def check(name: str, rows: Rows, positions: Positions, work: Callable[[int], Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument(
-        "--full", action="store_const", const="full", dest="plan", help="everything, up to 100 million rows"
+    parser = parser_of(
+        __file__,
+        __doc__,
+        "tiny",
+        "full",
+        tfra=(Path, "a Python that has tensorflow-recommenders-addons"),
+        rows=(int, "rows of the larger table"),
     )
-    size.add_argument(
-        "--tiny", action="store_const", const="tiny", dest="plan", help="a few seconds, to see that it runs"
-    )
-    parser.add_argument("--tfra", type=Path, help="a Python that has tensorflow-recommenders-addons")
-    parser.add_argument("--rows", type=int, help="rows of the larger table")
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--json", type=Path, default=Path("build/bench/lookup_peers.json"))
     options = parser.parse_args()
-    name = options.plan or "default"
+    name = "tiny" if options.tiny else "full" if options.full else "default"
     began, load_before = time.perf_counter(), load()
     with tempfile.TemporaryDirectory(prefix="tierstore-bench-", dir=os.environ.get("TIERSTORE_BENCH_DIR")) as folder:
         plan = replace(PLANS[name], large=options.rows) if options.rows else PLANS[name]

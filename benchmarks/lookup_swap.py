@@ -37,6 +37,7 @@ import numpy as np
 import tierstore
 from benchmarks import report
 from benchmarks.machine import describe
+from benchmarks.options import HIDDEN, parser_of
 from benchmarks.predict_service import MODEL, Served
 from benchmarks.swap import Admin
 from tierstore.service.process import request_short_slices
@@ -264,14 +265,10 @@ def result(seen: np.ndarray, ticks: np.ndarray, admin: Admin, began: float, ende
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="only to see that it runs")
-    parser.add_argument("--rows", type=int, default=300_000)
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--quiet", type=float, default=12.0, help="seconds before, and after")
-    parser.add_argument("--json", type=Path, default=Path("build/lookup_swap.json"))
+    parser = parser_of(
+        __file__, __doc__, "tiny", rows=300_000, rounds=4, quiet=(12.0, "seconds before, and after"), tick=(str, HIDDEN)
+    )
     parser.add_argument("--ask", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--tick", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.tick:
         tick(Path(options.tick))

@@ -7,11 +7,9 @@ request is the service's own; throughput is what these cores, the clients among 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import importlib.util
-import json
 import shutil
 import statistics
 import tempfile
@@ -20,7 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import report
 from benchmarks.machine import describe
+from benchmarks.options import parser_of
 from benchmarks.predict_service import ROWS, Outcome, Served, closed_loop, load, predict_request
 
 MODELS = {"small": (64, 32), "large": (1024, 512)}
@@ -93,14 +93,9 @@ async def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=0.5, help="of a turn")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--items", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--connections", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--tiny", action="store_true", help="only to see that it runs")
-    parser.add_argument("--json", type=Path, default=Path("build/micro_batching.json"))
-    options = parser.parse_args()
+    options = parser_of(
+        __file__, __doc__, "tiny", seconds=(0.5, "of a turn"), rounds=5, items=[1, 4, 16], connections=[1, 4, 16, 64]
+    ).parse_args()
     document: dict[str, Any] = {"machine": describe(), "results": []}
     if importlib.util.find_spec("onnx") is None or importlib.util.find_spec("onnxruntime") is None:
         document["skipped"] = ["the extra `dense` is not installed"]
@@ -120,8 +115,7 @@ def main() -> None:
                 load(data, widths, rows=1000 if options.tiny else ROWS)
                 variants = ["off", "no delay"] if options.tiny else [*VARIANTS]
                 document["results"] += asyncio.run(measure(data, model, variants, points, rounds, seconds))
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    report.write(options.json, document)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,7 @@ With `--outage` one more load, during which the server answers 503 to everything
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
 import logging
 import os
 import resource
@@ -37,7 +35,9 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 import tierstore
+from benchmarks import report
 from benchmarks.machine import describe
+from benchmarks.options import HIDDEN, parser_of
 from benchmarks.report import headline
 from benchmarks.ten_million import keys_of, write
 
@@ -182,34 +182,33 @@ def load(source: str | Path, data: Path, rows: int) -> Measured:
 
 
 def cpu_seconds() -> float:
-    """Of this process and of the helpers that have ended."""
+    """Processor seconds of this process and of the helpers that have ended."""
     return sum(
         of.ru_utime + of.ru_stime for of in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     )
 
 
 def from_server(root: Path, data: Path, rows: int, *, dies_after: int = 0, outage_s: float = 0.0) -> Measured:
-    import fsspec
 
     ended: list[float] = []
     with storage(root, dies_after, outage_s, ended) as url:
         os.environ["AWS_ENDPOINT_URL"] = url
-        fsspec.filesystem("s3").clear_instance_cache()
         measured = load(f"s3://{BUCKET}/snapshot", data, rows)
     return measured._replace(server_cpu_s=ended[0], sent=ended[1])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=4_000_000)
-    parser.add_argument("--dim", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--outage", type=float, default=0.0, help="seconds of an outage in one more load")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--json", type=Path, default=Path(".bench/object_load.json"))
-    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--dies-after", type=int, default=0, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser_of(
+        __file__,
+        __doc__,
+        "tiny",
+        rows=4_000_000,
+        dim=32,
+        rounds=3,
+        outage=(0.0, "seconds of an outage in one more load"),
+        serve=(Path, HIDDEN),
+        dies_after=(0, HIDDEN),
+    ).parse_args()
     if options.serve:
         serve(options.serve, options.dies_after, options.outage)
         return
@@ -246,8 +245,7 @@ def main() -> None:
         "results": [{"from": name, **run._asdict()} for name, run in medians.items()],
         "headlines": [headline("load from an S3 server", "load from local files", of_local["server"], at_least=0.7)],
     }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    report.write(options.json, document)
 
 
 if __name__ == "__main__":

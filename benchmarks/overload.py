@@ -13,15 +13,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks import overload_mixed
+from benchmarks import overload_mixed, report
 from benchmarks.machine import describe
+from benchmarks.options import parser_of
 from benchmarks.predict_service import ROWS, Served, closed_loop, open_loop, predict_request
 
 WIDTHS = (2048, 1024)  # a request takes long, so that neither the clients nor the event loop are what is measured
@@ -85,15 +85,15 @@ async def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each load")
-    parser.add_argument(
-        "--mixed", action="store_true", help="only the load of ten times the capacity with all that comes with it"
+    parser = parser_of(
+        __file__,
+        __doc__,
+        "tiny",
+        seconds=(8.0, "of each load"),
+        mixed=(False, "only the load of ten times the capacity with all that comes with it"),
+        rounds=(5, "of the mixed loads, each between two closed loops"),
     )
-    parser.add_argument("--rounds", type=int, default=5, help="of the mixed loads, each between two closed loops")
     parser.add_argument("--probe", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--tiny", action="store_true", help="only to see that it runs")
-    parser.add_argument("--json", type=Path, default=Path("build/overload.json"))
     options = parser.parse_args()
     if options.probe:
         overload_mixed.probe(int(options.probe[0]), float(options.probe[1]))
@@ -124,8 +124,7 @@ def main() -> None:
             document["mixed"] = asyncio.run(
                 overload_mixed.measure(data, seconds, mixed, 1 if options.tiny else options.rounds)
             )
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    report.write(options.json, document)
 
 
 if __name__ == "__main__":

@@ -30,11 +30,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.machine import describe
+from benchmarks.options import parser_of
 from benchmarks.remote_peers import STRING, Call, names, peers
 from benchmarks.report import headline, markdown, write
 from tests.redis_cluster import SERVER, redis_cluster
+from tierstore.tiers.machines import Options
 from tierstore.tiers.remote.cluster import Cluster, connect
-from tierstore.tiers.remote.options import Options
 from tierstore.tiers.remote.tier import RemoteTable
 from tierstore.tiers.remote.write import Writer
 from tierstore.types import Keys, Rows
@@ -87,7 +88,7 @@ class Sample(NamedTuple):
 
 
 def measure(calls: list[Call], batches: list[Keys], seconds: float) -> Sample:
-    """As many callers as `calls`, each on a thread with batches of its own."""
+    """Time as many callers as `calls`, each on a thread with batches of its own."""
     done = [0] * len(calls)
     until = time.perf_counter() + seconds
 
@@ -138,7 +139,7 @@ class RedisBenchmark:
         self._requests = 200
 
     def run(self, seconds: float) -> Sample:
-        """For about so long, by the speed of the last run."""
+        """Run for about so long, by the speed of the last run."""
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         running = [
             subprocess.Popen(
@@ -210,15 +211,16 @@ def headlines(medians: dict[str, list[float]]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=200_000)
-    parser.add_argument("--row-bytes", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=4096)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each client in each round")
-    parser.add_argument("--tiny", action="store_true", help="so little that it only shows that this runs")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parser_of(
+        __file__,
+        __doc__,
+        "tiny",
+        rows=200_000,
+        row_bytes=64,
+        batch=4096,
+        rounds=5,
+        seconds=(1.0, "of each client in each round"),
+    ).parse_args()
     if args.tiny:
         args.rows, args.batch, args.rounds, args.seconds = 6000, 512, 1, 0.1
     if SERVER is None:
@@ -229,13 +231,12 @@ def main() -> int:
         }
     else:
         with redis_cluster() as servers:
-            cluster = connect(servers.url, Options(timeout_s=30, replica_after_s=0))
+            cluster = connect(servers.url, Options(timeout_s=30, other_after_s=0))
             with ExitStack() as stack:
                 stack.callback(cluster.close)
                 result = compare(cluster, [server.process.pid for server in servers.running()], args, stack)
     print(markdown(result))
-    if args.json:
-        write(args.json, result)
+    write(args.json, result)
     return 0
 
 

@@ -22,7 +22,7 @@ STRING = b"s:"  # before the key of a row that is a string of its own
 
 
 def hash_of(tag: bytes) -> bytes:
-    """Where the rows of a tag are."""
+    """The name of the hash with the rows of a tag."""
     return b"ts:{%s}:bench:1:t" % tag
 
 
@@ -119,7 +119,7 @@ def _coredis(cluster: Cluster, peers: _Peers) -> Iterator[dict[str, Call]]:
 
 @contextmanager
 def peers(cluster: Cluster, tags: list[bytes], row_bytes: int) -> Iterator[dict[str, Call]]:
-    """By name those that are installed."""
+    """The peers that are installed, by name."""
     shared = _Peers(tags, row_bytes)
     calls = _redis_py(cluster, shared)
     with ExitStack() as stack:

@@ -29,6 +29,7 @@ import numpy as np
 import tierstore
 from benchmarks import report
 from benchmarks.machine import describe
+from benchmarks.options import HIDDEN, parser_of
 from benchmarks.ten_million import BATCH, keys_of, write
 from tierstore.config import load_settings
 from tierstore.engine.store import Store
@@ -138,18 +139,19 @@ def start(root: Path, args: argparse.Namespace, end: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=5_000_000)
-    parser.add_argument("--budget", default="128MiB")
-    parser.add_argument("--changed", type=int, default=200_000)
-    parser.add_argument("--warm-rate", type=int, default=200_000)
-    parser.add_argument("--within", type=float, default=600.0, help="seconds after which a start is ended, warm or not")
-    parser.add_argument("--full", action="store_true", help="a cache of 4 GiB and a million changed keys; an hour")
-    parser.add_argument("--tiny", action="store_true", help="a few seconds, to see that it runs")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--end", default="clean", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser_of(
+        __file__,
+        __doc__,
+        "tiny",
+        "full",
+        rows=5_000_000,
+        budget="128MiB",
+        changed=200_000,
+        warm_rate=200_000,
+        within=(600.0, "seconds after which a start is ended, warm or not"),
+        child=(str, HIDDEN),
+        end=("clean", HIDDEN),
+    ).parse_args()
     if args.tiny:
         args.rows, args.budget, args.changed = 20_000, "1MiB", 1000
     if args.full:
@@ -176,8 +178,7 @@ def main() -> int:
         "results": results,
     }
     print(report.markdown(document))
-    if args.json:
-        report.write(args.json, document)
+    report.write(args.json, document)
     return 0 if not any(r["failed"] or r["wrong"] for r in results) else 1
 
 

@@ -26,14 +26,15 @@ import numpy as np
 from numba import njit
 
 from benchmarks.machine import describe
+from benchmarks.options import parser_of
 from benchmarks.remote_lookup import cpu_ns, load
 from benchmarks.report import headline, markdown, write
 from tests.redis_cluster import SERVER, redis_cluster
-from tierstore.engine.cluster.base import RemoteBase
+from tierstore.engine.placements.following.rows import RemoteRows
 from tierstore.kernels.sysio import WILL_NEED, advise, read_at
 from tierstore.tiers.disk.reader_pool import ReaderPool
+from tierstore.tiers.machines import Options
 from tierstore.tiers.remote.cluster import connect
-from tierstore.tiers.remote.options import Options
 from tierstore.tiers.remote.tier import RemoteTable
 from tierstore.tiers.ssd.cache import SsdCache
 from tierstore.types import Keys, Rows, Tier
@@ -59,8 +60,8 @@ class Scene:
         self.keys, self.rows, self.readers = keys, rows, ReaderPool(THREADS)
         size = rows.shape[1] + 24
         self.cache = SsdCache(directory, max(1 << 20, int(len(keys) * size * 1.2)), self.readers)
-        self.alone = RemoteBase("rows", {1: table}, 0, "refuse")
-        self.cached = RemoteBase("rows", {1: table}, 0, "refuse", cache=self.cache)
+        self.alone = RemoteRows("rows", {1: table}, 0, "refuse")
+        self.cached = RemoteRows("rows", {1: table}, 0, "refuse", cache=self.cache)
         self.cached.keep(1, len(keys), rows.shape[1])
         self.slots = self.cached._cached[1]
 
@@ -70,7 +71,7 @@ class Scene:
             self.cache.drain()
         os.fsync(self.cache.file._fd)  # what is not written yet cannot be dropped from the system's cache
 
-    def read(self, base: RemoteBase, keys: Keys) -> tuple[Rows, np.ndarray]:
+    def read(self, base: RemoteRows, keys: Keys) -> tuple[Rows, np.ndarray]:
         rows, state = np.empty((len(keys), self.rows.shape[1]), np.uint8), np.zeros(len(keys), np.uint8)
         base.get_at(1, keys, rows, state, 0)
         return rows, state
@@ -84,11 +85,11 @@ class Scene:
             os.pread(file._fd, 1 << 20, start)
 
     def places(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        """Of rows, or of slots that hold some."""
+        """Random places of rows, or of slots that hold some."""
         return rng.integers(0, int(len(self.keys) * 0.95), count)
 
     def offsets(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        """Where as many slots lie."""
+        """The offsets in the file of as many slots."""
         file, slots = self.cache.file, self.places(count, rng)
         return (
             slots // self.slots.per_segment * file.segment_bytes
@@ -156,15 +157,16 @@ def headlines(medians: dict[str, list[float]]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--row-bytes", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=4096)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--data", type=Path, help="a directory on the drive to measure; default: the temporary one")
-    parser.add_argument("--tiny", action="store_true", help="so little that it only shows that this runs")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parser_of(
+        __file__,
+        __doc__,
+        "tiny",
+        rows=1_000_000,
+        row_bytes=128,
+        batch=4096,
+        rounds=15,
+        data=(Path, "a directory on the drive to measure; default: the temporary one"),
+    ).parse_args()
     if args.tiny:
         args.rows, args.batch, args.rounds = 6000, 512, 1
     if SERVER is None:
@@ -178,7 +180,7 @@ def main() -> int:
         keys = np.unique(rng.integers(-(2**63), 2**63 - 1, args.rows))
         rows = rng.integers(0, 256, (len(keys), args.row_bytes), np.uint8)
         with redis_cluster() as servers, tempfile.TemporaryDirectory(dir=args.data) as folder:
-            cluster = connect(servers.url, Options(timeout_s=30, replica_after_s=0))
+            cluster = connect(servers.url, Options(timeout_s=30, other_after_s=0))
             scene = Scene(load(cluster, keys, rows, 2, 1), keys, rows, Path(folder))
             try:
                 result = compare(scene, [server.process.pid for server in servers.running()], args)
@@ -186,8 +188,7 @@ def main() -> int:
                 scene.close()
                 cluster.close()
     print(markdown(result))
-    if args.json:
-        write(args.json, result)
+    write(args.json, result)
     return 0
 
 

@@ -14,7 +14,6 @@ p99 of the quiet before and after, and so is that of the requests under way duri
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import importlib.util
 import io
@@ -35,6 +34,7 @@ import numpy as np
 import tierstore
 from benchmarks import report
 from benchmarks.machine import describe
+from benchmarks.options import parser_of
 from benchmarks.predict_service import MODEL, Client, Served, closed_loop, predict_request
 
 FEATURES = tuple(f"feature{number}" for number in range(8))
@@ -298,13 +298,9 @@ def result(seen: Seen, admin: Admin, began: float, ended: float, more: dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="only to see that it runs")
-    parser.add_argument("--rows", type=int, default=300_000)
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--quiet", type=float, default=12.0, help="seconds before, and after")
-    parser.add_argument("--json", type=Path, default=Path("build/swap.json"))
-    options = parser.parse_args()
+    options = parser_of(
+        __file__, __doc__, "tiny", rows=300_000, rounds=4, quiet=(12.0, "seconds before, and after")
+    ).parse_args()
     document: dict[str, Any] = {"benchmark": "swap", "machine": describe()}
     if importlib.util.find_spec("onnx") is None or importlib.util.find_spec("onnxruntime") is None:
         document["skipped"] = ["the extra `dense` is not installed"]

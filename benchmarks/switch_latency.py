@@ -11,7 +11,6 @@ is p99 of look-ups by p99 of that process, during the same changes.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ import tierstore
 from benchmarks import report
 from benchmarks.lookup_swap import STEP, Answers, asked, delta, write_snapshot
 from benchmarks.machine import describe
+from benchmarks.options import parser_of
 from benchmarks.predict_service import Served
 from benchmarks.swap import Admin
 
@@ -105,14 +105,15 @@ def within(begin: np.ndarray, end: np.ndarray, spans: list[tuple[float, float]])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="only to see that it runs")
-    parser.add_argument("--rows", type=int, default=300_000)
-    parser.add_argument("--rounds", type=int, default=2, help="snapshots that are loaded")
-    parser.add_argument("--switches", type=int, default=25, help="rollbacks and activations for each")
-    parser.add_argument("--quiet", type=float, default=8.0, help="seconds before, and after")
-    parser.add_argument("--json", type=Path, default=Path("build/switch_latency.json"))
-    options = parser.parse_args()
+    options = parser_of(
+        __file__,
+        __doc__,
+        "tiny",
+        rows=300_000,
+        rounds=(2, "snapshots that are loaded"),
+        switches=(25, "rollbacks and activations for each"),
+        quiet=(8.0, "seconds before, and after"),
+    ).parse_args()
     plan = (25_000, 1.0, 1, 2) if options.tiny else (options.rows, options.quiet, options.rounds, options.switches)
     with tempfile.TemporaryDirectory(prefix="tierstore-bench-") as folder:
         document = {"benchmark": "switch_latency", "machine": describe()}

@@ -9,8 +9,6 @@ quote them with its description, which the report begins with.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import resource
 import shutil
@@ -23,8 +21,10 @@ from typing import Any
 import numpy as np
 
 import tierstore
+from benchmarks import report
 from benchmarks.access_traces import draw, zipf_weights
 from benchmarks.machine import describe
+from benchmarks.options import parser_of
 from tierstore.formats.snapshot.reader import Snapshot, open_snapshot
 
 BATCH = 65_536
@@ -174,22 +174,16 @@ def show(result: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=10_000_000)
-    parser.add_argument("--dim", type=int, default=32)
-    parser.add_argument("--dtype", default="float16")
-    parser.add_argument("--host-budget", default="256MiB")
-    parser.add_argument("--zipf-calls", type=int, default=2_000)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parser_of(
+        __file__, __doc__, rows=10_000_000, dim=32, dtype="float16", host_budget="256MiB", zipf_calls=2_000
+    ).parse_args()
     root = Path(tempfile.mkdtemp(prefix="tierstore-bench-", dir=os.environ.get("TIERSTORE_BENCH_DIR")))
     try:
         result = measure(root, args.rows, args.dim, args.dtype, args.host_budget, args.zipf_calls)
     finally:
         shutil.rmtree(root, ignore_errors=True)
     print(show(result))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    report.write(args.json, result)
     return 0 if result["present_wrong"] == result["absent_wrong"] == 0 and result["verify_ok"] else 1
 
 

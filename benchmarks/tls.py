@@ -10,7 +10,6 @@ decrypts too. Both go to the HTTP port. Needs the program openssl and grpcio.
 
 from __future__ import annotations
 
-import argparse
 import os
 import socket
 import ssl
@@ -29,6 +28,7 @@ import numpy as np
 from benchmarks import report
 from benchmarks.access import certificate
 from benchmarks.machine import describe
+from benchmarks.options import parser_of
 from benchmarks.wire_lookup import child, connect, cpu_s, http_request, read_http
 from benchmarks.wire_table import ROW_BYTES, keys_of
 
@@ -126,13 +126,14 @@ def measure(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds")
-    parser.add_argument("--rows", type=int, default=200_000)
-    parser.add_argument("--keys", type=int, nargs="+", default=[64, 1024])
-    parser.add_argument("--before", type=Path, help="another checkout, with a package that serves TLS")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser_of(
+        __file__,
+        __doc__,
+        "quick",
+        rows=200_000,
+        keys=[64, 1024],
+        before=(Path, "another checkout, with a package that serves TLS"),
+    ).parse_args()
     rounds, requests = (5, 150) if options.quick else (15, 400)
     here = Path(__file__).with_name("wire_servers.py")
     with ExitStack() as stack:
@@ -162,9 +163,8 @@ def main() -> int:
         for row in results
         if row["server"] == "TLS"
     ]
-    if options.json:
-        document = {"benchmark": "tls", "machine": describe(), "rounds": rounds, "headlines": marks, "results": results}
-        report.write(options.json, document)
+    document = {"benchmark": "tls", "machine": describe(), "rounds": rounds, "headlines": marks, "results": results}
+    report.write(options.json, document)
     return 0
 
 

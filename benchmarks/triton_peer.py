@@ -13,10 +13,12 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
+import sysconfig
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.wire_lookup import cpu_s
-from benchmarks.wire_table import DIM, FEATURE, MODEL
+from benchmarks.wire_table import FEATURE, MODEL
 
 SCRIPT = Path(__file__).with_name("triton_model.py")
 START_S = 120.0
@@ -32,7 +34,7 @@ TRIALS = 10  # windows of a turn, at most: it ends with the third in a row that 
 
 
 class Unavailable(Exception):
-    """One of them cannot run here; says why."""
+    """Triton or its load generator cannot run here; says why."""
 
 
 @dataclass(frozen=True)
@@ -43,38 +45,32 @@ class Peer:
     pids: tuple[int, ...]
     http: int
     grpc: int
+    metrics: int = 0
+    model: str = MODEL  # that is asked
 
     def cpu_s(self) -> float:
         return sum(cpu_s(pid) for pid in self.pids)
 
     def served(self) -> int:
         """Requests that it has answered, by its own count."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.http}/v2/models/{MODEL}/stats", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.http}/v2/models/{self.model}/stats", timeout=30) as answer:
             (stats,) = json.load(answer)["model_stats"]
         return int(stats["inference_stats"]["success"]["count"])
 
 
 @dataclass(frozen=True)
 class Packages:
-    """A virtual environment, and the libraries that its programs want."""
+    """A virtual environment with Triton's packages: of its Python nothing is run."""
 
     venv: Path
     packages: Path
-    version: str  # of its Python
-    libraries: str  # of its Python
 
     @classmethod
     def at(cls, venv: Path) -> Packages:
-        python = venv / "bin" / "python"
-        if not python.exists():
-            raise Unavailable(f"there is no {python}; `make bench-triton` tries to make it")
-        asked = (
-            "import sysconfig; g = sysconfig.get_config_var; "
-            "print(sysconfig.get_path('purelib'), g('py_version_short'), g('LIBDIR'), sep='\\n')"
-        )
-        said = subprocess.run([str(python), "-c", asked], capture_output=True, text=True, check=True).stdout
-        packages, version, libraries = said.split("\n")[:3]
-        return cls(venv.absolute(), Path(packages), version, libraries)
+        found = [path for path in venv.absolute().glob("lib/python3*/site-packages") if (path / "pytriton").is_dir()]
+        if not found:
+            raise Unavailable(f"there are no packages of Triton in {venv}; `make bench-triton` tries to install them")
+        return cls(venv.absolute(), found[0])
 
     def environment(self, *libraries: str) -> dict[str, str]:
         path = [str(self.venv / "bin"), os.environ.get("PATH", "")]
@@ -100,7 +96,7 @@ class Analyzer:
         table = data.with_suffix(".csv")
         table.unlink(missing_ok=True)
         command = [
-            str(self._program), "-m", MODEL, "--input-data", str(data), "--concurrency-range", str(at_once),
+            str(self._program), "-m", peer.model, "--input-data", str(data), "--concurrency-range", str(at_once),
             "-i", "grpc" if grpc else "http", "-u", f"127.0.0.1:{peer.grpc if grpc else peer.http}",
             "-p", str(round(window_s * 1000)), "-r", str(TRIALS), "-s", "999", "-f", str(table),
         ]  # fmt: skip
@@ -134,37 +130,42 @@ def write_data(path: Path, batches: Sequence[np.ndarray]) -> Path:
 
 
 @contextmanager
-def triton(packages: Packages, table: np.ndarray, folder: Path) -> Iterator[Peer]:
-    """Triton's server, with `triton_model.py` over this table. Raises Unavailable."""
+def serving(
+    packages: Packages,
+    models: Path,
+    folder: Path,
+    *,
+    arguments: Sequence[str] = (),
+    python: Path | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> Iterator[Peer]:
+    """Triton's server over a model repository. Raises Unavailable.
+
+    Its Python backend runs in `python`, by default this program's, with these further `variables` of the environment.
+
+    `folder` takes the backend, with the program for this version of Python beside it, and the server's log.
+    """
     server = packages.packages / "pytriton" / "tritonserver"
-    stub = server / "python_backend_stubs" / packages.version / "triton_python_backend_stub"
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    stub = server / "python_backend_stubs" / version / "triton_python_backend_stub"
     if not stub.exists():
         raise Unavailable(f"Triton: there is no {stub}")
-    backends, model = folder / "backends", folder / "models" / MODEL
+    backends, log = folder / "backends", folder / "triton.log"
     shutil.copytree(server / "backends" / "python", backends / "python")
     shutil.copy(stub, backends / "python")
-    (model / "1").mkdir(parents=True)
-    shutil.copy(SCRIPT, model / "1" / "model.py")
-    np.save(folder / "table.npy", table)
-    (model / "config.pbtxt").write_text(
-        f'name: "{MODEL}"\nbackend: "python"\nmax_batch_size: 0\n'
-        f'input [{{ name: "{FEATURE}" data_type: TYPE_INT64 dims: [-1] }}]\n'
-        f'output [{{ name: "{FEATURE}" data_type: TYPE_FP32 dims: [-1, {DIM}] }}]\n'
-        f'parameters [{{ key: "table" value: {{ string_value: "{folder / "table.npy"}" }} }}]\n'
-        "instance_group [{ count: 1 kind: KIND_CPU }]\n",
-        encoding="utf-8",
-    )
-    http, grpc = free_port(), free_port()
-    log = folder / "triton.log"
+    http, grpc, metrics = free_port(), free_port(), free_port()
+    ours = sysconfig.get_config_var("LIBDIR")
+    environment = packages.environment(str(packages.packages / "nvidia_pytriton.libs"), ours)
+    environment["PATH"] = os.pathsep.join([str((python or Path(sys.executable)).parent), environment["PATH"]])
+    environment |= variables or {}
     with log.open("wb") as output:
         process = subprocess.Popen(
             [
-                str(server / "bin" / "tritonserver"), "--model-repository", str(model.parent), "--backend-directory", str(backends),
+                str(server / "bin" / "tritonserver"), "--model-repository", str(models), "--backend-directory", str(backends),
                 "--http-address", "127.0.0.1", "--http-port", str(http), "--grpc-address", "127.0.0.1", "--grpc-port", str(grpc),
-                "--allow-metrics", "0",
+                "--metrics-address", "127.0.0.1", "--metrics-port", str(metrics), *arguments,
             ],
-            stdout=output, stderr=subprocess.STDOUT,
-            env=packages.environment(str(packages.packages / "nvidia_pytriton.libs"), packages.libraries),
+            stdout=output, stderr=subprocess.STDOUT, env=environment,
         )  # fmt: skip
     try:
         until = time.monotonic() + START_S
@@ -173,10 +174,37 @@ def triton(packages: Packages, table: np.ndarray, folder: Path) -> Iterator[Peer
                 said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
                 raise Unavailable(f"Triton did not start: {said[-1] if said else 'it said nothing'}")
             time.sleep(0.1)
-        yield Peer("Triton", (process.pid, *children(process.pid)), http, grpc)
+        yield Peer("Triton", (process.pid, *children(process.pid)), http, grpc, metrics)
     finally:
         process.terminate()
-        process.wait(60)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+@contextmanager
+def triton(packages: Packages, table: np.ndarray, folder: Path) -> Iterator[Peer]:
+    """Triton's server, with `triton_model.py` over this table. Raises Unavailable."""
+    write_take(folder / "models", table, MODEL)
+    with serving(packages, folder / "models", folder, arguments=["--allow-metrics", "0"]) as peer:
+        yield peer
+
+
+def write_take(models: Path, table: np.ndarray, name: str) -> None:
+    """A model `name` of `triton_model.py` over this table, in a model repository."""
+    model = models / name
+    (model / "1").mkdir(parents=True)
+    shutil.copy(SCRIPT, model / "1" / "model.py")
+    np.save(model / "table.npy", table)
+    (model / "config.pbtxt").write_text(
+        f'backend: "python"\nmax_batch_size: 0\n'
+        f'input [{{ name: "{FEATURE}" data_type: TYPE_INT64 dims: [-1] }}]\n'
+        f'output [{{ name: "{FEATURE}" data_type: TYPE_FP32 dims: [-1, {table.shape[1]}] }}]\n'
+        f'parameters [{{ key: "table" value: {{ string_value: "{model / "table.npy"}" }} }}]\n'
+        "instance_group [{ count: 1 kind: KIND_CPU }]\n",
+        encoding="utf-8",
+    )
 
 
 def children(pid: int) -> list[int]:

@@ -29,6 +29,7 @@ import numpy as np
 
 import tierstore
 from benchmarks.machine import describe
+from benchmarks.options import HIDDEN, parser_of
 from benchmarks.report import headline, markdown, write
 from benchmarks.wire_table import DIM, FEATURE, MODEL, ROW_BYTES, keys_of, vectors_of
 
@@ -63,7 +64,7 @@ def serve(where: Path, rows: int, number: int | None, upstream: str | None) -> N
 
 @contextlib.contextmanager
 def started(where: Path, rows: int, *arguments: str) -> Iterator[tuple[str, int]]:
-    """(url, process) of one."""
+    """(url, process) of a node that is started."""
     command = [
         sys.executable,
         "-m",
@@ -177,17 +178,18 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=200_000)
-    parser.add_argument("--keys", type=int, nargs="+", default=[64, 1024, 4096])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--tiny", action="store_true", help="so little that it only shows that this runs")
-    parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--number", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--upstream", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser_of(
+        __file__,
+        __doc__,
+        "tiny",
+        rows=200_000,
+        keys=[64, 1024, 4096],
+        rounds=9,
+        profile=False,
+        serve=(Path, HIDDEN),
+        number=(int, HIDDEN),
+        upstream=(str, HIDDEN),
+    ).parse_args()
     if options.serve is not None:
         serve(options.serve, options.rows, options.number, options.upstream)
         return
@@ -195,8 +197,7 @@ def main() -> None:
         options.rows, options.keys, options.rounds = 3000, [256], 1
     document = run(options)
     print(markdown(document))
-    if options.json:
-        write(options.json, document)
+    write(options.json, document)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ and size are checked, and one in 20 value by value.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import shutil
 import statistics
@@ -28,12 +27,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.machine import describe
+from benchmarks.options import parser_of
 from benchmarks.ready import wait_for_reactors, wait_until_warm
 from benchmarks.report import headline, markdown, write
 from benchmarks.wild_traffic import MANY, Clients, Request, Spent, counters, heavy_tailed, named, ranking, single
@@ -87,7 +86,7 @@ def at_random(rng: np.random.Generator, most: int, count: int) -> list[int]:
 
 
 def wild(keys: Keys, rng: np.random.Generator, count: int) -> list[Request]:
-    """As many features as not, most requests short and some very long."""
+    """Requests as the world sends them: most short, some very long."""
     features = rng.permutation(np.resize(np.arange(1, MANY + 1), count))
     items, clicks = heavy_tailed(rng, 50, 1500, count), heavy_tailed(rng, 30, 250, count)
     return [
@@ -295,13 +294,8 @@ def headlines(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--tiny", action="store_true", help="to see that it runs; its figures mean nothing")
-    size.add_argument("--full", action="store_true", help="more and longer rounds")
+    parser = parser_of(__file__, __doc__, "tiny", "full", rounds=int)
     parser.add_argument("--part", nargs="+", choices=["sizes", "wild", "redis", "strings"], help="some of the parts")
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--json", type=Path, default=Path("build/wild_lookup.json"))
     options = parser.parse_args()
     plan = PLANS["tiny" if options.tiny else "full" if options.full else "default"]
     if options.rounds:

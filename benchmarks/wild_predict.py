@@ -15,7 +15,6 @@ score with what `alone` says.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import shutil
 import statistics
@@ -31,6 +30,7 @@ import numpy as np
 import tierstore
 from benchmarks import networks, report
 from benchmarks.machine import describe
+from benchmarks.options import parser_of
 from benchmarks.predict_service import Served
 from benchmarks.ready import wait_for_reactors
 from benchmarks.wild_traffic import Clients, Request, Spent, counters, rest_of, tensor
@@ -149,13 +149,8 @@ def measure(store: Any, served: Served, name: str, rows: int, rounds: int, count
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--tiny", action="store_true", help="to see that it runs; its figures mean nothing")
-    size.add_argument("--full", action="store_true", help="more and longer rounds")
+    parser = parser_of(__file__, __doc__, "tiny", "full", rounds=int)
     parser.add_argument("--only", nargs="+", choices=sorted(networks.NETWORKS), help="some of the models")
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--json", type=Path, default=Path("build/wild_predict.json"))
     options = parser.parse_args()
     rows, rounds, count = (500, 1, 24) if options.tiny else (50_000, 21, 600) if options.full else (50_000, 9, 300)
     rounds = options.rounds or rounds

@@ -108,7 +108,7 @@ def single(keys: np.ndarray) -> Request:
 
 
 def named(keys: np.ndarray, rows: np.ndarray) -> Request:
-    """The same rows by keys that are strings: those of rows of these numbers."""
+    """String keys of the rows of these numbers."""
     strings = [name_of(row).encode() for row in rows.tolist()]
     tensors = b"".join(len(text).to_bytes(4, "little") + text for text in strings)
     given = tensor(NAMED, "BYTES", len(strings), len(tensors))

@@ -11,21 +11,20 @@ as little as it may. Only the server's CPU is compared: the wall time is mostly 
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import numpy as np
 
+from benchmarks import report
 from benchmarks.machine import describe
+from benchmarks.options import parser_of
 from benchmarks.ready import wait_until_warm
 from benchmarks.wire_table import DIM, FEATURE, MODEL, ROW_BYTES, keys_of, vectors_of
 from tierstore.service.rpc.protobuf import message_class
@@ -143,12 +142,7 @@ def measure(servers: list[Server | GrpcServer], rows: int, sizes: list[int], rou
 def main() -> None:
     from benchmarks.wire_lookup import Server, child, over_http
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds, fewer rows")
-    parser.add_argument("--rows", type=int, default=0)
-    parser.add_argument("--keys", type=int, nargs="+", default=[64, 1024, 4096])
-    parser.add_argument("--json", type=Path, default=Path("build/wire_grpc.json"))
-    options = parser.parse_args()
+    options = parser_of(__file__, __doc__, "quick", rows=0, keys=[64, 1024, 4096]).parse_args()
     rows = options.rows or (200_000 if options.quick else 1_000_000)
     rounds, requests = (7, 160) if options.quick else (15, 400)
     python = [sys.executable, "-m", "benchmarks.wire_servers"]
@@ -167,9 +161,8 @@ def main() -> None:
             "|---|---|---|---|---|---|---|"
         )
         results = measure(servers, rows, options.keys, rounds, requests)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
     document = {"machine": describe(), "rows": rows, "rounds": rounds, "results": results}
-    options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    report.write(options.json, document)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ process, from the same files. For gRPC see `wire_grpc`.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib.util
 import json
@@ -37,7 +36,9 @@ from pathlib import Path
 import numpy as np
 
 import tierstore
+from benchmarks import report
 from benchmarks.machine import describe
+from benchmarks.options import parser_of
 from benchmarks.ready import wait_for_reactors, wait_until_warm
 from benchmarks.report import headline
 from benchmarks.wire_table import DIM, FEATURE, MODEL, ROW_BYTES, keys_of, vectors_of
@@ -512,14 +513,9 @@ def with_tritonclient(port: int, rows: int, n: int, rounds: int, calls: int) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds, fewer rows")
-    parser.add_argument("--rows", type=int, default=0)
-    parser.add_argument("--keys", type=int, nargs="+", default=[64, 1024, 4096])
-    parser.add_argument("--json", type=Path, default=Path("build/wire_lookup.json"))
-    parser.add_argument("--no-shared-memory", action="store_true")
-    parser.add_argument("--no-redis", action="store_true")
-    options = parser.parse_args()
+    options = parser_of(
+        __file__, __doc__, "quick", rows=0, keys=[64, 1024, 4096], no_shared_memory=False, no_redis=False
+    ).parse_args()
     rows = options.rows or (200_000 if options.quick else 1_000_000)
     rounds, requests = (5, 320) if options.quick else (15, 800)
     python = [sys.executable, "-m", "benchmarks.wire_servers"]
@@ -577,7 +573,6 @@ def main() -> None:
         pid, port, where = service("store", "--cold")
         shutil.copytree(where / "data", where / "copy", ignore=shutil.ignore_patterns("LOCK"))
         chilled = [cold(pid, port, where / "copy", rows, n, rounds, max(20, requests // 8)) for n in options.keys]
-    options.json.parent.mkdir(parents=True, exist_ok=True)
     document: dict[str, object] = {
         "benchmark": "wire_lookup",
         "machine": describe(),
@@ -590,7 +585,7 @@ def main() -> None:
         "cold": chilled,
     }
     document["headlines"] = headlines(document)
-    options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    report.write(options.json, document)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ Both peers come from `make bench-triton`. Without them there is nothing to measu
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import sys
@@ -26,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import describe
+from benchmarks.options import parser_of
 from benchmarks.ready import wait_for_reactors, wait_until_warm
 from benchmarks.report import headline, markdown, write
 from benchmarks.triton_peer import Analyzer, Packages, Peer, Turn, Unavailable, triton, write_data
@@ -33,7 +33,7 @@ from benchmarks.wild_traffic import Link, Request, heavy_tailed, rest_of, tensor
 from benchmarks.wire_lookup import VARIANTS, child
 from benchmarks.wire_table import FEATURE, ROW_BYTES, keys_of, vectors_of
 
-VENV = Path(".bench/triton")
+VENV = Path(".clients/triton")
 SIZES = (64, 1024, 4096)
 AT_ONCE = (1, 8)
 PROTOCOLS = ("HTTP", "gRPC")
@@ -108,15 +108,16 @@ def headlines(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--tiny", action="store_true", help="to see that it runs; its figures mean nothing")
-    size.add_argument("--full", action="store_true", help="more and longer rounds")
+    parser = parser_of(
+        __file__,
+        __doc__,
+        "tiny",
+        "full",
+        keys=list(SIZES),
+        rounds=int,
+        triton=(VENV, "the virtual environment of Triton and perf_analyzer"),
+    )
     parser.add_argument("--protocol", nargs="+", choices=PROTOCOLS, default=list(PROTOCOLS))
-    parser.add_argument("--keys", type=int, nargs="+", default=list(SIZES))
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--triton", type=Path, default=VENV, help="the virtual environment of Triton and perf_analyzer")
-    parser.add_argument("--json", type=Path, default=Path("build/wire_triton.json"))
     options = parser.parse_args()
     rows = 5_000 if options.tiny else 1_000_000
     rounds, window_s = (1, 0.2) if options.tiny else (11, 1.0) if options.full else (5, 0.5)

@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,12 @@ class Brokers:
             return name
         from confluent_kafka.admin import AdminClient, NewTopic
 
-        made = AdminClient({"bootstrap.servers": self.address}).create_topics([NewTopic(name, partitions)])
-        made[name].result(60)
+        admin = AdminClient({"bootstrap.servers": self.address})  # named: what it was asked ends with it
+        admin.create_topics([NewTopic(name, partitions)])[name].result(60)
+        while (
+            len(admin.list_topics(name, timeout=60).topics[name].partitions) < partitions
+        ):  # told to all brokers later
+            time.sleep(0.05)
         return name
 
     def command(self, line: str) -> None:

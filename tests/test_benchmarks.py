@@ -8,7 +8,6 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from benchmarks.lookup_peers import PLANS, WORKLOADS, Bench, check
 from benchmarks.wild_traffic import MANY, Asked, Clients, heavy_tailed, ranking, single
 from benchmarks.wire_table import vectors_of
 from tests.tiers.cuda_shim.backend import ShimDevice
+from tests.triton import backend
 from tierstore.types import StorageDtype
 
 ROOT = Path(__file__).parents[1]
@@ -293,13 +293,9 @@ def test_without_triton_its_benchmark_says_what_is_missing(tmp_path: Path) -> No
 
 
 def test_the_model_that_triton_runs_takes_the_rows_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Tensor:
-        def __init__(self, name: str, values: np.ndarray) -> None:
-            self.name, self.as_numpy = name, lambda: values
-
-    backend = ModuleType("triton_python_backend_utils")
-    vars(backend).update(Tensor=Tensor, InferenceResponse=list, get_input_tensor_by_name=lambda of, name: of[name])
-    monkeypatch.setitem(sys.modules, backend.__name__, backend)
+    stand_in = backend.module()
+    vars(stand_in).update(get_input_tensor_by_name=lambda of, name: of[name])
+    monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
     made = runpy.run_path(str(triton_peer.SCRIPT))["TritonPythonModel"]()
     table = vectors_of(np.arange(50))
     np.save(tmp_path / "table.npy", table)
@@ -308,9 +304,9 @@ def test_the_model_that_triton_runs_takes_the_rows_asked_for(tmp_path: Path, mon
         "input": [{"name": "keys"}], "output": [{"name": "rows"}],
     }  # fmt: skip
     made.initialize({"model_config": json.dumps(config)})
-    ((answer,),) = made.execute([{"keys": Tensor("keys", np.array([7, 3, 7]))}])
-    assert answer.name == "rows"
-    np.testing.assert_array_equal(answer.as_numpy(), table[[7, 3, 7]])
+    (answer,) = made.execute([{"keys": backend.Tensor("keys", np.array([7, 3, 7]))}])
+    assert set(answer.arrays) == {"rows"}
+    np.testing.assert_array_equal(answer.arrays["rows"], table[[7, 3, 7]])
 
 
 @pytest.mark.thorough

@@ -140,6 +140,7 @@ def test_sizes_take_units_from_the_environment_and_the_file(tmp_path: Path, monk
         ("port", 65536),
         ("port", "http"),
         ("threads", 0),
+        ("threads", 65),
         ("fold_grace_s", -1),
         ("allow_client_shm", "perhaps"),
     ],
@@ -272,6 +273,12 @@ def test_a_cache_on_ssd_is_for_rows_of_other_machines_and_of_a_size(given: dict[
     with pytest.raises(ConfigError, match=message):
         load_settings(**given)
     assert load_settings(ssd_cache="200GiB", upstream="http://a:8000").ssd_cache == 200 << 30
+
+
+@pytest.mark.parametrize("other", ["remote", "upstream"])
+def test_rows_of_other_machines_are_in_no_partition_of_this_one(other: str) -> None:
+    with pytest.raises(ConfigError, match="partition"):
+        load_settings(partition="0-15/64", **{other: "redis://h" if other == "remote" else "http://a:1"})
 
 
 def test_the_page_of_settings_is_up_to_date_and_tells_every_default() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -176,11 +177,14 @@ def test_the_dashboard_asks_for_metrics_that_exist(tmp_path: Path) -> None:
     assert {panel["datasource"]["uid"] for panel in dashboard["panels"]} == {one["uid"] for one in data_sources}
 
 
-def kubernetes() -> dict[tuple[str, str], dict[str, Any]]:
-    folder = ROOT / "deploy/kubernetes"
-    listed = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
-    assert {path.name for path in folder.glob("*.yaml")} == {*listed, "kustomization.yaml"}
-    documents = [one for name in listed for one in yaml.safe_load_all((folder / name).read_text(encoding="utf-8"))]
+def kubernetes(folder: str = "deploy/kubernetes") -> dict[tuple[str, str], dict[str, Any]]:
+    """What `kubectl apply -k` of the folder applies, by kubectl itself."""
+    program = shutil.which("kubectl")
+    if program is None:
+        pytest.skip("no kubectl on the PATH")
+    done = subprocess.run([program, "kustomize", str(ROOT / folder)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    documents = list(yaml.safe_load_all(done.stdout))
     return {(one["kind"], one["metadata"]["name"]): one for one in documents}
 
 
@@ -193,7 +197,8 @@ def test_the_manifests_fit_the_image_and_each_other() -> None:
     assert settings_named(env)
     load_settings(None, **{name.removeprefix(ENV_PREFIX).lower(): value for name, value in env.items()})
     assert spec["securityContext"]["runAsUser"] == int(in_image("USER"))
-    assert spec["terminationGracePeriodSeconds"] > float(env["TIERSTORE_DRAIN_S"]) + FINISH_S
+    assert spec["terminationGracePeriodSeconds"] > float(env["TIERSTORE_DRAIN_S"]) + 2 * FINISH_S
+    assert stateful["minReadySeconds"] > 0
     readiness = container["readinessProbe"]
     assert float(env["TIERSTORE_DRAIN_S"]) > readiness["periodSeconds"] * readiness["failureThreshold"]
     assert container["args"] == json.loads(in_image("CMD"))
@@ -202,8 +207,9 @@ def test_the_manifests_fit_the_image_and_each_other() -> None:
     claims = [claim["metadata"]["name"] for claim in stateful["volumeClaimTemplates"]]
     assert set(mounts) == {*claims, *(volume["name"] for volume in spec["volumes"])}
     assert (mounts["data"], mounts["snapshots"]) == (image["TIERSTORE_DATA"], image["TIERSTORE_SOURCE_ROOT"])
-    assert env["TIERSTORE_TOKENS"].startswith(mounts["tokens"])
-    assert (image["TIERSTORE_ALLOW_OPEN_NETWORK"], env["TIERSTORE_ALLOW_OPEN_NETWORK"]) == ("true", "false")
+    limit = int(container["resources"]["limits"]["memory"].removesuffix("Gi"))
+    assert 0.5 <= float(env["TIERSTORE_HOST_BUDGET"].removesuffix("GiB")) / limit <= 0.8
+    assert not [volume for volume in spec["volumes"] if "emptyDir" not in volume], "it starts as it is"
     assert of["Service", stateful["serviceName"]]["spec"]["clusterIP"] == "None"
     names = [f"tierstore-{number}.tierstore" for number in range(stateful["replicas"])]
     services = [name for kind, name in of if kind == "Service"]
@@ -212,15 +218,64 @@ def test_the_manifests_fit_the_image_and_each_other() -> None:
         service = of["Service", name]["spec"]
         assert service["selector"] == labels
         assert {port["targetPort"] for port in service["ports"]} == {port["name"] for port in container["ports"]}
-    (required,) = spec["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
-    assert required["labelSelector"]["matchLabels"] == labels
+    for apart in spec["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]:
+        assert apart["podAffinityTerm"]["labelSelector"]["matchLabels"] == labels
     (claim,) = stateful["volumeClaimTemplates"]
-    assert ("StorageClass", claim["spec"]["storageClassName"]) in of
+    assert "storageClassName" not in claim["spec"], "the cluster's default"
     assert of["PodDisruptionBudget", "tierstore"]["spec"]["selector"]["matchLabels"] == labels
     assert of["NetworkPolicy", "tierstore"]["spec"]["podSelector"]["matchLabels"] == labels
     probes = {name: one["httpGet"] for name, one in container.items() if name.endswith("Probe")}
     (in_docs,) = pod()["containers"]
     assert probes == {name: one["httpGet"] for name, one in in_docs.items() if name.endswith("Probe")}
+
+
+def test_the_kserve_files_fit_the_image_and_the_transformer() -> None:
+    """That they are of KServe's own types is for tests/clients/test_kserve.py."""
+    files = {
+        name: yaml.safe_load((ROOT / f"deploy/kserve/{name}.yaml").read_text()) for name in ("predictor", "transformer")
+    }
+    image, spec = try_image.environment(), files["predictor"]["spec"]["predictor"]
+    (container,), (first,) = spec["containers"], spec["initContainers"]
+    env = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert settings_named(env)
+    load_settings(None, **{name.removeprefix(ENV_PREFIX).lower(): value for name, value in env.items()})
+    assert (
+        container["name"] == files["transformer"]["spec"]["transformer"]["containers"][0]["name"] == "kserve-container"
+    )
+    assert container["args"] == json.loads(in_image("CMD"))
+    assert spec["securityContext"]["runAsUser"] == int(in_image("USER"))
+    assert spec["terminationGracePeriodSeconds"] > float(env["TIERSTORE_DRAIN_S"]) + FINISH_S
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert set(mounts) == {volume["name"] for volume in spec["volumes"]}
+    assert (mounts["data"], mounts["snapshots"]) == (image["TIERSTORE_DATA"], image["TIERSTORE_SOURCE_ROOT"])
+    assert env["TIERSTORE_WATCH_SNAPSHOTS"] == mounts["snapshots"]
+    assert {mount["name"]: mount["mountPath"] for mount in first["volumeMounts"]}.items() <= mounts.items()
+    (in_docs,) = pod()["containers"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"] == {"path": in_docs[probe]["httpGet"]["path"], "port": 8000}
+    service = f"{files['predictor']['metadata']['name']}-predictor"
+    assert service in env["TIERSTORE_ALLOWED_HOST"].split(",")
+    (transformer,) = files["transformer"]["spec"]["transformer"]["containers"]
+    given = dict(word.removeprefix("--").split("=") for word in transformer["args"])
+    assert given["tierstore_url"].removeprefix("http://") in env["TIERSTORE_ALLOWED_HOST"].split(",")
+    program = (ROOT / "deploy/kserve/transformer.py").read_text()
+    assert all(f'"--{name}"' in program for name in given if name.startswith("tierstore"))
+
+
+def test_tokens_are_added_to_the_manifests() -> None:
+    of = kubernetes("deploy/kubernetes-tokens")
+    assert of.keys() == kubernetes().keys()
+    spec = of["StatefulSet", "tierstore"]["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    env = {entry["name"]: entry["value"] for entry in container["env"]}
+    (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == "tokens"]
+    assert env["TIERSTORE_TOKENS"] == f"{mount['mountPath']}/tokens.json"
+    assert (try_image.environment()["TIERSTORE_ALLOW_OPEN_NETWORK"], env["TIERSTORE_ALLOW_OPEN_NETWORK"]) == (
+        "true",
+        "false",
+    )
+    assert "tokens" in [volume["name"] for volume in spec["volumes"]]
+    assert "TIERSTORE_HOST_BUDGET" in env
 
 
 def test_systemd_gives_it_time_to_start_and_to_end() -> None:

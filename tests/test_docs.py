@@ -304,6 +304,30 @@ def test_commands_of_the_import_page(scene: Path) -> None:
         command(line.replace("/mnt/models", "."))
 
 
+def test_triton_page(scene: Path, url: str) -> None:
+    snapshot(scene / "1", 20261120)
+    with tierstore.open("data", **SMALL) as store:
+        store.load_snapshot("1")
+    ran = lines("docs/triton.md")
+    assert len(ran) == 2
+    for line in ran:
+        command(line.replace(SERVICE, url))
+    assert {path.parent.name for path in Path("models").glob("*/config.pbtxt")} == {"ctr", "local"}
+    ((line, program),) = blocks("docs/triton.md", "python")
+    asked = program.replace("127.0.0.1:8000", url.removeprefix("http://"))  # the service answers as Triton does
+    assert run("docs/triton.md", line, asked, names())["rows"].shape == (3, 32)
+
+
+def test_commands_of_the_page_for_hps(scene: Path) -> None:
+    from tests.imports.test_hps import hps
+
+    hps(scene)
+    (line,) = lines("docs/migrate-hps.md")
+    command(line.replace("/mnt/models", "."))
+    (folder,) = Path("models").iterdir()
+    assert "NUMKEYS" in (folder / "config.pbtxt").read_text()
+
+
 def test_commands_of_the_backup_page(scene: Path) -> None:
     snapshot(scene / "before", 20261119)
     with (

@@ -18,6 +18,8 @@ NEEDS = {
     "parquet_to_served": (),
     "hps_to_served": ("tritonclient.http",),
     "pytorch_with_deltas": ("torch", "onnxscript", "onnxruntime"),
+    "pytorch_in_fastapi": ("torch", "fastapi", "httpx"),
+    "pytorch_in_ray_serve": ("torch", "ray.serve"),
     "lightgbm_with_embeddings": ("lightgbm", "onnxmltools", "onnxruntime"),
 }
 
@@ -32,6 +34,8 @@ def test_every_example_is_run() -> None:
         ("parquet_to_served", 2, None),
         ("hps_to_served", 2, None),
         ("pytorch_with_deltas", 0, 15),
+        ("pytorch_in_fastapi", 0, 15),
+        ("pytorch_in_ray_serve", 0, 18),
         ("lightgbm_with_embeddings", 0, 15),
     ],
 )
@@ -48,7 +52,7 @@ def test_an_example_is_as_short_as_was_promised(name: str, commands: int, lines:
 @pytest.mark.parametrize("name", NEEDS)
 def test_an_example(tmp_path: Path, name: str) -> None:
     for needed in NEEDS[name]:
-        pytest.importorskip(needed, reason=f"{needed} is not installed: make trainers")
+        pytest.importorskip(needed, reason=f"{needed} is not installed (make trainers, or pip)")
     env = {name: value for name, value in os.environ.items() if not name.upper().startswith(ENV_PREFIX)}
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / f"{name}.py")],

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.make_client import made
+
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("tierstore", "tests", "benchmarks", "tools", "examples")
 LONGEST, LONGEST_OF_PACKAGE = 600, 400  # lines of a file
@@ -81,6 +83,11 @@ def test_what_the_pages_tell_to_make_can_be_made() -> None:
     assert {shown(page): sorted(names - targets) for page, names in asked.items() if names - targets} == {}
     assert {"demo", "test", "check", "bench"} <= targets
     assert "test" in asked[ROOT / "README.md"], "the README says how to run the tests"
+
+
+def test_the_blocking_client_is_made_of_the_awaited_one() -> None:
+    for path, text in made().items():
+        assert path.read_text(encoding="utf-8") == text, "python tools/make_client.py"
 
 
 def test_ci_runs_what_a_person_runs() -> None:

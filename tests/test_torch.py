@@ -202,3 +202,25 @@ def test_tables_of_a_module_may_expire(tmp_path: Path) -> None:
     assert {table.ttl_s for table in manifest.tables if table.name != "item"} == {None}
     with pytest.raises(InvalidInput, match="ttl_s: 'items' is no table of the module"):
         write_snapshot(tmp_path / "t", Net(), inputs(), model="ctr", version=1, ttl_s={"items": "30d"}, dense=False)
+
+
+class TwoScores(Net):
+    def forward(self, user_id: Any, item_id: Any, clicked: Any, clicked_at: Any, hour: Any) -> Any:
+        score = super().forward(user_id, item_id, clicked, clicked_at, hour)
+        return score, score * score
+
+
+def test_outputs_have_the_names_that_are_given(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    net = TwoScores()
+    write_snapshot(tmp_path / "1", net, inputs(), model="ctr", version=1, output_names=("ctr", "cvr"))
+    assert (capfd.readouterr(), [*recwarn]) == (("", ""), []), "an export says nothing of itself"
+    with tierstore.open(tmp_path / "data") as store:
+        store.load_snapshot(tmp_path / "1")
+        scores = store.model("ctr").predict(request(inputs()))
+    assert list(scores) == ["ctr", "cvr"]
+    np.testing.assert_allclose(scores["cvr"], scores["ctr"] ** 2, rtol=1e-5)
+    for names in (("ctr",), ("ctr", "ctr"), ("ctr", "a b")):
+        with pytest.raises(InvalidInput, match=r"output_names|output name"):
+            export_dense(net, inputs(), output_names=names)

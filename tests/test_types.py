@@ -13,7 +13,7 @@ import pytest
 
 import tierstore
 from tierstore import errors
-from tierstore.client import AsyncClient, AsyncRemoteModel, Client, RemoteModel
+from tierstore.client import Client, RemoteModel
 
 ROOT = Path(__file__).parents[1]
 
@@ -88,7 +88,7 @@ def test_the_package_says_that_it_is_typed() -> None:
     assert '"tierstore" = ["py.typed"]' in project
 
 
-# --- both clients have the same verbs
+# --- the verbs of a client and of its models
 
 
 def parameters(kind: type, name: str) -> dict[str, tuple[Any, Any]]:
@@ -96,21 +96,6 @@ def parameters(kind: type, name: str) -> dict[str, tuple[Any, Any]]:
     verb = getattr(kind, name)
     found = {} if isinstance(verb, property) else inspect.signature(verb).parameters
     return {one.name: (one.default, one.annotation) for one in found.values()}
-
-
-def verbs(kind: type) -> set[str]:
-    return {name for name in vars(kind) if not name.startswith("_")}
-
-
-@pytest.mark.parametrize(
-    ("blocking", "awaited"), [(Client, AsyncClient), (RemoteModel, AsyncRemoteModel)], ids=["client", "model"]
-)
-def test_both_clients_have_the_same_verbs_with_the_same_parameters(blocking: type, awaited: type) -> None:
-    assert verbs(blocking) == verbs(awaited)
-    for name in verbs(blocking):
-        assert parameters(blocking, name) == parameters(awaited, name), name
-        assert getattr(blocking, name).__doc__
-        assert getattr(awaited, name).__doc__
 
 
 @pytest.mark.parametrize("name", ["lookup", "lookup_bags", "lookup_many", "predict"])

@@ -35,7 +35,7 @@ def test_what_a_step_names_is_there(file: str, name: str) -> None:
 
 def test_each_walk_has_ten_steps_and_each_step_names_a_function() -> None:
     walks = WALK.split("\n## ")[1:]
-    assert len(walks) == 2
+    assert len(walks) == 3
     for walk in walks:
         steps = re.split(r"\n(?=\d+\. )", walk)[1:]
         assert [int(step.split(".")[0]) for step in steps] == list(range(1, 11))

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from tierstore.engine.store import open_store as open
     from tierstore.errors import (
         Closed,
-        ClusterUnavailable,
         ConfigError,
         Conflict,
         Corruption,
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
         NotReady,
         Overloaded,
         RateLimited,
+        RemoteUnavailable,
         RolloutFailed,
         RunLimit,
         SequenceGap,
@@ -71,7 +71,6 @@ __all__ = [
     "BackupReport",
     "Client",
     "Closed",
-    "ClusterUnavailable",
     "ConfigError",
     "Conflict",
     "Corruption",
@@ -96,6 +95,7 @@ __all__ = [
     "Progress",
     "RateLimited",
     "RemoteModel",
+    "RemoteUnavailable",
     "RolloutFailed",
     "RunLimit",
     "SequenceGap",

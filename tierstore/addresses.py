@@ -1,8 +1,13 @@
-"""Addresses of services: which are on this machine, and where a token may be sent. Pure functions; any thread."""
+"""Addresses of services: how they are written, which are on this machine, and where a token may be sent. Pure functions; any thread."""
 
 from __future__ import annotations
 
 import ipaddress
+
+
+def host_port(host: str, port: int) -> str:
+    """`host:port`, or `[host]:port` for an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:

@@ -26,7 +26,7 @@
     └── StorageError (OSError)         the disk or its driver failed
         ├── Corruption                 bytes read back are not those written
         ├── DiskFull                   there is no room to write; what is stored can be read
-        ├── ClusterUnavailable         the remote cluster, or a server of it, did not answer
+        ├── RemoteUnavailable          a cluster, a server of it, or nodes upstream did not answer
         └── InferenceError             ONNX Runtime failed for a reason other than the request
             └── RunLimit               a run of the dense part was ended: it took too long, or the service stops
 
@@ -153,7 +153,11 @@ class NotReady(TierstoreError):
 
 
 class Locked(TierstoreError):
-    """The data directory is open in another process."""
+    """The data directory is open in another process. `url`: where that serves it, if it does."""
+
+    def __init__(self, message: str, *, url: str | None = None) -> None:
+        super().__init__(message)
+        self.url = url
 
 
 class Closed(TierstoreError):
@@ -199,8 +203,8 @@ class DiskFull(StorageError):
     """There is no room to write. What is stored can be read."""
 
 
-class ClusterUnavailable(StorageError):
-    """The remote cluster, or a server of it, did not answer in time or lacks what it should have; `keys` as in StorageError."""
+class RemoteUnavailable(StorageError):
+    """Machines that have the rows, a cluster or nodes upstream, did not answer in time or lack what they should have; `keys` as in StorageError."""
 
 
 class InferenceError(StorageError):

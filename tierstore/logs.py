@@ -1,4 +1,4 @@
-"""The log on standard error: lines for people, or one JSON object a line for log collectors. Any thread may log.
+"""The log on standard error or in a file: lines for people, or one JSON object a line for log collectors. Any thread may log.
 
 What looks like a secret is cut out of every line: clients put theirs into paths, ids and sources, and errors repeat them.
 """
@@ -10,8 +10,11 @@ import logging
 import re
 import sys
 from datetime import UTC, datetime
-from typing import Any, Literal
+from logging.handlers import WatchedFileHandler
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
 
+from tierstore.errors import ConfigError
 from tierstore.log_limits import Limited
 
 LogFormat = Literal["text", "json"]
@@ -52,10 +55,34 @@ class _AsJson(logging.Formatter):
         return json.dumps(clean, ensure_ascii=False)
 
 
-def configure(form: LogFormat, level: LogLevel) -> None:
-    """Log everything from `level` up in this form. Replaces what was set up before."""
-    handler = logging.StreamHandler(sys.stderr)
+_OURS = logging.getLogger("tierstore")
+
+
+def configure(form: LogFormat, level: LogLevel, file: Path | None = None) -> None:
+    """Log everything from `level` up in this form, to `file` or else to standard error. Replaces what was set up before."""
+    try:
+        handler = logging.StreamHandler(sys.stderr) if file is None else WatchedFileHandler(file, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"log_file: cannot write {file}: {error.strerror or error}") from error
     text = _AsText("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(_AsJson() if form == "json" else text)
     handler.addFilter(Limited())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def reopen() -> None:
+    """Open files of the log anew: what was renamed is written to no more, as before the next line in any case."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, WatchedFileHandler):
+            handler.close()  # opens its file with the next line
+
+
+def current_level() -> LogLevel:
+    """The lowest level of this package's lines that is logged."""
+    name = logging.getLevelName(_OURS.getEffectiveLevel()).lower()
+    return cast(LogLevel, name) if name in get_args(LogLevel) else "debug"
+
+
+def set_level(level: LogLevel) -> None:
+    """Log this package's lines from `level` up, from now on."""
+    _OURS.setLevel(level.upper())

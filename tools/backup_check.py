@@ -94,7 +94,7 @@ class BackupCheck:
         return new
 
     def _wait_for_work(self, worker: threading.Thread) -> None:
-        """Until the model serves, and for a random time."""
+        """Wait until the model serves, and for a random time."""
         until = time.monotonic() + 60
         while "done load" not in self._journal.read_text():
             if not worker.is_alive() or time.monotonic() > until:
@@ -141,7 +141,7 @@ class BackupCheck:
 
 
 class CopyCheck(BackupCheck):
-    """The same of copies that `cp -a` makes while the store works."""
+    """Checks copies that `cp -a` makes while the store works."""
 
     settings: ClassVar[dict[str, Any]] = SETTINGS  # the log is kept: by it a copy is mended
     whole = False

@@ -66,7 +66,7 @@ def partitions_of(name: str) -> int | None:
 
 
 def work(root: Path, *, seed: int, fold_grace_s: float, kinds: list[str]) -> None:
-    """Until killed: export, while a thread applies deltas. The model is there."""
+    """Export until killed, while a thread applies deltas. The model is there."""
     journal, exports = Journal(root / "disk/journal"), root / "disk/exports"
     with tierstore.open(root / "disk/data", fold_grace_s=fold_grace_s, **SETTINGS) as store:
         threading.Thread(target=_deltas, args=(store, seed, journal), daemon=True).start()
@@ -176,7 +176,7 @@ class CrashExport:
         (top / "exports").mkdir()
 
     def _await(self, exports: int) -> None:
-        """Until so many exports are done, and a random time of the next."""
+        """Wait until so many exports are done, and a random time of the next."""
         until, journal = time.monotonic() + START_S * exports, self._root / "disk/journal"
         while sum(line.startswith("done export") for line in journal.read_text().splitlines()) < exports:
             if time.monotonic() > until:

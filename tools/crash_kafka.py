@@ -43,7 +43,7 @@ POLL_S = 0.002
 
 
 def work(root: Path, *, seed: int, address: str, topic: str) -> None:
-    """Until killed: follow the topic for some deltas, close, open again."""
+    """Follow, until killed, the topic for some deltas, close, open again."""
     rng, journal = random.Random(seed), Journal(root / "disk/journal")
     while True:
         with Store(load_settings(None, **options(root / "disk/data", address, topic))) as store:

@@ -44,7 +44,7 @@ DENSE = all(importlib.util.find_spec(name) for name in ("onnx", "onnxruntime"))
 
 
 def changes(seed: int, seq: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """By table: keys, and which of them are deleted. All tables change in every delta."""
+    """The changes of a delta by table: keys, and which of them are deleted. All tables change in every delta."""
     rng = np.random.default_rng([seed, seq])
     keys = {table: rng.choice(SPAN[table], rng.integers(1, 40), replace=False) for table in DIM}
     return {table: (of, rng.random(len(of)) < 0.2) for table, of in keys.items()}
@@ -108,7 +108,7 @@ Seqs = frozenset[int]
 
 
 def expected(seed: int, version: int, delta_seq: int, last: int, undone: Seqs = frozenset()) -> dict[str, np.ndarray]:
-    """By table: the row of each of NUMBERS, NaN where there is none: the snapshot and the deltas after `delta_seq`."""
+    """The rows that are right, by table: of each of NUMBERS, NaN where there is none. Deltas count after `delta_seq`."""
     rows = {}
     for table in DIM:
         rows[table] = np.full((len(NUMBERS[table]), DIM[table]), np.nan, np.float32)
@@ -151,7 +151,7 @@ class Journal:
 
 
 def work(root: Path, *, seed: int, shuffle: int, favour: str) -> None:
-    """Until killed: open the store, do random steps, close it, open it again. Steps of the kind `favour` come often."""
+    """Until killed, open the store, do random steps, close it, open it again. Steps of the kind `favour` come often."""
     rng, journal = random.Random(shuffle), Journal(root / "disk/journal")
     while True:
         with journal.step("open"):

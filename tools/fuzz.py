@@ -88,7 +88,7 @@ def save(name: str, inputs: list[bytes], most: int) -> None:
 
 
 def targets() -> dict[str, Callable[[], Target]]:
-    """By name: what makes each."""
+    """What is attacked, by name, and what makes each."""
     more = (KafkaMessages, Http, Grpc)
     return {target.name: target for target in TARGETS} | {target.name: target for target in more}
 

@@ -152,15 +152,35 @@ def alike(data: bytes, ours: Outcome, other: Outcome) -> str:
         return "other requests"
     if ours.is_well and other.is_well:
         return "both well" if ours.requests.keys() == other.requests.keys() else "other requests"
-    if ours.is_well:
-        return next((how for said, how in LAXER.items() if other.why.startswith(said)), "laxer")
-    if other.is_well:
-        return _stricter(data, ours)
+    if ours.is_well or other.is_well:
+        how = _laxer(other) if ours.is_well else _stricter(data, ours)
+        if how in ("laxer", "stricter") and (rest := _rest(data)):
+            whole = data + rest
+            again = alike(whole, by_machine(whole), by_h2(whole))
+            return "one of them waits for all of a wrong frame or block" if again.startswith("both refuse") else how
+        return how
     if ours.error is None or other.error is None or ours.error == other.error:
         return "both refuse"
     if {ours.error, other.error} <= WRONG_FRAMES:
         return "both refuse, by other words"
     return f"the errors {ours.error} and {other.error}"
+
+
+def _rest(data: bytes) -> bytes:
+    """What its last frame and the block of headers that it is in lack."""
+    at = kind = flags = stream = 0
+    while at + h2words.FRAME_HEAD <= len(data):
+        kind, flags, stream = data[at + 3], data[at + 4], int.from_bytes(data[at + 5 : at + 9], "big")
+        at += h2words.FRAME_HEAD + int.from_bytes(data[at : at + 3], "big")
+    rest = bytes(max(0, at - len(data)))
+    if kind in (h2words.HEADERS, h2words.PUSH_PROMISE, h2words.CONTINUATION) and not flags & h2words.END_HEADERS:
+        rest += frame(h2words.CONTINUATION, h2words.END_HEADERS, stream, b"")
+    return rest
+
+
+def _laxer(other: Outcome) -> str:
+    """Why bytes that h2 refuses are taken."""
+    return next((how for said, how in LAXER.items() if other.why.startswith(said)), "laxer")
 
 
 def _stricter(data: bytes, ours: Outcome) -> str:
@@ -172,15 +192,10 @@ def _stricter(data: bytes, ours: Outcome) -> str:
     if ours.error is None and {*ours.refused.values()} == {h2words.PROTOCOL_ERROR}:
         return "h2 takes any bytes in heads"
     newest = 0
-    for kind, _, stream, payload in frames_of(data):
+    for kind, _, stream, _ in frames_of(data):
         newest = max(newest, stream) if kind == h2words.HEADERS else newest
         if kind == h2words.RST_STREAM and stream > newest and ours.error == h2words.PROTOCOL_ERROR:
             return "h2 lets streams be reset that have not begun"
-        last = payload
-    if ours.error == h2words.FRAME_SIZE_ERROR and len(last) < int.from_bytes(
-        data[len(data) - len(last) - 9 :][:3], "big"
-    ):
-        return "h2 waits for all of a frame that is too large"
     return "stricter"
 
 
@@ -201,5 +216,5 @@ ALIKE = {
     "h2 does not ask for SETTINGS first",
     "h2 takes larger lists of headers",
     "h2 lets streams be reset that have not begun",
-    "h2 waits for all of a frame that is too large",
+    "one of them waits for all of a wrong frame or block",
 }

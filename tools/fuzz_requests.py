@@ -26,7 +26,7 @@ EDGES = [0, -1, 1 << 40, (1 << 63) - 1, -(1 << 63)]
 
 @dataclass
 class Request:
-    """In parts, each to be spoiled by itself; `close_up` makes bytes of them."""
+    """A request in parts, each to be spoiled by itself; `close_up` makes bytes of them."""
 
     path: str
     headers: list[tuple[bytes, bytes]]

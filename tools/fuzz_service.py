@@ -61,7 +61,7 @@ class ServiceTarget(Target):
         self._store.load_snapshot(root / "snapshot")
         self.server = self._stack.enter_context(ServerThread(self._store))
         self._log = _Tracebacks(logging.WARNING)
-        names = ("tierstore", "uvicorn", "uvicorn.error", "grpc", "asyncio")
+        names = ("tierstore", "grpc", "asyncio")
         for logger in (logging.getLogger(name) for name in names):
             logger.addHandler(self._log)
             self._stack.callback(logger.removeHandler, self._log)

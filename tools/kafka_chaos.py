@@ -2,7 +2,8 @@
 
     python -m tools.kafka_chaos --kills 200
 
-A process opens a store and follows a topic of librdkafka's mock cluster, or of the brokers that TIERSTORE_TEST_KAFKA names. It is
+A process opens a store and follows a topic of librdkafka's mock cluster, of the brokers that TIERSTORE_TEST_KAFKA names, or, with
+`--brokers 3`, of so many of Apache Kafka, which are killed as well. It is
 killed with SIGKILL at random moments, its start included, while deltas of two models are produced over several partitions: out
 of order, twice, in parts, and among them messages that cannot be applied. The mock's brokers go down for moments. In the end
 every key, every entry of the log and everything that is parked has to be as it was produced. Exit code 1 if it is not.
@@ -19,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
+from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ import numpy as np
 
 import tierstore
 from tests.kafka_broker import Brokers
+from tests.kafka_real import RealBrokers, real_brokers
 from tierstore.config import load_settings
 from tierstore.engine.store import Store
 from tierstore.kafka.messages import digest_of, split
@@ -201,8 +204,23 @@ def problems_of(store: Store, producer: Producer) -> list[str]:
     return found + list(store.verify().problems)
 
 
-def run(kills: int, poison: int, seed: int, root: Path) -> int:
-    chance, cluster, data = random.Random(seed), Brokers(), root / "data"
+def fail_broker(cluster: Brokers | RealBrokers, topic: str, chance: random.Random) -> None:
+    """A broker is away for a moment; of real ones none before the last one is back."""
+    broker = chance.randint(1, 3)
+    if isinstance(cluster, RealBrokers):
+        cluster.await_in_sync(topic)
+        broker = cluster.leader(topic, chance.randrange(PARTITIONS))
+        cluster.kill(broker)
+        time.sleep(chance.uniform(0, 1))
+        cluster.start(broker)
+    else:
+        cluster.command(f"down {broker}")
+        time.sleep(chance.uniform(0, 1))
+        cluster.command(f"up {broker}")
+
+
+def run(kills: int, poison: int, seed: int, root: Path, cluster: Brokers | RealBrokers) -> int:
+    chance, data = random.Random(seed), root / "data"
     topic = cluster.new_topic(PARTITIONS)
     load_models(root, data)
     producer = Producer(cluster.address, topic, poison, seed)
@@ -215,11 +233,8 @@ def run(kills: int, poison: int, seed: int, root: Path) -> int:
         else:
             follower.ready()
             time.sleep(chance.uniform(0, 1.2))
-        if cluster.is_mock and number % 10 == 9:
-            broker = chance.randint(1, 3)
-            cluster.command(f"down {broker}")
-            time.sleep(chance.uniform(0, 1))
-            cluster.command(f"up {broker}")
+        if (cluster.is_mock or isinstance(cluster, RealBrokers)) and number % 10 == 9:
+            fail_broker(cluster, topic, chance)
             outages += 1
         follower.kill()
         if (number + 1) % 20 == 0:
@@ -237,7 +252,6 @@ def run(kills: int, poison: int, seed: int, root: Path) -> int:
     follower.end()
     with Store(load_settings(None, **options(data, cluster.address, topic))) as store:
         found = problems_of(store, producer)
-    cluster.close()
     for problem in found:
         print(f"problem: {problem}")
     print(f"{kills} kills, {outages} outages of a broker, {sum(wanted.values())} deltas in {producer.sent} messages, {producer.poisoned} of poison, {time.monotonic() - began_s:.0f} s: {'wrong' if found else 'all is as produced'}; {state}")  # fmt: skip
@@ -249,10 +263,12 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--poison", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
+    parser.add_argument("--brokers", type=int, default=0, help="of Apache Kafka, in place of the mock's")
+    given = parser.parse_args()
     Follower.context.set_forkserver_preload(["tierstore.service.sources.kafka"])
-    with tempfile.TemporaryDirectory() as root:
-        return run(arguments.kills, arguments.poison, arguments.seed, Path(root))
+    brokers = real_brokers(given.brokers) if given.brokers else closing(Brokers())
+    with tempfile.TemporaryDirectory() as root, brokers as cluster:
+        return run(given.kills, given.poison, given.seed, Path(root), cluster)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def measure(root: Path, *, rows: int, lookups: int, exponents: Sequence[float], 
 
 
 def _hit_rate(store: tierstore.Store, rows: int, lookups: int, exponent: float) -> float:
-    """Of the second half of the look-ups, the share that the host tier answered."""
+    """The hit rate of the second half of the look-ups: the share that the host tier answered."""
     random = np.random.default_rng(2)
     cumulative = np.cumsum(1.0 / np.arange(1, rows + 1) ** exponent)
     ranks = random.permutation(rows)  # so that heat has nothing to do with the order of keys

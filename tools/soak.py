@@ -58,7 +58,7 @@ State = tuple[int, int]  # version, seq
 
 
 class Rows:
-    """By table what a version holds at a seq, NaN for no row; what was asked for lately is kept. Any thread."""
+    """The rows that are right, by table, at a seq; NaN for no row. What was asked for lately is kept. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -134,7 +134,7 @@ class Soak:
         (root / "tierstore.toml").write_text(SETTINGS)
 
     def run(self) -> None:
-        """For as long as it was said. What went wrong is in `seen`."""
+        """Run for as long as it was said. What went wrong is in `seen`."""
         self._start()
         self._client().load_snapshot(self._snapshot(1, 0), model=MODEL)
         self._state((1, 0))

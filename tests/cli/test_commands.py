@@ -92,6 +92,48 @@ def test_a_directory_of_parquet_is_served_by_one_command(cli: Cli, tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) in (["data", "items"], ["items"]), "nothing is left of it"
 
 
+def test_rows_with_nulls_and_keys_that_come_again_are_left_out_and_counted(cli: Cli, tmp_path: Path) -> None:
+    columns = {"key": [1, None, 2, 1, 3], "vector": [[1.0], [2.0], None, [3.0], [4.0]]}
+    pq.write_table(pa.table(columns), tmp_path / "items.parquet")
+    words = ["import", "items.parquet", "--model", "ctr", "--table", "item", "--out", "s"]
+    assert "expected a key, got null" in cli(*words).err
+    done = cli(*words, "--on-null", "skip", "--on-duplicate", "last")
+    assert done.code == 0, done.err
+    assert "2 rows of item (left out: 2 with a null, 1 whose key comes again)" in done.out
+    assert "expected fail, last, got 'first'" in cli(*words, "--on-duplicate", "first").err
+
+
+def test_an_import_goes_to_where_the_service_reads_or_says_so_first(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_spark(tmp_path / "items")
+    (tmp_path / "models").mkdir()
+    words = ["import", "items", "--model", "ctr", "--table", "item", "--key", "item_id", "--vector", "embedding"]
+    with Store(data=tmp_path / "data") as store:
+        for roots in ([tmp_path / "models"], ["s3://models"]):
+            settings = store.settings.model_copy(update={"source_root": roots, "port": 0, "grpc_port": "off"})
+            with ServerThread(store, settings) as server:
+                done = cli(*words, "--url", server.url)
+                if roots == ["s3://models"]:
+                    assert "reads snapshots from below s3://models, where this machine cannot write" in done.err
+                    assert "import" not in done.err.splitlines()[0].split(":")[0], "nothing was read"
+                else:
+                    assert "is active: 100 rows" in done.out, done.err
+                    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_numbers_of_a_row_are_on_one_line_of_json(cli: Cli, tmp_path: Path) -> None:
+    cli("load", write_snapshot(tmp_path, 1))
+    out = cli("lookup", "ctr", "item_id", "8", "--json").out
+    assert f'"row": [{", ".join(["2.0"] * DIM)}]' in out
+
+
+def test_a_snapshot_that_is_not_there_is_said_before_all_else(cli: Cli, tmp_path: Path) -> None:
+    for words in (["load", "nowhere"], ["build", "nowhere", "out"]):
+        assert "no such directory: nowhere" in cli(*words).err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_import_is_written_beside_the_data_directory_of_the_settings(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,7 +285,7 @@ def test_rows_and_status_for_a_person(cli: Cli, tmp_path: Path, place: list[str]
     assert lines[0].split() == ["key", "found", "row", f"({DIM}", "numbers)"]
     assert [line.split()[:2] for line in lines[1:]] == [["3", "yes"], ["16", "yes"], ["999", "no"]]
     assert all(line.rstrip().endswith("…") for line in lines[1:]), "long rows are cut"
-    negative = cli("lookup", "ctr", "item_id", *place, "--json", "--", "-1").document
+    negative = cli("lookup", "ctr", "item_id", *place, "--json", "-1").document
     assert negative["rows"] == [{"key": -1, "found": False, "row": [0.0] * DIM}]
     words = cli("lookup", "ctr", "query", "a", "zz", *place, "--json").document["rows"]
     assert words == [{"key": "a", "found": True, "row": [1.0, 1.0]}, {"key": "zz", "found": False, "row": [0.0, 0.0]}]

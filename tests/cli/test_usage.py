@@ -16,6 +16,7 @@ from tierstore.cli import show
 from tierstore.cli.app import app
 from tierstore.engine.store import Store
 from tierstore.service.server import ServerThread
+from tierstore.service.sources.kafka_rows_status import RowStats
 from tierstore.service.sources.kafka_status import KafkaStats
 
 from .conftest import ROOT, Cli, python
@@ -28,6 +29,7 @@ COMMANDS = {
     "load",
     "build",
     "export",
+    "triton-model",
     "delta",
     "activate",
     "rollback",
@@ -62,7 +64,7 @@ def test_help_loads_neither_the_store_nor_the_service(words: list[str]) -> None:
     assert done.returncode == 0
     loaded = {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines()}
     assert "typer" in loaded, "the check reads the list of modules right"
-    assert loaded & {"numpy", "numba", "rocksdict", "pyarrow", "fastapi", "uvicorn", "httpx"} == set()
+    assert loaded & {"numpy", "numba", "rocksdict", "pyarrow", "fastapi", "uvloop", "httpx"} == set()
 
 
 def test_process_1_can_be_ended_before_its_command_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,6 +82,13 @@ def test_process_1_can_be_ended_before_its_command_runs(monkeypatch: pytest.Monk
 
 def test_it_says_its_version() -> None:
     assert python("-m", "tierstore", "--version").stdout == f"tierstore {tierstore.__version__}\n"
+
+
+def test_without_a_package_of_the_command_line_it_says_which() -> None:
+    """As on a machine that only asks."""
+    done = python("-c", "import sys; sys.modules['typer'] = None; from tierstore.cli import main; main()")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("tierstore: the command line needs the package typer, which is not installed")
 
 
 def test_help_of_serve_lists_every_setting(cli: Cli) -> None:
@@ -223,6 +232,7 @@ def test_a_status_in_80_columns_cuts_nothing_and_shows_what_a_store_works_with(
         "remote": {"cluster": "h1:6379", "reachable": False},
         "service": {
             "kafka": kafka.status(parked=0),
+            "kafka_rows": {"topics": {"vectors": RowStats("vectors").status(parked=0)}},
             "watch": {"directory": "/deltas", "applied": 3},
             "watch_snapshots": {"locations": [{"location": "s3://models", "state": "followed", "snapshots": 2}]},
         },
@@ -235,6 +245,7 @@ def test_a_status_in_80_columns_cuts_nothing_and_shows_what_a_store_works_with(
         "20261123022651    active    stable    41821        2026-11-23 02:26 UTC",
         "cluster h1:6379: unreachable",
         "kafka topic embeddings: reading, 0 deltas applied, 1,234 messages behind",
+        "rows of kafka topic vectors: starting, 0 rows applied",
         "deltas in /deltas: 3 applied",
         "snapshots in s3://models: followed, 2 found",
         "background work: load, 25% of the time",

@@ -1,4 +1,4 @@
-"""nginx and haproxy in front of a service: as they come, and with the files of deploy/proxies."""
+"""nginx, haproxy and Envoy in front of a service: as they come, and with the files of deploy/proxies."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tests.redis_cluster import end_with_parent, free_ports
 from tests.service.conftest import eventually
 
 FILES = Path(__file__).parents[2] / "deploy/proxies"
+WHEEL = Path(__file__).parents[2] / ".clients/envoy/envoy/_bin"  # what `make client-venvs` installs
 LISTENS, SERVES = 8080, 8000  # the ports in those files
 # The least that works: all else is as the proxy has it.
 NGINX = "server { listen 8080; location / { proxy_pass http://127.0.0.1:8000; } }"
@@ -51,9 +52,20 @@ class Proxy:
     text: str
 
     def command(self, where: Path) -> list[str]:
-        program = shutil.which(self.program, path=f"{os.environ['PATH']}:/usr/sbin")
+        program = shutil.which(self.program, path=f"{os.environ['PATH']}:/usr/sbin:{WHEEL}")
         if program is None:
-            pytest.skip(f"no {self.program} on the PATH or in /usr/sbin")
+            pytest.skip(f"no {self.program} on the PATH, in /usr/sbin or in {WHEEL}")
+        if self.program == "envoy":
+            return [
+                program,
+                "--use-dynamic-base-id",
+                "--concurrency",
+                "1",
+                "--log-level",
+                "warning",
+                "-c",
+                "envoy.yaml",
+            ]
         if self.program == "nginx":
             return [program, "-p", str(where), "-c", "nginx.conf"]
         return [program, "-db", "-f", "haproxy.cfg"]
@@ -64,6 +76,7 @@ PROXIES = {
     "nginx": Proxy("nginx", (FILES / "nginx.conf").read_text(encoding="utf-8")),
     "haproxy as it comes": Proxy("haproxy", HAPROXY),
     "haproxy": Proxy("haproxy", (FILES / "haproxy.cfg").read_text(encoding="utf-8")),
+    "envoy": Proxy("envoy", (FILES / "envoy.yaml").read_text(encoding="utf-8")),
 }
 # the same files for clients that speak HTTP/2 from the first byte on, as those with TLS do
 OF_HTTP2 = {
@@ -74,6 +87,7 @@ OF_HTTP2 = {
 OF_GRPC = {
     "nginx": Proxy("nginx", (FILES / "grpc-nginx.conf").read_text(encoding="utf-8")),
     "haproxy": Proxy("haproxy", (FILES / "grpc-haproxy.cfg").read_text(encoding="utf-8")),
+    "envoy": PROXIES["envoy"],
 }
 # haproxy as a proxy of HTTP/2: it shares out calls, not connections
 HAPROXY_HTTP2 = """
@@ -99,6 +113,11 @@ def started(proxy: Proxy, service_port: int, where: Path) -> Iterator[str]:
         (where / "nginx.conf").write_text(AROUND_NGINX, encoding="utf-8")
         (where / "site.conf").write_text(
             site.replace(f"listen {LISTENS}", f"listen 127.0.0.1:{port}"), encoding="utf-8"
+        )
+    elif proxy.program == "envoy":
+        listens = site.replace(f"address: 0.0.0.0, port_value: {LISTENS}", f"address: 127.0.0.1, port_value: {port}")
+        (where / "envoy.yaml").write_text(
+            listens.replace(f"port_value: {SERVES}", f"port_value: {service_port}"), encoding="utf-8"
         )
     else:
         (where / "haproxy.cfg").write_text(site.replace(f"bind :{LISTENS}", f"bind 127.0.0.1:{port}"), encoding="utf-8")

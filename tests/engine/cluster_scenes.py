@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tests.engine import scenes
-from tierstore.engine.nodes.member import Member
+from tierstore.engine.placements.cluster.model import ClusterModel
 from tierstore.engine.store import Store
 
 OpenNode = Callable[..., Store]
@@ -19,10 +19,9 @@ def check(store: Store, table: str, keys: range, stamp: int) -> None:
     np.testing.assert_array_equal(rows, scenes.vectors(table, stamp, keys))
 
 
-def member(store: Store) -> Member:
-    assert store.fleet is not None
-    found = store.fleet.existing("ctr")
-    assert isinstance(found, Member)
+def member(store: Store) -> ClusterModel:
+    found = store.placement.followed.existing("ctr")
+    assert isinstance(found, ClusterModel)
     return found
 
 
@@ -30,7 +29,7 @@ def marks(store: Store) -> list[int]:
     """The seq of every tag of version 1, and of the pointer's mark."""
     of = member(store)
     info = of.model.catalogue.info(1)
-    with store.fleet.open_writer("ctr", 1, {}, info.tags) as writer:  # type: ignore[union-attr]
+    with store.placement.open_writer("ctr", 1, {}, info.tags) as writer:  # type: ignore[attr-defined]
         return [state.seq for state in writer.states() if state is not None] + [of.shared.pointer().marks.get(1, 0)]
 
 

@@ -18,6 +18,8 @@ from tests.engine import quick_build, scenes
 from tests.formats.disks import FailingDisk
 from tierstore.engine.operations import backup as backups
 from tierstore.engine.operations.restore import restore
+from tierstore.engine.placement import Refusals
+from tierstore.engine.placements.refusals import refusals_of
 from tierstore.errors import Closed, Conflict, Corruption, InvalidInput, Locked, NotFound, StorageError, TierstoreError
 from tierstore.formats import files
 from tools.backup_check import BackupCheck
@@ -303,7 +305,7 @@ def test_what_is_not_whole_or_not_here_is_not_backed_up(loaded, open_store, tmp_
     with pytest.raises(InvalidInput, match="expected 1 or more backups, got 0"):
         loaded.backup("ctr", tmp_path / "out", keep=0)
     with monkeypatch.context() as patch:
-        patch.setattr(loaded.shared, "open_remote", lambda *_: None)
+        patch.setattr(loaded.placement, "refusals", Refusals(refusals_of("cluster")))
         with pytest.raises(Conflict, match=r"are on other machines.* back up a cluster by the means of its engine"):
             loaded.backup("ctr", tmp_path / "out")
     where = loaded.model("ctr").where
@@ -320,16 +322,14 @@ def test_what_is_not_whole_or_not_here_is_not_backed_up(loaded, open_store, tmp_
 
 
 def test_backups_in_object_storage(loaded: tierstore.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("s3fs", reason="the extra s3 is not installed")
+    pytest.importorskip("obstore", reason="the extra s3 is not installed")
     pytest.importorskip("moto.server", reason="moto's server is not installed")
-    import fsspec
 
     from tests.formats.object_server import BUCKET, ObjectServer, dying, refused
 
     with ObjectServer() as server:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
-        fsspec.filesystem("s3").clear_instance_cache()
         url = f"s3://{BUCKET}/backups"
         with pytest.raises(NotFound, match="has no backup"):
             restore(url, tmp_path / "other")

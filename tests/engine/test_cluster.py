@@ -15,7 +15,8 @@ from tests.engine import scenes
 from tests.engine.cluster_scenes import OpenNode, check, marks, member
 from tests.redis_cluster import RedisCluster
 from tierstore import kernels
-from tierstore.engine.nodes import follower, ingester
+from tierstore.engine.placements.cluster import ingester
+from tierstore.engine.placements.following import follower
 from tierstore.engine.store import Store
 from tierstore.kernels import resp, ssd_cache
 from tierstore.tiers.remote.write import Writer
@@ -195,7 +196,7 @@ def test_without_the_cluster_memory_answers_and_the_remaining_keys_are_refused(
     try:
         for store in (refusing, defaulting):
             check(store, "item", range(100), 0)
-        with pytest.raises(tierstore.errors.ClusterUnavailable):
+        with pytest.raises(tierstore.errors.RemoteUnavailable):
             refusing.model("ctr").lookup("item_id", np.arange(90, 300))
         rows, found = defaulting.model("ctr").lookup("item_id", np.arange(90, 300), return_found=True)
         assert found[:10].all()
@@ -203,7 +204,7 @@ def test_without_the_cluster_memory_answers_and_the_remaining_keys_are_refused(
         assert not rows[10:].any()
         scenes.eventually(lambda: not refusing.status()["remote"]["reachable"], "the status says it", 120)
         scenes.eventually(
-            lambda: unknown_model(refusing) is tierstore.errors.ClusterUnavailable,
+            lambda: unknown_model(refusing) is tierstore.errors.RemoteUnavailable,
             "nobody can say that there is none",
             120,
         )
@@ -247,8 +248,7 @@ def test_a_delta_that_the_cluster_has_lost_is_put_back_by_a_node_that_has_it(
 
 def cached(store: Store, table: str = "item") -> dict[str, Any]:
     """What the status says of a table's rows on the local SSD, once what was read is written."""
-    assert store.fleet is not None
-    store.fleet.ssd_cache.drain()  # type: ignore[attr-defined]
+    store.placement.followed.ssd_cache.drain()  # type: ignore[attr-defined]
     return dict(store.status("ctr")["models"]["ctr"]["tables"][table]["ssd_cache"])
 
 
@@ -310,7 +310,7 @@ def test_a_disk_that_fails_under_the_cache_fails_no_look_up(open_node: OpenNode,
     store.load_snapshot(scenes.write_snapshot(tmp_path))
     check(store, "item", range(1000), 0)
     assert cached(store)["rows"] == 1000
-    file = store.fleet.ssd_cache.file  # type: ignore[union-attr]
+    file = store.placement.followed.ssd_cache.file  # type: ignore[attr-defined]
     with open("/dev/null", "w") as null:
         file._fd, whole = null.fileno(), file._fd
         check(store, "item", range(1000), 0)

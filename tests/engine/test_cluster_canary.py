@@ -11,7 +11,7 @@ import pytest
 
 import tierstore
 from tests.engine import scenes
-from tierstore.engine.nodes.member import Member
+from tierstore.engine.placements.cluster.model import ClusterModel
 from tierstore.engine.store import Store
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
@@ -126,7 +126,7 @@ def test_a_delta_that_does_not_fit_the_canary_is_refused_and_passed_over_by_it_a
     for store in (a, b):
         with pytest.raises(tierstore.DeltaError, match="is the canary"):
             store.apply_delta(scenes.stamped(1, {"item": range(10)}))
-    monkeypatch.setattr(Member, "_check", lambda *_: None)  # as if it was acknowledged before there was a canary
+    monkeypatch.setattr(ClusterModel, "_check", lambda *_: None)  # as if it was acknowledged before there was a canary
     a.apply_delta(scenes.stamped(1, {"item": range(10)}))
     for store in (a, b):
         for _ in range(2):  # as it came, and from the rows in the cluster

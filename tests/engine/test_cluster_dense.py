@@ -12,8 +12,9 @@ import pytest
 import tierstore
 from tests.engine import scenes
 from tests.engine.cluster_scenes import OpenNode, has_version, member
-from tierstore.engine.cluster.shared_model import SharedModel
-from tierstore.engine.nodes import follower, ingester
+from tierstore.engine.placements.cluster import ingester
+from tierstore.engine.placements.cluster.shared_model import SharedModel
+from tierstore.engine.placements.following import follower
 from tierstore.engine.store import Store
 
 pytestmark = pytest.mark.usefixtures("quick_loads")

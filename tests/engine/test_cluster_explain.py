@@ -9,6 +9,7 @@ import pytest
 from tests.engine import scenes
 from tests.engine.cluster_scenes import OpenNode
 from tests.redis_cluster import RedisCluster
+from tierstore.engine.placements.following.rows import RemoteRows
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 
@@ -39,13 +40,13 @@ def test_while_the_cluster_is_silent_memory_answers_and_other_keys_are_unreadabl
     store.load_snapshot(scenes.write_snapshot(tmp_path))
     store.model("ctr").lookup("item_id", [500])
     with store.model("ctr").view() as view:
-        remote = view.open_version.remote
-        assert remote is not None
+        rows = view.open_version.rows
+        assert isinstance(rows, RemoteRows)
 
         def silent(*_: object, **__: object) -> None:
-            raise scenes.tierstore.errors.ClusterUnavailable("no server answers")
+            raise scenes.tierstore.errors.RemoteUnavailable("no server answers")
 
-        for table in remote._tables.values():
+        for table in rows._tables.values():
             monkeypatch.setattr(table, "fetch", silent)
     hot, cold = store.explain("ctr", "item_id", [500, 600])["keys"]
     assert (hot["tier"], hot["found"], hot["agree"]) == ("host", True, None)

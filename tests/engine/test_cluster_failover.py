@@ -15,8 +15,8 @@ import tierstore
 from tests.engine import scenes
 from tests.engine.cluster_scenes import OpenNode, member
 from tests.redis_cluster import RedisCluster, Server, wait_for
-from tierstore.engine.cluster.shared_model import SharedModel
-from tierstore.engine.nodes import follower
+from tierstore.engine.placements.cluster.shared_model import SharedModel
+from tierstore.engine.placements.following import follower
 from tierstore.engine.store import Store
 from tierstore.tiers.remote.layout import slot_of
 
@@ -211,6 +211,6 @@ def test_epochs_that_a_failover_has_lost_keep_deltas_from_the_rows_for_a_moment_
     of = shared(b)
     assert member(b).ingester.epoch == 2
     of._cluster.call("SET", of._epochs, 0)
-    of._cluster.call("SET", of._lease, f"{b.fleet.node} 1")  # type: ignore[union-attr]
+    of._cluster.call("SET", of._lease, f"{b.placement.node} 1")  # type: ignore[attr-defined]
     b.apply_delta(X)
     scenes.eventually(lambda: b.status()["models"]["ctr"]["overlays"] == 0, "its rows are in the cluster", 60)

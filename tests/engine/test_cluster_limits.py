@@ -9,7 +9,7 @@ import pytest
 import tierstore
 from tests.engine import scenes
 from tests.engine.cluster_scenes import OpenNode, check, has_version, marks, member
-from tierstore.engine.nodes import fleet, ingester
+from tierstore.engine.placements.cluster import ingester, placement
 from tierstore.formats.delta.reader import read_delta
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
@@ -72,8 +72,8 @@ def test_every_node_says_that_rows_are_gone(
 
 
 def test_a_replica_that_came_later_is_found(open_node: OpenNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet, "REFRESH_EVERY_S", 0.0)
-    cluster = open_node().fleet.cluster  # type: ignore[union-attr]
+    monkeypatch.setattr(placement, "REFRESH_EVERY_S", 0.0)
+    cluster = open_node().placement.cluster  # type: ignore[attr-defined]
     cluster._topology = {slot: of[:1] for slot, of in cluster.topology.items()}  # as if replicas had not been there
     scenes.eventually(lambda: len(cluster.replicas_of(0)) == 1, "the replica can be asked", 60)
 

@@ -14,8 +14,8 @@ import pytest
 import tierstore
 from tests.engine import scenes
 from tests.engine.cluster_scenes import OpenNode, check, has_version, member
-from tierstore.engine.cluster.shared_model import model_names
-from tierstore.engine.nodes import ingester
+from tierstore.engine.placements.cluster import ingester
+from tierstore.engine.placements.cluster.shared_model import model_names
 from tierstore.tiers.remote.write import Writer
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
@@ -133,7 +133,7 @@ def test_a_first_load_that_failed_leaves_nothing_on_any_node(open_node: OpenNode
     item.write_bytes(whole[:-8])
     with pytest.raises(tierstore.SnapshotError):
         stores[0].load_snapshot(snapshot)
-    commands = stores[0].fleet._commands  # type: ignore[union-attr]
+    commands = stores[0].placement.cluster  # type: ignore[attr-defined]
     scenes.eventually(lambda: not any(store.models() for store in stores), "no node has the model", 60)
     scenes.eventually(lambda: {thread.name for thread in threading.enumerate()} <= at_first, "its threads end", 60)
     assert not any((tmp_path / name / "models" / "ctr").exists() for name in "ab")

@@ -198,7 +198,7 @@ def test_a_slow_miss_never_puts_its_old_row_over_a_newer_delta(store, tmp_path):
         table = view.open_version.tables["item"]
         key = np.array([900])
         rows, state = np.empty((1, table.spec.row_bytes), np.uint8), np.zeros(1, np.uint8)
-        table.disk.get(table.table_id, key, rows, state)
+        table.store.get(table.table_id, key, rows, state)
         seq = view.seq
     absent = np.array([5000])
     store.apply_delta(scenes.stamped(1, {"item": [900, 5000]}))
@@ -218,7 +218,7 @@ def test_a_promotion_before_the_fold_is_brought_up_to_date_by_it(open_store, tmp
         version = view.open_version
         table = version.tables["item"]
         rows, state = np.empty((1, table.spec.row_bytes), np.uint8), np.zeros(1, np.uint8)
-        table.disk.get(table.table_id, np.array([900]), rows, state)
+        table.store.get(table.table_id, np.array([900]), rows, state)
         assert table.host.insert(np.array([900]), rows, view.seq) == 1  # the old row, resident beneath the overlay
     assert first(store, "item_id", 900) == scenes.vector("item", 1, 900)[0]
     version.fold(view.overlays[-1])

@@ -76,7 +76,7 @@ def test_a_chore_that_fails_is_named_and_stays_a_problem_while_folds_go_on(open_
         raise StorageError("injected failure")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ctr.state.log, "prune", failing)
+        patch.setattr(ctr.state.log, "ages", failing)
         ctr.housekeeping.run_tasks()
         for seq in (1, 2):
             store.apply_delta(scenes.stamped(seq, {"item": [seq]}))

@@ -15,7 +15,7 @@ from tests.formats.shards import save_hugectr, save_npz, save_safetensors, save_
 from tierstore.errors import NotFound, SnapshotError
 from tierstore.types import Progress
 
-pytest.importorskip("s3fs", reason="the extra s3 is not installed")
+pytest.importorskip("obstore", reason="the extra s3 is not installed")
 pytest.importorskip("moto.server", reason="moto's server is not installed")
 
 from tests.formats.object_server import ObjectServer, cut_off, unavailable
@@ -30,9 +30,6 @@ def server() -> Iterator[ObjectServer]:
     with ObjectServer() as running, pytest.MonkeyPatch.context() as patch:
         for name, value in running.environment.items():
             patch.setenv(name, value)
-        import fsspec
-
-        fsspec.filesystem("s3").clear_instance_cache()
         yield running
 
 

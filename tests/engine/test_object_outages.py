@@ -15,7 +15,7 @@ from tierstore.errors import InvalidInput, StorageError
 from tierstore.formats import objects
 from tierstore.types import Progress
 
-pytest.importorskip("s3fs", reason="the extra s3 is not installed")
+pytest.importorskip("obstore", reason="the extra s3 is not installed")
 pytest.importorskip("moto.server", reason="moto's server is not installed")
 
 from tests.formats.object_server import BUCKET, Fault, ObjectServer, out_of_service, slow, unavailable
@@ -31,9 +31,6 @@ def server() -> Iterator[ObjectServer]:
     with ObjectServer() as running, pytest.MonkeyPatch.context() as patch:
         for name, value in running.environment.items():
             patch.setenv(name, value)
-        import fsspec
-
-        fsspec.filesystem("s3").clear_instance_cache()
         yield running
 
 

@@ -17,7 +17,7 @@ from tierstore.errors import Closed, Conflict, SnapshotError, StorageError, Wron
 from tierstore.formats import uploads
 from tierstore.formats.keys import partition_of
 
-pytest.importorskip("s3fs", reason="the extra s3 is not installed")
+pytest.importorskip("obstore", reason="the extra s3 is not installed")
 pytest.importorskip("moto.server", reason="moto's server is not installed")
 
 from tests.formats.object_server import BUCKET, ObjectServer, dying, refused, slow
@@ -32,9 +32,6 @@ def server() -> Iterator[ObjectServer]:
     with ObjectServer() as running, pytest.MonkeyPatch.context() as patch:
         for name, value in running.environment.items():
             patch.setenv(name, value)
-        import fsspec
-
-        fsspec.filesystem("s3").clear_instance_cache()
         yield running
 
 

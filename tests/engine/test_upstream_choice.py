@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tierstore.engine.upstream.choice import ModelState, choose, ownership, problem_of
+from tierstore.engine.placements.upstream.choice import ModelState, choose, ownership, problem_of
 from tierstore.errors import Corruption
 
 

@@ -14,8 +14,9 @@ from tests.engine import quick_build, scenes
 from tests.engine.scenes import eventually
 from tests.engine.test_store import folded
 from tierstore import kernels
+from tierstore.config import Settings
 from tierstore.engine.lifecycle import warm as warming
-from tierstore.engine.model import Model
+from tierstore.engine.placements.local.start import Starter
 from tierstore.engine.versions import hot_keys
 from tierstore.errors import StorageError
 from tierstore.formats import files
@@ -205,9 +206,10 @@ def test_deltas_beside_a_warm_up_are_never_hidden(open_store, root):
 # --- saving
 
 
-def test_hot_keys_are_saved_from_time_to_time(open_store, root):
+def test_hot_keys_are_saved_from_time_to_time(open_store, root, monkeypatch):
     scenes.warmed(open_store()).close()
-    store = scenes.warmed(open_store(hot_keys_every_s=0.01))
+    monkeypatch.setattr(Settings, "hot_keys_every_s", 0.01)
+    store = scenes.warmed(open_store())
     for _ in range(4):
         store.model("ctr").lookup("item_id", np.arange(800, 850))
     file = root / "1/hot/item.npy"
@@ -265,13 +267,13 @@ def test_models_start_side_by_side(open_store, root, tmp_path, monkeypatch):
     store.load_snapshot(scenes.write_snapshot(tmp_path, model="other"))
     store.close()
     both = threading.Barrier(2, timeout=30)
-    start = Model.start
+    start = Starter.start
 
-    def together(model):
+    def together(starter):
         both.wait()
-        start(model)
+        start(starter)
 
-    monkeypatch.setattr(Model, "start", together)
+    monkeypatch.setattr(Starter, "start", together)
     assert open_store().models() == ["ctr", "other"]
 
 

@@ -17,10 +17,10 @@ from tierstore.formats import objects, patience, ranges
 from tierstore.formats.objects import ObjectPath, is_inside, is_url, revision_of
 from tierstore.formats.regular import open_regular, read_regular
 
-pytest.importorskip("s3fs", reason="the extra s3 is not installed")
+pytest.importorskip("obstore", reason="the extra s3 is not installed")
 pytest.importorskip("moto.server", reason="moto's server is not installed")
 
-from .object_server import Fault, ObjectServer, cut_off, slow, unavailable
+from .object_server import Fault, ObjectServer, cut_off, refused, slow, unavailable
 
 CONTENT = random.Random(7).randbytes(300_001)
 
@@ -30,9 +30,6 @@ def server() -> Iterator[ObjectServer]:
     with ObjectServer() as running, pytest.MonkeyPatch.context() as patch:
         for name, value in running.environment.items():
             patch.setenv(name, value)
-        import fsspec
-
-        fsspec.filesystem("s3").clear_instance_cache()
         running.put_bytes("a/snapshot.json", b"{}")
         running.put_bytes("a/big", CONTENT)
         running.put_bytes("a/folder/part", b"p")
@@ -156,8 +153,8 @@ def test_what_is_no_snapshot_is_not_listed(server: ObjectServer) -> None:
 def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'tierstore\[gcs\]'"):
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'tierstore\[gs\]'"):
         ObjectPath.listed("gs://models/a")
 
 
@@ -165,3 +162,51 @@ def test_which_sources_are_urls() -> None:
     assert all(map(is_url, ("s3://b/x", "S3://b", "gs://b", "az://c/x", "abfs://c@a/x")))
     assert not any(map(is_url, ("/s3://b", "file:///x", "http://b/x", "s3:/b", "simplecache::s3://b")))
     assert Path("s3://b") == Path("s3:/b"), "which is why a URL is never made a path"
+
+
+def test_objects_that_stand_for_folders_are_none_and_names_are_kept_as_they_are(server: ObjectServer) -> None:
+    names = ["part 1/é#%41+.arrow", "_SUCCESS", "folder/part"]
+    for name in (*names, "", "folder/"):
+        server.put_bytes(f"odd/{name}", b"" if name.endswith(("/", "S")) or not name else b"content")
+    root = ObjectPath.listed("s3://models/odd")
+    assert sorted(root.names_below()) == sorted(names)
+    assert read_regular(root / names[0]) == b"content"
+    assert objects.entries("s3://models/odd/") is not None
+    folders, files = objects.entries("s3://models/odd/") or ([], {})
+    assert (sorted(folders), list(files)) == (["folder", "part 1"], ["_SUCCESS"])
+    assert objects.entries("s3://models/no-such-folder") is None
+
+
+def test_a_name_that_no_path_may_have_is_an_error_that_names_it(server: ObjectServer) -> None:
+    server.put_bytes("strange/a/../b", b"")
+    with pytest.raises(SnapshotError, match=r"s3://models/strange cannot be read: .*\.\."):
+        ObjectPath.listed("s3://models/strange")
+
+
+def test_a_storage_that_denies_is_not_asked_again(server: ObjectServer) -> None:
+    server.listing_faults.append(refused(1, "403 Forbidden"))
+    with pytest.raises(SnapshotError, match="403 Forbidden"):
+        ObjectPath.listed("s3://models/a")
+    assert ObjectPath.listed("s3://models/a").is_dir()
+
+
+@pytest.mark.parametrize("names", [True, False], ids=["named", "default"])
+def test_credentials_region_and_endpoint_of_a_profile(
+    server: ObjectServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, names: bool
+) -> None:
+    pytest.importorskip("boto3", reason="the extra s3 is not installed")
+    profile = "trainer" if names else "default"
+    (tmp_path / "credentials").write_text(f"[{profile}]\naws_access_key_id = of-a-file\naws_secret_access_key = s\n")
+    section = f"profile {profile}" if names else profile
+    (tmp_path / "config").write_text(f"[{section}]\nregion = eu-west-3\nendpoint_url = {server.url}\n")
+    for name in server.environment:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    if names:
+        monkeypatch.setenv("AWS_PROFILE", profile)
+    signed: list[str] = []
+    server.faults.append(lambda environ, respond: signed.append(environ["HTTP_AUTHORIZATION"]))
+    assert read_regular(ObjectPath.listed("s3://models/a") / "folder/part") == b"p"
+    assert "Credential=of-a-file/" in signed[0]
+    assert "/eu-west-3/s3/" in signed[0]

@@ -22,9 +22,9 @@ import pytest
 import tierstore
 from tests.formats.shards import save_hugectr
 from tests.formats.test_directories import DIM, DIRECTORIES, KEYS, VECTORS, N, as_spark, frame
-from tierstore.errors import SnapshotError
+from tierstore.errors import InvalidInput, SnapshotError
 from tierstore.formats.snapshot.reader import Snapshot, open_snapshot
-from tierstore.imports.tables import TablesFile, import_table, import_tables
+from tierstore.imports.tables import LeftOut, TablesFile, import_table, import_tables
 from tierstore.types import KeyType
 
 COLUMNS = {"key": "item_id", "vector": "embedding"}
@@ -53,6 +53,38 @@ def test_directories(tmp_path: Path, write: Callable[[Path], None]) -> None:
     write(tmp_path / "items")
     imported(tmp_path / "items", tmp_path / "s")
     assert rows_of(tmp_path / "s") == ROWS
+
+
+VECTOR_TYPES = {"lists": pa.list_(pa.float32()), "fixed-size lists": pa.list_(pa.float32(), 2)}
+
+
+@pytest.mark.parametrize("kind", VECTOR_TYPES.values(), ids=VECTOR_TYPES)
+@pytest.mark.parametrize("keys", [[7, None, 8, 9, 7, 9], ["a", None, "ü", "c", "a", "c"]], ids=["numbers", "strings"])
+def test_rows_with_nulls_and_earlier_rows_of_a_key_are_left_out(tmp_path: Path, keys: Any, kind: pa.DataType) -> None:
+    vectors = [[1, 1], [2, 2], [3, None], None, [5, 5], [6, 6]]
+    for part in (0, 1):  # over two files, the second with a key of the first
+        rows = slice(3 * part, 3 * part + 3)
+        columns = {"item_id": pa.array(keys[rows]), "embedding": pa.array(vectors[rows], kind)}
+        (tmp_path / "items").mkdir(exist_ok=True)
+        pq.write_table(pa.table(columns), tmp_path / f"items/{part}.parquet")
+    with pytest.raises(SnapshotError, match="null"):
+        imported(tmp_path / "items", tmp_path / "refused")
+    left: list[LeftOut] = []
+    imported(tmp_path / "items", tmp_path / "s", on_null="skip", on_duplicate="last", left_out=left.append)
+    assert rows_of(tmp_path / "s") == {keys[4]: [5, 5], keys[5]: [6, 6]}
+    assert left == [LeftOut("item", nulls=3, duplicates=1)]
+
+
+def test_a_bad_row_is_named_by_its_number_in_the_file_though_others_are_left_out(tmp_path: Path) -> None:
+    columns = {"item_id": [1, None, 1, 2], "embedding": [[1.0], [2.0], [3.0], [float("inf")]]}
+    pq.write_table(pa.table(columns), tmp_path / "items.parquet")
+    with pytest.raises(SnapshotError, match=r"items\.parquet, row 3: "):
+        imported(tmp_path / "items.parquet", tmp_path / "s", on_null="skip", on_duplicate="last")
+
+
+def test_a_reader_of_batches_cannot_be_read_twice(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="read twice"):
+        imported(arrow().to_reader(), tmp_path / "s", on_duplicate="last")
 
 
 def arrow() -> pa.Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 
 from tests.mounts import bare, needs_mounts, read_only
 from tierstore import kernels
-from tierstore.kernels import ahead
+from tierstore.kernels import ahead, carried
 
 ROOT = Path(__file__).parents[2]
 
@@ -110,13 +111,49 @@ def fresh(tmp_path: Path) -> dict[str, str]:
     return {**bare(), "XDG_CACHE_HOME": str(tmp_path / "cold"), "PYTHONPATH": str(tmp_path / "fresh")}
 
 
-def test_what_was_compiled_before_a_kill_is_read_by_the_next_that_compiles(fresh: dict[str, str]) -> None:
+def test_what_was_compiled_before_a_kill_is_read_by_the_next_that_compiles(
+    fresh: dict[str, str], tmp_path: Path
+) -> None:
     command = [sys.executable, "-c", SOME_KERNELS]
     for _ in range(2):
-        done = subprocess.run([*command, "0"], capture_output=True, text=True, timeout=120, check=False, env=fresh)
+        done = subprocess.run(
+            [*command, "0"], capture_output=True, text=True, timeout=120, check=False, env=fresh, cwd=tmp_path
+        )
         assert done.returncode == 0, done.stderr
     hits, there = done.stdout.split()[-2:]
     assert hits == there
+
+
+def test_kernels_that_the_package_carries_are_read_where_the_processor_has_their_features(
+    fresh: dict[str, str], tmp_path: Path
+) -> None:
+    if (common := carried.COMMON.get(platform.machine())) is None:
+        pytest.skip(f"no kernels are carried for {platform.machine()}")
+
+    def hits(program: str, *words: str, **env: str) -> list[int]:
+        done = subprocess.run(
+            [sys.executable, "-c", program, *words],
+            capture_output=True, text=True, timeout=120, env={**fresh, **env}, cwd=tmp_path,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return [int(word) for word in done.stdout.split()[-2:]]
+
+    named = {"NUMBA_CPU_NAME": common[0], "NUMBA_CPU_FEATURES": common[1]}
+    hits(SOME_KERNELS.replace("kernels.load()", "kernels.set_complete(); kernels.load()"), "0", **named)
+    package = tmp_path / "fresh/tierstore"
+    (package / "kernels/__pycache__").rename(package / "compiled")
+    before = sorted((path.name, path.stat().st_mtime_ns) for path in (package / "compiled").iterdir())
+    assert (found := hits(SOME_KERNELS))[0] == found[1] > 0
+    lacking = f"""
+import llvmlite.binding
+features = llvmlite.binding.get_host_cpu_features
+llvmlite.binding.get_host_cpu_features = lambda: type(features())({{**features(), {common[1].rpartition("+")[2]!r}: False}})
+"""
+    assert hits(lacking + SOME_KERNELS)[0] == 0, "compiled for the processor that is there"
+    (package / "compiled" / next(name for name, _ in before if name.endswith(".nbc"))).write_bytes(b"")
+    assert hits(SOME_KERNELS)[0] == found[0] - 1, "a damaged one is compiled, and not kept for other processors"
+    after = sorted((path.name, path.stat().st_mtime_ns) for path in (package / "compiled").iterdir())
+    assert [name for name, _ in after if name not in {name for name, _ in before}] == []
 
 
 @pytest.mark.thorough
@@ -137,7 +174,7 @@ def test_damaged_and_missing_files_are_compiled_again_and_kept_where_they_can_be
     data[1].write_bytes(b"")
     data[2].unlink()
     (cache / subprocess.run(
-        [sys.executable, "-c", "from tierstore import kernels; print(kernels._mark(kernels._FOLDER))"],
+        [sys.executable, "-c", "from tierstore import kernels; print(kernels._mark(kernels._FOLDER, kernels.LAST))"],
         capture_output=True, text=True, timeout=120, check=True, env=fresh, cwd=tmp_path,
     ).stdout.strip()).touch()  # fmt: skip
     assert hits(read_only(command, None, tmp_path)) == len(data) - 3
@@ -214,4 +251,4 @@ def test_kernels_are_compiled_where_this_process_imports_them_from(
     finally:
         os.close(stdin)
         os.close(ours)
-    assert (process.returncode, out.split()) == (0, [b"0", b"1", b"2"]), error.decode()
+    assert (process.returncode, out) == (0, b"total 0\nlevel 0\nlevel 1\nlevel 2\n"), error.decode()

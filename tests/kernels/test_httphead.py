@@ -21,12 +21,22 @@ NAME = rb"[A-Za-z0-9!#$%&'*+.^_`|~-]"
 HEADER = re.compile(rb"(" + NAME + rb"+):[ \t]*([\t\x20-\x7e\x80-\xff]*)\r\n")
 PLAIN_VALUE = re.compile(rb"(?:[\x20-\x7e]*[\x21-\x7e])?")
 READ = {b"host", b"content-length", b"connection", b"inference-header-content-length", b"accept-encoding", b"x-request-id",
-        b"authorization", b"x-request-timeout-ms", b"x-envoy-expected-rq-timeout-ms", b"origin", b"content-encoding", b"upgrade"}  # fmt: skip
+        b"authorization", b"x-request-timeout-ms", b"x-envoy-expected-rq-timeout-ms", b"origin", b"content-encoding", b"upgrade", b"traceparent"}  # fmt: skip
 MEANT = {*READ, b"transfer-encoding", b"expect"}
 OPTIONS = {b"close", b"keep-alive", b"te", b"upgrade", b"http2-settings"}
+TRACEPARENT = b"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-0"
 NUMBER = re.compile(rb"[0-9]{1,9}")
 # what could still become a plain head, were there more of it
 _OPENINGS = (b"POST /v2/models/", b"POST /v1/models/", b"POST /upstream/m")
+
+
+def is_sampled(traceparent: bytes) -> bool:
+    if len(traceparent) < 55:
+        return False
+    digit = traceparent[54:55]
+    if digit in b"0123456789abcdefABCDEF":
+        return int(digit, 16) % 2 == 1
+    return (digit[0] ^ digit[0] >> 6) % 2 == 1  # what is no digit may be taken for either: Python looks closer
 
 
 def twin(data: bytes) -> tuple[int, dict[str, int]]:
@@ -90,6 +100,8 @@ def twin(data: bytes) -> tuple[int, dict[str, int]]:
                     return FOREIGN, {}
             case b"origin":
                 origin = value
+            case b"traceparent":
+                found["UNUSUAL"] |= httphead.SAMPLED if is_sampled(value) else 0
             case b"x-request-id":
                 found["UNUSUAL"] |= httphead.ROUTED
             case b"authorization":
@@ -137,6 +149,7 @@ def head(rng: random.Random) -> bytes:
         b"Accept-Encoding": rng.choice([b"gzip", b"gzip, deflate, br", b"identity", b"*;q=0", b"gzip;q=1.0, *;q=0.5"]), b"Upgrade": b"h2c",
         b"Origin": rng.choice([b"http://localhost:8000", b"HTTP://localhost:8000", b"http://localhost", b"null"]), b"Content-Encoding": rng.choice([b"gzip", b"identity"]), b"X-Request-Id": b"a-1", b"Authorization": rng.choice([b"Bearer a_b", b"Basic eDp5"]),
         b"X-Request-Timeout-Ms": b"%d" % rng.randrange(1000), b"X-Envoy-Expected-Rq-Timeout-Ms": b"%d" % rng.randrange(1000),
+        b"Traceparent": TRACEPARENT[rng.choice([0, 0, 1]):] + b"%x" % rng.randrange(16) + rng.choice([b"", b"", b"-later"]),
     }  # fmt: skip
     headers = [(b"Host", b"localhost:8000"), (b"Content-Length", b"%d" % rng.randrange(100_000))]
     headers += rng.sample([*values.items()], rng.randrange(4))

@@ -60,7 +60,7 @@ class Table:
         self.spec = TableSpec(name=name, dim=dim, dtype=dtype, key=key)
         self.default = rng.standard_normal(dim).astype(np.float32)
         self.host = HostTable(self.spec, 1 << 20, default_vector=self.default)
-        self.disk, self.table_id, self.epochs_id = Disk(), 0, None
+        self.store, self.table_id, self.epochs_id = Disk(), 0, None
         self.device = self.offer = self.own = None
         self.rows: dict[int, np.ndarray] = {}  # as they are stored; None where a key was deleted
         self.known = set(range(ABSENT))

@@ -28,13 +28,13 @@ def test_the_processor_is_what_is_not_said_otherwise(load: Callable[..., Any]) -
 
 def test_the_providers_options_are_the_settings() -> None:
     placement = placement_of(
-        settings(dense_device_memory="3GiB", dense_provider_options={"use_tf32": "1", "tunable_op_enable": "1"})
+        settings(dense_provider_options={"gpu_mem_limit": str(3 << 30), "tunable_op_enable": "1"})
     )  # fmt: skip
     assert (placement.memory, placement.device) == ("cuda", "gpu:0")
     (name, options), last = placement.providers
     assert (name, last) == (CUDA_PROVIDER, "CPUExecutionProvider")
     assert options == {
-        "device_id": "0", "gpu_mem_limit": str(3 << 30), "arena_extend_strategy": "kSameAsRequested", "use_tf32": "1",
+        "device_id": "0", "gpu_mem_limit": str(3 << 30), "arena_extend_strategy": "kSameAsRequested", "use_tf32": "0",
         "tunable_op_enable": "1",
     }  # fmt: skip
 

@@ -58,8 +58,9 @@ def test_scores_are_written_where_the_caller_says_and_rows_read_where_the_look_u
     assert out[:, 0].tolist() == [4, 4]
 
 
-def test_buffers_are_used_again_and_stay_within_their_bound(load):
-    session = load(om.linear({"user_id": np.ones(4)}), dense_buffers=4096)
+def test_buffers_are_used_again_and_stay_within_their_bound(load, monkeypatch):
+    monkeypatch.setattr("tierstore.predict.runtime.KEPT_BYTES", 4096)
+    session = load(om.linear({"user_id": np.ones(4)}))
     plan = session.plan({"user_id": (16,)}, {})
     slot = session.acquire(plan, ["user_id"])
     array = session.rows_of(slot, "user_id")

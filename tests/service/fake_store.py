@@ -156,11 +156,10 @@ class FakeStore:
         self.settings = settings
         self.observers: list[Any] = []
         self.epochs = Epochs()
-        self.fleet = None
+        self.placement = SimpleNamespace(ready=True)
         self.lookup_times = LookupTimes()
         self.audit = Audit(settings.data)
         self.delta_error: TierstoreError | None = None
-        self.fleet = None
         self._models = {
             "ctr": FakeModel("ctr", FEATURES),
             "one": FakeModel("one", {"item_id": FEATURES["item_id"]}),

@@ -14,6 +14,7 @@ from tierstore.engine.store import Store
 from tierstore.errors import Forbidden, InvalidInput, NotFound, RateLimited
 from tierstore.service.context import Service
 from tierstore.service.exchange import Exchange
+from tierstore.service.forwarded import Proxies
 from tierstore.service.http.oip import OipHttp
 from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.rpc.caller import RpcCaller
@@ -55,7 +56,7 @@ def message_naming(model: str, *, broken: bool) -> bytes:
 def exchange_of(service: Service, message: bytes) -> Exchange[bytes]:
     from tierstore.service.rpc.oip import InferMessage
 
-    caller = RpcCaller(SomeStream())
+    caller = RpcCaller(SomeStream(), Proxies())
     caller.waiting.principal = LOCAL
     return Exchange(service, InferMessage(service, message, caller, Reservation(service.inflight)), caller.waiting)
 

@@ -174,23 +174,23 @@ def test_a_copy_of_the_owner_answers_in_its_place(scene: Scene, monkeypatch: pyt
     for _ in range(2):
         scene.node().load(1, 0)
     front = scene.front()
-    request, failing = Node.request, str(front.fleet.nodes.nodes[0])  # type: ignore[union-attr]
+    request, failing = Node.request, str(front.placement.nodes.nodes[0])  # type: ignore[attr-defined]
 
     def broken(node: Node, method: str, target: str, *given: Any, **more: Any) -> Any:
         if str(node) == failing and target.endswith("/explain"):
-            raise tierstore.errors.ClusterUnavailable(f"{node} does not answer")
+            raise tierstore.errors.RemoteUnavailable(f"{node} does not answer")
         return request(node, method, target, *given, **more)
 
     monkeypatch.setattr(Node, "request", broken)
     (entry,) = front.explain("ctr", "item_id", [500])["keys"]
-    assert (entry["state"], entry["node"]) == ("present", str(front.fleet.nodes.nodes[1]))  # type: ignore[union-attr]
+    assert (entry["state"], entry["node"]) == ("present", str(front.placement.nodes.nodes[1]))  # type: ignore[attr-defined]
 
 
 def test_a_front_says_what_its_ssd_holds(scene: Scene) -> None:
     scene.node().load(1, 0)
     front = scene.front(ssd_cache="8MiB", host_budget="16KiB")
     front.model("ctr").lookup("item_id", [500])
-    front.fleet.ssd_cache.drain()  # type: ignore[union-attr]
+    front.placement.followed.ssd_cache.drain()  # type: ignore[attr-defined]
     (entry,) = front.explain("ctr", "item_id", [500])["keys"]
     assert (entry["tier"], entry["agree"]) == ("ssd_cache", True)
 

@@ -207,7 +207,7 @@ def announce(*_):
 serve(load_settings(data=sys.argv[1], port=0, grpc_port="off", drain_s=0), announce=announce)
 """
 # the admin interface; what pyarrow and numba import where they may need it; the predictor, other machines, pages for people
-NOT_NEEDED = {"fastapi", "pandas", "numba.typed.typeddict", "onnxruntime", "grpc", "redis", "fsspec", "rich"}
+NOT_NEEDED = {"fastapi", "pandas", "numba.typed.typeddict", "onnxruntime", "grpc", "redis", "obstore", "rich"}
 
 
 def test_a_start_imports_what_look_ups_need_and_no_more(store: Store) -> None:
@@ -217,7 +217,7 @@ def test_a_start_imports_what_look_ups_need_and_no_more(store: Store) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     loaded = set(done.stdout.split())
-    assert loaded >= {"numba", "pyarrow", "uvicorn", "tierstore.service.admin.application"}
+    assert loaded >= {"numba", "pyarrow", "uvloop", "tierstore.service.admin.application"}
     assert loaded & NOT_NEEDED == set()
 
 

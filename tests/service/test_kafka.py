@@ -419,7 +419,7 @@ def test_bad_settings_are_refused_at_the_start(tmp_path: Path) -> None:
 
 def test_the_program_of_the_page(scene: Scene) -> None:
     page = (Path(__file__).parents[2] / "docs/kafka.md").read_text(encoding="utf-8")
-    (program,) = re.findall("```python\n(.*?)```", page, flags=re.DOTALL)
+    program, _ = re.findall("```python\n(.*?)```", page, flags=re.DOTALL)
     program = program.replace("broker-1:9092", scene.brokers.address).replace("embeddings", scene.topic)
     given = {"changed_keys": [1], "changed_vectors": rows("item", [40.0]), "newest_event": 1.7e9}
     scene.follow()

@@ -73,7 +73,7 @@ class Nodes:
         return str(eventually(lambda: next(iter(self._leading()), None), "a node to have the lease"))
 
     def _leading(self) -> list[str]:
-        return [name for name, store in self.stores.items() if store.verbs(store.model("ctr")).leads]
+        return [name for name, store in self.stores.items() if store.placed(store.model("ctr")).leads()]
 
     def stop_reading(self, name: str) -> None:
         self.sources.pop(name).close()

@@ -11,7 +11,7 @@ import pytest
 
 import tierstore
 
-pytest.importorskip("s3fs", reason="the extra s3 is not installed")
+pytest.importorskip("obstore", reason="the extra s3 is not installed")
 pytest.importorskip("moto.server", reason="moto's server is not installed")
 
 from tests.formats.object_server import BUCKET, Fault, ObjectServer, Respond, slow, unavailable
@@ -29,9 +29,6 @@ def server() -> Iterator[ObjectServer]:
     with ObjectServer() as running, pytest.MonkeyPatch.context() as patch:
         for name, value in running.environment.items():
             patch.setenv(name, value)
-        import fsspec
-
-        fsspec.filesystem("s3").clear_instance_cache()
         yield running
 
 

@@ -210,7 +210,7 @@ def test_refused_connections_are_bounded_too(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_refused_connection_that_says_nothing_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "REFUSED_S", 0.01)
+    monkeypatch.setattr(connection_limit, "REFUSED_S", 0.01)
     store = FakeStore(settings_for(tmp_path, max_connections=1))
     with (
         ServerThread(store) as server,  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ import pytest
 from tierstore.service.admin import pages
 from tierstore.service.admin.pages import STATUS_PAGE
 from tierstore.service.server import ServerThread
+from tierstore.service.sources.kafka_rows_status import RowStats
 from tierstore.service.sources.kafka_status import KafkaStats
 
 ADMIN = Path(pages.__file__).parent
@@ -99,6 +100,7 @@ def everything(document: dict[str, Any]) -> dict[str, Any]:
     watched = {"seen": 2, "pending": 3, "canary": None, "last": "version 2 is active", "problem": None}
     service = document["service"] | {
         "kafka": kafka.status(parked=2),
+        "kafka_rows": {"topics": {"vectors": RowStats("vectors").status(parked=1)}},
         "watch": {"directory": "/deltas", "applied": 9, "problem": None, "held_up": {"ctr": "8.arrow is no delta"}},
         "watch_snapshots": {"locations": [location], "models": {"ctr": watched}, "problems": []},
         "access": {"tokens": True, "tls": True},
@@ -189,6 +191,7 @@ def test_the_page_shows_the_cluster_and_every_source_and_what_is_wrong(
         "1,234 runs, 5 of them failed",
         "Kafka topic embeddings",
         "41 deltas",
+        "rows of Kafka topic vectors",
         "34 messages, 5 min",
         "2 messages parked",
         "delta 41822 is missing",

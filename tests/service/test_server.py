@@ -105,7 +105,6 @@ def test_loopback(host: str, expected: bool) -> None:
     [
         ({"host": "0.0.0.0"}, ConfigError, "allow_open_network"),
         ({"host": "example.com"}, ConfigError, "loopback"),
-        ({"threads": 65}, ConfigError, "threads"),
         ({"watch": "/nothing/here"}, ConfigError, "watch"),
     ],
 )
@@ -322,7 +321,7 @@ def start(data: Path, drain_s: float) -> tuple[subprocess.Popen[str], str]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_signal_drains_and_ends_the_process_in_order(tmp_path: Path, number: signal.Signals) -> None:
     process, url = start(tmp_path / "data", 0.3)
     with process:

@@ -104,9 +104,9 @@ def test_the_time_for_a_delta_begins_with_its_head_however_late_it_is_read(
     """The first request for the admin interface waits until that has begun."""
     call = AdminApplication.__call__
 
-    async def begin_late(self: AdminApplication, *request: Any) -> None:
+    async def begin_late(self: AdminApplication, *request: Any) -> Any:
         await asyncio.sleep(0.5)
-        await call(self, *request)
+        return await call(self, *request)
 
     monkeypatch.setattr(AdminApplication, "__call__", begin_late)
     with connect(served) as slow:

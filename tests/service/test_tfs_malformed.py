@@ -79,6 +79,7 @@ def test_any_message_is_answered_or_refused(
 ) -> None:
     pytest.importorskip("grpc", reason="grpcio is not installed")
     from tierstore.service.exchange import Exchange
+    from tierstore.service.forwarded import Proxies
     from tierstore.service.rpc.caller import RpcCaller
     from tierstore.service.rpc.protobuf import message_class
     from tierstore.service.rpc.tfserving import PredictMessage
@@ -92,7 +93,7 @@ def test_any_message_is_answered_or_refused(
         request.inputs[name].CopyFrom(tensor)
     received = request.SerializeToString()
     service = server.service
-    caller, holding = RpcCaller(SomeStream()), Reservation(service.inflight)
+    caller, holding = RpcCaller(SomeStream(), Proxies()), Reservation(service.inflight)
     caller.waiting.principal = LOCAL
     exchange = Exchange(
         service, PredictMessage(service, received[: len(received) - cut], caller, holding), caller.waiting

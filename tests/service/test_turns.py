@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from tierstore.service.http.connection import PIPELINED, BoundedHttpProtocol
+from tierstore.service.http.connection import PIPELINED, HttpConnection
+from tierstore.service.http.request import Request
 from tierstore.service.http.turns import IN_A_TURN, Turns
 from tierstore.service.server import ServerThread
 
@@ -37,13 +38,13 @@ def server(tmp_path: Path) -> Iterator[ServerThread]:
 def answered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The paths of the requests that Python has answered, in order."""
     paths: list[str] = []
-    after = BoundedHttpProtocol.on_response_complete
+    after = HttpConnection.answered
 
-    def on_response_complete(self: BoundedHttpProtocol) -> None:
-        paths.append(self._running.scope["path"])
-        after(self)
+    def answered(self: HttpConnection, request: Request) -> None:
+        paths.append(request.scope["path"])
+        after(self, request)
 
-    monkeypatch.setattr(BoundedHttpProtocol, "on_response_complete", on_response_complete)
+    monkeypatch.setattr(HttpConnection, "answered", answered)
     return paths
 
 
@@ -82,7 +83,7 @@ def many_sent_ahead(server: ServerThread, *, begun: bool) -> Iterator[None]:
             for _ in range(CLIENTS):
                 clients.enter_context(connect(server, request("/v2") * PIPELINED))
         if begun:
-            eventually(lambda: len(server._http._server.server_state.connections) == CLIENTS, "Python has all of them")
+            eventually(lambda: len(server._http._server.connections) == CLIENTS, "Python has all of them")
         yield
 
 
@@ -104,13 +105,13 @@ def test_a_health_check_passes_requests_that_were_sent_ahead(
 def test_a_stop_does_not_wait_for_requests_that_were_sent_ahead(
     server: ServerThread, answered: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    after = BoundedHttpProtocol.on_response_complete
+    after = HttpConnection.answered
 
-    def slowly(self: BoundedHttpProtocol) -> None:
+    def slowly(self: HttpConnection, request: Request) -> None:
         time.sleep(SLOW_S)  # so that a fast machine has not answered all of them by then
-        after(self)
+        after(self, request)
 
-    monkeypatch.setattr(BoundedHttpProtocol, "on_response_complete", slowly)
+    monkeypatch.setattr(HttpConnection, "answered", slowly)
     with many_sent_ahead(server, begun=True):
         server.close()
     assert answered

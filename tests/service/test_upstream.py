@@ -241,7 +241,7 @@ def test_a_node_that_is_gone_fails_its_keys_alone(scene: Scene) -> None:
     nodes[2].stop()
     for store in (refusing, defaulting):
         check(store, "item", others, 0)
-    with pytest.raises(tierstore.errors.ClusterUnavailable) as failed:
+    with pytest.raises(tierstore.errors.RemoteUnavailable) as failed:
         refusing.model("ctr").lookup("item_id", np.arange(1000))
     assert sorted(failed.value.keys) == hers.tolist()
     assert f":{nodes[2].port}" in str(failed.value) or "no node that answers" in str(failed.value)
@@ -264,7 +264,7 @@ def test_rows_on_the_fronts_own_ssd_are_answered_without_the_nodes(scene: Scene)
     node = scene.node()
     node.load(1, 0)
     front = scene.front(host_budget=NO_CACHE, ssd_cache="1MiB")
-    cache = front.fleet.ssd_cache  # type: ignore[union-attr]
+    cache = front.placement.followed.ssd_cache  # type: ignore[attr-defined]
     check(front, "item", KEYS, 0)
     cache.drain()  # type: ignore[union-attr]
     for seq in range(1, 4):
@@ -305,7 +305,7 @@ def test_copies_answer_for_each_other(scene: Scene) -> None:
     scenes.eventually(lambda: load.count > before + 50 or bool(load.errors), "more look-ups")
     scene.nodes[0].start()
     scenes.eventually(
-        lambda: len(front.fleet.watches) == 2 and all(w.answers for w in front.fleet.watches), "it is back"
+        lambda: len(front.placement.watches) == 2 and all(w.answers for w in front.placement.watches), "it is back"
     )  # type: ignore[union-attr]
     for node in scene.nodes:
         node.load(2, 5)
@@ -397,7 +397,7 @@ def test_a_front_and_a_node_that_are_replaced(scene: Scene) -> None:
     old.stop()
     old.data = scene.root / "another"
     old.start()
-    with pytest.raises(tierstore.errors.ClusterUnavailable):
+    with pytest.raises(tierstore.errors.RemoteUnavailable):
         again.model("ctr").lookup("item_id", of_share(np.arange(100, 1000), old.own))
     old.load(1, 0)
     old.store.apply_delta(scenes.stamped(1, {"item": range(50)}))
@@ -413,8 +413,7 @@ def test_a_node_that_hangs_is_left_for_its_copy(scene: Scene) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never answers
         scene.node().load(1, 0)
         front = scene.front()
-        hanging = front.fleet.nodes.nodes[1]  # type: ignore[union-attr]
-        hanging.forget()
+        hanging = front.placement.nodes.nodes[1]  # type: ignore[attr-defined]
         hanging.address = hanging.address._replace(port=silent.getsockname()[1])
         for begin in range(100, 1000, 100):
             check(front, "item", range(begin, begin + 100), 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,11 +10,12 @@ import httpx
 import numpy as np
 import pytest
 
+import tierstore
 from tests.certificates import Authority
 from tests.engine import scenes
 from tierstore.access.roles import NO_LIMITS, Rates, Role
 from tierstore.access.tokens import TokenFile
-from tierstore.errors import ClusterUnavailable, NotFound
+from tierstore.errors import NotFound, RemoteUnavailable
 from tierstore.kernels.front_rows import ABSENT, FOREIGN, THERE
 from tierstore.service.http import fronts
 from tierstore.service.server import ServerThread
@@ -184,7 +186,7 @@ def test_a_front_that_has_heard_of_no_node_says_so(scene: Scene) -> None:
     front = scene.front()
     settings = settings_for(scene.root, data=front.settings.data, grpc_port="off")
     with ServerThread(front, settings) as server, httpx.Client(base_url=server.url, timeout=60) as http:
-        with pytest.raises(ClusterUnavailable, match=rf"no node upstream has answered yet: .*:{node.port}"):
+        with pytest.raises(RemoteUnavailable, match=rf"no node upstream has answered yet: .*:{node.port}"):
             front.model("ctr")
         asked = http.post("/v2/models/ctr/infer", json={"inputs": []})
         assert (asked.status_code, "no node upstream has answered yet" in asked.text) == (503, True)
@@ -192,12 +194,12 @@ def test_a_front_that_has_heard_of_no_node_says_so(scene: Scene) -> None:
         node.start()
         scenes.eventually(lambda: http.get("/v2/health/ready").status_code == 200, "it is ready: a model is served")
         check(front, "item", range(32), 0)
-        with pytest.raises(ClusterUnavailable, match=rf"not every node upstream has answered yet: .*:{other.port}"):
+        with pytest.raises(RemoteUnavailable, match=rf"not every node upstream has answered yet: .*:{other.port}"):
             front.model("another")
         other.start()
 
         def all_heard() -> bool:
-            with pytest.raises((ClusterUnavailable, NotFound)) as raised:
+            with pytest.raises((RemoteUnavailable, NotFound)) as raised:
                 front.model("another")
             return raised.type is NotFound
 
@@ -229,5 +231,19 @@ def test_rows_come_over_tls_from_nodes_with_a_certificate_of_the_authority(scene
     plain.stop()
     check(front, "user", range(500), 0)
     stranger = scene.front(upstream_ca=other.ca)
-    with pytest.raises(ClusterUnavailable, match=r"(?i)certificate"):
+    with pytest.raises(RemoteUnavailable, match=r"(?i)certificate"):
         stranger.model("ctr")
+
+
+def test_rows_with_a_ttl_expire_on_the_nodes_and_a_front_looks_for_no_times(scene: Scene, tmp_path: Path) -> None:
+    with tierstore.SnapshotWriter(tmp_path / "ttl", model="ctr", version=1) as writer:
+        table = writer.table("user", dim=4, ttl_s="30d", time_column="seen")
+        table.write(np.arange(9), np.ones((9, 4), np.float32), np.full(9, int(time.time())))
+        writer.feature("user_id", table="user")
+    node = scene.node()
+    node.store.load_snapshot(tmp_path / "ttl")
+    assert node.store.model("ctr").served.active.open_version.info.times_ids  # type: ignore[union-attr]
+    front = scene.front()
+    front.model("ctr").housekeeping.run_tasks()
+    assert front.status()["problems"] == []
+    assert front.model("ctr").lookup("user_id", [3], return_found=True)[1].all()

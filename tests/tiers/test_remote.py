@@ -17,31 +17,31 @@ import pytest
 from tests.certificates import Authority
 from tests.redis_cluster import RedisCluster, Server, free_ports, redis_cluster, wait_for
 from tests.tiers.backing_contract import ROW_BYTES, BackingContract, get, some_rows
-from tierstore.engine.cluster.base import RemoteBase
+from tierstore.engine.placements.following.rows import RemoteRows
 from tierstore.errors import (
     Closed,
-    ClusterUnavailable,
     ConfigError,
     Corruption,
     Fenced,
     InvalidInput,
     Overloaded,
+    RemoteUnavailable,
     SequenceGap,
 )
 from tierstore.formats.keys import partition_of
 from tierstore.tiers.disk.reader_pool import ReaderPool
 from tierstore.tiers.joining import NO_LIMIT
+from tierstore.tiers.machines import Options
 from tierstore.tiers.remote import write
 from tierstore.tiers.remote.calls import call, command
 from tierstore.tiers.remote.cluster import Cluster, connect
 from tierstore.tiers.remote.layout import slot_of, watermark_key
-from tierstore.tiers.remote.options import Options
-from tierstore.tiers.remote.tier import RemoteTable, RemoteTier
+from tierstore.tiers.remote.tier import RemoteTable
 from tierstore.tiers.remote.write import Change, TagState, Writer
 from tierstore.tiers.ssd.cache import SsdCache
 from tierstore.types import Keys, Rows, States, Tier
 
-PATIENT = Options(timeout_s=60.0, connect_timeout_s=20.0, replica_after_s=0.0)  # the machine may be busy
+PATIENT = Options(timeout_s=60.0, connect_timeout_s=20.0, other_after_s=0.0)  # the machine may be busy
 TABLE_IDS = (1, 2, 3, 255, 256, 65535)
 _models = (f"model-{number}" for number in itertools.count())
 
@@ -104,7 +104,7 @@ class TestContract(BackingContract):
         writer = Writer(self.cluster, model, 1, sizes, tags, timeout_s=60)
         writer.finish(seq=0)
 
-        class Store(RemoteTier):
+        class Store(RemoteRows):
             deltas = itertools.count(1)
 
             def write(self, change: Change) -> None:
@@ -115,7 +115,7 @@ class TestContract(BackingContract):
                 writer.close()
 
         tables = {n: RemoteTable(self.cluster, model, 1, f"t{n}", tags, ROW_BYTES) for n in TABLE_IDS}
-        return Store(tables)
+        return Store("a version", tables, 0, "refuse")
 
     def put(self, store: Any, table_id: int, keys: Keys, rows: Rows, deleted: np.ndarray | None = None) -> None:
         store.write(Change(f"t{table_id}", keys, rows, np.zeros(len(keys), np.bool_) if deleted is None else deleted))
@@ -126,7 +126,7 @@ class BehindACacheOnSsd:
 
     def __init__(self, rows: Any, tables: dict[int, RemoteTable], cache: SsdCache) -> None:
         self._rows, self._tables, self._cache, self._seq = rows, tables, cache, 0
-        self._base = RemoteBase("a version", tables, 0, "refuse", cache=cache)
+        self._base = RemoteRows("a version", tables, 0, "refuse", cache=cache)
         for number in tables:
             self._base.keep(number, 100_000, ROW_BYTES)
 
@@ -217,7 +217,7 @@ def test_a_version_without_watermarks_is_an_error_and_not_absent_rows(loaded: Lo
     loaded.writer.drop(pause_s=0)
     loaded.writer.drop(pause_s=0)
     state = np.zeros(4, np.uint8)
-    with pytest.raises(ClusterUnavailable, match="does not have the version") as failed:
+    with pytest.raises(RemoteUnavailable, match="does not have the version") as failed:
         loaded.table.fetch(np.arange(4), np.zeros((4, ROW_BYTES), np.uint8), state)
     assert list(failed.value.keys) == [0, 1, 2, 3]
     assert not state.any()
@@ -229,7 +229,7 @@ def test_one_tag_that_is_lost_fails_alone(loaded: Loaded) -> None:
     loaded.cluster.client.delete(loaded.mark(2))
     lost = partition_of(loaded.keys, 6) == 2
     rows, state = np.zeros_like(loaded.rows), np.zeros(len(loaded.keys), np.uint8)
-    with pytest.raises(ClusterUnavailable) as failed:
+    with pytest.raises(RemoteUnavailable) as failed:
         loaded.table.fetch(loaded.keys, rows, state)
     assert list(failed.value.keys) == loaded.keys[lost].tolist()
     np.testing.assert_array_equal(state, np.where(lost, Tier.PENDING, Tier.REMOTE))
@@ -239,7 +239,7 @@ def test_one_tag_that_is_lost_fails_alone(loaded: Loaded) -> None:
 def test_rows_of_another_size_are_refused(loaded: Loaded) -> None:
     table = RemoteTable(loaded.cluster, loaded.model, 1, "t", loaded.tags, ROW_BYTES - 1)
     state = np.zeros(2, np.uint8)
-    with pytest.raises(ClusterUnavailable, match="not rows of 11 bytes"):
+    with pytest.raises(RemoteUnavailable, match="not rows of 11 bytes"):
         table.fetch(np.array([0, 2]), np.zeros((2, ROW_BYTES - 1), np.uint8), state)
     assert not state.any()
     assert (loaded.fetch(loaded.keys)[0] == loaded.rows).all(), "other connections are not disturbed"
@@ -432,7 +432,7 @@ def test_a_key_is_read_once_however_many_want_it(servers: RedisCluster, loaded: 
 
 
 def test_bytes_on_their_way_are_bounded(servers: RedisCluster, loaded: Loaded) -> None:
-    small = connect(servers.url, Options(timeout_s=60, outstanding_bytes=100_000, replica_after_s=0))
+    small = connect(servers.url, Options(timeout_s=60, outstanding_bytes=100_000, other_after_s=0))
     table = RemoteTable(small, loaded.model, 1, "t", loaded.tags, ROW_BYTES)
 
     def fetch(keys: Keys) -> None:
@@ -491,7 +491,7 @@ def test_tls(tmp_path: Path) -> None:
         address = servers.servers[0].address
         with pytest.raises(ConfigError, match="TLS failed"):
             connect(f"rediss://{address}", PATIENT)
-        with pytest.raises(ClusterUnavailable, match="rediss://"):
+        with pytest.raises(RemoteUnavailable, match="rediss://"):
             connect(f"redis://{address}", PATIENT)
 
 
@@ -499,12 +499,10 @@ def test_no_cluster_at_that_address(tmp_path: Path) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         port = silent.getsockname()[1]
-        with pytest.raises(
-            ClusterUnavailable, match=f"127.0.0.1:{port} cannot be reached .*check that the server runs"
-        ):
+        with pytest.raises(RemoteUnavailable, match=f"127.0.0.1:{port} cannot be reached .*check that the server runs"):
             connect(f"redis://127.0.0.1:{port}", PATIENT)
         silent.listen()
-        with pytest.raises(ClusterUnavailable, match="cannot be reached"):
+        with pytest.raises(RemoteUnavailable, match="cannot be reached"):
             connect(f"redis://127.0.0.1:{port}", Options(connect_timeout_s=0.3))
 
 

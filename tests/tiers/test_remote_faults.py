@@ -14,10 +14,10 @@ import pytest
 from tests.redis_cluster import RedisCluster, redis_cluster, wait_for
 from tests.tiers.backing_contract import ROW_BYTES, some_rows
 from tests.tiers.test_remote import PATIENT, Loaded
-from tierstore.errors import ClusterUnavailable
+from tierstore.errors import RemoteUnavailable
 from tierstore.formats.keys import partition_of
+from tierstore.tiers.machines import Options
 from tierstore.tiers.remote.cluster import Cluster, connect
-from tierstore.tiers.remote.options import Options
 from tierstore.tiers.remote.tier import RemoteTable
 from tierstore.types import Tier
 
@@ -58,7 +58,7 @@ def fetch(table: RemoteTable, deadline_s: float | None = None) -> tuple[np.ndarr
     failed: set[int] = set()
     try:
         table.fetch(KEYS, rows, state, deadline_s=deadline_s)
-    except ClusterUnavailable as error:
+    except RemoteUnavailable as error:
         failed = set(error.keys)
     answered = state == Tier.REMOTE
     np.testing.assert_array_equal(rows[answered], ROWS[answered])
@@ -71,7 +71,7 @@ def fetch(table: RemoteTable, deadline_s: float | None = None) -> tuple[np.ndarr
 def test_a_killed_master_is_answered_by_its_replica_and_is_back_after_the_failover(
     servers: RedisCluster, loaded: Loaded
 ) -> None:
-    cluster, table = table_on(loaded, servers, replace(PATIENT, replica_after_s=20.0))
+    cluster, table = table_on(loaded, servers, replace(PATIENT, other_after_s=20.0))
     assert fetch(table)[1] == set()
     victim = servers.masters()[0]
     gone, stop = cluster.masters(), threading.Event()
@@ -104,7 +104,7 @@ def test_a_killed_master_is_answered_by_its_replica_and_is_back_after_the_failov
 
 @pytest.mark.thorough
 def test_without_replicas_its_keys_fail_and_no_others(servers: RedisCluster, loaded: Loaded) -> None:
-    cluster, table = table_on(loaded, servers, replace(PATIENT, timeout_s=1.0, replica_after_s=0.0))
+    cluster, table = table_on(loaded, servers, replace(PATIENT, timeout_s=1.0, other_after_s=0.0))
     victim = servers.masters()[1]
     lost = {tag for tag, slot in enumerate(table.layout.slots) if cluster.master_of(slot).port == victim.port}
     assert fetch(table, time.monotonic() + 60)[1] == set()
@@ -112,7 +112,7 @@ def test_without_replicas_its_keys_fail_and_no_others(servers: RedisCluster, loa
     _, failed = fetch(table)
     if failed:  # unless the failover was faster
         assert failed == set(KEYS[np.isin(partition_of(KEYS, len(loaded.tags)), list(lost))].tolist())
-        with pytest.raises(ClusterUnavailable, match=victim.address):
+        with pytest.raises(RemoteUnavailable, match=victim.address):
             table.fetch(np.array(sorted(failed)), np.zeros((len(failed), ROW_BYTES), np.uint8), np.zeros(len(failed), np.uint8))  # fmt: skip
     wait_for(lambda: fetch(table)[1] == set(), "the failover")
     cluster.close()
@@ -149,7 +149,7 @@ def test_slots_that_are_migrated_during_look_ups(servers: RedisCluster, loaded: 
 
 
 def test_a_slow_master_is_left_for_its_replica(servers: RedisCluster, loaded: Loaded) -> None:
-    cluster, table = table_on(loaded, servers, replace(PATIENT, replica_after_s=0.2))
+    cluster, table = table_on(loaded, servers, replace(PATIENT, other_after_s=0.2))
     wait_for(lambda: fetch(table)[1] == set(), "a first answer")
     master = servers.masters()[2]
     with ThreadPoolExecutor(1) as threads:
@@ -168,7 +168,7 @@ def test_a_slow_master_is_left_for_its_replica(servers: RedisCluster, loaded: Lo
 
 
 def test_a_master_is_waited_for_where_its_replica_is_behind(servers: RedisCluster, loaded: Loaded) -> None:
-    cluster, table = table_on(loaded, servers, replace(PATIENT, replica_after_s=0.1, suspect_s=60.0))
+    cluster, table = table_on(loaded, servers, replace(PATIENT, other_after_s=0.1, suspect_s=60.0))
     wait_for(lambda: fetch(table)[1] == set(), "a first answer")
     master = servers.masters()[0]
     replica = servers.cut_replica(master)
@@ -184,7 +184,7 @@ def test_a_master_is_waited_for_where_its_replica_is_behind(servers: RedisCluste
             asleep.result()
         master.pause()
         began_s, state[:] = time.monotonic(), 0
-        with pytest.raises(ClusterUnavailable, match=r"a replica that is behind: it has deltas up to 0, .* up to 1"):
+        with pytest.raises(RemoteUnavailable, match=r"a replica that is behind: it has deltas up to 0, .* up to 1"):
             table.fetch(KEYS, rows, state, deadline_s=began_s + 1.0, floor=1)
         assert time.monotonic() - began_s > 0.9
         master.resume()

@@ -21,7 +21,14 @@ def main() -> NoReturn:
     """Run the command that the process was started with, and exit."""
     if os.getpid() == 1:  # of a container: without a handler it ignores SIGTERM, and the imports below take their time
         signal.signal(signal.SIGTERM, end_at_once)
-    from tierstore.cli.app import app
+    try:
+        from tierstore.cli.app import app
+    except ModuleNotFoundError as error:  # as on a machine that only asks
+        sys.stderr.write(
+            f"tierstore: the command line needs the package {error.name}, which is not installed: `pip install tierstore` without "
+            "--no-deps installs all that it needs; Python programs go on without\n"
+        )
+        sys.exit(1)
 
     try:
         app(prog_name="tierstore")

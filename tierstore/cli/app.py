@@ -19,12 +19,25 @@ from tierstore.cli.export import build, export
 from tierstore.cli.fleet import compare_nodes, rollout
 from tierstore.cli.imports import import_, import_hps
 from tierstore.cli.jobs import jobs
-from tierstore.cli.options import AsJson, Data, ModelName, Url, argument, option
+from tierstore.cli.log_level import log_level
+from tierstore.cli.options import AsJson, Data, KeysCommand, ModelName, Url, argument, option
 from tierstore.cli.parked import parked
 from tierstore.cli.plan import plan
 from tierstore.cli.serve import ServeCommand, serve
-from tierstore.cli.target import key_type, open_data, open_target, parse_keys, say, warn_of_dense
+from tierstore.cli.target import (
+    check_directory,
+    key_type,
+    open_data,
+    open_target,
+    parse_keys,
+    say,
+    say_aside,
+    service_url,
+    shown_kernels,
+    warn_of_dense,
+)
 from tierstore.cli.tokens import token
+from tierstore.cli.triton import triton_model
 from tierstore.cli.versions import activate, canary, drop, label, promote, rollback, withdraw
 
 if TYPE_CHECKING:
@@ -73,6 +86,8 @@ def load(
     from tierstore.cli.progress import shown_progress
 
     started_s = time.monotonic()
+    if service_url(data, url) is None:
+        check_directory(snapshot)
     # A path that exists here is sent as an absolute one: the working directory of the service may be another.
     source = str(Path(snapshot).resolve()) if Path(snapshot).is_dir() else snapshot
     with open_target(data, url, create=True) as target, shown_progress("load") as progress:
@@ -121,7 +136,7 @@ def _what_became_of(result: DeltaResult) -> str:
 def lookup(
     model: ModelName,
     feature: Annotated[str, argument("FEATURE", "Name of the feature.")],
-    keys: Annotated[list[str], argument("KEY", "Keys; put `--` before negative ones.")],
+    keys: Annotated[list[str], argument("KEY", "Keys.")],
     data: Data = None,
     url: Url = None,
     json: AsJson = False,
@@ -208,7 +223,8 @@ def compile_(
     from tierstore.machine import processors
 
     kernels.use_data(load_settings(data=data).data)
-    seconds = ahead.compile_all(min(ahead.MOST, processors()), lambda line: typer.echo(f"tierstore: {line}", err=True))
+    with shown_kernels() as report:
+        seconds = ahead.compile_all(min(ahead.MOST, processors()), say_aside, report)
     where = str(kernels.directory())
     done = f"compiled in {seconds:.1f} s" if seconds else "compiled already"
     say(json, {"directory": where, "seconds": round(seconds, 3)}, f"kernels are {done}: {where}")
@@ -245,9 +261,10 @@ app.command(cls=ServeCommand)(serve)
 app.command("compile")(compile_)
 _OTHERS: tuple[Callable[..., None], ...] = (
     *(load, delta, lookup, explain, status, hot, activate, rollback, canary, promote, withdraw, label, drop),
-    *(build, export, rollout, jobs, backup, restore, verify, audit, plan),
+    *(build, export, rollout, jobs, backup, restore, verify, audit, plan, triton_model),
 )
 for _command in _OTHERS:
-    app.command()(_command)
+    app.command(cls=KeysCommand if _command in (lookup, explain) else None)(_command)
+app.command("log-level")(log_level)
 app.add_typer(token, name="token")
 app.add_typer(parked, name="parked")

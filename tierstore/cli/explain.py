@@ -11,7 +11,7 @@ from tierstore.cli.target import key_type, open_target, parse_keys
 def explain(
     model: ModelName,
     feature: Annotated[str, argument("FEATURE", "Name of the feature.")],
-    keys: Annotated[list[str], argument("KEY", "Keys, at most 100; put `--` before negative ones.")],
+    keys: Annotated[list[str], argument("KEY", "Keys, at most 100.")],
     data: Data = None,
     url: Url = None,
     version: Annotated[

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tierstore.cli.options import AsJson, Data, ModelName, Url, argument, option
-from tierstore.cli.target import open_target, say
+from tierstore.cli.target import check_directory, open_target, ready_kernels, say
 
 
 def build(
@@ -31,7 +31,9 @@ def build(
     from tierstore.formats.snapshot.reader import local_path
     from tierstore.ingest.build import build_snapshot
 
+    check_directory(snapshot)
     started_s = time.monotonic()
+    ready_kernels()
     with shown_progress("build") as progress:
         version = build_snapshot(snapshot, out, partitions=partitions, progress=progress)
     seconds, nbytes = time.monotonic() - started_s, None if is_url(out) else tree_bytes(local_path(out))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tierstore.cli.options import AsJson, argument, option
-from tierstore.cli.target import client_options, say
+from tierstore.cli.target import say
 
 if TYPE_CHECKING:
     from tierstore.client.replicas import Comparison
@@ -49,6 +49,7 @@ def rollout(
     """
     from tierstore.cli import show
     from tierstore.cli.target import parse_share
+    from tierstore.client.environment import client_options
     from tierstore.client.rollout import rollout as roll_out
     from tierstore.errors import RolloutFailed, explained
 
@@ -84,6 +85,7 @@ def compare_nodes(urls: list[str], model: str | None, json: bool) -> None:
     from tierstore.cli import show
     from tierstore.client import Client
     from tierstore.client.base import parse_addresses
+    from tierstore.client.environment import client_options
     from tierstore.client.replicas import compare
 
     options = client_options(urls)

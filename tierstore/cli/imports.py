@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tierstore.cli.options import AsJson, Data, Url, argument, option
-from tierstore.cli.target import open_target, service_url, warn_of_dense
+from tierstore.cli.target import make_client, open_target, service_url, warn_of_dense
+from tierstore.cli.triton import Batch, write_hps
 from tierstore.errors import ConfigError, SnapshotError
 
 if TYPE_CHECKING:
@@ -26,6 +29,18 @@ DeltaSeq = Annotated[int, typer.Option("--delta-seq", min=0, help="Deltas up to 
 Ttl = Annotated[str | None, option("TIME", "Rows that were not written for so long expire: 30d, 12h, or seconds.")]
 TimeColumn = Annotated[
     str | None, option("COLUMN", "When each row was written (default: the time of the import for all).")
+]
+Key = Annotated[str, typer.Option(metavar="COLUMN", help="The column, or tensor, of the keys.")]
+Vector = Annotated[
+    str,
+    typer.Option(
+        metavar="COLUMN",
+        help="The column, or tensor, of the vectors; or a pattern, such as 'f*', of columns of numbers.",
+    ),
+]
+OnNull = Annotated[str | None, option("WHAT", "Rows with a null: fail (default), or skip.")]
+OnDuplicate = Annotated[
+    str | None, option("WHAT", "Keys that come again: fail (default), or last, which keeps the last row.")
 ]
 Dense = Annotated[Path | None, option("FILE", "An ONNX model that scores the rows.", exists=True, dir_okay=False)]
 
@@ -41,14 +56,8 @@ def import_(
     ],
     model: Annotated[str | None, option("MODEL", "Name of the model.")] = None,
     table: Annotated[str | None, option("TABLE", "Name of the table.")] = None,
-    key: Annotated[str, typer.Option(metavar="COLUMN", help="The column, or tensor, of the keys.")] = "key",
-    vector: Annotated[
-        str,
-        typer.Option(
-            metavar="COLUMN",
-            help="The column, or tensor, of the vectors; or a pattern, such as 'f*', of columns of numbers.",
-        ),
-    ] = "vector",
+    key: Key = "key",
+    vector: Vector = "vector",
     feature: Annotated[str | None, option("NAME", "Its name in requests (default: the table's).")] = None,
     combiner: Annotated[str | None, option("HOW", "Pool bags of it: sum, mean or sqrtn.")] = None,
     key_type: Annotated[str | None, option("TYPE", "int64, uint64 or string (default: as the column has it).")] = None,
@@ -56,6 +65,8 @@ def import_(
     default: Annotated[str, typer.Option(metavar="WHAT", help="What absent keys get: zeros or mean.")] = "zeros",
     ttl: Ttl = None,
     time_column: TimeColumn = None,
+    on_null: OnNull = None,
+    on_duplicate: OnDuplicate = None,
     dense: Dense = None,
     out: Out = None,
     version: Version = None,
@@ -89,6 +100,9 @@ def import_(
         tables = [TableSource(table, paths, key, vector, key_type, dtype, default, features, ttl, time_column)]
     if model is None:
         raise typer.BadParameter("expected --model, the name for the model")
+    tables = [
+        replace(one, on_null=on_null or one.on_null, on_duplicate=on_duplicate or one.on_duplicate) for one in tables
+    ]
     _say(json, [_imported(model, tables, dense, out, version, delta_seq, data, url)])
 
 
@@ -101,6 +115,11 @@ def import_hps(
     model: Annotated[str | None, option("MODEL", "Only this model.")] = None,
     dense: Dense = None,
     out: Out = None,
+    triton: Annotated[
+        Path | None,
+        option("DIR", "Write each loaded model into this Triton model repository too, asked as HPS's backend is."),
+    ] = None,
+    max_batch_size: Batch = 0,
     version: Version = None,
     data: Data = None,
     url: Url = None,
@@ -113,6 +132,8 @@ def import_hps(
     """
     from tierstore.imports.hps import read_ps_json
 
+    if triton is not None and out is not None and data is None and url is None:
+        raise typer.BadParameter("--triton: expected --data or --url beside --out, as it answers from what is loaded")
     models = [one for one in read_ps_json(file, root) if model in (None, one.name)]
     if not models:
         raise ConfigError(
@@ -122,6 +143,8 @@ def import_hps(
     for one in models:
         where = None if out is None else out / one.name if len(models) > 1 else out
         results.append(_imported(one.name, list(one.tables), dense, where, version, 0, data, url))
+        if triton is not None:
+            write_hps(triton / one.name, one.name, data, url, max_batch_size)
     _say(json, results)
 
 
@@ -136,16 +159,25 @@ def _imported(
     url: str | None,
 ) -> dict[str, Any]:
     from tierstore.cli.progress import shown_progress
-    from tierstore.imports.tables import duplicate_in, import_tables, version_of_now
+    from tierstore.imports.tables import LeftOut, check_tables, duplicate_in, import_tables, version_of_now
 
     started_s = time.monotonic()
     number = version or version_of_now()
     loads = out is None or data is not None or url is not None
+    left_out: list[LeftOut] = []
+    check_tables(tables)  # before anything is compiled, opened or read
     with _directory(out, data, url, number) as where, shown_progress("import") as progress:
 
         def write() -> Path:
             return import_tables(
-                tables, model=model, dense=dense, out=where, version=number, delta_seq=delta_seq, progress=progress
+                tables,
+                model=model,
+                dense=dense,
+                out=where,
+                version=number,
+                delta_seq=delta_seq,
+                progress=progress,
+                left_out=left_out.append,
             )
 
         if loads:
@@ -160,6 +192,7 @@ def _imported(
         "model": model,
         "version": number,
         "rows": rows,
+        "left_out": {one.table: {"nulls": one.nulls, "duplicates": one.duplicates} for one in left_out},
         "active": loads,
         "snapshot": None if out is None else str(out),
         "seconds": round(time.monotonic() - started_s, 3),
@@ -186,10 +219,30 @@ def _directory(out: Path | None, data: Path | None, url: str | None, number: int
     if out is not None:
         yield out
         return
-    parent = Path.cwd() if service_url(data, url) else _data_directory(data).absolute().parent
+    target = service_url(data, url)
+    parent = _data_directory(data).absolute().parent if target is None else _source_directory(target)
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".tmp-import-", dir=parent) as scratch:
         yield Path(scratch) / str(number)
+
+
+def _source_directory(url: str) -> Path:
+    """A directory that the service reads snapshots from, and this machine can write to: the working directory, or a source root."""
+    with make_client(url) as client:
+        roots = client.status().get("service", {}).get("source_roots")
+    here = Path.cwd().resolve()
+    if roots is None:  # of an earlier release
+        return here
+    local = [Path(root) for root in roots if "://" not in root]
+    if any(here.is_relative_to(root) for root in local):
+        return here
+    for root in local:
+        if os.access(root, os.W_OK | os.X_OK):
+            return root
+    raise SnapshotError(
+        f"the service at {url} reads snapshots from below {', '.join(roots)}, where this machine cannot write: use --out for a "
+        "snapshot, and have it loaded from where the service sees it; or start the service with another --source-root"
+    )
 
 
 def _data_directory(data: Path | None) -> Path:
@@ -211,6 +264,15 @@ def _say(json: bool, results: list[dict[str, Any]]) -> None:
         show.as_json(results[0] if len(results) == 1 else results)
         return
     for result in results:
-        rows = ", ".join(f"{count:,} rows of {name}" for name, count in result["rows"].items())
+        rows = ", ".join(
+            f"{count:,} rows of {name}{_without(result['left_out'][name])}" for name, count in result["rows"].items()
+        )
         done = "is active" if result["active"] else f"is in {result['snapshot']}"
         typer.echo(f"{result['model']} version {result['version']} {done}: {rows} ({result['seconds']:.1f} s)")
+
+
+def _without(left_out: dict[str, int]) -> str:
+    nulls, duplicates = left_out["nulls"], left_out["duplicates"]
+    parts = [f"{nulls:,} with a null"] if nulls else []
+    parts += [f"{duplicates:,} whose key comes again"] if duplicates else []
+    return f" (left out: {', '.join(parts)})" if parts else ""

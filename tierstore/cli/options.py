@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
+
+
+class KeysCommand(TyperCommand):
+    """A command whose arguments are keys: a negative number is one, and no option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.ignore_unknown_options = any(re.fullmatch(r"-\d+", word) for word in args)
+        return list(super().parse_args(ctx, args))
 
 
 def option(metavar: str, text: str, **settings: Any) -> Any:

@@ -12,11 +12,13 @@ from typer.core import TyperCommand
 
 from tierstore.cli.options import option
 from tierstore.cli.signals import end_at_once
-from tierstore.cli.target import ready_kernels
+from tierstore.cli.target import say_aside
+
+log = logging.getLogger("tierstore")
 
 
 class ServeCommand(TyperCommand):
-    """Its `--help` ends with every setting, since most have no flag."""
+    """The command `serve`, whose `--help` ends with every setting, since most have no flag."""
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:  # click's types, which newer releases of typer contain
         from tierstore.config import ENV_PREFIX, described_settings
@@ -108,6 +110,17 @@ SsdCache = Annotated[
 ]
 Kafka = Annotated[str | None, option("BROKERS", "Kafka brokers, host:port,…, to read deltas from (extra `kafka`).")]
 KafkaTopic = Annotated[str | None, option("TOPIC", "The topic of deltas, of any number of models.")]
+KafkaRows = Annotated[
+    list[str] | None,
+    option(
+        "TOPIC=MODEL/TABLE",
+        "A topic of rows, one a message; or TOPIC, where headers name model and table; may be repeated.",
+    ),
+]
+KafkaRowsFormat = Annotated[
+    str | None, option("FORMAT", "How those rows are written: json (default), avro, protobuf, avro-raw, protobuf-raw.")
+]
+KafkaRowsRegistry = Annotated[str | None, option("URL", "The schema registry of those rows.")]
 KafkaConfig = Annotated[
     Path | None, option("FILE", "Properties of librdkafka, name=value a line, as for TLS and SASL.")
 ]
@@ -142,29 +155,44 @@ def serve(
     ssd_cache: SsdCache = None,
     kafka: Kafka = None,
     kafka_topic: KafkaTopic = None,
+    kafka_rows: KafkaRows = None,
+    kafka_rows_format: KafkaRowsFormat = None,
+    kafka_rows_registry: KafkaRowsRegistry = None,
     kafka_config: KafkaConfig = None,
     kafka_rewind: KafkaRewind = None,
     config: Config = None,
 ) -> None:
-    """Run the service until it is told to stop (SIGTERM or Ctrl-C)."""
+    """Run the service until it is told to stop."""
     flags = dict(locals())
     flags["kafka_rewind_s"] = flags.pop("kafka_rewind")
     _run(flags.pop("config"), {name: value for name, value in flags.items() if value != []})
 
 
 def _run(config: Path | None, flags: dict[str, Any]) -> None:
-    signal.signal(signal.SIGTERM, end_at_once)  # until the service has its own handler
+    signal.signal(signal.SIGTERM, end_at_once)  # until the service has its own handlers
+    signal.signal(signal.SIGHUP, lambda *_: None)  # it is to renew what is read and written by then anyway
     from tierstore.config import load_settings
     from tierstore.logs import configure
 
     settings = load_settings(config, **flags)
-    configure(settings.log_format, settings.log_level)
-    ready_kernels(settings.data, logging.getLogger("tierstore").info, "tierstore.service.server")
-    from tierstore.service.server import serve as run_service
+    configure(settings.log_format, settings.log_level, settings.log_file)
+    from tierstore import kernels
+    from tierstore.kernels import ahead
+
+    kernels.use_data(settings.data)
+    ahead.start(log.info)
+    is_new = not settings.data.is_dir() and settings.remote is None and settings.upstream is None
+    from tierstore.service.server import serve as run_service  # while kernels are compiled
+
+    ahead.prepare(log.info)
 
     def announce(url: str, grpc_target: str | None) -> None:
         typer.echo(f"tierstore serves {settings.data} at {url}")
         if grpc_target is not None:
             typer.echo(f"gRPC at {grpc_target}")
+        if is_new:
+            say_aside(
+                f"{settings.data} is new and empty: `tierstore import PATH… --url {url}` or `tierstore load SNAPSHOT --url {url}` brings a model"
+            )
 
     run_service(settings, announce=announce)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -13,11 +14,15 @@ from rich.table import Table
 
 TIERS = ("overlay", "device", "host", "disk", "remote", "absent")
 NUMBERS_SHOWN = 6
+_NUMBERS = re.compile(r"\[\n[-+.,\w\s]*\]")  # strings have quotes, and no line breaks as JSON
 
 
 def as_json(document: Any) -> None:
-    """Print `document` on standard output."""
-    sys.stdout.write(json.dumps(document, indent=2) + "\n")
+    """Print `document` on standard output, lists of numbers on one line each."""
+    text = json.dumps(document, indent=2)
+    sys.stdout.write(
+        _NUMBERS.sub(lambda found: " ".join(found[0].split()).replace("[ ", "[").replace(" ]", "]"), text) + "\n"
+    )
 
 
 def size(nbytes: float) -> str:
@@ -105,6 +110,9 @@ def _surroundings(document: dict[str, Any]) -> Iterator[str]:
     if kafka := service.get("kafka"):
         behind = "" if kafka["lag_messages"] is None else f", {kafka['lag_messages']:,} messages behind"
         yield f"kafka topic {kafka['topic']}: {kafka['state']}, {kafka['applied']:,} deltas applied{behind}"
+    for rows in (service.get("kafka_rows") or {"topics": {}})["topics"].values():
+        behind = "" if rows["lag_messages"] is None else f", {rows['lag_messages']:,} messages behind"
+        yield f"rows of kafka topic {rows['topic']}: {rows['state']}, {rows['rows']:,} rows applied{behind}"
     if watch := service.get("watch"):
         yield f"deltas in {watch['directory']}: {watch['applied']:,} applied"
     for place in (service.get("watch_snapshots") or {}).get("locations", ()):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import getpass
 import importlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from tierstore.engine.store import Store
     from tierstore.types import KeyType
 
-TOKEN_VARIABLE = "TIERSTORE_TOKEN"  # no flag: other users of the machine can read flags
-INSECURE_VARIABLE = "TIERSTORE_ALLOW_INSECURE_TOKEN"
 URL_VARIABLE = "TIERSTORE_URL"  # the default of --url where there is no --data
 
 
@@ -47,20 +45,9 @@ def open_target(data: Path | None, url: str | None, *, create: bool = False) -> 
 def make_client(url: str) -> Client:
     """A client of the service, with the token and the certificates that the environment names."""
     from tierstore.client import Client
+    from tierstore.client.environment import client_options
 
     return Client(url, **client_options([url]))
-
-
-def client_options(urls: Sequence[str]) -> dict[str, Any]:
-    """The options of a client of these services that the environment names: the token and the certificates."""
-    files: dict[str, Any] = {}
-    if all(url.startswith("https:") for url in urls):
-        files = {name: os.environ.get(f"TIERSTORE_{name.upper()}") or None for name in ("ca", "cert", "key")}
-    insecure = os.environ.get(INSECURE_VARIABLE, "").lower()
-    if insecure not in ("", "0", "1", "false", "true"):
-        raise typer.BadParameter(f"{INSECURE_VARIABLE}: expected 1 or 0, got {insecure!r}")
-    token = os.environ.get(TOKEN_VARIABLE) or None
-    return {"token": token, "allow_insecure_token": insecure in ("1", "true"), **files}
 
 
 def service_url(data: Path | None, url: str | None) -> str | None:
@@ -76,7 +63,7 @@ def open_data(data: Path | None, *, create: bool = False) -> Iterator[Store]:
     settings = load_settings(data=data)
     if not create and not settings.data.is_dir():
         raise NotFound(f"no data directory at {settings.data}; name one with --data, or a running service with --url")
-    ready_kernels(settings.data, lambda line: typer.echo(f"tierstore: {line}", err=True))
+    ready_kernels(settings.data)
     from tierstore.engine.events.changes import REQUESTER
     from tierstore.engine.store import Store
 
@@ -102,15 +89,33 @@ def local_user() -> str:
     return f"user {name} (command line)"
 
 
-def ready_kernels(data: Path, say: Callable[[str], None], needed: str = "tierstore.engine.store") -> None:
-    """Have kernels compiled before the first is called, and import the module `needed` meanwhile."""
+def ready_kernels(data: Path | None = None) -> None:
+    """Have the kernels of a store compiled, all of them: what is done in it does not compete with the compiler. Shown meanwhile."""
     from tierstore import kernels
     from tierstore.kernels import ahead
 
-    kernels.use_data(data)
-    ahead.start(say)
-    importlib.import_module(needed)
-    ahead.prepare(say)
+    if data is not None:
+        kernels.use_data(data)
+    if not kernels.is_complete(kernels.SOON):
+        ahead.start(say_aside, kernels.SOON)
+        importlib.import_module("tierstore.engine.store")  # meanwhile
+        with shown_kernels() as report:
+            ahead.prepare(say_aside, kernels.SOON, report)
+
+
+@contextmanager
+def shown_kernels() -> Iterator[Callable[[int, int], None]]:
+    """Yields the function that is told how many kernels are compiled, of how many; shown as progress."""
+    from tierstore.cli.progress import shown_progress
+    from tierstore.types import Progress
+
+    with shown_progress("compile kernels") as progress:
+        yield lambda done, total: progress(Progress("compile kernels", done, total)) if total else None
+
+
+def say_aside(line: str) -> None:
+    """Print a line beside the results of a command."""
+    typer.echo(f"tierstore: {line}", err=True)
 
 
 def warn_of_dense(target: Store | Client, snapshot: str | Path, version: int) -> None:
@@ -125,6 +130,12 @@ def warn_of_dense(target: Store | Client, snapshot: str | Path, version: int) ->
     dense = next((str(one.get("dense") or "") for one in versions if one["version"] == version), "")
     if "not served" in dense:
         typer.echo(f"tierstore: {model} version {version}: the dense part is {dense}", err=True)
+
+
+def check_directory(snapshot: str) -> None:
+    """NotFound for a snapshot's path that does not exist. For a command that reads it itself."""
+    if "://" not in snapshot and not Path(snapshot).is_dir():
+        raise NotFound(f"no such directory: {snapshot}")
 
 
 def key_type(document: dict[str, Any], model: str, feature: str) -> KeyType:

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tierstore.client.remote_models import AsyncRemoteModel, RemoteModel
 from tierstore.client.sync import Client
+from tierstore.client.sync_models import RemoteModel
 
 if TYPE_CHECKING:
     from tierstore.client.aio import AsyncClient
+    from tierstore.client.aio_models import AsyncRemoteModel
 
 __all__ = ["AsyncClient", "AsyncRemoteModel", "Client", "RemoteModel"]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "AsyncClient":
+    if name not in __all__:
         raise AttributeError(f"module 'tierstore.client' has no attribute {name!r}")
-    from tierstore.client.aio import AsyncClient  # asyncio is imported for it alone
+    from tierstore.client import aio  # asyncio is imported for it alone
 
-    return AsyncClient
+    return getattr(aio, name)

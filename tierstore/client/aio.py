@@ -1,7 +1,10 @@
 """`AsyncClient`: the verbs of a store over HTTP, for asyncio.
 
-They are those of `tierstore.client.sync`, to be awaited. One client belongs to one event loop; any number of its tasks
-may share it. A verb that is cancelled closes the connections that it was using.
+One client belongs to one event loop; any number of its tasks may share it. A verb that is cancelled closes the
+connections that it was using. The client holds no state of the service; an acknowledged verb is as durable as the
+service made it.
+
+`sync.py` is made of this file, and `sync_models.py` of `aio_models.py`: `python tools/make_client.py`.
 """
 
 from __future__ import annotations
@@ -14,12 +17,13 @@ from typing import Any, Literal, Unpack, overload
 
 import numpy.typing as npt
 
+from tierstore.client.aio_models import AsyncRemoteModel
 from tierstore.client.async_transport import AsyncTransport
 from tierstore.client.base import ClientBase
 from tierstore.client.inputs import KeysLike
 from tierstore.client.operations import BagOptions, Floats, Found, LookupOptions, PredictOptions
-from tierstore.client.remote_models import AsyncRemoteModel
 from tierstore.client.settings import Settings
+from tierstore.logs import LogLevel
 from tierstore.types import BackupReport, DeltaResult, ExportReport, ProgressFn
 
 
@@ -42,12 +46,16 @@ class AsyncClient(ClientBase[AsyncTransport]):
         await self._transport.close()
 
     def model(self, name: str) -> AsyncRemoteModel:
-        """The model of that name; see `Client.model`."""
+        """The model of that name. Nothing is sent: a name that the service does not have fails at the first look-up."""
         return AsyncRemoteModel(name, self._operations, self._transport)
 
     @asynccontextmanager
     async def pinned(self, model: str, version: int | str | None = None) -> AsyncIterator[AsyncRemoteModel]:
-        """The model, of one version in the whole block; see `Client.pinned`."""
+        """The model, of one version in the whole block: each request names it, and goes to a node that serves it.
+
+        version: number or label; by default the version that is active now at one of the nodes. Once no node serves it any
+        more, requests raise NotFound. A version is served while it is active or the canary.
+        """
         number = await self._transport.run(self._operations.served_version(model, version))
         yield AsyncRemoteModel(model, self._operations, self._transport, version=number)
 
@@ -74,7 +82,7 @@ class AsyncClient(ClientBase[AsyncTransport]):
     async def lookup(
         self, model: str, feature: str, keys: KeysLike, *, return_found: bool = False, **options: Unpack[LookupOptions]
     ) -> Any:
-        """See `RemoteModel.lookup`."""
+        """See `AsyncRemoteModel.lookup`."""
         return await self._transport.run(self._operations.lookup(model, feature, keys, return_found, options))
 
     @overload
@@ -120,7 +128,7 @@ class AsyncClient(ClientBase[AsyncTransport]):
         return_found: bool = False,
         **options: Unpack[BagOptions],
     ) -> Any:
-        """See `RemoteModel.lookup_bags`."""
+        """See `AsyncRemoteModel.lookup_bags`."""
         bags = self._operations.lookup_bags(model, feature, keys, offsets, return_found, options)
         return await self._transport.run(bags)
 
@@ -144,7 +152,7 @@ class AsyncClient(ClientBase[AsyncTransport]):
     async def lookup_many(
         self, model: str, keys: Mapping[str, Any], *, return_found: bool = False, **options: Unpack[LookupOptions]
     ) -> Any:
-        """See `RemoteModel.lookup_many`."""
+        """See `AsyncRemoteModel.lookup_many`."""
         return await self._transport.run(self._operations.lookup_many(model, keys, return_found, options))
 
     @overload
@@ -168,35 +176,47 @@ class AsyncClient(ClientBase[AsyncTransport]):
         outputs: Sequence[str] | None = None,
         **options: Unpack[PredictOptions],
     ) -> Any:
-        """See `RemoteModel.predict`."""
+        """See `AsyncRemoteModel.predict`."""
         return await self._transport.run(self._operations.predict(model, inputs, outputs, options))
 
     # --- state, versions and deltas
 
     async def ready(self) -> bool:
-        """See `Client.ready`."""
+        """Whether the service takes requests."""
         return await self._transport.run(self._operations.ready())
 
     async def models(self) -> list[str]:
-        """See `Client.models`."""
+        """Names of the service's models, sorted."""
         return await self._transport.run(self._operations.models())
 
     async def status(self, model: str | None = None) -> dict[str, Any]:
-        """See `Client.status`."""
+        """`{"models": {name: …}, …}`, the document of the embedded store's `status`. NotFound for an unknown `model`.
+
+        Without `model` it has the store's own limits too, and under `service` those of the service.
+        """
         return await self._transport.run(self._operations.status(model))
 
     async def metrics(self) -> str:
-        """See `Client.metrics`."""
+        """The service's metrics, in the text format of Prometheus. With several nodes: those of one of them."""
         return await self._transport.run(self._operations.metrics())
 
     async def load_snapshot(
         self, source: str | Path, *, model: str | None = None, activate: bool = True, progress: ProgressFn | None = None
     ) -> int:
-        """See `Client.load_snapshot`."""
+        """Have the service load a snapshot, and wait until that is done.
+
+        Args:
+            source: as the service sees it: under one of its source roots.
+            model: whose snapshot it is; read from `snapshot.json` (or `built.json`) in `source` if that can be read here.
+            activate: serve it once it is loaded, caught up and warm.
+            progress: called now and then, on the calling thread.
+
+        Returns the version. Raises SnapshotError when it is refused; nothing that served before changes then.
+        """
         return await self._transport.run(self._operations.load_snapshot(source, model, activate, progress))
 
     async def start_load(self, source: str | Path, *, model: str, activate: bool = True) -> str:
-        """See `Client.start_load`."""
+        """Start what `load_snapshot` does, and return the job's id for `job`."""
         return await self._transport.run(self._operations.start_load(source, model, activate))
 
     async def export(
@@ -209,7 +229,15 @@ class AsyncClient(ClientBase[AsyncTransport]):
         partitions: int | None = None,
         progress: ProgressFn | None = None,
     ) -> ExportReport:
-        """See `Client.export`."""
+        """Have the service write what a model serves now, with all deltas up to one seq, as a snapshot, and wait for it.
+
+        Args:
+            directory: to be made, as the service sees it: below its `export_root`, in which a relative one is; or a URL below one.
+            version: number or label of a version that is served; by default the active one.
+            as_version: number of the snapshot; by default the version's own.
+            partitions: write a built version, in so many partitions; by default a snapshot.
+            progress: called now and then, on the calling thread.
+        """
         return await self._transport.run(
             self._operations.export(model, directory, version, as_version, partitions, progress)
         )
@@ -217,15 +245,18 @@ class AsyncClient(ClientBase[AsyncTransport]):
     async def backup(
         self, model: str, directory: str | Path, *, keep: int = 1, progress: ProgressFn | None = None
     ) -> BackupReport:
-        """See `Client.backup`."""
+        """Have the service back a model up as it is at one moment, and wait for it; it goes on serving. See `Store.backup`.
+
+        `directory` is as the service sees it: below its `export_root`, in which a relative one is; or a URL below one.
+        """
         return await self._transport.run(self._operations.backup(model, directory, keep, progress))
 
     async def job(self, job: str) -> dict[str, Any]:
-        """See `Client.job`."""
+        """The `state` of a load, export or backup (`running`, `done`, `failed`), `phase`, `done`, `total`, `rate`, `eta_s`, `waits_for`, `error`."""
         return await self._transport.run(self._operations.job(job))
 
     async def jobs(self) -> list[dict[str, Any]]:
-        """See `Client.jobs`."""
+        """Loads, exports and backups that run, wait, or ended lately, the latest first; each as of `job`."""
         return await self._transport.run(self._operations.jobs())
 
     async def apply_delta(
@@ -235,11 +266,16 @@ class AsyncClient(ClientBase[AsyncTransport]):
         model: str | None = None,
         timeout_s: float | None = None,
     ) -> DeltaResult:
-        """See `Client.apply_delta`."""
+        """Send a delta: the Arrow stream itself, or the path of a file that holds it.
+
+        On return it is durable, and every look-up that starts then sees all of it. SequenceGap names the expected seq.
+        `model` defaults to the one in the stream's metadata. `applied` is False also where an earlier copy of this
+        call had arrived and only its answer was lost.
+        """
         return await self._transport.run(self._operations.apply_delta(source, model, timeout_s))
 
     async def cancel(self, job: str) -> None:
-        """See `Client.cancel`."""
+        """Ask a load or export to stop; it ends as failed. What a load had finished is kept for a load of the same snapshot."""
         await self._transport.run(self._operations.cancel(job))
 
     async def sample(
@@ -251,71 +287,98 @@ class AsyncClient(ClientBase[AsyncTransport]):
         rows: int = 256,
         expired_at_s: int | None = None,
     ) -> dict[str, Any]:
-        """See `Client.sample`."""
+        """Digests of some rows of every table, as they are answered now: nodes with the same rows at one seq have the same.
+
+        Args:
+            version: number or label of a version that is served; by default the active one.
+            keys: codes of keys by table, as another answer lists them. By default the node chooses `rows` of each table.
+            expired_at_s: seconds since 1970; rows that are expired then count as absent, whether the node has removed them or not.
+
+        Returns `{"version", "seq", "tables": {table: {"keys", "found", "digest", "ttl_s"}}}`.
+        """
         return await self._transport.run(self._operations.sample(model, version, keys, rows, expired_at_s))
 
     async def explain(
         self, model: str, feature: str, keys: KeysLike, *, version: int | str | None = None
     ) -> dict[str, Any]:
-        """See `Client.explain`."""
+        """Why a few keys are answered as they are: what each tier holds of them, which delta wrote or deleted them last.
+
+        Looking changes nothing. `version`: number or label of a version that is served; by default the active one.
+        """
         return await self._transport.run(self._operations.explain(model, feature, keys, version))
 
     async def activate(
         self, model: str, version: int, *, force: bool = False, expected_active: int | None = None
     ) -> None:
-        """See `Client.activate`."""
+        """Serve a kept version. Conflict for a stale one, unless `force`.
+
+        With `expected_active` also a Conflict where neither that version nor `version` is active.
+        """
         await self._transport.run(self._operations.activate(model, version, force, expected_active))
 
     async def deactivate(self, model: str) -> None:
-        """See `Client.deactivate`."""
+        """Stop serving a model; its versions are kept."""
         await self._transport.run(self._operations.deactivate(model))
 
     async def rollback(
         self, model: str, *, to_seq: int | None = None, force: bool = False, expected_active: int | None = None
     ) -> int:
-        """See `Client.rollback`."""
+        """Serve the version before the active one, and return it. Conflict if there is none, or it is stale and not `force`.
+
+        With `to_seq` the active version stays, and all deltas above that seq are undone: it is what it was right after delta
+        `to_seq` was applied. With `expected_active` also a Conflict where another version is active: one that is sent again
+        goes back once.
+        """
         return await self._transport.run(self._operations.rollback(model, to_seq, force, expected_active))
 
     async def parked(self, all_states: bool = False) -> list[dict[str, Any]]:
-        """See `Client.parked`."""
+        """Messages of a source that could not be applied; with `all_states` also those that were retried or skipped."""
         return await self._transport.run(self._operations.parked(all_states))
 
     async def parked_message(self, name: str) -> dict[str, Any]:
-        """See `Client.parked_message`."""
+        """One parked message of a source, by its id. NotFound."""
         return await self._transport.run(self._operations.parked_message(name))
 
     async def parked_payload(self, name: str) -> bytes:
-        """See `Client.parked_payload`."""
+        """The bytes of a parked message, as they came."""
         return await self._transport.run(self._operations.parked_payload(name))
 
     async def retry_parked(self, name: str) -> dict[str, Any]:
-        """See `Client.retry_parked`."""
+        """Apply a parked message now; one that fails stays parked. Returns it, with `applied`."""
         return await self._transport.run(self._operations.decide_parked(name, "retry"))
 
     async def skip_parked(self, name: str) -> dict[str, Any]:
-        """See `Client.skip_parked`."""
+        """Do without a parked message: a delta without rows gets its seq.
+
+        Conflict where an earlier one is still to come.
+        """
         return await self._transport.run(self._operations.decide_parked(name, "skip"))
 
+    async def log_level(self, level: LogLevel) -> LogLevel:
+        """See `Client.log_level`."""
+        before: LogLevel = await self._transport.run(self._operations.log_level(level))
+        return before
+
     async def drop(self, model: str, version: int) -> None:
-        """See `Client.drop`."""
+        """Remove a version from disk. Conflict for the active one."""
         await self._transport.run(self._operations.drop(model, version))
 
     async def canary(self, model: str, version: int, share: float = 0.05, *, force: bool = False) -> None:
-        """See `Client.canary`."""
+        """Serve a kept version to `share` (0 to 1) of the requests that name none; for the canary, change its share alone."""
         await self._transport.run(self._operations.canary(model, version, share, force))
 
     async def promote(self, model: str) -> int:
-        """See `Client.promote`."""
+        """Make the canary the active version, and return it. Conflict where there is none."""
         return await self._transport.run(self._operations.promote(model))
 
     async def withdraw(self, model: str) -> int:
-        """See `Client.withdraw`."""
+        """Stop serving the canary, and return its version, which is kept. Conflict where there is none."""
         return await self._transport.run(self._operations.withdraw(model))
 
     async def label(self, model: str, name: str, version: int) -> None:
-        """See `Client.label`."""
+        """Make a label stand for a served version, for as long as that is served."""
         await self._transport.run(self._operations.label(model, name, version))
 
     async def unlabel(self, model: str, name: str) -> None:
-        """See `Client.unlabel`."""
+        """Remove a label."""
         await self._transport.run(self._operations.label(model, name, None))

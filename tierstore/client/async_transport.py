@@ -14,12 +14,12 @@ from typing import Any
 
 from tierstore.client.attempts import Attempt, Call, CallGroup, RetryBudget
 from tierstore.client.balancing import Balancer
-from tierstore.client.http1 import Incoming
 from tierstore.client.inference import Operation, Pause, T
 from tierstore.client.replies import Reply
 from tierstore.client.settings import CONNECT_TIMEOUT_S, Node, Settings
 from tierstore.client.transport import sum_stats
 from tierstore.errors import Closed, InvalidInput, TierstoreError, Unreachable
+from tierstore.http1 import Incoming
 
 
 class AsyncTransport:

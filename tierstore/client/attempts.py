@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tierstore.client.balancing import Balancer, Route
-from tierstore.client.http1 import request_head
 from tierstore.client.replies import Reply
 from tierstore.client.settings import Node, RetryPolicy
 from tierstore.errors import (
@@ -35,6 +34,8 @@ from tierstore.errors import (
     TierstoreError,
     Unreachable,
 )
+from tierstore.http1 import request_head
+from tierstore.trace_context import current_trace, header_lines
 
 Buffer = bytes | memoryview
 
@@ -84,7 +85,8 @@ def new_request_id() -> str:
 class Call:
     """One exchange. `outgoing` is called with the seconds that remain, `reply` with whether it may write directly.
 
-    `request_id` goes out with every attempt, and an error of the call names it: the service's log has it too.
+    `request_id` goes out with every attempt, and an error of the call names it: the service's log has it too. `trace` is the one
+    that the call was made in.
     """
 
     method: str
@@ -95,6 +97,7 @@ class Call:
     repeat: bool = False
     hedge_after_s: float | None = None
     request_id: str = field(default_factory=new_request_id)
+    trace: str = field(default_factory=lambda: header_lines(current_trace()))  # header lines
 
 
 class Attempt:
@@ -114,7 +117,8 @@ class Attempt:
     def head(self, node: Node) -> bytes:
         """The request's head."""
         nbytes = sum(memoryview(piece).nbytes for piece in self.outgoing.pieces)
-        lines = f"{node.header_lines}x-request-id: {self.call.request_id}\r\n{self.outgoing.header_lines}"
+        ours = f"x-request-id: {self.call.request_id}\r\n{self.call.trace}"
+        lines = f"{node.header_lines}{ours}{self.outgoing.header_lines}"
         return request_head(self.call.method, node.address.prefix + self.call.path, lines, nbytes)
 
 

@@ -113,7 +113,7 @@ class Balancer:
             )
 
     def pauses(self, now: float) -> list[float]:
-        """For how many seconds each node is skipped yet; 0: it is used."""
+        """The seconds for which each node is still skipped; 0: it is used."""
         with self._lock:
             return [max(0.0, state.skip_until - now) for state in self._states]
 

@@ -14,9 +14,9 @@ import threading
 import time
 
 from tierstore.client.attempts import Attempt
-from tierstore.client.http1 import Incoming
 from tierstore.client.settings import CONNECT_TIMEOUT_S, Address, Node
 from tierstore.errors import Closed, TierstoreError, Unreachable
+from tierstore.http1 import Incoming
 
 _NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _PIECES_LIMIT = 64  # buffers of one system call

@@ -251,7 +251,10 @@ def timeout_line(remaining_s: float) -> str:
 
 
 def wanted_outputs(names: Sequence[str] | None, metadata: Mapping[str, Any]) -> list[wire.Output]:
-    """Those named; none for what the dense part gives. MissingExtra or NotReady where it is not run: the service would answer rows."""
+    """The outputs that a request asks for; none stands for those of the dense part.
+
+    MissingExtra or NotReady where it is not run: the service would answer rows.
+    """
     why = metadata.get("parameters", {}).get("dense")
     if names is None and why is not None:
         message = f"model {metadata['name']!r}: the dense part is {why}"

@@ -272,3 +272,12 @@ def check_options(options: Mapping[str, object], kind: type) -> None:
         raise TypeError(
             f"unknown option {', '.join(sorted(unknown))}: expected one of {', '.join(kind.__annotations__)}"
         )
+
+
+def pin_version(options: Any, version: int | None) -> None:
+    """Add the version that a model is pinned to, if it is, to a verb's options. InvalidInput where they name another one."""
+    if version is None:
+        return
+    if options.get("version", version) not in (None, version):
+        raise InvalidInput(f"version: expected {version}, which the model is pinned to, got {options['version']!r}")
+    options["version"] = version

@@ -239,7 +239,7 @@ class Operations:
         yield from self._json("DELETE", f"/admin/jobs/{quote(job, safe='')}")
 
     def activate(self, model: str, version: int, force: bool, expected_active: int | None) -> Operation[None]:
-        yield from self._switch(model, "activate", {"version": version, **_expected(expected_active), **_forced(force)})
+        yield from self._switch(model, "activate", {"version": version, **_options(force, expected_active)})
 
     def deactivate(self, model: str) -> Operation[None]:
         self._one_node("a switch")
@@ -263,11 +263,11 @@ class Operations:
 
     def rollback(self, model: str, to_seq: int | None, force: bool, expected_active: int | None) -> Operation[int]:
         body = {} if to_seq is None else {"to_seq": to_seq}
-        document = yield from self._switch(model, "rollback", {**body, **_expected(expected_active), **_forced(force)})
+        document = yield from self._switch(model, "rollback", {**body, **_options(force, expected_active)})
         return int(document["active_version"])
 
     def canary(self, model: str, version: int, share: float, force: bool) -> Operation[None]:
-        yield from self._switch(model, "canary", {"version": version, "share": share, **_forced(force)})
+        yield from self._switch(model, "canary", {"version": version, "share": share, **_options(force)})
 
     def promote(self, model: str) -> Operation[int]:
         document = yield from self._switch(model, "promote", None)
@@ -304,6 +304,10 @@ class Operations:
     def decide_parked(self, name: str, verb: str) -> Operation[dict[str, Any]]:
         """`retry` or `skip`."""
         return dict((yield from self._json("POST", f"{_parked(name)}/{verb}")))
+
+    def log_level(self, level: str) -> Operation[Any]:
+        self._one_node("a log level")
+        return (yield from self._json("POST", "/admin/log-level", {"level": level}))["before"]
 
     # --- inside
 
@@ -388,12 +392,8 @@ def _admin(model: str) -> str:
     return f"/admin/models/{quote(model, safe='')}"
 
 
-def _forced(force: bool) -> dict[str, bool]:
-    return {"force": True} if force else {}
-
-
-def _expected(active: int | None) -> dict[str, int]:
-    return {} if active is None else {"expected_active": active}
+def _options(force: bool, active: int | None = None) -> dict[str, Any]:
+    return ({"force": True} if force else {}) | ({} if active is None else {"expected_active": active})
 
 
 def _parked(name: str) -> str:

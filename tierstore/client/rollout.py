@@ -366,7 +366,7 @@ class _Rollout:
         return status
 
     def _state(self, status: Mapping[str, Any]) -> str | None:
-        """Of the version; None where the node does not have it."""
+        """The state of a version on a node; None where the node does not have it."""
         return next((one["state"] for one in status["versions"] if one["version"] == self._version), None)
 
     def _requests(self, node: _Node) -> Mapping[int | None, Requests]:

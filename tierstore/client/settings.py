@@ -107,7 +107,7 @@ class RetryPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Where one service is. `header_lines` are sent to it with every request."""
+    """The address of one service, its TLS, and the `header_lines` that are sent to it with every request."""
 
     address: Address
     tls: ssl.SSLContext | None

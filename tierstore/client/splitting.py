@@ -25,7 +25,10 @@ Position = slice | None  # rows of the whole output; None: the output is the sam
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the requests. `default` is the position of outputs that are not in `positions`."""
+    """One of the requests that a large one is split into.
+
+    `default` is the position of outputs that are not in `positions`.
+    """
 
     inputs: Sequence[wire.Input]
     outputs: Sequence[wire.Output]

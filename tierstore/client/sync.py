@@ -1,7 +1,10 @@
 """`Client`: the verbs of a store over HTTP, for threads.
 
 Any thread may use one `Client`, and many should share one: it keeps its connections open. The calling thread carries
-its own requests. The client holds no state of the service; an acknowledged verb is as durable as the service made it.
+its own requests. The client holds no state of the service; an acknowledged verb is as durable as the
+service made it.
+
+Made of `aio.py`: `python tools/make_client.py`.
 """
 
 from __future__ import annotations
@@ -17,9 +20,10 @@ import numpy.typing as npt
 from tierstore.client.base import ClientBase
 from tierstore.client.inputs import KeysLike
 from tierstore.client.operations import BagOptions, Floats, Found, LookupOptions, PredictOptions
-from tierstore.client.remote_models import RemoteModel
 from tierstore.client.settings import Settings
+from tierstore.client.sync_models import RemoteModel
 from tierstore.client.transport import Transport
+from tierstore.logs import LogLevel
 from tierstore.types import BackupReport, DeltaResult, ExportReport, ProgressFn
 
 
@@ -38,7 +42,7 @@ class Client(ClientBase[Transport]):
         self.close()
 
     def close(self) -> None:
-        """Close the connections; requests that other threads have started still end. May be called twice."""
+        """Close the connections; verbs that other threads have started still end. May be called twice."""
         self._transport.close()
 
     def model(self, name: str) -> RemoteModel:
@@ -326,20 +330,28 @@ class Client(ClientBase[Transport]):
         return self._transport.run(self._operations.parked(all_states))
 
     def parked_message(self, name: str) -> dict[str, Any]:
-        """One of them, by its id. NotFound."""
+        """One parked message of a source, by its id. NotFound."""
         return self._transport.run(self._operations.parked_message(name))
 
     def parked_payload(self, name: str) -> bytes:
-        """Its bytes, as they came."""
+        """The bytes of a parked message, as they came."""
         return self._transport.run(self._operations.parked_payload(name))
 
     def retry_parked(self, name: str) -> dict[str, Any]:
-        """Apply one now; what fails stays parked. Returns it, with `applied`."""
+        """Apply a parked message now; one that fails stays parked. Returns it, with `applied`."""
         return self._transport.run(self._operations.decide_parked(name, "retry"))
 
     def skip_parked(self, name: str) -> dict[str, Any]:
-        """Do without one: a delta without rows gets its seq. Conflict where an earlier one is still to come."""
+        """Do without a parked message: a delta without rows gets its seq.
+
+        Conflict where an earlier one is still to come.
+        """
         return self._transport.run(self._operations.decide_parked(name, "skip"))
+
+    def log_level(self, level: LogLevel) -> LogLevel:
+        """See `Client.log_level`."""
+        before: LogLevel = self._transport.run(self._operations.log_level(level))
+        return before
 
     def drop(self, model: str, version: int) -> None:
         """Remove a version from disk. Conflict for the active one."""

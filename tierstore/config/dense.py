@@ -21,16 +21,13 @@ class DenseSettings(BaseModel):
         ByteSize(2 << 30),
         description="bytes of CPU memory for the tensors of each dense part, all its runs together, without its weights (provider `cpu`)",
     )
-    dense_buffers: Size = Field(
-        ByteSize(64 << 20), description="bytes of row buffers that a dense part keeps for reuse"
-    )
     dense_provider: Literal["cpu", "cuda"] = Field(
         "cpu", description="what dense parts run on; `cuda` needs the extra `dense-gpu` in place of `dense`"
     )
-    dense_device_memory: Size = Field(
-        ByteSize(2 << 30), description="bytes of a GPU's memory that each dense part's session may keep for its tensors"
+    dense_provider_options: dict[str, str] = Field(
+        {},
+        description="options of ONNX Runtime's CUDA provider, such as `gpu_mem_limit`: bytes of a GPU's memory that each session may keep for its tensors, 2 GiB by default",
     )
-    dense_provider_options: dict[str, str] = Field({}, description="further options of ONNX Runtime's CUDA provider")
     dense_options: dict[str, str] = Field(
         {},
         description="ONNX Runtime's session options by its own names: `intra_op_num_threads`, `inter_op_num_threads`, `graph_optimization_level`, `enable_cpu_mem_arena`, and entries of its configuration (`session.…`)",

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, Field
 from pydantic_settings import NoDecode
 
 from tierstore.config.values import (
     Size,
+    check_networks,
     split_names,
 )
 from tierstore.logs import LogFormat, LogLevel
@@ -73,6 +74,12 @@ class ServiceSettings(BaseModel):
         [],
         description="names under which the service may be asked beside loopback ones (header Host), `*` for any; separated by ',' in the environment",
     )
+    trusted_proxies: Annotated[list[str], NoDecode, BeforeValidator(split_names), AfterValidator(check_networks)] = (
+        Field(
+            [],
+            description="addresses or networks of proxies (`10.0.0.7`, `10.0.0.0/8`) whose `X-Forwarded-For` says which client a request is of, for the log and the audit; separated by ',' in the environment",
+        )
+    )
     tls_cert: Path | None = Field(
         None,
         description="file with the service's certificate and those that lead to its authority (PEM): HTTP and gRPC are served with TLS alone. Read again when it changes",
@@ -106,6 +113,14 @@ class ServiceSettings(BaseModel):
         0.0,
         ge=0,
         description="log requests that take at least this many milliseconds, except look-ups that reactors answer; 0: none",
+    )
+    log_file: Path | None = Field(
+        None,
+        description="file for the log, in place of standard error; opened anew where it was renamed, and on SIGHUP",
+    )
+    traces: bool = Field(
+        False,
+        description="report spans of requests and deltas whose `traceparent` is sampled, by OpenTelemetry (extra `otel`), where the variables OTEL_… say; such look-ups are answered by Python",
     )
     drain_s: float = Field(
         5.0, ge=0, description="seconds to go on serving after a stop signal, while the service reports not ready"

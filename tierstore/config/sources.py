@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ByteSize, Field
 from pydantic_settings import NoDecode
@@ -16,8 +16,12 @@ from tierstore.config.values import (
     SnapshotPolicy,
     WhenLoaded,
     path_or_url,
+    split_commas,
     split_roots,
 )
+
+RowFormat = Literal["json", "avro", "protobuf", "avro-raw", "protobuf-raw"]
+KeyFormat = Literal["text", "int64", "json", "avro", "protobuf"]
 
 
 class SourceSettings(BaseModel):
@@ -51,6 +55,33 @@ class SourceSettings(BaseModel):
     kafka_rewind_s: Annotated[Seconds | None, Field(gt=0)] = Field(
         None,
         description="how far back the topic is read for a model that is new here: `2h`, `30min` or seconds; default: from its beginning",
+    )
+    kafka_rows: Annotated[list[str], NoDecode, BeforeValidator(split_commas)] = Field(
+        default_factory=list,
+        description="topics of rows, one row a message, `TOPIC=MODEL/TABLE`, or `TOPIC` where headers `model` and `table` say it; separated by ','",
+    )
+    kafka_rows_format: RowFormat = Field(
+        "json",
+        description="how their values are written: `json`, `avro`, `protobuf` (Confluent's wire format; JSON with or without it), `avro-raw`, `protobuf-raw`",
+    )
+    kafka_rows_key_format: KeyFormat = Field(
+        "text",
+        description="how the messages' own keys are written: `text`, `int64` (8 bytes), `json`, `avro`, `protobuf`",
+    )
+    kafka_rows_registry: str | None = Field(
+        None,
+        description="URL of the schema registry; default: `schema.registry.url` of kafka_config, which may also hold `schema.registry.basic.auth.user.info` and `schema.registry.ssl.ca.location`",
+    )
+    kafka_rows_schema: str | None = Field(
+        None,
+        description="file with the schema of the values instead: JSON of Avro, or a descriptor set of Protobuf, `FILE#package.Message` for other than its first message type",
+    )
+    kafka_rows_fields: dict[str, str] = Field(
+        default_factory=dict,
+        description="by `key`, `vector` and `event_time`, the names of the fields that are called otherwise; in the environment as JSON",
+    )
+    kafka_rows_gather_s: float = Field(
+        1.0, ge=0.01, le=3600, description="seconds for which rows are gathered into one delta"
     )
     watch_snapshots: Annotated[list[Path | str], NoDecode, BeforeValidator(split_roots)] = Field(
         default_factory=list,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import BaseModel, ByteSize, Field, model_validator
 
@@ -21,6 +21,10 @@ from tierstore.types import BaseKind, Partitions
 
 class StoreSettings(BaseModel):
     """Fields of `Settings`."""
+
+    # Constants, that are read like settings; nobody has a reason to set them
+    hot_keys_every_s: ClassVar[float] = 600.0  # between two saves of the hot keys
+    audit_size: ClassVar[int] = 16 << 20  # bytes of the audit's file, after which a new one is begun
 
     data: Path = Field(Path("data"), description="the data directory")
     strict_environment: bool = Field(
@@ -78,9 +82,6 @@ class StoreSettings(BaseModel):
     )
     ready_unserved: bool = Field(
         False, description="report ready although a model that is on record could not be served at the start"
-    )
-    hot_keys_every_s: float = Field(
-        600.0, ge=0, description="seconds between two saves of the hot keys; 0: save them only when the store closes"
     )
     disk_threads: int = Field(8, ge=1, description="threads that read misses from disk, all models together")
     keep_versions: int = Field(1, ge=0, description="versions kept beside the active one for rollback")
@@ -164,15 +165,18 @@ class StoreSettings(BaseModel):
         ge=0,
         description="bytes to keep free on the file system of the data directory, at most 2% of it: with less, deltas and loads are refused",
     )
-    audit_size: Size = Field(
-        ByteSize(16 << 20), description="bytes of the audit's file, after which it is put aside and a new one begun"
+    audit_keep: int = Field(
+        8, ge=0, le=1000, description="files of the audit, of 16 MiB each, that are kept beside the newest"
     )
-    audit_keep: int = Field(8, ge=0, le=1000, description="files of the audit that are kept beside the newest")
 
     @model_validator(mode="after")
     def _check_partition(self) -> Self:
         if self.partition is not None and self.remote is not None:
             raise ValueError("partition: rows in a cluster (remote) are everywhere; set one of the two")
+        if self.partition is not None and self.upstream is not None:
+            raise ValueError(
+                "partition and upstream: the nodes upstream say which partitions they have; set it on them"
+            )
         return self
 
     @model_validator(mode="after")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from pathlib import Path
@@ -31,8 +32,23 @@ def path_or_url(value: Any) -> Any:
     return Path(value) if isinstance(value, str) and "://" not in value else value
 
 
+def check_networks(texts: list[str]) -> list[str]:
+    for text in texts:
+        try:
+            ipaddress.ip_network(text)
+        except ValueError as error:
+            raise ValueError(
+                f"expected addresses or networks such as 10.0.0.7 or 10.0.0.0/8, got {text!r}: {error}"
+            ) from None
+    return texts
+
+
+def split_commas(value: object) -> object:
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
 def split_names(value: object) -> object:
-    return [part.strip().lower() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+    return split_commas(value.lower() if isinstance(value, str) else value)
 
 
 _UNITS_S = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}

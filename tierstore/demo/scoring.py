@@ -27,7 +27,7 @@ def predicted(model: RemoteModel, events: Events) -> npt.NDArray[np.float32]:
 
 
 def scores(model: RemoteModel, events: Events, dense: Dense) -> npt.NDArray[np.float32]:
-    """The same, by the trainer's own dense part and rows looked up in the service."""
+    """Logits float32[n] of `events`, by the trainer's own dense part and rows looked up in the service."""
     parts = []
     for features, context in _batches(events):
         rows = model.lookup_many(features)

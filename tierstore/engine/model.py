@@ -29,7 +29,6 @@ from tierstore.engine.lifecycle.loads import Loads
 from tierstore.engine.lifecycle.opening import Opener
 from tierstore.engine.lifecycle.retiring import DRAIN_S
 from tierstore.engine.lifecycle.routes import Routes
-from tierstore.engine.lifecycle.start import Starter
 from tierstore.engine.lifecycle.state import ModelState, Shared
 from tierstore.engine.lifecycle.switch import Switcher
 from tierstore.engine.lifecycle.tasks import Tasks
@@ -74,7 +73,6 @@ class Model:
         self.opener = Opener(state)
         self.routes = Routes(state)
         self.switcher = Switcher(state, self.opener, self.routes)
-        self.starter = Starter(state, self.opener, self.routes, self.switcher)
         self.loads = Loads(state, self.opener)
         self.drops = Drops(state, self.opener, self.routes)
         self.housekeeping = Housekeeping(
@@ -110,13 +108,7 @@ class Model:
         return model
 
     def start(self) -> None:
-        """Open the active version, replay the log onto it, and begin to serve. After `catalogue.find`.
-
-        A version that cannot be opened is reported by `problem`, and the model waits for another. What is served of a cluster
-        is opened by the one who follows it.
-        """
-        if self.state.shared.open_remote is None:
-            self.starter.start()
+        """Begin housekeeping. After `catalogue.find`. What is served is opened by the placement, which has the pointer."""
         tasks = Tasks(self.state, self.opener, self.drops, lambda: self.housekeeping.stopping)
         self.housekeeping.start(tasks.by_problem())
 
@@ -376,12 +368,7 @@ class Model:
     def _partition_problem(self) -> str | None:
         """Why the version that serves has other keys than the setting says."""
         view, wanted = self.state.live.served.active, self.state.shared.settings.own
-        if (
-            view is None
-            or (info := view.open_version.info).is_remote
-            or info.own == wanted
-            or info.partitions == wanted
-        ):
+        if view is None or wanted in ((info := view.open_version.info).own, info.partitions):
             return None
         return (
             f"version {info.number} has {_keys_of(info.partitions)}, and the setting partition asks for {_keys_of(wanted)}: it serves "

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +27,17 @@ from tierstore.engine.model import Model
 from tierstore.engine.operations.backup import backup
 from tierstore.engine.operations.explain import explain
 from tierstore.engine.operations.export import ExportOptions, export, new_target
-from tierstore.engine.operations.load import LocalTarget, load
+from tierstore.engine.operations.load import load
 from tierstore.engine.operations.parked import ParkedMessages
 from tierstore.engine.operations.restore import leftovers_of
 from tierstore.engine.operations.status import store_status, with_problems
-from tierstore.engine.operations.together import close_models, start_background, start_models, stop_background
-from tierstore.engine.operations.verbs import LocalVerbs, Verbs
+from tierstore.engine.operations.together import Models, close_shared, start_background, stop_background
 from tierstore.engine.operations.verify import verify_store
+from tierstore.engine.placement import ModelPlacement
+from tierstore.engine.placements.choose import choose
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.publisher import Publisher
-from tierstore.engine.upstream.elsewhere import Elsewhere, no_model, rows_elsewhere
-from tierstore.errors import Closed, InvalidInput, SnapshotError
+from tierstore.errors import Closed, InvalidInput, RemoteUnavailable, SnapshotError, unknown_model
 from tierstore.formats import files
 from tierstore.formats.names import DataDirectory
 from tierstore.formats.snapshot.built import open_source
@@ -67,26 +66,23 @@ class Store(ParkedMessages):
         self.root = DataDirectory(Path(settings.data).absolute())
         files.make_dir(self.root.models)
         self._lock_file = lock(self.root.lock)
-        self.fleet: Elsewhere | None = None  # where the rows are on other machines
         try:
             directory_format.check(self.root)
             self.lookup_times = LookupTimes()
             self.shared = make_shared(settings, self.root.root, self.lookup_times, self._publishers)
             self.shared.copied = copied.prepare(self.root, self._lock_file)
-            self._models_lock = threading.RLock()
-            self._models: dict[str, Model] = {}
-            self._loads: Counter[str] = Counter()  # under way, by model; guarded by _models_lock
-            self._closed = False
+            self._models = Models(self.root, self.shared)
             self.parked_files = ParkedFiles(self.root.parked)  # of messages that a source could not apply
             self._sweeping = threading.Thread(
-                target=sweep, args=(self._leftovers, lambda: self._closed), name="tierstore-sweeper", daemon=True
+                target=sweep, args=(self._leftovers, lambda: self._models.closed), name="tierstore-sweeper", daemon=True
             )
             try:
-                self.fleet = rows_elsewhere(self.shared, self.root, self._begin_model, self._release_model)
-                if self.fleet is None:
-                    start_models(self.root, self.shared, self._models)
-                else:
-                    self.fleet.start()
+                self.placement = self.shared.placement = choose(self.shared, self._models)
+            except BaseException:
+                close_shared(self.shared)
+                raise
+            try:
+                self.placement.start()
             except BaseException:
                 self._close_models()
                 raise
@@ -97,7 +93,7 @@ class Store(ParkedMessages):
             raise
 
     def _leftovers(self) -> list[tuple[str, Path]]:
-        of_models = [(model.name, path) for model in list(self._models.values()) for path in model.catalogue.leftovers]
+        of_models = [(model.name, path) for model in self._models.all() for path in model.catalogue.leftovers]
         return of_models + [("of an export or a restore", path) for path in leftovers_of(self.root.root)]
 
     @property
@@ -106,7 +102,7 @@ class Store(ParkedMessages):
         return self._sweeping.is_alive()
 
     def _publishers(self) -> list[Publisher]:
-        return [model.publisher for model in list(self._models.values())]
+        return [model.publisher for model in self._models.all()]
 
     @property
     def observers(self) -> list[Observer]:
@@ -130,14 +126,16 @@ class Store(ParkedMessages):
 
     def models(self) -> list[str]:
         """Names of the models there are, sorted."""
-        return sorted(self._models)
+        return self._models.names()
 
     def model(self, name: str) -> Model:
-        """NotFound, naming those there are, for an unknown one; ClusterUnavailable where others may have it and are silent."""
+        """NotFound, naming those there are, for an unknown one; RemoteUnavailable where others may have it and are silent."""
         self._check_open()
         model = self._models.get(name)
         if model is None:
-            raise no_model(name, self.models(), self.fleet)
+            # nobody can say that there is no such model before all who may have it were heard
+            why = self.placement.unheard
+            raise unknown_model(name, self.models()) if why is None else RemoteUnavailable(why)
         return model
 
     def load_snapshot(
@@ -155,6 +153,7 @@ class Store(ParkedMessages):
         """
         self._check_open()
         refuse_inside()  # it would do all its work before it is
+        self.placement.refusals.check("load")
         with audited(self.audit, "load", model, lambda: None, source=str(source)) as noted:
             snapshot = open_source(source, self.settings.own)
             noted["unchanged"] = True  # so far
@@ -163,48 +162,24 @@ class Store(ParkedMessages):
             raise SnapshotError(
                 f"expected a snapshot of model {model!r}, got one of {manifest.model!r}", file="snapshot.json"
             )
-        with self._models_lock:
-            self._loads[manifest.model] += 1
-        try:
-            if self.fleet is not None:
-                self.fleet.member(manifest.model)
-            with self._models_lock:
-                held = self._models.get(manifest.model) or self._begin_model(manifest.model)
-                aside = any(other.active_version is not None for other in self._models.values())
+        with self.placement.loading(manifest.model):
+            held = self.model(manifest.model)
+            aside = any(other.active_version is not None for other in self._models.all())
             with held.changing("load", version=manifest.version, source=str(source)):
                 return load(
                     held,
                     snapshot,
                     self.shared,
-                    LocalTarget(held, self.settings.base) if self.fleet is None else self.fleet.target(held.name),
+                    self.placed(held).load(),
                     activate=activate,
                     aside=aside,
                     progress=progress or ignore,
                     cancelled=cancelled,
                 )
-        finally:
-            with self._models_lock:
-                self._loads[manifest.model] -= 1
-                if (
-                    self.fleet is None
-                    and not self._closed
-                    and (empty := self._release_model(manifest.model)) is not None
-                ):
-                    empty.close()  # a first load that failed leaves no trace of the model, unless another one is coming
-                    files.remove_tree(empty.where.root)
 
-    def _release_model(self, name: str) -> Model | None:
-        """Remove a model that has no version and is not being loaded; None where there is none."""
-        with self._models_lock:
-            model = self._models.get(name)
-            is_needed = model is None or self._loads[name] or not model.catalogue.is_empty
-            return None if is_needed else self._models.pop(name)
-
-    def verbs(self, model: Model) -> Verbs:
-        return LocalVerbs(model) if self.fleet is None else self.fleet.existing(model.name)
-
-    def _begin_model(self, name: str) -> Model:
-        return self._models.setdefault(name, Model.begin(name, self.root.model(name), self.shared))
+    def placed(self, model: Model) -> ModelPlacement:
+        """What changes a model, wherever its rows are."""
+        return self.placement.existing(model.name)
 
     def apply_delta(
         self, source: Source, *, model: str | None = None, seq: int | None = None, origin: Origin | None = None
@@ -213,11 +188,11 @@ class Store(ParkedMessages):
 
         DeltaError for a bad or another one, SequenceGap (`expected_seq`) for one out of turn, Conflict, Overloaded."""
         self._check_open()
-        of = self.model((incoming := Incoming(source, model, seq)).head.model)
-        if self.fleet is None and (held := of.deltas.held(incoming.head)) is not None:
+        placed = self.placed(self.model((incoming := Incoming(source, model, seq)).head.model))
+        if (held := placed.held(incoming.head)) is not None:
             return held
         with incoming.decoded(self.shared.decoding, self.shared.overlay_budget) as delta:
-            return self.verbs(of).apply_delta(delta, incoming.data, origin)
+            return placed.apply_delta(delta, incoming.data, origin)
 
     def activate(
         self, model: str, version: int, *, force: bool = False, expected_active: int | None = None,
@@ -231,7 +206,7 @@ class Store(ParkedMessages):
         held = self.model(model)
         progress = progress or ignore
         with held.changing("activate", force=force or None, expected_active=expected_active):
-            self.verbs(held).activate(version, force=force, expected_active=expected_active, progress=progress)
+            self.placed(held).activate(version, force=force, expected_active=expected_active, progress=progress)
 
     def rollback(
         self, model: str, *, to_seq: int | None = None, force: bool = False, expected_active: int | None = None,
@@ -248,13 +223,13 @@ class Store(ParkedMessages):
             if force:
                 raise InvalidInput("force is for a rollback to another version; expected to_seq without it")
             with held.changing("rollback", to_seq=to_seq, expected_active=expected_active) as noted:
-                version = self.verbs(held).rollback_to(
+                version = self.placed(held).rollback_to(
                     to_seq, expected_active=expected_active, progress=progress or ignore
                 )
                 noted["undone"] = [list(each) for each in held.state.log.undone.ranges]
                 return version
         with held.changing("rollback", force=force or None, expected_active=expected_active):
-            return self.verbs(held).rollback(force=force, expected_active=expected_active, progress=progress or ignore)
+            return self.placed(held).rollback(force=force, expected_active=expected_active, progress=progress or ignore)
 
     def canary(
         self, model: str, version: int, share: float = 0.05, *, force: bool = False, progress: ProgressFn | None = None
@@ -265,51 +240,51 @@ class Store(ParkedMessages):
         """
         held = self.model(model)
         with held.changing("canary", version=version, share=share, force=force or None):
-            self.verbs(held).canary(version, share, force=force, progress=progress or ignore)
+            self.placed(held).canary(version, share, force=force, progress=progress or ignore)
 
     def promote(self, model: str) -> int:
         """Make the canary the active version, in one step. Returns it."""
         held = self.model(model)
         with held.changing("promote"):
-            return self.verbs(held).promote()
+            return self.placed(held).promote()
 
     def withdraw(self, model: str) -> int:
         """Stop serving the canary; it is kept. Returns it."""
         held = self.model(model)
         with held.changing("withdraw") as fields:
-            fields["version"] = self.verbs(held).withdraw()
+            fields["version"] = self.placed(held).withdraw()
         return int(fields["version"])
 
     def label(self, model: str, name: str, version: int) -> None:
         """Let a label stand for a version that is served, until that is served no more."""
         held = self.model(model)
         with held.changing("label", label=name, version=version):
-            self.verbs(held).label(name, version)
+            self.placed(held).label(name, version)
 
     def unlabel(self, model: str, name: str) -> None:
         """Remove a label."""
         held = self.model(model)
         with held.changing("unlabel", label=name):
-            self.verbs(held).unlabel(name)
+            self.placed(held).unlabel(name)
 
     def deactivate(self, model: str) -> None:
         """Stop serving a model, its canary as well; its versions are kept."""
         held = self.model(model)
         with held.changing("deactivate"):
-            self.verbs(held).deactivate()
+            self.placed(held).deactivate()
 
     def drop(self, model: str, version: int) -> None:
         """Delete a version. Conflict for one that is served."""
         held = self.model(model)
         with held.changing("drop", version=version):
-            self.verbs(held).drop(version)
+            self.placed(held).drop(version)
 
     def verify(self, progress: ProgressFn | None = None) -> VerifyReport:
         """Read every version and every logged delta back and check them."""
         self._check_open()
         refuse_inside()
         return verify_store(
-            [self._models[name] for name in self.models()], guarded(progress or ignore), self.shared.throttle
+            [self.model(name) for name in self.models()], guarded(progress or ignore), self.shared.throttle
         )
 
     def export(
@@ -346,7 +321,7 @@ class Store(ParkedMessages):
 
     def unserved(self) -> list[str]:
         """The models on record that could not be served at the start, and are not since; their `problem` says why."""
-        return [name for name in self.models() if self._models[name].state.live.start_problem is not None]
+        return sorted(model.name for model in self._models.all() if model.state.live.start_problem is not None)
 
     def throttle(self) -> dict[str, Any]:
         """How fast background work may go while look-ups are served, and why; see `Throttle.status`."""
@@ -361,16 +336,16 @@ class Store(ParkedMessages):
         """The status document: `{"models": {name: …}, "problems": […]}`, and the store's own bounds."""
         self._check_open()
         names = self.models() if model is None else [self.model(model).name]
-        document = store_status({name: self._models[name] for name in names}, self.shared, self.warming())
-        return with_problems(document if self.fleet is None else self.fleet.add_status(document))
+        document = store_status({name: self.model(name) for name in names}, self.shared, self.warming())
+        return with_problems(self.placement.add_status(document))
 
     def close(self) -> None:
         """Stop background work, close every version, and let go of the directory."""
-        if self._closed:
+        if self._models.closed:
             return
         refuse_inside()
-        self._closed = True
-        torn = self.shared.copied and any(model.problem for model in self._models.values())
+        self._models.closed = True
+        torn = self.shared.copied and any(model.problem for model in self._models.all())
         try:
             self._close_models()
         finally:
@@ -384,12 +359,13 @@ class Store(ParkedMessages):
         stop_background(self.shared)
         if self._sweeping.ident is not None:
             self._sweeping.join(SWEEP_S)  # what it leaves, the next start removes
-        if self.fleet is not None:
-            self.fleet.close()
-        close_models(self.shared, self._models, None if self.fleet is None else self.fleet.disconnect)
+        try:
+            self.placement.close(self._models.close)
+        finally:
+            close_shared(self.shared)
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._models.closed:
             raise Closed("the store was closed")
 
     def __enter__(self) -> Store:

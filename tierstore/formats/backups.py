@@ -76,7 +76,7 @@ def content_of(path: Location, copy: Path | None = None) -> tuple[str, int]:
 
 
 class Backups:
-    """Those at a place, as they are listed now. StorageError, SnapshotError, MissingExtra."""
+    """The backups at a place, as they are listed now. StorageError, SnapshotError, MissingExtra."""
 
     def __init__(self, place: str | Path) -> None:
         self.place = place if isinstance(place, str) and is_url(place) else local_path(place).absolute()
@@ -154,7 +154,10 @@ class Sender(Protocol):
 
 
 class _Links:
-    """As `Uploads`, into a directory: by second names on the same file system, else by copies."""
+    """The counterpart of `Uploads` for a directory.
+
+    Files are brought there by second names on the same file system, else by copies.
+    """
 
     def __init__(self, to: Path, directory: Path) -> None:
         self._to, self._directory = to, directory
@@ -170,13 +173,13 @@ class _Links:
         files.remove_file(self._to / name)
 
     def close(self) -> None:
-        """Nothing waits."""
+        """End the sending; nothing waits here."""
 
     stop = close
 
 
 def sender(backups: Backups, model: str, directory: Path) -> Sender:
-    """For files of `directory` to the backups of a model. `close` it, or `stop` it: then what was sent stays."""
+    """What sends files of `directory` to the backups of a model. `close` it, or `stop` it: then what was sent stays."""
     place = backups.place
     return _Links(place / model, directory) if isinstance(place, Path) else Uploads(f"{place}/{model}", directory)
 

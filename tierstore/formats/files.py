@@ -175,7 +175,7 @@ def publish_json(path: str | Path, document: Any) -> None:
 
 
 def publish_record(path: str | Path, document: Mapping[str, Any], *, private: bool = False) -> None:
-    """As `publish_json`, with the release, and a checksum of all bytes in the last field, `xxh3`, whose own digits count as zeros."""
+    """Publish JSON with the release and, in the last field `xxh3`, a checksum of all bytes, its own digits as zeros."""
     whole = {**document, WRITER: __version__, _CHECKSUM: _NO_CHECKSUM}
     data = (json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
     publish_bytes(path, _checksum_in(data, _xxh3(data)), private=private)

@@ -9,6 +9,7 @@ the `…_on_disk` listings, which read directories and skip names that are not o
     <data>/audit/audit.jsonl                      who changed what; audit.jsonl.1 and on are older (`access/audit.py`)
     <data>/audit/deltas.jsonl                     who sent which delta, likewise
     <data>/kafka/positions.json                   how far a topic was read, at least (`service/sources/kafka_positions.py`)
+    <data>/kafka/rows/<topic>/<model>.json        the same of a topic of rows, for each model
     <data>/kafka/parked/<id>.parked               a message that cannot be applied (`kafka/parked.py`)
     <data>/kernels/                               compiled kernels, where they can be kept nowhere else (`kernels/`)
     <data>/models/<model>/CURRENT                 the active version, ASCII decimal
@@ -43,6 +44,7 @@ AUDIT = "audit"
 AUDIT_FILE, DELTAS_FILE = "audit.jsonl", "deltas.jsonl"
 KAFKA = "kafka"
 KAFKA_POSITIONS = "positions.json"
+ROWS = "rows"
 PARKED = "parked"
 MODELS = "models"
 CURRENT = "CURRENT"
@@ -237,7 +239,7 @@ class ModelDirectory:
         return self.log / format_log_entry(seq, digest)
 
     def version(self, version: int, line: int = 0) -> VersionDirectory:
-        """Of a version as it was loaded, or of a later line of it."""
+        """The directory of a version as it was loaded, or of a later line of it."""
         return VersionDirectory(self.root / (format_version(version) + (f".{line}" if line else "")))
 
     def versions_on_disk(self) -> list[tuple[int, int]]:
@@ -290,6 +292,10 @@ class DataDirectory:
     def kafka_positions(self) -> Path:
         """How far a topic was read, at least: entries of delta logs say the same, and more."""
         return self.root / KAFKA / KAFKA_POSITIONS
+
+    def kafka_rows(self, topic: str, model: str) -> Path:
+        """How far a topic of rows was read for a model, likewise."""
+        return self.root / KAFKA / ROWS / topic / f"{check_name('model', model)}.json"
 
     @property
     def parked(self) -> Path:

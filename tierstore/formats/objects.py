@@ -1,9 +1,7 @@
 """Snapshots in object storage: the objects below a URL, by the part of `pathlib.Path` with which a snapshot is read.
 
 The objects are listed once, so that all of a load works on the same list. An object is read in ranges (`ranges.py`), and each
-is requested again until it has come whole. The libraries are fsspec and the one for the storage (extras `s3`, `gcs`,
-`azure`); they find credentials, region and endpoint in their own ways (environment, profile, instance). They try once: how
-often, and for how long, is said in `patience.py` alone.
+is requested again until it has come whole (`patience.py`). What speaks to the storage is `buckets.py`.
 
 `ObjectPath` is immutable; any thread may use it. A reader belongs to one thread.
 """
@@ -13,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import io
 import posixpath
-import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,24 +19,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
 from tierstore.errors import MissingExtra, SnapshotError, StorageError
+from tierstore.formats.buckets import EXTRAS, URL, Bucket, ObjectInfo
 from tierstore.formats.patience import PATIENCE_S, QUICK_PATIENCE_S, until_done
 from tierstore.formats.ranges import Fetch, Ranges, Seen
-
-EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}  # of each scheme
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectInfo:
-    """`revision` differs between two contents of one name: the ETag, or when it was written."""
-
-    size: int
-    revision: str
 
 
 def is_url(source: str) -> bool:
     """Whether a source is in object storage."""
-    match = _SCHEME.match(source)
+    match = URL.match(source)
     return match is not None and match[1].lower() in EXTRAS
 
 
@@ -57,14 +44,8 @@ class _Tree:
         return frozenset(parent.as_posix() for name in self.objects for parent in PurePosixPath(name).parents)
 
     @cached_property
-    def file_system(self) -> Any:
-        return file_system_of(self.url)
-
-    @cached_property
-    def key(self) -> str:
-        """The URL as the library names it."""
-        key: str = self.file_system._strip_protocol(self.url)
-        return key
+    def bucket(self) -> Bucket:
+        return Bucket(self.url)
 
 
 class ObjectPath:
@@ -82,24 +63,19 @@ class ObjectPath:
         With `if_any` only if one of these is there: to list what is no snapshot could take hours.
         """
         url = url.rstrip("/")
-        file_system = file_system_of(url)
-        key = file_system._strip_protocol(url)
-
-        def find(remaining_s: float) -> dict[str, dict[str, Any]]:
-            file_system.invalidate_cache()
-            if if_any and not any(file_system.exists(f"{key}/{name}", timeout=remaining_s) for name in if_any):
-                raise SnapshotError(
-                    f"{url} has no {' and no '.join(if_any)}: not a snapshot, or one that was not finished"
-                )
-            found: dict[str, dict[str, Any]] = file_system.find(key, detail=True, timeout=remaining_s)
-            return found
-
         with _reading(url):
-            found = until_done(
+            bucket = Bucket(url)
+
+            def find(_: float) -> dict[str, ObjectInfo]:
+                if if_any and not any(bucket.exists(bucket.key_of(name)) for name in if_any):
+                    raise SnapshotError(
+                        f"{url} has no {' and no '.join(if_any)}: not a snapshot, or one that was not finished"
+                    )
+                return bucket.find()
+
+            objects = until_done(
                 f"{url} cannot be listed", find, patience_s=QUICK_PATIENCE_S if patience_s is None else patience_s
             )
-        objects = {name.removeprefix(key).lstrip("/"): _info(entry) for name, entry in found.items()}
-        objects.pop("", None)
         return cls(_Tree(url, objects, PATIENCE_S))
 
     @classmethod
@@ -114,7 +90,7 @@ class ObjectPath:
         return {"url": self._tree.url, "objects": objects, "patience_s": self._tree.patience_s}
 
     def listed_again(self) -> ObjectPath:
-        """The same, listed now."""
+        """The same place in object storage, with its objects listed now."""
         tree = self._tree
         return ObjectPath(ObjectPath.listed(tree.url, patience_s=tree.patience_s)._tree, self._name)
 
@@ -191,7 +167,7 @@ class ObjectPath:
 
     def _ranges(self, *seen: Seen) -> Ranges:
         tree, info = self._tree, self.info
-        fetch = _fetch(tree.file_system, f"{tree.key}/{self._name}", str(self), info.size, tree.patience_s)
+        fetch = _fetch(tree.bucket, tree.bucket.key_of(self._name), str(self), info.size, tree.patience_s)
         return Ranges(fetch, info.size, *seen)
 
 
@@ -200,31 +176,19 @@ Location: TypeAlias = Path | ObjectPath
 
 def entries(url: str) -> tuple[list[str], dict[str, ObjectInfo]] | None:
     """(names of folders, objects by name) right below a URL, listed now; None where nothing is. SnapshotError, StorageError."""
-    file_system = file_system_of(url)
-    key = file_system._strip_protocol(url.rstrip("/"))
-
-    def list_(remaining_s: float) -> list[dict[str, Any]]:
-        file_system.invalidate_cache()
-        found: list[dict[str, Any]] = file_system.ls(key, detail=True, timeout=remaining_s)
-        return found
-
     with _reading(url):
+        bucket = Bucket(url)
         try:
-            found = until_done(f"{url} cannot be listed", list_, patience_s=QUICK_PATIENCE_S)
+            found = until_done(f"{url} cannot be listed", lambda _: bucket.entries(), patience_s=QUICK_PATIENCE_S)
         except FileNotFoundError:
             return None
-    named = [
-        (posixpath.basename(entry["name"].rstrip("/")), entry) for entry in found if entry["name"].rstrip("/") != key
-    ]
-    folders = [name for name, entry in named if entry["type"] == "directory"]
-    return folders, {name: _info(entry) for name, entry in named if entry["type"] == "file"}
+    return found if any(found) else None
 
 
 def read_object(url: str, info: ObjectInfo) -> bytes:
     """All of an object that was listed. OSError where it does not come soon, SnapshotError where it is another one by now."""
-    file_system = file_system_of(url)
-    fetch = _fetch(file_system, file_system._strip_protocol(url), url, info.size, QUICK_PATIENCE_S)
-    with Ranges(fetch, info.size).reader(closes=True) as reader:
+    bucket = Bucket(url)
+    with Ranges(_fetch(bucket, bucket.key, url, info.size, QUICK_PATIENCE_S), info.size).reader(closes=True) as reader:
         return reader.read()
 
 
@@ -255,71 +219,40 @@ def size_of(path: Location) -> int:
     return path.info.size if isinstance(path, ObjectPath) else path.stat().st_size
 
 
-def file_system_of(url: str, *, tries: int = 1) -> Any:
-    """The library for the storage of `url`. MissingExtra where it is not installed.
-
-    It tries each request so often; those of storages other than S3 as often as they like, within the time that a call is given.
-    """
-    scheme = url.partition("://")[0].lower()
-    try:
-        import fsspec
-        from fsspec.config import conf
-
-        if EXTRAS[scheme] != "s3":
-            return fsspec.filesystem(scheme)
-        chosen = conf.get(scheme, {}).get("config_kwargs", {})
-        file_system = fsspec.filesystem(
-            scheme, config_kwargs={"retries": {"mode": "standard", "total_max_attempts": tries}, **chosen}
-        )
-        file_system.retries = 1  # around those
-        return file_system
-    except (ImportError, ValueError) as error:
-        extra = EXTRAS[scheme]
-        raise MissingExtra(f"{url}: the extra `{extra}` is not installed: pip install 'tierstore[{extra}]'") from error
-
-
 @contextlib.contextmanager
 def _reading(url: str) -> Iterator[None]:
     """What is final becomes a SnapshotError."""
     try:
         yield
-    except (SnapshotError, StorageError):
+    except (MissingExtra, SnapshotError, StorageError):
         raise
     except Exception as error:
         raise SnapshotError(f"{url} cannot be read: {str(error) or type(error).__name__}") from error
 
 
-def _info(entry: Mapping[str, Any]) -> ObjectInfo:
-    revision = next(
-        (entry[name] for name in ("ETag", "etag", "md5Hash", "LastModified", "mtime") if entry.get(name)), ""
-    )
-    return ObjectInfo(int(entry["size"] or 0), str(revision))
-
-
-def _fetch(file_system: Any, key: str, name: str, size: int, patience_s: float) -> Fetch:
+def _fetch(bucket: Bucket, key: str, name: str, size: int, patience_s: float) -> Fetch:
     """Gets ranges of an object of `size` bytes. SnapshotError where it is known not to be the one that was listed."""
 
-    def check_size(remaining_s: float) -> None:
+    def check_size() -> None:
         try:
-            file_system.invalidate_cache()
-            found = file_system.info(key, timeout=remaining_s)["size"]
-        except FileNotFoundError:
+            found = bucket.size(key)
+        except (FileNotFoundError, SnapshotError):
             raise
-        except Exception:  # noqa: BLE001 - a library of any storage; the range is tried again
+        except OSError:  # the range is tried again
             return
         if found != size:
             raise SnapshotError(f"{name} had {size:,} bytes and has {found:,}: it changed while it was read")
 
-    def fetch(begin: int, end: int, ended: threading.Event) -> bytes:
-        def attempt(remaining_s: float) -> bytes:
+    def fetch(begin: int, end: int, ended: threading.Event) -> Any:
+        def attempt(_: float) -> Any:
             try:
-                data: bytes = file_system.cat_file(key, start=begin, end=end, timeout=remaining_s)
+                data = bucket.read(key, begin, end)
                 if len(data) != end - begin:
                     raise OSError(f"got {len(data)} bytes of a range of {end - begin}")
             except (FileNotFoundError, PermissionError):
                 raise
-            except Exception:
-                check_size(remaining_s)
+            except OSError:
+                check_size()
                 raise
             return data
 

@@ -20,7 +20,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class ScatteredDigest:
-    """Of `size` bytes, each of which is added once."""
+    """The digest of `size` bytes that are added in any order, each once."""
 
     def __init__(self, size: int) -> None:
         self._size = size

@@ -18,24 +18,14 @@ from pathlib import Path
 
 from tierstore.errors import Conflict, SnapshotError, StorageError
 from tierstore.formats import files
-from tierstore.formats.objects import entries, file_system_of
-from tierstore.formats.patience import PATIENCE_S, until_done
+from tierstore.formats.buckets import Bucket
+from tierstore.formats.objects import entries
+from tierstore.formats.patience import PATIENCE_S, QUICK_PATIENCE_S, until_done
 
 log = logging.getLogger(__name__)
 
 _THREADS = 2
 _WAITING = 2  # files that are written and not yet uploaded, beside those that are
-_PART_BYTES = 8 << 20
-_AT_ONCE = 4  # parts of one file
-_TRIES = 5  # of one part: a file is begun again where they all fail
-_OPTIONS = {  # of put_file, so that its memory is bounded
-    "s3": {"chunksize": _PART_BYTES, "max_concurrency": _AT_ONCE},
-    "gs": {"chunksize": _PART_BYTES},
-    "gcs": {"chunksize": _PART_BYTES},
-    "az": {"max_concurrency": _AT_ONCE},
-    "abfs": {"max_concurrency": _AT_ONCE},
-    "abfss": {"max_concurrency": _AT_ONCE},
-}
 
 
 def check_nothing_at(url: str) -> None:
@@ -65,9 +55,7 @@ class Uploads:
     def __init__(self, url: str, directory: Path) -> None:
         """`directory` is where the files are before. MissingExtra where the library for the storage is not installed."""
         self._url, self._directory = url.rstrip("/"), directory
-        self._file_system = file_system_of(url, tries=_TRIES)
-        self._key = self._file_system._strip_protocol(self._url)
-        self._options = _OPTIONS.get(url.partition("://")[0].lower(), {})
+        self._bucket = Bucket(self._url, sends=True)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tierstore-uploads")
         self._pending: set[Future[None]] = set()
         self._started: list[str] = []  # keys that may be there by now, in order
@@ -75,11 +63,11 @@ class Uploads:
 
     def exists(self, name: str) -> bool:
         """Whether there is such an object. StorageError."""
+        what, key = f"{self._url} cannot be read", self._bucket.key_of(name)
         try:
-            self._file_system.invalidate_cache()
-            return bool(self._file_system.exists(f"{self._key}/{name}"))
-        except Exception as error:
-            raise StorageError(f"{self._url} cannot be read: {str(error) or type(error).__name__}") from error
+            return until_done(what, lambda _: self._bucket.exists(key), patience_s=QUICK_PATIENCE_S)
+        except PermissionError as error:
+            raise StorageError(f"{what}: {error}") from error
 
     def add(self, path: Path) -> None:
         """Upload a file, or all below a directory, in the background; then it is removed here. Waits while too many are waiting.
@@ -111,28 +99,24 @@ class Uploads:
     def remove(self, name: str) -> None:
         """Remove an object, if it is there. StorageError."""
         try:
-            self._file_system.rm_file(f"{self._key}/{name}")
-        except FileNotFoundError:
-            pass
-        except Exception as error:
-            raise StorageError(f"cannot remove {self._url}/{name}: {str(error) or type(error).__name__}") from error
+            self._bucket.remove(self._bucket.key_of(name))
+        except OSError as error:
+            raise StorageError(f"cannot remove {self._url}/{name}: {error}") from error
 
     def abort(self) -> None:
         """End the uploads, and remove what they have written; the last first, as that makes the others count."""
         self.stop()
         for key in reversed(self._started):
             try:
-                self._file_system.rm_file(key)
-            except FileNotFoundError:
-                pass
-            except Exception as error:  # noqa: BLE001 - a library of any storage
+                self._bucket.remove(key)
+            except OSError as error:
                 log.warning("%s is left, as it cannot be removed: %s", key, error)
 
     def _key_of(self, file: Path) -> str:
-        return f"{self._key}/{file.relative_to(self._directory).as_posix()}"
+        return self._bucket.key_of(file.relative_to(self._directory).as_posix())
 
     def _wait_for(self, most: int) -> None:
-        """Until at most so many uploads are pending."""
+        """Wait until at most so many uploads are pending."""
         while len(self._pending) > most:
             done, _ = wait(self._pending, return_when=FIRST_COMPLETED)
             self._pending -= done
@@ -143,9 +127,8 @@ class Uploads:
         key, size = self._key_of(file), file.stat().st_size
 
         def put(_: float) -> None:
-            self._file_system.put_file(str(file), key, **self._options)
-            self._file_system.invalidate_cache()
-            found = self._file_system.info(key)["size"]
+            self._bucket.send(key, file)
+            found = self._bucket.size(key)
             if found != size:
                 raise OSError(f"it has {found:,} bytes there, and {size:,} here")
 

@@ -233,7 +233,7 @@ def _as_numpy(tensor: Any) -> np.ndarray:
 
 
 def _unmapped(torch: Any, path: Path) -> Any:
-    """The same for a file in PyTorch's format before 1.6, which cannot be mapped."""
+    """Read a file in PyTorch's format before 1.6, which cannot be mapped."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:

@@ -126,6 +126,23 @@ def vectors_of(batch: pa.RecordBatch, chosen: Chosen) -> npt.NDArray[Any]:
     return list_rows(column)
 
 
+def without_nulls(batch: pa.RecordBatch, chosen: Chosen) -> tuple[pa.RecordBatch, npt.NDArray[np.int64] | None]:
+    """The rows that hold no null in the chosen columns, nor within a list there, and their numbers; None for all."""
+    valid = np.ones(len(batch), bool)
+    for name in chosen.names:
+        column = batch.column(name)
+        if column.null_count:
+            valid &= column.is_valid().to_numpy(zero_copy_only=False)
+        if _is_vector(column.type):
+            lists = pc.struct_field(column, "values") if _is_spark_vector(column.type) else column
+            if pc.list_flatten(lists).null_count:
+                nulls = pc.list_flatten(lists).is_null().to_numpy(zero_copy_only=False)
+                valid[pc.list_parent_indices(lists).to_numpy(zero_copy_only=False)[nulls]] = False
+    if valid.all():
+        return batch, None
+    return batch.filter(pa.array(valid)), np.flatnonzero(valid)
+
+
 def _dense(column: pa.StructArray, name: str) -> pa.Array:
     if column.null_count:
         raise InvalidInput(f"row {_first_null(column)}: column {name!r} is null")

@@ -23,7 +23,7 @@ from tierstore.formats.normalize import as_rows, guessed_key_type
 from tierstore.formats.row_times import Times, as_times
 from tierstore.formats.snapshot.checksum import is_hugectr, parts
 from tierstore.imports.checkpoints import Part, is_state_dict, pairs_in, read_hugectr, read_pairs, read_state_dict
-from tierstore.imports.columns import Chosen, choose, keys_of, vectors_of
+from tierstore.imports.columns import Chosen, choose, keys_of, vectors_of, without_nulls
 from tierstore.types import KeyType
 
 _FORMATS = {".parquet": "parquet", ".arrow": "ipc", ".feather": "ipc", ".ipc": "ipc", ".orc": "orc"}
@@ -32,7 +32,10 @@ _BATCH_ROWS = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows of `file`, from row `first` on: `keys` as a writer accepts them, `vectors` numbers [n, dim], `times` if asked for."""
+    """Rows of `file`, from row `first` on: `keys` as a writer accepts them, `vectors` numbers [n, dim], `times` if asked for.
+
+    `left_out` are rows between them that were passed over, as they hold a null.
+    """
 
     file: str
     first: int
@@ -40,16 +43,35 @@ class Block:
     keys: Any
     vectors: np.ndarray
     times: Times | None = None
+    kept: np.ndarray | None = None  # where some are left out, the number of each row that is there, from `first` on
+    left_out: int = 0
+
+    def row(self, i: int) -> int:
+        """The number in the file of the block's row `i`."""
+        return self.first + (i if self.kept is None else int(self.kept[i]))
+
+    def only(self, wanted: np.ndarray) -> Block:
+        """The rows where `wanted`, bool [n], is True."""
+        if wanted.all():
+            return self
+        keys = self.keys.filter(pa.array(wanted)) if isinstance(self.keys, pa.Array) else np.asarray(self.keys)[wanted]
+        kept = np.flatnonzero(wanted) if self.kept is None else self.kept[wanted]
+        times = None if self.times is None else self.times[wanted]
+        return replace(self, keys=keys, vectors=self.vectors[wanted], times=times, kept=kept)
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Names of the columns of keys, vectors and times (None: there are none), and the type to convert keys to, if any."""
+    """Names of the columns of keys, vectors and times (None: there are none), and the type to convert keys to, if any.
+
+    skip_nulls: pass over rows that hold a null; else they are errors.
+    """
 
     key: str
     vector: str | Sequence[str]
     key_type: KeyType | None
     time: str | None
+    skip_nulls: bool = False
 
 
 def blocks(source: Any, wanted: Wanted) -> Iterator[Block]:
@@ -67,7 +89,16 @@ def blocks(source: Any, wanted: Wanted) -> Iterator[Block]:
             yield from _of_columns(source, wanted)
             return
         reader = _reader(source)
-        yield from _of_batches("the table", _chosen(reader.schema, wanted), reader)
+        yield from _of_batches("the table", _chosen(reader.schema, wanted), reader, wanted.skip_nulls)
+
+
+def check(source: Any, wanted: Wanted) -> None:
+    """SnapshotError where files do not have the columns. Reads their schemas alone; other sources are passed over."""
+    for path in as_paths(source) or ():
+        if not (pairs_in(path) or is_state_dict(path) or (path.is_dir() and is_hugectr(path))):
+            for file in _files(path) if path.exists() else ():
+                with _errors_naming(str(file)):
+                    _chosen(_dataset(file).schema, wanted)
 
 
 def _chosen(schema: pa.Schema, wanted: Wanted) -> Chosen:
@@ -140,7 +171,7 @@ def _of_path(path: Path, wanted: Wanted) -> Iterator[Block]:
             data = _dataset(file)
             chosen = _chosen(data.schema, wanted)
             batches = data.to_batches(columns=chosen.names, batch_size=_BATCH_ROWS, batch_readahead=2)
-            yield from _of_batches(str(file), chosen, batches)
+            yield from _of_batches(str(file), chosen, batches, wanted.skip_nulls)
 
 
 def _of_parts(path: Path, parts: Iterator[Part], wanted: Wanted) -> Iterator[Block]:
@@ -164,20 +195,24 @@ def _dataset(file: Path) -> ds.Dataset:
     return ds.dataset(file, format=_FORMATS[file.suffix])
 
 
-def _of_batches(file: str, chosen: Chosen, batches: Any) -> Iterator[Block]:
+def _of_batches(file: str, chosen: Chosen, batches: Any, skip_nulls: bool) -> Iterator[Block]:
     first = 0
-    for batch in batches:
-        if not len(batch):
-            continue
+    for whole in batches:
+        batch, kept = without_nulls(whole, chosen) if skip_nulls else (whole, None)
+        left_out = len(whole) - len(batch)
         try:
-            times = None if chosen.time is None else as_times(batch.column(chosen.time))
-            yield Block(file, first, chosen.key_type, keys_of(batch, chosen), vectors_of(batch, chosen), times)
+            if len(batch):
+                times = None if chosen.time is None else as_times(batch.column(chosen.time))
+                keys, vectors = keys_of(batch, chosen), vectors_of(batch, chosen)
+                yield Block(file, first, chosen.key_type, keys, vectors, times, kept, left_out)
+            elif left_out:
+                yield Block(file, first, chosen.key_type, keys_of(batch, chosen), np.empty((0, 0)), left_out=left_out)
         except Malformed as error:
             row = "" if error.row is None else f"row {error.row}: "
             raise InvalidInput(f"{row}column {chosen.time!r}: {error.reason}{_place(first)}") from error
         except InvalidInput as error:
             raise InvalidInput(f"{error}{_place(first)}") from error
-        first += len(batch)
+        first += len(whole)
 
 
 def _place(first: int) -> str:

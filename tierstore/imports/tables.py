@@ -8,15 +8,16 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from enum import StrEnum
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tierstore.errors import InvalidInput, SnapshotError
@@ -26,7 +27,7 @@ from tierstore.formats.keys import as_codes
 from tierstore.formats.names import SNAPSHOT_MANIFEST
 from tierstore.formats.row_times import TIME
 from tierstore.formats.snapshot.writer import SnapshotWriter, TableWriter
-from tierstore.imports.sources import Wanted, blocks, rows_in
+from tierstore.imports.sources import Wanted, blocks, check, rows_in
 from tierstore.types import Combiner, KeyType, Progress, ProgressFn, StorageDtype
 
 Paths = str | PathLike[str]
@@ -50,6 +51,7 @@ class TableSource:
         key, vector, time_column: names of the columns; see `import_table`.
         ttl_s: rows that were not written for so long expire.
         features: by default one with the table's name.
+        on_null, on_duplicate: see `import_table`.
     """
 
     name: str
@@ -62,6 +64,23 @@ class TableSource:
     features: tuple[Feature, ...] = field(default=())
     ttl_s: int | str | None = None
     time_column: str | None = None
+    on_null: str = "fail"
+    on_duplicate: str = "fail"
+
+    @property
+    def wanted(self) -> Wanted:
+        """What is read of the source."""
+        key_type = None if self.key_type is None else KeyType(self.key_type)
+        return Wanted(self.key, self.vector, key_type, self.time_column, self.on_null == "skip")
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """How many rows of a table were left out: those with a null, and those whose key comes again."""
+
+    table: str
+    nulls: int
+    duplicates: int
 
 
 def import_table(
@@ -79,11 +98,14 @@ def import_table(
     default: str | Sequence[float] = "zeros",
     ttl_s: int | str | None = None,
     time_column: str | None = None,
+    on_null: str = "fail",
+    on_duplicate: str = "fail",
     dense: Paths | bytes | None = None,
     out: Paths | None = None,
     version: int | None = None,
     delta_seq: int = 0,
     progress: ProgressFn | None = None,
+    left_out: Callable[[LeftOut], None] | None = None,
 ) -> Path:
     """Write a snapshot of one table, and return its directory.
 
@@ -103,17 +125,22 @@ def import_table(
         default: the vector of keys that the table does not hold: `zeros`, `mean`, or `dim` numbers.
         ttl_s: rows that were not written for so long expire: seconds, or a time such as `30d`. time_column: the column that
             says when each row was written (seconds since 1970, timestamps or dates); default the time of the import for all.
+        on_null: `skip` leaves out rows with a null in one of these columns, or within a vector; `fail` refuses them.
+        on_duplicate: `last` keeps the last row of a key, in the order of files and rows; `fail` has the load refuse it. It reads the
+            keys first, and holds them in memory.
         dense: an ONNX file that scores the rows.
+        left_out: called at the end of the table with what was left out.
         out: the directory; default `snapshots/<model>/<version>`. version: default the time, as 20261120093000.
         delta_seq: deltas up to this one are in the rows already.
 
     SnapshotError names file, row and reason.
     """
     features = (Feature(feature or table, combiner, padding_key),)
-    source_table = TableSource(table, source, key, vector, key_type, dtype, default, features, ttl_s, time_column)
-    return import_tables(
-        [source_table], model=model, dense=dense, out=out, version=version, delta_seq=delta_seq, progress=progress
+    one = TableSource(
+        table, source, key, vector, key_type, dtype, default, features, ttl_s, time_column, on_null, on_duplicate
     )
+    calls: dict[str, Any] = {"progress": progress, "left_out": left_out}
+    return import_tables([one], model=model, dense=dense, out=out, version=version, delta_seq=delta_seq, **calls)
 
 
 def import_tables(
@@ -125,9 +152,11 @@ def import_tables(
     version: int | None = None,
     delta_seq: int = 0,
     progress: ProgressFn | None = None,
+    left_out: Callable[[LeftOut], None] | None = None,
 ) -> Path:
-    """The same for several tables of one model."""
+    """Write a snapshot of one model from several tables."""
     tables = list(tables)
+    check_tables(tables)
     number = version or version_of_now()
     where = Path(out) if out is not None else Path("snapshots") / model / str(number)
     report = progress or (lambda _: None)
@@ -137,7 +166,9 @@ def import_tables(
     try:
         with SnapshotWriter(where, model=model, version=number, delta_seq=delta_seq) as snapshot:
             for table in tables:
-                done = _import_one(snapshot, table, done, lambda rows: report(Progress("import", rows, total)))
+                done, left = _import_one(snapshot, table, done, lambda rows: report(Progress("import", rows, total)))
+                if left_out is not None:
+                    left_out(left)
                 for feature in table.features or (Feature(table.name),):
                     snapshot.feature(
                         feature.name, table=table.name, combiner=feature.combiner, padding_key=feature.padding_key
@@ -156,13 +187,26 @@ def version_of_now() -> int:
     return int(datetime.now(UTC).strftime("%Y%m%d%H%M%S"))
 
 
-def _import_one(snapshot: SnapshotWriter, table: TableSource, done: int, report: Any) -> int:
-    """Write one table. `done` are the rows of earlier tables; returns them with its own."""
-    _check_words(table)
-    key_type = None if table.key_type is None else KeyType(table.key_type)
+def check_tables(tables: Iterable[TableSource]) -> None:
+    """SnapshotError for a word that is none of those expected, or columns that the files do not have, before rows are read."""
+    for table in tables:
+        _check_words(table)
+        check(table.source, table.wanted)
+
+
+def _import_one(snapshot: SnapshotWriter, table: TableSource, done: int, report: Any) -> tuple[int, LeftOut]:
+    """Write one table. `done` are the rows of earlier tables; returns them with its own, and what was left out."""
     writer: TableWriter | None = None
     dtype = table.dtype
-    for block in blocks(table.source, Wanted(table.key, table.vector, key_type, table.time_column)):
+    last = _last_rows(table) if table.on_duplicate == "last" else None
+    seen = nulls = duplicates = 0
+    for whole in blocks(table.source, table.wanted):
+        block = whole if last is None else whole.only(last[seen : seen + len(whole.vectors)])
+        seen += len(whole.vectors)
+        nulls += whole.left_out
+        duplicates += len(whole.vectors) - len(block.vectors)
+        if not len(block.vectors):
+            continue
         dim = block.vectors.shape[1]
         if writer is None:
             dtype = dtype or (StorageDtype.FLOAT16 if block.vectors.dtype == np.float16 else StorageDtype.FLOAT32)
@@ -192,15 +236,30 @@ def _import_one(snapshot: SnapshotWriter, table: TableSource, done: int, report:
             if row is None:
                 raise SnapshotError(str(error), file=block.file) from error
             raise SnapshotError(
-                f"the vector holds NaN or Inf, or overflows {dtype}", file=block.file, row=block.first + row
+                f"the vector holds NaN or Inf, or overflows {dtype}", file=block.file, row=block.row(row)
             ) from error
-        done += len(block.vectors)
-        report(done)
+        report(done + seen + nulls)
     if writer is None:
         raise SnapshotError(
             f"table {table.name!r}: expected at least one row, to know the length of a vector; got none"
         )
-    return done
+    return done + seen + nulls, LeftOut(table.name, nulls, duplicates)
+
+
+def _last_rows(table: TableSource) -> npt.NDArray[np.bool_]:
+    """Which rows of a table are the last of their key, of all that are read. Reads the source once."""
+    if isinstance(table.source, pa.RecordBatchReader):
+        raise InvalidInput("expected a source that can be read twice to find duplicate keys, got a reader of batches")
+    read = (block.keys for block in blocks(table.source, table.wanted))
+    keys = [one if isinstance(one, pa.Array) else pa.array(np.asarray(one)) for one in read]
+    if len({one.type for one in keys}) != 1:  # which the import refuses
+        return np.ones(sum(map(len, keys)), bool)
+    numbers = pa.concat_arrays(keys).dictionary_encode().indices.to_numpy(zero_copy_only=False)
+    last = np.zeros(int(numbers.max(initial=-1)) + 1, np.int64)
+    last[numbers] = np.arange(len(numbers))  # of equal ones the last is kept
+    is_last = np.zeros(len(numbers), bool)
+    is_last[last] = True
+    return is_last
 
 
 _DUPLICATE = re.compile(r"([\w-]+)/\S+, row \d+: duplicate key (.+): it is also in")
@@ -216,13 +275,12 @@ def duplicate_in(tables: Iterable[TableSource], error: SnapshotError) -> Snapsho
     if found is None or table is None:
         return None
     first: tuple[str, int] | None = None
-    key_type = None if table.key_type is None else KeyType(table.key_type)
-    for block in blocks(table.source, Wanted(table.key, table.vector, key_type, None)):
+    for block in blocks(table.source, replace(table.wanted, time=None)):
         wanted = as_codes([ast.literal_eval(found[2])], block.key_type)
         for row in np.flatnonzero(as_codes(block.keys, block.key_type) == wanted):
-            place = block.file, block.first + int(row)
+            place = block.file, block.row(int(row))
             if first is not None:
-                reason = f"duplicate key {found[2]}: it is also in {first[0]}, row {first[1]}"
+                reason = f"duplicate key {found[2]}: it is also in {first[0]}, row {first[1]}; on_duplicate `last` keeps the last"
                 return SnapshotError(reason, file=place[0], row=place[1])
             first = place
     return None
@@ -230,9 +288,11 @@ def duplicate_in(tables: Iterable[TableSource], error: SnapshotError) -> Snapsho
 
 def _check_words(table: TableSource) -> None:
     """SnapshotError for an unknown key type, dtype or combiner, before anything is read."""
-    given: list[tuple[str, Any, type[StrEnum]]] = [
+    given: list[tuple[str, Any, Iterable[str]]] = [
         ("key_type", table.key_type, KeyType),
         ("dtype", table.dtype, StorageDtype),
+        ("on_null", table.on_null, ("fail", "skip")),
+        ("on_duplicate", table.on_duplicate, ("fail", "last")),
     ]
     given += [(f"combiner of feature {feature.name!r}", feature.combiner, Combiner) for feature in table.features]
     for what, word, words in given:
@@ -261,6 +321,8 @@ class _TableEntry(_Strict):
     default: str | list[float] = "zeros"
     ttl_s: int | str | None = None
     time_column: str | None = None
+    on_null: str = "fail"
+    on_duplicate: str = "fail"
     features: dict[str, _FeatureEntry] = Field(default_factory=dict)
 
 
@@ -303,4 +365,6 @@ def _source(name: str, entry: _TableEntry, root: Path) -> TableSource:
         features,
         entry.ttl_s,
         entry.time_column,
+        entry.on_null,
+        entry.on_duplicate,
     )

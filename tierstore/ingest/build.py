@@ -91,7 +91,7 @@ def build_version(
     progress: ProgressFn | None = None,
     cancelled: threading.Event | None = None,
 ) -> int:
-    """As `build_snapshot`, of a snapshot that is open, into a directory; `aside` and `share` as for a `BulkLoad`."""
+    """Build a version from a snapshot that is open, into a directory; `aside` and `share` as for a `BulkLoad`."""
     if not 1 <= partitions <= MAX_PARTITIONS:
         raise InvalidInput(f"partitions: expected 1 to {MAX_PARTITIONS}, got {partitions}")
     if isinstance(snapshot, BuiltSnapshot):

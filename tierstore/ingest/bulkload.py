@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from tierstore import kernels
 from tierstore.errors import Corruption, DiskFull, LoadCancelled, SnapshotError, StorageError
 from tierstore.formats.colliding import hash_arrow
 from tierstore.formats.files import drop_from_cache, make_dir, remove_leftover, remove_tree, tree_bytes
@@ -45,6 +46,7 @@ from tierstore.ingest.results import BaseBuild, TableBuild, Written, sum_up
 from tierstore.ingest.resume import Finished, find_finished
 from tierstore.ingest.runs import Run
 from tierstore.ingest.tasks import RESULTS, CheckFile, CheckRun, Ingest, JoinRuns, Making, Sorted, SortShards
+from tierstore.kernels import ahead
 from tierstore.tiers.disk.sealed import BASE
 from tierstore.tiers.disk.sealed_file import FORMAT as SEALED_FORMAT
 from tierstore.tiers.disk.sealed_file import SealedFile
@@ -156,6 +158,7 @@ class BulkLoad:
         make_dir(self._out_dir / RUNS)
         make_dir(self._out_dir / _HELPERS)
         self._check_room()
+        self._await_kernels()
         began = time.monotonic()
         self._helpers = helpers = Helpers(
             self._snapshot,
@@ -176,6 +179,12 @@ class BulkLoad:
         files = [kind(Path(task.out), of.xxh3, of.bytes, of.entries) for task, of in self.written if of.xxh3]
         peak, kept = helpers.peak_bytes, self._kept_rows
         return BaseBuild(files, tables, self._base, self._seconds, peak, kept, self._held, self._parts)
+
+    def _await_kernels(self) -> None:
+        """Else each helper would compile its own."""
+        if not kernels.is_complete(kernels.SOON):
+            self._progress.begin_phase("compile kernels", 0)
+            ahead.prepare(until=kernels.SOON, report=lambda *_: self._progress.add(0))
 
     def _sort(self) -> dict[str, TableBuild]:
         """Make the files from the snapshot's shards."""

@@ -104,7 +104,7 @@ class LoadTasks:
         return [task for name, number in zip(names, ids, strict=False) for task in self._merges(plan, name, number)]
 
     def _names(self, plan: TablePlan) -> list[str]:
-        """Of what a table's files hold: its rows, and their times where these are kept."""
+        """The names of what a table's files hold: its rows, and their times where these are kept."""
         has_times = self._keep_times and plan.table in self._oldest_s
         return [plan.table, times_of(plan.table)] if has_times else [plan.table]
 

@@ -46,7 +46,7 @@ class TablePlan:
 
     @property
     def bytes(self) -> int:
-        """Of keys and rows."""
+        """The bytes of keys and rows."""
         return self.rows * (self.row_bytes + KEY_CODE_BYTES)
 
     @property

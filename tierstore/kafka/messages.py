@@ -1,14 +1,16 @@
 """A delta as Kafka messages: one, or several parts where it is larger than a message may be.
 
 Headers of a message, in UTF-8: `model`, `seq`, `part` (from 1), `parts`, and `digest`, the XXH3-64 of the whole delta in 16
-hex digits. A message without `part` is a whole delta, and needs no header. Pure functions and values; any thread.
+hex digits. A message without `part` is a whole delta, and needs no header. `traceparent` and `tracestate` say in which trace it was
+written (W3C Trace Context). Pure functions and values; any thread.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import pyarrow as pa
 import xxhash
@@ -25,26 +27,28 @@ _DIGEST = re.compile("[0-9a-f]{16}")
 Headers = list[tuple[str, bytes]]
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """As it was read. timestamp_ms: since 1970, 0 where the broker gives none."""
+class Message(NamedTuple):
+    """As it was read. timestamp_ms: since 1970, 0 where the broker gives none. is_null: it has no value at all, a tombstone."""
 
     partition: int
     offset: int
     value: bytes
     headers: Sequence[tuple[str, bytes | None]]
     timestamp_ms: int
+    key: bytes | None = None
+    is_null: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a message says of itself. digest: of the whole delta, or None where the message does not say it."""
+    """What a message says of itself. digest: of the whole delta, or None where the message does not say it. trace: headers."""
 
     model: str
     seq: int
     part: int
     parts: int
     digest: str | None
+    trace: dict[str, str] = field(default_factory=dict)
 
 
 def digest_of(data: bytes | memoryview) -> str:
@@ -71,7 +75,8 @@ def head_of(message: Message) -> Head:
         raise DeltaError(f"header `model`: {error}") from error
     if (parts or 1) == 1:
         digest = check_digest(message.value, digest)
-    return Head(model, seq, part or 1, parts or 1, digest)
+    trace = {name: value.decode("latin-1") for name, value in headers.items() if name in ("traceparent", "tracestate")}
+    return Head(model, seq, part or 1, parts or 1, digest, trace)
 
 
 def check_digest(data: bytes, expected: str | None) -> str:

@@ -26,6 +26,7 @@ _SUFFIX = ".parked"
 _SHOWN_REASON = 2000
 
 State = Literal["parked", "retried", "skipped"]
+Kind = Literal["delta", "row"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Parked:
     """A parked message, or the parts of a delta that came.
 
     offset is that of the first message, of `messages`. model and seq are None where the message does not say them. complete:
-    whether the payload is a whole delta. digest: XXH3-64 of the payload of `nbytes` bytes. parked_at: ISO 8601.
+    whether the payload is a whole delta. kind: what the message was to be; a row has no seq. digest: XXH3-64 of the payload of `nbytes` bytes. parked_at: ISO 8601.
     """
 
     id: str
@@ -50,6 +51,7 @@ class Parked:
     digest: str
     nbytes: int
     state: State = "parked"
+    kind: Kind = "delta"
 
 
 class ParkedFiles:
@@ -74,6 +76,11 @@ class ParkedFiles:
         with self._lock:
             records = [record for record in self._records.values() if all_states or record.state == "parked"]
         return sorted(records, key=lambda record: (record.topic, record.partition, record.offset))
+
+    def count(self, topic: str) -> int:
+        """How many messages of a topic wait for a decision."""
+        with self._lock:
+            return sum(record.topic == topic and record.state == "parked" for record in self._records.values())
 
     def add(self, record: Parked, payload: bytes) -> bool:
         """Park a message, durably. False where it was parked before, whatever became of it."""
@@ -110,7 +117,10 @@ class ParkedFiles:
         return self._directory / f"{name}{_SUFFIX}"
 
     def _write(self, record: Parked, payload: bytes) -> None:
-        head = json.dumps(asdict(record), ensure_ascii=True).encode()
+        document = asdict(record)
+        if record.kind == "delta":
+            del document["kind"]  # releases before rows read those of deltas, without it
+        head = json.dumps(document, ensure_ascii=True).encode()
         checksum = xxhash.xxh3_64_hexdigest(head + b"\n" + payload).encode()
         with files.publish(self._path(record.id)) as file:
             file.write(checksum + b" " + head + b"\n")
@@ -136,6 +146,10 @@ def make_id(partition: int, offset: int, payload: bytes) -> str:
 
 def check_retry(record: Parked) -> None:
     """InvalidInput where the payload is not a whole delta."""
+    if record.kind == "row":
+        raise InvalidInput(
+            f"{record.id} is a row: a later one of its key may have come since; produce the row again, and skip this one"
+        )
     if not record.complete:
         raise InvalidInput(
             f"{record.id} holds only some parts of the delta: raise max_delta and load a snapshot, or skip it"

@@ -6,12 +6,14 @@ One thread: librdkafka's consumer is not to be called from another one, not even
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from tierstore.errors import NotFound
 from tierstore.kafka import client
 from tierstore.kafka.messages import Message
+from tierstore.kafka.registry import PROPERTIES
 
 logger = logging.getLogger(__name__)
 
@@ -23,15 +25,15 @@ QUEUED_KBYTES = 64 << 10  # that librdkafka reads ahead
 class TopicReader:
     """A consumer of one topic. Errors are ConfigError, Unreachable (no broker), NotFound (no such topic)."""
 
-    def __init__(self, brokers: str, topic: str, group: str, options: Mapping[str, str]) -> None:
+    def __init__(self, brokers: str, topic: str, group: str, options: Mapping[str, str], *, batch: int = BATCH) -> None:
         self._kafka = client.confluent_kafka()
-        self._brokers, self._topic = brokers, topic
+        self._brokers, self._topic, self._batch = brokers, topic, batch
         ours = {
             "bootstrap.servers": brokers,
             "group.id": group,
             "enable.auto.commit": False,
             "enable.auto.offset.store": False,
-            "auto.offset.reset": "earliest",
+            "auto.offset.reset": "error",  # `_go_on` says what is missing
             "enable.partition.eof": True,
             "allow.auto.create.topics": False,
             "isolation.level": "read_committed",
@@ -43,11 +45,13 @@ class TopicReader:
             "error_cb": self._on_error,
             "logger": logging.getLogger("tierstore.kafka.librdkafka"),
         }
-        self._consumer = client.make("Consumer", {**client.merged(ours, options), **handlers})
+        self._consumer = client.make("Consumer", {**client.merged(ours, _of_brokers(options)), **handlers})
         self.problem: str | None = None  # why no broker can be read
         self.positions: dict[int, int] = {}  # partition → the offset that is read next
-        self.went_back = False  # a partition had less than was read already: it was truncated, or made anew
+        self.went_back: set[int] = set()  # partitions that had less than was read already: truncated, or made anew
+        self.lost: Counter[int] = Counter()  # partition → offsets that the brokers no longer had when it was their turn
         self._at_end: set[int] = set()
+        self._out_of_range: list[int] = []
         self._paused = False
 
     def _on_error(self, error: Any) -> None:
@@ -82,8 +86,25 @@ class TopicReader:
         first = self._consumer.poll(timeout_s)
         if first is None:
             return []
-        messages = [first, *self._consumer.consume(BATCH - 1, 0)]
-        return [read for read in map(self._received, messages) if read is not None]
+        found = [first, *self._consumer.consume(self._batch - 1, 0)]
+        messages = [read for read in map(self._received, found) if read is not None]
+        if self._out_of_range:
+            self.seek({partition: self._go_on(partition) for partition in self._out_of_range})
+            self._out_of_range.clear()
+        return messages
+
+    def _go_on(self, partition: int) -> int:
+        """The oldest offset of a partition that has not the next one: it was deleted as too old, or the topic was made anew."""
+        low, high = self._watermarks(partition, cached=False)
+        position = self.positions[partition]
+        if low <= position <= high:  # a broker that became the leader a moment ago had less
+            return position
+        if low > position:
+            logger.warning("kafka: %s, partition %d: the brokers have deleted offsets %d to %d, which were not read yet", self._topic, partition, position, low - 1)  # fmt: skip
+            self.lost[partition] += low - position
+        else:
+            self._move(partition, low)
+        return low
 
     def _received(self, message: Any) -> Message | None:
         partition, offset, error = message.partition(), message.offset(), message.error()
@@ -92,6 +113,8 @@ class TopicReader:
                 self._at_end.add(partition)
                 self._move(partition, offset)
                 self.problem = None
+            elif error.code() == self._kafka.KafkaError._AUTO_OFFSET_RESET:
+                self._out_of_range.append(partition)
             else:
                 logger.warning("kafka: %s, partition %d: %s", self._topic, partition, client.text_of(error))
             return None
@@ -99,14 +122,15 @@ class TopicReader:
         self.problem = None
         self._move(partition, offset, offset + 1)
         kind, timestamp_ms = message.timestamp()
-        value = message.value() or b""
+        value = message.value()
         headers = message.headers() or []
-        return Message(partition, offset, value, headers, timestamp_ms if kind else 0)
+        timestamp_ms = timestamp_ms if kind else 0
+        return Message(partition, offset, value or b"", headers, timestamp_ms, message.key(), value is None)
 
     def _move(self, partition: int, offset: int, after: int | None = None) -> None:
         if offset < self.positions.get(partition, 0):
             logger.warning("kafka: %s, partition %d goes on at %d: it was truncated, or made anew", self._topic, partition, offset)  # fmt: skip
-            self.went_back = True
+            self.went_back.add(partition)
         self.positions[partition] = offset if after is None else after
 
     def seek(self, positions: Mapping[int, int]) -> None:
@@ -141,10 +165,13 @@ class TopicReader:
         return {one.partition: one.offset if one.offset >= 0 else oldest[one.partition] for one in found}
 
     def lag(self) -> dict[int, int]:
-        """Partition → messages that the broker has and that were not read yet, as far as is known."""
+        """Partition → messages that the broker has and that were not read yet, as far as is known.
+
+        Where the end was read there are none, though offsets may follow: those of aborted transactions.
+        """
         lags = {}
         for partition, position in list(self.positions.items()):
-            high = self._watermarks(partition, cached=True)[1]
+            high = position if partition in self._at_end else self._watermarks(partition, cached=True)[1]
             lags[partition] = max(0, high - position)
         return lags
 
@@ -172,6 +199,11 @@ class TopicReader:
         return self._kafka.TopicPartition(self._topic, partition, *(() if offset is None else (offset,)))
 
 
-def check_options(brokers: str, topic: str, options: Mapping[str, str]) -> None:
+def check_options(brokers: str, options: Mapping[str, str]) -> None:
     """MissingExtra, or ConfigError for options that librdkafka refuses."""
-    TopicReader(brokers, topic, "tierstore-check", options).close()
+    TopicReader(brokers, "tierstore-check", "tierstore-check", options).close()
+
+
+def _of_brokers(options: Mapping[str, str]) -> dict[str, str]:
+    """Without what is for a schema registry, and librdkafka does not know."""
+    return {name: value for name, value in options.items() if not name.startswith(PROPERTIES)}

@@ -28,6 +28,7 @@ class Held:
     offsets: dict[int, int] = field(default_factory=dict)  # part → offset
     values: dict[int, bytes] = field(default_factory=dict)  # part → content
     timestamp_ms: int = 0
+    trace: dict[str, str] = field(default_factory=dict)  # headers of its messages
     nbytes: int = 0
 
     @property
@@ -97,6 +98,7 @@ class Window:
             same_seq.append(held)
             self._put(held, message, head)
         held.timestamp_ms = max(held.timestamp_ms, message.timestamp_ms)
+        held.trace.update(head.trace)
         self._shrink()
         return held
 

@@ -20,6 +20,7 @@ from tierstore.formats.names import MAX_ORDINAL
 from tierstore.formats.times import Moment
 from tierstore.kafka import client
 from tierstore.kafka.messages import Message, head_of, read_checked, split
+from tierstore.trace_context import current_trace
 from tierstore.types import check_name
 
 MAX_MESSAGE = 900_000  # bytes; below the brokers' usual limit of 1 MB, with its headers
@@ -31,6 +32,7 @@ _FULL_S = 0.05
 @dataclass(slots=True)
 class _Sent:
     data: bytes
+    trace: list[tuple[str, bytes]]  # headers of the trace that it was sent in
     remaining: int = 0  # messages that are on their way
     error: str | None = None
 
@@ -99,7 +101,7 @@ class KafkaDeltaWriter:
         """
         read_checked(delta, self._model, self._next_seq)
         seq = self._next_seq
-        self._unacknowledged[seq] = _Sent(delta)
+        self._unacknowledged[seq] = _Sent(delta, [(name, value.encode()) for name, value in current_trace().items()])
         self._next_seq += 1
         self._produce(seq)
         return seq
@@ -150,7 +152,8 @@ class KafkaDeltaWriter:
             elif not sent.remaining and sent.error is None:
                 self._unacknowledged.pop(seq, None)
 
-        messages = list(split(self._model, seq, sent.data, self._max_message))
+        split_up = split(self._model, seq, sent.data, self._max_message)
+        messages = [([*headers, *sent.trace], value) for headers, value in split_up]
         sent.remaining = len(messages)
         for number, (headers, value) in enumerate(messages):
             while True:

@@ -6,8 +6,8 @@ that numba compares holds the content of all of them: after an edit, or an upgra
 never runs with an old helper inside.
 
 This module also chooses where compiled kernels are kept: the first directory that can be written, or one that holds all
-kernels for this machine and version already. Where all are there, `compiled` reads each from there at import. Else it is
-compiled at its first call; `ahead.py` has other processes compile all of them meanwhile.
+kernels for this machine and version already: `carried.py` says which come with the package. Where all are there, `compiled` reads
+each from there at import. Else it is compiled at its first call; `ahead.py` has other processes compile them meanwhile.
 
 Several processes may compile the same kernel at once. Files of other sources, versions or processors have other names, and
 each process compiles the signatures of a kernel in the same order. So a file has the same code, whoever wrote it.
@@ -34,15 +34,19 @@ from numba.core.registry import cpu_target
 from numba.core.runtime import rtsys
 
 from tierstore.errors import StorageError
+from tierstore.kernels import carried
 
 log = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
 KERNELS = "kernels"  # within a data directory
 _CACHE_VARIABLE = "NUMBA_CACHE_DIR"
+# when a kernel is needed: for any look-up; for what changes rows, or makes look-ups faster; for reactors
+FIRST, SOON, LAST = range(3)
 _data: list[Path] = []  # the data directory, which takes them where nothing else can be written
 
 
+@lru_cache
 def sources_digest(folder: Path) -> bytes:
     """Of all Python sources in `folder` and in the folders in it."""
     whole = hashlib.sha256()
@@ -53,15 +57,21 @@ def sources_digest(folder: Path) -> bytes:
 
 
 @lru_cache
-def _identity(folder: Path) -> str:
-    """Of these sources, this numba and this processor."""
-    machine = repr((numba.__version__, cpu_target.target_context.codegen().magic_tuple()))
-    return hashlib.sha256(sources_digest(folder) + machine.encode()).hexdigest()[:32]
+def _machine(folder: Path) -> carried.Machine:
+    """What kernels of `folder` are compiled for: this processor, or what those are for that the package carries."""
+    own: carried.Machine = cpu_target.target_context.codegen().magic_tuple()
+    common = carried.machine(own[0]) if folder == _FOLDER else None
+    return common if common is not None and (carried.FOLDER / _mark(folder, LAST, common)).exists() else own
 
 
-def _mark(folder: Path) -> str:
-    """The name of the file that says: all kernels are here."""
-    return f"complete-{_identity(folder)}"
+def _identity(folder: Path, machine: carried.Machine) -> str:
+    """Of these sources, this numba and such a processor."""
+    return hashlib.sha256(sources_digest(folder) + repr((numba.__version__, machine)).encode()).hexdigest()[:32]
+
+
+def _mark(folder: Path, when: int, machine: carried.Machine | None = None) -> str:
+    """The name of the file that says: all kernels up to those of `when` are here, for this Python."""
+    return f"complete-{when}-{sys.implementation.cache_tag}-{_identity(folder, machine or _machine(folder))}"
 
 
 def _places(folder: Path) -> Iterator[Path]:
@@ -104,7 +114,9 @@ def use_data(data: Path) -> None:
 @lru_cache
 def directory(folder: Path = _FOLDER) -> Path:
     """Where the compiled kernels of `folder` are kept. Raises StorageError where no directory will do."""
-    mark = _mark(folder)
+    mark = _mark(folder, LAST)
+    if folder == _FOLDER and (carried.FOLDER / mark).exists():
+        return carried.FOLDER  # trusted as the package's sources are
     places: list[Path] = []
     with suppress(FileNotFoundError):  # of the directory for temporary files: there is none
         places += _places(folder)
@@ -128,19 +140,19 @@ def child_environment() -> dict[str, str]:
     return dict(os.environ) | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
 
 
-def is_complete() -> bool:
-    """Whether all kernels are compiled, for this machine and version."""
-    return (directory() / _mark(_FOLDER)).exists()
+def is_complete(when: int = LAST) -> bool:
+    """Whether all kernels up to those of `when` are compiled, for this machine and version."""
+    return any((directory() / _mark(_FOLDER, level)).exists() for level in range(when, LAST + 1))
 
 
-def set_complete() -> None:
+def set_complete(when: int = LAST) -> None:
     """Say so, from now on. Files of other versions or machines go."""
-    identity = _identity(_FOLDER)
+    identity = _identity(_FOLDER, _machine(_FOLDER))
     for pattern in ("complete-*", "*.nb[ic]"):
         for file in directory().glob(pattern):
             if identity not in file.name:
                 file.unlink(missing_ok=True)
-    (directory() / _mark(_FOLDER)).touch()
+    (directory() / _mark(_FOLDER, when)).touch()
 
 
 def stamp_caches(folder: Path) -> None:
@@ -169,7 +181,7 @@ def stamp_caches(folder: Path) -> None:
                 return cls(py_func, "-".join(source.parts))
             return None
 
-    stamp, identity = sources_digest(folder), _identity(folder)
+    stamp, identity = sources_digest(folder), _identity(folder, _machine(folder))
     caching.CacheImpl._locator_classes.insert(0, Stamped)
 
 
@@ -195,6 +207,8 @@ class _Files(caching.IndexDataCacheFile):  # type: ignore[misc]
             raise OSError(f"{name} is damaged: {error}") from error
 
     def save(self, key: Any, data: Any) -> None:
+        if self._cache_path == str(carried.FOLDER):
+            return  # what is carried is for other processors too
         try:
             super().save(key, data)
         except OSError as error:
@@ -213,11 +227,19 @@ def _keep(cache: Any) -> None:
         rtsys.initialize(context)  # which kernels that allocate are linked with
         return cache._load_overload(signature, context)
 
+    index_key = cache._index_key
+    cache._index_key = lambda signature, _: index_key(signature, _Target)
     cache._cache_file, cache.load_overload = _Files(cache), load_overload
 
 
-# when a kernel is needed: for any look-up; for what changes rows, or makes look-ups faster; for reactors
-FIRST, SOON, LAST = range(3)
+class _Target:
+    """What kernels are compiled for, as numba's index of a kernel asks for it."""
+
+    @staticmethod
+    def magic_tuple() -> carried.Machine:
+        return _machine(_FOLDER)
+
+
 must_keep = False  # whether a kernel that cannot be kept is an error; else it is used all the same
 awaited = False  # whether other processes compile the kernels of SOON now; look-ups do without those meanwhile
 
@@ -300,7 +322,7 @@ class compiled_c:
 
 def _add(entry: Entry) -> None:
     entries.append(entry)
-    if is_complete():
+    if is_complete(entry.when):
         entry.build()
 
 

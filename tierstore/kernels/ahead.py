@@ -1,10 +1,10 @@
 """Kernels compiled before their first use, by several processes at once.
 
-    python -m tierstore.kernels.ahead SHARE SHARES    # one such process
+    python -m tierstore.kernels.ahead SHARE SHARES UPTO    # one such process
 
 Each process compiles its share of the kernels into the cache: first those that every look-up needs, last those of the
-reactors. A store may be opened when the first are there (`prepare`), and the others follow beside it. A kernel that is
-called before it is there is compiled where it is called. After a crash the next start compiles what is missing.
+reactors, which a service alone needs. A store may be opened when the first are there (`prepare`), and the others follow beside it;
+a load waits for those that it needs. A kernel that is called before it is there is compiled where it is called. After a crash the next start compiles what is missing.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import importlib
 import logging
 import os
 import pkgutil
+import selectors
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import IO, Any, cast
 
 from numba.core import codegen
 from numba.core.caching import NullCache
@@ -35,134 +36,189 @@ MOST = 8  # processes, of about 270 MB each
 _NICE = 10  # of processes beside a store that is open
 
 Say = Callable[[str], None]
+Report = Callable[[int, int], None]  # how many kernels are compiled, of how many
 
 
 class Compilation:
-    """Processes that compile all kernels, from now on. They end with this process. Any thread may wait."""
+    """Processes that compile kernels, from now on. They end with this process. Any thread may wait."""
 
-    def __init__(self, processes: int, say: Say, nice: int = 0) -> None:
-        """`nice`: of the processes once the first kernels are there."""
+    def __init__(
+        self, processes: int, say: Say, upto: int = kernels.LAST, nice: int = 0, after: Compilation | None = None
+    ) -> None:
+        """Those up to `upto`, after another compilation where there is one. `nice`: of the processes, once the first are there."""
         self.error: str | None = None  # what failed, once `done`
-        self.first, self.done = threading.Event(), threading.Event()
+        self.first, self.soon, self.done = threading.Event(), threading.Event(), threading.Event()
         self.seconds = 0.0  # once `done`
-        self._processes, self._say, self._nice = processes, say, nice
-        kernels.awaited = True
+        self.upto, self.nice = upto, nice
+        self.compiled, self.total = 0, 0  # kernels
+        self._processes, self._say, self._after = processes, say, after
+        self._running: list[subprocess.Popen[bytes]] = []
+        self._is_first = not kernels.is_complete(kernels.SOON)
+        kernels.awaited = self._is_first
         threading.Thread(target=self._run, name="tierstore-compile", daemon=True).start()
 
     def _run(self) -> None:
         try:
+            if self._after is not None:
+                self._after.done.wait()
             self._compile()
-        except (StorageError, OSError, subprocess.TimeoutExpired) as error:
+        except (StorageError, OSError) as error:
             self.error = str(error)
         kernels.awaited = False
-        self.first.set()
-        self.done.set()
+        for event in (self.first, self.soon, self.done):
+            event.set()
 
     def _compile(self) -> None:
-        start_s = time.monotonic()
-        self._say(f"compiling kernels with {self._processes} processes: once for each version and machine")
-        running: list[subprocess.Popen[bytes]] = []
+        start_s = self._start_s = time.monotonic()
+        what = "kernels" if self._is_first else "kernels of the service's loops"
+        self._say(f"compiling {what} with {self._processes} processes: once for each version and machine")
         ours, theirs = os.pipe()  # each ends when this does: a signal may end this process between any two lines
+        running = self._running
         try:
-            running.extend(start_share(i, self._processes, ours) for i in range(self._processes))
-            if _have_compiled(running, kernels.FIRST):
-                self._say(f"kernels of look-ups are compiled ({time.monotonic() - start_s:.1f} s); others follow")
-                self.first.set()
-                for process in running:
-                    with suppress(ProcessLookupError):
-                        os.setpriority(os.PRIO_PROCESS, process.pid, self._nice)
-                if _have_compiled(running, kernels.SOON):
-                    kernels.load(kernels.SOON)
-                    kernels.awaited = False
-            for process in running:
-                _, error = process.communicate(timeout=_LIMIT_S)
-                if process.returncode:
-                    why = error.decode(errors="replace").strip()[-500:] or f"a process ended with {process.returncode}"
-                    raise StorageError(f"kernels cannot be compiled: {why}")
+            running.extend(start_share(i, self._processes, ours, self.upto) for i in range(self._processes))
+            self._follow()
         finally:
             for process in running:
                 process.kill()
-                process.wait()
+                process.communicate()
             os.close(ours)
             os.close(theirs)
-        kernels.set_complete()
+        kernels.set_complete(self.upto)
         self.seconds = time.monotonic() - start_s
-        self._say(f"kernels are compiled ({self.seconds:.1f} s), and kept in {kernels.directory()}")
+        self._say(f"{what} are compiled ({self.seconds:.1f} s), and kept in {kernels.directory()}")
+
+    def _follow(self) -> None:
+        """Read what the processes say, until all have ended."""
+        levels = [0] * (kernels.LAST + 1)  # how many processes have compiled the kernels of each
+        with selectors.DefaultSelector() as selector:
+            for process in self._running:
+                selector.register(cast("IO[bytes]", process.stdout), selectors.EVENT_READ, process)
+            while selector.get_map():
+                ready = selector.select(_LIMIT_S)
+                if not ready:
+                    raise StorageError(f"kernels cannot be compiled: a process said nothing for {_LIMIT_S:.0f} s")
+                for key, _ in ready:
+                    word, *number = key.data.stdout.readline().split() or [b""]
+                    if word == b"total":
+                        self.total += int(number[0])
+                    elif word == b"compiled":
+                        self.compiled += 1
+                    elif word == b"level":
+                        level = int(number[0])
+                        levels[level] += 1
+                        if levels[level] == len(self._running):
+                            self._reach(level)
+                    else:
+                        selector.unregister(key.fileobj)
+                        _check(key.data)
+
+    def _reach(self, level: int) -> None:
+        """All processes have compiled the kernels of `level`."""
+        if level == kernels.FIRST:
+            if self._is_first:
+                self._say(f"kernels of look-ups are compiled ({time.monotonic() - self._start_s:.1f} s); others follow")
+            self.first.set()
+            for process in self._running:
+                with suppress(ProcessLookupError):
+                    os.setpriority(os.PRIO_PROCESS, process.pid, self.nice)
+        elif level == kernels.SOON:
+            kernels.set_complete(kernels.SOON)
+            kernels.load(kernels.SOON)
+            kernels.awaited = False
+            self.soon.set()
+
+
+def _check(process: subprocess.Popen[bytes]) -> None:
+    """Raise StorageError if a process, whose output has ended, has failed."""
+    _, error = process.communicate()
+    if process.returncode:
+        why = error.decode(errors="replace").strip()[-500:] or f"a process ended with {process.returncode}"
+        raise StorageError(f"kernels cannot be compiled: {why}")
 
 
 _lock = threading.Lock()
 _running: Compilation | None = None  # guarded by _lock
 
 
-def start(say: Say = log.info) -> Compilation | None:
-    """Have all kernels compiled, with as many processes as there are processors. None where they are compiled already."""
+def start(say: Say = log.info, upto: int = kernels.LAST) -> Compilation | None:
+    """Have kernels compiled, with as many processes as there are processors. None where they are compiled already.
+
+    upto: LAST for a service; a store in this process needs none after SOON.
+    """
     global _running
     with _lock:
-        if kernels.is_complete():
+        if kernels.is_complete(upto):
             return None
-        if _running is None:
-            _running = Compilation(min(MOST, processors()), say, _NICE)
+        if _running is None or _running.upto < upto:
+            _running = Compilation(min(MOST, processors()), say, upto, _NICE, _running)
         return _running
 
 
-def prepare(say: Say = log.info) -> None:
-    """Return once the kernels are compiled that every look-up needs. After a failure each is compiled at its first call."""
-    compilation = start(say)
-    if compilation is not None:
-        _wait(compilation.first)
-        if compilation.error is not None:
-            log.warning("each kernel is compiled at its first call: %s", compilation.error)
+def prepare(say: Say = log.info, until: int = kernels.FIRST, report: Report = lambda *_: None) -> None:
+    """Return once the kernels are compiled that every look-up needs, or with `until` SOON all those of a store.
+
+    After a failure each is compiled at its first call. `report` is called meanwhile, by this thread; what it raises ends the wait.
+    """
+    compilation = start(say, kernels.SOON)
+    if compilation is None:
+        return
+    if until != kernels.FIRST:
+        compilation.nice = 0  # nothing else is done meanwhile
+    _wait(compilation, compilation.first if until == kernels.FIRST else compilation.soon, report)
+    if compilation.error is not None:
+        log.warning("each kernel is compiled at its first call: %s", compilation.error)
 
 
-def _wait(event: threading.Event) -> None:
+def _wait(compilation: Compilation, event: threading.Event, report: Report) -> None:
     """In steps: a signal that reaches another thread does not end a wait of the main one, which handles signals."""
     while not event.wait(0.1):
-        pass
+        report(compilation.compiled, compilation.total)
 
 
-def compile_all(processes: int, say: Say = lambda _: None) -> float:
+def compile_all(processes: int, say: Say = lambda _: None, report: Report = lambda *_: None) -> float:
     """Compile all kernels for this machine and version. Returns the seconds that it took, 0 if they were compiled already.
 
-    `say` is called with a line before and after. Raises StorageError where a process fails.
+    `say` is called with a line before and after, `report` meanwhile. Raises StorageError where a process fails.
     """
     if kernels.is_complete():
         return 0.0
     compilation = Compilation(processes, say)
-    _wait(compilation.done)
+    _wait(compilation, compilation.done, report)
     if compilation.error is not None:
         raise StorageError(compilation.error)
     return compilation.seconds
 
 
-def start_share(share: int, shares: int, stdin: int) -> subprocess.Popen[bytes]:
+def start_share(share: int, shares: int, stdin: int, upto: int = kernels.LAST) -> subprocess.Popen[bytes]:
     """A process that does `compile_share`, and ends when `stdin` does."""
-    command = [sys.executable, "-P", "-m", "tierstore.kernels.ahead", str(share), str(shares)]
+    command = [sys.executable, "-P", "-m", "tierstore.kernels.ahead", str(share), str(shares), str(upto)]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=stdin, stdout=pipe, stderr=pipe, env=kernels.child_environment())
+    return subprocess.Popen(command, 0, stdin=stdin, stdout=pipe, stderr=pipe, env=kernels.child_environment())
 
 
-def compile_share(share: int, shares: int) -> None:
-    """Compile one share of the kernels into the cache. For a process of its own, which calls none of them."""
+def compile_share(share: int, shares: int, upto: int = kernels.LAST) -> None:
+    """Compile one share of the kernels into the cache. For a process of its own, which calls none of them.
+
+    Says on standard output how many there are, when one is compiled, and after the last of a level which level that was.
+    """
     kernels.must_keep = True
     for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
         importlib.import_module(module.name)
+    entries = [entry for entry in kernels.entries if entry.when <= upto]
     _make_cheaper([entry.dispatcher for entry in kernels.entries])
     # identities differ from process to process, the order and the sizes do not: all come to the same shares
-    needs = [_needs(entry.dispatcher, {}) for entry in kernels.entries]
-    mine = _share(needs, [entry.when for entry in kernels.entries], share, shares)
-    for i, entry in enumerate(kernels.entries):
+    needs = [_needs(entry.dispatcher, {}) for entry in entries]
+    mine = _share(needs, [entry.when for entry in entries], share, shares)
+    for i, entry in enumerate(entries):
         if i not in mine:
             entry.dispatcher._cache = NullCache()  # compiled where one of ours calls it, and kept by its own process
-    for when in (kernels.FIRST, kernels.SOON, kernels.LAST):
+    os.write(1, b"total %d\n" % len(mine))
+    for when in range(upto + 1):
         for i in mine:
-            if kernels.entries[i].when == when:
-                kernels.entries[i].build()
-        os.write(1, b"%d\n" % when)
-
-
-def _have_compiled(processes: list[subprocess.Popen[bytes]], when: int) -> bool:
-    """Wait until all have compiled the kernels of `when`. False where one has ended before."""
-    return all(p.stdout is not None and p.stdout.readline() == b"%d\n" % when for p in processes)
+            if entries[i].when == when:
+                entries[i].build()
+                os.write(1, b"compiled\n")
+        os.write(1, b"level %d\n" % when)
 
 
 def _share(needs: list[dict[int, int]], when: list[int], share: int, shares: int) -> list[int]:
@@ -246,4 +302,4 @@ def _end_with_parent() -> None:
 
 if __name__ == "__main__":
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    compile_share(int(sys.argv[1]), int(sys.argv[2]))
+    compile_share(*map(int, sys.argv[1:]))

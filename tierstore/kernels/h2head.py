@@ -33,9 +33,9 @@ _AUTHORITY, _METHOD, _PATH, _SCHEME, _STATUS = 1, 2, 4, 6, 8
 _AUTHORIZATION, _CONTENT_ENCODING, _CONTENT_LENGTH, _CONTENT_TYPE, _HOST, _TRANSFER_ENCODING = 23, 26, 28, 31, 38, 57
 _OTHERS = 100
 _NAMES, _NAMES_FROM = names_of(
-    "te", "connection", "keep-alive", "proxy-connection", "upgrade", "x-request-id", "grpc-timeout", "grpc-encoding", "origin",
+    "te", "connection", "keep-alive", "proxy-connection", "upgrade", "x-request-id", "grpc-timeout", "grpc-encoding", "origin", "traceparent",
 )  # fmt: skip
-_TE, _CONNECTION, _UPGRADE, _REQUEST_ID, _TIMEOUT, _GRPC_ENCODING, _ORIGIN = 100, 101, 104, 105, 106, 107, 108
+_TE, _CONNECTION, _UPGRADE, _REQUEST_ID, _TIMEOUT, _GRPC_ENCODING, _ORIGIN, _TRACEPARENT = 100, 101, *range(104, 110)
 
 _TRAILERS, _IDENTITY, _GRPC = (
     np.frombuffer(text, np.uint8) for text in (b"trailers", b"identity", b"application/grpc")
@@ -190,6 +190,9 @@ def read_head(row, text, fields, count, streaming, now):  # type: ignore[no-unty
                 unusual |= httphead.ODD_VALUE
         elif which == _ORIGIN:
             unusual |= httphead.FROM_ELSEWHERE
+        elif which == _TRACEPARENT:
+            if httphead.is_sampled(value, value_bytes):
+                unusual |= httphead.SAMPLED
         elif which == _TE:
             if not _is(value, value_bytes, _TRAILERS):
                 return MALFORMED

@@ -51,6 +51,7 @@ NONE = -1  # `json_bytes` without Inference-Header-Content-Length
 MOST_HEAD_BYTES = 8192
 _MOST_DIGITS = 9  # of lengths
 _MOST_NUMBER = (1 << 63) - 1
+_TRACEPARENT = 55  # bytes: version, trace, span, flags
 
 _U64 = np.uint64
 
@@ -65,7 +66,7 @@ def _hash(name: str) -> int:
 # Headers that are read. Of each there may be one.
 READ = (
     "host", "content-length", "connection", "inference-header-content-length", "accept-encoding", "x-request-id", "authorization",
-    "x-request-timeout-ms", "x-envoy-expected-rq-timeout-ms", "origin", "content-encoding", "upgrade",
+    "x-request-timeout-ms", "x-envoy-expected-rq-timeout-ms", "origin", "content-encoding", "upgrade", "traceparent",
 )  # fmt: skip
 # Headers by which a request means something else than without them, in a way that only the full server knows.
 FOREIGN_NAMES = ("transfer-encoding", "expect")
@@ -76,6 +77,7 @@ ROUTED = 1  # has a request id, by which a canary's share is dealt
 CODED = 2  # its body is coded, or its answer must be
 ODD_VALUE = 4  # a value that the full check refuses
 FROM_ELSEWHERE = 8  # comes from a page of another site, perhaps
+SAMPLED = 16  # its trace is recorded: for Python where this service reports traces
 
 _NAMES = np.array([_hash(name) for name in MEANT], np.uint64)
 assert len(set(_NAMES.tolist())) == len(_NAMES)
@@ -286,6 +288,15 @@ def _options(at, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
+def is_sampled(at, size):  # type: ignore[no-untyped-def]
+    """Whether a `traceparent` asks for its trace to be recorded: the lowest bit of its flags, the last two of 55 bytes (W3C Trace Context, 3.2.2)."""
+    if size < _TRACEPARENT:
+        return False
+    digit = load_u8(at, _TRACEPARENT - 1)
+    return ((digit ^ (digit >> 6)) & 1) != 0  # of `a` to `f` the lowest bit is turned: a is 10, and its code 97
+
+
+@nb.njit
 def _may_be_refused(at, size):  # type: ignore[no-untyped-def]
     """Whether Accept-Encoding may refuse an answer as it is: by weights, of `identity` or of all codings."""
     weighed = named = False
@@ -375,6 +386,9 @@ def parse_at(at, n, found):  # type: ignore[no-untyped-def]
         elif number == 11:  # upgrade
             if not _is_word(at + value, size, _H2C):
                 return FOREIGN
+        elif number == 12:  # traceparent
+            if is_sampled(at + value, size):
+                found.unusual |= SAMPLED
         else:  # a timeout
             timeout = read_number(at + value, size, _MOST_DIGITS)
             if timeout < 0:

@@ -26,7 +26,7 @@ from typing import Any
 import numba as nb
 from numba import types
 
-from tierstore.kernels import FIRST, compiled
+from tierstore.kernels import LAST, compiled
 from tierstore.kernels.jsontext import MOST_ID_BYTES, is_utf8, names_of, place_of
 from tierstore.kernels.raw import load_u8
 from tierstore.kernels.records import place, text_at
@@ -265,7 +265,7 @@ def scan_at(text, n, record):  # type: ignore[no-untyped-def]
     return SCANNED if raws == record.inputs else NOT_OF_FORM
 
 
-@compiled(types.int64(types.int64, types.int64, types.int64, types.int64), when=FIRST)
+@compiled(types.int64(types.int64, types.int64, types.int64, types.int64), when=LAST)
 def scan(text: Any, n: Any, record: Any, structure: Any) -> Any:
     """Scan a message of `n` bytes at an address, for Python: the bytes of the structure, which is written; 0 where it is not of the form."""
     record = record_at(record)

@@ -45,6 +45,7 @@ from tierstore.kernels.reactor_words import (
     ROWS_ON_DISK,
     SIZE,
     TABLE_COUNT_WORDS,
+    TRACED,
     VALUES,
     connection_at,
     version_counts_at,
@@ -126,8 +127,10 @@ def why_not(me, fd, at, since, began):  # type: ignore[no-untyped-def]
     `since` is when its first bytes came; 0: all came at once.
     """
     found = me.found
-    if found.unusual & ~httphead.ROUTED != 0:
+    if found.unusual & ~(httphead.ROUTED | httphead.SAMPLED) != 0:
         return HEADER
+    if found.unusual & httphead.SAMPLED != 0 and me.limits.traces != 0:
+        return TRACED
     if me.shared.mode >= FINISH:
         return ENDING
     if _is_late(since, found.timeout_ms * 1_000_000, began):

@@ -69,16 +69,17 @@ LIMITS = define("Limits", "what bounds connections and requests; constant", {
     "slowest_rate": "bytes a second that a client takes of an answer",
     "reactors": "how many",
     "most_wait_ns pool_threads pool_queue": "of predictions: how long one may wait, how many threads and places there are",
+    "traces": "whether the service reports them",
     "openssl": (OPENSSL, "where the service has TLS"),
 })  # fmt: skip
 # why: it is no look-up; its head is of another form; too many bytes; its caller is not known here, or has used up its rates; its description is of another
 # form; no plan is known; it is a prediction; a row is where readers do not read; its numbers do not pass; no room, or too late;
-# its id says which version answers; the service is ending
+# its id says which version answers; the service is ending; its trace is to be reported
 (
-    OTHER, HEADER, SIZE, ACCESS, DESCRIPTION, NO_PLAN, PREDICTION, ROWS_ON_DISK, VALUES, BUSY, CANARY, ENDING,
-) = range(12)  # fmt: skip
+    OTHER, HEADER, SIZE, ACCESS, DESCRIPTION, NO_PLAN, PREDICTION, ROWS_ON_DISK, VALUES, BUSY, CANARY, ENDING, TRACED,
+) = range(13)  # fmt: skip
 REASONS = (
-    "other_request", "header", "size", "access", "form", "no_plan", "prediction", "rows_on_disk", "values", "busy", "canary", "ending",
+    "other_request", "header", "size", "access", "form", "no_plan", "prediction", "rows_on_disk", "values", "busy", "canary", "ending", "traced",
 )  # fmt: skip
 LINE = define("ReactorLine", "what one reactor says of itself", {
     "announced": "the generation that it reads under, or 0",

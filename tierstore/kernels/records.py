@@ -49,16 +49,24 @@ class Record(types.Type):  # type: ignore[misc]
         """Records of zeros; without a shape, one."""
         return np.zeros(shape, self.dtype)
 
+    def row(self, **values: int) -> tuple[int, ...]:
+        """These values by field, and zeros, as NumPy makes a record of. Raises ValueError for a name that is no field."""
+        every = self._zeros | values
+        if len(every) != len(self.fields):
+            raise ValueError(f"{self.name} has no field {', '.join(values.keys() - self.fields.keys())}")
+        return tuple(every.values())
+
     def make(self, **values: int) -> npt.NDArray[Any]:
-        """A record with these values, and zeros."""
-        made = self.new()
-        for field, value in values.items():
-            made[field] = value
-        return made
+        """A record with these values, and zeros. Raises ValueError for a name that is no field."""
+        return np.array(self.row(**values), self.dtype)
 
     def view(self, address: int) -> Any:
         """The record at an address, with attributes that read and write it."""
         return self._structure.from_address(address)
+
+    @cached_property
+    def _zeros(self) -> dict[str, int]:
+        return dict.fromkeys(self.fields, 0)
 
     @cached_property
     def _structure(self) -> Any:
@@ -69,7 +77,7 @@ class Record(types.Type):  # type: ignore[misc]
 
     def place(self, array: npt.NDArray[Any], field: str) -> int:
         """The address of a field of an array's first record."""
-        return int(array.__array_interface__["data"][0]) + self.offset(field)  # cheaper than `ctypes.data`
+        return int(array.ctypes.data) + self.offset(field)
 
     @lru_cache  # noqa: B019 - records live as long as the process
     def resolve(self, field: str) -> tuple[int, Any, Any]:

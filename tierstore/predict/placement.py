@@ -47,7 +47,7 @@ def placement_of(settings: Settings) -> Placement:
         return ON_CPU
     options = {
         "device_id": "0",  # of those that CUDA_VISIBLE_DEVICES shows, as the device tier's
-        "gpu_mem_limit": str(int(settings.dense_device_memory)),
+        "gpu_mem_limit": str(2 << 30),  # bytes that a session may keep for its tensors
         "arena_extend_strategy": "kSameAsRequested",  # the default strategy doubles it, past the limit
         "use_tf32": "0",  # on by default, it keeps 10 of the 23 bits of float32 numbers in products of matrices
     }

@@ -18,7 +18,7 @@ from tierstore.predict.graphs import inspect
 from tierstore.predict.limits import RunLimits, SessionLimits
 from tierstore.predict.making import SessionPlan, brief, make_session
 from tierstore.predict.placement import CPU_PROVIDER, Placement, check_installed, check_made, placement_of
-from tierstore.predict.session import DenseCounts, DenseSession
+from tierstore.predict.session import KEPT_BYTES, DenseCounts, DenseSession
 from tierstore.predict.signature import Signature, Tensor, datatype_of
 from tierstore.predict.trials import Trials
 from tierstore.types import FeatureSpec, TableSpec
@@ -132,7 +132,7 @@ class Runtime:
         return DenseSession(
             session,
             bindings,
-            int(self._settings.dense_buffers),
+            KEPT_BYTES,
             counts,
             SessionLimits(
                 self.limits,

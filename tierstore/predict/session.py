@@ -23,6 +23,7 @@ from tierstore.predict.placement import ON_CPU, Placement
 from tierstore.predict.signature import BYTES, Shape, Signature
 
 Array = npt.NDArray[Any]
+KEPT_BYTES = 64 << 20  # of row buffers, for reuse
 _KEPT_PLANS = 256
 _KEPT_SLOTS = 1024  # whatever their bytes
 _COPIED_BYTES = 64 << 10  # of outputs, up to which they are copied
@@ -168,7 +169,7 @@ class DenseSession:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the buffers that are kept for reuse, at most the setting `dense_buffers`."""
+        """Bytes of the buffers that are kept for reuse, at most `KEPT_BYTES`."""
         return self._free_bytes
 
     def acquire(self, run: Run, hidden: Sequence[str]) -> Slot:

@@ -11,8 +11,9 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from tierstore.access.roles import LOCAL, NOBODY, Action, Principal
 from tierstore.access.tokens import Tokens, lock_of
@@ -22,9 +23,16 @@ from tierstore.errors import ConfigError, Forbidden, Unauthorized
 from tierstore.formats import files
 from tierstore.formats.names import DataDirectory
 from tierstore.service.addresses import is_address, parse_listen
+from tierstore.service.families import counters
 
 logger = logging.getLogger(__name__)
 ANY_NAME = "*"
+
+
+class Allow(Protocol):
+    """Is told of a name and an `Authorization` by which a caller may look up, for reactors; None: nobody needs one."""
+
+    def __call__(self, host: str, authorization: bytes | None, principal: Principal) -> None: ...
 
 
 class Access:
@@ -66,14 +74,10 @@ class Access:
 
     def families(self) -> Iterator[Metric]:
         """How many requests were not let in."""
-        refused = CounterMetricFamily(
-            "tierstore_access_refused",
-            "Requests that were not let in: without a good token, or not allowed to who asked, or under a foreign name.",
-            labels=["why"],
+        text = (
+            "Requests that were not let in: without a good token, or not allowed to who asked, or under a foreign name."
         )
-        for why, count in self._refused.items():
-            refused.add_metric([why], count)
-        yield refused
+        yield counters("tierstore_access_refused", text, "why", self._refused)
 
     def principal(self, authorization: str | bytes | None, names: Sequence[str] = ()) -> Principal:
         """The caller that a header, or metadata, stands for, or without one its certificate of these `names`.

@@ -9,23 +9,26 @@ import socket
 import stat
 from pathlib import Path
 
-from tierstore.addresses import is_loopback
+from tierstore.addresses import host_port, is_loopback
 from tierstore.config import Settings
 from tierstore.errors import ConfigError
 
 
-def host_port(host: str, port: int) -> str:
-    """`host:port`, or `[host]:port` for an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+def peer_of(connection: socket.socket) -> tuple[str, int] | None:
+    """The address and the port of the other end; None where it has none, as over a unix socket, or has gone."""
+    try:
+        name = connection.getpeername()
+    except OSError:
+        return None
+    return (name[0], name[1]) if isinstance(name, tuple) else None
 
 
 def is_on_host(connection: socket.socket) -> bool:
     """Whether who is at the other side of `connection` is on this machine for sure. Not where that side has gone already."""
-    try:
-        peer = connection.getpeername()
-    except OSError:
-        return False
-    return connection.family == socket.AF_UNIX or is_loopback(peer[0])
+    if connection.family == socket.AF_UNIX:
+        return True
+    peer = peer_of(connection)
+    return peer is not None and is_loopback(peer[0])
 
 
 def is_address(host: str) -> bool:
@@ -61,7 +64,7 @@ class Ports:
         return [self.http] if self.grpc is None else [self.http, self.grpc]
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the sockets. May be called twice."""
         self._bound.close()
 
     def __enter__(self) -> Ports:
@@ -140,7 +143,7 @@ def _is_unused_socket(path: Path) -> bool:
 
 
 def url_of(sock: socket.socket, scheme: str) -> str:
-    """Where a bound socket is asked."""
+    """The URL of a bound socket."""
     if sock.family == socket.AF_UNIX:
         return f"unix:{sock.getsockname()}"
     return f"{scheme}://{host_port(*sock.getsockname()[:2])}"

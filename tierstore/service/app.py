@@ -13,12 +13,13 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from tierstore.errors import TooLarge
+from tierstore.service.access import Allow
 from tierstore.service.admin.application import AdminApplication
 from tierstore.service.context import Service
 from tierstore.service.error_status import http_outcome
 from tierstore.service.http.fronts import FrontsHttp
-from tierstore.service.http.messages import Receive, Response, Scope, Send, body_deadline, error_response
-from tierstore.service.http.middleware import AccessCheck, Allow, RequestLogging
+from tierstore.service.http.messages import Receive, Response, Scope, body_deadline, error_response
+from tierstore.service.http.middleware import AccessCheck, RequestLogging
 from tierstore.service.http.oip import OipHttp
 from tierstore.service.http.tfserving import TfsHttp
 from tierstore.service.limits import slow_clients
@@ -47,29 +48,19 @@ class _Root:
             return self._tfs.at_once(scope, body)
         return self._fronts.at_once(scope, body) if path.startswith("/upstream/") else None
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive) -> Response | None:
         path: str = scope["path"]
         if path.startswith("/v2/") or path == "/v2":
-            await self._oip(scope, receive, send)
-            return
+            return await self._oip(scope, receive)
         if path.startswith("/v1/"):
-            await self._tfs(scope, receive, send)
-            return
+            return await self._tfs(scope, receive)
         if path.startswith("/upstream/"):
-            await self._fronts(scope, receive, send)
-            return
-        await self._call_admin(scope, receive, send)
+            return await self._fronts(scope, receive)
+        return await self._call_admin(scope, receive)
 
-    async def _call_admin(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _call_admin(self, scope: Scope, receive: Receive) -> Response:
         began_s = time.perf_counter()
         status = 500
-
-        async def note(message: MutableMapping[str, Any]) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
         is_delta = scope["method"] == "POST" and _DELTAS.fullmatch(scope["path"]) is not None
         remaining = sys.maxsize if is_delta else ADMIN_BODY_BYTES  # `max_delta` counts where it is read
         # From here on: the admin interface may begin with the first request, and the connection is reset soon after.
@@ -89,9 +80,11 @@ class _Root:
 
         try:
             if _declared(scope) > remaining:
-                await error_response(_too_large()).send(note)
+                response = error_response(_too_large())
             else:
-                await self._admin(scope, bounded, note)
+                response = await self._admin(scope, bounded)
+            status = response.status
+            return response
         finally:
             self._service.request_times.add(_PROTOCOL, http_outcome(status), time.perf_counter() - began_s)
 
@@ -106,7 +99,7 @@ def _declared(scope: Scope) -> int:
 
 
 def make_root(service: Service, admin: AdminApplication, allow: Allow) -> RequestLogging:
-    """The whole service as one ASGI application; `allow` is called with the headers by which look-ups may be answered elsewhere too."""
-    return RequestLogging(
-        AccessCheck(_Root(service, admin), service.access, allow, service.store.audit), service.request_log
-    )
+    """The whole service as one application; `allow` is called with the headers by which look-ups may be answered elsewhere too."""
+    proxies = service.proxies
+    checked = AccessCheck(_Root(service, admin), service.access, allow, service.store.audit, proxies)
+    return RequestLogging(checked, service.request_log, proxies)

@@ -26,6 +26,7 @@ from tierstore.service.dataplane.batching import Batcher
 from tierstore.service.dataplane.inference import DataPlane
 from tierstore.service.dataplane.plan_cache import PlanCache
 from tierstore.service.error_status import outcome_of
+from tierstore.service.forwarded import Proxies
 from tierstore.service.limits.jobs import Jobs
 from tierstore.service.limits.rates import RateLimits
 from tierstore.service.limits.shedding import Shed, Waits
@@ -35,6 +36,7 @@ from tierstore.service.request_log import RequestLog
 from tierstore.service.stats import REQUEST_BOUNDS_S, Freshness, Histogram, InferenceStats, RequestTimes, Timings
 from tierstore.service.tfserving.signature import Signatures
 from tierstore.service.tls import tls_of
+from tierstore.service.traces import traces_of
 from tierstore.tiers.background import register_requests
 
 ADMIN_THREADS = 4
@@ -45,7 +47,7 @@ DELTAS_AT_ONCE = 2  # bodies of full size that may be held at a time
 
 _NOT_COMPILED = "kernels could not be compiled, so Python answers what they would; the log says why"
 # of problems: files, kernels, and the sources by the names that `start_sources` gives them; beside them `load_failed` of models
-SERVICE_KINDS = ("tokens", "certificate", "compiled_loops", "watch", "watch_snapshots", "kafka")
+SERVICE_KINDS = ("tokens", "certificate", "compiled_loops", "watch", "watch_snapshots", "kafka", "kafka_rows")
 
 
 class Part(Protocol):
@@ -58,13 +60,7 @@ class PlanIndex(Protocol):
     """The plans by which a reactor answers."""
 
     def learn(
-        self,
-        model: str,
-        view: Any,
-        version: int | str | None,
-        plan: Any,
-        lesson: Any,
-        refusal: bytes | None = None,
+        self, model: str, view: Any, version: int | str | None, plan: Any, lesson: Any, refusal: bytes | None = None
     ) -> None: ...
     def learn_rows(self, model: str, view: Any, table: str, path: str, line: str) -> None: ...
 
@@ -112,7 +108,9 @@ class Service:
         self.plan_cache = PlanCache()
         self.signatures = Signatures()
         self.rates = RateLimits(settings)
-        self.request_log = RequestLog(settings)
+        self.proxies = Proxies(settings.trusted_proxies)
+        self.traces = traces_of(settings)
+        self.request_log = RequestLog(settings, traces=self.traces)
         self.request_times = RequestTimes()
         self.inference_stats = InferenceStats(store.lookup_times)
         self.freshness = Freshness()
@@ -122,7 +120,7 @@ class Service:
         self.connection_limit: Part | None = None  # where HTTP is served
         self.reactors: Part | None = None  # where HTTP is served
         self.reactors_state: str | None = None  # where they serve: "compiling", "running", "failed"
-        self.plans: PlanIndex | None = None  # of the reactors, where they serve
+        self.plans: PlanIndex | None = None  # of the reactors, once they serve
         self.calls: Part | None = None  # of gRPC, where HTTP is served
         self.awaits_grpc = False  # whether the gRPC port is to be opened: once kernels are compiled
         self._closing = threading.Lock()
@@ -132,7 +130,7 @@ class Service:
     def ready(self) -> bool:
         """Whether the service wants requests. It answers them in any case, as long as it runs. Any thread."""
         if not self._heard:
-            self._heard = self.store.fleet is None or self.store.fleet.ready
+            self._heard = self.store.placement.ready
         if not self._warm:
             self._warm = self.store.warm_share() >= self.settings.ready_warm_share
         return self._heard and self._warm and not (self.draining or self.awaits_grpc or self.unserved())
@@ -223,6 +221,8 @@ class Service:
             self.explain_pool.close()
             self.regions.close()
             self.fronts.close()
+            if self.traces is not None:
+                self.traces.close()
             for observer in (self.freshness, self.fronts):
                 if observer in self.store.observers:
                     self.store.observers.remove(observer)

@@ -199,11 +199,11 @@ class Exchange(Generic[A]):
         self.spent.input_ns, self._since_ns = now_ns - self._since_ns, now_ns
         return Part(request, plan, list(elements)), arrays
 
-    def complete(self, version: int, arrays: list[Any], lookup_ns: int, dense_ns: int) -> A:
-        """The answer, once the arrays are filled."""
+    def complete(self, arrays: list[Any], by: Inference) -> A:
+        """The answer, once the arrays are filled from those of an inference that has finished."""
         assert self._plan is not None
-        self._version = version
-        self.spent.lookup_ns, self.spent.dense_ns = lookup_ns, dense_ns
+        self._version = by.version
+        self._note_looked_up(by)
         self.spent.inference_ns = time.perf_counter_ns() - self._since_ns
         return self._encode(self._plan, arrays)
 
@@ -277,7 +277,7 @@ class Exchange(Generic[A]):
             self.caller.within(timeout_us * 1000)
 
     def _check_deadline(self) -> None:
-        """Called before work is started."""
+        """Raise where the caller's deadline has passed. Called before work is started."""
         if self.caller.deadline_ns is not None:
             self._service.shed.check(self.caller)
 
@@ -309,7 +309,7 @@ class Exchange(Generic[A]):
         assert inference is not None
         finishing_ns = time.perf_counter_ns()
         inference.finish()
-        self.spent.lookup_ns, self.spent.dense_ns = inference.lookup_ns, inference.dense_ns
+        self._note_looked_up(inference)
         self._close()
         self.spent.inference_ns += time.perf_counter_ns() - finishing_ns
         return self._encode(inference.plan, inference.arrays)
@@ -322,6 +322,9 @@ class Exchange(Generic[A]):
         assert self._version is not None
         self._service.inference_stats.succeeded(self._model, self._version, ended_ns - self._began_ns, self.spent)
         return answer
+
+    def _note_looked_up(self, by: Inference) -> None:
+        self.spent.lookup_ns, self.spent.dense_ns, self.spent.disk_ns = by.lookup_ns, by.dense_ns, by.disk_ns
 
     def _note_queued(self) -> None:
         now_ns = time.perf_counter_ns()

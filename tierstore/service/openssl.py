@@ -38,7 +38,8 @@ _TLS_1_2, _PEM = 0x0303, 1
 _OPTIONS = ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION | ssl.OP_CIPHER_SERVER_PREFERENCE
 _OPTIONS |= getattr(ssl, "OP_IGNORE_UNEXPECTED_EOF", 0x80)
 _REQUIRE_CERTIFICATE = 0x1 | 0x2  # SSL_VERIFY_PEER, SSL_VERIFY_FAIL_IF_NO_PEER_CERT
-_ALPN = b"\x02h2\x08http/1.1"
+HTTP1 = b"\x08http/1.1"  # protocols, as ALPN has them
+HTTP2_OR_1 = b"\x02h2" + HTTP1
 _AGREED, _NO_ANSWER = 1, 3  # OPENSSL_NPN_NEGOTIATED; SSL_TLSEXT_ERR_NOACK
 _ALTERNATIVE_NAMES, _COMMON_NAME = 85, 13  # NIDs
 _DNS, _URI = 2, 6  # kinds of general names
@@ -78,6 +79,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "SSL_CTX_use_certificate_chain_file": (c_int, [c_void_p, c_char_p]),
     "SSL_CTX_use_PrivateKey_file": (c_int, [c_void_p, c_char_p, c_int]),
     "SSL_CTX_check_private_key": (c_int, [c_void_p]),
+    "SSL_CTX_get0_certificate": (c_void_p, [c_void_p]),
     "SSL_select_next_proto": (c_int, [POINTER(c_void_p), POINTER(c_ubyte), c_char_p, c_uint, c_void_p, c_uint]),
     "SSL_new": (c_void_p, [c_void_p]),
     "SSL_free": (None, [c_void_p]),
@@ -145,7 +147,7 @@ def functions() -> npt.NDArray[Any]:
 
 @cache
 def _bound_functions() -> npt.NDArray[np.int64]:
-    """Those that `tls_messages` calls."""
+    """The addresses of the functions that `tls_messages` calls."""
     return _addresses(_OF_MESSAGES)
 
 
@@ -153,17 +155,22 @@ def _addresses(names: tuple[str, ...]) -> npt.NDArray[np.int64]:
     return np.array([ctypes.cast(getattr(library(), name), c_void_p).value for name in names], np.int64)
 
 
-@_Choose
-def _choose(_: Any, out: Any, size: Any, offered: Any, count: int, __: Any) -> int:
-    """The protocol of a connection, of those that the client offers (ALPN)."""
-    agreed = library().SSL_select_next_proto(out, size, _ALPN, len(_ALPN), offered, count)
-    return 0 if agreed == _AGREED else _NO_ANSWER
+@cache
+def _choose_of(protocols: bytes) -> Any:
+    """Chooses the protocol of a connection of these, of those that the client offers (ALPN)."""
+
+    @_Choose
+    def choose(_: Any, out: Any, size: Any, offered: Any, count: int, __: Any) -> int:
+        agreed = library().SSL_select_next_proto(out, size, protocols, len(protocols), offered, count)
+        return 0 if agreed == _AGREED else _NO_ANSWER
+
+    return choose
 
 
 class Context:
     """What connections have in common: a certificate, its key, and whom clients' certificates must be of. Never changed."""
 
-    def __init__(self, certificate: Path, key: Path, client_ca: Path | None) -> None:
+    def __init__(self, certificate: Path, key: Path, client_ca: Path | None, protocols: bytes = HTTP2_OR_1) -> None:
         """ConfigError for files that cannot be used."""
         self._lib = lib = library()
         self._at = lib.SSL_CTX_new(lib.TLS_server_method())
@@ -177,7 +184,7 @@ class Context:
             raise ConfigError(f"tls_cert: OpenSSL has none of Python's ciphers: {_error()}")
         lib.SSL_CTX_ctrl(self._at, _MESSAGE_ARGUMENT, 0, _bound_functions().ctypes.data)
         lib.SSL_CTX_set_msg_callback(self._at, tls_messages.bound.address)
-        lib.SSL_CTX_set_alpn_select_cb(self._at, _choose, None)
+        lib.SSL_CTX_set_alpn_select_cb(self._at, _choose_of(protocols), None)
         calls: list[int] = []
 
         @_Password
@@ -207,6 +214,10 @@ class Context:
     def __del__(self) -> None:
         if at := getattr(self, "_at", None):
             self._lib.SSL_CTX_free(at)  # sessions hold it on
+
+    def ends_s(self) -> float:
+        """When its certificate ends, on the wall clock."""
+        return _end_of(self._lib.SSL_CTX_get0_certificate(self._at))
 
     def session(self, fd: int) -> Session:
         """A session of a connection whose client begins with its handshake."""
@@ -295,7 +306,7 @@ _local = threading.local()
 
 
 def _buffer() -> Any:
-    """Of this thread."""
+    """The buffer of this thread for what is read."""
     if not hasattr(_local, "buffer"):
         _local.buffer = ctypes.create_string_buffer(_READ_BYTES)
     return _local.buffer

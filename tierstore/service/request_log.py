@@ -1,4 +1,4 @@
-"""Which requests are logged, over every transport: those that failed, slow ones, or all of them.
+"""Which requests are logged, over every transport: those that failed, slow ones, or all of them; and those whose traces are reported.
 
 Look-ups that reactors answer are not logged: they never come to Python. Any thread.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tierstore.config import Settings
@@ -16,6 +16,7 @@ from tierstore.log_limits import LIMITED, LineLimit
 from tierstore.logs import without_secrets
 from tierstore.service.error_status import message_of
 from tierstore.service.stats import Timings
+from tierstore.service.traces import Traces
 
 logger = logging.getLogger(__name__)
 
@@ -25,10 +26,14 @@ LINES_A_SECOND = 10  # of one kind
 class RequestLog:
     """Writes at most LINES_A_SECOND of failures with one status, and as many of slow requests; the next line says how many were left out."""
 
-    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, settings: Settings, clock: Callable[[], float] = time.monotonic, traces: Traces | None = None
+    ) -> None:
         self._all = settings.access_log
         self._slow_ms = settings.slow_request_ms
-        self.of_successes = self._all or self._slow_ms > 0  # whether requests that did not fail may be logged
+        self._traces = traces
+        # whether `note` wants those that did not fail
+        self.of_successes = self._all or self._slow_ms > 0 or traces is not None
         self._limit = LineLimit(LINES_A_SECOND, 1 / LINES_A_SECOND, clock)
 
     def logs(self, began_ns: int) -> bool:
@@ -47,21 +52,20 @@ class RequestLog:
         error: BaseException | None = None,
         spent: Timings | None = None,
         said: str | None = None,
+        headers: Iterable[tuple[bytes, bytes]] = (),
     ) -> None:
-        """Log a request that came at `began_ns` (`time.perf_counter_ns`), if it is to be logged.
+        """Log a request that came at `began_ns` (`time.perf_counter_ns`), if it is to be logged, and report its span.
 
         `status` is HTTP's, `said` the name of the status in the line if it has another one. `client` gives the client's
-        address, as long as the request is not answered. `error` is why it failed, and `spent` where its time went.
+        address, as long as the request is not answered. `error` is why it failed, and `spent` where its time went. `headers`
+        are those that may name its trace, in small letters.
         """
+        if self._traces is not None:
+            self._trace(self._traces, method, path, status, began_ns, headers, error, spent, said)
         ms = (time.perf_counter_ns() - began_ns) / 1e6
         failed, slow = status >= 500, 0 < self._slow_ms <= ms
-        if failed or slow:
-            level = logging.WARNING
-        elif self._all:
-            level = logging.INFO
-        elif status >= 400 and logger.isEnabledFor(logging.DEBUG):
-            level = logging.DEBUG
-        else:
+        level = logging.WARNING if failed or slow else logging.INFO if self._all else logging.DEBUG
+        if level == logging.DEBUG and (status < 400 or not logger.isEnabledFor(logging.DEBUG)):
             return
         left_out = self._limit.admit(status if failed else "slow") if failed or slow else 0
         if left_out is None:
@@ -75,11 +79,7 @@ class RequestLog:
             "client": client(),
         }
         if spent is not None and slow:
-            fields |= {
-                "queued_ms": round(spent.queued_ns / 1e6, 3),
-                "lookup_ms": round(spent.lookup_ns / 1e6, 3),
-                "dense_ms": round(spent.dense_ns / 1e6, 3),
-            }
+            fields |= _spent_ms(spent)
         if error is not None:
             fields["reason"] = message_of(error)
         if left_out:
@@ -92,10 +92,44 @@ class RequestLog:
             extra={"fields": {name: value for name, value in fields.items() if value is not None}, LIMITED: True},
         )
 
+    @staticmethod
+    def _trace(
+        traces: Traces,
+        method: str,
+        path: str,
+        status: int,
+        began_ns: int,
+        headers: Iterable[tuple[bytes, bytes]],
+        error: BaseException | None,
+        spent: Timings | None,
+        said: str | None,
+    ) -> None:
+        """Report a request's span, in the words of OpenTelemetry's conventions for HTTP and gRPC."""
+        if said is None:
+            name = f"{method[:16]} {one_line(path)}"
+            attributes: dict[str, Any] = {
+                "http.request.method": method[:16],
+                "url.path": one_line(path),
+                "http.response.status_code": status,
+            }
+        else:
+            service, _, verb = path[1:].rpartition("/")
+            name = path[1:]
+            attributes = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": verb, "rpc.grpc.status": said}
+        why = (message_of(error) if error is not None else str(said or status)) if status >= 500 else None
+        traces.request(headers, name, began_ns, attributes, spent, why)
+
 
 def one_line(text: str) -> str:
     """What a client sent, in one line and not too long. Secrets go before it is cut: half of one may not look like one."""
     return repr(without_secrets(text)[:256])[1:-1]
+
+
+def _spent_ms(spent: Timings) -> dict[str, float]:
+    """Where a request's time went: it waited for a thread; rows came from memory, and those that memory lacked; the graph ran."""
+    parts = (spent.queued_ns, spent.lookup_ns - spent.disk_ns, spent.disk_ns, spent.dense_ns)
+    names = ("queued_ms", "memory_ms", "disk_ms", "dense_ms")
+    return {name: round(ns / 1e6, 3) for name, ns in zip(names, parts, strict=True)}
 
 
 def _text(fields: dict[str, Any], *, slow: bool) -> str:

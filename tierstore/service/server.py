@@ -1,8 +1,9 @@
 """A service over a store: its ports and what serves them, from their start to an orderly end.
 
 `serve` blocks the main thread until a stop signal; `ServerThread` runs the same in the background of a program. On
-SIGTERM, SIGINT or SIGHUP the service reports not ready, goes on serving for `drain_s`, stops accepting, finishes the requests in
-progress, and closes the store. A second signal skips the wait. A stop that does not end exits after a bound.
+SIGTERM or SIGINT the service reports not ready, goes on serving for `drain_s`, stops accepting, finishes the requests in
+progress, and closes the store. A second signal skips the wait. A stop that does not end exits after a bound. On SIGHUP it reads
+certificates again and opens the files of its log anew.
 """
 
 from __future__ import annotations
@@ -18,21 +19,25 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+import uvloop
+
 from tierstore import kernels
+from tierstore.addresses import host_port
 from tierstore.config import Settings
+from tierstore.engine.lifecycle import directory_lock
 from tierstore.engine.store import Store
 from tierstore.errors import TierstoreError
 from tierstore.kernels import ahead
 from tierstore.service.access import check_access
-from tierstore.service.addresses import Ports, host_port, url_of
+from tierstore.service.addresses import Ports, url_of
 from tierstore.service.admin.application import AdminApplication
 from tierstore.service.app import make_root
 from tierstore.service.context import Service
+from tierstore.service.files import Files
 from tierstore.service.http.connection_limit import ConnectionLimit, Count
-from tierstore.service.http.frames import Http2
 from tierstore.service.http.handoff import Handoff, Requests
 from tierstore.service.http.listener import Listener
-from tierstore.service.http.server import BACKLOG, FINISH_S, make_server
+from tierstore.service.http.server import BACKLOG, FINISH_S, HttpServer
 from tierstore.service.openssl import Session
 from tierstore.service.process import ExitBound, allowed_connections, freeze_heap, raise_file_limit, say, tune_allocator
 from tierstore.service.reactor.allowed import Allowed
@@ -41,11 +46,12 @@ from tierstore.service.reactor.reactors import Reactors
 from tierstore.service.rpc.calls import Calls
 from tierstore.service.sources.start import check_sources, start_sources
 from tierstore.service.tls import tls_of
+from tierstore.service.traces import check_traces
 
 logger = logging.getLogger(__name__)
 
 GRPC_PORT = 8001
-TOKENS_POLL_S, COMPILED_POLL_S = 1.0, 0.1  # tokens: certificates as well
+COMPILED_POLL_S = 0.1
 ADMIN_CONNECTIONS = 64  # at a time, where admin requests have a listener of their own
 
 
@@ -53,6 +59,7 @@ def check_settings(settings: Settings) -> None:
     """Raise for what this release cannot do, before anything is opened."""
     tls_of(settings)
     check_access(settings)
+    check_traces(settings)
     check_sources(settings)
 
 
@@ -89,22 +96,21 @@ class HttpService:
         self._reactors = reactors = Reactors(settings.threads, settings, store.epochs, limit)
         self._plans = PlanIndex(store, self.service.rates, reactors.words, settings.threads, self.service.absorb)
         reactors.count_in(self._plans.versions.words, self._plans.tables.words)
-        self.service.reactors, self.service.plans = reactors, self._plans
+        self.service.reactors = reactors
         reactors.predict_with(self.service, self._plans.scorings)
         self.service.inflight.share(theirs=reactors.words["inflight"], ours=reactors.words["other_inflight"])
         self.service.connection_limit = self._connection_limit = ConnectionLimit(self.service, limit, reactors)
         self._admin = AdminApplication(self.service)
-        self._allowed = Allowed(reactors.words, store.epochs, self.service.access, self.service.rates)
-        root = make_root(self.service, self._admin, self._allowed.add)
-        self._server = make_server(root, self._connection_limit, settings.idle_timeout_s)
+        allowed = Allowed(reactors.words, store.epochs, self.service.access, self.service.rates)
+        self._files = Files(self.service.access, self.service.tls, allowed, store.audit)
+        root = make_root(self.service, self._admin, allowed.add)
+        self._server = HttpServer(root)
         self._handoff = Handoff(reactors, root, self, self.service.inflight)
-        self.service.calls = self._calls = Calls(self.service, self._allowed.add)
+        self.service.calls = self._calls = Calls(self.service, allowed.add)
         self._requests = Requests(self._handoff, self._calls)
-        self._http2 = Http2(self._requests, self._calls.streaming, settings, self.service.inflight)
-        self._connection_limit.http2 = self._http2
         self._listeners = self._make_listeners()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._draining = False
+        self._draining, self._ends = False, asyncio.Event()
         self._exit_bound: ExitBound | None = None
         store.epochs.add_collector(self._plans.collect)
 
@@ -117,7 +123,6 @@ class HttpService:
             )
         if (sock := self._ports.admin) is not None:
             limit = ConnectionLimit(self.service, ADMIN_CONNECTIONS, Count())
-            limit.http2 = self._http2
             tls = None if sock.family == socket.AF_UNIX else tls
             listeners.append(Listener(sock, self._server, limit, tls, admin=True))
         return listeners
@@ -125,15 +130,10 @@ class HttpService:
     def run(self, started: Callable[[], None], exit_bound: ExitBound | None = None) -> None:
         """Serve until `stop` or, with `exit_bound` (main thread only), a signal to stop. `started` is called once requests are answered."""
         try:
-            with asyncio.Runner(loop_factory=self._server.config.get_loop_factory()) as runner:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(self._serve(started, exit_bound))
         finally:
             self._close()
-
-    @property
-    def default_headers(self) -> list[tuple[bytes, bytes]]:
-        """Headers of every response."""
-        return self._server.server_state.default_headers
 
     def adopt(self, sock: socket.socket, data: bytes, *, refused: bool, session: Session | None = None) -> None:
         """Serve a connection that a reactor hands over. Event loop only."""
@@ -165,26 +165,25 @@ class HttpService:
         loop = self._loop = asyncio.get_running_loop()
         if exit_bound is not None:
             self._exit_bound, drain_s = exit_bound, self._settings.drain_s
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            loop.add_signal_handler(signal.SIGHUP, self._files.renew)
+            for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._drain, drain_s)
                 # runs even where something holds up the loop, which then would not hear of the signal
                 signal.signal(number, lambda *_: exit_bound.signalled(drain_s + 2 * FINISH_S))
         self.service.sources = start_sources(self.service, self._settings)
         beside: list[asyncio.Future[Any]] = []
-        serving = asyncio.ensure_future(self._server.serve(sockets=[]))
-        while not self._server.started and not serving.done():
-            await asyncio.sleep(0.005)
-        if not serving.done():
+        if not self._ends.is_set():
             beside.append(asyncio.ensure_future(self._calls.report_when(lambda: self.service.ready)))
             for listener in self._listeners:
                 listener.start()
             if self._ports.admin is not None:
                 logger.info("admin requests at %s", self.admin_url)
             beside += self._begin_compiled()
-            beside.append(asyncio.ensure_future(self._follow_files(self.service.access.tokens.generation)))
+            beside.append(asyncio.ensure_future(self._files.follow()))
             started()
             beside.append(self._admin.begin())
-        await serving
+        await self._ends.wait()
+        await self._server.finish()
         await self._finish()
         for task in beside:
             task.cancel()
@@ -210,6 +209,7 @@ class HttpService:
         for sock in listeners:
             sock.listen(BACKLOG)
         self._reactors.start(listeners, self._handoff, self._requests, self._calls.streaming)
+        self.service.plans = self._plans
         self.service.store.publish_words()
         self.service.reactors_state = "running"
         if tls is not None and ports.grpc is not None:
@@ -226,7 +226,7 @@ class HttpService:
             await asyncio.sleep(COMPILED_POLL_S)
         if (error := compilation.error) is None:
             await asyncio.to_thread(kernels.load)  # so that no request waits for one that is read
-        if self._server.should_exit:
+        if self._ends.is_set():
             return
         if error is None:
             try:
@@ -245,21 +245,6 @@ class HttpService:
         logger.info(
             "all requests are answered with compiled kernels, %.1f s after the start", time.monotonic() - start_s
         )
-
-    async def _follow_files(self, before: int) -> None:
-        """Follow the files of tokens and certificates.
-
-        Reactors forget whom they may answer when tokens are no longer those of generation `before`: they ask nobody.
-        """
-        tokens, tls = self.service.access.tokens, self.service.tls
-        while True:
-            await asyncio.sleep(TOKENS_POLL_S)
-            if tls is not None:
-                tls.refresh()
-            tokens.refresh()
-            if tokens.generation != before:
-                before = tokens.generation
-                self._allowed.clear()
 
     async def _finish(self) -> None:
         """Wait until the reactors have answered the requests in progress, or what was cut off after a time."""
@@ -294,7 +279,7 @@ class HttpService:
         for sock in self._ports.public:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)  # a client that connects from here on is refused, and does not wait
-        self._server.should_exit = True
+        self._ends.set()
         self._calls.stop()
 
 
@@ -314,7 +299,12 @@ def serve(settings: Settings, *, announce: Callable[[str, str | None], None] = s
         service = HttpService(store, settings, ports, awaits_grpc=is_named)
         kernels.load(kernels.FIRST)
         freeze_heap()
-        service.run(lambda: announce(service.url, service.grpc_target), bound)
+
+        def started() -> None:
+            directory_lock.announce(store.root.lock, service.url)
+            announce(service.url, service.grpc_target)
+
+        service.run(started, bound)
 
 
 class ServerThread:

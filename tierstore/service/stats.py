@@ -17,24 +17,7 @@ from tierstore.engine.lifecycle.throttle import LookupTimes
 from tierstore.errors import FAULTS
 from tierstore.verdicts import Requests
 
-REQUEST_BOUNDS_S = (
-    0.0001,
-    0.00025,
-    0.0005,
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-)
+REQUEST_BOUNDS_S = (1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _NOT_DATA_PLANE = frozenset({"admin", "grpc", "upstream"})  # among protocols
 FRESHNESS_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0, 86400.0)
 
@@ -79,6 +62,7 @@ class Timings:
     # of inference_ns
     lookup_ns: int = 0
     dense_ns: int = 0  # 0 for a request that does not need the dense part
+    disk_ns: int = 0  # of lookup_ns: rows that memory lacked, from disk or from other machines
 
     def add(self, more: Timings) -> None:
         self.queued_ns += more.queued_ns
@@ -87,6 +71,7 @@ class Timings:
         self.output_ns += more.output_ns
         self.lookup_ns += more.lookup_ns
         self.dense_ns += more.dense_ns
+        self.disk_ns += more.disk_ns
 
 
 @dataclass(slots=True)

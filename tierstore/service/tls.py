@@ -9,31 +9,27 @@ from __future__ import annotations
 
 import logging
 import os
-import ssl
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from tierstore.config import Settings
 from tierstore.errors import ConfigError
 from tierstore.formats.regular import read_regular
-from tierstore.service.openssl import Context
+from tierstore.service.openssl import HTTP1, HTTP2_OR_1, Context
 
 logger = logging.getLogger(__name__)
 
-_PEM_BEGIN, _PEM_END = b"-----BEGIN CERTIFICATE-----", b"-----END CERTIFICATE-----"
-_VERSION, _UTC_TIME = 0xA0, 0x17  # tags
 MAX_FILE_BYTES = 4 << 20  # all authorities of a system take a quarter of a MiB
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """One state of the files."""
+    """The certificate files, as they were read at one time."""
 
     context: Context
-    ends_s: float | None  # when the certificate ends, on the wall clock
+    http1: Context  # for a listener that has no HTTP/2
+    ends_s: float  # when the certificate ends, on the wall clock
 
 
 class Tls:
@@ -49,14 +45,14 @@ class Tls:
         self.current = self._read()
 
     @property
-    def ends_s(self) -> float | None:
-        """When the certificate in use ends, on the wall clock; None where that cannot be read."""
+    def ends_s(self) -> float:
+        """When the certificate in use ends, on the wall clock."""
         return self.current.ends_s
 
-    def refresh(self) -> None:
-        """Read the files again if they have changed."""
+    def refresh(self, *, anyway: bool = False) -> None:
+        """Read the files again if they have changed, or `anyway`."""
         stamp = self._stamp_now()
-        if stamp == self._stamp:
+        if stamp == self._stamp and not anyway:
             return
         try:
             current = self._read()
@@ -76,39 +72,17 @@ class Tls:
         return [_stamp(file) for file in self._files()]
 
     def _read(self) -> Credentials:
-        certificate = _bytes_of("tls_cert", self._certificate)
-        for setting, file in (("tls_key", self._key), ("tls_client_ca", self._client_ca)):
+        for setting, file in (
+            ("tls_cert", self._certificate),
+            ("tls_key", self._key),
+            ("tls_client_ca", self._client_ca),
+        ):
             if file is not None:
-                _bytes_of(setting, file)  # says what is wrong with the file
-        return Credentials(Context(self._certificate, self._key, self._client_ca), _end_of(certificate))
-
-
-def _end_of(certificate: bytes) -> float | None:
-    """When the first certificate of a PEM file ends, on the wall clock; None where it is of a form that is not read here."""
-    try:
-        begin = certificate.index(_PEM_BEGIN)
-        text = certificate[begin : certificate.index(_PEM_END, begin) + len(_PEM_END)].decode("ascii")
-        der = memoryview(ssl.PEM_cert_to_DER_cert(text))
-        fields = list(_parts(next(_parts(next(_parts(der))[1]))[1]))  # of what is signed
-        validity = fields[4 if fields[0][0] == _VERSION else 3][1]
-        kind, end = list(_parts(validity))[1]
-        form = "%y%m%d%H%M%SZ" if kind == _UTC_TIME else "%Y%m%d%H%M%SZ"
-        return datetime.strptime(bytes(end).decode("ascii"), form).replace(tzinfo=UTC).timestamp()
-    except (ValueError, IndexError, StopIteration):
-        return None
-
-
-def _parts(data: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """The elements of DER, each with its tag."""
-    while len(data):
-        tag, size, at = data[0], data[1], 2
-        if size & 0x80:
-            at += size & 0x7F
-            size = int.from_bytes(data[2:at], "big")
-        if at + size > len(data):
-            raise ValueError("cut off")
-        yield tag, data[at : at + size]
-        data = data[at + size :]
+                _check_readable(setting, file)
+        context, http1 = (
+            Context(self._certificate, self._key, self._client_ca, protocols) for protocols in (HTTP2_OR_1, HTTP1)
+        )
+        return Credentials(context, http1, context.ends_s())
 
 
 def tls_of(settings: Settings) -> Tls | None:
@@ -127,9 +101,9 @@ def has_ended(end_s: float | None) -> bool:
     return end_s is not None and end_s < time.time()
 
 
-def _bytes_of(setting: str, file: Path) -> bytes:
+def _check_readable(setting: str, file: Path) -> None:
     try:
-        return read_regular(file, MAX_FILE_BYTES)
+        read_regular(file, MAX_FILE_BYTES)
     except OSError as error:
         raise ConfigError(f"{setting}: cannot read {file}: {error.strerror or error}") from error
 

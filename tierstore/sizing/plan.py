@@ -85,7 +85,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Of one version of the table, or a part of it, in bytes."""
+    """The bytes that one version of the table, or a part of it, needs."""
 
     version: float  # files of a version as loaded
     changed: float  # and what deltas changed of it, in RocksDB

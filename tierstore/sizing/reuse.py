@@ -98,7 +98,7 @@ class Measured:
     points: Sequence[tuple[float, float]]
 
     def hit_rate(self, share: float) -> float:
-        """Between two points by the logarithm of the share, as beyond the first one; all rows answer everything."""
+        """The hit rate with that share cached, by the logarithm of the share between two points and below the first."""
         points = [point for point in self.points if point[0] < 1.0]
         if not points:
             return share
@@ -163,7 +163,7 @@ def _harmonic(n: float, exponent: float) -> float:
 
 
 def _loss(share: float) -> float:
-    """Between the measured points by the logarithm of the share."""
+    """The hit rate that is lost at a share, between the measured points by its logarithm."""
     at = bisect_left([point for point, _ in _POLICY_LOSS], share)
     (low, low_loss), (high, high_loss) = _POLICY_LOSS[max(at - 1, 0)], _POLICY_LOSS[at]
     if low <= 0:

@@ -55,8 +55,8 @@ class Records(Protocol):
     def watermark(self) -> int | None: ...
 
 
-class SharedRowStore(RowStore, Protocol):
-    """A row store that others write as well, so that a row may be newer than the view that asks for it."""
+class VersionStore(RowStore, Protocol):
+    """The row store beneath the cascades of a version, which may be written by others too: a row may be newer than the view that asks."""
 
     def get_at(self, table_id: int, keys: Keys, rows: Rows, state: States, seq: int) -> None:
         """`get` for a view of `seq`. Overloaded where rows may be newer than that: the request is to be sent again.

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.errors import ClusterUnavailable, Overloaded
+from tierstore.errors import Overloaded, RemoteUnavailable
 from tierstore.kernels.partitions import match_sorted
 from tierstore.types import Keys, Rows, States, Tier
 
@@ -97,7 +97,7 @@ class JoinedTable:
     def _read(
         self, codes: Keys, places: Keys, rows: Rows, state: States, deadline_s: float, bounds: Bounds
     ) -> Watermarks:
-        """Read the `places` of `codes` into the same places of `rows` and `state`. ClusterUnavailable for what could not be read."""
+        """Read the `places` of `codes` into the same places of `rows` and `state`. RemoteUnavailable for what could not be read."""
         raise NotImplementedError
 
     def fetch(
@@ -114,7 +114,7 @@ class JoinedTable:
 
         state[i] becomes REMOTE with rows[i] filled, or ABSENT. `deadline_s` is of `time.monotonic`; without it the time that
         the options allow. `upto` and `floor` as in `Bounds`, where the other side can choose; compare with what is returned.
-        Keys that could not be read stay as they were (PENDING); after all others are answered, ClusterUnavailable is raised with
+        Keys that could not be read stay as they were (PENDING); after all others are answered, RemoteUnavailable is raised with
         their codes in `.keys`. Raises Overloaded (nothing was read) where look-ups wait for too many bytes already, and Closed.
         """
         self._limits.check_open()
@@ -137,12 +137,12 @@ class JoinedTable:
     def _fetch(self, codes: Keys, rows: Rows, state: States, deadline_s: float, bounds: Bounds) -> Watermarks:
         reading, wanted, follows = self._join(codes, bounds)
         watermarks = Watermarks.none(self._parts)
-        failures: list[ClusterUnavailable] = []
+        failures: list[RemoteUnavailable] = []
 
         def read(places: Keys) -> Watermarks | None:
             try:
                 return self._read(codes, places, rows, state, deadline_s, bounds)
-            except ClusterUnavailable as error:
+            except RemoteUnavailable as error:
                 failures.append(error)
                 return None
 
@@ -165,7 +165,7 @@ class JoinedTable:
         self._limits.check_open()
         if failures:
             keys = sorted({key for error in failures for key in error.keys})
-            raise ClusterUnavailable("; ".join(dict.fromkeys(map(str, failures))), keys=keys)
+            raise RemoteUnavailable("; ".join(dict.fromkeys(map(str, failures))), keys=keys)
         return watermarks
 
     def _join(self, codes: Keys, bounds: Bounds) -> tuple[_Reading | None, Keys, list[_Follow]]:

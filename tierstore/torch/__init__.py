@@ -1,4 +1,4 @@
-"""From PyTorch: snapshots of a module's embeddings with its dense part, and deltas of the rows that training touched.
+"""For PyTorch: snapshots of a module's embeddings with its dense part, deltas of the rows that training touched, modules that read a store.
 
     from tierstore.torch import TouchedRows, write_delta, write_snapshot
 
@@ -12,11 +12,25 @@ Every `nn.Embedding` and `nn.EmbeddingBag` in the module becomes a table with it
 a row is its number unless `keys` says otherwise. Every argument of `forward` that goes straight into a table becomes a
 feature with the argument's name. Needs PyTorch, which is not a dependency of this package, and for the dense part
 `onnxscript` and the extra `dense`. Use it from the thread that trains.
+
+To score with PyTorch itself beside a store or a service, `swap_embeddings` puts modules that read it in place of a module's tables.
 """
 
 from __future__ import annotations
 
 from tierstore.torch.export import export_dense, write_snapshot
+from tierstore.torch.modules import Embedding, EmbeddingBag, EmbeddingBagCollection, PooledRows, swap_embeddings
 from tierstore.torch.touched import Behind, TouchedRows, write_delta
 
-__all__ = ["Behind", "TouchedRows", "export_dense", "write_delta", "write_snapshot"]
+__all__ = [
+    "Behind",
+    "Embedding",
+    "EmbeddingBag",
+    "EmbeddingBagCollection",
+    "PooledRows",
+    "TouchedRows",
+    "export_dense",
+    "swap_embeddings",
+    "write_delta",
+    "write_snapshot",
+]

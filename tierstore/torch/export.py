@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +17,9 @@ from torch import nn
 from tierstore.errors import InvalidInput, MissingExtra, SnapshotError
 from tierstore.formats.normalize import guessed_key_type
 from tierstore.formats.snapshot.writer import SnapshotWriter
-from tierstore.torch.tables import BATCH_ROWS, checked_keys, tables_of
+from tierstore.torch.tables import BATCH_ROWS, Collection, checked_keys, collections_of, tables_of
 from tierstore.torch.touched import TouchedRows
+from tierstore.types import check_name
 
 _TOLERANCE = 1e-3  # between scores of the module and of ONNX Runtime, relative and absolute
 
@@ -34,17 +37,19 @@ def write_snapshot(
     default: str = "zeros",
     ttl_s: Mapping[str, int | str] | None = None,
     dense: bool = True,
+    output_names: Sequence[str] | None = None,
     touched: TouchedRows | None = None,
 ) -> None:
     """Write a snapshot of a module: its embeddings as tables, in parts and never copied as a whole, and its dense part.
 
     Args:
-        inputs: an example of `forward`'s arguments by name, tensors of two items or more. It shows which arguments are
-            features, and is recorded as a request that must succeed before the version serves.
+        inputs: an example of `forward`'s arguments by name, tensors of two items or more, and KeyedJaggedTensors of
+            TorchRec's collections. It shows which arguments are features, and is recorded as a request that must succeed
+            before the version serves.
         keys: by table, the key of each row in order: integers or strings; default the row's number.
         dtype, default: of all tables, as for `SnapshotWriter.table`.
         ttl_s: by table, after which time its rows expire that neither a snapshot nor a delta has written: seconds, or `30d`.
-        dense: False to write the tables only.
+        dense: False to write the tables only. output_names: of what `forward` returns, as for `export_dense`.
         touched: its rows count as written then, so that the next delta holds what changed after the snapshot.
 
     Raises SnapshotError and InvalidInput, before anything is written where possible.
@@ -56,7 +61,7 @@ def write_snapshot(
     if not set(ttls) <= set(tables):
         unknown = next(name for name in ttls if name not in tables)
         raise InvalidInput(f"ttl_s: {unknown!r} is no table of the module; its tables are {', '.join(tables)}")
-    graph = export_dense(module, inputs) if dense else None
+    graph = export_dense(module, inputs, output_names=output_names) if dense else None
     with SnapshotWriter(directory, model=model, version=version, delta_seq=delta_seq) as snapshot:
         for name, table in tables.items():
             weight = table.weight.detach()
@@ -80,14 +85,29 @@ def write_snapshot(
         touched.clear()
 
 
-def export_dense(module: nn.Module, inputs: Mapping[str, Any], path: str | Path | None = None) -> bytes:
+def export_dense(
+    module: nn.Module,
+    inputs: Mapping[str, Any],
+    path: str | Path | None = None,
+    *,
+    output_names: Sequence[str] | None = None,
+) -> bytes:
     """The part of a module that is not in tables, as ONNX: its inputs are the rows of features and the other arguments.
 
     inputs: an example, as for `write_snapshot`; the first dimension of each is the batch. path: also write the model there.
+    output_names: what scores are called in answers, in the order that `forward` returns them in, such as `("ctr", "cvr")`; default
+    PyTorch's names. InvalidInput where there are not as many.
     SnapshotError if its scores differ from the module's; MissingExtra without `onnxscript` or ONNX Runtime.
     """
     tables = tables_of(module)
     features = _features(module, inputs, tables)
+    if sequences := [
+        name for name, feature in features.items() if feature.bags is not None and feature.combiner is None
+    ]:
+        raise InvalidInput(
+            f"features {', '.join(sequences)} are sequences of an EmbeddingCollection, whose lengths a dense part cannot be "
+            "given: expected an EmbeddingBagCollection; or write the tables alone, dense=False"
+        )
     was_training = module.training
     module.eval()
     try:
@@ -95,7 +115,7 @@ def export_dense(module: nn.Module, inputs: Mapping[str, Any], path: str | Path 
             expected = module(**inputs)
         dense = _Dense(module, tables, features, inputs).eval()
         example = {name: features[name].rows if name in features else inputs[name] for name in dense.names}
-        content = _exported(dense, example)
+        content = _exported(dense, example, _output_names(expected, output_names))
         _check(content, example, expected)
     finally:
         module.train(was_training)
@@ -113,38 +133,21 @@ class _Feature:
     combiner: str | None
     padding: int | None
     rows: Any
-    parts: tuple[str, ...]  # the arguments with offsets and weights of its bags
+    parts: tuple[str, ...]  # the arguments with offsets and weights of its bags, or that which the bags are in
+    bags: Any = None  # a JaggedTensor, where a collection of TorchRec has the feature
+    pooled: Any = None  # the type that such a collection returns
 
 
 def _features(module: nn.Module, inputs: Mapping[str, Any], tables: Mapping[str, Any]) -> dict[str, _Feature]:
-    """The features by argument, found by running the module on the example."""
-    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
-    found: dict[str, _Feature] = {}
-
-    def argument_of(value: Any) -> str | None:
-        same = (name for name, one in tensors.items() if isinstance(value, torch.Tensor) and value is one)
-        return next(same, None)
-
-    def note(name: str) -> Any:
-        def hook(table: Any, arguments: tuple[Any, ...], options: dict[str, Any], rows: Any) -> None:
-            argument = argument_of(arguments[0] if arguments else options["input"])
-            if argument is None:
-                raise InvalidInput(
-                    f"table {name!r} is looked up with a value that is no argument of forward: expected one of "
-                    f"{', '.join(tensors)}, unchanged"
-                )
-            others = (argument_of(value) for value in (*arguments[1:], *options.values()))
-            combiner = None
-            if isinstance(table, nn.EmbeddingBag):
-                combiner = table.mode
-                if combiner not in ("sum", "mean"):
-                    raise InvalidInput(f"table {name!r}: mode {combiner!r} is not served: expected sum or mean")
-            parts = tuple(one for one in others if one is not None and one != argument)
-            found[argument] = _Feature(argument, name, combiner, table.padding_idx, rows.detach(), parts)
-
-        return hook
-
-    hooks = [table.register_forward_hook(note(name), with_kwargs=True) for name, table in tables.items()]
+    """The features by argument, or by their names in a collection, found by running the module on the example."""
+    finder, collections = _Finder(inputs), collections_of(module)
+    collected = {id(table) for one in collections for _, table in one.tables}
+    hooks = [
+        table.register_forward_hook(finder.of_table(name), with_kwargs=True)
+        for name, table in tables.items()
+        if id(table) not in collected
+    ]
+    hooks += [one.module.register_forward_hook(finder.of_collection(one), with_kwargs=True) for one in collections]
     was_training = module.training
     module.eval()
     try:
@@ -154,7 +157,58 @@ def _features(module: nn.Module, inputs: Mapping[str, Any], tables: Mapping[str,
         module.train(was_training)
         for hook in hooks:
             hook.remove()
-    return found
+    return finder.found
+
+
+class _Finder:
+    """Hooks that note which of the arguments `inputs` go into tables and collections."""
+
+    def __init__(self, inputs: Mapping[str, Any]) -> None:
+        self._tensors = {name: value for name, value in inputs.items() if _is_tensor(value)}
+        self.found: dict[str, _Feature] = {}
+
+    def _name_of(self, value: Any) -> str | None:
+        return next((name for name, one in self._tensors.items() if value is one), None)
+
+    def _argument(self, value: Any, what: str) -> str:
+        if (name := self._name_of(value)) is None:
+            raise InvalidInput(
+                f"{what} with a value that is no argument of forward: expected one of {', '.join(self._tensors)}, unchanged"
+            )
+        return name
+
+    def of_table(self, name: str) -> Any:
+        def hook(table: Any, arguments: tuple[Any, ...], options: dict[str, Any], rows: Any) -> None:
+            argument = self._argument(arguments[0] if arguments else options["input"], f"table {name!r} is looked up")
+            others = (self._name_of(value) for value in (*arguments[1:], *options.values()))
+            combiner = None
+            if isinstance(table, nn.EmbeddingBag):
+                combiner = table.mode
+                if combiner not in ("sum", "mean"):
+                    raise InvalidInput(f"table {name!r}: mode {combiner!r} is not served: expected sum or mean")
+            parts = tuple(one for one in others if one is not None and one != argument)
+            self.found[argument] = _Feature(argument, name, combiner, table.padding_idx, rows.detach(), parts)
+
+        return hook
+
+    def of_collection(self, one: Collection) -> Any:
+        def hook(_: Any, arguments: tuple[Any, ...], options: dict[str, Any], pooled: Any) -> None:
+            jagged = (*arguments, *options.values())[0]
+            parts = (self._argument(jagged, f"a {type(one.module).__name__} is called"),)
+            rows, bags = pooled if isinstance(pooled, dict) else pooled.to_dict(), jagged.to_dict()
+            for config, _ in one.tables:
+                pooling = getattr(config, "pooling", None)
+                combiner = None if pooling is None else pooling.value.lower()
+                for name in config.feature_names:
+                    if name not in rows or name in self.found or name in self._tensors:
+                        raise InvalidInput(
+                            f"feature {name!r} is read by two tables, or is an argument too: rename one of them"
+                        )
+                    self.found[name] = _Feature(
+                        name, config.name, combiner, None, rows[name], parts, bags[name], type(pooled)
+                    )
+
+        return hook
 
 
 def _request(features: Mapping[str, _Feature], inputs: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,12 +217,20 @@ def _request(features: Mapping[str, _Feature], inputs: Mapping[str, Any], keys: 
     request: dict[str, Any] = dict(arrays)
     for name, feature in features.items():
         for part in feature.parts:
-            del request[part]
-        if feature.table in keys:
-            request[name] = keys[feature.table][arrays[name]]
-        if feature.parts:
-            request[name] = (request[name], *(arrays[part] for part in feature.parts))
+            request.pop(part, None)
+        if feature.bags is None:
+            rows, others = arrays[name], [arrays[part] for part in feature.parts]
+        else:
+            rows, offsets, weights = feature.bags.values(), feature.bags.offsets()[:-1], feature.bags.weights_or_none()
+            rows, *others = (one.numpy(force=True) for one in (rows, offsets, weights) if one is not None)
+        its = keys[feature.table][rows] if feature.table in keys else rows
+        request[name] = (its, *others) if others else its
     return request
+
+
+def _is_tensor(value: Any) -> bool:
+    """Whether it may be what a table or a collection is called with."""
+    return isinstance(value, torch.Tensor) or hasattr(value, "to_dict")
 
 
 class _Rows(nn.Module):  # type: ignore[misc]
@@ -178,39 +240,80 @@ class _Rows(nn.Module):  # type: ignore[misc]
         return rows
 
 
+class _Pooled:
+    """The rows by feature that one call of the dense part is given. They are no module's, whose tensors an export does not let change."""
+
+    by_feature: Mapping[str, Any]
+
+
+class _PooledRows(nn.Module):  # type: ignore[misc]
+    """Replaces a collection: returns what that does, made of rows that are given."""
+
+    def __init__(self, collection: Collection, features: Mapping[str, _Feature], given: _Pooled) -> None:
+        super().__init__()
+        self._given, self._features = given, [name for config, _ in collection.tables for name in config.feature_names]
+        self._dims = [config.embedding_dim for config, _ in collection.tables for _ in config.feature_names]
+        self._type = features[self._features[0]].pooled
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        rows = torch.cat([self._given.by_feature[name] for name in self._features], 1)
+        return self._type(keys=self._features, length_per_key=self._dims, values=rows)
+
+
 class _Dense(nn.Module):  # type: ignore[misc]
-    """The module, called with rows for features, and with None for offsets and weights."""
+    """The module, called with rows for features, and with None for the arguments that features were made of."""
 
     def __init__(
         self, module: nn.Module, tables: Mapping[str, Any], features: Mapping[str, _Feature], inputs: Mapping[str, Any]
     ) -> None:
         super().__init__()
-        self._tables = list(tables.values())  # in a list, so that they are no submodules of this one
+        self._given = _Pooled()
+        self._replaced: list[tuple[Any, nn.Module]] = [  # what is in a list is no submodule
+            *((one.module, _PooledRows(one, features, self._given)) for one in collections_of(module)),
+            *((table, _Rows()) for table in tables.values()),
+        ]
         self._unused = {part: None for feature in features.values() for part in feature.parts}
-        self.names = [name for name in inputs if name not in self._unused]
+        self._arguments = [name for name in inputs if name not in self._unused]
+        self.names = [*self._arguments, *(name for name, feature in features.items() if feature.bags is not None)]
         self.inner = module
 
     def forward(self, *values: Any) -> Any:
-        return self.inner(**dict(zip(self.names, values, strict=True)), **self._unused)
+        given = dict(zip(self.names, values, strict=True))
+        self._given.by_feature = given
+        return self.inner(**{name: given[name] for name in self._arguments}, **self._unused)
 
     @contextmanager
     def without_tables(self) -> Iterator[None]:
         replaced = [
-            (parent, name, part)
+            (parent, name, part, new)
             for parent in self.inner.modules()
             for name, part in parent.named_children()
-            if any(part is table for table in self._tables)
+            for old, new in self._replaced
+            if part is old
         ]
-        for parent, name, _ in replaced:
-            setattr(parent, name, _Rows())
+        for parent, name, _, new in replaced:
+            setattr(parent, name, new)
         try:
             yield
         finally:
-            for parent, name, part in replaced:
+            for parent, name, part, _ in replaced:
                 setattr(parent, name, part)
 
 
-def _exported(dense: _Dense, example: Mapping[str, Any]) -> bytes:
+def _output_names(expected: Any, given: Sequence[str] | None) -> list[str] | None:
+    """The names of the outputs, of which `expected` are examples; None for PyTorch's own."""
+    if given is None:
+        return None
+    count = len(expected) if isinstance(expected, (dict, list, tuple)) else 1
+    names = [given] if isinstance(given, str) else list(given)
+    if len(names) != count or len(set(names)) != count:
+        raise InvalidInput(
+            f"output_names: expected {count} different names, one for each output of forward; got {names}"
+        )
+    return [check_name("output", name) for name in names]
+
+
+def _exported(dense: _Dense, example: Mapping[str, Any], output_names: list[str] | None) -> bytes:
     try:
         import onnxscript  # noqa: F401 - needed by PyTorch's exporter, whose own error is long
     except ImportError as error:
@@ -218,17 +321,34 @@ def _exported(dense: _Dense, example: Mapping[str, Any]) -> bytes:
     batch = torch.export.Dim("batch", min=1)
     if any(value.ndim == 0 or len(value) < 2 for value in example.values()):
         raise InvalidInput("expected an example of two items or more; the first dimension of each input is the batch")
-    with dense.without_tables(), torch.no_grad():
+    with dense.without_tables(), torch.no_grad(), _quiet():
         program = torch.onnx.export(
             dense,
             tuple(example.values()),
             input_names=list(example),
+            output_names=output_names,
             dynamic_shapes=(tuple({0: batch} for _ in example),),
             dynamo=True,
             verbose=False,
         )
     assert program is not None
     return bytes(program.model_proto.SerializeToString())
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what the exporter says of itself at each export: what is wrong with its model is found by `_check`."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _check(content: bytes, example: Mapping[str, Any], expected: Any) -> None:

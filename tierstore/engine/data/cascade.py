@@ -18,7 +18,7 @@ from tierstore.engine.data.overlay import OverlayTable
 from tierstore.formats.keys import are_own, check_own
 from tierstore.kernels import codec
 from tierstore.tiers.background import is_background, yield_if_background
-from tierstore.tiers.base import RowStore, SharedRowStore
+from tierstore.tiers.base import VersionStore
 from tierstore.tiers.device.lookup import PADDING, Bags, answer
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.host.table import HostTable
@@ -71,8 +71,8 @@ class LookupCounts:
 class Cascade:
     """One table of one version: caches over a row store.
 
-    `default` is float32[dim]. `shared`: that store, if others write it too. `own`: the partitions that it has the keys of, None for
-    all. Other keys are never in memory, so what is read from the row store alone is checked.
+    `default` is float32[dim]. `own`: the partitions that it has the keys of, None for all. Other keys are never in memory, so
+    what is read from the row store alone is checked.
     """
 
     def __init__(
@@ -81,13 +81,12 @@ class Cascade:
         table_id: int,
         default: np.ndarray,
         rows: int,
-        disk: RowStore,
+        store: VersionStore,
         counts: LookupCounts,
-        shared: SharedRowStore | None = None,
         own: Partitions | None = None,
     ) -> None:
-        self.spec, self.table_id, self.default, self.rows, self.disk = spec, table_id, default, rows, disk
-        self.shared, self.own = shared, own
+        self.spec, self.table_id, self.default, self.rows, self.store = spec, table_id, default, rows, store
+        self.own = own
         self.host: HostTable | None = None
         self.device: DeviceTable | None = None
         self.offer: Callable[[Keys], None] | None = None  # what the host tier answered, to the device; does not wait
@@ -201,7 +200,7 @@ class Cascade:
         if self.own is not None:
             check_own(distinct, self.own, self.spec.name)
         rows, found, there = self._read(distinct, seq)
-        if self.shared is not None and not found.all():  # some could not be read, and defaults are wanted for them
+        if not found.all():  # some could not be read, and defaults are wanted for them
             read = found != _PENDING
             self.promote(seq, distinct[read], rows[read], there[read])
             found[~read] = Tier.ABSENT
@@ -253,10 +252,10 @@ class Cascade:
         """
         rows = np.empty((len(distinct), self.spec.row_bytes), np.uint8)
         found = np.zeros(len(distinct), np.uint8)
-        if self.shared is None or seq is None:
-            self.disk.get(self.table_id, distinct, rows, found)
+        if seq is None:
+            self.store.get(self.table_id, distinct, rows, found)
         else:
-            self.shared.get_at(self.table_id, distinct, rows, found, seq)
+            self.store.get_at(self.table_id, distinct, rows, found, seq)
         return rows, found, (found == _DISK) | (found == _REMOTE)
 
     def warm(self, keys: Keys, progress: Callable[[int], None]) -> None:
@@ -333,12 +332,10 @@ class Cascade:
         """A delta of `seq` is about to be folded; see `CacheTier`."""
         for cache in self.caches:
             cache.raise_floor(seq)
-        if self.shared is not None:
-            self.shared.raise_floor(self.table_id, seq)
+        self.store.raise_floor(self.table_id, seq)
 
     def update_caches(self, keys: Keys, rows: Rows, deleted: np.ndarray) -> None:
         """Bring resident rows and absent marks up to a delta that the disk tier holds already."""
         for cache in self.caches:
             cache.update(keys, rows, deleted)
-        if self.shared is not None:
-            self.shared.forget(self.table_id, keys)
+        self.store.forget(self.table_id, keys)

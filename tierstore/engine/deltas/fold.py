@@ -67,7 +67,7 @@ class Folder:
         version, oldest = view.open_version, view.overlays[-1]
 
         def ready() -> bool:
-            return version.may_fold(oldest.hi) and not live.publisher.read_below(version, oldest.hi)
+            return version.rows.may_fold(oldest.hi) and not live.publisher.read_below(version, oldest.hi)
 
         with changed:
             changed.wait_for(lambda: off() or ready() or self._other_due(version))

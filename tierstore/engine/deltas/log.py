@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -262,16 +262,13 @@ class DeltaLog:
         self.last = seq
         self._note_end(seq)
 
-    def prune(self, upto: int, *, min_age_s: float = 0.0) -> int:
-        """Forget entries up to `upto` that are at least `min_age_s` old. Returns how many."""
-        if self.unusable is not None:
-            return 0
-        newest_allowed = time.time() - min_age_s
-        drop = []
-        for seq, digest in self._entries.items():
-            if seq > upto or _changed_s(self._where.log_entry(seq, digest)) > newest_allowed:
-                break
-            drop.append(seq)
+    def ages(self) -> Iterator[tuple[int, float]]:
+        """(seq, when it was written, in seconds since 1970) of each entry, ascending."""
+        return ((seq, _changed_s(self._where.log_entry(seq, digest))) for seq, digest in self._entries.items())
+
+    def prune(self, upto: int) -> int:
+        """Forget entries up to `upto`. Returns how many."""
+        drop = [] if self.unusable is not None else [seq for seq in self._entries if seq <= upto]
         if drop:
             self._forget_to(drop[-1], drop)
         return len(drop)

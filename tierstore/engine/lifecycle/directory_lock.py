@@ -1,7 +1,7 @@
 """One process at a time has a data directory open: an flock on the file LOCK, which the kernel drops with the process.
 
 LOCK names the process, for people who look, and the directory by its inode, until the process closes it. So a directory that was copied
-while a process had it open is told apart: its LOCK names another one.
+while a process had it open is told apart: its LOCK names another one. Where the process serves the directory, LOCK names the URL too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tierstore.errors import Locked, StorageError
 
+_MOST_BYTES = 512  # of LOCK
 _held: set[int] = set()  # descriptors of what this process has locked; added and removed in one step each
 
 
@@ -26,7 +27,7 @@ def lock(path: Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         try:
-            raise Locked(_why(path, descriptor)) from None
+            raise Locked(_why(path, descriptor), url=_url_in(descriptor)) from None
         finally:
             os.close(descriptor)
     with contextlib.suppress(OSError):  # a full disk must not keep the store from opening
@@ -37,6 +38,19 @@ def lock(path: Path) -> int:
     return descriptor
 
 
+def announce(path: Path, url: str) -> None:
+    """Leave in the file at `path`, which this process has locked, where the directory is served: for those who find it locked."""
+    with contextlib.suppress(OSError):  # a full disk must not keep the store from serving
+        words = [*path.read_bytes().split()[:2], url.encode()]
+        with path.open("r+b") as file:
+            file.write(b" ".join(words))
+
+
+def _url_in(descriptor: int) -> str | None:
+    words = os.pread(descriptor, _MOST_BYTES, 0).decode(errors="replace").split()
+    return words[2] if len(words) == 3 else None
+
+
 def is_copy(path: Path, descriptor: int) -> bool:
     """Whether the directory of the LOCK at `path`, locked as `descriptor`, was copied from one that a process had open."""
     directory = _directory_in(descriptor)
@@ -45,8 +59,8 @@ def is_copy(path: Path, descriptor: int) -> bool:
 
 def _directory_in(descriptor: int) -> int | None:
     """The inode that a LOCK names; None where a process has closed the directory, or an earlier release wrote it."""
-    words = os.pread(descriptor, 64, 0).split()
-    return int(words[1]) if len(words) == 2 and words[1].isdigit() else None
+    words = os.pread(descriptor, _MOST_BYTES, 0).split()
+    return int(words[1]) if len(words) in (2, 3) and words[1].isdigit() else None
 
 
 def _why(path: Path, descriptor: int) -> str:
@@ -56,6 +70,8 @@ def _why(path: Path, descriptor: int) -> str:
         return f"{path.parent} is open in this process already: use the store that has it open, or close that first"
     pid = (os.pread(descriptor, 64, 0).decode(errors="replace").split() or [""])[0]
     where = f"{path.parent} is open in another process{f' (pid {pid})' if pid else ''}"
+    if url := _url_in(descriptor):
+        return f"{where}, which serves it: talk to it with --url {url}"
     return f"{where}; if that is a service, talk to it with --url"
 
 

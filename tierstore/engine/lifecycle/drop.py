@@ -12,8 +12,8 @@ from pathlib import Path
 from tierstore.engine.events.changes import audited
 from tierstore.engine.lifecycle.opening import Opener
 from tierstore.engine.lifecycle.routes import Routes
+from tierstore.engine.lifecycle.rules import check_unused, surplus_of
 from tierstore.engine.lifecycle.state import ModelState
-from tierstore.errors import Conflict
 from tierstore.formats import files
 
 log = logging.getLogger(__name__)
@@ -47,17 +47,10 @@ class Drops:
 
     def _surplus(self) -> list[int]:
         """Versions that are older than those that are to be kept, and that are not used."""
-        active, catalogue = self._live.active_version, self._catalogue
-        older = [
-            number
-            for number in catalogue.numbers
-            if active is not None
-            and number < active
-            and number not in catalogue.loading
-            and number != self._routes.canary
-            and not catalogue.info(number).is_remote  # the node with the lease says when
-        ]
-        surplus = older[: max(0, len(older) - self._state.shared.settings.keep_versions)]
+        catalogue, keep = self._catalogue, self._state.shared.settings.keep_versions
+        surplus = surplus_of(
+            catalogue.numbers, self._live.active_version, {self._routes.canary, *catalogue.loading}, keep
+        )
         return [n for n in surplus if n not in self._state.retiring and n not in self._opener.scanned]
 
     def _discard(self, number: int) -> Path | None:
@@ -71,10 +64,7 @@ class Drops:
             if number in catalogue.unfinished:
                 return catalogue.discard_unfinished(number)
             info = catalogue.info(number)
-            if number == self._live.active_version:
-                raise Conflict(f"version {number} of {state.name!r} is active; activate another one first")
-            if number == self._routes.canary:
-                raise Conflict(f"version {number} of {state.name!r} is the canary; withdraw it first")
+            check_unused(state.name, number, [self._live.active_version], self._routes.canary)
             state.retiring.await_closed(state.name, number)
             with self._live.write:
                 state.record.repair()  # CURRENT must not go on naming it

@@ -65,7 +65,8 @@ class Loads:
 
     def _check(self, number: int, delta_seq: int, identity: str) -> None:
         """Conflict or SnapshotError where such a load cannot be. Holds `write`."""
-        name, start = self._state.name, None if self._state.shared.open_remote is not None else self._log.start
+        name, is_caught_up = self._state.name, self._state.shared.placement.refusals.allow("catch_up")
+        start = self._log.start if is_caught_up else None  # else it is the target's to know what it lacks
         if number in self._catalogue.loading:
             raise Conflict(f"version {number} of {name!r} is being loaded already")
         if number in self._catalogue:

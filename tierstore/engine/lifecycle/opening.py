@@ -10,7 +10,6 @@ import logging
 import threading
 from collections.abc import Iterator
 
-from tierstore.engine.cluster.base import RemoteBase
 from tierstore.engine.data.cascade import LookupCounts
 from tierstore.engine.data.overlay import Overlay
 from tierstore.engine.deltas.replay import catch_up, unfolded
@@ -22,7 +21,7 @@ from tierstore.engine.reads.view import View
 from tierstore.engine.serving.undone_record import Undone
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.engine.versions.version import Version
-from tierstore.errors import Closed, ConfigError, Conflict, DiskFull, Overloaded, TooLarge
+from tierstore.errors import Closed, Conflict, DiskFull, Overloaded, TooLarge
 from tierstore.tiers.background import Pace, in_background
 from tierstore.tiers.disk.tier import DiskTier, open_records
 from tierstore.types import Progress, ProgressFn
@@ -45,17 +44,14 @@ class Opener:
         """Open a version that is not served. Whether that succeeded is its `problem`."""
         with _noting_problems(info):
             self.scanned.close(info.number)
-            version = Version.open(info, self._shared.readers, self._counts_of, self._remote)
+            rows = self._shared.placement.open_rows(self._state.name, info)
+            try:
+                version = Version(info, rows, self._counts_of)
+            except BaseException:
+                rows.close()
+                raise
         self._note_watermark(info)
         return version
-
-    def _remote(self, info: VersionInfo) -> RemoteBase:
-        """What reads the rows of a version in a cluster. ConfigError where the store has none."""
-        if self._shared.open_remote is None:
-            raise ConfigError(
-                f"the rows of version {info.number} of {self._state.name!r} are in a cluster: start with --remote, or drop the version"
-            )
-        return self._shared.open_remote(self._state.name, info)
 
     @contextlib.contextmanager
     def opened(self, info: VersionInfo) -> Iterator[Version]:
@@ -67,7 +63,7 @@ class Opener:
             version.close()
 
     @contextlib.contextmanager
-    def reading(self, number: int) -> Iterator[DiskTier | RemoteBase]:
+    def reading(self, number: int) -> Iterator[DiskTier]:
         """The disk tier of a version, to be read as a whole, for however long; nothing waits for the end of the block.
 
         It is that of a version that serves, or of a kept one, which is opened and not dropped by housekeeping. A thread that
@@ -99,8 +95,6 @@ class Opener:
 
     def read_records(self, info: VersionInfo) -> None:
         """Find out the watermark of a version that is only kept: its records are read, and nothing of its base."""
-        if info.is_remote:
-            return  # the cluster says it
         try:
             with (
                 _noting_problems(info),
@@ -176,8 +170,8 @@ class Opener:
         undone: Undone | None = None,
         progress: ProgressFn | None = None,
     ) -> None:
-        """Fold what the version lacks. Into a cluster one node does, at any time: what is missing is served from memory."""
-        if version.remote is None:
+        """Fold what the version lacks, where that is this node's to do; else what is missing is served from memory."""
+        if self._shared.placement.refusals.allow("catch_up"):
             catch_up(
                 version, self._state.log, self._state.dense, lag=lag, lenient=force, undone=undone, progress=progress
             )
@@ -186,18 +180,17 @@ class Opener:
     def last_view(self, version: Version, *, force: bool, start: bool, undone: Undone | None = None) -> Iterator[View]:
         """Caught up to the end of the log (without what is `undone`), while producers wait. Holds `write`.
 
-        At a `start`, what a full disk does not take is in memory; so is what a cluster does not have yet.
+        What was not folded is in memory: at a `start` what a full disk does not take, and what is not this node's to fold.
         """
-        overlays: tuple[Overlay, ...] = ()
+        missing_why: DiskFull | str = "the rows that others bring do not have them yet"
         try:
             self._catch_up(version, force=force, undone=undone)
-            if version.remote is not None:
-                overlays = self._unfolded(version, "the cluster does not have them yet")
             self._state.dense.open(version, lenient=force)  # again only if one of the last deltas brought one
         except DiskFull as error:
-            if not start or version.remote is not None:
+            if not start:
                 raise
-            overlays = self._unfolded(version, error)
+            missing_why = error
+        overlays = self._unfolded(version, missing_why)
         reserved = sum(overlay.nbytes for overlay in overlays)
         try:
             yield View(version, overlays, overlays[0].hi if overlays else version.watermark)

@@ -45,8 +45,7 @@ class Rebuilder:
         """Conflict where the version cannot be built again."""
         name, start, base_seq = self._state.name, self._state.log.start, info.manifest.delta_seq
         what = f"version {info.number} of {name!r} cannot be built again from its base"
-        if info.is_remote:
-            raise Conflict(f"{what}: its rows are in a cluster; load a snapshot from before those deltas instead")
+        self._state.shared.placement.refusals.check("rebuild", model=name, number=info.number)
         if info.base != "sealed":
             raise Conflict(
                 f'{what}: it was loaded with base="{info.base}", which does not keep rows as loaded apart from those of deltas; '
@@ -104,9 +103,7 @@ class Rebuilder:
         files.make_dir(where.root)
         view = self._live.served.numbered(info.number)
         if view is not None and view.open_version.info is info:
-            disk = view.open_version.disk
-            assert isinstance(disk, DiskTier)  # see `check`
-            self._fill(info, where, disk)
+            self._fill(info, where, view.open_version.disk)
             return
         try:
             records = open_records(info.where.db, self._state.shared.readers)

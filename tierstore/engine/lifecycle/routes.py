@@ -12,6 +12,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tierstore.engine.lifecycle.rules import no_canary
 from tierstore.engine.lifecycle.state import ModelState
 from tierstore.engine.reads.view import View
 from tierstore.engine.serving.routing import CANARY, STABLE, Routing
@@ -140,8 +141,7 @@ class Routes:
             return number
 
     def no_canary(self) -> Conflict:
-        why = f": {self.problem}" if self.problem else ""
-        return Conflict(f"model {self._name!r} has no canary{why}")
+        return no_canary(self._name, self.problem)
 
     # --- labels
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from tierstore.access.audit import Audit
 from tierstore.config import Settings
-from tierstore.engine.cluster.base import RemoteBase
 from tierstore.engine.data.budget import DecodeBudget, HostBudget, OverlayBudget
 from tierstore.engine.data.disk_room import DiskRoom
 from tierstore.engine.deltas.dense import DenseParts
@@ -26,11 +25,11 @@ from tierstore.engine.lifecycle.retiring import RetiringVersions
 from tierstore.engine.lifecycle.sampler import CacheSampler
 from tierstore.engine.lifecycle.throttle import LookupTimes, Throttle
 from tierstore.engine.lifecycle.warm import Warmer
+from tierstore.engine.placement import Placement
 from tierstore.engine.serving.current_record import CurrentRecord
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.live import LiveViews
 from tierstore.engine.serving.publisher import Publisher
-from tierstore.engine.versions.info import VersionInfo
 from tierstore.formats.delta.reader import MAX_DECODED_BYTES
 from tierstore.formats.names import ModelDirectory
 from tierstore.machine import processors
@@ -56,9 +55,9 @@ class Shared:
     throttle: Throttle
     sampler: CacheSampler
     audit: Audit
-    open_remote: Callable[[str, VersionInfo], RemoteBase] | None = None  # of a model; None where there is no cluster
     observers: list[Observer] = field(default_factory=list)
     epochs: Epochs = field(default_factory=Epochs)
+    placement: Placement = field(init=False)  # set as the store opens
     copied: bool = False  # the data directory is a copy of one that was open, see `copied.py`
 
 

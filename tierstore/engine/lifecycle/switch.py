@@ -14,6 +14,7 @@ from dataclasses import replace
 from tierstore.engine.lifecycle.opening import Opener
 from tierstore.engine.lifecycle.rebuild import Rebuilder
 from tierstore.engine.lifecycle.routes import Routes
+from tierstore.engine.lifecycle.rules import check_active, check_canary, check_expected, newest_before
 from tierstore.engine.lifecycle.state import ModelState, ignore
 from tierstore.engine.lifecycle.unfinished import finish_load
 from tierstore.engine.serving.routing import Routing
@@ -46,7 +47,7 @@ class Switcher:
             old = self._live.active_version
             if number == old:
                 return
-            self._check_expected(expected_active)
+            check_expected(self._name, expected_active, old)
             if not self._routes.promote(number):
                 self._state.retiring.await_closed(self._name, number)  # not before: a canary may be withdrawn meanwhile
                 self._serve(info, force=force, progress=progress)
@@ -69,12 +70,9 @@ class Switcher:
         Conflict where `expected_active` is given and another version is active.
         """
         with self._state.switch:
-            active, numbers = self._check_active(expected_active), self._catalogue.numbers
-            older = [number for number in numbers if number < active]
-            if not older:
-                raise Conflict(f"model {self._name!r} has no version older than {active} to roll back to")
-            self.activate(older[-1], force=force, progress=progress)
-            return older[-1]
+            older = newest_before(self._name, self._check_active(expected_active), self._catalogue.numbers)
+            self.activate(older, force=force, progress=progress)
+            return older
 
     def rollback_to(self, seq: int, *, expected_active: int | None = None, progress: ProgressFn = ignore) -> int:
         """Bring the active version back to what it was right after delta `seq` was applied. Returns its number.
@@ -105,18 +103,7 @@ class Switcher:
         return number
 
     def _check_active(self, expected: int | None) -> int:
-        active = self._live.active_version
-        if active is None:
-            raise Conflict(
-                f"model {self._name!r} has no active version to roll back from; activate one of {self._catalogue.numbers}"
-            )
-        self._check_expected(expected)
-        return active
-
-    def _check_expected(self, expected: int | None) -> None:
-        active = self._live.active_version
-        if expected not in (None, active):
-            raise Conflict(f"model {self._name!r}: expected version {expected} to be active, got {active}")
+        return check_active(self._name, self._live.active_version, expected, self._catalogue.numbers)
 
     def _check_seq(self, info: VersionInfo, seq: int) -> None:
         lowest, last = info.manifest.delta_seq, self._state.log.last or 0
@@ -172,14 +159,8 @@ class Switcher:
 
     def _check_canary(self, number: int) -> None:
         served, awaited = self._live.served, self._routes.awaited
-        if served.active is None:
-            raise Conflict(f"model {self._name!r} has no active version to stand beside; activate {number} instead")
-        if number == served.active.version:
-            raise Conflict(f"version {number} of {self._name!r} is active; the canary is another one")
-        if served.canary is not None:
-            raise Conflict(
-                f"version {served.canary.version} of {self._name!r} is the canary; promote or withdraw it first"
-            )
+        of_canary = None if served.canary is None else served.canary.version
+        check_canary(self._name, number, self._live.active_version, of_canary)
         if awaited is not None and awaited.canary != number:
             raise Conflict(f"model {self._name!r}: {self._routes.problem}; withdraw it first")
 

@@ -8,16 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 from tierstore.engine.deltas.replay import catch_up
-from tierstore.engine.deltas.retention import needed_above
+from tierstore.engine.deltas.retention import may_go
 from tierstore.engine.events.changes import requester
 from tierstore.engine.lifecycle.drop import Drops
 from tierstore.engine.lifecycle.expiry import Expiry
 from tierstore.engine.lifecycle.opening import Opener
 from tierstore.engine.lifecycle.state import ModelState
+from tierstore.engine.placement import Act
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import Closed, DeltaError, TierstoreError
 from tierstore.formats import files
-from tierstore.tiers.disk.tier import DiskTier
 
 log = logging.getLogger(__name__)
 
@@ -32,17 +32,19 @@ class Tasks:
         self._expiry = Expiry(state, stopping)
 
     def by_problem(self) -> dict[str, Callable[[], None]]:
-        """In the order in which they are done, by what is said when they fail."""
-        return {
-            "memory is not dealt again": self._rebalance_memory,
-            "the delta log is not pruned": self._prune_log,
-            "versions older than those kept are not dropped": self._drops.drop_surplus,
-            "kept versions are not caught up": self._catch_up_kept,
-            "what was built again is not removed": self._remove_replaced,
-            "what broken-off loads have left is not removed": self._drop_unfinished,
-            "expired rows are not removed": self._expiry.check,
-            "what serves is not what was loaded": self._check_bases,
+        """In the order in which they are done, by what is said when they fail; those alone that the placement leaves to this node."""
+        allow = self._state.shared.placement.refusals.allow
+        tasks: dict[str, tuple[Callable[[], None], Act | None]] = {
+            "memory is not dealt again": (self._rebalance_memory, None),
+            "the delta log is not pruned": (self._prune_log, None),
+            "versions older than those kept are not dropped": (self._drops.drop_surplus, "drop_surplus"),
+            "kept versions are not caught up": (self._catch_up_kept, "catch_up"),
+            "what was built again is not removed": (self._remove_replaced, None),
+            "what broken-off loads have left is not removed": (self._drop_unfinished, None),
+            "expired rows are not removed": (self._expiry.check, None),
+            "what serves is not what was loaded": (self._check_bases, "check_files"),
         }
+        return {problem: task for problem, (task, act) in tasks.items() if act is None or allow(act)}
 
     def _rebalance_memory(self) -> None:
         self._state.shared.host_budget.rebalance(self._stopping)
@@ -59,13 +61,10 @@ class Tasks:
                 if not state.catalogue.is_stale(info) or info.number in state.live.served.versions
             ]
             loading = [delta_seq for delta_seq, _ in state.catalogue.loading.values()]
-            needed = needed_above(held, loading, log_.start or 0)
-            if needed is not None:
-                before, settings = log_.start, state.shared.settings
-                is_copy = state.shared.open_remote is not None
-                age_s = settings.remote_log_retention_s if is_copy else settings.log_retention_s
-                if dropped := log_.prune(needed, min_age_s=age_s):
-                    self._report("prune", deltas=dropped, before={"start": before}, after={"start": log_.start})
+            before, keep_s = log_.start, state.shared.placement.log_retention_s
+            upto = may_go(log_.ages(), held, loading, before or 0, keep_s)
+            if upto is not None and (dropped := log_.prune(upto)):
+                self._report("prune", deltas=dropped, before={"start": before}, after={"start": log_.start})
 
     def _lowest_needed(self, info: VersionInfo) -> int:
         """The seq above which a version needs the log; one that is to be built again needs it from its snapshot on."""
@@ -110,7 +109,7 @@ class Tasks:
             or number in state.retiring
             or number in self._opener.scanned
         )
-        lags = (state.log.last or 0) - info.watermark > KEPT_LAG and not info.is_remote
+        lags = (state.log.last or 0) - info.watermark > KEPT_LAG
         return lags and not used and not state.catalogue.is_stale(info) and not state.catalogue.is_outdated(number)
 
     def _drop_unfinished(self) -> None:
@@ -126,10 +125,8 @@ class Tasks:
 
     def _check_bases(self) -> None:
         for view in self._state.live.served.views:
-            disk = view.open_version.disk
-            if isinstance(disk, DiskTier):
-                with contextlib.suppress(Closed):  # it serves no more
-                    disk.check_base()
+            with contextlib.suppress(Closed):  # it serves no more
+                view.open_version.disk.check_base()
 
     def _report(self, change: str, **fields: Any) -> None:
         self._state.shared.audit.change(change, requester(), "done", flush=False, model=self._state.name, **fields)

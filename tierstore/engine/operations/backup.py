@@ -51,11 +51,7 @@ def _check(model: Model, keep: int) -> None:
     """Conflict for a model whose rows are on other machines, or that has none."""
     if keep < 1:
         raise InvalidInput(f"keep: expected 1 or more backups, got {keep}")
-    if model.state.shared.open_remote is not None:
-        raise Conflict(
-            f"the rows, the log and the records of {model.name!r} are on other machines, and this node has copies alone: back up a cluster by the "
-            "means of its engine (snapshots, append-only files), and behind a front the nodes upstream"
-        )
+    model.state.shared.placement.refusals.check("backup", model=model.name)
     if not model.catalogue.numbers:
         raise Conflict(f"model {model.name!r} has no version to back up")
 
@@ -108,7 +104,6 @@ def _try_image(model: Model, to: ModelDirectory) -> tuple[int | None, int]:
         versions: list[tuple[VersionInfo, DiskTier]] = []
         for info in state.catalogue.infos():
             disk = stack.enter_context(model.opener.reading(info.number))
-            assert isinstance(disk, DiskTier)
             versions.append((info, disk))
             _link(_files_of(info.where.db / BASE), info.where.db / BASE, to.root / info.where.root.name / BASE)
         with contextlib.suppress(StorageError):  # what is pruned meanwhile is not needed

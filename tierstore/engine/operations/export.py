@@ -222,6 +222,7 @@ def _moment(model: Model, wanted: int | str | None) -> Iterator[_Moment]:
             with publisher.hold_all() as served, contextlib.ExitStack() as pin:
                 view = served.choose(model.name, STABLE if wanted is None else wanted, None)
                 _check_keys(model.name, view)
+                model.state.shared.placement.refusals.check("export", model=model.name, number=view.version)
                 if pin.enter_context(publisher.pinned(view.version)) is view.open_version:  # not switched meanwhile
                     moment = _read(view, stack)
                     stack.push(pin.pop_all())

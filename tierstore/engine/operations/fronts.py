@@ -231,10 +231,7 @@ class Fronts(Observer):
     def held(self, name: str, front: str | None = None, serves: tuple[int, int] | None = None) -> HeldViews:
         """The views of a model, held from now on. NotFound for an unknown one; Conflict where its rows are on other machines."""
         model = self._model(name)
-        if model.state.shared.open_remote is not None:
-            raise Conflict(
-                "the rows of this node are on other machines, which it is a cache in front of: name those in --upstream"
-            )
+        model.state.shared.placement.refusals.check("serve_fronts")
         with self._lock:
             held = self._of.get(name)
             if held is None or held._model is not model:

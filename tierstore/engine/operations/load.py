@@ -10,15 +10,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 from tierstore.engine.lifecycle.state import Shared
 from tierstore.engine.model import Model
-from tierstore.engine.versions.info import VersionInfo, first_records, make_record
+from tierstore.engine.placement import Target
+from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import InvalidInput, LoadCancelled, SnapshotError
 from tierstore.formats import files
 from tierstore.formats.names import VersionDirectory
-from tierstore.formats.snapshot.manifest import Manifest
 from tierstore.formats.snapshot.reader import Snapshot
 from tierstore.formats.snapshot.requests import read_request
 from tierstore.ingest.bulkload import BulkLoad, can_go_on
@@ -26,60 +25,9 @@ from tierstore.ingest.results import BaseBuild
 from tierstore.ingest.side_files import copy_side_files
 from tierstore.predict.session import DenseCounts
 from tierstore.tiers.background import yield_to_requests
-from tierstore.types import BaseKind, Progress, ProgressFn
+from tierstore.types import Progress, ProgressFn
 
 log = logging.getLogger(__name__)
-
-
-class Target(Protocol):
-    """Where the rows of a load go."""
-
-    base: BaseKind  # of the files that are built first
-    keep_times: bool  # whether it has a place for the times of rows
-
-    def claim(self, snapshot: Snapshot, identity: str) -> None:
-        """Before anything is built. Conflict where there is, or may not be, such a version."""
-
-    def place(
-        self, bulk: BulkLoad, build: BaseBuild, where: VersionDirectory, snapshot: Snapshot, progress: ProgressFn
-    ) -> None:
-        """Bring what was built to where it is read, and compare it with what was built."""
-
-    def publish(self, where: VersionDirectory, build: BaseBuild, manifest: Manifest) -> None:
-        """Write the record: from here on the version is there. Side files are in `where` already."""
-
-    def abandon(self, number: int) -> None:
-        """After `claim`: the load has failed, and no other one can go on from it."""
-
-    def activate(self, number: int, progress: ProgressFn) -> None: ...
-
-
-class LocalTarget:
-    """This machine's disk: a directory of the version."""
-
-    keep_times = True
-
-    def __init__(self, model: Model, base: BaseKind) -> None:
-        self._model, self.base = model, base
-
-    def claim(self, snapshot: Snapshot, identity: str) -> None:
-        """Nothing: the directory is claimed by every load."""
-
-    def place(
-        self, bulk: BulkLoad, build: BaseBuild, where: VersionDirectory, snapshot: Snapshot, progress: ProgressFn
-    ) -> None:
-        """Move the files in, and read everything back."""
-        bulk.ingest(build, where.db, first_records(snapshot.manifest, build))
-        bulk.read_back(where.db)
-
-    def publish(self, where: VersionDirectory, build: BaseBuild, manifest: Manifest) -> None:
-        files.publish_record(where.record, make_record(where, manifest, build))
-
-    def abandon(self, number: int) -> None:
-        """Nothing: the directory goes with the claim."""
-
-    def activate(self, number: int, progress: ProgressFn) -> None:
-        self._model.switcher.activate(number, progress=progress)
 
 
 def load(

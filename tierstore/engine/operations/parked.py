@@ -15,7 +15,7 @@ from typing import Any
 from tierstore.access.audit import Audit
 from tierstore.engine.events.changes import audited
 from tierstore.engine.model import Model
-from tierstore.engine.operations.verbs import Verbs
+from tierstore.engine.placement import ModelPlacement
 from tierstore.errors import Conflict, NotFound
 from tierstore.formats.delta.writer import DeltaWriter
 from tierstore.kafka.messages import read_checked
@@ -36,7 +36,7 @@ class ParkedMessages(ABC):
     def model(self, name: str) -> Model: ...
 
     @abstractmethod
-    def verbs(self, model: Model) -> Verbs: ...
+    def placed(self, model: Model) -> ModelPlacement: ...
 
     @abstractmethod
     def apply_delta(self, source: bytes, *, model: str | None, seq: int | None) -> DeltaResult: ...
@@ -69,13 +69,13 @@ class ParkedMessages(ABC):
             raise NotFound(f"{name} was {record.state} already")
         with audited(self.audit, "skip parked", record.model, lambda: None, seq=record.seq, parked=name):
             applied = False
-            if record.model is not None:
+            if record.model is not None and record.kind == "delta":
                 model = self.model(record.model)
-                applied = _fill(record, model, self.verbs(model))
+                applied = _fill(record, model, self.placed(model))
             return {**asdict(self.parked_files.resolve(name, "skipped")), "applied": applied}
 
 
-def _fill(record: Parked, model: Model, verbs: Verbs) -> bool:
+def _fill(record: Parked, model: Model, placed: ModelPlacement) -> bool:
     """Apply an empty delta under the seq; False where the log has another one."""
     assert record.seq is not None
     last = model.log.last
@@ -89,4 +89,4 @@ def _fill(record: Parked, model: Model, verbs: Verbs) -> bool:
     moment = datetime.fromtimestamp(record.timestamp_ms / 1000, UTC)
     DeltaWriter(sink, model=model.name, seq=record.seq, event_time=moment).close()
     data = sink.getvalue()
-    return verbs.apply_delta(read_checked(data, model.name, record.seq), data).applied
+    return placed.apply_delta(read_checked(data, model.name, record.seq), data).applied

@@ -18,7 +18,6 @@ from tierstore.engine.serving.routing import STABLE
 from tierstore.errors import InvalidInput
 from tierstore.formats.row_times import TIME_BYTES, Times, from_rows
 from tierstore.kernels.digest import digest_rows
-from tierstore.tiers.disk.tier import DiskTier
 from tierstore.types import Keys, Tier
 
 MOST_KEYS = 65536  # of a table, in one request
@@ -48,6 +47,8 @@ def sample(
             raise InvalidInput(
                 f"no table {sorted(unknown)[0]!r}; version {view.version} has {', '.join(sorted(tables))}"
             )
+        if keys is None:
+            model.state.shared.placement.refusals.check("compare_unnamed")
         wanted = {name: _codes(keys[name]) for name in keys} if keys is not None else _chosen(view, rows)
         return {
             "model": model.name,
@@ -88,7 +89,7 @@ def _digest(view: View, table: Cascade, name: str, codes: Keys, expired_at_s: in
 def _times(view: View, table: Cascade, name: str, codes: Keys) -> Times | None:
     """When rows were last written; 0 where there is none, or it has just expired. None for a table without times here."""
     version = view.open_version
-    if name not in version.info.times_ids or not isinstance(version.disk, DiskTier):
+    if name not in version.info.times_ids:
         return None
     keys, inverse = np.unique(codes, return_inverse=True)
     stored, state = np.zeros((len(keys), TIME_BYTES), np.uint8), np.zeros(len(keys), np.uint8)
@@ -109,10 +110,7 @@ def _spread(view: View, table: Cascade, rows: int) -> Keys:
     """At most `rows` codes that the table's files hold, in runs that begin at positions which depend on the table alone."""
 
     def next_codes(low: int, count: int) -> Keys:
-        disk = view.open_version.disk
-        if not isinstance(disk, DiskTier):
-            raise InvalidInput("the rows are in a cluster, which has no order of keys: name the keys to be compared")
-        return disk.codes_from(table.table_id, table.spec.row_bytes, low, count)
+        return view.open_version.disk.codes_from(table.table_id, table.spec.row_bytes, low, count)
 
     first = next_codes(_LOWEST, 1)
     if not len(first):

@@ -78,7 +78,7 @@ def _document(model: Model, served: Routing) -> dict[str, Any]:
             },
             "dense": model.dense.counts.as_dict()
             | {"buffer_bytes": 0 if view.predictor is None else view.predictor.buffer_bytes},
-            "disk": version.disk.stats(),
+            "disk": version.rows.stats(),
             "tables": version.status(view.colliding),
         }
     return document

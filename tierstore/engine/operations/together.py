@@ -1,34 +1,79 @@
-"""All models of a store started together, and closed together."""
+"""All models of a store that is open: begun, released and closed together."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
 
 from tierstore.engine.lifecycle.state import Shared
 from tierstore.engine.model import Model
 from tierstore.errors import StorageError
 from tierstore.formats.names import DataDirectory
 
-START_THREADS = 8  # models that start at once
 
+class Models:
+    """The models of one store, by name. Any thread."""
 
-def start_models(root: DataDirectory, shared: Shared, models: dict[str, Model]) -> None:
-    """Add what is on disk to `models`, and start it: in parallel, because each waits for its own files most of the time."""
-    try:
-        names = root.models_on_disk()
-    except OSError as error:
-        raise StorageError(f"cannot read {root.models}: {error.strerror or error}") from error
-    for name in names:
-        models[name] = Model(name, root.model(name), shared)
-    every = list(models.values())
-    with ThreadPoolExecutor(max(1, min(START_THREADS, len(every))), "tierstore-start") as threads:
-        for _ in threads.map(lambda model: model.catalogue.find(), every):
-            pass
-        with shared.host_budget.awaiting(sum(model.starter.host_need_bytes for model in every)):
-            for _ in threads.map(Model.start, every):
-                pass
+    def __init__(self, root: DataDirectory, shared: Shared) -> None:
+        self.root, self._shared = root, shared  # constant after construction
+        self._lock = threading.RLock()
+        # guarded by _lock; one step each, so that readers need no lock
+        self._models: dict[str, Model] = {}
+        self._loads: Counter[str] = Counter()  # under way
+        self.closed = False  # set as the store closes: from then on nothing is released
+
+    def names(self) -> list[str]:
+        """Sorted."""
+        return sorted(self._models)
+
+    def all(self) -> list[Model]:
+        return list(self._models.values())
+
+    def get(self, name: str) -> Model | None:
+        return self._models.get(name)
+
+    def find(self) -> list[Model]:
+        """Those that the data directory has, not started yet. StorageError where it cannot be read."""
+        try:
+            names = self.root.models_on_disk()
+        except OSError as error:
+            raise StorageError(f"cannot read {self.root.models}: {error.strerror or error}") from error
+        self._models |= {name: Model(name, self.root.model(name), self._shared) for name in names}
+        return self.all()
+
+    def begin(self, name: str) -> Model:
+        """A model, made and started if it is new."""
+        with self._lock:
+            if name not in self._models:
+                self._models[name] = Model.begin(name, self.root.model(name), self._shared)
+            return self._models[name]
+
+    def release(self, name: str) -> Model | None:
+        """Remove a model that has no version and is not being loaded, to be closed; None where there is none."""
+        with self._lock:
+            model = self._models.get(name)
+            is_needed = model is None or self.closed or self._loads[name] or not model.catalogue.is_empty
+            return None if is_needed else self._models.pop(name)
+
+    @contextlib.contextmanager
+    def loading(self, name: str, begin: Callable[[str], object]) -> Iterator[None]:
+        """A model, which `begin` makes if it is new, is needed for the length of the block, though it may have nothing."""
+        with self._lock:
+            self._loads[name] += 1
+        try:
+            begin(name)
+            yield
+        finally:
+            with self._lock:
+                self._loads[name] -= 1
+
+    def close(self) -> None:
+        """Once the placement begins none any more. One that fails keeps no other from being closed."""
+        with contextlib.ExitStack() as stack:
+            for model in self.all():
+                stack.callback(model.close)
 
 
 def start_background(shared: Shared) -> None:
@@ -45,13 +90,9 @@ def stop_background(shared: Shared) -> None:
     shared.warmer.close()
 
 
-def close_models(shared: Shared, models: dict[str, Model], last: Callable[[], None] | None) -> None:
-    """Close the models, `last`, and what they share. One that fails keeps no other from being closed."""
+def close_shared(shared: Shared) -> None:
+    """Close what models have in common, after them."""
     with contextlib.ExitStack() as stack:
         stack.callback(shared.readers.close)
         stack.callback(shared.devices.close)
         stack.callback(shared.audit.close)
-        if last is not None:
-            stack.callback(last)
-        for model in models.values():
-            stack.callback(model.close)

@@ -68,7 +68,7 @@ class PublishedWords:
             code=table.spec.dtype.code,
             row_bytes=table.spec.row_bytes,
             id=self._epochs.table_id(table),
-            base=table.disk.words_at(table.table_id, table.spec.row_bytes),
+            base=table.store.words_at(table.table_id, table.spec.row_bytes),
             own_at=0 if table.own is None else address_of(table.own.is_own),
             partitions=0 if table.own is None else table.own.count,
             colliding=len(shared),

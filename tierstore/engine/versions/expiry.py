@@ -23,7 +23,6 @@ from tierstore.engine.versions.version import Version
 from tierstore.formats import files
 from tierstore.formats.row_times import TIME_BYTES, from_rows
 from tierstore.tiers.disk.sst import write_sst
-from tierstore.tiers.disk.tier import DiskTier
 from tierstore.types import Keys, Tier
 
 _MOST_KEYS, _ROW_BYTES = 32768, 16 << 20  # of one step
@@ -36,7 +35,7 @@ def old_keys(version: Version, table: str, oldest_s: int) -> Iterator[Keys]:
     """
     most = max(1024, min(_MOST_KEYS, _ROW_BYTES // version.specs[table].row_bytes))
     waiting = np.empty(0, np.int64)
-    for keys, times in _disk(version).scan(version.info.times_ids[table], TIME_BYTES, most):
+    for keys, times in version.disk.scan(version.info.times_ids[table], TIME_BYTES, most):
         waiting = np.concatenate([waiting, keys[from_rows(times) < oldest_s]])
         step = most if len(waiting) >= most else 0
         yield waiting[:step]
@@ -46,7 +45,7 @@ def old_keys(version: Version, table: str, oldest_s: int) -> Iterator[Keys]:
 
 def expire(version: Version, table: str, keys: Keys, oldest_s: int) -> Keys:
     """Remove those of `keys` (ascending, distinct) that were still written before `oldest_s`. Returns them. StorageError."""
-    info, disk = version.info, _disk(version)
+    info, disk = version.info, version.disk
     with version.writing:
         times, state = np.zeros((len(keys), TIME_BYTES), np.uint8), np.zeros(len(keys), np.uint8)
         disk.get(info.times_ids[table], keys, times, state)
@@ -82,15 +81,10 @@ def forget(version: Version, table: str, keys: Keys) -> None:
     """Take what readers have put into the caches since out of them again, but for keys that a delta has revived."""
     with version.writing:
         state = np.zeros(len(keys), np.uint8)
-        _disk(version).get(version.info.times_ids[table], keys, np.zeros((len(keys), TIME_BYTES), np.uint8), state)
+        version.disk.get(version.info.times_ids[table], keys, np.zeros((len(keys), TIME_BYTES), np.uint8), state)
         _erase(version, table, keys[state == Tier.ABSENT])
 
 
 def _erase(version: Version, table: str, keys: Keys) -> None:
     rows = np.zeros((len(keys), version.specs[table].row_bytes), np.uint8)
     version.tables[table].update_caches(keys, rows, np.ones(len(keys), np.bool_))
-
-
-def _disk(version: Version) -> DiskTier:
-    assert isinstance(version.disk, DiskTier)  # else it has no times
-    return version.disk

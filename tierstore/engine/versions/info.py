@@ -194,11 +194,6 @@ class VersionInfo:
         """The partitions that it has, where it has not all of them."""
         return None if self.partitions is None or self.partitions.are_all else self.partitions
 
-    @property
-    def is_remote(self) -> bool:
-        """Whether its rows are in a cluster, where the nodes that serve it do not fold deltas into them."""
-        return self.base == "remote"
-
     def learn(self, disk: Records) -> None:
         """Take over what the records in its disk tier say. Corruption if they make no sense."""
         watermark = disk.watermark()

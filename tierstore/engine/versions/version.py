@@ -8,44 +8,34 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from tierstore.engine.cluster.base import RemoteBase
-from tierstore.engine.data import row_count as rowcount
 from tierstore.engine.data.budget import MemoryUser, deal
 from tierstore.engine.data.cascade import Cascade, LookupCounts
 from tierstore.engine.data.overlay import Overlay
-from tierstore.engine.versions.dense_files import finish_dense, stage_dense
 from tierstore.engine.versions.hot_keys import distinct_keys, load_keys, save_keys
-from tierstore.engine.versions.info import MIN_TABLE_BUDGET, VersionInfo, watermark_record
+from tierstore.engine.versions.info import MIN_TABLE_BUDGET, VersionInfo
+from tierstore.engine.versions.rows import VersionRows
 from tierstore.errors import Closed
-from tierstore.formats import colliding, files
 from tierstore.formats.colliding import CollidingKeys
 from tierstore.formats.keys import as_codes
-from tierstore.formats.row_times import as_rows
 from tierstore.predict.session import DenseSession
 from tierstore.tiers.background import yield_to_requests
 from tierstore.tiers.device.gpu import Gpu
-from tierstore.tiers.disk.reader_pool import ReaderPool
-from tierstore.tiers.disk.sealed import BASES
-from tierstore.tiers.disk.sst import write_sst
 from tierstore.tiers.disk.tier import DiskTier
 from tierstore.tiers.host.table import HostTable
 from tierstore.types import Keys
-
-BLOCK_CACHE_BYTES = 32 << 20  # of RocksDB's block cache for each open version: mostly index blocks
 
 
 class Version:
     """An open version of a model. `tables` are its cascades, by name."""
 
-    def __init__(self, info: VersionInfo, disk: DiskTier | RemoteBase, counts: Callable[[str], LookupCounts]) -> None:
-        self.info, self.disk = info, disk
-        self.remote = disk if isinstance(disk, RemoteBase) else None
+    def __init__(self, info: VersionInfo, rows: VersionRows, counts: Callable[[str], LookupCounts]) -> None:
+        """`counts` gives the model's counts for a table. Host tables come by `attach_host`."""
+        self.info, self.rows = info, rows
         self.number = info.number
         self.specs, self.features = info.specs, info.features
         self.tables = {
@@ -54,22 +44,18 @@ class Version:
                 info.tables[name]["id"],
                 np.asarray(info.tables[name]["default"], np.float32),
                 info.tables[name]["rows"],
-                disk,
+                rows,
                 counts(name),
-                self.remote,
                 info.own,
             )
             for name, spec in info.specs.items()
         }
-        if self.remote is not None:
-            for table in self.tables.values():
-                self.remote.keep(table.table_id, table.rows, table.spec.row_bytes)
         self.padding: dict[str, int] = {
             name: int(as_codes([feature.padding_key], info.specs[feature.table].key)[0])
             for name, feature in info.features.items()
             if feature.padding_key is not None
         }
-        info.learn(disk)
+        info.learn(rows)
         self.watermark = info.watermark
         self.writing = threading.Lock()  # held by what writes the disk tier, a fold or `expiry.py`
         # what the host tier may have, and by what it is dealt to the tables
@@ -80,25 +66,11 @@ class Version:
         self.unserved: str | None = None
         self.gpu: Gpu | None = None  # set once its device tables are attached
 
-    @classmethod
-    def open(
-        cls,
-        info: VersionInfo,
-        readers: ReaderPool,
-        counts: Callable[[str], LookupCounts],
-        remote: Callable[[VersionInfo], RemoteBase],
-    ) -> Version:
-        """Open the disk tier, or what `remote` gives; host tables come by `attach_host`. `counts` gives the model's counts for a table."""
-        disk: DiskTier | RemoteBase
-        if info.base == "remote":
-            disk = remote(info)
-        else:
-            disk = BASES[info.base].open(info.where.db, block_cache_bytes=BLOCK_CACHE_BYTES, reader=readers)
-        try:
-            return cls(info, disk, counts)
-        except BaseException:
-            disk.close()
-            raise
+    @property
+    def disk(self) -> DiskTier:
+        """Its files on this machine, for what reads or keeps them whole; a placement without files allows none of that."""
+        assert self.rows.disk is not None
+        return self.rows.disk
 
     @property
     def colliding(self) -> Mapping[str, CollidingKeys]:
@@ -214,10 +186,7 @@ class Version:
     def _fold(self, overlay: Overlay) -> None:
         for name in overlay.tables:
             self.tables[name].raise_floor(overlay.hi)
-        if isinstance(self.disk, RemoteBase):
-            self._trust_cluster(self.disk, overlay)
-        else:
-            self._fold_into(self.disk, overlay)
+        self.rows.fold(self.info, overlay)
         if overlay.dense is not None:
             self.info.has_dense, self.info.dense_digest = True, xxhash.xxh3_64_hexdigest(overlay.dense)
             self.predictor, self.unserved = overlay.predictor, None
@@ -227,53 +196,6 @@ class Version:
             yield_to_requests()
             self.tables[name].update_caches(rows.keys, rows.rows, rows.deleted)
         self.watermark = self.info.watermark = overlay.hi
-
-    def _trust_cluster(self, remote: RemoteBase, overlay: Overlay) -> None:
-        """The rows of an overlay are in the cluster: from now on it is an error if they are not."""
-        remote.trust(overlay.hi)
-        if overlay.dense is not None:
-            files.publish_bytes(self.info.where.dense, overlay.dense)
-        counts = {name: count._replace(exact=False) for name, count in self.info.counts.items()}
-        self.info.set_counts(counts, overlay.hi)
-
-    def _fold_into(self, disk: DiskTier, overlay: Overlay) -> None:
-        """One atomic step of the disk tier: rows, watermark, and which dense part holds."""
-        if overlay.dense is not None:
-            finish_dense(self.info.where, disk)  # a fold that failed may have had another name
-        counts = self.info.counts_with(overlay, disk)
-        yield_to_requests()
-        records = watermark_record(overlay.hi) | rowcount.record(overlay.hi, counts)
-        records |= stage_dense(self.info.where, overlay, self.disk)
-        now_colliding = {**self.colliding, **overlay.colliding}
-        if overlay.colliding:
-            records |= colliding.to_record(now_colliding)
-        files.make_dir(self.info.where.build)
-        rows = [(self.tables[name].table_id, t.keys, t.rows, t.deleted) for name, t in overlay.tables.items()]
-        times = [
-            (self.info.times_ids[name], t.keys, as_rows(t.times), t.deleted)
-            for name, t in overlay.tables.items()
-            if t.times is not None and name in self.info.times_ids
-        ]
-        sst = write_sst(
-            self.info.where.build / f"delta-{overlay.hi}.sst",
-            records=records,
-            tables=sorted([*rows, *times], key=itemgetter(0)),
-            delta=True,
-        )
-        yield_to_requests()
-        try:
-            disk.ingest([sst])
-        except BaseException:
-            sst.path.unlink(missing_ok=True)  # the next try may have another name
-            raise
-        self.info.colliding = now_colliding
-        self.info.set_counts(counts, overlay.hi)
-        if overlay.dense is not None:
-            files.rename(self.info.where.dense_to_come(overlay.hi), self.info.where.dense)
-
-    def may_fold(self, seq: int) -> bool:
-        """Whether deltas up to `seq` may go into the tiers: into a cluster another node may have to bring them first."""
-        return self.remote is None or seq <= self.remote.reached
 
     # memory
 
@@ -289,16 +211,15 @@ class Version:
         """Free all memory and close the files. No look-up may be running."""
         self.predictor = None
         self.drop_caches()
-        self.disk.close()
+        self.rows.close()
 
     def status(self, colliding: Mapping[str, CollidingKeys]) -> dict[str, Any]:
         """Per table: rows as of the folded watermark, keys that collide, where keys were answered, bytes a tier holds and may hold."""
         tables = {}
-        on_disk, remote = self.disk.bytes_on_disk(), self.remote
-        all_rows = sum(t.rows * t.spec.row_bytes for t in self.tables.values()) or 1
+        all_bytes = sum(t.rows * t.spec.row_bytes for t in self.tables.values()) or 1
         for name, table in self.tables.items():
             host, device = table.host, table.device
-            cached = {} if remote is None else remote.cache_stats(table.table_id)
+            table_bytes = table.rows * table.spec.row_bytes
             tables[name] = {
                 "key": table.spec.key.value,
                 "dim": table.spec.dim,
@@ -311,10 +232,7 @@ class Version:
                 "tier_bytes": {
                     "device": device.bytes_in_use if device else 0,
                     "host": host.bytes_in_use if host else 0,
-                    "disk": cached.get("bytes", 0)
-                    if remote
-                    else int(on_disk * table.rows * table.spec.row_bytes / all_rows),
-                    **({"remote": table.rows * table.spec.row_bytes} if remote else {}),
+                    **self.rows.tier_bytes(table.table_id, table_bytes, all_bytes),
                 },
                 "tier_budget_bytes": {
                     "device": device.allowed_bytes if device else 0,
@@ -323,6 +241,6 @@ class Version:
                 "host": host.stats() if host else {},
                 "cache": table.counts.insight.status(),
                 "device": device.stats() if device else {},
-                "ssd_cache": cached,
+                "ssd_cache": self.rows.cache_stats(table.table_id),
             }
         return tables

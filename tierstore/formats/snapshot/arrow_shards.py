@@ -33,7 +33,7 @@ _BUFFER_BYTES = 1 << 20  # of a column chunk of an object
 
 
 def _buffer_bytes(path: Location) -> int:
-    """Of a column chunk, how much is held; 0: it is read as a whole, which costs nothing where it is mapped."""
+    """Bytes of a column chunk that are held; 0: it is read as a whole, which costs nothing where it is mapped."""
     return _BUFFER_BYTES if isinstance(path, ObjectPath) else 0
 
 
@@ -60,7 +60,7 @@ def read_parquet(
 def read_arrow(
     path: Location, spec: TableSpec, batch_rows: int, with_vectors: bool, *, columns: Columns = (KEY, VECTOR, None)
 ) -> Iterator[Block]:
-    """The same for Arrow IPC, in the file format or the stream format, as its first bytes say."""
+    """Read a shard of Arrow IPC, in the file format or the stream format, as its first bytes say."""
     with _mapped(path) as source:
         is_file = source.read(len(_IPC_FILE_MAGIC)) == _IPC_FILE_MAGIC
         source.seek(0)

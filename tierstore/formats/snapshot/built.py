@@ -224,7 +224,7 @@ def _below(folder: str, entry: _File) -> _File:
 
 
 def _manifest_below(folder: str, manifest: Manifest) -> Manifest:
-    """With the names of side files as they are seen from above their folder."""
+    """A manifest with the names of side files as they are seen from above their folder."""
     document = manifest.to_document()
     if manifest.dense is not None:
         document["dense"] = {"path": f"{folder}/{manifest.dense.path}"}
@@ -280,11 +280,11 @@ class BuiltSnapshot(Snapshot):
                 )
 
     def identity(self) -> str:
-        """As Snapshot.identity."""
+        """What tells this built version from another, as `Snapshot.identity`."""
         return self.digest
 
     def warmup_keys(self, table: str) -> Keys | None:
-        """As Snapshot.warmup_keys; here they are codes already."""
+        """The warm-up keys of a table, as `Snapshot.warmup_keys`; here they are codes already."""
         name = self.manifest.warmup.get(table)
         if name is None:
             return None

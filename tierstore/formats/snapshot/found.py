@@ -13,8 +13,9 @@ from pathlib import Path
 import xxhash
 
 from tierstore.errors import SnapshotError
+from tierstore.formats.buckets import ObjectInfo
 from tierstore.formats.names import BUILT_MANIFEST, MAX_ORDINAL, SNAPSHOT_MANIFEST
-from tierstore.formats.objects import ObjectInfo, ObjectPath, entries, names_below, read_object, revision_of
+from tierstore.formats.objects import ObjectPath, entries, names_below, read_object, revision_of
 from tierstore.formats.regular import MAX_DOCUMENT_BYTES, read_regular
 from tierstore.types import NAME
 
@@ -32,7 +33,7 @@ class FoundSnapshot:
 
 
 class Finder:
-    """Those below one location. `problems` says of each folder that could not be read what is wrong with it."""
+    """Finds the snapshots below one location. `problems`: what is wrong with each folder that could not be read."""
 
     def __init__(self, location: Path | str) -> None:
         self.location = location if isinstance(location, Path) else location.rstrip("/")

@@ -22,10 +22,11 @@ import pyarrow as pa
 import xxhash
 
 from tierstore.errors import InvalidInput, MissingExtra, SnapshotError, StorageError
+from tierstore.formats.buckets import EXTRAS
 from tierstore.formats.columns import Malformed
 from tierstore.formats.keys import as_codes
 from tierstore.formats.names import BUILT_MANIFEST, SNAPSHOT_MANIFEST
-from tierstore.formats.objects import EXTRAS, Location, ObjectPath, is_inside, is_url, revision_of, size_of
+from tierstore.formats.objects import Location, ObjectPath, is_inside, is_url, revision_of, size_of
 from tierstore.formats.onnx_file import read_onnx
 from tierstore.formats.regular import open_regular
 from tierstore.formats.row_times import Times, seconds_of
@@ -105,7 +106,7 @@ def open_snapshot(source: str | Path) -> Snapshot:
 
 
 def snapshot_at(root: Location) -> Snapshot:
-    """The same for a place that is known."""
+    """Open the snapshot at a place that is known to hold one."""
     if not root.is_dir():
         raise SnapshotError(f"{root} is not a directory: expected a snapshot, a directory with {SNAPSHOT_MANIFEST}")
     inside(root, SNAPSHOT_MANIFEST)

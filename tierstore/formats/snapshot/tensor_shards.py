@@ -74,7 +74,7 @@ def read_npz(
 def read_safetensors(
     path: Location, spec: TableSpec, batch_rows: int, with_vectors: bool, *, time: str | None = None
 ) -> Iterator[Block]:
-    """The same for `.safetensors`."""
+    """Read a shard of `.safetensors`."""
     _refuse_strings(spec)
     tensors, names = safetensors_header(path), _names(time)
     for name in names:
@@ -89,7 +89,7 @@ def _names(time: str | None) -> list[str]:
 
 
 def read_hugectr(path: Location, spec: TableSpec, batch_rows: int, with_vectors: bool) -> Iterator[Block]:
-    """The same for a folder with the files `key` and `emb_vector`."""
+    """Read a shard of HugeCTR: a folder with the files `key` and `emb_vector`."""
     if spec.key is not KeyType.INT64:
         raise Malformed(f"expected {spec.key} keys, as the table has; a HugeCTR folder's are int64")
     for name in (HUGECTR_KEYS, HUGECTR_VECTORS):
@@ -229,7 +229,7 @@ def _refuse_strings(spec: TableSpec) -> None:
 
 
 def _blocks(tensors: Sequence[Tensor], spec: TableSpec, batch_rows: int, with_vectors: bool) -> Iterator[Block]:
-    """Of tensors of keys, of vectors, and of times, if there is a third."""
+    """Blocks of rows from the tensors of keys, of vectors, and of times, if there is a third."""
     keys, vectors, *times = tensors
     _check(keys, vectors, spec)
     for time in times:

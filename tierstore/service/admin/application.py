@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING, Any
 
 from tierstore.service.context import Service
-from tierstore.service.http.messages import Receive, Scope, Send
+from tierstore.service.http.messages import ERROR, Receive, Response, Scope
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -25,9 +26,25 @@ class AdminApplication:
             self._making = asyncio.create_task(asyncio.to_thread(self._make))
         return self._making
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive) -> Response:
         app = await asyncio.shield(self.begin())
-        await app(scope, receive, send)
+        status, fields, chunks = 0, {}, []
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                fields.update(message["headers"])
+            else:
+                chunks.append(message.get("body", b""))
+
+        try:
+            await app(scope, receive, send)
+        except Exception as error:
+            if scope.get(ERROR) is not error:  # else it has been answered
+                raise
+        fields.pop(b"content-length", None)
+        return Response(status, chunks, fields.pop(b"content-type", b""), [*fields.items()])
 
     def _make(self) -> FastAPI:
         from tierstore.service.admin.routes import make_app

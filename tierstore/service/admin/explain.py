@@ -14,7 +14,7 @@ from tierstore.service.http.messages import principal_of
 
 
 class ExplainRequest(Strict):
-    """Which keys."""
+    """The keys to explain."""
 
     feature: str
     keys: Annotated[
@@ -26,7 +26,7 @@ class ExplainRequest(Strict):
 
 
 def add_explain(app: FastAPI, service: Service) -> None:
-    """Add the request to the application."""
+    """Add the route that explains keys to the application."""
 
     @app.post("/admin/models/{model}/explain", tags=["models"])
     async def explain(model: ModelName, request: ExplainRequest, given: Request) -> dict[str, Any]:

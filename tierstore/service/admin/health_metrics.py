@@ -8,59 +8,46 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import InfoMetricFamily, Metric
 
 from tierstore import __version__
 from tierstore.engine.operations.problems import MODEL_KINDS, STORE_KINDS, Problem
 from tierstore.machine import memory_bytes
 from tierstore.service.context import SERVICE_KINDS, Service
+from tierstore.service.families import counters, gauge, gauges
 
 _PAGE_BYTES = resource.getpagesize()
 
 
 def problems(models: Iterable[str], found: Iterable[Problem]) -> Iterator[Metric]:
     """1 for each that there is, 0 for each that there could be."""
-    family = GaugeMetricFamily(
-        "tierstore_problem",
-        "1 while something of this kind is wrong; the status says what. docs/runbook.md has a part for each kind.",
-        labels=["model", "kind"],
-    )
     there = {(problem.model, problem.kind) for problem in found}
     possible = {("", kind) for kind in (*STORE_KINDS, *SERVICE_KINDS)}
     possible |= {(model, kind) for model in models for kind in (*MODEL_KINDS, "load_failed")}
-    for one in sorted(possible | there):
-        family.add_metric(one, float(one in there))
-    yield family
+    text = "1 while something of this kind is wrong; the status says what. docs/runbook.md has a part for each kind."
+    samples = [(one, float(one in there)) for one in sorted(possible | there)]
+    yield gauges("tierstore_problem", text, "model kind", samples)
 
 
 def ends(service: Service) -> Iterator[Metric]:
     """When credentials end, on the wall clock."""
-    family = GaugeMetricFamily(
-        "tierstore_credential_ends_timestamp_seconds",
-        "When the certificate of the service ends, and the next of its tokens.",
-        labels=["kind"],
-    )
-    if service.tls is not None and (end_s := service.tls.ends_s) is not None:
-        family.add_metric(["certificate"], end_s)
+    found = {}
+    if service.tls is not None:
+        found["certificate"] = service.tls.ends_s
     if (end := service.access.tokens.next_end) is not None:
-        family.add_metric(["token"], end.timestamp())
-    yield family
+        found["token"] = end.timestamp()
+    text = "When the certificate of the service ends, and the next of its tokens."
+    yield gauges("tierstore_credential_ends_timestamp_seconds", text, "kind", found)
 
 
 def disk(status: dict[str, Any]) -> Iterator[Metric]:
     """Of the file system of the data directory, and of the logs there."""
     room = status["disk"]
     if room["free"] is not None:
-        yield GaugeMetricFamily(
-            "tierstore_disk_free_bytes", "Bytes that are free for the data directory.", value=room["free"]
-        )
-    yield GaugeMetricFamily(
-        "tierstore_disk_reserve_bytes", "Bytes that are kept free; deltas are refused below.", value=room["reserve"]
-    )
-    entries = GaugeMetricFamily("tierstore_log_entries", "Deltas that the log holds.", labels=["model"])
-    for name, document in status["models"].items():
-        entries.add_metric([name], document["log"]["entries"])
-    yield entries
+        yield gauge("tierstore_disk_free_bytes", "Bytes that are free for the data directory.", room["free"])
+    yield gauge("tierstore_disk_reserve_bytes", "Bytes that are kept free; deltas are refused below.", room["reserve"])
+    entries = {model: document["log"]["entries"] for model, document in status["models"].items()}
+    yield gauges("tierstore_log_entries", "Deltas that the log holds.", "model", entries)
 
 
 def memory(status: dict[str, Any], service: Service) -> Iterator[Metric]:
@@ -82,18 +69,11 @@ def memory(status: dict[str, Any], service: Service) -> Iterator[Metric]:
         "dense_buffers": sum((document.get("dense") or {}).get("buffer_bytes", 0) for document in status["models"].values()),
         "requests": service.inflight.used_bytes + service.delta_bytes.used_bytes,
     }  # fmt: skip
-    resident = _resident_bytes()
-    family = GaugeMetricFamily(
-        "tierstore_memory_bytes",
-        "Bytes of memory by what they are for; `other` is what the process takes beside them.",
-        labels=["part"],
-    )
-    for part, value in (*parts.items(), ("other", max(0, resident - sum(parts.values())))):
-        family.add_metric([part], value)
-    yield family
-    yield GaugeMetricFamily(
-        "tierstore_memory_limit_bytes", "Bytes of memory that the machine or the container has.", value=memory_bytes()
-    )
+    parts["other"] = max(0, _resident_bytes() - sum(parts.values()))
+    text = "Bytes of memory by what they are for; `other` is what the process takes beside them."
+    yield gauges("tierstore_memory_bytes", text, "part", parts)
+    text = "Bytes of memory that the machine or the container has."
+    yield gauge("tierstore_memory_limit_bytes", text, memory_bytes())
 
 
 def releases() -> Iterator[Metric]:
@@ -103,12 +83,8 @@ def releases() -> Iterator[Metric]:
 
 def loads(service: Service) -> Iterator[Metric]:
     """How loads and exports ended."""
-    ended = CounterMetricFamily(
-        "tierstore_jobs_ended", "Loads and exports that have ended, by how.", labels=["kind", "state"]
-    )
-    for (kind, state), count in sorted(service.jobs.ended.copy().items()):
-        ended.add_metric([kind, state], count)
-    yield ended
+    ended = sorted(service.jobs.ended.copy().items())
+    yield counters("tierstore_jobs_ended", "Loads and exports that have ended, by how.", "kind state", ended)
 
 
 def _resident_bytes() -> int:

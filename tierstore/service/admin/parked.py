@@ -22,12 +22,12 @@ def add_parked(app: FastAPI, service: Service) -> None:
 
     @app.get("/admin/parked/{name}", tags=["parked"])
     async def parked_message(name: ParkedId) -> dict[str, Any]:
-        """One of them."""
+        """A parked message."""
         return dict(await service.admin_pool.run(store.parked_message, name))
 
     @app.get("/admin/parked/{name}/payload", tags=["parked"])
     async def parked_payload(name: ParkedId) -> Response:
-        """Its bytes, as they came."""
+        """The bytes of a parked message, as they came."""
         payload = await service.admin_pool.run(store.parked_payload, name)
         return Response(payload, media_type="application/octet-stream")
 

@@ -13,7 +13,7 @@ from tierstore.types import NAME
 
 
 class SampleRequest(BaseModel):
-    """Which rows, of which version."""
+    """The rows to sample, and their version."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -32,7 +32,7 @@ class SampleRequest(BaseModel):
 
 
 def add_samples(app: FastAPI, service: Service) -> None:
-    """Add the request to the application."""
+    """Add the route that samples rows to the application."""
 
     @app.post("/admin/models/{model}/sample", tags=["models"])
     async def sample_rows(

@@ -22,6 +22,7 @@ from tierstore.formats.names import MAX_ORDINAL
 from tierstore.service.admin.caches import add_caches
 from tierstore.service.admin.explain import add_explain
 from tierstore.service.admin.exports import JobStarted, ModelName, Strict, add_exports
+from tierstore.service.admin.log_level import add_log_level
 from tierstore.service.admin.metrics import CONTENT_TYPE, Exposition
 from tierstore.service.admin.pages import DOCS_POLICY, STATUS_PAGE, STATUS_POLICY, docs_page
 from tierstore.service.admin.parked import add_parked
@@ -30,14 +31,7 @@ from tierstore.service.admin.sources import check_still_there, resolve_source
 from tierstore.service.context import Service
 from tierstore.service.error_status import HttpError, retry_after
 from tierstore.service.http import messages
-from tierstore.service.http.messages import (
-    ERROR,
-    Disconnected,
-    principal_of,
-    problem,
-    problem_response,
-    read_body,
-)
+from tierstore.service.http.messages import ERROR, Disconnected, principal_of, problem, problem_response, read_body
 from tierstore.service.limits.worker_pool import Reservation, WorkerPool
 from tierstore.types import NAME
 
@@ -119,7 +113,7 @@ class ActiveVersion(BaseModel):
 
 
 def _theirs(answer: messages.Response) -> Response:
-    """A response of ours as FastAPI has them."""
+    """One of our responses as FastAPI's."""
     headers = {name.decode(): value.decode("latin-1") for name, value in answer.headers}
     return Response(b"".join(answer.chunks), answer.status, headers, answer.content_type.decode())
 
@@ -148,6 +142,7 @@ def make_app(service: Service) -> FastAPI:
     add_explain(app, service)
     add_parked(app, service)
     add_caches(app, service)
+    add_log_level(app, service)
     return app
 
 
@@ -243,7 +238,7 @@ def _add_deltas(app: FastAPI, service: Service) -> None:
         holding = Reservation(service.delta_bytes)
         headers = {name.lower(): value for name, value in request.scope["headers"]}
         try:
-            body = await read_body(request.receive, headers, service.settings.max_delta, holding)
+            body = await read_body(request.receive, headers, service.settings.max_delta, holding, "max_delta")
             service.rates.admit(principal_of(request.scope), model, len(body))
             result = await service.change(lambda: service.store.apply_delta(body, model=model), pool=service.admin_pool)
         except Overloaded as error:
@@ -369,6 +364,7 @@ def _service_state(service: Service) -> dict[str, Any]:
         "lookup_queue": {"used": service.lookup_pool.waiting, "total": service.lookup_pool.queue_limit},
         "inflight_bytes": {"used": service.inflight.used_bytes, "total": service.inflight.limit_bytes},
         "access": {"tokens": service.access.tokens.required, "tls": service.tls is not None},
+        "source_roots": [str(root) for root in service.settings.source_root],
         "watch": None,  # where there is none
         **{name: source.status() for name, source in service.sources.items()},
     }

@@ -58,7 +58,9 @@ def resolve_target(directory: str, root: Path | str | None, *, new: bool = True)
     Forbidden where there is no root, InvalidInput for another place, Conflict for a directory that exists where a `new` one is expected.
     """
     if root is None:
-        raise Forbidden("exports and backups over HTTP are written below export_root, which is not set")
+        raise Forbidden(
+            "exports and backups over HTTP are written below export_root, which is not set: start the service with TIERSTORE_EXPORT_ROOT, or export_root in tierstore.toml"
+        )
     if not directory or len(directory) > _LONGEST or "\0" in directory or "::" in directory:
         raise InvalidInput(f"directory: expected a path or a URL of 1 to {_LONGEST} characters, got {directory[:80]!r}")
     if isinstance(root, str):

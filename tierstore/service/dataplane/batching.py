@@ -15,11 +15,11 @@ from collections.abc import Hashable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from tierstore.config import Settings
 from tierstore.errors import Overloaded, TierstoreError
-from tierstore.service.dataplane.inference import DataPlane
+from tierstore.service.dataplane.inference import DataPlane, Inference
 from tierstore.service.dataplane.joining import (
     Joint,
     Part,
@@ -31,6 +31,7 @@ from tierstore.service.dataplane.joining import (
 )
 from tierstore.service.dataplane.plan import Request
 from tierstore.service.dataplane.plan_cache import PlanCache
+from tierstore.service.families import counter, gauge, histograms
 from tierstore.service.limits.shedding import Caller, Shed
 from tierstore.service.limits.worker_pool import WorkerPool
 from tierstore.service.stats import Histogram
@@ -46,8 +47,8 @@ class Member(Protocol):
     def prepare(self) -> tuple[Part, list[Any]]:
         """Read the request. Its part of the batch, and the arrays for its outputs."""
 
-    def complete(self, version: int, arrays: list[Any], lookup_ns: int, dense_ns: int) -> Any:
-        """The outcome, once the arrays are filled."""
+    def complete(self, arrays: list[Any], by: Inference) -> Any:
+        """The outcome, once the arrays are filled from those of an inference that has finished."""
 
     def answer(self) -> Any:
         """The outcome without the others."""
@@ -191,13 +192,12 @@ class Batcher:
                 arrays = [np.empty(spec.shape, spec.dtype) for spec in specs]
                 inference.begin(joined_elements(parts), arrays)
                 inference.finish()
-                version, spent = inference.version, (inference.lookup_ns, inference.dense_ns)
         except TierstoreError:
             return False
         split_outputs(arrays, parts, [own for *_, own in ready])
         for i, _, own in ready:
             try:
-                outcomes[i] = batch.members[i].complete(version, own, *spent)
+                outcomes[i] = batch.members[i].complete(own, inference)
             except Exception as error:  # noqa: BLE001
                 outcomes[i] = error
         self.count(len(parts), batch.items)
@@ -215,26 +215,14 @@ class Batcher:
             self._apart += requests
 
     def families(self) -> Iterator[Metric]:
-        """For Prometheus."""
+        """The metrics of this part, for Prometheus."""
         with self._lock:
-            stats = [
-                ("requests", "Predict requests of a batch.", self._counts.buckets(), self._counts.total),
-                ("items", "Items of a batch.", self._sizes.buckets(), self._sizes.total),
-            ]
-            apart = self._apart
-        for name, text, buckets, total in stats:
-            family = HistogramMetricFamily(f"tierstore_batch_{name}", text)
-            family.add_metric([], buckets, total)
-            yield family
-        yield CounterMetricFamily(
-            "tierstore_batch_apart", "Requests of batches that could not be run as one.", value=apart
-        )
-        yield GaugeMetricFamily(
-            "tierstore_batch_waiting", "Predict requests in batches that are not answered yet.", value=self.waiting
-        )
-        yield GaugeMetricFamily(
-            "tierstore_batch_waiting_limit", "Predict requests that may be in batches.", value=self.waiting_limit
-        )
+            requests = histograms("tierstore_batch_requests", "Predict requests of a batch.", "", [((), self._counts)])
+            items = histograms("tierstore_batch_items", "Items of a batch.", "", [((), self._sizes)])
+        yield from (requests, items)
+        yield counter("tierstore_batch_apart", "Requests of batches that could not be run as one.", self._apart)
+        yield gauge("tierstore_batch_waiting", "Predict requests in batches that are not answered yet.", self.waiting)
+        yield gauge("tierstore_batch_waiting_limit", "Predict requests that may be in batches.", self.waiting_limit)
 
 
 def _deliver(batch: _Batch, done: asyncio.Future[list[Any]]) -> None:

@@ -12,7 +12,7 @@ from tierstore.types import KeyType
 
 
 class Datatype(NamedTuple):
-    """One datatype."""
+    """A datatype of the protocols."""
 
     name: str  # in the Open Inference Protocol
     contents: str | None  # the field of its InferTensorContents that holds elements one by one, over gRPC

@@ -50,7 +50,8 @@ AnyRequest: TypeAlias = Request | memoryview | Callable[[View], Request]
 class Inference:
     """One request in progress: it holds a view from `DataPlane.open` to `close`. One thread at a time.
 
-    `lookup_ns` and `dense_ns` are the nanoseconds spent so far in look-ups and in the dense part.
+    `lookup_ns` and `dense_ns` are the nanoseconds spent so far in look-ups and in the dense part; `disk_ns`, of `lookup_ns`, those in which
+    rows that memory lacked were read.
     """
 
     __slots__ = (
@@ -65,6 +66,7 @@ class Inference:
         "arrays",
         "codes",
         "dense_ns",
+        "disk_ns",
         "lookup_ns",
         "plan",
         "raw",
@@ -79,12 +81,11 @@ class Inference:
         self._slot: Slot | None = None
         self._gathered: RowsLookup | None = None  # of the calls that are `gathered`
         self._dense_inputs: dict[str, npt.NDArray[Any]] = {}
-        self.lookup_ns = self.dense_ns = 0
+        self.lookup_ns = self.dense_ns = self.disk_ns = 0
         self.arrays: list[Any] = []
         self.raw: Elements = None  # the keys of a raw body
-        self.codes: npt.NDArray[np.int64] | None = (
-            None  # of the plan's `joined` inputs, set before `begin`, in place of their elements
-        )
+        # of the plan's `joined` inputs, set before `begin`, in place of their elements
+        self.codes: npt.NDArray[np.int64] | None = None
         self._view: View = lease.__enter__()
         try:
             if isinstance(request, memoryview):
@@ -218,7 +219,9 @@ class Inference:
     def finish(self) -> None:
         """Read the pending rows from disk, run the dense part, and complete the arrays."""
         began_ns = time.perf_counter_ns()
+        reads = any(lookup.pending for _, lookup in self._lookups)
         if self._gathered is not None:
+            reads = reads or self._gathered.pending
             self._gathered.finish()
         for call, lookup in self._lookups:
             rows = lookup.finish()
@@ -233,6 +236,8 @@ class Inference:
                     out[...] = self._target(call)[0].reshape(out.shape)
         looked_up_ns = time.perf_counter_ns()
         self.lookup_ns += looked_up_ns - began_ns
+        if reads:
+            self.disk_ns += looked_up_ns - began_ns
         dense, session, slot = self.plan.dense, self._view.predictor, self._slot
         if dense is not None:
             assert session is not None
@@ -290,12 +295,7 @@ class DataPlane:
         return active is not None and active.predictor is not None
 
     def open(
-        self,
-        model: str,
-        version: int | str | None,
-        request: AnyRequest,
-        *,
-        route: bytes | str | None = None,
+        self, model: str, version: int | str | None, request: AnyRequest, *, route: bytes | str | None = None
     ) -> Inference:
         """Begin a request: acquire its view, which `Inference.close` releases, and plan it.
 

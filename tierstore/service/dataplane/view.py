@@ -80,6 +80,8 @@ class Gathering(Protocol):
 class RowsLookup(Protocol):
     """What the data plane needs of a look-up whose rows go where its caller said."""
 
+    @property
+    def pending(self) -> bool: ...
     def finish(self) -> None: ...
 
 

@@ -1,4 +1,4 @@
-"""The base of the data plane's ASGI applications: one request from its headers to its response, counted once.
+"""The base of the data plane's applications: one request from its headers to its response, counted once.
 
 Event loop only. Keeps no state of a request.
 """
@@ -26,7 +26,6 @@ from tierstore.service.http.messages import (
     Receive,
     Response,
     Scope,
-    Send,
     caller_of,
     error_response,
     read_body,
@@ -42,11 +41,11 @@ class HttpMessage(Message[Response], Protocol):
     """A look-up over HTTP, whose path says the model."""
 
     def receive(self, body: memoryview, caller: Caller) -> None:
-        """Its body is complete."""
+        """Take the body, which is complete."""
 
 
 class ProtocolApplication:
-    """The ASGI application of one protocol; a subclass says how requests are answered. Event loop only."""
+    """The application of one protocol; a subclass says how requests are answered. Event loop only."""
 
     PROTOCOL: str  # its label in the metrics
 
@@ -110,7 +109,7 @@ class ProtocolApplication:
 
         return answered
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive) -> Response | None:
         started: tuple[Exchange[Response], Reservation, PendingResponse] | None = scope.get(_STARTED)
         if started is None:
             began_ns = scope.get(ARRIVED) or time.perf_counter_ns()
@@ -119,19 +118,18 @@ class ProtocolApplication:
             exchange, holding, pending = started
             began_ns = exchange.caller.arrived_ns
         try:
-            try:
-                if started is not None:
-                    response = await self._await(exchange, pending)
-                else:
-                    response = await self._answer(scope, receive, holding, began_ns)
-            except (Disconnected, Gone):
-                return
-            except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
-                response = self._refused(error, scope)
-            await response.send(send)
+            if started is not None:
+                response = await self._await(exchange, pending)
+            else:
+                response = await self._answer(scope, receive, holding, began_ns)
+        except (Disconnected, Gone):
+            return None
+        except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
+            response = self._refused(error, scope)
         finally:
             holding.release()
         self._count(response, began_ns)
+        return response
 
     async def _answer(self, scope: Scope, receive: Receive, holding: Reservation, began_ns: int) -> Response:
         # of a header that comes twice the last counts; Host and Origin were checked before
@@ -140,7 +138,7 @@ class ProtocolApplication:
         if message is None:
             return await self._document(scope, headers, receive, holding)
         caller = caller_of(scope, headers, began_ns)
-        body = await read_body(receive, headers, self._service.settings.max_request, holding)
+        body = await read_body(receive, headers, self._service.settings.max_request, holding, "max_request")
         exchange = self._exchange(scope, message, body, caller, headers)
         response = exchange.begin(failed=scope.get(FAILED))
         if response is not None:

@@ -1,86 +1,46 @@
-"""uvicorn's HTTP/1.1 protocol with limits, and with responses that are sent in one piece.
+"""A connection over HTTP/1.1 that Python serves: llhttp parses its requests, the application answers them.
 
-It serves connections that reactors hand off, because they do not know a request. A connection goes back to them once it is
-answered and nothing more has come. Event loop only; an object for each connection. `tests/service/test_uvicorn.py` names
-the private parts of uvicorn that this relies on.
+Reactors hand connections off because they do not know a request; one goes back to them once it is answered and nothing more has
+come. Until reactors run, and at the listener of admin requests, all connections are served here. Event loop only; an object
+for each connection.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import re
+from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import httptools
 
-from tierstore import kernels
-from tierstore.service.addresses import is_on_host
-from tierstore.service.http.connection_limit import REFUSED_S, ConnectionLimit
+from tierstore.service.addresses import is_on_host, peer_of
+from tierstore.service.http.connection_limit import ConnectionLimit
 from tierstore.service.http.deadlines import Deadlines
-from tierstore.service.http.frames import PREFACE, FrameSession
-from tierstore.service.http.messages import CONNECTION, PEER, UNNAMED, Peer
+from tierstore.service.http.messages import CONNECTION, PEER, Peer, response_head, scope_of
+from tierstore.service.http.request import TEXT, App, Request
 from tierstore.service.http.tls_transport import SESSION
-from tierstore.service.limits.silent import host_of
 from tierstore.service.openssl import Session
 
 Back: TypeAlias = Callable[[], Callable[[int, Session | None], None] | None]
 HEAD_BYTES = 64 << 10
 PIPELINED = 64  # requests that a client may send ahead of their answers
+_UNREAD_BYTES = 64 << 10  # of a body, that the application has not taken: no more is read then
 _HEALTH = {"/v2/health/live", "/v2/health/ready"}
-_UPGRADE = re.compile(rb"(?i)\r\nupgrade:")
-_PARTIAL_UPGRADE = re.compile(rb"(?i)\r\nu(p(g(r(a(de?)?)?)?)?)?\Z")
+_FRAMING = (b"content-length", b"transfer-encoding")  # where a body ends
 
 
-class _JoiningTransport:
-    """Holds back a response's head until the next write: one system call and one packet instead of two.
+class Server(Protocol):
+    """What connections have in common."""
 
-    The head is sent with the next write, when the response is complete (`flush`), or when the connection is closed.
-    """
-
-    __slots__ = ("_head", "_transport")
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._head: bytes | None = None
-
-    def write(self, data: bytes | memoryview) -> None:
-        if self._transport.is_closing():  # because of bytes behind the request that is answered
-            self._head = None
-        elif self._head is not None:
-            head, self._head = self._head, None
-            self._transport.writelines((head, data))
-        elif (
-            type(data) is bytes and data.startswith(b"HTTP/1.1 ") and data[9:10] != b"1"
-        ):  # 1xx: the client waits for it
-            self._head = data
-        else:
-            self._transport.write(data)
-
-    def writelines(self, pieces: list[bytes | memoryview]) -> None:
-        self.flush()
-        self._transport.writelines(pieces)
-
-    def flush(self) -> None:
-        if self._head is not None:
-            head, self._head = self._head, None
-            if not self._transport.is_closing():
-                self._transport.write(head)
-
-    def close(self) -> None:
-        self.flush()
-        self._transport.close()
-
-    def is_closing(self) -> bool:
-        return self._transport.is_closing()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
+    app: App
+    connections: set[HttpConnection]
+    tasks: set[asyncio.Task[Any]]
 
 
-class BoundedHttpProtocol(HttpToolsProtocol):
-    """A connection, counted by `limit` if there is one.
+class HttpConnection(asyncio.Protocol):
+    """A connection, counted by `limit`.
 
     Closes a connection whose request line and headers exceed HEAD_BYTES, finished or not; or the trailers of whose chunked body
     do (they are read and dropped, as RFC 9110, 6.5.1, allows); that sends more than PIPELINED requests ahead; or that sends
@@ -88,146 +48,141 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     are dropped (RFC 9112, 9.6).
 
     `first` are bytes that came before; `back` returns what gets the descriptor of a connection that goes back, and its TLS, or None.
-    `admin`: it is one of the listener of admin requests. One that begins as HTTP/2 is served
-    as `limit.http2` has it.
+    `admin`: it is one of the listener of admin requests.
     """
+
+    transport: asyncio.Transport
+    _deadlines: Deadlines
 
     def __init__(
         self,
-        *args: Any,
-        limit: ConnectionLimit | None = None,
+        server: Server,
+        limit: ConnectionLimit,
+        *,
         first: bytes = b"",
         refused: bool = False,
         back: Back | None = None,
         admin: bool = False,
-        **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
-        self._http2 = None if limit is None or refused else limit.http2
-        self._frames: FrameSession | None = None
-        self._first_bytes: bytes | None = None if self._http2 is None else b""  # None: it has begun as HTTP/1.1
-        self._admin, self._peer = admin, UNNAMED
-        self._limit, self._first, self._refused, self._back = limit, first, refused, back
-        self._served: bool | None = None
-        self._running: Any = None  # the request that is being answered: the first of those that were sent ahead
+        self._server, self._limit, self._app = server, limit, server.app
+        self._first, self._refused, self._back, self._admin = first, refused, back, admin
+        self._parser = httptools.HttpRequestParser(self)
+        self._requests: deque[Request] = deque()  # not answered; the first has begun, others were sent ahead
+        self._newest: Request | None = None  # whose head has come last
         self._lost = False
+        self._served: bool | None = None  # False: it is refused
+        self.writable = asyncio.Event()
+        self.writable.set()
+        # of the request that is coming
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._in_head, self._in_request = True, False
         self._head_bytes = 0
-        self._held = b""  # of a head: it may be the beginning of `Upgrade`
-        self._before = b""  # the last bytes that the parser got
         self._beside_bytes = 0  # of a chunked body, since its last data: sizes, trailers
-        self._in_head = True
-        self._in_request = False  # the parser may hold some bytes of a head
-        self._patience_s = float(self.timeout_keep_alive)
-        self._deadlines: Deadlines | None = None
+        self._skips_head = False  # as it has been read before
 
     def is_lost(self) -> bool:
         """Whether the client has gone. Any thread."""
         return self._lost
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(_JoiningTransport(transport))  # type: ignore[arg-type]
-        self._session: Session | None = transport.get_extra_info(SESSION)
-        names = () if self._session is None else self._session.names
+        self.transport = transport
+        self._server.connections.add(self)
         sock = transport.get_extra_info("socket")
-        self._peer, self._host = Peer(self._admin, names, is_on_host(sock)), host_of(sock)
-        if self._limit is not None:
-            self._served = self._limit.acquire(refused=self._refused)
-            if self._served is None:
-                transport.abort()
-                return
-            if not self._served:
-                self.app, self._patience_s = self._limit.app, REFUSED_S
-            self._deadlines = self._limit.deadlines(transport, refused=not self._served)
-        self._be_patient()
+        self._session: Session | None = transport.get_extra_info(SESSION)
+        self.client = peer_of(sock)
+        self._host = "" if self.client is None else self.client[0]
+        self._peer = Peer(self._admin, () if self._session is None else self._session.names, is_on_host(sock))
+        self._deadlines = self._limit.deadlines(transport, refused=self._refused)
+        self._served = self._limit.acquire(refused=self._refused)
+        if self._served is None:
+            transport.abort()
+            return
+        if not self._served:
+            self._app = self._limit.app
         first, self._first = self._first, b""
         if first:
             self.data_received(first)
 
-    def eof_received(self) -> bool | None:  # type: ignore[override]
+    def eof_received(self) -> bool | None:
         """A client that has sent a whole request and then ends only its own side is still answered."""
-        if (
-            self._frames is not None
-            or self.cycle is None
-            or self.cycle.response_complete
-            or not self._in_head
-            or self.pipeline
-        ):
+        if len(self._requests) != 1 or not self._in_head or self._session is not None:  # TLS ends for both sides
             return None
-        if self.scheme == "https":  # TLS ends for both sides
-            return None
-        self.cycle.keep_alive = False
+        self._requests[0].keeps = False
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
-        if self._frames is not None:
-            self._frames.close()
-        if self._deadlines is not None:
-            self._deadlines.close()
-        if self._running is not None and not self._running.response_complete:  # else uvicorn logs a defect
-            self._running.disconnected = True
-            self._running.message_event.set()
-        self._unset_keepalive_if_required()
-        super().connection_lost(exc)
-        if self._limit is not None and self._served is not None:
+        self._server.connections.discard(self)
+        self.writable.set()
+        for request in self._requests:
+            request.heard.set()
+        self._deadlines.close()
+        if self._served is not None:
             self._limit.heads.discard(self._host, self.transport)
             self._limit.release(self._served)
             self._served = None
 
-    def on_response_complete(self) -> None:
-        self.transport.flush()  # type: ignore[attr-defined]
-        keeps = self.cycle.keep_alive
-        self._running = self.pipeline[-1][0] if self.pipeline else self.cycle
-        super().on_response_complete()
-        if keeps and self._is_idle():
-            self._go_back()
-
-    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        """Answer a request, when it is its turn."""
-        begin = super()._start_asgi_task
-        if self._limit is None:
-            begin(cycle, app)
-            return
-        sent_ahead = cycle is self._running
-        self._limit.turns.put(
-            lambda: None if self._lost else begin(cycle, app),
-            health=not sent_ahead and cycle.scope["path"] in _HEALTH,
-        )
-
     def pause_writing(self) -> None:
-        super().pause_writing()
-        if self._frames is not None:
-            self._frames.pause_writing()
-        if self._deadlines is not None:
-            self._deadlines.wait_for_client()
+        self.writable.clear()
+        self._deadlines.wait_for_client()
 
     def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._frames is not None:
-            self._frames.resume_writing()
-        if self._deadlines is not None:
-            self._deadlines.all_sent()
+        self.writable.set()
+        self._deadlines.all_sent()
+
+    def read_on(self) -> None:
+        if not self.transport.is_reading() and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def _pause_reading(self) -> None:
+        if self.transport.is_reading():
+            self.transport.pause_reading()
 
     def shutdown(self) -> None:
-        if self._frames is not None:
-            self._frames.go_away()
+        """The service ends: close the connection, after the answer to the request that has begun."""
+        if not self._requests:
+            self.transport.close()
             return
-        super().shutdown()
-        if self._running is not None:  # those that were sent ahead have not begun
-            self._running.keep_alive = False
-        if self._deadlines is not None:
-            self._deadlines.finish()
+        self._requests[0].keeps = self._requests[-1].keeps = False
+        self._deadlines.finish()
+
+    # --- requests
+
+    def _begin(self, request: Request, *, sent_ahead: bool) -> None:
+        """Run a request, when it is its turn."""
+
+        def run() -> None:
+            if not self._lost:
+                task = asyncio.get_running_loop().create_task(request.run(self._app))
+                self._server.tasks.add(task)
+                task.add_done_callback(self._server.tasks.discard)
+
+        self._limit.turns.put(run, health=not sent_ahead and request.scope["path"] in _HEALTH)
+
+    def answered(self, request: Request) -> None:
+        """The response to the first request is complete."""
+        self._requests.popleft()
+        if not request.keeps:
+            self.transport.close()
+            return
+        self.read_on()
+        if self._requests:
+            self._begin(self._requests[0], sent_ahead=True)
+            return
+        self._deadlines.expect_bytes()
+        if self._is_idle():
+            self._go_back()
 
     def _is_idle(self) -> bool:
         """Whether nothing is pending: no request, and no byte of a request or a response."""
         return (
             self._served is True
-            and not self.pipeline
+            and not self._requests
             and not self._in_request
             and not self._head_bytes
             and not self.transport.is_closing()
             and not self.transport.get_write_buffer_size()
-            and self.cycle.response_complete
         )
 
     def _go_back(self) -> None:
@@ -235,147 +190,126 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         give_back = None if self._back is None else self._back()
         if give_back is None:
             return
-        self.transport.pause_reading()
+        self._pause_reading()
         fd = os.dup(self.transport.get_extra_info("socket").fileno())
         self._served = None  # the reactors count it from here on
-        self._unset_keepalive_if_required()
         if self._session is None:
             self.transport.abort()
             give_back(fd, None)
         else:
             give_back(fd, self.transport.hand_over(fd))  # type: ignore[attr-defined]
 
+    # --- what comes
+
     def _has_last(self) -> bool:
         """Whether the request that ends the connection has come."""
-        return self.cycle is not None and not self._in_request and not self.cycle.keep_alive
+        return self._newest is not None and not self._in_request and not self._newest.keeps
 
     def data_received(self, data: bytes) -> None:
-        if self._frames is not None:
-            self._frames.feed(data)
-            return
-        if self._first_bytes is not None:
-            data = self._first_bytes = self._first_bytes + data
-            if PREFACE.startswith(data[: len(PREFACE)]):
-                if len(data) >= len(PREFACE):
-                    self._begin_http2(data[len(PREFACE) :])
-                return
-            self._first_bytes = None
         if self._has_last():
             return
         # Only while a head is open: bytes of a body do not count, and one read holds at most one read's worth too much.
-        if not self._in_head:
-            self._beside_bytes += len(data)
-        else:
+        if self._in_head:
             self._expect_head()
             self._head_bytes += len(data)
-            data = self._without_upgrade(data)
-        self._before = (self._before + data[-3:])[-3:]
-        super().data_received(data)
-        if self._has_last():
+        else:
+            self._beside_bytes += len(data)
+        self._parse(data)
+        if self._has_last() or self.transport.is_closing():
             return
-        if not self.transport.is_closing():
-            if self._in_head:
-                if self._head_bytes > HEAD_BYTES:
-                    self.send_400_response("Request head too large.")
-            elif self._beside_bytes > HEAD_BYTES:
-                self.transport.abort()  # even if part of a response was sent
-        if (self._head_bytes or not self._in_head) and self.timeout_keep_alive_task is None:
-            self._be_patient()  # the next bytes of a request may take no longer than an idle connection is kept
+        if self._in_head and self._head_bytes > HEAD_BYTES:
+            self._refuse(b"Request head too large.")
+        elif not self._in_head and self._beside_bytes > HEAD_BYTES:
+            self.transport.abort()  # even if part of a response was sent
+        elif self._head_bytes or not self._in_head:
+            self._deadlines.expect_bytes()
 
-    def _begin_http2(self, data: bytes) -> None:
-        if not kernels.is_complete():  # they are being compiled: a client tries again
-            self.transport.abort()
-            return
-        assert self._http2 is not None
-        self._frames = FrameSession(self._http2, self.transport, self._peer.names, admin=self._admin)
-        self._frames.feed(data)
-        self._be_patient()
+    def _parse(self, data: bytes) -> None:
+        while data:
+            try:
+                self._parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                data = data[upgrade.args[0] :]
+                self._ignore_upgrade()
+            except httptools.HttpParserError:
+                self._refuse(b"Invalid HTTP request received.")
+                return
 
-    def _without_upgrade(self, data: bytes) -> bytes:
-        """Bytes of a head without its `Upgrade`, such as the one to HTTP/2 that Java's client sends by default.
+    def _ignore_upgrade(self) -> None:
+        """Go on with the body of a request whose head has an `Upgrade`, such as the one to HTTP/2 that Java's client sends by default.
 
-        A server may ignore it (RFC 9110, 7.8); the parser would read the body in that protocol. Bytes that may be the beginning of
-        `Upgrade` are held back until more come.
+        A server may ignore it (RFC 9110, 7.8); this parser has ended, as it takes what follows for that protocol.
         """
-        before, data, self._held = self._before, self._held + data, b""
-        text = before + data
-        end = text.find(b"\r\n\r\n")
-        if (upgrade := _UPGRADE.search(text, 0, len(text) if end < 0 else end)) is not None:
-            if (at := upgrade.start() + 2 - len(before)) >= 0:
-                data = b"x-".join((data[:at], data[at:]))
-        elif (
-            end < 0
-            and (partial := _PARTIAL_UPGRADE.search(text)) is not None
-            and (at := partial.start() + 2 - len(before)) >= 0
-        ):
-            data, self._held = data[:at], data[at:]
-        return data
+        framing = b"".join(b"%s: %s\r\n" % field for field in self._headers if field[0] in _FRAMING)
+        self._parser, self._skips_head = httptools.HttpRequestParser(self), True
+        self._parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n" % framing)
+        self._skips_head = False
 
-    def send_400_response(self, msg: str) -> None:
-        if not self._has_last():
-            super().send_400_response(msg)
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """An `Upgrade` behind another request: the parser would read the body as the next request."""
+    def _refuse(self, text: bytes) -> None:
+        """Answer what cannot be parsed, and close the connection."""
+        if self._has_last() or self.transport.is_closing():
+            return
+        head = response_head(400, [(b"content-type", TEXT), (b"content-length", b"%d" % len(text))], closes=True)
+        self.transport.write(head + text)
         self.transport.close()
 
-    def _be_patient(self) -> None:
-        if not self.transport.is_closing():
-            self.timeout_keep_alive_task = self.loop.call_later(self._patience_s, self._silent)
+    def _expect_head(self) -> None:
+        self._deadlines.expect_head()
+        if self._served and not self._requests:
+            self._limit.heads.add(self._host, self.transport)
 
-    def _silent(self) -> None:
-        """Nothing came for the idle time."""
-        if self._frames is not None:
-            if self._frames.idle:
-                self._frames.go_away()
-            self._be_patient()
-        elif self.flow.read_paused:  # this side does not read
-            self._be_patient()
-        else:
-            self.timeout_keep_alive_handler()
+    # --- for the parser
 
     def on_message_begin(self) -> None:
+        if self._skips_head:
+            return
         if self._has_last():
             raise BufferError("the request before ends the connection")
-        if len(self.pipeline) >= PIPELINED:
+        if len(self._requests) > PIPELINED:
             self.transport.abort()
             raise BufferError(f"more than {PIPELINED} requests were sent ahead of their answers")
-        super().on_message_begin()
-        self._in_request = True
+        self._url, self._headers = b"", []
+        self._in_head = self._in_request = True
         self._expect_head()
-        self.scope[CONNECTION] = self  # type: ignore[literal-required]
-        self.scope[PEER] = self._peer  # type: ignore[literal-required]
-        self._in_head = True
 
-    def _expect_head(self) -> None:
-        if self._deadlines is not None:
-            self._deadlines.expect_head()
-        if self._limit is not None and self._served and (self.cycle is None or self.cycle.response_complete):
-            self._limit.heads.add(self._host, self.transport)
+    def on_url(self, url: bytes) -> None:
+        self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:  # a trailer would pass for a header, after those were checked
-            super().on_header(name, value)
+            self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        super().on_headers_complete()
-        if not self.pipeline:
-            self._running = self.cycle
-        if self._limit is not None and self._limit.draining:
-            self.cycle.keep_alive = False
-        if self._deadlines is not None:
-            self._deadlines.expect_body()
-        if self._limit is not None:
-            self._limit.heads.discard(self._host, self.transport)
+        if self._skips_head:
+            return
+        parser, url = self._parser, httptools.parse_url(self._url)
+        version = parser.get_http_version()
+        scope = scope_of(version, parser.get_method(), url.path, url.query or b"", self._headers)
+        scope["scheme"], scope["client"] = "http" if self._session is None else "https", self.client
+        scope[CONNECTION], scope[PEER] = self, self._peer
+        keeps = version != "1.0" and parser.should_keep_alive() and not self._limit.draining
+        request = self._newest = Request(self, scope, keeps=keeps)
+        self._requests.append(request)
+        if len(self._requests) == 1:
+            self._begin(request, sent_ahead=False)
+        else:
+            self._pause_reading()
+        self._deadlines.expect_body()
+        self._limit.heads.discard(self._host, self.transport)
         self._in_head = False
         self._head_bytes = self._beside_bytes = 0
 
     def on_body(self, body: bytes) -> None:
         self._beside_bytes = 0
-        super().on_body(body)
+        if self._newest is not None and self._newest.add(body) > _UNREAD_BYTES:
+            self._pause_reading()
 
     def on_message_complete(self) -> None:
-        super().on_message_complete()
+        if self._parser.should_upgrade():  # its body is to come, see `_ignore_upgrade`
+            return
+        assert self._newest is not None
+        self._newest.has_come = True
+        self._newest.heard.set()
         self._in_head, self._in_request = True, False
-        if self._deadlines is not None:
-            self._deadlines.arrived()
+        self._deadlines.arrived()

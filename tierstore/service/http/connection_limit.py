@@ -7,16 +7,17 @@ then. Of those there are `REFUSED_AT_ONCE` at a time; further ones are closed at
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from tierstore.errors import Overloaded
 from tierstore.service.context import Service
+from tierstore.service.families import counter, gauge
 from tierstore.service.http.deadlines import Deadlines
-from tierstore.service.http.frames import Http2
-from tierstore.service.http.messages import Receive, Scope, Send, error_for_path
+from tierstore.service.http.messages import CLOSE, Receive, Response, Scope, error_for_path
 from tierstore.service.http.middleware import RequestLogging
 from tierstore.service.http.turns import Turns
 from tierstore.service.limits.silent import Silent
@@ -49,7 +50,7 @@ class Count:
 
 
 class ConnectionLimit:
-    """Counts connections; also the ASGI application of those that are refused."""
+    """Counts connections; also the application of those that are refused."""
 
     def __init__(self, service: Service, limit: int, served: Served) -> None:
         """`served` has counted a connection, or refused it, before it comes here."""
@@ -58,8 +59,7 @@ class ConnectionLimit:
         self.made_room = 0  # silent ones, for others
         self.heads: Silent[asyncio.Transport] = Silent()  # of connections on which nothing but a head has begun
         self.turns = Turns()
-        self.http2: Http2 | None = None  # how its connections are served that begin as HTTP/2
-        self.app = RequestLogging(self, service.request_log)
+        self.app = RequestLogging(self, service.request_log, service.proxies)
 
     @property
     def open(self) -> int:
@@ -72,8 +72,10 @@ class ConnectionLimit:
 
     def deadlines(self, transport: asyncio.Transport, *, refused: bool) -> Deadlines:
         """Those of a connection; a refused one has less time."""
-        arrival_s = self._service.settings.arrival_timeout_s
-        return Deadlines(transport, self._service.inflight, min(arrival_s, REFUSED_S) if refused else arrival_s)
+        settings, inflight, most_s = self._service.settings, self._service.inflight, REFUSED_S if refused else math.inf
+        return Deadlines(
+            transport, inflight, min(settings.arrival_timeout_s, most_s), min(settings.idle_timeout_s, most_s)
+        )
 
     def acquire(self, *, refused: bool = False) -> bool | None:
         """Whether a new connection is served; None: close it at once. `release` follows unless None."""
@@ -110,28 +112,23 @@ class ConnectionLimit:
             self.refused -= 1
 
     def families(self) -> Iterator[Metric]:
-        """For Prometheus."""
-        yield GaugeMetricFamily("tierstore_connections", "HTTP connections that are open.", value=self.open)
-        yield CounterMetricFamily(
-            "tierstore_connections_made_room", "Silent connections that were ended for others.", value=self.made_room
-        )
-        yield GaugeMetricFamily("tierstore_connections_limit", "HTTP connections that may be open.", value=self.limit)
+        """The metrics of this part, for Prometheus."""
+        yield gauge("tierstore_connections", "HTTP connections that are open.", self.open)
+        text = "Silent connections that were ended for others."
+        yield counter("tierstore_connections_made_room", text, self.made_room)
+        yield gauge("tierstore_connections_limit", "HTTP connections that may be open.", self.limit)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive) -> Response:
         error = Overloaded(
             f"{self.limit} connections are open, as many as there may be; use one for many requests, and try again in a second"
         )
         path: str = scope["path"]
         protocol = "oip_http" if path.startswith("/v2") else "tfs_http" if path.startswith("/v1") else "admin"
         self._service.request_times.add(protocol, "overloaded", 0.0)
-
-        async def closing(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
-            await send(message)
-
         await _drain(receive)
-        await error_for_path(path, error).send(closing)
+        response = error_for_path(path, error)
+        response.headers.append(CLOSE)
+        return response
 
 
 async def _drain(receive: Receive) -> None:

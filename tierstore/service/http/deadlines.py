@@ -1,7 +1,7 @@
-"""When a connection that Python serves is late: a head or a body that does not arrive, an answer that the client does not read.
+"""When a connection that Python serves is late: a client that is silent, a head or a body that does not arrive, an answer that is not read.
 
-Bytes that wait for the client count in `max_inflight` until they have left. A connection that is late is reset: to close
-it would wait for the client. Time in which the event loop stood still does not count: nobody was there to read what the client sent, to
+Bytes that wait for the client count in `max_inflight` until they have left. A silent connection is closed. One that is late is
+reset: to close it would wait for the client. Time in which the event loop stood still does not count: nobody was there to read what the client sent, to
 send it more, or to refuse it in words. Event loop only; one object for each connection.
 """
 
@@ -19,19 +19,27 @@ _DROP = struct.pack("ii", 1, 0)  # linger, for no time
 
 
 class Deadlines:
-    """The deadlines of a connection over `transport`; a head may take `head_s` seconds from its first byte on."""
+    """The deadlines of a connection over `transport`.
 
-    def __init__(self, transport: asyncio.Transport, inflight: ByteBudget, head_s: float) -> None:
+    A head may take `head_s` seconds from its first byte on; where bytes are expected, `idle_s` may pass without one.
+    """
+
+    def __init__(self, transport: asyncio.Transport, inflight: ByteBudget, head_s: float, idle_s: float) -> None:
         # The connection hears when bytes begin to wait, and of the last that has left. (Over TLS 0 would be always.)
         transport.set_write_buffer_limits(high=1, low=0)
-        self._transport, self._inflight, self._head_s = transport, inflight, head_s
+        self._transport, self._inflight, self._head_s, self._idle_s = transport, inflight, head_s, idle_s
         self._loop = asyncio.get_running_loop()
+        self._silent_since: float | None = self._loop.time()  # None: no bytes are expected
         self._arrival: float | None = None  # when the head, or the body, has to be here
         self._end: float | None = None  # when the service does not wait for clients any more
         self._unsent = self._unsent_first = 0
         self._unsent_since = self._moved = 0.0
-        self._every_s = min(slow_clients.CHECK_S, head_s)
+        self._every_s = min(slow_clients.CHECK_S, head_s, idle_s)
         self._check_later()
+
+    def expect_bytes(self) -> None:
+        """Some have come now, or are to come from now on."""
+        self._silent_since = self._loop.time()
 
     def expect_head(self) -> None:
         """Bytes of a head have come."""
@@ -44,7 +52,7 @@ class Deadlines:
 
     def arrived(self) -> None:
         """A request is complete."""
-        self._arrival = None
+        self._arrival = self._silent_since = None
 
     def wait_for_client(self) -> None:
         """The transport could not send all."""
@@ -81,18 +89,26 @@ class Deadlines:
         self._check_later()
         if self._unsent:
             self._note_sent(now)
-        if self._arrival is not None and not self._transport.is_reading():
-            self._arrival += self._every_s
+        if not self._transport.is_reading():  # this side does not
+            self._wait(self._every_s)
         waits = self._arrival is not None or self._unsent
         late = self._arrival is not None and now > self._arrival
         if late or self._reads_too_slowly(now) or (waits and self._end is not None and now > self._end):
             self._reset()
+        elif self._silent_since is not None and now - self._silent_since > self._idle_s:
+            self._transport.close()
 
     def _allow(self, seconds: float) -> None:
         """The loop stood still for so long."""
         self._unsent_since, self._moved = self._unsent_since + seconds, self._moved + seconds
+        self._wait(seconds)
+
+    def _wait(self, seconds: float) -> None:
+        """The client has so much longer to send."""
         if self._arrival is not None:
             self._arrival += seconds
+        if self._silent_since is not None:
+            self._silent_since += seconds
 
     def _reset(self) -> None:
         """Close the connection, and drop what the system has of it: it would keep that for a client that does not read."""

@@ -21,29 +21,23 @@ from tierstore.engine.operations.fronts import StoredRead
 from tierstore.errors import InvalidInput, NotFound
 from tierstore.service.context import Service
 from tierstore.service.dataplane.tensors import shown
-from tierstore.service.error_status import HttpError, http_outcome
-from tierstore.service.http.application import allow
+from tierstore.service.error_status import HttpError
+from tierstore.service.http.application import ProtocolApplication, allow
 from tierstore.service.http.messages import (
     ARRIVED,
-    ERROR,
-    Disconnected,
     Headers,
     Receive,
     Response,
     Scope,
-    Send,
     caller_of,
-    error_response,
     json_response,
     principal_of,
     read_body,
 )
-from tierstore.service.limits.shedding import Gone
 from tierstore.service.limits.worker_pool import Reservation
 from tierstore.tiers.upstream import wire
 from tierstore.types import NAME, Keys
 
-PROTOCOL = "upstream"
 DIRECT_KEYS = 2048  # of a request that is answered on the loop if all of them are in memory: a fifth of a millisecond
 _JOINED_BYTES = 256 << 10  # of an answer that is sent as one: a copy costs less than a second send
 _OCTETS = wire.OCTETS.encode()
@@ -63,11 +57,14 @@ _PATHS = [
 ]
 
 
-class FrontsHttp:
-    """The ASGI application of everything below `/upstream`."""
+class FrontsHttp(ProtocolApplication):
+    """The application of everything below `/upstream`."""
+
+    PROTOCOL = "upstream"
 
     def __init__(self, service: Service) -> None:
-        self._service, self._fronts = service, service.fronts
+        super().__init__(service)
+        self._fronts = service.fronts
 
     def at_once(self, scope: Scope, body: memoryview) -> Response | None:
         """The response to a POST whose `body` is complete, where memory has all rows. None: it is for `__call__`."""
@@ -88,32 +85,11 @@ class FrontsHttp:
                 return None
             response = self._response(scope, words[0], request, read, read.finish())
         except Exception as error:  # noqa: BLE001 - as below
-            scope[ERROR] = error
-            response = error_response(error)
+            response = self._refused(error, scope)
         finally:
             holding.release()
         self._count(response, began_ns)
         return response
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        began_ns = scope.get(ARRIVED) or time.perf_counter_ns()
-        holding = Reservation(self._service.inflight)
-        try:
-            try:
-                response = await self._answer(scope, receive, holding, began_ns)
-            except (Disconnected, Gone):
-                return
-            except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
-                scope[ERROR] = error
-                response = error_response(error)
-            await response.send(send)
-        finally:
-            holding.release()
-        self._count(response, began_ns)
-
-    def _count(self, response: Response, began_ns: int) -> None:
-        seconds = (time.perf_counter_ns() - began_ns) / 1e9
-        self._service.request_times.add(PROTOCOL, http_outcome(response.status), seconds)
 
     async def _answer(self, scope: Scope, receive: Receive, holding: Reservation, began_ns: int) -> Response:
         kind, words = _parse(scope["path"])
@@ -178,12 +154,7 @@ class FrontsHttp:
         return read, read.finish()
 
     def _response(
-        self,
-        scope: Scope,
-        model: str,
-        request: wire.RowsRequest,
-        read: StoredRead,
-        chunks: list[bytes | memoryview],
+        self, scope: Scope, model: str, request: wire.RowsRequest, read: StoredRead, chunks: list[bytes | memoryview]
     ) -> Response:
         """The answer with rows. The next request of its kind is for a reactor."""
         if (plans := self._service.plans) is not None:

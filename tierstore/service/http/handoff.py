@@ -16,9 +16,7 @@ import threading
 import time
 from collections.abc import Callable, MutableMapping
 from functools import partial
-from http import HTTPStatus
 from typing import Any, Protocol
-from urllib.parse import unquote
 
 from tierstore.errors import Closed, TooLarge
 from tierstore.kernels import reactor_words as kernel
@@ -35,7 +33,10 @@ from tierstore.service.http.messages import (
     Peer,
     Response,
     Scope,
+    date_now,
     error_for_path,
+    response_head,
+    scope_of,
 )
 from tierstore.service.http.middleware import CUT_OFF, DataApp
 from tierstore.service.limits.worker_pool import ByteBudget
@@ -47,15 +48,12 @@ from tierstore.service.reactor.streams import Stream, StreamReceiver
 logger = logging.getLogger(__name__)
 
 _JOINED_BYTES = 16 << 10  # answers up to here are copied
-_STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 Head = list[tuple[bytes, bytes]]
 
 
 class ConnectionServer(Protocol):
     """The HTTP server that serves connections which are handed off."""
 
-    @property
-    def default_headers(self) -> Head: ...
     def adopt(self, sock: socket.socket, data: bytes, *, refused: bool, session: Session | None = None) -> None: ...
 
 
@@ -65,40 +63,37 @@ class Answer:
     def __init__(self, handoff: Handoff, reply: Reply) -> None:
         self._handoff, self._reply = handoff, reply
 
-    def send(self, status: int, headers: Head, chunks: list[bytes | memoryview]) -> None:
+    def send(self, response: Response | None) -> None:
+        """None: nobody waits for one."""
         handoff, reply = self._handoff, self._reply
-        head = [_STATUS_LINES[status]]
-        for name, value in (*handoff.default_headers, *headers):
-            head += (name, b": ", value, b"\r\n")
+        if response is None:
+            reply.drop()
+            return
+        headers, chunks = response.pieces()
         closes = reply.closes or handoff.ending or (handoff.draining and reply.is_last)
-        if closes:
-            head.append(b"connection: close\r\n")
-        head.append(b"\r\n")
-        pieces: list[bytes | memoryview] = [b"".join(head), *(chunk for chunk in chunks if len(chunk))]
+        head = response_head(response.status, headers, closes=closes)
+        pieces: list[bytes | memoryview] = [head, *(chunk for chunk in chunks if len(chunk))]
         size = sum(map(len, pieces))
         if size <= _JOINED_BYTES:
             reply.send_copy(b"".join(pieces), closes=closes)
             return
         reply.send(pieces, handoff.hold(size), closes=closes)  # held until it is sent, however slowly the client reads
 
-    def drop(self) -> None:
-        """There is no answer."""
-        self._reply.drop()
-
 
 class StreamAnswer(Answer):
-    """The same, to a stream of HTTP/2."""
+    """Where the answer to a request on a stream of HTTP/2 goes. Any thread."""
 
     def __init__(self, handoff: Handoff, stream: Stream) -> None:
         self._handoff, self._stream = handoff, stream
 
-    def send(self, status: int, headers: Head, chunks: list[bytes | memoryview]) -> None:
+    def send(self, response: Response | None) -> None:
+        if response is None:
+            self._stream.reset()
+            return
+        headers, chunks = response.pieces()
         if self._stream.method == b"HEAD":
             chunks = []
-        self._stream.respond(status, [*self._handoff.default_headers, *headers], chunks)
-
-    def drop(self) -> None:
-        self._stream.reset()
+        self._stream.respond(response.status, [(b"date", date_now()), *headers], chunks)
 
 
 class Requests:
@@ -192,40 +187,28 @@ class Handoff:
         self._begin(Answer(self, reply), scope, memoryview(data)[end + 4 :])
 
     def stream(self, stream: Stream, body: bytes) -> None:
-        """A whole request of HTTP/2."""
+        """Answer a whole request of HTTP/2."""
         path, _, query = stream.path.partition(b"?")
         headers = stream.headers
         if all(name != b"host" for name, _ in headers):
             headers = [(b"host", stream.authority), *headers]
         with stream.connection() as connection:
             on_host = connection is not None and is_on_host(connection)
-        scope: Scope = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "2",
-            "scheme": "http",
-            "method": stream.method.decode(),
-            "path": unquote(path.decode()),
-            "raw_path": path,
-            "root_path": "",
-            "query_string": query,
-            "headers": headers,
-            "state": {},
-            ARRIVED: stream.arrived_ns,
-            CONNECTION: stream,
-            PEER: Peer(False, stream.peer_names, on_host),
-        }
+        scope = scope_of("2", stream.method, path, query, headers)
+        scope[ARRIVED], scope[CONNECTION] = stream.arrived_ns, stream
+        scope[PEER] = Peer(False, stream.peer_names, on_host)
         answer = StreamAnswer(self, stream)
         if stream.too_large:
-            error = scope[ERROR] = TooLarge("the body has more bytes than are allowed")
-            response = error_for_path(scope["path"], error)
-            answer.send(response.status, *response.pieces())
+            error = scope[ERROR] = TooLarge(
+                "the body has more bytes than are allowed (max_request, and max_delta for deltas)"
+            )
+            answer.send(error_for_path(scope["path"], error))
             return
         self._begin(answer, scope, memoryview(body))
 
     def _begin(self, answer: Answer, scope: Scope, body: memoryview) -> None:
         if self._cut and FAILED not in scope:
-            answer.drop()
+            answer.send(None)
             return
         if scope["method"] == "POST":
             scope[LATER] = partial(self._answer_left, answer)
@@ -235,7 +218,7 @@ class Handoff:
                 return
             del self._left[answer]
             if response is not None:
-                answer.send(response.status, *response.pieces())
+                answer.send(response)
                 return
         task = asyncio.get_running_loop().create_task(self._answer_later(answer, scope, body))
         self._tasks.add(task)
@@ -246,10 +229,7 @@ class Handoff:
         with self._lock:
             if self._left.pop(reply, None) is None:
                 return False
-            if response is None:
-                reply.drop()
-            else:
-                reply.send(response.status, *response.pieces())
+            reply.send(response)
             return True
 
     def cut_off(self) -> None:
@@ -265,32 +245,17 @@ class Handoff:
             self.request(reply, data)
 
     async def _answer_later(self, reply: Answer, scope: Scope, body: memoryview) -> None:
-        """Have the application answer as any ASGI server would."""
-        status, headers, chunks = 0, [], []
+        """Have the application answer what `at_once` did not."""
+        response = None
 
         async def receive() -> MutableMapping[str, Any]:
             return {"type": "http.request", "body": body, "more_body": False}
 
-        async def send(message: MutableMapping[str, Any]) -> None:
-            nonlocal status, headers
-            if message["type"] == "http.response.start":
-                status, headers = message["status"], list(message["headers"])
-            else:
-                chunks.append(message.get("body", b""))
-
         try:
-            await self._app(scope, receive, send)
+            response = await self._app(scope, receive)
         except Exception:
             logger.exception("a request to %s failed", scope["path"])
-        if status:
-            reply.send(status, headers, chunks)
-        else:
-            reply.drop()
-
-    @property
-    def default_headers(self) -> Head:
-        """Headers of every response."""
-        return self._server.default_headers
+        reply.send(response)
 
     def hold(self, size: int) -> Callable[[], None]:
         """Count so many bytes of an answer; what is returned is called when it has left."""

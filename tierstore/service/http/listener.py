@@ -31,7 +31,7 @@ class Listener:
     """Accepts from `sock`, bound and not listening yet, and has `server` serve what `limit` allows.
 
     With `tls` each connection begins with a handshake; where there is no place left one that has been in it for a while makes room. `admin`: admin requests may come here. `back` is where connections go
-    that are idle, as for `BoundedHttpProtocol`, and those that have made their handshake.
+    that are idle, as for `HttpConnection`, and those that have made their handshake.
     """
 
     def __init__(
@@ -44,14 +44,8 @@ class Listener:
         admin: bool = False,
         back: Back | None = None,
     ) -> None:
-        self._socket, self._server, self._limit, self._tls, self._admin, self._back = (
-            sock,
-            server,
-            limit,
-            tls,
-            admin,
-            back,
-        )
+        self._socket, self._server, self._limit = sock, server, limit
+        self._tls, self._admin, self._back = tls, admin, back
         self._path = Path(sock.getsockname()) if sock.family == socket.AF_UNIX else None
         self._refusing = 0
         self._beginning: set[asyncio.Task[Any]] = set()  # connections in their handshake
@@ -114,7 +108,8 @@ class Listener:
             task: asyncio.Task[Any] = self._adopt(connection, refused)
         else:
             host = host_of(connection)
-            task = asyncio.get_running_loop().create_task(handshake(connection, self._tls.current.context))
+            context = self._tls.current.http1 if self._admin else self._tls.current.context
+            task = asyncio.get_running_loop().create_task(handshake(connection, context))
             if not refused:
                 self._handshakes.add(host, task)
             task.add_done_callback(partial(self._begin, connection, host, refused))

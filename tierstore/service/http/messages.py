@@ -1,6 +1,7 @@
-"""Requests and responses of the raw ASGI applications: bodies read within limits, responses, errors, content codings.
+"""Requests and responses over HTTP: bodies read within limits, responses, errors, content codings.
 
-`read_body` and `Response.send` run on the event loop; the rest are pure functions for any thread.
+An application gets a request as ASGI has it, a scope and `receive`, and returns its response. `read_body` runs on the event loop;
+the rest are pure functions for any thread.
 """
 
 from __future__ import annotations
@@ -8,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from email.utils import formatdate
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import unquote
 
 import orjson
 
@@ -26,8 +30,8 @@ from tierstore.service.limits.worker_pool import Reservation
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = dict[bytes, bytes]
+Fields = Sequence[tuple[bytes, bytes]]
 
 JSON = b"application/json"
 _AUTO_DETECT = 47  # zlib's wbits for gzip and zlib streams alike
@@ -36,6 +40,8 @@ _PART_BYTES = 64 << 10  # of a compressed body that are read, and of what they h
 _SMALL_JSON = 64 << 10  # what so little of it takes is less than what a thread needs anyway
 _ACCEPTED = {b"gzip": 31, b"deflate": 15}
 _REFUSED = re.compile(rb"q\s*=\s*0(?:\.0*)?")
+CLOSE = b"connection", b"close"
+_STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
 
 # a whole number of milliseconds: ours, and the one that Envoy, and so Istio, passes on to the services behind it
@@ -89,17 +95,9 @@ class Response:
         chunks = list(self.chunks)
         length = sum(map(len, chunks))
         headers = [(b"content-length", b"%d" % length), *self.headers]
-        if length:
+        if length and self.content_type:
             headers.append((b"content-type", self.content_type))
         return headers, chunks
-
-    async def send(self, send: Send) -> None:
-        headers, chunks = self.pieces()
-        chunks = chunks or [b""]
-        await send({"type": "http.response.start", "status": self.status, "headers": headers})
-        last = len(chunks) - 1
-        for i, chunk in enumerate(chunks):
-            await send({"type": "http.response.body", "body": chunk, "more_body": i != last})
 
 
 def json_response(document: Any, status: int = 200) -> Response:
@@ -121,9 +119,47 @@ def error_response(error: BaseException) -> Response:
 def ready_response(response: Response) -> bytes:
     """All bytes of a response that is sent more than once; `DATE_PLACE` stands where its date goes."""
     headers, chunks = response.pieces()
-    first = f"HTTP/1.1 {response.status} {HTTPStatus(response.status).phrase}\r\n".encode()
-    lines = b"".join(name + b": " + value + b"\r\n" for name, value in [(b"date", DATE_PLACE), *headers])
-    return b"".join([first, lines, b"\r\n", *chunks])
+    return b"".join([response_head(response.status, headers, date=DATE_PLACE), *chunks])
+
+
+def response_head(status: int, headers: Fields, *, closes: bool = False, date: bytes | None = None) -> bytes:
+    """The head of a response over HTTP/1.1, with its date; where it `closes` the connection it says so."""
+    lines = [_STATUS_LINES[status], b"date: ", date or date_now(), b"\r\n"]
+    for name, value in headers:
+        lines += (name, b": ", value, b"\r\n")
+    if closes and CLOSE not in headers:
+        lines.append(b"connection: close\r\n")
+    lines.append(b"\r\n")
+    return b"".join(lines)
+
+
+_date = 0, b""  # a second, and how it is written
+
+
+def date_now() -> bytes:
+    """The date of a response that is sent now. Any thread."""
+    global _date
+    now = int(time.time())
+    if _date[0] != now:
+        _date = now, formatdate(now, usegmt=True).encode()
+    return _date[1]
+
+
+def scope_of(version: str, method: bytes, path: bytes, query: bytes, headers: list[tuple[bytes, bytes]]) -> Scope:
+    """A request as ASGI has it, its connection apart."""
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": version,
+        "scheme": "http",
+        "method": method.decode("ascii"),
+        "path": unquote(path.decode("ascii")),
+        "raw_path": path,
+        "root_path": "",
+        "query_string": query,
+        "headers": headers,
+        "state": {},
+    }
 
 
 def principal_of(scope: Scope) -> Principal:
@@ -147,24 +183,29 @@ def caller_of(scope: Scope, headers: Headers, arrived_ns: int) -> Caller:
     return caller
 
 
-async def read_body(receive: Receive, headers: Headers, limit: int, holding: Reservation) -> memoryview:
+async def read_body(
+    receive: Receive, headers: Headers, limit: int, holding: Reservation, setting: str = ""
+) -> memoryview:
     """The whole body. TooLarge from the first byte beyond `limit` (or from Content-Length, before any byte is read).
+
+    `setting`: the name of the one that the limit is.
 
     Every byte that has arrived is reserved; announced ones are not, so idle connections hold nothing. The HTTP parser reads and
     drops the remainder of a refused body.
     """
+    which = f" ({setting})" if setting else ""
     declared = headers.get(b"content-length", b"")
     if declared.isdigit() and (len(declared) > 18 or int(declared) > limit):
-        raise TooLarge(f"the body has {declared[:20].decode()} bytes, {limit} are allowed")
+        raise TooLarge(f"the body has {declared[:20].decode()} bytes, {limit} are allowed{which}")
     async with body_deadline():
         message = await receive()
-        body: bytes = _part(message, 0, limit, holding)
+        body: bytes = _part(message, 0, limit, holding, which)
         if not message.get("more_body", False):
             return memoryview(body)
         gathered = bytearray(body)
         while message.get("more_body", False):
             message = await receive()
-            gathered += _part(message, len(gathered), limit, holding)
+            gathered += _part(message, len(gathered), limit, holding, which)
     return memoryview(gathered)
 
 
@@ -178,12 +219,12 @@ async def body_deadline(until: float | None = None) -> AsyncIterator[None]:
         raise HttpError(408, f"the body did not arrive within {slow_clients.BODY_S:.0f} seconds") from None
 
 
-def _part(message: MutableMapping[str, Any], before: int, limit: int, holding: Reservation) -> bytes:
+def _part(message: MutableMapping[str, Any], before: int, limit: int, holding: Reservation, which: str) -> bytes:
     if message["type"] == "http.disconnect":
         raise Disconnected
     part: bytes = message.get("body", b"")
     if before + len(part) > limit:
-        raise TooLarge(f"the body has more than the {limit} bytes that are allowed")
+        raise TooLarge(f"the body has more than the {limit} bytes that are allowed{which}")
     holding.reserve(len(part))
     return part
 
@@ -214,7 +255,7 @@ def decode_body(body: memoryview, coding: bytes, limit: int, reserve: Callable[[
                     raise InvalidInput(f"the {coding.decode()} body is cut short")
                 decoded += part
                 if len(decoded) > limit:
-                    raise TooLarge(f"the decoded body has more than the {limit} bytes that are allowed")
+                    raise TooLarge(f"the decoded body has more than the {limit} bytes that are allowed (max_request)")
                 remaining = stream.unconsumed_tail
             remaining = stream.unused_data
             if not remaining and position == len(body):

@@ -12,19 +12,20 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from tierstore.access.audit import ATTEMPT, Attempt, Audit
-from tierstore.access.roles import CHANGES, LOCAL, NOBODY, Action, Principal
+from tierstore.access.roles import CHANGES, LOCAL, NOBODY, Action
 from tierstore.access.rules import of_http
 from tierstore.engine.events.changes import REQUESTER, requester
 from tierstore.errors import Closed, Forbidden, Unauthorized
-from tierstore.service.access import Access, caller_key
-from tierstore.service.addresses import host_name, host_port
+from tierstore.service.access import Access, Allow, caller_key
+from tierstore.service.addresses import host_name
 from tierstore.service.error_status import message_of
+from tierstore.service.forwarded import Proxies
 from tierstore.service.http.messages import (
     ARRIVED,
     CONNECTION,
@@ -38,11 +39,11 @@ from tierstore.service.http.messages import (
     Receive,
     Response,
     Scope,
-    Send,
     error_for_path,
     error_response,
     principal_of,
 )
+from tierstore.service.http.request import App
 from tierstore.service.request_log import RequestLog, one_line
 
 CUT_OFF = "the service stopped before this request was finished, which may have had its effect; send it again"
@@ -55,23 +56,17 @@ _CHECKED = "tierstore.checked"  # in a scope: `at_once` has found that the reque
 
 
 class DataApp(Protocol):
-    """An ASGI application that may answer at once, see `ProtocolApplication.at_once`."""
+    """An application that may answer at once, see `ProtocolApplication.at_once`. None: nobody waits for a response."""
 
     def at_once(self, scope: Scope, body: memoryview) -> Response | None: ...
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
-
-
-class Allow(Protocol):
-    """What is told of a name and an `Authorization` header that a caller may look up with; None: nobody needs one."""
-
-    def __call__(self, host: str, authorization: bytes | None, principal: Principal) -> None: ...
+    async def __call__(self, scope: Scope, receive: Receive) -> Response | None: ...
 
 
 class AccessCheck:
     """Wraps the application: refuses requests under other names, those of web pages, and those without a token that may. Event loop only."""
 
-    def __init__(self, app: DataApp, access: Access, allow: Allow, audit: Audit) -> None:
-        self._app, self._access, self._allow, self._audit = app, access, allow, audit
+    def __init__(self, app: DataApp, access: Access, allow: Allow, audit: Audit, proxies: Proxies) -> None:
+        self._app, self._access, self._allow, self._audit, self._proxies = app, access, allow, audit, proxies
         self._passed: dict[bytes, str] = {}  # values of Host that passed, and the names in them; bounded
 
     def at_once(self, scope: Scope, body: memoryview) -> Response | None:
@@ -82,37 +77,32 @@ class AccessCheck:
         scope[_CHECKED] = True
         return self._app.at_once(scope, body)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive) -> Response | None:
         try:
             if _CHECKED not in scope:
                 self._check(scope)
         except Forbidden as error:
             self._access.count(error)
             self._note(scope, error)
-            await error_response(error).send(send)
-        else:
-            action, model = of_http(scope["method"], scope["path"])
-            if action in CHANGES and scope["method"] not in _SAFE:
-                await self._attempt(action, model, scope, receive, send)
-            else:
-                await self._app(scope, receive, send)
+            return error_response(error)
+        action, model = of_http(scope["method"], scope["path"])
+        if action in CHANGES and scope["method"] not in _SAFE:
+            return await self._attempt(action, model, scope, receive)
+        return await self._app(scope, receive)
 
-    async def _attempt(self, action: Action, model: str | None, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _attempt(self, action: Action, model: str | None, scope: Scope, receive: Receive) -> Response | None:
         """A request to change something; if it fails before anything that has a line in the audit began, it gets one here."""
         attempt = Attempt()
-
-        async def sending(message: MutableMapping[str, Any]) -> None:
-            if message["type"] == "http.response.start" and message["status"] >= 400 and not attempt.has_line:
+        # the next request of the connection may be in the same context
+        attempts, requesters = ATTEMPT.set(attempt), REQUESTER.set(_requester_of(scope, self._proxies))
+        try:
+            response = await self._app(scope, receive)
+            if response is not None and response.status >= 400 and not attempt.has_line:
                 what = "delta" if action is Action.WRITE else f"{scope['method']} {scope['path']}"
-                status, error = HTTPStatus(message["status"]), scope.get(ERROR)
+                status, error = HTTPStatus(response.status), scope.get(ERROR)
                 why = f"{status.value} {status.phrase}" if error is None else message_of(error)
                 self._audit.change(what, requester(), "failed", flush=False, model=model, error=why)
-            await send(message)
-
-        # the next request of the connection may be in the same context
-        attempts, requesters = ATTEMPT.set(attempt), REQUESTER.set(_requester_of(scope))
-        try:
-            await self._app(scope, receive, sending)
+            return response
         finally:
             ATTEMPT.reset(attempts)
             REQUESTER.reset(requesters)
@@ -121,7 +111,7 @@ class AccessCheck:
         """Attempts to change something are for the audit."""
         method, path = scope["method"], scope["path"]
         if of_http(method, path)[0] in CHANGES:
-            self._audit.refused(f"{method} {path}", _requester_of(scope), error)
+            self._audit.refused(f"{method} {path}", _requester_of(scope, self._proxies), error)
 
     def _check(self, scope: Scope) -> None:
         hosts, origins, authorizations = [], [], []
@@ -174,7 +164,7 @@ class AccessCheck:
             self._allow(name, key, principal)
 
     def _pass_all(self, scope: Scope, name: str) -> None:
-        """Nobody needs a token."""
+        """Let a request pass where nobody needs a token."""
         scope[PRINCIPAL] = LOCAL
         self._allow(name, None, LOCAL)
 
@@ -191,14 +181,11 @@ def _is_same_origin(origin: str, host: str) -> bool:
     return bool(page.hostname) and page.hostname == here.hostname and ports[0] == ports[1]
 
 
-App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-
 class RequestLogging:
     """Wraps the whole application, refused requests included: sends the request id back, and logs the request."""
 
-    def __init__(self, app: DataApp | App, log: RequestLog) -> None:
-        self._app, self._log = app, log
+    def __init__(self, app: DataApp | App, log: RequestLog, proxies: Proxies) -> None:
+        self._app, self._log, self._proxies = app, log, proxies
 
     def at_once(self, scope: Scope, body: memoryview) -> Response | None:
         began_ns = scope.get(ARRIVED) or time.perf_counter_ns()
@@ -206,59 +193,49 @@ class RequestLogging:
         send: Callable[[Response | None], bool] = scope[LATER]
 
         def later(response: Response | None) -> bool:
-            if response is not None and request_id is not None:
-                response.headers.append((REQUEST_ID, request_id))
+            self._send_back(response, request_id)
             first = send(response)
-            if first and response is not None:
-                self._note(scope, response.status, began_ns, request_id)
+            if first:
+                self._note(scope, response, began_ns, request_id)
             return first
 
         scope[LATER] = later
         response = self._app.at_once(scope, body)  # type: ignore[union-attr]  # asked only of one that has it
-        if response is not None:
-            if request_id is not None:
-                response.headers.append((REQUEST_ID, request_id))
-            self._note(scope, response.status, began_ns, request_id)
+        self._send_back(response, request_id)
+        self._note(scope, response, began_ns, request_id)
         return response
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive) -> Response | None:
         began_ns = scope.get(ARRIVED) or time.perf_counter_ns()
         request_id = _id_of(scope)
-        status = 0
-
-        async def sending(message: MutableMapping[str, Any]) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                if request_id is not None:
-                    message = {**message, "headers": [*message["headers"], (REQUEST_ID, request_id)]}
-            await send(message)
-
+        response: Response | None
         try:
-            await self._app(scope, receive, sending)
-        except asyncio.CancelledError:  # there is no more time for it; the server would log a defect
-            if not status:
-                ended = scope[ERROR] = Closed(CUT_OFF)
-                await error_for_path(scope["path"], ended).send(sending)
-        except Exception as error:
-            if scope.get(ERROR) is not error:  # else it has been answered, and is logged here
-                raise
-        finally:
-            if status:
-                self._note(scope, status, began_ns, request_id)
+            response = await self._app(scope, receive)
+        except asyncio.CancelledError:  # there is no more time for it
+            ended = scope[ERROR] = Closed(CUT_OFF)
+            response = error_for_path(scope["path"], ended)
+        self._send_back(response, request_id)
+        self._note(scope, response, began_ns, request_id)
+        return response
 
-    def _note(self, scope: Scope, status: int, began_ns: int, request_id: bytes | None) -> None:
-        if status < 400 and not self._log.of_successes:
+    @staticmethod
+    def _send_back(response: Response | None, request_id: bytes | None) -> None:
+        if response is not None and request_id is not None:
+            response.headers.append((REQUEST_ID, request_id))
+
+    def _note(self, scope: Scope, response: Response | None, began_ns: int, request_id: bytes | None) -> None:
+        if response is None or (response.status < 400 and not self._log.of_successes):
             return
         self._log.note(
             scope["method"],
             scope["path"],
-            status,
+            response.status,
             began_ns,
             request_id=None if request_id is None else request_id.decode("latin-1"),
-            client=lambda: _client_of(scope),
+            client=lambda: _client_of(scope, self._proxies),
             error=scope.get(ERROR),
             spent=scope.get(SPENT),
+            headers=scope["headers"],
         )
 
 
@@ -270,18 +247,18 @@ def _id_of(scope: Scope) -> bytes | None:
     return None
 
 
-def _requester_of(scope: Scope) -> str:
-    """Whose request it is, for the audit."""
-    who, request_id = _client_of(scope) or "somebody", _id_of(scope)
+def _requester_of(scope: Scope, proxies: Proxies) -> str:
+    """The requester's name for the audit."""
+    who, request_id = _client_of(scope, proxies) or "somebody", _id_of(scope)
     if request_id is not None:
         who = f"{who} (id {one_line(request_id.decode('latin-1'))})"
     principal = principal_of(scope)
     return who if principal in (LOCAL, NOBODY) else f"{principal.name} at {who}"
 
 
-def _client_of(scope: Scope) -> str | None:
+def _client_of(scope: Scope, proxies: Proxies) -> str | None:
     client = scope.get("client")
     if client is None:
         connection = scope.get(CONNECTION)
         client = None if connection is None else connection.client
-    return None if client is None else host_port(*client[:2])
+    return None if client is None else proxies.client(client[:2], scope["headers"])

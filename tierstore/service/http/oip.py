@@ -1,4 +1,4 @@
-"""The Open Inference Protocol v2 over HTTP, as a raw ASGI application below `/v2`.
+"""The Open Inference Protocol v2 over HTTP, below `/v2`.
 
 Runs on one event loop, which reads bodies, sends responses, and answers small look-ups itself (`service/exchange.py`). Other look-ups
 run on the look-up pool, and calls that may block for long on the admin pool.
@@ -206,7 +206,7 @@ _ADMIN_BODY_BYTES = 1 << 20
 
 
 class OipHttp(ProtocolApplication):
-    """The ASGI application. Event loop only."""
+    """The application. Event loop only."""
 
     PROTOCOL = "oip_http"
 

@@ -1,34 +1,32 @@
-"""uvicorn with the settings of the service.
-
-`make_server` may be called on any thread; the server runs on one event loop.
-"""
+"""The connections that Python serves, from where they were accepted, or handed off, to an orderly end. Event loop only."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
+import logging
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import uvicorn
-
-from tierstore.service.http.connection import Back, BoundedHttpProtocol
+from tierstore.service.http.connection import Back, HttpConnection
 from tierstore.service.http.connection_limit import ConnectionLimit
+from tierstore.service.http.request import App
 from tierstore.service.http.tls_transport import TlsTransport
 from tierstore.service.openssl import Session
 
+logger = logging.getLogger(__name__)
 BACKLOG = 1024
-FINISH_S = 30  # for what is in progress when the listener closes
+FINISH_S = 30  # for what is in progress when the service ends
 
 
-class HttpServer(uvicorn.Server):
-    """uvicorn's server without its signal handling: the service's own handlers drain first, and end the process normally."""
+class HttpServer:
+    """Serves an application. Made on any thread."""
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    def __init__(self, app: App) -> None:
+        self.app = app
+        self.connections: set[HttpConnection] = set()
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self._ends = False
 
     def adopt(
         self,
@@ -41,70 +39,53 @@ class HttpServer(uvicorn.Server):
         session: Session | None = None,
         admin: bool = False,
     ) -> asyncio.Task[None]:
-        """Serve a connection that was accepted before, and has sent `data`; see `BoundedHttpProtocol`. With TLS it has a `session`.
+        """Serve a connection that was accepted before, and has sent `data`; see `HttpConnection`. With TLS it has a `session`.
 
         The task ends when it is served, or could not be.
         """
-        loop = asyncio.get_running_loop()
 
-        def protocol() -> BoundedHttpProtocol:
-            return BoundedHttpProtocol(
-                config=self.config,
-                server_state=self.server_state,
-                app_state={},
-                limit=limit,
-                first=data,
-                refused=refused,
-                back=None if self.should_exit else back,
-                admin=admin,
-            )
+        def protocol() -> HttpConnection:
+            given_back = None if self._ends else back
+            return HttpConnection(self, limit, first=data, refused=refused, back=given_back, admin=admin)
 
-        task = loop.create_task(
-            self._connect(protocol, sock, lambda: None if refused else limit.release(True), session)
-        )
-        self.server_state.tasks.add(task)
-        task.add_done_callback(self.server_state.tasks.discard)
+        connecting = self._connect(protocol, sock, lambda: None if refused else limit.release(True), session)
+        task = asyncio.get_running_loop().create_task(connecting)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
         return task
 
     async def _connect(
         self,
-        protocol: Callable[[], BoundedHttpProtocol],
+        protocol: Callable[[], HttpConnection],
         sock: socket.socket,
         lost: Callable[[], None],
         session: Session | None,
     ) -> None:
         if session is not None:
-            served = protocol()
-            TlsTransport(sock, session, served).begin()
-            if self.should_exit:
-                served.shutdown()
-            return
-        try:
-            _, made = await asyncio.get_running_loop().connect_accepted_socket(protocol, sock)
-        except (OSError, asyncio.CancelledError) as error:  # the client has gone
-            sock.close()
-            lost()
-            if isinstance(error, OSError):
-                return
-            raise
-        if self.should_exit:
+            made = protocol()
+            TlsTransport(sock, session, made).begin()
+        else:
+            try:
+                _, made = await asyncio.get_running_loop().connect_accepted_socket(protocol, sock)
+            except (OSError, asyncio.CancelledError) as error:  # the client has gone
+                sock.close()
+                lost()
+                if isinstance(error, OSError):
+                    return
+                raise
+        if self._ends:
             made.shutdown()
 
-
-def make_server(app: Any, limit: ConnectionLimit, idle_s: float) -> HttpServer:
-    """A server of the application, not started. Connections are counted by `limit`, and closed after `idle_s` without a byte."""
-    config = uvicorn.Config(
-        app,
-        http=functools.partial(BoundedHttpProtocol, limit=limit),  # type: ignore[arg-type]
-        loop="uvloop",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=idle_s,  # type: ignore[arg-type]
-        timeout_graceful_shutdown=FINISH_S,
-    )
-    return HttpServer(config)
+    async def finish(self) -> None:
+        """Close idle connections, and the others once they are answered. What is in progress after a time is cut off."""
+        self._ends = True
+        for connection in list(self.connections):
+            connection.shutdown()
+        try:
+            async with asyncio.timeout(FINISH_S):
+                while self.connections or self.tasks:
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            logger.error("%d requests are cut off, as the time for them is over", len(self.tasks))
+            for task in self.tasks:
+                task.cancel()

@@ -1,4 +1,4 @@
-"""TensorFlow Serving's JSON interface, as a raw ASGI application below `/v1`.
+"""TensorFlow Serving's JSON interface, below `/v1`.
 
 Runs on one event loop, which reads bodies, sends responses, and answers small look-ups itself (`service/exchange.py`). Other look-ups
 run on the look-up pool, and calls that may block for long on the admin pool.
@@ -50,13 +50,8 @@ class PredictMessage:
     def __init__(
         self, service: Service, model: str, version: int | str | None, headers: Headers, holding: Reservation
     ) -> None:
-        self._service, self.model, self.version, self._headers, self._holding = (
-            service,
-            model,
-            version,
-            headers,
-            holding,
-        )
+        self._service, self._headers, self._holding = service, headers, holding
+        self.model, self.version = model, version
         self._body = memoryview(b"")
 
     def receive(self, body: memoryview, caller: Caller) -> None:
@@ -117,7 +112,7 @@ _MAX_VERSION = (1 << 63) - 1
 
 
 class TfsHttp(ProtocolApplication):
-    """The ASGI application. Event loop only."""
+    """The application. Event loop only."""
 
     PROTOCOL = "tfs_http"
 

@@ -68,7 +68,7 @@ class CallQueue:
             os.write(self.outbox, b"".join(map(_NUMBER.pack, numbers)))
 
     def close(self) -> None:
-        """Once nobody puts or gets any more."""
+        """Close the queue, once nobody puts or gets any more."""
         for fd in (self._inbox, self._glance, self.outbox):
             if fd >= 0:
                 os.close(fd)

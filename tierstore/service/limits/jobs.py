@@ -239,7 +239,7 @@ class Jobs:
         return next((job for job in waiting if job.model not in busy), None)
 
     def _ended(self, job: Job, error: str) -> None:
-        """A job that never began. Holds the lock."""
+        """Note the end of a job that never began. Holds the lock."""
         logger.error("job %s: %s", job.id, error)
         job.error, job.finished_s, job.state = error, time.time(), "failed"
         del self._active[job.id]
@@ -252,7 +252,7 @@ class Jobs:
             self._keep(job)
 
     def _keep(self, job: Job) -> None:
-        """Of one that has ended. Holds the lock."""
+        """Keep the record of a job that has ended. Holds the lock."""
         self._history[job.id] = job
         self.ended[job.kind, job.state] += 1
         self._changed.notify_all()
@@ -280,13 +280,7 @@ class Jobs:
         )
 
     def _export(self, job: Job) -> None:
-        report = self._store.export(
-            job.model,
-            job.source,
-            **job.wanted,
-            progress=job.note,
-            cancelled=job.cancelled,
-        )
+        report = self._store.export(job.model, job.source, **job.wanted, progress=job.note, cancelled=job.cancelled)
         job.version, job.seq, job.done = report.version, report.seq, report.rows
 
     def _backup(self, job: Job) -> None:

@@ -62,14 +62,14 @@ class Charge:
         self._buckets, self._now_ns = buckets, now_ns
 
     def keys(self, keys: int) -> None:
-        """Charge them; only the first call does."""
+        """Charge keys; only the first call does."""
         buckets, self._buckets = self._buckets, []
         for each in buckets:
             kernel.draw(each.address, self._now_ns, 0, keys, 0)
 
 
 class RateLimits:
-    """Of all callers and models of a service."""
+    """The rates of all callers and models of a service."""
 
     def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
         self._models = {name: _rates(quota) for name, quota in settings.quotas.items()}

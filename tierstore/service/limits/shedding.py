@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from tierstore.access.roles import NOBODY, Principal
 from tierstore.errors import DeadlineExceeded, Overloaded
+from tierstore.service.families import counters, histograms
 from tierstore.service.stats import REQUEST_BOUNDS_S, Histogram
 
 # why: no room in a queue, too long in it, the deadline passed there, the client left, too many connections
@@ -94,21 +95,14 @@ class Shed:
             waits.add(seconds)
 
     def families(self) -> Iterator[Metric]:
-        """For Prometheus."""
+        """The metrics of this part, for Prometheus."""
         with self._lock:
             counts = dict(self._counts)
-            waits = {pool: (of.buckets(), of.total) for pool, of in self._waits.items()}
-        shed = CounterMetricFamily(
-            "tierstore_shed", "Requests refused without work, so that others are answered.", labels=["reason"]
-        )
-        for reason, count in counts.items():
-            shed.add_metric([reason], count)
-        waited = HistogramMetricFamily(
-            "tierstore_queue_seconds", "Seconds that calls waited for a thread.", labels=["pool"]
-        )
-        for pool, (buckets, total) in waits.items():
-            waited.add_metric([pool], buckets, total)
-        yield from (shed, waited)
+            waited = histograms(
+                "tierstore_queue_seconds", "Seconds that calls waited for a thread.", "pool", self._waits
+            )
+        text = "Requests refused without work, so that others are answered."
+        yield from (counters("tierstore_shed", text, "reason", counts), waited)
 
 
 class Waits:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
+from tierstore.service.addresses import peer_of
+
 SILENT_S = 1.0  # from here on it makes room
 T = TypeVar("T", bound=Hashable)
 
@@ -47,8 +49,5 @@ class Silent(Generic[T]):
 
 def host_of(sock: socket.socket | None) -> str:
     """The address of the other end; "" where it has none, or has gone."""
-    try:
-        name = None if sock is None else sock.getpeername()
-    except OSError:
-        return ""
-    return str(name[0]) if isinstance(name, tuple) else ""
+    peer = None if sock is None else peer_of(sock)
+    return "" if peer is None else peer[0]

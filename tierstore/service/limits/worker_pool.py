@@ -197,16 +197,8 @@ class WorkerPool:
                 done(result, error)
             except Exception:
                 logger.exception("what came of a call on %s was not told", self.name)
-            del (
-                item,
-                cancelled,
-                done,
-                caller,
-                function,
-                args,
-                result,
-                error,
-            )  # an idle thread must not keep a request's buffers alive
+            # an idle thread must not keep a request's buffers alive
+            del item, cancelled, done, caller, function, args, result, error
 
     def _finish(self, future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
         self._count(-1)

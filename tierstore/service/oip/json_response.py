@@ -13,9 +13,7 @@ import numpy.typing as npt
 import orjson
 
 from tierstore.service.dataplane.plan import OutputSpec, Plan
-from tierstore.service.dataplane.tensors import (
-    wire_bytes,
-)
+from tierstore.service.dataplane.tensors import wire_bytes
 from tierstore.service.oip.json_request import InferRequest
 from tierstore.service.oip.shared_memory import Regions, Span, check_outputs, write_output
 

@@ -296,11 +296,11 @@ class CudaRegions:
 
     @staticmethod
     def unregister(name: str | None = None) -> None:
-        """There is none."""
+        """Do nothing: no region can be registered."""
 
     @staticmethod
     def status(name: str | None = None) -> list[dict[str, Any]]:
-        """Of no region. NotFound for one by name."""
+        """The regions: none. NotFound for one by name."""
         if name is not None:
             raise NotFound(f"no CUDA shared memory region {shown(name)} is registered")
         return []

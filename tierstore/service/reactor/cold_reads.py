@@ -66,13 +66,7 @@ class ColdReaders:
         for number in range(len(self.done_at)):
             done, self.done_at[number] = open_pipe()
             self.inboxes.append(done)
-        arguments = (
-            address_of(self._shared),
-            address_of(self.jobs),
-            inbox,
-            self._offers,
-            address_of(self.done_at),
-        )
+        arguments = (address_of(self._shared), address_of(self.jobs), inbox, self._offers, address_of(self.done_at))
         self._threads = [
             threading.Thread(target=coldread.serve, args=arguments, name=f"tierstore-cold-{number}", daemon=True)
             for number in range(self._thread_count)

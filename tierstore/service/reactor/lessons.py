@@ -54,7 +54,7 @@ class Lesson(Protocol):
 
 
 class HttpLesson:
-    """Of the Open Inference Protocol over HTTP."""
+    """A request of the Open Inference Protocol over HTTP, as a `Lesson`."""
 
     protocol, form = "oip_http", layout.TENSORS
 

@@ -60,6 +60,7 @@ def limits_of(settings: Settings, threads: int, connections: int, descriptors: i
         most_descriptors=descriptors,
         pool_threads=settings.lookup_threads,
         pool_queue=settings.lookup_queue,
+        traces=settings.traces,
     )
 
 

@@ -37,7 +37,6 @@ from tierstore.service.reactor.plan_words import address, is_runnable, predictio
 from tierstore.service.reactor.scorings import Scoring, Unfit, can_score, scoring_of, scoring_words
 from tierstore.types import Tier
 
-MOST_PLANS = layout.SETS * layout.WAYS
 MOST_LEARNED = 256  # at once, and LEARNED_A_SECOND
 LEARNED_A_SECOND = 64
 _MOST_UNFIT = 1024  # structures that reactors cannot answer, which are not looked at again
@@ -131,13 +130,7 @@ class PlanIndex:
         return len(self._planned)
 
     def learn(
-        self,
-        model: str,
-        view: Any,
-        version: int | str | None,
-        plan: Plan,
-        lesson: Lesson,
-        refusal: bytes | None = None,
+        self, model: str, view: Any, version: int | str | None, plan: Plan, lesson: Lesson, refusal: bytes | None = None
     ) -> None:
         """Keep how requests of `model` that have the structure of this one are answered under `view`, if a reactor can do it.
 
@@ -262,7 +255,7 @@ class PlanIndex:
             release()
 
     def _release(self, variant: _Variant) -> None:
-        """Nobody counts by a variant any more."""
+        """Release the counts of a variant: nobody counts by it any more."""
         self.scorings.pop(variant.scoring, None)
         self.versions.release(variant.version)
         for table in variant.tables:

@@ -23,7 +23,7 @@ Pieces = list[tuple[bytes, int]]  # of an answer: texts, each with what its writ
 
 
 def address(data: bytes) -> int:
-    """Of bytes that the caller keeps."""
+    """The address of bytes that the caller keeps."""
     return address_of(np.frombuffer(data, np.uint8))
 
 

@@ -24,11 +24,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.addresses import host_port
 from tierstore.errors import TierstoreError
 from tierstore.kernels import coldread as job_words
 from tierstore.kernels.httphead import MOST_HEAD_BYTES
 from tierstore.kernels.scoring import GRAPH_ROW
-from tierstore.service.addresses import host_port
 from tierstore.service.dataplane.batching import Batcher
 from tierstore.service.limits.shedding import Caller, Gone
 from tierstore.service.limits.worker_pool import WorkerPool
@@ -220,11 +220,7 @@ class Predictions:
     def _answer(self, job: _Job, began_ns: int, dense_ns: int) -> None:
         """The scores are there: count the prediction, and have its reactor send the answer."""
         words, scoring, service = job.words, job.scoring, self._service
-        came_ns, planned_ns, queued_ns = (
-            words["began_ns"],
-            words["planned_ns"],
-            words["queued_ns"],
-        )
+        came_ns, planned_ns, queued_ns = words["began_ns"], words["planned_ns"], words["queued_ns"]
         now_ns = time.perf_counter_ns()
         lookup_ns = queued_ns - planned_ns
         spent = Timings(

@@ -375,7 +375,7 @@ class Reactors:
         return int(np.count_nonzero((rows["state"] == kernel.READING) & (rows["in_bytes"] > 0)))
 
     def families(self) -> Iterator[Metric]:
-        """For Prometheus."""
+        """The metrics of this part, for Prometheus."""
         yield from metrics.families(self._lines, unfinished=self.unfinished, unsent_bytes=self.unsent_bytes)
 
 

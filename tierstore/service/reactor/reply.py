@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
+from tierstore.service.addresses import peer_of
 from tierstore.service.reactor.tls_rows import TlsRows
 
 _CLOSES = 1 << 31  # a flag next to a serial
@@ -49,10 +50,9 @@ class Reply:
         """The client's address and port, as long as it is not answered."""
         try:
             with socket.socket(fileno=os.dup(self._fd)) as connection:
-                host, port = connection.getpeername()[:2]
+                return peer_of(connection)
         except OSError:
             return None
-        return host, port
 
     @property
     def peer_names(self) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from tierstore.kernels import h2words, reactor
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.records import TEXT
+from tierstore.service.addresses import peer_of
 from tierstore.service.reactor.cold_reads import free
 from tierstore.service.reactor.hpack import Fields, encode, encode_head
 from tierstore.service.reactor.tls_rows import TlsRows
@@ -60,19 +61,10 @@ class StreamReceiver(Protocol):
         """The client has reset the stream, or its connection has ended. Nothing more comes, and nothing leaves."""
 
 
-class Carrier(Protocol):
-    """What a stream needs of those that it is one of: `Streams`, or a session on the event loop. Any thread."""
-
-    def has(self, fd: int, serial: int) -> bool: ...
-    def forget(self, stream: Stream) -> None: ...
-    def notify(self, stream: Stream, kind: int, value: int, more: int) -> None: ...
-    def send(self, stream: Stream, head: bytes, chunks: Iterable[Buffer], trailers: bytes, flags: int) -> None: ...
-
-
 class Stream:
     """One stream: a request, and its answer. `respond`, or `send_headers`, `send_data` and `end`; or `reset`. Any thread."""
 
-    def __init__(self, streams: Carrier, fd: int, serial: int, number: int, head: bytes, reason: int) -> None:
+    def __init__(self, streams: Streams, fd: int, serial: int, number: int, head: bytes, reason: int) -> None:
         self._streams, self._fd, self._serial, self.number = streams, fd, serial, number
         self.arrived_ns = int.from_bytes(head[:8], "little")  # when its headers came, on the monotonic clock
         first, authority, *lines, _ = head[8:].split(b"\n")
@@ -85,7 +77,6 @@ class Stream:
             self.headers.append((name, value))
         self.reason = reason  # why the reactor has not answered, one of `kernel.REASONS` by its place
         self.too_large = False  # the body was larger than `most_message`, and is not there
-        self.admin = False  # whether it came at the listener of admin requests
         self.peer_names: tuple[str, ...] = ()  # of the client's certificate
         self._lock = threading.Lock()
         # guarded by _lock
@@ -101,11 +92,7 @@ class Stream:
     def client(self) -> tuple[str, int] | None:
         """The client's address and port, as long as it is not answered; None where it has none."""
         with self.connection() as connection:
-            if connection is not None and connection.family != socket.AF_UNIX:
-                with contextlib.suppress(OSError):
-                    host, port = connection.getpeername()[:2]
-                    return host, port
-        return None
+            return None if connection is None else peer_of(connection)
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[socket.socket | None]:
@@ -195,16 +182,6 @@ class Stream:
         return open_
 
 
-Table = tuple[npt.NDArray[Any], npt.NDArray[Any], list[npt.NDArray[np.uint8]]]
-
-
-def paths_table(paths: Sequence[bytes]) -> Table:
-    """(what kernels read of paths, where these are, their bytes), all to be kept."""
-    arrays = [np.frombuffer(path, np.uint8) for path in paths]
-    texts = np.array([(address_of(array), len(array)) for array in arrays], TEXT.dtype)
-    return h2words.PATHS.make(count=len(arrays), first=address_of(texts)), texts, arrays
-
-
 class Pipes(Protocol):
     """What streams need of the reactors."""
 
@@ -223,12 +200,17 @@ class Streams:
         self._pipes = pipes
         self._open: dict[tuple[int, int, int], Stream] = {}
         self._receiver: StreamReceiver | None = None
-        self._paths: Table | None = None
 
     def start(self, receiver: StreamReceiver, streaming: Sequence[bytes]) -> None:
         """From now on `receiver` gets streams; those of the paths `streaming` as they come, if they are of gRPC."""
         self._receiver = receiver
-        self._paths = paths_table(streaming)  # kept: reactors read them
+        paths = [np.frombuffer(path, np.uint8) for path in streaming]
+        texts = np.array([(address_of(path), len(path)) for path in paths], TEXT.dtype)
+        self._paths = (
+            h2words.PATHS.make(count=len(paths), first=address_of(texts)),
+            texts,
+            paths,
+        )  # kept: reactors read them
         self._pipes.words["streaming_paths"] = address_of(self._paths[0])
 
     def __len__(self) -> int:
@@ -246,10 +228,8 @@ class Streams:
             body = ctypes.string_at(address + head_bytes, size - head_bytes)
             free(address)
             stream = self._open[fd, serial, number] = Stream(self, fd, serial, number, head, flags)
-            stream.too_large, stream.peer_names = (
-                flags == kernel.SIZE and not body,
-                self._pipes.tls.names_of(fd, serial),
-            )
+            stream.too_large = flags == kernel.SIZE and not body
+            stream.peer_names = self._pipes.tls.names_of(fd, serial)
             if kind == kernel.STREAM_REQUEST:
                 receiver.request(stream, body)
             else:

@@ -10,7 +10,8 @@ from tierstore.access.audit import ATTEMPT, Attempt
 from tierstore.access.roles import LOCAL, NOBODY, Principal
 from tierstore.engine.events.changes import REQUESTER
 from tierstore.kernels import reactor_words as kernel
-from tierstore.service.addresses import host_port, is_on_host
+from tierstore.service.addresses import is_on_host
+from tierstore.service.forwarded import Proxies
 from tierstore.service.limits.shedding import Caller
 from tierstore.service.reactor.streams import Stream
 from tierstore.service.request_log import one_line
@@ -26,17 +27,17 @@ class RpcCaller:
     values of that entry of its metadata, `coding` is that of `grpc-encoding`.
     """
 
-    __slots__ = ("_stream", "attempt", "authorizations", "coding", "request_id", "unplanned", "waiting")
+    __slots__ = ("_proxies", "_stream", "attempt", "authorizations", "coding", "request_id", "unplanned", "waiting")
 
-    def __init__(self, stream: Stream, *, arrived_ns: int | None = None) -> None:
-        """`arrived_ns`: when its request came, if not with the stream. InvalidInput for a deadline without a meaning."""
+    def __init__(self, stream: Stream, proxies: Proxies, *, arrived_ns: int | None = None) -> None:
+        """`proxies`: those that are trusted. `arrived_ns`: when its request came, if not with the stream. InvalidInput for a deadline without a meaning."""
         self.waiting = Caller(arrived_ns or stream.arrived_ns or time.perf_counter_ns(), stream.is_lost)
         self.unplanned = stream.reason in (kernel.NO_PLAN, kernel.ACCESS)
         self.attempt = Attempt()
         self.request_id: str | None = None
         self.coding: bytes | None = None
         self.authorizations: list[bytes] = []
-        self._stream = stream
+        self._stream, self._proxies = stream, proxies
         for name, value in stream.headers:
             if name == b"authorization":
                 self.authorizations.append(value)
@@ -53,10 +54,15 @@ class RpcCaller:
         return self.waiting.principal
 
     @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Its metadata, and the other headers of its stream."""
+        return self._stream.headers
+
+    @property
     def host(self) -> str:
         """Its IP address, as long as the call is not answered."""
         client = self._stream.client
-        return "" if client is None else client[0]
+        return "" if client is None else self._proxies.host(client[0], self._stream.headers)
 
     @property
     def on_host(self) -> bool:
@@ -70,9 +76,8 @@ class RpcCaller:
         return str(self) if self.principal in (LOCAL, NOBODY) else f"{self.principal.name} at {self}"
 
     def address(self) -> str:
-        """`HOST:PORT`, as long as the call is not answered."""
-        client = self._stream.client
-        return "somebody" if client is None else host_port(*client)
+        """`HOST:PORT`, or behind a proxy the HOST alone, as long as the call is not answered."""
+        return self._proxies.client(self._stream.client, self._stream.headers) or "somebody"
 
     def __str__(self) -> str:
         return self.address() if self.request_id is None else f"{self.address()} (id {one_line(self.request_id)})"

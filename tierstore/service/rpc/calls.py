@@ -12,17 +12,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
-from tierstore.access.roles import Action, Principal
+from tierstore.access.roles import Action
 from tierstore.access.rules import of_grpc
 from tierstore.errors import Closed, Forbidden, Overloaded, TierstoreError
-from tierstore.service.access import caller_key
+from tierstore.service.access import Allow, caller_key
 from tierstore.service.addresses import host_name
 from tierstore.service.context import Service
 from tierstore.service.error_status import MessageTooLarge, Unserved
+from tierstore.service.families import gauge
 from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.reactor.streams import Stream, most_message
 from tierstore.service.rpc.caller import RpcCaller, acting_for, sent_back
@@ -40,12 +40,6 @@ MOST_STREAMS = 1024  # of messages, open at a time
 IDLE_S = 1.0  # how long one has to be idle before it makes room for another
 CUT_OFF = "the service stopped before this call was finished, which may have had its effect; send it again"
 _NO_MESSAGE = "the call has one request message; got none"
-
-
-class Allow(Protocol):
-    """What is told of a name and an `Authorization` by which a caller may look up; None: nobody needs one."""
-
-    def __call__(self, host: str, authorization: bytes | None, principal: Principal) -> None: ...
 
 
 class Calls:
@@ -120,7 +114,10 @@ class Calls:
         try:
             flow = Flow(self, method, stream)
         except TierstoreError as error:
-            refuse(stream, *method.accounts.failed(RpcCaller(stream, arrived_ns=stream.arrived_ns), error))
+            refuse(
+                stream,
+                *method.accounts.failed(RpcCaller(stream, self.service.proxies, arrived_ns=stream.arrived_ns), error),
+            )
             return
         self._flows[stream] = flow
         flow.open()
@@ -163,7 +160,7 @@ class Calls:
         idle.finish("UNAVAILABLE", IDLE)
 
     def to_the_end(self, flow: Flow) -> None:
-        """A stream becomes idle now."""
+        """Move a stream that becomes idle behind the others."""
         self._flows[flow.stream] = self._flows.pop(flow.stream)
 
     def forget(self, flow: Flow) -> None:
@@ -209,7 +206,7 @@ class Calls:
             ("health_watchers", "gRPC calls that watch the health; they are streams too.", self.health.watchers),
             ("health_watchers_limit", "gRPC calls that may.", MAX_WATCHERS),
         ):
-            yield GaugeMetricFamily(f"tierstore_grpc_{name}", text, value=value)
+            yield gauge(f"tierstore_grpc_{name}", text, value)
 
 
 def refuse(stream: Stream, code: str, details: str, request_id: str | None = None) -> None:
@@ -230,11 +227,11 @@ class _Call:
         service, method, stream = self._calls.service, self._method, self._stream
         holding = Reservation(service.inflight)  # what is decoded, until the look-up reserves it
         try:
-            caller = self._caller = RpcCaller(stream)
+            caller = self._caller = RpcCaller(stream, service.proxies)
             self._calls.authorise(method, stream, caller)
             if stream.too_large:
                 raise MessageTooLarge(
-                    f"the message is larger than the {self._calls.most_message} bytes that are allowed"
+                    f"the message is larger than the {self._calls.most_message} bytes that are allowed (max_request)"
                 )
             service.shed.check(caller.waiting)
             message = Messages(caller.coding, self._calls.most_message, holding.reserve).only(body)
@@ -294,6 +291,6 @@ class _Call:
             return
         caller = self._caller
         if caller is None:  # its deadline has no meaning
-            caller = RpcCaller(self._stream, arrived_ns=self._stream.arrived_ns)
+            caller = RpcCaller(self._stream, self._calls.service.proxies, arrived_ns=self._stream.arrived_ns)
         status = self._method.accounts.failed(caller, error)
         refuse(self._stream, *status, caller.request_id)

@@ -21,7 +21,7 @@ FIRST_S = 10.0  # for the first message of a stream to come
 
 
 class Flows(Protocol):
-    """Those that a stream is one of."""
+    """The calls, as far as a stream of messages needs them."""
 
     service: Service
     most_message: int
@@ -39,7 +39,7 @@ class Flow:
     def __init__(self, calls: Flows, method: Method, stream: Stream) -> None:
         """TierstoreError where it is refused."""
         self._calls, self._method, self.stream = calls, method, stream
-        caller = self.caller = RpcCaller(stream)
+        caller = self.caller = RpcCaller(stream, calls.service.proxies)
         calls.authorise(method, stream, caller)
         if calls.closing:
             raise Closed(ENDS)
@@ -82,7 +82,7 @@ class Flow:
         self._go_on()
 
     def forget(self) -> None:
-        """It is over."""
+        """End its part here: the stream is over."""
         if self._over:
             return
         self._over = True
@@ -97,7 +97,7 @@ class Flow:
     # --- for its method
 
     def caller_now(self) -> RpcCaller:
-        caller = RpcCaller(self.stream, arrived_ns=time.perf_counter_ns())
+        caller = RpcCaller(self.stream, self._calls.service.proxies, arrived_ns=time.perf_counter_ns())
         self._calls.authorise(self._method, self.stream, caller)  # its token may have ended since
         caller.waiting.deadline_ns = self.caller.waiting.deadline_ns
         return caller

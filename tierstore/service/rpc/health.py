@@ -57,7 +57,7 @@ class Health:
         self._send_all()
 
     def drain(self) -> None:
-        """Not serving from now on."""
+        """Report not to serve from now on."""
         self._drains = True
         self._send_all()
 

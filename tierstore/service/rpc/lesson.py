@@ -20,7 +20,7 @@ _Output = message_class("inference.ModelInferResponse.InferOutputTensor")
 
 
 class MessageLesson:
-    """Of the Open Inference Protocol over gRPC; see `reactor/lessons.py`."""
+    """A request of the Open Inference Protocol over gRPC, as a `Lesson` (`reactor/lessons.py`)."""
 
     protocol, form = "oip_grpc", layout.MESSAGE
 
@@ -42,7 +42,7 @@ class MessageLesson:
         return all(type(source) is Raw for source in parsed.sources) and not any(parsed.targets)
 
     def pieces(self, plan: Plan) -> Pieces | None:
-        """As `kernels/protowrite.py` has them."""
+        """The pieces of an answer as `kernels/protowrite.py` has them."""
         head = _Response(model_name=self._parsed.model, model_version=str(plan.version))
         pieces: Pieces = [(head.SerializeToString(), binding.NONE)]
         values = 0

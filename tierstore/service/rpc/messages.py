@@ -116,7 +116,7 @@ class Messages:
             return None
         size = _size_of(data)
         if size > self._limit:
-            raise MessageTooLarge(f"a message of {size} bytes, {self._limit} are allowed")
+            raise MessageTooLarge(f"a message of {size} bytes, {self._limit} are allowed (max_request)")
         if len(data) < PREFIX_BYTES + size:
             return None
         with memoryview(data) as view:
@@ -135,7 +135,9 @@ class Messages:
                 message = stream.unconsumed_tail
                 size += len(pieces[-1])
                 if size > self._limit:
-                    raise MessageTooLarge(f"a message decodes to more than the {self._limit} bytes that are allowed")
+                    raise MessageTooLarge(
+                        f"a message decodes to more than the {self._limit} bytes that are allowed (max_request)"
+                    )
                 if not pieces[-1] and not message and not stream.eof:
                     raise InvalidInput(f"a message in {self._coding.decode()} is cut short")
         except zlib.error as error:

@@ -178,4 +178,5 @@ class Accounts:
             error=error,
             spent=spent,
             said=said,
+            headers=caller.headers,
         )

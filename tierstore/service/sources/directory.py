@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from tierstore.engine.events.changes import REQUESTER
 from tierstore.errors import NotFound, NotReady, Overloaded, SequenceGap, TierstoreError, TooLarge
 from tierstore.formats.names import parse_delta_file
 from tierstore.service.error_status import log_failure
+from tierstore.service.families import counter
 from tierstore.types import NAME
 
 logger = logging.getLogger(__name__)
@@ -74,11 +75,9 @@ class Watcher:
         }
 
     def families(self) -> Iterator[Metric]:
-        """For Prometheus."""
-        yield CounterMetricFamily(
-            "tierstore_watch_applied", "Deltas taken from the watched directory.", value=self.applied
-        )
-        yield CounterMetricFamily("tierstore_watch_errors", "Failed tries to take one.", value=self.errors)
+        """The metrics of this part, for Prometheus."""
+        yield counter("tierstore_watch_applied", "Deltas taken from the watched directory.", self.applied)
+        yield counter("tierstore_watch_errors", "Failed tries to take one.", self.errors)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Finish the delta that is being applied, and end."""

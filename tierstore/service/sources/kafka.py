@@ -8,8 +8,6 @@ neither loses nor repeats one (`kafka_positions.py`).
 from __future__ import annotations
 
 import logging
-import socket
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -17,41 +15,38 @@ from typing import Any
 from prometheus_client.core import Metric
 
 from tierstore.config import Settings
-from tierstore.engine.events.changes import REQUESTER
 from tierstore.engine.store import Store
-from tierstore.errors import (
-    DeltaError,
-    NotFound,
-    StorageError,
-    Unreachable,
-)
-from tierstore.kafka.client import read_options
+from tierstore.errors import DeltaError, NotFound, StorageError
 from tierstore.kafka.messages import Head, Message, head_of
 from tierstore.kafka.reader import TopicReader
 from tierstore.kafka.window import Window
-from tierstore.service.error_status import log_failure
-from tierstore.service.sources.kafka_apply import LONGEST_RETRY_S, RETRY_S, Applier
+from tierstore.service.sources.kafka_apply import RETRY_S, Applier
 from tierstore.service.sources.kafka_positions import SOURCE, Positions
 from tierstore.service.sources.kafka_status import KafkaStats, families
+from tierstore.service.sources.topic_thread import (
+    METADATA_S,
+    POLL_S,
+    SAVE_S,
+    TopicThread,
+    connect,
+    far_back,
+    new_partitions,
+)
+from tierstore.service.traces import Traces
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.1
 _WINDOW_BYTES = 64 << 20  # of messages that wait for a delta that comes later; beyond it they are read again
-SAVE_S = 5.0  # between records of positions that no delta was logged with
-METADATA_S = 30.0  # between questions for the topic's partitions
 GAP_S = 10.0  # that a delta may be missing before earlier messages are read again for it
 
 
 class KafkaSource:
     """Follows a topic until closed. `status` and `families`: any thread."""
 
-    def __init__(self, store: Store, settings: Settings) -> None:
-        assert settings.kafka is not None
+    def __init__(self, store: Store, settings: Settings, traces: Traces | None = None) -> None:
         assert settings.kafka_topic is not None
         self._store, self._settings = store, settings
         self._topic = settings.kafka_topic
-        self._options = read_options(settings.kafka_config)
         self.stats = KafkaStats(self._topic)
         self._window = Window(max(_WINDOW_BYTES, 2 * settings.max_delta))
         self._positions = Positions(store.root.kafka_positions, self._topic)
@@ -63,58 +58,28 @@ class KafkaSource:
         self._forgot_at: dict[str, int] = {}  # model → the newest seq of its log when the window had no room
         self._saved_s = self._checked_s = self._maintained_s = 0.0
         self._reader: TopicReader | None = None
-        self._stop = threading.Event()
-        self._applier = Applier(store, self._topic, self._positions, self.stats, self._stop)
-        self._thread = threading.Thread(target=self._work, name="tierstore-kafka", daemon=True)
+        self._thread = TopicThread("tierstore-kafka", self._topic, self.stats, self)
+        self._applier = Applier(store, self._topic, self._positions, self.stats, self._thread.stopping, traces)
         self._thread.start()
 
     def status(self) -> dict[str, Any]:
         """The state, the lag, what was applied, and what holds up which model."""
-        return self.stats.status(len(self._parked.list()))
+        return self.stats.status(self._parked.count(self._topic))
 
     def families(self) -> Iterator[Metric]:
-        """For Prometheus."""
-        return families(self.stats.status(len(self._parked.list())))
+        """The metrics of this part, for Prometheus."""
+        return families(self.status())
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Finish the delta that is being applied, note the positions, and end."""
-        self._stop.set()
-        self._thread.join(timeout_s)
+        self._thread.close(timeout_s)
 
     # --- the thread
 
-    def _work(self) -> None:
-        REQUESTER.set(f"kafka topic {self._topic}")
-        pause_s = RETRY_S
-        while not self._stop.is_set():
-            try:
-                self._begin()
-                while not self._stop.is_set():
-                    self._step()
-                    pause_s = RETRY_S
-                self._save()
-            except Unreachable as error:
-                self._report("broker unreachable", error)
-            except NotFound as error:
-                self._report("unknown topic", error)
-            except Exception as error:  # noqa: BLE001 - the source must outlive whatever it meets
-                self._report("held up", error)
-                log_failure(error, f"reading {self._topic}")
-            self._end()
-            self._stop.wait(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_RETRY_S)
-
-    def _report(self, state: str, error: Exception) -> None:
-        if self.stats.failed(state, str(error)):
-            logger.warning("kafka: %s: %s", state, error)
-
-    def _begin(self) -> None:
+    def begin(self) -> None:
         """Connect, and read on from what is recorded."""
         settings = self._settings
-        assert settings.kafka is not None
-        self._reader = reader = TopicReader(
-            settings.kafka, self._topic, settings.kafka_group or f"tierstore-{socket.gethostname()}", self._options
-        )
+        self._reader = reader = connect(settings, self._topic)
         cluster, partitions = reader.partitions()
         logs = self._logs()
         held = {model: self._store.model(model).log.newest_origin(SOURCE) for model in logs}
@@ -123,7 +88,7 @@ class KafkaSource:
             begin = {one: self._positions.saved.get(one, 0) for one in partitions}
             self._followed = self._positions.models & logs.keys()
         else:
-            begin = self._far_back()
+            begin = far_back(reader, settings)
             self._followed = set(logs)
             self._positions.save(begin, self._followed, new_epoch=True)
         self._window = Window(max(_WINDOW_BYTES, 2 * settings.max_delta))
@@ -133,14 +98,14 @@ class KafkaSource:
         reader.assign(begin)
         self.stats.connected()
 
-    def _end(self) -> None:
-        reader = self._reader
-        if reader is None:
-            return
-        self._reader = None
-        reader.close()
+    def end(self) -> None:
+        """Disconnect."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """Read some messages, and apply what is next."""
         reader = self._current()
         waiting = time.monotonic() < self._applier.resume_s
         reader.pause(waiting)
@@ -218,11 +183,11 @@ class KafkaSource:
         now, reader = time.monotonic(), self._current()
         if reader.went_back:
             self._positions.save(self._needed(), self._followed, new_epoch=True)
-            reader.went_back = False
+            reader.went_back.clear()
         self._follow_models()
         self._read_forgotten()
         if now - self._saved_s >= SAVE_S:
-            self._save()
+            self.save()
             reader.commit(self._positions.saved)
         if now - self._checked_s >= (RETRY_S if reader.problem else METADATA_S):
             self._check_partitions()
@@ -256,7 +221,7 @@ class KafkaSource:
 
     def _rewind(self, logs: dict[str, int], models: set[str], gaps: set[str]) -> None:
         reader = self._current()
-        back = self._far_back()
+        back = far_back(reader, self._settings)
         begin = {one: min(offset, back.get(one, offset)) for one, offset in reader.positions.items()}
         self._positions.save(begin, self._followed | models, new_epoch=True)
         self._followed |= models
@@ -266,12 +231,6 @@ class KafkaSource:
         self.stats.rewinds += 1
         logger.info("kafka: %s is read again for %s", self._topic, ", ".join(sorted(models | gaps)))
         reader.seek(begin)
-
-    def _far_back(self) -> dict[int, int]:
-        reader, rewind_s = self._current(), self._settings.kafka_rewind_s
-        if rewind_s is None:
-            return reader.beginning()
-        return reader.at_time(int((time.time() - rewind_s) * 1000))
 
     def _read_forgotten(self) -> None:
         """Read again what the window had no room for, once the delta before it has come."""
@@ -285,15 +244,7 @@ class KafkaSource:
     def _check_partitions(self) -> None:
         reader = self._current()
         self._checked_s = time.monotonic()
-        try:
-            cluster, partitions = reader.partitions()
-        except Unreachable:
-            return  # `problem` says it; what was read can still be applied
-        new = [one for one in partitions if one not in reader.positions]
-        if cluster != self._positions.cluster:
-            raise Unreachable(
-                f"kafka: the brokers are of another cluster now, {cluster!r}: reading it from its beginning"
-            )
+        new = new_partitions(reader, self._positions.cluster)
         if new:
             logger.info("kafka: %s has new partitions: %s", self._topic, new)
             self.stats.rebalancing()
@@ -302,7 +253,8 @@ class KafkaSource:
     def _needed(self) -> dict[int, int]:
         return {one: self._window.needed(one, offset) for one, offset in self._current().positions.items()}
 
-    def _save(self) -> None:
+    def save(self) -> None:
+        """Note the positions."""
         self._saved_s = time.monotonic()
         self._positions.save(self._needed(), self._followed)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 
-from tierstore.engine.operations.verbs import Verbs
 from tierstore.engine.store import Store
 from tierstore.errors import (
     Conflict,
@@ -25,6 +25,7 @@ from tierstore.kafka.reader import TopicReader
 from tierstore.kafka.window import Held, Window
 from tierstore.service.sources.kafka_positions import Positions
 from tierstore.service.sources.kafka_status import KafkaStats
+from tierstore.service.traces import Traces
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +38,17 @@ class Applier:
     """Applies deltas of the window in the order of their seqs, each logged with the positions at that moment."""
 
     def __init__(
-        self, store: Store, topic: str, positions: Positions, stats: KafkaStats, stopping: threading.Event
+        self,
+        store: Store,
+        topic: str,
+        positions: Positions,
+        stats: KafkaStats,
+        stopping: threading.Event,
+        traces: Traces | None = None,
     ) -> None:
         self._store, self._topic, self._positions, self.stats = store, topic, positions, stats
         self._parked, self._max_delta, self._stopping = store.parked_files, store.settings.max_delta, stopping
+        self._traces = traces
         self._window = Window(0)
         self._reader: TopicReader | None = None
         self._seen: dict[str, int] = {}  # model → the newest seq of its log when it was last looked at
@@ -107,7 +115,7 @@ class Applier:
 
     def _is_ours(self, held: Held) -> bool:
         """Whether this node brings a delta in now. Of several nodes in front of one cluster it is the one that leads, while it can."""
-        if held.model in self._standing_in or self._verbs(held.model).leads:
+        if held.model in self._standing_in or self._leads(held.model):
             return True
         now = time.monotonic()
         seq, since_s = self._awaited.get(held.model, (0, now))
@@ -119,8 +127,8 @@ class Applier:
         self._standing_in.add(held.model)
         return True
 
-    def _verbs(self, model: str) -> Verbs:
-        return self._store.verbs(self._store.model(model))
+    def _leads(self, model: str) -> bool:
+        return self._store.placed(self._store.model(model)).leads()
 
     def _drop_held(self, model: str, last: int) -> None:
         """Let go of deltas that the log holds; park those that differ from what it holds."""
@@ -170,8 +178,19 @@ class Applier:
             partition: self._window.needed(partition, position, without=held)
             for partition, position in reader.positions.items()
         }
-        origin = self._positions.origin(held.partition, held.offsets.values(), resume)
-        return self._store.apply_delta(data, model=held.model, seq=held.seq, origin=origin).applied
+        origin = self._positions.origin(resume, partition=held.partition, offsets=sorted(held.offsets.values()))
+        with self._traced(held):
+            return self._store.apply_delta(data, model=held.model, seq=held.seq, origin=origin).applied
+
+    def _traced(self, held: Held) -> AbstractContextManager[None]:
+        """Reports what its block does with a delta, where that is wanted; in the words of OpenTelemetry's conventions for messages."""
+        if self._traces is None:
+            return nullcontext()
+        attributes = {
+            "messaging.system": "kafka", "messaging.destination.name": self._topic, "messaging.destination.partition.id": str(held.partition),
+            "messaging.kafka.offset": held.first_offset, "tierstore.model": held.model, "tierstore.seq": held.seq,
+        }  # fmt: skip
+        return self._traces.delta(held.trace, attributes)
 
     def wait(self, error: TierstoreError) -> None:
         """Read no more for a while: the store accepts nothing now."""

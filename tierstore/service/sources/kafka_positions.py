@@ -25,14 +25,18 @@ SOURCE = "kafka"
 
 
 class Positions:
-    """The record of one topic. `models` are those that were followed up to the positions."""
+    """The record of one topic. `models` are those that were followed up to the positions.
 
-    def __init__(self, path: Path, topic: str) -> None:
-        self._path, self._topic = path, topic
+    source: the word by which entries of logs say where they come from. Where the rows of a topic are gathered, each model has a record of its own.
+    """
+
+    def __init__(self, path: Path, topic: str, source: str = SOURCE) -> None:
+        self._path, self._topic, self._source = path, topic, source
         self.cluster = ""
         self.epoch = 0
         self.saved: dict[int, int] = {}
         self.models: set[str] = set()
+        self.seq = 0  # the newest of the model's log when the record was written, where it is of one model
 
     def load(self, cluster: str, origins: Mapping[str, Origin | None]) -> bool:
         """Read what is known of the topic in this cluster; `origins` are the newest ones, by model. False where nothing is."""
@@ -45,11 +49,22 @@ class Positions:
             return False
         self.epoch = int(record["epoch"])
         self.models = set(record["models"])
+        self.seq = int(record.get("seq", 0))
         self.saved = {int(partition): int(offset) for partition, offset in record["positions"].items()}
         for model, origin in origins.items():
             if model in self.models and origin is not None and self._counts(origin):
                 for partition, offset in origin["resume"].items():
                     self.saved[int(partition)] = max(self.saved.get(int(partition), 0), int(offset))
+        return True
+
+    def adopt(self, origin: Origin | None) -> bool:
+        """Take over what an entry says, where the record is lost. False where it is of another topic or cluster.
+
+        Only where nothing but the entry itself says that it counts: a log that was begun anew has none of before.
+        """
+        if origin is None or (origin.get("topic"), origin.get("cluster")) != (self._topic, self.cluster):
+            return False
+        self.saved = {int(partition): int(offset) for partition, offset in origin["resume"].items()}
         return True
 
     def _counts(self, origin: Origin) -> bool:
@@ -68,15 +83,14 @@ class Positions:
             logger.warning("%s; the topic is read again from its beginning", error)
             return {}
 
-    def origin(self, partition: int, offsets: Iterable[int], resume: Mapping[int, int]) -> Origin:
+    def origin(self, resume: Mapping[int, int], **more: object) -> Origin:
         """What is logged with a delta."""
         return {
-            "source": SOURCE,
+            "source": self._source,
             "topic": self._topic,
             "cluster": self.cluster,
             "epoch": self.epoch,
-            "partition": partition,
-            "offsets": sorted(offsets),
+            **more,
             "resume": {str(one): offset for one, offset in resume.items()},
         }
 
@@ -94,6 +108,7 @@ class Positions:
                 "epoch": epoch,
                 "positions": {str(partition): offset for partition, offset in positions.items()},
                 "models": sorted(wanted),
+                "seq": self.seq,
             },
         )
         self.epoch, self.saved, self.models = epoch, dict(positions), wanted

@@ -7,18 +7,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
+
+from tierstore.service.families import counter, gauge, gauges
 
 STATES = (
-    "starting",
-    "reading",
-    "caught up",
-    "waiting",
-    "rebalancing",
-    "broker unreachable",
-    "unknown topic",
-    "held up",
-)
+    "starting", "reading", "caught up", "waiting", "rebalancing", "broker unreachable", "unknown topic", "held up",
+)  # fmt: skip
 MOST_MODELS = 100
 
 
@@ -124,23 +119,19 @@ _COUNTERS = {
 
 
 def families(status: dict[str, Any]) -> Iterator[Metric]:
-    """For Prometheus."""
+    """The metrics of this part, for Prometheus."""
     for name, text in _COUNTERS.items():
-        yield CounterMetricFamily(f"tierstore_kafka_{name}", text, value=status[name])
+        yield counter(f"tierstore_kafka_{name}", text, status[name])
     passed_over = sum(status["passed_over"].values())
-    yield CounterMetricFamily("tierstore_kafka_passed_over", "Messages of models that the store does not have.", value=passed_over)  # fmt: skip
-    yield GaugeMetricFamily("tierstore_kafka_parked", "Messages that are parked.", value=status["parked"])
-    yield GaugeMetricFamily("tierstore_kafka_window_bytes", "Bytes of messages that wait for an earlier delta.", value=status["window_bytes"])  # fmt: skip
-    yield GaugeMetricFamily("tierstore_kafka_lag_seconds", "Age of the newest message that was read; 0 once all were.", value=status["lag_seconds"])  # fmt: skip
-    lag = GaugeMetricFamily("tierstore_kafka_lag_messages", "Messages that were not read yet.", labels=["partition"])
-    for partition, state in (status["partitions"] or {}).items():
-        lag.add_metric([partition], state["lag"])
-    yield lag
-    held_up = GaugeMetricFamily("tierstore_kafka_held_up", "Models that wait for a delta: 1.", labels=["model"])
-    for model in status["held_up"]:
-        held_up.add_metric([model], 1)
-    yield held_up
-    state = GaugeMetricFamily("tierstore_kafka_state", "1 for the state that the source is in.", labels=["state"])
-    for name in STATES:
-        state.add_metric([name], name == status["state"])
-    yield state
+    yield counter("tierstore_kafka_passed_over", "Messages of models that the store does not have.", passed_over)
+    yield gauge("tierstore_kafka_parked", "Messages that are parked.", status["parked"])
+    text = "Bytes of messages that wait for an earlier delta."
+    yield gauge("tierstore_kafka_window_bytes", text, status["window_bytes"])
+    text = "Age of the newest message that was read; 0 once all were."
+    yield gauge("tierstore_kafka_lag_seconds", text, status["lag_seconds"])
+    lag = {partition: state["lag"] for partition, state in (status["partitions"] or {}).items()}
+    yield gauges("tierstore_kafka_lag_messages", "Messages that were not read yet.", "partition", lag)
+    held_up = dict.fromkeys(status["held_up"], 1.0)
+    yield gauges("tierstore_kafka_held_up", "Models that wait for a delta: 1.", "model", held_up)
+    states = {name: float(name == status["state"]) for name in STATES}
+    yield gauges("tierstore_kafka_state", "1 for the state that the source is in.", "state", states)

@@ -56,7 +56,7 @@ class Records:
             return self._models.setdefault(model, ModelRecord())
 
     def models(self) -> dict[str, ModelRecord]:
-        """All, by name of the model."""
+        """All records, by name of the model."""
         with self.lock:
             return dict(self._models)
 

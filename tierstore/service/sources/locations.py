@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from tierstore.config import Settings
 from tierstore.engine.events.changes import REQUESTER
@@ -26,6 +26,7 @@ from tierstore.errors import Closed, Conflict, NotFound, Overloaded, TierstoreEr
 from tierstore.formats.names import DataDirectory
 from tierstore.formats.snapshot.found import Finder, FoundSnapshot, fingerprint
 from tierstore.service.error_status import log_failure, message_of
+from tierstore.service.families import counter, gauge
 from tierstore.service.limits.jobs import Jobs
 from tierstore.service.sources.location_record import Records
 from tierstore.service.stats import InferenceStats
@@ -139,23 +140,17 @@ class Locations(Observer):
         }
 
     def problems(self) -> list[str]:
-        """For the health of the service."""
+        """What keeps locations from being followed, for the health of the service."""
         found = [f"watched {place.name}: {problem}" for place in self._places for problem in place.problems()]
         return found + [f"{model}: {of.problem}" for model, of in self._records.models().items() if of.problem]
 
     def families(self) -> Iterator[Metric]:
-        """For Prometheus."""
-        yield CounterMetricFamily(
-            "tierstore_watched_snapshots_loaded", "Snapshots loaded from watched locations.", value=self.loaded
-        )
-        yield CounterMetricFamily(
-            "tierstore_watched_snapshots_errors", "Failed tries to load or activate one, or to look.", value=self.errors
-        )
-        yield GaugeMetricFamily(
-            "tierstore_watched_snapshots_problems",
-            "What keeps watched locations from being followed at this moment, and canaries that they brought and that were withdrawn.",
-            value=len(self.problems()),
-        )
+        """The metrics of this part, for Prometheus."""
+        name = "tierstore_watched_snapshots"
+        yield counter(f"{name}_loaded", "Snapshots loaded from watched locations.", self.loaded)
+        yield counter(f"{name}_errors", "Failed tries to load or activate one, or to look.", self.errors)
+        text = "What keeps watched locations from being followed at this moment, and canaries that they brought and that were withdrawn."
+        yield gauge(f"{name}_problems", text, len(self.problems()))
 
     def close(self, timeout_s: float = 10.0) -> None:
         """End: a load that runs is left to the jobs, and gone on with after a restart."""

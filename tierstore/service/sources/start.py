@@ -6,12 +6,15 @@ from pathlib import Path
 
 from tierstore.config import Settings
 from tierstore.errors import ConfigError
-from tierstore.formats.objects import file_system_of, is_url
+from tierstore.formats.buckets import Bucket
+from tierstore.formats.objects import is_url
 from tierstore.kafka.client import read_options
 from tierstore.kafka.reader import check_options
 from tierstore.service.context import Service, Source
 from tierstore.service.sources.directory import Watcher
 from tierstore.service.sources.kafka import KafkaSource
+from tierstore.service.sources.kafka_routes import check_rows
+from tierstore.service.sources.kafka_row_topics import KafkaRows
 from tierstore.service.sources.locations import Locations
 
 
@@ -19,8 +22,8 @@ def check_sources(settings: Settings) -> None:
     """Raise ConfigError or MissingExtra for a source that cannot be read."""
     if settings.watch is not None and not settings.watch.is_dir():
         raise ConfigError(f"watch: {settings.watch} is not a directory")
-    if (settings.kafka is None) is not (settings.kafka_topic is None):
-        raise ConfigError("kafka and kafka_topic: expected both or neither")
+    if (settings.kafka is None) is not (settings.kafka_topic is None and not settings.kafka_rows):
+        raise ConfigError("kafka and kafka_topic or kafka_rows: expected both or neither")
     if settings.upstream is not None:
         others = {"kafka": settings.kafka, "watch": settings.watch, "watch_snapshots": settings.watch_snapshots}
         for name, value in others.items():
@@ -28,8 +31,9 @@ def check_sources(settings: Settings) -> None:
                 raise ConfigError(
                     f"{name} and upstream: a node in front changes nothing; set {name} on the nodes upstream, {settings.upstream}"
                 )
-    if settings.kafka is not None and settings.kafka_topic is not None:
-        check_options(settings.kafka, settings.kafka_topic, read_options(settings.kafka_config))
+    if settings.kafka is not None:
+        check_rows(settings)
+        check_options(settings.kafka, read_options(settings.kafka_config))
     for location in settings.watch_snapshots:
         _check_location(location)
 
@@ -39,8 +43,10 @@ def start_sources(service: Service, settings: Settings) -> dict[str, Source]:
     sources: dict[str, Source] = {}
     if settings.watch is not None:
         sources["watch"] = Watcher(service.store, settings.watch, max_delta=settings.max_delta)
-    if settings.kafka is not None:
-        sources["kafka"] = KafkaSource(service.store, settings)
+    if settings.kafka_topic is not None:
+        sources["kafka"] = KafkaSource(service.store, settings, service.traces)
+    if settings.kafka_rows:
+        sources["kafka_rows"] = KafkaRows(service.store, settings)
     if settings.watch_snapshots:
         sources["watch_snapshots"] = Locations(service.store, service.jobs, service.inference_stats, settings)
     return sources
@@ -51,7 +57,7 @@ def _check_location(location: Path | str) -> None:
         if not location.is_dir():
             raise ConfigError(f"watch_snapshots: {location} is not a directory")
     elif is_url(location) and "::" not in location:
-        file_system_of(location)
+        Bucket(location)
     else:
         raise ConfigError(
             f"watch_snapshots: expected a directory or a URL such as s3://bucket/models, got {location!r}"

@@ -95,7 +95,7 @@ def _of_columns(values: Any, signature: Signature) -> list[Tensor]:
 
 
 def _even(info: TensorInfo, value: Any) -> Tensor:
-    """A tensor of evenly nested lists."""
+    """The tensor that evenly nested lists are."""
     if type(value) is not list:
         raise InvalidInput(f"input {shown(info.name)}: expected a list, got {shown(value)}")
     flat, shape = flatten(info.name, value, MAX_RANK)

@@ -23,12 +23,7 @@ Tensor = tuple[TensorSpec, Elements]
 
 
 def request_of(
-    cache: PlanCache,
-    model: str,
-    view: View,
-    signature: str,
-    tensors: Iterable[Tensor],
-    picked: Sequence[str] | None,
+    cache: PlanCache, model: str, view: View, signature: str, tensors: Iterable[Tensor], picked: Sequence[str] | None
 ) -> tuple[Request, list[Elements]]:
     """(the request, which may be a cached one with its plan; the elements of its inputs).
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from tierstore.errors import ClusterUnavailable, ConfigError, StorageError
+from tierstore.errors import ConfigError, RemoteUnavailable, StorageError
 from tierstore.tiers.remote.cluster import Cluster
 from tierstore.tiers.remote.connections import driver
 from tierstore.tiers.remote.options import Address
@@ -29,7 +29,7 @@ def command(*words: bytes) -> bytes:
 def call(cluster: Cluster, slot: int, packed: Sequence[Packed], *, timeout_s: float) -> list[Any]:
     """Send commands (see `command`) to the master of `slot` over one connection. Returns their replies.
 
-    Follows the slot to another server, and waits for a new master, for at most `timeout_s`; it then raises ClusterUnavailable.
+    Follows the slot to another server, and waits for a new master, for at most `timeout_s`; it then raises RemoteUnavailable.
     Raises StorageError with the server's words where it refuses a command (no memory, no permission, wrong type).
     """
     redis = driver()
@@ -45,7 +45,7 @@ def call(cluster: Cluster, slot: int, packed: Sequence[Packed], *, timeout_s: fl
             continue
         except redis.exceptions.MovedError as error:
             problem: Exception = error
-            with suppress(ClusterUnavailable):
+            with suppress(RemoteUnavailable):
                 cluster.refresh(seen)
             cluster.moved(slot, Address(error.host, error.port))
         except (
@@ -64,13 +64,13 @@ def call(cluster: Cluster, slot: int, packed: Sequence[Packed], *, timeout_s: fl
             raise
         except (redis.RedisError, OSError) as error:
             problem = error
-            with suppress(ClusterUnavailable):
-                cluster.suspect(cluster.master_of(slot))
+            with suppress(RemoteUnavailable):
+                cluster.machines.suspect(cluster.master_of(slot))
         target = None
         if time.monotonic() > deadline_s:
-            raise ClusterUnavailable(f"slot {slot} could not be written within {timeout_s:g} s: {problem}") from problem
+            raise RemoteUnavailable(f"slot {slot} could not be written within {timeout_s:g} s: {problem}") from problem
         time.sleep(_PAUSE_S)
-        with suppress(ClusterUnavailable):
+        with suppress(RemoteUnavailable):
             cluster.refresh(seen)
 
 

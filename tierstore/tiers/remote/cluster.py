@@ -12,10 +12,11 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from tierstore.errors import Closed, ClusterUnavailable, ConfigError, StorageError
+from tierstore.errors import ConfigError, RemoteUnavailable, StorageError
+from tierstore.tiers.machines import Options
 from tierstore.tiers.remote.connections import Connections, driver, explain
 from tierstore.tiers.remote.layout import SLOTS, choose_tags
-from tierstore.tiers.remote.options import Address, Endpoints, Options, parse_urls
+from tierstore.tiers.remote.options import Address, Endpoints, parse_urls
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ Topology = dict[int, tuple[Address, ...]]  # slot → its master, then its repli
 def connect(urls: str, options: Options | None = None) -> Cluster:
     """Connect to the cluster that has any of these servers (`redis://h1:6379,h2:6379`, see `parse_urls`).
 
-    Raises ConfigError (addresses, user, password, TLS; a server without cluster mode), ClusterUnavailable (none answers),
+    Raises ConfigError (addresses, user, password, TLS; a server without cluster mode), RemoteUnavailable (none answers),
     MissingExtra.
     """
     return Cluster(parse_urls(urls), options or Options())
@@ -41,33 +42,28 @@ class Cluster:
         # constant after construction
         self.endpoints, self.options = endpoints, options
         self.connections = Connections(endpoints, options)
-        # guarded by _lock
-        self._lock = threading.Lock()
-        self._suspects: dict[Address, float] = {}  # until when
-        self._outstanding = 0
-        self._closed = False
-        self.refreshes = 0
+        self.machines = self.connections.machines
         # guarded by _connecting
         self._connecting = threading.Lock()
         self._client: Any = None
         # replaced as a whole, guarded by _refreshing
         self._refreshing = threading.Lock()
-        self._refreshed_s = 0.0
-        self._refresh_error: ConfigError | ClusterUnavailable | None = None
+        self._refreshed_s, self.refreshes = 0.0, 0
+        self._refresh_error: ConfigError | RemoteUnavailable | None = None
         self._topology: Topology = {}
         try:
             self.refresh()
             if missing := SLOTS - len(self._topology):
                 log.warning("the cluster at %s does not serve %d of its %d slots", endpoints, missing, SLOTS)
         except BaseException:
-            self.connections.close()
+            self.machines.close()
             raise
 
     @property
     def client(self) -> Any:
         """redis-py's client of the cluster, with replies as bytes, for all that is not a look-up of rows."""
         with self._connecting:
-            self.check_open()
+            self.machines.check_open()
             if self._client is None:
                 self._client = self._new_client()
             return self._client
@@ -84,12 +80,25 @@ class Cluster:
         except (redis.RedisError, OSError) as error:
             raise explain(self.endpoints, error) from error
 
+    def call(self, *words: Any) -> Any:
+        """The reply to a command that is no look-up, by redis-py's client, which finds the server; text as bytes.
+
+        RemoteUnavailable where the cluster cannot be reached.
+        """
+        redis = driver()
+        try:
+            return self.client.execute_command(*words)
+        except StorageError:
+            raise
+        except (redis.RedisError, OSError) as error:
+            raise explain(self.endpoints, error) from error
+
     def master_of(self, slot: int) -> Address:
-        """Raises ClusterUnavailable where no server has the slot."""
+        """Raises RemoteUnavailable where no server has the slot."""
         try:
             return self._topology[slot][0]
         except KeyError:
-            raise ClusterUnavailable(
+            raise RemoteUnavailable(
                 f"no server of the cluster at {self.endpoints} has slot {slot}: check `redis-cli --cluster check`"
             ) from None
 
@@ -107,7 +116,7 @@ class Cluster:
         """Tags for a new version, `per_master` of them on each master; see `layout.choose_tags`."""
         self.refresh()
         if missing := SLOTS - len(self._topology):
-            raise ClusterUnavailable(
+            raise RemoteUnavailable(
                 f"the cluster at {self.endpoints} does not serve {missing} of its {SLOTS} slots: repair it before a load"
             )
         return choose_tags(list(self.masters().values()), per_master)
@@ -115,10 +124,10 @@ class Cluster:
     def refresh(self, seen: Topology | None = None, deadline_s: float | None = None) -> None:
         """Read anew which server has which slot. With `seen`: unless that was done, or has failed, since `seen` was the map.
 
-        Keeps the old map and raises ClusterUnavailable if no server answers by the deadline, ConfigError if they refuse.
+        Keeps the old map and raises RemoteUnavailable if no server answers by the deadline, ConfigError if they refuse.
         """
         if not self._refreshing.acquire(timeout=_remaining(deadline_s)):
-            raise ClusterUnavailable(f"no server of the cluster at {self.endpoints} has said in time where slots are")
+            raise RemoteUnavailable(f"no server of the cluster at {self.endpoints} has said in time where slots are")
         try:
             since_s = time.monotonic() - self._refreshed_s
             if seen is not None:
@@ -131,7 +140,7 @@ class Cluster:
             try:
                 self._topology = self._read_any(deadline_s)
                 self.refreshes += 1
-            except (ClusterUnavailable, ConfigError) as error:
+            except (RemoteUnavailable, ConfigError) as error:
                 self._refresh_error = error
                 raise
             finally:
@@ -141,15 +150,15 @@ class Cluster:
 
     def _read_any(self, deadline_s: float | None) -> Topology:
         """The map of slots of the first server that answers."""
-        error: ConfigError | ClusterUnavailable | None = None
+        error: ConfigError | RemoteUnavailable | None = None
         for address in self._servers():
             if error is not None and _remaining(deadline_s) == 0:
                 break
             try:
                 return self._read_topology(address, max(0.01, _remaining(deadline_s)))
-            except (ClusterUnavailable, ConfigError) as failed:
+            except (RemoteUnavailable, ConfigError) as failed:
                 error = error if isinstance(error, ConfigError) else failed
-                self.suspect(address)
+                self.machines.suspect(address)
         assert error is not None
         raise error
 
@@ -164,54 +173,11 @@ class Cluster:
             if self._topology.get(slot, (None,))[0] != target:
                 self._topology = self._topology | {slot: (target, *self._topology.get(slot, ())[1:])}
 
-    def suspect(self, address: Address) -> None:
-        """The server has failed: for a moment replicas are asked in its place."""
-        with self._lock:
-            self._suspects[address] = time.monotonic() + self.options.suspect_s
-        self.connections.forget(address)
-
-    def is_suspect(self, address: Address) -> bool:
-        with self._lock:
-            until = self._suspects.get(address)
-            if until is not None and until < time.monotonic():
-                del self._suspects[address]
-                until = None
-            return until is not None
-
-    @property
-    def timeout_s(self) -> float:
-        """That a look-up may take without a deadline of its own."""
-        return self.options.timeout_s
-
-    def reserve(self, size: int) -> bool:
-        """Count bytes that a look-up waits for. False, and not counted, where there are too many already."""
-        with self._lock:
-            if self._outstanding and self._outstanding + size > self.options.outstanding_bytes:
-                return False
-            self._outstanding += size
-            return True
-
-    def release(self, size: int) -> None:
-        with self._lock:
-            self._outstanding -= size
-
-    def check_open(self) -> None:
-        if self._closed:
-            raise Closed(f"the remote tier on {self.endpoints} was closed")
-
     def stats(self) -> dict[str, Any]:
-        with self._lock:
-            return {
-                "outstanding_bytes": self._outstanding,
-                "suspects": sorted(map(str, self._suspects)),
-                "connections_opened": self.connections.opened,
-                "topology_reads": self.refreshes,
-            }
+        return self.machines.stats() | {"topology_reads": self.refreshes}
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-        self.connections.close()
+        self.machines.close()
         with self._connecting:
             if self._client is not None:
                 self._client.close()
@@ -220,7 +186,7 @@ class Cluster:
         """All that may be asked about the cluster, those that failed lately last."""
         found = dict.fromkeys(self.endpoints.addresses)
         found.update(dict.fromkeys(_distinct(self._topology.values())))
-        return sorted(found, key=self.is_suspect)
+        return sorted(found, key=self.machines.is_suspect)
 
     def _read_topology(self, address: Address, timeout_s: float) -> Topology:
         redis = driver()
@@ -237,7 +203,7 @@ class Cluster:
             )
             found.update(dict.fromkeys(range(low, high + 1), addresses))
         if not found:
-            raise ClusterUnavailable(
+            raise RemoteUnavailable(
                 f"{address} knows of no slots: the cluster was not created yet, or the server was reset"
             )
         return found

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import importlib
 import socket
-import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -17,8 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.errors import Closed, ClusterUnavailable, ConfigError, MissingExtra
-from tierstore.tiers.remote.options import Address, Endpoints, Options
+from tierstore.errors import ConfigError, MissingExtra, RemoteUnavailable
+from tierstore.tiers.machines import Machines, Options
+from tierstore.tiers.remote.options import Address, Endpoints
 
 _BUFFER_BYTES = 256 << 10
 _SLACK = 16  # kernels read whole words
@@ -70,45 +69,23 @@ class Connection:
 
 
 class Connections:
-    """Idle connections by server and role. `close` ends them; those in use end when they are released."""
+    """Connections to the servers of one cluster, constant after construction; `machines` keeps those that are idle."""
 
     def __init__(self, endpoints: Endpoints, options: Options) -> None:
-        # constant after construction
         self._endpoints, self._options = endpoints, options
-        # guarded by _lock
-        self._lock = threading.Lock()
-        self._idle: dict[tuple[Address, bool], list[Connection]] = defaultdict(list)
-        self._closed = False
-        self.opened = 0
+        self.machines: Machines[Address, Connection] = Machines(options, f"the remote tier on {endpoints}")
 
     def acquire(self, address: Address, *, replica: bool = False, timeout_s: float | None = None) -> Connection:
         """An idle connection, or a new one. `replica`: one on which a replica answers reads.
 
-        Raises ClusterUnavailable where the server cannot be reached, ConfigError where it refuses user, password or TLS.
+        Raises RemoteUnavailable where the server cannot be reached, ConfigError where it refuses user, password or TLS.
         """
-        with self._lock:
-            self._check_open()
-            if idle := self._idle[address, replica]:
-                return idle.pop()
-            self.opened += 1
-        return self._open(address, replica, timeout_s)
+        return self.machines.kept(address, replica=replica) or self._open(address, replica, timeout_s)
 
     def release(self, connection: Connection, *, replica: bool = False) -> None:
         """Keep it for the next user. Only where every reply was read."""
         connection.used = True
-        with self._lock:
-            idle = self._idle[connection.address, replica]
-            if not self._closed and len(idle) < self._options.connections:
-                idle.append(connection)
-                return
-        connection.close()
-
-    def forget(self, address: Address) -> None:
-        """Close the idle ones of a server that failed."""
-        with self._lock:
-            stale = [one for replica in (False, True) for one in self._idle.pop((address, replica), [])]
-        for one in stale:
-            one.close()
+        self.machines.keep(connection.address, connection, replica=replica)
 
     @contextmanager
     def borrowed(self, address: Address, *, replica: bool = False, timeout_s: float | None = None) -> Iterator[Any]:
@@ -125,18 +102,6 @@ class Connections:
             connection.close()
             raise
         self.release(connection, replica=replica)
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            idle = [one for kept in self._idle.values() for one in kept]
-            self._idle.clear()
-        for one in idle:
-            one.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise Closed(f"the remote tier on {self._endpoints} was closed")
 
     def _open(self, address: Address, replica: bool, timeout_s: float | None) -> Connection:
         module, redis = driver("redis.connection"), driver()
@@ -158,7 +123,7 @@ class Connections:
         return Connection(address, opened, self._endpoints.tls)
 
 
-def explain(address: Address | Endpoints, error: Exception) -> ConfigError | ClusterUnavailable:
+def explain(address: Address | Endpoints, error: Exception) -> ConfigError | RemoteUnavailable:
     """An error of redis-py as one of ours that names the server and what to do."""
     redis = driver()
     text = " ".join(str(error).split())[:200]
@@ -176,9 +141,9 @@ def explain(address: Address | Endpoints, error: Exception) -> ConfigError | Clu
     if "CERTIFICATE" in text or "SSL" in text:
         return ConfigError(f"{address}: TLS failed ({text}): check rediss:// and ?ssl_ca_certs=FILE")
     if isinstance(error, redis.ResponseError):
-        return ClusterUnavailable(f"{address} refused a command: {text}")
+        return RemoteUnavailable(f"{address} refused a command: {text}")
     if "Connection closed by server" in text or "reset by peer" in text:
         text += "; a server with TLS needs rediss://"
-    return ClusterUnavailable(
+    return RemoteUnavailable(
         f"{address} cannot be reached ({text}): check that the server runs and that its port is open"
     )

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.errors import ClusterUnavailable, ConfigError
+from tierstore.errors import ConfigError, RemoteUnavailable
 from tierstore.kernels import partitions, resp
 from tierstore.kernels.codec import address_of
 from tierstore.tiers.joining import Watermarks
@@ -82,7 +82,7 @@ class Read:
         self._failures: dict[int, Failure] = {}
 
     def run(self, deadline_s: float) -> Watermarks:
-        """Until the deadline (of `time.monotonic`). Raises ClusterUnavailable for keys that were not read, after all others were."""
+        """Until the deadline (of `time.monotonic`). Raises RemoteUnavailable for keys that were not read, after all others were."""
         pending = np.flatnonzero(np.diff(self._starts)).tolist()
         read = list(pending)
         attempts = 0
@@ -113,7 +113,8 @@ class Read:
         self, tags: Iterable[int], deadline_s: float, *, first: bool
     ) -> tuple[dict[tuple[Address, bool], list[int]], float]:
         """The tags by the server to ask (and whether as a replica), and how long to wait for it."""
-        cluster, options, failures = self._cluster, self._cluster.options, self._failures
+        cluster, machines, options = self._cluster, self._cluster.machines, self._cluster.options
+        failures = self._failures
         self._failures = {}
         groups: dict[tuple[Address, bool], list[int]] = defaultdict(list)
         others = False
@@ -121,22 +122,22 @@ class Read:
             slot = self._table.slots[tag]
             try:
                 master = cluster.master_of(slot)
-            except ClusterUnavailable as error:
+            except RemoteUnavailable as error:
                 self._failures[tag] = Failure(Cause.BUSY, None, str(error))
                 continue
-            replicas = cluster.replicas_of(slot) if options.replica_after_s > 0 else ()
+            replicas = cluster.replicas_of(slot) if options.other_after_s > 0 else ()
             others |= bool(replicas)
             before = failures.get(tag)
-            if not cluster.is_suspect(master) or (before is not None and before.cause is Cause.BEHIND):
+            if not machines.is_suspect(master) or (before is not None and before.cause is Cause.BEHIND):
                 groups[master, False].append(tag)
-            elif sound := [one for one in replicas if not cluster.is_suspect(one)]:
+            elif sound := [one for one in replicas if not machines.is_suspect(one)]:
                 groups[sound[0], True].append(tag)
             else:
                 text = "it has failed a moment ago" if before is None else before.text
                 self._failures[tag] = Failure(Cause.SUSPECT, master, text)
         until_s = deadline_s
         if first and others:
-            until_s = min(until_s, time.monotonic() + options.replica_after_s)
+            until_s = min(until_s, time.monotonic() + options.other_after_s)
         return groups, until_s
 
     def _exchange(self, groups: dict[tuple[Address, bool], list[int]], until_s: float) -> None:
@@ -151,8 +152,8 @@ class Read:
                 try:
                     wait_s = max(0.001, (until_s - time.monotonic()) / 2)  # the others still get their time
                     connection = self._cluster.connections.acquire(address, replica=replica, timeout_s=wait_s)
-                except (ClusterUnavailable, ConfigError) as error:
-                    cause = Cause.UNREACHABLE if isinstance(error, ClusterUnavailable) else Cause.REFUSED
+                except (RemoteUnavailable, ConfigError) as error:
+                    cause = Cause.UNREACHABLE if isinstance(error, RemoteUnavailable) else Cause.REFUSED
                     self._failures.update((tag, Failure(cause, address, str(error))) for tag in tags)
                     continue
                 connection.fit(table.element_bytes)
@@ -262,13 +263,13 @@ class Read:
             if failure.address is None:
                 continue
             if failure.cause is Cause.STALE:
-                cluster.connections.forget(failure.address)
+                cluster.machines.forget(failure.address)
             elif failure.cause is Cause.UNREACHABLE or failure.text.startswith("LOADING"):
-                cluster.suspect(failure.address)
+                cluster.machines.suspect(failure.address)
         if causes & {Cause.UNREACHABLE, Cause.BUSY, Cause.MOVED}:
             try:
                 cluster.refresh(seen, deadline_s)
-            except (ClusterUnavailable, ConfigError):
+            except (RemoteUnavailable, ConfigError):
                 return Cause.STALE in causes
             for failure in set(self._failures.values()):
                 if failure.target is not None:
@@ -305,11 +306,11 @@ class Read:
             self._state[places] = np.where(found, Tier.REMOTE, Tier.ABSENT)
             self._marks[tag] = int(low), max(int(mark or 0) for mark in marks)
 
-    def _error(self, pending: list[int]) -> ClusterUnavailable:
+    def _error(self, pending: list[int]) -> RemoteUnavailable:
         keys = np.sort(np.concatenate([self._codes[self._places(tag)] for tag in pending]))
         failures = [failure for tag in pending for failure in (self._failures[tag], self._behind.get(tag)) if failure]
         reasons = dict.fromkeys(map(str, failures))
-        return ClusterUnavailable(
+        return RemoteUnavailable(
             f"{len(keys)} keys of {self._table} could not be read: {'; '.join(list(reasons)[:3])}", keys=keys.tolist()
         )
 

@@ -1,4 +1,4 @@
-"""Where a cluster is and how to talk to it: the addresses of `--remote`, and limits."""
+"""Where a cluster is and how to talk to it: the addresses of `--remote`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from tierstore.addresses import host_port
 from tierstore.errors import ConfigError
 
 PORT = 6379
@@ -23,24 +24,7 @@ class Address(NamedTuple):
     port: int
 
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Limits of one node's use of the cluster.
-
-    `timeout_s` bounds a look-up, everything in it included, unless the caller has a deadline of its own. `replica_after_s`: a
-    server that has not answered by then is left, and its keys are asked from a replica; 0: replicas are not asked at all.
-    `connections`: the most to each server that are kept. `outstanding_bytes`: the most that look-ups under way may be waiting for.
-    """
-
-    timeout_s: float = 1.0
-    connect_timeout_s: float = 1.0
-    replica_after_s: float = 0.25
-    connections: int = 16
-    outstanding_bytes: int = 256 << 20
-    suspect_s: float = 0.5  # a server that failed is left alone so long, where a replica can answer
+        return host_port(self.host, self.port)
 
 
 @dataclass(frozen=True, slots=True)

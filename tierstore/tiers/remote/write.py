@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.errors import ClusterUnavailable, Corruption, Fenced, SequenceGap, StorageError
+from tierstore.errors import Corruption, Fenced, RemoteUnavailable, SequenceGap, StorageError
 from tierstore.kernels import partitions, resp
 from tierstore.kernels.codec import address_of
 from tierstore.tiers.remote.calls import call, command
@@ -81,7 +81,7 @@ class Writer:
     # ---- a load
 
     def write_rows(self, table: str, codes: Keys, rows: Rows) -> None:
-        """Put `rows` uint8 [n, row_bytes] of `codes` int64 [n] into the cluster, over what is there. Raises ClusterUnavailable,
+        """Put `rows` uint8 [n, row_bytes] of `codes` int64 [n] into the cluster, over what is there. Raises RemoteUnavailable,
         StorageError (the cluster has no memory, for one)."""
         rows = self._checked(table, codes, rows)
         order, starts = self._grouped(codes)
@@ -152,7 +152,7 @@ class Writer:
     def apply_delta(self, epoch: int, seq: int, changes: Sequence[Change], digest: str = "") -> list[bool]:
         """Put delta `seq` into every tag, those included that it does not change. Returns for each whether it was new there.
 
-        Raises Fenced, SequenceGap (a tag lacks deltas before this one; `expected_seq` is the lowest), ClusterUnavailable. Some
+        Raises Fenced, SequenceGap (a tag lacks deltas before this one; `expected_seq` is the lowest), RemoteUnavailable. Some
         tags may have it then: apply it again. Corruption where a tag has rows of this seq from a delta with another digest.
         """
         grouped = [
@@ -240,7 +240,7 @@ class Writer:
         wait = command(b"WAIT", b"%d" % self._wait_replicas, b"%d" % int(self._timeout_s * 1000))
         *replies, have = call(self._cluster, self._slots[tag], [*packed, wait], timeout_s=self._timeout_s)
         if have < self._wait_replicas:
-            raise ClusterUnavailable(
+            raise RemoteUnavailable(
                 f"{have} replicas have what was written to slot {self._slots[tag]}, expected {self._wait_replicas} "
                 "(`remote_wait_replicas`): check the cluster's replicas"
             )

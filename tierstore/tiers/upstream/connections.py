@@ -1,7 +1,6 @@
 """HTTP to one node: connections that are kept, each for one user at a time, and requests whose answers are waited for later.
 
-Any thread. A connection on which something failed is closed and never used again. Only what our own service answers is
-understood: a status, a Content-Length, and a body of that length.
+Any thread. A connection on which something failed is closed and never used again.
 """
 
 from __future__ import annotations
@@ -9,15 +8,19 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import threading
+import ssl
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.errors import Closed, ClusterUnavailable, NotFound, Overloaded, StorageError
-from tierstore.tiers.upstream.options import Address, Options
+from tierstore.addresses import host_port
+from tierstore.errors import NotFound, Overloaded, RemoteUnavailable, StorageError
+from tierstore.http1 import Incoming, Malformed, request_head
+from tierstore.tiers.machines import Machines
+from tierstore.tiers.upstream.options import Address
 
 _HEAD_BYTES = 64 << 10
 _LEAST_S = 0.001
@@ -46,21 +49,34 @@ class Reply(NamedTuple):
         return bytes(self.body[:200]).decode(errors="replace")
 
 
+class _Answer:
+    """The `Receiver` of one answer."""
+
+    def start(self, status: int, headers: Mapping[str, str], nbytes: int) -> None:
+        self.status, self.body, self._filled = status, bytearray(nbytes), 0
+
+    def buffer(self) -> memoryview:
+        return memoryview(self.body)[self._filled :]
+
+    def received(self, n: int) -> None:
+        self._filled += n
+
+
 class Connection:
     """One connection."""
 
-    def __init__(self, address: Address, options: Options) -> None:
+    def __init__(self, address: Address, timeout_s: float, tls: ssl.SSLContext | None) -> None:
         self.used = False  # it has answered before: where it fails now, the node may just have closed it
-        sock = socket.create_connection(address[:2], options.connect_timeout_s)
+        sock = socket.create_connection(address[:2], timeout_s)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if address.tls:
-                assert options.tls is not None
-                sock = options.tls.wrap_socket(sock, server_hostname=address.host)
+                assert tls is not None
+                sock = tls.wrap_socket(sock, server_hostname=address.host)
         except BaseException:
             sock.close()
             raise
-        self._socket = sock
+        self._socket, self._incoming = sock, Incoming()
         self.open = True
         self.tls = address.tls
         self.fd = sock.fileno()
@@ -89,47 +105,24 @@ class Connection:
 
     def receive(self, until_s: float) -> Reply:
         """The answer to what was sent last. TimeoutError; Broken; ValueError for what is no answer of our service."""
-        buffer = bytearray(_HEAD_BYTES)
-        got = 0
-        while (end := buffer.find(b"\r\n\r\n", 0, got)) < 0:
-            if got == len(buffer):
-                raise ValueError(f"its answer begins with more than {_HEAD_BYTES} bytes of headers")
-            got += self._more(memoryview(buffer)[got:], until_s, nothing_yet=got == 0)
-        status, length = self._parse(bytes(buffer[:end]))
-        body = bytearray(length)
-        begin = end + 4
-        filled = min(length, got - begin)
-        body[:filled] = memoryview(buffer)[begin : begin + filled]
-        missing = memoryview(body)
-        while filled < length:
-            filled += self._more(missing[filled:], until_s, nothing_yet=False)
-        self.used = True
-        return Reply(status, body)
-
-    def _more(self, into: memoryview, until_s: float, *, nothing_yet: bool) -> int:
-        self._socket.settimeout(max(_LEAST_S, until_s - time.monotonic()))
+        answer = _Answer()
+        self._incoming.expect(answer)
         try:
-            got = self._socket.recv_into(into)
-        except TimeoutError:
+            while True:
+                self._socket.settimeout(max(_LEAST_S, until_s - time.monotonic()))
+                got = self._socket.recv_into(self._incoming.buffer())
+                if not got:
+                    raise Broken("the connection was closed", unanswered=not self._incoming.started)
+                if self._incoming.received(got):
+                    break
+        except (TimeoutError, Broken):
             raise
         except OSError as error:
-            raise Broken(str(error), unanswered=nothing_yet) from error
-        if not got:
-            raise Broken("the connection was closed", unanswered=nothing_yet)
-        return got
-
-    def _parse(self, head: bytes) -> tuple[int, int]:
-        """(status, length of the body)."""
-        first, *lines = head.split(b"\r\n")
-        words = first.split(b" ")
-        if len(words) < 2 or not words[0].startswith(b"HTTP/1.") or not words[1].isdigit():
-            raise ValueError(f"its answer is not HTTP: {first[:60]!r}")
-        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(b":") for line in lines)}
-        length = headers.get(b"content-length", b"")
-        if not length.isdigit():
-            raise ValueError("its answer has no Content-Length")
-        self.open = headers.get(b"connection", b"").lower() != b"close"
-        return int(words[1]), int(length)
+            raise Broken(str(error), unanswered=not self._incoming.started) from error
+        except Malformed as error:
+            raise ValueError(str(error)) from error
+        self.used, self.open = True, self._incoming.reusable
+        return Reply(answer.status, answer.body)
 
     def close(self) -> None:
         self.open = False
@@ -138,65 +131,36 @@ class Connection:
 
 
 class Node:
-    """One node, as a front sees it."""
+    """One node, as a front sees it. `machines` has all of them."""
 
-    def __init__(self, address: Address, options: Options) -> None:
+    def __init__(
+        self, address: Address, machines: Machines[Address, Connection], token: str | None, tls: ssl.SSLContext | None
+    ) -> None:  # fmt: skip
         # constant after construction
-        self.address, self.options = address, options
-        host = f"[{address.host}]" if ":" in address.host else address.host
-        token = "" if options.token is None else f"Authorization: Bearer {options.token}\r\n"
-        self._headers = f"Host: {host}:{address.port}\r\n{token}"
-        # guarded by _lock
-        self._lock = threading.Lock()
-        self._idle: list[Connection] = []
-        self._closed = False
-        # written by any thread, in one step
-        self.suspect_until_s = 0.0
-        self.opened = 0
+        self.address, self.machines, self._tls = address, machines, tls
+        authorization = "" if token is None else f"Authorization: Bearer {token}\r\n"
+        self._headers = f"Host: {host_port(address.host, address.port)}\r\n{authorization}"
 
     def __str__(self) -> str:
         return str(self.address)
 
-    @property
-    def suspect(self) -> bool:
-        """Whether it has failed a moment ago: then it is not asked."""
-        return self.suspect_until_s > time.monotonic()
-
-    def failed(self) -> None:
-        """It does not answer: it is left alone for a moment, and its connections are closed."""
-        self.suspect_until_s = time.monotonic() + self.options.suspect_s
-        self.forget()
-
-    def forget(self) -> None:
-        """Close connections that nobody uses."""
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.close()
-
     def acquire(self) -> Connection:
         """A connection for this thread. OSError where there is none."""
-        with self._lock:
-            if self._closed:
-                raise Closed(f"the front does not use {self.address} any more")
-            if self._idle:
-                return self._idle.pop()
-        self.opened += 1
-        return Connection(self.address, self.options)
+        kept = self.machines.kept(self.address)
+        return kept or Connection(self.address, self.machines.options.connect_timeout_s, self._tls)
 
     def release(self, connection: Connection) -> None:
-        with self._lock:
-            if connection.open and not self._closed and len(self._idle) < self.options.connections:
-                self._idle.append(connection)
-                return
-        connection.close()
+        if connection.open:
+            self.machines.keep(self.address, connection)
+        else:
+            connection.close()
 
     def head(self, method: str, target: str, length: int) -> bytes:
         """The head of a request."""
-        return f"{method} {target} HTTP/1.1\r\n{self._headers}Content-Length: {length}\r\n\r\n".encode()
+        return request_head(method, target, self._headers, length)
 
     def request(self, method: str, target: str, body: bytes = b"", *, timeout_s: float) -> Reply:
-        """Send a request and wait for its answer. ClusterUnavailable where it does not answer."""
+        """Send a request and wait for its answer. RemoteUnavailable where it does not answer."""
         until_s = time.monotonic() + timeout_s
         whole = self.head(method, target, len(body)) + body
         try:
@@ -209,7 +173,7 @@ class Node:
                     connection.close()
                     if not (connection.used and error.unanswered):
                         raise
-                    self.forget()
+                    self.machines.forget(self.address)
                     continue
                 except BaseException:
                     connection.close()
@@ -219,15 +183,15 @@ class Node:
         except (OSError, ValueError) as error:
             if isinstance(error, StorageError):
                 raise
-            raise ClusterUnavailable(f"{self.address} does not answer: {error or type(error).__name__}") from error
+            raise RemoteUnavailable(f"{self.address} does not answer: {error or type(error).__name__}") from error
 
     def get(self, target: str, *, timeout_s: float) -> bytearray:
-        """The body of what is at `target`. NotFound, Overloaded, ClusterUnavailable, with what the node says."""
+        """The body of what is at `target`. NotFound, Overloaded, RemoteUnavailable, with what the node says."""
         reply = self.request("GET", target, timeout_s=timeout_s)
         if reply.status == 200:
             assert isinstance(reply.body, bytearray)
             return reply.body
-        kind = {404: NotFound, 429: Overloaded, 503: Overloaded}.get(reply.status, ClusterUnavailable)
+        kind = {404: NotFound, 429: Overloaded, 503: Overloaded}.get(reply.status, RemoteUnavailable)
         raise kind(f"{self.address} answers {reply.status}: {reply.problem}")
 
     def get_json(self, target: str, *, timeout_s: float) -> dict[str, Any]:
@@ -235,10 +199,5 @@ class Node:
         try:
             document: dict[str, Any] = json.loads(self.get(target, timeout_s=timeout_s))
         except ValueError as error:
-            raise ClusterUnavailable(f"{self.address}: {target.partition('?')[0]} is no JSON: {error}") from error
+            raise RemoteUnavailable(f"{self.address}: {target.partition('?')[0]} is no JSON: {error}") from error
         return document
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-        self.forget()

@@ -1,13 +1,12 @@
-"""Where the nodes are that have the rows, and how to talk to them: the addresses of `--upstream`, and limits."""
+"""Where the nodes are that have the rows, and how to talk to them: the addresses of `--upstream`, token and TLS."""
 
 from __future__ import annotations
 
 import ssl
-from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from tierstore.addresses import why_not_token
+from tierstore.addresses import host_port, why_not_token
 from tierstore.errors import ConfigError
 
 _EXAMPLE = "http://a:8000,http://b:8000"
@@ -21,26 +20,7 @@ class Address(NamedTuple):
     tls: bool = False
 
     def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'https' if self.tls else 'http'}://{host}:{self.port}"
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Limits of a front's use of its nodes.
-
-    `timeout_s` bounds a look-up, other tries included. `other_after_s`: a node that has not answered by then is left, and its keys
-    are asked from another one that owns them. `connections`: the most to each node that are kept.
-    """
-
-    timeout_s: float = 1.0
-    connect_timeout_s: float = 1.0
-    other_after_s: float = 0.25
-    connections: int = 16
-    outstanding_bytes: int = 256 << 20
-    suspect_s: float = 0.5  # a node that failed is left alone so long
-    token: str | None = field(default=None, repr=False)
-    tls: ssl.SSLContext | None = field(default=None, repr=False)
+        return f"{'https' if self.tls else 'http'}://{host_port(self.host, self.port)}"
 
 
 def parse_urls(urls: str) -> tuple[Address, ...]:

@@ -8,7 +8,6 @@ answers fails, and the other keys do not.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,14 +16,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.errors import Closed, ClusterUnavailable, Corruption
+from tierstore.errors import Corruption, RemoteUnavailable
 from tierstore.kernels import upstream_reads as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.partitions import group
 from tierstore.tiers.joining import Bounds, JoinedTable, Watermarks
+from tierstore.tiers.machines import Machines
 from tierstore.tiers.upstream import wire
 from tierstore.tiers.upstream.connections import Broken, Connection, Node, Reply
-from tierstore.tiers.upstream.options import Options
+from tierstore.tiers.upstream.options import Address
 from tierstore.types import Keys, Rows, States
 
 _ATTEMPTS = 4
@@ -32,47 +32,16 @@ _PAUSE_S = 0.05  # in which a node that refused is looked at again
 
 
 class Nodes:
-    """All nodes of a front, and the bytes that look-ups wait for."""
+    """All nodes of a front. `machines` is what they have in common."""
 
-    def __init__(self, nodes: Sequence[Node], options: Options) -> None:
-        # constant after construction
-        self.nodes, self.options = tuple(nodes), options
-        # guarded by _lock
-        self._lock = threading.Lock()
-        self._outstanding = self._turn = 0
-        self._closed = False
-
-    @property
-    def timeout_s(self) -> float:
-        """That a look-up may take without a deadline of its own."""
-        return self.options.timeout_s
+    def __init__(self, nodes: Sequence[Node], machines: Machines[Address, Connection]) -> None:
+        self.nodes, self.machines = tuple(nodes), machines  # constant after construction
+        self._turn = 0  # a look-up that misses one of two steps is none the worse
 
     def next_turn(self) -> int:
         """Which node is the first to be asked among several."""
-        with self._lock:
-            self._turn = (self._turn + 1) % len(self.nodes)
-            return self._turn
-
-    def reserve(self, size: int) -> bool:
-        """Count bytes that a look-up waits for. False, and not counted, where there are too many already."""
-        with self._lock:
-            if self._outstanding and self._outstanding + size > self.options.outstanding_bytes:
-                return False
-            self._outstanding += size
-            return True
-
-    def release(self, size: int) -> None:
-        with self._lock:
-            self._outstanding -= size
-
-    def check_open(self) -> None:
-        if self._closed:
-            raise Closed("the front was closed")
-
-    def close(self) -> None:
-        self._closed = True
-        for node in self.nodes:
-            node.close()
+        self._turn = (self._turn + 1) % len(self.nodes)
+        return self._turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +64,7 @@ class UpstreamTable(JoinedTable):
     """Of one version. Its watermarks have one part."""
 
     def __init__(self, nodes: Nodes, model: str, version: int, table: str, row_bytes: int, source: Source) -> None:
-        super().__init__(nodes, row_bytes, 1)
+        super().__init__(nodes.machines, row_bytes, 1)
         # constant after construction
         self.nodes, self.row_bytes, self.source = nodes, row_bytes, source
         self.path = wire.rows_path(model, version, table)
@@ -145,7 +114,7 @@ class _Read:
                 self._patient = True
         if len(pending):
             why = "; ".join(list(self._why)[:3]) or "no node that answers owns their partitions"
-            raise ClusterUnavailable(
+            raise RemoteUnavailable(
                 f"{len(pending)} keys of {self._table.name} could not be read: {why}",
                 keys=self._codes[pending].tolist(),
             )
@@ -153,13 +122,13 @@ class _Read:
 
     def _assign(self, places: Keys, owned: Ownership) -> tuple[dict[int, Keys], Keys]:
         """Places by the node to ask for them, and those that nobody can be asked for."""
-        nodes, _ = owned.owns.shape
+        machines, (nodes, _) = self._table.nodes.machines, owned.owns.shape
         turn = self._table.nodes.next_turn()
         order = (np.arange(nodes) + turn) % nodes
         usable = owned.owns[order]
         usable[[number in self._excluded for number in order]] = False
         sound = usable.copy()  # one that has failed a moment ago is asked where there is no other
-        sound[[self._table.nodes.nodes[number].suspect for number in order]] = False
+        sound[[machines.is_suspect(self._table.nodes.nodes[number].address) for number in order]] = False
         usable = np.where(sound.any(0), sound, usable)
         of_partition = np.where(usable.any(0), order[usable.argmax(0)], -1)
         ordered, starts = np.empty(len(places), np.int64), np.empty(nodes + 1, np.int64)
@@ -184,7 +153,7 @@ class _Read:
         usable = owned.owns.copy()
         usable[list(self._excluded)] = False
         if (usable.sum(0) > 1).any() and not self._patient:
-            return min(deadline_s, time.monotonic() + self._table.nodes.options.other_after_s)
+            return min(deadline_s, time.monotonic() + self._table.nodes.machines.options.other_after_s)
         return deadline_s
 
     def _request(self, groups: dict[int, Keys], line: str, until_s: float) -> list[Keys]:
@@ -209,7 +178,7 @@ class _Read:
         for request, reply in zip(requests, replies, strict=True):
             if isinstance(reply, Broken) and reply.unanswered and request.connection.used:
                 request.connection.close()
-                self._table.nodes.nodes[request.node].forget()
+                self._table.nodes.machines.forget(self._table.nodes.nodes[request.node].address)
                 stale[request.node] = request.places
             else:
                 failed.append(self._judge(request, reply))
@@ -317,5 +286,5 @@ class _Read:
     def _note(self, number: int, error: Exception) -> None:
         """A node does not answer."""
         node = self._table.nodes.nodes[number]
-        node.failed()
+        node.machines.suspect(node.address)
         self._refused(number, f"{node} does not answer: {error or type(error).__name__}")

@@ -255,15 +255,17 @@ function modelCard(model, rates) {
 const pill = (state, good) => element("span", {class: "pill " + (good ? "ready" : "stale")}, state);
 const heldUp = models => Object.entries(models || {}).map(([model, why]) => `${model}: ${why}`).join("; ");
 
+function topicRow(name, brought, {state, lag_messages, lag_seconds, parked, problem}) {
+  const lag = lag_messages == null ? "–" : `${number(lag_messages)} messages, ${span(lag_seconds)}`;
+  const waiting = parked ? `${number(parked)} messages parked: “tierstore parked list”. ` : "";
+  return [name, pill(state, ["caught up", "reading"].includes(state)), brought, lag, waiting + (problem || "") || "–"];
+}
+
 // Of each source: [what it is, its state, what it has brought, how far behind it is, what is wrong].
-function sourceRows({watch, kafka, watch_snapshots: places}) {
+function sourceRows({watch, kafka, kafka_rows: byRow, watch_snapshots: places}) {
   const rows = [];
-  if (kafka) {
-    const lag = kafka.lag_messages == null ? "–" : `${number(kafka.lag_messages)} messages, ${span(kafka.lag_seconds)}`;
-    const parked = kafka.parked ? `${number(kafka.parked)} messages parked: “tierstore parked list”. ` : "";
-    rows.push([`Kafka topic ${kafka.topic}`, pill(kafka.state, ["caught up", "reading"].includes(kafka.state)),
-      `${number(kafka.applied)} deltas`, lag, parked + (kafka.problem || "") || "–"]);
-  }
+  if (kafka) rows.push(topicRow(`Kafka topic ${kafka.topic}`, `${number(kafka.applied)} deltas`, kafka));
+  for (const one of Object.values(byRow?.topics || {})) rows.push(topicRow(`rows of Kafka topic ${one.topic}`, `${number(one.rows)} rows`, one));
   if (watch) {
     const why = [watch.problem, heldUp(watch.held_up)].filter(Boolean).join("; ");
     rows.push([`deltas in ${watch.directory}`, pill(why ? "held up" : "followed", !why), `${number(watch.applied)} deltas`, "–", why || "–"]);

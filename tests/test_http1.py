@@ -1,0 +1,118 @@
+"""Answers of HTTP/1.1 however they arrive, and what is none."""
+
+from __future__ import annotations
+
+import pytest
+
+from tierstore.client.replies import Reply
+from tierstore.http1 import HEAD_BYTES, Incoming, Malformed, request_head
+
+BODY = b"0123456789" * 7
+PLAIN = b"HTTP/1.1 200 OK\r\nContent-Length: 70\r\nX-One:  a b \r\n\r\n" + BODY
+CHUNKED = (
+    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"a;x=y\r\n0123456789\r\n3C\r\n" + BODY[10:] + b"\r\n0\r\nTrailer: t\r\n\r\n"
+)
+
+
+def take(incoming: Incoming, data: bytes, step: int) -> bool:
+    """Let `data` arrive in pieces; True once the answer is complete, which must be with the last byte."""
+    done = False
+    while data:
+        assert not done, f"{len(data)} bytes were not waited for"
+        into = incoming.buffer()
+        n = min(len(into), step, len(data))
+        into[:n] = data[:n]
+        done = incoming.received(n)
+        data = data[n:]
+    return done
+
+
+def expecting() -> tuple[Incoming, Reply]:
+    incoming, reply = Incoming(), Reply()
+    incoming.expect(reply)
+    return incoming, reply
+
+
+@pytest.mark.parametrize("step", [1, 3, 40, 1 << 20])
+@pytest.mark.parametrize(
+    "raw", [PLAIN, CHUNKED, b"HTTP/1.1 100 Continue\r\n\r\n" + PLAIN, PLAIN.replace(b"200 OK", b"200")]
+)
+def test_an_answer_may_arrive_in_any_pieces(raw: bytes, step: int) -> None:
+    incoming, reply = expecting()
+    for _ in range(2):  # on one connection, one after the other
+        assert take(incoming, raw, step)
+        assert (reply.status, bytes(reply.body)) == (200, BODY)
+        assert incoming.reusable
+        assert incoming.idle
+        reply = Reply()
+        incoming.expect(reply)
+
+
+def test_headers_go_by_lower_case_names() -> None:
+    incoming, reply = expecting()
+    take(incoming, PLAIN, 1 << 20)
+    assert reply.headers["x-one"] == "a b"
+
+
+@pytest.mark.parametrize(
+    ("raw", "reusable"),
+    [
+        (b"HTTP/1.1 204 No Content\r\n\r\n", True),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", True),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n", False),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 0\r\n\r\n", False),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 0\r\nConnection: Keep-Alive\r\n\r\n", True),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\nand more", False),
+    ],
+)
+def test_a_connection_is_used_again_only_where_that_is_sound(raw: bytes, reusable: bool) -> None:
+    incoming, reply = expecting()
+    assert take(incoming, raw, 1 << 20)
+    assert bytes(reply.body) == b""
+    assert incoming.reusable is reusable
+
+
+def test_a_body_may_end_with_the_connection() -> None:
+    incoming, reply = expecting()
+    assert not take(incoming, b"HTTP/1.1 200 OK\r\n\r\n" + BODY, 30)
+    assert incoming.closed()
+    assert bytes(reply.body) == BODY
+    assert not incoming.reusable
+
+
+@pytest.mark.parametrize("cut", [0, 10, 60, -1])
+def test_a_connection_that_ends_early_is_no_answer(cut: int) -> None:
+    for raw in (PLAIN, CHUNKED):
+        incoming, _ = expecting()
+        assert not take(incoming, raw[:cut], 1 << 20)
+        assert not incoming.closed()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"SSH-2.0-OpenSSH\r\n\r\n",
+        b"HTTP/2 200\r\n\r\n",
+        b"HTTP/1.1 abc\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"0" * 5000,
+        b"HTTP/1.1 200 OK\r\n" + b"x" * HEAD_BYTES,
+    ],
+)
+def test_what_is_not_http_is_said_to_be_malformed(raw: bytes) -> None:
+    incoming, _ = expecting()
+    with pytest.raises(Malformed):
+        take(incoming, raw, 1 << 20)
+
+
+def test_bytes_without_a_request_are_refused() -> None:
+    with pytest.raises(Malformed, match="no request asked for"):
+        Incoming().received(1)
+
+
+def test_a_request_says_how_long_it_is() -> None:
+    assert request_head("GET", "/a", "Host: x\r\n", 0) == b"GET /a HTTP/1.1\r\nHost: x\r\n\r\n"
+    assert request_head("POST", "/a", "", 0) == b"POST /a HTTP/1.1\r\nContent-Length: 0\r\n\r\n"

@@ -1,0 +1,312 @@
+"""The node with a model's lease brings acknowledged deltas into the rows in the cluster, and cleans up there.
+
+Every node has one of these threads; the lease says whose works. The others only look whether the rows are there. It has an epoch, which each tag compares as it changes rows: a
+node that lost the lease and does not know it is refused. A delta goes to all tags of a version before the next one does. It
+waits until every node that reports has the delta and reads no view from before it, so that no request finds rows that are newer
+than its view. A node that has gone silent is not waited for: what it reads tells it.
+
+After a crash another node goes on from what the tags say; a delta that only some of them have is sent to all again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from tierstore.config import Settings
+from tierstore.engine.data.overlay import Overlay, encode_delta
+from tierstore.engine.deltas.retention import may_go
+from tierstore.engine.lifecycle.rules import surplus_of
+from tierstore.engine.model import Model
+from tierstore.engine.placements.cluster.shared_model import SharedModel
+from tierstore.engine.placements.cluster.target import CLAIM_S, LOADING, READY, Writers
+from tierstore.engine.placements.following.followed import LogEntry, Pointer
+from tierstore.engine.versions.info import VersionInfo
+from tierstore.errors import DeltaError, Fenced, SequenceGap, StorageError, TierstoreError
+from tierstore.formats.delta.reader import read_delta
+from tierstore.formats.names import DENSE
+from tierstore.tiers.remote.write import Change, Writer
+
+log = logging.getLogger(__name__)
+
+DROPPING = "dropping"
+PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.1  # between two turns of the node that has the lease: after work, and in quiet
+CLEAN_EVERY_S = 5.0
+STALLED_S = 10.0  # a node whose seq does not move for so long is not waited for
+BATCH = 64
+
+
+class LeaseLost(TierstoreError):
+    """Another node may have the lease by now."""
+
+
+class Ingester:
+    """Of one model, on the node `node`."""
+
+    def __init__(self, model: Model, shared: SharedModel, node: str, settings: Settings, open_writer: Writers) -> None:
+        # constant after construction
+        self._model, self._shared, self._node, self._settings, self._open_writer = (
+            model,
+            shared,
+            node,
+            settings,
+            open_writer,
+        )
+        self._thread = threading.Thread(target=self._run, name=f"tierstore-ingest-{model.name}", daemon=True)
+        self._stopping = threading.Event()
+        # of the thread; others may read
+        self.epoch: int | None = None  # while this node has the lease
+        self.problem: str | None = None
+        # of the thread
+        self._acquired_s = 0.0
+        self._above = 0  # the newest epoch that a tag has refused this node for
+        self._writers: dict[int, Writer] = {}  # by version, whose tags refuse what is older than `epoch`
+        self._reached: dict[int, int] = {}  # by version, what all tags have
+        self._nodes: dict[str, tuple[int, float]] = {}  # the seq of each, and since when
+        self._cleaned_s = 0.0
+        self._failed: dict[int, str] = {}  # by version, why deltas do not go on into it
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop, and give the lease up. May be called where it was never started."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._forget()
+
+    def _run(self) -> None:
+        pause_s = 0.0
+        while not self._stopping.wait(pause_s):
+            try:
+                worked = self._turn()
+                if self.epoch is None:
+                    pause_s = self._settings.remote_lease_s / 5
+                else:
+                    pause_s = PAUSE_S if worked else min(LONGEST_PAUSE_S, pause_s * 1.5)
+                self.problem = "; ".join(self._failed.values()) or None
+            except (Fenced, LeaseLost) as error:
+                log.warning("model %s: %s", self._model.name, error)
+                self._above = max(self._above, error.epoch if isinstance(error, Fenced) else 0)
+                self._forget()
+                pause_s = self._settings.remote_lease_s / 5
+            except Exception as error:
+                if str(error) != self.problem:
+                    log.error(
+                        "model %s: deltas do not go on into the cluster: %s", self._model.name, error,
+                        exc_info=not isinstance(error, TierstoreError),
+                    )  # fmt: skip
+                self.problem = str(error)
+                self._forget()  # what the tags have is read again
+                pause_s = 0.5
+        if self.epoch is not None or self._acquired_s:
+            try:
+                self._shared.release(self._node)
+            except StorageError as error:
+                log.warning("model %s: the lease ends by itself: %s", self._model.name, error)
+
+    def _forget(self) -> None:
+        for number in list(self._writers):
+            self._close_writer(number)
+        self._failed, self.epoch = {}, None
+
+    def _close_writer(self, number: int) -> None:
+        self._reached.pop(number, None)
+        if (writer := self._writers.pop(number, None)) is not None:
+            writer.close()
+
+    def _turn(self) -> bool:
+        """One look at everything. Whether there was something to do."""
+        epoch = self._have_lease()
+        if epoch is None:
+            self._check_tags()
+            return False
+        before = dict(self._reached)
+        pointer = self._shared.pointer()
+        upto = self._seen_by_all(pointer)
+        for info in self._model.catalogue.infos():
+            if self._stopping.is_set():
+                return True
+            if info.base == "remote" and self._is_there(info.number):
+                try:
+                    self._bring(info, pointer, upto, epoch)
+                    self._failed.pop(info.number, None)
+                except (StorageError, SequenceGap) as error:  # it keeps no other version from going on
+                    if str(error) != self._failed.get(info.number):
+                        log.error("model %s: deltas do not go on into the cluster: %s", self._model.name, error)
+                    self._failed[info.number] = str(error)
+                    self._close_writer(info.number)  # what its tags have is read again
+        if time.monotonic() - self._cleaned_s >= CLEAN_EVERY_S:
+            self._clean(pointer, epoch)
+            self._cleaned_s = time.monotonic()
+        return self._reached != before
+
+    def _have_lease(self) -> int | None:
+        """The epoch; None where the lease is another node's."""
+        if self.epoch is None or time.monotonic() - self._acquired_s > self._settings.remote_lease_s / 3:
+            epoch = self._shared.acquire(self._node, self._settings.remote_lease_s, self._above)
+            self._acquired_s = time.monotonic()
+            if epoch != self.epoch:
+                self._forget()
+                self.epoch = epoch
+                if epoch is not None:
+                    log.info("model %s: this node brings deltas into the cluster, epoch %d", self._model.name, epoch)
+        return self.epoch
+
+    def _is_there(self, number: int) -> bool:
+        record = self._shared.versions().get(number) if number not in self._writers else {"state": READY}
+        return record is not None and record["state"] == READY
+
+    def _keep_lease(self) -> None:
+        before = self.epoch
+        if self._have_lease() != before:
+            raise LeaseLost("the lease is another node's")
+
+    def _seen_by_all(self, pointer: Pointer) -> int:
+        """The newest delta that no request of any node reads beneath."""
+        newest = pointer.seq or 0
+        now, lowest, nodes = time.monotonic(), newest, {}
+        for name, report in self._shared.beat(self._node, None).items():
+            seq = report.get("seq")
+            if seq is None:
+                continue
+            stands = seq < newest and self._nodes.get(name, (None,))[0] == seq
+            since_s = self._nodes[name][1] if stands else now
+            nodes[name] = seq, since_s
+            if now - since_s < STALLED_S:
+                lowest = min(lowest, seq)
+        self._nodes = nodes
+        return lowest
+
+    # --- deltas
+
+    def _bring(self, info: VersionInfo, pointer: Pointer, upto: int, epoch: int) -> None:
+        """Apply to a version what it lacks of the deltas up to `upto`."""
+        number = info.number
+        writer = self._writers.get(number)
+        if writer is None:
+            row_bytes = {name: spec.row_bytes for name, spec in info.specs.items()}
+            writer = self._open_writer(self._model.name, number, row_bytes, info.tags)
+            self._writers[number] = writer
+            self._reached[number] = self._lowest_of_tags(number, writer)
+            writer.fence(epoch)
+        reached = self._reached[number]
+        if reached < upto:
+            for entry in self._shared.read(reached, BATCH):
+                if self._stopping.is_set() or entry.seq > upto:
+                    break
+                if entry.seq != reached + 1:
+                    return  # it is stale: the log does not have what it lacks
+                self._keep_lease()
+                self._apply(writer, info, entry, epoch)
+                reached = self._reached[number] = entry.seq
+        if pointer.marks.get(number, -1) < reached and not self._shared.progress(epoch, number, reached, None):
+            raise LeaseLost("the lease is another node's")
+
+    def _check_tags(self) -> None:
+        """On a node without the lease: notice where tags of what it serves are gone."""
+        if time.monotonic() - self._cleaned_s < CLEAN_EVERY_S:
+            return
+        self._cleaned_s, failed = time.monotonic(), dict[int, str]()
+        for view in self._model.publisher.served.views:
+            info = view.open_version.info
+            with self._open_writer(self._model.name, info.number, {}, info.tags) as writer:
+                try:
+                    self._lowest_of_tags(info.number, writer)
+                except StorageError as error:
+                    failed[info.number] = str(error)
+        self._failed = failed
+
+    def _lowest_of_tags(self, number: int, writer: Writer) -> int:
+        states = writer.states()
+        if missing := sum(state is None for state in states):
+            raise StorageError(
+                f"version {number} of {self._model.name!r}: {missing} of its {len(states)} tags are gone from the cluster: a server "
+                "has lost its rows; load the snapshot again under a new version"
+            )
+        return min(state.seq for state in states if state is not None)
+
+    def _apply(self, writer: Writer, info: VersionInfo, entry: LogEntry, epoch: int) -> None:
+        overlay = self._encode(info, entry)
+        if overlay.dense is not None:
+            self._shared.put_file(info.number, DENSE, overlay.dense)
+        changes = [Change(name, rows.keys, rows.rows, rows.deleted) for name, rows in sorted(overlay.tables.items())]
+        writer.apply_delta(epoch, entry.seq, changes, entry.digest)
+
+    def _encode(self, info: VersionInfo, entry: LogEntry) -> Overlay:
+        """As the nodes do that serve the version: what does not fit it is passed over."""
+        delta = read_delta(entry.data)
+        for_it = delta.base_version in (None, info.number)
+        try:
+            overlay = encode_delta(delta, info.specs, {}, for_this_version=for_it)
+        except DeltaError:
+            return Overlay(entry.seq, entry.seq, {})
+        if overlay.dense is not None:
+            try:
+                self._model.dense.check(entry.seq, overlay.dense, info.number)
+            except DeltaError:
+                overlay.dense = None
+        return overlay
+
+    # --- cleaning up
+
+    def _clean(self, pointer: Pointer, epoch: int) -> None:
+        records = self._shared.versions()
+        self._mark_surplus(records, pointer)
+        self._drop(records)
+        self._trim(records, pointer, epoch)
+        for number, writer in list(self._writers.items()):
+            if self._lowest_of_tags(number, writer) < self._reached[number]:
+                log.warning(
+                    "model %s: version %d has lost deltas in the cluster; applied again", self._model.name, number
+                )
+                self._close_writer(number)
+
+    def _mark_surplus(self, records: Mapping[int, dict[str, Any]], pointer: Pointer) -> None:
+        """Versions older than those that are to be kept, and loads that nobody goes on with, are to be dropped."""
+        ready = [number for number, record in records.items() if record["state"] == READY]
+        surplus = surplus_of(ready, pointer.current, {pointer.canary, pointer.wanted}, self._settings.keep_versions)
+        for number, record in records.items():
+            is_old = record["state"] == LOADING and time.time() - record["since_s"] > self._settings.load_retention_s
+            if is_old and self._shared.claim_load(number, self._node, CLAIM_S):
+                surplus.append(number)
+        for number in surplus:
+            if self._shared.record(number, records[number], {**records[number], "state": DROPPING}):
+                log.info("model %s: version %d goes from the cluster", self._model.name, number)
+
+    def _drop(self, records: Mapping[int, dict[str, Any]]) -> None:
+        reports = self._shared.beat(self._node, None).values()
+        serving = {report.get(what) for report in reports for what in ("active", "canary")}
+        for number, record in records.items():
+            if record["state"] != DROPPING or number in serving:
+                continue
+            self._close_writer(number)
+            with self._writer_of(number, record) as writer:
+                writer.drop(check=self._keep_lease)
+            self._shared.remove_files(number)
+            self._shared.record(number, record, None)
+
+    def _writer_of(self, number: int, record: Mapping[str, Any]) -> Writer:
+        return self._open_writer(self._model.name, number, record["tables"], [tag.encode() for tag in record["tags"]])
+
+    def _trim(self, records: Mapping[int, dict[str, Any]], pointer: Pointer, epoch: int) -> None:
+        """Cut off of the log what every version has, those included that are being loaded, once it is old enough."""
+        entries = self._shared.read(0, BATCH)
+        if not entries or not self._reached:
+            return
+        held, loading = [], []
+        for number, record in records.items():
+            if record["state"] == READY:
+                loaded = int(record["record"]["manifest"]["delta_seq"])
+                held.append(self._reached.get(number, max(loaded, pointer.marks.get(number, 0))))
+            elif record["state"] == LOADING and "delta_seq" in record:
+                loading.append(int(record["delta_seq"]))
+        ages = ((entry.seq, entry.ms / 1000) for entry in entries)
+        upto = may_go(ages, held, loading, entries[0].seq - 1, self._settings.remote_log_retention_s)
+        if upto is not None:
+            number, reached = next(iter(self._reached.items()))
+            self._shared.progress(epoch, number, reached, upto + 1)

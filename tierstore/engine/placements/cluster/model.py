@@ -1,0 +1,363 @@
+"""A model of a cluster on this node, and what may be asked of any node: deltas, loads, switches and drops.
+
+Any thread may call. What is acknowledged is in the cluster, and this node serves it; the others follow in a moment.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from tierstore.config import Settings
+from tierstore.engine.deltas.origin import Origin
+from tierstore.engine.lifecycle.rules import (
+    check_active,
+    check_canary,
+    check_expected,
+    check_unused,
+    is_active,
+    newest_before,
+    no_canary,
+)
+from tierstore.engine.model import Model
+from tierstore.engine.placement import ModelPlacement, Refusals
+from tierstore.engine.placements.cluster.ingester import DROPPING, Ingester
+from tierstore.engine.placements.cluster.shared_model import Commands, Recovering, SharedModel
+from tierstore.engine.placements.cluster.target import READY, ClusterTarget, Writers
+from tierstore.engine.placements.following.followed import Forked, Pointer
+from tierstore.engine.placements.following.follower import Follower
+from tierstore.engine.serving.routing import Routing
+from tierstore.engine.serving.routing_record import check_share
+from tierstore.errors import Conflict, DeltaError, NotReady, Overloaded, SequenceGap, StorageError, TooLarge
+from tierstore.formats.delta.reader import Delta, DeltaHead
+from tierstore.types import DeltaResult, Progress, ProgressFn
+
+log = logging.getLogger(__name__)
+
+PREPARE_S = 600.0  # that a switch waits until every node has made the version ready
+VISIBLE_S = 30.0  # that a delta may take until this node serves it
+_PAUSE_S = 0.05  # between two tries to append
+_TRIES = 50  # of a change that others come before
+
+
+class ClusterModel:
+    """One model of this node. `new_target`: where the rows of a load of it go."""
+
+    def __init__(
+        self, model: Model, cluster: Commands, node: str, settings: Settings, writers: Writers, refusals: Refusals,
+        new_target: Callable[[ClusterModel], ClusterTarget],
+    ) -> None:  # fmt: skip
+        self.model, self.shared, self._node = model, SharedModel(cluster, model.name), node
+        self.follower = Follower(model, self.shared, node)
+        self.ingester = Ingester(model, self.shared, node, settings, writers)
+        self._writers, self._refusals = writers, refusals
+        self._switching = threading.Lock()
+        self.placement = ModelPlacement(
+            leads=lambda: self.ingester.epoch is not None, load=lambda: new_target(self), held=self.held,
+            apply_delta=self.apply_delta, activate=self.activate, rollback=self.rollback, canary=self.canary,
+            rollback_to=model.switcher.rollback_to, promote=self.promote, withdraw=self.withdraw, drop=self.drop,
+            **refusals.verbs(model.name),
+        )  # fmt: skip
+
+    def start(self) -> None:
+        """Serve what the cluster says, and follow it."""
+        self.follower.start()
+        self.ingester.start()
+
+    def close(self) -> None:
+        """Stop, and report to the others that this node is gone."""
+        self.ingester.close()
+        self.follower.close()
+        try:
+            self.shared.withdraw_node(self._node)
+        except StorageError as error:
+            log.warning("the cluster does not hear that this node ends: %s", error)
+
+    # --- deltas
+
+    def held(self, head: DeltaHead) -> DeltaResult | None:
+        """The result for a delta that the cluster's log and this node have."""
+        if self.model.log.digest(head.seq) != head.digest or (self.follower.pointer.seq or 0) < head.seq:
+            return None
+        return DeltaResult(self.model.name, head.seq, applied=False)
+
+    def apply_delta(self, delta: Delta, data: bytes | memoryview, origin: Origin | None = None) -> DeltaResult:
+        """Acknowledge a delta in the cluster's log, and wait until this node serves it. Errors as `Store.apply_delta`.
+
+        The origin is not kept: every node notes by itself how far it has read.
+        """
+        pointer = self.shared.pointer()
+        if pointer.seq is not None and delta.seq == pointer.seq + 1:
+            self._check(delta)
+        applied = self._append(delta, data)
+        if not self.follower.wait_for(delta.seq, VISIBLE_S):
+            raise Overloaded(
+                f"delta {delta.seq} of {self.model.name!r} is in the cluster's log, and this node does not serve it yet: "
+                f"{self.follower.problem or 'it is behind'}; sending it again does no harm"
+            )
+        return DeltaResult(self.model.name, delta.seq, applied=applied)
+
+    def _append(self, delta: Delta, data: bytes | memoryview) -> bool:
+        """Append a delta to the cluster's log, where that has all that this node has. Waits for what was lost to be put back."""
+        seq, mine, until_s = delta.seq, self.model.log, time.monotonic() + VISIBLE_S
+        while True:
+            held, newest = mine.digest(seq), mine.last or 0
+            if held not in (None, delta.digest):
+                raise Conflict(
+                    f"delta {seq} of {self.model.name!r} is held with other content; give new content a new seq, {newest + 1} is next"
+                )
+            try:
+                return self.shared.append(seq, delta.digest, data, mine.digest(seq - 1))
+            except SequenceGap as gap:
+                if gap.expected_seq > newest:
+                    raise
+                if seq > newest + 1:
+                    raise SequenceGap(
+                        f"delta {seq} of {self.model.name!r} came out of turn; {newest + 1} is next",
+                        expected_seq=newest + 1,
+                    ) from gap
+                if time.monotonic() > until_s:
+                    raise Overloaded(f"{gap}: this node puts back what the cluster has lost; send it again") from gap
+            except Forked as error:  # this node has noticed it, and begins again
+                if time.monotonic() > until_s:
+                    raise Overloaded(str(error)) from error
+            except Recovering:
+                if not self._recover() and time.monotonic() > until_s:
+                    raise
+            self.follower.wake()
+            time.sleep(_PAUSE_S)
+
+    def _recover(self) -> bool:
+        """After another server has taken over: have new deltas taken again, once nodes have put back what they have.
+
+        Where no node had what all rows have, the log goes on after that; of a delta that only some rows have, nothing else is taken.
+        """
+        pointer = self.shared.pointer()
+        if pointer.recovering is None or pointer.current is None:
+            return True
+        info = self.model.catalogue.info(pointer.current)
+        with self._writers(self.model.name, info.number, {}, info.tags) as writer:
+            states = [state for state in writer.states() if state is not None]
+        reached = min((state.seq for state in states), default=None)
+        digests = {state.applying: state.digest for state in states}
+        newest = max(digests, default=0)
+        owed = (newest, digests[newest]) if newest > max(reached or 0, pointer.seq or 0) and digests[newest] else None
+        return self.shared.recovered(pointer.recovering, reached, digests.get(reached or 0, ""), owed)
+
+    def _check(self, delta: Delta) -> None:
+        """DeltaError for one that does not fit what is served: once it is in the log, every node passes over it.
+
+        TooLarge for one that not every node can have in memory.
+        """
+        with self.model.publisher.hold_all() as served:
+            overlays = self.model.deltas.check(delta, served)
+            budget, nbytes = self.model.state.shared.overlay_budget, sum(overlay.nbytes for overlay in overlays)
+            reports = self.shared.beat(self._node, None)
+            budgets = {name: of["overlay_budget"] for name, of in reports.items() if "overlay_budget" in of}
+            smallest, node = min([(total, name) for name, total in budgets.items()] + [(budget.total, self._node)])
+            if nbytes > smallest:
+                raise TooLarge(
+                    f"a delta of {nbytes:,} bytes in memory is beyond overlay_budget of node {node}, {smallest:,}; split it or raise the "
+                    "setting there"
+                )
+            if budget.used + nbytes > budget.total:
+                raise Overloaded(
+                    f"deltas come faster than the cluster takes them: {budget.used:,} of {budget.total:,} overlay bytes are in use; "
+                    "send it again"
+                )
+        if colliding := [table for overlay in overlays for table in overlay.colliding]:
+            table = colliding[0]
+            raise DeltaError(
+                f"delta {delta.seq}: two keys of table {table!r} have one hash, and a model in a cluster cannot keep them apart: "
+                "rename one of them"
+            )
+
+    # --- versions
+
+    def activate(
+        self, number: int, *, force: bool = False, expected_active: int | None = None, progress: ProgressFn
+    ) -> None:
+        """Have every node make a version ready, then move the pointer. Conflict where one of them cannot."""
+        with self._switching:
+            self._check_ready(number, force=force)
+            pointer = self._announce(number, expected_active)
+            if pointer is not None:
+                try:
+                    self._await_nodes(number, pointer.generation, progress)
+                    self._move(number)
+                except BaseException:
+                    self._withdraw(number)
+                    raise
+            self._await_this(lambda served: served.versions[:1] == (number,), f"version {number} is current")
+
+    def _await_this(self, holds: Callable[[Routing], bool], what: str) -> None:
+        """Wait until this node serves what the pointer says."""
+        if not self.follower.wait_served(holds, PREPARE_S):
+            why = self.follower.problem or "it is behind"
+            raise NotReady(f"model {self.model.name!r}: {what}, and this node does not serve so yet: {why}")
+
+    def _check_ready(self, number: int, *, force: bool) -> None:
+        record, pointer = self.shared.version(number), self.shared.pointer()
+        if record["state"] != READY:
+            raise Conflict(f"version {number} of {self.model.name!r} cannot be activated: it is {record['state']}")
+        if force and number != pointer.current:
+            self._refusals.check("force", model=self.model.name)
+        mark = max(record["record"]["manifest"]["delta_seq"], pointer.marks.get(number, 0))
+        if pointer.seq is not None and mark < pointer.seq:
+            entries = self.shared.read(mark, 1)
+            if not entries or entries[0].seq != mark + 1:
+                raise Conflict(
+                    f"version {number} of {self.model.name!r} is stale: it holds deltas up to {mark}, and the log begins later; load a "
+                    "newer snapshot"
+                )
+
+    def _announce(self, number: int, expected_active: int | None) -> Pointer | None:
+        """Have all nodes make a version ready. Returns the pointer after that, None for the version that is current."""
+        for _ in range(_TRIES):
+            pointer = self.shared.pointer()
+            if pointer.current == number:
+                return None
+            check_expected(self.model.name, expected_active, pointer.current)
+            if pointer.wanted not in (None, number):
+                raise Conflict(
+                    f"model {self.model.name!r} is being switched to version {pointer.wanted}; wait until that is over"
+                )
+            if pointer.wanted == number or self.shared.change(pointer, wanted=number):
+                self.follower.wake()
+                return self.shared.pointer()
+        raise Conflict(f"model {self.model.name!r}: others change it all the time; try again")
+
+    def _await_nodes(self, number: int, generation: int, progress: ProgressFn) -> None:
+        """Wait until every node that reports is ready; one that is gone is not waited for."""
+        until_s = time.monotonic() + PREPARE_S
+        while True:
+            reports = self.shared.beat(self._node, None)
+            ready = [n for n, of in reports.items() if number in (of.get(k) for k in ("prepared", "active", "canary"))]
+            progress(Progress("prepare", len(ready), len(reports)))
+            for name, of in reports.items():
+                failed = of.get("failed")
+                if failed and failed["version"] == number and failed["generation"] >= generation:
+                    raise Conflict(
+                        f"version {number} of {self.model.name!r} is not ready on node {name}: {failed['why']}"
+                    )
+            if self._node in ready and len(ready) == len(reports):
+                return
+            if time.monotonic() >= until_s:
+                slow = sorted(set(reports) - set(ready))
+                raise Conflict(
+                    f"version {number} of {self.model.name!r} was not ready within {PREPARE_S:.0f} s "
+                    f"on {', '.join(slow)}"
+                )
+            if self.shared.pointer().wanted != number:
+                raise Conflict(f"the switch to version {number} of {self.model.name!r} was withdrawn")
+            time.sleep(0.02)
+
+    def _move(self, number: int) -> None:
+        """Move the pointer: from here on the version is current for every node, and no other is the canary."""
+        self._change(lambda pointer: self._moved(pointer, number))
+
+    def _moved(self, pointer: Pointer, number: int) -> dict[str, float | None]:
+        seq = max(self.model.catalogue.info(number).manifest.delta_seq, pointer.seq or 0)
+        return {
+            "current": number, "previous": pointer.current, "wanted": None, "canary": None, "share": None, "seq": seq,
+        }  # fmt: skip
+
+    def _change(self, changes: Callable[[Pointer], dict[str, float | None]]) -> None:
+        """Change the pointer, by what holds at that moment."""
+        for _ in range(_TRIES):
+            pointer = self.shared.pointer()
+            if self.shared.change(pointer, **changes(pointer)):
+                self.follower.wake()
+                return
+        raise Conflict(f"model {self.model.name!r}: others change it all the time; try again")
+
+    def _withdraw(self, number: int) -> None:
+        for _ in range(_TRIES):
+            pointer = self.shared.pointer()
+            if pointer.wanted != number or self.shared.change(pointer, wanted=None):
+                return
+
+    def rollback(self, *, force: bool, expected_active: int | None, progress: ProgressFn) -> int:
+        """Go back to the newest version older than the current one. Returns it. Errors as `Store.rollback`."""
+        there = [number for number, record in self.shared.versions().items() if record["state"] == READY]
+        current = check_active(self.model.name, self.shared.pointer().current, expected_active, there)
+        older = newest_before(self.model.name, current, there)
+        self.activate(older, force=force, progress=progress)
+        return older
+
+    def drop(self, number: int) -> None:
+        """Have a version go from the cluster, slowly. Conflict for the one that is current or wanted."""
+        record, pointer = self.shared.version(number), self.shared.pointer()
+        check_unused(self.model.name, number, (pointer.current, pointer.wanted), pointer.canary)
+        if record["state"] != DROPPING and not self.shared.record(number, record, {**record, "state": DROPPING}):
+            raise Conflict(f"version {number} of {self.model.name!r} was changed by another node; try again")
+        self.follower.wake()
+
+    # --- the canary
+
+    def canary(self, number: int, share: float, *, force: bool, progress: ProgressFn) -> None:
+        """Have every node make a version ready, then serve it as the canary. Errors as `Store.canary`; Conflict where one cannot."""
+        share = check_share(share)
+        with self._switching:
+            pointer = self.shared.pointer()
+            check_canary(self.model.name, number, pointer.current, pointer.canary)
+            if pointer.canary != number:
+                self._check_ready(number, force=force)
+                announced = self._announce(number, None)
+                if announced is None:
+                    raise is_active(self.model.name, number)
+                try:
+                    self._await_nodes(number, announced.generation, progress)
+                    self._change(lambda _: {"canary": number, "share": share, "wanted": None})
+                except BaseException:
+                    self._withdraw(number)
+                    raise
+            else:
+                self._change(lambda pointer: {"share": share} if pointer.canary == number else self._no_canary())
+            self._await_this(
+                lambda served: served.versions[1:] == (number,) and served.share == share,
+                f"version {number} is the canary",
+            )
+
+    def promote(self) -> int:
+        """Make the canary the current version, which every node serves already. Returns its number."""
+        with self._switching:
+            number = self.shared.pointer().canary
+            if number is None:
+                self._no_canary()
+            self._change(lambda p: self._moved(p, number) if p.canary == number else self._no_canary())
+            self._await_this(lambda served: served.versions == (number,), f"version {number} is current")
+            return number
+
+    def withdraw(self) -> int:
+        """Stop serving the canary, on every node; the version is kept. Returns its number."""
+        number = self.shared.pointer().canary
+        if number is None:
+            self._no_canary()
+        self._change(lambda p: {"canary": None, "share": None} if p.canary == number else self._no_canary())
+        self._await_this(
+            lambda served: number not in served.versions[1:], f"version {number} is not the canary any more"
+        )
+        return number
+
+    def _no_canary(self) -> NoReturn:
+        raise no_canary(self.model.name)
+
+    def status(self) -> dict[str, Any]:
+        """What this node knows of the model in the cluster, without asking it."""
+        pointer, problems = self.follower.pointer, (self.follower.silent, self.ingester.problem, self.follower.lost)
+        return {
+            "reachable": self.follower.silent is None,
+            "problem": "; ".join(filter(None, problems)) or None,
+            "current": pointer.current,
+            "wanted": pointer.wanted,
+            "canary": pointer.canary,
+            "share": pointer.share,
+            "seq": pointer.seq,
+            "watermarks": {str(number): mark for number, mark in sorted(pointer.marks.items())},
+            "ingester": self.ingester.epoch is not None,
+            "epoch": self.ingester.epoch,
+        }

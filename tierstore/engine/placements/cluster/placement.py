@@ -1,0 +1,179 @@
+"""Rows in a cluster: its models are found there, begun here, and followed until the store closes. Any thread."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tierstore import kernels
+from tierstore.engine.lifecycle.state import Shared
+from tierstore.engine.model import Model
+from tierstore.engine.operations.together import Models
+from tierstore.engine.placement import ModelPlacement, Refusals
+from tierstore.engine.placements.cluster.model import ClusterModel
+from tierstore.engine.placements.cluster.shared_model import model_names
+from tierstore.engine.placements.cluster.target import ClusterTarget
+from tierstore.engine.placements.following.models import FollowedModels
+from tierstore.engine.placements.following.rows import PLACES_S, RemoteRows
+from tierstore.engine.placements.refusals import refusals_of
+from tierstore.engine.versions.info import VersionInfo
+from tierstore.engine.versions.rows import Place
+from tierstore.errors import ConfigError, RemoteUnavailable, TierstoreError
+from tierstore.formats import files
+from tierstore.formats.keys import partition_of
+from tierstore.kernels import resp
+from tierstore.tiers.machines import Options
+from tierstore.tiers.remote.cluster import connect
+from tierstore.tiers.remote.layout import slot_of
+from tierstore.tiers.remote.tier import RemoteTable
+from tierstore.tiers.remote.write import Writer
+from tierstore.types import Keys, ProgressFn
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0  # for new models
+REFRESH_EVERY_S = 10.0  # which servers there are: a replica that comes later is to be asked, too
+
+
+class ClusterPlacement:
+    """The `Placement` of a node in front of the cluster at `urls`. Raises as `connect`."""
+
+    ready = True
+
+    def __init__(self, shared: Shared, models: Models, urls: str) -> None:
+        # constant after construction
+        self._settings = settings = shared.settings
+        self.refusals, self.log_retention_s = Refusals(refusals_of("cluster")), settings.remote_log_retention_s
+        self._share = lambda: shared.throttle.share
+        self.node = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+        self.cluster = connect(urls, Options(timeout_s=settings.remote_timeout_s))
+        self.followed = FollowedModels(shared, models, self._member, self._look, LOOK_EVERY_S, "tierstore-cluster")
+        # of the thread that looks; others may read
+        self._refreshed_s = time.monotonic()
+        self.problem: str | None = None
+
+    def _member(self, model: Model) -> ClusterModel:
+        return ClusterModel(
+            model, self.cluster, self.node, self._settings, self.open_writer, self.refusals, self._new_target
+        )
+
+    def start(self) -> None:
+        """StorageError where the cluster cannot be asked for its models."""
+        kernels.load(module=resp.__name__)  # rather than within the time of the first look-up
+        for name in model_names(self.cluster):
+            self.followed.member(name)
+        self.followed.start()
+
+    def close(self, close_models: Callable[[], None]) -> None:
+        """The others hear that this node is gone."""
+        self.followed.close(close_models, self.cluster.close)
+
+    def _look(self) -> None:
+        if time.monotonic() - self._refreshed_s > REFRESH_EVERY_S:
+            self._refreshed_s = time.monotonic()
+            with contextlib.suppress(RemoteUnavailable, ConfigError):  # as if there were nothing new
+                self.cluster.refresh(deadline_s=self._refreshed_s + LOOK_EVERY_S)
+        try:
+            names = model_names(self.cluster)
+            for name in names:
+                if not self.followed.stopping.is_set():
+                    self.followed.member(name)
+            for name in self.followed.by_name.keys() - set(names):
+                self._forget(name)
+            self.problem = None
+        except Exception as error:
+            if str(error) != self.problem:
+                log.error(
+                    "the cluster's models are not looked up: %s", error, exc_info=not isinstance(error, TierstoreError)
+                )
+            self.problem = str(error)
+
+    def _forget(self, name: str) -> None:
+        """End a model that is not on the cluster's list: its only load has failed. One that is served was lost from the list."""
+        with self.followed.lock:
+            member = self.followed.existing(name)
+            if member.follower.pointer.current is not None:
+                member.shared.list_model()
+                return
+            model = self.followed.models.release(name)
+            if model is None:
+                return
+            log.info("model %s has no version in the cluster any more", name)
+            self.followed.remove(name).close()
+            model.close()
+            files.remove_tree(model.where.root)
+
+    def loading(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Once the cluster's list lacks a model that has nothing, every node forgets it."""
+        return self.followed.models.loading(name, self.followed.member)
+
+    def existing(self, name: str) -> ModelPlacement:
+        return self.followed.existing(name).placement
+
+    @property
+    def unheard(self) -> str | None:
+        """All models that the cluster had when this node began are here."""
+        silent = [member.follower.silent for member in self.followed.by_name.values()]
+        why = next((why for why in (self.problem, *silent) if why is not None), None)
+        return None if why is None else f"which models the cluster has is not known: {why}"
+
+    def _new_target(self, member: ClusterModel) -> ClusterTarget:
+        """Where the rows of a load go."""
+
+        def activate(number: int, report: ProgressFn) -> None:
+            member.activate(number, progress=report)
+
+        def tags() -> list[bytes]:
+            return self.cluster.tags(self._settings.remote_tags)
+
+        return ClusterTarget(member.shared, self.node, self._settings, tags, self.open_writer, self._share, activate)
+
+    def open_rows(self, name: str, info: VersionInfo) -> RemoteRows:
+        tables = {
+            info.tables[table]["id"]: RemoteTable(self.cluster, name, info.number, table, info.tags, spec.row_bytes)
+            for table, spec in info.specs.items()
+        }
+        rows = RemoteRows(
+            f"version {info.number} of {name!r}", tables, info.watermark, self._settings.remote_on_failure,
+            cache=self.followed.ssd_cache, find_places=lambda table, codes, seq: self._places(rows, info, table, codes, seq),
+        )  # fmt: skip
+        for table, spec in info.specs.items():
+            rows.keep(info.tables[table]["id"], info.tables[table]["rows"], spec.row_bytes)
+        return rows
+
+    def _places(self, rows: RemoteRows, info: VersionInfo, table: str, codes: Keys, seq: int) -> list[Place]:
+        """`FindPlaces`: each key is read from the server that has it."""
+        until_s, count, spec = time.monotonic() + PLACES_S, len(info.tags), info.specs[table]
+        places = [Place(partition=(part, count)) for part in partition_of(codes, count).tolist()]
+        for place, code in zip(places, codes.tolist(), strict=True):
+            try:
+                place.node = str(self.cluster.master_of(slot_of(info.tags[place.partition[0]])))  # type: ignore[index]
+                if time.monotonic() >= until_s:
+                    raise RemoteUnavailable("not read: other keys took too long")
+                place.peek = rows.peek(info.tables[table]["id"], spec.row_bytes, code, seq)
+            except TierstoreError as error:
+                place.error = str(error)
+        return places
+
+    def open_writer(self, name: str, number: int, row_bytes: dict[str, int], tags: Sequence[bytes]) -> Writer:
+        return Writer(self.cluster, name, number, row_bytes, tags)
+
+    def add_status(self, document: dict[str, Any]) -> dict[str, Any]:
+        return self.followed.add_status(document, "remote", self.status())
+
+    def status(self) -> dict[str, Any]:
+        """This node, and the cluster as it sees it."""
+        members = self.followed.by_name.values()
+        return {
+            "node": self.node,
+            "cluster": str(self.cluster.endpoints),
+            "reachable": self.problem is None and all(one.follower.silent is None for one in members),
+            "problem": self.problem,
+            **self.cluster.stats(),
+        }

@@ -1,0 +1,277 @@
+"""One model as the cluster has it: its versions, the pointer to the current one, its delta log, the lease, its nodes.
+
+All of its keys have one hash tag, so a step that touches several of them is one script (`scripts.py`). Any thread of any node
+may call anything. What a call that returned has changed is there as far as the cluster is durable (docs/remote.md).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from tierstore.engine.placements.cluster import scripts
+from tierstore.engine.placements.following.followed import Forked, LogEntry, Pointer
+from tierstore.errors import Conflict, Corruption, NotFound, NotReady, Overloaded, SequenceGap
+
+MODELS = b"ts:models"  # a set: the names of all models
+
+
+class Recovering(Overloaded):
+    """Another server has the log, and nodes are putting back what it may lack."""
+
+
+class Commands(Protocol):
+    """What is needed of a connected cluster. Raises StorageError where it cannot be reached."""
+
+    def call(self, *words: Any) -> Any: ...
+
+
+class SharedModel:
+    """The keys of one model, under the hash tag `ts:<model>`. It is `Followed`."""
+
+    forgetful = True
+
+    def __init__(self, cluster: Commands, name: str) -> None:
+        self._cluster, self.name = cluster, name
+        base = f"{{ts:{name}}}:"
+        self._current, self._versions, self._log = base + "current", base + "versions", base + "log"
+        self._lease, self._epochs = base + "lease", base + "epoch"
+        self._nodes, self._alive = base + "nodes", base + "alive"
+        self._base = base
+
+    def _run(self, script: str, keys: list[str], *args: Any) -> Any:
+        return self._cluster.call("EVAL", script, len(keys), *keys, *args)
+
+    # --- the pointer
+
+    def pointer(self) -> Pointer:
+        """What holds now."""
+        fields = _pairs(self._cluster.call("HGETALL", self._current))
+
+        def number(name: str) -> int | None:
+            text = fields.get(name, b"")
+            return int(text) if text else None
+
+        marks = {int(name[5:]): int(value) for name, value in fields.items() if name.startswith("mark:")}
+        return Pointer(
+            number("generation") or 0, number("current"), number("previous"), number("wanted"), number("seq"), marks,
+            canary=number("canary"), share=float(fields.get("share") or 0.0), digest=_digest_of(fields),
+            server=fields.get("server", b"").decode(), recovering=fields.get("recovering", b"").decode() or None,
+        )  # fmt: skip
+
+    def change(self, before: Pointer, **changes: float | None) -> bool:
+        """Set fields of the pointer, if nothing but marks has changed since `before`. False where something has."""
+        words = [word for name, value in changes.items() for word in (name, "" if value is None else value)]
+        seq = "" if before.seq is None else before.seq
+        return bool(self._run(scripts.CHANGE, [self._current], before.generation, seq, *words))
+
+    # --- versions
+
+    def versions(self) -> dict[int, dict[str, Any]]:
+        """The record of every version, ascending by number; see docs/decisions/remote-models.md."""
+        records = _pairs(self._cluster.call("HGETALL", self._versions))
+        try:
+            return {int(number): json.loads(text) for number, text in sorted(records.items(), key=lambda e: int(e[0]))}
+        except ValueError as error:
+            raise Corruption(f"{self._versions} in the cluster makes no sense: {error}") from error
+
+    def version(self, number: int) -> dict[str, Any]:
+        """NotFound, naming the versions there are, for an unknown one."""
+        versions = self.versions()
+        if number not in versions:
+            raise NotFound(
+                f"model {self.name!r} has no version {number}; it has {', '.join(map(str, versions)) or 'none'}"
+            )
+        return versions[number]
+
+    def record(self, number: int, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> bool:
+        """Replace the record of a version (None: there is none). False where it is not `before` any more."""
+        if before is None and after is not None:
+            self.list_model()
+        done = bool(self._run(scripts.RECORD, [self._versions, self._current], number, _text(before), _text(after)))
+        if before is None and after is not None:
+            self.list_model()  # again: it may have been forgotten meanwhile, as it had no version
+        return done
+
+    def list_model(self) -> None:
+        """Have every node find the model."""
+        self._cluster.call("SADD", MODELS, self.name)
+
+    def forget_model(self) -> None:
+        """Remove the model from the list, if it has no version and no log. Nodes then forget it."""
+        if self._is_nothing():
+            self._cluster.call("SREM", MODELS, self.name)
+            if not self._is_nothing():
+                self.list_model()
+
+    def _is_nothing(self) -> bool:
+        return not self.versions() and self.pointer().seq is None
+
+    # --- side files and the state of a load
+
+    def put_file(self, number: int, name: str, data: bytes) -> None:
+        self._cluster.call("HSET", f"{self._base}files:{number}", name, data)
+
+    def files(self, number: int) -> dict[str, bytes]:
+        """Side files of a version (dense part, warm-up keys, recorded requests) by their paths in its directory."""
+        return _pairs(self._cluster.call("HGETALL", f"{self._base}files:{number}"))
+
+    def checkpoints(self, number: int) -> dict[str, int]:
+        """How many rows of each built file are in the cluster, by the file's digest."""
+        return {name: int(rows) for name, rows in _pairs(self._cluster.call("HGETALL", self._load_key(number))).items()}
+
+    def checkpoint(self, number: int, file: str, rows: int) -> None:
+        self._cluster.call("HSET", self._load_key(number), file, rows)
+
+    def claim_load(self, number: int, owner: str, ttl_s: float) -> bool:
+        """Whether `owner` is the one that loads a version now; to be called again before `ttl_s` is over."""
+        key = f"{self._base}loader:{number}"
+        if self._cluster.call("SET", key, owner, "NX", "PX", int(ttl_s * 1000)):
+            return True
+        if self._cluster.call("GET", key) != owner.encode():
+            return False
+        self._cluster.call("PEXPIRE", key, int(ttl_s * 1000))
+        return True
+
+    def end_load(self, number: int) -> None:
+        self._cluster.call("UNLINK", self._load_key(number), f"{self._base}loader:{number}")
+
+    def remove_files(self, number: int) -> None:
+        """Remove what a version has under the model's own tag."""
+        self._cluster.call("UNLINK", f"{self._base}files:{number}", self._load_key(number))
+        self._cluster.call("HDEL", self._current, f"mark:{number}")
+
+    def _load_key(self, number: int) -> str:
+        return f"{self._base}load:{number}"
+
+    # --- the log
+
+    def append(self, seq: int, digest: str, data: bytes | memoryview, after: str | None) -> bool:
+        """Acknowledge a delta: it is in the log. False where the log has it already. Conflict and SequenceGap as for any delta.
+
+        `after` is the digest of the delta before it, where the caller has that one. Forked where the log has another one there.
+        Recovering where the log may lack what was acknowledged: nodes are putting it back.
+        """
+        return self._append(seq, digest, data, after, again=False)
+
+    def put_back(self, seq: int, digest: str, data: bytes, after: str | None) -> bool:
+        """As in `Followed`. False where the log has it already, or has not come so far."""
+        try:
+            return self._append(seq, digest, data, after, again=True)
+        except SequenceGap:
+            return False
+        except Conflict as error:
+            raise Forked(str(error)) from error
+
+    def _append(self, seq: int, digest: str, data: bytes | memoryview, after: str | None, *, again: bool) -> bool:
+        keys = [self._current, self._log, self._nodes, self._alive]
+        words = (seq, seq - 1, digest, int(time.time() * 1000), bytes(data), after or "", int(again))
+        outcome, last, there = (of.decode() for of in self._run(scripts.APPEND, keys, *words))
+        what = f"delta {seq} of {self.name!r}"
+        if outcome == "appended":
+            return True
+        if outcome == "none":
+            raise NotReady(f"model {self.name!r} has no active version; load or activate one before sending deltas")
+        if outcome == "recovering":
+            raise Recovering(f"{what} is not taken yet: a server of the cluster was replaced; send it again")
+        if outcome == "forked":
+            raise Forked(f"{what} is not taken: this node has another delta {seq - 1} than the cluster; send it again")
+        newest = int(last)
+        if outcome == "owed":
+            raise Conflict(
+                f"{what} was acknowledged with other content, of which rows are in the cluster, before its log was lost: send that "
+                "content, or load a newer snapshot"
+            )
+        if seq > newest:
+            raise SequenceGap(f"{what} came out of turn; {newest + 1} is next", expected_seq=newest + 1)
+        if seq < newest or not there:
+            held = self.read(seq - 1, 1)
+            there = held[0].digest if held and held[0].seq == seq else ""
+        if there and there != digest:
+            raise Conflict(f"{what} is held with other content; give new content a new seq, {newest + 1} is next")
+        return False
+
+    def recovered(self, recovering: str, reached: int | None, digest: str, owed: tuple[int, str] | None) -> bool:
+        """Take new deltas again, once every node has put back what it has. False where some are still waited for.
+
+        `reached` is what all rows have, `digest` that of its delta: the log goes on after it, though it may not have it any more.
+        `owed`: the delta, with its digest, of which some rows are there and others not.
+        """
+        keys = [self._current, self._nodes, self._alive]
+        words = (
+            recovering,
+            "" if reached is None else reached,
+            digest,
+            "" if owed is None else f"{owed[0]} {owed[1]}",
+        )
+        return bool(self._run(scripts.RECOVERED, keys, *words))
+
+    def read(self, after: int, count: int) -> list[LogEntry]:
+        """At most `count` entries above `after`, ascending. The first is not `after + 1` where the log begins later."""
+        entries = []
+        for name, fields in self._cluster.call("XRANGE", self._log, f"({after}-0", "+", "COUNT", count) or ():
+            of = _pairs(fields)
+            seq, before = int(name.split(b"-")[0]), of.get("after", b"").decode()
+            entries.append(LogEntry(seq, of["digest"].decode(), of["data"], int(of["ms"]), before))
+        return entries
+
+    # --- the lease, and the nodes
+
+    def acquire(self, owner: str, ttl_s: float, above: int = 0) -> int | None:
+        """The fencing epoch, where `owner` has the lease for `ttl_s` more; None where another node has it.
+
+        It is beyond the epoch `above`: epochs that were given out may be lost with a server.
+        """
+        return int(self._run(scripts.ACQUIRE, [self._lease, self._epochs], owner, int(ttl_s * 1000), above)) or None
+
+    def release(self, owner: str) -> None:
+        self._run(scripts.RELEASE, [self._lease], owner)
+
+    def lease(self) -> tuple[str, int] | None:
+        """(owner, epoch) of the lease; None where nobody has it."""
+        held = self._cluster.call("GET", self._lease)
+        if not held:
+            return None
+        owner, epoch = held.decode().split(" ")
+        return owner, int(epoch)
+
+    def progress(self, epoch: int, number: int, mark: int, trim_below: int | None) -> bool:
+        """Report that all rows of a version have reached `mark`, and cut the log off. False where the lease is lost."""
+        below = "" if trim_below is None else trim_below
+        return bool(
+            self._run(scripts.PROGRESS, [self._lease, self._current, self._log], epoch, f"mark:{number}", mark, below)
+        )
+
+    def beat(self, node: str, report: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
+        """Say that a node is there (None: only look), and return the reports of all that are, by node."""
+        keys = [self._nodes, self._alive, self._current]
+        found = self._run(scripts.BEAT, keys, node, "" if report is None else json.dumps(report))
+        return {name: json.loads(text) for name, text in _pairs(found).items()}
+
+    def withdraw_node(self, node: str) -> None:
+        """The node goes, and nobody is to wait for it."""
+        self._cluster.call("HDEL", self._nodes, node)
+        self._cluster.call("ZREM", self._alive, node)
+
+
+def model_names(cluster: Commands) -> list[str]:
+    """The models that a cluster has, sorted."""
+    return sorted(name.decode() for name in cluster.call("SMEMBERS", MODELS))
+
+
+def _digest_of(fields: Mapping[str, bytes]) -> str | None:
+    """The digest of the newest delta; None where what is there is of another one."""
+    seq, _, digest = fields.get("digest", b"").partition(b" ")
+    return digest.decode() or None if seq == fields.get("seq") else None
+
+
+def _text(record: Mapping[str, Any] | None) -> str:
+    return "" if record is None else json.dumps(record, sort_keys=True, separators=(",", ":"))
+
+
+def _pairs(reply: Any) -> dict[str, Any]:
+    """A hash as the driver gives it: a mapping, or names and values in turn."""
+    items = reply.items() if isinstance(reply, Mapping) else zip(reply[::2], reply[1::2], strict=True)
+    return {name.decode() if isinstance(name, bytes) else str(name): value for name, value in items}

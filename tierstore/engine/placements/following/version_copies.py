@@ -1,0 +1,107 @@
+"""What this node has on disk of the versions in the cluster: their records and side files, so that they can be opened.
+
+For the thread that follows the model. A copy whose record is missing is left by a crash, and made again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+import xxhash
+
+from tierstore.engine.model import Model
+from tierstore.engine.placements.following.followed import Followed, Pointer
+from tierstore.engine.versions.info import VersionInfo
+from tierstore.errors import Corruption
+from tierstore.formats import files
+from tierstore.formats.names import DENSE, VersionDirectory
+from tierstore.formats.regular import read_regular
+from tierstore.formats.snapshot.checksum import checksum
+
+log = logging.getLogger(__name__)
+
+READY = "ready"
+
+
+class VersionCopies:
+    """Of one model."""
+
+    def __init__(self, model: Model, shared: Followed) -> None:
+        self._model, self._shared = model, shared
+        self._fresh: set[int] = set()  # made by this process: side files of an earlier one may be older than the rows
+
+    def update(self, records: Mapping[int, Mapping[str, Any]], pointer: Pointer) -> Pointer:
+        """Have a copy of every version that is ready, and of no other but those that are still served.
+
+        Returns the pointer by which new copies may be opened: dense parts may be of deltas that came since `pointer` was read.
+        """
+        fetched: list[int] = []
+        model, catalogue = self._model, self._model.catalogue
+        ready = {number: record["record"] for number, record in records.items() if record["state"] == READY}
+        for number, record in ready.items():
+            info = catalogue.get(number)
+            is_this = info is not None and info.loaded_at_s == record["loaded_at_s"]
+            if number in catalogue.loading or (is_this and number in self._fresh):
+                continue
+            if number in model.state.live.served.versions or number in model.state.retiring:
+                continue  # if it was loaded again under its number, it is replaced once it is closed
+            self._fetch(number, record, pointer)
+            self._fresh.add(number)
+            fetched.append(number)
+        for info in catalogue.infos():
+            served = info.number in model.state.live.served.versions or info.number in model.state.retiring
+            if info.number not in ready and not served and info.number not in catalogue.loading:
+                catalogue.forget(info.number)
+                files.remove_tree(info.where.root)
+        for number in fetched:
+            pointer = self.update_dense(number)
+        return pointer
+
+    def update_dense(self, number: int) -> Pointer:
+        """Have the dense part of a version as the other machines have it. Returns the pointer as of then.
+
+        A delta's dense part is there before its rows are, and its seq is in the log before. So with all deltas of that pointer there
+        are no rows of a delta whose dense part is missing, and no dense part whose rows are.
+        """
+        info = self._model.catalogue.info(number)
+        dense = read_regular(info.where.dense) if files.exists(info.where.dense) else None
+        while True:
+            pointer, now = self._shared.pointer(), self._shared.files(number).get(DENSE)
+            if now is None or now == dense:
+                break
+            files.publish_bytes(info.where.dense, now)
+            dense = now
+        if dense is not None:
+            info.has_dense, info.loaded_dense_digest = True, xxhash.xxh3_64_hexdigest(dense)
+        return pointer
+
+    def _fetch(self, number: int, record: Mapping[str, Any], pointer: Pointer) -> None:
+        where = self._model.where.version(number)
+        old = files.read_json(where.record) if files.exists(where.record) else None
+        if old is not None and old.get("loaded_at_s") != record["loaded_at_s"]:
+            files.remove_tree(where.root)
+        files.make_dir(where.root)
+        for name, data in self._shared.files(number).items():
+            path = _within(where, name)
+            files.make_dir(path.parent)
+            files.publish_bytes(path, data)
+        dense = checksum(where.dense) if files.exists(where.dense) else None
+        files.publish_record(where.record, {**record, "dense": dense})
+        info = VersionInfo(where)
+        if info.base != "remote":
+            raise Corruption(f"version {number} of {self._model.name!r} in the cluster has a record of another kind")
+        info.watermark = max(info.watermark, pointer.marks.get(number, 0))
+        self._model.catalogue.add(info)
+
+
+def _within(where: VersionDirectory, name: str) -> Any:
+    """The path of a side file. Corruption for a name that leads out of the version's directory."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or path.parts[:1] not in ((DENSE,), ("warmup",)):
+        raise Corruption(
+            f"a side file of the cluster has the name {name!r}: expected one within the version's directory"
+        )
+    return where.root / path

@@ -1,0 +1,140 @@
+"""The start of a model: open what CURRENT and the routes name, replay the log onto it, and serve.
+
+On the thread that opens the store. It is warmed once it serves (`warm.py`). A version that cannot be opened is reported by
+`problem`, and the model waits for another; the other models serve in any case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import replace
+
+from tierstore.engine.lifecycle.state import ignore
+from tierstore.engine.model import Model
+from tierstore.engine.serving.routing import Routing
+from tierstore.engine.serving.routing_record import RoutingRecord
+from tierstore.engine.versions.info import VersionInfo
+from tierstore.errors import Corruption, StorageError, TierstoreError
+
+log = logging.getLogger(__name__)
+
+
+class Starter:
+    """The start of one model; after `Catalogue.find`."""
+
+    def __init__(self, model: Model) -> None:
+        self._model, self._state, self._opener = model, model.state, model.opener
+        self._routes, self._switcher = model.routes, model.switcher
+
+    @property
+    def host_need_bytes(self) -> int:
+        """Memory for the host tier that the version to be served could use."""
+        with contextlib.suppress(TierstoreError):
+            current = self._state.record.current()
+            info = None if current is None else self._state.catalogue.get(current)
+            if info is not None:
+                return sum(info.host_needs())
+        return 0
+
+    def start(self) -> None:
+        """Serve what the last process served, and begin housekeeping. What is wrong becomes the model's problem."""
+        state = self._state
+        for why in state.log.damage:
+            log.error("model %s: %s", state.name, why)
+        try:
+            state.catalogue.check_readable()
+            self._serve_again()
+        except Exception as error:  # whatever it is, the other models serve
+            state.live.start_problem = str(error)
+            state.live.set(Routing(problem=str(error)))
+            log.exception("model %s does not serve", state.name)
+        self._model.start()
+
+    def _serve_again(self) -> None:
+        state = self._state
+        current = state.record.current()
+        for info in state.catalogue.infos():
+            if info.number != current:
+                self._opener.read_records(info)
+        if current is None:
+            return
+        info = self._current_info(current)
+        if state.log.unusable is None:
+            info.dense_accepted_upto = state.log.last or 0
+        recorded = self._recorded_routes(current)
+        try:
+            self._serve_active(info, recorded)
+        except StorageError as error:
+            if not state.shared.copied:
+                raise
+            self._serve_mended(info, recorded, error)
+        if recorded.canary is not None:
+            self._serve_canary(recorded.canary, recorded)
+
+    def _current_info(self, current: int) -> VersionInfo:
+        catalogue = self._state.catalogue
+        info = catalogue.get(current)
+        if info is None:
+            damaged = catalogue.damaged.get(current)
+            why = "is not on disk" if damaged is None else f"is damaged: {damaged}"
+            raise Corruption(
+                f"{self._state.where.current} names version {current}, which {why}; activate one of {catalogue.numbers}"
+            )
+        return info
+
+    def _serve_active(self, info: VersionInfo, recorded: RoutingRecord) -> None:
+        state = self._state
+        labels = _labels_of(info, recorded)
+        with (
+            self._opener.warmed(info, [], force=True, progress=ignore, start=True) as version,
+            state.live.write,
+            self._opener.last_view(version, force=True, start=True) as view,
+        ):
+            active = Routing(view, labels=labels)
+            if recorded.canary is None and self._routes.problem is None and state.log.unusable is None:
+                self._routes.publish(active)
+                return
+            # the record stays as it is until the canary is there as well, and the log if nothing says what it held
+            if state.log.unusable is None:
+                self._routes.restart_log(active.active)
+            state.live.set(active)
+
+    def _serve_mended(self, info: VersionInfo, recorded: RoutingRecord, why: StorageError) -> None:
+        """Serve the active version of a copy that tore: built again from its base and the log. What it cannot be raises `why`."""
+        try:
+            self._switcher.serve_again(info, _labels_of(info, recorded))
+        except TierstoreError as error:
+            raise why from error
+        log.warning(
+            "model %s: version %d was torn by a copy (%s), and is built again from its base and the log",
+            *(self._state.name, info.number, why),
+        )
+
+    def _serve_canary(self, number: int, recorded: RoutingRecord) -> None:
+        """One that cannot be served is reported, and everything else goes on."""
+        labels = {name: other for name, other in recorded.labels.items() if other != recorded.active}
+        self._routes.awaited = replace(recorded, labels=labels)
+        try:
+            info = self._state.catalogue.info(number)
+            self._switcher.add_canary(info, recorded.share, force=True, progress=ignore, start=True)
+        except TierstoreError as error:
+            self._routes.problem = f"the canary, version {number}, is not served: {error}"
+            log.exception("model %s: %s", self._state.name, self._routes.problem)
+
+    def _recorded_routes(self, active: int) -> RoutingRecord:
+        try:
+            recorded = self._state.record.routes().for_active(active)
+        except TierstoreError as error:
+            self._routes.problem = f"canary and labels are not served: {error}"
+            log.error("model %s: %s", self._state.name, self._routes.problem)
+            return RoutingRecord(active)
+        if recorded.canary is not None and self._state.catalogue.is_outdated(recorded.canary):
+            # a crash came between a rollback to a delta and the record of the routes that goes with it
+            labels = {name: number for name, number in recorded.labels.items() if number == active}
+            return RoutingRecord(active, labels=labels)
+        return recorded
+
+
+def _labels_of(info: VersionInfo, recorded: RoutingRecord) -> dict[str, int]:
+    return {name: number for name, number in recorded.labels.items() if number == info.number}

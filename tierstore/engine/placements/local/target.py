@@ -1,0 +1,44 @@
+"""The rows of a load, brought to this machine's disk: a directory of the version, which the load has claimed.
+
+On the thread of the load. A crash leaves the directory without its record; a load of the same snapshot goes on from there.
+"""
+
+from __future__ import annotations
+
+from tierstore.engine.model import Model
+from tierstore.engine.versions.info import first_records, make_record
+from tierstore.formats import files
+from tierstore.formats.names import VersionDirectory
+from tierstore.formats.snapshot.manifest import Manifest
+from tierstore.formats.snapshot.reader import Snapshot
+from tierstore.ingest.bulkload import BulkLoad
+from tierstore.ingest.results import BaseBuild
+from tierstore.types import BaseKind, ProgressFn
+
+
+class LocalTarget:
+    """This machine's disk as the `Target` of a load."""
+
+    keep_times = True
+
+    def __init__(self, model: Model, base: BaseKind) -> None:
+        self._model, self.base = model, base
+
+    def claim(self, snapshot: Snapshot, identity: str) -> None:
+        """Nothing: the directory is claimed by every load."""
+
+    def place(
+        self, bulk: BulkLoad, build: BaseBuild, where: VersionDirectory, snapshot: Snapshot, progress: ProgressFn
+    ) -> None:
+        """Move the files in, and read everything back."""
+        bulk.ingest(build, where.db, first_records(snapshot.manifest, build))
+        bulk.read_back(where.db)
+
+    def publish(self, where: VersionDirectory, build: BaseBuild, manifest: Manifest) -> None:
+        files.publish_record(where.record, make_record(where, manifest, build))
+
+    def abandon(self, number: int) -> None:
+        """Nothing: the directory goes with the claim."""
+
+    def activate(self, number: int, progress: ProgressFn) -> None:
+        self._model.switcher.activate(number, progress=progress)

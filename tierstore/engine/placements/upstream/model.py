@@ -1,0 +1,231 @@
+"""One model as the nodes upstream have it together: what a `Follower` follows. Any thread."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+from urllib.parse import quote, urlencode
+
+import numpy as np
+
+from tierstore.engine.placements.following.followed import LogEntry, Pointer
+from tierstore.engine.placements.upstream.choice import (
+    Choice,
+    ModelState,
+    Partitions,
+    choose,
+    line_of,
+    ownership,
+    partitions_of,
+    problem_of,
+)
+from tierstore.engine.placements.upstream.watch import Watch
+from tierstore.errors import Corruption, NotFound, RemoteUnavailable, StorageError, TierstoreError
+from tierstore.formats.names import KEYS_SUFFIX
+from tierstore.tiers.upstream.table import Ownership
+from tierstore.tiers.upstream.wire import PREFIX, decode_entries
+
+FILE_TIMEOUT_S = 60.0
+T = TypeVar("T")
+REMOTE_FORMAT = 3  # of `version.json`: rows are on other machines
+
+
+class UpstreamModel:
+    """It is `Followed`. `served` gives the version that this front serves."""
+
+    forgetful = False
+
+    def __init__(self, name: str, watches: Sequence[Watch], served: Callable[[], int | None]) -> None:
+        # constant after construction
+        self.name, self._watches, self._served = name, watches, served
+        # guarded by _lock
+        self._lock = threading.Lock()
+        self._pointer = Pointer()
+        self._seen: object = None
+        self._lines: dict[int, str] = {}
+        self._records: dict[tuple[int, str], dict[str, Any]] = {}
+        # replaced in one step, by any thread
+        self._owned: tuple[list[ModelState | None], dict[tuple[int, str], Ownership]] = [], {}
+
+    def states(self) -> list[ModelState | None]:
+        """What each node reports, None where it does not."""
+        return [watch.state(self.name) for watch in self._watches]
+
+    def pointer(self) -> Pointer:
+        states = self.states()
+        if not any(state is not None for state in states):
+            why = "; ".join(f"{watch.problem or f'{watch.node} is silent'}" for watch in self._watches[:3])
+            raise RemoteUnavailable(f"no node upstream answers for model {self.name!r}: {why}")
+        if (problem := problem_of(states)) is not None:
+            raise StorageError(problem)
+        with self._lock:
+            choice = choose(states, self._served(), self._lines)
+            self._lines.update(choice.lines)
+            line = (
+                "" if choice.current is None else choice.lines.get(choice.current, self._lines.get(choice.current, ""))
+            )
+            seen = choice.current, choice.wanted, line, self._wanted_versions(choice)
+            pointer = Pointer(
+                self._pointer.generation, choice.current, None, choice.wanted, choice.seq, choice.marks, line
+            )
+            if seen != self._seen:
+                self._seen, pointer = seen, replace(pointer, generation=self._pointer.generation + 1)
+            self._pointer = pointer
+            return pointer
+
+    def _wanted_versions(self, choice: Choice) -> tuple[tuple[int, str], ...]:
+        """(number, line) of those that may be served."""
+        wanted = {number for number in (choice.current, choice.wanted) if number is not None}
+        return tuple((number, self._lines.get(number, "")) for number in sorted(wanted))
+
+    def versions(self) -> dict[int, dict[str, Any]]:
+        with self._lock:
+            pointer, lines = self._pointer, dict(self._lines)
+        numbers = sorted({number for number in (pointer.current, pointer.wanted) if number is not None})
+        return {number: {"state": "ready", "record": self._record(number, lines.get(number, ""))} for number in numbers}
+
+    def _record(self, number: int, line: str) -> dict[str, Any]:
+        """What `version.json` is to have here. It does not change as long as the line does not."""
+        with self._lock:
+            kept = self._records.get((number, line))
+        if kept is not None:
+            return kept
+        document = self._document(number)
+        record = dict(document["record"])
+        if any(table.get("colliding") for table in record["tables"].values()) or document["colliding"]:
+            raise StorageError(
+                f"version {number} of {self.name!r} has string keys with equal hashes, and a node in front cannot keep such keys "
+                "apart: rename one of them"
+            )
+        rows = {table["name"]: int(table["rows"]) for table in record["manifest"]["tables"]}
+        for name, table in record["tables"].items():
+            table["rows"] = max(int(table["rows"]), rows[name])  # of all partitions
+            table["times"] = False  # the nodes have them, and remove what has expired
+        digest = hashlib.sha256(line.encode()).digest()
+        record |= {
+            "format": REMOTE_FORMAT,
+            "base": "remote",
+            "tags": [],
+            "loaded_at_s": float(int.from_bytes(digest[:6])),
+        }
+        with self._lock:
+            self._records = {key: of for key, of in self._records.items() if key[0] in self._lines} | {
+                (number, line): record
+            }
+        return record
+
+    def _document(self, number: int) -> dict[str, Any]:
+        line = self._lines.get(number, "")
+        target = f"{PREFIX}/models/{self.name}/versions/{number}?{urlencode({'line': line})}"
+        return self._any(number, lambda watch: watch.node.get_json(target, timeout_s=FILE_TIMEOUT_S))
+
+    def files(self, number: int) -> dict[str, bytes]:
+        query = urlencode({"line": self._lines.get(number, "")})
+        base = f"{PREFIX}/models/{self.name}/versions/{number}/files"
+
+        def fetch(watch: Watch) -> dict[str, bytes]:
+            names = watch.node.get_json(
+                f"{PREFIX}/models/{self.name}/versions/{number}?{query}", timeout_s=FILE_TIMEOUT_S
+            )
+            return {
+                name: bytes(watch.node.get(f"{base}/{quote(name)}?{query}", timeout_s=FILE_TIMEOUT_S))
+                for name in names["files"]
+            }
+
+        found = self._any(number, fetch)
+        if partitions_of(self.states()) > 1:  # each node has the warm-up keys of its own partitions
+            for name in found:
+                if name.endswith(KEYS_SUFFIX):
+                    found[name] = self._keys_of_all(number, f"{base}/{quote(name)}?{query}", found[name])
+        return found
+
+    def _keys_of_all(self, number: int, target: str, first: bytes) -> bytes:
+        """The keys that the nodes have in a file, each once. What a node does not give is not warmed, and no more than that."""
+        parts = [first]
+        for watch, state in zip(self._watches, self.states(), strict=True):
+            if state is not None and number in state.versions:
+                with contextlib.suppress(StorageError, NotFound):
+                    parts.append(bytes(watch.node.get(target, timeout_s=FILE_TIMEOUT_S)))
+        keys = np.concatenate([np.load(io.BytesIO(part), allow_pickle=False) for part in parts])
+        _, at = np.unique(keys, return_index=True)
+        out = io.BytesIO()
+        np.save(out, keys[np.sort(at)], allow_pickle=False)
+        return out.getvalue()
+
+    def _any(self, number: int, fetch: Callable[[Watch], T]) -> T:
+        """What the first node gives that serves a version."""
+        states, problems = self.states(), []
+        line = line_of(states, number, self._lines.get(number))
+        for watch, state in zip(self._watches, states, strict=True):
+            if state is None or number not in state.versions or state.versions[number].line != line:
+                continue
+            try:
+                return fetch(watch)
+            except (StorageError, NotFound) as error:
+                problems.append(str(error))
+        raise RemoteUnavailable(
+            f"no node gives version {number} of {self.name!r}: {'; '.join(problems) or 'none serves it'}"
+        )
+
+    def read(self, after: int, count: int) -> list[LogEntry]:
+        problems: list[str] = []
+        for watch, state in zip(self._watches, self.states(), strict=True):
+            if state is None or state.log is None or not state.log[0] <= after < state.log[1]:
+                continue
+            target = f"{PREFIX}/models/{self.name}/deltas?{urlencode({'after': after, 'count': count})}"
+            try:
+                entries = decode_entries(watch.node.get(target, timeout_s=FILE_TIMEOUT_S))
+            except (TierstoreError, Corruption) as error:
+                problems.append(str(error))
+                continue
+            if entries:
+                return [LogEntry(entry.seq, entry.digest, entry.data, 0) for entry in entries]
+        if problems:
+            raise RemoteUnavailable(f"no node gives delta {after + 1} of {self.name!r}: {'; '.join(problems[:3])}")
+        return []
+
+    def put_back(self, seq: int, digest: str, data: bytes, after: str | None) -> bool:
+        raise AssertionError("a node in front acknowledges nothing")
+
+    def beat(self, node: str, report: Mapping[str, Any]) -> None:
+        """The nodes hear from each look which version is served here (`Watch`)."""
+
+    # --- for look-ups
+
+    def line(self, number: int) -> str:
+        """The line of a version that is to be opened now."""
+        with self._lock:
+            return self._lines.get(number, "")
+
+    def ownership(self, number: int, line: str) -> Ownership:
+        """Which node can be asked for which rows at this moment."""
+        states, (before, owned) = self.states(), self._owned
+        if before != states:  # a state is equal to itself alone
+            owned = {}
+            self._owned = states, owned
+        if (number, line) not in owned:
+            owned[number, line] = ownership(states, number, line)
+        return owned[number, line]
+
+    def refresh(self, node: int) -> None:
+        """A node is not as it was said to be."""
+        self._watches[node].wake()
+
+    # --- for the status
+
+    def coverage(self) -> dict[str, Any]:
+        """How many partitions there are, and which no node answers for in the version that is current, as [first, last]."""
+        states = self.states()
+        with self._lock:
+            current = self._pointer.current
+            line = "" if current is None else self._lines.get(current, "")
+        covered: Partitions = np.zeros(partitions_of(states), np.bool_)
+        if current is not None:
+            covered = np.asarray(ownership(states, current, line).owns.any(0))
+        edges = np.flatnonzero(np.diff(np.concatenate([[True], covered, [True]]).astype(np.int8)))
+        return {"count": len(covered), "missing": [[int(a), int(b) - 1] for a, b in edges.reshape(-1, 2)]}

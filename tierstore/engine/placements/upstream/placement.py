@@ -1,0 +1,220 @@
+"""Rows on nodes upstream: this node is a front, whose models are those that the nodes serve, begun here and followed. Any thread."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tierstore import kernels
+from tierstore.engine.lifecycle.state import Shared
+from tierstore.engine.model import Model
+from tierstore.engine.operations.together import Models
+from tierstore.engine.placement import ModelPlacement, Refusals
+from tierstore.engine.placements.following.follower import Follower
+from tierstore.engine.placements.following.models import FollowedModels
+from tierstore.engine.placements.following.rows import PLACES_S, RemoteRows
+from tierstore.engine.placements.refusals import refusals_of
+from tierstore.engine.placements.upstream.model import UpstreamModel
+from tierstore.engine.placements.upstream.watch import Watch
+from tierstore.engine.versions.info import VersionInfo
+from tierstore.engine.versions.rows import Place
+from tierstore.errors import RemoteUnavailable, TierstoreError
+from tierstore.formats.keys import partition_of
+from tierstore.kernels import upstream_reads
+from tierstore.tiers.base import Peek
+from tierstore.tiers.machines import Machines, Options
+from tierstore.tiers.upstream import wire
+from tierstore.tiers.upstream.connections import Connection, Node
+from tierstore.tiers.upstream.options import Address, check_token, parse_urls, tls_context
+from tierstore.tiers.upstream.table import Nodes, Ownership, Source, UpstreamTable
+from tierstore.types import Keys
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.2  # for new models
+_NOBODY = "no node that answers owns its partition"
+
+
+class FrontModel:
+    """One model of this front, which has no verbs: `refusals` says so."""
+
+    def __init__(self, model: Model, upstream: UpstreamModel, node: str, refusals: Refusals) -> None:
+        self.model, self.upstream = model, upstream
+        self.follower = Follower(model, upstream, node)
+        self.start, self.close = self.follower.start, self.follower.close
+        self.placement = ModelPlacement(leads=lambda: False, **refusals.verbs(model.name))
+
+    def status(self) -> dict[str, Any]:
+        """What this front knows of the model upstream, without asking anybody."""
+        pointer = self.follower.pointer
+        return {
+            "reachable": self.follower.silent is None,
+            "problem": self.follower.silent,
+            "current": pointer.current,
+            "wanted": pointer.wanted,
+            "seq": pointer.seq,
+            "watermarks": {str(number): mark for number, mark in sorted(pointer.marks.items())},
+            "partitions": self.upstream.coverage(),
+        }
+
+
+def _fill(node: Node, target: str, request: bytes, places: list[Place], timeout_s: float) -> None:
+    """Fill in what a node says of some keys, or why it does not."""
+    for place in places:
+        place.node = str(node)
+    try:
+        reply = node.request("POST", target, request, timeout_s=timeout_s)
+        if reply.status != 200:
+            raise RemoteUnavailable(f"{node} answers {reply.status}: {reply.problem}")
+        for place, entry in zip(places, json.loads(bytes(reply.body))["keys"], strict=True):
+            if entry["tier"] is None:
+                place.error = f"{node}: {entry['why']}"
+                continue
+            stored = entry.pop("stored")
+            place.peek = Peek(absent=True) if stored is None else Peek(bytes.fromhex(stored))
+            place.error, place.explained = None, entry
+    except (TierstoreError, ValueError, KeyError, TypeError) as error:
+        for place in places:
+            place.error = str(error)
+
+
+class UpstreamPlacement:
+    """The `Placement` of a node in front of those at `urls`. ConfigError for addresses that are none."""
+
+    def __init__(self, shared: Shared, models: Models, urls: str) -> None:
+        # constant after construction
+        self._settings = settings = shared.settings
+        self.node = f"{socket.gethostname()}-{secrets.token_hex(3)}"
+        addresses = parse_urls(urls)
+        if settings.upstream_token is not None and not settings.upstream_allow_insecure_token:
+            check_token(addresses)
+        machines: Machines[Address, Connection] = Machines(Options(timeout_s=settings.remote_timeout_s), "the front")
+        tls = tls_context(addresses, None if settings.upstream_ca is None else str(settings.upstream_ca))
+        self.nodes = Nodes([Node(one, machines, settings.upstream_token, tls) for one in addresses], machines)
+        self.refusals = Refusals(refusals_of("upstream"), nodes=",".join(map(str, self.nodes.nodes)))
+        self.log_retention_s = settings.remote_log_retention_s
+        self.watches = [Watch(node, self.node, self._served, self._wake) for node in self.nodes.nodes]
+        self.followed = FollowedModels(shared, models, self._member, self._look, LOOK_EVERY_S, "tierstore-front")
+        # of the thread that looks; others may read
+        self._complete = False  # whether every node has answered once, and the models that there were then are begun
+
+    def _member(self, model: Model) -> FrontModel:
+        upstream = UpstreamModel(model.name, self.watches, lambda: model.active_version)
+        return FrontModel(model, upstream, self.node, self.refusals)
+
+    def start(self) -> None:
+        """Where no node answers, the models are found once one does."""
+        kernels.load(module=upstream_reads.__name__)  # rather than within the time of the first look-up
+        for watch in self.watches:
+            watch.start()
+        until_s = time.monotonic() + self.nodes.machines.options.connect_timeout_s + 0.5
+        for watch in self.watches:
+            watch.first.wait(max(0.0, until_s - time.monotonic()))
+        self._look()
+        self.followed.start()
+
+    def close(self, close_models: Callable[[], None]) -> None:
+        self.followed.close(close_models, self.nodes.machines.close, *(watch.close for watch in self.watches))
+
+    def _look(self) -> None:
+        """Begin the models that are new upstream."""
+        heard = all(watch.heard for watch in self.watches)
+        for name in sorted({name for watch in self.watches for name in watch.models()} - self.followed.by_name.keys()):
+            if self.followed.stopping.is_set():
+                return
+            try:
+                self.followed.member(name)
+            except Exception as error:
+                log.error("model %s is not begun: %s", name, error, exc_info=not isinstance(error, TierstoreError))
+        self._complete = self._complete or heard
+
+    def _served(self) -> dict[str, tuple[int, int]]:
+        """(the version that is served here, the lowest seq that is read) by model: nodes hold for this front what it needs."""
+        served = {}
+        for name, member in self.followed.by_name.items():
+            number, seq = member.model.active_version, member.model.publisher.lowest_seq()
+            if number is not None and seq is not None:
+                served[name] = number, seq
+        return served
+
+    def _wake(self) -> None:
+        for member in self.followed.by_name.values():
+            member.follower.wake()
+
+    def loading(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Nothing: there are no loads here."""
+        return contextlib.nullcontext()
+
+    def existing(self, name: str) -> ModelPlacement:
+        return self.followed.existing(name).placement
+
+    @property
+    def unheard(self) -> str | None:
+        if self._complete:
+            return None
+        silent = [watch for watch in self.watches if not watch.heard]
+        if not silent:
+            return "the models of the nodes upstream are being opened"
+        whose = "no node" if len(silent) == len(self.watches) else "not every node"
+        why = "; ".join(watch.problem or f"{watch.node} is silent" for watch in silent[:3])
+        return f"{whose} upstream has answered yet: {why}"
+
+    @property
+    def ready(self) -> bool:
+        return self._complete or any(of.model.active_version is not None for of in self.followed.by_name.values())
+
+    def open_rows(self, name: str, info: VersionInfo) -> RemoteRows:
+        member = self.followed.existing(name)
+        upstream, number = member.upstream, info.number
+        line = upstream.line(number)
+        source = Source(
+            lambda: upstream.ownership(number, line), upstream.refresh, lambda: member.model.state.log.last or 0
+        )
+        tables = {
+            info.tables[table]["id"]: UpstreamTable(self.nodes, name, number, table, spec.row_bytes, source)
+            for table, spec in info.specs.items()
+        }
+        rows = RemoteRows(
+            f"version {number} of {name!r}", tables, info.watermark, self._settings.remote_on_failure,
+            where="a node upstream", line=line, cache=self.followed.ssd_cache,
+            find_places=lambda table, codes, seq: self._places(
+                source.ownership(), wire.explain_path(name, number, table), codes, seq
+            ),
+        )  # fmt: skip
+        for table, spec in info.specs.items():
+            rows.keep(info.tables[table]["id"], info.tables[table]["rows"], spec.row_bytes)
+        return rows
+
+    def _places(self, owned: Ownership, target: str, codes: Keys, seq: int) -> list[Place]:
+        """`FindPlaces`: each key is explained by a node that owns it."""
+        count, until_s = owned.owns.shape[1], time.monotonic() + PLACES_S
+        parts = partition_of(codes, count).tolist()
+        places = [Place(partition=(part, count), error=_NOBODY) for part in parts]
+        for number, node in enumerate(self.nodes.nodes):
+            at = [i for i, part in enumerate(parts) if owned.owns[number, part] and places[i].peek is None]
+            if at and (left_s := until_s - time.monotonic()) > 0:
+                request = {"line": owned.line, "upto": seq, "codes": codes[at].tolist()}
+                _fill(node, target, json.dumps(request).encode(), [places[i] for i in at], left_s)
+        return places
+
+    def add_status(self, document: dict[str, Any]) -> dict[str, Any]:
+        return self.followed.add_status(document, "upstream", self.status())
+
+    def status(self) -> dict[str, Any]:
+        """The nodes as this front sees them."""
+        return {
+            "nodes": {
+                str(watch.node): {
+                    "reachable": watch.answers,
+                    "problem": watch.problem,
+                    "connections_opened": self.nodes.machines.opened(watch.node.address),
+                }
+                for watch in self.watches
+            }
+        }

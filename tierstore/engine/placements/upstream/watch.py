@@ -1,0 +1,104 @@
+"""What each node upstream reports, looked at by a thread of its own, so that one that hangs holds nobody up.
+
+Any thread may read. What a node last reported counts until it has been silent for SILENT_S.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from urllib.parse import urlencode
+
+from tierstore.engine.placements.upstream.choice import ModelState
+from tierstore.errors import Overloaded, TierstoreError
+from tierstore.tiers.upstream.connections import Node
+from tierstore.tiers.upstream.wire import PREFIX
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 0.05
+LONGEST_S = 1.0  # between two looks at a node that does not answer
+SILENT_S = 3.0
+
+
+class Watch:
+    """Of one node, for the front `name`. `serves`: the version that it serves and its seq, by model. `changed`: there is news."""
+
+    def __init__(
+        self,
+        node: Node,
+        name: str,
+        serves: Callable[[], Mapping[str, tuple[int, int]]],
+        changed: Callable[[], None],
+    ) -> None:
+        # constant after construction
+        self.node, self._name, self._serves, self._changed = node, name, serves, changed
+        self._thread = threading.Thread(target=self._run, name=f"tierstore-upstream-{node}", daemon=True)
+        self._wake, self._stopping = threading.Event(), threading.Event()
+        self.first = threading.Event()  # set once it has answered, or not
+        # written by the thread, each in one step
+        self._models: dict[str, ModelState] = {}
+        self._reported_s = -SILENT_S
+        self.problem: str | None = None
+        self.heard = False  # whether it has ever answered
+        self._document = b""
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stopping.set()
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def wake(self) -> None:
+        """Look at once."""
+        self._wake.set()
+
+    @property
+    def answers(self) -> bool:
+        return self.problem is None and time.monotonic() - self._reported_s < SILENT_S
+
+    def state(self, model: str) -> ModelState | None:
+        """What it reports of a model; None where it does not answer, or has no such model."""
+        return self._models.get(model) if self.answers else None
+
+    def models(self) -> list[str]:
+        return list(self._models) if self.answers else []
+
+    def _run(self) -> None:
+        pause_s = EVERY_S
+        while not self._stopping.is_set():
+            try:
+                self._look()
+                problem, pause_s = None, EVERY_S
+            except Overloaded:  # it answers, if not this
+                problem, pause_s = self.problem, 2 * EVERY_S
+            except Exception as error:
+                problem, pause_s = str(error), min(LONGEST_S, pause_s * 2)
+                if self.problem is None:
+                    log.error("%s", problem, exc_info=not isinstance(error, TierstoreError))
+            if problem != self.problem:
+                self.problem = problem
+                self._changed()
+            self.first.set()
+            self._wake.wait(pause_s)
+            self._wake.clear()
+
+    def _look(self) -> None:
+        serves = urlencode({"front": self._name, "serves": json.dumps(dict(self._serves()))})
+        document = bytes(
+            self.node.get(f"{PREFIX}/models?{serves}", timeout_s=self.node.machines.options.connect_timeout_s)
+        )
+        if document != self._document:
+            models = json.loads(document)["models"]
+            self._models = {name: ModelState.parse(of) for name, of in models.items()}
+            self._document = document
+            self._reported_s = time.monotonic()
+            self._changed()
+        self._reported_s = time.monotonic()
+        self.heard = True

@@ -1,0 +1,45 @@
+"""The files that a service reads again while it runs: tokens and certificates, and its log. Event loop only."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from tierstore.access.audit import Audit
+from tierstore.logs import reopen
+from tierstore.service.access import Access
+from tierstore.service.reactor.allowed import Allowed
+from tierstore.service.tls import Tls
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 1.0
+
+
+class Files:
+    """Those of a service. Reactors forget whom they may answer when tokens are others than before: they ask nobody."""
+
+    def __init__(self, access: Access, tls: Tls | None, allowed: Allowed, audit: Audit) -> None:
+        self._tokens, self._tls, self._allowed, self._audit = access.tokens, tls, allowed, audit
+        self._generation = self._tokens.generation
+
+    async def follow(self) -> None:
+        """Look for files that have changed, now and then, for ever."""
+        while True:
+            await asyncio.sleep(POLL_S)
+            self._refresh()
+
+    def renew(self) -> None:
+        """What SIGHUP asks for: certificates and tokens are read again now, and the files of the log and of the audit opened anew."""
+        reopen()
+        self._audit.close()  # the next line opens its file again
+        logger.info("SIGHUP: certificates and tokens are read again, files of the log and of the audit opened anew")
+        self._refresh(anyway=True)
+
+    def _refresh(self, *, anyway: bool = False) -> None:
+        if self._tls is not None:
+            self._tls.refresh(anyway=anyway)
+        self._tokens.refresh()
+        if self._tokens.generation != self._generation:
+            self._generation = self._tokens.generation
+            self._allowed.clear()

@@ -1,0 +1,70 @@
+"""Which topics have rows, whose they are and how they are written: what the settings `kafka_rows…` say. Pure functions and values."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from tierstore.config import Settings
+from tierstore.errors import ConfigError, DeltaError
+from tierstore.kafka.client import read_options
+from tierstore.kafka.messages import Message
+from tierstore.kafka.row_formats import decoder, registry_of
+from tierstore.kafka.rows import RowReader, field_names
+from tierstore.types import NAME
+
+_ROUTE = re.compile(r"([A-Za-z0-9._-]{1,249})(?:=([^/]+)/([^/]+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A topic and whose rows it has; None where headers of each message say it."""
+
+    topic: str
+    model: str | None = None
+    table: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Route:
+        """`TOPIC=MODEL/TABLE` or `TOPIC`. ConfigError."""
+        match = _ROUTE.fullmatch(text)
+        if match is None or any(name is not None and NAME.fullmatch(name) is None for name in match.groups()[1:]):
+            raise ConfigError(f"kafka_rows: expected TOPIC=MODEL/TABLE, or TOPIC, got {text!r}")
+        return cls(*match.groups())
+
+    def place(self, message: Message) -> tuple[str, str]:
+        """(model, table) of a message. DeltaError where it does not say them."""
+        if self.model is not None and self.table is not None:
+            return self.model, self.table
+        headers = dict(message.headers)
+        try:
+            model, table = ((headers.get(name) or b"").decode() for name in ("model", "table"))
+        except UnicodeDecodeError:
+            raise DeltaError("headers `model` and `table`: expected UTF-8") from None
+        if NAME.fullmatch(model) is None or NAME.fullmatch(table) is None:
+            raise DeltaError(f"expected headers `model` and `table`, got {model[:64]!r} and {table[:64]!r}")
+        return model, table
+
+
+def make_row_reader(settings: Settings) -> RowReader:
+    """The reader of rows that the settings describe. ConfigError, MissingExtra."""
+    names = field_names(settings.kafka_rows_fields)
+    registry = registry_of(settings.kafka_rows_registry, read_options(settings.kafka_config))
+    value = decoder(settings.kafka_rows_format, names, registry=registry, schema=settings.kafka_rows_schema)
+    key = decoder(settings.kafka_rows_key_format, names[:1], registry=registry, schema=None)
+    return RowReader(value, key, settings.kafka_rows_fields)
+
+
+def check_rows(settings: Settings) -> None:
+    """ConfigError or MissingExtra for settings of rows that cannot be followed."""
+    topics = [Route.parse(text).topic for text in settings.kafka_rows]
+    if len(set(topics)) < len(topics):
+        raise ConfigError("kafka_rows: expected each topic once")
+    if settings.kafka_topic in topics:
+        raise ConfigError(f"kafka_rows and kafka_topic: {settings.kafka_topic} has deltas or rows, not both")
+    if settings.remote is not None:
+        raise ConfigError(
+            "kafka_rows and remote: a cluster's log does not keep the positions of the topic, so that rows would be lost or repeated; "
+            "write deltas to a topic (kafka_topic), or follow the rows on machines that have them"
+        )
+    make_row_reader(settings)

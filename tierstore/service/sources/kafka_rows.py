@@ -1,0 +1,377 @@
+"""Rows from Kafka topics, one a message, gathered into deltas: each row counts once, in the order of its partition.
+
+A thread a topic reads all partitions. The rows of a model wait for `kafka_rows_gather_s`; then they become the next delta of that model's log,
+which is logged with the positions of the model in the same step. So a start goes on behind what the log holds, and a crash neither
+loses nor repeats a row (docs/decisions/kafka.md). What is no row, or does not fit its table, is parked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from tierstore.config import Settings
+from tierstore.engine.model import Model
+from tierstore.engine.store import Store
+from tierstore.errors import (
+    Conflict,
+    DeltaError,
+    NotFound,
+    Overloaded,
+    StorageError,
+    TierstoreError,
+    TooLarge,
+    Unreachable,
+)
+from tierstore.kafka.messages import Message, digest_of
+from tierstore.kafka.parked import Parked
+from tierstore.kafka.reader import TopicReader
+from tierstore.kafka.rows import ROW_BYTES, Row, fit, make_delta
+from tierstore.service.sources.kafka_apply import LONGEST_RETRY_S, RETRY_S
+from tierstore.service.sources.kafka_positions import Positions
+from tierstore.service.sources.kafka_routes import Route, make_row_reader
+from tierstore.service.sources.kafka_rows_status import RowStats
+from tierstore.service.sources.topic_thread import (
+    METADATA_S,
+    POLL_S,
+    SAVE_S,
+    TopicThread,
+    connect,
+    far_back,
+    new_partitions,
+)
+
+logger = logging.getLogger(__name__)
+
+BATCH = 2048  # messages that are read at a time
+PENDING_BYTES = 64 << 20  # of rows that wait to become a delta, at most
+MOST_PARKED = 1000  # messages of a topic: beyond it something else is wrong than a row
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """A delta that was made of the first `count` rows that wait, and may be in the log although it failed."""
+
+    seq: int
+    data: bytes
+    digest: str
+    rows: Sequence[Row]
+    origin: dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Followed:
+    """A model whose rows are read."""
+
+    positions: Positions
+    skip: dict[int, int]  # partition → the offset before which its rows are in the log already
+    pending: list[Row] = field(default_factory=list)
+    nbytes: int = 0
+    first_s: float = 0.0  # when the first of them was read
+    not_before: float = 0.0
+    most: int = 1 << 62  # rows of a delta
+    attempt: _Attempt | None = None
+
+
+class RowTopic:
+    """Follows one topic until closed. `status`: any thread."""
+
+    def __init__(self, store: Store, settings: Settings, route: Route) -> None:
+        self._store, self._settings, self._route = store, settings, route
+        self._topic, self._parked = route.topic, store.parked_files
+        self._rows = make_row_reader(settings)
+        self.stats = RowStats(route.topic)
+        self._pending_bytes = min(PENDING_BYTES, int(settings.max_delta))
+        self._cluster = ""
+        self._models: dict[str, _Followed] = {}
+        self._why: dict[str, str] = {}  # model → why its rows cannot be applied now
+        self._resume_s = self._saved_s = self._checked_s = self._maintained_s = 0.0
+        self._reader: TopicReader | None = None
+        self._thread = TopicThread(f"tierstore-rows-{route.topic}"[:60], route.topic, self.stats.topic, self)
+        self.stopping = self._thread.stopping
+        self._thread.start()
+
+    def status(self) -> dict[str, Any]:
+        """The state, the lag, what was applied, and what holds up which model."""
+        return self.stats.status(self._parked.count(self._topic))
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Finish the delta that is being applied, note the positions, and end. Rows that wait are read again by the next start."""
+        self._thread.close(timeout_s)
+
+    # --- the thread
+
+    def begin(self) -> None:
+        """Connect, and read on behind what the logs of the models have."""
+        self._reader = reader = connect(self._settings, self._topic, batch=BATCH)
+        self._cluster, partitions = reader.partitions()
+        reader.positions = dict.fromkeys(partitions, 0)
+        self._models, self._checked_s = {}, time.monotonic()
+        begins = [self._adopt(model, last) for model, last in self._logs().items()]
+        reader.assign({one: min((begin.get(one, 0) for begin in begins), default=0) for one in partitions})
+        self.stats.topic.connected()
+
+    def end(self) -> None:
+        """Disconnect; what waits is read again."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
+
+    def step(self) -> None:
+        """Read some messages, and apply what has waited long enough."""
+        reader = self._current()
+        waiting = time.monotonic() < self._resume_s
+        reader.pause(waiting or not self._models or self._too_many_parked() or self._is_full())
+        messages = reader.poll(min(POLL_S, self._settings.kafka_rows_gather_s))
+        if reader.went_back:
+            self._begin_anew(reader.went_back)
+        for number, message in enumerate(messages):
+            try:
+                self._receive(message)
+            except (StorageError, Unreachable) as error:  # it could not be parked, or its schema could not be had
+                self._read_again(messages[number:])
+                self._wait(error)
+                break
+        if time.monotonic() >= self._resume_s:
+            self._apply_due()
+        if time.monotonic() - self._maintained_s >= POLL_S:
+            self._maintain()
+
+    def _current(self) -> TopicReader:
+        assert self._reader is not None
+        return self._reader
+
+    def _read_again(self, messages: Sequence[Message]) -> None:
+        again: dict[int, int] = {}
+        for message in messages:
+            again[message.partition] = min(message.offset, again.get(message.partition, message.offset))
+        self._current().seek(again)
+
+    def _is_full(self) -> bool:
+        return any(of.nbytes >= self._pending_bytes for of in self._models.values())
+
+    def _too_many_parked(self) -> bool:
+        return self._parked.count(self._topic) >= MOST_PARKED
+
+    def _wait(self, error: TierstoreError) -> None:
+        """Read and apply no more for a while."""
+        seconds = error.retry_after_s if isinstance(error, Overloaded) else RETRY_S
+        self._resume_s = time.monotonic() + max(0.05, min(seconds, LONGEST_RETRY_S))
+        if self.stats.topic.waits(str(error)):
+            logger.warning("kafka: %s: reading pauses: %s", self._topic, error)
+
+    # --- messages
+
+    def _receive(self, message: Message) -> None:
+        """Have a row wait with those of its model. StorageError where it had to be parked and could not be; Unreachable."""
+        self.stats.topic.read(message.timestamp_ms)
+        model: str | None = None
+        try:
+            model, table = self._route.place(message)
+            of = self._models.get(model)
+            if of is None:
+                self.stats.topic.pass_over(model)  # it is read again once there is such a model
+                return
+            if message.offset < of.skip.get(message.partition, 0):
+                return
+            row = self._rows.read(table, message)
+        except DeltaError as error:
+            self._park(message, model, str(error))
+            return
+        if not of.pending:
+            of.first_s = time.monotonic()
+        of.pending.append(row)
+        of.nbytes += len(message.value) + ROW_BYTES
+
+    def _park(self, message: Message, model: str | None, reason: str) -> None:
+        key = message.key or b""
+        digest = digest_of(b"\0".join((self._topic.encode(), key, message.value)))
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        record = Parked(
+            f"{message.partition}-{message.offset}-{digest}", self._topic, message.partition, message.offset, 1, model, None,
+            True, reason, message.timestamp_ms, now, digest_of(message.value), len(message.value), kind="row",
+        )  # fmt: skip
+        if self._parked.add(record, message.value):
+            self.stats.topic.parked += 1
+            logger.warning("kafka: %s: a row is parked as %s: %s", self._topic, record.id, reason)
+
+    # --- deltas
+
+    def _apply_due(self) -> None:
+        now = time.monotonic()
+        for model, of in self._models.items():
+            due = now - of.first_s >= self._settings.kafka_rows_gather_s or of.nbytes >= self._pending_bytes
+            if not of.pending or not due or now < of.not_before or self._thread.stopping.is_set():
+                continue
+            try:
+                self._apply(self._store.model(model), of)
+            except (Overloaded, StorageError) as error:
+                self._wait(error)
+                return
+            except TooLarge as error:
+                if of.most == 1:
+                    self._hold_up(model, of, error)
+                of.most = max(1, min(of.most, len(of.pending)) // 2)
+            except (
+                TierstoreError
+            ) as error:  # nothing serves, another delta took the seq, or the canary has another form
+                if not isinstance(error, Conflict):
+                    self._hold_up(model, of, error)
+
+    def _hold_up(self, model: str, of: _Followed, error: TierstoreError) -> None:
+        of.not_before = time.monotonic() + RETRY_S
+        if self._why.get(model) != str(error):
+            logger.warning("kafka: %s: rows of %s wait: %s", self._topic, model, error)
+        self._why[model] = str(error)
+
+    def _apply(self, model: Model, of: _Followed) -> None:
+        attempt = of.attempt
+        if attempt is None or model.log.digest(attempt.seq) != attempt.digest:
+            attempt = of.attempt = self._make(model, of)
+        if attempt is not None:
+            self._store.apply_delta(attempt.data, model=model.name, seq=attempt.seq, origin=attempt.origin)
+            of.attempt = None
+            self.stats.visible(attempt.rows)
+            self._drop(of, len(attempt.rows))
+        self._why.pop(model.name, None)
+
+    def _make(self, model: Model, of: _Followed) -> _Attempt | None:
+        """The next delta, of rows that fit; those that do not are parked. None where none is left."""
+        last = model.log.last
+        assert last is not None
+        rows = of.pending[: of.most]
+        tables, bad = fit(rows, model.tables)
+        for row, reason in bad:
+            self._park(row.message, model.name, reason)
+        if bad:
+            refused = {id(row) for row, _ in bad}
+            rows = [row for row in rows if id(row) not in refused]
+            of.pending[: of.most] = rows
+        if not rows:
+            self._drop(of, 0)
+            return None
+        data = make_delta(model.name, last + 1, tables, max(row.event_ms for row in rows))
+        if len(data) > self._settings.max_delta and len(rows) > 1:
+            raise TooLarge(f"{len(rows)} rows make a delta of {len(data)} bytes (max_delta)")
+        origin = of.positions.origin(self._needed(of, of.pending[len(rows) :]), rows=len(rows))
+        return _Attempt(last + 1, data, digest_of(data), rows, dict(origin))
+
+    @staticmethod
+    def _drop(of: _Followed, count: int) -> None:
+        del of.pending[:count]
+        of.nbytes = sum(len(row.message.value) for row in of.pending) + ROW_BYTES * len(of.pending)
+
+    def _needed(self, of: _Followed, waiting: Sequence[Row]) -> dict[int, int]:
+        """Partition → the lowest offset whose row the model's log has not, once it has all but those that wait."""
+        needed = {one: max(offset, of.skip.get(one, 0)) for one, offset in self._current().positions.items()}
+        for row in waiting:
+            message = row.message
+            needed[message.partition] = min(message.offset, needed[message.partition])
+        return needed
+
+    # --- now and then
+
+    def _maintain(self) -> None:
+        now, reader = time.monotonic(), self._current()
+        self._follow_models()
+        if now - self._saved_s >= SAVE_S:
+            self.save()
+            reader.commit(
+                {one: min(n[one] for n in self._all_needed()) for one in reader.positions} if self._models else {}
+            )
+        if now - self._checked_s >= (RETRY_S if reader.problem else METADATA_S):
+            self._check_partitions()
+        self._update_stats()
+        self._maintained_s = time.monotonic()
+
+    def _all_needed(self) -> list[dict[int, int]]:
+        return [self._needed(of, of.pending) for of in self._models.values()]
+
+    def save(self) -> None:
+        """Note how far each model has come."""
+        self._saved_s = time.monotonic()
+        for model, last in self._logs().items():
+            if (of := self._models.get(model)) is not None:
+                of.positions.seq = last
+                of.positions.save(self._needed(of, of.pending), [model])
+
+    def _logs(self) -> dict[str, int]:
+        """Model → the newest seq of its log, of models whose rows may come and that have one."""
+        logs = {}
+        for name in self._store.models() if self._route.model is None else [self._route.model]:
+            with contextlib.suppress(NotFound):
+                if (last := self._store.model(name).log.last) is not None:
+                    logs[name] = last
+        return logs
+
+    def _adopt(self, model: str, last: int) -> dict[int, int]:
+        """Follow a model. Returns from which offset of each partition."""
+        reader, source = self._current(), f"kafka rows {self._topic}"
+        positions = Positions(self._store.root.kafka_rows(self._topic, model), self._topic, source)
+        origin = self._store.model(model).log.newest_origin(source)
+        is_on_record = positions.load(self._cluster, {model: origin}) and positions.seq <= last
+        if is_on_record or positions.adopt(origin):
+            begin = {one: positions.saved.get(one, 0) for one in reader.positions}
+        else:
+            begin = far_back(reader, self._settings)
+        positions.seq = last
+        if not is_on_record:
+            positions.save(begin, [model], new_epoch=True)
+        self._models[model] = _Followed(positions, dict(begin))
+        return begin
+
+    def _follow_models(self) -> None:
+        """A model that is new here, or was dropped and loaded again, is read from earlier messages."""
+        logs, reader = self._logs(), self._current()
+        for model, of in list(self._models.items()):
+            if model not in logs or logs[model] < of.positions.seq:
+                del self._models[model]
+                self._why.pop(model, None)
+            else:
+                of.positions.seq = logs[model]
+        new = logs.keys() - self._models.keys()
+        if not new:
+            return
+        for of in self._models.values():
+            of.skip = {one: max(offset, of.skip.get(one, 0)) for one, offset in reader.positions.items()}
+        begins = [self._adopt(model, logs[model]) for model in new]
+        self.stats.topic.rewinds += 1
+        logger.info("kafka: %s is read again for %s", self._topic, ", ".join(sorted(new)))
+        reader.seek({one: min(begin.get(one, 0) for begin in begins) for one in reader.positions})
+
+    def _begin_anew(self, partitions: set[int]) -> None:
+        """Take what partitions hold now for new, though their offsets were read before."""
+        for model, of in self._models.items():
+            for one in partitions:
+                of.skip.pop(one, None)
+            of.positions.save(self._needed(of, of.pending), [model], new_epoch=True)
+        partitions.clear()
+
+    def _check_partitions(self) -> None:
+        reader = self._current()
+        self._checked_s = time.monotonic()
+        if new := new_partitions(reader, self._cluster):
+            logger.info("kafka: %s has new partitions: %s", self._topic, new)
+            self.stats.topic.rebalancing()
+            reader.assign({**reader.positions, **dict.fromkeys(new, 0)})
+
+    def _update_stats(self) -> None:
+        reader, stats = self._current(), self.stats
+        stats.topic.place(reader.positions, reader.lag())
+        stats.pending = sum(len(of.pending) for of in self._models.values())
+        stats.lost = sum(reader.lost.values())
+        held_up = dict(self._why)
+        if self._too_many_parked():
+            held_up[self._topic] = (
+                f"{MOST_PARKED} messages are parked: mend what writes them, or the settings of rows; then skip these (tierstore parked)"
+            )
+        elif not self._models:
+            held_up[self._route.model or self._topic] = (
+                "no such model is loaded yet" if self._route.model else "no model is loaded yet"
+            )
+        stats.topic.update(reader.problem, reader.at_end, time.monotonic() < self._resume_s, held_up)

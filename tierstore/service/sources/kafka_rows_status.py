@@ -1,0 +1,88 @@
+"""What a topic of rows reports: as a topic of deltas does, and its counts of rows. Written by its thread, read by any."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from tierstore.kafka.rows import Row
+from tierstore.service.sources.kafka_status import STATES, KafkaStats
+from tierstore.service.stats import FRESHNESS_BOUNDS_S, Histogram
+
+_OF_TOPIC = (
+    "topic", "state", "problem", "lag_messages", "lag_seconds", "partitions", "parked", "parked_since_start", "errors",
+    "rewinds", "rebalances", "held_up", "passed_over",
+)  # fmt: skip
+
+
+class RowStats:
+    """Counts since the start. `topic`: the state and what is counted of messages."""
+
+    def __init__(self, topic: str) -> None:
+        self.topic = KafkaStats(topic)
+        self.rows = self.deleted = self.deltas = 0
+        self.pending = self.lost = 0
+        self.freshness = Histogram(FRESHNESS_BOUNDS_S)
+
+    def visible(self, rows: Sequence[Row]) -> None:
+        """Count rows that every request sees from now on, and how long after their events that is."""
+        ages_s = np.maximum(0.0, time.time() - np.array([row.event_ms for row in rows]) / 1000)
+        places = np.searchsorted(FRESHNESS_BOUNDS_S, ages_s)
+        counts = np.bincount(places, minlength=len(FRESHNESS_BOUNDS_S) + 1)
+        self.freshness.absorb(counts.tolist(), float(ages_s.sum()))
+        self.rows += len(rows)
+        self.deleted += sum(row.vector is None for row in rows)
+        self.deltas += 1
+
+    def status(self, parked: int) -> dict[str, Any]:
+        """The document."""
+        whole = self.topic.status(parked)
+        if self.lost:
+            lost = f"kafka topic {self.topic.topic}: {self.lost:,} offsets were deleted before they were read: load a snapshot, or produce those rows again"
+            whole["problem"] = lost if whole["problem"] is None else f"{whole['problem']}; {lost}"
+        own = {"rows": self.rows, "deleted": self.deleted, "deltas": self.deltas}
+        return {**{name: whole[name] for name in _OF_TOPIC}, **own, "pending": self.pending, "lost": self.lost}
+
+
+_COUNTERS = {
+    "rows": "Rows applied from the topic, deletions among them.",
+    "deleted": "Deletions among the rows.",
+    "deltas": "Deltas that rows were gathered into.",
+    "errors": "Failed tries to read, or to apply.",
+    "lost": "Offsets that the brokers had deleted before they were read.",
+}
+_GAUGES = {
+    "parked": "Messages that are parked.",
+    "pending": "Rows that wait to become a delta.",
+    "lag_seconds": "Age of the newest message that was read; 0 once all were.",
+}
+
+
+def families(topics: Sequence[tuple[RowStats, dict[str, Any]]]) -> Iterator[Metric]:
+    """For Prometheus, of the topics with their status."""
+    for name, text in _COUNTERS.items():
+        counter = CounterMetricFamily(f"tierstore_kafka_rows_{name}", text, labels=["topic"])
+        for _, status in topics:
+            counter.add_metric([status["topic"]], status[name])
+        yield counter
+    for name, text in _GAUGES.items():
+        gauge = GaugeMetricFamily(f"tierstore_kafka_rows_{name}", text, labels=["topic"])
+        for _, status in topics:
+            gauge.add_metric([status["topic"]], status[name])
+        yield gauge
+    lag = GaugeMetricFamily("tierstore_kafka_rows_lag_messages", "Messages that were not read yet.", labels=["topic", "partition"])  # fmt: skip
+    state = GaugeMetricFamily("tierstore_kafka_rows_state", "1 for the state that the topic is in.", labels=["topic", "state"])  # fmt: skip
+    fresh = HistogramMetricFamily("tierstore_kafka_rows_freshness_seconds", "From the event time of a row until it is visible.", labels=["topic"])  # fmt: skip
+    for stats, status in topics:
+        for partition, one in (status["partitions"] or {}).items():
+            lag.add_metric([status["topic"], partition], one["lag"])
+        for name in STATES:
+            state.add_metric([status["topic"], name], name == status["state"])
+        fresh.add_metric([status["topic"]], stats.freshness.buckets(), stats.freshness.total)
+    yield lag
+    yield state
+    yield fresh

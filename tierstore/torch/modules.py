@@ -1,0 +1,288 @@
+"""Modules that read a served model's rows where a PyTorch program had tables of its own. For scoring, not for training.
+
+    net.load_state_dict(torch.load("dense.pt"), strict=False)
+    swap_embeddings(net, store.model("ctr"))
+    net(user_id, item_id)
+
+`source` is a model of a store in this process (`store.model("ctr")`) or of a service (`client.model("ctr")`). Rows come
+as CPU tensors over the memory that they were looked up into, and are copied only where the keys lie on another device.
+Any thread may call a module.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from tierstore.errors import InvalidInput
+from tierstore.torch.tables import tables_of
+
+_DTYPES = ("float32", "float16")
+
+
+class Source(Protocol):
+    """What rows are read from: `tierstore.Model`, a model of `tierstore.Client`, or a view of a model."""
+
+    def lookup(self, feature: str, keys: Any, **options: Any) -> Any: ...
+    def lookup_bags(self, feature: str, keys: Any, offsets: Any, **options: Any) -> Any: ...
+
+
+class _Rows(nn.Module):  # type: ignore[misc, unused-ignore]
+    """What the modules below have in common. `dtype`: of the rows, `float32` or `float16`."""
+
+    def __init__(self, source: Source, dtype: str) -> None:
+        super().__init__()
+        if dtype not in _DTYPES:
+            raise InvalidInput(f"dtype: expected float32 or float16, got {dtype!r}")
+        self.source, self.dtype = source, dtype
+        self.scope = _Scope()
+
+    def _check(self) -> None:
+        if self.training and torch.is_grad_enabled():
+            raise InvalidInput(
+                "rows of a store are not trained, and no gradient would reach them: call eval() on the module, or run it "
+                "within torch.inference_mode()"
+            )
+
+    def _bags(self, feature: str, keys: torch.Tensor, offsets: Any, weights: Any, mode: str | None) -> torch.Tensor:
+        """Pooled rows, [bags, dim], on the device of `keys`; mode None: as the feature's combiner says."""
+        options = {"dtype": self.dtype, "weights": None if weights is None else _array(weights), "combiner": mode}
+        with torch.no_grad():
+            rows = self.scope.of(self.source).lookup_bags(feature, _array(keys), _array(offsets), **options)
+        return _tensor(rows, keys)
+
+
+class Embedding(_Rows):
+    """Rows of one feature, in place of `nn.Embedding`.
+
+    A key is what the table is keyed by, any 64-bit integer; one that the table lacks gives its default, where
+    `nn.Embedding` raises IndexError.
+    """
+
+    def __init__(self, source: Source, feature: str, *, dtype: str = "float32") -> None:
+        super().__init__(source, dtype)
+        self.feature = feature
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Rows, `[*, dim]`, of integer keys of any shape `[*]`, on the device of the keys."""
+        self._check()
+        rows = self.scope.of(self.source).lookup(self.feature, _array(input).reshape(-1), dtype=self.dtype)
+        return _tensor(rows, input).reshape(*input.shape, rows.shape[1])
+
+    def extra_repr(self) -> str:
+        return f"feature={self.feature!r}, dtype={self.dtype!r}"
+
+
+class EmbeddingBag(_Rows):
+    """Pooled rows of one feature, in place of `nn.EmbeddingBag`. They are pooled where they lie, in one pass.
+
+    mode: `sum` or `mean`; None takes the feature's combiner. Weights are for `sum`, as there; with a feature's own
+    combiner they are what tierstore says of it. An empty bag is zeros.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        feature: str,
+        *,
+        mode: str | None = None,
+        include_last_offset: bool = False,
+        dtype: str = "float32",
+    ) -> None:
+        super().__init__(source, dtype)
+        _check_mode(f"feature {feature!r}", mode)
+        self.feature, self.mode, self.include_last_offset = feature, mode, include_last_offset
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
+    def forward(
+        self,
+        input: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`[bags, dim]` of keys `[bags, k]`, or of keys `[n]` whose bags begin at `offsets`."""
+        self._check()
+        if per_sample_weights is not None and self.mode == "mean":
+            raise InvalidInput("per_sample_weights: expected mode sum, as nn.EmbeddingBag does")
+        if (offsets is None) != (input.ndim == 2):
+            raise InvalidInput(
+                f"expected keys [bags, k] without offsets, or keys [n] with offsets; got keys {list(input.shape)} "
+                f"{'without' if offsets is None else 'with'} offsets"
+            )
+        if offsets is None:
+            offsets = torch.arange(len(input)) * input.shape[1]
+        elif self.include_last_offset:
+            offsets = offsets[:-1]
+        weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
+        return self._bags(self.feature, input.reshape(-1), offsets, weights, self.mode)
+
+    def extra_repr(self) -> str:
+        return f"feature={self.feature!r}, mode={self.mode!r}, dtype={self.dtype!r}"
+
+
+class EmbeddingBagCollection(_Rows):
+    """Pooled rows of several features by a `KeyedJaggedTensor`, in place of TorchRec's module of this name.
+
+    TorchRec is not imported: what has `keys()` and, by key, `values()`, `offsets()` and `weights_or_none()` will do.
+    """
+
+    def __init__(self, source: Source, features: Sequence[str], *, dtype: str = "float32") -> None:
+        super().__init__(source, dtype)
+        self.features = list(features)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
+    def forward(self, features: Any) -> PooledRows:
+        """One version of the model answers all of them, where the model is one of this process."""
+        self._check()
+        jagged = features.to_dict()
+        if missing := [name for name in self.features if name not in jagged]:
+            raise InvalidInput(f"expected features {self.features}, got none of {missing}; there are {list(jagged)}")
+        with self.scope.hold(self.source):
+            return PooledRows({name: self._pooled(name, jagged[name]) for name in self.features})
+
+    def _pooled(self, name: str, one: Any) -> torch.Tensor:
+        """`one` is a JaggedTensor, whose offsets have an end."""
+        return self._bags(name, one.values(), one.offsets()[:-1], one.weights_or_none(), None)
+
+
+class PooledRows:
+    """Pooled rows by feature, float [batch, dim] each, with the faces of TorchRec's `KeyedTensor`."""
+
+    def __init__(self, rows: Mapping[str, torch.Tensor]) -> None:
+        self._rows = dict(rows)
+
+    def keys(self) -> list[str]:
+        return list(self._rows)
+
+    def __getitem__(self, feature: str) -> torch.Tensor:
+        return self._rows[feature]
+
+    def to_dict(self) -> dict[str, torch.Tensor]:
+        return dict(self._rows)
+
+    def length_per_key(self) -> list[int]:
+        return [rows.shape[1] for rows in self._rows.values()]
+
+    def values(self) -> torch.Tensor:
+        """All of them side by side, [batch, sum of dims]."""
+        return torch.cat(list(self._rows.values()), dim=1)
+
+
+def swap_embeddings(
+    module: nn.Module, source: Source, *, features: Mapping[str, str] | None = None, dtype: str = "float32"
+) -> nn.Module:
+    """Have `module` read its tables from `source`: its `nn.Embedding` and `nn.EmbeddingBag` are replaced in place.
+
+    Each is replaced by a feature that reads the table of its name (`user.rows` is `user_rows`, as `write_snapshot` has
+    it; in a collection of TorchRec the name of its config), with the same padding. A table that was read by several
+    paths of the module is replaced at each. The module is set to `eval()`; what its tables held is free
+    when nobody else holds it. One call of the module is answered by one version, where the model is one of this process.
+
+    Args:
+        features: by name of the table, the feature to read it by, where another than the first that fits is meant.
+            Needed for a model of a service, whose features do not say what they read, unless they have the tables' names.
+
+    Returns the module. Raises InvalidInput, with nothing replaced, where a table has no feature.
+    """
+    tables, scope = tables_of(module), _Scope()
+    chosen = dict(features or {})
+    if unknown := [name for name in chosen if name not in tables]:
+        raise InvalidInput(f"features: expected tables among {', '.join(tables)}, got {unknown[0]!r}")
+    new = {id(part): _replacement(source, name, part, chosen.get(name), dtype) for name, part in tables.items()}
+    for one in new.values():
+        one.scope = scope
+    for parent in list(module.modules()):
+        for name, part in parent._modules.items():
+            if id(part) in new:
+                parent._modules[name] = new[id(part)]
+    inner = module.forward
+
+    @functools.wraps(inner)
+    def forward(*arguments: Any, **options: Any) -> Any:
+        with scope.hold(source):
+            return inner(*arguments, **options)
+
+    module.forward = forward
+    return module.eval()
+
+
+def _replacement(source: Source, table: str, part: Any, feature: str | None, dtype: str) -> _Rows:
+    """Of one table of a module."""
+    if part.max_norm is not None:
+        raise InvalidInput(
+            f"table {table!r}: max_norm changes rows as they are read; a store does not: scale them before"
+        )
+    _check_mode(f"table {table!r}", getattr(part, "mode", None))
+    if feature is None:
+        feature = _feature_of(source, table, part)
+    if isinstance(part, nn.Embedding):
+        return Embedding(source, feature, dtype=dtype)
+    return EmbeddingBag(source, feature, mode=part.mode, include_last_offset=part.include_last_offset, dtype=dtype)
+
+
+def _feature_of(source: Source, table: str, part: Any) -> str:
+    """The first feature that reads `table` and has the padding of `part`."""
+    specs = getattr(source, "features", None)
+    names: list[str]
+    if specs is None:
+        names = [one["name"] for one in source.metadata()["inputs"]]  # type: ignore[attr-defined]
+        fits = [name for name in names if name == table]
+        what = f"named {table!r}, and the model of a service does not say what its features read"
+    else:
+        fits = [
+            name
+            for name, spec in specs.items()
+            if spec.table == table and (spec.padding_key is None) == (part.padding_idx is None)
+        ]
+        names, what = (
+            list(specs),
+            f"of a table {table!r} {'without' if part.padding_idx is None else 'with'} a padding key",
+        )
+    if not fits:
+        raise InvalidInput(
+            f"there is no feature {what}; there are {', '.join(names)}: name one, features={{{table!r}: ...}}"
+        )
+    return fits[0]
+
+
+class _Scope:
+    """The view that one call of a module reads, by thread. A source without views answers each look-up by itself."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def of(self, source: Source) -> Any:
+        return getattr(self._local, "view", None) or source
+
+    @contextmanager
+    def hold(self, source: Source) -> Iterator[None]:
+        """Look-ups in between read one view; within another `hold` that one's."""
+        if not hasattr(source, "view") or getattr(self._local, "view", None) is not None:
+            yield
+            return
+        with source.view() as self._local.view:
+            try:
+                yield
+            finally:
+                self._local.view = None
+
+
+def _check_mode(of: str, mode: str | None) -> None:
+    if mode not in (None, "sum", "mean"):
+        raise InvalidInput(f"{of}: mode {mode!r} is not served: expected sum or mean")
+
+
+def _array(values: torch.Tensor) -> Any:
+    return values.detach().cpu().contiguous().numpy()
+
+
+def _tensor(rows: Any, like: torch.Tensor) -> torch.Tensor:
+    """Over the memory of `rows`, or copied to the device of `like`."""
+    return torch.from_numpy(rows).to(like.device)
