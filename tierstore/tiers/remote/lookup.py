@@ -197,11 +197,11 @@ class Read:
             return
         for connection, server, request in zip(connections, servers, requests, strict=True):
             server["status"] = _status_of(lambda c=connection, r=request: c.send(r, until_s))
-        for connection, server in zip(connections, servers, strict=True):
+        for i, (connection, server) in enumerate(zip(connections, servers, strict=True)):
             while server["status"] == resp.RUNNING:
                 server["status"] = _status_of(lambda c=connection, s=server: c.receive(s, until_s))
                 if server["status"] == resp.RUNNING:
-                    resp.parse(address_of(server), address_of(targets))
+                    resp.parse(address_of(servers[i:]), address_of(targets))
 
     def _judge(self, connection: Connection, replica: bool, tags: list[int], status: int) -> None:
         """After an exchange: keep the connection or not, and note which tags were not read."""
