@@ -59,6 +59,7 @@ class _Variant:
     ) -> None:
         self.token, self.words, self.version = int(words["token"]), words, version
         self.tables, self._kept = tables, kept
+        self.at = address_of(words)
 
 
 class _Planned:
@@ -69,13 +70,14 @@ class _Planned:
     ) -> None:
         path, structure, form = place
         self.place, self.variants, self._rates = place, variants, rates
-        self._bytes = np.frombuffer(path, np.uint8), np.frombuffer(structure, np.uint8)
-        at = [address_of(array) for array in self._bytes]
-        one, other = (*(address_of(variant.words) for variant in variants), 0)[:2]
+        self._bytes = path + structure
+        path_at = address(self._bytes)
+        structure_at = path_at + len(path)
+        one, other = (*(variant.at for variant in variants), 0)[:2]
         self.words = layout.PLAN.make(
-            path_at=at[0],
+            path_at=path_at,
             path_bytes=len(path),
-            structure_at=at[1],
+            structure_at=structure_at,
             structure_bytes=len(structure),
             form=form,
             model=model,
@@ -86,7 +88,7 @@ class _Planned:
             other_variant=other,
             last_used=time.monotonic_ns(),
         )
-        self.hash = int(plansearch.place_of(at[0], len(path), at[1], len(structure), form))
+        self.hash = int(plansearch.place_of(path_at, len(path), structure_at, len(structure), form))
 
     @property
     def last_used_ns(self) -> int:
@@ -116,7 +118,7 @@ class PlanIndex:
         self.scorings: dict[int, Scoring] = {}  # by number; each as long as a thread may be given a job of it
         self._numbers = itertools.count(1)
         self._index = layout.ENTRY.new((layout.SETS, layout.WAYS))  # compiled threads read it
-        shared["plans_at"] = address_of(self._index)
+        self._index_at = shared["plans_at"] = address_of(self._index)
         self._lock = threading.Lock()
         # guarded by _lock
         self._planned: dict[Place, _Planned] = {}
@@ -124,6 +126,7 @@ class PlanIndex:
         self._unfit: OrderedDict[tuple[Place, int], None] = OrderedDict()  # with the token under which that was found
         self._record = np.zeros(request_record.RECORD_BYTES // 8, np.int64)
         self._structure = np.zeros(request_record.MOST_STRUCTURE_BYTES, np.uint8)
+        self._scanned = address_of(self._record), address_of(self._structure)
         self._may_learn, self._learned_at_s = float(MOST_LEARNED), clock()
 
     def __len__(self) -> int:
@@ -193,7 +196,7 @@ class PlanIndex:
 
     def _place(self, lesson: Lesson) -> Place | None:
         """Where requests of a lesson's structure are found; None where reactors do not know its form. Called with the lock held."""
-        size = lesson.scan(address_of(self._record), address_of(self._structure))
+        size = lesson.scan(*self._scanned)
         return (lesson.path, self._structure[:size].tobytes(), lesson.form) if size else None
 
     def _has_time(self) -> bool:
@@ -241,9 +244,10 @@ class PlanIndex:
         What is replaced is kept while a reactor may read it; then the counts of `unused` are released. A reader in between sees a hash
         with the plan of another one, whose bytes it compares.
         """
-        entry = self._index[planned.hash & (layout.SETS - 1), way : way + 1]
-        entry["hash"] = planned.hash
-        generation = self._epochs.publish(layout.ENTRY.place(entry, "plan"), address_of(planned.words))
+        number = planned.hash & (layout.SETS - 1)
+        self._index["hash"][number, way] = planned.hash
+        entry_at = self._index_at + layout.ENTRY.bytes * (number * layout.WAYS + way)
+        generation = self._epochs.publish(entry_at + layout.ENTRY.offset("plan"), address_of(planned.words))
         if before is None:
             return
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -69,23 +70,31 @@ def _variant_words(
 ) -> tuple[Words, list[object]]:
     """`rows`: for each call which output its rows are, and whether as halves; `elements`: bytes of an element of each output."""
     order = list(view.open_version.tables)
-    calls = layout.PLANNED.new(len(plan.calls))
-    for i, (call, of, row) in enumerate(zip(plan.calls, rows, counts[1:], strict=True)):
-        calls[i] = planned_call(call, of, order.index(call.table.name), row, view)
-    texts = np.array([(address(text), len(text), value) for text, value in pieces], layout.PIECE.dtype)
-    parts = [calls, np.array(elements, np.int64), texts]
+    calls = [
+        _planned_call(call, of, order.index(call.table.name), row, view)
+        for call, of, row in zip(plan.calls, rows, counts[1:], strict=True)
+    ]
+    text = b"".join(text for text, _ in pieces)
+    at, texts = address(text), []
+    for piece, value in pieces:
+        texts.append((at, len(piece), value))
+        at += len(piece)
+    # one array of calls, bytes of elements and texts: to make one, and to ask for its address, costs more than its numbers
+    numbers = np.array([*chain(*calls), *elements, *chain(*texts)], np.int64)
+    calls_at = address_of(numbers)
+    elements_at = calls_at + layout.PLANNED.bytes * len(calls)
     words = layout.VARIANT.make(
         token=token,
         counts=counts[0],
         outputs=len(elements),
         planned_calls=len(calls),
         pieces=len(pieces),
-        calls=address_of(parts[0]),
-        output_bytes=address_of(parts[1]),
-        texts=address_of(parts[2]),
+        calls=calls_at,
+        output_bytes=elements_at,
+        texts=elements_at + 8 * len(elements),
         **more,
     )
-    return words, [pieces, parts]
+    return words, [text, numbers]
 
 
 def is_runnable(plan: Plan) -> bool:
@@ -106,7 +115,7 @@ def has_room(texts: Iterable[bytes], values: int) -> bool:
     return sum(map(len, texts)) <= kernel.HEAD_ROOM - binding.MOST_ADDED_BYTES - binding.MOST_DIGITS * values
 
 
-def planned_call(call: Call, rows: tuple[int, bool] | None, table: int, counts: int, view: Any) -> Words:
+def _planned_call(call: Call, rows: tuple[int, bool] | None, table: int, counts: int, view: Any) -> tuple[int, ...]:
     """A call as `binding.bind` reads it. `rows`: which output its rows are, and whether as halves."""
     if rows is not None:
         kind = layout.BAGS_OF_ROWS if call.pooled else layout.ROWS
@@ -115,7 +124,7 @@ def planned_call(call: Call, rows: tuple[int, bool] | None, table: int, counts: 
     padding = view.open_version.padding.get(call.feature.name)
     usual = call.spec.datatype == KEY_DATATYPES[call.table.key][0]
     form = layout.STRINGS if call.spec.datatype == BYTES else layout.AS_CODES if usual else layout.NO_NEGATIVE
-    return layout.PLANNED.make(
+    return layout.PLANNED.row(
         table=table,
         kind=kind,
         out_code=int(rows is not None and rows[1]),
