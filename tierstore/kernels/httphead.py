@@ -2,8 +2,8 @@
 
 A pure function of bytes; any thread. It knows a part of RFC 9112 and decides one question: is this the head of
 a POST to a look-up, or for a front's rows, and where does the request end? Only a head of which every line has a known form, with one
-`Content-Length` of digits alone, is PLAIN. All else is FOREIGN and is for the full server, which gets the bytes as
-they came. What cannot be told yet is CUT. There is no guessing: a head that is PLAIN means the same to every server.
+`Content-Length` of digits alone, is PLAIN. All else is FOREIGN and is for the full server, which gets the bytes as they came. What cannot
+be told yet is CUT. There is no guessing: a head that is PLAIN means the same to every server.
 
     request line    POST <path> HTTP/1.1       path: /v2/models/…/infer, /v1/models/…:predict or /upstream/m…/rows of [A-Za-z0-9_./:-]
                                                HTTP/1.0 too, whose connections end with the answer
@@ -34,13 +34,10 @@ PLAIN, CUT, FOREIGN = 0, 1, 2
 HEAD = define("Head", "what `parse` finds; places count from the request's first byte", {
     "head_bytes": "of the head",
     "path_at path_bytes": "of the path",
-    "body_bytes": "of the body",
-    "json_bytes": "of the JSON that it begins with, or NONE",
+    "body_bytes": "of the body", "json_bytes": "of the JSON that it begins with, or NONE",
     "host_at host_bytes": "of the header Host",
-    "timeout_ms": "the least that a header says; 0: none does",
-    "unusual": "why it is not for the short way; bits",
-    "authorization_at authorization_bytes": "of the header Authorization",
-    "kind": "INFER, PREDICT or ROWS, by the path",
+    "timeout_ms": "the least that a header says; 0: none does", "unusual": "why it is not for the short way; bits",
+    "authorization_at authorization_bytes": "of the header Authorization", "kind": "INFER, PREDICT or ROWS, by the path",
     "closing": "1: the connection ends with the answer",
     "caller": (TOKEN, "who asks, for who checks access (`reactor_access.py`)"),
 })  # fmt: skip
