@@ -33,7 +33,7 @@ def serve_grpc_echo() -> None:
 
 def answer_ready_bytes() -> None:
     """Have reactors send as many bytes as an answer has, whatever they are, and look nothing up."""
-    from tierstore.kernels import binding, lookupplan
+    from tierstore.kernels import plan_records
     from tierstore.service.reactor.plan_index import PlanIndex
 
     plan = PlanIndex._variant
@@ -42,7 +42,7 @@ def answer_ready_bytes() -> None:
         variant = plan(*args)
         if variant is not None:
             _, (calls, *_) = variant._kept
-            calls.reshape(-1, binding.PLANNED_WORDS)[:, lookupplan.KIND] = lookupplan.CHECKED
+            calls["kind"] = plan_records.CHECKED
         return variant
 
     PlanIndex._variant = without_look_ups  # type: ignore[method-assign, assignment]

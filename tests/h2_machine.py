@@ -9,6 +9,7 @@ import numpy as np
 
 from tierstore.kernels import h2session, h2words
 from tierstore.kernels.codec import address_of
+from tierstore.kernels.records import TEXT
 from tierstore.service.reactor.hpack import encode, encode_head
 
 SECOND = 1_000_000_000
@@ -21,7 +22,8 @@ class Machine:
 
     def __init__(self, most_body: int = 1 << 20, room: int = 1 << 17) -> None:
         self._path = np.frombuffer(STREAMING, np.uint8)
-        self._table = np.array([1, address_of(self._path), len(self._path)], np.int64)
+        self._text = TEXT.make(at=address_of(self._path), bytes=len(self._path))
+        self._table = h2words.PATHS.make(count=1, first=address_of(self._text))
         self._out, self._work = np.zeros(room, np.uint8), np.zeros(h2words.WORK_BYTES, np.uint8)
         self.session = h2session.begin(most_body, address_of(self._table))
         self._held, self._told = b"", np.zeros((h2words.MOST_STREAMS, 2), np.int64)
@@ -35,15 +37,17 @@ class Machine:
     def close(self) -> None:
         h2session.free(self.session)
 
-    def word(self, which: int, at: int | None = None) -> int:
-        return ctypes.c_int64.from_address((self.session if at is None else at) + 8 * which).value
+    @property
+    def state(self) -> Any:
+        """The session's record."""
+        return h2words.SESSION.view(self.session)
 
     def _lend(self) -> None:
         h2session.bind_frames(self.session, address_of(self._out), len(self._out))
         self._collect()
 
     def _collect(self) -> None:
-        while n := self.word(h2words.OUT_BYTES):
+        while n := self.state.out_bytes:
             self.sent += self._out[:n].tobytes()
             h2session.bind_frames(self.session, address_of(self._out), len(self._out))
             h2session.push_all(self.session, self._told)
@@ -62,23 +66,24 @@ class Machine:
         self._held = self._held[len(self._held) - size :]
 
     def _take(self, event: int) -> None:
-        row = self.word(h2words.EVENT_ROW)
-        at, size = self.word(h2words.EVENT_AT), self.word(h2words.EVENT_BYTES)
-        stream = self.word(h2words.ID, row) if row else 0
+        state = self.state
+        row = h2words.STREAM.view(state.event_row) if state.event_row else None
+        at, size = state.event_at, state.event_bytes
+        stream = 0 if row is None else row.id
         if event == h2words.REQUEST:
-            head = ctypes.string_at(self.word(h2words.AT, row), self.word(h2words.HEAD_BYTES, row))[8:]
+            head = ctypes.string_at(row.at, row.head_bytes)[8:]
             self.requests[stream] = head, ctypes.string_at(at, size)
             self.events.append(("request", stream, b""))
         elif event == h2words.OPENED:
-            head = ctypes.string_at(self.word(h2words.AT, row), self.word(h2words.HEAD_BYTES, row))[8:]
+            head = ctypes.string_at(row.at, row.head_bytes)[8:]
             self.events.append(("opened", stream, head))
-            if self.word(h2words.STATE, row) & h2words.ENDED:
+            if row.state & h2words.ENDED:
                 self.events.append(("ended", stream, b""))
         elif event == h2words.CAME:
             if size:
                 self.events.append(("data", stream, ctypes.string_at(at, size)))
                 h2session.consume(self.session, stream, size)
-            if self.word(h2words.STATE, row) & h2words.ENDED:
+            if row.state & h2words.ENDED:
                 self.events.append(("ended", stream, b""))
         elif event == h2words.RESET:
             self.events.append(("reset", stream, b""))
@@ -88,14 +93,14 @@ class Machine:
         elif event == h2words.FAILED:
             self.failed = True
 
-    def row(self, stream: int) -> int:
-        """The address of an open stream, or 0."""
-        at = self.word(h2words.STREAMS_AT)
-        for k in range(self.word(h2words.STREAMS_ROOM)):
-            row = at + 8 * h2words.STREAM_WORDS * k
-            if self.word(h2words.ID, row) == stream:
+    def row(self, stream: int) -> Any:
+        """The record of an open stream, or None."""
+        state = self.state
+        for k in range(state.streams_room):
+            row = h2words.STREAM.view(state.streams + h2words.STREAM_BYTES * k)
+            if row.id == stream:
                 return row
-        return 0
+        return None
 
     def answer(
         self, stream: int, status: int, headers: Any, data: bytes, trailers: Any = None, *, ends: bool = True

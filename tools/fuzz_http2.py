@@ -29,7 +29,6 @@ import hpack
 
 from tests.h2_answers import Answers
 from tests.h2_machine import SECOND, Machine
-from tierstore.kernels import h2words
 from tools.fuzz_http2_requests import (
     PREFACE_BYTES,
     Request,
@@ -80,9 +79,9 @@ class Talk:
                 if rng.random() < 0.5:
                     self._move()
                     self._close_up()
-            check(self._machine.word(h2words.OPEN) == 0, "streams are open")
-            check(self._machine.word(h2words.HELD) == 0, "bytes are held", self._machine.word(h2words.HELD))
-            check(self._machine.word(h2words.WAITING) == 0, "blocks wait")
+            check(self._machine.state.open == 0, "streams are open")
+            check(self._machine.state.held == 0, "bytes are held", self._machine.state.held)
+            check(self._machine.state.waiting == 0, "blocks wait")
             check(not self._machine.failed and self._got.goodbye is None, "the connection was ended", self._got.goodbye)
         finally:
             self._machine.close()
@@ -197,7 +196,7 @@ class Talk:
         for stream in list(self._open):
             one = self._requests[stream]
             if one.reset:
-                check(self._machine.row(stream) == 0, stream, "is open though it was reset")
+                check(self._machine.row(stream) is None, stream, "is open though it was reset")
             elif one.refused is not None:
                 if not (one.complete or stream in self._got.resets or stream in self._got.ended):
                     continue

@@ -13,6 +13,7 @@ from tierstore import Store
 from tierstore.engine.reads.view import View
 from tierstore.errors import InvalidInput
 from tierstore.kernels import gather as kernel
+from tierstore.kernels.codec import address_of
 
 from . import scenes
 
@@ -96,10 +97,9 @@ def test_one_wrong_key_type_is_told(store: Store, tmp_path: Path) -> None:
 
 
 def test_sizes_that_do_not_fit_change_nothing() -> None:
-    calls = np.zeros((1, kernel.CALL_WORDS), np.int64)
-    calls[0, kernel.DIM] = 4
+    calls = kernel.CALL.make(dim=4)
     states, out = np.full(2, 7, np.uint8), np.full(32, 7, np.uint8)
     for rows, at in ((3, 0), (2, 16), (-1, 0), (2, -16)):
-        assert kernel.gather(calls, np.array([[rows, at]]), np.zeros(2, np.int64), states, out) == -1
+        assert kernel.gather(address_of(calls), 1, np.array([[rows, at]]), np.zeros(2, np.int64), states, out) == -1
     assert (states == 7).all()
     assert (out == 7).all()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 from collections.abc import Iterator
@@ -232,13 +231,13 @@ def test_a_malformed_head_resets_its_stream(machine: Machine, fields: list[tuple
     sent = machine.take_sent()
     assert reset_of(sent, 1) == h2words.PROTOCOL_ERROR
     assert list(machine.requests) == [3]
-    assert machine.word(h2words.OPEN) == 1
+    assert machine.state.open == 1
 
 
 def test_no_more_streams_are_open_at_a_time_than_are_announced(machine: Machine) -> None:
     heads = [frame(h2words.HEADERS, 4, 2 * k + 1, HEAD) for k in range(h2words.MOST_STREAMS + 1)]
     machine.feed(SETTINGS + b"".join(heads))
-    assert machine.word(h2words.OPEN) == h2words.MOST_STREAMS
+    assert machine.state.open == h2words.MOST_STREAMS
     assert reset_of(machine.take_sent(), 2 * h2words.MOST_STREAMS + 1) == h2words.REFUSED_STREAM
 
 
@@ -307,18 +306,18 @@ def test_a_body_beyond_the_limit_is_dropped_and_told(machine: Machine) -> None:
         talk(machine, peer, answers)
     assert machine.events == [("request", 1, b"")]
     assert machine.requests[1][1] == b""
-    assert machine.word(h2words.HELD) < 1000
+    assert machine.state.held < 1000
     machine.answer(1, 413, [(b"content-length", b"0")], b"")
     answers.take(peer, machine.take_sent())
     assert answers.heads[1][b":status"] == b"413"
     assert answers.resets == {1: h2words.NO_ERROR}
-    assert machine.word(h2words.OPEN) == 0
+    assert machine.state.open == 0
 
 
 def test_more_than_the_window_is_an_error(machine: Machine) -> None:
     machine.feed(SETTINGS + frame(h2words.HEADERS, 4, 1, HEAD))
     row = machine.row(1)
-    ctypes.c_int64.from_address(row + 8 * h2words.RECEIVE).value = 5
+    row.receive = 5
     machine.feed(frame(h2words.DATA, 0, 1, b"123456"))
     assert reset_of(machine.take_sent(), 1) == h2words.FLOW_CONTROL_ERROR
 
@@ -362,7 +361,7 @@ def test_a_timeout_is_read_in_its_unit(machine: Machine, timeout: str, expected_
         (b"grpc-timeout", timeout.encode()),
     ]  # fmt: skip
     machine.feed(SETTINGS + frame(h2words.HEADERS, 4, 1, encode(fields)))
-    assert machine.word(h2words.TIMEOUT_MS, machine.row(1)) == min(expected_ms, 1 << 40)
+    assert machine.row(1).timeout_ms == min(expected_ms, 1 << 40)
 
 
 def test_a_streaming_call_that_ends_with_its_head_has_no_length(machine: Machine) -> None:
@@ -400,4 +399,4 @@ def test_a_window_beyond_its_limit_is_an_error(machine: Machine, data: bytes, er
 def test_of_a_window_that_is_set_more_than_once_the_last_holds(machine: Machine) -> None:
     machine.feed(SETTINGS + frame(h2words.HEADERS, 5, 1, HEAD))
     machine.feed(frame(h2words.SETTINGS, 0, 0, b"\0\4\0\0\0\0" + b"\0\4\0\0\0\7"))
-    assert machine.word(h2words.WINDOW, machine.row(1)) == 7
+    assert machine.row(1).window == 7

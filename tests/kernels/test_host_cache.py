@@ -52,8 +52,8 @@ def _match(array, index, value):
 
 
 @nb.njit
-def _match8(array, index, value):
-    return atomics.match8(array, index, value)
+def _match8(address, value):
+    return atomics.match8_at(address, value)
 
 
 @nb.njit
@@ -133,10 +133,12 @@ def test_matching_32_halfwords(values: list[int], at: int) -> None:
     assert int(_match(array, at, np.uint16(3))) == sum(1 << i for i in range(32) if array[at + i] == 3)
 
 
-@given(st.lists(int64s, min_size=12, max_size=12), st.integers(0, 4), st.integers(0, 11))
-def test_matching_8_words(values: list[int], at: int, like: int) -> None:
-    array = np.array(values, np.int64)
-    assert int(_match8(array, at, array[like])) == sum(1 << i for i in range(8) if array[at + i] == array[like])
+@given(st.lists(int64s, min_size=8, max_size=8), st.integers(0, 7))
+def test_matching_8_words(values: list[int], like: int) -> None:
+    memory = np.zeros(16, np.int64)
+    array = memory[-memory.ctypes.data % 64 // 8 :][:8]  # the line that begins at a multiple of 64
+    array[:] = values
+    assert int(_match8(array.ctypes.data, array[like])) == sum(1 << i for i in range(8) if array[i] == array[like])
 
 
 @given(st.integers(0, (1 << 32) - 1))

@@ -21,8 +21,8 @@ from tierstore.kernels.hpack import COMPRESSION, TOO_LARGE
 Field = tuple[bytes, bytes]
 
 ROOM, FIELDS = 1 << 16, 2048
-_TABLE, _BLOCK = Guarded(kernels.TABLE_BYTES), Guarded(1 << 17)
-_TEXT, _FIELDS = Guarded(ROOM), Guarded(8 * kernels.FIELD_WORDS * FIELDS)
+_TABLE, _BLOCK = Guarded(kernels.TABLE.bytes), Guarded(1 << 17)
+_TEXT, _FIELDS = Guarded(ROOM), Guarded(kernels.FIELD.bytes * FIELDS)
 _FIRST = {name: 61 - k for k, (name, _) in enumerate(reversed(HeaderTable.STATIC_TABLE))}  # of each static name
 _CODER = HuffmanEncoder(REQUEST_CODES, REQUEST_CODES_LENGTH)
 
@@ -31,14 +31,14 @@ class Table:
     """A connection's table, with all memory that decoding uses between guards."""
 
     def __init__(self) -> None:
-        self._at = _TABLE.last(kernels.TABLE_BYTES)
+        self._at = _TABLE.last(kernels.TABLE.bytes)
         _TABLE.array[:] = 0xA5
         kernels.begin_table(self._at)
 
     def decode(
         self, block: bytes, room: int = ROOM, most_fields: int = FIELDS, at_end: bool = True
     ) -> list[Field] | int:
-        row_bytes = 8 * kernels.FIELD_WORDS
+        row_bytes = kernels.FIELD.bytes
         text, rows = _TEXT.last(room), _FIELDS.last(row_bytes * most_fields)
         at = _BLOCK.place(block, at_end)
         count = kernels.decode(self._at, at, len(block), text, room, rows, most_fields)

@@ -122,16 +122,16 @@ def twin(data: bytes) -> tuple[int, dict[str, int]]:
 def parse(data: bytes) -> tuple[int, dict[str, int]]:
     """What the kernel says. The bytes lie at the end of their memory, behind others."""
     memory = np.frombuffer(b"\x00\xff?" + data, np.uint8).copy()
-    words = np.full(httphead.FOUND_WORDS, -77, np.int64)
-    verdict = int(httphead.parse(address_of(memory) + 3, len(data), words))
+    head = np.full(httphead.HEAD.bytes // 8, -77, np.int64).view(httphead.HEAD.dtype)
+    verdict = int(httphead.parse(address_of(memory) + 3, len(data), address_of(head)))
     if verdict != PLAIN:
         return verdict, {}
     names = ["PATH_AT", "PATH_BYTES", "BODY_BYTES", "JSON_BYTES", "HOST_BYTES", "TIMEOUT_MS", "UNUSUAL", "HEAD_BYTES"]
     names += ["AUTHORIZATION_BYTES", "KIND", "CLOSING"]
-    found = {name: int(words[getattr(httphead, name)]) for name in names}
+    found = {name: int(head[name.lower()][0]) for name in names}
     if found["AUTHORIZATION_BYTES"]:
-        found["AUTHORIZATION_AT"] = int(words[httphead.AUTHORIZATION_AT])
-    return verdict, found | {"HOST_AT": int(words[httphead.HOST_AT])}
+        found["AUTHORIZATION_AT"] = int(head["authorization_at"][0])
+    return verdict, found | {"HOST_AT": int(head["host_at"][0])}
 
 
 # --- heads

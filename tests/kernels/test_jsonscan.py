@@ -29,28 +29,29 @@ def scan(text: bytes) -> tuple[bytes, Record] | None:
     size = jsonscan.scan(begin, len(text), address_of(words), address_of(structure))
     if not size:
         return None
+    record = layout.RECORD.view(address_of(words))
 
     def texts(at: int, nbytes: int, skip: int = 0) -> bytes | None:
         return text[at - begin + skip : at - begin + nbytes] if nbytes else None
 
     def row(number: int) -> dict[str, Any]:
-        own = words[layout.HEAD_WORDS + layout.ROW_WORDS * number :][: layout.ROW_WORDS].tolist()
+        own = layout.ROW.view(address_of(words) + layout.RECORD.bytes + layout.ROW.bytes * number)
         return {
-            "name": texts(own[layout.NAME_AT], own[layout.NAME_BYTES]),
-            "datatype": ("", *layout.DATATYPES)[own[layout.DATATYPE]],
-            "shape": tuple(own[layout.DIMS : layout.DIMS + own[layout.RANK]]),
-            "size": own[layout.SIZE], "at": own[layout.AT],
-            "binary": (None, False, True)[own[layout.BINARY]], "default": (None, False, True)[own[layout.BY_DEFAULT]],
-            "dtype": texts(own[layout.DTYPE_AT], own[layout.DTYPE_BYTES], 1),
-            "combiner": texts(own[layout.COMBINER_AT], own[layout.COMBINER_BYTES], 1),
-            "timeout": own[layout.TIMEOUT_US],
+            "name": texts(own.name_at, own.name_bytes),
+            "datatype": ("", *layout.DATATYPES)[own.datatype],
+            "shape": tuple(own.dims[: own.rank]),
+            "size": own.size, "at": own.at,
+            "binary": (None, False, True)[own.binary], "default": (None, False, True)[own.by_default],
+            "dtype": texts(own.dtype_at, own.dtype_bytes, 1),
+            "combiner": texts(own.combiner_at, own.combiner_bytes, 1),
+            "timeout": own.timeout_us,
         }  # fmt: skip
 
-    inputs, outputs = int(words[layout.INPUTS]), int(words[layout.OUTPUTS])
-    id_bytes = int(words[layout.ID_BYTES])
+    inputs, outputs = record.inputs, record.outputs
+    id_bytes = record.id_bytes
     own = row(0)
     return structure[:size].tobytes(), {
-        "id": None if id_bytes < 0 else (texts(int(words[layout.ID_AT]), id_bytes) or b""),
+        "id": None if id_bytes < 0 else (texts(record.id_at, id_bytes) or b""),
         "timeout": own["timeout"], "default": own["default"], "combiner": own["combiner"],
         "inputs": [row(1 + i) for i in range(inputs)],
         "outputs": [row(1 + inputs + i) for i in range(outputs)],

@@ -19,9 +19,12 @@ import pytest
 from tierstore.engine.data.overlay import OverlayTable
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.words import PublishedWords
-from tierstore.kernels import binding, codec, jsonscan, lookupplan, protoscan, protowrite, request_record
+from tierstore.kernels import binding, codec, jsonscan, lookupplan, plan_records, protoscan, protowrite, request_record
+from tierstore.kernels.binding import values_at
 from tierstore.kernels.codec import address_of
-from tierstore.kernels.lookupplan import ANSWERED, COLD, DOUBTFUL, MESSAGE, TENSORS
+from tierstore.kernels.lookupplan import ANSWERED, COLD, DOUBTFUL
+from tierstore.kernels.plan_records import MESSAGE, TENSORS, variant_at
+from tierstore.kernels.request_record import record_at
 from tierstore.service.dataplane.plan import Plan, Request
 from tierstore.service.dataplane.planner import make_plan
 from tierstore.service.oip.json_request import parse_request
@@ -175,17 +178,18 @@ class Asked:
 
 @nb.njit
 def bind(variant, view, record, tail, codes, most, run, values):  # type: ignore[no-untyped-def]
-    return binding.bind(variant, view, record, tail, codes, most, run, values)
+    variant, view, record = variant_at(variant), plan_records.view_at(view), record_at(record)
+    return binding.bind(variant, view, record, tail, codes, most, plan_records.run_at(run), values_at(values))
 
 
 @nb.njit
 def write_head(variant, record, values, size, date, end):  # type: ignore[no-untyped-def]
-    return binding.write_head(variant, record, values, size, False, date, end)
+    return binding.write_head(variant_at(variant), record_at(record), values_at(values), size, False, date, end)
 
 
 @nb.njit
 def write_message(variant, record, values, data):  # type: ignore[no-untyped-def]
-    return protowrite.write_message(variant, record, values, data)
+    return protowrite.write_message(variant_at(variant), record_at(record), values_at(values), data)
 
 
 def planned(view: View, asked: Asked, form: int) -> tuple[Plan, Lesson]:
@@ -211,8 +215,7 @@ class Variant:
         pieces = lesson.pieces(self.plan)
         assert pieces is not None
         counts = [0] * (1 + len(self.plan.calls))
-        words, self._kept = variant_words(1, self.plan, lesson.form, pieces, view, counts)
-        self.words = np.array(words, np.int64)
+        self.words, self._kept = variant_words(1, self.plan, lesson.form, pieces, view, counts)
 
 
 class Ran:
@@ -234,8 +237,8 @@ class Ran:
         scan = jsonscan.scan if form == TENSORS else protoscan.scan
         assert scan(begins, described, address_of(record), address_of(structure))
         tail = begins if form == MESSAGE else begins + described
-        active = int(np.frombuffer(words._words, np.int64)[lookupplan.ACTIVE])
-        bound, values = np.zeros(binding.RUN_BYTES, np.uint8), np.zeros(binding.VALUES_BYTES, np.uint8)
+        active = int(words._words["active"])
+        bound, values = np.zeros(binding.RUN_BYTES, np.uint8), np.zeros(binding.VALUES.bytes, np.uint8)
         codes = np.zeros(lookupplan.MOST_KEYS, np.int64)
         places = address_of(record), tail, address_of(codes)
         self.bound = bind(variant, active, *places, MOST_BYTES, address_of(bound), address_of(values))
@@ -244,12 +247,12 @@ class Ran:
         if self.bound != binding.BOUND:
             self.came = DOUBTFUL
             return
-        head = bound.view(np.int64)
-        size, keys = int(head[lookupplan.ANSWER_BYTES]), int(head[lookupplan.KEYS])
+        head = plan_records.RUN.view(address_of(bound))
+        size, keys = head.answer_bytes, head.keys
         room = 1 << 14
         answer = np.full(room + 61 + size + 128, 0xA5, np.uint8)
         states = np.full(keys + 64, 0xA5, np.uint8)
-        scratch = np.full(int(head[lookupplan.SCRATCH]) + 64, 0xFF, np.uint8)
+        scratch = np.full(head.scratch + 64, 0xFF, np.uint8)
         end = address_of(answer) + room + 61
         self.came = run(address_of(bound), active, tail, end, address_of(states), address_of(scratch))
         assert (answer[: room + 61] == 0xA5).all()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tierstore.kernels import partitions
 
@@ -31,7 +35,7 @@ def test_the_partition_of_a_code(count: int) -> None:
 def test_groups_are_the_partitions_of_keys(count: int) -> None:
     codes, wanted = codes_of(count), np.arange(0, 1000, 3)
     order, starts = np.empty(len(wanted), np.int64), np.empty(count + 1, np.int64)
-    partitions.group(codes, wanted, order, starts)
+    partitions.group(codes, wanted, np.arange(count), order, starts)
     of = twin(codes, count)
     assert starts[0] == 0
     assert starts[-1] == len(wanted)
@@ -44,3 +48,27 @@ def test_groups_are_the_partitions_of_keys(count: int) -> None:
 def test_which_codes_are_own(count: int) -> None:
     codes, is_own = codes_of(count), np.random.default_rng(count).random(count) < 0.5
     np.testing.assert_array_equal(partitions.are_own(codes, is_own), is_own[twin(codes, count)])
+
+
+@given(st.integers(0, 300), st.integers(1, 9), st.integers(1, 20))
+@settings(max_examples=60)
+def test_places_by_the_node_to_ask(keys: int, nodes: int, count: int) -> None:
+    rng = np.random.default_rng([keys, nodes, count])
+    codes, node_of = rng.integers(-(1 << 63), (1 << 63) - 1, 300), rng.integers(-1, nodes, count)
+    places = np.sort(rng.permutation(300)[:keys])
+    order, starts = np.empty(keys, np.int64), np.empty(nodes + 1, np.int64)
+    partitions.group(codes, places, node_of, order, starts)
+    of = node_of[twin(codes[places], count)]
+    assert starts[0] == 0
+    for node in range(nodes):
+        assert order[starts[node] : starts[node + 1]].tolist() == places[of == node].tolist()
+    assert order[starts[nodes] :].tolist() == places[of < 0].tolist()
+
+
+@given(st.sets(st.integers(-20, 20)), st.sets(st.integers(-20, 20)))
+def test_places_of_keys_in_other_keys(ours: Any, theirs: Any) -> None:
+    one, other = np.array(sorted(ours), np.int64), np.array(sorted(theirs), np.int64)
+    where = np.full(len(one), -1, np.int64)
+    assert partitions.match_sorted(one, other, where) == len(ours & theirs)
+    for key, place in zip(one, where, strict=True):
+        assert (other[place] == key) if key in theirs else place == -1

@@ -28,26 +28,27 @@ def scan(message: bytes, *, at_end: bool = True) -> tuple[bytes, Record] | None:
     size = protoscan.scan(begin, len(message), address_of(words), address_of(structure))
     if not size:
         return None
+    record = layout.RECORD.view(address_of(words))
 
     def text(at: int, nbytes: int, skip: int = 0) -> bytes | None:
         return message[at - begin + skip : at - begin + nbytes] if nbytes else None
 
     def row(number: int) -> dict[str, Any]:
-        own = words[layout.HEAD_WORDS + layout.ROW_WORDS * number :][: layout.ROW_WORDS].tolist()
+        own = layout.ROW.view(address_of(words) + layout.RECORD.bytes + layout.ROW.bytes * number)
         return {
-            "name": text(own[layout.NAME_AT], own[layout.NAME_BYTES]) or b"",
-            "version": text(own[layout.VERSION_AT], own[layout.VERSION_BYTES]) or b"" if number == 0 else None,
-            "datatype": ("", *layout.DATATYPES)[own[layout.DATATYPE]],
-            "shape": own[layout.DIMS : layout.DIMS + own[layout.RANK]],
-            "data": message[own[layout.AT] : own[layout.AT] + own[layout.SIZE]],
-            "dtype": text(own[layout.DTYPE_AT], own[layout.DTYPE_BYTES], 1),
-            "combiner": text(own[layout.COMBINER_AT], own[layout.COMBINER_BYTES], 1),
-            "timeout": own[layout.TIMEOUT_US],
+            "name": text(own.name_at, own.name_bytes) or b"",
+            "version": text(own.version_at, own.version_bytes) or b"" if number == 0 else None,
+            "datatype": ("", *layout.DATATYPES)[own.datatype],
+            "shape": own.dims[: own.rank],
+            "data": message[own.at : own.at + own.size],
+            "dtype": text(own.dtype_at, own.dtype_bytes, 1),
+            "combiner": text(own.combiner_at, own.combiner_bytes, 1),
+            "timeout": own.timeout_us,
         }  # fmt: skip
 
-    inputs, outputs, id_bytes = (int(words[which]) for which in (layout.INPUTS, layout.OUTPUTS, layout.ID_BYTES))
+    inputs, outputs, id_bytes = (record.inputs, record.outputs, record.id_bytes)
     return structure[:size].tobytes(), {
-        "id": b"" if id_bytes == layout.NO_ID else text(int(words[layout.ID_AT]), id_bytes),
+        "id": b"" if id_bytes == layout.NO_ID else text(record.id_at, id_bytes),
         **row(0),
         "inputs": [row(1 + i) for i in range(inputs)],
         "outputs": [row(1 + inputs + i) for i in range(outputs)],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -28,31 +26,30 @@ class Parser:
 
     def __init__(self, buffer_bytes: int = 64) -> None:
         self.buffer = np.zeros(buffer_bytes + 16, np.uint8)
-        self.words = np.zeros((1, resp.CONNECTION_WORDS), np.int64)
-        self.words[0, [resp.BUFFER_AT, resp.BUFFER_BYTES, resp.END, resp.ITEM]] = (
-            address_of(self.buffer), buffer_bytes, 3, -1,
-        )  # fmt: skip
-        self.commands = np.array([(resp.MARK, 0, 0, 2), (resp.ROWS, 0, 0, 5), (resp.MARK, 0, 1, 2)], np.int64)
+        self.server = resp.SERVER.make(buffer_at=address_of(self.buffer), buffer_bytes=buffer_bytes, end=3, item=-1)
+        self.commands = np.array([(resp.MARK, 0, 0, 2), (resp.ROWS, 0, 0, 5), (resp.MARK, 0, 1, 2)], resp.COMMAND.dtype)
         self.order = np.array([4, 3, 2, 1, 0])
         self.rows, self.state = np.full((5, ROW_BYTES), 0xEE, np.uint8), np.zeros(5, np.uint8)
         self.marks, self.errors = np.full((1, 2), -1, np.int64), np.zeros((1, resp.ERROR_BYTES), np.uint8)
+        self.targets = resp.TARGETS.make(
+            commands=address_of(self.commands), order_at=address_of(self.order), rows_at=address_of(self.rows),
+            stride=ROW_BYTES, row_bytes=ROW_BYTES, head=int.from_bytes(HEAD, "little"), head_bytes=len(HEAD),
+            states_at=address_of(self.state), marks_at=address_of(self.marks), errors_at=address_of(self.errors),
+        )  # fmt: skip
 
     @property
     def status(self) -> int:
-        return int(self.words[0, resp.STATUS])
+        return int(self.server["status"])
 
     def feed(self, data: bytes) -> None:
         """As a connection does: as much as there is room for, until all is read or something is wrong."""
         while data and self.status == resp.RUNNING:
-            room = int(self.words[0, resp.BUFFER_BYTES] - self.words[0, resp.RECEIVED])
+            room = int(self.server["buffer_bytes"] - self.server["received"])
             part, data = data[:room], data[room:]
-            at = int(self.words[0, resp.RECEIVED])
+            at = int(self.server["received"])
             self.buffer[at : at + len(part)] = np.frombuffer(part, np.uint8)
-            self.words[0, resp.RECEIVED] += len(part)
-            resp.parse(
-                self.words, 0, self.commands, self.order, address_of(self.rows), ROW_BYTES, ROW_BYTES,
-                int.from_bytes(HEAD, "little"), len(HEAD), address_of(self.state), self.marks, self.errors,
-            )  # fmt: skip
+            self.server["received"] += len(part)
+            resp.parse(address_of(self.server), address_of(self.targets))
 
 
 @given(st.lists(st.integers(1, 40), max_size=60))
@@ -121,15 +118,6 @@ def test_spoiled_replies_write_nowhere_else(seed: int, spoiled: int) -> None:
     assert parser.status in (resp.RUNNING, resp.DONE, resp.UNEXPECTED)
     assert not parser.buffer[-8:].any()
     assert set(parser.state) <= {Tier.PENDING, Tier.REMOTE, Tier.ABSENT}
-
-
-@given(st.sets(st.integers(-20, 20)), st.sets(st.integers(-20, 20)))
-def test_places_of_keys_in_other_keys(ours: Any, theirs: Any) -> None:
-    one, other = np.array(sorted(ours), np.int64), np.array(sorted(theirs), np.int64)
-    where = np.full(len(one), -1, np.int64)
-    assert resp.match_sorted(one, other, where) == len(ours & theirs)
-    for key, place in zip(one, where, strict=True):
-        assert (other[place] == key) if key in theirs else place == -1
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore.formats.keys import partition_of
 from tierstore.kernels import upstream_reads as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.front_rows import ABSENT, FOREIGN, THERE
@@ -36,9 +35,10 @@ def exchange(
     """(the words of a connection, the body) after the other side has sent `pieces`, each by itself."""
     ours, theirs = socket.socketpair()
     request, buffer = np.frombuffer(b"a request", np.uint8), np.zeros(room, np.uint8)
-    words = np.zeros((1, kernel.CONNECTION_WORDS), np.int64)
-    words[0, : kernel.RECEIVED] = ours.fileno(), address_of(request), len(request), 0, address_of(buffer), len(buffer)
-    words[0, kernel.BODY_BYTES] = -1
+    node = kernel.NODE.make(
+        fd=ours.fileno(), send_at=address_of(request), send_bytes=len(request), buffer_at=address_of(buffer), buffer_bytes=len(buffer),
+        body_bytes=-1,
+    )  # fmt: skip
 
     def serve() -> None:
         assert theirs.recv(100) == b"a request"
@@ -50,12 +50,9 @@ def exchange(
     with ours, theirs:
         thread = threading.Thread(target=serve)
         thread.start()
-        kernel.exchange(words, np.empty(1, np.int64), time.monotonic_ns() + int(wait_s * 1e9))
+        kernel.exchange(address_of(node), np.empty(1, np.int64), time.monotonic_ns() + int(wait_s * 1e9))
         thread.join()
-    named = {
-        name: int(words[0, getattr(kernel, name)])
-        for name in ("STATUS", "HTTP_STATUS", "BODY_AT", "BODY_BYTES", "CLOSES")
-    }
+    named = {name: int(node[name.lower()]) for name in ("STATUS", "HTTP_STATUS", "BODY_AT", "BODY_BYTES", "CLOSES")}
     begin = named["BODY_AT"]
     return named, buffer[begin : begin + max(0, named["BODY_BYTES"])].tobytes()
 
@@ -137,18 +134,3 @@ def test_what_is_no_answer_with_rows_stores_nothing(body: bytes) -> None:
     assert foreign == kernel.MALFORMED
     assert not state.any()
     assert (rows == 0xEE).all()
-
-
-@given(st.integers(0, 300), st.integers(1, 9), st.integers(1, 20))
-@settings(max_examples=60)
-def test_places_by_the_node_to_ask(keys: int, nodes: int, partitions: int) -> None:
-    rng = np.random.default_rng([keys, nodes, partitions])
-    codes, node_of = rng.integers(-(1 << 63), (1 << 63) - 1, 300), rng.integers(-1, nodes, partitions)
-    places = np.sort(rng.permutation(300)[:keys])
-    order, starts = np.empty(keys, np.int64), np.empty(nodes + 2, np.int64)
-    kernel.assign(codes, places, node_of, order, starts)
-    of = node_of[partition_of(codes[places], partitions)]
-    assert starts[0] == 0
-    for node in range(nodes):
-        assert order[starts[node] : starts[node + 1]].tolist() == places[of == node].tolist()
-    assert order[starts[nodes] :].tolist() == places[of < 0].tolist()

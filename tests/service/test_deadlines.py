@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from tierstore.errors import DeadlineExceeded, Overloaded
-from tierstore.kernels.reactor_words import LOST
 from tierstore.service.limits import shedding
 from tierstore.service.limits.shedding import Caller, Gone, Shed, Waits
 from tierstore.service.limits.worker_pool import WorkerPool
@@ -221,7 +220,7 @@ def test_a_request_of_a_client_that_has_gone_is_not_worked_on(
             assert (await asking).status == 0
             reactors = server.service.reactors
             assert isinstance(reactors, Reactors)
-            while not reactors.conns[:, LOST].any():
+            while not reactors.conns["lost"].any():
                 await asyncio.sleep(0.001)
             store.model("ctr").gate.set()
             assert (await first).status == 200

@@ -24,7 +24,6 @@ from tests.certificates import Authority
 from tests.mounts import ROOT, bare, needs_mounts, read_only
 from tierstore.engine.store import Store
 from tierstore.kernels import ahead
-from tierstore.kernels import reactor_words as kernel
 from tierstore.service import server as server_module
 from tierstore.service.server import ServerThread
 
@@ -71,7 +70,7 @@ def look_up(client: tierstore.Client, store: Store) -> None:
 def of_reactors(server: ServerThread) -> tuple[int, int]:
     """The connections that reactors have, and the requests and connections that they have handed to Python."""
     reactors = server._http._reactors
-    return int(reactors.words[kernel.OPEN]), sum(reactors.handed_on.values())
+    return int(reactors.words["open"]), sum(reactors.handed_on.values())
 
 
 def test_python_answers_until_the_kernels_are_compiled(store: Store, compiling: Compiling) -> None:

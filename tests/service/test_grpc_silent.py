@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections.abc import Iterator
@@ -104,8 +103,8 @@ def test_a_message_has_a_deadline(hasty: ServerThread, silent: Silent, method: s
 def open_streams(server: ServerThread) -> int:
     """Streams that are open on connections of reactors."""
     rows = server._http._reactors.conns
-    sessions = rows[rows[:, kernel.STATE] == kernel.HTTP2, kernel.SESSION].tolist()
-    return sum(ctypes.c_int64.from_address(session + 8 * h2words.OPEN).value for session in sessions)
+    sessions = rows["session"][rows["state"] == kernel.HTTP2].tolist()
+    return sum(h2words.SESSION.view(session).open for session in sessions)
 
 
 @pytest.mark.parametrize("method", [CHECK, SERVICE + "ModelInfer", WATCH])

@@ -20,8 +20,6 @@ import pytest
 
 import tierstore
 from tierstore.engine.store import Store
-from tierstore.kernels import coldread
-from tierstore.kernels import reactor_words as kernel
 from tierstore.service.dataplane import plan as plan_module
 from tierstore.service.dataplane.inference import DataPlane
 from tierstore.service.exchange import Exchange
@@ -403,8 +401,8 @@ def test_a_client_that_does_not_read_is_let_go_and_holds_nothing(
 ) -> None:
     made, message, server = learned
     reactors = server.service.reactors
-    reactors._limits[kernel.STALL_NS] = 0
-    reactors._limits[kernel.SLOWEST_RATE] = 1 << 40
+    reactors._limits["stall_ns"] = 0
+    reactors._limits["slowest_rate"] = 1 << 40
     made.close()
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -440,7 +438,7 @@ def test_a_request_that_arrives_too_slowly_ends_its_connection(
     learned: tuple[socket.socket, bytes, ServerThread],
 ) -> None:
     made, message, server = learned
-    server.service.reactors._limits[kernel.ARRIVAL_NS] = 200_000_000
+    server.service.reactors._limits["arrival_ns"] = 200_000_000
     with made, suppress(ConnectionError, BrokenPipeError):
         for byte in range(len(message)):  # a byte every now and then is no reason to wait for ever
             made.sendall(message[byte : byte + 1])
@@ -460,7 +458,7 @@ def test_connections_are_shared_out_among_the_reactors(ctr: Own) -> None:
     eventually(lambda: reactors.idle, "no connection is left")
     made = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(4 * reactors.threads)]
     eventually(lambda: reactors.open == len(made), "all are accepted")
-    assert set(reactors._lines[:, kernel.LOAD].tolist()) == {4}
+    assert set(reactors._lines["load"].tolist()) == {4}
     for each in made:
         each.close()
     eventually(lambda: reactors.idle, "all are gone")
@@ -560,7 +558,7 @@ def test_what_readers_have_offered_to_the_cache_can_be_waited_for(
             waiting.result(0.2)
         go_on.set()
         waiting.result(30)
-        assert cold._words[coldread.OFFERED] == 0
+        assert cold._shared["offered"] == 0
     server.stop()
     epochs.await_offers()  # there is nobody to wait for
 

@@ -19,6 +19,7 @@ from tests.kernels.test_protoscan import spoil
 from tierstore.engine.store import Store
 from tierstore.kernels import httphead, reactor_calls
 from tierstore.kernels import reactor_words as kernel
+from tierstore.kernels.codec import address_of
 from tierstore.service.dataplane.planner import make_plan
 from tierstore.service.rpc.lesson import MessageLesson
 from tierstore.service.rpc.oip_messages import parse_request, split_message
@@ -36,7 +37,7 @@ HOST = b"localhost:8001"
 
 @nb.njit
 def answer_call(me, text, message, size, began):  # type: ignore[no-untyped-def]
-    return reactor_calls.answer_call(me, 0, text, message, size, began)
+    return reactor_calls.answer_call(kernel.here_at(me), 0, text, message, size, began)
 
 
 class Calls:
@@ -44,7 +45,9 @@ class Calls:
 
     def __init__(self, store: Store, server: ServerThread) -> None:
         self.store, self.service = store, server.service
-        self.me = server.service.reactors._here(0, [-1, -1], -1, -1)
+        self._here = server.service.reactors._here(0, [-1, -1], -1, -1)
+        self.me = kernel.HERE.view(address_of(self._here))
+        self.found, self.call = httphead.HEAD.view(self.me.found), kernel.ANSWERED_CALL.view(self.me.call)
         self.items, self.words = np.empty(0, np.int64), list[bytes]()  # in memory
         self._channel = grpc.insecure_channel(server.grpc_target)
         self.infer = self._channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
@@ -68,16 +71,13 @@ class Calls:
     def give(self, message: bytes, host: bytes = HOST, authorization: bytes = b"", unusual: int = 0, timeout_ms: int = 0,
              since_ns: int = 0) -> int:  # fmt: skip
         """What becomes of a message with these headers."""
-        found, text = self.me.found, self._text.place(host + authorization)
-        found[:] = 0
-        for word, value in {
-            httphead.HOST_BYTES: len(host), httphead.AUTHORIZATION_AT: len(host), httphead.AUTHORIZATION_BYTES: len(authorization),
-            httphead.BODY_BYTES: len(message), httphead.TIMEOUT_MS: timeout_ms, httphead.UNUSUAL: unusual,
-        }.items():  # fmt: skip
-            found[word] = value
-        self.me.call[kernel.SINCE_NS] = since_ns
+        found, text = self.found, self._text.place(host + authorization)
+        ctypes.memset(self.me.found, 0, httphead.HEAD.bytes)
+        found.host_bytes, found.authorization_at, found.authorization_bytes = len(host), len(host), len(authorization)
+        found.body_bytes, found.timeout_ms, found.unusual = len(message), timeout_ms, unusual
+        self.call.since_ns = since_ns
         at = self._memory.place(message)
-        return int(answer_call(self.me, text, at, len(message), time.monotonic_ns()))
+        return int(answer_call(address_of(self._here), text, at, len(message), time.monotonic_ns()))
 
     def why(self, request: Any, **head: Any) -> str:
         came = self.give(request.SerializeToString(), **head)
@@ -89,8 +89,7 @@ class Calls:
         return self.last_answer()
 
     def last_answer(self) -> Any:
-        at, size = self.me.call[kernel.ANSWER_AT], self.me.call[kernel.ANSWER_BYTES]
-        return Response.FromString(ctypes.string_at(int(at), int(size)))
+        return Response.FromString(ctypes.string_at(self.call.answer_at, self.call.answer_bytes))
 
     def in_memory(self, name: str, values: Any) -> Any:
         """Those of some keys that memory holds."""
@@ -202,7 +201,7 @@ def test_an_answer_has_room_before_it(calls: Calls) -> None:
     one = request({"item_id": calls.items[:3]}, ["item_id"], id="x" * 256)
     calls.learn(one)
     calls.answer(one)
-    assert calls.me.call[kernel.ANSWER_AT] - calls.me.answer >= 512
+    assert calls.call.answer_at - calls.me.answer >= 512
 
 
 def test_what_is_not_answered_says_why(calls: Calls) -> None:

@@ -23,7 +23,6 @@ import tierstore
 from tests.engine.quick_build import in_process
 from tierstore.engine.store import Store
 from tierstore.errors import NotFound
-from tierstore.kernels import reactor_words as kernel
 from tierstore.service.server import ServerThread
 
 from .conftest import eventually, settings_for
@@ -97,7 +96,7 @@ class Served:
         assert self.reactors.unfinished == 0
         assert not self.reactors.sending
         assert self.reactors.cold_readers.idle, "no job is left"
-        assert set(self.reactors._lines[:, kernel.LOAD].tolist()) == {0}
+        assert set(self.reactors._lines["load"].tolist()) == {0}
 
 
 @pytest.fixture

@@ -312,7 +312,7 @@ def test_a_client_that_is_gone_is_not_predicted_for(alone: Served) -> None:
         with alone.connect() as made:
             made.sendall(one(4))
             waiting(alone, 1)
-        eventually(lambda: reactors.conns[:, 14].any(), "the reactor knows it")
+        eventually(lambda: reactors.conns["lost"].any(), "the reactor knows it")
     eventually(lambda: shed.of("gone") == before + 1, "it was left out")
     assert predicted(alone) == runs
     eventually(lambda: reactors.open == 0, "its connection is closed")

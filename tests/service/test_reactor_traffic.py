@@ -438,13 +438,13 @@ def test_the_index_keeps_what_is_used(served: Served, monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         plan_index.layout, "SETS", 1
     )  # of Python's side: all plans that are new go where the first set is
-    plans = plan_index.PlanIndex(served.store, served.server.service.rates, np.zeros(200, np.int64), 1, lambda *_: None)
+    plans = plan_index.PlanIndex(served.store, served.server.service.rates, kernel.SHARED.new(), 1, lambda *_: None)
     view = served.store.model("ctr").publisher.served.active
     lines = [f"line{i:012}" for i in range(12)]
     for line in lines:
         plans.learn_rows("ctr", view, "item", "/upstream/models/ctr/x/rows", line)
         first = next(iter(plans._planned.values()))
-        first.words[plan_index.layout.LAST_USED] = 1 << 62
+        first.words["last_used"] = 1 << 62
     assert len(plans) == plan_index.layout.WAYS
     kept = {place[1].decode() for place in plans._planned}
     assert kept == {lines[0], *lines[-7:]}

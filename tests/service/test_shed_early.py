@@ -73,7 +73,7 @@ def test_a_call_may_wait_for_half_of_its_time_and_at_most_for_the_limit(
 
 def test_a_pool_refuses_what_would_wait_too_long_and_says_what_reactors_need_to_know_that() -> None:
     waits = Waits("lookup", Shed(), 3600.0)
-    pool, words = WorkerPool("lookup", threads=1, queue_limit=9, waits=waits), np.zeros(kernel.SHARED_WORDS, np.int64)
+    pool, words = WorkerPool("lookup", threads=1, queue_limit=9, waits=waits), kernel.SHARED.new()
     pool.serve_jobs(words, lambda number: None)
     gate = threading.Event()
 
@@ -87,18 +87,18 @@ def test_a_pool_refuses_what_would_wait_too_long_and_says_what_reactors_need_to_
         with pytest.raises(Overloaded):
             pool.run(int, caller=hasty)
         later = pool.run(int, caller=patient)
-        assert words[kernel.OTHER_QUEUED] == 2
-        assert words[kernel.CALL_NS] == pytest.approx(10e9, rel=0.01)
+        assert words["other_queued"] == 2
+        assert words["call_ns"] == pytest.approx(10e9, rel=0.01)
         gate.set()
         await asyncio.gather(held, later)
-        assert words[kernel.OTHER_QUEUED] == 0
+        assert words["other_queued"] == 0
 
     asyncio.run(run())
     pool.close()
 
 
 def test_jobs_of_reactors_fill_a_pool_too() -> None:
-    waits, words = Waits("lookup", Shed(), 60.0), np.zeros(kernel.SHARED_WORDS, np.int64)
+    waits, words = Waits("lookup", Shed(), 60.0), kernel.SHARED.new()
     pool = WorkerPool("lookup", threads=1, queue_limit=1, waits=waits, with_jobs=True)
     served: list[int] = []
 
@@ -109,7 +109,7 @@ def test_jobs_of_reactors_fill_a_pool_too() -> None:
     pool.serve_jobs(words, serve)
 
     async def run() -> None:
-        words[kernel.QUEUED] = 2  # as reactors count them before they write
+        words["queued"] = 2  # as reactors count them before they write
         assert (pool.busy, pool.waiting) == (1, 1)
         with pytest.raises(Overloaded, match="1 calls wait"):
             pool.run(int)
@@ -213,8 +213,8 @@ def in_memory(server: ServerThread, http: httpx.Client, wanted: dict[str, Any]) 
 
 def refused_here(server: ServerThread) -> int:
     """Requests that reactors have refused."""
-    counts: int = server.service.plans.versions.words[:, :, [kernel.REFUSALS, kernel.FULL_REFUSALS]].sum()
-    return counts
+    counts = server.service.plans.versions.words.view(kernel.VERSION_COUNTS.dtype)
+    return int(counts["refusals"].sum() + counts["full_refusals"].sum())
 
 
 def metric(http: httpx.Client, name: str) -> float:

@@ -14,7 +14,6 @@ from typing import Any
 import httpx
 import pytest
 
-from tierstore.kernels import reactor_words as kernel
 from tierstore.service.admin.application import AdminApplication
 from tierstore.service.http.deadlines import Deadlines
 from tierstore.service.limits import slow_clients
@@ -199,7 +198,7 @@ def test_a_reactors_client_that_does_not_read_is_ended_the_sooner_the_less_room_
 ) -> None:
     made, message, server = learned
     limits, budget = server.service.reactors._limits, server.service.inflight  # type: ignore[union-attr]
-    limits[kernel.PRESSED_STALL_NS] = 1
+    limits["pressed_stall_ns"] = 1
     with made, socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.connect(("127.0.0.1", server.port))

@@ -106,13 +106,13 @@ def test_a_client_whose_machine_is_gone_is_looked_for(narrow: ServerThread) -> N
         with h2.Client(port) as client:
             client.send(h2.get(1, "/v2/health/live"))
             assert client.answer(1)[0][":status"] == "200"
-            (fd,) = np.flatnonzero(reactors.conns[:, kernel.STATE] == kernel.HTTP2).tolist()
+            (fd,) = np.flatnonzero(reactors.conns["state"] == kernel.HTTP2).tolist()
             with socket.socket(fileno=os.dup(fd)) as ours:
                 assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
                 silent_s = ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
                 probe_s = ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)
                 assert silent_s + probe_s * ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 50
-        eventually(lambda: not (reactors.conns[:, kernel.STATE] == kernel.HTTP2).any(), "its end")
+        eventually(lambda: not (reactors.conns["state"] == kernel.HTTP2).any(), "its end")
 
 
 def test_a_client_of_http_2_that_ends_its_side_is_gone(narrow: ServerThread) -> None:

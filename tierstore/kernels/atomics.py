@@ -226,18 +226,8 @@ def match32(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
 
 
 @intrinsic
-def match8(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
-    """`match32` of eight elements."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _match(8, context, builder, signature, args)
-
-    return types.uint32(array, types.intp, array.dtype), codegen
-
-
-@intrinsic
 def match8_at(typingctx: Any, address: Any, value: Any) -> Any:
-    """`match8` of the eight int64 at `address`, a multiple of 64."""
+    """`match32` of the eight int64 at `address`, a multiple of 64."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         vector = ir.VectorType(_I64, 8)

@@ -5,7 +5,7 @@ in which order, and the text of the answer in pieces, between which numbers go. 
 the full parser and planner do; what does not pass is for those, who say what is wrong. `write_head` writes the head and the
 JSON of the answer, from its end to its beginning, as each length stands before what it counts.
 
-Free functions of addresses, nogil. Layouts: int64 words.
+Free functions of records and addresses, nogil.
 """
 
 from __future__ import annotations
@@ -13,92 +13,50 @@ from __future__ import annotations
 import numba as nb
 import numpy as np
 
-from tierstore.kernels import lookupplan
+from tierstore.kernels import lookupplan, plan_records
 from tierstore.kernels.atomics import copy_bytes
 from tierstore.kernels.httpdate import DATE_BYTES
 from tierstore.kernels.jsontext import MOST_ID_BYTES, is_utf8
-from tierstore.kernels.lookupplan import (
-    ANSWER_BYTES,
-    BAG_KEYS,
-    BAGS,
+from tierstore.kernels.lookupplan import MOST_BAGS, MOST_KEYS, MOST_WORK_BYTES, SCRATCH_BYTES, first_call
+from tierstore.kernels.plan_records import (
     BAGS_OF_ROWS,
-    CALL_WORDS,
-    CALLS,
-    CODES_AT,
-    COLLIDING,
-    COLLIDING_AT,
+    CALL_BYTES,
     FOUND_ALONE,
-    FOUND_AT,
-    KEY_FORM,
-    KEYS,
-    KEYS_AT,
-    KEYS_N,
-    KIND,
-    MOST_BAGS,
-    MOST_KEYS,
-    MOST_WORK_BYTES,
     NOWHERE,
-    OUT_AT,
-    RUN_WORDS,
-    SCRATCH,
-    SCRATCH_BYTES,
-    STARTS_AT,
     STRINGS,
-    TABLE,
-    TABLE_DIM,
-    TABLE_WORDS,
-    VIEW_WORDS,
-    WEIGHTS_AT,
-    WORK_BYTES,
+    piece_at,
+    planned_at,
+    run_call_at,
+    table_at,
 )
-from tierstore.kernels.raw import load_u8, load_u32, load_u64, store_u8
+from tierstore.kernels.raw import load_i64, load_u8, load_u32, load_u64, store_i64, store_u8
+from tierstore.kernels.records import at, define
 from tierstore.kernels.request_record import (
-    AT,
-    DATATYPE,
-    DIMS,
-    ID_AT,
-    ID_BYTES,
-    INPUTS,
     MOST_TENSORS,
     NO_ID,
-    RANK,
-    SIZE,
     WIDTHS,
-    get,
-    put,
     row_at,
 )
 from tierstore.kernels.varint import varint_bytes
 from tierstore.kernels.xxh3 import hash_at
 
-# a variant's words; COUNTS is word 6 of any variant. HEAD_AT: of an answer that is ready, a refusal say; look-ups have none
-# FRAMED: whether each output has a tag and its length before its bytes, as in a message (`protowrite.py`)
-HEAD_AT, HEAD_BYTES, DATE_AT, FRAMED, OUTPUTS = 1, 2, 3, 4, 5
-PLANNED_CALLS, CALLS_FROM, OUTPUTS_FROM, PIECES, PIECES_FROM = range(7, 12)
-# ALIGNMENT: of outputs, a power of two; SCORING_AT: of a prediction, whose outputs are rows for its graph (`scoring.py`), or 0
-ALIGNMENT, SCORING_AT = 12, 13
-VARIANT_WORDS = 14
-# a planned call: the words of a call, filled where they are the same for all requests, then which inputs and outputs are its own
-KEYS_OF, OFFSETS_OF, WEIGHTS_OF, ROWS_TO, FOUND_TO = range(CALL_WORDS, CALL_WORDS + 5)
-PLANNED_WORDS = CALL_WORDS + 5
 NONE = -1
-# an output is a word: the bytes of an element, of a row or of one `found`
-# a piece of the answer's text, and the value that comes behind it
-PIECE_AT, PIECE_BYTES, PIECE_VALUE = range(3)
-PIECE_WORDS = 3
-# values of an output: its first two sizes, its bytes, and where they are, from the answer's data on
-OUTPUT_BYTES, OUTPUT_AT = 2, 3
-VALUE_WORDS = 4
+
+MOST_NAMES = 64
+OUTPUT = define("OutputValues", "numbers of an output of one answer", {
+    "first second": "its first two sizes",
+    "bytes at": "its bytes, and where they are, from the answer's data on",
+})  # fmt: skip
+VALUES = define("Values", "numbers of one answer; pieces name them by their place, counted in words", {
+    "outputs": ((OUTPUT.dtype, (MOST_TENSORS,)), "of each output"),
+    "named": ((np.int64, (MOST_NAMES,)), "of predictions: sizes that have names"),
+    "scores": ((np.int64, (MOST_TENSORS,)), "of predictions: bytes of each score"),
+})  # fmt: skip
+values_at, value_at = at(VALUES), at(OUTPUT)
 
 _MOST_STRING_BYTES, _MOST_COLLIDING = 1 << 18, 64  # of what is read between two other requests
 MOST_CALLS = MOST_TENSORS
-RUN_BYTES = 8 * (RUN_WORDS + CALL_WORDS * MOST_CALLS)
-# behind those of outputs: sizes that have names, bytes of scores
-MOST_NAMES = 64
-NAMES_FROM = VALUE_WORDS * MOST_TENSORS
-SCORES_FROM = NAMES_FROM + MOST_NAMES
-VALUES_BYTES = 8 * (SCORES_FROM + MOST_TENSORS)
-
+RUN_BYTES = plan_records.RUN_BYTES + CALL_BYTES * MOST_CALLS
 BOUND, LARGE, WRONG = range(3)  # of `bind`: a run; one that takes long; for the full check
 
 _STATUS = np.frombuffer(b"HTTP/1.1 200 OK\r\ndate: ", np.uint8)
@@ -119,14 +77,14 @@ _U64 = np.uint64
 def _elements(row):  # type: ignore[no-untyped-def]
     """How many elements an input has; -1 where it has more than fit, or not as many as its bytes say."""
     count, others = nb.int64(1), nb.int64(1)  # others: without sizes of 0
-    for i in range(get(row, RANK)):
-        size = get(row, DIMS + i)
+    for i in range(row.rank):
+        size = row.dims[i]
         count *= size
         others *= max(size, nb.int64(1))
         if others > 0x7FFFFFFF:
             return nb.int64(-1)
-    width = WIDTHS[get(row, DATATYPE)]
-    if width > 0 and count * width != get(row, SIZE):
+    width = WIDTHS[row.datatype]
+    if width > 0 and count * width != row.size:
         return nb.int64(-1)
     return count
 
@@ -144,7 +102,7 @@ def _is_ascii(at, n):  # type: ignore[no-untyped-def]
 @nb.njit
 def _read_strings(at, size, n, codes, table):  # type: ignore[no-untyped-def]
     """Write the codes of `n` strings, which take `size` bytes at an address. False: they are none, or only their text can tell them apart."""
-    colliding, shared, end = get(table, COLLIDING), get(table, COLLIDING_AT), at + size
+    colliding, shared, end = table.colliding, table.colliding_at, at + size
     if colliding > _MOST_COLLIDING:
         return False
     lanes = np.empty(8, np.uint64)
@@ -157,17 +115,17 @@ def _read_strings(at, size, n, codes, table):  # type: ignore[no-untyped-def]
             return False
         code = nb.int64(hash_at(at, length, lanes))
         for k in range(colliding):
-            if get(shared, k) == code:
+            if load_i64(shared, k) == code:
                 return False
-        put(codes, i, code)
+        store_i64(codes, i, code)
         at += length
     return at == end
 
 
 @nb.njit
 def _same_sizes(one, other):  # type: ignore[no-untyped-def]
-    for i in range(get(one, RANK)):  # noqa: SIM110 - for the compiler
-        if get(one, DIMS + i) != get(other, DIMS + i):
+    for i in range(one.rank):  # noqa: SIM110 - for the compiler
+        if one.dims[i] != other.dims[i]:
             return False
     return True
 
@@ -175,73 +133,73 @@ def _same_sizes(one, other):  # type: ignore[no-untyped-def]
 @nb.njit
 def _bind_call(record, planned, call):  # type: ignore[no-untyped-def]
     """Fill a call but for where it answers. Returns how many keys it has, or -1."""
-    copy_bytes(call, planned, 8 * CALL_WORDS)
-    keys = row_at(record, 1 + get(planned, KEYS_OF))
+    copy_bytes(call, planned, CALL_BYTES)
+    keys = row_at(record, 1 + planned.keys_of)
     n = _elements(keys)
-    put(call, KEYS_AT, get(keys, AT))
-    put(call, KEYS_N, n)
-    put(call, BAGS, get(keys, DIMS))
-    put(call, BAG_KEYS, get(keys, DIMS + 1) if get(keys, RANK) == 2 else 1)
-    put(call, STARTS_AT, NOWHERE)
-    put(call, WEIGHTS_AT, NOWHERE)
-    if get(planned, OFFSETS_OF) != NONE:
-        offsets = row_at(record, 1 + get(planned, OFFSETS_OF))
-        put(call, BAGS, get(offsets, DIMS))
-        put(call, STARTS_AT, get(offsets, AT))
-    if get(planned, WEIGHTS_OF) != NONE:
-        weights = row_at(record, 1 + get(planned, WEIGHTS_OF))
+    call.keys_at = keys.at
+    call.keys_n = n
+    call.bags = keys.dims[0]
+    call.bag_keys = keys.dims[1] if keys.rank == 2 else 1
+    call.starts_at = NOWHERE
+    call.weights_at = NOWHERE
+    if planned.offsets_of != NONE:
+        offsets = row_at(record, 1 + planned.offsets_of)
+        call.bags = offsets.dims[0]
+        call.starts_at = offsets.at
+    if planned.weights_of != NONE:
+        weights = row_at(record, 1 + planned.weights_of)
         if not _same_sizes(keys, weights):
             return nb.int64(-1)
-        put(call, WEIGHTS_AT, get(weights, AT))
+        call.weights_at = weights.at
     return n
 
 
 @nb.njit
 def bind(variant, view, record, tail, codes, most_bytes, run, values):  # type: ignore[no-untyped-def]
-    """Fill a run of RUN_BYTES and the VALUES_BYTES of its answer, from the record of a request of the variant's structure.
+    """Fill a run, which has RUN_BYTES, and the values of its answer, from the record of a request of the variant's structure.
 
     `tail` is where the request's binary data begins, in which its inputs lie; `codes` has room for MOST_KEYS; `most_bytes` is the setting `max_response`.
     Returns BOUND, LARGE or WRONG.
     """
-    for i in range(get(record, INPUTS)):
+    for i in range(record.inputs):
         if _elements(row_at(record, 1 + i)) < 0:
             return WRONG
-    planned, call = get(variant, CALLS_FROM), run + 8 * RUN_WORDS
+    planned, call = variant.calls, first_call(run)
     keys, bags, work, scratch, strings = nb.int64(0), nb.int64(0), nb.int64(0), nb.int64(0), nb.int64(0)
-    put(run, CALLS, get(variant, PLANNED_CALLS))
-    put(run, CODES_AT, codes)
-    for _ in range(get(variant, PLANNED_CALLS)):
+    run.calls = variant.planned_calls
+    run.codes_at = codes
+    for _ in range(variant.planned_calls):
         n = _bind_call(record, planned, call)
         if n < 0:
             return WRONG
-        kind, table = get(call, KIND), view + 8 * (VIEW_WORDS + TABLE_WORDS * get(call, TABLE))
-        dim = get(table, TABLE_DIM)
+        kind, table = call.kind, table_at(view.tables, call.table)
+        dim = table.dim
         keys += n
-        if kind == BAGS_OF_ROWS or get(planned, OFFSETS_OF) != NONE:
-            bags += get(call, BAGS)
+        if kind == BAGS_OF_ROWS or planned.offsets_of != NONE:
+            bags += call.bags
         if kind == BAGS_OF_ROWS:
             scratch = max(scratch, lookupplan.bag_scratch(call, n, dim))
         elif kind == FOUND_ALONE:
             scratch = max(scratch, 4 * n * dim)
         if kind in (BAGS_OF_ROWS, FOUND_ALONE):
             work += 4 * n * dim
-        if get(call, KEY_FORM) == STRINGS:
-            row = row_at(record, 1 + get(planned, KEYS_OF))
+        if call.key_form == STRINGS:
+            row = row_at(record, 1 + planned.keys_of)
             if (
                 keys > MOST_KEYS
-                or get(row, SIZE) > _MOST_STRING_BYTES
-                or not _read_strings(tail + get(row, AT), get(row, SIZE), n, codes + 8 * strings, table)
+                or row.size > _MOST_STRING_BYTES
+                or not _read_strings(tail + row.at, row.size, n, codes + 8 * strings, table)
             ):
                 return WRONG
-            put(call, KEYS_AT, 8 * strings)
+            call.keys_at = 8 * strings
             strings += n
-        planned += 8 * PLANNED_WORDS
-        call += 8 * CALL_WORDS
-    put(run, KEYS, keys)
-    put(run, SCRATCH, scratch)
-    put(run, WORK_BYTES, work)
+        planned = planned_at(planned, 1)
+        call = run_call_at(call, 1)
+    run.keys = keys
+    run.scratch = scratch
+    run.work_bytes = work
     data = _place_outputs(variant, record, run, values)
-    put(run, ANSWER_BYTES, data)
+    run.answer_bytes = data
     if work + data > most_bytes:
         return WRONG
     if keys > MOST_KEYS or bags > MOST_BAGS or work + data > MOST_WORK_BYTES or scratch > SCRATCH_BYTES:
@@ -252,38 +210,37 @@ def bind(variant, view, record, tail, codes, most_bytes, run, values):  # type: 
 @nb.njit
 def _place_outputs(variant, record, run, values):  # type: ignore[no-untyped-def]
     """Lay the outputs end to end, and note where they are and their sizes. Returns the bytes of all."""
-    planned, call = get(variant, CALLS_FROM), run + 8 * RUN_WORDS
-    for _ in range(get(variant, PLANNED_CALLS)):
-        keys, n = row_at(record, 1 + get(planned, KEYS_OF)), get(call, KEYS_N)
-        rows, found = get(planned, ROWS_TO), get(planned, FOUND_TO)
+    planned, call = variant.calls, first_call(run)
+    for _ in range(variant.planned_calls):
+        keys, n = row_at(record, 1 + planned.keys_of), call.keys_n
+        rows, found = planned.rows_to, planned.found_to
         if rows != NONE:
-            value = values + 8 * VALUE_WORDS * rows
-            pooled = get(call, KIND) == BAGS_OF_ROWS
-            put(value, 0, get(call, BAGS) if pooled else get(keys, DIMS))
-            put(value, 1, get(keys, DIMS + 1))
-            put(value, OUTPUT_BYTES, (get(call, BAGS) if pooled else n) * get(get(variant, OUTPUTS_FROM), rows))
+            value = value_at(values, rows)
+            pooled = call.kind == BAGS_OF_ROWS
+            value.first = call.bags if pooled else keys.dims[0]
+            value.second = keys.dims[1]
+            value.bytes = (call.bags if pooled else n) * load_i64(variant.output_bytes, rows)
         if found != NONE:
-            value = values + 8 * VALUE_WORDS * found
-            put(value, 0, get(keys, DIMS))
-            put(value, 1, get(keys, DIMS + 1))
-            put(value, OUTPUT_BYTES, n)
-        planned += 8 * PLANNED_WORDS
-        call += 8 * CALL_WORDS
-    at, framed, alignment = nb.int64(0), get(variant, FRAMED) != 0, get(variant, ALIGNMENT)
-    for i in range(get(variant, OUTPUTS)):
-        value = values + 8 * VALUE_WORDS * i
-        size = get(value, OUTPUT_BYTES)
+            value = value_at(values, found)
+            value.first, value.second = keys.dims[0], keys.dims[1]
+            value.bytes = n
+        planned = planned_at(planned, 1)
+        call = run_call_at(call, 1)
+    at, framed, alignment = nb.int64(0), variant.framed != 0, variant.alignment
+    for i in range(variant.outputs):
+        value = value_at(values, i)
+        size = value.bytes
         if framed:
             at += 1 + varint_bytes(size)
-        put(value, OUTPUT_AT, at)
+        value.at = at
         at += (size + alignment - 1) & -alignment
-    planned, call = get(variant, CALLS_FROM), run + 8 * RUN_WORDS
-    for _ in range(get(variant, PLANNED_CALLS)):
-        rows, found = get(planned, ROWS_TO), get(planned, FOUND_TO)
-        put(call, OUT_AT, get(values, VALUE_WORDS * rows + OUTPUT_AT) if rows != NONE else 0)
-        put(call, FOUND_AT, get(values, VALUE_WORDS * found + OUTPUT_AT) if found != NONE else NOWHERE)
-        planned += 8 * PLANNED_WORDS
-        call += 8 * CALL_WORDS
+    planned, call = variant.calls, first_call(run)
+    for _ in range(variant.planned_calls):
+        rows, found = planned.rows_to, planned.found_to
+        call.out_at = value_at(values, rows).at if rows != NONE else 0
+        call.found_at = value_at(values, found).at if found != NONE else NOWHERE
+        planned = planned_at(planned, 1)
+        call = run_call_at(call, 1)
     return at
 
 
@@ -312,20 +269,20 @@ def write_head(variant, record, values, data_bytes, closing, date, end):  # type
     """
     at = end - 1
     store_u8(at, 0, nb.uint8(_CLOSE_OBJECT))
-    size = get(record, ID_BYTES)
+    size = record.id_bytes
     if size != NO_ID:
         at -= 1
         store_u8(at, 0, nb.uint8(_QUOTE))
         at -= size
-        copy_bytes(at, get(record, ID_AT), size)
+        copy_bytes(at, record.id_at, size)
         at = _before(at, _ID)
-    pieces = get(variant, PIECES_FROM)
-    for i in range(get(variant, PIECES) - 1, -1, -1):
-        piece = pieces + 8 * PIECE_WORDS * i
-        if get(piece, PIECE_VALUE) != NONE:
-            at = _digits_before(at, get(values, get(piece, PIECE_VALUE)))
-        at -= get(piece, PIECE_BYTES)
-        copy_bytes(at, get(piece, PIECE_AT), get(piece, PIECE_BYTES))
+    pieces = variant.texts
+    for i in range(variant.pieces - 1, -1, -1):
+        piece = piece_at(pieces, i)
+        if piece.value != NONE:
+            at = _digits_before(at, load_i64(values, piece.value))
+        at -= piece.bytes
+        copy_bytes(at, piece.at, piece.bytes)
     text_bytes = end - at
     at = _before(at, _END)
     if closing:

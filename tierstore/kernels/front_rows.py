@@ -1,7 +1,7 @@
 """What a node answers a front's request for rows with, without the interpreter, where memory has all of them.
 
 Free functions of addresses; any thread. `tiers/upstream/wire.py` describes request and answer. A plan (`lookupplan.py`) is
-found by the request's path and line, and its variant has words of its own; the first four are those of any variant.
+found by the request's path and line.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import numba as nb
 import numpy as np
 from numba import types
 
-from tierstore.kernels import LAST, compiled_c, lookupplan
+from tierstore.kernels import LAST, compiled_c, plan_records
 from tierstore.kernels.atomics import copy_bytes
 from tierstore.kernels.codec import AS_STORED
-from tierstore.kernels.host_cache.lookup import lookup_at, values_at
-from tierstore.kernels.lookupplan import word
-from tierstore.kernels.overlay_index import answer_at
+from tierstore.kernels.host_cache.lookup import lookup_at, values_of
+from tierstore.kernels.overlay_index import answer_at, overlay_at
 from tierstore.kernels.partitions import partition_at
-from tierstore.kernels.raw import load_u8, load_u64, store_u8, store_u64
+from tierstore.kernels.raw import load_i64, load_u8, load_u64, store_u8, store_u64
 from tierstore.kernels.sysio import clear_bytes
 from tierstore.types import Tier
 
@@ -30,9 +29,6 @@ REQUEST_HEAD_BYTES = 32
 ANSWER_HEAD_BYTES = 16
 ROWS_STEP = 64  # of bytes: rows begin at a multiple of it, from the answer's first
 
-# a variant's words behind the first four, which are those of any with a ready head (`binding.py`): where its head has the digits of
-# the length, and which table
-DIGITS_AT, TABLE, COUNTS, TABLE_COUNTS = range(4, 8)
 DIGITS = 10
 CANNOT = 0  # instead of the answer's bytes: Python answers
 
@@ -49,10 +45,10 @@ def rows_begin(n):  # type: ignore[no-untyped-def]
 @nb.njit
 def _mark_foreign(table, codes, n, tiers):  # type: ignore[no-untyped-def]
     """Set the tier of each code to PENDING or _NOT_OURS. False where the codes are not ascending and distinct."""
-    own, count = word(table, lookupplan.OWN_AT), word(table, lookupplan.PARTITIONS)
+    own, count = table.own_at, table.partitions
     for i in range(n):
-        code = word(codes, i)
-        if i > 0 and word(codes, i - 1) >= code:
+        code = load_i64(codes, i)
+        if i > 0 and load_i64(codes, i - 1) >= code:
             return False
         ours = own == 0 or load_u8(own, partition_at(code, count)) != 0
         store_u8(tiers, i, nb.uint8(_PENDING if ours else _NOT_OURS))
@@ -86,18 +82,19 @@ def run(variant: Any, view: Any, body: Any, size: Any, answer: Any, scratch: Any
     `answer` is the address of room for `rows_begin(n)` bytes and n rows. `scratch`: of n bytes, which tell afterwards which tier
     has answered a code, and a row behind them.
     """
-    table = view + 8 * (lookupplan.VIEW_WORDS + lookupplan.TABLE_WORDS * word(variant, TABLE))
-    n, codes, seq = (size - REQUEST_HEAD_BYTES) >> 3, body + REQUEST_HEAD_BYTES, word(view, lookupplan.VIEW_SEQ)
-    if seq > word(body, UPTO) or seq < word(body, FLOOR) or not _mark_foreign(table, codes, n, scratch):
+    variant, view = plan_records.variant_at(variant), plan_records.view_at(view)
+    table = plan_records.table_at(view.tables, variant.table)
+    n, codes, seq = (size - REQUEST_HEAD_BYTES) >> 3, body + REQUEST_HEAD_BYTES, view.seq
+    if seq > load_i64(body, UPTO) or seq < load_i64(body, FLOOR) or not _mark_foreign(table, codes, n, scratch):
         return CANNOT
     states, rows, nothing = answer + ANSWER_HEAD_BYTES, answer + rows_begin(n), scratch + rows_begin(n)
-    overlays = word(table, lookupplan.OVERLAYS_AT)
-    for i in range(word(table, lookupplan.OVERLAYS)):
-        answer_at(word(overlays, i), AS_STORED, word(table, lookupplan.TABLE_DIM), nothing, rows, codes, n, scratch)
-    host = word(table, lookupplan.HOST_AT)
+    overlays = table.overlays_at
+    for i in range(table.overlays):
+        answer_at(overlay_at(load_i64(overlays, i)), AS_STORED, table.dim, nothing, rows, codes, n, scratch)
+    host = table.host
     if host != 0:
-        lookup_at(values_at(host), codes, n, scratch, AS_STORED, rows, nothing)
-    row_bytes = word(table, lookupplan.ROW_BYTES)
+        lookup_at(values_of(host), codes, n, scratch, AS_STORED, rows, nothing)
+    row_bytes = table.row_bytes
     there = _close_gaps(n, scratch, states, rows, row_bytes)
     if there < 0:
         return CANNOT

@@ -4,11 +4,11 @@
 socket, the event loop between this and TLS. Frames of control are answered here. An error of a stream resets it; an error of the
 connection writes GOAWAY, and the session is BROKEN: nothing more is read.
 
-    frame ──► step ──► REQUEST    whole, in one piece: EVENT_ROW is the stream, EVENT_AT and EVENT_BYTES the body
+    frame ──► step ──► REQUEST    whole, in one piece: `event_row` is the stream, `event_at` and `event_bytes` the body
                        OPENED     of a method that streams: its headers have come
-                       CAME       bytes of it, at EVENT_AT; ENDED of STATE says whether they are the last
+                       CAME       bytes of it, at `event_at`; ENDED of its `state` says whether they are the last
                        RESET      by the client, or for its error: the caller closes the row
-                       SENDABLE   the peer's windows are larger: `push` what waits, of EVENT_ROW or of all
+                       SENDABLE   the peer's windows are larger: `push` what waits, of `event_row` or of all
                        FAILED     after what is in the buffer the connection ends
 
 Each bound is named in `h2words.py`. Free functions of addresses, nogil; one thread at a time for a session.
@@ -32,7 +32,7 @@ from tierstore.kernels.h2out import (
 )
 from tierstore.kernels.h2request import MOST_ID, on_continuation, on_data, on_headers
 from tierstore.kernels.raw import load_u8, store_u8
-from tierstore.kernels.request_record import get, put
+from tierstore.kernels.records import place
 from tierstore.kernels.sysio import clear_bytes, release
 
 _PRIORITY_BYTES = 5
@@ -47,16 +47,17 @@ def _u16(at):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def begin_session(s, most_body, streaming):  # type: ignore[no-untyped-def]
+def begin_session(address, most_body, streaming):  # type: ignore[no-untyped-def]
     """Begin a session in SESSION_BYTES at an address: the preface has come, no frame yet. The buffer is to be lent."""
-    clear_bytes(s, 8 * h2words.SESSION_WORDS)
-    hpack.begin_table(s + 8 * h2words.SESSION_WORDS)
-    put(s, h2words.SEND_WINDOW, h2words.FIRST_WINDOW)
-    put(s, h2words.INITIAL, h2words.FIRST_WINDOW)
-    put(s, h2words.PEER_FRAME, h2words.FRAME_BYTES)
-    put(s, h2words.RECEIVE_WINDOW, h2words.CONNECTION_WINDOW)
-    put(s, h2words.MOST_BODY, most_body)
-    put(s, h2words.STREAMING_AT, streaming)
+    s = h2words.session_at(address)
+    clear_bytes(s, h2words.SESSION_HEAD_BYTES)
+    hpack.begin_table(h2words.session_at(s, 1))
+    s.send_window = h2words.FIRST_WINDOW
+    s.initial = h2words.FIRST_WINDOW
+    s.peer_frame = h2words.FRAME_BYTES
+    s.receive_window = h2words.CONNECTION_WINDOW
+    s.most_body = most_body
+    s.streaming_at = streaming
 
 
 @nb.njit
@@ -77,15 +78,15 @@ def write_settings(s):  # type: ignore[no-untyped-def]
 def end_session(s):  # type: ignore[no-untyped-def]
     """Free what a session holds, but for itself and the buffer that it was lent."""
     free_rows(s)
-    release(get(s, h2words.BLOCK_AT))
-    put(s, h2words.BLOCK_AT, 0)
+    release(s.block_at)
+    s.block_at = 0
 
 
 @nb.njit
 def go_away(s):  # type: ignore[no-untyped-def]
     """Begin no more streams: those that have begun are answered. The buffer has CONTROL_ROOM."""
-    if not get(s, h2words.FLAGS) & h2words.GOING:
-        put(s, h2words.FLAGS, get(s, h2words.FLAGS) | h2words.GOING)
+    if not s.flags & h2words.GOING:
+        s.flags |= h2words.GOING
         write_goaway(s, 0)
 
 
@@ -108,32 +109,28 @@ def _on_settings(s, at, size, flags, stream, now):  # type: ignore[no-untyped-de
         if which == h2words.MAX_FRAME_SIZE:
             if value < h2words.FRAME_BYTES or value >= 1 << 24:
                 return fail(s, h2words.PROTOCOL_ERROR)
-            put(s, h2words.PEER_FRAME, value)
+            s.peer_frame = value
         elif which == h2words.INITIAL_WINDOW_SIZE:
             if value > h2words.MOST_WINDOW:
                 return fail(s, h2words.FLOW_CONTROL_ERROR)
             window = value
-        elif (
-            which == h2words.HEADER_TABLE_SIZE
-            and value < hpack.CAPACITY
-            and not get(s, h2words.FLAGS) & h2words.NO_TABLE
-        ):
-            put(s, h2words.FLAGS, get(s, h2words.FLAGS) | h2words.TABLE_SHRUNK)
+        elif which == h2words.HEADER_TABLE_SIZE and value < hpack.CAPACITY and not s.flags & h2words.NO_TABLE:
+            s.flags |= h2words.TABLE_SHRUNK
     if window >= 0:  # the last of them holds
-        more, row = window - get(s, h2words.INITIAL), get(s, h2words.STREAMS_AT)
-        for _ in range(get(s, h2words.STREAMS_ROOM)):
-            if get(row, h2words.ID) != 0:
-                put(row, h2words.WINDOW, get(row, h2words.WINDOW) + more)
-                if get(row, h2words.WINDOW) > h2words.MOST_WINDOW:
+        more, row = window - s.initial, s.streams
+        for _ in range(s.streams_room):
+            if row.id != 0:
+                row.window += more
+                if row.window > h2words.MOST_WINDOW:
                     return fail(s, h2words.FLOW_CONTROL_ERROR)
-            row += 8 * h2words.STREAM_WORDS
-        put(s, h2words.INITIAL, window)
-    put(s, h2words.FLAGS, get(s, h2words.FLAGS) | h2words.HAS_SETTINGS)
+            row = h2words.stream_at(row, 1)
+        s.initial = window
+    s.flags |= h2words.HAS_SETTINGS
     write_control(s, h2words.SETTINGS, h2words.ACK, 0, 0)
-    if count_often(s, h2words.CONTROLS, h2words.MOST_CONTROLS, now):
+    if count_often(s, place(s, "controls"), h2words.MOST_CONTROLS, now):
         return fail(s, h2words.ENHANCE_YOUR_CALM)
-    put(s, h2words.EVENT_ROW, 0)
-    return h2words.SENDABLE if get(s, h2words.WAITING) > 0 else h2words.NOTHING
+    s.event_row = 0
+    return h2words.SENDABLE if s.waiting > 0 else h2words.NOTHING
 
 
 @nb.njit
@@ -144,35 +141,35 @@ def _on_credit(s, at, size, stream, now):  # type: ignore[no-untyped-def]
     if stream == 0:
         if more == 0:
             return fail(s, h2words.PROTOCOL_ERROR)
-        put(s, h2words.SEND_WINDOW, get(s, h2words.SEND_WINDOW) + more)
-        if get(s, h2words.SEND_WINDOW) > h2words.MOST_WINDOW:
+        s.send_window += more
+        if s.send_window > h2words.MOST_WINDOW:
             return fail(s, h2words.FLOW_CONTROL_ERROR)
-        put(s, h2words.EVENT_ROW, 0)
-        return h2words.SENDABLE if get(s, h2words.WAITING) > 0 else h2words.NOTHING
+        s.event_row = 0
+        return h2words.SENDABLE if s.waiting > 0 else h2words.NOTHING
     row = row_of(s, stream)
     if row == 0:
-        if stream > get(s, h2words.NEWEST) and not get(s, h2words.FLAGS) & h2words.GOING:
+        if stream > s.newest and not s.flags & h2words.GOING:
             return fail(s, h2words.PROTOCOL_ERROR)
         return control(s, now)
     if more == 0:
         return reset_stream(s, stream, h2words.PROTOCOL_ERROR, now)
-    put(row, h2words.WINDOW, get(row, h2words.WINDOW) + more)
-    if get(row, h2words.WINDOW) > h2words.MOST_WINDOW:
+    row.window += more
+    if row.window > h2words.MOST_WINDOW:
         return reset_stream(s, stream, h2words.FLOW_CONTROL_ERROR, now)
-    put(s, h2words.EVENT_ROW, row)
-    return h2words.SENDABLE if get(s, h2words.WAITING) > 0 else h2words.NOTHING
+    s.event_row = row
+    return h2words.SENDABLE if s.waiting > 0 else h2words.NOTHING
 
 
 @nb.njit
 def _on_reset(s, size, stream, now):  # type: ignore[no-untyped-def]
     if size != 4:
         return fail(s, h2words.FRAME_SIZE_ERROR)
-    if stream == 0 or (stream > get(s, h2words.NEWEST) and not get(s, h2words.FLAGS) & h2words.GOING):
+    if stream == 0 or (stream > s.newest and not s.flags & h2words.GOING):
         return fail(s, h2words.PROTOCOL_ERROR)
-    if count_often(s, h2words.RESETS, h2words.MOST_RESETS, now):
+    if count_often(s, place(s, "resets"), h2words.MOST_RESETS, now):
         return fail(s, h2words.ENHANCE_YOUR_CALM)
     row = row_of(s, stream)
-    put(s, h2words.EVENT_ROW, row)
+    s.event_row = row
     return h2words.NOTHING if row == 0 else h2words.RESET
 
 
@@ -232,9 +229,9 @@ def step(s, at, n, work, now):  # type: ignore[no-untyped-def]
     kind, flags, stream = nb.int64(load_u8(at, 3)), nb.int64(load_u8(at, 4)), read_u32(at + 5) & MOST_ID
     if size > h2words.FRAME_BYTES:
         return n, fail(s, h2words.FRAME_SIZE_ERROR)
-    if not get(s, h2words.FLAGS) & h2words.HAS_SETTINGS and (kind != h2words.SETTINGS or flags & h2words.ACK):
+    if not s.flags & h2words.HAS_SETTINGS and (kind != h2words.SETTINGS or flags & h2words.ACK):
         return n, fail(s, h2words.PROTOCOL_ERROR)
-    if get(s, h2words.BLOCK_STREAM) != 0 and (kind != h2words.CONTINUATION or stream != get(s, h2words.BLOCK_STREAM)):
+    if s.block_stream != 0 and (kind != h2words.CONTINUATION or stream != s.block_stream):
         return n, fail(s, h2words.PROTOCOL_ERROR)
     if n < h2words.FRAME_HEAD + size:
         return 0, h2words.NOTHING

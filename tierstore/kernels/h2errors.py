@@ -13,8 +13,8 @@ from tierstore.kernels.h2out import (
     write_goaway,
     write_reset,
 )
-from tierstore.kernels.raw import load_u8
-from tierstore.kernels.request_record import get, put
+from tierstore.kernels.raw import load_i64, load_u8, store_i64
+from tierstore.kernels.records import place
 
 
 @nb.njit(inline="always")
@@ -29,30 +29,30 @@ def read_u32(at):  # type: ignore[no-untyped-def]
 def fail(s, code):  # type: ignore[no-untyped-def]
     """An error of the connection."""
     write_goaway(s, code)
-    put(s, h2words.FLAGS, get(s, h2words.FLAGS) | h2words.BROKEN | h2words.GOING)
+    s.flags = s.flags | h2words.BROKEN | h2words.GOING
     return h2words.FAILED
 
 
 @nb.njit
-def count_often(s, which, most, now):  # type: ignore[no-untyped-def]
-    """Count what a client may not do without end. True where it has done so too often in this second."""
+def count_often(s, counter, most, now):  # type: ignore[no-untyped-def]
+    """Count what a client may not do without end, `resets` or `controls`, whose address is `counter`. True where that was too often in this second."""
     second = now // 1_000_000_000
-    if get(s, h2words.SECOND) != second:
-        put(s, h2words.SECOND, second)
-        put(s, h2words.RESETS, 0)
-        put(s, h2words.CONTROLS, 0)
-    put(s, which, get(s, which) + 1)
-    return get(s, which) > most
+    if s.second != second:
+        s.second = second
+        s.resets = 0
+        s.controls = 0
+    store_i64(counter, 0, load_i64(counter, 0) + 1)
+    return load_i64(counter, 0) > most
 
 
 @nb.njit
 def reset_stream(s, stream, code, now):  # type: ignore[no-untyped-def]
     """An error of a stream. Returns RESET where it has a row, in EVENT_ROW."""
-    if count_often(s, h2words.RESETS, h2words.MOST_RESETS, now):
+    if count_often(s, place(s, "resets"), h2words.MOST_RESETS, now):
         return fail(s, h2words.ENHANCE_YOUR_CALM)
     write_reset(s, stream, code)
     row = row_of(s, stream)
-    put(s, h2words.EVENT_ROW, row)
+    s.event_row = row
     return h2words.NOTHING if row == 0 else h2words.RESET
 
 
@@ -60,7 +60,7 @@ def reset_stream(s, stream, code, now):  # type: ignore[no-untyped-def]
 def control(s, now):  # type: ignore[no-untyped-def]
     return (
         fail(s, h2words.ENHANCE_YOUR_CALM)
-        if count_often(s, h2words.CONTROLS, h2words.MOST_CONTROLS, now)
+        if count_often(s, place(s, "controls"), h2words.MOST_CONTROLS, now)
         else h2words.NOTHING
     )
 
@@ -68,7 +68,7 @@ def control(s, now):  # type: ignore[no-untyped-def]
 @nb.njit
 def closed(s, stream, now):  # type: ignore[no-untyped-def]
     """A frame for a stream that is closed, which may have been under way when it was reset here."""
-    if count_often(s, h2words.CONTROLS, h2words.MOST_CONTROLS, now):
+    if count_often(s, place(s, "controls"), h2words.MOST_CONTROLS, now):
         return fail(s, h2words.ENHANCE_YOUR_CALM)
     write_reset(s, stream, h2words.STREAM_CLOSED)
     return h2words.NOTHING

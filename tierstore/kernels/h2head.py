@@ -3,7 +3,7 @@
     when it came, in 8 bytes;  <method> <path> LF  <authority> LF  { <name>:<value> LF }
 
 No part of it can have a line feed in it, so Python splits it. What a reactor reads itself (`httphead.py` has the same of HTTP/1) stands in
-the stream's words, by its place in the text. Trailers are checked, and dropped.
+the stream's record, by its place in the text. Trailers are checked, and dropped.
 
 Free functions of addresses, nogil.
 """
@@ -13,32 +13,17 @@ from __future__ import annotations
 import numba as nb
 import numpy as np
 
-from tierstore.kernels import hpack, httphead
+from tierstore.kernels import httphead
 from tierstore.kernels.atomics import copy_bytes
 from tierstore.kernels.h2words import (
-    AT,
-    AUTHORIZATION_AT,
-    AUTHORIZATION_BYTES,
-    BYTES,
     CALL,
-    DECLARED,
-    HEAD_BYTES,
-    HOST_AT,
-    HOST_BYTES,
-    KIND,
-    PATH_AT,
-    PATH_BYTES,
-    REQUEST_ID_AT,
-    REQUEST_ID_BYTES,
-    ROOM,
     STREAMING,
-    TIMEOUT_MS,
-    UNUSUAL,
     WHOLE,
 )
+from tierstore.kernels.hpack import field_at
 from tierstore.kernels.jsontext import names_of, place_of
 from tierstore.kernels.raw import load_u8, store_u8, store_u64
-from tierstore.kernels.request_record import get, put
+from tierstore.kernels.records import text_at
 from tierstore.kernels.sysio import allocate, same_bytes
 
 GOOD, MALFORMED, NO_MEMORY = range(3)
@@ -121,14 +106,15 @@ def _timeout_ms(at, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _kind(streaming, path, path_bytes, is_grpc):  # type: ignore[no-untyped-def]
-    """How the request of a path is taken; `streaming`: a table of paths, how many and then (address, bytes) of each."""
+    """How the request of a path is taken; `streaming`: paths, or 0."""
     if not is_grpc:
         return WHOLE
     if _is(path, path_bytes, INFER_PATH):
         return CALL
     if streaming != 0:
-        for k in range(get(streaming, 0)):
-            if get(streaming, 2 + 2 * k) == path_bytes and same_bytes(get(streaming, 1 + 2 * k), path, path_bytes) == 1:
+        for k in range(streaming.count):
+            other = text_at(streaming.first, k)
+            if other.bytes == path_bytes and same_bytes(other.at, path, path_bytes) == 1:
                 return STREAMING
     return WHOLE
 
@@ -149,10 +135,10 @@ def read_head(row, text, fields, count, streaming, now):  # type: ignore[no-unty
     declared, timeout, unusual, is_grpc, regular = nb.int64(-1), nb.int64(0), 0, False, False
     size = 8 + 16
     for i in range(count):
-        field = fields + 8 * hpack.FIELD_WORDS * i
-        name, name_bytes = text + get(field, hpack.NAME_AT), get(field, hpack.NAME_BYTES)
-        value, value_bytes = text + get(field, hpack.VALUE_AT), get(field, hpack.VALUE_BYTES)
-        which = get(field, hpack.NAME_IS)
+        field = field_at(fields, i)
+        name, name_bytes = text + field.name_at, field.name_bytes
+        value, value_bytes = text + field.value_at, field.value_bytes
+        which = field.name_is
         size += name_bytes + value_bytes + 2
         if not _is_value(value, value_bytes):
             return MALFORMED
@@ -223,37 +209,37 @@ def read_head(row, text, fields, count, streaming, now):  # type: ignore[no-unty
         return NO_MEMORY
     store_u64(target, 0, nb.uint64(now))
     n = _write(target, 8, method, method_bytes, _SPACE)
-    put(row, PATH_AT, n)
-    put(row, PATH_BYTES, path_bytes)
+    row.path_at = n
+    row.path_bytes = path_bytes
     n = _write(target, n, path, path_bytes, _LF)
-    put(row, HOST_AT, n)
-    put(row, HOST_BYTES, authority_bytes)
+    row.host_at = n
+    row.host_bytes = authority_bytes
     n = _write(target, n, authority, authority_bytes, _LF)
-    put(row, AUTHORIZATION_AT, 0)
-    put(row, AUTHORIZATION_BYTES, 0)
-    put(row, REQUEST_ID_BYTES, 0)
+    row.authorization_at = 0
+    row.authorization_bytes = 0
+    row.request_id_bytes = 0
     for i in range(count):
-        field = fields + 8 * hpack.FIELD_WORDS * i
-        name, name_bytes = text + get(field, hpack.NAME_AT), get(field, hpack.NAME_BYTES)
+        field = field_at(fields, i)
+        name, name_bytes = text + field.name_at, field.name_bytes
         if load_u8(name, 0) == _COLON:
             continue
         n = _write(target, n, name, name_bytes, _COLON)
-        value_bytes = get(field, hpack.VALUE_BYTES)
+        value_bytes = field.value_bytes
         if i == authorization:
-            put(row, AUTHORIZATION_AT, n)
-            put(row, AUTHORIZATION_BYTES, value_bytes)
+            row.authorization_at = n
+            row.authorization_bytes = value_bytes
         elif i == request_id:
-            put(row, REQUEST_ID_AT, n)
-            put(row, REQUEST_ID_BYTES, value_bytes)
-        n = _write(target, n, text + get(field, hpack.VALUE_AT), value_bytes, _LF)
-    put(row, AT, target)
-    put(row, BYTES, n)
-    put(row, ROOM, size)
-    put(row, HEAD_BYTES, n)
-    put(row, DECLARED, declared)
-    put(row, TIMEOUT_MS, timeout)
-    put(row, UNUSUAL, unusual)
-    put(row, KIND, _kind(streaming, path, path_bytes, is_grpc))
+            row.request_id_at = n
+            row.request_id_bytes = value_bytes
+        n = _write(target, n, text + field.value_at, value_bytes, _LF)
+    row.at = target
+    row.bytes = n
+    row.room = size
+    row.head_bytes = n
+    row.declared = declared
+    row.timeout_ms = timeout
+    row.unusual = unusual
+    row.kind = _kind(streaming, path, path_bytes, is_grpc)
     return GOOD
 
 
@@ -269,9 +255,9 @@ def _is_name_of_method(at, size):  # type: ignore[no-untyped-def]
 def are_trailers(text, fields, count):  # type: ignore[no-untyped-def]
     """Whether decoded fields may end a request: no pseudo-headers, names and values as they may be."""
     for i in range(count):
-        field = fields + 8 * hpack.FIELD_WORDS * i
-        name, name_bytes = text + get(field, hpack.NAME_AT), get(field, hpack.NAME_BYTES)
-        value, value_bytes = text + get(field, hpack.VALUE_AT), get(field, hpack.VALUE_BYTES)
+        field = field_at(fields, i)
+        name, name_bytes = text + field.name_at, field.name_bytes
+        value, value_bytes = text + field.value_at, field.value_bytes
         if not _is_name(name, name_bytes) or not _is_value(value, value_bytes):
             return False
     return True

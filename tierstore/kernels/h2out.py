@@ -1,6 +1,6 @@
 """What leaves on an HTTP/2 session: frames written to its buffer, and blocks that wait for their stream's turn and the peer's windows.
 
-The buffer (OUT_AT, OUT_BYTES, OUT_ROOM) is lent by whoever moves bytes to the peer. A frame is in it whole or not at all, so what was
+The buffer is lent by whoever moves bytes to the peer. A frame is in it whole or not at all, so what was
 written leaves in its order; what the windows or the room do not take stays a block of its stream, and `push` goes on with it.
 
 Free functions of addresses, nogil; the thread of the session.
@@ -14,7 +14,6 @@ import numpy as np
 from tierstore.kernels import h2words, hpack
 from tierstore.kernels.atomics import copy_bytes
 from tierstore.kernels.raw import store_u8
-from tierstore.kernels.request_record import get, put
 from tierstore.kernels.sysio import allocate, clear_bytes, release
 
 _STARTS = np.frombuffer(b"\x88\x0f\x10\x10application/grpc", np.uint8)  # :status 200, content-type
@@ -42,7 +41,7 @@ def write_frame_head(at, size, kind, flags, stream):  # type: ignore[no-untyped-
 @nb.njit(inline="always")
 def room_of(s):  # type: ignore[no-untyped-def]
     """How many bytes more the buffer takes."""
-    return get(s, h2words.OUT_ROOM) - get(s, h2words.OUT_BYTES)
+    return s.out_room - s.out_bytes
 
 
 @nb.njit(inline="always")
@@ -53,12 +52,12 @@ def room_of_data(s):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def _end_of(s):  # type: ignore[no-untyped-def]
-    return get(s, h2words.OUT_AT) + get(s, h2words.OUT_BYTES)
+    return s.out_at + s.out_bytes
 
 
 @nb.njit(inline="always")
 def _add(s, size):  # type: ignore[no-untyped-def]
-    put(s, h2words.OUT_BYTES, get(s, h2words.OUT_BYTES) + size)
+    s.out_bytes += size
 
 
 @nb.njit
@@ -83,7 +82,7 @@ def write_credit(s, stream, size):  # type: ignore[no-untyped-def]
 @nb.njit
 def write_goaway(s, code):  # type: ignore[no-untyped-def]
     at = write_control(s, h2words.GOAWAY, 0, 0, 8)
-    write_u32(at, get(s, h2words.NEWEST))
+    write_u32(at, s.newest)
     write_u32(at + 4, code)
 
 
@@ -93,83 +92,83 @@ def write_goaway(s, code):  # type: ignore[no-untyped-def]
 @nb.njit
 def row_of(s, stream):  # type: ignore[no-untyped-def]
     """The address of an open stream, or 0."""
-    row, left = get(s, h2words.STREAMS_AT), get(s, h2words.OPEN)
-    for _ in range(get(s, h2words.STREAMS_ROOM)):
+    row, left = s.streams, s.open
+    for _ in range(s.streams_room):
         if left == 0:
             break
-        if get(row, h2words.ID) != 0:
-            if get(row, h2words.ID) == stream:
+        if row.id != 0:
+            if row.id == stream:
                 return row
             left -= 1
-        row += 8 * h2words.STREAM_WORDS
-    return nb.int64(0)
+        row = h2words.stream_at(row, 1)
+    return h2words.stream_at(0)
 
 
 @nb.njit
 def new_row(s, stream):  # type: ignore[no-untyped-def]
     """The address of a free row, which is the stream's from now on; 0: no memory. Rows may move."""
-    room = get(s, h2words.STREAMS_ROOM)
-    if get(s, h2words.OPEN) == room:
+    room = s.streams_room
+    if s.open == room:
         more = max(2 * room, h2words.FIRST_ROOM)
-        rows = allocate(8 * h2words.STREAM_WORDS * more)
+        rows = allocate(h2words.STREAM_BYTES * more)
         if rows == 0:
-            return nb.int64(0)
-        copy_bytes(rows, get(s, h2words.STREAMS_AT), 8 * h2words.STREAM_WORDS * room)
-        clear_bytes(rows + 8 * h2words.STREAM_WORDS * room, 8 * h2words.STREAM_WORDS * (more - room))
-        release(get(s, h2words.STREAMS_AT))
-        put(s, h2words.STREAMS_AT, rows)
-        put(s, h2words.STREAMS_ROOM, more)
-    row = get(s, h2words.STREAMS_AT)
-    while get(row, h2words.ID) != 0:
-        row += 8 * h2words.STREAM_WORDS
-    clear_bytes(row, 8 * h2words.STREAM_WORDS)
-    put(row, h2words.ID, stream)
-    put(s, h2words.OPEN, get(s, h2words.OPEN) + 1)
+            return h2words.stream_at(0)
+        copy_bytes(rows, s.streams, h2words.STREAM_BYTES * room)
+        clear_bytes(h2words.stream_at(rows, room), h2words.STREAM_BYTES * (more - room))
+        release(s.streams)
+        s.streams = rows
+        s.streams_room = more
+    row = s.streams
+    while row.id != 0:
+        row = h2words.stream_at(row, 1)
+    clear_bytes(row, h2words.STREAM_BYTES)
+    row.id = stream
+    s.open += 1
     return row
 
 
 @nb.njit
 def hold(s, size):  # type: ignore[no-untyped-def]
-    put(s, h2words.HELD, get(s, h2words.HELD) + size)
+    s.held += size
 
 
 @nb.njit
 def drop_request(s, row):  # type: ignore[no-untyped-def]
     """Let go of what has come of a stream's request."""
-    hold(s, -get(row, h2words.BYTES))
-    release(get(row, h2words.AT))
-    put(row, h2words.AT, 0)
-    put(row, h2words.BYTES, 0)
+    hold(s, -row.bytes)
+    release(row.at)
+    row.at = 0
+    row.bytes = 0
 
 
 @nb.njit
 def close_row(s, row):  # type: ignore[no-untyped-def]
     """A stream is closed: nothing of it comes or leaves any more."""
     drop_request(s, row)
-    block = get(row, h2words.FIRST_OUT)
+    block = row.first_out
     if block != 0:
-        put(s, h2words.WAITING, get(s, h2words.WAITING) - 1)
+        s.waiting -= 1
     while block != 0:
-        following = get(block, h2words.NEXT_BLOCK)
-        hold(s, -get(block, h2words.SIZE))
+        following = block.next_block
+        hold(s, -block.size)
         release(block)
         block = following
-    put(row, h2words.FIRST_OUT, 0)
-    put(row, h2words.ID, 0)
-    put(s, h2words.OPEN, get(s, h2words.OPEN) - 1)
+    row.first_out = 0
+    row.id = 0
+    s.open -= 1
 
 
 @nb.njit
 def free_rows(s):  # type: ignore[no-untyped-def]
     """Close all streams, and free their table."""
-    row = get(s, h2words.STREAMS_AT)
-    for _ in range(get(s, h2words.STREAMS_ROOM)):
-        if get(row, h2words.ID) != 0:
+    row = s.streams
+    for _ in range(s.streams_room):
+        if row.id != 0:
             close_row(s, row)
-        row += 8 * h2words.STREAM_WORDS
-    release(get(s, h2words.STREAMS_AT))
-    put(s, h2words.STREAMS_AT, 0)
-    put(s, h2words.STREAMS_ROOM, 0)
+        row = h2words.stream_at(row, 1)
+    release(s.streams)
+    s.streams = 0
+    s.streams_room = 0
 
 
 # --- answers
@@ -177,41 +176,43 @@ def free_rows(s):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def block_bytes(headers, data, trailers):  # type: ignore[no-untyped-def]
-    return 8 * h2words.QUEUED_WORDS + headers + data + trailers
+    return h2words.BLOCK_BYTES + headers + data + trailers
 
 
 @nb.njit
-def begin_block(block, ends, headers, data, trailers):  # type: ignore[no-untyped-def]
-    """Write the words of a block. Returns where its bytes go: headers, data, trailers, end to end."""
-    put(block, h2words.NEXT_BLOCK, 0)
-    put(block, h2words.BLOCK_ENDS, ends)
-    put(block, h2words.HEADER_BYTES, headers)
-    put(block, h2words.DATA_BYTES, data)
-    put(block, h2words.TRAILER_BYTES, trailers)
-    put(block, h2words.HEADERS_DONE, 0)
-    put(block, h2words.DATA_DONE, 0)
-    put(block, h2words.SIZE, block_bytes(headers, data, trailers))
-    return block + 8 * h2words.QUEUED_WORDS
+def begin_block(address, ends, headers, data, trailers):  # type: ignore[no-untyped-def]
+    """Begin a block at an address. Returns where its bytes go: headers, data, trailers, end to end."""
+    block = h2words.block_at(address)
+    block.next_block = 0
+    block.ends = ends
+    block.header_bytes = headers
+    block.data_bytes = data
+    block.trailer_bytes = trailers
+    block.headers_done = 0
+    block.data_done = 0
+    block.size = block_bytes(headers, data, trailers)
+    return block + h2words.BLOCK_BYTES
 
 
 @nb.njit
-def queue(s, row, block):  # type: ignore[no-untyped-def]
-    """Let a block be the last to leave on a stream, which owns it from now on."""
-    if get(row, h2words.FIRST_OUT) == 0:
-        put(row, h2words.FIRST_OUT, block)
-        put(s, h2words.WAITING, get(s, h2words.WAITING) + 1)
+def queue(s, row, address):  # type: ignore[no-untyped-def]
+    """Let the block at an address be the last to leave on a stream, which owns it from now on."""
+    block = h2words.block_at(address)
+    if row.first_out == 0:
+        row.first_out = block
+        s.waiting += 1
     else:
-        put(get(row, h2words.LAST_OUT), h2words.NEXT_BLOCK, block)
-    put(row, h2words.LAST_OUT, block)
-    hold(s, get(block, h2words.SIZE))
-    if get(block, h2words.BLOCK_ENDS) & h2words.ENDS:
-        put(row, h2words.STATE, get(row, h2words.STATE) | h2words.FINAL)
+        row.last_out.next_block = block
+    row.last_out = block
+    hold(s, block.size)
+    if block.ends & h2words.ENDS:
+        row.state |= h2words.FINAL
 
 
 @nb.njit
 def _headers_room(s, size):  # type: ignore[no-untyped-def]
     """Bytes that a header block takes with the heads of its frames."""
-    return size + 1 + h2words.FRAME_HEAD * (1 + (size + 1) // get(s, h2words.PEER_FRAME))
+    return size + 1 + h2words.FRAME_HEAD * (1 + (size + 1) // s.peer_frame)
 
 
 @nb.njit
@@ -220,9 +221,9 @@ def write_headers(s, stream, at, size, flags):  # type: ignore[no-untyped-def]
 
     The first one after the peer's table has become smaller says that no table is used (RFC 7541, 4.2), which is so from the first on.
     """
-    kind, most, before = h2words.HEADERS, get(s, h2words.PEER_FRAME), 0
-    if get(s, h2words.FLAGS) & h2words.TABLE_SHRUNK:
-        put(s, h2words.FLAGS, (get(s, h2words.FLAGS) & ~h2words.TABLE_SHRUNK) | h2words.NO_TABLE)
+    kind, most, before = h2words.HEADERS, s.peer_frame, 0
+    if s.flags & h2words.TABLE_SHRUNK:
+        s.flags = (s.flags & ~h2words.TABLE_SHRUNK) | h2words.NO_TABLE
         before = 1
     while True:
         part = min(size, most - before)
@@ -249,48 +250,46 @@ def write_headers(s, stream, at, size, flags):  # type: ignore[no-untyped-def]
 @nb.njit(inline="always")
 def _write_data(s, row, at, size, flags):  # type: ignore[no-untyped-def]
     begin = _end_of(s)
-    write_frame_head(begin, size, h2words.DATA, flags, get(row, h2words.ID))
+    write_frame_head(begin, size, h2words.DATA, flags, row.id)
     copy_bytes(begin + h2words.FRAME_HEAD, at, size)
     _add(s, h2words.FRAME_HEAD + size)
-    put(row, h2words.WINDOW, get(row, h2words.WINDOW) - size)
-    put(s, h2words.SEND_WINDOW, get(s, h2words.SEND_WINDOW) - size)
+    row.window -= size
+    s.send_window -= size
 
 
 @nb.njit
 def _push_block(s, row, block):  # type: ignore[no-untyped-def]
     """Write what there is room for of a block. True once all of it was written."""
     ends, data, trailers = (
-        get(block, h2words.BLOCK_ENDS) & h2words.ENDS,
-        get(block, h2words.DATA_BYTES),
-        get(block, h2words.TRAILER_BYTES),
+        block.ends & h2words.ENDS,
+        block.data_bytes,
+        block.trailer_bytes,
     )
-    headers, at = get(block, h2words.HEADER_BYTES), block + 8 * h2words.QUEUED_WORDS
-    if headers > 0 and get(block, h2words.HEADERS_DONE) == 0:
+    headers, at = block.header_bytes, block + h2words.BLOCK_BYTES
+    if headers > 0 and block.headers_done == 0:
         if room_of_data(s) < _headers_room(s, headers):
             return False
-        write_headers(s, get(row, h2words.ID), at, headers, h2words.END_STREAM if ends and data + trailers == 0 else 0)
-        put(block, h2words.HEADERS_DONE, 1)
+        write_headers(s, row.id, at, headers, h2words.END_STREAM if ends and data + trailers == 0 else 0)
+        block.headers_done = 1
     at += headers
-    done = get(block, h2words.DATA_DONE)
+    done = block.data_done
     while done < data:
-        part = min(data - done, min(get(s, h2words.PEER_FRAME), nb.int64(h2words.FRAME_BYTES)))
-        part = min(
-            part, min(min(get(row, h2words.WINDOW), get(s, h2words.SEND_WINDOW)), room_of_data(s) - h2words.FRAME_HEAD)
-        )
+        part = min(data - done, min(s.peer_frame, nb.int64(h2words.FRAME_BYTES)))
+        part = min(part, min(min(row.window, s.send_window), room_of_data(s) - h2words.FRAME_HEAD))
         if part <= 0:
             return False
         last = done + part == data and ends and trailers == 0
         _write_data(s, row, at + done, part, h2words.END_STREAM if last else 0)
         done += part
-        put(block, h2words.DATA_DONE, done)
+        block.data_done = done
     if trailers > 0:
         if room_of_data(s) < _headers_room(s, trailers):
             return False
-        write_headers(s, get(row, h2words.ID), at + data, trailers, h2words.END_STREAM if ends else 0)
+        write_headers(s, row.id, at + data, trailers, h2words.END_STREAM if ends else 0)
     elif ends and headers + data == 0:  # an end alone
         if room_of_data(s) < h2words.FRAME_HEAD:
             return False
-        write_control(s, h2words.DATA, h2words.END_STREAM, get(row, h2words.ID), 0)
+        write_control(s, h2words.DATA, h2words.END_STREAM, row.id, 0)
     return True
 
 
@@ -301,19 +300,19 @@ def push(s, row):  # type: ignore[no-untyped-def]
     A stream whose end was written is closed; the client's part of it too, if it has not ended that itself.
     """
     reports, moved = 0, False
-    while get(row, h2words.FIRST_OUT) != 0:
-        block = get(row, h2words.FIRST_OUT)
+    while row.first_out != 0:
+        block = row.first_out
         if room_of_data(s) < 0 or not _push_block(s, row, block):
             return reports, moved
         moved = True
-        if get(block, h2words.BLOCK_ENDS) & h2words.REPORTS:
+        if block.ends & h2words.REPORTS:
             reports += 1
-        put(row, h2words.FIRST_OUT, get(block, h2words.NEXT_BLOCK))
-        if get(row, h2words.FIRST_OUT) == 0:
-            put(s, h2words.WAITING, get(s, h2words.WAITING) - 1)
-        hold(s, -get(block, h2words.SIZE))
+        row.first_out = block.next_block
+        if row.first_out == 0:
+            s.waiting -= 1
+        hold(s, -block.size)
         release(block)
-    if get(row, h2words.STATE) & h2words.FINAL:
+    if row.state & h2words.FINAL:
         finish(s, row)
     return reports, moved
 
@@ -321,8 +320,8 @@ def push(s, row):  # type: ignore[no-untyped-def]
 @nb.njit
 def finish(s, row):  # type: ignore[no-untyped-def]
     """Close a stream whose answer was written to its end."""
-    if not get(row, h2words.STATE) & h2words.ENDED:
-        write_reset(s, get(row, h2words.ID), h2words.NO_ERROR)  # the remainder of the request is not wanted
+    if not row.state & h2words.ENDED:
+        write_reset(s, row.id, h2words.NO_ERROR)  # the remainder of the request is not wanted
     close_row(s, row)
 
 
@@ -345,13 +344,13 @@ def write_trailers(target, request_id, request_id_bytes):  # type: ignore[no-unt
 @nb.njit
 def answer_call(s, row, message, size, request_id, request_id_bytes):  # type: ignore[no-untyped-def]
     """Answer a call with a message: at once where windows and room allow, else as a block. False: no memory."""
-    data, stream = PREFIX + size, get(row, h2words.ID)
-    most = min(get(s, h2words.PEER_FRAME), nb.int64(h2words.FRAME_BYTES))
+    data, stream = PREFIX + size, row.id
+    most = min(s.peer_frame, nb.int64(h2words.FRAME_BYTES))
     needed = data + h2words.FRAME_HEAD * (3 + data // most) + 1 + _STARTS.size + trailers_bytes(request_id_bytes)
     if (
-        get(row, h2words.FIRST_OUT) == 0
-        and data <= get(row, h2words.WINDOW)
-        and data <= get(s, h2words.SEND_WINDOW)
+        row.first_out == 0
+        and data <= row.window
+        and data <= s.send_window
         and needed <= room_of_data(s)
         and trailers_bytes(request_id_bytes) <= most
     ):
@@ -363,8 +362,8 @@ def answer_call(s, row, message, size, request_id, request_id_bytes):  # type: i
         write_u32(begin + h2words.FRAME_HEAD + 1, size)
         copy_bytes(begin + h2words.FRAME_HEAD + PREFIX, message, first - PREFIX)
         _add(s, h2words.FRAME_HEAD + first)
-        put(row, h2words.WINDOW, get(row, h2words.WINDOW) - first)
-        put(s, h2words.SEND_WINDOW, get(s, h2words.SEND_WINDOW) - first)
+        row.window -= first
+        s.send_window -= first
         done = first - PREFIX
         while done < size:
             part = min(size - done, most)
@@ -379,7 +378,7 @@ def answer_call(s, row, message, size, request_id, request_id_bytes):  # type: i
     block = allocate(block_bytes(_STARTS.size, data, trailers_bytes(request_id_bytes)))
     if block == 0:
         return False
-    at = block + 8 * h2words.QUEUED_WORDS
+    at = block + h2words.BLOCK_BYTES
     copy_bytes(at, nb.int64(_STARTS.ctypes.data), _STARTS.size)
     store_u8(at, _STARTS.size, nb.uint8(0))
     write_u32(at + _STARTS.size + 1, size)

@@ -25,7 +25,6 @@ from tierstore.kernels.h2out import (
     write_reset,
 )
 from tierstore.kernels.h2request import give_credit
-from tierstore.kernels.request_record import get, put
 from tierstore.kernels.sysio import allocate, release
 
 
@@ -41,23 +40,26 @@ def begin(most_body: Any, streaming: Any) -> Any:
 @compiled(types.void(types.int64, types.int64, types.int64), when=LAST)
 def bind_frames(s: Any, at: Any, room: Any) -> Any:
     """Lend a session an empty buffer for frames; the first time SETTINGS are written there."""
-    put(s, h2words.OUT_AT, at)
-    put(s, h2words.OUT_BYTES, 0)
-    put(s, h2words.OUT_ROOM, room)
-    if not get(s, h2words.FLAGS) & h2words.GREETED:
-        put(s, h2words.FLAGS, get(s, h2words.FLAGS) | h2words.GREETED)
+    s = h2words.session_at(s)
+    s.out_at = at
+    s.out_bytes = 0
+    s.out_room = room
+    if not s.flags & h2words.GREETED:
+        s.flags |= h2words.GREETED
         write_settings(s)
 
 
 @compiled(types.UniTuple(types.int64, 2)(*[types.int64] * 5), when=LAST)
 def advance(s: Any, at: Any, n: Any, work: Any, now: Any) -> Any:
     """`step`."""
+    s = h2words.session_at(s)
     return step(s, at, n, work, now)
 
 
 @compiled("int64(int64, int64, int64[:, ::1], int64, int64, int64, int64)", when=LAST)
 def respond(s: Any, stream: Any, places: Any, headers: Any, data: Any, trailers: Any, ends: Any) -> Any:
     """Let a copy of the bytes at `places` (address, size), a header block, data and trailers, leave on a stream. Returns 0 where it is gone."""
+    s = h2words.session_at(s)
     row = row_of(s, stream)
     block = nb.int64(0) if row == 0 else allocate(block_bytes(headers, data, trailers))
     if block == 0:
@@ -73,6 +75,7 @@ def respond(s: Any, stream: Any, places: Any, headers: Any, data: Any, trailers:
 @compiled(types.int64(*[types.int64] * 4), when=LAST)
 def respond_to_call(s: Any, stream: Any, message: Any, size: Any) -> Any:
     """Answer a call of gRPC with a message. Returns 0 where its stream is gone."""
+    s = h2words.session_at(s)
     row = row_of(s, stream)
     return 1 if row != 0 and answer_call(s, row, message, size, 0, 0) else 0
 
@@ -83,21 +86,23 @@ def push_all(s: Any, reported: Any) -> Any:
 
     Returns of how many streams a block has left that tells so: `told` has (stream, how many) of each.
     """
-    row, count = get(s, h2words.STREAMS_AT), 0
-    for _ in range(get(s, h2words.STREAMS_ROOM)):
-        if get(row, h2words.ID) != 0 and get(row, h2words.FIRST_OUT) != 0:
-            stream = get(row, h2words.ID)
+    s = h2words.session_at(s)
+    row, count = s.streams, 0
+    for _ in range(s.streams_room):
+        if row.id != 0 and row.first_out != 0:
+            stream = row.id
             reports, _ = push(s, row)
             if reports > 0:
                 reported[count, 0], reported[count, 1] = stream, reports
                 count += 1
-        row += 8 * h2words.STREAM_WORDS
+        row = h2words.stream_at(row, 1)
     return count
 
 
 @compiled(types.void(types.int64, types.int64, types.int64), when=LAST)
 def close_stream(s: Any, stream: Any, code: Any) -> Any:
     """Close a stream; reset it, too, with a `code` of 0 or more. The buffer has CONTROL_ROOM."""
+    s = h2words.session_at(s)
     row = row_of(s, stream)
     if row != 0:
         if code >= 0:
@@ -108,30 +113,34 @@ def close_stream(s: Any, stream: Any, code: Any) -> Any:
 @compiled(types.void(types.int64, types.int64, types.int64), when=LAST)
 def consume(s: Any, stream: Any, size: Any) -> Any:
     """Let the client of a stream send so many bytes more. The buffer has CONTROL_ROOM."""
+    s = h2words.session_at(s)
     row = row_of(s, stream)
-    if row != 0 and not get(row, h2words.STATE) & h2words.ENDED:
+    if row != 0 and not row.state & h2words.ENDED:
         give_credit(s, row, size)
 
 
 @compiled(types.void(types.int64, types.int64), when=LAST)
 def forget_request(s: Any, stream: Any) -> Any:
     """Let go of a stream's head and body: somebody has them."""
+    s = h2words.session_at(s)
     row = row_of(s, stream)
     if row != 0:
         drop_request(s, row)
-        put(row, h2words.HEAD_BYTES, 0)
-        put(row, h2words.ROOM, 0)
+        row.head_bytes = 0
+        row.room = 0
 
 
 @compiled(types.int64(types.int64), when=LAST)
 def say_goodbye(s: Any) -> Any:
     """Begin no more streams. Returns how many are open."""
+    s = h2words.session_at(s)
     go_away(s)
-    return get(s, h2words.OPEN)
+    return s.open
 
 
 @compiled(types.void(types.int64), when=LAST)
 def free(s: Any) -> Any:
     """Free a session, but for the buffer that it was lent."""
+    s = h2words.session_at(s)
     end_session(s)
     release(s)

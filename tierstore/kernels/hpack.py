@@ -23,11 +23,13 @@ from tierstore.kernels import LAST, compiled
 from tierstore.kernels.atomics import copy_bytes
 from tierstore.kernels.jsontext import names_of, place_of
 from tierstore.kernels.raw import load_u8, load_u32, store_u8
-from tierstore.kernels.request_record import get, put
+from tierstore.kernels.records import at, define, place
 
-# a field that `decode` found, int64 words; offsets count from `text`. NAME_IS: the first place in the static table (1…61) that has the name, or 0
-NAME_AT, NAME_BYTES, VALUE_AT, VALUE_BYTES, NAME_IS = range(5)
-FIELD_WORDS = 5
+FIELD = define("HeaderField", "a field that `hpack.decode` found", {
+    "name_at name_bytes value_at value_bytes": "where they are, counted from `text`, and how many bytes",
+    "name_is": "the first place in the static table (1 to 61) that has the name, or 0",
+})  # fmt: skip
+field_at = at(FIELD)
 
 # what `decode` returns in place of a count: the block is no HPACK, which ends the connection; the list is beyond the caller's room
 COMPRESSION, TOO_LARGE = -1, -2
@@ -38,14 +40,20 @@ MOST_UNFOLDED = 1 << 20  # bytes of names and values of a block
 MOST_ADDED = 16  # bytes of an encoded field beside its name and value
 NO_TABLE = 0x20  # before the first field of a block: from here on the table has no bytes
 
-# a table: words, a word for each entry, and a ring of names and values
-_COUNT, _SIZE, _LIMIT, _NEWEST, _END = range(5)
-_HEAD_WORDS = 8
 _OVERHEAD = 32  # of an entry, as RFC 7541 counts
 _ENTRIES = CAPACITY // _OVERHEAD
-_RING = 8 * (_HEAD_WORDS + _ENTRIES)
-TABLE_BYTES = _RING + CAPACITY
-# an entry: where in the ring it is, from these bits on the bytes of its name and of its value, and NAME_IS
+TABLE = define("HeaderTable", "the dynamic table of one peer's encoder (HPACK)", {
+    "count size": "entries, and their bytes as RFC 7541 counts them",
+    "limit": "bytes that they may have",
+    "newest": "the place of the newest entry",
+    "end": "where in the ring the next one begins",
+    "entries": (
+        (np.int64, (_ENTRIES,)),
+        "where in the ring each is; from bits 16, 32 and 48 on the bytes of its name and of its value, and `name_is`",
+    ),
+    "ring": ((np.uint8, (CAPACITY,)), "names and values, end to end"),
+})  # fmt: skip
+table_at = at(TABLE)
 _NAME_SHIFT, _VALUE_SHIFT, _IS_SHIFT, _PART = 16, 32, 48, 0xFFFF
 
 # RFC 7541, appendix A: the static table, from 1 on
@@ -128,7 +136,7 @@ def _static_at(index):  # type: ignore[no-untyped-def]
 @nb.njit(inline="always")
 def _entry_at(table, index):  # type: ignore[no-untyped-def]
     """The word of an entry of the dynamic table; 0 is the newest."""
-    return get(table, _HEAD_WORDS + (get(table, _NEWEST) - index) % _ENTRIES)
+    return table.entries[(table.newest - index) % _ENTRIES]
 
 
 @nb.njit
@@ -136,37 +144,37 @@ def _read_ring(table, entry, target, size):  # type: ignore[no-untyped-def]
     """Copy the first `size` bytes of an entry to an address."""
     at = entry & _PART
     first = min(size, CAPACITY - at)
-    copy_bytes(target, table + _RING + at, first)
-    copy_bytes(target + first, table + _RING, size - first)
+    copy_bytes(target, place(table, "ring") + at, first)
+    copy_bytes(target + first, place(table, "ring"), size - first)
 
 
 @nb.njit
 def _shrink(table, limit):  # type: ignore[no-untyped-def]
     """Forget the oldest entries until the others have `limit` bytes at most."""
-    while get(table, _COUNT) > 0 and get(table, _SIZE) > limit:
-        entry = _entry_at(table, get(table, _COUNT) - 1)
-        put(table, _COUNT, get(table, _COUNT) - 1)
+    while table.count > 0 and table.size > limit:
+        entry = _entry_at(table, table.count - 1)
+        table.count -= 1
         size = _OVERHEAD + (entry >> _NAME_SHIFT & _PART) + (entry >> _VALUE_SHIFT & _PART)
-        put(table, _SIZE, get(table, _SIZE) - size)
+        table.size -= size
 
 
 @nb.njit
 def _insert(table, at, name_bytes, value_bytes, name_is):  # type: ignore[no-untyped-def]
     """Make the name and the value at `at`, end to end, the newest entry. One that is too large empties the table."""
-    size, limit = name_bytes + value_bytes, get(table, _LIMIT)
+    size, limit = name_bytes + value_bytes, table.limit
     _shrink(table, limit - size - _OVERHEAD)
     if size + _OVERHEAD > limit:
         return
-    end, newest = get(table, _END), (get(table, _NEWEST) + 1) % _ENTRIES
+    end, newest = table.end, (table.newest + 1) % _ENTRIES
     entry = end | name_bytes << _NAME_SHIFT | value_bytes << _VALUE_SHIFT | name_is << _IS_SHIFT
-    put(table, _HEAD_WORDS + newest, entry)
+    table.entries[newest] = entry
     first = min(size, CAPACITY - end)
-    copy_bytes(table + _RING + end, at, first)
-    copy_bytes(table + _RING, at + first, size - first)
-    put(table, _NEWEST, newest)
-    put(table, _END, (end + size) % CAPACITY)
-    put(table, _COUNT, get(table, _COUNT) + 1)
-    put(table, _SIZE, get(table, _SIZE) + size + _OVERHEAD)
+    copy_bytes(place(table, "ring") + end, at, first)
+    copy_bytes(place(table, "ring"), at + first, size - first)
+    table.newest = newest
+    table.end = (end + size) % CAPACITY
+    table.count += 1
+    table.size = table.size + size + _OVERHEAD
 
 
 @nb.njit(inline="always")
@@ -230,7 +238,7 @@ def _literal(table, at, i, size, mask, target, room):  # type: ignore[no-untyped
     The name and the value are written end to end, where there is room for both.
     """
     index, i = _integer(at, i, size, mask)
-    count = get(table, _COUNT)
+    count = table.count
     if index < 0 or index > _STATIC_COUNT + count:
         return -1, 0, 0, i
     if index == 0:
@@ -257,7 +265,7 @@ def _literal(table, at, i, size, mask, target, room):  # type: ignore[no-untyped
 @nb.njit
 def _indexed(table, index, target, room):  # type: ignore[no-untyped-def]
     """(bytes of the name, bytes of the value, NAME_IS) of an entry, written end to end where there is room; -1 where there is none."""
-    if index <= 0 or index > _STATIC_COUNT + get(table, _COUNT):
+    if index <= 0 or index > _STATIC_COUNT + table.count:
         return -1, 0, 0
     if index <= _STATIC_COUNT:
         source, name_bytes, value_bytes = _static_at(index)
@@ -274,9 +282,9 @@ def _indexed(table, index, target, room):  # type: ignore[no-untyped-def]
 @compiled(types.void(types.int64), when=LAST)
 def begin_table(table: Any) -> Any:
     """Make TABLE_BYTES at an address, a multiple of 8, the empty table of a new connection."""
-    for word in range(_HEAD_WORDS):
-        put(table, word, 0)
-    put(table, _LIMIT, CAPACITY)
+    table = table_at(table)
+    table.count = table.size = table.newest = table.end = 0
+    table.limit = CAPACITY
 
 
 @compiled(types.int64(*[types.int64] * 7), when=LAST)
@@ -284,8 +292,9 @@ def decode(table: Any, at: Any, size: Any, text: Any, text_room: Any, fields: An
     """Decode a header block of `size` bytes: how many fields it has, COMPRESSION or TOO_LARGE.
 
     The names and values are written to `text`, which has room for `text_room` bytes, LEAST_ROOM at least; `fields` has
-    `most_fields` rows of FIELD_WORDS. After TOO_LARGE both hold nothing of use, but the table is as the peer's encoder has it.
+    `most_fields` FIELDs. After TOO_LARGE both hold nothing of use, but the table is as the peer's encoder has it.
     """
+    table = table_at(table)
     i, count, used, unfolded, is_over = 0, 0, 0, 0, False
     begin, may_resize = 0, True
     while i < size:
@@ -295,7 +304,7 @@ def decode(table: Any, at: Any, size: Any, text: Any, text_room: Any, fields: An
             limit, i = _integer(at, i, size, 31)
             if limit < 0 or limit > CAPACITY or not may_resize:
                 return COMPRESSION
-            put(table, _LIMIT, limit)
+            table.limit = limit
             _shrink(table, limit)
             continue
         may_resize = False
@@ -320,12 +329,12 @@ def decode(table: Any, at: Any, size: Any, text: Any, text_room: Any, fields: An
             _insert(table, target, name_bytes, value_bytes, name_is)
         if is_over:
             continue
-        row = fields + 8 * FIELD_WORDS * count
-        put(row, NAME_AT, used)
-        put(row, NAME_BYTES, name_bytes)
-        put(row, VALUE_AT, used + name_bytes)
-        put(row, VALUE_BYTES, value_bytes)
-        put(row, NAME_IS, name_is)
+        row = field_at(fields, count)
+        row.name_at = used
+        row.name_bytes = name_bytes
+        row.value_at = used + name_bytes
+        row.value_bytes = value_bytes
+        row.name_is = name_is
         used += name_bytes + value_bytes
         count += 1
     return TOO_LARGE if is_over else count

@@ -2,8 +2,8 @@
 
 A pure function of bytes; any thread. It knows a part of RFC 9112 and decides one question: is this the head of
 a POST to a look-up, or for a front's rows, and where does the request end? Only a head of which every line has a known form, with one
-`Content-Length` of digits alone, is PLAIN. All else is FOREIGN and is for the full server, which gets the bytes as
-they came. What cannot be told yet is CUT. There is no guessing: a head that is PLAIN means the same to every server.
+`Content-Length` of digits alone, is PLAIN. All else is FOREIGN and is for the full server, which gets the bytes as they came. What cannot
+be told yet is CUT. There is no guessing: a head that is PLAIN means the same to every server.
 
     request line    POST <path> HTTP/1.1       path: /v2/models/…/infer, /v1/models/…:predict or /upstream/m…/rows of [A-Za-z0-9_./:-]
                                                HTTP/1.0 too, whose connections end with the answer
@@ -26,20 +26,28 @@ from numba import types
 
 from tierstore.kernels import LAST, compiled
 from tierstore.kernels.raw import load_u8
+from tierstore.kernels.reactor_access import TOKEN
+from tierstore.kernels.records import at, define
 
 PLAIN, CUT, FOREIGN = 0, 1, 2
 
-# what `parse` finds, int64 words; offsets count from the request's first byte
-(
-    HEAD_BYTES, PATH_AT, PATH_BYTES, BODY_BYTES, JSON_BYTES, HOST_AT, HOST_BYTES, TIMEOUT_MS, UNUSUAL, AUTHORIZATION_AT,
-    AUTHORIZATION_BYTES, KIND, CLOSING, CALLER,
-) = range(14)  # fmt: skip
-FOUND_WORDS = 14  # CALLER is for who checks access (`reactor_access.py`)
-INFER, PREDICT, ROWS = range(3)  # of KIND, by the path
-NONE = -1  # JSON_BYTES without Inference-Header-Content-Length
+HEAD = define("Head", "what `parse` finds; places count from the request's first byte", {
+    "head_bytes": "of the head",
+    "path_at path_bytes": "of the path",
+    "body_bytes": "of the body", "json_bytes": "of the JSON that it begins with, or NONE",
+    "host_at host_bytes": "of the header Host",
+    "timeout_ms": "the least that a header says; 0: none does", "unusual": "why it is not for the short way; bits",
+    "authorization_at authorization_bytes": "of the header Authorization", "kind": "INFER, PREDICT or ROWS, by the path",
+    "closing": "1: the connection ends with the answer",
+    "caller": (TOKEN, "who asks, for who checks access (`reactor_access.py`)"),
+})  # fmt: skip
+head_at = at(HEAD)
+INFER, PREDICT, ROWS = range(3)  # of `kind`
+NONE = -1  # `json_bytes` without Inference-Header-Content-Length
 
 MOST_HEAD_BYTES = 8192
 _MOST_DIGITS = 9  # of lengths
+_MOST_NUMBER = (1 << 63) - 1
 _TRACEPARENT = 55  # bytes: version, trace, span, flags
 
 _U64 = np.uint64
@@ -61,7 +69,7 @@ READ = (
 FOREIGN_NAMES = ("transfer-encoding", "expect")
 MEANT = (*READ, *FOREIGN_NAMES)
 _ORIGIN = READ.index("origin")
-# why a PLAIN head is not for the short way; bits of UNUSUAL
+# why a PLAIN head is not for the short way; bits of `unusual`
 ROUTED = 1  # has a request id, by which a canary's share is dealt
 CODED = 2  # its body is coded, or its answer must be
 ODD_VALUE = 4  # a value that the full check refuses
@@ -93,7 +101,7 @@ def _table(text: str) -> np.ndarray:
 _ALPHANUMERIC = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 _IN_PATH = _table(_ALPHANUMERIC + "_./:-")
 IN_NAME = _table(_ALPHANUMERIC + "!#$%&'*+-.^_`|~")
-_OPENINGS = np.frombuffer(b"POST /v2/models/POST /v1/models/POST /upstream/m", np.uint8)  # by KIND
+_OPENINGS = np.frombuffer(b"POST /v2/models/POST /v1/models/POST /upstream/m", np.uint8)  # by `kind`
 _OPENING_BYTES = 16
 _VERSION = np.frombuffer(b" HTTP/1.", np.uint8)
 _INFER_ENDS = np.frombuffer(b"/infer", np.uint8)
@@ -117,15 +125,15 @@ def _starts_with(at, n, wanted, begin, size):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def read_number(at, size, most_digits):  # type: ignore[no-untyped-def]
-    """The number that `size` bytes spell, or -1."""
+    """The number that `size` bytes spell, or -1. With 19 digits it is to be below 2⁶³."""
     if size < 1 or size > most_digits:
-        return -1
-    value = 0
+        return nb.int64(-1)
+    value = nb.int64(0)
     for i in range(size):
-        digit = nb.int64(load_u8(at, i))
-        if digit < _ZERO or digit > _NINE:
-            return -1
-        value = value * 10 + digit - _ZERO
+        digit = nb.int64(load_u8(at, i)) - _ZERO
+        if digit < 0 or digit > 9 or (i == 18 and value > (_MOST_NUMBER - digit) // 10):
+            return nb.int64(-1)
+        value = value * 10 + digit
     return value
 
 
@@ -159,8 +167,8 @@ def _path(at, n, found):  # type: ignore[no-untyped-def]
         or _starts_with(at + end - ending.size, ending.size, ending, 0, ending.size) != PLAIN
     ):
         return -FOREIGN
-    found[PATH_AT], found[PATH_BYTES], found[KIND] = 5, end - 5, kind
-    found[CLOSING] = load_u8(at, line - 3) == _ZERO
+    found.path_at, found.path_bytes, found.kind = 5, end - 5, kind
+    found.closing = load_u8(at, line - 3) == _ZERO
     return line
 
 
@@ -299,7 +307,7 @@ def _may_be_refused(at, size):  # type: ignore[no-untyped-def]
 @nb.njit
 def _is_own_page(at, found, origin, size):  # type: ignore[no-untyped-def]
     """Whether an Origin is a page of this service under the name that it is asked by."""
-    host, host_bytes = at + found[HOST_AT], found[HOST_BYTES]
+    host, host_bytes = at + found.host_at, found.host_bytes
     if size != _HTTP.size + host_bytes or host_bytes == 0 or not _is_word(origin, _HTTP.size, _HTTP):
         return False
     for k in range(host_bytes):  # noqa: SIM110 - for the compiler
@@ -323,18 +331,18 @@ def parse_at(at, n, found):  # type: ignore[no-untyped-def]
     i = _path(at, n, found)
     if i <= 0:
         return -i
-    found[BODY_BYTES], found[JSON_BYTES], found[HOST_BYTES], found[TIMEOUT_MS], found[UNUSUAL] = -1, NONE, 0, 0, 0
-    found[AUTHORIZATION_AT] = found[AUTHORIZATION_BYTES] = 0
+    found.body_bytes, found.json_bytes, found.host_bytes, found.timeout_ms, found.unusual = -1, NONE, 0, 0, 0
+    found.authorization_at = found.authorization_bytes = 0
     seen, origin, origin_bytes = 0, 0, 0
     while True:
         if i < n and load_u8(at, i) == _CR:
             if i + 1 == n:
                 return CUT
-            if load_u8(at, i + 1) != _LF or found[BODY_BYTES] < 0 or seen & 1 == 0:
+            if load_u8(at, i + 1) != _LF or found.body_bytes < 0 or seen & 1 == 0:
                 return FOREIGN
-            found[HEAD_BYTES] = i + 2
+            found.head_bytes = i + 2
             if seen & (1 << _ORIGIN) and not _is_own_page(at, found, origin, origin_bytes):
-                found[UNUSUAL] |= FROM_ELSEWHERE
+                found.unusual |= FROM_ELSEWHERE
             return PLAIN
         number, value, end, i = _line(at, n, i)
         if number < 0:
@@ -346,47 +354,47 @@ def parse_at(at, n, found):  # type: ignore[no-untyped-def]
         seen |= 1 << number
         size = end - value
         if number == 0:  # host
-            found[HOST_AT], found[HOST_BYTES] = value, size
+            found.host_at, found.host_bytes = value, size
         elif number == 1:  # content-length
-            found[BODY_BYTES] = read_number(at + value, size, _MOST_DIGITS)
-            if found[BODY_BYTES] < 0:
+            found.body_bytes = read_number(at + value, size, _MOST_DIGITS)
+            if found.body_bytes < 0:
                 return FOREIGN
         elif number == 2:  # connection
             says = _options(at + value, size)
             if says < 0:
                 return FOREIGN
-            found[CLOSING] |= says
+            found.closing |= says
         elif number == 3:  # inference-header-content-length
-            found[JSON_BYTES] = read_number(at + value, size, _MOST_DIGITS)
-            if found[JSON_BYTES] < 0:
-                found[UNUSUAL] |= ODD_VALUE
+            found.json_bytes = read_number(at + value, size, _MOST_DIGITS)
+            if found.json_bytes < 0:
+                found.unusual |= ODD_VALUE
         elif number == 4:  # accept-encoding
             if _may_be_refused(at + value, size):
-                found[UNUSUAL] |= CODED
+                found.unusual |= CODED
         elif number == 5:  # x-request-id
-            found[UNUSUAL] |= ROUTED
+            found.unusual |= ROUTED
         elif number == 6:  # authorization
-            found[AUTHORIZATION_AT], found[AUTHORIZATION_BYTES] = value, size
+            found.authorization_at, found.authorization_bytes = value, size
         elif number == _ORIGIN:
             origin, origin_bytes = at + value, size
         elif number == 10:  # content-encoding
             if size > 0 and not _is_word(at + value, size, _IDENTITY):
-                found[UNUSUAL] |= CODED
+                found.unusual |= CODED
         elif number == 11:  # upgrade
             if not _is_word(at + value, size, _H2C):
                 return FOREIGN
         elif number == 12:  # traceparent
             if is_sampled(at + value, size):
-                found[UNUSUAL] |= SAMPLED
+                found.unusual |= SAMPLED
         else:  # a timeout
             timeout = read_number(at + value, size, _MOST_DIGITS)
             if timeout < 0:
-                found[UNUSUAL] |= ODD_VALUE
-            elif timeout > 0 and (found[TIMEOUT_MS] == 0 or timeout < found[TIMEOUT_MS]):
-                found[TIMEOUT_MS] = timeout
+                found.unusual |= ODD_VALUE
+            elif timeout > 0 and (found.timeout_ms == 0 or timeout < found.timeout_ms):
+                found.timeout_ms = timeout
 
 
-@compiled(types.int64(types.int64, types.int64, types.int64[::1]), when=LAST)
+@compiled(types.int64(types.int64, types.int64, types.int64), when=LAST)
 def parse(at: Any, n: Any, found: Any) -> Any:
-    """What the `n` bytes at address `at` begin with: PLAIN, CUT or FOREIGN. `found`, int64[FOUND_WORDS], says the rest."""
-    return parse_at(at, n, found)
+    """What the `n` bytes at address `at` begin with: PLAIN, CUT or FOREIGN. The HEAD at address `found` says the rest."""
+    return parse_at(at, n, head_at(found))

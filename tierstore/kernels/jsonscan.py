@@ -44,38 +44,18 @@ from tierstore.kernels.jsontext import (
     word_at,
 )
 from tierstore.kernels.request_record import (
-    AT,
-    BINARY,
-    BY_DEFAULT,
-    COMBINER_AT,
-    COMBINER_BYTES,
-    DATA_BYTES,
-    DATATYPE,
     DATATYPES,
-    DIMS,
-    DTYPE_AT,
-    DTYPE_BYTES,
-    ID_AT,
-    ID_BYTES,
-    INPUTS,
     MOST_RANK,
     MOST_SIZE,
     MOST_TENSORS,
-    NAME_AT,
-    NAME_BYTES,
     NO,
     NO_SIZE,
     NOT_OF_FORM,
-    OUTPUTS,
-    RANK,
     SCANNED,
-    SIZE,
-    TIMEOUT_US,
     YES,
     begin,
     clear_row,
-    get,
-    put,
+    record_at,
     row_at,
     write_structure,
 )
@@ -117,20 +97,27 @@ def _parameters(text, i, n, row):  # type: ignore[no-untyped-def]
             value, i = number_at(text, i, n)
             if value < 0:
                 return -1
-            put(row, SIZE if which == 0 else TIMEOUT_US, value)
+            if which == 0:
+                row.size = value
+            else:
+                row.timeout_us = value
         elif which < 3:
             value, i = word_at(text, i, n)
             if value != TRUE and value != FALSE:
                 return -1
-            put(row, BINARY if which == 1 else BY_DEFAULT, YES if value == TRUE else NO)
+            if which == 1:
+                row.binary = YES if value == TRUE else NO
+            else:
+                row.by_default = YES if value == TRUE else NO
         else:
             end = text_end(text, i, n)
             if end < 0:
                 return -1
-            put(
-                row, DTYPE_AT if which == 3 else COMBINER_AT, text + i
-            )  # with its quote: an empty one is told from none
-            put(row, DTYPE_BYTES if which == 3 else COMBINER_BYTES, end - i)
+            # with its quote: an empty one is told from none
+            if which == 3:
+                row.dtype_at, row.dtype_bytes = text + i, end - i
+            else:
+                row.combiner_at, row.combiner_bytes = text + i, end - i
             i = end + 1
         if which >= 0:
             seen |= 1 << which
@@ -149,10 +136,10 @@ def _shape(text, i, n, row):  # type: ignore[no-untyped-def]
         value, i = number_at(text, i, n)
         if value < 0 or value > MOST_SIZE or rank == MOST_RANK:
             return -1
-        put(row, DIMS + rank, value)
+        row.dims[rank] = value
         rank += 1
         i, over = next_at(text, i, n, CLOSE_LIST)
-    put(row, RANK, rank)
+    row.rank = rank
     return i
 
 
@@ -181,11 +168,11 @@ def _tensor(text, i, n, row):  # type: ignore[no-untyped-def]
             if end <= i + 1:
                 return -1
             if which == 0:
-                put(row, NAME_AT, text + i + 1)
-                put(row, NAME_BYTES, end - i - 1)
+                row.name_at = text + i + 1
+                row.name_bytes = end - i - 1
             else:
-                put(row, DATATYPE, 1 + place_of(text, i + 1, end - i - 1, _DATATYPE, _DATATYPE_FROM))
-                if get(row, DATATYPE) == 0:
+                row.datatype = 1 + place_of(text, i + 1, end - i - 1, _DATATYPE, _DATATYPE_FROM)
+                if row.datatype == 0:
                     return -1
             i = end + 1
         if which >= 0:
@@ -197,9 +184,9 @@ def _tensor(text, i, n, row):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _tensors(text, i, n, record, kind):  # type: ignore[no-untyped-def]
+def _tensors(text, i, n, record, of_outputs):  # type: ignore[no-untyped-def]
     """Read a list of tensors, inputs or outputs, into rows behind those that there are. Returns what follows, or -1."""
-    if kind == OUTPUTS:
+    if of_outputs:
         which, after = word_at(text, i, n)
         if which == NULL:
             return after
@@ -209,13 +196,16 @@ def _tensors(text, i, n, record, kind):  # type: ignore[no-untyped-def]
     if is_there(text, i, n, CLOSE_LIST):
         return i + 1
     while not over:
-        if get(record, kind) == MOST_TENSORS:
+        if (record.outputs if of_outputs else record.inputs) == MOST_TENSORS:
             return -1
-        number = 1 + get(record, INPUTS) + get(record, OUTPUTS)
+        number = 1 + record.inputs + record.outputs
         i = _tensor(text, i, n, row_at(record, number))
         if i < 0:
             return -1
-        put(record, kind, get(record, kind) + 1)
+        if of_outputs:
+            record.outputs += 1
+        else:
+            record.inputs += 1
         i, over = next_at(text, i, n, CLOSE_LIST)
     return i
 
@@ -224,14 +214,14 @@ def _tensors(text, i, n, record, kind):  # type: ignore[no-untyped-def]
 def _finish_inputs(record):  # type: ignore[no-untyped-def]
     """Note where the bytes of each input are. False where one is not described whole."""
     at = nb.int64(0)
-    for i in range(get(record, INPUTS)):
+    for i in range(record.inputs):
         row = row_at(record, 1 + i)
-        size = get(row, SIZE)
-        if size == NO_SIZE or size > MOST_SIZE or get(row, DATATYPE) == 0 or get(row, RANK) == 0:
+        size = row.size
+        if size == NO_SIZE or size > MOST_SIZE or row.datatype == 0 or row.rank == 0:
             return False
-        put(row, AT, at)
+        row.at = at
         at += size
-    put(record, DATA_BYTES, at)
+    record.data_bytes = at
     return True
 
 
@@ -259,20 +249,20 @@ def scan_at(text, n, record):  # type: ignore[no-untyped-def]
                 i = after
             else:
                 end = id_end(text, i, n)
-                put(record, ID_AT, text + i + 1)
-                put(record, ID_BYTES, end - i - 1)
+                record.id_at = text + i + 1
+                record.id_bytes = end - i - 1
                 i = -1 if end < 0 else end + 1
         elif which == 1:
             i = _parameters(text, i, n, own)
         elif which == 2:
             inputs_at = i
-            i = _tensors(text, i, n, record, INPUTS)
+            i = _tensors(text, i, n, record, False)
         elif inputs_at < 0:  # outputs that come before the inputs: read once more behind them
             outputs_at = i
-            i = _tensors(text, i, n, record, OUTPUTS)
-            put(record, OUTPUTS, 0)
+            i = _tensors(text, i, n, record, True)
+            record.outputs = 0
         else:
-            i = _tensors(text, i, n, record, OUTPUTS)
+            i = _tensors(text, i, n, record, True)
         if which >= 0:
             seen |= 1 << which
         if i < 0:
@@ -281,13 +271,14 @@ def scan_at(text, n, record):  # type: ignore[no-untyped-def]
     if i < 0 or skip_blanks(text, i, n) != n or inputs_at < 0:
         return NOT_OF_FORM
     if outputs_at >= 0:
-        _tensors(text, outputs_at, n, record, OUTPUTS)
+        _tensors(text, outputs_at, n, record, True)
     return SCANNED if _finish_inputs(record) else NOT_OF_FORM
 
 
 @compiled(types.int64(types.int64, types.int64, types.int64, types.int64), when=LAST)
 def scan(text: Any, n: Any, record: Any, structure: Any) -> Any:
     """Scan `n` bytes of JSON at an address, for Python: the bytes of the structure, which is written; 0 where it is not of the form."""
+    record = record_at(record)
     if scan_at(text, n, record) != SCANNED:
         return 0
     return write_structure(record, structure)

@@ -22,6 +22,7 @@ from tierstore.kernels.atomics import prefetch, stack_bytes
 from tierstore.kernels.codec import AS_STORED, address_of, copy_row, decode_row, out_code
 from tierstore.kernels.hashing import mix
 from tierstore.kernels.raw import load_u8, load_u64, store_u8, store_u64
+from tierstore.kernels.records import at, define
 from tierstore.types import Keys, Rows, States, StorageDtype, Tier, Vectors
 
 Index = npt.NDArray[np.uint64]
@@ -34,7 +35,12 @@ _ROW = np.uint64(0xFFFF_FFFF)
 _BLOCK = 32  # keys whose slots are asked for before the first of them is probed
 _BLOCK_BYTES = 8 * _BLOCK
 _PREFETCH_BYTES = 512  # of a row
-_INDEX_AT, _SLOTS, _KEYS_AT, _DELETED_AT, _ROWS_AT, _ROW_BYTES, _CODE = range(7)  # of `Answering.words`
+OVERLAY = define("Overlay", "rows of a delta, by key", {
+    "index_at slots": "the index, and how many slots it has",
+    "keys_at deleted_at rows_at": "by row number: the keys, which are deleted, the rows as stored",
+    "row_bytes code": "of a row: its bytes, its dtype",
+})  # fmt: skip
+overlay_at = at(OVERLAY)
 _PENDING, _OVERLAY, _ABSENT = int(Tier.PENDING), int(Tier.OVERLAY), int(Tier.ABSENT)
 
 _KEYS = types.Array(types.int64, 1, "C", readonly=True)
@@ -71,15 +77,13 @@ def _build(keys: Any, index: Any) -> Any:
 
 
 @njit
-def answer_at(words: Any, out_code: Any, dim: Any, default: Any, out: Any, keys: Any, n: Any, state: Any) -> Any:
-    """`Answering.answer` of `n` keys and states at addresses of any alignment; `words` is the address of its `words`.
+def answer_at(overlay: Any, out_code: Any, dim: Any, default: Any, out: Any, keys: Any, n: Any, state: Any) -> Any:
+    """`Answering.answer` of `n` keys and states at addresses of any alignment, of an overlay.
 
     With AS_STORED rows are answered as they are stored, and nothing is written for a deleted key.
     """
-    index, slots, table_keys = load_u64(words, _INDEX_AT), load_u64(words, _SLOTS), np.int64(load_u64(words, _KEYS_AT))
-    deleted, rows = np.int64(load_u64(words, _DELETED_AT)), np.int64(load_u64(words, _ROWS_AT))
-    row_bytes, code = np.int64(load_u64(words, _ROW_BYTES)), np.int64(load_u64(words, _CODE))
-    index, mask = np.int64(index), slots - np.uint64(1)
+    index, table_keys, deleted, rows = overlay.index_at, overlay.keys_at, overlay.deleted_at, overlay.rows_at
+    row_bytes, code, mask = overlay.row_bytes, overlay.code, np.uint64(overlay.slots - 1)
     out_bytes = row_bytes if out_code == AS_STORED else dim * (4 >> out_code)
     prefetch_bytes: Any = min(row_bytes, _PREFETCH_BYTES)
     hashes, found = stack_bytes(_BLOCK_BYTES), stack_bytes(_BLOCK_BYTES)
@@ -127,7 +131,7 @@ def answer_at(words: Any, out_code: Any, dim: Any, default: Any, out: Any, keys:
 
 @compiled("int64(int64, int64, int64, int64, int64, int64, int64, int64)")
 def _answer(words: Any, out_code: Any, dim: Any, default: Any, out: Any, keys: Any, n: Any, state: Any) -> Any:
-    return answer_at(words, out_code, dim, default, out, keys, n, state)
+    return answer_at(overlay_at(words), out_code, dim, default, out, keys, n, state)
 
 
 @compiled(types.int64[::1](_KEYS))
@@ -253,9 +257,9 @@ class Answering:
         marks = np.ascontiguousarray(deleted).view(np.uint8)
         self._arrays, self._dim = (index, keys, rows, marks), dim  # they keep the memory that the words lie in
         # for kernels: where the parts lie, see `answer_at`
-        self.words = np.array(
-            [address_of(index), len(index), address_of(keys), address_of(marks), address_of(rows), rows.shape[1], dtype.code],
-            np.int64,
+        self.words = OVERLAY.make(
+            index_at=address_of(index), slots=len(index), keys_at=address_of(keys), deleted_at=address_of(marks),
+            rows_at=address_of(rows), row_bytes=rows.shape[1], code=dtype.code,
         )  # fmt: skip
 
     def answer(self, keys: Keys, out: Vectors, state: States, default: Vectors) -> int:
@@ -281,7 +285,7 @@ class Answering:
 
     def stored(self, keys: Keys, rows: Rows, state: States) -> int:
         """`answer` with rows as they are stored, uint8[n, row_bytes]; nothing is written for a deleted key."""
-        n, row_bytes = len(keys), int(self.words[_ROW_BYTES])
+        n, row_bytes = len(keys), int(self.words["row_bytes"])
         if state.shape != (n,) or rows.shape != (n, row_bytes) or not rows.flags.c_contiguous:
             raise ValueError(
                 f"keys, state and rows pair up: got {n}, {list(state.shape)} and {list(rows.shape)} for rows of {row_bytes} bytes"

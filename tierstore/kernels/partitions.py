@@ -1,4 +1,4 @@
-"""Which partition a key's code is in, and codes put in order by it. `schema/built.md` has the function.
+"""Which partition a key's code is in, codes put in order by it, and codes found among others. `schema/built.md` has the function.
 
 Free functions of arrays, nogil; any thread.
 """
@@ -11,7 +11,7 @@ import numba as nb
 import numpy as np
 from numba import types
 
-from tierstore.kernels import FIRST, compiled
+from tierstore.kernels import FIRST, LAST, compiled
 
 _U64 = np.uint64
 _CODES = types.Array(types.int64, 1, "C", readonly=True)
@@ -28,21 +28,42 @@ def partition_at(code, count):  # type: ignore[no-untyped-def]
     return np.int64((x ^ (x >> _U64(33))) % _U64(count))
 
 
-@compiled(types.void(_CODES, _CODES, _I64S, _I64S), when=FIRST)
-def group(codes: Any, wanted: Any, order: Any, starts: Any) -> Any:
-    """The places `wanted` of `codes` by partition: those of p are order[starts[p]:starts[p + 1]], in their order in `wanted`."""
-    count = len(starts) - 1
+@compiled(types.void(_CODES, _CODES, _CODES, _I64S, _I64S), when=FIRST)
+def group(codes: Any, wanted: Any, group_of: Any, order: Any, starts: Any) -> Any:
+    """The places `wanted` of `codes` by group: those of g are order[starts[g]:starts[g + 1]], in their order in `wanted`.
+
+    `group_of` int64[partitions]: the group that the codes of a partition are in, or -1; those of no group come last. `starts`
+    int64[groups + 1].
+    """
+    groups, count = len(starts) - 1, len(group_of)
     of = np.empty(len(wanted), np.int64)
     starts[:] = 0
     for i in range(len(wanted)):
-        of[i] = partition_at(codes[wanted[i]], count)
-        starts[of[i] + 1] += 1
-    for p in range(count):
-        starts[p + 1] += starts[p]
-    at = starts[:-1].copy()
+        of[i] = group_of[partition_at(codes[wanted[i]], count)]
+        if of[i] >= 0:
+            starts[of[i] + 1] += 1
+    for g in range(groups):
+        starts[g + 1] += starts[g]
+    at = starts.copy()
     for i in range(len(wanted)):
-        order[at[of[i]]] = wanted[i]
-        at[of[i]] += 1
+        g = of[i] if of[i] >= 0 else groups
+        order[at[g]] = wanted[i]
+        at[g] += 1
+
+
+@compiled(types.int64(_CODES, _CODES, _I64S), when=LAST)
+def match_sorted(ours: Any, theirs: Any, where: Any) -> Any:
+    """where[i]: the place of ours[i] in `theirs`, unless it is not there. Both ascending. Returns how many are there."""
+    j = found = 0
+    for i in range(len(ours)):
+        while j < len(theirs) and theirs[j] < ours[i]:
+            j += 1
+        if j == len(theirs):
+            break
+        if theirs[j] == ours[i]:
+            where[i] = j
+            found += 1
+    return found
 
 
 @compiled(types.int64[::1](_CODES, types.int64), when=FIRST)

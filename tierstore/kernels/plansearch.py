@@ -14,31 +14,19 @@ from numba import types
 
 from tierstore.kernels import LAST, compiled
 from tierstore.kernels.atomics import acquire_i64
-from tierstore.kernels.lookupplan import (
-    ACTIVE,
+from tierstore.kernels.plan_records import (
     ANY_VERSION,
     BY_LABEL,
-    CANARY,
-    FORM,
-    LABELLED,
-    LABELS,
     ONLY_CANARY,
-    OTHER_VARIANT,
-    PATH_AT,
-    PATH_BYTES,
     SETS,
-    SHARE,
     STABLE,
-    STRUCTURE_AT,
-    STRUCTURE_BYTES,
-    TOKEN,
-    VARIANT,
-    VIEW_TOKEN,
-    WANTED,
     WAYS,
-    word,
+    entry_at,
+    plan_at,
+    view_at,
 )
 from tierstore.kernels.raw import load_u8, load_u64
+from tierstore.kernels.records import place
 from tierstore.kernels.sysio import same_bytes
 
 _U64 = np.uint64
@@ -65,52 +53,52 @@ def place_at(path, path_bytes, structure, structure_bytes, form):  # type: ignor
 
 
 @compiled(types.int64(*[types.int64] * 5), when=LAST)
-def place(path: Any, path_bytes: Any, structure: Any, structure_bytes: Any, form: Any) -> Any:
+def place_of(path: Any, path_bytes: Any, structure: Any, structure_bytes: Any, form: Any) -> Any:
     """`place_at` for Python, which fills the index."""
     return nb.int64(place_at(path, path_bytes, structure, structure_bytes, form))
 
 
 @nb.njit
 def find_plan(index, path, path_bytes, structure, structure_bytes, form):  # type: ignore[no-untyped-def]
-    """The address of the plan for a request, or 0. `index` is the address of SETS of WAYS entries."""
-    place = nb.int64(place_at(path, path_bytes, structure, structure_bytes, form))
-    entry = index + 16 * WAYS * (place & (SETS - 1))
+    """The plan for a request, or 0. `index` is the address of SETS of WAYS entries."""
+    hashed = nb.int64(place_at(path, path_bytes, structure, structure_bytes, form))
+    entry = entry_at(index, WAYS * (hashed & (SETS - 1)))
     for _ in range(WAYS):
-        plan = acquire_i64(entry + 8)
+        plan = plan_at(acquire_i64(place(entry, "plan")))
         if (
             plan != 0
-            and word(entry, 0) == place
-            and word(plan, FORM) == form
-            and word(plan, PATH_BYTES) == path_bytes
-            and word(plan, STRUCTURE_BYTES) == structure_bytes
-            and same_bytes(word(plan, STRUCTURE_AT), structure, structure_bytes) != 0
-            and same_bytes(word(plan, PATH_AT), path, path_bytes) != 0
+            and entry.hash == hashed
+            and plan.form == form
+            and plan.path_bytes == path_bytes
+            and plan.structure_bytes == structure_bytes
+            and same_bytes(plan.structure_at, structure, structure_bytes) != 0
+            and same_bytes(plan.path_at, path, path_bytes) != 0
         ):
             return plan
-        entry += 16
-    return 0
+        entry = entry_at(entry, 1)
+    return plan_at(0)
 
 
 @nb.njit
 def choose(plan, served, dice):  # type: ignore[no-untyped-def]
-    """(variant, view) at addresses that answer a request; 0, 0 where there is no such. `dice` are 32 random bits."""
-    active, canary, wanted = word(served, ACTIVE), word(served, CANARY), word(plan, WANTED)
-    one, other = word(plan, VARIANT), word(plan, OTHER_VARIANT)
+    """(variant, view) that answer a request; 0, 0 where there is no such. `dice` are 32 random bits."""
+    active, canary, wanted = served.active, served.canary, plan.wanted
+    one, other = plan.variant, plan.other_variant
     view = active
     if wanted == ANY_VERSION:
-        if canary != 0 and dice < word(served, SHARE):
+        if canary != 0 and dice < served.share:
             view = canary
     elif wanted == ONLY_CANARY:
         view = canary
-    elif wanted == BY_LABEL and word(plan, LABELLED) != word(served, LABELS):
-        view = nb.int64(0)
-    elif wanted != STABLE and one != 0 and canary != 0 and word(one, TOKEN) == word(canary, VIEW_TOKEN):
+    elif wanted == BY_LABEL and plan.labelled != served.labels:
+        view = view_at(0)
+    elif wanted != STABLE and one != 0 and canary != 0 and one.token == canary.token:
         view = canary
     if view == 0:
         return 0, 0
-    token = word(view, VIEW_TOKEN)
-    if one != 0 and word(one, TOKEN) == token:
+    token = view.token
+    if one != 0 and one.token == token:
         return one, view
-    if other != 0 and word(other, TOKEN) == token:
+    if other != 0 and other.token == token:
         return other, view
     return 0, 0

@@ -29,35 +29,17 @@ from numba import types
 from tierstore.kernels import LAST, compiled
 from tierstore.kernels.jsontext import MOST_ID_BYTES, is_utf8, names_of, place_of
 from tierstore.kernels.raw import load_u8
+from tierstore.kernels.records import place, text_at
 from tierstore.kernels.request_record import (
-    AT,
-    COMBINER_AT,
-    COMBINER_BYTES,
-    DATATYPE,
     DATATYPES,
-    DIMS,
-    DTYPE_AT,
-    DTYPE_BYTES,
-    ID_AT,
-    ID_BYTES,
-    INPUTS,
     MOST_RANK,
     MOST_SIZE,
     MOST_TENSORS,
-    NAME_AT,
-    NAME_BYTES,
     NOT_OF_FORM,
-    OUTPUTS,
-    RANK,
     SCANNED,
-    SIZE,
-    TIMEOUT_US,
-    VERSION_AT,
-    VERSION_BYTES,
     begin,
     clear_row,
-    get,
-    put,
+    record_at,
     row_at,
     write_structure,
 )
@@ -131,13 +113,12 @@ def _is_value(text, i, end):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _text_value(text, i, end, row, at, size):  # type: ignore[no-untyped-def]
-    """Put the text that is a parameter's value into the words `at` and `size` of a row. False where it is none, or a second one."""
-    if i == end or get(row, size) != 0:
+def _text_value(text, i, end, target):  # type: ignore[no-untyped-def]
+    """Put the text that is a parameter's value into `target`, address and bytes. False where it is none, or a second one."""
+    if i == end or target.bytes != 0:
         return False
     tag, begins, after = _field_at(text, i, end)
-    put(row, at, text + begins - 1)
-    put(row, size, end - begins + 1)
+    target.at, target.bytes = text + begins - 1, end - begins + 1
     return tag == _TEXT and after == end and is_utf8(text + begins, end - begins)
 
 
@@ -156,14 +137,14 @@ def _parameter(text, i, end, row):  # type: ignore[no-untyped-def]
     if which < 0:
         return is_utf8(text + key, key_end - key) and _is_value(text, value, end)
     if which == _DTYPE:
-        return _text_value(text, value, end, row, DTYPE_AT, DTYPE_BYTES)
+        return _text_value(text, value, end, text_at(place(row, "dtype_at")))
     if which == _COMBINER:
-        return _text_value(text, value, end, row, COMBINER_AT, COMBINER_BYTES)
-    if which != _TIMEOUT or value == end or get(row, TIMEOUT_US) != 0:
+        return _text_value(text, value, end, text_at(place(row, "combiner_at")))
+    if which != _TIMEOUT or value == end or row.timeout_us != 0:
         return False
     tag = nb.int64(load_u8(text, value))
     number, after = varint_at(text, value + 1, end)
-    put(row, TIMEOUT_US, number)
+    row.timeout_us = number
     return tag in (_INT64, _UINT64) and after == end
 
 
@@ -172,11 +153,11 @@ def _sizes(text, i, end, row, most):  # type: ignore[no-untyped-def]
     """Add up to `most` sizes, which are between `i` and `end`, to a row's shape. Returns what follows, or -1."""
     while i < end and most > 0:
         size, i = varint_at(text, i, end)
-        rank = get(row, RANK)
+        rank = row.rank
         if i < 0 or size > MOST_SIZE or rank == MOST_RANK:
             return nb.int64(-1)
-        put(row, DIMS + rank, size)
-        put(row, RANK, rank + 1)
+        row.dims[rank] = size
+        row.rank = rank + 1
         most -= 1
     return i
 
@@ -202,10 +183,10 @@ def _input(text, i, end, row):  # type: ignore[no-untyped-def]
         if i < 0:
             return False
         if tag == _NAME:
-            put(row, NAME_AT, text + at)
-            put(row, NAME_BYTES, i - at)
+            row.name_at = text + at
+            row.name_bytes = i - at
         elif tag == _DATATYPE:
-            put(row, DATATYPE, 1 + place_of(text, at, i - at, _NAMES, _NAMES_FROM))
+            row.datatype = 1 + place_of(text, at, i - at, _NAMES, _NAMES_FROM)
         elif tag == _SHAPE:
             if _sizes(text, at, i, row, MOST_RANK + 1) != i:
                 return False
@@ -214,7 +195,7 @@ def _input(text, i, end, row):  # type: ignore[no-untyped-def]
                 return False
         elif tag != _CONTENTS or at != i:
             return False
-    return get(row, NAME_BYTES) > 0 and get(row, DATATYPE) > 0 and get(row, RANK) > 0
+    return row.name_bytes > 0 and row.datatype > 0 and row.rank > 0
 
 
 @nb.njit
@@ -225,33 +206,33 @@ def _output(text, i, end, row):  # type: ignore[no-untyped-def]
         tag, at, i = _field_at(text, i, end)
         if i < 0:
             return False
-        if tag == _NAME and get(row, NAME_AT) == 0:
-            put(row, NAME_AT, text + at)
-            put(row, NAME_BYTES, i - at)
+        if tag == _NAME and row.name_at == 0:
+            row.name_at = text + at
+            row.name_bytes = i - at
         elif tag != _OUTPUT_PARAMETERS or not _parameter(text, at, i, row):
             return False
-    return get(row, NAME_BYTES) > 0
+    return row.name_bytes > 0
 
 
 @nb.njit
 def _repeated(text, tag, at, end, record, raws):  # type: ignore[no-untyped-def]
     """Read one of the fields that a request may have many of. False where it is of another form."""
-    inputs, outputs = get(record, INPUTS), get(record, OUTPUTS)
+    inputs, outputs = record.inputs, record.outputs
     if tag == _RAW:
         if raws == inputs or end - at > MOST_SIZE:
             return False
         row = row_at(record, 1 + raws)
-        put(row, AT, at)
-        put(row, SIZE, end - at)
+        row.at = at
+        row.size = end - at
         return True
     if end > MOST_DESCRIPTION_BYTES:
         return False
     if tag == _PARAMETERS:
         return _parameter(text, at, end, row_at(record, 0))
     if tag == _INPUT:
-        put(record, INPUTS, inputs + 1)
+        record.inputs = inputs + 1
         return inputs < MOST_TENSORS and _input(text, at, end, row_at(record, 1 + inputs))
-    put(record, OUTPUTS, outputs + 1)
+    record.outputs = outputs + 1
     return tag == _OUTPUT and outputs < MOST_TENSORS and _output(text, at, end, row_at(record, 1 + inputs + outputs))
 
 
@@ -266,27 +247,28 @@ def scan_at(text, n, record):  # type: ignore[no-untyped-def]
             return NOT_OF_FORM
         last = tag
         if tag == _MODEL:
-            put(own, NAME_AT, text + at)
-            put(own, NAME_BYTES, i - at)
+            own.name_at = text + at
+            own.name_bytes = i - at
         elif tag == _VERSION:
-            put(own, VERSION_AT, text + at)
-            put(own, VERSION_BYTES, i - at)
+            own.version_at = text + at
+            own.version_bytes = i - at
         elif tag == _ID:
             if i - at > MOST_ID_BYTES or not is_utf8(text + at, i - at):
                 return NOT_OF_FORM
             if i > at:
-                put(record, ID_AT, text + at)
-                put(record, ID_BYTES, i - at)
+                record.id_at = text + at
+                record.id_bytes = i - at
         else:
             if not _repeated(text, tag, at, i, record, raws):
                 return NOT_OF_FORM
             raws += tag == _RAW
-    return SCANNED if raws == get(record, INPUTS) else NOT_OF_FORM
+    return SCANNED if raws == record.inputs else NOT_OF_FORM
 
 
 @compiled(types.int64(types.int64, types.int64, types.int64, types.int64), when=LAST)
 def scan(text: Any, n: Any, record: Any, structure: Any) -> Any:
     """Scan a message of `n` bytes at an address, for Python: the bytes of the structure, which is written; 0 where it is not of the form."""
+    record = record_at(record)
     if scan_at(text, n, record) != SCANNED:
         return 0
     return write_structure(record, structure)

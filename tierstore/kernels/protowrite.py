@@ -15,18 +15,11 @@ import numba as nb
 
 from tierstore.kernels.atomics import copy_bytes
 from tierstore.kernels.binding import (
-    OUTPUT_AT,
-    OUTPUT_BYTES,
-    OUTPUTS,
-    PIECE_AT,
-    PIECE_BYTES,
-    PIECE_VALUE,
-    PIECE_WORDS,
-    PIECES_FROM,
-    VALUE_WORDS,
+    value_at,
 )
-from tierstore.kernels.raw import store_u8
-from tierstore.kernels.request_record import ID_AT, ID_BYTES, NO_ID, get
+from tierstore.kernels.plan_records import piece_at
+from tierstore.kernels.raw import load_i64, store_u8
+from tierstore.kernels.request_record import NO_ID
 from tierstore.kernels.varint import varint_before
 
 ID, OUTPUT, RAW_OUTPUT, SHAPE = 0x1A, 0x2A, 0x32, 0x1A  # tags; SHAPE is of an output
@@ -42,8 +35,8 @@ def _length_before(begin, end, tag):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def _piece_before(end, piece):  # type: ignore[no-untyped-def]
-    at = end - get(piece, PIECE_BYTES)
-    copy_bytes(at, get(piece, PIECE_AT), get(piece, PIECE_BYTES))
+    at = end - piece.bytes
+    copy_bytes(at, piece.at, piece.bytes)
     return at
 
 
@@ -53,18 +46,18 @@ def write_message(variant, record, values, data):  # type: ignore[no-untyped-def
 
     `values` are those of `bind`, `record` has the id.
     """
-    pieces, end = get(variant, PIECES_FROM), data
-    for i in range(get(variant, OUTPUTS) - 1, -1, -1):
-        value, piece = values + 8 * VALUE_WORDS * i, pieces + 8 * PIECE_WORDS * (1 + 2 * i)
-        begin = data + get(value, OUTPUT_AT)
-        _length_before(begin, begin + get(value, OUTPUT_BYTES), RAW_OUTPUT)
-        at = _piece_before(end, piece + 8 * PIECE_WORDS)
-        for k in range(get(piece, PIECE_VALUE) - 1, -1, -1):
-            at = varint_before(at, get(value, k))
+    pieces, end = variant.texts, data
+    for i in range(variant.outputs - 1, -1, -1):
+        value, piece = value_at(values, i), piece_at(pieces, 1 + 2 * i)
+        begin = data + value.at
+        _length_before(begin, begin + value.bytes, RAW_OUTPUT)
+        at = _piece_before(end, piece_at(piece, 1))
+        for k in range(piece.value - 1, -1, -1):
+            at = varint_before(at, load_i64(value, k))
         at = _piece_before(_length_before(at, end, SHAPE), piece)
         end = _length_before(at, end, OUTPUT)
-    size = get(record, ID_BYTES)
+    size = record.id_bytes
     if size != NO_ID:
-        copy_bytes(end - size, get(record, ID_AT), size)
+        copy_bytes(end - size, record.id_at, size)
         end = _length_before(end - size, end, ID)
     return _piece_before(end, pieces)

@@ -3,7 +3,7 @@
 A bucket holds what a second allows, at least one. What is drawn is kept as a moment: when all of it will have flowed back (the
 generic cell rate algorithm of ATM, ITU-T I.371). Two that draw at the same moment may both pass by what one of them leaves.
 
-Free functions of addresses, nogil; the memory belongs to the caller. Layout: int64 words, 0 where there is no limit.
+Free functions of addresses, nogil; the memory belongs to the caller.
 """
 
 from __future__ import annotations
@@ -11,16 +11,21 @@ from __future__ import annotations
 from typing import Any
 
 import numba as nb
+import numpy as np
 from numba import types
 
 from tierstore.kernels import FIRST, compiled
 from tierstore.kernels.atomics import add_at, raise_at, relaxed_i64
+from tierstore.kernels.records import at, define, place
 
-# of requests, keys and bytes: when it is full again, on the monotonic clock in ns; thousandths a second
+# places in both
 REQUESTS, KEYS, BYTES = range(3)
 UNITS = 3
-FULL_NS, MILLI_RATE = 0, UNITS
-BUCKET_WORDS = 2 * UNITS
+BUCKET = define("Bucket", "rates of requests, keys and bytes; 0 where there is no limit", {
+    "full_ns": ((np.int64, (UNITS,)), "when it is full again, on the monotonic clock in ns"),
+    "milli_rate": ((np.int64, (UNITS,)), "thousandths a second"),
+})  # fmt: skip
+_bucket_at = at(BUCKET)
 FREE = -1  # of `empty_at`: none of them
 _MOST_NS = 1e17  # that one request costs: three years
 
@@ -30,10 +35,11 @@ def empty_at(bucket, now_ns):  # type: ignore[no-untyped-def]
     """The first unit of which less than one is left, or FREE. `bucket` is an address; 0: there are no limits."""
     if bucket == 0:
         return FREE
+    full_at, rates_at = place(_bucket_at(bucket), "full_ns"), place(_bucket_at(bucket), "milli_rate")
     for unit in range(UNITS):
-        rate = relaxed_i64(bucket + 8 * (MILLI_RATE + unit))
+        rate = relaxed_i64(rates_at + 8 * unit)
         if rate > 0:
-            drawn_ns = relaxed_i64(bucket + 8 * (FULL_NS + unit)) - now_ns
+            drawn_ns = relaxed_i64(full_at + 8 * unit) - now_ns
             room = max(rate - 1000, 0)  # thousandths, beside the one that must be left
             if drawn_ns > 0 and nb.float64(drawn_ns) * nb.float64(rate) > nb.float64(room) * 1e9:
                 return unit
@@ -45,13 +51,14 @@ def draw_at(bucket, now_ns, requests, keys, nbytes):  # type: ignore[no-untyped-
     """Draw from a bucket, even if it is empty then. Negative numbers give back."""
     if bucket == 0:
         return
+    full_at, rates_at = place(_bucket_at(bucket), "full_ns"), place(_bucket_at(bucket), "milli_rate")
     for unit in range(UNITS):
         cost = requests if unit == REQUESTS else keys if unit == KEYS else nbytes
-        rate = relaxed_i64(bucket + 8 * (MILLI_RATE + unit))
+        rate = relaxed_i64(rates_at + 8 * unit)
         if rate > 0 and cost != 0:
-            raise_at(bucket + 8 * (FULL_NS + unit), now_ns)
+            raise_at(full_at + 8 * unit, now_ns)
             costs_ns = nb.float64(cost) * 1e12 / nb.float64(rate)
-            add_at(bucket + 8 * (FULL_NS + unit), nb.int64(min(max(costs_ns, -_MOST_NS), _MOST_NS)))
+            add_at(full_at + 8 * unit, nb.int64(min(max(costs_ns, -_MOST_NS), _MOST_NS)))
 
 
 @compiled(types.int64(types.int64, types.int64), when=FIRST)

@@ -59,6 +59,23 @@ def store_u64(typingctx: Any, base: Any, index: Any, value: Any) -> Any:
 
 
 @intrinsic
+def load_i64(typingctx: Any, base: Any, index: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _load(builder, args[0], args[1], _I64)
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def store_i64(typingctx: Any, base: Any, index: Any, value: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _store(builder, *args)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
 def load_u8(typingctx: Any, base: Any, index: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _load(builder, args[0], args[1], _I8)

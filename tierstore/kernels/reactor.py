@@ -25,7 +25,7 @@ read is not served more.
 Time: a request has one to arrive whole, an answer to leave and to go on leaving, and a connection between them. At the
 end all of these are short. Bytes: a head is bounded by
 `httphead`, a body and an answer by the limits; answers that wait to leave count in INFLIGHT, which is shared with Python's
-own count. The words are in `reactor_words`, connections in `reactor_connections`, requests in `reactor_requests`, answers in
+own count. What it works with is in `reactor_words`, connections in `reactor_connections`, requests in `reactor_requests`, answers in
 `reactor_answers`.
 """
 
@@ -39,7 +39,7 @@ import numpy as np
 from tierstore.kernels import LAST, compiled, h2out, h2words
 from tierstore.kernels.atomics import add_at, copy_bytes, relaxed_i64, stack_bytes
 from tierstore.kernels.httpdate import write_date_at
-from tierstore.kernels.raw import call_at, load_u32, load_u64, store_u64
+from tierstore.kernels.raw import call_at, load_i64, load_u32
 from tierstore.kernels.reactor_connections import (
     accept_new,
     end,
@@ -54,67 +54,38 @@ from tierstore.kernels.reactor_jobs import finish_job
 from tierstore.kernels.reactor_requests import continue_sending, read_requests
 from tierstore.kernels.reactor_sockets import end_tls, send
 from tierstore.kernels.reactor_words import (
-    AGAIN_WORDS,
     AWAY,
     BLOCK,
     CLOSES,
     COME_BACK,
-    DATE_S,
-    DEADLINE_NS,
     DROP,
     ENDED,
-    EPOLL,
     EVENTS,
     FINISH,
-    FINISH_NS,
     FIRST_PART,
-    FLAGS,
     FRAMES,
     FREE,
-    HIGHEST,
     HTTP2,
-    IN_BYTES,
-    INFLIGHT,
-    LOST,
     MAKE_ROOM,
     MAY_READ,
     MESSAGE,
-    MESSAGE_WORDS,
+    MESSAGE_BYTES,
     MESSAGES,
-    MODE,
-    MOST_INFLIGHT,
-    MOVED_NS,
-    NEEDED,
-    NEXT_SWEEP_NS,
-    OTHER_INFLIGHT,
-    OTHER_OPEN,
-    OUT_AT,
-    OUT_BASE,
-    OUT_BYTES,
-    OWNER,
-    PAUSED,
-    PIECES,
-    PIECES_AT,
-    PRESSED_STALL_NS,
     READING,
     RUN,
     SENDING,
-    SERIAL,
     SERIALS,
-    SESSION,
-    STALL_NS,
-    STATE,
     STOP,
     STREAM_BLOCK,
     SWEEP,
     SWEEP_NS,
-    TURNS,
     WAITS,
     WAKE,
+    connection_at,
     here_at,
-    shared_at,
+    message_at,
 )
-from tierstore.kernels.request_record import get
+from tierstore.kernels.records import place, text_at
 from tierstore.kernels.sysio import (
     EPOLL_ADD,
     EPOLL_DEL,
@@ -137,7 +108,6 @@ from tierstore.kernels.sysio import (
 )
 
 ENOMEM = 12
-_MESSAGE_BYTES = 8 * MESSAGE_WORDS
 _TOO_SLOW = np.frombuffer(
     b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 51\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n"
     b'{"error":"the body of the request came too slowly"}',
@@ -148,14 +118,14 @@ _TOO_SLOW = np.frombuffer(
 @nb.njit
 def _on_connection(me, fd, mask, now):  # type: ignore[no-untyped-def]
     """Note what an event says. True if the connection is to be read now."""
-    row = me.conns[fd]
-    state = row[STATE]
+    row = connection_at(me.conns, fd)
+    state = row.state
     if mask & (READABLE | HALF_CLOSED | FAILED | HUNG_UP):
-        row[FLAGS] |= MAY_READ
+        row.flags |= MAY_READ
     if mask & HALF_CLOSED:
-        row[FLAGS] |= ENDED
+        row.flags |= ENDED
     if state == READING:
-        return row[FLAGS] & MAY_READ != 0
+        return row.flags & MAY_READ != 0
     if state == HTTP2:
         if mask & (FAILED | HUNG_UP):
             end(me, fd, True)
@@ -163,7 +133,7 @@ def _on_connection(me, fd, mask, now):  # type: ignore[no-untyped-def]
         return True
     if state == AWAY:
         if mask & (HALF_CLOSED | FAILED | HUNG_UP):
-            row[LOST] = 1
+            row.lost = 1
         return False
     if mask & (FAILED | HUNG_UP):
         end(me, fd, True)
@@ -173,8 +143,8 @@ def _on_connection(me, fd, mask, now):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _read(me, fd, now):  # type: ignore[no-untyped-def]
-    if me.conns[fd, STATE] == HTTP2:
-        call_at(me.http2, me.at, FRAMES, fd, now, 0, 0)
+    if connection_at(me.conns, fd).state == HTTP2:
+        call_at(me.http2, me, FRAMES, fd, now, 0, 0)
     else:
         read_requests(me, fd, now)
 
@@ -182,54 +152,55 @@ def _read(me, fd, now):  # type: ignore[no-untyped-def]
 @nb.njit
 def _make_room(me, fd, serial, now):  # type: ignore[no-untyped-def]
     """End a connection whose client asks for nothing, unless it does just now."""
-    row = me.conns[fd]
-    if row[SERIAL] != serial or row[OWNER] != me.number or row[FLAGS] & (MAY_READ | WAITS) != 0:
+    row = connection_at(me.conns, fd)
+    if row.serial != serial or row.owner != me.number or row.flags & (MAY_READ | WAITS) != 0:
         return
-    if row[STATE] == READING and row[NEEDED] == 0:
+    if row.state == READING and row.needed == 0:
         end(me, fd, False)
-    elif row[STATE] == HTTP2 and get(row[SESSION], h2words.OPEN) == 0 and get(row[SESSION], h2words.OUT_KEPT) == 0:
-        row[DEADLINE_NS] = 1
-        call_at(me.http2, me.at, SWEEP, fd, now, me.limits[STALL_NS], 0)
+    elif row.state == HTTP2 and row.session.open == 0 and row.session.out_kept == 0:
+        row.deadline_ns = 1
+        call_at(me.http2, me, SWEEP, fd, now, me.limits.stall_ns, 0)
 
 
 @nb.njit
-def _on_message(me, at, now):  # type: ignore[no-untyped-def]
-    """One of Python's: (kind and descriptor, serial and flags, address, count). Returns a connection to be read, or -1."""
-    what = nb.int64(load_u64(at, 0))
+def _on_message(me, message, now):  # type: ignore[no-untyped-def]
+    """One of Python's; flags lie beside its serial. Returns a connection to be read, or -1."""
+    what = message.what
     kind, fd = what & 255, (what & FIRST_PART) >> 8
-    serial = nb.int64(load_u64(at, 1))
+    serial = message.serial
     if kind == COME_BACK:
         if not start_serving(me, fd, now):
             end_tls(me, fd, True)
             close(fd)
-        add_at(shared_at(me, OTHER_OPEN), -1)
+        add_at(place(me.shared, "other_open"), -1)
         return -1
-    row = me.conns[fd]
-    value, size = nb.int64(load_u64(at, 2)), nb.int64(load_u64(at, 3))
+    row = connection_at(me.conns, fd)
+    value, size = message.value, message.more
     if kind == MAKE_ROOM:
         _make_room(me, fd, serial, now)
         return -1
     if kind >= STREAM_BLOCK:
-        call_at(me.http2, me.at, MESSAGE, fd, now, at, 0)
+        call_at(me.http2, me, MESSAGE, fd, now, message, 0)
         return -1
-    if kind == WAKE or row[STATE] != AWAY or row[SERIAL] != serial & SERIALS:
+    if kind == WAKE or row.state != AWAY or row.serial != serial & SERIALS:
         if kind == BLOCK:
             release(value)
-            add_at(shared_at(me, INFLIGHT), -size)
+            add_at(place(me.shared, "inflight"), -size)
         return -1
     if kind == DROP:
         end(me, fd, True)
         return -1
-    row[STATE] = SENDING
+    row.state = SENDING
     if kind == BLOCK:
-        row[OUT_BASE], row[OUT_AT], row[OUT_BYTES], row[PIECES] = value, value, size, 0
+        row.out_base, row.out_at, row.out_bytes, row.pieces = value, value, size, 0
     else:
-        row[PIECES_AT], row[PIECES] = value, size & 0xFFFF
-        row[OUT_AT], row[OUT_BYTES] = nb.int64(load_u64(value, 0)), nb.int64(load_u64(value, 1))
+        row.pieces_at, row.pieces = value, size & 0xFFFF
+        piece = text_at(value)
+        row.out_at, row.out_bytes = piece.at, piece.bytes
         size >>= 16
     if serial > SERIALS:
-        row[FLAGS] |= CLOSES
-    if row[LOST] != 0:
+        row.flags |= CLOSES
+    if row.lost != 0:
         end(me, fd, True)
         return -1
     set_send_deadline(me, fd, size)
@@ -242,62 +213,60 @@ def _sweep(me, now):  # type: ignore[no-untyped-def]
 
     A client that reads nothing of its answer is late the sooner the more bytes wait to leave.
     """
-    finishing = me.shared[MODE] >= FINISH
-    held = relaxed_i64(shared_at(me, INFLIGHT)) + relaxed_i64(shared_at(me, OTHER_INFLIGHT))
-    stall = me.limits[PRESSED_STALL_NS if 2 * held > me.limits[MOST_INFLIGHT] else STALL_NS]
-    if me.lines[me.number, PAUSED] != 0 and not finishing:
-        me.lines[me.number, PAUSED] = 0
+    finishing = me.shared.mode >= FINISH
+    held = relaxed_i64(place(me.shared, "inflight")) + relaxed_i64(place(me.shared, "other_inflight"))
+    stall = me.limits.pressed_stall_ns if 2 * held > me.limits.most_inflight else me.limits.stall_ns
+    if me.line.paused != 0 and not finishing:
+        me.line.paused = 0
         listen(me, EPOLL_ADD)
-    for fd in range(relaxed_i64(shared_at(me, HIGHEST)) + 1):
-        row = me.conns[fd]
-        if row[STATE] == FREE or row[OWNER] != me.number:
+    for fd in range(relaxed_i64(place(me.shared, "highest")) + 1):
+        row = connection_at(me.conns, fd)
+        if row.state == FREE or row.owner != me.number:
             continue
-        if row[STATE] == HTTP2:
-            call_at(me.http2, me.at, SWEEP, fd, now, stall, 0)
-        elif finishing and row[STATE] == READING and row[IN_BYTES] == 0:
+        if row.state == HTTP2:
+            call_at(me.http2, me, SWEEP, fd, now, stall, 0)
+        elif finishing and row.state == READING and row.in_bytes == 0:
             end(me, fd, False)
-        elif (row[DEADLINE_NS] != 0 and now > row[DEADLINE_NS]) or (
-            row[STATE] == SENDING and now - row[MOVED_NS] > stall
-        ):
-            if row[STATE] == READING and row[NEEDED] > 0:  # its head has come
+        elif (row.deadline_ns != 0 and now > row.deadline_ns) or (row.state == SENDING and now - row.moved_ns > stall):
+            if row.state == READING and row.needed > 0:  # its head has come
                 send(me, fd, nb.int64(_TOO_SLOW.ctypes.data), _TOO_SLOW.size, 0)
-            end(me, fd, row[STATE] == SENDING)
-        elif finishing and row[DEADLINE_NS] > now + me.limits[FINISH_NS]:
-            row[DEADLINE_NS] = now + me.limits[FINISH_NS]
+            end(me, fd, row.state == SENDING)
+        elif finishing and row.deadline_ns > now + me.limits.finish_ns:
+            row.deadline_ns = now + me.limits.finish_ns
 
 
 @compiled("void(int64)", when=LAST)
 def serve(at: Any) -> Any:
-    """Serve until MODE is STOP, with the words of a Here at an address."""
+    """Serve until MODE is STOP, with the Here at an address."""
     me = here_at(at)
-    line = me.lines[me.number]
+    line = me.line
     mode = RUN
     while True:
-        line[TURNS] += 1
-        turn = epoll_wait(line[EPOLL], me.events, EVENTS, 0 if me.again[0] > 0 else 500)
+        line.turns += 1
+        turn = epoll_wait(line.epoll, me.events, EVENTS, 0 if me.again.count > 0 else 500)
         now = monotonic_ns()
         seconds = wall_ns() // 1_000_000_000
-        if seconds != line[DATE_S]:
-            line[DATE_S] = seconds
+        if seconds != line.date_s:
+            line.date_s = seconds
             write_date_at(seconds, me.date)
-        if relaxed_i64(shared_at(me, MODE)) != mode:
-            mode = relaxed_i64(shared_at(me, MODE))
+        if relaxed_i64(place(me.shared, "mode")) != mode:
+            mode = relaxed_i64(place(me.shared, "mode"))
             if mode == STOP:
                 return
             if mode >= FINISH:
                 listen(me, EPOLL_DEL)
-                line[NEXT_SWEEP_NS] = 0
-        more = me.again[0]
+                line.next_sweep_ns = 0
+        more, current = me.again.count, me.again.current
         if more > 0:
-            me.again[1 + AGAIN_WORDS : 1 + AGAIN_WORDS + more] = me.again[1 : 1 + more]
-            me.again[0] = 0
+            copy_bytes(place(me.again, "current"), place(me.again, "following"), 8 * more)
+            me.again.count = 0
         for i in range(turn):
             event = me.events + EVENT_BYTES * i
             mask = nb.int64(load_u32(event, 0))
             fd = nb.int64(load_u32(event + EVENT_DATA, 0))
             serial = nb.int64(load_u32(event + EVENT_DATA, 1))
             if serial <= SERIALS:
-                there = me.conns[fd, SERIAL] == serial and me.conns[fd, STATE] != FREE
+                there = connection_at(me.conns, fd).serial == serial and connection_at(me.conns, fd).state != FREE
                 if there and _on_connection(me, fd, mask, now):
                     _read(me, fd, now)
             elif fd == 0:
@@ -307,33 +276,32 @@ def serve(at: Any) -> Any:
             elif fd == 2:
                 got = read(me.job_inbox, me.messages, MESSAGES * 8)
                 for k in range(max(got, 0) // 8):
-                    fd = finish_job(me, nb.int64(load_u64(me.messages, k)))
+                    fd = finish_job(me, load_i64(me.messages, k))
                     if fd >= 0 and continue_sending(me, fd, now):
                         read_requests(me, fd, now)
             else:
-                got = read(me.inbox, me.messages, MESSAGES * 8 * MESSAGE_WORDS)
-                for k in range(max(got, 0) // (8 * MESSAGE_WORDS)):
-                    fd = _on_message(me, me.messages + 8 * MESSAGE_WORDS * k, now)
+                got = read(me.inbox, me.messages, MESSAGES * MESSAGE_BYTES)
+                for k in range(max(got, 0) // MESSAGE_BYTES):
+                    fd = _on_message(me, message_at(me.messages, k), now)
                     if fd >= 0:
                         read_requests(me, fd, now)
         for i in range(more):
-            fd = me.again[1 + AGAIN_WORDS + i]
-            if me.conns[fd, OWNER] == me.number and me.conns[fd, FLAGS] & WAITS != 0:
-                me.conns[fd, FLAGS] &= ~WAITS
-                if me.conns[fd, STATE] in (READING, HTTP2):
+            fd = current[i]
+            if connection_at(me.conns, fd).owner == me.number and connection_at(me.conns, fd).flags & WAITS != 0:
+                connection_at(me.conns, fd).flags &= ~WAITS
+                if connection_at(me.conns, fd).state in (READING, HTTP2):
                     _read(me, fd, now)
-        if now >= line[NEXT_SWEEP_NS]:
-            line[NEXT_SWEEP_NS] = now + SWEEP_NS
+        if now >= line.next_sweep_ns:
+            line.next_sweep_ns = now + SWEEP_NS
             _sweep(me, now)
 
 
 @nb.njit
 def _write_message(pipe, what, serial, value, more):  # type: ignore[no-untyped-def]
-    at = stack_bytes(_MESSAGE_BYTES)
-    for i, word in enumerate((what, serial, value, more)):
-        store_u64(at, i, nb.uint64(word))
-    wrote = write(pipe, at, 8 * MESSAGE_WORDS)
-    return 0 if wrote == 8 * MESSAGE_WORDS else wrote
+    message = message_at(stack_bytes(MESSAGE_BYTES))
+    message.what, message.serial, message.value, message.more = what, serial, value, more
+    wrote = write(pipe, message, MESSAGE_BYTES)
+    return 0 if wrote == MESSAGE_BYTES else wrote
 
 
 @nb.njit
@@ -394,4 +362,4 @@ def watch(epoll: Any, fd: Any, mask: Any, data: Any) -> Any:
 @compiled("void(int64)", when=LAST)
 def free_session(session: Any) -> Any:
     """Free what a connection of HTTP/2 holds, once its reactor has ended."""
-    release_session(session)
+    release_session(h2words.session_at(session))

@@ -1,26 +1,30 @@
 """Who may ask a reactor: the names of the service, and the tokens that have passed the check of access before. See `reactor.py`.
 
-A table, int64 words, which Python publishes (`service/reactor/allowed.py`): how many names, what else a Host may be, how many tokens;
-then the names, as they are compared; then the tokens, each the value of an Authorization header and what it may.
-
-Free functions of addresses; any thread.
+Python publishes the table (`service/reactor/allowed.py`). Free functions of records and addresses; any thread.
 """
 
 from __future__ import annotations
 
 import numba as nb
 
-from tierstore.kernels.raw import load_u8
-from tierstore.kernels.request_record import get
+from tierstore.kernels.raw import load_i64, load_u8
+from tierstore.kernels.records import TEXT, at, define, text_at
 
-NAMES, HOST_RULES, TOKENS = range(3)
-HEAD_WORDS = 3
-ANY_NAME, ANY_IPV4 = 1, 2  # bits of HOST_RULES
-NEEDED_BY_NOBODY = -1  # of TOKENS
-NAME_WORDS = 2  # address, bytes; small letters
-# MODELS_AT: how many models it is for and their slots, 0: all; BUCKET_AT: its rates, 0: none; MAY_FRONT: whether it may ask as a front
-TOKEN_AT, TOKEN_BYTES, MODELS_AT, BUCKET_AT, MAY_FRONT = range(5)
-TOKEN_WORDS = 5
+TOKEN = define("Token", "the value of an Authorization header, and what it may", {
+    "at bytes": "the value",
+    "models_at": "how many models it is for and their slots; 0: all of them",
+    "bucket_at": "its rates, or 0",
+    "may_front": "1: it may ask as a front",
+})  # fmt: skip
+ALLOWED = define("Allowed", "who may ask a reactor", {
+    "names": "how many", "first_name": (TEXT, "names of the service, in small letters"),
+    "host_rules": "what else a Host may be: ANY_NAME, ANY_IPV4",
+    "tokens": "how many, or NEEDED_BY_NOBODY",
+    "first_token": (TOKEN, "those that have passed the check of access before"),
+})  # fmt: skip
+allowed_at, token_at = at(ALLOWED), at(TOKEN)
+ANY_NAME, ANY_IPV4 = 1, 2  # bits of `host_rules`
+NEEDED_BY_NOBODY = -1  # of `tokens`
 NOBODY, EVERYBODY = 0, -1  # of `caller_of`
 
 _ZERO, _NINE, _DOT, _COLON, _OPEN, _CLOSE = b"09.:[]"
@@ -73,23 +77,23 @@ def is_own_host(table, at, n):  # type: ignore[no-untyped-def]
     size, name = end - begin, at + begin
     if size < 1 or size > _MOST_NAME_BYTES or (port < n and not _are_digits(at + port + 1, n - port - 1)):
         return False
-    rules = get(table, HOST_RULES)
+    rules = table.host_rules
     if rules & ANY_NAME:
         return True
     if begin == 0:
         first = ipv4(name, size)
         if first == 127 or (first >= 0 and rules & ANY_IPV4 != 0):
             return True
-    for k in range(get(table, NAMES)):
-        entry = table + 8 * (HEAD_WORDS + NAME_WORDS * k)
-        if get(entry, 1) != size:
+    for k in range(table.names):
+        own = text_at(table.first_name, k)
+        if own.bytes != size:
             continue
         same = True
         for i in range(size):
             byte = load_u8(name, i)
             if byte >= 65 and byte <= 90:
                 byte |= nb.uint8(32)
-            if byte != load_u8(get(entry, 0), i):
+            if byte != load_u8(own.at, i):
                 same = False
                 break
         if same:
@@ -99,23 +103,23 @@ def is_own_host(table, at, n):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def caller_of(table, at, n):  # type: ignore[no-untyped-def]
-    """The address of the token's entry that the `n` bytes of an Authorization header are; EVERYBODY, or NOBODY that is known.
+    """The token's entry that the `n` bytes of an Authorization header are; EVERYBODY, or NOBODY that is known.
 
     What is secret is compared in a time that does not depend on it.
     """
-    tokens = get(table, TOKENS)
+    tokens = table.tokens
     if tokens == NEEDED_BY_NOBODY:
-        return EVERYBODY
-    entry = table + 8 * (HEAD_WORDS + NAME_WORDS * get(table, NAMES))
+        return token_at(EVERYBODY)
+    entry = table.first_token
     for _ in range(tokens):
-        if n > 0 and get(entry, TOKEN_BYTES) == n:
-            there, other = get(entry, TOKEN_AT), nb.uint8(0)
+        if n > 0 and entry.bytes == n:
+            there, other = entry.at, nb.uint8(0)
             for k in range(n):
                 other |= load_u8(there, k) ^ load_u8(at, k)
             if other == 0:
                 return entry
-        entry += 8 * TOKEN_WORDS
-    return NOBODY
+        entry = token_at(entry, 1)
+    return token_at(NOBODY)
 
 
 @nb.njit
@@ -123,11 +127,11 @@ def may_look_up(caller, model):  # type: ignore[no-untyped-def]
     """Whether a caller may look up in the model of a slot."""
     if caller == EVERYBODY:
         return True
-    models = get(caller, MODELS_AT)
+    models = caller.models_at
     if models == 0:
         return True
-    for k in range(get(models, 0)):  # noqa: SIM110 - for the compiler
-        if get(models, 1 + k) == model:
+    for k in range(load_i64(models, 0)):  # noqa: SIM110 - for the compiler
+        if load_i64(models, 1 + k) == model:
             return True
     return False
 
@@ -137,4 +141,4 @@ def bucket_of(caller):  # type: ignore[no-untyped-def]
     """The address of a caller's rates, or 0."""
     if caller == EVERYBODY:
         return nb.int64(0)
-    return get(caller, BUCKET_AT)
+    return caller.bucket_at

@@ -14,6 +14,7 @@ from tierstore.kernels import (
     httphead,
     jsonscan,
     lookupplan,
+    plan_records,
     plansearch,
     rates,
     reactor_access,
@@ -21,51 +22,35 @@ from tierstore.kernels import (
 )
 from tierstore.kernels.atomics import acquire_i64, copy_bytes
 from tierstore.kernels.httpdate import DATE_BYTES
-from tierstore.kernels.raw import call_at, load_u64, store_u8, store_u64
+from tierstore.kernels.raw import call_at, store_u8
 from tierstore.kernels.reactor_connections import has_room, send_first
 from tierstore.kernels.reactor_jobs import count, make_job
 from tierstore.kernels.reactor_predictions import expected_ns, make_prediction, timeout_of
 from tierstore.kernels.reactor_words import (
     ACCESS,
-    ALLOWED_AT,
     ANSWERED,
-    ANSWERS,
-    BEGAN_NS,
     BUSY,
-    CALLER_AT,
-    CALLER_BYTES,
     CANARY,
     CLOSES,
-    COUNT_WORDS,
     DESCRIPTION,
-    DICE,
     DRAIN,
     ENDING,
     FINISH,
-    FLAGS,
     FULL,
-    FULL_REFUSALS,
     HEAD_ROOM,
     HEADER,
-    HELD,
     MADE_A_JOB,
-    MODE,
-    MODELS_AT,
-    MOST_ANSWER,
-    MOST_WAIT_NS,
     NO_PLAN,
-    PLANS_AT,
     PREDICTION,
-    REFUSAL_NS,
-    REFUSALS,
     ROWS_ON_DISK,
     SIZE,
     TABLE_COUNT_WORDS,
     TRACED,
-    TRACES,
     VALUES,
-    shared_at,
+    connection_at,
+    version_counts_at,
 )
+from tierstore.kernels.records import place
 from tierstore.kernels.sysio import (
     monotonic_ns,
     move_bytes,
@@ -80,53 +65,53 @@ _MOST_TIMEOUT_US = 1 << 50
 @nb.njit
 def _has_access(me, fd, at):  # type: ignore[no-untyped-def]
     """Whether the caller of the request at `at`, whose head is in `found`, is known here and may ask; `found` has who it is then."""
-    table, found = acquire_i64(shared_at(me, ALLOWED_AT)), me.found
-    if not reactor_access.is_own_host(table, at + found[httphead.HOST_AT], found[httphead.HOST_BYTES]):
+    table, found = reactor_access.allowed_at(acquire_i64(place(me.shared, "allowed_at"))), me.found
+    if not reactor_access.is_own_host(table, at + found.host_at, found.host_bytes):
         return False
-    token, size = at + found[httphead.AUTHORIZATION_AT], found[httphead.AUTHORIZATION_BYTES]
-    if found[httphead.AUTHORIZATION_AT] == 0:
-        token, size = me.conns[fd, CALLER_AT], me.conns[fd, CALLER_BYTES]
-    caller = found[httphead.CALLER] = reactor_access.caller_of(table, token, size)
+    token, size = at + found.authorization_at, found.authorization_bytes
+    if found.authorization_at == 0:
+        token, size = connection_at(me.conns, fd).caller_at, connection_at(me.conns, fd).caller_bytes
+    caller = found.caller = reactor_access.caller_of(table, token, size)
     if caller == reactor_access.NOBODY:
         return False
-    fronts = found[httphead.KIND] == httphead.ROWS
-    return caller == reactor_access.EVERYBODY or not fronts or lookupplan.word(caller, reactor_access.MAY_FRONT) != 0
+    fronts = found.kind == httphead.ROWS
+    return caller == reactor_access.EVERYBODY or not fronts or caller.may_front != 0
 
 
 @nb.njit
 def _may_draw(me, plan, now):  # type: ignore[no-untyped-def]
     """Whether the caller of a request, whose plan is known, may ask of its model, and neither has used up its rates."""
-    caller = me.found[httphead.CALLER]
+    caller = me.found.caller
     return (
-        reactor_access.may_look_up(caller, lookupplan.word(plan, lookupplan.MODEL))
+        reactor_access.may_look_up(caller, plan.model)
         and rates.empty_at(reactor_access.bucket_of(caller), now) == rates.FREE
-        and rates.empty_at(lookupplan.word(plan, lookupplan.RATES_AT), now) == rates.FREE
+        and rates.empty_at(plan.rates_at, now) == rates.FREE
     )
 
 
 @nb.njit
 def _draw(me, plan, now, keys):  # type: ignore[no-untyped-def]
     """Charge a request with so many keys."""
-    size = me.found[httphead.BODY_BYTES]
-    rates.draw_at(reactor_access.bucket_of(me.found[httphead.CALLER]), now, 1, keys, size)
-    rates.draw_at(lookupplan.word(plan, lookupplan.RATES_AT), now, 1, keys, size)
+    size = me.found.body_bytes
+    rates.draw_at(reactor_access.bucket_of(me.found.caller), now, 1, keys, size)
+    rates.draw_at(plan.rates_at, now, 1, keys, size)
 
 
 @nb.njit
 def roll(me):  # type: ignore[no-untyped-def]
     """32 random bits (xorshift64, Marsaglia 2003)."""
-    x = nb.uint64(me.lines[me.number, DICE])
+    x = nb.uint64(me.line.dice)
     x ^= x << nb.uint64(13)
     x ^= x >> nb.uint64(7)
     x ^= x << nb.uint64(17)
-    me.lines[me.number, DICE] = nb.int64(x)
+    me.line.dice = nb.int64(x)
     return nb.int64(x >> nb.uint64(32))
 
 
 @nb.njit
 def _add_close(variant, head):  # type: ignore[no-untyped-def]
     """Add the header that ends a connection to the `head` of an answer, behind its date. What is before it moves forward."""
-    before = lookupplan.word(variant, binding.DATE_AT) + DATE_BYTES + 2
+    before = variant.date_at + DATE_BYTES + 2
     move_bytes(head - _CLOSE.size, head, before)
     for i in range(_CLOSE.size):
         store_u8(head - _CLOSE.size + before, i, _CLOSE[i])
@@ -142,13 +127,13 @@ def why_not(me, fd, at, since, began):  # type: ignore[no-untyped-def]
     `since` is when its first bytes came; 0: all came at once.
     """
     found = me.found
-    if found[httphead.UNUSUAL] & ~(httphead.ROUTED | httphead.SAMPLED) != 0:
+    if found.unusual & ~(httphead.ROUTED | httphead.SAMPLED) != 0:
         return HEADER
-    if found[httphead.UNUSUAL] & httphead.SAMPLED != 0 and me.limits[TRACES] != 0:
+    if found.unusual & httphead.SAMPLED != 0 and me.limits.traces != 0:
         return TRACED
-    if me.shared[MODE] >= FINISH:
+    if me.shared.mode >= FINISH:
         return ENDING
-    if _is_late(since, found[httphead.TIMEOUT_MS] * 1_000_000, began):
+    if _is_late(since, found.timeout_ms * 1_000_000, began):
         return BUSY
     return MAY if _has_access(me, fd, at) else ACCESS
 
@@ -162,18 +147,18 @@ def _is_late(since, timeout_ns, began):  # type: ignore[no-untyped-def]
 @nb.njit
 def _is_closing(me, last):  # type: ignore[no-untyped-def]
     """Whether the answer ends its connection."""
-    return me.found[httphead.CLOSING] != 0 or (last and me.shared[MODE] == DRAIN)
+    return me.found.closing != 0 or (last and me.shared.mode == DRAIN)
 
 
 @nb.njit
 def _send_ready(me, fd, variant, closing, data):  # type: ignore[no-untyped-def]
     """Send the `data` bytes of an answer whose head is ready, and is written before them."""
-    before = lookupplan.word(variant, binding.HEAD_BYTES)
+    before = variant.head_bytes
     target = me.answer + HEAD_ROOM - before
-    copy_bytes(target, lookupplan.word(variant, binding.HEAD_AT), before)
-    copy_bytes(target + lookupplan.word(variant, binding.DATE_AT), me.date, DATE_BYTES)
-    if me.found[httphead.KIND] == httphead.ROWS:
-        front_rows.write_digits(target + lookupplan.word(variant, front_rows.DIGITS_AT), data)
+    copy_bytes(target, variant.head_at, before)
+    copy_bytes(target + variant.date_at, me.date, DATE_BYTES)
+    if me.found.kind == httphead.ROWS:
+        front_rows.write_digits(target + variant.digits_at, data)
     if closing:
         _add_close(variant, target)
         target -= _CLOSE.size
@@ -184,18 +169,18 @@ def _send_ready(me, fd, variant, closing, data):  # type: ignore[no-untyped-def]
 @nb.njit
 def _send(me, fd, at, size, closing):  # type: ignore[no-untyped-def]
     if closing:
-        me.conns[fd, FLAGS] |= CLOSES
-    me.lines[me.number, ANSWERS] += 1
+        connection_at(me.conns, fd).flags |= CLOSES
+    me.line.answers += 1
     send_first(me, fd, at, size)
 
 
 @nb.njit
 def _find(me, path, path_bytes, structure, structure_bytes, form):  # type: ignore[no-untyped-def]
     """(plan, what its model serves) of a request by its path and structure; the second is 0 where there is none."""
-    plan = plansearch.find_plan(me.shared[PLANS_AT], path, path_bytes, structure, structure_bytes, form)
+    plan = plansearch.find_plan(me.shared.plans_at, path, path_bytes, structure, structure_bytes, form)
     if plan == 0:
         return 0, 0
-    return plan, acquire_i64(acquire_i64(shared_at(me, MODELS_AT)) + 8 * lookupplan.word(plan, lookupplan.MODEL))
+    return plan, plan_records.served_at(acquire_i64(acquire_i64(place(me.shared, "models_at")) + 8 * plan.model))
 
 
 @nb.njit
@@ -204,12 +189,12 @@ def _may_wait_ns(me, fd, began):  # type: ignore[no-untyped-def]
 
     Less than 0: Python says.
     """
-    if request_record.get(request_record.row_at(me.record, 0), request_record.TIMEOUT_US) > _MOST_TIMEOUT_US:
+    if request_record.row_at(me.record, 0).timeout_us > _MOST_TIMEOUT_US:
         return -1
-    timeout, most = timeout_of(me), me.limits[MOST_WAIT_NS]
+    timeout, most = timeout_of(me), me.limits.most_wait_ns
     if timeout == 0:
         return most
-    since = me.conns[fd, BEGAN_NS]
+    since = connection_at(me.conns, fd).began_ns
     remaining = timeout - (began - since if since > 0 else 0)
     return min(most, remaining >> 1) if remaining > 0 else -1
 
@@ -224,9 +209,12 @@ def _refuse(me, fd, plan, variant, last, began):  # type: ignore[no-untyped-def]
     wait, may_wait = expected_ns(me), _may_wait_ns(me, fd, began)
     if wait == 0 or may_wait < 0 or wait <= may_wait:
         return PREDICTION
-    counts = me.counts + 8 * COUNT_WORDS * lookupplan.word(variant, lookupplan.COUNTS)
-    for which, more in ((FULL_REFUSALS if wait == FULL else REFUSALS, 1), (REFUSAL_NS, monotonic_ns() - began)):
-        store_u64(counts, which, load_u64(counts, which) + nb.uint64(more))
+    counts = version_counts_at(me.counts, variant.counts)
+    if wait == FULL:
+        counts.full_refusals += 1
+    else:
+        counts.refusals += 1
+    counts.refusal_ns += monotonic_ns() - began
     _draw(me, plan, began, 0)
     _send_ready(me, fd, variant, _is_closing(me, last), 0)
     return ANSWERED
@@ -246,12 +234,12 @@ def plan_for(me, path, path_bytes, form, began):  # type: ignore[no-untyped-def]
         return NO_PLAN, 0, 0, 0
     if not _may_draw(me, plan, began):
         return ACCESS, 0, 0, 0
-    if me.found[httphead.UNUSUAL] & httphead.ROUTED != 0 and lookupplan.word(served, lookupplan.CANARY) != 0:
+    if me.found.unusual & httphead.ROUTED != 0 and served.canary != 0:
         return CANARY, 0, 0, 0  # its id says which version answers
     variant, view = plansearch.choose(plan, served, roll(me))
     if variant == 0:
         return NO_PLAN, 0, 0, 0
-    store_u64(plan, lookupplan.LAST_USED, nb.uint64(began))
+    plan.last_used = began
     return MAY, plan, variant, view
 
 
@@ -261,13 +249,13 @@ def bind_plan(me, variant, view, tail, since, more, began):  # type: ignore[no-u
 
     `since` as for `why_not`; `more` are bytes of it that are not counted as held. Returns MAY; LONG, which takes long; or a reason.
     """
-    timeout_us = request_record.get(request_record.row_at(me.record, 0), request_record.TIMEOUT_US)
+    timeout_us = request_record.row_at(me.record, 0).timeout_us
     if timeout_us > _MOST_TIMEOUT_US or _is_late(since, timeout_us * 1000, began):
         return BUSY
-    bound = binding.bind(variant, view, me.record, tail, me.codes, me.limits[MOST_ANSWER], me.bound, me.values)
+    bound = binding.bind(variant, view, me.record, tail, me.codes, me.limits.most_answer, me.bound, me.values)
     if bound == binding.WRONG:
         return VALUES
-    if not has_room(me, lookupplan.word(me.bound, lookupplan.ANSWER_BYTES) + more):
+    if not has_room(me, me.bound.answer_bytes + more):
         return BUSY
     return MAY if bound == binding.BOUND else LONG
 
@@ -277,7 +265,7 @@ def look_up(me, plan, variant, view, tail, began, planned):  # type: ignore[no-u
     """Do the run in `me.bound`: its rows are where the answer's data belong, and it is charged and counted. Returns what comes of it, as the run does."""
     came = call_at(me.run, me.bound, view, tail, me.answer + HEAD_ROOM, me.states, me.scratch)
     if came == lookupplan.ANSWERED:
-        _draw(me, plan, began, lookupplan.word(me.bound, lookupplan.KEYS))
+        _draw(me, plan, began, me.bound.keys)
         ran = monotonic_ns()
         lookupplan.count_keys(me.bound, tail, me.states, me.table_counts, TABLE_COUNT_WORDS)
         count(me, variant, began, planned, ran, monotonic_ns())  # before it leaves: who has the answer finds it counted
@@ -291,9 +279,9 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
     Returns ANSWERED; MADE_A_JOB where readers go on, then the connection's row has its number; or else nothing was
     done, and the reason why the request is for Python.
     """
-    found, since = me.found, me.conns[fd, BEGAN_NS]
-    text, text_bytes = at + found[httphead.HEAD_BYTES], found[httphead.JSON_BYTES]
-    tail, tail_bytes = text + text_bytes, found[httphead.BODY_BYTES] - text_bytes
+    found, since = me.found, connection_at(me.conns, fd).began_ns
+    text, text_bytes = at + found.head_bytes, found.json_bytes
+    tail, tail_bytes = text + text_bytes, found.body_bytes - text_bytes
     if text_bytes <= 0 or tail_bytes < 0:
         return DESCRIPTION
     why = why_not(me, fd, at, since, began)
@@ -301,22 +289,22 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
         return why
     if jsonscan.scan_at(text, text_bytes, me.record) != request_record.SCANNED:
         return DESCRIPTION
-    if request_record.get(me.record, request_record.DATA_BYTES) != tail_bytes:
+    if me.record.data_bytes != tail_bytes:
         return VALUES
-    path, path_bytes = at + found[httphead.PATH_AT], found[httphead.PATH_BYTES]
-    why, plan, variant, view = plan_for(me, path, path_bytes, lookupplan.TENSORS, began)
+    path, path_bytes = at + found.path_at, found.path_bytes
+    why, plan, variant, view = plan_for(me, path, path_bytes, plan_records.TENSORS, began)
     if why != MAY:
         return why
-    predicts = lookupplan.word(variant, binding.HEAD_AT) != 0
+    predicts = variant.head_at != 0
     if predicts:
         came = _refuse(me, fd, plan, variant, last, began)
-        if came == ANSWERED or lookupplan.word(variant, binding.SCORING_AT) == 0:
+        if came == ANSWERED or variant.scoring == 0:
             return came
-    why = bind_plan(me, variant, view, tail, since, whole - me.conns[fd, HELD], began)
+    why = bind_plan(me, variant, view, tail, since, whole - connection_at(me.conns, fd).held, began)
     if why >= 0:
         return why
     planned, closing = monotonic_ns(), _is_closing(me, last)
-    keys = lookupplan.word(me.bound, lookupplan.KEYS)
+    keys = me.bound.keys
     if predicts:
         made = PREDICTION
         if why == MAY:
@@ -334,7 +322,7 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
         return made
     if came != lookupplan.ANSWERED:
         return VALUES
-    data, end = lookupplan.word(me.bound, lookupplan.ANSWER_BYTES), me.answer + HEAD_ROOM
+    data, end = me.bound.answer_bytes, me.answer + HEAD_ROOM
     begin = binding.write_head(variant, me.record, me.values, data, closing, me.date, end)
     _send(me, fd, begin, end + data - begin, closing)
     return ANSWERED
@@ -344,15 +332,15 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
 def answer_rows(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
     """As `answer`, of a front's request for rows (`front_rows.py`). Where memory lacks one, it is for Python."""
     found = me.found
-    body, size = at + found[httphead.HEAD_BYTES], found[httphead.BODY_BYTES]
+    body, size = at + found.head_bytes, found.body_bytes
     n = (size - front_rows.REQUEST_HEAD_BYTES) >> 3
     if n < 0 or size & 7 != 0 or n > lookupplan.MOST_KEYS:
         return SIZE
-    why = why_not(me, fd, at, me.conns[fd, BEGAN_NS], began)
+    why = why_not(me, fd, at, connection_at(me.conns, fd).began_ns, began)
     if why != MAY:
         return why
-    path, path_bytes = at + found[httphead.PATH_AT], found[httphead.PATH_BYTES]
-    plan, served = _find(me, path, path_bytes, body, front_rows.LINE_BYTES, lookupplan.STORED_ROWS)
+    path, path_bytes = at + found.path_at, found.path_bytes
+    plan, served = _find(me, path, path_bytes, body, front_rows.LINE_BYTES, plan_records.STORED_ROWS)
     if served == 0:
         return NO_PLAN
     if not _may_draw(me, plan, began):
@@ -360,8 +348,8 @@ def answer_rows(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
     variant, view = plansearch.choose(plan, served, 0)
     if variant == 0:
         return NO_PLAN
-    table = view + 8 * (lookupplan.VIEW_WORDS + lookupplan.TABLE_WORDS * lookupplan.word(variant, front_rows.TABLE))
-    room = front_rows.rows_begin(n) + n * lookupplan.word(table, lookupplan.ROW_BYTES)
+    table = plan_records.table_at(view.tables, variant.table)
+    room = front_rows.rows_begin(n) + n * table.row_bytes
     if room > lookupplan.MOST_WORK_BYTES:
         return SIZE
     if not has_room(me, room + whole):
@@ -372,8 +360,8 @@ def answer_rows(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
         return ROWS_ON_DISK
     ran = monotonic_ns()
     _draw(me, plan, began, n)
-    store_u64(plan, lookupplan.LAST_USED, nb.uint64(began))
-    counts = me.table_counts + 8 * TABLE_COUNT_WORDS * lookupplan.word(variant, front_rows.TABLE_COUNTS)
+    plan.last_used = began
+    counts = me.table_counts + 8 * TABLE_COUNT_WORDS * variant.table_counts
     front_rows.count_codes(n, me.scratch, counts)
     count(me, variant, began, planned, ran, monotonic_ns())
     _send_ready(me, fd, variant, _is_closing(me, last), data)

@@ -10,25 +10,20 @@ from typing import Any
 import numba as nb
 from numba import types
 
-from tierstore.kernels import LAST, compiled_c, lookupplan, protoscan
-from tierstore.kernels.binding import HEAD_AT
+from tierstore.kernels import LAST, compiled_c, lookupplan, plan_records, protoscan
 from tierstore.kernels.protowrite import write_message
 from tierstore.kernels.reactor_answers import LONG, MAY, bind_plan, look_up, plan_for, why_not
 from tierstore.kernels.reactor_words import (
-    ANSWER_AT,
-    ANSWER_BYTES,
     ANSWERED,
-    ANSWERS,
     DESCRIPTION,
     HEAD_ROOM,
     PREDICTION,
     ROWS_ON_DISK,
-    SINCE_NS,
     SIZE,
     VALUES,
     here_at,
 )
-from tierstore.kernels.request_record import NAME_AT, NAME_BYTES, SCANNED, get, row_at
+from tierstore.kernels.request_record import SCANNED, row_at
 from tierstore.kernels.sysio import monotonic_ns
 
 
@@ -41,18 +36,18 @@ def answer_call(me, fd, text, message, message_bytes, began):  # type: ignore[no
     returned is the reason why it is for Python: ROWS_ON_DISK, and SIZE where it would keep others waiting, too.
     """
     call = me.call
-    why = why_not(me, fd, text, call[SINCE_NS], began)
+    why = why_not(me, fd, text, call.since_ns, began)
     if why != MAY:
         return why
     if protoscan.scan_at(message, message_bytes, me.record) != SCANNED:
         return DESCRIPTION
-    own, form = row_at(me.record, 0), lookupplan.MESSAGE
-    model, model_bytes = get(own, NAME_AT), get(own, NAME_BYTES)
+    own, form = row_at(me.record, 0), plan_records.MESSAGE
+    model, model_bytes = own.name_at, own.name_bytes
     why, plan, variant, view = plan_for(me, model, model_bytes, form, began)
-    if why == MAY and lookupplan.word(variant, HEAD_AT) != 0:
+    if why == MAY and variant.head_at != 0:
         return PREDICTION
     if why == MAY:
-        why = bind_plan(me, variant, view, message, call[SINCE_NS], message_bytes, began)
+        why = bind_plan(me, variant, view, message, call.since_ns, message_bytes, began)
     if why != MAY:
         return SIZE if why == LONG else why
     came = look_up(me, plan, variant, view, message, began, monotonic_ns())
@@ -60,8 +55,8 @@ def answer_call(me, fd, text, message, message_bytes, began):  # type: ignore[no
         return ROWS_ON_DISK if came == lookupplan.COLD else VALUES
     data = me.answer + HEAD_ROOM
     begin = write_message(variant, me.record, me.values, data)
-    call[ANSWER_AT], call[ANSWER_BYTES] = begin, data + lookupplan.word(me.bound, lookupplan.ANSWER_BYTES) - begin
-    me.lines[me.number, ANSWERS] += 1
+    call.answer_at, call.answer_bytes = begin, data + me.bound.answer_bytes - begin
+    me.line.answers += 1
     return ANSWERED
 
 

@@ -12,17 +12,11 @@ from tierstore.kernels.atomics import add_at, copy_bytes
 from tierstore.kernels.reactor_connections import notify, set_send_deadline
 from tierstore.kernels.reactor_sockets import send
 from tierstore.kernels.reactor_words import (
-    DEADLINE_NS,
     FRAMES_BYTES,
-    LOST,
-    SERIAL,
-    SLOWEST_RATE,
-    STALL_NS,
     STREAM_SENT,
-    STREAMS_AWAY,
-    shared_at,
+    connection_at,
 )
-from tierstore.kernels.request_record import get, put
+from tierstore.kernels.records import place
 from tierstore.kernels.sysio import EAGAIN, EINTR, allocate, monotonic_ns, move_bytes, release
 
 KEPT_BYTES = 1 << 16  # of frames that the socket does not accept; from here on nothing more is read
@@ -31,10 +25,10 @@ KEPT_BYTES = 1 << 16  # of frames that the socket does not accept; from here on 
 @nb.njit
 def bind_frames(me, s):  # type: ignore[no-untyped-def]
     """Lend the reactor's memory for frames, unless some are kept."""
-    if get(s, h2words.OUT_KEPT) == 0:
-        put(s, h2words.OUT_AT, me.frames)
-        put(s, h2words.OUT_BYTES, 0)
-        put(s, h2words.OUT_ROOM, FRAMES_BYTES)
+    if s.out_kept == 0:
+        s.out_at = me.frames
+        s.out_bytes = 0
+        s.out_room = FRAMES_BYTES
 
 
 @nb.njit
@@ -45,11 +39,11 @@ def _keep_frames(me, fd, s, at, left):  # type: ignore[no-untyped-def]
     if kept == 0:
         return False
     copy_bytes(kept, at, left)
-    release(get(s, h2words.OUT_KEPT))
-    put(s, h2words.OUT_KEPT, kept)
-    put(s, h2words.OUT_AT, kept)
-    put(s, h2words.OUT_BYTES, left)
-    put(s, h2words.OUT_ROOM, room)
+    release(s.out_kept)
+    s.out_kept = kept
+    s.out_at = kept
+    s.out_bytes = left
+    s.out_room = room
     set_send_deadline(me, fd, left)
     return True
 
@@ -57,8 +51,8 @@ def _keep_frames(me, fd, s, at, left):  # type: ignore[no-untyped-def]
 @nb.njit
 def flush(me, fd, s):  # type: ignore[no-untyped-def]
     """Send the frames that were written. True where all have left; a connection that is lost is marked."""
-    row = me.conns[fd]
-    at, left, kept = get(s, h2words.OUT_AT), get(s, h2words.OUT_BYTES), get(s, h2words.OUT_KEPT)
+    row = connection_at(me.conns, fd)
+    at, left, kept = s.out_at, s.out_bytes, s.out_kept
     begin = left
     while left > 0:
         took = send(me, fd, at, left, 0)
@@ -68,39 +62,39 @@ def flush(me, fd, s):  # type: ignore[no-untyped-def]
         elif took == -EAGAIN:
             break
         elif took != -EINTR:
-            row[LOST] = 1
+            row.lost = 1
             return False
     if left == 0:
-        put(s, h2words.OUT_BYTES, 0)
+        s.out_bytes = 0
         if kept != 0:
             release(kept)
-            put(s, h2words.OUT_KEPT, 0)
+            s.out_kept = 0
             bind_frames(me, s)
-            row[DEADLINE_NS] = 0
+            row.deadline_ns = 0
         return True
     if kept != 0 and left == begin:
         return False
-    if kept != 0 and get(s, h2words.OUT_AT) != at:
-        move_bytes(get(s, h2words.OUT_AT), at, left)
-        put(s, h2words.OUT_BYTES, left)
+    if kept != 0 and s.out_at != at:
+        move_bytes(s.out_at, at, left)
+        s.out_bytes = left
         set_send_deadline(me, fd, left)
         return False
     if not _keep_frames(me, fd, s, at, left):
-        row[LOST] = 1
+        row.lost = 1
     return False
 
 
 @nb.njit
 def push_row(me, fd, s, row):  # type: ignore[no-untyped-def]
     """`h2out.push`, and Python hears what it waits to hear."""
-    stream = get(row, h2words.ID)
-    is_away = get(row, h2words.STATE) & h2words.AWAY != 0
+    stream = row.id
+    is_away = row.state & h2words.AWAY != 0
     reports, moved = h2out.push(s, row)
     if reports > 0:
-        notify(me, STREAM_SENT, fd | stream << 24, me.conns[fd, SERIAL], reports, 0)
-    if get(row, h2words.ID) == 0:
+        notify(me, STREAM_SENT, fd | stream << 24, connection_at(me.conns, fd).serial, reports, 0)
+    if row.id == 0:
         if is_away:
-            add_at(shared_at(me, STREAMS_AWAY), -1)
+            add_at(place(me.shared, "streams_away"), -1)
     elif moved:
         set_deadline(me, row)
 
@@ -108,27 +102,27 @@ def push_row(me, fd, s, row):  # type: ignore[no-untyped-def]
 @nb.njit
 def set_deadline(me, row):  # type: ignore[no-untyped-def]
     """Until when the first block of a stream must have left."""
-    block = get(row, h2words.FIRST_OUT)
+    block = row.first_out
     if block == 0:
-        put(row, h2words.DEADLINE_NS, 0)
+        row.deadline_ns = 0
         return
-    slowest = get(block, h2words.SIZE) * 1_000_000_000 // me.limits[SLOWEST_RATE]
-    put(row, h2words.DEADLINE_NS, monotonic_ns() + me.limits[STALL_NS] + slowest)
+    slowest = block.size * 1_000_000_000 // me.limits.slowest_rate
+    row.deadline_ns = monotonic_ns() + me.limits.stall_ns + slowest
 
 
 @nb.njit
 def push_all(me, fd, s):  # type: ignore[no-untyped-def]
     """Write what waits on all streams, each in its turn, as far as windows, room and socket go."""
-    rows, room = get(s, h2words.STREAMS_AT), get(s, h2words.STREAMS_ROOM)
-    while get(s, h2words.WAITING) > 0:
-        written = get(s, h2words.OUT_BYTES)
+    rows, room = s.streams, s.streams_room
+    while s.waiting > 0:
+        written = s.out_bytes
         for k in range(room):
-            which = (get(s, h2words.NEXT) + k) % room
-            row = rows + 8 * h2words.STREAM_WORDS * which
-            if get(row, h2words.ID) != 0 and get(row, h2words.FIRST_OUT) != 0:
+            which = (s.next + k) % room
+            row = h2words.stream_at(rows, which)
+            if row.id != 0 and row.first_out != 0:
                 push_row(me, fd, s, row)
                 if h2out.room_of(s) < h2words.FRAME_BYTES:
-                    put(s, h2words.NEXT, (which + 1) % room)
+                    s.next = (which + 1) % room
                     break
-        if get(s, h2words.OUT_BYTES) == written or not flush(me, fd, s):
+        if s.out_bytes == written or not flush(me, fd, s):
             return

@@ -11,32 +11,23 @@ from __future__ import annotations
 
 import numba as nb
 
-from tierstore.kernels import binding, coldread, httphead, lookupplan, request_record, scoring
+from tierstore.kernels import binding, coldread, lookupplan, request_record, scoring
 from tierstore.kernels.atomics import add_at, copy_bytes, relaxed_i64
-from tierstore.kernels.raw import call_at, store_u64
+from tierstore.kernels.raw import call_at
 from tierstore.kernels.reactor_connections import has_room
-from tierstore.kernels.reactor_jobs import give_away
+from tierstore.kernels.reactor_jobs import acquire_job, give_away
 from tierstore.kernels.reactor_words import (
-    BEGAN_NS,
     BUSY,
-    CALL_NS,
     FULL,
     HEAD_ROOM,
-    HELD,
-    INFLIGHT,
     KEPT_JOBS,
     MADE_A_JOB,
-    MOST_ANSWER,
-    OTHER_QUEUED,
-    POOL_QUEUE,
-    POOL_THREADS,
     PREDICTION,
-    QUEUED,
-    SERIAL,
     TABLE_COUNT_WORDS,
     VALUES,
-    shared_at,
+    connection_at,
 )
+from tierstore.kernels.records import place
 from tierstore.kernels.sysio import allocate, monotonic_ns, release
 
 
@@ -44,14 +35,14 @@ from tierstore.kernels.sysio import allocate, monotonic_ns, release
 def expected_ns(me):  # type: ignore[no-untyped-def]
     """How long a prediction that comes now would wait for a thread, as `Waits.expected_s` has it; or FULL."""
     queued, threads = (
-        relaxed_i64(shared_at(me, QUEUED)) + relaxed_i64(shared_at(me, OTHER_QUEUED)),
-        me.limits[POOL_THREADS],
+        relaxed_i64(place(me.shared, "queued")) + relaxed_i64(place(me.shared, "other_queued")),
+        me.limits.pool_threads,
     )
-    if queued >= threads + me.limits[POOL_QUEUE]:
+    if queued >= threads + me.limits.pool_queue:
         return nb.int64(FULL)
     if queued < threads:
         return nb.int64(0)
-    return (2 * (queued - threads) + 1) * relaxed_i64(shared_at(me, CALL_NS)) // (2 * threads)
+    return (2 * (queued - threads) + 1) * relaxed_i64(place(me.shared, "call_ns")) // (2 * threads)
 
 
 @nb.njit
@@ -62,22 +53,22 @@ def make_prediction(me, fd, plan, variant, view, tail, closing, timeout_ns, bega
     """
     if me.prediction_outbox < 0:
         return PREDICTION
-    if me.free_jobs[0] <= KEPT_JOBS:
+    if me.free_jobs.count <= KEPT_JOBS:
         return BUSY
-    wanted, run = lookupplan.word(variant, binding.SCORING_AT), me.bound
+    wanted, run = variant.scoring, me.bound
     data = scoring.bind(wanted, me.record, me.values)
-    answered, keys = lookupplan.word(run, lookupplan.ANSWER_BYTES), lookupplan.word(run, lookupplan.KEYS)
-    work = lookupplan.word(run, lookupplan.WORK_BYTES) + answered
-    if lookupplan.word(wanted, scoring.HALF) != 0:
+    answered, keys = run.answer_bytes, run.keys
+    work = run.work_bytes + answered
+    if wanted.half != 0:
         work += answered
-    if data < 0 or data + work > me.limits[MOST_ANSWER]:
+    if data < 0 or data + work > me.limits.most_answer:
         return VALUES
     end = me.answer + HEAD_ROOM
     begin = binding.write_head(variant, me.record, me.values, data, closing, me.date, end)
     head = end - begin
     more = scoring.table_bytes(wanted, me.record)
     size = head + data + 63 + more + answered
-    if not has_room(me, size + me.found[httphead.HEAD_BYTES] + me.found[httphead.BODY_BYTES] - me.conns[fd, HELD]):
+    if not has_room(me, size + me.found.head_bytes + me.found.body_bytes - connection_at(me.conns, fd).held):
         return BUSY
     block = allocate(size)
     if block == 0:
@@ -91,20 +82,15 @@ def make_prediction(me, fd, plan, variant, view, tail, closing, timeout_ns, bega
     lookupplan.count_keys(run, tail, me.states, me.table_counts, TABLE_COUNT_WORDS)
     copy_bytes(block, begin, head)
     scoring.write_table(wanted, me.record, run, tail, me.values, rows, block + head, table)
-    add_at(shared_at(me, INFLIGHT), size)
-    number = me.free_jobs[me.free_jobs[0]]
-    me.free_jobs[0] -= 1
-    job = me.jobs + 8 * coldread.JOB_WORDS * number
-    since = me.conns[fd, BEGAN_NS] if me.conns[fd, BEGAN_NS] > 0 else began
-    for which, value in (
-        (coldread.FD, fd), (coldread.SERIAL, me.conns[fd, SERIAL]), (coldread.VARIANT, variant), (coldread.REACTOR, me.number),
-        (coldread.BLOCK, block), (coldread.HEAD_BYTES, head), (coldread.DATA_BYTES, data), (coldread.HELD_BYTES, size),
-        (coldread.TABLE, table), (coldread.KEYS, keys), (coldread.SCORING, lookupplan.word(wanted, scoring.NUMBER)),
-        (coldread.BEGAN_NS, began), (coldread.PLANNED_NS, planned), (coldread.QUEUED_NS, monotonic_ns()),
-        (coldread.ARRIVED_NS, since), (coldread.DEADLINE_NS, since + timeout_ns if timeout_ns > 0 else 0),
-        (coldread.OUTCOME, coldread.FOR_PYTHON),
-    ):  # fmt: skip
-        store_u64(job, which, nb.uint64(value))
+    add_at(place(me.shared, "inflight"), size)
+    number, job = acquire_job(me)
+    since = connection_at(me.conns, fd).began_ns if connection_at(me.conns, fd).began_ns > 0 else began
+    job.fd, job.serial, job.reactor, job.variant = fd, connection_at(me.conns, fd).serial, me.number, variant
+    job.block, job.head_bytes, job.data_bytes, job.held_bytes = block, head, data, size
+    job.table, job.keys, job.scoring = table, keys, wanted.number
+    job.began_ns, job.planned_ns, job.queued_ns = began, planned, monotonic_ns()
+    job.arrived_ns, job.deadline_ns = since, since + timeout_ns if timeout_ns > 0 else 0
+    job.outcome = coldread.FOR_PYTHON
     give_away(me, fd, plan, number, closing)
     return MADE_A_JOB
 
@@ -112,6 +98,6 @@ def make_prediction(me, fd, plan, variant, view, tail, closing, timeout_ns, bega
 @nb.njit
 def timeout_of(me):  # type: ignore[no-untyped-def]
     """The earliest timeout of the request whose head is in `found` and whose description in the record, in ns; 0: it has none."""
-    timeout = me.found[httphead.TIMEOUT_MS] * 1_000_000
-    own = request_record.get(request_record.row_at(me.record, 0), request_record.TIMEOUT_US) * 1000
+    timeout = me.found.timeout_ms * 1_000_000
+    own = request_record.row_at(me.record, 0).timeout_us * 1000
     return own if own > 0 and (timeout == 0 or own < timeout) else timeout

@@ -25,50 +25,28 @@ from tierstore.kernels.reactor_connections import (
 from tierstore.kernels.reactor_jobs import drop_job, submit
 from tierstore.kernels.reactor_sockets import receive
 from tierstore.kernels.reactor_words import (
-    ANNOUNCED,
     ANSWERED,
-    ARRIVAL_NS,
     AWAY,
-    BEGAN_NS,
     BUFFER_BYTES,
     BUSY,
     CLOSES,
-    DEADLINE_NS,
     ENDED,
     FINISH,
-    FLAGS,
     FRAMES,
     FREE,
-    GENERATION_AT,
     HEADER,
-    HELD,
     HTTP2,
-    IDLE_NS,
-    IN_AT,
-    IN_BYTES,
-    IN_ROOM,
-    JOB,
     LARGE_TURN,
-    LOST,
     MAY_READ,
-    MODE,
-    MOST_BODY,
-    MOST_MESSAGE,
-    NEEDED,
     OTHER,
     PIPELINED,
     READING,
-    REASON,
-    REASONS_FROM,
     REQUEST,
     SENDING,
-    SERIAL,
-    SESSION,
     SIZE,
-    STATE,
-    STREAMING_PATHS,
-    line_at,
+    connection_at,
 )
+from tierstore.kernels.records import place
 from tierstore.kernels.sysio import (
     EAGAIN,
     EINTR,
@@ -95,9 +73,9 @@ def _begin_http2(me, fd):  # type: ignore[no-untyped-def]
     s = allocate(SESSION_BYTES)
     if s == 0:
         return False
-    row = me.conns[fd]
-    h2core.begin_session(s, me.limits[MOST_MESSAGE], me.shared[STREAMING_PATHS])
-    row[SESSION], row[STATE], row[NEEDED], row[DEADLINE_NS] = s, HTTP2, 0, 0
+    row = connection_at(me.conns, fd)
+    h2core.begin_session(s, me.limits.most_message, me.shared.streaming_paths)
+    row.session, row.state, row.needed, row.deadline_ns = s, HTTP2, 0, 0
     return True
 
 
@@ -108,64 +86,60 @@ def _request(me, fd, at, size):  # type: ignore[no-untyped-def]
     The state tells what became of it: AWAY, a whole request for Python; HTTP2, it was a preface; FREE, the connection itself is to be handed
     over, and what is returned is minus the reason; else it was answered, or is not all there.
     """
-    row, found, limits = me.conns[fd], me.found, me.limits
+    row, found, limits = connection_at(me.conns, fd), me.found, me.limits
     began = monotonic_ns()
     preface = _preface(at, size)
     if preface > 0:
         if preface == PREFACE.size and not _begin_http2(me, fd):
-            row[LOST] = 1
+            row.lost = 1
         return PREFACE.size if preface == PREFACE.size else 0
     form = httphead.parse_at(at, size, found)
     if form == httphead.CUT and size < httphead.MOST_HEAD_BYTES:
         return 0
     if form == httphead.FOREIGN:
-        row[STATE] = FREE
+        row.state = FREE
         return -(HEADER if httphead.is_ours(at, size) else OTHER)
-    if (
-        form != httphead.PLAIN
-        or found[httphead.HEAD_BYTES] > httphead.MOST_HEAD_BYTES
-        or found[httphead.BODY_BYTES] > limits[MOST_BODY]
-    ):
-        row[STATE] = FREE
+    if form != httphead.PLAIN or found.head_bytes > httphead.MOST_HEAD_BYTES or found.body_bytes > limits.most_body:
+        row.state = FREE
         return -SIZE
-    whole = found[httphead.HEAD_BYTES] + found[httphead.BODY_BYTES]
+    whole = found.head_bytes + found.body_bytes
     if size < whole:
-        row[NEEDED] = whole
+        row.needed = whole
         return 0
-    row[NEEDED] = 0
-    line = line_at(me, me.number, ANNOUNCED)
-    release_i64(line, acquire_i64(me.shared[GENERATION_AT]))
+    row.needed = 0
+    line = place(me.line, "announced")
+    release_i64(line, acquire_i64(me.shared.generation_at))
     fence_all()
-    if found[httphead.KIND] == httphead.ROWS:
+    if found.kind == httphead.ROWS:
         came = answer_rows(me, fd, at, whole, size == whole, began)
     else:
         came = answer(me, fd, at, whole, size == whole, began)
     release_i64(line, 0)
     if came != ANSWERED:
-        row[STATE], row[NEEDED] = AWAY, whole
+        row.state, row.needed = AWAY, whole
         if came >= 0:
-            me.lines[me.number, REASONS_FROM + came] += 1
-            row[REASON] = came
-            if found[httphead.CLOSING] != 0:
-                row[FLAGS] |= CLOSES
+            me.line.reasons[came] += 1
+            row.reason = came
+            if found.closing != 0:
+                row.flags |= CLOSES
         return 0
-    row[BEGAN_NS] = 0
+    row.began_ns = 0
     return whole
 
 
 @nb.njit
 def _keep(me, fd, base, at, left):  # type: ignore[no-untyped-def]
     """Keep `left` bytes that begin at `base + at`, with room for the request that they begin. False: no memory."""
-    row = me.conns[fd]
+    row = connection_at(me.conns, fd)
     if left == 0:
-        release(row[IN_AT])
-        row[IN_AT] = row[IN_BYTES] = 0
+        release(row.in_at)
+        row.in_at = row.in_bytes = 0
         hold(me, fd, 0)
         return True
-    room = max(row[NEEDED], left, 4096 if row[NEEDED] == 0 else 0)
-    if row[NEEDED] == 0 and left * 2 > room:
+    room = max(row.needed, left, 4096 if row.needed == 0 else 0)
+    if row.needed == 0 and left * 2 > room:
         room = min(2 * room, max(left, httphead.MOST_HEAD_BYTES))
-    if base == row[IN_AT] and row[IN_ROOM] >= room:
+    if base == row.in_at and row.in_room >= room:
         if at > 0:
             move_bytes(base, base + at, left)
     else:
@@ -173,24 +147,24 @@ def _keep(me, fd, base, at, left):  # type: ignore[no-untyped-def]
         if kept == 0:
             return False
         copy_bytes(kept, base + at, left)
-        release(row[IN_AT])
-        row[IN_AT], row[IN_ROOM] = kept, room
-    row[IN_BYTES] = left
-    hold(me, fd, left if row[IN_ROOM] > BUFFER_BYTES else 0)
+        release(row.in_at)
+        row.in_at, row.in_room = kept, room
+    row.in_bytes = left
+    hold(me, fd, left if row.in_room > BUFFER_BYTES else 0)
     return True
 
 
 @nb.njit
 def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
     """Read what has come, and answer the requests that are whole. The connection may be closed afterwards."""
-    row = me.conns[fd]
+    row = connection_at(me.conns, fd)
     answered = came = 0
     while True:
-        if row[IN_AT] != 0:
-            base, room, have = row[IN_AT], row[IN_ROOM], row[IN_BYTES]
+        if row.in_at != 0:
+            base, room, have = row.in_at, row.in_room, row.in_bytes
         else:
             base, room, have = me.buffer, nb.int64(BUFFER_BYTES), nb.int64(0)
-        if row[FLAGS] & MAY_READ and have < room:
+        if row.flags & MAY_READ and have < room:
             wanted = min(room - have, LARGE_TURN)
             got = receive(me, fd, base + have, wanted)
             if got == -EINTR:
@@ -199,17 +173,17 @@ def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
                 end(me, fd, False)
                 return
             if got == 0:
-                row[FLAGS] |= ENDED
-            if got <= 0 or (got < wanted and row[FLAGS] & ENDED == 0):  # the end itself comes after the last bytes
-                row[FLAGS] &= ~MAY_READ
+                row.flags |= ENDED
+            if got <= 0 or (got < wanted and row.flags & ENDED == 0):  # the end itself comes after the last bytes
+                row.flags &= ~MAY_READ
             have += max(got, 0)
             came += max(got, 0)
         at = used = 0
-        while at < have and row[STATE] == READING and have - at >= row[NEEDED] and row[FLAGS] & CLOSES == 0:
+        while at < have and row.state == READING and have - at >= row.needed and row.flags & CLOSES == 0:
             if answered == PIPELINED:
                 break
             used = _request(me, fd, base + at, have - at)
-            if row[LOST] != 0:
+            if row.lost != 0:
                 end(me, fd, True)
                 return
             if used <= 0:
@@ -217,46 +191,46 @@ def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
             at += used
             answered += 1
         left = have - at
-        if (row[IN_AT] != 0 or left > 0) and not _keep(me, fd, base, at, left):
-            if row[JOB] != 0:
+        if (row.in_at != 0 or left > 0) and not _keep(me, fd, base, at, left):
+            if row.job != 0:
                 drop_job(me, fd)
             end(me, fd, True)
             return
-        if row[STATE] == READING:
-            if row[FLAGS] & CLOSES:
+        if row.state == READING:
+            if row.flags & CLOSES:
                 end(me, fd, False)
                 return
             if answered == PIPELINED and left > 0:
                 wait_for_turn(me, fd)
                 return
             if left == 0:
-                row[DEADLINE_NS] = now + me.limits[IDLE_NS]
-            elif row[BEGAN_NS] == 0:
-                row[BEGAN_NS] = now
-                row[DEADLINE_NS] = now + me.limits[ARRIVAL_NS]
-            if row[HELD] > 0 and not has_room(me, 0):  # for Python to say so, or to wait
+                row.deadline_ns = now + me.limits.idle_ns
+            elif row.began_ns == 0:
+                row.began_ns = now
+                row.deadline_ns = now + me.limits.arrival_ns
+            if row.held > 0 and not has_room(me, 0):  # for Python to say so, or to wait
                 yield_to_requests(me, fd, BUSY)
                 return
-            if came >= LARGE_TURN and row[FLAGS] & MAY_READ:
+            if came >= LARGE_TURN and row.flags & MAY_READ:
                 wait_for_turn(me, fd)
                 return
-            if row[FLAGS] & MAY_READ == 0:
-                if row[FLAGS] & ENDED or (left == 0 and me.shared[MODE] >= FINISH):
+            if row.flags & MAY_READ == 0:
+                if row.flags & ENDED or (left == 0 and me.shared.mode >= FINISH):
                     end(me, fd, False)
                 return
-        elif row[STATE] == AWAY:
-            row[DEADLINE_NS] = 0
-            if row[JOB] != 0:
+        elif row.state == AWAY:
+            row.deadline_ns = 0
+            if row.job != 0:
                 submit(me, fd)
                 return
             hold(me, fd, 0)  # Python counts it
-            if not notify(me, REQUEST, fd, row[SERIAL] | (row[REASON] << 32), row[IN_AT], row[NEEDED]):
+            if not notify(me, REQUEST, fd, row.serial | (row.reason << 32), row.in_at, row.needed):
                 end(me, fd, True)
             return
-        elif row[STATE] == SENDING:
+        elif row.state == SENDING:
             return
-        elif row[STATE] == HTTP2:
-            call_at(me.http2, me.at, FRAMES, fd, now, 0, 0)
+        elif row.state == HTTP2:
+            call_at(me.http2, me, FRAMES, fd, now, 0, 0)
             return
         else:
             yield_to_requests(me, fd, -used)
@@ -266,21 +240,21 @@ def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
 @nb.njit
 def continue_sending(me, fd, now):  # type: ignore[no-untyped-def]
     """Send more of an answer. True if the connection is to be read now."""
-    row = me.conns[fd]
+    row = connection_at(me.conns, fd)
     if not send_on(me, fd):
-        if row[LOST] != 0:
+        if row.lost != 0:
             end(me, fd, True)
         return False
     let_go_of_answer(me, fd)
-    if row[NEEDED] > 0:  # the request that it answers is still there
-        left = row[IN_BYTES] - row[NEEDED]
-        done = row[NEEDED]
-        row[NEEDED] = 0
-        _keep(me, fd, row[IN_AT], done, left)
-    row[BEGAN_NS] = 0
-    if row[FLAGS] & CLOSES:
+    if row.needed > 0:  # the request that it answers is still there
+        left = row.in_bytes - row.needed
+        done = row.needed
+        row.needed = 0
+        _keep(me, fd, row.in_at, done, left)
+    row.began_ns = 0
+    if row.flags & CLOSES:
         end(me, fd, False)
         return False
-    row[STATE] = READING
-    row[DEADLINE_NS] = now + me.limits[IDLE_NS]
+    row.state = READING
+    row.deadline_ns = now + me.limits.idle_ns
     return True

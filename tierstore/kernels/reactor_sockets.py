@@ -1,7 +1,7 @@
 """Bytes from and to a reactor's connections: in clear, or through OpenSSL for those with TLS. See `reactor.py`.
 
 Python makes the handshake (`service/openssl.py`); then the connection's row has the address of its session (`SSL *`), and one thread at a
-time uses it. OpenSSL's functions are called by their addresses, which are in a table, int64 words in the order of READ to FREE.
+time uses it. OpenSSL's functions are called by their addresses.
 Sessions read ahead, and write records one at a time, each whole or not at all.
 
 Kernels for the thread of one reactor.
@@ -13,11 +13,9 @@ import numba as nb
 
 from tierstore.kernels import sysio
 from tierstore.kernels.raw import call_at
-from tierstore.kernels.reactor_words import ENDED, FLAGS, OPENSSL, TLS
-from tierstore.kernels.request_record import get
+from tierstore.kernels.reactor_words import ENDED, connection_at
 from tierstore.kernels.sysio import EAGAIN
 
-READ, WRITE, ERROR_OF, CLEAR_ERRORS, SHUT_DOWN, FREE_SESSION = range(6)  # places in the table
 WANT_READ, WANT_WRITE, ZERO_RETURN = 2, 3, 6  # what SSL_get_error answers
 _EPIPE = 32
 _MOST = 1 << 30  # that a C int counts
@@ -25,26 +23,26 @@ _RECORD_BYTES = 1 << 14
 
 
 @nb.njit
-def _call(me, which, session, at, size):  # type: ignore[no-untyped-def]
+def _call(function, session, at, size):  # type: ignore[no-untyped-def]
     """The C int that a function returns."""
-    got = call_at(get(me.limits[OPENSSL], which), session, at, size, 0, 0, 0)
+    got = call_at(function, session, at, size, 0, 0, 0)
     return nb.int64(nb.int32(got))
 
 
 @nb.njit
 def _receive_tls(me, row, at, room):  # type: ignore[no-untyped-def]
     """As `receive`. What it returns is less than `room` only where nothing more is in the socket, or ENDED is set."""
-    session, got = row[TLS], nb.int64(0)
+    session, got = row.tls, nb.int64(0)
     while got < room:
-        _call(me, CLEAR_ERRORS, 0, 0, 0)
-        took = _call(me, READ, session, at + got, min(room - got, _MOST))
+        _call(me.limits.openssl.clear_errors, 0, 0, 0)
+        took = _call(me.limits.openssl.read, session, at + got, min(room - got, _MOST))
         if took > 0:
             got += took
             continue
-        error = _call(me, ERROR_OF, session, took, 0)
+        error = _call(me.limits.openssl.error_of, session, took, 0)
         if error in (WANT_READ, WANT_WRITE):
             return got if got > 0 else nb.int64(-EAGAIN)
-        row[FLAGS] |= ENDED
+        row.flags |= ENDED
         if got > 0 or error == ZERO_RETURN:
             return got
         return nb.int64(-_EPIPE)
@@ -54,8 +52,8 @@ def _receive_tls(me, row, at, room):  # type: ignore[no-untyped-def]
 @nb.njit
 def receive(me, fd, at, room):  # type: ignore[no-untyped-def]
     """`sysio.receive` of a connection."""
-    row = me.conns[fd]
-    if row[TLS] != 0:
+    row = connection_at(me.conns, fd)
+    if row.tls != 0:
         return _receive_tls(me, row, at, room)
     return sysio.receive(fd, at, room)
 
@@ -63,25 +61,25 @@ def receive(me, fd, at, room):  # type: ignore[no-untyped-def]
 @nb.njit
 def _write(me, session, at, size):  # type: ignore[no-untyped-def]
     """Send a record: bytes taken, or minus the error number."""
-    _call(me, CLEAR_ERRORS, 0, 0, 0)
-    took = _call(me, WRITE, session, at, min(size, _MOST))
+    _call(me.limits.openssl.clear_errors, 0, 0, 0)
+    took = _call(me.limits.openssl.write, session, at, min(size, _MOST))
     if took > 0:
         return took
-    error = _call(me, ERROR_OF, session, took, 0)
+    error = _call(me.limits.openssl.error_of, session, took, 0)
     return nb.int64(-EAGAIN if error in (WANT_READ, WANT_WRITE) else -_EPIPE)
 
 
 @nb.njit
 def send(me, fd, at, size, more):  # type: ignore[no-untyped-def]
     """`sysio.send` to a connection. Where it answers EAGAIN, the same bytes are to be sent next, with others behind them or not."""
-    if me.conns[fd, TLS] == 0:
+    if connection_at(me.conns, fd).tls == 0:
         return sysio.send(fd, at, size, more)
     if size <= _RECORD_BYTES:
-        return _write(me, me.conns[fd, TLS], at, size)
+        return _write(me, connection_at(me.conns, fd).tls, at, size)
     sysio.hold_packets(fd)  # records of one answer in fewer packets
     sent = took = nb.int64(0)
     while sent < size:
-        took = _write(me, me.conns[fd, TLS], at + sent, size - sent)
+        took = _write(me, connection_at(me.conns, fd).tls, at + sent, size - sent)
         if took < 0:
             break
         sent += took
@@ -92,10 +90,10 @@ def send(me, fd, at, size, more):  # type: ignore[no-untyped-def]
 @nb.njit
 def end_tls(me, fd, abort):  # type: ignore[no-untyped-def]
     """Free a connection's session, if it has one; unless with `abort` the other side is told of the end."""
-    row = me.conns[fd]
-    session, row[TLS] = row[TLS], 0
+    row = connection_at(me.conns, fd)
+    session, row.tls = row.tls, 0
     if session != 0:
-        _call(me, CLEAR_ERRORS, 0, 0, 0)
+        _call(me.limits.openssl.clear_errors, 0, 0, 0)
         if not abort:
-            _call(me, SHUT_DOWN, session, 0, 0)
-        _call(me, FREE_SESSION, session, 0, 0)
+            _call(me.limits.openssl.shut_down, session, 0, 0)
+        _call(me.limits.openssl.free_session, session, 0, 0)

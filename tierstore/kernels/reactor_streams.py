@@ -15,29 +15,18 @@ from tierstore.kernels.raw import call_at, load_u8
 from tierstore.kernels.reactor_connections import notify
 from tierstore.kernels.reactor_frames import push_all, push_row, set_deadline
 from tierstore.kernels.reactor_words import (
-    ANNOUNCED,
-    ANSWER_AT,
-    ANSWER_BYTES,
     ANSWERED,
     DESCRIPTION,
     DRAIN,
-    GENERATION_AT,
-    LOST,
-    MODE,
     OTHER,
-    REASONS_FROM,
-    SERIAL,
-    SINCE_NS,
     SIZE,
     STREAM_DATA,
     STREAM_LOST,
     STREAM_OPENED,
     STREAM_REQUEST,
-    STREAMS_AWAY,
-    line_at,
-    shared_at,
+    connection_at,
 )
-from tierstore.kernels.request_record import get, put
+from tierstore.kernels.records import place
 from tierstore.kernels.sysio import monotonic_ns
 
 MOST_AWAY = 2048  # streams of all connections that Python has: each has a few messages in its pipe at most
@@ -45,60 +34,62 @@ MOST_AWAY = 2048  # streams of all connections that Python has: each has a few m
 
 @nb.njit
 def _is_full(me):  # type: ignore[no-untyped-def]
-    return acquire_i64(shared_at(me, STREAMS_AWAY)) >= MOST_AWAY
+    return acquire_i64(place(me.shared, "streams_away")) >= MOST_AWAY
 
 
 @nb.njit
 def _refuse(me, s, row):  # type: ignore[no-untyped-def]
     """A request that was not started, and may be sent again."""
-    h2out.write_reset(s, get(row, h2words.ID), h2words.REFUSED_STREAM)
+    h2out.write_reset(s, row.id, h2words.REFUSED_STREAM)
     h2out.close_row(s, row)
 
 
 @nb.njit
 def _give(me, fd, s, row, kind, reason):  # type: ignore[no-untyped-def]
     """Give a stream's head, and the body behind it, to Python, which frees them."""
-    me.lines[me.number, REASONS_FROM + reason] += 1
-    at, size, head = get(row, h2words.AT), get(row, h2words.BYTES), get(row, h2words.HEAD_BYTES)
-    fd_stream = fd | get(row, h2words.ID) << 24
-    if _is_full(me) or not notify(me, kind, fd_stream, me.conns[fd, SERIAL] | reason << 32, at, head | size << 20):
+    me.line.reasons[reason] += 1
+    at, size, head = row.at, row.bytes, row.head_bytes
+    fd_stream = fd | row.id << 24
+    if _is_full(me) or not notify(
+        me, kind, fd_stream, connection_at(me.conns, fd).serial | reason << 32, at, head | size << 20
+    ):
         _refuse(me, s, row)
         return
-    add_at(shared_at(me, STREAMS_AWAY), 1)
+    add_at(place(me.shared, "streams_away"), 1)
     h2out.hold(s, -size)
-    put(row, h2words.AT, 0)
-    put(row, h2words.BYTES, 0)
-    put(row, h2words.HEAD_BYTES, 0)
-    put(row, h2words.ROOM, 0)
-    put(row, h2words.DEADLINE_NS, 0)
-    put(row, h2words.STATE, get(row, h2words.STATE) | h2words.AWAY)
+    row.at = 0
+    row.bytes = 0
+    row.head_bytes = 0
+    row.room = 0
+    row.deadline_ns = 0
+    row.state |= h2words.AWAY
 
 
 @nb.njit
 def report_data(me, fd, s, row):  # type: ignore[no-untyped-def]
     """Give Python what has come of a stream, and its end, unless it has not taken what came before."""
-    state = get(row, h2words.STATE)
+    state = row.state
     ended = 1 if state & h2words.ENDED else 0
-    if state & h2words.DELIVERING or (get(row, h2words.BYTES) == 0 and (not ended or state & h2words.END_DELIVERED)):
+    if state & h2words.DELIVERING or (row.bytes == 0 and (not ended or state & h2words.END_DELIVERED)):
         return
-    at, size = get(row, h2words.AT), get(row, h2words.BYTES)
-    fd_stream = fd | get(row, h2words.ID) << 24
-    if not notify(me, STREAM_DATA, fd_stream, me.conns[fd, SERIAL] | ended << 32, at, size):
+    at, size = row.at, row.bytes
+    fd_stream = fd | row.id << 24
+    if not notify(me, STREAM_DATA, fd_stream, connection_at(me.conns, fd).serial | ended << 32, at, size):
         return  # with what comes next, or when Python has taken something
     h2out.hold(s, -size)
-    put(row, h2words.AT, 0)
-    put(row, h2words.BYTES, 0)
-    put(row, h2words.ROOM, 0)
-    put(row, h2words.STATE, state | h2words.DELIVERING | (h2words.END_DELIVERED if ended else 0))
+    row.at = 0
+    row.bytes = 0
+    row.room = 0
+    row.state = state | h2words.DELIVERING | (h2words.END_DELIVERED if ended else 0)
 
 
 @nb.njit
 def lose(me, fd, s, row):  # type: ignore[no-untyped-def]
     """A stream was reset, by its client or for its error."""
-    if get(row, h2words.STATE) & h2words.AWAY:
-        add_at(shared_at(me, STREAMS_AWAY), -1)
-        if not notify(me, STREAM_LOST, fd | get(row, h2words.ID) << 24, me.conns[fd, SERIAL], 0, 0):
-            me.conns[fd, LOST] = 1
+    if row.state & h2words.AWAY:
+        add_at(place(me.shared, "streams_away"), -1)
+        if not notify(me, STREAM_LOST, fd | row.id << 24, connection_at(me.conns, fd).serial, 0, 0):
+            connection_at(me.conns, fd).lost = 1
     h2out.close_row(s, row)
 
 
@@ -111,22 +102,19 @@ def _call(me, fd, row, body, size, now):  # type: ignore[no-untyped-def]
     if size < h2out.PREFIX or load_u8(body, 0) != 0 or read_u32(body + 1) != size - h2out.PREFIX:
         return DESCRIPTION
     found, began = me.found, monotonic_ns()
-    for there, here in (
-        (httphead.HOST_AT, h2words.HOST_AT), (httphead.HOST_BYTES, h2words.HOST_BYTES),
-        (httphead.AUTHORIZATION_AT, h2words.AUTHORIZATION_AT), (httphead.AUTHORIZATION_BYTES, h2words.AUTHORIZATION_BYTES),
-        (httphead.TIMEOUT_MS, h2words.TIMEOUT_MS), (httphead.UNUSUAL, h2words.UNUSUAL), (httphead.PATH_AT, h2words.PATH_AT),
-        (httphead.PATH_BYTES, h2words.PATH_BYTES),
-    ):  # fmt: skip
-        found[there] = get(row, here)
-    found[httphead.HEAD_BYTES] = found[httphead.CLOSING] = 0
-    found[httphead.BODY_BYTES], found[httphead.JSON_BYTES] = size - h2out.PREFIX, httphead.NONE
-    found[httphead.KIND] = httphead.INFER
-    since = get(row, h2words.BEGAN_NS)
-    me.call[SINCE_NS] = since if since < now else 0  # 0: it came with what came last
-    line = line_at(me, me.number, ANNOUNCED)
-    release_i64(line, acquire_i64(me.shared[GENERATION_AT]))
+    found.host_at, found.host_bytes = row.host_at, row.host_bytes
+    found.authorization_at, found.authorization_bytes = row.authorization_at, row.authorization_bytes
+    found.timeout_ms, found.unusual = row.timeout_ms, row.unusual
+    found.path_at, found.path_bytes = row.path_at, row.path_bytes
+    found.head_bytes = found.closing = 0
+    found.body_bytes, found.json_bytes = size - h2out.PREFIX, httphead.NONE
+    found.kind = httphead.INFER
+    since = row.began_ns
+    me.call.since_ns = since if since < now else 0  # 0: it came with what came last
+    line = place(me.line, "announced")
+    release_i64(line, acquire_i64(me.shared.generation_at))
     fence_all()
-    came = call_at(me.run_call, me.at, fd, get(row, h2words.AT), body + h2out.PREFIX, size - h2out.PREFIX, began)
+    came = call_at(me.run_call, me, fd, row.at, body + h2out.PREFIX, size - h2out.PREFIX, began)
     release_i64(line, 0)
     return came
 
@@ -134,25 +122,23 @@ def _call(me, fd, row, body, size, now):  # type: ignore[no-untyped-def]
 @nb.njit
 def _on_request(me, fd, s, row, body, size, now):  # type: ignore[no-untyped-def]
     """Answer a whole request, or give it to Python."""
-    if get(row, h2words.STATE) & h2words.TOO_LARGE:
+    if row.state & h2words.TOO_LARGE:
         _give(me, fd, s, row, STREAM_REQUEST, SIZE)
         return
     reason = OTHER
-    if get(row, h2words.KIND) == h2words.CALL:
+    if row.kind == h2words.CALL:
         reason = _call(me, fd, row, body, size, now)
         if reason == ANSWERED:
-            request_id = get(row, h2words.AT) + get(row, h2words.REQUEST_ID_AT)
-            if not h2out.answer_call(
-                s, row, me.call[ANSWER_AT], me.call[ANSWER_BYTES], request_id, get(row, h2words.REQUEST_ID_BYTES)
-            ):
-                h2out.write_reset(s, get(row, h2words.ID), h2words.ENHANCE_YOUR_CALM)
+            request_id = row.at + row.request_id_at
+            if not h2out.answer_call(s, row, me.call.answer_at, me.call.answer_bytes, request_id, row.request_id_bytes):
+                h2out.write_reset(s, row.id, h2words.ENHANCE_YOUR_CALM)
                 h2out.close_row(s, row)
-            elif get(row, h2words.FIRST_OUT) != 0:
+            elif row.first_out != 0:
                 h2out.drop_request(s, row)
                 set_deadline(me, row)
                 push_row(me, fd, s, row)
             return
-    if get(row, h2words.BYTES) == get(row, h2words.HEAD_BYTES) and not keep_body(s, row, body, size, -1):
+    if row.bytes == row.head_bytes and not keep_body(s, row, body, size, -1):
         _refuse(me, s, row)
         return
     _give(me, fd, s, row, STREAM_REQUEST, reason)
@@ -161,7 +147,7 @@ def _on_request(me, fd, s, row, body, size, now):  # type: ignore[no-untyped-def
 @nb.njit
 def on_event(me, fd, s, event, now):  # type: ignore[no-untyped-def]
     """Do what a step asks for."""
-    row, at, size = get(s, h2words.EVENT_ROW), get(s, h2words.EVENT_AT), get(s, h2words.EVENT_BYTES)
+    row, at, size = s.event_row, s.event_at, s.event_bytes
     if event == h2words.REQUEST:
         _on_request(me, fd, s, row, at, size, now)
     elif event == h2words.RESET:
@@ -172,32 +158,30 @@ def on_event(me, fd, s, event, now):  # type: ignore[no-untyped-def]
         else:
             push_row(me, fd, s, row)
     elif event == h2words.OPENED:
-        stream = get(row, h2words.ID)
+        stream = row.id
         _give(me, fd, s, row, STREAM_OPENED, OTHER)
-        if get(row, h2words.ID) == stream:
+        if row.id == stream:
             report_data(me, fd, s, row)
     elif event == h2words.CAME:
         if not keep_body(s, row, at, size, -1):
-            h2out.write_reset(s, get(row, h2words.ID), h2words.ENHANCE_YOUR_CALM)
+            h2out.write_reset(s, row.id, h2words.ENHANCE_YOUR_CALM)
             lose(me, fd, s, row)
         else:
             report_data(me, fd, s, row)
-    if me.shared[MODE] >= DRAIN and event in (h2words.REQUEST, h2words.OPENED):
+    if me.shared.mode >= DRAIN and event in (h2words.REQUEST, h2words.OPENED):
         h2core.go_away(s)
 
 
 @nb.njit
 def shed(me, fd, s):  # type: ignore[no-untyped-def]
     """Reset streams whose requests are arriving, or wait for Python: there is no room for them."""
-    row = get(s, h2words.STREAMS_AT)
-    for _ in range(get(s, h2words.STREAMS_ROOM)):
-        state = get(row, h2words.STATE)
-        arrives = state & (h2words.ENDED | h2words.AWAY) == 0 or (
-            state & h2words.AWAY != 0 and get(row, h2words.BYTES) > 0
-        )
-        if get(row, h2words.ID) != 0 and arrives:
+    row = s.streams
+    for _ in range(s.streams_room):
+        state = row.state
+        arrives = state & (h2words.ENDED | h2words.AWAY) == 0 or (state & h2words.AWAY != 0 and row.bytes > 0)
+        if row.id != 0 and arrives:
             if h2out.room_of(s) < h2words.CONTROL_ROOM:
                 return
-            h2out.write_reset(s, get(row, h2words.ID), h2words.ENHANCE_YOUR_CALM)
+            h2out.write_reset(s, row.id, h2words.ENHANCE_YOUR_CALM)
             lose(me, fd, s, row)
-        row += 8 * h2words.STREAM_WORDS
+        row = h2words.stream_at(row, 1)

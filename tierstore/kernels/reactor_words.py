@@ -1,55 +1,77 @@
-"""What reactors work with: the words of their memory, and what each may touch. See `reactor.py`.
+"""What reactors work with: the records in their memory, messages, and bounds. See `reactor.py`.
 
-Constants, and the addresses of words for kernels. Python makes the memory and reads the counts (`service/reactor/`).
+Python makes the memory and reads the counts (`service/reactor/`).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import numba as nb
 import numpy as np
-import numpy.typing as npt
 
+from tierstore.kernels import binding, coldread, h2words, httphead, plan_records, request_record
 from tierstore.kernels.latency import BOUNDS_NS, BUCKETS
-from tierstore.kernels.raw import i64_at
-from tierstore.kernels.request_record import get
+from tierstore.kernels.records import at, define
 from tierstore.kernels.sysio import EDGE, HALF_CLOSED, READABLE, WRITABLE
 
-# a connection's row
-FREE, READING, AWAY, SENDING, HTTP2 = range(5)
-(
-    STATE, SERIAL, OWNER, IN_AT, IN_ROOM, IN_BYTES, NEEDED, OUT_AT, OUT_BYTES, OUT_BASE, PIECES_AT, PIECES, DEADLINE_NS,
-    FLAGS, LOST, BEGAN_NS, JOB, MOVED_NS, HELD, REASON, SESSION, TLS, CALLER_AT, CALLER_BYTES,
-) = range(24)  # fmt: skip
-CONNECTION_WORDS = 24
-# TLS, CALLER_AT, CALLER_BYTES: an `SSL *`, or 0; and what stands for the names of the client's certificate where a request has no
-# Authorization. Python writes them where it gives a connection to a reactor, as long as the row is FREE
-# of FLAGS: bytes may be waiting in the socket; no request is read after this answer; the client sends nothing more
-# and it is among those that have their next turn at once
+FREE, READING, AWAY, SENDING, HTTP2 = range(5)  # of a connection's `state`
+CONNECTION_RECORD = define("Connection", "a client's connection, by its descriptor; its reactor writes it, while it is FREE Python", {
+    "state": "FREE, READING, AWAY, SENDING or HTTP2",
+    "serial": "tells connections that had the descriptor one after another apart",
+    "owner": "the number of its reactor",
+    "in_at in_room in_bytes": "bytes that have come and wait: where, how many there may be, how many there are",
+    "needed": "bytes of the request that they begin, once its head has come; else 0",
+    "out_at out_bytes": "what is to leave next of an answer",
+    "out_base": "the block that it is in, to be freed; 0: it is in Python's memory",
+    "pieces_at pieces": "the piece of Python's memory that is leaving, and how many there are with those behind it",
+    "deadline_ns": "until when something must have come or left; 0: it may take any time",
+    "flags": "MAY_READ, CLOSES, ENDED, WAITS",
+    "lost": "1: the client is gone",
+    "began_ns": "when the first bytes of the request came; 0: all came at once",
+    "job": "the number of the job that it waits for, from 1 on; or 0",
+    "moved_ns": "when something has left",
+    "held": "bytes that count in `inflight`",
+    "reason": "why its request is Python's",
+    "session": (h2words.SESSION, "of HTTP/2, or 0"),
+    "tls": "an `SSL *`, or 0",
+    "caller_at caller_bytes": "stands for the names of the client's certificate where a request has no Authorization",
+})  # fmt: skip
+# of `flags`: bytes may be waiting in the socket; no request is read after this answer; the client sends nothing more;
+# it is among those that have their next turn at once
 MAY_READ, CLOSES, ENDED, WAITS = 1, 2, 4, 8
 
-# words of `shared`, a cache line each, as some are written often
-(
-    MODE, GENERATION_AT, PLANS_AT, MODELS_AT, INFLIGHT, OTHER_INFLIGHT, OPEN, OTHER_OPEN, HIGHEST, ALLOWED_AT,
-    QUEUED, OTHER_QUEUED, CALL_NS, STREAMS_AWAY, STREAMING_PATHS, UNREPORTED,
-) = range(0, 16 * 8, 8)  # fmt: skip
-SHARED_WORDS = 16 * 8
+SHARED = define("Shared", "what all reactors of a service share with Python", {
+    "mode": "RUN, DRAIN, FINISH or STOP",
+    "generation_at": "the address of the generation (`engine/serving/epochs.py`)",
+    "plans_at": "of the index of plans",
+    "models_at": "of the addresses of what each model serves",
+    "inflight other_inflight": "bytes that requests and answers hold, here and in Python",
+    "open other_open": "connections that are open, here and in Python",
+    "highest": "the highest descriptor of a connection",
+    "allowed_at": "who may ask (`reactor_access.py`)",
+    "queued other_queued": "predictions of reactors, and calls of Python, that wait for a thread or have one",
+    "call_ns": "what one of them takes its thread",
+    "streams_away": "streams that Python has",
+    "streaming_paths": "paths whose requests are given as they come",
+    "unreported": "1: a connection has ended and Python was not told which of its streams are lost",
+}, apart=True)  # fmt: skip
 FULL = 1 << 62  # of a wait for a thread: the queue has no room
-# of predictions: how many of reactors and how many calls of Python wait or run, and what one takes its thread
-# of MODE: answer; answer, and close each connection after its answer; answer what has started, then close; end now
+# of `mode`: answer; answer, and close each connection after its answer; answer what has started, then close; end now
 RUN, DRAIN, FINISH, STOP = range(4)
 
-# words of `limits`
-(
-    MOST_CONNECTIONS, MOST_BODY, MOST_INFLIGHT, IDLE_NS, ARRIVAL_NS, STALL_NS, SLOWEST_RATE, REACTORS, MOST_DESCRIPTORS,
-    PRESSED_STALL_NS, FINISH_NS, MOST_WAIT_NS, MOST_ANSWER, POOL_THREADS, POOL_QUEUE, MOST_MESSAGE, OPENSSL, TRACES,
-) = range(18)  # fmt: skip
-LIMIT_WORDS = 18  # no limits: where OpenSSL's functions are (`reactor_sockets`), and whether traces are reported
-
-# words of a reactor's line in `lines`
-ANNOUNCED, LOAD, EPOLL, ANSWERS, TURNS, NEXT_SWEEP_NS, DATE_S, PAUSED, DICE = range(9)
-REASONS_FROM = 16  # how often a request or a connection was handed to Python, by reason
+OPENSSL = define("OpenSsl", "addresses of functions of OpenSSL", {
+    "read write error_of clear_errors shut_down free_session": "what they do (`service/openssl.py`)",
+})  # fmt: skip
+LIMITS = define("Limits", "what bounds connections and requests; constant", {
+    "most_connections most_descriptors": "how many may be open, and the first descriptor that has no row",
+    "most_body most_message most_answer": "bytes of a body, of a message of gRPC, of an answer",
+    "most_inflight": "bytes of all that is held",
+    "idle_ns arrival_ns finish_ns": "how long a connection may be idle, a request arrive, the end take",
+    "stall_ns pressed_stall_ns": "how long an answer may not move, and where many bytes wait",
+    "slowest_rate": "bytes a second that a client takes of an answer",
+    "reactors": "how many",
+    "most_wait_ns pool_threads pool_queue": "of predictions: how long one may wait, how many threads and places there are",
+    "traces": "whether the service reports them",
+    "openssl": (OPENSSL, "where the service has TLS"),
+})  # fmt: skip
 # why: it is no look-up; its head is of another form; too many bytes; its caller is not known here, or has used up its rates; its description is of another
 # form; no plan is known; it is a prediction; a row is where readers do not read; its numbers do not pass; no room, or too late;
 # its id says which version answers; the service is ending; its trace is to be reported
@@ -59,30 +81,48 @@ REASONS_FROM = 16  # how often a request or a connection was handed to Python, b
 REASONS = (
     "other_request", "header", "size", "access", "form", "no_plan", "prediction", "rows_on_disk", "values", "busy", "canary", "ending", "traced",
 )  # fmt: skip
-LINE_WORDS = 32
+LINE = define("ReactorLine", "what one reactor says of itself", {
+    "announced": "the generation that it reads under, or 0",
+    "load": "connections that it has",
+    "epoll": "a descriptor",
+    "answers": "that it has given",
+    "turns": "of its loop",
+    "next_sweep_ns": "when it looks for connections that are late",
+    "date_s": "the second that its date says",
+    "paused": "1: it does not accept, as there were no descriptors",
+    "dice": "the state of its random numbers",
+    "reasons": ((np.int64, (len(REASONS),)), "how often a request or a connection was handed to Python, by reason"),
+}, size=256)  # fmt: skip
 
-# messages to Python and back: MESSAGE_WORDS int64 each, the first is kind + fd * 256
+# kinds of messages: to Python
 (
     REQUEST, CONNECTION, REFUSED, SENT, STREAM_REQUEST, STREAM_OPENED, STREAM_DATA, STREAM_LOST, STREAM_SENT,
 ) = range(9)  # fmt: skip
-# an answer in Python's memory, or in a block that becomes the reactor's; of a silent connection: its end; of a stream: a block, more of the
+# and back: an answer in Python's memory, or in a block that becomes the reactor's; of a silent connection: its end; of a stream: a block, more of the
 # request is wanted, its end
 ANSWER, COME_BACK, DROP, WAKE, BLOCK, MAKE_ROOM, STREAM_BLOCK, STREAM_CONSUMED, STREAM_RESET = range(9)
 STREAM_SHIFT = 32  # where the number of a stream begins in the first word of a message
 FIRST_PART = (1 << STREAM_SHIFT) - 1
 FRAMES, MESSAGE, SWEEP = range(3)  # what `reactor_http2.run` is to do
-MESSAGE_WORDS = 4  # the serial of a REQUEST has the reason behind it, from bit 32 on
 
-# a version's counts, int64 words: of answers, of requests that would wait too long or found the queue full; then the buckets of answers' latencies
-SUCCESSES, SUCCESS_NS, INPUT_NS, INFER_NS, OUTPUT_NS, LAST_MS, REFUSALS, FULL_REFUSALS, REFUSAL_NS = range(9)
-BUCKETS_FROM = 9
-COUNT_WORDS = BUCKETS_FROM + BUCKETS
+MESSAGE_RECORD = define("Message", "a message to Python or back", {
+    "what": "its kind, from bit 8 on a descriptor, from bit 32 on the number of a stream",
+    "serial": "of the connection; of a REQUEST the reason behind it, from bit 32 on",
+    "value more": "an address and a size, mostly",
+})  # fmt: skip
+VERSION_COUNTS = define("VersionCounts", "what one reactor has counted of a version", {
+    "successes success_ns input_ns infer_ns output_ns": "answers, how long they took in all and in parts",
+    "last_ms": "when the last one was",
+    "refusals full_refusals": "requests that would wait too long, or found the queue full",
+    "refusal_ns": "how long it took to refuse them",
+    "buckets": ((np.int64, (BUCKETS,)), "of answers' latencies"),
+})  # fmt: skip
 TABLE_COUNT_WORDS = 8  # one a tier
 
-# words of `call`: where the answer's message lies until the next one is made
-ANSWER_AT, ANSWER_BYTES = range(2)
-CALL_WORDS = 16
-SINCE_NS = 2  # when the call's first bytes came; 0: all of them came at once
+ANSWERED_CALL = define("AnsweredCall", "a call of gRPC", {
+    "answer_at answer_bytes": "the answer's message, until the next one is made",
+    "since_ns": "when the call's first bytes came; 0: all came at once",
+})  # fmt: skip
 
 # what comes of a request
 ANSWERED, MADE_A_JOB = -1, -2  # else a reason
@@ -106,86 +146,44 @@ BOUNDS = np.array(BOUNDS_NS, np.int64)
 INTEREST = READABLE | WRITABLE | HALF_CLOSED | EDGE
 
 
-class Here(NamedTuple):
-    """What one reactor works with. Addresses are of memory that Python keeps while the reactor runs."""
-
-    at: int  # the address of the words that all this was read from
-    number: int
-    listener: int  # descriptors
-    inbox: int
-    outbox: int
-    shared: npt.NDArray[np.int64]
-    limits: npt.NDArray[np.int64]
-    lines: npt.NDArray[np.int64]  # [reactors, LINE_WORDS]
-    conns: npt.NDArray[np.int64]  # [descriptors, CONNECTION_WORDS]
-    found: npt.NDArray[np.int64]  # what a head says
-    call: npt.NDArray[np.int64]  # what has become of a call of gRPC
-    again: npt.NDArray[np.int64]  # connections that have more to be answered
-    free_jobs: npt.NDArray[np.int64]  # how many, and which
-    job_outbox: int  # descriptors of pipes: jobs for readers, and those that they are done with
-    job_inbox: int
-    prediction_outbox: int  # predictions for threads of Python, which end where the others do; or -1
-    jobs: int  # addresses: of all reactors' jobs
-    run: int  # of `lookupplan.run`
-    run_rows: int  # of `front_rows.run`
-    http2: int  # of `reactor_http2.run`
-    run_call: int  # of `reactor_calls.run`
-    counts: int  # of versions' counts
-    table_counts: int
-    events: int
-    messages: int
-    buffer: int  # BUFFER_BYTES of what comes
-    answer: int  # HEAD_ROOM and the largest answer, aligned
-    states: int  # a byte a key
-    scratch: int
-    record: int  # of a request, its structure, its run, the values of its answer, and the codes of its strings
-    structure: int
-    bound: int
-    values: int
-    codes: int
-    date: int  # 29 bytes of today's date, and a message
-    headers: int  # of HTTP/2: h2words.WORK_BYTES for a header list that is decoded
-    frames: int  # FRAMES_BYTES of frames that are to leave
-    grpc_listener: int  # a descriptor, or -1: the other port, which is served alike
-
-
-def words_of(here: Here) -> npt.NDArray[np.int64]:
-    """What `here_at` reads: a word for each number, and for each array its address and its shape."""
-    words: list[int] = []
-    for part in here:
-        words += [part] if isinstance(part, int) else [part.ctypes.data, *part.shape]
-    found = np.array(words, np.int64)
-    found[0] = found.ctypes.data
-    return found
-
-
-@nb.njit(inline="always")
-def _array(at, i):  # type: ignore[no-untyped-def]
-    return nb.carray(i64_at(get(at, i)), (get(at, i + 1),))
-
-
-@nb.njit(inline="always")
-def _rows(at, i):  # type: ignore[no-untyped-def]
-    return nb.carray(i64_at(get(at, i)), (get(at, i + 1), get(at, i + 2)))
-
-
-@nb.njit
-def here_at(at):  # type: ignore[no-untyped-def]
-    """The Here whose words are at an address: parts of a reactor that are compiled apart take no more."""
-    return Here(
-        get(at, 0), get(at, 1), get(at, 2), get(at, 3), get(at, 4), _array(at, 5), _array(at, 7), _rows(at, 9), _rows(at, 12),
-        _array(at, 15), _array(at, 17), _array(at, 19), _array(at, 21), get(at, 23), get(at, 24), get(at, 25), get(at, 26),
-        get(at, 27), get(at, 28), get(at, 29), get(at, 30), get(at, 31), get(at, 32), get(at, 33), get(at, 34), get(at, 35),
-        get(at, 36), get(at, 37), get(at, 38), get(at, 39), get(at, 40), get(at, 41), get(at, 42), get(at, 43), get(at, 44),
-        get(at, 45), get(at, 46), get(at, 47),
-    )  # fmt: skip
-
-
-@nb.njit(inline="always")
-def shared_at(me, which):  # type: ignore[no-untyped-def]
-    return nb.int64(me.shared.ctypes.data) + 8 * which
-
-
-@nb.njit(inline="always")
-def line_at(me, reactor, which):  # type: ignore[no-untyped-def]
-    return nb.int64(me.lines.ctypes.data) + 8 * (reactor * LINE_WORDS + which)
+TURNS = define("Turns", "connections that have more to be answered", {
+    "count": "how many",
+    "following": ((np.int64, (AGAIN_WORDS,)), "which have the next turn"),
+    "current": ((np.int64, (AGAIN_WORDS,)), "which have this one"),
+})  # fmt: skip
+FREE_JOBS = define("FreeJobs", "numbers of jobs of a reactor that are free", {
+    "count": "how many",
+    "numbers": ((np.int64, (JOBS,)), "which"),
+})  # fmt: skip
+HERE = define("Here", "what one reactor works with, in memory that Python keeps while it runs", {
+    "number": "its own",
+    "listener grpc_listener": "descriptors of the ports; -1: there is no second one",
+    "inbox outbox": "descriptors of pipes: from Python, and to it",
+    "job_inbox job_outbox": "jobs that readers are done with, and jobs for them",
+    "prediction_outbox": "predictions for threads of Python, which end where the others do; or -1",
+    "shared": (SHARED, ""), "limits": (LIMITS, ""), "lines": (LINE, "of all reactors"), "line": (LINE, "its own"),
+    "conns": (CONNECTION_RECORD, "by descriptor"),
+    "jobs": (coldread.JOB, "of all reactors"), "free_jobs": (FREE_JOBS, "its own"),
+    "counts": (VERSION_COUNTS, "of versions"), "table_counts": "of tables: TABLE_COUNT_WORDS for each",
+    "run run_rows": "addresses of `lookupplan.run` and `front_rows.run`",
+    "http2 run_call": "addresses of `reactor_http2.run` and `reactor_calls.run`",
+    "found": (httphead.HEAD, "what a head says"),
+    "call": (ANSWERED_CALL, "what has become of a call of gRPC"),
+    "again": (TURNS, ""),
+    "events": "of a turn, as the kernel of the system writes them",
+    "messages": (MESSAGE_RECORD, "of Python, of a turn"),
+    "message": (MESSAGE_RECORD, "one that is being written"),
+    "buffer": "BUFFER_BYTES of what comes",
+    "answer": "HEAD_ROOM and the largest answer, aligned",
+    "states": "a byte a key",
+    "scratch": "to work in",
+    "record": (request_record.RECORD, "of a request"), "structure": "its structure",
+    "bound": (plan_records.RUN, "its run"), "values": (binding.VALUES, "of its answer"), "codes": "of keys that are strings",
+    "date": "29 bytes of today's date",
+    "headers": "of HTTP/2: h2words.WORK_BYTES for a header list that is decoded",
+    "frames": "FRAMES_BYTES of frames that are to leave",
+})  # fmt: skip
+connection_at, line_at, here_at, message_at, version_counts_at = (
+    at(kind) for kind in (CONNECTION_RECORD, LINE, HERE, MESSAGE_RECORD, VERSION_COUNTS)
+)
+MESSAGE_BYTES = MESSAGE_RECORD.bytes

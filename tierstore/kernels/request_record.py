@@ -5,7 +5,7 @@ each input, one for each requested output. Names and texts are places in the req
 requests apart that need another plan is written as a *structure*: names, datatypes, ranks and what is asked of outputs,
 in their order. Sizes, the id and the timeout are values, and not in it.
 
-Free functions of addresses, nogil; the memory belongs to the caller. Layouts: int64 words.
+Free functions of records, nogil; the memory belongs to the caller.
 """
 
 from __future__ import annotations
@@ -14,26 +14,35 @@ import numba as nb
 import numpy as np
 
 from tierstore.kernels.atomics import copy_bytes
-from tierstore.kernels.raw import load_u64, store_u8, store_u64
+from tierstore.kernels.raw import store_u8
+from tierstore.kernels.records import at, define
+from tierstore.kernels.sysio import clear_bytes
 
-# the head
-INPUTS, OUTPUTS, ID_AT, ID_BYTES, DATA_BYTES = range(5)  # DATA_BYTES: of all inputs, where they lie end to end
-HEAD_WORDS = 8
-NO_ID = -1  # of ID_BYTES
-
-# a row; the parameters that a place does not know are not read there
-(
-    NAME_AT, NAME_BYTES, DATATYPE, RANK, DIMS, SIZE, AT, BINARY, BY_DEFAULT, DTYPE_AT, DTYPE_BYTES, COMBINER_AT, COMBINER_BYTES,
-    TIMEOUT_US,
-) = (0, 1, 2, 3, 4, 8, 9, 10, 11, 12, 13, 14, 15, 16)  # fmt: skip
-ROW_WORDS = 18
+RECORD = define("RequestRecord", "an inference request; behind it its own row, one for each input, one for each output", {
+    "inputs outputs": "how many",
+    "id_at id_bytes": "its id; NO_ID: it has none",
+    "data_bytes": "of all inputs, where they lie end to end",
+})  # fmt: skip
+record_at = at(RECORD)
+NO_ID = -1  # of `id_bytes`
 MOST_RANK = 4
-VERSION_AT, VERSION_BYTES = DIMS, DIMS + 1  # of the request's own row, as a name: what a model's version is called
-NOT_GIVEN, NO, YES = range(3)  # of BINARY and BY_DEFAULT
-NO_SIZE = -1  # of SIZE, the bytes of an input; AT is where they are, from the request's data on
-MOST_SIZE = (1 << 31) - 1  # of a dimension, and of SIZE
+ROW = define("RequestRow", "what is said of a request, an input or an output", {
+    "name_at name_bytes": "its name; of the request's own row, of gRPC, the model's",
+    "datatype": "from 1 on, by `DATATYPES`; 0: none is said",
+    "rank": "how many dimensions",
+    "dims": ((np.int64, (MOST_RANK,)), "the dimensions"),
+    "size at": "bytes of an input, and where they are, from the request's data on",
+    "binary by_default": "NOT_GIVEN, NO or YES",
+    "dtype_at dtype_bytes combiner_at combiner_bytes": "texts of parameters",
+    "timeout_us": "of the request's own row",
+    "version_at version_bytes": "of the request's own row: what the model's version is called",
+})  # fmt: skip
+_row_at, _ROW_BYTES = at(ROW), ROW.bytes
+NOT_GIVEN, NO, YES = range(3)  # of `binary` and `by_default`
+NO_SIZE = -1  # of `size`
+MOST_SIZE = (1 << 31) - 1  # of a dimension, and of `size`
 MOST_TENSORS = 128  # inputs, and outputs
-RECORD_BYTES = 8 * (HEAD_WORDS + ROW_WORDS * (1 + 2 * MOST_TENSORS))
+RECORD_BYTES = RECORD.bytes + ROW.bytes * (1 + 2 * MOST_TENSORS)
 
 # datatypes by number, from 1 on, and the bytes of an element; 0: any number
 DATATYPES = (
@@ -47,38 +56,26 @@ MOST_STRUCTURE_BYTES = 8192
 _LENGTH_BYTES = 2
 
 
-@nb.njit(inline="always")
-def get(at, i):  # type: ignore[no-untyped-def]
-    """The word `i` at an address."""
-    return nb.int64(load_u64(at, i))
-
-
-@nb.njit(inline="always")
-def put(at, i, value):  # type: ignore[no-untyped-def]
-    store_u64(at, i, nb.uint64(value))
-
-
-@nb.njit(inline="always")
+@nb.njit
 def row_at(record, number):  # type: ignore[no-untyped-def]
-    """The address of a row: 0 is the request's own, then come the inputs, then the outputs."""
-    return record + 8 * (HEAD_WORDS + ROW_WORDS * number)
+    """A row: 0 is the request's own, then come the inputs, then the outputs."""
+    return _row_at(record_at(record, 1), number)
 
 
 @nb.njit
 def begin(record):  # type: ignore[no-untyped-def]
     """An empty record."""
-    put(record, INPUTS, 0)
-    put(record, OUTPUTS, 0)
-    put(record, ID_BYTES, NO_ID)
-    put(record, DATA_BYTES, 0)
+    record.inputs = 0
+    record.outputs = 0
+    record.id_bytes = NO_ID
+    record.data_bytes = 0
     clear_row(row_at(record, 0))
 
 
 @nb.njit
 def clear_row(row):  # type: ignore[no-untyped-def]
-    for i in range(ROW_WORDS):
-        put(row, i, 0)
-    put(row, SIZE, NO_SIZE)
+    clear_bytes(row, _ROW_BYTES)
+    row.size = NO_SIZE
 
 
 @nb.njit(inline="always")
@@ -93,27 +90,27 @@ def _text(target, text, size):  # type: ignore[no-untyped-def]
 @nb.njit
 def write_structure(record, target):  # type: ignore[no-untyped-def]
     """Write a record's structure to memory of MOST_STRUCTURE_BYTES. Returns how many bytes it has; 0: it has no room."""
-    inputs, outputs = get(record, INPUTS), get(record, OUTPUTS)
+    inputs, outputs = record.inputs, record.outputs
     room = MOST_STRUCTURE_BYTES
     for i in range(1 + inputs + outputs):
         row = row_at(record, i)
-        room -= 16 + get(row, NAME_BYTES) + get(row, DTYPE_BYTES) + get(row, COMBINER_BYTES)
+        room -= 16 + row.name_bytes + row.dtype_bytes + row.combiner_bytes
     own = row_at(record, 0)
-    if room < get(own, VERSION_BYTES):
+    if room < own.version_bytes:
         return 0
-    store_u8(target, 0, nb.uint8(get(own, BY_DEFAULT)))
+    store_u8(target, 0, nb.uint8(own.by_default))
     store_u8(target, 1, nb.uint8(inputs))
-    at = _text(target + 2, get(own, COMBINER_AT), get(own, COMBINER_BYTES))
-    at = _text(at, get(own, VERSION_AT), get(own, VERSION_BYTES))
+    at = _text(target + 2, own.combiner_at, own.combiner_bytes)
+    at = _text(at, own.version_at, own.version_bytes)
     for i in range(inputs):
         row = row_at(record, 1 + i)
-        store_u8(at, 0, nb.uint8(get(row, DATATYPE)))
-        store_u8(at, 1, nb.uint8(get(row, RANK)))
-        at = _text(at + 2, get(row, NAME_AT), get(row, NAME_BYTES))
+        store_u8(at, 0, nb.uint8(row.datatype))
+        store_u8(at, 1, nb.uint8(row.rank))
+        at = _text(at + 2, row.name_at, row.name_bytes)
     for i in range(outputs):
         row = row_at(record, 1 + inputs + i)
-        store_u8(at, 0, nb.uint8(get(row, BINARY)))
-        at = _text(at + 1, get(row, DTYPE_AT), get(row, DTYPE_BYTES))
-        at = _text(at, get(row, COMBINER_AT), get(row, COMBINER_BYTES))
-        at = _text(at, get(row, NAME_AT), get(row, NAME_BYTES))
+        store_u8(at, 0, nb.uint8(row.binary))
+        at = _text(at + 1, row.dtype_at, row.dtype_bytes)
+        at = _text(at, row.combiner_at, row.combiner_bytes)
+        at = _text(at, row.name_at, row.name_bytes)
     return at - target

@@ -18,18 +18,48 @@ from numba import types
 
 from tierstore.kernels import LAST, compiled
 from tierstore.kernels.atomics import copy_bytes
-from tierstore.kernels.raw import load_u8, load_u64, store_u8, store_u64
-from tierstore.kernels.sysio import EAGAIN, EINTR, READABLE, WRITABLE, monotonic_ns, move_bytes, poll, receive, send
+from tierstore.kernels.httphead import read_number
+from tierstore.kernels.raw import load_i64, load_u8, load_u64, store_i64, store_u8, store_u64
+from tierstore.kernels.records import at, define
+from tierstore.kernels.sysio import (
+    EAGAIN,
+    EINTR,
+    READABLE,
+    WRITABLE,
+    clear_bytes,
+    monotonic_ns,
+    move_bytes,
+    poll,
+    receive,
+    send,
+)
 from tierstore.types import Tier
 
-# words of a connection, int64
-FD, SEND_AT, SEND_BYTES, SENT, BUFFER_AT, BUFFER_BYTES, RECEIVED, COMMAND, END, ITEM, STATUS = range(11)
-CONNECTION_WORDS = 12
-# words of a command: what it asks for, the number of its tag, and of rows: which of `order`, and how many
-KIND, TAG, START, COUNT = range(4)
-COMMAND_WORDS = 4
+SERVER = define("AskedServer", "a connection to a server of the cluster", {
+    "fd": "its descriptor",
+    "send_at send_bytes sent": "the request, and how much of it has left",
+    "buffer_at buffer_bytes received": "where replies come to, the room there, and how much has come",
+    "command end": "the next command whose reply is to come, and the one behind the last",
+    "item": "which of its elements is next; -1: its head is",
+    "status": "RUNNING, DONE, CLOSED, TIMED_OUT, UNEXPECTED; or minus the number of an error of the system",
+})  # fmt: skip
+COMMAND = define("Command", "what one command asks for", {
+    "kind": "MARK or ROWS",
+    "tag": "the number of its tag",
+    "start": "of rows: which of `order` is the first; of a watermark: 0 before rows, 1 behind them",
+    "count": "how many",
+})  # fmt: skip
+TARGETS = define("Targets", "where what is read from a cluster goes, and what is asked for", {
+    "commands": (COMMAND, "what is asked for, server after server"),
+    "order_at": "the place of each row, in the order of the commands, int64",
+    "rows_at stride": "the place of row 0, and the bytes from one to the next",
+    "row_bytes head head_bytes": "of a row, and what stands before it in a reply, as a number, and its bytes",
+    "states_at": "a byte for each place",
+    "marks_at": "two numbers for each tag, int64: lower and upper bound",
+    "errors_at": "ERROR_BYTES for each tag",
+})  # fmt: skip
+_server_at, _command_at, _targets_at = at(SERVER), at(COMMAND), at(TARGETS)
 MARK, ROWS = 0, 1
-# STATUS: one of these, or minus the number of an error of the system
 RUNNING, DONE, CLOSED, TIMED_OUT, UNEXPECTED = range(5)
 
 KEY_BYTES = 14  # of a field in a request
@@ -40,14 +70,11 @@ _REMOTE, _ABSENT = int(Tier.REMOTE), int(Tier.ABSENT)
 _KEY_HEAD = 0x0A0D3824  # "$8\r\n"
 _NIL = 0x0A0D312D24  # "$-1\r\n"
 _NIL_BYTES = 5
-_MOST = (1 << 63) - 1  # of a number
 _AGAIN = -1  # of a parser: more bytes are needed
 
 _U64 = np.uint64
 _CODES = types.Array(types.int64, 1, "C", readonly=True)
 _I64S = types.int64[::1]
-_I64S2 = types.int64[:, ::1]
-_U8S2 = types.uint8[:, ::1]
 
 
 @compiled(types.void(_CODES, _CODES, types.int64), when=LAST)
@@ -83,21 +110,6 @@ def encode_rows(
         at += row_bytes + 2
 
 
-@compiled(types.int64(_CODES, _CODES, _I64S), when=LAST)
-def match_sorted(ours: Any, theirs: Any, where: Any) -> Any:
-    """where[i]: the place of ours[i] in `theirs`, unless it is not there. Both ascending. Returns how many are there."""
-    j = found = 0
-    for i in range(len(ours)):
-        while j < len(theirs) and theirs[j] < ours[i]:
-            j += 1
-        if j == len(theirs):
-            break
-        if theirs[j] == ours[i]:
-            where[i] = j
-            found += 1
-    return found
-
-
 @compiled("int64(int64, int64)", inner=True)
 def _line(at: Any, size: Any) -> Any:
     """The bytes of the line at `at`, without its end; _AGAIN if there is no end."""
@@ -107,25 +119,12 @@ def _line(at: Any, size: Any) -> Any:
     return _AGAIN
 
 
-@compiled("int64(int64, int64)", inner=True)
-def _number(at: Any, size: Any) -> Any:
-    """A whole number of 1 to 19 digits, below 2⁶³; -2 where it is none."""
-    if size < 1 or size > 19:
-        return -2
-    value = nb.int64(0)
-    for i in range(size):
-        digit = nb.int64(load_u8(at, i)) - 48
-        if digit < 0 or digit > 9 or value > (_MOST - digit) // 10:
-            return -2
-        value = value * 10 + digit
-    return value
-
-
-@compiled("int64(int64, int64, int64[:, ::1], int64, int64)", inner=True)
-def _parse_mark(at: Any, size: Any, marks: Any, tag: Any, item: Any) -> Any:
+@compiled("int64(int64, int64, int64, int64)", inner=True)
+def _parse_mark(at: Any, size: Any, marks: Any, item: Any) -> Any:
     """One of the two numbers of a watermark: its bytes, _AGAIN, or -2. A missing one stays as it was.
 
-    The first command of a tag gives a lower bound, items 0 and 1 of it; the second an upper one, items 2 and 3.
+    `marks` is the address of both bounds. The first command of a tag gives the lower one, items 0 and 1 of it; the second the upper
+    one, items 2 and 3.
     """
     head = _line(at, size)
     if head == _AGAIN:
@@ -134,115 +133,101 @@ def _parse_mark(at: Any, size: Any, marks: Any, tag: Any, item: Any) -> Any:
         return -2
     if head == 3 and load_u8(at, 1) == _MINUS:
         return 5
-    digits = _number(at + 1, head - 1)
+    digits = read_number(at + 1, head - 1, 19)
     if digits < 1 or digits > 19:
         return -2
     if size < head + 2 + digits + 2:
         return _AGAIN
-    value = _number(at + head + 2, digits)
+    value = read_number(at + head + 2, digits, 19)
     if value < 0:
         return -2
     if item == 0:
-        marks[tag, 0] = value
+        store_i64(marks, 0, value)
     elif item >= 2:
-        marks[tag, 1] = max(marks[tag, 1], value)
+        store_i64(marks, 1, max(load_i64(marks, 1), value))
     return head + 2 + digits + 2
 
 
-@compiled(
-    types.int64(
-        _I64S, _I64S2, _CODES, types.int64, types.int64, types.int64, types.uint64, types.int64, types.int64,
-        _I64S2, _U8S2,
-    ),
-    inner=True,
-)  # fmt: skip
-def _parse(
-    words: Any, commands: Any, order: Any, rows: Any, stride: Any, row_bytes: Any, head: Any, head_bytes: Any,
-    state: Any, marks: Any, errors: Any,
-) -> Any:  # fmt: skip
+@nb.njit
+def _parse(server, targets):  # type: ignore[no-untyped-def]
     """Read all whole elements that were received; the others move to the buffer's beginning. The STATUS from now on."""
-    at, size = words[BUFFER_AT], words[RECEIVED]
+    at, size = server.buffer_at, server.received
     begin = at
     end = at + size
+    order, rows, stride, state = targets.order_at, targets.rows_at, targets.stride, targets.states_at
+    row_bytes, head, head_bytes = targets.row_bytes, _U64(targets.head), targets.head_bytes
     mask = (_U64(1) << _U64(8 * head_bytes)) - _U64(1) if head_bytes < 8 else ~_U64(0)
     whole = head_bytes + row_bytes + 2
     status = RUNNING
     while True:
-        if words[COMMAND] == words[END]:
+        if server.command == server.end:
             status = DONE if at == end else UNEXPECTED
             break
-        command = words[COMMAND]
-        tag, kind = commands[command, TAG], commands[command, KIND]
-        count = commands[command, COUNT]
-        if words[ITEM] < 0:
+        command = _command_at(targets.commands, server.command)
+        tag, count = command.tag, command.count
+        if server.item < 0:
             line = _line(at, end - at)
             if line == _AGAIN:
                 break
             first = load_u8(at, 0)
             if first == _MINUS:
                 kept = min(line - 1, ERROR_BYTES)
-                errors[tag, :] = 0
-                for i in range(kept):
-                    errors[tag, i] = load_u8(at + 1, i)
-                words[COMMAND] += 1
-            elif first == _STAR and _number(at + 1, line - 1) == count:
-                words[ITEM] = 0
+                error = targets.errors_at + ERROR_BYTES * tag
+                clear_bytes(error, ERROR_BYTES)
+                copy_bytes(error, at + 1, kept)
+                server.command += 1
+            elif first == _STAR and read_number(at + 1, line - 1, 19) == count:
+                server.item = 0
             else:
                 status = UNEXPECTED
                 break
             at += line + 2
             continue
-        if kind == ROWS:
-            i = words[ITEM]
-            start = commands[command, START]
+        if command.kind == ROWS:
+            i = server.item
+            start = command.start
             while i < count and end - at >= whole and load_u64(at, 0) & mask == head:
-                place = order[start + i]
+                place = load_i64(order, start + i)
                 copy_bytes(rows + place * stride, at + head_bytes, row_bytes)
                 store_u8(state + place, 0, _REMOTE)
                 at += whole
                 i += 1
-            words[ITEM] = i
+            server.item = i
             if i < count:
                 if end - at < _NIL_BYTES:
                     break
                 if load_u64(at, 0) & _U64(0xFFFFFFFFFF) == _U64(_NIL):
-                    store_u8(state + order[start + i], 0, _ABSENT)
+                    store_u8(state + load_i64(order, start + i), 0, _ABSENT)
                     at += _NIL_BYTES
-                    words[ITEM] += 1
+                    server.item += 1
                 elif end - at >= head_bytes and load_u64(at, 0) & mask != head:
                     status = UNEXPECTED
                     break
                 else:
                     break
         else:
-            used = _parse_mark(at, end - at, marks, tag, words[ITEM] + 2 * commands[command, START])
+            used = _parse_mark(at, end - at, targets.marks_at + 16 * tag, server.item + 2 * command.start)
             if used == _AGAIN:
                 break
             if used < 0:
                 status = UNEXPECTED
                 break
             at += used
-            words[ITEM] += 1
-        if words[ITEM] == count:
-            words[ITEM] = -1
-            words[COMMAND] += 1
+            server.item += 1
+        if server.item == count:
+            server.item = -1
+            server.command += 1
     if at > begin and at < end:
         move_bytes(begin, at, end - at)
-    words[RECEIVED] = end - at
-    return UNEXPECTED if status == RUNNING and words[RECEIVED] == words[BUFFER_BYTES] else status
+    server.received = end - at
+    return UNEXPECTED if status == RUNNING and server.received == server.buffer_bytes else status
 
 
-_OUTPUT = (_I64S2, _CODES, types.int64, types.int64, types.int64, types.uint64, types.int64, types.int64, _I64S2, _U8S2)
-
-
-@compiled(types.void(_I64S2, types.int64, *_OUTPUT), when=LAST)
-def parse(
-    connections: Any, which: Any, commands: Any, order: Any, rows: Any, stride: Any, row_bytes: Any, head: Any,
-    head_bytes: Any, state: Any, marks: Any, errors: Any,
-) -> Any:  # fmt: skip
-    """Read what one connection's buffer has; for connections whose bytes come another way, such as through TLS."""
-    words = connections[which]
-    words[STATUS] = _parse(words, commands, order, rows, stride, row_bytes, head, head_bytes, state, marks, errors)
+@compiled(types.void(types.int64, types.int64), when=LAST)
+def parse(server: Any, targets: Any) -> Any:
+    """Read what one connection's buffer has; for connections whose bytes come another way, such as through TLS. Addresses of records."""
+    connection = _server_at(server)
+    connection.status = _parse(connection, _targets_at(targets))
 
 
 @compiled("boolean(int64)", inner=True)
@@ -250,52 +235,48 @@ def _must_wait(result: Any) -> Any:
     return result == -EAGAIN or result == -EINTR
 
 
-@compiled(types.void(_I64S2, _I64S, types.int64, *_OUTPUT), when=LAST)
-def exchange(
-    connections: Any, polled: Any, deadline_ns: Any, commands: Any, order: Any, rows: Any, stride: Any, row_bytes: Any,
-    head: Any, head_bytes: Any, state: Any, marks: Any, errors: Any,
-) -> Any:  # fmt: skip
+@compiled(types.void(types.int64, _I64S, types.int64, types.int64), when=LAST)
+def exchange(servers: Any, polled: Any, deadline_ns: Any, targets: Any) -> Any:
     """Send all requests and read all replies, on all connections at once, until the deadline (of `time.monotonic_ns`).
 
-    `polled` int64 [connections] is working memory. STATUS says of each connection how it went.
+    `servers` is the address of a SERVER for each entry of `polled`, int64 [servers], which is working memory; `targets` that of the
+    TARGETS. `status` says of each connection how it went.
     """
     while True:
         running = 0
         progress = False
-        for c in range(len(connections)):
-            words = connections[c]
-            if words[STATUS] != RUNNING:
+        for c in range(len(polled)):
+            server = _server_at(servers, c)
+            if server.status != RUNNING:
                 continue
-            if words[SENT] < words[SEND_BYTES]:
-                sent = send(words[FD], words[SEND_AT] + words[SENT], words[SEND_BYTES] - words[SENT], 0)
+            if server.sent < server.send_bytes:
+                sent = send(server.fd, server.send_at + server.sent, server.send_bytes - server.sent, 0)
                 if sent >= 0:
-                    words[SENT] += sent
+                    server.sent += sent
                     progress = True
                 elif not _must_wait(sent):
-                    words[STATUS] = sent
+                    server.status = sent
                     continue
-            got = receive(words[FD], words[BUFFER_AT] + words[RECEIVED], words[BUFFER_BYTES] - words[RECEIVED])
+            got = receive(server.fd, server.buffer_at + server.received, server.buffer_bytes - server.received)
             if got == 0:
-                words[STATUS] = CLOSED
+                server.status = CLOSED
             elif got > 0:
-                words[RECEIVED] += got
-                words[STATUS] = _parse(
-                    words, commands, order, rows, stride, row_bytes, head, head_bytes, state, marks, errors
-                )
+                server.received += got
+                server.status = _parse(server, _targets_at(targets))
                 progress = True
             elif not _must_wait(got):
-                words[STATUS] = got
-            if words[STATUS] == RUNNING:
-                wanted = READABLE | (WRITABLE if words[SENT] < words[SEND_BYTES] else 0)
-                polled[running] = words[FD] | (wanted << 32)
+                server.status = got
+            if server.status == RUNNING:
+                wanted = READABLE | (WRITABLE if server.sent < server.send_bytes else 0)
+                polled[running] = server.fd | (wanted << 32)
                 running += 1
         if running == 0:
             return
         if not progress:
             remaining_ms = (deadline_ns - monotonic_ns() + 999_999) // 1_000_000
             if remaining_ms <= 0:
-                for c in range(len(connections)):
-                    if connections[c, STATUS] == RUNNING:
-                        connections[c, STATUS] = TIMED_OUT
+                for c in range(len(polled)):
+                    if _server_at(servers, c).status == RUNNING:
+                        _server_at(servers, c).status = TIMED_OUT
                 return
             poll(nb.int64(polled.ctypes.data), running, min(remaining_ms, 1_000_000))

@@ -4,68 +4,58 @@ A scoring is the part of a variant (`binding.py`) that says this for all request
 sizes as the full planner does; what does not pass is for that one, which says what is wrong. `write_table` notes for whoever
 runs the graph where each of its inputs lies, in which shape, and where the scores go.
 
-Free functions of addresses, nogil. Layouts: int64 words.
+Free functions of records and addresses, nogil. `lookupplan.py` has the layouts.
 """
 
 from __future__ import annotations
 
 import numba as nb
+import numpy as np
 
-from tierstore.kernels import binding, lookupplan
+from tierstore.kernels import binding, lookupplan, plan_records
 from tierstore.kernels.atomics import copy_bytes
-from tierstore.kernels.request_record import AT, DIMS, SIZE, get, put, row_at
+from tierstore.kernels.records import at, define
+from tierstore.kernels.request_record import row_at
 
-# a scoring; NUMBER names its graph; HALF: rows of some input come as half the bytes that count in the look-up's limit
-NUMBER, CHECKS, CHECKS_FROM, INPUTS, INPUTS_FROM, SCORES, SCORES_FROM, HALF = range(8)
-SCORING_WORDS = 8
-# a check: an input of the request, one of its axes, and what size that has: a number, or that of a name, as ~name
-CHECK_INPUT, CHECK_AXIS, CHECK_SIZE = range(3)
-CHECK_WORDS = 3
-# an input of the graph: the look-up that it has the rows of (OWN: it is the request's tensor itself); the input of the request that
-# has its first LEAD sizes; then the size behind them (WIDTH), or by which the last is multiplied (FLAT)
-CALL, OF, LEAD, WIDTH, FLAT = range(5)
-INPUT_WORDS = 5
-OWN = -1
-# a score: bytes of an element, its rank, and its sizes as in a check
-SCORE_WIDTH, SCORE_RANK, SCORE_SIZES = range(3)
-MOST_SCORE_RANK = 4
-SCORE_WORDS = SCORE_SIZES + MOST_SCORE_RANK
-# a row of the table: an address, and sizes
-ROW_AT, ROW_SIZES = 0, 1
-ROW_WORDS = 6
+OWN = -1  # of an input's `call`
+GRAPH_ROW = define("GraphRow", "where a tensor of a graph lies, and its shape", {
+    "at": "its address",
+    "sizes": ((np.int64, (5,)), "its shape"),
+})  # fmt: skip
+graph_row_at, _ROW_BYTES = at(GRAPH_ROW), GRAPH_ROW.bytes
 
 _MOST_BYTES = 0x7FFFFFFF
 
 
 @nb.njit
 def _size(values, size):  # type: ignore[no-untyped-def]
-    return size if size >= 0 else get(values, binding.NAMES_FROM + ~size)
+    return size if size >= 0 else values.named[~size]
 
 
 @nb.njit
 def bind(scoring, record, values):  # type: ignore[no-untyped-def]
     """Check a request's sizes, and note those that have names and the bytes of each score in `values`. Returns the bytes of all scores, or -1."""
     for i in range(binding.MOST_NAMES):
-        put(values, binding.NAMES_FROM + i, -1)
-    check = get(scoring, CHECKS_FROM)
-    for _ in range(get(scoring, CHECKS)):
-        size = get(row_at(record, 1 + get(check, CHECK_INPUT)), DIMS + get(check, CHECK_AXIS))
-        wanted = get(check, CHECK_SIZE)
+        values.named[i] = -1
+    check = scoring.first_check
+    for _ in range(scoring.checks):
+        size = row_at(record, 1 + check.input).dims[check.axis]
+        wanted = check.size
         if wanted < 0 and _size(values, wanted) < 0:
-            put(values, binding.NAMES_FROM + ~wanted, size)
+            values.named[~wanted] = size
         elif _size(values, wanted) != size:
             return nb.int64(-1)
-        check += 8 * CHECK_WORDS
-    total, score = nb.int64(0), get(scoring, SCORES_FROM)
-    for i in range(get(scoring, SCORES)):
-        count = get(score, SCORE_WIDTH)
-        for axis in range(get(score, SCORE_RANK)):
-            count *= _size(values, get(score, SCORE_SIZES + axis))
+        check = plan_records.check_at(check, 1)
+    total, score = nb.int64(0), scoring.first_score
+    for i in range(scoring.scores):
+        count = score.width
+        for axis in range(score.rank):
+            count *= _size(values, score.sizes[axis])
             if count > _MOST_BYTES:
                 return nb.int64(-1)
-        put(values, binding.SCORES_FROM + i, count)
+        values.scores[i] = count
         total += count
-        score += 8 * SCORE_WORDS
+        score = plan_records.score_at(score, 1)
     return total
 
 
@@ -77,46 +67,46 @@ def _aligned(size):  # type: ignore[no-untyped-def]
 @nb.njit
 def table_bytes(scoring, record):  # type: ignore[no-untyped-def]
     """Bytes of a request's table, and of its own tensors behind that."""
-    size = _aligned(8 * ROW_WORDS * (get(scoring, INPUTS) + get(scoring, SCORES)))
-    wanted = get(scoring, INPUTS_FROM)
-    for _ in range(get(scoring, INPUTS)):
-        if get(wanted, CALL) == OWN:
-            size += _aligned(get(row_at(record, 1 + get(wanted, OF)), SIZE))
-        wanted += 8 * INPUT_WORDS
+    size = _aligned(_ROW_BYTES * (scoring.inputs + scoring.scores))
+    wanted = scoring.first_input
+    for _ in range(scoring.inputs):
+        if wanted.call == OWN:
+            size += _aligned(row_at(record, 1 + wanted.of).size)
+        wanted = plan_records.graph_input_at(wanted, 1)
     return size
 
 
 @nb.njit
-def write_table(scoring, record, run, tail, values, rows, scores, table):  # type: ignore[no-untyped-def]
+def write_table(scoring, record, run, tail, values, rows, scores, at):  # type: ignore[no-untyped-def]
     """Write the table of a request, and its own tensors behind it: first inputs, then scores. All but `scoring` are addresses of one request.
 
     `rows`: of those that `run` has looked up; `scores`: where those go; `tail`: of the request's binary data.
     """
-    inputs, count = get(scoring, INPUTS_FROM), get(scoring, INPUTS)
-    own = table + _aligned(8 * ROW_WORDS * (count + get(scoring, SCORES)))
+    table, inputs, count = graph_row_at(at), scoring.first_input, scoring.inputs
+    own = table + _aligned(_ROW_BYTES * (count + scoring.scores))
     for _ in range(count):
-        of, lead = row_at(record, 1 + get(inputs, OF)), get(inputs, LEAD)
-        if get(inputs, CALL) == OWN:
-            size = get(of, SIZE)
-            copy_bytes(own, tail + get(of, AT), size)
-            put(table, ROW_AT, own)
+        of, lead = row_at(record, 1 + inputs.of), inputs.lead
+        if inputs.call == OWN:
+            size = of.size
+            copy_bytes(own, tail + of.at, size)
+            table.at = own
             own += _aligned(size)
         else:
-            call = run + 8 * (lookupplan.RUN_WORDS + lookupplan.CALL_WORDS * get(inputs, CALL))
-            put(table, ROW_AT, rows + get(call, lookupplan.OUT_AT))
+            call = plan_records.run_call_at(lookupplan.first_call(run), inputs.call)
+            table.at = rows + call.out_at
         for axis in range(lead):
-            put(table, ROW_SIZES + axis, get(of, DIMS + axis))
-        if get(inputs, WIDTH) > 0:
-            put(table, ROW_SIZES + lead, get(inputs, WIDTH))
-        elif get(inputs, FLAT) > 0:
-            put(table, ROW_SIZES + lead - 1, get(of, DIMS + lead - 1) * get(inputs, FLAT))
-        inputs += 8 * INPUT_WORDS
-        table += 8 * ROW_WORDS
-    score = get(scoring, SCORES_FROM)
-    for i in range(get(scoring, SCORES)):
-        put(table, ROW_AT, scores)
-        for axis in range(get(score, SCORE_RANK)):
-            put(table, ROW_SIZES + axis, _size(values, get(score, SCORE_SIZES + axis)))
-        scores += get(values, binding.SCORES_FROM + i)
-        score += 8 * SCORE_WORDS
-        table += 8 * ROW_WORDS
+            table.sizes[axis] = of.dims[axis]
+        if inputs.width > 0:
+            table.sizes[lead] = inputs.width
+        elif inputs.flat > 0:
+            table.sizes[lead - 1] = of.dims[lead - 1] * inputs.flat
+        inputs = plan_records.graph_input_at(inputs, 1)
+        table = graph_row_at(table, 1)
+    score = scoring.first_score
+    for i in range(scoring.scores):
+        table.at = scores
+        for axis in range(score.rank):
+            table.sizes[axis] = _size(values, score.sizes[axis])
+        scores += values.scores[i]
+        score = plan_records.score_at(score, 1)
+        table = graph_row_at(table, 1)

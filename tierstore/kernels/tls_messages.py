@@ -11,8 +11,7 @@ from typing import Any
 from numba import types
 
 from tierstore.kernels import LAST, compiled_c
-from tierstore.kernels.raw import call_at
-from tierstore.kernels.request_record import get
+from tierstore.kernels.raw import call_at, load_i64
 
 MOST = 200  # of one connection, its handshake included
 GET_DATA, SET_DATA, SET_SHUTDOWN = range(3)  # places in a table of functions' addresses
@@ -25,7 +24,7 @@ _HANDSHAKE, _RECEIVED_SHUTDOWN = 22, 2
 def bound(is_ours: Any, version: Any, kind: Any, data: Any, size: Any, session: Any, table: Any) -> Any:
     """OpenSSL's callback for messages: beyond MOST the session has ended, as if the client had said so. `table` has what it calls."""
     if is_ours == 0 and kind == _HANDSHAKE:
-        count = call_at(get(table, GET_DATA), session, 0, 0, 0, 0, 0) + 1
-        call_at(get(table, SET_DATA), session, 0, count, 0, 0, 0)
+        count = call_at(load_i64(table, GET_DATA), session, 0, 0, 0, 0, 0) + 1
+        call_at(load_i64(table, SET_DATA), session, 0, count, 0, 0, 0)
         if count > MOST:
-            call_at(get(table, SET_SHUTDOWN), session, _RECEIVED_SHUTDOWN, 0, 0, 0, 0)
+            call_at(load_i64(table, SET_SHUTDOWN), session, _RECEIVED_SHUTDOWN, 0, 0, 0, 0)

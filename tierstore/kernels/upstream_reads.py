@@ -15,17 +15,21 @@ from numba import types
 from tierstore.kernels import LAST, compiled
 from tierstore.kernels.atomics import copy_bytes
 from tierstore.kernels.front_rows import ABSENT, ANSWER_HEAD_BYTES, FOREIGN, THERE, rows_begin
-from tierstore.kernels.partitions import partition_at
+from tierstore.kernels.httphead import read_number
 from tierstore.kernels.raw import load_u8, load_u64, store_u8
+from tierstore.kernels.records import at, define
 from tierstore.kernels.sysio import EAGAIN, EINTR, READABLE, WRITABLE, monotonic_ns, poll, receive, send
 from tierstore.types import Tier
 
-# words of a connection, int64; BODY_BYTES is -1 until the head is there, HTTP_STATUS and the words behind it are then valid
-FD, SEND_AT, SEND_BYTES, SENT, BUFFER_AT, BUFFER_BYTES, RECEIVED, HTTP_STATUS, BODY_AT, BODY_BYTES, CLOSES, STATUS = (
-    range(12)
-)
-CONNECTION_WORDS = 12
-# STATUS: one of these, or minus the number of an error of the system
+NODE = define("AskedNode", "a connection to a node that is asked for rows", {
+    "fd": "its descriptor",
+    "send_at send_bytes sent": "the request, and how much of it has left",
+    "buffer_at buffer_bytes received": "where the answer comes to, the room there, and how much has come",
+    "http_status body_at body_bytes": "of the answer, once `body_bytes` is not -1",
+    "closes": "1: the node ends the connection",
+    "status": "RUNNING, DONE, CLOSED, TIMED_OUT, UNEXPECTED; or minus the number of an error of the system",
+})  # fmt: skip
+_node_at = at(NODE)
 RUNNING, DONE, CLOSED, TIMED_OUT, UNEXPECTED = range(5)
 MALFORMED = -1  # of `scatter`
 
@@ -37,28 +41,7 @@ _STATUS_AT = 9  # behind "HTTP/1.1 "
 _CR, _LF, _SPACE = 13, 10, 32
 
 _CODES = types.Array(types.int64, 1, "C", readonly=True)
-_I64S, _I64S2 = types.int64[::1], types.int64[:, ::1]
-
-
-@compiled(types.void(_CODES, _CODES, _CODES, _I64S, _I64S), when=LAST)
-def assign(codes: Any, places: Any, node_of: Any, order: Any, starts: Any) -> Any:
-    """Places by the node to ask: those of node k are order[starts[k]:starts[k + 1]], as in `places`; those of no node come last.
-
-    `node_of` int64[partitions]: a node, or -1. `starts` int64[nodes + 2].
-    """
-    nodes, count = len(starts) - 2, len(node_of)
-    of = np.empty(len(places), np.int64)
-    starts[:] = 0
-    for i in range(len(places)):
-        node = node_of[partition_at(codes[places[i]], count)]
-        of[i] = nodes if node < 0 else node
-        starts[of[i] + 1] += 1
-    for node in range(nodes + 1):
-        starts[node + 1] += starts[node]
-    at = starts[:-1].copy()
-    for i in range(len(places)):
-        order[at[of[i]]] = places[i]
-        at[of[i]] += 1
+_I64S = types.int64[::1]
 
 
 @nb.njit
@@ -79,23 +62,15 @@ def _digits(at, size):  # type: ignore[no-untyped-def]
     while size > 0 and load_u8(at, 0) == _SPACE:
         at += 1
         size -= 1
-    if size < 1 or size > 18:
-        return -1
-    value = nb.int64(0)
-    for i in range(size):
-        digit = nb.int64(load_u8(at, i)) - 48
-        if digit < 0 or digit > 9:
-            return -1
-        value = value * 10 + digit
-    return value
+    return read_number(at, size, 18)
 
 
 @nb.njit
-def _read_head(words):  # type: ignore[no-untyped-def]
+def _read_head(node):  # type: ignore[no-untyped-def]
     """Read the head of an answer, if all of it is there. The STATUS from now on."""
-    at, size = words[BUFFER_AT], words[RECEIVED]
+    at, size = node.buffer_at, node.received
     line, status, length = 0, -1, -1
-    words[CLOSES] = 0
+    node.closes = 0
     for i in range(size - 1):
         if load_u8(at, i) != _CR or load_u8(at, i + 1) != _LF:
             continue
@@ -104,55 +79,55 @@ def _read_head(words):  # type: ignore[no-untyped-def]
             if status < 0 or i < _STATUS_AT + 3:
                 return UNEXPECTED
         elif i == line:
-            if length < 0 or i + 2 + length > words[BUFFER_BYTES]:
+            if length < 0 or i + 2 + length > node.buffer_bytes:
                 return UNEXPECTED
-            words[HTTP_STATUS], words[BODY_AT], words[BODY_BYTES] = status, i + 2, length
+            node.http_status, node.body_at, node.body_bytes = status, i + 2, length
             return RUNNING
         elif _begins(at + line, i - line, _LENGTH):
             length = _digits(at + line + _LENGTH.size, i - line - _LENGTH.size)
         elif _begins(at + line, i - line, _CONNECTION):
-            words[CLOSES] = 1
+            node.closes = 1
         line = i + 2
-    return UNEXPECTED if size == words[BUFFER_BYTES] else RUNNING
+    return UNEXPECTED if size == node.buffer_bytes else RUNNING
 
 
 @nb.njit
-def _read(words):  # type: ignore[no-untyped-def]
+def _read(node):  # type: ignore[no-untyped-def]
     """Receive what there is of an answer. The STATUS from now on."""
-    got = receive(words[FD], words[BUFFER_AT] + words[RECEIVED], words[BUFFER_BYTES] - words[RECEIVED])
+    got = receive(node.fd, node.buffer_at + node.received, node.buffer_bytes - node.received)
     if got <= 0:
         return CLOSED if got == 0 else RUNNING if got == -EAGAIN or got == -EINTR else got
-    words[RECEIVED] += got
-    status = _read_head(words) if words[BODY_BYTES] < 0 else RUNNING
-    if status != RUNNING or words[BODY_BYTES] < 0:
+    node.received += got
+    status = _read_head(node) if node.body_bytes < 0 else RUNNING
+    if status != RUNNING or node.body_bytes < 0:
         return status
-    missing = words[BODY_AT] + words[BODY_BYTES] - words[RECEIVED]
+    missing = node.body_at + node.body_bytes - node.received
     return RUNNING if missing > 0 else DONE if missing == 0 else UNEXPECTED
 
 
-@compiled(types.void(_I64S2, _I64S, types.int64), when=LAST)
-def exchange(connections: Any, polled: Any, deadline_ns: Any) -> Any:
+@compiled(types.void(types.int64, _I64S, types.int64), when=LAST)
+def exchange(nodes: Any, polled: Any, deadline_ns: Any) -> Any:
     """Send all requests and read all answers, on all connections at once, until the deadline (of `time.monotonic_ns`).
 
-    `polled` int64 [connections] is working memory. STATUS says of each connection how it went, and where DONE, the words of
-    its answer.
+    `nodes` is the address of an NODE for each entry of `polled`, int64 [nodes], which is working memory. `status` says of each how it
+    went, and where DONE, the other fields have its answer.
     """
     polled[:] = 0
     while True:
         running = 0
-        for c in range(len(connections)):
-            words = connections[c]
-            if words[STATUS] == RUNNING and words[SENT] < words[SEND_BYTES]:
-                sent = send(words[FD], words[SEND_AT] + words[SENT], words[SEND_BYTES] - words[SENT], 0)
+        for c in range(len(polled)):
+            node = _node_at(nodes, c)
+            if node.status == RUNNING and node.sent < node.send_bytes:
+                sent = send(node.fd, node.send_at + node.sent, node.send_bytes - node.sent, 0)
                 if sent >= 0:
-                    words[SENT] += sent
+                    node.sent += sent
                 elif sent != -EAGAIN and sent != -EINTR:
-                    words[STATUS] = sent
-            if words[STATUS] == RUNNING and polled[c] >> 48 != 0:  # what `poll` has said of it
-                words[STATUS] = _read(words)
-            if words[STATUS] == RUNNING:
-                wanted = READABLE | (WRITABLE if words[SENT] < words[SEND_BYTES] else 0)
-                polled[c] = words[FD] | (wanted << 32)
+                    node.status = sent
+            if node.status == RUNNING and polled[c] >> 48 != 0:  # what `poll` has said of it
+                node.status = _read(node)
+            if node.status == RUNNING:
+                wanted = READABLE | (WRITABLE if node.sent < node.send_bytes else 0)
+                polled[c] = node.fd | (wanted << 32)
                 running += 1
             else:
                 polled[c] = 0xFFFFFFFF  # no descriptor
@@ -160,11 +135,11 @@ def exchange(connections: Any, polled: Any, deadline_ns: Any) -> Any:
             return
         remaining_ms = (deadline_ns - monotonic_ns() + 999_999) // 1_000_000
         if remaining_ms <= 0:
-            for c in range(len(connections)):
-                if connections[c, STATUS] == RUNNING:
-                    connections[c, STATUS] = TIMED_OUT
+            for c in range(len(polled)):
+                if _node_at(nodes, c).status == RUNNING:
+                    _node_at(nodes, c).status = TIMED_OUT
             return
-        poll(nb.int64(polled.ctypes.data), len(connections), min(remaining_ms, 1_000_000))
+        poll(nb.int64(polled.ctypes.data), len(polled), min(remaining_ms, 1_000_000))
 
 
 @compiled(

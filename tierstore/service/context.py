@@ -163,25 +163,25 @@ class Service:
 
     def absorb(self, version: tuple[str, str, int] | None, new: Any, highest: Any) -> None:
         """Count what reactors have answered (`kernels/reactor_words.py` lists the counts). None: rows for fronts. Any thread."""
-        seconds = Histogram(REQUEST_BOUNDS_S)
-        buckets = np.add.reduceat(new[kernel.BUCKETS_FROM :], latency.COARSE_FROM)
-        seconds.absorb(buckets.tolist(), int(new[kernel.SUCCESS_NS]) / 1e9)
+        seconds, counts = Histogram(REQUEST_BOUNDS_S), new.view(kernel.VERSION_COUNTS.dtype)[0]
+        buckets = np.add.reduceat(counts["buckets"], latency.COARSE_FROM)
+        seconds.absorb(buckets.tolist(), int(counts["success_ns"]) / 1e9)
         if version is None:
             self.request_times.absorb("upstream", "ok", seconds)
             return
         protocol, model, number = version
-        if new[kernel.REFUSALS] or new[kernel.FULL_REFUSALS]:
-            self._absorb_refused(protocol, model, number, new)
-        self.store.lookup_times.absorb(new[kernel.BUCKETS_FROM :])
+        if counts["refusals"] or counts["full_refusals"]:
+            self._absorb_refused(protocol, model, number, counts)
+        self.store.lookup_times.absorb(counts["buckets"])
         self.request_times.absorb(protocol, "ok", seconds)
-        spent = Timings(0, *(int(new[word]) for word in (kernel.INPUT_NS, kernel.INFER_NS, kernel.OUTPUT_NS)))
+        spent = Timings(0, *(int(counts[part]) for part in ("input_ns", "infer_ns", "output_ns")))
         spent.lookup_ns = spent.inference_ns
-        done, last_ms = int(new[kernel.SUCCESSES]), int(highest[kernel.LAST_MS])
+        done, last_ms = int(counts["successes"]), int(highest.view(kernel.VERSION_COUNTS.dtype)[0]["last_ms"])
         self.inference_stats.absorb(model, number, done, seconds, spent, last_ms)
 
-    def _absorb_refused(self, protocol: str, model: str, version: int, new: Any) -> None:
+    def _absorb_refused(self, protocol: str, model: str, version: int, counts: Any) -> None:
         """Count predictions that reactors have refused."""
-        waits, full, took_ns = (int(new[word]) for word in (kernel.REFUSALS, kernel.FULL_REFUSALS, kernel.REFUSAL_NS))
+        waits, full, took_ns = (int(counts[what]) for what in ("refusals", "full_refusals", "refusal_ns"))
         seconds = Histogram(REQUEST_BOUNDS_S)
         seconds.absorb(
             [waits + full, *[0] * len(REQUEST_BOUNDS_S)], took_ns / 1e9

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from tierstore.errors import ConfigError
 from tierstore.kernels import reactor_sockets as kernel
 from tierstore.kernels import tls_messages
+from tierstore.kernels.reactor_words import OPENSSL
 
 WANTS_READ, WANTS_WRITE = kernel.WANT_READ, kernel.WANT_WRITE
 _NAMES = ("libssl.so.3", "libssl.so.1.1")
@@ -139,9 +140,9 @@ def _peer_certificate() -> Any:
 
 
 @cache
-def functions() -> npt.NDArray[np.int64]:
-    """The addresses of the functions that reactors call, as `reactor_sockets` has them."""
-    return _addresses(_OF_REACTORS)
+def functions() -> npt.NDArray[Any]:
+    """The addresses of the functions that reactors call."""
+    return OPENSSL.make(**dict(zip(OPENSSL.fields, _addresses(_OF_REACTORS).tolist(), strict=True)))
 
 
 @cache

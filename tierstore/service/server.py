@@ -28,7 +28,6 @@ from tierstore.engine.lifecycle import directory_lock
 from tierstore.engine.store import Store
 from tierstore.errors import TierstoreError
 from tierstore.kernels import ahead
-from tierstore.kernels import reactor_words as kernel
 from tierstore.service.access import check_access
 from tierstore.service.addresses import Ports, url_of
 from tierstore.service.admin.application import AdminApplication
@@ -99,7 +98,7 @@ class HttpService:
         reactors.count_in(self._plans.versions.words, self._plans.tables.words)
         self.service.reactors = reactors
         reactors.predict_with(self.service, self._plans.scorings)
-        self.service.inflight.share(reactors.words, theirs=kernel.INFLIGHT, ours=kernel.OTHER_INFLIGHT)
+        self.service.inflight.share(theirs=reactors.words["inflight"], ours=reactors.words["other_inflight"])
         self.service.connection_limit = self._connection_limit = ConnectionLimit(self.service, limit, reactors)
         self._admin = AdminApplication(self.service)
         allowed = Allowed(reactors.words, store.epochs, self.service.access, self.service.rates)

@@ -43,7 +43,7 @@ class RowStore(Protocol):
         """Fill rows[i], uint8[n, row_bytes], and state[i], or set state[i] to ABSENT. `keys` are ascending and distinct."""
 
     def words_at(self, table_id: int, row_bytes: int) -> int:
-        """The address of the words by which kernels read a table (`lookupplan.BASE_WORDS`), valid until `close`; 0: they cannot."""
+        """The address of the words by which kernels read a table (`plan_records.BASE`), valid until `close`; 0: they cannot."""
 
     def close(self) -> None: ...
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import Overloaded, RemoteUnavailable
-from tierstore.kernels import resp
+from tierstore.kernels.partitions import match_sorted
 from tierstore.types import Keys, Rows, States, Tier
 
 _REQUEST_BYTES = 64  # of a key on its way, beside its row
@@ -179,7 +179,7 @@ class JoinedTable:
                     if reading.bounds.upto != bounds.upto:
                         continue
                     where = np.full(len(codes), -1, np.int64)
-                    if resp.match_sorted(codes, reading.codes, where):
+                    if match_sorted(codes, reading.codes, where):
                         ours = np.flatnonzero(mine & (where >= 0))
                         if len(ours):
                             reading.followers += 1

@@ -69,7 +69,7 @@ class Gathering:
                     source.padding is not None, source.padding or 0, source.place,
                 )
             )  # fmt: skip
-        self._calls = np.array(calls, np.int64).reshape(-1, kernel.CALL_WORDS)
+        self._calls = np.array(calls, kernel.CALL.dtype)
 
     def begin(self, keys: Sequence[Any], places: npt.NDArray[np.int64], memory: npt.NDArray[np.uint8]) -> GatheredRows:
         """Start a look-up of the keys of each feature; `places` of `memory` are as `Run.places` has them. Raises InvalidInput."""
@@ -99,7 +99,9 @@ class GatheredRows:
     ) -> None:
         self._gathering, self._keys, self._places, self._memory = gathering, keys, places, memory
         self._state = np.empty(len(keys), np.uint8)
-        self._hits = int(kernel.gather(gathering._calls, places, keys, self._state, memory))
+        self._hits = int(
+            kernel.gather(address_of(gathering._calls), len(gathering._calls), places, keys, self._state, memory)
+        )
         if self._hits < 0:
             raise AssertionError("keys and places differ in size")
 

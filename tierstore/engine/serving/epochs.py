@@ -68,13 +68,13 @@ class Epochs:
         """The table of a number; None where it is gone."""
         return self._tables.get(number)
 
-    def add_readers(self, words: npt.NDArray[np.int64], column: int) -> None:
-        """From now on readers announce themselves in `words[:, column]`, int64, zeros until they do."""
+    def add_readers(self, words: npt.NDArray[Any]) -> None:
+        """From now on readers announce themselves in `words["announced"]`, int64, zeros until they do."""
         with self._lock:
-            address = address_of(words) + column * words.strides[1]
-            self._readers.append((words, address, len(words), words.strides[0] // 8))
+            announced = words["announced"]
+            self._readers.append((words, int(announced.ctypes.data), len(words), announced.strides[0] // 8))
 
-    def remove_readers(self, words: npt.NDArray[np.int64]) -> None:
+    def remove_readers(self, words: npt.NDArray[Any]) -> None:
         """The readers of `words` have ended."""
         with self._lock:
             self._readers = [entry for entry in self._readers if entry[0] is not words]

@@ -7,6 +7,7 @@ whose publisher keeps their versions open, for as long as a compiled reader may 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +17,10 @@ from tierstore.engine.data.cascade import Cascade
 from tierstore.engine.reads.view import View
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.routing import Routing
-from tierstore.kernels import lookupplan as layout
+from tierstore.kernels import plan_records as layout
 from tierstore.kernels.codec import address_of
 
-Words = npt.NDArray[np.int64]
+Words = npt.NDArray[Any]
 
 
 def can_be_read(table: Cascade) -> bool:
@@ -41,33 +42,38 @@ class PublishedWords:
         self._epochs = epochs
         views = [0 if view is None else self._view(view, token_of(view)) for view in (served.active, served.canary)]
         share = min(int(served.share * layout.SHARE_UNIT), layout.SHARE_UNIT)
-        self._words = np.array([*views, share, labels_word(served)], np.int64)
+        self._words = layout.SERVED.make(active=views[0], canary=views[1], share=share, labels=labels_word(served))
         self.address = address_of(self._words) if views[0] else 0
 
     def _view(self, view: View, token: int) -> int:
-        tables = view.open_version.tables
-        words = np.zeros(layout.VIEW_WORDS + layout.TABLE_WORDS * len(tables), np.int64)
-        words[layout.VIEW_TOKEN], words[layout.VIEW_SEQ], words[layout.VIEW_TABLES] = token, view.seq, len(tables)
-        for i, (name, table) in enumerate(tables.items()):
-            begin = layout.VIEW_WORDS + layout.TABLE_WORDS * i
-            self._table(view, name, table, words[begin : begin + layout.TABLE_WORDS])
-        self._kept.append(words)
-        return address_of(words)
+        tables = layout.TABLE.new(len(view.open_version.tables))
+        for i, (name, table) in enumerate(view.open_version.tables.items()):
+            tables[i] = self._table(view, name, table)
+        made = layout.VIEW.make(token=token, seq=view.seq, tables=address_of(tables))
+        self._kept += [tables, made]
+        return address_of(made)
 
-    def _table(self, view: View, name: str, table: Cascade, words: Words) -> None:
+    def _table(self, view: View, name: str, table: Cascade) -> Words:
         overlays = np.array([address_of(overlay.words) for overlay in view.overlays_of(name)], np.int64)
-        defaults = np.ascontiguousarray(table.default, np.float32), np.ascontiguousarray(table.default, np.float16)
-        self._kept += [overlays, *defaults]
-        words[layout.HOST_AT] = 0 if table.host is None else table.host.words_at
-        words[layout.OVERLAYS], words[layout.OVERLAYS_AT] = len(overlays), address_of(overlays)
-        words[layout.DEFAULT_AT], words[layout.HALF_DEFAULT_AT] = (address_of(default) for default in defaults)
-        words[layout.TABLE_DIM], words[layout.CODE] = table.spec.dim, table.spec.dtype.code
-        words[layout.ROW_BYTES], words[layout.TABLE_ID] = table.spec.row_bytes, self._epochs.table_id(table)
-        if table.own is not None:
-            words[layout.OWN_AT], words[layout.PARTITIONS] = address_of(table.own.is_own), table.own.count
+        default, half = np.ascontiguousarray(table.default, np.float32), np.ascontiguousarray(table.default, np.float16)
         shared = self._hashes_shared(view, table)
-        words[layout.COLLIDING], words[layout.COLLIDING_AT] = len(shared), address_of(shared)
-        words[layout.BASE_AT] = table.store.words_at(table.table_id, table.spec.row_bytes)
+        self._kept += [overlays, default, half]
+        return layout.TABLE.make(
+            host=0 if table.host is None else table.host.words_at,
+            overlays=len(overlays),
+            overlays_at=address_of(overlays),
+            default_at=address_of(default),
+            half_default_at=address_of(half),
+            dim=table.spec.dim,
+            code=table.spec.dtype.code,
+            row_bytes=table.spec.row_bytes,
+            id=self._epochs.table_id(table),
+            base=table.store.words_at(table.table_id, table.spec.row_bytes),
+            own_at=0 if table.own is None else address_of(table.own.is_own),
+            partitions=0 if table.own is None else table.own.count,
+            colliding=len(shared),
+            colliding_at=address_of(shared),
+        )
 
     def _hashes_shared(self, view: View, table: Cascade) -> Words:
         """The hashes by which string keys of a table cannot be told apart."""

@@ -38,7 +38,8 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from tierstore.kernels.atomics import match8, prefetch_far, trailing_zeros
+from tierstore.kernels.atomics import match8_at, prefetch_far, trailing_zeros
+from tierstore.kernels.raw import load_u8
 
 LINE_BYTES = 64
 LINE_WAYS = 7
@@ -105,22 +106,23 @@ def set_of(hashed, geometry, sets_per_region):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def find_in_line(lines, lines64, line, key):  # type: ignore[no-untyped-def]
-    """Where in a line `key` is, 0..6, or -1."""
-    matches = (match8(lines64, line * 8, key) >> nb.uint32(1)) & nb.uint32(lines[line * LINE_BYTES + OCCUPIED_AT])
-    return trailing_zeros(matches) if matches != 0 else -1
+def find_in_line(line, key):  # type: ignore[no-untyped-def]
+    """Where in the line at an address `key` is, 0..6, or -1."""
+    matches = (match8_at(line, key) >> 1) & nb.int64(load_u8(line, OCCUPIED_AT))
+    return trailing_zeros(nb.uint32(matches)) if matches != 0 else -1
 
 
 @nb.njit(inline="always")
-def find_way(lines, lines64, s, home, key):  # type: ignore[no-untyped-def]
+def find_way(lines, s, home, key):  # type: ignore[no-untyped-def]
     """The way of set `s` that holds `key`, whose home is line `home`, or -1."""
-    place = find_in_line(lines, lines64, s * LINES + home, key)
+    first = nb.int64(lines.ctypes.data) + s * LINES * LINE_BYTES
+    place = find_in_line(first + home * LINE_BYTES, key)
     if place >= 0:
         return home * LINE_WAYS + place
     away = nb.uint32(lines[(s * LINES + home) * LINE_BYTES + AWAY_AT])
     while away != 0:
         other = trailing_zeros(away)
-        place = find_in_line(lines, lines64, s * LINES + other, key)
+        place = find_in_line(first + other * LINE_BYTES, key)
         if place >= 0:
             return other * LINE_WAYS + place
         away &= away - nb.uint32(1)

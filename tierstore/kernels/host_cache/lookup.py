@@ -1,7 +1,7 @@
 """The reading half of the host tier's cache (`layout.py`): look up a batch of keys.
 
 Any number of threads may run these at any time, without a lock and without the GIL, while one thread writes (`write.py`).
-They get a table as addresses (`WHERE`), because taking a dozen arrays apart would cost a batch of few keys too much. The
+They get a table as an address (`HOST_TABLE`), because taking a dozen arrays apart would cost a batch of few keys too much. The
 caller holds the mapping for as long as they run.
 
 **Four stages a key**, `AHEAD` keys apart, so that memory loads while other keys are worked on: prefetch the line; find
@@ -11,6 +11,8 @@ its row, and the version that the line had when the key was found.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numba as nb
 from numba import types
@@ -22,7 +24,6 @@ from tierstore.kernels.atomics import (
     copy_bytes,
     copy_line,
     fence_acquire,
-    match8_at,
     prefetch_far,
     relaxed_i64,
     relaxed_u32,
@@ -44,19 +45,24 @@ from tierstore.kernels.host_cache.layout import (
     LINE_WAYS,
     LINES,
     LINES_AN_ABSENT,
-    OCCUPIED_AT,
+    find_in_line,
     home_of,
     prefetch_row,
     set_of,
 )
 from tierstore.kernels.host_cache.sampling import BELOW, count_seen, note
 from tierstore.kernels.raw import load_u8, load_u64, store_u8, store_u64
+from tierstore.kernels.records import at, define
 from tierstore.types import Tier
 
-# words of `WHERE`: addresses of the areas, what a row is, and the address of the sample of look-ups (`sampling.py`)
-CONTROL, LINES_AT, ABSENT_AT, ROWS_AT, ROW_BYTES, SETS_PER_REGION, CODE, DIM, DEFAULT_AT, SAMPLE_AT = range(10)
-WORDS = SAMPLE_AT + 1
-WHERE = types.Array(types.int64, 1, "C")
+HOST_TABLE = define("HostTable", "the cache of a table, where nothing of it moves as long as somebody looks up", {
+    "control lines absent rows": "addresses of the areas (`layout.py`)",
+    "row_bytes sets_per_region": "of a row, and of a region",
+    "code dim": "of a row: its dtype, its length",
+    "default_at": "the default row, as float32",
+    "sample": "the sample of look-ups (`sampling.py`)",
+})  # fmt: skip
+_host_at = at(HOST_TABLE)
 
 AHEAD = 16  # keys between the stages
 _RING = 64  # at least three stages and the key itself; a power of two
@@ -71,52 +77,56 @@ STATES = types.Array(types.uint8, 1, "C")
 FLOATS = types.Array(types.float32, 2, "C")
 
 
-@nb.njit(inline="always")
-def as_values(words):  # type: ignore[no-untyped-def]
-    """The words as values: words in memory would be read again after every store."""
-    return words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7], words[8], words[9]
+class Where(NamedTuple):
+    """A HOST_TABLE as values: a record in memory would be read again after every store."""
+
+    control: int
+    lines: int
+    absent: int
+    rows: int
+    row_bytes: int
+    sets_per_region: int
+    code: int
+    dim: int
+    default_at: int
+    sample: int
 
 
-@nb.njit(inline="always")
-def values_at(words):  # type: ignore[no-untyped-def]
-    """`as_values` of words at an address."""
-    return (
-        nb.int64(load_u64(words, 0)), nb.int64(load_u64(words, 1)), nb.int64(load_u64(words, 2)),
-        nb.int64(load_u64(words, 3)), nb.int64(load_u64(words, 4)), nb.int64(load_u64(words, 5)),
-        nb.int64(load_u64(words, 6)), nb.int64(load_u64(words, 7)), nb.int64(load_u64(words, 8)),
-        nb.int64(load_u64(words, 9)),
+@nb.njit
+def values_of(host):  # type: ignore[no-untyped-def]
+    return Where(
+        host.control, host.lines, host.absent, host.rows, host.row_bytes, host.sets_per_region, host.code, host.dim,
+        host.default_at, host.sample,
     )  # fmt: skip
 
 
-@nb.njit(inline="always")
-def _place_in(line, key):  # type: ignore[no-untyped-def]
-    """Where in the line at an address `key` is, 0..6, or -1."""
-    matches = (match8_at(line, key) >> 1) & nb.int64(load_u8(line, OCCUPIED_AT))
-    return trailing_zeros(nb.uint32(matches)) if matches != 0 else -1
+@nb.njit
+def values_at(address):  # type: ignore[no-untyped-def]
+    return values_of(_host_at(address))
 
 
 @nb.njit(inline="always")
 def _row_of(where, line, place):  # type: ignore[no-untyped-def]
-    return where[ROWS_AT] + ((line - where[LINES_AT]) // LINE_BYTES * LINE_WAYS + place) * where[ROW_BYTES]
+    return where.rows + ((line - where.lines) // LINE_BYTES * LINE_WAYS + place) * where.row_bytes
 
 
 @nb.njit(inline="always")
 def _set_at(where, line):  # type: ignore[no-untyped-def]
     """The address of the first line of the set that `line` is in."""
-    return line - ((line - where[LINES_AT]) & (LINES * LINE_BYTES - 1))
+    return line - ((line - where.lines) & (LINES * LINE_BYTES - 1))
 
 
 @nb.njit(inline="always")
 def _absent_at(where, line):  # type: ignore[no-untyped-def]
-    return where[ABSENT_AT] + (line - where[LINES_AT]) // (LINE_BYTES * LINES_AN_ABSENT) * ABSENT_BYTES
+    return where.absent + (line - where.lines) // (LINE_BYTES * LINES_AN_ABSENT) * ABSENT_BYTES
 
 
 @nb.njit(inline="always")
 def _copy(where, out_code, row, target, out_bytes):  # type: ignore[no-untyped-def]
-    if out_code == where[CODE] or out_code == AS_STORED:
+    if out_code == where.code or out_code == AS_STORED:
         copy_bytes(target, row, out_bytes)
     else:
-        decode_row(where[CODE], out_code, row, target, where[DIM])
+        decode_row(where.code, out_code, row, target, where.dim)
 
 
 @nb.njit
@@ -126,11 +136,11 @@ def _read(where, epoch, line, key, out_code, target, out_bytes):  # type: ignore
         version = acquire_u32(line)
         if version & 1:
             continue
-        place = _place_in(line, key)
+        place = find_in_line(line, key)
         if place >= 0:
             _copy(where, out_code, _row_of(where, line, place), target, out_bytes)
         fence_acquire()
-        if relaxed_i64(where[CONTROL] + 8 * EPOCH) != epoch:
+        if relaxed_i64(where.control + 8 * EPOCH) != epoch:
             return -1
         head = relaxed_i64(line)
         if head & 0xFFFFFFFF == version:
@@ -145,8 +155,8 @@ def _read(where, epoch, line, key, out_code, target, out_bytes):  # type: ignore
 def _search(where, geometry, epoch, key, out_code, target, out_bytes, default):  # type: ignore[no-untyped-def]
     """Look one key up without stages: its home line, the others that it may be in, the absent keys."""
     hashed = mix(key)
-    home = set_of(hashed, geometry, where[SETS_PER_REGION]) * LINES + home_of(hashed)
-    line = where[LINES_AT] + home * LINE_BYTES
+    home = set_of(hashed, geometry, where.sets_per_region) * LINES + home_of(hashed)
+    line = where.lines + home * LINE_BYTES
     if _read(where, epoch, line, key, out_code, target, out_bytes) > 0:
         return _HOST
     away = nb.uint32(load_u8(line, AWAY_AT))
@@ -165,7 +175,7 @@ def _search(where, geometry, epoch, key, out_code, target, out_bytes, default): 
             if nb.int64(load_u64(absent, 1 + i)) == key and (occupied >> i) & 1:
                 place = i
         fence_acquire()
-        if relaxed_i64(where[CONTROL] + 8 * EPOCH) != epoch:
+        if relaxed_i64(where.control + 8 * EPOCH) != epoch:
             break
         if relaxed_u32(absent) == version:
             if place < 0:
@@ -182,7 +192,7 @@ def _search(where, geometry, epoch, key, out_code, target, out_bytes, default): 
 def _prefetch_line(where, geometry, key, lines, i):  # type: ignore[no-untyped-def]
     """Ask for the home of key `i`, and note where that is. Returns the key's hash."""
     hashed = mix(key)
-    line = where[LINES_AT] + (set_of(hashed, geometry, where[SETS_PER_REGION]) * LINES + home_of(hashed)) * LINE_BYTES
+    line = where.lines + (set_of(hashed, geometry, where.sets_per_region) * LINES + home_of(hashed)) * LINE_BYTES
     store_u64(lines, i & (_RING - 1), nb.uint64(line))
     prefetch_far(line)
     return hashed
@@ -191,7 +201,7 @@ def _prefetch_line(where, geometry, key, lines, i):  # type: ignore[no-untyped-d
 @nb.njit
 def prefetch_lines(where, geometry, keys, state, begin, end, rings):  # type: ignore[no-untyped-def]
     """Stage 1 of keys [begin, end). Returns how many are asked for here, where look-ups are sampled; else 0."""
-    sample, seen = where[SAMPLE_AT], 0
+    sample, seen = where.sample, 0
     below = load_u64(sample, BELOW)
     if below == nb.uint64(0):
         for i in range(begin, end):
@@ -211,11 +221,11 @@ def _find_in(where, line, key, at, rings):  # type: ignore[no-untyped-def]
     """Note where the row of `key` is, if `line` holds it, as entry `at` of the rings, and ask for it."""
     lines, rows, versions = rings
     version = acquire_u32(line)
-    place = _place_in(line, key)
+    place = find_in_line(line, key)
     if place < 0:
         return False
     row = _row_of(where, line, place)
-    prefetch_row(row, where[ROW_BYTES])
+    prefetch_row(row, where.row_bytes)
     store_u64(lines, at, nb.uint64(line | place))
     store_u64(rows, at, nb.uint64(row))
     store_u64(versions, at, nb.uint64(version))
@@ -290,11 +300,11 @@ def answer(where, geometry, epoch, keys, i, kind, target, rings):  # type: ignor
 
 @nb.njit
 def lookup_at(where, keys_at, n, state_at, out_code, out, default):  # type: ignore[no-untyped-def]
-    """`lookup` of `n` keys and states at addresses; `where` are the words as values."""
-    out_bytes = where[ROW_BYTES] if out_code == AS_STORED else where[DIM] * (4 >> out_code)
-    kind = out_code, out_bytes, out_code == where[CODE] and out_bytes & 63 == 0, default
-    epoch = acquire_i64(where[CONTROL] + 8 * EPOCH)
-    geometry = acquire_i64(where[CONTROL] + 8 * GEOMETRY)
+    """`lookup` of `n` keys and states at addresses; `where` is the table."""
+    out_bytes = where.row_bytes if out_code == AS_STORED else where.dim * (4 >> out_code)
+    kind = out_code, out_bytes, out_code == where.code and out_bytes & 63 == 0, default
+    epoch = acquire_i64(where.control + 8 * EPOCH)
+    geometry = acquire_i64(where.control + 8 * GEOMETRY)
     rings = stack_bytes(RING_BYTES), stack_bytes(RING_BYTES), stack_bytes(RING_BYTES)
     hits = seen = 0
     for step in range(0, n + 3 * AHEAD, AHEAD):
@@ -312,9 +322,9 @@ def lookup_at(where, keys_at, n, state_at, out_code, out, default):  # type: ign
                 store_u8(state_at, i, nb.uint8(of_key))
                 hits += of_key == _HOST
     if seen != 0:
-        count_seen(where[SAMPLE_AT], seen, 0, 0, 0, 0)
+        count_seen(where.sample, seen, 0, 0, 0, 0)
     fence_acquire()
-    if relaxed_i64(where[CONTROL] + 8 * EPOCH) != epoch:  # rather than at each key: it changes only with the size
+    if relaxed_i64(where.control + 8 * EPOCH) != epoch:  # rather than at each key: it changes only with the size
         for i in range(n):
             if load_u8(state_at, i) == _HOST:
                 store_u8(state_at, i, nb.uint8(_PENDING))
@@ -322,20 +332,21 @@ def lookup_at(where, keys_at, n, state_at, out_code, out, default):  # type: ign
     return hits
 
 
-@compiled(types.int64(WHERE, KEYS, STATES, types.int64, types.int64, types.int64), when=FIRST)
-def lookup(words, keys, state, out_code, out, default):  # type: ignore[no-untyped-def]
+@compiled(types.int64(types.int64, KEYS, STATES, types.int64, types.int64, types.int64), when=FIRST)
+def lookup(table, keys, state, out_code, out, default):  # type: ignore[no-untyped-def]
     """Answer what is here among the keys whose state is PENDING: rows with HOST, absent keys with ABSENT.
 
-    `out` is the address of [n, dim], float32 (`out_code` 0) or float16 (1), or of n rows AS_STORED, `default` that of
+    `table`: the address of a HOST_TABLE. `out` is that of [n, dim], float32 (`out_code` 0) or float16 (1), or of n rows AS_STORED, `default` that of
     one such row. Rows of keys left PENDING hold anything. Counts heat. Returns how many keys were answered with HOST.
     """
     keys_at, state_at = nb.int64(keys.ctypes.data), nb.int64(state.ctypes.data)
-    return lookup_at(as_values(words), keys_at, keys.size, state_at, out_code, out, default)
+    return lookup_at(values_at(table), keys_at, keys.size, state_at, out_code, out, default)
 
 
-@compiled(types.int64(WHERE, KEYS, STATES, FLOATS), when=FIRST)
-def lookup_float32(where, keys, state, out):  # type: ignore[no-untyped-def]
+@compiled(types.int64(types.int64, KEYS, STATES, FLOATS), when=FIRST)
+def lookup_float32(table, keys, state, out):  # type: ignore[no-untyped-def]
     """`lookup` into a float32 array [n, dim]; -1 if the sizes do not fit, and nothing is done."""
-    if out.shape[0] != keys.size or out.shape[1] != where[DIM] or state.size != keys.size:
+    host = _host_at(table)
+    if out.shape[0] != keys.size or out.shape[1] != host.dim or state.size != keys.size:
         return -1
-    return lookup(where, keys, state, 0, nb.int64(out.ctypes.data), where[DEFAULT_AT])
+    return lookup(table, keys, state, 0, nb.int64(out.ctypes.data), host.default_at)

@@ -15,21 +15,15 @@ from tierstore.kernels.atomics import acquire_i64, fence_acquire, relaxed_i64, s
 from tierstore.kernels.host_cache.layout import EPOCH, GEOMETRY, KEYS
 from tierstore.kernels.host_cache.lookup import (
     AHEAD,
-    CODE,
-    CONTROL,
-    DEFAULT_AT,
-    DIM,
     FLOATS,
     RING_BYTES,
-    SAMPLE_AT,
     SKIP,
     STATES,
-    WHERE,
     answer,
-    as_values,
     find_at_home,
     find_elsewhere,
     prefetch_lines,
+    values_at,
 )
 from tierstore.kernels.host_cache.sampling import count_seen
 from tierstore.kernels.raw import add_scaled_16, load_f32, load_u64, store_f32, store_u8
@@ -64,10 +58,10 @@ def pool_at(where, keys_at, n, state_at, starts_at, bags, weights_at, combiner, 
 
     `row_at` is the address of a float32[dim] to work in, `out_at` that of float32[bags, dim].
     """
-    dim = where[DIM]
-    kind = 0, dim * 4, where[CODE] == 0 and (dim * 4) & 63 == 0, where[DEFAULT_AT]
-    epoch = acquire_i64(where[CONTROL] + 8 * EPOCH)
-    geometry = acquire_i64(where[CONTROL] + 8 * GEOMETRY)
+    dim = where.dim
+    kind = 0, dim * 4, where.code == 0 and (dim * 4) & 63 == 0, where.default_at
+    epoch = acquire_i64(where.control + 8 * EPOCH)
+    geometry = acquire_i64(where.control + 8 * GEOMETRY)
     rings = stack_bytes(RING_BYTES), stack_bytes(RING_BYTES), stack_bytes(RING_BYTES)
     hits, seen, bag, total = 0, 0, -1, np.float32(0)
     pooled, next_start = out_at, 0
@@ -107,13 +101,13 @@ def pool_at(where, keys_at, n, state_at, starts_at, bags, weights_at, combiner, 
         for k in range(dim):
             store_f32(out_at + empty * dim * 4, k, np.float32(0))
     if seen != 0:
-        count_seen(where[SAMPLE_AT], seen, left_at, starts_at, bags, n)
+        count_seen(where.sample, seen, left_at, starts_at, bags, n)
     fence_acquire()
-    return hits if relaxed_i64(where[CONTROL] + 8 * EPOCH) == epoch else -1
+    return hits if relaxed_i64(where.control + 8 * EPOCH) == epoch else -1
 
 
-@compiled(types.int64(WHERE, KEYS, STATES, KEYS, _WEIGHTS, types.int64, FLOATS, STATES))
-def pool(words, keys, state, starts, weights, combiner, out, unpooled):  # type: ignore[no-untyped-def]
+@compiled(types.int64(types.int64, KEYS, STATES, KEYS, _WEIGHTS, types.int64, FLOATS, STATES))
+def pool(table, keys, state, starts, weights, combiner, out, unpooled):  # type: ignore[no-untyped-def]
     """Pool those bags of which all keys are here.
 
     Bag b is keys [starts[b], starts[b + 1]), the last one runs to the end; `starts` ascends from 0. A key whose state
@@ -122,8 +116,8 @@ def pool(words, keys, state, starts, weights, combiner, out, unpooled):  # type:
     vector is anything. States become HOST, ABSENT, or stay PENDING. Counts heat. Returns how many keys were answered
     with HOST, or -1 if the table changed its size meanwhile or the sizes do not fit: then all of it is void.
     """
-    where, n, bags = as_values(words), keys.size, starts.size
-    dim = where[DIM]
+    where, n, bags = values_at(table), keys.size, starts.size
+    dim = where.dim
     if out.shape[0] != bags or out.shape[1] != dim or unpooled.size != bags or state.size != n:
         return -1
     if (weights.size > 0 and weights.size != n) or (bags == 0 and n > 0):

@@ -304,7 +304,7 @@ def insert(areas, keys, rows, evict, counters):  # type: ignore[no-untyped-def]
         key = keys[i]
         hashed = mix(key)
         s = set_of(hashed, geometry, areas.sets_per_region)
-        if find_way(areas.lines, areas.lines64, s, home_of(hashed), key) < 0:
+        if find_way(areas.lines, s, home_of(hashed), key) < 0:
             admitted += _let_in(areas, counters, key, hashed, s, rows + i * areas.row_bytes, evict)
     counters[ADMITTED] += admitted
     return admitted
@@ -321,7 +321,7 @@ def try_accesses(areas, keys, row, counters):  # type: ignore[no-untyped-def]
     for i in range(keys.size):
         hashed = mix(keys[i])
         s = set_of(hashed, geometry, areas.sets_per_region)
-        way = find_way(areas.lines, areas.lines64, s, home_of(hashed), keys[i])
+        way = find_way(areas.lines, s, home_of(hashed), keys[i])
         if way < 0:
             misses += 1
             counters[ADMITTED] += _let_in(areas, counters, keys[i], hashed, s, row, True)
@@ -349,7 +349,7 @@ def insert_absent(areas, keys, counters):  # type: ignore[no-untyped-def]
         hashed = mix(keys[i])
         s = set_of(hashed, geometry, areas.sets_per_region)
         a = (s * LINES + home_of(hashed)) // LINES_AN_ABSENT
-        resident = find_way(areas.lines, areas.lines64, s, home_of(hashed), keys[i]) >= 0
+        resident = find_way(areas.lines, s, home_of(hashed), keys[i]) >= 0
         if not resident and mark_absent(areas, counters, a, keys[i]):
             marked += 1
     return marked
@@ -371,7 +371,7 @@ def update(areas, keys, rows, deleted, begin, end, counters):  # type: ignore[no
         hashed = mix(key)
         s = set_of(hashed, geometry, areas.sets_per_region)
         a = (s * LINES + home_of(hashed)) // LINES_AN_ABSENT
-        way = find_way(lines, areas.lines64, s, home_of(hashed), key)
+        way = find_way(lines, s, home_of(hashed), key)
         if deleted[i]:
             if way >= 0:
                 remove(areas, s, way)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from tierstore.access.roles import NO_LIMITS, Principal, Rates
@@ -24,7 +24,7 @@ from tierstore.kernels.codec import address_of
 _MOST_BUCKETS = 20_000
 _UNITS = ("requests", "keys", "bytes")
 
-Words = npt.NDArray[np.int64]
+Words = npt.NDArray[Any]
 
 
 class _Bucket:
@@ -34,9 +34,9 @@ class _Bucket:
 
     def __init__(self, name: str, rates: Rates) -> None:
         self.name, self.rates = name, (rates.requests, rates.keys, rates.nbytes)
-        self.words: Words = np.zeros(kernel.BUCKET_WORDS, np.int64)
+        self.words: Words = kernel.BUCKET.new()
         for unit, rate in enumerate(self.rates):
-            self.words[kernel.MILLI_RATE + unit] = 0 if rate is None else max(1, round(rate * 1000))
+            self.words["milli_rate"][unit] = 0 if rate is None else max(1, round(rate * 1000))
         self.address = address_of(self.words)
 
     def check(self, now_ns: int) -> None:
@@ -45,7 +45,7 @@ class _Bucket:
         if unit != kernel.FREE:
             rate = self.rates[unit]
             assert rate is not None
-            drawn_s = (int(self.words[kernel.FULL_NS + unit]) - now_ns) / 1e9
+            drawn_s = (int(self.words["full_ns"][unit]) - now_ns) / 1e9
             wait_s = max(0.0, drawn_s - max(rate - 1, 0.0) / rate)
             raise RateLimited(
                 f"{self.name} may have {rate:g} {_UNITS[unit]} a second; try again in {wait_s:.2g} s",

@@ -21,7 +21,6 @@ import numpy.typing as npt
 from tierstore.errors import Closed, Overloaded
 from tierstore.kernels import epochs as atomics
 from tierstore.kernels import reactor_words as kernel
-from tierstore.kernels.codec import address_of
 from tierstore.service.limits.call_queue import CallQueue
 from tierstore.service.limits.shedding import Caller, Waits
 
@@ -55,7 +54,7 @@ class WorkerPool:
         self.rejected = 0  # by reactors too
         self._closed = False
         # of `serve_jobs`
-        self._words = np.zeros(kernel.SHARED_WORDS, np.int64)
+        self._words = kernel.SHARED.new()
         self._serve_job: Callable[[int], None] = lambda number: None
         self._lock = threading.Lock()
         # guarded by _lock
@@ -83,9 +82,9 @@ class WorkerPool:
 
     @property
     def _all_pending(self) -> int:
-        return self._pending + int(self._words[kernel.QUEUED])
+        return self._pending + int(self._words["queued"])
 
-    def serve_jobs(self, words: npt.NDArray[np.int64], serve: Callable[[int], None]) -> None:
+    def serve_jobs(self, words: npt.NDArray[Any], serve: Callable[[int], None]) -> None:
         """From now on a thread gives `serve` the number of each job that is written to `jobs.outbox`, and `jobs_done` follows.
 
         `words` is the memory of the reactors, which count the jobs that they give there, and read how long one would wait. Event loop only.
@@ -95,7 +94,7 @@ class WorkerPool:
 
     def jobs_done(self, count: int) -> None:
         """So many jobs are over. Any thread."""
-        atomics.add(address_of(self._words) + 8 * kernel.QUEUED, -count)
+        atomics.add(kernel.SHARED.place(self._words, "queued"), -count)
         self._publish()
 
     def run(self, function: Callable[..., T], *args: Any, caller: Caller | None = None) -> asyncio.Future[T]:
@@ -157,13 +156,13 @@ class WorkerPool:
     def _count(self, calls: int) -> None:
         with self._lock:
             self._pending += calls
-            self._words[kernel.OTHER_QUEUED] = self._pending
+            self._words["other_queued"] = self._pending
         self._publish()
 
     def _publish(self) -> None:
         """Tell reactors what a call takes its thread."""
         if self.waits is not None:
-            self._words[kernel.CALL_NS] = int(self.waits.call_s * 1e9)
+            self._words["call_ns"] = int(self.waits.call_s * 1e9)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Let the threads finish the queue, then end them."""
@@ -220,19 +219,19 @@ class ByteBudget:
     def __init__(self, name: str, limit_bytes: int) -> None:
         self.name = name
         self.limit_bytes = limit_bytes
-        self._theirs, self._ours = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        self._theirs, self._ours = np.zeros((), np.int64), np.zeros((), np.int64)
         self._lock = threading.Lock()
         # guarded by _lock
         self._used = 0
         self.rejected = 0
 
-    def share(self, words: npt.NDArray[np.int64], *, theirs: int, ours: int) -> None:
-        """From now on `words[theirs]`, which compiled threads write, counts too; `words[ours]` is the count for them to read."""
-        self._theirs, self._ours = words[theirs : theirs + 1], words[ours : ours + 1]
+    def share(self, *, theirs: npt.NDArray[np.int64], ours: npt.NDArray[np.int64]) -> None:
+        """From now on `theirs`, one number that compiled threads write, counts too; `ours` is the count for them to read."""
+        self._theirs, self._ours = theirs, ours
 
     @property
     def used_bytes(self) -> int:
-        return self._used + int(self._theirs[0])
+        return self._used + int(self._theirs)
 
     def reserve(self, nbytes: int) -> None:
         """Reserve `nbytes`. Raises Overloaded, and reserves nothing, where that would exceed the limit."""
@@ -243,19 +242,19 @@ class ByteBudget:
                     f"requests in progress hold {self.used_bytes} of {self.limit_bytes} bytes ({self.name}); try again in a second"
                 )
             self._used += nbytes
-            self._ours[0] = self._used
+            self._ours[...] = self._used
 
     def hold(self, nbytes: int) -> None:
         """Count `nbytes` that are allocated already, whatever the limit says."""
         with self._lock:
             self._used += nbytes
-            self._ours[0] = self._used
+            self._ours[...] = self._used
 
     def release(self, nbytes: int) -> None:
         """Release reserved bytes."""
         with self._lock:
             self._used -= nbytes
-            self._ours[0] = self._used
+            self._ours[...] = self._used
 
 
 class Reservation:

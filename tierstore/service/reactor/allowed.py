@@ -7,6 +7,7 @@ kept until no reader is at it. For the event loop. Reactors read what is publish
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from tierstore.engine.serving.epochs import Epochs
 from tierstore.kernels import reactor_access as layout
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
+from tierstore.kernels.records import TEXT
 from tierstore.service.access import Access
 from tierstore.service.limits.rates import RateLimits
 
@@ -32,8 +34,8 @@ Words = npt.NDArray[np.int64]
 class Allowed:
     """Publishes its table in `shared`, the memory of the reactors."""
 
-    def __init__(self, shared: Words, epochs: Epochs, access: Access, rates: RateLimits) -> None:
-        self._word, self._epochs, self._rates = address_of(shared) + 8 * kernel.ALLOWED_AT, epochs, rates
+    def __init__(self, shared: npt.NDArray[Any], epochs: Epochs, access: Access, rates: RateLimits) -> None:
+        self._word, self._epochs, self._rates = kernel.SHARED.place(shared, "allowed_at"), epochs, rates
         self._rules = (layout.ANY_NAME if access.any_name else 0) | (layout.ANY_IPV4 if access.any_address else 0)
         self._fixed = {*_ALWAYS, *access.names}
         self._names: dict[str, None] = {}  # others that have passed, the oldest first
@@ -84,17 +86,22 @@ class Allowed:
             kept.append(array)
             return address_of(array), len(array)
 
-        names = [*self._fixed, *self._names]
-        words = [len(names), self._rules, layout.NEEDED_BY_NOBODY if self._open else len(self._tokens)]
-        for name in names:
-            words += placed(name.encode())
-        for value, principal in self._tokens.items():
-            words += placed(value)
-            for part in (self._models(principal), self._rates.words_of(principal)):
+        names = np.array([placed(name.encode()) for name in (*self._fixed, *self._names)], TEXT.dtype)
+        tokens = layout.TOKEN.new(len(self._tokens))
+        for token, (value, principal) in zip(tokens, self._tokens.items(), strict=True):
+            token["at"], token["bytes"] = placed(value)
+            for field, part in (("models_at", self._models(principal)), ("bucket_at", self._rates.words_of(principal))):
                 kept.append(part)
-                words.append(0 if part is None else address_of(part))
-            words.append(int(principal.may(Action.FRONT) and principal.models is None))
-        table = np.array(words, np.int64)
+                token[field] = 0 if part is None else address_of(part)
+            token["may_front"] = principal.may(Action.FRONT) and principal.models is None
+        kept += [names, tokens]
+        table = layout.ALLOWED.make(
+            names=len(names),
+            first_name=address_of(names),
+            host_rules=self._rules,
+            tokens=layout.NEEDED_BY_NOBODY if self._open else len(tokens),
+            first_token=address_of(tokens),
+        )
         old, self._published = self._published, (table, kept)
         generation = self._epochs.publish(self._word, address_of(table))
         self._epochs.retire(generation, old, lambda: None)

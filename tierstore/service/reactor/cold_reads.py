@@ -41,13 +41,12 @@ class ColdReaders:
 
     def __init__(self, reactors: int, threads: int, epochs: Epochs) -> None:
         # constant after construction
-        self.jobs = np.zeros((reactors * kernel.JOBS, coldread.JOB_WORDS), np.int64)
-        self.free_jobs = np.zeros((reactors, kernel.JOBS + 1), np.int64)  # of a reactor: how many, and which
-        self.free_jobs[:, 0] = kernel.JOBS
-        self.free_jobs[:, 1:] = np.arange(reactors * kernel.JOBS).reshape(reactors, kernel.JOBS)
+        self.jobs = coldread.JOB.new(reactors * kernel.JOBS)
+        self.free_jobs = kernel.FREE_JOBS.new(reactors)
+        self.free_jobs["count"] = kernel.JOBS
+        self.free_jobs["numbers"] = np.arange(reactors * kernel.JOBS).reshape(reactors, kernel.JOBS)
         self._epochs = epochs
-        self._words = np.zeros(coldread.SHARED_WORDS, np.int64)
-        self._words[coldread.RUN_AT] = lookupplan.run.address
+        self._shared = coldread.READERS.make(run_at=lookupplan.run.address)
         self.done_at = np.zeros(reactors, np.int64)  # of each reactor: where to write what is done
         self._thread_count = threads
         # from `start` on: descriptors of pipes
@@ -59,7 +58,7 @@ class ColdReaders:
 
     def start(self, open_pipe: Callable[[], tuple[int, int]]) -> None:
         """Begin to read. `open_pipe` gives (end to read, end to write); the caller closes both after `stop`."""
-        self._epochs.add_readers(self.jobs, coldread.ANNOUNCED)
+        self._epochs.add_readers(self.jobs)
         inbox, self.outbox = open_pipe()
         offers, self._offers = open_pipe()
         os.set_blocking(inbox, True)
@@ -67,12 +66,12 @@ class ColdReaders:
         for number in range(len(self.done_at)):
             done, self.done_at[number] = open_pipe()
             self.inboxes.append(done)
-        arguments = (address_of(self._words), address_of(self.jobs), inbox, self._offers, address_of(self.done_at))
+        arguments = (address_of(self._shared), address_of(self.jobs), inbox, self._offers, address_of(self.done_at))
         self._threads = [
             threading.Thread(target=coldread.serve, args=arguments, name=f"tierstore-cold-{number}", daemon=True)
             for number in range(self._thread_count)
         ]
-        self._promoter = _Promoter(self._epochs, self._words, offers)
+        self._promoter = _Promoter(self._epochs, self._shared, offers)
         for thread in (*self._threads, self._promoter):
             thread.start()
         self._epochs.add_offers(self._await_offers)
@@ -100,13 +99,13 @@ class ColdReaders:
             os.write(self._offers, _END)
             promoter.join()
         self._epochs.remove_readers(self.jobs)
-        for job in self.jobs[(self.jobs[:, coldread.ANNOUNCED] != 0) & (self.jobs[:, coldread.SCORING] == 0)]:
-            free(int(job[coldread.BLOCK]))
+        for block in self.jobs["block"][(self.jobs["announced"] != 0) & (self.jobs["scoring"] == 0)].tolist():
+            free(block)
 
     @property
     def idle(self) -> bool:
         """Whether no reactor has a job here."""
-        return not self.jobs[:, coldread.ANNOUNCED].any()
+        return not self.jobs["announced"].any()
 
 
 class _Promoter(threading.Thread):
@@ -115,9 +114,9 @@ class _Promoter(threading.Thread):
     Whoever puts another mark into the pipe has appended an event to `marks` before; it is set once the mark is popped.
     """
 
-    def __init__(self, epochs: Epochs, words: npt.NDArray[np.int64], inbox: int) -> None:
+    def __init__(self, epochs: Epochs, shared: npt.NDArray[Any], inbox: int) -> None:
         super().__init__(name="tierstore-promote", daemon=True)
-        self._epochs, self._words, self._inbox = epochs, words, inbox
+        self._epochs, self._shared, self._inbox = epochs, shared, inbox
         self.marks: deque[threading.Event] = deque()
 
     def run(self) -> None:
@@ -134,19 +133,20 @@ class _Promoter(threading.Thread):
                     logger.exception("rows that were read are not cached")
 
     def _offer(self, block: int) -> None:
-        size, table_id, seq, n, row_bytes = np.frombuffer(_memory(block, 8 * coldread.OFFER_WORDS), np.int64).tolist()
+        offer = coldread.OFFER.view(block)
+        size, n, row_bytes = offer.bytes, offer.keys, offer.row_bytes
         try:
             data = np.frombuffer(_memory(block, size), np.uint8)
-            at = 8 * coldread.OFFER_WORDS
+            at = coldread.OFFER.bytes
             keys = data[at : at + 8 * n].view(np.int64)
             state = data[at + 8 * n : at + 9 * n]
             at += 8 * n + -(-n // 8) * 8
-            table = self._epochs.table(table_id)
+            table = self._epochs.table(offer.table)
             if table is not None:
-                table.promote(seq, keys, data[at : at + n * row_bytes].reshape(n, row_bytes), state == Tier.DISK)
+                table.promote(offer.seq, keys, data[at : at + n * row_bytes].reshape(n, row_bytes), state == Tier.DISK)
         finally:
             free(block)
-            atomics.add(address_of(self._words) + 8 * coldread.OFFERED, -size)
+            atomics.add(coldread.READERS.place(self._shared, "offered"), -size)
 
 
 def _memory(address: int, size: int) -> Any:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from tierstore.kernels import binding, jsonscan
-from tierstore.kernels import lookupplan as layout
+from tierstore.kernels import plan_records as layout
 from tierstore.kernels.codec import address_of
-from tierstore.kernels.scoring import SCORE_RANK, SCORE_SIZES
 from tierstore.service.dataplane.inference import AnyRequest
 from tierstore.service.dataplane.plan import Plan, Request
 from tierstore.service.oip.json_request import InBody, InferRequest
@@ -50,7 +49,7 @@ class Lesson(Protocol):
     def pieces(self, plan: Plan) -> Pieces | None:
         """The text of a look-up's answer, as its writer has it; None where it is too long for a reactor."""
 
-    def score_pieces(self, scores: npt.NDArray[np.int64]) -> Pieces | None:
+    def score_pieces(self, scores: npt.NDArray[Any]) -> Pieces | None:
         """As `pieces`, of a prediction; `scores` are those of its scoring (`kernels/scoring.py`)."""
 
 
@@ -87,20 +86,20 @@ class HttpLesson:
         """Texts with the values behind them, as `binding.write_head` has them. The brace that ends it is not in it: an id may come before that."""
         shapes, sizes = [], []
         for i, spec in enumerate(plan.specs):
-            first, lead = _PLACES + binding.VALUE_WORDS * i, leading_sizes(spec)
+            first, lead = _PLACES + binding.OUTPUT.bytes * i // 8, leading_sizes(spec)
             shapes.append([*(first + k for k in range(lead)), *spec.shape[lead:]])
-            sizes.append(first + binding.OUTPUT_BYTES)
+            sizes.append(first + binding.OUTPUT.offset("bytes") // 8)
         return None if any(len(spec.shape) > 3 for spec in plan.specs) else self._pieces(shapes, sizes)
 
-    def score_pieces(self, scores: npt.NDArray[np.int64]) -> Pieces | None:
+    def score_pieces(self, scores: npt.NDArray[Any]) -> Pieces | None:
         shapes = [
             [
-                size if size >= 0 else _PLACES + binding.NAMES_FROM + ~size
-                for size in row[SCORE_SIZES : SCORE_SIZES + row[SCORE_RANK]]
+                size if size >= 0 else _PLACES + binding.VALUES.offset("named") // 8 + ~size
+                for size in row["sizes"][: row["rank"]].tolist()
             ]
-            for row in scores.tolist()
+            for row in scores
         ]
-        return self._pieces(shapes, [_PLACES + binding.SCORES_FROM + i for i in range(len(shapes))])
+        return self._pieces(shapes, [_PLACES + binding.VALUES.offset("scores") // 8 + i for i in range(len(shapes))])
 
     def _pieces(self, shapes: list[list[int]], sizes: list[int]) -> Pieces | None:
         text = self._answer.text_with(shapes, sizes)

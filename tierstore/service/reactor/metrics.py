@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 from prometheus_client.core import Metric
 
@@ -12,19 +12,19 @@ from tierstore.kernels import reactor_words as kernel
 from tierstore.service.families import counters, gauge, gauges
 
 
-def families(lines: npt.NDArray[np.int64], *, unfinished: int, unsent_bytes: int) -> Iterator[Metric]:
+def families(lines: npt.NDArray[Any], *, unfinished: int, unsent_bytes: int) -> Iterator[Metric]:
     """`lines` has a line of each reactor; `unfinished` requests have begun to arrive, `unsent_bytes` wait to be taken by clients."""
-    of = [(str(number), line.tolist()) for number, line in enumerate(lines)]
     text = "Requests that a reactor answered or refused without the interpreter."
-    yield counters("tierstore_reactor_answers", text, "reactor", {number: line[kernel.ANSWERS] for number, line in of})
+    answers = {str(number): int(line["answers"]) for number, line in enumerate(lines)}
+    yield counters("tierstore_reactor_answers", text, "reactor", answers)
     handed = [
-        ((number, name), line[kernel.REASONS_FROM + reason])
-        for number, line in of
-        for reason, name in enumerate(kernel.REASONS)
+        ((str(number), name), count)
+        for number, line in enumerate(lines)
+        for name, count in zip(kernel.REASONS, line["reasons"].tolist(), strict=True)
     ]
     text = "Requests and connections that it handed to Python, by the reason."
     yield counters("tierstore_reactor_handed_on", text, "reactor reason", handed)
-    loads = {number: line[kernel.LOAD] for number, line in of}
+    loads = {str(number): int(line["load"]) for number, line in enumerate(lines)}
     yield gauges("tierstore_reactor_connections", "Connections that it serves.", "reactor", loads)
     yield gauge("tierstore_unfinished_requests", "Requests that have begun to arrive.", unfinished)
     yield gauge("tierstore_unsent_bytes", "Bytes of answers that clients have not taken yet.", unsent_bytes)

@@ -24,8 +24,8 @@ from tierstore.engine.data.cascade import LookupCounts
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.routing import CANARY, STABLE
 from tierstore.engine.serving.words import can_be_read, labels_word
-from tierstore.kernels import binding, front_rows, plansearch, request_record
-from tierstore.kernels import lookupplan as layout
+from tierstore.kernels import front_rows, plansearch, request_record
+from tierstore.kernels import plan_records as layout
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.httpdate import DATE_PLACE
@@ -55,10 +55,11 @@ class _Variant:
     scoring = 0  # the number of a prediction's
 
     def __init__(
-        self, token: int, words: list[int], version: Version | None, tables: list[LookupCounts], *kept: object
+        self, words: npt.NDArray[Any], version: Version | None, tables: list[LookupCounts], *kept: object
     ) -> None:
-        self.token, self.words = token, np.array(words, np.int64)
-        self.version, self.tables, self._kept = version, tables, kept
+        self.token, self.words, self.version = int(words["token"]), words, version
+        self.tables, self._kept = tables, kept
+        self.at = address_of(words)
 
 
 class _Planned:
@@ -69,30 +70,29 @@ class _Planned:
     ) -> None:
         path, structure, form = place
         self.place, self.variants, self._rates = place, variants, rates
-        self._bytes = np.frombuffer(path, np.uint8), np.frombuffer(structure, np.uint8)
-        at = [address_of(array) for array in self._bytes]
-        one, other = (*(address_of(variant.words) for variant in variants), 0)[:2]
-        self.words = np.zeros(layout.PLAN_WORDS, np.int64)
-        for which, value in {
-            layout.PATH_AT: at[0],
-            layout.PATH_BYTES: len(path),
-            layout.STRUCTURE_AT: at[1],
-            layout.STRUCTURE_BYTES: len(structure),
-            layout.FORM: form,
-            layout.MODEL: model,
-            layout.RATES_AT: 0 if rates is None else address_of(rates),
-            layout.WANTED: wanted,
-            layout.LABELLED: labelled,
-            layout.VARIANT: one,
-            layout.OTHER_VARIANT: other,
-            layout.LAST_USED: time.monotonic_ns(),
-        }.items():
-            self.words[which] = value
-        self.hash = int(plansearch.place(at[0], len(path), at[1], len(structure), form))
+        self._bytes = path + structure
+        path_at = address(self._bytes)
+        structure_at = path_at + len(path)
+        one, other = (*(variant.at for variant in variants), 0)[:2]
+        self.words = layout.PLAN.make(
+            path_at=path_at,
+            path_bytes=len(path),
+            structure_at=structure_at,
+            structure_bytes=len(structure),
+            form=form,
+            model=model,
+            rates_at=0 if rates is None else address_of(rates),
+            wanted=wanted,
+            labelled=labelled,
+            variant=one,
+            other_variant=other,
+            last_used=time.monotonic_ns(),
+        )
+        self.hash = int(plansearch.place_of(path_at, len(path), structure_at, len(structure), form))
 
     @property
     def last_used_ns(self) -> int:
-        return int(self.words[layout.LAST_USED])
+        return int(self.words["last_used"])
 
 
 class PlanIndex:
@@ -102,7 +102,7 @@ class PlanIndex:
         self,
         store: Any,
         rates: RateLimits,
-        shared: Words,
+        shared: npt.NDArray[Any],
         threads: int,
         absorb: Any,
         clock: Callable[[], float] = time.monotonic,
@@ -111,12 +111,14 @@ class PlanIndex:
         # constant after construction
         self._store, self._rates, self._clock = store, rates, clock
         self._epochs: Epochs = store.epochs
-        self.versions: CountRows[Version | None] = CountRows(threads, _MOST_VERSIONS, kernel.COUNT_WORDS, absorb)
+        self.versions: CountRows[Version | None] = CountRows(
+            threads, _MOST_VERSIONS, kernel.VERSION_COUNTS.bytes // 8, absorb
+        )
         self.tables: CountRows[LookupCounts] = CountRows(threads, _MOST_TABLES, kernel.TABLE_COUNT_WORDS, _add_keys)
         self.scorings: dict[int, Scoring] = {}  # by number; each as long as a thread may be given a job of it
         self._numbers = itertools.count(1)
-        self._index: Words = np.zeros((layout.SETS, layout.WAYS, 2), np.int64)  # compiled threads read it
-        shared[kernel.PLANS_AT] = address_of(self._index)
+        self._index = layout.ENTRY.new((layout.SETS, layout.WAYS))  # compiled threads read it
+        self._index_at = shared["plans_at"] = address_of(self._index)
         self._lock = threading.Lock()
         # guarded by _lock
         self._planned: dict[Place, _Planned] = {}
@@ -124,6 +126,7 @@ class PlanIndex:
         self._unfit: OrderedDict[tuple[Place, int], None] = OrderedDict()  # with the token under which that was found
         self._record = np.zeros(request_record.RECORD_BYTES // 8, np.int64)
         self._structure = np.zeros(request_record.MOST_STRUCTURE_BYTES, np.uint8)
+        self._scanned = address_of(self._record), address_of(self._structure)
         self._may_learn, self._learned_at_s = float(MOST_LEARNED), clock()
 
     def __len__(self) -> int:
@@ -184,13 +187,16 @@ class PlanIndex:
                 return
             head = _ROWS_HEAD % (DATE_PLACE, _DIGITS)
             number = list(view.open_version.tables).index(table)
-            words = [token, address(head), len(head), head.index(DATE_PLACE), head.index(_DIGITS), number, *rows]
-            variant = _Variant(token, words, None, [cascade.counts], head)
+            words = layout.VARIANT.make(
+                token=token, head_at=address(head), head_bytes=len(head), date_at=head.index(DATE_PLACE),
+                digits_at=head.index(_DIGITS), table=number, counts=rows[0], table_counts=rows[1],
+            )  # fmt: skip
+            variant = _Variant(words, None, [cascade.counts], head)
             self._keep(place, model, slot, layout.ONE_VERSION, 0, variant)
 
     def _place(self, lesson: Lesson) -> Place | None:
         """Where requests of a lesson's structure are found; None where reactors do not know its form. Called with the lock held."""
-        size = lesson.scan(address_of(self._record), address_of(self._structure))
+        size = lesson.scan(*self._scanned)
         return (lesson.path, self._structure[:size].tobytes(), lesson.form) if size else None
 
     def _has_time(self) -> bool:
@@ -206,7 +212,7 @@ class PlanIndex:
     def _knows(self, place: Place, token: int, labelled: int) -> bool:
         """Whether its plan has a variant for the token, and is of these labels."""
         before = self._planned.get(place)
-        if before is None or before.words[layout.LABELLED] != labelled:
+        if before is None or before.words["labelled"] != labelled:
             return False
         return any(variant.token == token for variant in before.variants)
 
@@ -238,9 +244,10 @@ class PlanIndex:
         What is replaced is kept while a reactor may read it; then the counts of `unused` are released. A reader in between sees a hash
         with the plan of another one, whose bytes it compares.
         """
-        entry = self._index[planned.hash & (layout.SETS - 1), way]
-        entry[0] = planned.hash
-        generation = self._epochs.publish(address_of(entry) + 8, address_of(planned.words))
+        number = planned.hash & (layout.SETS - 1)
+        self._index["hash"][number, way] = planned.hash
+        entry_at = self._index_at + layout.ENTRY.bytes * (number * layout.WAYS + way)
+        generation = self._epochs.publish(entry_at + layout.ENTRY.offset("plan"), address_of(planned.words))
         if before is None:
             return
 
@@ -276,10 +283,8 @@ class PlanIndex:
         rows = self._count_rows(version, [])
         if rows is None:
             return None
-        words = [0] * binding.VARIANT_WORDS
-        for which, value in {layout.TOKEN: token, layout.COUNTS: rows[0], **_refusal_words(refusal)}.items():
-            words[which] = value
-        return _Variant(token, words, version, [], refusal)
+        words = layout.VARIANT.make(token=token, counts=rows[0], **_refusal_words(refusal))
+        return _Variant(words, version, [], refusal)
 
     def _predicting(
         self, token: int, view: Any, plan: Plan, lesson: Lesson, refusal: bytes, version: Version
@@ -299,7 +304,7 @@ class PlanIndex:
         if pieces is None or rows is None:
             return None
         words, kept = prediction_words(token, plan, pieces, view, rows, _refusal_words(refusal), scoring)
-        new = _Variant(token, words, version, counts, refusal, parts, *kept)
+        new = _Variant(words, version, counts, refusal, parts, *kept)
         new.scoring = number
         self.scorings[number] = scoring_of(lesson.path.decode(), version[1], plan, session, parts)
         return new
@@ -319,7 +324,7 @@ class PlanIndex:
         if rows is None:
             return None
         words, kept = variant_words(token, plan, lesson.form, pieces, view, rows)
-        return _Variant(token, words, version, counts, *kept)
+        return _Variant(words, version, counts, *kept)
 
     def collect(self) -> None:
         """Bring the stats of versions and tables up to now."""
@@ -331,12 +336,8 @@ def _add_keys(counts: LookupCounts, new: Counts, _: Counts) -> None:
     counts.add(new[: len(Tier)])
 
 
-def _refusal_words(refusal: bytes) -> dict[int, int]:
-    return {
-        binding.HEAD_AT: address(refusal),
-        binding.HEAD_BYTES: len(refusal),
-        binding.DATE_AT: refusal.index(DATE_PLACE),
-    }
+def _refusal_words(refusal: bytes) -> dict[str, int]:
+    return {"head_at": address(refusal), "head_bytes": len(refusal), "date_at": refusal.index(DATE_PLACE)}
 
 
 def _wanted(version: int | str | None) -> int:

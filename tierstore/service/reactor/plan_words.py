@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.kernels import binding
-from tierstore.kernels import lookupplan as layout
+from tierstore.kernels import plan_records as layout
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.pool import combiner_code
@@ -19,6 +19,7 @@ from tierstore.service.dataplane.datatypes import BYTES, KEY_DATATYPES
 from tierstore.service.dataplane.plan import Call, OutputSpec, Plan
 
 FOUND = ".found"
+Words = npt.NDArray[Any]
 Pieces = list[tuple[bytes, int]]  # of an answer: texts, each with what its writer puts behind it, or NONE
 
 
@@ -29,11 +30,11 @@ def address(data: bytes) -> int:
 
 def variant_words(
     token: int, plan: Plan, form: int, pieces: Pieces, view: Any, counts: list[int]
-) -> tuple[list[int], list[object]]:
+) -> tuple[Words, list[object]]:
     """(the words, what they point to), of look-ups. `pieces` are those of an answer of the `form`; `counts` says where version and tables are counted."""
     rows = [(call.rows[0], plan.specs[call.rows[0]].datatype == "FP16") if call.rows else None for call in plan.calls]
     elements = [spec.dtype.itemsize * (1 if spec.name.endswith(FOUND) else spec.shape[-1]) for spec in plan.specs]
-    more = {binding.ALIGNMENT: 1, binding.FRAMED: int(form == layout.MESSAGE)}
+    more = {"alignment": 1, "framed": int(form == layout.MESSAGE)}
     return _variant_words(token, plan, pieces, view, counts, rows, elements, more)
 
 
@@ -43,16 +44,16 @@ def prediction_words(
     pieces: Pieces,
     view: Any,
     counts: list[int],
-    refusal: dict[int, int],
-    scoring: npt.NDArray[np.int64],
-) -> tuple[list[int], list[object]]:
+    refusal: dict[str, int],
+    scoring: Words,
+) -> tuple[Words, list[object]]:
     """As `variant_words`, of predictions, whose rows have places for their graph: with the words of a refusal, and of a scoring."""
     rows: list[tuple[int, bool] | None] = []
     elements: list[int] = []
     for call in plan.calls:
         rows.append(None if call.feeds is None else (len(elements), call.feeds.dtype == "float16"))
         elements += [] if call.feeds is None else [call.feeds.row_bytes]
-    more = {binding.ALIGNMENT: ALIGNMENT, binding.SCORING_AT: address_of(scoring), **refusal}
+    more = {"alignment": ALIGNMENT, "scoring": address_of(scoring), **refusal}
     words, kept = _variant_words(token, plan, pieces, view, counts, rows, elements, more)
     return words, [*kept, scoring]
 
@@ -65,30 +66,35 @@ def _variant_words(
     counts: list[int],
     rows: list[tuple[int, bool] | None],
     elements: list[int],
-    more: dict[int, int],
-) -> tuple[list[int], list[object]]:
+    more: dict[str, int],
+) -> tuple[Words, list[object]]:
     """`rows`: for each call which output its rows are, and whether as halves; `elements`: bytes of an element of each output."""
     order = list(view.open_version.tables)
     calls = [
-        planned_words(call, of, order.index(call.table.name), row, view)
+        _planned_call(call, of, order.index(call.table.name), row, view)
         for call, of, row in zip(plan.calls, rows, counts[1:], strict=True)
     ]
-    placed = [(address(text), len(text), value) for text, value in pieces]
-    parts = [np.array(part, np.int64) for part in (list(chain(*calls)), elements, list(chain(*placed)))]
-    words = [0] * binding.VARIANT_WORDS
-    for which, value in {
-        layout.TOKEN: token,
-        layout.COUNTS: counts[0],
-        binding.OUTPUTS: len(elements),
-        binding.PLANNED_CALLS: len(calls),
-        binding.PIECES: len(pieces),
-        binding.CALLS_FROM: address_of(parts[0]),
-        binding.OUTPUTS_FROM: address_of(parts[1]),
-        binding.PIECES_FROM: address_of(parts[2]),
+    text = b"".join(text for text, _ in pieces)
+    at, texts = address(text), []
+    for piece, value in pieces:
+        texts.append((at, len(piece), value))
+        at += len(piece)
+    # one array of calls, bytes of elements and texts: to make one, and to ask for its address, costs more than its numbers
+    numbers = np.array([*chain(*calls), *elements, *chain(*texts)], np.int64)
+    calls_at = address_of(numbers)
+    elements_at = calls_at + layout.PLANNED.bytes * len(calls)
+    words = layout.VARIANT.make(
+        token=token,
+        counts=counts[0],
+        outputs=len(elements),
+        planned_calls=len(calls),
+        pieces=len(pieces),
+        calls=calls_at,
+        output_bytes=elements_at,
+        texts=elements_at + 8 * len(elements),
         **more,
-    }.items():
-        words[which] = value
-    return words, [pieces, parts]
+    )
+    return words, [text, numbers]
 
 
 def is_runnable(plan: Plan) -> bool:
@@ -109,7 +115,7 @@ def has_room(texts: Iterable[bytes], values: int) -> bool:
     return sum(map(len, texts)) <= kernel.HEAD_ROOM - binding.MOST_ADDED_BYTES - binding.MOST_DIGITS * values
 
 
-def planned_words(call: Call, rows: tuple[int, bool] | None, table: int, counts: int, view: Any) -> list[int]:
+def _planned_call(call: Call, rows: tuple[int, bool] | None, table: int, counts: int, view: Any) -> tuple[int, ...]:
     """A call as `binding.bind` reads it. `rows`: which output its rows are, and whether as halves."""
     if rows is not None:
         kind = layout.BAGS_OF_ROWS if call.pooled else layout.ROWS
@@ -118,21 +124,18 @@ def planned_words(call: Call, rows: tuple[int, bool] | None, table: int, counts:
     padding = view.open_version.padding.get(call.feature.name)
     usual = call.spec.datatype == KEY_DATATYPES[call.table.key][0]
     form = layout.STRINGS if call.spec.datatype == BYTES else layout.AS_CODES if usual else layout.NO_NEGATIVE
-    words = [0] * binding.PLANNED_WORDS
-    for which, value in {
-        layout.TABLE: table,
-        layout.KIND: kind,
-        layout.OUT_CODE: int(rows is not None and rows[1]),
-        layout.COMBINER: 0 if call.combiner is None else combiner_code(call.combiner),
-        layout.PADDED: int(padding is not None),
-        layout.PADDING: 0 if padding is None else int(padding),
-        layout.TABLE_COUNTS: counts,
-        layout.KEY_FORM: form,
-        binding.KEYS_OF: call.keys,
-        binding.OFFSETS_OF: binding.NONE if call.offsets is None else call.offsets,
-        binding.WEIGHTS_OF: binding.NONE if call.weights is None else call.weights,
-        binding.ROWS_TO: binding.NONE if rows is None else rows[0],
-        binding.FOUND_TO: call.found[0] if call.found else binding.NONE,
-    }.items():
-        words[which] = value
-    return words
+    return layout.PLANNED.row(
+        table=table,
+        kind=kind,
+        out_code=int(rows is not None and rows[1]),
+        combiner=0 if call.combiner is None else combiner_code(call.combiner),
+        padded=int(padding is not None),
+        padding=0 if padding is None else int(padding),
+        table_counts=counts,
+        key_form=form,
+        keys_of=call.keys,
+        offsets_of=binding.NONE if call.offsets is None else call.offsets,
+        weights_of=binding.NONE if call.weights is None else call.weights,
+        rows_to=binding.NONE if rows is None else rows[0],
+        found_to=call.found[0] if call.found else binding.NONE,
+    )

@@ -27,9 +27,8 @@ import numpy.typing as npt
 from tierstore.addresses import host_port
 from tierstore.errors import TierstoreError
 from tierstore.kernels import coldread as job_words
-from tierstore.kernels import reactor_words as kernel
-from tierstore.kernels import scoring as layout
 from tierstore.kernels.httphead import MOST_HEAD_BYTES
+from tierstore.kernels.scoring import GRAPH_ROW
 from tierstore.service.dataplane.batching import Batcher
 from tierstore.service.limits.shedding import Caller, Gone
 from tierstore.service.limits.worker_pool import WorkerPool
@@ -45,8 +44,8 @@ _NUMBER = struct.Struct("<q")
 _ID = re.compile(rb"\r\n(?i:x-request-id):[ \t]*([^\r]*?)[ \t]*\r\n")
 _MEMORY = [ctypes.c_char * (1 << bits) for bits in range(48)]  # blocks by their size, rounded up
 _DONE, _FOR_PYTHON = job_words.DONE, job_words.FOR_PYTHON
+_FIELDS = job_words.JOB.dtype.names or ()
 _RETURNED = 2  # as FOR_PYTHON, of a job that was given back
-_ROW_WORDS, _SIZES = layout.ROW_WORDS, layout.ROW_SIZES
 
 
 class Counted(Protocol):
@@ -64,19 +63,18 @@ class _Job:
 
     __slots__ = ("feed", "number", "scoring", "targets", "words")
 
-    def __init__(self, number: int, words: list[int], scoring: Scoring) -> None:
+    def __init__(self, number: int, words: dict[str, int], scoring: Scoring) -> None:
         self.number, self.words, self.scoring = number, words, scoring
-        block, inputs, outputs = words[job_words.BLOCK], scoring.inputs, scoring.outputs
-        memory: Any = _MEMORY[words[job_words.HELD_BYTES].bit_length()].from_address(block)
-        shape = len(inputs) + len(outputs), _ROW_WORDS
-        table = np.ndarray(shape, np.int64, memory, words[job_words.TABLE] - block).tolist()
+        block, inputs, outputs = words["block"], scoring.inputs, scoring.outputs
+        memory: Any = _MEMORY[words["held_bytes"].bit_length()].from_address(block)
+        table = np.ndarray(len(inputs) + len(outputs), GRAPH_ROW.dtype, memory, words["table"] - block).tolist()
         self.feed: dict[str, npt.NDArray[Any]] = {
-            name: np.ndarray(row[_SIZES:end], dtype, memory, row[0] - block)
-            for (name, dtype, end), row in zip(inputs, table, strict=False)
+            name: np.ndarray(sizes[:rank], dtype, memory, at - block)
+            for (name, dtype, rank), (at, sizes) in zip(inputs, table, strict=False)
         }
         self.targets: list[npt.NDArray[Any]] = [
-            np.ndarray(row[_SIZES:end], dtype, memory, row[0] - block)
-            for (_, dtype, end), row in zip(outputs, table[len(inputs) :], strict=True)
+            np.ndarray(sizes[:rank], dtype, memory, at - block)
+            for (_, dtype, rank), (at, sizes) in zip(outputs, table[len(inputs) :], strict=True)
         ]
 
     @property
@@ -121,7 +119,7 @@ class Predictions:
         try:
             for one in jobs:
                 try:
-                    waits.check(one.words[job_words.QUEUED_NS], self._caller(one.words))
+                    waits.check(one.words["queued_ns"], self._caller(one.words))
                     ready.append(one)
                 except Exception as error:  # noqa: BLE001 - Python tells it
                     self._end(one, error)
@@ -143,22 +141,22 @@ class Predictions:
 
     def _begin(self, number: int) -> _Job | None:
         """A job that a thread has taken from the queue; None where it is over already."""
-        words: list[int] = self._jobs[number].tolist()
+        words = dict(zip(_FIELDS, self._jobs[number].tolist(), strict=True))
         with self._lock:
             cut = self._cut
             if not cut:
-                self._running[number] = words[job_words.BLOCK]
+                self._running[number] = words["block"]
         if cut:
             self._pool.jobs_done(1)
             return None
-        return _Job(number, words, self._scorings[words[job_words.SCORING]])  # kept as long as the job keeps its view
+        return _Job(number, words, self._scorings[words["scoring"]])  # kept as long as the job keeps its view
 
     def _others(self, first: _Job) -> list[_Job]:
         """Jobs that wait and may be joined with one; what else was at the head of the queue goes to its end."""
         assert self._pool.jobs is not None
         others, back, items = [], [], first.items
         for number in self._pool.jobs.jobs(self._most_items):
-            if self._jobs[number, job_words.SCORING] == first.words[job_words.SCORING]:
+            if self._jobs["scoring"][number] == first.words["scoring"]:
                 job = self._begin(number)
                 if job is None:
                     continue
@@ -173,13 +171,13 @@ class Predictions:
         self._pool.jobs.give_back(back)
         return others
 
-    def _caller(self, words: list[int]) -> Caller:
-        caller = Caller(words[job_words.ARRIVED_NS], partial(self._is_lost, words[job_words.FD]))
-        caller.deadline_ns = words[job_words.DEADLINE_NS] or None
+    def _caller(self, words: dict[str, int]) -> Caller:
+        caller = Caller(words["arrived_ns"], partial(self._is_lost, words["fd"]))
+        caller.deadline_ns = words["deadline_ns"] or None
         return caller
 
     def _is_lost(self, fd: int) -> bool:
-        return bool(self._pipes.conns[fd, kernel.LOST])
+        return bool(self._pipes.conns["lost"][fd])
 
     def _run(self, job: _Job) -> None:
         scoring, began_ns = job.scoring, time.perf_counter_ns()
@@ -222,8 +220,7 @@ class Predictions:
     def _answer(self, job: _Job, began_ns: int, dense_ns: int) -> None:
         """The scores are there: count the prediction, and have its reactor send the answer."""
         words, scoring, service = job.words, job.scoring, self._service
-        came_ns, planned_ns = words[job_words.BEGAN_NS], words[job_words.PLANNED_NS]
-        queued_ns = words[job_words.QUEUED_NS]
+        came_ns, planned_ns, queued_ns = words["began_ns"], words["planned_ns"], words["queued_ns"]
         now_ns = time.perf_counter_ns()
         lookup_ns = queued_ns - planned_ns
         spent = Timings(
@@ -231,26 +228,26 @@ class Predictions:
         )  # fmt: skip
         if not self._cut:  # counted before it leaves: who has the answer finds it counted
             service.inference_stats.succeeded(scoring.model, scoring.version, now_ns - came_ns, spent)
-            service.request_times.add("oip_http", "ok", (now_ns - words[job_words.ARRIVED_NS]) / 1e9)
-            if service.request_log.logs(words[job_words.ARRIVED_NS]):
+            service.request_times.add("oip_http", "ok", (now_ns - words["arrived_ns"]) / 1e9)
+            if service.request_log.logs(words["arrived_ns"]):
                 self._log(job, spent)
         self._give_back(job, _DONE)
 
     def _log(self, job: _Job, spent: Timings) -> None:
-        reactor, fd, serial = (job.words[word] for word in (job_words.REACTOR, job_words.FD, job_words.SERIAL))
+        reactor, fd, serial = (job.words[field] for field in ("reactor", "fd", "serial"))
         reply = Reply(self._pipes, reactor, fd, serial)
         with self._lock:
             if self._cut:  # its bytes may be gone
                 return
             request_id, client = self._id_of(fd), reply.client
         self._service.request_log.note(
-            "POST", job.scoring.path, 200, job.words[job_words.ARRIVED_NS],
+            "POST", job.scoring.path, 200, job.words["arrived_ns"],
             request_id=request_id, client=lambda: None if client is None else host_port(*client), spent=spent,
         )  # fmt: skip
 
     def _id_of(self, fd: int) -> str | None:
         """The id that a request, which is not answered yet, has in its head."""
-        at, size = self._pipes.conns[fd, [kernel.IN_AT, kernel.NEEDED]].tolist()
+        at, size = self._pipes.conns[["in_at", "needed"]][fd].tolist()
         found = _ID.search(ctypes.string_at(at, min(size, MOST_HEAD_BYTES)))
         return None if found is None else found[1].decode("latin-1")
 
@@ -260,7 +257,7 @@ class Predictions:
             if isinstance(error, TierstoreError) and error.version is None:
                 error.version = job.scoring.version
             with self._lock:
-                self._errors[job.words[job_words.FD]] = job.words[job_words.SERIAL], error
+                self._errors[job.words["fd"]] = job.words["serial"], error
         self._give_back(job, _RETURNED)
 
     def _give_back(self, job: _Job, outcome: int) -> None:
@@ -270,8 +267,8 @@ class Predictions:
             if self._cut:
                 free(block)
                 return
-            self._jobs[job.number, job_words.OUTCOME] = outcome
-            os.write(int(self._done[job.words[job_words.REACTOR]]), _NUMBER.pack(job.number))
+            self._jobs["outcome"][job.number] = outcome
+            os.write(int(self._done[job.words["reactor"]]), _NUMBER.pack(job.number))
 
     # --- on the event loop
 
@@ -287,15 +284,12 @@ class Predictions:
         """From now on nothing is answered. Returns (reactor, connection, serial) of each prediction that is left, to be answered."""
         with self._lock:
             self._cut = True
-            return [
-                (words[job_words.REACTOR], words[job_words.FD], words[job_words.SERIAL])
-                for words in self._jobs[self._mine()].tolist()
-                if words[job_words.OUTCOME] == _FOR_PYTHON
-            ]
+            left = self._jobs[self._mine() & (self._jobs["outcome"] == _FOR_PYTHON)]
+            return [(reactor, fd, serial) for reactor, fd, serial in left[["reactor", "fd", "serial"]].tolist()]
 
     def _mine(self) -> npt.NDArray[np.bool_]:
         jobs = self._jobs
-        mine: npt.NDArray[np.bool_] = (jobs[:, job_words.ANNOUNCED] != 0) & (jobs[:, job_words.SCORING] != 0)
+        mine: npt.NDArray[np.bool_] = (jobs["announced"] != 0) & (jobs["scoring"] != 0)
         return mine
 
     def close(self) -> None:
@@ -304,4 +298,4 @@ class Predictions:
             self._cut = True
             for number in np.flatnonzero(self._mine()).tolist():
                 if number not in self._running:
-                    free(int(self._jobs[number, job_words.BLOCK]))
+                    free(int(self._jobs["block"][number]))

@@ -21,7 +21,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ from prometheus_client.core import Metric
 from tierstore.config import Settings
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.kernels import epochs as atomics
-from tierstore.kernels import front_rows, httphead, lookupplan, reactor, reactor_calls, reactor_http2, sysio
+from tierstore.kernels import front_rows, lookupplan, reactor, reactor_calls, reactor_http2, sysio
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.service.openssl import Session
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 _PIPE_BYTES = 1 << 20
 _MOST_DESCRIPTORS = 1 << 16
-_MESSAGE = struct.Struct(f"<{kernel.MESSAGE_WORDS}q")
+_MESSAGE = struct.Struct("<4q")  # of `kernel.MESSAGE_RECORD`
 _READ_BYTES = 1 << 16
 _ON_THEIR_WAY = 64  # connections beyond the limit, whose place another is about to leave
 
@@ -71,13 +71,12 @@ class Reactors:
         self.threads, self._epochs = threads, epochs
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = _MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else min(soft, _MOST_DESCRIPTORS)
-        self.words = np.zeros(kernel.SHARED_WORDS, np.int64)
-        self.conns = np.zeros((most, kernel.CONNECTION_WORDS), np.int64)
-        self._lines = np.zeros((threads, kernel.LINE_WORDS), np.int64)
+        self.words, self.conns = kernel.SHARED.new(), kernel.CONNECTION_RECORD.new(most)
+        self._lines = kernel.LINE.new(threads)
         self._limits = limits_of(settings, threads, most_connections, most)
-        self.words[[kernel.GENERATION_AT, kernel.MODELS_AT]] = address_of(epochs.generation), address_of(epochs.models)
+        self.words["generation_at"], self.words["models_at"] = address_of(epochs.generation), address_of(epochs.models)
         self.cold_readers = ColdReaders(threads, settings.disk_threads, epochs)
-        self._memory = [mmap.mmap(-1, sum(areas())) for _ in range(threads)]
+        self._memory = [mmap.mmap(-1, sum(areas().values())) for _ in range(threads)]
         self._predictions: Predictions | None = None  # set before `start`, with the pipe of those who run them
         self._prediction_outbox = -1
         # the event loop's
@@ -116,7 +115,7 @@ class Reactors:
             listener.setblocking(False)
         ports = [listener.fileno() for listener in listeners] + [-1, -1]
         self._outbox, outbox = self._pipe()
-        self._epochs.add_readers(self._lines, kernel.ANNOUNCED)
+        self._epochs.add_readers(self._lines)
         self.cold_readers.start(self._pipe)  # after the reactors' own: an announcement passes from them to their jobs
         for number in range(self.threads):
             inbox, far = self._pipe()
@@ -125,8 +124,7 @@ class Reactors:
             epoll = select.epoll()
             self._epolls.append(epoll)
             line = self._lines[number]
-            line[kernel.EPOLL] = epoll.fileno()
-            line[kernel.DICE] = secrets.randbits(62) | 1
+            line["epoll"], line["dice"] = epoll.fileno(), secrets.randbits(62) | 1
             register(epoll.fileno(), inbox, sysio.READABLE, kernel.INBOX)
             register(epoll.fileno(), self.cold_readers.inboxes[number], sysio.READABLE, kernel.JOB_INBOX)
             for port, what in zip(ports, (kernel.LISTENER, kernel.GRPC_LISTENER), strict=False):
@@ -167,13 +165,14 @@ class Reactors:
             self._predictions.close()
         self.cold_readers.stop()
         self._epochs.remove_readers(self._lines)
-        for fd in np.flatnonzero(self.conns[:, kernel.STATE] != kernel.FREE).tolist():
+        for fd in np.flatnonzero(self.conns["state"] != kernel.FREE).tolist():
             self.tls.close(fd)
-            for word in (kernel.IN_AT, kernel.OUT_BASE):
-                free(int(self.conns[fd, word]) or None)
-            if session := int(self.conns[fd, kernel.SESSION]):
+            row = self.conns[fd]
+            for block in (row["in_at"], row["out_base"]):
+                free(int(block) or None)
+            if session := int(row["session"]):
                 reactor.free_session(session)
-        self.conns[:, kernel.STATE] = kernel.FREE
+        self.conns["state"] = kernel.FREE
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._outbox)
         with self._writing:  # threads may still answer
@@ -215,10 +214,10 @@ class Reactors:
     @property
     def idle(self) -> bool:
         """Whether the reactors have no connection."""
-        return int(self.words[kernel.OPEN]) == 0
+        return int(self.words["open"]) == 0
 
     def _set_mode(self, mode: int) -> None:
-        self.words[kernel.MODE] = max(mode, int(self.words[kernel.MODE]))
+        self.words["mode"] = max(mode, int(self.words["mode"]))
         for number in range(len(self._inboxes)):
             self.notify(number, kernel.WAKE, 0, 0, 0, 0)
 
@@ -229,26 +228,26 @@ class Reactors:
             fcntl.fcntl(ends[1], fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         # of one connection at most a request, a sent answer and the connection itself are in a pipe
         fit = int(fcntl.fcntl(ends[1], fcntl.F_GETPIPE_SZ)) // _MESSAGE.size // 4
-        if fit < self._limits[kernel.MOST_CONNECTIONS]:
+        if fit < self._limits["most_connections"]:
             logger.warning("pipes are short: %d HTTP connections may be open", fit)
-            self._limits[kernel.MOST_CONNECTIONS] = fit
+            self._limits["most_connections"] = fit
         return ends
 
-    def _here(self, number: int, ports: Sequence[int], inbox: int, outbox: int) -> kernel.Here:
+    def _here(self, number: int, ports: Sequence[int], inbox: int, outbox: int) -> npt.NDArray[Any]:
         base = address_of(np.frombuffer(self._memory[number], np.uint8))
-        cold, places = self.cold_readers, []
-        for size in areas():
-            places.append(base)
+        cold, places = self.cold_readers, {}
+        for field, size in areas().items():
+            places[field] = base
             base += size
-        (
-            events, messages, buffer, answer, states, scratch, date, record, structure, bound, values, codes, headers, frames,
-        ) = places  # fmt: skip
-        return kernel.Here(
-            0, number, ports[0], inbox, outbox, self.words, self._limits, self._lines, self.conns,
-            np.zeros(httphead.FOUND_WORDS, np.int64), np.zeros(kernel.CALL_WORDS, np.int64), np.zeros(1 + 2 * kernel.AGAIN_WORDS, np.int64),
-            cold.free_jobs[number], cold.outbox, cold.inboxes[number], self._prediction_outbox, address_of(cold.jobs), lookupplan.run.address,
-            front_rows.run.address, reactor_http2.run.address, reactor_calls.run.address, self.counts_at[number], self.table_counts_at[number], events, messages, buffer, answer, states,
-            scratch, record, structure, bound, values, codes, date, headers, frames, ports[1],
+        return kernel.HERE.make(
+            number=number, listener=ports[0], grpc_listener=ports[1], inbox=inbox, outbox=outbox,
+            job_inbox=cold.inboxes[number], job_outbox=cold.outbox, prediction_outbox=self._prediction_outbox,
+            shared=address_of(self.words), limits=address_of(self._limits), conns=address_of(self.conns),
+            lines=address_of(self._lines), line=address_of(self._lines[number:]),
+            jobs=address_of(cold.jobs), free_jobs=address_of(cold.free_jobs[number:]),
+            counts=self.counts_at[number], table_counts=self.table_counts_at[number],
+            run=lookupplan.run.address, run_rows=front_rows.run.address, http2=reactor_http2.run.address,
+            run_call=reactor_calls.run.address, **places,
         )  # fmt: skip
 
     def count_in(self, versions: npt.NDArray[np.int64], tables: npt.NDArray[np.int64]) -> None:
@@ -266,7 +265,7 @@ class Reactors:
 
     def reply(self, number: int, what: int, serial: int, data: npt.NDArray[np.uint8]) -> None:
         """Write to a reactor's pipe a message with a copy of `data`."""
-        inflight = address_of(self.words) + 8 * kernel.INFLIGHT
+        inflight = kernel.SHARED.place(self.words, "inflight")
         with self._writing:
             if not self._inboxes:
                 return
@@ -277,7 +276,7 @@ class Reactors:
     def cut_off(self) -> Iterator[tuple[Reply, bytes]]:
         """Predictions that threads are not to answer any more, each with its request. Event loop only."""
         for number, fd, serial in [] if self._predictions is None else self._predictions.cut_off():
-            at, size = self.conns[fd, [kernel.IN_AT, kernel.NEEDED]].tolist()
+            at, size = self.conns[["in_at", "needed"]][fd].tolist()
             yield Reply(self, number, fd, serial), ctypes.string_at(at, size)
 
     def send_stream(self, reactor_number: int, write: Callable[[int], int]) -> None:
@@ -296,11 +295,11 @@ class Reactors:
 
     def count_other(self, connections: int) -> None:
         """Python serves so many more connections, or fewer."""
-        atomics.add(address_of(self.words) + 8 * kernel.OTHER_OPEN, connections)
+        atomics.add(kernel.SHARED.place(self.words, "other_open"), connections)
 
     def make_room(self) -> bool:
         """End a silent connection, and count one of Python's in its place. False: there is none, or there are too many on their way."""
-        most = int(self._limits[kernel.MOST_CONNECTIONS])
+        most = int(self._limits["most_connections"])
         if self.open >= most + min(most, _ON_THEIR_WAY) or (found := self._silent.pop()) is None:
             return False
         owner, fd, serial = found
@@ -311,12 +310,12 @@ class Reactors:
     @property
     def open(self) -> int:
         """Connections that are open, here and in Python."""
-        return int(self.words[kernel.OPEN]) + int(self.words[kernel.OTHER_OPEN])
+        return int(self.words["open"]) + int(self.words["other_open"])
 
     @property
     def unsent_bytes(self) -> int:
         """Bytes of answers that are not sent yet, without those in Python's memory."""
-        return int(self.words[kernel.INFLIGHT])
+        return int(self.words["inflight"])
 
     def _on_messages(self) -> None:
         try:
@@ -331,8 +330,8 @@ class Reactors:
                 self.lanes.put(message)
             elif (entry := self.sending.pop((what >> 8, serial), None)) is not None:
                 entry[2]()
-        if self.words[kernel.UNREPORTED]:
-            self.words[kernel.UNREPORTED] = 0
+        if self.words["unreported"]:
+            self.words["unreported"] = 0
             self.streams.lose_unreported()
         self.lanes.start()
 
@@ -342,7 +341,7 @@ class Reactors:
         receiver = self._receiver
         assert receiver is not None
         if kind == kernel.REQUEST:
-            owner = int(self.conns[fd, kernel.OWNER])
+            owner = int(self.conns["owner"][fd])
             reply = Reply(self, owner, fd, serial)
             if self._predictions is not None:
                 reply.error = self._predictions.error_of(fd, serial & kernel.SERIALS)
@@ -361,26 +360,25 @@ class Reactors:
     @property
     def answers(self) -> int:
         """Look-ups that reactors have answered."""
-        return int(self._lines[:, kernel.ANSWERS].sum())
+        return int(self._lines["answers"].sum())
 
     @property
     def handed_on(self) -> dict[str, int]:
         """Requests and connections that reactors have handed to Python, by the reason."""
-        counts = self._lines[:, kernel.REASONS_FROM : kernel.REASONS_FROM + len(kernel.REASONS)].sum(0)
+        counts = self._lines["reasons"].sum(0)
         return dict(zip(kernel.REASONS, counts.tolist(), strict=True))
 
     @property
     def unfinished(self) -> int:
         """Connections on which a request has begun to arrive and is not complete."""
-        rows = self.conns[: int(self.words[kernel.HIGHEST]) + 1]
-        return int(np.count_nonzero((rows[:, kernel.STATE] == kernel.READING) & (rows[:, kernel.IN_BYTES] > 0)))
+        rows = self.conns[: int(self.words["highest"]) + 1]
+        return int(np.count_nonzero((rows["state"] == kernel.READING) & (rows["in_bytes"] > 0)))
 
     def families(self) -> Iterator[Metric]:
         """The metrics of this part, for Prometheus."""
         yield from metrics.families(self._lines, unfinished=self.unfinished, unsent_bytes=self.unsent_bytes)
 
 
-def _serve(here: kernel.Here) -> None:
+def _serve(here: npt.NDArray[Any]) -> None:
     request_short_slices()
-    words = kernel.words_of(here)
-    reactor.serve(address_of(words))
+    reactor.serve(address_of(here))

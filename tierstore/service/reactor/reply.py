@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ Sending = tuple[npt.NDArray[np.int64], list[npt.NDArray[np.uint8]], Callable[[],
 class Pipes(Protocol):
     """What a reply needs of the reactors: their connections, their pipes, and where answers in Python's memory are kept."""
 
-    conns: npt.NDArray[np.int64]
+    conns: npt.NDArray[Any]
     tls: TlsRows
     sending: dict[tuple[int, int], Sending]
 
@@ -43,7 +43,7 @@ class Reply:
 
     def is_lost(self) -> bool:
         """Whether the client has gone. Any thread."""
-        return bool(self._reactors.conns[self._fd, kernel.LOST])
+        return bool(self._reactors.conns["lost"][self._fd])
 
     @property
     def client(self) -> tuple[str, int] | None:
@@ -62,18 +62,18 @@ class Reply:
     @property
     def began_ns(self) -> int:
         """When the first bytes of the request came, on the monotonic clock; 0 where all bytes came at once."""
-        return int(self._reactors.conns[self._fd, kernel.BEGAN_NS])
+        return int(self._reactors.conns["began_ns"][self._fd])
 
     @property
     def closes(self) -> bool:
         """Whether the request asked for its connection to end with the answer, as long as it is not answered."""
-        return bool(self._reactors.conns[self._fd, kernel.FLAGS] & kernel.CLOSES)
+        return bool(self._reactors.conns["flags"][self._fd] & kernel.CLOSES)
 
     @property
     def is_last(self) -> bool:
         """Whether nothing has come behind the request, as long as it is not answered."""
         row = self._reactors.conns[self._fd]
-        return bool(row[kernel.IN_BYTES] <= row[kernel.NEEDED])
+        return bool(row["in_bytes"] <= row["needed"])
 
     def send(self, pieces: list[bytes | memoryview], sent: Callable[[], None], *, closes: bool = False) -> None:
         """Answer with `pieces`, none empty. `sent` is called once they were sent, or the client has gone."""

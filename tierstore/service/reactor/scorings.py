@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.kernels import binding, scoring
+from tierstore.kernels import plan_records as layout
 from tierstore.kernels.codec import address_of
 from tierstore.predict.binding import FeatureInput
 from tierstore.predict.session import DenseSession
@@ -27,7 +28,7 @@ Tensors = list[tuple[str, np.dtype[Any], int]]
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What a thread needs to run the graph: `inputs` and `outputs` with their names, dtypes, and where their sizes end in a row of a table.
+    """What a thread needs to run the graph: `inputs` and `outputs` with their names, dtypes and ranks.
 
     `loose` is what was known of the session's outputs when it was made; `joins`: whether requests may be joined.
     """
@@ -64,17 +65,17 @@ class _Shapes:
     """The checks and inputs of a scoring while it is made (`kernels/scoring.py`). A size is a number, or that of a name, as ~name."""
 
     def __init__(self) -> None:
-        self.checks: list[list[int]] = []
-        self.inputs: list[list[int]] = []
+        self.checks: list[tuple[int, int, int]] = []
+        self.inputs: list[tuple[int, int, int, int, int]] = []
         self.half = False
         self._numbers: dict[str, int] = {}
 
     def add_own(self, tensor: Tensor, of: int, rank: int) -> None:
         """An input of the graph that is the input `of` of the request, which has so many sizes."""
         if tensor.shape == ():  # the protocol has no tensors without dimensions
-            self.checks.append([of, 0, 1])
+            self.checks.append((of, 0, 1))
             rank = 0
-        self.inputs.append([scoring.OWN, of, rank, 0, 0])
+        self.inputs.append((scoring.OWN, of, rank, 0, 0))
         self._check(of, tensor.shape or ())
 
     def add_feature(self, feature: FeatureInput, number: int, call: Call) -> None:
@@ -84,7 +85,7 @@ class _Shapes:
         width = feature.dim if len(feature.shape_for(call.lead)) == lead + 1 else 0
         flat = feature.dim if lead == 2 and not width else 0  # rows lie side by side
         self.half |= feature.dtype == "float16"
-        self.inputs.append([number, of, lead, width, flat])
+        self.inputs.append((number, of, lead, width, flat))
         if declared is None:
             return
         last = declared[-1]
@@ -97,28 +98,28 @@ class _Shapes:
     def _check(self, of: int, declared: Sequence[Dim]) -> None:
         for axis, dim in enumerate(declared):
             if isinstance(dim, int):
-                self.checks.append([of, axis, dim])
+                self.checks.append((of, axis, dim))
             elif dim is not None:
                 number = self._numbers.setdefault(dim, len(self._numbers))
                 if number >= binding.MOST_NAMES:
                     raise Unfit
-                self.checks.append([of, axis, ~number])
+                self.checks.append((of, axis, ~number))
 
-    def score(self, spec: OutputSpec, declared: Sequence[Dim] | None) -> list[int]:
+    def score(self, spec: OutputSpec, declared: Sequence[Dim] | None) -> tuple[int, int, list[int]]:
         """An output, whose sizes have to follow from those of inputs."""
-        if declared is None or len(declared) > scoring.MOST_SCORE_RANK:
+        if declared is None or len(declared) > layout.MOST_SCORE_RANK:
             raise Unfit
         sizes = []
         for dim in declared:
             if not isinstance(dim, int) and dim not in self._numbers:
                 raise Unfit
             sizes.append(dim if isinstance(dim, int) else ~self._numbers[str(dim)])
-        return [spec.dtype.itemsize, len(sizes), *sizes, *[0] * (scoring.MOST_SCORE_RANK - len(sizes))]
+        return spec.dtype.itemsize, len(sizes), sizes + [0] * (layout.MOST_SCORE_RANK - len(sizes))
 
 
 def scoring_words(
     number: int, request: AnyRequest, plan: Plan, session: DenseSession
-) -> tuple[npt.NDArray[np.int64], list[npt.NDArray[np.int64]]]:
+) -> tuple[npt.NDArray[Any], list[npt.NDArray[Any]]]:
     """(the words, what they point to: checks, inputs and scores). Raises Unfit."""
     dense, bindings, shapes = plan.dense, session.bindings, _Shapes()
     assert dense is not None
@@ -134,31 +135,29 @@ def scoring_words(
             of = own[tensor.name]
             shapes.add_own(tensor, of, len(request.inputs[of].shape))
     scores = [shapes.score(spec, bindings.outputs[spec.name].shape) for spec in plan.specs]
-    parts = [np.array(part, np.int64) for part in (shapes.checks, shapes.inputs, scores)]
-    words = np.zeros(scoring.SCORING_WORDS, np.int64)
-    for which, value in {
-        scoring.NUMBER: number,
-        scoring.CHECKS: len(shapes.checks),
-        scoring.CHECKS_FROM: address_of(parts[0]),
-        scoring.INPUTS: len(shapes.inputs),
-        scoring.INPUTS_FROM: address_of(parts[1]),
-        scoring.SCORES: len(scores),
-        scoring.SCORES_FROM: address_of(parts[2]),
-        scoring.HALF: int(shapes.half),
-    }.items():
-        words[which] = value
+    kinds = layout.CHECK, layout.GRAPH_INPUT, layout.SCORE
+    rows: list[list[Any]] = [shapes.checks, shapes.inputs, scores]
+    parts = [np.array(part, kind.dtype) for kind, part in zip(kinds, rows, strict=True)]
+    words = layout.SCORING.make(
+        number=number,
+        checks=len(shapes.checks),
+        first_check=address_of(parts[0]),
+        inputs=len(shapes.inputs),
+        first_input=address_of(parts[1]),
+        scores=len(scores),
+        first_score=address_of(parts[2]),
+        half=int(shapes.half),
+    )
     return words, parts
 
 
-def scoring_of(path: str, model: str, plan: Plan, session: DenseSession, parts: list[npt.NDArray[np.int64]]) -> Scoring:
+def scoring_of(path: str, model: str, plan: Plan, session: DenseSession, parts: list[npt.NDArray[Any]]) -> Scoring:
     """What a thread needs, of the structure that `scoring_words` was called with and gave `parts`."""
     inputs: Tensors = []
-    for tensor, row in zip(session.signature.inputs, parts[1].tolist(), strict=True):
-        rank = row[scoring.LEAD] + (row[scoring.WIDTH] > 0)
-        inputs.append((tensor.name, tensor.dtype, scoring.ROW_SIZES + rank))
+    for tensor, row in zip(session.signature.inputs, parts[1], strict=True):
+        inputs.append((tensor.name, tensor.dtype, int(row["lead"]) + int(row["width"] > 0)))
     outputs: Tensors = [
-        (spec.name, spec.dtype, scoring.ROW_SIZES + len(session.bindings.outputs[spec.name].shape or ()))
-        for spec in plan.specs
+        (spec.name, spec.dtype, len(session.bindings.outputs[spec.name].shape or ())) for spec in plan.specs
     ]
     names = [spec.name for spec in plan.specs]
     assert plan.loose is not None

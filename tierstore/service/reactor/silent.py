@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import time
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +25,7 @@ _PAUSE_S = 0.05  # between two looks
 class SilentConnections:
     """Of the connections `conns`, as `limits` bounds them; `words` is the memory that reactors share."""
 
-    def __init__(
-        self, conns: npt.NDArray[np.int64], limits: npt.NDArray[np.int64], words: npt.NDArray[np.int64]
-    ) -> None:
+    def __init__(self, conns: npt.NDArray[Any], limits: npt.NDArray[Any], words: npt.NDArray[Any]) -> None:
         self._conns, self._limits, self._words = conns, limits, words
         self._found: list[tuple[int, int, int]] = []  # descriptor, serial and deadline; the first to go is the last one
         self._next_look_s = 0.0
@@ -39,25 +38,25 @@ class SilentConnections:
             self._next_look_s = time.monotonic() + _PAUSE_S
         while self._found:
             fd, serial, deadline = self._found.pop()
-            owner, *now = self._conns[fd, [kernel.OWNER, kernel.SERIAL, kernel.DEADLINE_NS]].tolist()
-            if now == [serial, deadline]:
-                return owner, fd, serial
+            row = self._conns[fd]
+            if row["serial"] == serial and row["deadline_ns"] == deadline:
+                return int(row["owner"]), fd, serial
         return None
 
     def _look(self) -> None:
-        rows = self._conns[: int(self._words[kernel.HIGHEST]) + 1]
-        state, deadline = rows[:, kernel.STATE], rows[:, kernel.DEADLINE_NS]
+        rows = self._conns[: int(self._words["highest"]) + 1]
+        state, deadline = rows["state"], rows["deadline_ns"]
         is_http2 = state == kernel.HTTP2
-        begins = ~is_http2 & (rows[:, kernel.IN_BYTES] > 0)  # a head that is not whole
-        since = deadline - np.where(begins, self._limits[kernel.ARRIVAL_NS], self._limits[kernel.IDLE_NS])
-        is_silent = (is_http2 & (deadline != 0)) | ((state == kernel.READING) & (rows[:, kernel.NEEDED] == 0))
+        begins = ~is_http2 & (rows["in_bytes"] > 0)  # a head that is not whole
+        since = deadline - np.where(begins, self._limits["arrival_ns"], self._limits["idle_ns"])
+        is_silent = (is_http2 & (deadline != 0)) | ((state == kernel.READING) & (rows["needed"] == 0))
         fds = np.flatnonzero(is_silent & (since < time.monotonic_ns() - int(SILENT_S * 1e9)))
         if len(fds) > _LOOKED_AT:
             fds = self._random.choice(fds, _LOOKED_AT, replace=False)
         hosts = {fd: _host_of(fd) for fd in fds.tolist()}
         counts = Counter(hosts.values())
         first = sorted(hosts, key=lambda fd: (-counts[hosts[fd]], since[fd]))[:_FOUND]
-        self._found = [(fd, int(rows[fd, kernel.SERIAL]), int(deadline[fd])) for fd in reversed(first)]
+        self._found = [(fd, int(rows["serial"][fd]), int(deadline[fd])) for fd in reversed(first)]
 
 
 def _host_of(fd: int) -> str:

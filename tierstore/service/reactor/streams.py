@@ -14,7 +14,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from tierstore.config import Settings
 from tierstore.kernels import h2words, reactor
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
+from tierstore.kernels.records import TEXT
 from tierstore.service.addresses import peer_of
 from tierstore.service.reactor.cold_reads import free
 from tierstore.service.reactor.hpack import Fields, encode, encode_head
@@ -184,9 +185,9 @@ class Stream:
 class Pipes(Protocol):
     """What streams need of the reactors."""
 
-    conns: npt.NDArray[np.int64]
+    conns: npt.NDArray[Any]
     tls: TlsRows
-    words: npt.NDArray[np.int64]
+    words: npt.NDArray[Any]
 
     def send_stream(self, reactor_number: int, write: Callable[[int], int]) -> None:
         """Have `write` write to a reactor's pipe, unless that is closed; it returns 0, or minus an error number."""
@@ -204,9 +205,13 @@ class Streams:
         """From now on `receiver` gets streams; those of the paths `streaming` as they come, if they are of gRPC."""
         self._receiver = receiver
         paths = [np.frombuffer(path, np.uint8) for path in streaming]
-        words = [len(paths), *(word for path in paths for word in (address_of(path), len(path)))]
-        self._paths = np.array(words, np.int64), paths  # kept: reactors read them
-        self._pipes.words[kernel.STREAMING_PATHS] = address_of(self._paths[0])
+        texts = np.array([(address_of(path), len(path)) for path in paths], TEXT.dtype)
+        self._paths = (
+            h2words.PATHS.make(count=len(paths), first=address_of(texts)),
+            texts,
+            paths,
+        )  # kept: reactors read them
+        self._pipes.words["streaming_paths"] = address_of(self._paths[0])
 
     def __len__(self) -> int:
         return len(self._open)
@@ -259,7 +264,7 @@ class Streams:
     def has(self, fd: int, serial: int) -> bool:
         """Whether the connection of a descriptor and a serial is open."""
         row = self._pipes.conns[fd]
-        return bool(row[kernel.SERIAL] == serial and row[kernel.STATE] == kernel.HTTP2)
+        return bool(row["serial"] == serial and row["state"] == kernel.HTTP2)
 
     def _of(self, fd: int, serial: int) -> list[Stream | None]:
         return [stream for key, stream in self._open.items() if key[:2] == (fd, serial)]
@@ -285,7 +290,7 @@ class Streams:
         """Give a stream's reactor a block with a copy of all this."""
         arrays = [np.frombuffer(piece, np.uint8) for piece in (head, *chunks, trailers) if len(piece)]
         places = np.array([(address_of(array), len(array)) for array in arrays], np.int64).reshape(-1, 2)
-        inflight = address_of(self._pipes.words) + 8 * kernel.INFLIGHT
+        inflight = kernel.SHARED.place(self._pipes.words, "inflight")
         what, data = self._what(stream, kernel.STREAM_BLOCK), int(places[:, 1].sum()) - len(head) - len(trailers)
         self._write(
             stream,
@@ -298,7 +303,7 @@ class Streams:
         return kind | stream._fd << 8 | stream.number << kernel.STREAM_SHIFT
 
     def _write(self, stream: Stream, write: Callable[[int], int]) -> None:
-        owner = int(self._pipes.conns[stream._fd, kernel.OWNER])
+        owner = int(self._pipes.conns["owner"][stream._fd])
 
         def patiently(pipe: int) -> int:
             failed = write(pipe)

@@ -6,11 +6,11 @@ A row is written while its connection is Python's. Event loop only, but for `clo
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.service.access import caller_key
 from tierstore.service.openssl import Session, functions
@@ -19,9 +19,9 @@ from tierstore.service.openssl import Session, functions
 class TlsRows:
     """Of the connections `conns`. `limits` gets where OpenSSL's functions are."""
 
-    def __init__(self, conns: npt.NDArray[np.int64], limits: npt.NDArray[np.int64], *, with_tls: bool) -> None:
+    def __init__(self, conns: npt.NDArray[Any], limits: npt.NDArray[Any], *, with_tls: bool) -> None:
         self._conns = conns
-        limits[kernel.OPENSSL] = address_of(functions()) if with_tls else 0
+        limits["openssl"] = address_of(functions()) if with_tls else 0
         # by descriptor: a connection's serial, the names of its client's certificate, and what reactors know them by
         self._named: dict[int, tuple[int, tuple[str, ...], npt.NDArray[np.uint8]]] = {}
 
@@ -34,10 +34,10 @@ class TlsRows:
             return False
         names = () if session is None else session.names
         row, name = self._conns[fd], np.frombuffer(caller_key(names), np.uint8)
-        row[kernel.TLS] = 0 if session is None else session.detach()
-        row[kernel.CALLER_AT], row[kernel.CALLER_BYTES] = address_of(name), len(name)
+        row["tls"] = 0 if session is None else session.detach()
+        row["caller_at"], row["caller_bytes"] = address_of(name), len(name)
         if names:
-            self._named[fd] = int(row[kernel.SERIAL]), names, name
+            self._named[fd] = int(row["serial"]), names, name
         else:
             self._named.pop(fd, None)
         return True
@@ -60,5 +60,6 @@ class TlsRows:
     def _detach(self, fd: int) -> int:
         if fd >= len(self._conns):  # one that was refused
             return 0
-        at, self._conns[fd, kernel.TLS] = int(self._conns[fd, kernel.TLS]), 0
+        row = self._conns[fd]
+        at, row["tls"] = int(row["tls"]), 0
         return at

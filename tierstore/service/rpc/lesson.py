@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 from tierstore.kernels import binding, protoscan
-from tierstore.kernels import lookupplan as layout
+from tierstore.kernels import plan_records as layout
 from tierstore.kernels.codec import address_of
 from tierstore.service.dataplane.plan import Plan, Request
 from tierstore.service.reactor.plan_words import Pieces, has_room, leading_sizes
@@ -54,5 +56,5 @@ class MessageLesson:
             values += lead
         return pieces if has_room((text for text, _ in pieces), values) else None
 
-    def score_pieces(self, scores: npt.NDArray[np.int64]) -> None:
+    def score_pieces(self, scores: npt.NDArray[Any]) -> None:
         """None: predictions over gRPC are begun by Python."""

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from tierstore.formats.keys import partition_of
 from tierstore.kernels import sealed as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.partitions import group
+from tierstore.kernels.plan_records import BASE
 from tierstore.tiers.disk.reader_pool import ReaderPool
 from tierstore.tiers.disk.sealed_file import Opened
 from tierstore.types import Keys, Rows, States, Tier
@@ -60,13 +62,13 @@ class SealedTable:
             np.array([file.fd for file in files], np.int64),
         )
 
-    def words(self, changed_at: int) -> npt.NDArray[np.int64]:
-        """The addresses of its parts, for kernels (`lookupplan.BASE_WORDS`); `changed_at` is the filter's."""
+    def words(self, changed_at: int) -> npt.NDArray[Any]:
+        """Where its parts are, for kernels; `changed_at` is the filter's."""
         ends, rows, fds = self._numbers
-        return np.array(
-            [address_of(self.first_keys), len(self.first_keys), address_of(self.part_starts), self.parts, address_of(ends), address_of(rows), address_of(fds), len(fds),
-             self.per_block, self.block_bytes, changed_at],
-            np.int64,
+        return BASE.make(
+            fences_at=address_of(self.first_keys), fences=len(self.first_keys), part_starts_at=address_of(self.part_starts), parts=self.parts,
+            ends_at=address_of(ends), rows_at=address_of(rows), fds_at=address_of(fds), files=len(fds),
+            per_block=self.per_block, block_bytes=self.block_bytes, changed_at=changed_at,
         )  # fmt: skip
 
     def check_row_bytes(self, row_bytes: int, keys: Keys) -> None:
@@ -89,7 +91,7 @@ class SealedTable:
             return []
         if self.parts > 1 or rows.strides[1] != 1:  # the kernel copies whole rows, and wants keys by part
             order, starts = np.empty(len(keys), np.int64), np.empty(self.parts + 1, np.int64)
-            group(keys, np.arange(len(keys)), order, starts)
+            group(keys, np.arange(len(keys)), np.arange(self.parts), order, starts)
             whole, found = np.empty(rows.shape, np.uint8), np.zeros(len(keys), np.uint8)
             failures = self._get(keys[order], whole, found, readers, wanted[order])
             scatter(order, whole, found, rows, state)

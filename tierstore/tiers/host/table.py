@@ -63,7 +63,8 @@ class HostTable:
         # holds nothing, or no longer
         self._memory: HostMemory | None = None
         self._areas: Areas | None = None  # of `_memory`
-        self._where = np.zeros(lookup_kernels.WORDS, np.int64)
+        self._where = lookup_kernels.HOST_TABLE.new()
+        self._where_at = address_of(self._where)
         # guarded by _lock
         self._lock = threading.Lock()
         self._floor_seq = -1
@@ -77,7 +78,7 @@ class HostTable:
     def _open(self, fraction: float) -> None:
         self._memory = HostMemory(self._layout, self._sets_of(fraction), self.spec.name)
         areas = self._memory.areas
-        self._where[:] = (
+        self._where[...] = (
             address_of(areas.control), address_of(areas.lines), address_of(areas.absent), areas.rows,
             self.spec.row_bytes, self._layout.sets_per_region, self.spec.dtype.code, self.spec.dim, address_of(self._defaults[0]),
             self._sample.address,
@@ -101,8 +102,8 @@ class HostTable:
 
     @property
     def words_at(self) -> int:
-        """The address of the words by which kernels look up here (`host_cache/lookup.py`, `WHERE`), or 0 where the table holds nothing."""
-        return 0 if self._areas is None else address_of(self._where)
+        """The address of the words by which kernels look up here (`host_cache/lookup.py`), or 0 where the table holds nothing."""
+        return 0 if self._areas is None else self._where_at
 
     def lookup(self, keys: Keys, out: Vectors, state: States) -> int:
         """Answer keys whose state is PENDING: row and HOST, or the default and ABSENT; other keys stay as they are.
@@ -115,7 +116,7 @@ class HostTable:
             return 0
         if out.dtype is _FLOAT32:
             try:
-                hits = int(lookup_kernels.lookup_float32(self._where, keys, state, out))
+                hits = int(lookup_kernels.lookup_float32(self._where_at, keys, state, out))
             except TypeError:  # not contiguous, read-only, or at an odd address
                 hits = -1
             if hits >= 0:
@@ -124,7 +125,7 @@ class HostTable:
         half = out_code(out)
         keys = np.ascontiguousarray(keys)
         return int(
-            lookup_kernels.lookup(self._where, keys, state, half, address_of(out), address_of(self._defaults[half]))
+            lookup_kernels.lookup(self._where_at, keys, state, half, address_of(out), address_of(self._defaults[half]))
         )
 
     def pool(
@@ -149,7 +150,7 @@ class HostTable:
             return -1
         pool_weights = _NO_WEIGHTS if weights is None else weights
         code = combiner_code(combiner)
-        hits: int = pool_kernels.pool(self._where, keys, state, starts, pool_weights, code, out, unpooled)
+        hits: int = pool_kernels.pool(self._where_at, keys, state, starts, pool_weights, code, out, unpooled)
         return hits
 
     def stored(self, keys: Keys) -> tuple[Rows, States]:
@@ -163,7 +164,7 @@ class HostTable:
         areas = self._areas  # keeps the mapping until this returns
         if areas is not None:
             keys = np.ascontiguousarray(keys)
-            lookup_kernels.lookup(self._where, keys, state, AS_STORED, address_of(rows), address_of(absent))
+            lookup_kernels.lookup(self._where_at, keys, state, AS_STORED, address_of(rows), address_of(absent))
         return rows, state
 
     def try_accesses(self, keys: Keys) -> int:

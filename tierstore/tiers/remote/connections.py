@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import ConfigError, MissingExtra, RemoteUnavailable
-from tierstore.kernels.resp import RECEIVED
 from tierstore.tiers.machines import Machines, Options
 from tierstore.tiers.remote.options import Address, Endpoints
 
@@ -57,11 +56,11 @@ class Connection:
         self.socket.sendall(request.data)
         return True
 
-    def receive(self, words: npt.NDArray[np.int64], until_s: float) -> bool:
+    def receive(self, server: Any, until_s: float) -> bool:
         """Some bytes more into the buffer; False if the server has closed the connection. Raises as `send`."""
         self.socket.settimeout(max(0.001, until_s - time.monotonic()))
-        count = self.socket.recv_into(self.buffer.data[words[RECEIVED] : self.buffer_bytes])
-        words[RECEIVED] += count
+        count = self.socket.recv_into(self.buffer.data[server["received"] : self.buffer_bytes])
+        server["received"] += count
         return count > 0
 
     def close(self) -> None:

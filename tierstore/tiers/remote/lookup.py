@@ -76,7 +76,7 @@ class Read:
         tags = len(table.tags)
         self._order = np.empty(len(wanted), np.int64)
         self._starts = np.empty(tags + 1, np.int64)
-        partitions.group(codes, wanted, self._order, self._starts)
+        partitions.group(codes, wanted, np.arange(tags), self._order, self._starts)
         self._marks = np.full((tags, 2), -1, np.int64)
         self._errors = np.zeros((tags, resp.ERROR_BYTES), np.uint8)
         self._failures: dict[int, Failure] = {}
@@ -145,7 +145,7 @@ class Read:
         table = self._table
         opened: list[tuple[Connection, bool, list[int]]] = []
         commands: list[tuple[int, int, int, int]] = []
-        words = np.zeros((len(groups), resp.CONNECTION_WORDS), np.int64)
+        servers = resp.SERVER.new(len(groups))
         requests: list[npt.NDArray[np.uint8]] = []
         try:
             for (address, replica), tags in groups.items():
@@ -157,49 +157,51 @@ class Read:
                     self._failures.update((tag, Failure(cause, address, str(error))) for tag in tags)
                     continue
                 connection.fit(table.element_bytes)
-                row = words[len(opened)]
+                server = servers[len(opened)]
                 opened.append((connection, replica, tags))
-                row[resp.COMMAND] = len(commands)
+                server["command"] = len(commands)
                 requests.append(table.request(tags, self._codes, self._order, self._starts, commands))
-                row[resp.END], row[resp.ITEM] = len(commands), -1
-                row[resp.SEND_AT], row[resp.SEND_BYTES] = address_of(requests[-1]), len(requests[-1])
-                row[resp.BUFFER_AT], row[resp.BUFFER_BYTES] = address_of(connection.buffer), connection.buffer_bytes
-                row[resp.FD] = connection.socket.fileno()
-            words = words[: len(opened)]
+                server["end"], server["item"] = len(commands), -1
+                server["send_at"], server["send_bytes"] = address_of(requests[-1]), len(requests[-1])
+                server["buffer_at"], server["buffer_bytes"] = address_of(connection.buffer), connection.buffer_bytes
+                server["fd"] = connection.socket.fileno()
+            servers = servers[: len(opened)]
             self._marks[[tag for _, _, tags in opened for tag in tags]] = -1
             self._errors[:] = 0
-            program = np.array(commands, np.int64).reshape(-1, resp.COMMAND_WORDS)
-            self._transfer([one for one, _, _ in opened], words, requests, program, until_s)
+            program = np.array(commands, resp.COMMAND.dtype)
+            self._transfer([one for one, _, _ in opened], servers, requests, program, until_s)
         except BaseException:
             for connection, _, _ in opened:
                 connection.close()
             raise
-        for (connection, replica, tags), row in zip(opened, words, strict=True):
-            self._judge(connection, replica, tags, int(row[resp.STATUS]))
+        for (connection, replica, tags), status in zip(opened, servers["status"].tolist(), strict=True):
+            self._judge(connection, replica, tags, status)
 
     def _transfer(
         self,
         connections: list[Connection],
-        words: npt.NDArray[np.int64],
+        servers: npt.NDArray[Any],
         requests: list[npt.NDArray[np.uint8]],
-        commands: npt.NDArray[np.int64],
+        commands: npt.NDArray[Any],
         until_s: float,
     ) -> None:
         table, rows = self._table, self._rows
-        output = (
-            commands, self._order, address_of(rows), rows.strides[0], table.row_bytes, table.head, table.head_bytes,
-            address_of(self._state), self._marks, self._errors,
+        targets = resp.TARGETS.make(
+            commands=address_of(commands), order_at=address_of(self._order), rows_at=address_of(rows), stride=rows.strides[0],
+            row_bytes=table.row_bytes, head=table.head, head_bytes=table.head_bytes, states_at=address_of(self._state),
+            marks_at=address_of(self._marks), errors_at=address_of(self._errors),
         )  # fmt: skip
         if not self._cluster.endpoints.tls:
-            resp.exchange(words, np.empty(len(words), np.int64), int(until_s * 1e9), *output)
+            polled = np.empty(len(servers), np.int64)
+            resp.exchange(address_of(servers), polled, int(until_s * 1e9), address_of(targets))
             return
-        for connection, row, request in zip(connections, words, requests, strict=True):
-            row[resp.STATUS] = _status_of(lambda c=connection, r=request: c.send(r, until_s))
-        for i, (connection, row) in enumerate(zip(connections, words, strict=True)):
-            while row[resp.STATUS] == resp.RUNNING:
-                row[resp.STATUS] = _status_of(lambda c=connection, r=row: c.receive(r, until_s))
-                if row[resp.STATUS] == resp.RUNNING:
-                    resp.parse(words, i, *output)
+        for connection, server, request in zip(connections, servers, requests, strict=True):
+            server["status"] = _status_of(lambda c=connection, r=request: c.send(r, until_s))
+        for i, (connection, server) in enumerate(zip(connections, servers, strict=True)):
+            while server["status"] == resp.RUNNING:
+                server["status"] = _status_of(lambda c=connection, s=server: c.receive(s, until_s))
+                if server["status"] == resp.RUNNING:
+                    resp.parse(address_of(servers[i:]), address_of(targets))
 
     def _judge(self, connection: Connection, replica: bool, tags: list[int], status: int) -> None:
         """After an exchange: keep the connection or not, and note which tags were not read."""

@@ -256,7 +256,7 @@ class Writer:
 
     def _grouped(self, codes: Keys) -> tuple[Keys, Keys]:
         order, starts = np.empty(len(codes), np.int64), np.empty(len(self._tags) + 1, np.int64)
-        partitions.group(np.ascontiguousarray(codes), np.arange(len(codes)), order, starts)
+        partitions.group(np.ascontiguousarray(codes), np.arange(len(codes)), np.arange(len(self._tags)), order, starts)
         return order, starts
 
     def _checked(self, table: str, codes: Keys, rows: Rows) -> Rows:

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from tierstore.errors import Corruption, RemoteUnavailable
 from tierstore.kernels import upstream_reads as kernel
 from tierstore.kernels.codec import address_of
+from tierstore.kernels.partitions import group
 from tierstore.tiers.joining import Bounds, JoinedTable, Watermarks
 from tierstore.tiers.machines import Machines
 from tierstore.tiers.upstream import wire
@@ -130,8 +131,8 @@ class _Read:
         sound[[machines.is_suspect(self._table.nodes.nodes[number].address) for number in order]] = False
         usable = np.where(sound.any(0), sound, usable)
         of_partition = np.where(usable.any(0), order[usable.argmax(0)], -1)
-        ordered, starts = np.empty(len(places), np.int64), np.empty(nodes + 2, np.int64)
-        kernel.assign(self._codes, places, of_partition, ordered, starts)
+        ordered, starts = np.empty(len(places), np.int64), np.empty(nodes + 1, np.int64)
+        group(self._codes, places, of_partition, ordered, starts)
         bounds = starts.tolist()
         groups = {number: ordered[bounds[number] : bounds[number + 1]] for number in range(nodes)}
         return {number: of for number, of in groups.items() if len(of)}, ordered[bounds[nodes] :]
@@ -210,36 +211,34 @@ class _Read:
         return [replies[at] for at in range(len(requests))]
 
     def _transfer_plain(self, requests: list[_Request], until_s: float) -> list[Reply | Exception]:
-        words = np.zeros((len(requests), kernel.CONNECTION_WORDS), np.int64)
+        nodes = kernel.NODE.new(len(requests))
         buffers = []
-        for row, request in zip(words, requests, strict=True):
+        for node, request in zip(nodes, requests, strict=True):
             buffer = request.connection.buffer(wire.answer_bytes(len(request.places), self._table.row_bytes))
-            row[: kernel.RECEIVED] = (
-                request.connection.fd, address_of(np.frombuffer(request.whole, np.uint8)), len(request.whole), 0,
-                address_of(buffer), len(buffer),
-            )  # fmt: skip
-            row[kernel.BODY_BYTES] = -1
+            node["fd"], node["body_bytes"] = request.connection.fd, -1
+            node["send_at"], node["send_bytes"] = address_of(np.frombuffer(request.whole, np.uint8)), len(request.whole)
+            node["buffer_at"], node["buffer_bytes"] = address_of(buffer), len(buffer)
             buffers.append(buffer)
-        kernel.exchange(words, np.empty(len(requests), np.int64), int(until_s * 1e9))
+        kernel.exchange(address_of(nodes), np.empty(len(requests), np.int64), int(until_s * 1e9))
         return [
-            self._reply(request.connection, row, buffer)
-            for request, row, buffer in zip(requests, words.tolist(), buffers, strict=True)
+            self._reply(request.connection, node, buffer)
+            for request, node, buffer in zip(requests, nodes, buffers, strict=True)
         ]
 
     @staticmethod
-    def _reply(connection: Connection, words: list[int], buffer: npt.NDArray[np.uint8]) -> Reply | Exception:
+    def _reply(connection: Connection, node: Any, buffer: npt.NDArray[np.uint8]) -> Reply | Exception:
         """What a kernel has read, still in the connection's buffer."""
-        status = words[kernel.STATUS]
+        status = int(node["status"])
         if status == kernel.DONE:
-            begin = words[kernel.BODY_AT]
-            connection.answered(closes=words[kernel.CLOSES] != 0)
-            return Reply(words[kernel.HTTP_STATUS], buffer[begin : begin + words[kernel.BODY_BYTES]].data)
+            begin = int(node["body_at"])
+            connection.answered(closes=bool(node["closes"]))
+            return Reply(int(node["http_status"]), buffer[begin : begin + int(node["body_bytes"])].data)
         if status == kernel.TIMED_OUT:
             return TimeoutError("timed out")
         if status == kernel.UNEXPECTED:
             return ValueError("its answer is not HTTP, or longer than expected")
         why = "the connection was closed" if status == kernel.CLOSED else os.strerror(-status)
-        return Broken(why, unanswered=words[kernel.RECEIVED] == 0)
+        return Broken(why, unanswered=bool(node["received"] == 0))
 
     def _judge(self, request: _Request, reply: Reply | Exception) -> Keys:
         """Take over an answer. Returns the places that it does not have."""
