@@ -224,6 +224,7 @@ def test_what_a_thread_has_to_finish_is_not_started_again(
     _, _, http = ctr
     cold = {"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [1], "data": [60]}]}
     assert http.post(OIP, json=cold).status_code == 200
+    eventually(lambda: at_once, "what noted it, which the answer may overtake")
     assert (at_once, len(started)) == ([False], 1)
 
 
