@@ -41,8 +41,9 @@ def answer_ready_bytes() -> None:
     def without_look_ups(*args: Any) -> Any:
         variant = plan(*args)
         if variant is not None:
-            _, (calls, *_) = variant._kept
-            calls["kind"] = plan_records.CHECKED
+            _, numbers = variant._kept  # calls come first
+            words = int(variant.words["planned_calls"]) * plan_records.PLANNED.bytes // 8
+            numbers[:words].view(plan_records.PLANNED.dtype)["kind"] = plan_records.CHECKED
         return variant
 
     PlanIndex._variant = without_look_ups  # type: ignore[method-assign, assignment]

@@ -245,13 +245,24 @@ def test_pytorch_programs(scene: Path) -> None:
 
     (scene / "deltas").mkdir()
     readme = with_word("tierstore.torch")
-    ((line, program),) = blocks("docs/pytorch.md", "python")
+    (line, program), swap, torchrec = blocks("docs/pytorch.md", "python")
     given = {"inputs": inputs(), "train": lambda net, *_: net(**inputs()), "minutes": [[1], [2]]}
     for page, at, text in (("README.md", *readme), ("docs/pytorch.md", line, program)):
         for old in (scene / "deltas").iterdir():
             old.unlink()
         run(page, at, text, {**given, "net": Net()})
         assert (scene / "deltas/1.arrow").exists()
+    with tierstore.open(scene / "swapped") as store:
+        store.load_snapshot(scene / "snapshots/20261120")
+        run("docs/pytorch.md", *swap, {"net": Net(), "store": store, "batch": inputs()})
+    pytest.importorskip("torchrec", reason="TorchRec is not installed: make trainers")
+    from tests.test_torchrec import dlrm
+    from tests.test_torchrec import inputs as bags
+    from tierstore.torch import write_snapshot
+
+    given = {"dense": bags()["dense_features"], "kjt": bags()["sparse_features"]}
+    run("docs/pytorch.md", *torchrec, {**given, "dlrm": dlrm(), "write_snapshot": write_snapshot})
+    assert (scene / "snapshots/1/snapshot.json").exists()
 
 
 # --- commands

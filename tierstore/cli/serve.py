@@ -12,7 +12,6 @@ from typer.core import TyperCommand
 
 from tierstore.cli.options import option
 from tierstore.cli.signals import end_at_once
-from tierstore.cli.target import say_aside
 
 log = logging.getLogger("tierstore")
 
@@ -191,7 +190,7 @@ def _run(config: Path | None, flags: dict[str, Any]) -> None:
         if grpc_target is not None:
             typer.echo(f"gRPC at {grpc_target}")
         if is_new:
-            say_aside(
+            typer.echo(
                 f"{settings.data} is new and empty: `tierstore import PATH… --url {url}` or `tierstore load SNAPSHOT --url {url}` brings a model"
             )
 
