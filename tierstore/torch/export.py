@@ -17,7 +17,7 @@ from torch import nn
 from tierstore.errors import InvalidInput, MissingExtra, SnapshotError
 from tierstore.formats.normalize import guessed_key_type
 from tierstore.formats.snapshot.writer import SnapshotWriter
-from tierstore.torch.tables import BATCH_ROWS, Collection, checked_keys, collections_of, tables_of
+from tierstore.torch.tables import BATCH_ROWS, Collection, check_mode, checked_keys, collections_of, tables_of
 from tierstore.torch.touched import TouchedRows
 from tierstore.types import check_name
 
@@ -184,8 +184,7 @@ class _Finder:
             combiner = None
             if isinstance(table, nn.EmbeddingBag):
                 combiner = table.mode
-                if combiner not in ("sum", "mean"):
-                    raise InvalidInput(f"table {name!r}: mode {combiner!r} is not served: expected sum or mean")
+                check_mode(f"table {name!r}", combiner)
             parts = tuple(one for one in others if one is not None and one != argument)
             self.found[argument] = _Feature(argument, name, combiner, table.padding_idx, rows.detach(), parts)
 

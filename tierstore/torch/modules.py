@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from tierstore.errors import InvalidInput
-from tierstore.torch.tables import tables_of
+from tierstore.torch.tables import check_mode, tables_of
 
 _DTYPES = ("float32", "float16")
 
@@ -55,8 +55,7 @@ class _Rows(nn.Module):  # type: ignore[misc, unused-ignore]
     def _bags(self, feature: str, keys: torch.Tensor, offsets: Any, weights: Any, mode: str | None) -> torch.Tensor:
         """Pooled rows, [bags, dim], on the device of `keys`; mode None: as the feature's combiner says."""
         options = {"dtype": self.dtype, "weights": None if weights is None else _array(weights), "combiner": mode}
-        with torch.no_grad():
-            rows = self.scope.of(self.source).lookup_bags(feature, _array(keys), _array(offsets), **options)
+        rows = self.scope.of(self.source).lookup_bags(feature, _array(keys), _array(offsets), **options)
         return _tensor(rows, keys)
 
 
@@ -99,7 +98,7 @@ class EmbeddingBag(_Rows):
         dtype: str = "float32",
     ) -> None:
         super().__init__(source, dtype)
-        _check_mode(f"feature {feature!r}", mode)
+        check_mode(f"feature {feature!r}", mode)
         self.feature, self.mode, self.include_last_offset = feature, mode, include_last_offset
 
     @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
@@ -132,7 +131,7 @@ class EmbeddingBag(_Rows):
 class EmbeddingBagCollection(_Rows):
     """Pooled rows of several features by a `KeyedJaggedTensor`, in place of TorchRec's module of this name.
 
-    TorchRec is not imported: what has `keys()` and, by key, `values()`, `offsets()` and `weights_or_none()` will do.
+    TorchRec is not imported: what has `to_dict()`, of values with `values()`, `offsets()` and `weights_or_none()`, will do.
     """
 
     def __init__(self, source: Source, features: Sequence[str], *, dtype: str = "float32") -> None:
@@ -221,7 +220,7 @@ def _replacement(source: Source, table: str, part: Any, feature: str | None, dty
         raise InvalidInput(
             f"table {table!r}: max_norm changes rows as they are read; a store does not: scale them before"
         )
-    _check_mode(f"table {table!r}", getattr(part, "mode", None))
+    check_mode(f"table {table!r}", getattr(part, "mode", None))
     if feature is None:
         feature = _feature_of(source, table, part)
     if isinstance(part, nn.Embedding):
@@ -274,11 +273,6 @@ class _Scope:
                 yield
             finally:
                 self._local.view = None
-
-
-def _check_mode(of: str, mode: str | None) -> None:
-    if mode not in (None, "sum", "mean"):
-        raise InvalidInput(f"{of}: mode {mode!r} is not served: expected sum or mean")
 
 
 def _array(values: torch.Tensor) -> Any:

@@ -49,6 +49,12 @@ def tables_of(module: nn.Module) -> dict[str, Any]:
     return found
 
 
+def check_mode(of: str, mode: str | None) -> None:
+    """InvalidInput for a way of pooling that is not served; None is none."""
+    if mode not in (None, "sum", "mean"):
+        raise InvalidInput(f"{of}: mode {mode!r} is not served: expected sum or mean")
+
+
 def checked_keys(keys: Mapping[str, Any] | None, tables: Mapping[str, Any]) -> dict[str, Any]:
     arrays: dict[str, Any] = {}
     for name, values in (keys or {}).items():
