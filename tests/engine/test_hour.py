@@ -24,6 +24,13 @@ def test_before_two_notes_there_is_no_step() -> None:
     assert hour.steps(10).shape == (0, 4)
 
 
+def test_it_begins_anew_where_the_clock_was_set_back() -> None:
+    hour = Hour(1, 0, 15)
+    for now_s, count in ((600.0, 1), (615.0, 2), (300.0, 3), (315.0, 7)):
+        assert hour.note(now_s, (count,))
+    assert hour.steps().tolist() == [[315, 15, 4]]
+
+
 def test_an_hour_is_kept_and_no_more_memory_is_taken_whatever_comes() -> None:
     hour, nbytes = Hour(1, 0, 15), Hour(1, 0, 15).nbytes
     for step in range(1000):

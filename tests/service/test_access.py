@@ -34,7 +34,6 @@ from tierstore.service.server import ServerThread, check_settings
 from .conftest import GRPC as GRPC_PORT
 from .conftest import eventually, settings_for
 from .scenes import KEYS, items, write_small, write_snapshot
-from .test_page import CHROMIUM, in_browser
 from .test_reactor import answer, planned
 
 JOB = "/admin/jobs/job"
@@ -329,11 +328,6 @@ def _answered(client: Client) -> bool:
     except Unauthorized:
         return False
     return True
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; on Debian: apt-get install chromium")
-def test_the_status_page_asks_for_a_token(scene: Scene, tmp_path: Path) -> None:
-    assert "no access" in in_browser(scene.server.url + "/", tmp_path)
 
 
 def test_with_tokens_other_hosts_may_be_listened_on_if_their_names_are_said(tmp_path: Path) -> None:

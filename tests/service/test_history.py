@@ -49,7 +49,7 @@ def turn(own: Own) -> Callable[[int], None]:
 
 
 def test_each_step_has_the_requests_keys_and_deltas_that_came_in_it(own: Own, turn: Callable[[int], None], tmp_path: Path) -> None:  # fmt: skip
-    store, server, http = own
+    store, _, http = own
     store.load_snapshot(write_snapshot(tmp_path, 1))
     turn(0)
     for _ in range(7):
@@ -154,7 +154,7 @@ def test_a_step_that_fails_is_not_the_last(own: Own, turn: Callable[[int], None]
 
 @pytest.mark.thorough
 def test_changes_are_told_newest_first_and_outlast_the_service(own: Own, tmp_path: Path) -> None:
-    store, server, http = own
+    store, _, http = own
     for version in (1, 2):
         store.load_snapshot(write_snapshot(tmp_path, version))
     assert http.post("/admin/models/ctr/rollback", json={"expected_active": 2}).status_code == 200

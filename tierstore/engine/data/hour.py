@@ -35,8 +35,11 @@ class Hour:
         """Note the counters and levels, unless that was done in this step. Returns whether it was now."""
         at_s = int(now_s // self.step_s) * self.step_s
         with self._lock:
-            if self._noted and self._rows[(self._noted - 1) % len(self._rows), 0] == at_s:
+            last_s = int(self._rows[(self._noted - 1) % len(self._rows), 0]) if self._noted else -1
+            if at_s == last_s:
                 return False
+            if at_s < last_s:  # the clock was set back
+                self._noted = 0
             self._rows[self._noted % len(self._rows)] = (at_s, *numbers)
             self._noted += 1
         return True
