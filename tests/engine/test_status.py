@@ -11,7 +11,7 @@ import numpy as np
 
 import tierstore
 from tests.engine import scenes, ttl_scenes
-from tests.service.upstream_scenes import Scene
+from tests.service.upstream.scenes import Scene
 from tierstore.engine.store import Store
 from tierstore.status import StoreStatus, ThrottleStatus, Used
 
