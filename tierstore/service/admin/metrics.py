@@ -33,7 +33,7 @@ class Exposition:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_Everything(service))
+        self._registry.register(Everything(service))
         for kind in (ProcessCollector, PlatformCollector, GCCollector):
             kind(registry=self._registry)
 
@@ -43,7 +43,9 @@ class Exposition:
         return generate_latest(self._registry)
 
 
-class _Everything(Collector):
+class Everything(Collector):
+    """All families of a service."""
+
     def __init__(self, service: Service) -> None:
         self._service = service
 
@@ -72,9 +74,9 @@ def _store(service: Service, status: dict[str, Any]) -> Iterator[Metric]:
         if budget := status.get(f"{what}_budget"):
             yield gauge(f"tierstore_{what}_used_bytes", f"Bytes of the {what} budget in use.", budget["used"])
             yield gauge(f"tierstore_{what}_budget_bytes", f"The {what} budget of the whole store.", budget["total"])
-    yield from _device(status.get("device") or {})
+    yield from device_families(status.get("device") or {})
     if cache := status.get("ssd_cache"):
-        yield from _ssd_cache(cache, models)
+        yield from ssd_cache_families(cache, models)
 
 
 def _tables_of(models: Documents) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -84,7 +86,7 @@ def _tables_of(models: Documents) -> Iterator[tuple[str, str, dict[str, Any]]]:
             yield model, table, entry
 
 
-def _ssd_cache(cache: dict[str, Any], models: Documents) -> Iterator[Metric]:
+def ssd_cache_families(cache: dict[str, Any], models: Documents) -> Iterator[Metric]:
     is_on = float(cache["problem"] is None)
     yield gauge("tierstore_ssd_cache_on", "0 once a disk that failed or was full has switched it off.", is_on)
     for name, text, key in (
@@ -109,7 +111,7 @@ def _ssd_cache(cache: dict[str, Any], models: Documents) -> Iterator[Metric]:
         yield kind(f"tierstore_ssd_cache_{name}", text, "model table", found)
 
 
-def _device(device: dict[str, Any]) -> Iterator[Metric]:
+def device_families(device: dict[str, Any]) -> Iterator[Metric]:
     yield gauge("tierstore_device_present", "Whether there is a device tier.", float(bool(device.get("present"))))
     if not device.get("present"):
         return
