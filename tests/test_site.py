@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
-from tools.site import reference
-
 ROOT = Path(__file__).parents[1]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 BROWSER = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
@@ -81,18 +79,7 @@ def test_pages_have_the_parts_that_they_have_on_a_forge(site: Path) -> None:
         assert parts(article) == parts(forge.render(text)), page.relative_to(source)
 
 
-def test_the_table_of_metrics_has_each_that_a_service_may_have() -> None:
-    table = (ROOT / "docs/http-api.md").read_text(encoding="utf-8").split("\n## Metrics")[1].split("\n## ")[0]
-    named: set[str] = set()
-    prefixes: set[str] = set()
-    for cell in re.findall(r"^\| (`[^|]+) \|", table, flags=re.MULTILINE):
-        before = ""
-        for name in re.findall(r"`([^`]+)`", cell):
-            for full in _written_out(name.replace("…", before.rpartition("_")[0], 1)):
-                named.add(full)
-    missing = {reference.shown_name(family) for family in reference.metric_families().values()} - named - prefixes
-    assert missing == set()
+def test_the_page_of_metrics_is_up_to_date() -> None:
+    from tools.make_metrics_page import PAGE, page
 
-
-def _written_out(name: str) -> list[str]:
-    return [name]
+    assert PAGE.read_text(encoding="utf-8") == page(), "python -m tools.make_metrics_page"

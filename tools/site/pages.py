@@ -19,7 +19,7 @@ import yaml
 from tools.site import reference
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
-REFERENCE = {"commands": "Commands", "http": "HTTP requests", "metrics": "Metrics", "python": "Python"}
+REFERENCE = {"commands": "Commands", "http": "HTTP requests", "python": "Python"}
 LANGUAGES = {"py": "python", "yml": "yaml", "cfg": "text", "conf": "nginx", "tpl": "text"}
 BOOSTS = {"docs/decisions/": 0.2, "schema/": 0.5}  # of what is found there, in the order of what the search has found
 LINK = re.compile(r"\]\(([^)#\s:]+)(?=[)#])")  # its target, without what follows a #

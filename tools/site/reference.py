@@ -1,30 +1,22 @@
-"""Pages of the documentation site that are made of the code, as Markdown: commands, requests, metrics and the Python API."""
+"""Pages of the documentation site that are made of the code, as Markdown: commands, requests and the Python API."""
 
 from __future__ import annotations
 
 import ast
-import tempfile
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import typer.main
-from prometheus_client.core import Metric
 
 import tierstore
 from tierstore.cli.app import app
-from tierstore.service.admin import metrics as service_metrics
 from tierstore.service.admin.pages import operations
 from tierstore.service.admin.routes import make_app
-from tierstore.service.context import Service
-from tierstore.service.server import ServerThread
-from tierstore.service.sources import kafka_rows_status, kafka_status
+from tools.make_metrics_page import a_service
 
 CONTEXT = typer.Context(typer.main.get_command(app))
-ANY = defaultdict(int, present=True, problem=None)  # of a status
 
 
 def commands() -> str:
@@ -47,7 +39,7 @@ def _parameter(parameter: Any) -> tuple[str, str]:
 
 def http() -> str:
     """The requests of the admin interface, of its OpenAPI document."""
-    with _service() as service:
+    with a_service() as service:
         document = make_app(service).openapi()
     parts = [
         "# HTTP requests\n\nThe admin interface, as its OpenAPI document (`/openapi.json`) has it; a service shows the same at `/docs`. "
@@ -62,51 +54,6 @@ def http() -> str:
         parts.append(_table(("", "type", ""), ((f"`{name}`", kind, text) for name, kind, text in operation.rows)))
         parts.append(f"```sh\n{operation.example}\n```")
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def metrics() -> str:
-    """Every metric that a service may have."""
-    found = sorted(metric_families().values(), key=lambda family: family.name)
-    rows = (
-        (f"`{shown_name(family)}`", family.type, ", ".join(f"`{name}`" for name in _labels(family)), family.documentation)
-        for family in found
-    )
-    return (
-        "# Metrics\n\nWhat `GET /metrics` may have. [Its table in the HTTP API](../docs/http-api.md#metrics-get-metrics) "
-        f"explains them.\n\n{_table(('metric', 'type', 'labels', ''), rows)}\n"
-    )
-
-
-def metric_families() -> dict[str, Metric]:
-    """By name, the metrics of the service and of all parts that it can have."""
-    with _service() as service:
-        found = list(service_metrics.Everything(service).collect())
-    found += service_metrics.device_families(ANY)
-    found += service_metrics.ssd_cache_families(ANY, {})
-    found += kafka_status.families(kafka_status.KafkaStats("").status(parked=0))
-    rows = kafka_rows_status.RowStats("")
-    found += kafka_rows_status.families([(rows, rows.status(parked=0))])
-    return {family.name: family for family in found}
-
-
-def shown_name(family: Metric) -> str:
-    return family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
-
-
-def _labels(family: Metric) -> list[str]:
-    return sorted({*getattr(family, "_labelnames", ()), *(name for sample in family.samples for name in sample.labels)} - {"le"})
-
-
-@contextmanager
-def _service() -> Iterator[Service]:
-    """A service of an empty store that watches a directory and a location."""
-    with tempfile.TemporaryDirectory() as name:
-        root = Path(name)
-        for folder in ("deltas", "snapshots"):
-            (root / folder).mkdir()
-        settings = {"watch": root / "deltas", "watch_snapshots": [root / "snapshots"], "source_root": [root]}
-        with tierstore.open(root / "data", port=0, host_budget="16MiB", **settings) as store, ServerThread(store) as server:
-            yield server.service
 
 
 def python() -> str:

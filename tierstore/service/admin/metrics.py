@@ -92,7 +92,7 @@ def ssd_cache_families(cache: dict[str, Any], models: Documents) -> Iterator[Met
     for name, text, key in (
         ("used_bytes", "Bytes of the cache on SSD in use.", "used"),
         ("budget_bytes", "The budget of the cache on SSD.", "total"),
-        ("waiting_bytes", "Bytes of rows that wait to be written to it.", "waiting_bytes"),
+        ("waiting_bytes", "Bytes of rows that wait to be written to the SSD.", "waiting_bytes"),
         ("waiting_limit_bytes", "Bytes that may wait; rows beyond are not let in.", "waiting_limit"),
     ):
         yield gauge(f"tierstore_ssd_cache_{name}", text, cache[key])
@@ -100,10 +100,10 @@ def ssd_cache_families(cache: dict[str, Any], models: Documents) -> Iterator[Met
     yield counter("tierstore_ssd_cache_dropped_rows", "Rows not let in as too many waited.", dropped)
     for kind, name, text, key in (
         (gauges, "rows", "Rows of the active version on SSD.", "rows"),
-        (gauges, "index_bytes", "Bytes of memory that say where they are.", "index_bytes"),
+        (gauges, "index_bytes", "Bytes of memory that say where the rows on SSD are.", "index_bytes"),
         (counters, "hits", "Keys that memory lacked and the SSD had, of the active version.", "hits"),
-        (counters, "misses", "Keys that neither had.", "misses"),
-        (counters, "evicted_rows", "Rows that made room for others.", "evicted"),
+        (counters, "misses", "Keys that neither memory nor the SSD had.", "misses"),
+        (counters, "evicted_rows", "Rows on SSD that made room for others.", "evicted"),
     ):
         found = (
             ((model, table), stats[key]) for model, table, entry in _tables_of(models) if (stats := entry["ssd_cache"])
@@ -144,7 +144,7 @@ def _tables(models: Documents) -> Iterator[Metric]:
         return ttl["expired_at_load"] + ttl["expired_since"] if ttl else None
 
     tier = "model table tier"
-    text = "Keys looked up, by the tier that answered."
+    text = "Keys looked up since the start, of all versions, by the tier that answered; `absent`: there is no row."
     yield counters("tierstore_lookup_keys", text, tier, by_tier("lookup_keys"))
     text = "Bytes that a table holds in a tier, in all versions that are served."
     yield gauges("tierstore_tier_bytes", text, tier, by_tier("tier_bytes"))
@@ -167,8 +167,8 @@ def _tables(models: Documents) -> Iterator[Metric]:
 def _dense(models: Documents, limit_bytes: int) -> Iterator[Metric]:
     for kind, name, text, key in (
         (counters, "runs", "Runs of dense parts, warm-up included.", "runs"),
-        (counters, "failed_runs", "Runs that failed.", "failed"),
-        (counters, "seconds", "Seconds within ONNX Runtime.", "seconds"),
+        (counters, "failed_runs", "Runs of dense parts that failed.", "failed"),
+        (counters, "seconds", "Seconds of dense parts within ONNX Runtime.", "seconds"),
         (gauges, "buffer_bytes", "Bytes of row buffers that the dense part keeps for reuse.", "buffer_bytes"),
     ):
         found = {model: stats[key] for model, document in models.items() if (stats := document.get("dense"))}
@@ -233,10 +233,10 @@ def _service(service: Service) -> Iterator[Metric]:
     text = "Seconds from a delta's newest training event to its being visible."
     yield histograms("tierstore_delta_freshness_seconds", text, "model", service.freshness.histograms.copy())
     predicts = service.inference_stats.predicts()
-    text = "Requests answered by the dense part, rows looked up for it."
+    text = "Requests that the dense part answered."
     yield counters("tierstore_predicts", text, "model", {model: times.count for model, times in predicts.items()})
     text = (
-        "Their seconds: in all, waiting for a thread, in look-ups, and in ONNX Runtime. The rest is the service's own."
+        "Seconds of these requests: in all, waiting for a thread, in look-ups, and in ONNX Runtime. The rest is the service's own."
     )
     parts: list[tuple[Key, float]] = [
         ((model, part), ns / 1e9)
@@ -257,8 +257,8 @@ def _service(service: Service) -> Iterator[Metric]:
     text = "Share of the time that loads, verification and warming may be at work beside look-ups."
     yield gauge("tierstore_background_share", text, throttle["share"])
     for name, about in (("p99", "as measured last"), ("quiet_p99", "when no such work was done")):
-        if (seconds := throttle[f"{name}_s"]) is not None:
-            yield gauge(f"tierstore_lookup_{name}_seconds", f"99% of look-ups took less, {about}.", seconds)
+        known: list[tuple[Key, float]] = [] if (seconds := throttle[f"{name}_s"]) is None else [((), seconds)]
+        yield gauges(f"tierstore_lookup_{name}_seconds", f"99% of look-ups took less, {about}.", "", known)
     yield from health_metrics.ends(service)
     yield from health_metrics.loads(service)
     yield from health_metrics.releases()
