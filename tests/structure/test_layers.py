@@ -26,6 +26,7 @@ FLOORS = {
     "errors": 0,
     "verdicts": 0,
     "types": 0,
+    "status": 0,
     "config": 0,
     "log_limits": 0,
     "machine": 0,
