@@ -15,7 +15,6 @@ from prometheus_client.core import Metric
 
 import tierstore
 from tierstore.service.admin import metrics
-from tierstore.service.context import Service
 from tierstore.service.server import ServerThread
 from tierstore.service.sources import kafka_rows_status, kafka_status
 
@@ -38,14 +37,16 @@ def page() -> str:
 
 def _row(family: Metric) -> str:
     name = family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
-    labels = {*getattr(family, "_labelnames", ()), *(label for sample in family.samples for label in sample.labels)} - {"le"}
+    labels = {*getattr(family, "_labelnames", ()), *(label for sample in family.samples for label in sample.labels)} - {
+        "le"
+    }
     return f"| `{name}` | {family.type} | {', '.join(f'`{label}`' for label in sorted(labels))} | {family.documentation} |\n"
 
 
 def _families() -> dict[str, Metric]:
     """By name, of the service and of all parts that it can have."""
-    with a_service() as service:
-        found = list(metrics.Everything(service).collect())
+    with a_service() as server:
+        found = list(metrics.Everything(server.service).collect())
     found += metrics.device_families(ANY)
     found += metrics.ssd_cache_families(ANY, {})
     found += kafka_status.families(kafka_status.KafkaStats("").status(parked=0))
@@ -55,15 +56,18 @@ def _families() -> dict[str, Metric]:
 
 
 @contextmanager
-def a_service() -> Iterator[Service]:
+def a_service() -> Iterator[ServerThread]:
     """A service of an empty store that watches a directory and a location."""
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         for folder in ("deltas", "snapshots"):
             (root / folder).mkdir()
         settings = {"watch": root / "deltas", "watch_snapshots": [root / "snapshots"], "source_root": [root]}
-        with tierstore.open(root / "data", port=0, host_budget="16MiB", **settings) as store, ServerThread(store) as server:
-            yield server.service
+        with (
+            tierstore.open(root / "data", port=0, host_budget="16MiB", **settings) as store,
+            ServerThread(store) as server,
+        ):
+            yield server
 
 
 if __name__ == "__main__":

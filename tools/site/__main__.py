@@ -19,7 +19,16 @@ from tools.site import pages
 def main(folder: Path) -> int:
     source = folder.with_name(folder.name + ".pages")
     pages.write(source)
-    build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--config-file", str(source / "mkdocs.yml")]
+    build = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--quiet",
+        "--strict",
+        "--config-file",
+        str(source / "mkdocs.yml"),
+    ]
     # Material for MkDocs would print that another project follows it: see docs/decisions/dependencies.md
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     return subprocess.run([*build, "--site-dir", str(folder.resolve())], env=environment, check=False).returncode

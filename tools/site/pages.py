@@ -37,7 +37,9 @@ def write(folder: Path) -> None:
             pages[_page(target)] = _folder(target, pages) if (ROOT / target).is_dir() else _source(target)
     for page, text in pages.items():
         (where := folder / "pages" / page).parent.mkdir(parents=True, exist_ok=True)
-        boost = next((f"---\nsearch: {{boost: {by}}}\n---\n" for start, by in BOOSTS.items() if page.startswith(start)), "")
+        boost = next(
+            (f"---\nsearch: {{boost: {by}}}\n---\n" for start, by in BOOSTS.items() if page.startswith(start)), ""
+        )
         where.write_text(("" if text.startswith(HIDDEN) else boost) + _with_links(page, text), encoding="utf-8")
     (folder / "pages/assets").mkdir()
     shutil.copy(HERE / "iframe-worker.js", folder / "pages/assets")
@@ -64,7 +66,9 @@ def _menu(readme: str, pages: dict[str, str]) -> list[dict[str, object]]:
         menu.append({_capital(title): [{_capital(text): _entry(target, pages)} for text, target in found]})
     menu.append({"Reference": [{title: f"reference/{name}.md"} for name, title in REFERENCE.items()]})
     if missing := pages.keys() - set(re.findall(r"[\w/-]+\.md", str(menu))):
-        raise SystemExit(f"README.md: expected every page in the table `Pages`; not there: {', '.join(sorted(missing))}")
+        raise SystemExit(
+            f"README.md: expected every page in the table `Pages`; not there: {', '.join(sorted(missing))}"
+        )
     return menu
 
 
@@ -143,4 +147,3 @@ def _about(path: Path) -> str:
         return ""
     says = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8")))
     return f": {says.splitlines()[0]}" if says else ""
-

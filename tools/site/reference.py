@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import typer.main
 
 import tierstore
 from tierstore.cli.app import app
 from tierstore.service.admin.pages import operations
-from tierstore.service.admin.routes import make_app
 from tools.make_metrics_page import a_service
 
 CONTEXT = typer.Context(typer.main.get_command(app))
@@ -39,8 +40,8 @@ def _parameter(parameter: Any) -> tuple[str, str]:
 
 def http() -> str:
     """The requests of the admin interface, of its OpenAPI document."""
-    with a_service() as service:
-        document = make_app(service).openapi()
+    with a_service() as server, urlopen(f"{server.url}/openapi.json") as answer:
+        document = json.load(answer)
     parts = [
         "# HTTP requests\n\nThe admin interface, as its OpenAPI document (`/openapi.json`) has it; a service shows the same at `/docs`. "
         "[The HTTP API](../docs/http-api.md) explains it, and the requests for rows and scores."
@@ -61,11 +62,14 @@ def python() -> str:
     public = {name: getattr(tierstore, name) for name in sorted(tierstore.__all__)}
     errors = {name for name, value in public.items() if isinstance(value, type) and issubclass(value, Exception)}
     functions = {name for name, value in public.items() if not isinstance(value, type)}
-    parts = ["# Python\n\n`import tierstore` has these names; `tierstore.onnx` and `tierstore.torch` are modules of it."]
+    parts = [
+        "# Python\n\n`import tierstore` has these names; `tierstore.onnx` and `tierstore.torch` are modules of it."
+    ]
     for title, names in (("Functions", functions), ("Classes", public.keys() - functions - errors), ("Errors", errors)):
         parts.append(f"## {title}")
         parts += [
-            _described(f"{public[name].__module__}.{public[name].__qualname__}", f"tierstore.{name}") for name in sorted(names)
+            _described(f"{public[name].__module__}.{public[name].__qualname__}", f"tierstore.{name}")
+            for name in sorted(names)
         ]
     for module in ("tierstore.onnx", "tierstore.torch"):
         parts.append(f"## `{module}`")

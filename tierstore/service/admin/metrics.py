@@ -235,9 +235,7 @@ def _service(service: Service) -> Iterator[Metric]:
     predicts = service.inference_stats.predicts()
     text = "Requests that the dense part answered."
     yield counters("tierstore_predicts", text, "model", {model: times.count for model, times in predicts.items()})
-    text = (
-        "Seconds of these requests: in all, waiting for a thread, in look-ups, and in ONNX Runtime. The rest is the service's own."
-    )
+    text = "Seconds of these requests: in all, waiting for a thread, in look-ups, and in ONNX Runtime. The rest is the service's own."
     parts: list[tuple[Key, float]] = [
         ((model, part), ns / 1e9)
         for model, of in predicts.items()
@@ -257,8 +255,8 @@ def _service(service: Service) -> Iterator[Metric]:
     text = "Share of the time that loads, verification and warming may be at work beside look-ups."
     yield gauge("tierstore_background_share", text, throttle["share"])
     for name, about in (("p99", "as measured last"), ("quiet_p99", "when no such work was done")):
-        known: list[tuple[Key, float]] = [] if (seconds := throttle[f"{name}_s"]) is None else [((), seconds)]
-        yield gauges(f"tierstore_lookup_{name}_seconds", f"99% of look-ups took less, {about}.", "", known)
+        measured: list[tuple[Key, float]] = [] if (seconds := throttle[f"{name}_s"]) is None else [((), seconds)]
+        yield gauges(f"tierstore_lookup_{name}_seconds", f"99% of look-ups took less, {about}.", "", measured)
     yield from health_metrics.ends(service)
     yield from health_metrics.loads(service)
     yield from health_metrics.releases()

@@ -41,7 +41,9 @@ class Operation(NamedTuple):
     tag: str
     name: str  # method and path
     text: str
-    rows: list[tuple[str, str, str]]  # of parameters, fields of the body and statuses of answers: name, type, description
+    rows: list[
+        tuple[str, str, str]
+    ]  # of parameters, fields of the body and statuses of answers: name, type, description
     example: str  # a command line
 
 
