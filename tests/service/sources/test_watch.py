@@ -90,7 +90,7 @@ def test_what_is_old_or_no_delta_is_passed_over(watched: Watched) -> None:
 def test_a_bad_file_holds_its_model_up_until_it_is_replaced(watched: Watched) -> None:
     watched.put("4.arrow", b"not arrow")
     watched.put("5.arrow", delta(5, {1: 50.0}))
-    watched.held_up()
+    assert watched.held_up("write this file again").startswith("4.arrow: ")
     errors = watched.watcher.errors
     watched.store.load_snapshot(write_small(watched.root, "one", "item"))
     watched.put("1.arrow", delta(1, {1: 10.0}, model="one"), model="one")
@@ -100,6 +100,19 @@ def test_a_bad_file_holds_its_model_up_until_it_is_replaced(watched: Watched) ->
     watched.expect(1, 50.0)
     watched.expect(2, 40.0)
     assert watched.watcher.status()["held_up"] == {}
+
+
+def test_a_delta_that_lies_beside_the_models_is_a_problem_until_it_is_moved(watched: Watched) -> None:
+    for seq in (4, 5):
+        (watched.directory / f"{seq}.arrow").write_bytes(delta(seq, {1: 10.0 * seq}))
+    problem = str(eventually(lambda: watched.watcher.status()["problem"], "a problem"))
+    assert problem.startswith("4.arrow and 1 more of no model: expected <model>/<seq>.arrow")
+    assert watched.watcher.status()["problems"] == [f"watched {watched.directory}: {problem}"]
+    for seq in (4, 5):
+        (watched.directory / f"{seq}.arrow").rename(watched.directory / "ctr" / f"{seq}.arrow")
+    watched.expect(1, 50.0)
+    eventually(lambda: watched.watcher.status()["problem"] is None, "the problem to go")
+    assert watched.watcher.errors == 1, "it is counted once"
 
 
 def test_a_file_for_another_model_or_too_large_is_refused(watched: Watched) -> None:
