@@ -358,12 +358,11 @@ class _Rollout:
             raise NotReady(f"{what} did not end within {self._max_wait_s:g} s")
         time.sleep(POLL_S)
 
-    def _status(self, node: _Node) -> dict[str, Any]:
+    def _status(self, node: _Node) -> Mapping[str, Any]:
         try:
-            status: dict[str, Any] = node.client.status(self._model)["models"][self._model]
+            return node.client.status(self._model)["models"][self._model]
         except NotFound:
             return {"active_version": None, "watermark": None, "canary": None, "problem": None, "versions": []}
-        return status
 
     def _state(self, status: Mapping[str, Any]) -> str | None:
         """The state of a version on a node; None where the node does not have it."""
