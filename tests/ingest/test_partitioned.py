@@ -113,6 +113,7 @@ def test_what_tasks_have_built_serves_what_they_were_given(
     assert not [name for name in there if "/_" in name or name.startswith("_")]
 
 
+@pytest.mark.thorough
 def test_one_machine_builds_the_same_rows(build: tierstore.PartitionedBuild, tmp_path: Path) -> None:
     for partition in range(PARTS):
         write(build, partition)
@@ -132,6 +133,7 @@ def test_one_machine_builds_the_same_rows(build: tierstore.PartitionedBuild, tmp
         assert {text for text, _ in ours[1]["colliding"]} == {text for text, _ in theirs[1]["colliding"]}
 
 
+@pytest.mark.thorough
 def test_nothing_is_loadable_before_the_commit(build: tierstore.PartitionedBuild, tmp_path: Path) -> None:
     for partition in range(PARTS):
         write(build, partition)
@@ -157,6 +159,7 @@ def test_nothing_is_loadable_before_the_commit(build: tierstore.PartitionedBuild
         build.commit()
 
 
+@pytest.mark.thorough
 def test_a_task_that_runs_twice_or_late_changes_nothing(build: tierstore.PartitionedBuild, tmp_path: Path) -> None:
     """Two attempts at once, as engines start them for slow tasks: each has files of its own, and one of them counts."""
     both = threading.Barrier(2)
@@ -181,6 +184,7 @@ def test_a_task_that_runs_twice_or_late_changes_nothing(build: tierstore.Partiti
     check(tmp_path / "out", tmp_path / "data")
 
 
+@pytest.mark.thorough
 def test_a_build_goes_on_where_it_was_broken_off(build: tierstore.PartitionedBuild, tmp_path: Path) -> None:
     write(build, 1)
     before = names(tmp_path / "out")
@@ -224,6 +228,7 @@ build.write("item", 0, items(build, 0), key="id", vector="embedding")
 """
 
 
+@pytest.mark.thorough
 def test_a_task_that_is_killed_before_its_receipt_leaves_files_that_nothing_names(
     build: tierstore.PartitionedBuild, tmp_path: Path
 ) -> None:
@@ -253,6 +258,7 @@ def test_a_commit_names_what_is_missing(build: tierstore.PartitionedBuild, tmp_p
         build.commit({"itme": ROWS})
 
 
+@pytest.mark.thorough
 def test_a_partition_that_no_task_was_given_has_no_rows(build: tierstore.PartitionedBuild, tmp_path: Path) -> None:
     """As where an engine calls a task for each group of rows that there is."""
     for partition in range(PARTS):
@@ -263,6 +269,7 @@ def test_a_partition_that_no_task_was_given_has_no_rows(build: tierstore.Partiti
         assert not store.model("ctr").lookup("word", ["a"], return_found=True)[1][0]
 
 
+@pytest.mark.thorough
 def test_rows_expire_by_the_time_at_which_the_build_began(tmp_path: Path) -> None:
     made = template(tmp_path / "template", ttl_s="1h", time_column="at")
     build = tierstore.begin_build(made, tmp_path / "out", partitions=2)
@@ -310,7 +317,7 @@ def test_what_cannot_be_is_refused_by_name(build: tierstore.PartitionedBuild, tm
         tierstore.begin_build(tmp_path / "full", tmp_path / "o", partitions=4)
     with pytest.raises(InvalidInput, match="is not empty"):
         tierstore.begin_build(build.template, tmp_path / "full", partitions=4)
-    assert names(tmp_path / "out") == {"_begun.json"}
+    assert names(tmp_path / "out") == {"_build.json"}
 
 
 def test_a_damaged_receipt_is_named(build: tierstore.PartitionedBuild, tmp_path: Path) -> None:
@@ -321,6 +328,7 @@ def test_a_damaged_receipt_is_named(build: tierstore.PartitionedBuild, tmp_path:
         build.commit()
 
 
+@pytest.mark.thorough
 def test_in_object_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("obstore", reason="the extra s3 is not installed")
     pytest.importorskip("moto.server", reason="moto's server is not installed")

@@ -1,6 +1,6 @@
 """A built version that many machines make: each task sorts a partition of a table, and `commit` makes one version of them.
 
-    <out>/_begun.json                            what is built; written by `begin_build`
+    <out>/_build.json                            what is built; written by `begin_build`
     <out>/partition-0007/base-item-…             finished files, each attempt of a task under names of its own
     <out>/partition-0007/_item.json              the receipt of (item, 7): which of these files count; written after them
     <out>/partition-0007/built.json, built.json  by `commit`, the one above the folders last; then the rest is removed
@@ -20,16 +20,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tierstore import kernels
-from tierstore.errors import Conflict, InvalidInput, SnapshotError, StorageError, WrongPartition
+from tierstore.errors import Conflict, InvalidInput, SnapshotError, WrongPartition
 from tierstore.formats import files
 from tierstore.formats.keys import as_codes, partition_of
 from tierstore.formats.names import BUILT_MANIFEST
@@ -46,44 +45,20 @@ from tierstore.ingest.build import built_file, finish_folder
 from tierstore.ingest.journal import Journal
 from tierstore.ingest.load_tasks import RUNS, LoadTasks
 from tierstore.ingest.plan import plan_load
+from tierstore.ingest.receipts import (
+    BUILD_RECORD,
+    BuildRecord,
+    Receipt,
+    build_record,
+    folder_of,
+    receipt_name,
+    receipt_of,
+)
 from tierstore.ingest.worker import run_task
 from tierstore.kernels import ahead
 from tierstore.types import MAX_PARTITIONS, Partitions
 
-BEGUN = "_begun.json"
 _SCRATCH = "tierstore-build-"
-
-
-D = TypeVar("D", "_Begun", "_Receipt")
-
-
-class _Document(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class _Begun(_Document):
-    """`_begun.json`. `began_s`: rows that were too old by then are not in the version."""
-
-    format: int = 1
-    partitions: int
-    began_s: int
-    template: str  # the digest of the template, but for its `created_at`
-    manifest: dict[str, Any]
-
-
-class _Receipt(_Document):
-    """What a task has made. `sums` of the vectors, `dim` numbers; `rows` are in `files`, `expired` were too old."""
-
-    rows: int = Field(ge=0)
-    expired: int = Field(ge=0)
-    sums: tuple[float, ...]
-    digest: int = Field(ge=0)
-    colliding: tuple[tuple[str, int], ...]
-    files: tuple[BuiltFile, ...]
-
-    @classmethod
-    def of_nothing(cls, dim: int) -> _Receipt:
-        return cls(rows=0, expired=0, sums=(0.0,) * dim, digest=0, colliding=(), files=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +83,7 @@ class PartitionedBuild:
         """The partitions of a table that no task has finished yet. StorageError."""
         self._entry(table)
         names = set(self._target().names())
-        return [number for number in range(self.partitions) if _receipt_name(number, table) not in names]
+        return [number for number in range(self.partitions) if receipt_name(number, table) not in names]
 
     def write(
         self,
@@ -134,7 +109,7 @@ class PartitionedBuild:
         if not 0 <= partition < self.partitions:
             raise InvalidInput(f"partition: expected 0 to {self.partitions - 1}, got {partition}")
         target = self._target()
-        done = _receipt(target, partition, table)
+        done = receipt_of(target, partition, table)
         if done is not None:
             return done.rows
         if not kernels.is_complete(kernels.SOON):
@@ -148,7 +123,7 @@ class PartitionedBuild:
                 reason = error.reason.partition(": it is also in")[0]
                 raise SnapshotError(f"table {table!r}, partition {partition}: {reason}", row=error.row) from error
             files.remove_tree(where / "rows")
-            name = _receipt_name(partition, table)
+            name = receipt_name(partition, table)
             files.publish_json(where / "out" / name, receipt.model_dump(mode="json"))
             target.move_in(where / "out", last=name)
         return receipt.rows
@@ -166,17 +141,17 @@ class PartitionedBuild:
             raise Conflict(f"{self.out} is committed already")
         receipts = self._receipts(target, names, rows or {})
         template = open_snapshot(self.template)
-        if _template_digest(template) != _begun(target, self.out).template:
+        if _template_digest(template) != build_record(target, self.out).template:
             raise SnapshotError(f"{self.template} is another template than the build was begun with")
         with scratch_directory(None, _SCRATCH) as where:
             manifest = self._committed_manifest(receipts)
-            folders = [_folder(number) for number in range(self.partitions)]
+            folders = [folder_of(number) for number in range(self.partitions)]
             for number, folder in enumerate(folders):
                 self._finish(files.make_dir(where / folder), template, manifest, receipts, number)
             write_partitions(where, folders, manifest)
             kept = {path.relative_to(where).as_posix() for path in where.rglob("*")}
             target.move_in(where, last=BUILT_MANIFEST)
-        kept |= {f"{_folder(number)}/{file.name}" for (number, _), of in receipts.items() for file in of.files}
+        kept |= {f"{folder_of(number)}/{file.name}" for (number, _), of in receipts.items() for file in of.files}
         for name in names - kept:
             target.remove(name)
         return manifest.version
@@ -206,13 +181,13 @@ class PartitionedBuild:
                 tables[entry.name].write(block.keys, block.vectors, block.times)
         return open_snapshot(where)
 
-    def _sorted(self, where: Path, snapshot: Snapshot, table: str, partition: int, memory_bytes: int) -> _Receipt:
+    def _sorted(self, where: Path, snapshot: Snapshot, table: str, partition: int, memory_bytes: int) -> Receipt:
         """Sort the rows as a load would, on this thread, into `out` with the names that they will have."""
         tables, build = snapshot.manifest.tables, files.make_dir(where / "build")
         plan = plan_load(tables, base="sealed", memory_bytes=memory_bytes, workers=1)
         of = next(one for one in plan.tables if one.table == table)
         files.make_dir(build / RUNS)
-        out = files.make_dir(files.make_dir(where / "out") / _folder(partition))
+        out = files.make_dir(files.make_dir(where / "out") / folder_of(partition))
         attempt = secrets.token_hex(4)
         with ExitStack() as stack:
             journal = Journal(build / "journal", {})
@@ -245,7 +220,7 @@ class PartitionedBuild:
             built.append(built_file(task.table, name, result))
         mine = [result for task, result in made if task.table == table]
         sums = np.sum([shard for result in read for shard in result.sums] or [np.zeros(self._entry(table).dim)], axis=0)
-        return _Receipt(
+        return Receipt(
             rows=sum(result.rows for result in mine),
             expired=sum(result.expired for result in read),
             sums=tuple(sums.tolist()),
@@ -256,16 +231,16 @@ class PartitionedBuild:
 
     # --- the commit
 
-    def _receipts(self, target: Target, names: set[str], rows: Mapping[str, int]) -> dict[tuple[int, str], _Receipt]:
+    def _receipts(self, target: Target, names: set[str], rows: Mapping[str, int]) -> dict[tuple[int, str], Receipt]:
         """What each partition has, by (partition, table). InvalidInput where one is missing, or rows are."""
         for table in rows:
             self._entry(table)
-        receipts: dict[tuple[int, str], _Receipt] = {}
+        receipts: dict[tuple[int, str], Receipt] = {}
         for entry in self._manifest().tables:
             missing = []
             for number in range(self.partitions):
-                there = _receipt_name(number, entry.name) in names
-                found = _receipt(target, number, entry.name) if there else None
+                there = receipt_name(number, entry.name) in names
+                found = receipt_of(target, number, entry.name) if there else None
                 if found is None:
                     missing.append(number)
                 else:
@@ -282,12 +257,14 @@ class PartitionedBuild:
                 )
         return receipts
 
-    def _committed_manifest(self, receipts: Mapping[tuple[int, str], _Receipt]) -> Manifest:
+    def _committed_manifest(self, receipts: Mapping[tuple[int, str], Receipt]) -> Manifest:
         """The manifest with the rows that have come; where a snapshot has shards are the folders that they came in."""
         document = self._manifest().to_document()
         for entry in document["tables"]:
             mine = {number: of for (number, name), of in receipts.items() if name == entry["name"]}
-            shards = [{"path": f"{entry['name']}/{_folder(n)}", "rows": of.rows + of.expired} for n, of in mine.items()]
+            shards = [
+                {"path": f"{entry['name']}/{folder_of(n)}", "rows": of.rows + of.expired} for n, of in mine.items()
+            ]
             entry["shards"] = [shard for shard in shards if shard["rows"]]
             entry["rows"] = sum(of.rows + of.expired for of in mine.values())
         return Manifest.parse(json.dumps(document), file=BUILT_MANIFEST)
@@ -297,7 +274,7 @@ class PartitionedBuild:
         root: Path,
         template: Snapshot,
         manifest: Manifest,
-        receipts: Mapping[tuple[int, str], _Receipt],
+        receipts: Mapping[tuple[int, str], Receipt],
         number: int,
     ) -> None:
         """The side files and the `built.json` of a partition."""
@@ -306,7 +283,7 @@ class PartitionedBuild:
         for entry in manifest.tables:
             every = [receipts[n, entry.name] for n in range(self.partitions) if (n, entry.name) in receipts]
             expired = sum(of.expired for of in every)
-            nothing = _Receipt.of_nothing(entry.dim)
+            nothing = Receipt.of_nothing(entry.dim)
             sums = np.sum([of.sums for of in every or [nothing]], axis=0)
             mean = (sums / max(1, entry.rows - expired)).astype(np.float32)
             mine = receipts.get((number, entry.name), nothing)
@@ -357,19 +334,19 @@ def begin_build(template: str | Path, out: str | Path, *, partitions: int) -> Pa
     names = target.names()
     if BUILT_MANIFEST in names:
         raise Conflict(f"{out} holds a built version already; give another place")
-    if BEGUN not in names:
+    if BUILD_RECORD not in names:
         if names:
             raise InvalidInput(f"{out} is not empty, it has {names[0]}: give a place with nothing in it")
         manifest = snapshot.manifest.to_document()
-        begun = _Begun(partitions=partitions, began_s=int(time.time()), template=wanted, manifest=manifest)
+        record = BuildRecord(partitions=partitions, began_s=int(time.time()), template=wanted, manifest=manifest)
         with scratch_directory(None, _SCRATCH) as where:
-            files.publish_json(where / BEGUN, begun.model_dump(mode="json"))
-            target.move_in(where, last=BEGUN)
-    begun = _begun(target, str(out))
-    if begun.partitions != partitions or begun.template != wanted:
-        what = f"{begun.partitions} partitions" if begun.partitions != partitions else "another template"
+            files.publish_json(where / BUILD_RECORD, record.model_dump(mode="json"))
+            target.move_in(where, last=BUILD_RECORD)
+    record = build_record(target, str(out))
+    if record.partitions != partitions or record.template != wanted:
+        what = f"{record.partitions} partitions" if record.partitions != partitions else "another template"
         raise Conflict(f"{out} has a build that was begun with {what}: go on with the same, or give another place")
-    return PartitionedBuild(str(out), str(template), partitions, begun.began_s, json.dumps(begun.manifest))
+    return PartitionedBuild(str(out), str(template), partitions, record.began_s, json.dumps(record.manifest))
 
 
 def _record_batches(batches: Any) -> Iterator[pa.RecordBatch]:
@@ -377,35 +354,6 @@ def _record_batches(batches: Any) -> Iterator[pa.RecordBatch]:
         if not isinstance(batch, pa.RecordBatch):
             raise InvalidInput(f"batches: expected Arrow record batches, got {type(batch).__name__}")
         yield batch
-
-
-def _folder(partition: int) -> str:
-    return f"partition-{partition:04}"
-
-
-def _receipt_name(partition: int, table: str) -> str:
-    return f"{_folder(partition)}/_{table}.json"
-
-
-def _receipt(target: Target, partition: int, table: str) -> _Receipt | None:
-    return _parsed(_Receipt, target, _receipt_name(partition, table))
-
-
-def _begun(target: Target, out: str) -> _Begun:
-    begun = _parsed(_Begun, target, BEGUN)
-    if begun is None:
-        raise StorageError(f"{out} has no {BEGUN}: it was removed, or the build is committed")
-    return begun
-
-
-def _parsed(kind: type[D], target: Target, name: str) -> D | None:
-    content = target.read(name)
-    if content is None:
-        return None
-    try:
-        return kind.model_validate_json(content)
-    except ValidationError as error:
-        raise StorageError(f"{name} is damaged: remove it, and write the partition again: {error}") from error
 
 
 def _template_digest(snapshot: Snapshot) -> str:

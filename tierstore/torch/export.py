@@ -77,20 +77,22 @@ def write_snapshot(
             for begin in range(0, len(weight), BATCH_ROWS):
                 part = slice(begin, min(begin + BATCH_ROWS, len(weight)))
                 out.write(named[name][part] if name in named else np.arange(part.start, part.stop), weight[part])
-        for feature in features.values():
-            padding = feature.padding
-            if padding is not None and feature.table in named:
-                padding = named[feature.table][padding]
-                padding = padding.item() if isinstance(padding, np.generic) else padding
-            how = None if feature.hash is None else asdict(feature.hash)
-            snapshot.feature(
-                feature.name, table=feature.table, combiner=feature.combiner, padding_key=padding, hash=how
-            )
+        _write_features(snapshot, features, named)
         if graph is not None:
             snapshot.dense(graph)
             snapshot.request(_request(features, inputs, named))
     if touched is not None:
         touched.clear()
+
+
+def _write_features(snapshot: SnapshotWriter, features: Mapping[str, _Feature], named: Mapping[str, Any]) -> None:
+    for feature in features.values():
+        padding = feature.padding
+        if padding is not None and feature.table in named:
+            padding = named[feature.table][padding]
+            padding = padding.item() if isinstance(padding, np.generic) else padding
+        how = None if feature.hash is None else asdict(feature.hash)
+        snapshot.feature(feature.name, table=feature.table, combiner=feature.combiner, padding_key=padding, hash=how)
 
 
 def export_dense(

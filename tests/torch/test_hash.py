@@ -107,7 +107,7 @@ def test_a_torchrec_model_whose_jagged_keys_are_hashed(tmp_path: Path) -> None:
     pytest.importorskip("torchrec", reason="TorchRec is not installed: make trainers")
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-    from tests.test_torchrec import config, dlrm, request
+    from tests.torch.test_torchrec import config, dlrm, request
 
     class Hashed(nn.Module):
         def __init__(self) -> None:

@@ -13,12 +13,11 @@ import xxhash
 from tritonclient.utils import InferenceServerException
 
 import tierstore
+from tests.service.conftest import GRPC, settings_for
+from tests.service.upstream.scenes import Scene
+from tests.service.wires import GrpcWire, HttpWire, Wire
 from tierstore.engine.store import Store
 from tierstore.service.server import ServerThread
-
-from .conftest import GRPC, settings_for
-from .upstream_scenes import Scene
-from .wires import GrpcWire, HttpWire, Wire
 
 ROWS = 50
 IDS = np.array([0, 17, -1, 1 << 62, -(1 << 63), 17], np.int64)
@@ -135,6 +134,7 @@ def test_over_tensorflow_serving_and_the_clients(server: ServerThread) -> None:
             assert entries[1]["key"] == values[1]
 
 
+@pytest.mark.thorough
 def test_a_front_hashes_as_its_nodes_do(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     try:
@@ -148,6 +148,7 @@ def test_a_front_hashes_as_its_nodes_do(tmp_path: Path) -> None:
         scene.close()
 
 
+@pytest.mark.thorough
 def test_predictions_read_the_rows_of_hashed_keys(tmp_path: Path) -> None:
     """Again and again: a compiled thread that has learned the request would read the rows of the keys themselves, which it has too."""
     pytest.importorskip("onnxruntime", reason="needs the extra `dense`")
