@@ -257,12 +257,12 @@ def test_pytorch_programs(scene: Path) -> None:
             old.unlink()
         run(page, at, text, {**given, "net": Net()})
         assert (scene / "deltas/1.arrow").exists()
-    with tierstore.open(scene / "swapped") as store:
-        store.load_snapshot(scene / "snapshots/20261120")
-        made = run("docs/pytorch.md", *hashed, {})["Net"]()
+    made = run("docs/pytorch.md", *hashed, {})["Net"]()
     write_snapshot("hashed", made, {"item_id": torch.tensor([5, -5])}, model="hashed", version=1, dense=False)
     assert open_snapshot("hashed").manifest.feature_specs()["item_id"].hash == KeyHash(1_000_000, 7)
-    run("docs/pytorch.md", *swap, {"net": Net(), "store": store, "batch": inputs()})
+    with tierstore.open(scene / "swapped") as store:
+        store.load_snapshot(scene / "snapshots/20261120")
+        run("docs/pytorch.md", *swap, {"net": Net(), "store": store, "batch": inputs()})
     pytest.importorskip("torchrec", reason="TorchRec is not installed: make trainers")
     from tests.torch.test_torchrec import dlrm
     from tests.torch.test_torchrec import inputs as bags
