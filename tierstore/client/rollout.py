@@ -95,7 +95,8 @@ def rollout(
     Args:
         snapshot: directory or URL of a snapshot or built version, as the nodes see it.
         nodes: their URLs, each reached directly and not through a load balancer.
-        model, version: of the snapshot; read from it where that can be read here.
+        model: name of the model; read from the snapshot where that can be read here.
+        version: number of the version; likewise.
         policy: switch `one-by-one`, each checked before the next; or `all-at-once`.
         max_wait_s: for the load, and again until all are caught up and warm.
         check_s: for how long errors are counted after a switch.

@@ -179,7 +179,9 @@ class View:
             offsets: int64[bags], where each bag starts; the first is 0, there is no end entry. An empty bag gives zeros.
             weights: float32[n], or None for ones.
             combiner: `sum`, `mean` or `sqrtn`; None for the feature's own.
-            dtype, out, return_found, device: as for `lookup`, `out` being [bags, dim]; `found` is bool[n], one a key.
+            dtype: as for `lookup`; so is `device`.
+            out: float[bags, dim] to write to, as for `lookup`.
+            return_found: return bool[n] too, one a key.
 
         Returns:
             The vectors [bags, dim], or (vectors, found). Absent keys count with the table's default.
