@@ -41,8 +41,10 @@ def main() -> None:
         snapshot.feature("item_id", table="item")
     command = [sys.executable, "-m", "tierstore"]
     subprocess.run([*command, "load", "empty"], check=True)
-    serve = [*command, "serve", "--port", "0", "--grpc-port", "off", "--kafka", brokers]
-    service = subprocess.Popen([*serve, "--kafka-rows", f"{topic}=shop/item"], stdout=subprocess.PIPE, text=True)
+    rows = ["--kafka", brokers, "--kafka-rows", f"{topic}=shop/item"]
+    service = subprocess.Popen(
+        [*command, "serve", "--port", "0", "--grpc-port", "off", *rows], stdout=subprocess.PIPE, text=True
+    )
     assert service.stdout is not None
     try:
         url = service.stdout.readline().split()[-1]
@@ -50,12 +52,12 @@ def main() -> None:
         until = time.monotonic() + 120
         with tierstore.Client(url) as client:
             while True:
-                rows, found = client.lookup("shop", "item_id", [17, 18, ROWS - 1], return_found=True)
+                vectors, found = client.lookup("shop", "item_id", [17, 18, ROWS - 1], return_found=True)
                 if found.tolist() == [False, True, True]:
                     break
                 assert time.monotonic() < until, client.status()["service"]["kafka_rows"]
                 time.sleep(0.2)
-        assert rows.tolist() == [[0, 0, 0, 0], [18, 9, 4.5, 1], [ROWS - 1, (ROWS - 1) / 2, (ROWS - 1) / 4, 1]]
+        assert vectors.tolist() == [[0, 0, 0, 0], [18, 9, 4.5, 1], [ROWS - 1, (ROWS - 1) / 2, (ROWS - 1) / 4, 1]]
     finally:
         service.terminate()
         service.wait()
