@@ -90,12 +90,13 @@ def await_problem(node: Upstream, pattern: str) -> str:
 def two(scene: Scene, upto: int, **settings: Any) -> tuple[Upstream, Upstream]:
     """Two nodes with one snapshot and the same deltas; the second one has the first one as peer, and is away from now on."""
     first = scene.node()
-    second = scene.node(peer=[first.url], **settings)
+    second = scene.node(**settings)
     for node in (first, second):
         node.load(1, 0)
     for seq in range(1, upto + 1):
         scene.apply(stamped(seq))
     second.stop()
+    second.settings["peer"] = [first.url]
     return first, second
 
 

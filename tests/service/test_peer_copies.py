@@ -24,7 +24,6 @@ from .peer_scenes import (
     digests,
     is_ready,
     last,
-    scene,
     stamped,
     status,
 )

@@ -23,7 +23,6 @@ from .conftest import eventually
 from .peer_scenes import (
     TABLES,
     assert_equal,
-    scene,
     stamped,
 )
 from .upstream_scenes import write_snapshot

@@ -28,7 +28,6 @@ from .peer_scenes import (
     digests,
     last,
     rows,
-    scene,
     stamped,
     status,
     two,
