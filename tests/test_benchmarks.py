@@ -21,7 +21,7 @@ from benchmarks.lookup_peers import PLANS, WORKLOADS, Bench, check
 from benchmarks.wild_traffic import MANY, Asked, Clients, heavy_tailed, ranking, single
 from benchmarks.wire_table import vectors_of
 from tests.tiers.cuda_shim.backend import ShimDevice
-from tests.triton_backend import backend
+from tests.triton import backend
 from tierstore.types import StorageDtype
 
 ROOT = Path(__file__).parents[1]

@@ -241,7 +241,7 @@ def test_formats_page(scene: Path) -> None:
 def test_pytorch_programs(scene: Path) -> None:
     for needed in ("torch", "onnxscript", "onnxruntime"):
         pytest.importorskip(needed, reason=f"{needed} is not installed: make trainers")
-    from tests.test_torch import Net, inputs
+    from tests.torch.test_export import Net, inputs
 
     (scene / "deltas").mkdir()
     readme = with_word("tierstore.torch")
@@ -256,8 +256,8 @@ def test_pytorch_programs(scene: Path) -> None:
         store.load_snapshot(scene / "snapshots/20261120")
         run("docs/pytorch.md", *swap, {"net": Net(), "store": store, "batch": inputs()})
     pytest.importorskip("torchrec", reason="TorchRec is not installed: make trainers")
-    from tests.test_torchrec import dlrm
-    from tests.test_torchrec import inputs as bags
+    from tests.torch.test_torchrec import dlrm
+    from tests.torch.test_torchrec import inputs as bags
     from tierstore.torch import write_snapshot
 
     given = {"dense": bags()["dense_features"], "kjt": bags()["sparse_features"]}

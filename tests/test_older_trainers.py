@@ -15,7 +15,7 @@ MUST_PASS = {"test_lightgbm[False]", "test_lightgbm[True]", "test_xgboost"}  # n
 
 @pytest.mark.skipif(not (VENV / ".installed").exists(), reason="older trainers are not installed: make older-trainers")
 def test_exporters_with_older_releases_and_the_oldest_onnx_that_is_supported() -> None:
-    torch = [] if not list(VENV.glob("lib/*/site-packages/torch")) else ["tests/test_torch.py"]
+    torch = [] if not list(VENV.glob("lib/*/site-packages/torch")) else ["tests/torch/test_export.py"]
     done = subprocess.run(
         [VENV / "bin/python", "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", *RUNS, *torch],
         cwd=ROOT, capture_output=True, text=True, timeout=590, check=False,

@@ -8,11 +8,10 @@ import pytest
 
 import tierstore
 from tests.certificates import Authority
+from tests.cli.conftest import SMALL, Cli, write_snapshot
 from tierstore.access.roles import Role
 from tierstore.access.tokens import TokenFile
 from tierstore.service.server import ServerThread
-
-from .conftest import SMALL, Cli, write_snapshot
 
 
 def test_a_certificate_gets_a_role_and_loses_it(cli: Cli, tmp_path: Path) -> None:

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.cli.conftest import DIM, ROWS, Cli
 from tierstore.cli import show
 from tierstore.engine.store import Store
 from tierstore.service.server import ServerThread
-
-from .conftest import DIM, ROWS, Cli
 
 
 @pytest.fixture(scope="module")

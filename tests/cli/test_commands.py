@@ -13,13 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 
 import tierstore
+from tests.cli.conftest import DIM, ROWS, Cli, row, write_delta, write_snapshot
 from tests.formats.test_directories import as_spark
 from tests.imports.test_hps import hps
 from tierstore.engine.store import Store
 from tierstore.predict import runtime
 from tierstore.service.server import ServerThread
-
-from .conftest import DIM, ROWS, Cli, row, write_delta, write_snapshot
 
 
 def test_versions_and_deltas_from_load_to_drop(cli: Cli, tmp_path: Path, place: list[str]) -> None:

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 import tierstore
+from tests.cli.conftest import SMALL, Cli, write_delta, write_snapshot
 from tierstore.engine.store import Store
 from tierstore.service.server import ServerThread
-
-from .conftest import SMALL, Cli, write_delta, write_snapshot
 
 Two = tuple[list[Store], list[str]]
 

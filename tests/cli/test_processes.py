@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 
 import tierstore
+from tests.cli.conftest import ROOT, python, row, write_snapshot
 from tests.extras import has_grpc
 from tierstore.cli.progress import shown_progress
 from tierstore.config import ENV_PREFIX
 from tierstore.types import Progress
-
-from .conftest import ROOT, python, row, write_snapshot
 
 
 def test_progress_in_lines_says_each_phase_once_in_a_while(capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import typer.main
 from rich.console import Console
 
 import tierstore
+from tests.cli.conftest import ROOT, Cli, python
 from tierstore import config
 from tierstore.cli import show
 from tierstore.cli.app import app
@@ -18,8 +19,6 @@ from tierstore.engine.store import Store
 from tierstore.service.server import ServerThread
 from tierstore.service.sources.kafka_rows_status import RowStats
 from tierstore.service.sources.kafka_status import KafkaStats
-
-from .conftest import ROOT, Cli, python
 
 COMMANDS = {
     "serve",

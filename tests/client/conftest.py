@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.client.fake_service import FakeService
 from tierstore.client import AsyncClient, Client
-
-from .fake_service import FakeService
 
 
 class Blocking:

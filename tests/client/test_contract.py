@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.client.conftest import Make, same
+from tests.client.fake_service import Act, FakeService, rows, sums
 from tierstore.client import AsyncClient
 from tierstore.errors import (
     InvalidInput,
@@ -17,9 +19,6 @@ from tierstore.errors import (
     SnapshotError,
     TierstoreError,
 )
-
-from .conftest import Make, same
-from .fake_service import Act, FakeService, rows, sums
 
 QUICK = {"backoff_s": 0.001}
 

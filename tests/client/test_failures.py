@@ -8,6 +8,8 @@ import threading
 import numpy as np
 import pytest
 
+from tests.client.conftest import Make, same
+from tests.client.fake_service import Act, FakeService, rows
 from tierstore.errors import (
     Closed,
     DeadlineExceeded,
@@ -18,9 +20,6 @@ from tierstore.errors import (
     TierstoreError,
     Unreachable,
 )
-
-from .conftest import Make, same
-from .fake_service import Act, FakeService, rows
 
 QUICK = {"backoff_s": 0.001}
 

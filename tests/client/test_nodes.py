@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 import tierstore
+from tests.client.conftest import Make
+from tests.client.nodes import Node, nodes, process, row, write_change, write_version
 from tierstore.client import AsyncClient, Client
 from tierstore.errors import InvalidInput, NotFound, Unreachable
-
-from .conftest import Make
-from .nodes import Node, nodes, process, row, write_change, write_version
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 import tierstore
+from tests.client.conftest import Make
 from tests.predict.onnx_models import FLOAT, build, linear, node  # skips where the extra `dense` is not installed
 from tierstore.engine.store import Store
 from tierstore.errors import InvalidInput, NotFound
 from tierstore.service.server import ServerThread
-
-from .conftest import Make
 
 ITEMS, DIM = 300, 4
 SMALL: dict[str, Any] = {"host_budget": "4MiB", "load_workers": 1, "disk_threads": 2}

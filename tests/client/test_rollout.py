@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import tierstore
+from tests.client.nodes import DIM, ITEMS, Node, nodes, row, write_change, write_version
 from tests.engine.test_store import folded
 from tierstore.client import Client
 from tierstore.client.replicas import compare, compare_rows
@@ -21,8 +22,6 @@ from tierstore.client.rollout import _Node, _Rollout, rollout
 from tierstore.engine.versions.expiry import expire
 from tierstore.errors import Conflict, InvalidInput, RolloutFailed, TierstoreError, Unreachable
 from tierstore.verdicts import Requests
-
-from .nodes import DIM, ITEMS, Node, nodes, row, write_change, write_version
 
 QUICK: dict[str, Any] = {"check_s": 0.0, "max_wait_s": 60.0}
 

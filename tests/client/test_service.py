@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 import tierstore
+from tests.client.conftest import same
 from tierstore.client import Client
 from tierstore.engine.store import Store
 from tierstore.errors import Conflict, InvalidInput, NotFound, NotReady, SequenceGap, SnapshotError
 from tierstore.service.server import ServerThread
-
-from .conftest import same
 
 ITEMS, DIM = 2000, 8
 WORDS = ["", "a", "ä", "many words"]

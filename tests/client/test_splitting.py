@@ -6,11 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.client.fake_service import answers
 from tierstore.client import wire
 from tierstore.client.inputs import Bags, Batch, Plain
 from tierstore.client.splitting import Joined, Split, split_lookup, split_predict
-
-from .fake_service import answers
 
 sizes = st.lists(st.integers(0, 9), min_size=1, max_size=20)
 

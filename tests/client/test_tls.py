@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from tests.certificates import Authority
+from tests.client.conftest import Make
+from tests.client.fake_service import FakeService, rows
 from tierstore.client.settings import Address
 from tierstore.errors import InvalidInput, Unreachable
-
-from .conftest import Make
-from .fake_service import FakeService, rows
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Stores against the promises: a driver of any order of loads, deltas, switches, rollbacks, canaries, drops, kills and restarts.
 
 What is to be served is said by a history (`promises.py`). The driver is one; what it drives is a store on this machine, nodes over a
-cluster (`test_cluster_model_based.py`), or a front of nodes (`tests/service/test_upstream_model_based.py`). A subclass sets `stores`.
+cluster (`placements/cluster/test_model_based.py`), or a front of nodes (`tests/service/upstream/test_model_based.py`). A subclass sets `stores`.
 """
 
 from __future__ import annotations

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine import quick_build, test_canary_faults, test_faults
-from tests.engine.test_canary_faults import routes
+from tests.engine import quick_build, test_faults
+from tests.engine.serving import test_canary_faults
+from tests.engine.serving.test_canary_faults import routes
 from tests.engine.test_faults import PowerCut
 from tests.formats.disks import FailingDisk
 from tierstore.errors import TierstoreError

@@ -14,7 +14,7 @@ import pytest
 
 import tierstore
 from tests.engine import quick_build, scenes
-from tests.engine.test_undo import assert_equal, content, delta, undone
+from tests.engine.serving.test_undo import assert_equal, content, delta, undone
 from tierstore.engine.deltas import apply, log
 from tierstore.engine.lifecycle import routes
 from tierstore.engine.serving import current_record, live, publisher

@@ -20,7 +20,7 @@ from tierstore.formats.regular import open_regular, read_regular
 pytest.importorskip("obstore", reason="the extra s3 is not installed")
 pytest.importorskip("moto.server", reason="moto's server is not installed")
 
-from .object_server import Fault, ObjectServer, cut_off, refused, slow, unavailable
+from tests.formats.object_server import Fault, ObjectServer, cut_off, refused, slow, unavailable
 
 CONTENT = random.Random(7).randbytes(300_001)
 

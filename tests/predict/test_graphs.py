@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.predict import onnx_models as om
 from tierstore.errors import InvalidInput
 from tierstore.predict import graphs
 from tierstore.predict.graphs import MAX_NODES, inspect
-
-from . import onnx_models as om
 
 PORTS: om.Ports = {"user_id": (om.FLOAT, ["batch", 4])}
 SCORE: om.Ports = {"score": (om.FLOAT, ["batch", 4])}

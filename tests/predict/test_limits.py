@@ -9,16 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.predict import onnx_models as om
+from tests.predict.conftest import FEATURES, TABLES
+from tests.predict.test_session import run
 from tierstore.config import load_settings
 from tierstore.errors import Closed, LoadCancelled, Overloaded, RunLimit, TooLarge
 from tierstore.predict import making
 from tierstore.predict.runtime import Runtime
 from tierstore.predict.session import DenseCounts
 from tierstore.predict.warmup import warm
-
-from . import onnx_models as om
-from .conftest import FEATURES, TABLES
-from .test_session import run
 
 MIB = 1 << 20
 ROWS = {"user_id": np.ones((2, 4), np.float32)}

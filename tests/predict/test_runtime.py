@@ -9,12 +9,11 @@ import sys
 import numpy as np
 import pytest
 
+from tests.predict import onnx_models as om
 from tierstore.config import load_settings
 from tierstore.errors import ConfigError, InvalidInput, MissingExtra
 from tierstore.predict import runtime
 from tierstore.predict.runtime import Runtime
-
-from . import onnx_models as om
 
 
 def identity(name: str, kind: int, shape: list) -> bytes:

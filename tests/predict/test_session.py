@@ -10,11 +10,10 @@ import weakref
 import numpy as np
 import pytest
 
+from tests.predict import onnx_models as om
 from tierstore.errors import InferenceError, InvalidInput
 from tierstore.predict.session import DenseCounts, DenseSession, Slot
 from tierstore.predict.warmup import warm
-
-from . import onnx_models as om
 
 
 def run(session: DenseSession, leads=None, given=None, wanted=(), rows=None):

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 from tests.engine.scenes import eventually
+from tests.predict import onnx_models as om
+from tests.predict.conftest import FEATURES, TABLES
 from tierstore.config import load_settings
 from tierstore.errors import Closed, InvalidInput, LoadCancelled, Overloaded, StorageError
 from tierstore.kernels import child_environment
@@ -21,9 +23,6 @@ from tierstore.predict import trials
 from tierstore.predict.graphs import inspect
 from tierstore.predict.runtime import Runtime
 from tierstore.predict.session import DenseCounts
-
-from . import onnx_models as om
-from .conftest import FEATURES, TABLES
 
 MIB = 1 << 20
 ENDLESS = om.folding(5000, 400)  # minutes

@@ -10,12 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.service.fake_store import FakeStore
+from tests.service.scenes import write_small, write_snapshot
 from tierstore.config import Settings, load_settings
 from tierstore.engine.store import Store
 from tierstore.service.server import ServerThread
-
-from .fake_store import FakeStore
-from .scenes import write_small, write_snapshot
 
 DEADLINE_S = 60.0
 GRPC = 0  # the second port: a free one

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 import tierstore
-
-from .fake_store import DEFAULT, ITEMS, TABLES, USERS, VERSION, row
+from tests.service.fake_store import DEFAULT, ITEMS, TABLES, USERS, VERSION, row
 
 
 def rows(table: str, values: list[float]) -> np.ndarray:

@@ -21,6 +21,11 @@ import pytest
 
 from tests.engine import quick_build
 from tests.extras import has_grpc
+from tests.service.admin.test_page import CHROMIUM, in_browser
+from tests.service.conftest import GRPC as GRPC_PORT
+from tests.service.conftest import eventually, settings_for
+from tests.service.reactor.test_reactor import answer, planned
+from tests.service.scenes import KEYS, items, write_small, write_snapshot
 from tierstore.access import rules
 from tierstore.access.roles import Action, Principal, Role
 from tierstore.access.rules import GRPC, HTTP, of_grpc, of_http
@@ -30,12 +35,6 @@ from tierstore.engine.store import Store
 from tierstore.errors import ConfigError, Forbidden, NotFound, Unauthorized
 from tierstore.service.reactor.allowed import MOST
 from tierstore.service.server import ServerThread, check_settings
-
-from .conftest import GRPC as GRPC_PORT
-from .conftest import eventually, settings_for
-from .scenes import KEYS, items, write_small, write_snapshot
-from .test_page import CHROMIUM, in_browser
-from .test_reactor import answer, planned
 
 JOB = "/admin/jobs/job"
 OTHER = "elsewhere"  # a model that there is not: whatever is allowed changes nothing

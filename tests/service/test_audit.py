@@ -13,15 +13,14 @@ import httpx
 import pytest
 
 from tests.extras import has_grpc
+from tests.service.conftest import GRPC, eventually, load, settings_for
+from tests.service.scenes import delta, write_snapshot
 from tierstore.access.audit import read
 from tierstore.access.roles import Rates, Role
 from tierstore.access.tokens import TokenFile
 from tierstore.engine.store import Store
 from tierstore.errors import Conflict
 from tierstore.service.server import ServerThread
-
-from .conftest import GRPC, eventually, load, settings_for
-from .scenes import delta, write_snapshot
 
 
 def lines(data: Path, **wanted: Any) -> list[dict[str, Any]]:

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 from tests.extras import has_grpc
+from tests.service.conftest import GRPC, settings_for
+from tests.service.rpc.fake_stream import SomeStream
+from tests.service.scenes import write_small
 from tierstore.access.roles import LOCAL, NOBODY, Action, Rates, Role
 from tierstore.access.tokens import TokenFile
 from tierstore.engine.store import Store
@@ -19,10 +22,6 @@ from tierstore.service.http.oip import OipHttp
 from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.rpc.caller import RpcCaller
 from tierstore.service.server import ServerThread
-
-from .conftest import GRPC, settings_for
-from .fake_stream import SomeStream
-from .scenes import write_small
 
 SLOW = 0.01  # of something in a second: one, and not another one in the time of a test
 needs_grpc = pytest.mark.skipif(not has_grpc(), reason="grpcio is not installed")

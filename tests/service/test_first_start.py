@@ -22,13 +22,12 @@ import pytest
 import tierstore
 from tests.certificates import Authority
 from tests.mounts import ROOT, bare, needs_mounts, read_only
+from tests.service.conftest import eventually, settings_for
+from tests.service.scenes import write_small
 from tierstore.engine.store import Store
 from tierstore.kernels import ahead
 from tierstore.service import server as server_module
 from tierstore.service.server import ServerThread
-
-from .conftest import eventually, settings_for
-from .scenes import write_small
 
 ROWS = 3
 

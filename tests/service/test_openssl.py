@@ -18,14 +18,13 @@ from typing import Any
 import pytest
 
 from tests.certificates import Authority, Pair
+from tests.service.conftest import settings_for
 from tierstore.engine.store import Store
 from tierstore.errors import ConfigError
 from tierstore.service import openssl
 from tierstore.service.http.tls_transport import TlsTransport, handshake
 from tierstore.service.openssl import Context, Session
 from tierstore.service.server import ServerThread
-
-from .conftest import settings_for
 
 
 @pytest.fixture(scope="module")

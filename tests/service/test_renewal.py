@@ -19,6 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.certificates import Authority
+from tests.service.conftest import eventually, settings_for
 from tierstore.access.audit import read
 from tierstore.access.roles import Role
 from tierstore.access.tokens import TokenFile
@@ -26,8 +27,6 @@ from tierstore.cli.app import app
 from tierstore.engine.store import Store
 from tierstore.errors import Forbidden
 from tierstore.service.server import ServerThread
-
-from .conftest import eventually, settings_for
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,13 +14,12 @@ pytest.importorskip("onnxruntime", reason="needs the extra `dense`")
 import tierstore
 from tests.engine.quick_build import in_process
 from tests.predict import onnx_models as om
+from tests.service.conftest import settings_for
+from tests.service.scenes import write_snapshot
 from tierstore.engine.store import Store
 from tierstore.errors import InferenceError, TierstoreError
 from tierstore.predict.session import DenseSession
 from tierstore.service.server import ServerThread
-
-from .conftest import settings_for
-from .scenes import write_snapshot
 
 WEIGHTS = {"item_id": [1.0, 0.5, 0.25, 0.125]}
 

@@ -13,15 +13,14 @@ import numpy as np
 import pytest
 
 import tierstore.service.request_log as request_log
+from tests.service.conftest import eventually, load, settings_for
+from tests.service.fake_store import VERSION, FakeStore
+from tests.service.scenes import KEYS, delta, write_snapshot
 from tierstore.engine.store import Store
 from tierstore.errors import Overloaded
 from tierstore.log_limits import BURST
 from tierstore.logs import configure
 from tierstore.service.server import ServerThread
-
-from .conftest import eventually, load, settings_for
-from .fake_store import VERSION, FakeStore
-from .scenes import KEYS, delta, write_snapshot
 
 JSON = {"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [2], "data": [5, 99]}]}
 REQUESTS, CHANGES = "tierstore.service.request_log", "tierstore.engine.events.changes"

@@ -16,14 +16,13 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.service.conftest import eventually, load, settings_for
+from tests.service.fake_store import FakeStore
+from tests.service.scenes import delta, write_snapshot
 from tierstore.addresses import is_loopback
 from tierstore.errors import ConfigError, Locked
 from tierstore.service.http.middleware import host_name
 from tierstore.service.server import ServerThread, check_settings, serve
-
-from .conftest import eventually, load, settings_for
-from .fake_store import FakeStore
-from .scenes import delta, write_snapshot
 
 ITEM = {"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [2], "data": [1, 100]}]}
 PATHS = ["/v2", "/v2/models/ctr", "/admin/models", "/metrics", "/", "/docs", "/nothing"]

@@ -17,6 +17,8 @@ import pytest
 
 from tests.engine import scenes
 from tests.predict import onnx_models as om
+from tests.service.conftest import settings_for
+from tests.service.fake_store import FakeStore
 from tierstore.engine.store import Store
 from tierstore.service import app
 from tierstore.service import server as server_module
@@ -26,9 +28,6 @@ from tierstore.service.http.handoff import Handoff
 from tierstore.service.http.middleware import CUT_OFF
 from tierstore.service.process import EXIT_CODE
 from tierstore.service.server import ServerThread
-
-from .conftest import settings_for
-from .fake_store import FakeStore
 
 SERVES = """
 import os, sys, time

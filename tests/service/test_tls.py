@@ -21,15 +21,14 @@ import pytest
 
 from tests.certificates import Authority, Pair
 from tests.extras import has_grpc
+from tests.service.conftest import GRPC, eventually, settings_for
+from tests.service.scenes import KEYS, items, write_snapshot
 from tierstore.access.roles import Role
 from tierstore.access.tokens import TokenFile
 from tierstore.client import AsyncClient, Client
 from tierstore.engine.store import Store
 from tierstore.errors import ConfigError, Forbidden, Unauthorized, Unreachable
 from tierstore.service.server import ServerThread, check_settings
-
-from .conftest import GRPC, eventually, settings_for
-from .scenes import KEYS, items, write_snapshot
 
 needs_grpc = pytest.mark.skipif(not has_grpc(), reason="grpcio is not installed")
 TRAINER = "spiffe://example/trainer"

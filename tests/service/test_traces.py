@@ -14,14 +14,13 @@ import pytest
 
 from tests.extras import has_grpc
 from tests.kafka_broker import Brokers
+from tests.service.conftest import GRPC, eventually, settings_for
+from tests.service.scenes import KEYS, delta, items, rows, write_snapshot
 from tierstore.client import AsyncClient, Client
 from tierstore.engine.store import Store
 from tierstore.errors import ConfigError
 from tierstore.kafka.writer import KafkaDeltaWriter
 from tierstore.service.server import ServerThread, check_settings
-
-from .conftest import GRPC, eventually, settings_for
-from .scenes import KEYS, delta, items, rows, write_snapshot
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra `otel` is not installed")
 from opentelemetry import trace

@@ -12,16 +12,15 @@ import httpx
 import numpy as np
 import pytest
 
+from tests.service import http2_client as h2
+from tests.service.conftest import eventually, settings_for
+from tests.service.fake_store import FakeStore
+from tests.service.scenes import KEYS, items
 from tierstore.errors import ConfigError
 from tierstore.kernels import reactor_words as kernel
 from tierstore.service import addresses
 from tierstore.service.addresses import Ports
 from tierstore.service.server import ServerThread
-
-from . import http2_client as h2
-from .conftest import eventually, settings_for
-from .fake_store import FakeStore
-from .scenes import KEYS, items
 
 INFER = "/v2/models/ctr/infer"
 LOOK_UP = {"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [len(KEYS)], "data": KEYS.tolist()}]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -86,7 +87,7 @@ def plan(
     from tierstore.types import StorageDtype
 
     of_service = None if measured is None else _Served.read(measured, table, zipf, reuse)
-    served: dict[str, Any] = {} if of_service is None else of_service.entry
+    served: Mapping[str, Any] = {} if of_service is None else of_service.entry
     lookups = _reuse(zipf, reuse) if of_service is None else of_service.reuse
     if not served and (rows is None or dim is None):
         raise typer.BadParameter("expected --rows and --dim, or --from and --table")
@@ -269,7 +270,7 @@ def _columns(design: Design, rows: float) -> list[str]:
 class _Served:
     """A table of a running service, and what the service did for some seconds."""
 
-    entry: dict[str, Any]  # what the status says of it
+    entry: Mapping[str, Any]  # what the status says of it
     reuse: Measured
     traffic: Traffic
 
@@ -289,7 +290,8 @@ class _Served:
             if table not in tables:
                 raise NotFound(f"no table {table!r}; model {model!r} has {', '.join(sorted(tables))}")
             entry = tables[table]
-            curve = [point for point in entry.get("cache", {}).get("curve", ()) if point["hit_rate"] is not None]
+            rows = max(1, entry["rows"])
+            curve = [(of["rows"] / rows, rate) for of in entry["cache"]["curve"] if (rate := of["hit_rate"]) is not None]
             if not curve:
                 raise NotReady(
                     f"{url} does not know yet what the cache of {name} would do at other sizes: it takes look-ups"
@@ -297,8 +299,7 @@ class _Served:
             before, began_s = client.metrics(), time.monotonic()
             time.sleep(SAMPLE_S)
             traffic = Traffic.between(before, client.metrics(), time.monotonic() - began_s)
-        points = [(point["rows"] / max(1, entry["rows"]), point["hit_rate"]) for point in curve]
-        return cls(entry, Measured(f"as {name} is looked up now", points), traffic)
+        return cls(entry, Measured(f"as {name} is looked up now", curve), traffic)
 
     def compared(self) -> list[Compared]:
         from tierstore.sizing.plan import Load

@@ -100,6 +100,8 @@ _SHOWN_DEFAULTS = {  # of those that depend on the machine
     "watch_snapshots": "none",
     "peer": "none",
     "snapshot_policies": "none",
+    "kafka_rows": "none",
+    "kafka_rows_fields": "none",
 }
 
 

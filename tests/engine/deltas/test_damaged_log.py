@@ -1,0 +1,228 @@
+"""A delta log that somebody, or a disk, has damaged: the problem of one model, which serves nothing that it lacks deltas for."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tierstore
+from tests.engine import quick_build, scenes
+from tests.engine.lifecycle.test_start import SMALL, item, loaded
+from tests.engine.test_store import folded
+from tierstore.errors import Corruption, NotReady, SnapshotError, TierstoreError
+
+
+@pytest.fixture(autouse=True)
+def _quick_loads() -> Iterator[None]:
+    with quick_build.in_process():
+        yield
+
+
+def deltas(store: tierstore.Store, first: int, last: int) -> None:
+    for seq in range(first, last + 1):
+        store.apply_delta(scenes.stamped(seq, {"item": [seq], "user": [1]}))
+
+
+def holds(store: tierstore.Store, *seqs: int) -> bool:
+    return all(item(store, seq) == scenes.vector("item", seq, seq)[0] for seq in seqs)
+
+
+def entries(log: Path) -> list[Path]:
+    return sorted(log.glob("*.arrow"))
+
+
+def lose_one(log: Path) -> None:
+    entries(log)[1].unlink()
+
+
+def lose_two(log: Path) -> None:
+    for entry in entries(log)[:2]:
+        entry.unlink()
+
+
+def have_one_twice(log: Path) -> None:
+    entry = entries(log)[1]
+    shutil.copy(entry, entry.with_name(f"{entry.name[:20]}-{'0' * 16}.arrow"))
+
+
+def lose_base(log: Path) -> None:
+    (log / "base.json").unlink()
+
+
+def no_start(log: Path) -> None:
+    (log / "base.json").write_text('{"start": true}')
+
+
+def no_json(log: Path) -> None:
+    (log / "base.json").write_bytes(b"\xff{")
+
+
+def no_directory(log: Path) -> None:
+    shutil.rmtree(log)
+    log.write_bytes(b"")
+
+
+DAMAGES = [
+    pytest.param(lose_one, "delta 2 is missing, before 00000000000000000003", id="one missing"),
+    pytest.param(lose_two, "deltas 1 to 2 are missing", id="two missing"),
+    pytest.param(have_one_twice, "have the same seq", id="one twice"),
+    pytest.param(lose_base, r"base\.json is missing", id="base missing"),
+    pytest.param(no_start, r"base\.json: expected .* got start True", id="no start"),
+    pytest.param(no_json, r"base\.json is not JSON", id="no JSON"),
+    pytest.param(no_directory, "cannot be used", id="no directory"),
+]
+
+
+def put_back(kept: Path, log: Path) -> None:
+    if log.is_dir():
+        shutil.rmtree(log)
+    else:
+        log.unlink()
+    shutil.copytree(kept, log)
+
+
+@pytest.mark.parametrize(("damage", "why"), DAMAGES)
+def test_a_damaged_log_is_the_problem_of_one_model_until_it_is_restored(open_store, tmp_path, caplog, damage, why):
+    store = open_store(fold_grace_s=60)
+    log = loaded(store, tmp_path, 1) / "log"
+    loaded(store, tmp_path, 1, model="other")
+    deltas(store, 1, 4)
+    store.close()
+    shutil.copytree(log, tmp_path / "kept")
+    damage(log)
+    store = open_store(fold_grace_s=60)
+    assert item(store, 1, "other") == scenes.vector("item", 1, 1)[0]
+    ctr = store.model("ctr")
+    assert (ctr.ready, ctr.versions) == (False, [1]), "better nothing than rows without an acknowledged delta"
+    with pytest.raises(NotReady, match=why):
+        item(store, 1)
+    with pytest.raises(TierstoreError, match=why):
+        store.activate("ctr", 1, force=True)
+    for seq in (2, 5):  # one that may be lost, and the next
+        with pytest.raises(NotReady, match=why):
+            deltas(store, seq, seq)
+    status = store.status("ctr")["models"]["ctr"]
+    assert status["active_version"] is None
+    for words in (status["problem"], "\n".join(store.verify().problems), caplog.text):
+        assert re.search(why, words)
+    with pytest.raises(SnapshotError, match=why):
+        store.load_snapshot(scenes.write_snapshot(tmp_path, 2, delta_seq=1, rows=SMALL))
+    store.close()
+    put_back(tmp_path / "kept", log)
+    store = open_store()
+    assert holds(store, 1, 2, 3, 4)
+    assert store.model("ctr").problem is None
+    deltas(store, 5, 5)
+    folded(store)
+    assert store.verify().ok
+
+
+@pytest.mark.parametrize(("damage", "why"), DAMAGES[:-1])
+def test_a_snapshot_beyond_what_is_lost_mends_the_log(open_store, tmp_path, damage, why):
+    store = open_store(fold_grace_s=60)
+    log = loaded(store, tmp_path, 1) / "log"
+    deltas(store, 1, 4)
+    store.close()
+    damage(log)
+    store = open_store()
+    store.load_snapshot(scenes.write_snapshot(tmp_path, 2, stamp=2, delta_seq=4, rows=SMALL))
+    with pytest.raises(TierstoreError):
+        store.rollback("ctr")  # it lacks what is lost
+    deltas(store, 5, 6)
+    store.drop("ctr", 1)
+    store.close()
+    store = open_store()
+    assert holds(store, 5, 6)
+    assert store.status()["models"]["ctr"]["log"]["last"] == 6
+
+
+def test_what_is_lost_below_the_watermark_keeps_nothing_from_serving(open_store, tmp_path):
+    store = open_store()
+    log = loaded(store, tmp_path, 1, 2, active=2) / "log"
+    deltas(store, 1, 4)
+    folded(store)
+    store.close()
+    lose_one(log)
+    store = open_store(fold_grace_s=60)
+    assert holds(store, 1, 2, 3, 4)
+    assert "delta 2 is missing" in store.model("ctr").problem
+    deltas(store, 5, 5)
+    with pytest.raises(Corruption, match="delta 2 is missing"):
+        store.rollback("ctr", force=True)  # version 1 lacks it
+    assert not store.apply_delta(scenes.stamped(2, {"item": [2], "user": [1]})).applied
+    store.close()
+    store = open_store()
+    assert holds(store, 1, 2, 3, 4, 5)
+    folded(store)
+    store.drop("ctr", 1)
+    store.model("ctr").housekeeping.run_tasks()
+    assert "delta 2" in (store.model("ctr").problem or ""), "as long as entries from before are kept"
+    store.model("ctr").state.log.prune(5)
+    assert store.model("ctr").problem is None
+
+
+@pytest.mark.parametrize("damage", [lose_base, no_start, shutil.rmtree])
+def test_a_version_that_holds_all_serves_without_the_beginning_of_the_log_but_takes_no_delta(
+    open_store, tmp_path, damage
+):
+    store = open_store()
+    log = loaded(store, tmp_path, 1, 2, active=2) / "log"
+    deltas(store, 1, 4)
+    folded(store)
+    store.close()
+    shutil.copytree(log, tmp_path / "kept")
+    damage(log)
+    for _ in range(2):  # it does not mend itself by being started
+        store = open_store()
+        assert holds(store, 1, 2, 3, 4)
+        assert "base.json" in store.model("ctr").problem
+        for seq in (4, 5):
+            with pytest.raises(NotReady, match="takes no delta"):
+                deltas(store, seq, seq)
+        with pytest.raises(Corruption, match=r"base\.json"):
+            store.rollback("ctr", force=True)
+        store.label("ctr", "best", 2)
+        store.unlabel("ctr", "best")
+        store.model("ctr").housekeeping.run_tasks()
+        store.close()
+    if log.is_dir():
+        shutil.rmtree(log)
+    shutil.copytree(tmp_path / "kept", log)
+    store = open_store()
+    deltas(store, 5, 5)
+    store.rollback("ctr")
+    assert holds(store, 1, 2, 3, 4, 5)
+
+
+def test_the_beginning_of_the_log_can_be_written_as_the_message_says(open_store, tmp_path):
+    store = open_store(fold_grace_s=60)
+    log = loaded(store, tmp_path, 1) / "log"
+    deltas(store, 1, 3)
+    store.close()
+    lose_base(log)
+    store = open_store()
+    problem = store.model("ctr").problem
+    store.close()
+    (log / "base.json").write_text(problem[problem.index('{"start"') : problem.index("}") + 1])
+    store = open_store()
+    assert holds(store, 1, 2, 3)
+    deltas(store, 4, 4)
+
+
+def test_where_the_beginning_of_the_log_is_lost_a_version_that_was_stale_is_not_taken_for_a_whole_one(
+    open_store, tmp_path
+):
+    store = open_store()
+    log = loaded(store, tmp_path, 1) / "log"
+    store.load_snapshot(scenes.write_snapshot(tmp_path, 2, stamp=2, delta_seq=10, rows=SMALL))
+    store.close()
+    no_start(log)
+    store = open_store()
+    assert store.model("ctr").active_version == 2
+    with pytest.raises(Corruption, match=r"base\.json"):
+        store.rollback("ctr")
+    assert item(store, 3) == scenes.vector("item", 2, 3)[0]

@@ -1,0 +1,101 @@
+"""Dense parts of models in a real cluster: rows and graph are of one delta, whenever a node begins."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tierstore
+from tests.engine import scenes
+from tests.engine.placements.cluster.scenes import OpenNode, has_version, member
+from tierstore.engine.placements.cluster import ingester
+from tierstore.engine.placements.cluster.shared_model import SharedModel
+from tierstore.engine.placements.following import follower
+from tierstore.engine.store import Store
+
+pytestmark = pytest.mark.usefixtures("quick_loads")
+
+pytest.importorskip("onnxruntime", reason="needs the extra dense")
+from tests.predict import onnx_models  # noqa: E402
+
+KEYS = np.arange(1, 9)
+
+
+def graph(stamp: int) -> bytes:
+    return onnx_models.telltale(stamp, {"user_id": 4, "item_id": 8})
+
+
+def delta(seq: int) -> bytes:
+    """Rows and a graph of one stamp."""
+    rows = {table: (range(10), np.full((10, scenes.DIM[table]), seq, np.float32)) for table in ("user", "item")}
+    return scenes.delta(seq, rows, dense=graph(seq))
+
+
+def stamp_of(store: Store) -> int:
+    """Of the graph, which says in its answer how far rows are off it."""
+    answer = store.model("ctr").predict({"user_id": KEYS, "item_id": KEYS})
+    assert not answer["off"].any(), answer
+    (stamp,) = set(answer["stamp"].reshape(-1).tolist())
+    return int(stamp)
+
+
+def folded(store: Store) -> bool:
+    return bool(store.status()["models"]["ctr"]["overlays"] == 0)
+
+
+@pytest.mark.parametrize("late", ["at the pointer", "at the copies"])
+def test_a_node_that_starts_within_a_delta_has_rows_and_graph_of_one_delta(
+    open_node: OpenNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    a = open_node("a")
+    a.load_snapshot(scenes.write_snapshot(tmp_path, dense=graph(0)))
+    a.apply_delta(delta(1))
+    scenes.eventually(lambda: folded(a), "delta 1 is folded", 60)
+    files, ran = SharedModel.files, threading.Event()
+    follow = follower.Follower._run
+    monkeypatch.setattr(follower.Follower, "_run", lambda self: ran.wait(60) and follow(self))
+
+    def between(self: SharedModel, number: int) -> Any:
+        monkeypatch.setattr(SharedModel, "files", files)
+        before = files(self, number)
+        a.apply_delta(delta(2))
+        scenes.eventually(lambda: folded(a), "delta 2 is folded", 60)
+        return files(self, number) if late == "at the pointer" else before
+
+    monkeypatch.setattr(SharedModel, "files", between)
+    b = open_node("b")
+    assert stamp_of(b) == 2
+    ran.set()
+    scenes.eventually(lambda: folded(b), "and folded", 60)
+    assert stamp_of(b) == 2
+
+
+def test_a_node_that_begins_again_has_the_graph_of_its_rows(
+    open_node: OpenNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingester, "CLEAN_EVERY_S", 0.05)
+    monkeypatch.setattr(ingester, "STALLED_S", 0.2)
+    a, b = open_node("a", remote_log_retention_s=0.0), open_node("b", remote_lease_s=600.0)
+    a.load_snapshot(scenes.write_snapshot(tmp_path, dense=graph(0)))
+    scenes.eventually(lambda: "ctr" in b.models() and has_version(b, 1), "b serves it", 60)
+    look, away = follower.Follower._look, threading.Event()
+
+    def look_unless_away(self: Any, **options: Any) -> bool:
+        if self is member(b).follower and away.is_set():
+            raise tierstore.errors.StorageError("cut off")
+        return look(self, **options)
+
+    monkeypatch.setattr(follower.Follower, "_look", look_unless_away)
+    away.set()
+    scenes.eventually(lambda: member(b).follower.problem is not None, "b is away", 60)
+    for seq in (1, 2, 3):
+        a.apply_delta(delta(seq))
+    shared = member(a).shared
+    scenes.eventually(lambda: [entry.seq for entry in shared.read(0, 9)][:1] != [1], "the log is cut off", 60)
+    away.clear()
+    scenes.eventually(lambda: b.status()["models"]["ctr"]["watermark"] == 3, "b has caught up", 60)
+    assert stamp_of(b) == 3

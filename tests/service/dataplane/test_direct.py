@@ -1,0 +1,199 @@
+"""Small look-ups are answered on the event loop, and requests of a known shape are planned once: seen from outside, nothing changes."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+import tierstore
+from tests.service.conftest import eventually, load
+from tests.service.fake_store import FakeStore
+from tests.service.scenes import rows, write_snapshot
+from tierstore.engine.store import Store
+from tierstore.service.dataplane import plan as plan_module
+from tierstore.service.dataplane.plan_cache import MOST_CACHED
+from tierstore.service.server import ServerThread
+
+Own = tuple[Store, ServerThread, httpx.Client]
+HEADER_LENGTH = "Inference-Header-Content-Length"
+
+
+def infer(
+    http: httpx.Client, keys: dict[str, np.ndarray], *, model: str = "ctr", tail: bytes | None = None, **more: Any
+) -> httpx.Response:
+    """A binary request for `keys` by feature, and a binary answer."""
+    inputs = [
+        {
+            "name": name,
+            "datatype": "INT64",
+            "shape": list(array.shape),
+            "parameters": {"binary_data_size": array.nbytes},
+        }
+        for name, array in keys.items()
+    ]
+    header = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}} | more).encode()
+    data = b"".join(array.tobytes() for array in keys.values()) if tail is None else tail
+    return http.post(f"/v2/models/{model}/infer", content=header + data, headers={HEADER_LENGTH: str(len(header))})
+
+
+def vectors(response: httpx.Response) -> list[np.ndarray]:
+    """Every FP32 output of a binary answer."""
+    assert response.status_code == 200, response.text
+    length = int(response.headers[HEADER_LENGTH])
+    outputs, at, arrays = json.loads(response.content[:length])["outputs"], length, []
+    for output in outputs:
+        size = output["parameters"]["binary_data_size"]
+        arrays.append(np.frombuffer(response.content[at : at + size], np.float32).reshape(output["shape"]))
+        at += size
+    assert at == len(response.content)
+    return arrays
+
+
+@pytest.fixture
+def pooled(own: Own) -> list[object]:
+    """The calls that have been handed to the look-up pool. Reactors learn nothing, and so leave all look-ups to Python."""
+    calls: list[object] = []
+    service = own[1].service
+    service.plans, pool = None, service.lookup_pool
+    run, start = pool.run, pool.start
+    pool.run = lambda *call, **more: (calls.append(call), run(*call, **more))[1]  # type: ignore[method-assign,assignment]
+    pool.start = lambda *call, **more: (calls.append(call), start(*call, **more))[1]  # type: ignore[method-assign,assignment]
+    return calls
+
+
+def answered(http: httpx.Client, table: str = "item") -> dict[str, int]:
+    return dict(http.get("/admin/models/ctr").json()["tables"][table]["lookup_keys"])
+
+
+def readers(store: Store) -> int:
+    view = store.model("ctr").publisher.current
+    assert view is not None
+    return view.readers
+
+
+def test_the_pool_is_for_what_is_not_in_memory_or_not_small(own: Own, pooled: list[object], tmp_path: Path) -> None:
+    _, _, http = own
+    load(http, write_snapshot(tmp_path, 1))
+    keys = np.array([1, 100], np.int64)
+    for _ in range(10):  # a row comes into memory when it is asked for, or asked for again
+        (got,) = vectors(infer(http, {"item_id": keys}))
+        np.testing.assert_array_equal(got, rows("item", [1.0, -1.0]))
+    assert pooled, "at first its rows were on disk"
+    pooled.clear()
+    for _ in range(5):
+        vectors(infer(http, {"item_id": keys}))
+    assert not pooled
+    vectors(infer(http, {"item_id": np.ones(plan_module.DIRECT_KEYS + 1, np.int64)}))
+    assert len(pooled) == 1
+    document = {"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [2], "data": [1, 100]}]}
+    assert http.post("/v2/models/ctr/infer", json=document).status_code == 200
+    assert len(pooled) == 1, "small JSON may be answered at once too"
+    document["inputs"][0] |= {"shape": [4000], "data": [1] * 4000}
+    assert http.post("/v2/models/ctr/infer", json=document).status_code == 200
+    assert len(pooled) == 2
+    http.post("/v2/models/ctr/infer", json=ONE_ITEM, headers={"Accept-Encoding": "gzip, identity;q=0"})
+    assert len(pooled) == 3, "compressing takes long"
+
+
+ONE_ITEM = {"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [1], "data": [1]}]}
+
+
+def test_keys_are_counted_once_wherever_their_request_was_finished(
+    own: Own, pooled: list[object], tmp_path: Path
+) -> None:
+    store, _, http = own
+    load(http, write_snapshot(tmp_path, 1))
+    resident, cold = np.array([1, 2, 3], np.int64), np.array([50, 51], np.int64)
+    for _ in range(10):
+        vectors(infer(http, {"item_id": resident}))
+    before = answered(http)
+    pooled.clear()
+    # `item_id` is answered on the loop, `clicked` is left for the disk
+    got = vectors(infer(http, {"item_id": resident, "clicked": cold}))
+    assert len(pooled) == 1
+    np.testing.assert_array_equal(got[0], rows("item", [1.0, 2.0, 3.0]))
+    np.testing.assert_array_equal(got[1], rows("item", [50.0, 51.0]))
+    after = answered(http)
+    assert {tier: after[tier] - before[tier] for tier in after if after[tier] != before[tier]} == {"host": 3, "disk": 2}
+    assert readers(store) == 0
+
+
+def test_no_request_keeps_its_view(own: Own, tmp_path: Path) -> None:
+    store, _, http = own
+    load(http, write_snapshot(tmp_path, 1))
+    keys = np.array([1, 2], np.int64)
+    offsets = np.array([0, 9], np.int64)
+    for tensors in ({"item_id": keys}, {"nothing": keys}, {"clicked": keys, "clicked.offsets": offsets}):
+        for _ in range(3):
+            infer(http, tensors)
+    infer(http, {"item_id": np.ones(200_000, np.int64)})
+    infer(http, {"item_id": keys}, tail=b"")
+    assert readers(store) == 0
+
+
+def test_the_loop_goes_on_while_a_look_up_waits(fake: tuple[FakeStore, ServerThread]) -> None:
+    store, server = fake
+    gate = store.model("ctr").gate
+    gate.clear()
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        waiting = threading.Thread(
+            target=lambda: httpx.post(f"{server.url}/v2/models/ctr/infer", json=ONE_ITEM, timeout=60)
+        )
+        waiting.start()
+        eventually(lambda: server.service.lookup_pool.busy, "a look-up at work")
+        assert http.get("/v2/health/live").status_code == 200
+        gate.set()
+        waiting.join()
+
+
+def test_the_same_request_means_what_the_version_says(own: Own, tmp_path: Path) -> None:
+    store, server, http = own
+    for version, dim in ((1, 4), (2, 8)):
+        where = tmp_path / f"s{version}"
+        with tierstore.SnapshotWriter(where, model="ctr", version=version) as writer:
+            writer.table("item", dim=dim).write(np.arange(10), np.full((10, dim), version, np.float32))
+            writer.feature("item_id", table="item")
+        store.load_snapshot(where)
+    learned = server.service.plan_cache
+    for version, dim in ((2, 8), (1, 4), (2, 8)):
+        store.activate("ctr", version)
+        for key in (3, 4):
+            (got,) = vectors(infer(http, {"item_id": np.array([key])}))
+            np.testing.assert_array_equal(got, np.full((1, dim), version, np.float32))
+    assert len(learned) == 1
+    where = tmp_path / "s3"
+    with tierstore.SnapshotWriter(where, model="ctr", version=3) as writer:
+        writer.table("item", dim=4).write(np.arange(10), np.zeros((10, 4), np.float32))
+        writer.feature("other", table="item")
+    store.load_snapshot(where)
+    assert "unknown input" in infer(http, {"item_id": np.array([3])}).json()["error"]
+
+
+def test_cached_requests_differ_in_their_data(http: httpx.Client, server: ServerThread) -> None:
+    for first in range(5):
+        (got,) = vectors(infer(http, {"item_id": np.array([first, first + 1])}))
+        np.testing.assert_array_equal(got, rows("item", [first, first + 1]))
+    offsets = [np.array([0, 1]), np.array([0, 2]), np.array([0, 3]), np.array([1, 1])]
+    answers = [infer(http, {"clicked": np.array([4, 6]), "clicked.offsets": each}) for each in offsets]
+    np.testing.assert_array_equal(vectors(answers[0])[0], rows("item", [4, 6]))
+    np.testing.assert_array_equal(vectors(answers[1])[0], rows("item", [5, 0]))
+    assert [answer.status_code for answer in answers] == [200, 200, 400, 400], "values are checked every time"
+    short = infer(http, {"item_id": np.array([7, 8])}, tail=bytes(8))
+    assert short.status_code == 400
+    for name in ("a", "b"):
+        answer = infer(http, {"item_id": np.array([7, 8])}, id=name, parameters={})
+        assert answer.json()["id"] == name
+    (got,) = vectors(infer(http, {"item_id": np.array([7, 8])}, model="one"))
+    np.testing.assert_array_equal(got, rows("item", [7, 8]))
+
+
+def test_the_plan_cache_has_a_bound(http: httpx.Client, server: ServerThread) -> None:
+    for n in range(1, MOST_CACHED + 10):  # of a form that reactors leave to Python
+        assert infer(http, {"item_id": np.ones(n, np.int64)}, other={}).status_code == 200
+    assert len(server.service.plan_cache) == MOST_CACHED

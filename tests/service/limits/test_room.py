@@ -1,0 +1,187 @@
+"""Where all connections are taken, those that ask for nothing make room for those that do."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.certificates import Authority
+from tests.service.conftest import eventually, settings_for
+from tests.service.fake_store import FakeStore
+from tests.service.limits.test_overload import ITEM, PATH
+from tests.service.raw_clients import request
+from tierstore.client import Client
+from tierstore.engine.store import Store
+from tierstore.errors import TierstoreError
+from tierstore.service.limits.silent import SILENT_S
+from tierstore.service.server import ServerThread
+
+LIMIT = 4
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+ACKNOWLEDGED = bytes([0, 0, 0, 4, 1, 0, 0, 0, 0])
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[FakeStore, ServerThread]]:
+    store = FakeStore(settings_for(tmp_path, max_connections=LIMIT))
+    with ServerThread(store) as server:  # type: ignore[arg-type]
+        assert server.service.reactors is not None
+        eventually(lambda: server.service.reactors.running, "reactors to serve")  # type: ignore[union-attr]
+        yield store, server
+
+
+def connect(server: ServerThread, host: str = "127.0.0.1") -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), 30, source_address=(host, 0))
+
+
+def status_of(server: ServerThread) -> int:
+    """Of a new connection's first request; 0: it was closed."""
+    with connect(server) as one, contextlib.suppress(ConnectionError):
+        one.sendall(request("/v2"))
+        return int([*one.recv(1 << 16).split(b" "), b"0", b"0"][1])
+    return 0
+
+
+def has_ended(one: socket.socket) -> bool:
+    """Whether the service has closed it; what came before is read."""
+    with contextlib.suppress(BlockingIOError):
+        while one.recv(1 << 16, socket.MSG_DONTWAIT):  # frames of HTTP/2
+            pass
+        return True
+    return False
+
+
+def say_nothing(_: socket.socket) -> None:
+    """The client has connected, and that is all."""
+
+
+def begin_a_head(one: socket.socket) -> None:
+    one.sendall(request("/v2")[:9])
+
+
+def be_answered(one: socket.socket) -> None:
+    one.sendall(request("/v2"))
+    assert one.recv(1 << 16).startswith(b"HTTP/1.1 200")
+
+
+def begin_http2(one: socket.socket) -> None:
+    one.sendall(PREFACE)
+    seen = b""
+    while ACKNOWLEDGED not in seen:
+        seen += one.recv(1 << 16)
+
+
+@pytest.mark.parametrize("do", [say_nothing, begin_a_head, be_answered, begin_http2])
+def test_silent_connections_make_room(
+    served: tuple[FakeStore, ServerThread], do: Callable[[socket.socket], None]
+) -> None:
+    _, server = served
+    limit = server.service.connection_limit
+    assert limit is not None
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(connect(server)) for _ in range(LIMIT)]
+        for one in silent:
+            do(one)
+        eventually(lambda: limit.open == LIMIT, "all to be counted")
+        assert status_of(server) == 503, "they have been silent for a moment only"
+        began = time.monotonic()
+        eventually(lambda: status_of(server) == 200, "one to make room")
+        assert time.monotonic() - began < 9, "less than a head, or an idle connection, has"
+        eventually(lambda: any(map(has_ended, silent)), "one of them to end")
+        eventually(lambda: limit.open == LIMIT - 1, "the place is free again")
+        assert limit.made_room == 1
+
+
+def test_the_address_that_has_most_of_them_makes_room(served: tuple[FakeStore, ServerThread]) -> None:
+    _, server = served
+    with contextlib.ExitStack() as stack:
+        oldest = stack.enter_context(connect(server))
+        be_answered(oldest)
+        many = [stack.enter_context(connect(server, "127.0.0.2")) for _ in range(LIMIT - 1)]
+        for one in many:
+            be_answered(one)
+        time.sleep(1.5 * SILENT_S)  # none of them has begun a moment ago
+        assert status_of(server) == 200
+        assert many[0].recv(1) == b"", "the one that has been silent longest"
+        be_answered(oldest)
+
+
+def test_who_waits_or_sends_keeps_his_place(served: tuple[FakeStore, ServerThread]) -> None:
+    store, server = served
+    store.model("ctr").gate.clear()
+    with contextlib.ExitStack() as stack:
+        waiting = [stack.enter_context(connect(server)) for _ in range(2)]
+        for one in waiting:
+            one.sendall(request(PATH, ITEM))
+        sending = [stack.enter_context(connect(server)) for _ in range(2)]
+        message = request(PATH, ITEM)
+        for one in sending:
+            one.sendall(message[:-5])
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:
+            assert status_of(server) == 503
+            time.sleep(0.05)  # paces the asking
+        store.model("ctr").gate.set()
+        for one in sending:
+            one.sendall(message[-5:])
+        for one in waiting + sending:
+            assert one.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        assert server.service.connection_limit.made_room == 0  # type: ignore[union-attr]
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+def test_connections_that_say_nothing_make_room_for_those_that_do(authority: Authority, tmp_path: Path) -> None:
+    own = authority.issue("full")
+    settings = settings_for(tmp_path, tls_cert=own.cert, tls_key=own.key, max_connections=3)
+    with Store(settings) as store, ServerThread(store, settings) as server:
+        limit = server.service.connection_limit
+        silent = [socket.create_connection(("127.0.0.1", server.port), 30) for _ in range(3)]
+        eventually(lambda: limit.open == 3, "the connections to be counted")
+        began = time.monotonic()
+
+        def is_served() -> bool:
+            with Client(server.url, ca=authority.ca, retries=0) as client:
+                try:
+                    return client.ready()
+                except TierstoreError:
+                    return False
+
+        assert not is_served(), "they have begun just now"
+        eventually(is_served, "the oldest to make room")
+        assert time.monotonic() - began < 9, "less than the time that a handshake has"
+        assert silent[0].recv(1) == b"", "the oldest"
+        for sock in silent:
+            sock.close()
+        eventually(lambda: limit.open == 0, "all to be counted off")
+
+
+def test_connections_that_are_idle_after_their_handshake_make_room(authority: Authority, tmp_path: Path) -> None:
+    own = authority.issue("idle")
+    settings = settings_for(tmp_path, tls_cert=own.cert, tls_key=own.key, max_connections=3)
+    context = ssl.create_default_context(cafile=str(authority.ca))
+    with Store(settings) as store, ServerThread(store, settings) as server, contextlib.ExitStack() as stack:
+        assert server.service.reactors is not None
+        eventually(lambda: server.service.reactors.running, "reactors to serve")  # type: ignore[union-attr]
+        made = [socket.create_connection(("127.0.0.1", server.port), 30) for _ in range(3)]
+        idle = [stack.enter_context(context.wrap_socket(one, server_hostname="127.0.0.1")) for one in made]
+        limit = server.service.connection_limit
+        eventually(lambda: limit.open == 3 and server.service.reactors.open == 3, "reactors to have them")  # type: ignore[union-attr]
+
+        def is_served() -> bool:
+            with Client(server.url, ca=authority.ca, retries=0) as client, contextlib.suppress(TierstoreError):
+                return client.ready()
+            return False
+
+        eventually(is_served, "the oldest to make room")
+        assert idle[0].recv(1) == b"", "the oldest"
+        assert limit.made_room == 1

@@ -1,0 +1,368 @@
+"""Requests whose JSON or tensors are wrong are told what with a 4xx, and the server goes on: by hand, and by Hypothesis."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import struct
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.service.fake_store import ITEMS, USERS
+from tests.service.scenes import rows
+
+INFER = "/v2/models/ctr/infer"
+HEADER_LENGTH = "Inference-Header-Content-Length"
+
+
+def infer(http: httpx.Client, document: Any, tail: bytes = b"", path: str = INFER, **headers: str) -> httpx.Response:
+    """A request of JSON, and of a binary part where `tail` is given."""
+    head = document if isinstance(document, bytes) else json.dumps(document).encode()
+    if tail:
+        headers.setdefault(HEADER_LENGTH, str(len(head)))
+    return http.post(path, content=head + tail, headers=headers)
+
+
+def given_input(
+    name: str = "item_id", datatype: str = "INT64", shape: Any = (2,), data: Any = (1, 2), **more: Any
+) -> dict[str, Any]:
+    return {"name": name, "datatype": datatype, "shape": shape, "data": data} | more
+
+
+def refused(response: httpx.Response, status: int, *words: str) -> None:
+    assert response.status_code == status, response.text
+    message = response.json()["error"]
+    for word in words:
+        assert word in message, message
+    assert len(message) < 1000
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        (b"", ["not valid JSON"]),
+        (b"{", ["not valid JSON"]),
+        (b"\xff\xfe", ["not valid JSON"]),
+        (b"[" * 5000, ["not valid JSON"]),
+        ([], ["JSON object"]),
+        ({}, ["inputs"]),
+        ({"inputs": {}}, ["inputs"]),
+        ({"inputs": []}, ["no inputs", "item_id"]),
+        ({"inputs": [1]}, ["list of objects"]),
+        ({"inputs": [{}]}, ["needs a name"]),
+        ({"inputs": [given_input(name=3)]}, ["needs a name"]),
+        ({"inputs": [given_input()], "id": 5}, ["id"]),
+        ({"inputs": [given_input()], "parameters": []}, ["parameters"]),
+        ({"inputs": [given_input()], "parameters": {"binary_data_output": "yes"}}, ["binary_data_output"]),
+        ({"inputs": [given_input(), given_input()]}, ["item_id", "twice"]),
+        ({"inputs": [given_input(name="x")]}, ["unknown input 'x'", "item_id"]),
+        ({"inputs": [given_input(name="x" * 100_000)]}, ["unknown input"]),
+        ({"inputs": [given_input(name="item_id.size")]}, ["unknown input"]),
+        ({"inputs": [given_input(datatype="INT63")]}, ["unknown datatype", "INT64"]),
+        ({"inputs": [given_input(datatype=None)]}, ["unknown datatype"]),
+        ({"inputs": [given_input(datatype="INT32")]}, ["int64 keys", "INT32"]),
+        ({"inputs": [given_input(datatype="BYTES", data=["1", "2"])]}, ["int64 keys", "BYTES"]),
+        ({"inputs": [given_input(name="user")]}, ["string keys", "INT64"]),
+        ({"inputs": [given_input(shape=None)]}, ["shape"]),
+        ({"inputs": [given_input(shape=[])]}, ["shape"]),
+        ({"inputs": [given_input(shape=[-2])]}, ["0 to"]),
+        ({"inputs": [given_input(shape=[2.0])]}, ["0 to"]),
+        ({"inputs": [given_input(shape=[True, 2])]}, ["0 to"]),
+        ({"inputs": [given_input(shape=["2"])]}, ["0 to"]),
+        ({"inputs": [given_input(shape=[3])]}, ["does not match"]),
+        ({"inputs": [given_input(shape=[1 << 31, 1 << 31])]}, ["0 to"]),
+        ({"inputs": [given_input(shape=[(1 << 31) - 1] * 8)]}, ["does not match"]),
+        ({"inputs": [given_input(shape=[1 << 70])]}, ["0 to"]),
+        ({"inputs": [given_input(shape=[1] * 9)]}, ["shape"]),
+        ({"inputs": [given_input(shape=[1, 1, 2])]}, ["[n] or [batch, k]"]),
+        ({"inputs": [given_input(shape=[1, 2], data=[[1], [2]])]}, ["does not match"]),
+        ({"inputs": [given_input(shape=[2, 2], data=[[1, 2], [3]])]}, ["unevenly", "offsets"]),
+        ({"inputs": [given_input(shape=[2, 2], data=[[1, 2], 3])]}, ["unevenly"]),
+        ({"inputs": [given_input(data=[[1, 2]])]}, ["nested deeper"]),
+        ({"inputs": [given_input(data=None)]}, ["as a list"]),
+        ({"inputs": [given_input(data="ab")]}, ["as a list"]),
+        ({"inputs": [given_input(data=[1, 2.5])]}, ["holds float"]),
+        ({"inputs": [given_input(data=[1, True])]}, ["holds bool"]),
+        ({"inputs": [given_input(data=[1, None])]}, ["holds NoneType"]),
+        ({"inputs": [given_input(data=["1", {}])]}, ["holds dict, str"]),
+        ({"inputs": [given_input(data=[1, 1 << 63])]}, ["INT64"]),
+        ({"inputs": [given_input(data=[1, 1 << 64])]}, ["holds float"]),
+        ({"inputs": [given_input(datatype="UINT64", data=[1, 1 << 63])]}, ["int64"]),
+        ({"inputs": [given_input(name="big", datatype="UINT64", data=[1, -1])]}, ["UINT64"]),
+        ({"inputs": [given_input(name="big", data=[1, -1])]}, ["uint64"]),
+        ({"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [2]}]}, ["neither data nor"]),
+        ({"inputs": [given_input(parameters={"binary_data_size": 16})]}, ["both data and"]),
+        ({"inputs": [given_input(parameters=3)]}, ["parameters"]),
+        ({"inputs": [given_input()], "outputs": {}}, ["outputs"]),
+        ({"inputs": [given_input()], "outputs": [{}]}, ["needs a name"]),
+        ({"inputs": [given_input()], "outputs": [{"name": "x"}]}, ["unknown output 'x'"]),
+        ({"inputs": [given_input()], "outputs": [{"name": "clicked"}]}, ["needs an input 'clicked'"]),
+        ({"inputs": [given_input()], "outputs": [{"name": "item_id"}] * 2}, ["twice"]),
+        ({"inputs": [given_input()], "outputs": [{"name": "item_id.offsets"}]}, ["unknown output"]),
+        (
+            {"inputs": [given_input()], "outputs": [{"name": "item_id", "parameters": {"dtype": "FP64"}}]},
+            ["FP64", "FP16"],
+        ),
+        ({"inputs": [given_input()], "outputs": [{"name": "item_id", "parameters": {"dtype": 16}}]}, ["FP16"]),
+        (
+            {"inputs": [given_input()], "outputs": [{"name": "item_id.found", "parameters": {"dtype": "FP16"}}]},
+            ["BOOL"],
+        ),
+        (
+            {"inputs": [given_input()], "outputs": [{"name": "item_id", "parameters": {"binary_data": 1}}]},
+            ["binary_data"],
+        ),
+        ({"inputs": [given_input(name="clicked.offsets", data=[0, 1])]}, ["needs the keys"]),
+        ({"inputs": [given_input(), given_input(name="item_id.offsets", data=[0, 1])]}, ["no combiner"]),
+        ({"inputs": [given_input(), given_input(name="item_id.weights", datatype="FP32")]}, ["no combiner"]),
+    ],
+)
+def test_the_error_of_a_malformed_request_says_what_is_wrong(
+    http: httpx.Client, document: Any, words: list[str]
+) -> None:
+    refused(infer(http, document), 400, *words)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "words"),
+    [
+        ([1, 2], ["0 first"]),
+        ([0, 3], ["2 keys"]),
+        ([0, -1], ["never descending"]),
+        ([0, 2, 1], ["never descending"]),
+        ([0, 1 << 62], ["2 keys"]),
+        ([], ["no bag"]),
+    ],
+)
+def test_offsets_that_do_not_fit(http: httpx.Client, offsets: list[int], words: list[str]) -> None:
+    inputs = [given_input(name="clicked"), given_input(name="clicked.offsets", shape=[len(offsets)], data=offsets)]
+    refused(infer(http, {"inputs": inputs}), 400, "clicked.offsets", *words)
+
+
+@pytest.mark.parametrize(
+    ("keys", "part", "words"),
+    [
+        ({"shape": [1, 2]}, {"name": "clicked.offsets", "shape": [1], "data": [0]}, ["flat"]),
+        ({}, {"name": "clicked.offsets", "shape": [1, 1], "data": [0]}, ["[bags]"]),
+        ({}, {"name": "clicked.offsets", "shape": [1], "data": [0], "datatype": "INT32"}, ["INT64"]),
+        ({}, {"name": "clicked.weights", "shape": [1], "data": [0], "datatype": "FP32"}, ["one a key"]),
+        (
+            {"shape": [1, 2]},
+            {"name": "clicked.weights", "shape": [2], "data": [0, 1], "datatype": "FP32"},
+            ["one a key"],
+        ),
+        ({}, {"name": "clicked.weights", "shape": [2], "data": [0, 1], "datatype": "FP64"}, ["FP32"]),
+        ({}, {"name": "clicked.weights", "shape": [2], "data": [0, 1e300], "datatype": "FP32"}, ["NaN or infinite"]),
+    ],
+)
+def test_parts_of_a_bag_that_do_not_fit(
+    http: httpx.Client, keys: dict[str, Any], part: dict[str, Any], words: list[str]
+) -> None:
+    inputs = [given_input(name="clicked", **keys), given_input(**{"datatype": "INT64", **part})]
+    refused(infer(http, {"inputs": inputs}), 400, part["name"] if "flat" not in words else "clicked", *words)
+
+
+def binary_input(size: Any, name: str = "item_id", datatype: str = "INT64", shape: Any = (2,)) -> dict[str, Any]:
+    return {"inputs": [{"name": name, "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": size}}]}
+
+
+TWO = struct.pack("<2q", 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("document", "tail", "headers", "words"),
+    [
+        (binary_input(16), b"", {}, [HEADER_LENGTH, "missing"]),
+        (binary_input(16), TWO, {HEADER_LENGTH: "99999"}, [HEADER_LENGTH]),
+        (binary_input(16), TWO, {HEADER_LENGTH: "-1"}, [HEADER_LENGTH]),
+        (binary_input(16), TWO, {HEADER_LENGTH: "1e2"}, [HEADER_LENGTH]),
+        (binary_input(16), TWO, {HEADER_LENGTH: "9" * 30}, [HEADER_LENGTH]),
+        (binary_input(16), TWO, {HEADER_LENGTH: "20"}, ["not valid JSON"]),
+        (binary_input(24), TWO, {}, ["16 bytes are left"]),
+        (binary_input(8), TWO, {}, ["takes 16 bytes, got 8"]),
+        (binary_input(16), TWO + b"x", {}, ["the body has 17"]),
+        (binary_input(-16), TWO, {}, ["number of bytes"]),
+        (binary_input("16"), TWO, {}, ["number of bytes"]),
+        (binary_input(1 << 80), TWO, {}, ["number of bytes"]),
+        (binary_input(1 << 62), TWO, {}, ["are left"]),
+        (binary_input(16, shape=[(1 << 31) - 1] * 2), TWO, {}, ["takes"]),
+        (binary_input(6, "user", "BYTES", [1]), struct.pack("<I", 3) + b"ab", {}, ["malformed BYTES"]),
+        (binary_input(6, "user", "BYTES", [1]), struct.pack("<I", 1) + b"ab", {}, ["malformed BYTES"]),
+        (binary_input(6, "user", "BYTES", [2]), struct.pack("<I", 2) + b"ab", {}, ["malformed BYTES"]),
+        (binary_input(4, "user", "BYTES", [1]), b"\xff\xff\xff\xff", {}, ["malformed BYTES"]),
+        (binary_input(6, "user", "BYTES", [1]), struct.pack("<I", 2) + b"\xff\xfe", {}, ["UTF-8"]),
+    ],
+)
+def test_a_malformed_binary_part(
+    http: httpx.Client, document: Any, tail: bytes, headers: dict[str, str], words: list[str]
+) -> None:
+    refused(infer(http, document, tail, **headers), 400, *words)
+
+
+def test_an_element_may_not_grow_into_its_neighbours(http: httpx.Client) -> None:
+    # the first element claims what belongs to the nine behind it
+    tail = struct.pack("<I", 96) + bytes(96)
+    refused(infer(http, binary_input(100, "user", "BYTES", [10]), tail), 400, "malformed BYTES")
+
+
+def test_a_raw_body_is_the_keys_of_a_models_only_feature(http: httpx.Client) -> None:
+    answer = http.post("/v2/models/one/infer", content=TWO, headers={HEADER_LENGTH: "0"})
+    assert answer.status_code == 200, answer.text
+    split = int(answer.headers[HEADER_LENGTH])
+    document = json.loads(answer.content[:split])
+    assert document["outputs"] == [
+        {"name": "item_id", "datatype": "FP32", "shape": [2, 4], "parameters": {"binary_data_size": 32}}
+    ]
+    np.testing.assert_array_equal(
+        np.frombuffer(answer.content[split:], np.float32).reshape(2, 4), rows("item", [ITEMS[1], ITEMS[2]])
+    )
+    answer = http.post("/v2/models/names/infer", content=b"u7", headers={HEADER_LENGTH: "0"})
+    np.testing.assert_array_equal(np.frombuffer(answer.content[-32:], np.float32), rows("user", [USERS["u7"]])[0])
+    refused(http.post("/v2/models/one/infer", content=TWO[:-1], headers={HEADER_LENGTH: "0"}), 400, "multiple of 8")
+    refused(http.post(INFER, content=TWO, headers={HEADER_LENGTH: "0"}), 400, "exactly one input")
+
+
+def test_bodies_and_answers_have_bounds(http: httpx.Client) -> None:
+    refused(http.post(INFER, content=b"x" * ((1 << 20) + 1)), 413, "1048576")
+    refused(http.post(INFER, content=iter([b"x" * (1 << 19)] * 3)), 413, "1048576")
+    for feature, shape in (("clicked", [1 << 30, 0]), ("clicked", [(1 << 31) - 1, 0])):
+        refused(infer(http, {"inputs": [given_input(name=feature, shape=shape, data=[])]}), 413, "split it")
+    flat = json.dumps({"inputs": [given_input(shape=[530_000], data=[1] * 530_000)]}, separators=(",", ":")).encode()
+    refused(
+        http.post(INFER, content=gzip.compress(flat, mtime=0), headers={"Content-Encoding": "gzip"}),
+        413,
+        "decoded body",
+    )
+    # rows that are held only to be pooled count as well: 16 bytes each, of 8 MiB
+    many = json.dumps(
+        {"inputs": [given_input("clicked", shape=[1, 500_000], data=[1] * 500_000)]}, separators=(",", ":")
+    ).encode()
+    assert infer(http, many).status_code == 200
+    keys = gzip.compress(
+        json.dumps(
+            {"inputs": [given_input(name, shape=[1, 260_000], data=[1] * 260_000) for name in ("item_id", "clicked")]}
+        ).encode()
+    )
+    assert infer(http, keys, **{"Content-Encoding": "gzip"}).status_code == 413
+
+
+def test_json_answers_hold_flat_lists(http: httpx.Client) -> None:
+    nested = given_input(name="clicked", shape=[2, 2], data=[[1, 2], [3, 4]])
+    answer = infer(
+        http,
+        {
+            "id": "",
+            "inputs": [nested],
+            "outputs": [{"name": "clicked.found"}, {"name": "clicked", "parameters": {"dtype": "FP16"}}],
+        },
+    )
+    assert answer.status_code == 200, answer.text
+    document = answer.json()
+    assert document["id"] == ""
+    assert document["outputs"][0] == {"name": "clicked.found", "datatype": "BOOL", "shape": [2, 2], "data": [True] * 4}
+    assert document["outputs"][1]["data"] == [1.5, 3.0, 4.5, 6.0, 3.5, 7.0, 10.5, 14.0]
+    assert answer.headers["content-type"] == "application/json"
+
+
+def test_repository_requests_check_their_body(http: httpx.Client) -> None:
+    assert http.post("/v2/repository/index").status_code == 200
+    assert http.post("/v2/repository/index", json={"ready": True}).status_code == 200
+    refused(http.post("/v2/repository/index", content=b"{"), 400, "not valid JSON")
+    refused(http.post("/v2/repository/index", json=[]), 400, "JSON object")
+    refused(http.post("/v2/repository/models/ctr/load", json={"parameters": 1}), 400, "parameters")
+    refused(
+        http.post("/v2/repository/models/ctr/load", json={"parameters": {"file:1/model.onnx": "AAAA"}}),
+        400,
+        "overridden",
+    )
+    refused(http.post("/v2/repository/index", content=b"[" + b"0," * (1 << 19) + b"0]"), 413)
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 66), 1 << 66)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+names = st.sampled_from(
+    ["item_id", "clicked", "user", "big", "clicked.offsets", "clicked.weights", "item_id.found", "user.found", "x"]
+)
+sizes = st.sampled_from([0, 1, 2, 3, -1, 1 << 31, 1 << 63, 2.0, None])
+tensors = st.fixed_dictionaries(
+    {},
+    optional={
+        "name": names | json_values,
+        "datatype": st.sampled_from(["INT64", "UINT64", "BYTES", "FP32", "FP16", "BOOL", "INT32"]) | json_values,
+        "shape": st.lists(sizes, max_size=3) | json_values,
+        "data": st.lists(st.integers(-3, 3) | st.text(max_size=3) | st.lists(st.integers(0, 3), max_size=3), max_size=4)
+        | json_values,
+        "parameters": st.dictionaries(
+            st.sampled_from(["binary_data_size", "binary_data", "dtype", "classification"]),
+            sizes | json_values,
+            max_size=2,
+        ),
+    },
+)
+documents = st.fixed_dictionaries(
+    {},
+    optional={
+        "id": st.text(max_size=4) | json_values,
+        "inputs": st.lists(tensors, max_size=4) | json_values,
+        "outputs": st.lists(tensors, max_size=3) | json_values,
+        "parameters": st.dictionaries(st.sampled_from(["binary_data_output", "x"]), json_values, max_size=2)
+        | json_values,
+    },
+)
+fuzz = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@fuzz
+@given(document=documents | json_values, tail=st.binary(max_size=48), length=st.none() | st.integers(-2, 400))
+def test_no_request_makes_the_server_fail(http: httpx.Client, document: Any, tail: bytes, length: int | None) -> None:
+    head = json.dumps(document).encode()
+    headers = {} if length is None and not tail else {HEADER_LENGTH: str(len(head) if length is None else length)}
+    answer = http.post(INFER, content=head + tail, headers=headers)
+    assert answer.status_code in (200, 400, 404, 413), (answer.status_code, answer.text)
+
+
+@fuzz
+@given(
+    feature=st.sampled_from(["item_id", "clicked"]),
+    keys=st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=12),
+    offsets=st.none() | st.lists(st.integers(-2, 14), max_size=5),
+    weights=st.none() | st.lists(st.floats(width=32, allow_nan=True), max_size=12),
+    width=st.integers(0, 4),
+)
+def test_binary_tensors_of_any_content(
+    http: httpx.Client,
+    feature: str,
+    keys: list[int],
+    offsets: list[int] | None,
+    weights: list[float] | None,
+    width: int,
+) -> None:
+    shape = [len(keys)] if width == 0 else [len(keys) // width, width]
+    parts = [(feature, "INT64", shape, struct.pack(f"<{len(keys)}q", *keys))]
+    if offsets is not None:
+        parts.append((f"{feature}.offsets", "INT64", [len(offsets)], struct.pack(f"<{len(offsets)}q", *offsets)))
+    if weights is not None:
+        parts.append((f"{feature}.weights", "FP32", [len(weights)], struct.pack(f"<{len(weights)}f", *weights)))
+    inputs = [
+        {"name": n, "datatype": d, "shape": s, "parameters": {"binary_data_size": len(b)}} for n, d, s, b in parts
+    ]
+    head = json.dumps({"inputs": inputs}).encode()
+    answer = http.post(
+        INFER, content=head + b"".join(part[3] for part in parts), headers={HEADER_LENGTH: str(len(head))}
+    )
+    assert answer.status_code in (200, 400), (answer.status_code, answer.text)
+    if answer.status_code == 200:
+        (output,) = answer.json()["outputs"]
+        assert len(output["data"]) == np.prod(output["shape"])

@@ -1,0 +1,162 @@
+"""gRPC on the HTTP port, with the clients that people have: what they get there is what they get on the gRPC port."""
+
+from __future__ import annotations
+
+import queue
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
+pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
+import tritonclient.grpc as triton  # noqa: E402
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: E402
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (  # noqa: E402
+    ProtoReflectionDescriptorDatabase,
+)
+from tritonclient.grpc import service_pb2, service_pb2_grpc  # noqa: E402
+
+from tests.service.conftest import eventually, settings_for  # noqa: E402
+from tests.service.fake_store import FakeStore  # noqa: E402
+from tests.service.rpc.test_direct import keys_request  # noqa: E402
+from tests.service.scenes import KEYS, items  # noqa: E402
+from tierstore.service.server import ServerThread  # noqa: E402
+
+INFER = "/inference.GRPCInferenceService/ModelInfer"
+Code = grpc.StatusCode
+
+
+@pytest.fixture
+def target(server: ServerThread) -> str:
+    eventually(lambda: server.service.reactors_state == "running", "the reactors")
+    return f"127.0.0.1:{server.port}"
+
+
+@pytest.fixture
+def client(target: str) -> Iterator[triton.InferenceServerClient]:
+    with triton.InferenceServerClient(target) as made:
+        yield made
+
+
+def keys_tensor(keys: np.ndarray = KEYS) -> Any:
+    made = triton.InferInput("item_id", list(keys.shape), "INT64")
+    made.set_data_from_numpy(keys)
+    return made
+
+
+@pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
+def test_look_ups_of_every_size(client: triton.InferenceServerClient, compression: str | None) -> None:
+    rng = np.random.default_rng(3)
+    for size in (1, 8, 8, 8, 700, 9000):
+        keys = rng.choice(KEYS, size)
+        answer = client.infer("ctr", [keys_tensor(keys)], request_id=f"n{size}", compression_algorithm=compression)
+        assert answer.get_response().id == f"n{size}"
+        np.testing.assert_array_equal(answer.as_numpy("item_id"), items(keys))
+
+
+def test_documents_errors_and_request_ids(client: triton.InferenceServerClient, target: str) -> None:
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.get_model_metadata("ctr").name == "ctr"
+    with pytest.raises(triton.InferenceServerException) as caught:
+        client.infer("nothing", [keys_tensor()])
+    assert caught.value.status() == "StatusCode.NOT_FOUND"
+    with grpc.insecure_channel(target) as channel:
+        _, call = channel.unary_unary(INFER).with_call(
+            keys_request(4), metadata=[("x-request-id", "seven")], timeout=60
+        )
+        assert ("x-request-id", "seven") in [tuple(entry) for entry in call.trailing_metadata()]
+        missing = channel.unary_unary("/inference.GRPCInferenceService/Nothing").future(b"", timeout=60)
+        assert missing.code() == Code.UNIMPLEMENTED
+
+
+def test_a_stream_answers_in_order_and_outlives_an_error(client: triton.InferenceServerClient) -> None:
+    answers: queue.Queue[Any] = queue.Queue()
+    client.start_stream(lambda result, error: answers.put((result, error)))
+    for number in range(20):
+        client.async_stream_infer("ctr" if number % 5 else "nothing", [keys_tensor()], request_id=str(number))
+    for number in range(20):
+        result, error = answers.get(timeout=60)
+        if number % 5:
+            assert (error, result.get_response().id) == (None, str(number))
+            np.testing.assert_array_equal(result.as_numpy("item_id"), items(KEYS))
+        else:
+            assert "nothing" in str(error)
+    client.stop_stream()
+
+
+def test_health_and_reflection(target: str) -> None:
+    with grpc.insecure_channel(target) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        assert (
+            health.Check(health_pb2.HealthCheckRequest(), timeout=60).status == health_pb2.HealthCheckResponse.SERVING
+        )
+        watch = health.Watch(health_pb2.HealthCheckRequest())
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        watch.cancel()
+        assert "inference.GRPCInferenceService" in ProtoReflectionDescriptorDatabase(channel).get_services()
+
+
+def test_each_metric_comes_once(server: ServerThread) -> None:
+    names = re.findall(r"^# TYPE (\S+)", httpx.get(f"{server.url}/metrics").text, re.MULTILINE)
+    assert {"tierstore_grpc_calls", "tierstore_grpc_streams_limit", "tierstore_grpc_health_watchers"} <= set(names)
+    assert len(names) == len(set(names))
+
+
+def test_a_stop_says_so_and_answers_what_is_under_way(tmp_path: Any) -> None:
+    store = FakeStore(settings_for(tmp_path))
+    with ServerThread(store) as server, grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:  # type: ignore[arg-type]
+        eventually(lambda: server.service.reactors_state == "running", "the reactors")
+        gate = store.model("ctr").gate
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        gate.clear()
+        under_way = channel.unary_unary(INFER).future(keys_request(8), timeout=60)
+        eventually(lambda: server.service.lookup_pool.busy, "a call at work")
+        server.stop(drain_s=1.0)
+        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        gate.set()
+        assert service_pb2.ModelInferResponse.FromString(under_way.result()).model_name == "ctr"
+        server.close()
+        assert watch.code() in (Code.UNAVAILABLE, Code.CANCELLED)
+
+
+def test_a_deadline_ends_a_call_and_its_work(tmp_path: Any) -> None:
+    store = FakeStore(settings_for(tmp_path, lookup_threads=1))
+    with ServerThread(store) as server, grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:  # type: ignore[arg-type]
+        eventually(lambda: server.service.reactors_state == "running", "the reactors")
+        gate, stub = store.model("ctr").gate, service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        gate.clear()
+        first = stub.ModelInfer.future(service_pb2.ModelInferRequest.FromString(keys_request(8)), timeout=60)
+        eventually(lambda: server.service.lookup_pool.busy, "a call at work")
+        second = stub.ModelInfer.future(service_pb2.ModelInferRequest.FromString(keys_request(9000)), timeout=0.2)
+        assert second.code() == Code.DEADLINE_EXCEEDED
+        gate.set()
+        assert first.result().model_name == "ctr"
+        eventually(lambda: not server.service.lookup_pool.under_way(), "the end of all work")
+        shed = server.service.shed
+        assert shed.of("gone") + shed.of("deadline") == 1
+
+
+def test_a_look_up_is_answered_by_the_reactor_once_its_structure_has_come(
+    client: triton.InferenceServerClient, server: ServerThread
+) -> None:
+    reactors = server.service.reactors
+
+    def is_direct() -> bool:
+        before = reactors.answers
+        answer = client.infer("ctr", [keys_tensor()], request_id="again")
+        assert answer.get_response().id == "again"
+        np.testing.assert_array_equal(answer.as_numpy("item_id"), items(KEYS))
+        return reactors.answers == before + 1
+
+    eventually(is_direct, "the reactors have a plan")
+    before = reactors.answers
+    for size in (1, 8, 700):  # one plan for all sizes
+        keys = np.resize(KEYS, size)
+        np.testing.assert_array_equal(client.infer("ctr", [keys_tensor(keys)]).as_numpy("item_id"), items(keys))
+    assert reactors.answers == before + 3

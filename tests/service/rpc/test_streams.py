@@ -1,0 +1,470 @@
+"""Calls of gRPC on streams of HTTP/2, without a socket: what comes of a stream, and what is sent over it."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.service.conftest import settings_for
+from tests.service.fake_store import FakeStore
+from tests.service.rpc.fake_stream import SomeStream
+from tests.service.scenes import items
+from tierstore.access.roles import Role
+from tierstore.access.tokens import TokenFile
+from tierstore.kernels import reactor_words as kernel
+from tierstore.service.context import Service
+from tierstore.service.rpc import calls as calls_module
+from tierstore.service.rpc import flow as flow_module
+from tierstore.service.rpc import health as health_module
+from tierstore.service.rpc.calls import Calls
+from tierstore.service.rpc.messages import CODES, Messages, prefixed, status_of, timeout_ns
+from tierstore.service.rpc.protobuf import message_class
+
+INFER = b"/inference.GRPCInferenceService/ModelInfer"
+STREAM = b"/inference.GRPCInferenceService/ModelStreamInfer"
+LIVE = b"/inference.GRPCInferenceService/ServerLive"
+METADATA = b"/inference.GRPCInferenceService/ModelMetadata"
+CHECK, WATCH = b"/grpc.health.v1.Health/Check", b"/grpc.health.v1.Health/Watch"
+GRPC = (b"content-type", b"application/grpc")
+DEADLINE_S = 30.0
+KEYS = np.arange(4)
+
+
+@pytest.fixture
+def store(tmp_path: Any) -> FakeStore:
+    return FakeStore(settings_for(tmp_path, lookup_threads=1))
+
+
+@pytest.fixture
+def service(store: FakeStore) -> Iterator[Service]:
+    made = Service(store, store.settings)
+    yield made
+    for name in store.models():
+        store.model(name).gate.set()
+    made.close()
+
+
+def calls_of(service: Service, allow: Callable[..., None] = lambda *_: None) -> Calls:
+    return Calls(service, allow)
+
+
+def keys_message(keys: np.ndarray = KEYS, **more: Any) -> bytes:
+    wanted = message_class("inference.ModelInferRequest")(model_name="ctr", **more)
+    wanted.inputs.add(name="item_id", datatype="INT64", shape=[len(keys)])
+    wanted.raw_input_contents.append(keys.astype(np.int64).tobytes())
+    made: bytes = wanted.SerializeToString()
+    return made
+
+
+def rows_of(answer: bytes, kind: str = "inference.ModelInferResponse") -> np.ndarray:
+    read = message_class(kind).FromString(answer[5:])
+    response = read.infer_response if kind.endswith("StreamInferResponse") else read
+    return np.frombuffer(response.raw_output_contents[0], np.float32).reshape(-1, 4)
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.002)
+
+
+def answered(service: Service, path: bytes, body: bytes, *headers: tuple[bytes, bytes], **more: Any) -> list[Any]:
+    """What is sent for a call with a whole body."""
+    return answered_over(service, SomeStream(path, [GRPC, *headers], **more), body)
+
+
+def answered_over(service: Service, stream: SomeStream, body: bytes) -> list[Any]:
+    async def run() -> None:
+        calls_of(service).request(stream, body)
+        await until(lambda: stream.sent)
+
+    asyncio.run(run())
+    return stream.sent
+
+
+def status(sent: list[Any]) -> tuple[str, str]:
+    """The status of an answer, and its text."""
+    trailers = sent[-1] or sent[0]
+    (name,) = (name for name, number in CODES.items() if number == int(trailers[b"grpc-status"]))
+    return name, trailers.get(b"grpc-message", b"").decode()
+
+
+def test_a_look_up_is_answered_and_holds_nothing_then(service: Service) -> None:
+    headers, data, trailers = answered(service, INFER, prefixed(keys_message()), (b"x-request-id", b"seven"))
+    assert headers[b"content-type"] == b"application/grpc"
+    assert b"gzip" in headers[b"grpc-accept-encoding"]
+    np.testing.assert_array_equal(rows_of(data), items(KEYS))
+    assert data[:5] == b"\0" + (len(data) - 5).to_bytes(4, "big")
+    assert trailers == {b"grpc-status": b"0", b"x-request-id": b"seven"}
+    assert service.inflight.used_bytes == 0
+
+
+def test_what_waits_is_answered_by_a_thread(store: FakeStore, service: Service) -> None:
+    gate, stream = store.model("ctr").gate, SomeStream(INFER, [GRPC])
+    gate.clear()
+
+    async def run() -> None:
+        calls = calls_of(service)
+        calls.request(stream, prefixed(keys_message()))
+        assert not stream.sent
+        assert calls.busy
+        gate.set()
+        await until(lambda: stream.sent)
+        assert not calls.busy
+
+    asyncio.run(run())
+    np.testing.assert_array_equal(rows_of(stream.sent[1]), items(KEYS))
+    assert service.inflight.used_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "code"),
+    [
+        (b"/inference.GRPCInferenceService/Nothing", prefixed(b""), "UNIMPLEMENTED"),
+        (INFER, b"", "UNIMPLEMENTED"),  # no message
+        (INFER, b"\0\0\0\0\x09", "UNIMPLEMENTED"),
+        (INFER, prefixed(b"\xff\xff"), "INVALID_ARGUMENT"),
+        (INFER, b"\1\0\0\0\1x", "INVALID_ARGUMENT"),  # compressed, nobody knows how
+        (INFER, b"\0\xff\xff\xff\xff", "RESOURCE_EXHAUSTED"),
+        (INFER, prefixed(keys_message()[:3]), "INVALID_ARGUMENT"),
+        (METADATA, prefixed(b"\n\2xx"), "NOT_FOUND"),
+        (CHECK, prefixed(b"\n\2xx"), "NOT_FOUND"),
+    ],
+)
+def test_what_is_wrong_is_a_status_alone(service: Service, path: bytes, body: bytes, code: str) -> None:
+    sent = answered(service, path, body)
+    assert status(sent)[0] == code
+    assert sent[1:] == [b"", None]
+    assert service.inflight.used_bytes == 0
+
+
+def test_a_message_that_the_reactor_has_dropped_is_too_large(service: Service) -> None:
+    stream = SomeStream(INFER, [GRPC], reason=kernel.SIZE)
+    stream.too_large = True
+    assert status(answered_over(service, stream, b""))[0] == "RESOURCE_EXHAUSTED"
+
+
+def test_other_methods_are_answered(service: Service) -> None:
+    assert message_class("inference.ServerLiveResponse").FromString(answered(service, LIVE, prefixed(b""))[1][5:]).live
+    described = answered(service, METADATA, prefixed(b"\n\3ctr"))[1][5:]
+    assert message_class("inference.ModelMetadataResponse").FromString(described).name == "ctr"
+    checked = answered(service, CHECK, prefixed(b""))[1][5:]
+    assert message_class("grpc.health.v1.HealthCheckResponse").FromString(checked).status == 1
+
+
+@pytest.mark.parametrize(
+    ("header", "code"),
+    [((b"grpc-timeout", b"1n"), "DEADLINE_EXCEEDED"), ((b"grpc-timeout", b"soon"), "INVALID_ARGUMENT")],
+)
+def test_a_deadline_that_has_passed_and_one_without_a_meaning(
+    service: Service, header: tuple[bytes, bytes], code: str
+) -> None:
+    assert status(answered(service, INFER, prefixed(keys_message()), header))[0] == code
+    assert not service.inference_stats.predicts()
+
+
+def test_timeouts_are_read_as_they_are_meant() -> None:
+    assert [timeout_ns(value) for value in (b"2H", b"3M", b"4S", b"5m", b"6u", b"7n")] == [
+        7_200_000_000_000, 180_000_000_000, 4_000_000_000, 5_000_000, 6_000, 7,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("coding", [b"gzip", b"deflate"])
+def test_a_message_may_come_compressed(service: Service, coding: bytes) -> None:
+    import zlib
+
+    plain = keys_message()
+    packed = gzip.compress(plain) if coding == b"gzip" else zlib.compress(plain)
+    sent = answered(service, INFER, b"\1" + len(packed).to_bytes(4, "big") + packed, (b"grpc-encoding", coding))
+    np.testing.assert_array_equal(rows_of(sent[1]), items(KEYS))
+
+
+def test_what_unfolds_is_bounded_and_reserved_before(service: Service) -> None:
+    bomb = gzip.compress(bytes(64 << 20))
+    body = b"\1" + len(bomb).to_bytes(4, "big") + bomb
+    most: list[int] = []
+    reserved = 0
+
+    def reserve(nbytes: int) -> None:
+        nonlocal reserved
+        reserved += nbytes
+        most.append(reserved)
+
+    with pytest.raises(Exception, match="more than the 1048576 bytes"):
+        Messages(b"gzip", 1 << 20, reserve).only(body)
+    assert most[-1] <= 2 << 20
+    assert status(answered(service, INFER, body, (b"grpc-encoding", b"gzip")))[0] == "RESOURCE_EXHAUSTED"
+    assert status(answered(service, INFER, body, (b"grpc-encoding", b"br")))[0] == "UNIMPLEMENTED"
+    cut = b"\1" + (20).to_bytes(4, "big") + bomb[:20]
+    assert status(answered(service, INFER, cut, (b"grpc-encoding", b"gzip")))[0] == "INVALID_ARGUMENT"
+    assert service.inflight.used_bytes == 0
+
+
+def test_a_text_passes_as_ascii_and_is_cut() -> None:
+    assert dict(status_of("NOT_FOUND", "100 % für\n")) == {
+        b"grpc-status": b"5",
+        b"grpc-message": b"100 %25 f%C3%BCr%0A",
+    }
+    assert len(dict(status_of("NOT_FOUND", "ü" * 9000))[b"grpc-message"]) < 8000
+
+
+def test_who_has_no_token_is_refused_and_reactors_hear_of_who_has_one(tmp_path: Any) -> None:
+    settings = settings_for(tmp_path)
+    _, secret = TokenFile(settings.data / "tokens.json").create(Role.READER)
+    store = FakeStore(settings)
+    service, heard = Service(store, settings), []
+
+    def ask(*headers: tuple[bytes, bytes], reason: int = kernel.ACCESS) -> str:
+        stream = SomeStream(INFER, [GRPC, *headers], reason)
+
+        async def run() -> None:
+            calls_of(service, lambda *of: heard.append(of)).request(stream, prefixed(keys_message()))
+            await until(lambda: stream.sent)
+
+        asyncio.run(run())
+        return status(stream.sent)[0]
+
+    try:
+        bearer = b"Bearer " + secret.encode()
+        assert ask() == "UNAUTHENTICATED"
+        assert ask((b"authorization", bearer), (b"authorization", bearer)) == "UNAUTHENTICATED"
+        assert not heard
+        assert ask((b"authorization", bearer)) == "OK"
+        assert [(host, value) for host, value, _ in heard] == [("localhost", bearer)]
+    finally:
+        service.close()
+
+
+@pytest.mark.parametrize("headers", [[], [(b"authorization", b"Bearer what")]])
+@pytest.mark.parametrize(
+    ("authority", "known"), [(b"localhost:8000", True), (b"[::1]", True), (b"evil.example", False)]
+)
+def test_where_nobody_needs_a_token_reactors_hear_of_the_names_of_the_service(
+    service: Service, headers: list[tuple[bytes, bytes]], authority: bytes, known: bool
+) -> None:
+    heard: list[Any] = []
+    stream = SomeStream(INFER, [GRPC, *headers], kernel.ACCESS)
+    stream.authority = authority
+
+    async def run() -> None:
+        calls_of(service, lambda *of: heard.append(of)).request(stream, prefixed(keys_message()))
+        await until(lambda: stream.sent)
+
+    asyncio.run(run())
+    assert status(stream.sent)[0] == "OK"
+    assert [value for _, value, _ in heard] == ([None] if known else [])
+
+
+# --- streams of messages
+
+
+class Client:
+    """A stream of messages, on the loop of the test."""
+
+    def __init__(self, calls: Calls, path: bytes = STREAM, host: str = "192.0.2.7") -> None:
+        self.calls, self.stream = calls, SomeStream(path, [GRPC])
+        self.stream.client = (host, 4711)
+        calls.opened(self.stream)
+
+    def send(self, data: bytes) -> None:
+        self.calls.data(self.stream, data)
+
+    async def sent(self, count: int) -> list[Any]:
+        await until(lambda: len(self.stream.sent) >= count)
+        return self.stream.sent
+
+
+def test_a_stream_answers_in_order_and_outlives_an_error(service: Service) -> None:
+    many = [np.arange(size) for size in (1, 5, 2)]
+    data = prefixed(keys_message(many[0])) + prefixed(b"\xff") + b"".join(prefixed(keys_message(k)) for k in many[1:])
+
+    async def run() -> list[Any]:
+        client = Client(calls_of(service))
+        for at in range(0, len(data), 7):  # cut anywhere
+            client.send(data[at : at + 7])
+        client.calls.ended(client.stream)
+        sent = await client.sent(6)
+        assert client.stream.taken == len(data)
+        assert not client.calls.busy
+        return sent
+
+    headers, first, wrong, second, third, trailers = asyncio.run(run())
+    assert headers[b"content-type"] == b"application/grpc"
+    for answer, keys in zip((first, second, third), many, strict=True):
+        np.testing.assert_array_equal(rows_of(answer, "inference.ModelStreamInferResponse"), items(keys))
+    assert "malformed" in message_class("inference.ModelStreamInferResponse").FromString(wrong[5:]).error_message
+    assert trailers == {b"grpc-status": b"0"}
+    assert service.inflight.used_bytes == 0
+
+
+def test_a_client_may_send_on_only_as_its_messages_are_worked_on(store: FakeStore, service: Service) -> None:
+    gate, message = store.model("ctr").gate, prefixed(keys_message())
+
+    async def run() -> None:
+        gate.clear()
+        client = Client(calls_of(service))
+        client.send(message)
+        client.send(message)
+        assert client.stream.taken == len(message), "the second has to wait"
+        gate.set()
+        await client.sent(3)
+        await until(lambda: client.stream.taken == 2 * len(message))
+
+    asyncio.run(run())
+
+
+def test_the_longest_idle_stream_makes_room(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls_module, "MOST_STREAMS", 2)
+
+    async def run() -> None:
+        calls = calls_of(service)
+        first, second = Client(calls), Client(calls)
+        assert status(Client(calls).stream.sent)[0] == "RESOURCE_EXHAUSTED", "none is idle for long"
+        monkeypatch.setattr(calls_module, "IDLE_S", 0.0)
+        first.send(prefixed(keys_message()))
+        await first.sent(2)
+        await until(lambda: not calls.busy)
+        third = Client(calls)
+        assert status(second.stream.sent)[0] == "UNAVAILABLE"
+        assert len(first.stream.sent) == 2
+        assert len(third.stream.sent) == 1
+
+    asyncio.run(run())
+
+
+def test_a_stream_whose_first_message_does_not_come_ends(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow_module, "FIRST_S", 0.05)
+
+    async def run() -> None:
+        client = Client(calls_of(service))
+        sent = await client.sent(2)
+        assert status(sent)[0] == "DEADLINE_EXCEEDED"
+
+    asyncio.run(run())
+
+
+def test_a_stop_ends_idle_streams_and_answers_what_is_under_way(store: FakeStore, service: Service) -> None:
+    gate = store.model("ctr").gate
+
+    async def run() -> None:
+        calls = calls_of(service)
+        idle, busy, never = Client(calls), Client(calls), SomeStream(INFER, [GRPC])
+        gate.clear()
+        busy.send(prefixed(keys_message()))
+        calls.request(never, prefixed(keys_message()))
+        calls.stop()
+        assert status(idle.stream.sent)[0] == "UNAVAILABLE"
+        assert len(busy.stream.sent) == 1
+        assert status(Client(calls).stream.sent)[0] == "UNAVAILABLE"
+        calls.cut_off()
+        assert status(never.sent)[0] == "UNAVAILABLE"
+        gate.set()
+        sent = await busy.sent(3)
+        assert status(sent)[0] == "UNAVAILABLE"
+        await until(lambda: not service.lookup_pool.under_way())
+        assert len(never.sent) == 3, "it is answered once"
+
+    asyncio.run(run())
+    assert service.inflight.used_bytes == 0
+
+
+def test_a_lost_stream_does_no_work_and_holds_nothing(store: FakeStore, service: Service) -> None:
+    gate, lost = store.model("ctr").gate, SomeStream(INFER, [GRPC])
+
+    async def run() -> None:
+        calls = calls_of(service)
+        gate.clear()
+        first = SomeStream(INFER, [GRPC])
+        calls.request(first, prefixed(keys_message()))
+        calls.request(lost, prefixed(keys_message(np.arange(9000))))
+        lost.lost = True
+        calls.lost(lost)
+        gate.set()
+        await until(lambda: not calls.busy)
+
+    asyncio.run(run())
+    assert service.inflight.used_bytes == 0
+    assert service.shed.of("gone") == 1
+
+
+# --- health and reflection
+
+
+def states(sent: list[Any]) -> list[int]:
+    kind = message_class("grpc.health.v1.HealthCheckResponse")
+    return [kind.FromString(data[5:]).status for data in sent[1:] if isinstance(data, bytes)]
+
+
+def test_health_is_watched_until_the_service_drains(service: Service) -> None:
+    async def run() -> None:
+        calls = calls_of(service)
+        client, other = Client(calls, WATCH), Client(calls, WATCH)
+        client.send(prefixed(b""))
+        other.send(prefixed(b"\n\2xx"))
+        calls.health.report(True)
+        assert (states(client.stream.sent), states(other.stream.sent)) == ([1], [3])
+        calls.drain()
+        calls.drain()
+        assert states(client.stream.sent) == [1, 2]
+        calls.lost(other.stream)
+        assert calls.health.watchers == 1
+        calls.stop()
+        assert calls.health.watchers == 0
+        assert status(client.stream.sent)[0] == "UNAVAILABLE"
+
+    asyncio.run(run())
+
+
+def test_a_host_with_many_watchers_makes_room_for_another_host(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health_module, "MAX_WATCHERS", 3)
+
+    async def run() -> None:
+        calls = calls_of(service)
+
+        def watch(host: str) -> list[Any]:
+            client = Client(calls, WATCH, host)
+            client.send(prefixed(b""))
+            return client.stream.sent
+
+        crowd = [watch("192.0.2.7") for _ in range(3)]
+        assert status(watch("192.0.2.7"))[0] == "RESOURCE_EXHAUSTED", "none of its own makes room"
+        assert states(watch("192.0.2.8")) == [1]
+        assert status(crowd[0])[0] == "UNAVAILABLE"  # the oldest of the others
+        assert [len(sent) for sent in crowd[1:]] == [2, 2]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("release", ["v1", "v1alpha"])
+def test_reflection_describes_every_service(service: Service, release: str) -> None:
+    request_kind, answer_kind = (
+        message_class(f"grpc.reflection.{release}.ServerReflection{kind}") for kind in ("Request", "Response")
+    )
+
+    async def run() -> list[Any]:
+        client = Client(calls_of(service), f"/grpc.reflection.{release}.ServerReflection/ServerReflectionInfo".encode())
+        client.send(
+            prefixed(request_kind(list_services="*").SerializeToString())
+            + prefixed(request_kind(file_containing_symbol="inference.GRPCInferenceService").SerializeToString())
+            + prefixed(request_kind(file_by_filename="nothing").SerializeToString())
+        )
+        return await client.sent(4)
+
+    services, file, nothing = (answer_kind.FromString(data[5:]) for data in asyncio.run(run())[1:])
+    names = {entry.name for entry in services.list_services_response.service}
+    assert {
+        "inference.GRPCInferenceService",
+        "grpc.health.v1.Health",
+        f"grpc.reflection.{release}.ServerReflection",
+    } <= names
+    assert any(b"ModelInferRequest" in each for each in file.file_descriptor_response.file_descriptor_proto)
+    assert nothing.error_response.error_code == CODES["NOT_FOUND"]

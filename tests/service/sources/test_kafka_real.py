@@ -1,0 +1,296 @@
+"""Topics of Apache Kafka itself: what librdkafka's mock does not have, for deltas and for rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.kafka_real import RealBrokers, real_brokers
+from tests.service.conftest import eventually
+from tests.service.scenes import delta, rows
+from tests.service.sources.test_kafka import Scene
+from tests.service.sources.test_kafka_rows import RowScene, vector
+
+confluent_kafka = pytest.importorskip("confluent_kafka", reason="the extra `kafka` is not installed")
+pytestmark = pytest.mark.thorough
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[RealBrokers]:
+    with real_brokers(1) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[RealBrokers]:
+    with real_brokers(3) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def deltas(tmp_path: Path, broker: RealBrokers) -> Iterator[Scene]:
+    made = Scene(tmp_path, broker)  # type: ignore[arg-type]
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def scene(tmp_path: Path, broker: RealBrokers) -> Iterator[RowScene]:
+    made = RowScene(tmp_path, broker)
+    yield made
+    made.close()
+
+
+def value_of(value: float) -> bytes:
+    return json.dumps({"vector": vector(value)}).encode()
+
+
+def low_of(scene: Any) -> int:
+    consumer = confluent_kafka.Consumer({"bootstrap.servers": scene.brokers.address, "group.id": "low"})
+    low, _ = consumer.get_watermark_offsets(confluent_kafka.TopicPartition(scene.topic, 0), timeout=30)
+    consumer.close()
+    return int(low)
+
+
+def in_transactions(scene: Any, *parts: tuple[bool, list[tuple[bytes, bytes]]]) -> None:
+    """Each part in a transaction, which is committed or aborted. Partition 0."""
+    producer = confluent_kafka.Producer(
+        {"bootstrap.servers": scene.brokers.address, "transactional.id": scene.topic, "transaction.timeout.ms": 60000}
+    )
+    producer.init_transactions(60)
+    for commits, messages in parts:
+        producer.begin_transaction()
+        for key, value in messages:
+            producer.produce(scene.topic, value, key, partition=0)
+        producer.flush(60)  # it is in the topic, whatever becomes of it
+        (producer.commit_transaction if commits else producer.abort_transaction)(60)
+
+
+def test_aborted_deltas_are_not_seen(deltas: Scene) -> None:
+    deltas.follow()
+    in_transactions(
+        deltas,
+        (False, [(b"ctr", delta(4, {1: 99.0}))]),
+        (True, [(b"ctr", delta(4, {1: 40.0})), (b"ctr", delta(5, {2: 50.0}))]),
+        (False, [(b"ctr", delta(6, {1: 98.0}))]),
+    )
+    deltas.reaches(5)
+    deltas.expect(1, 40.0)
+    deltas.is_in("caught up", applied=2, duplicates=0, parked=0, lag_messages=0)
+
+
+def test_aborted_rows_are_not_seen(scene: RowScene) -> None:
+    scene.follow()
+    in_transactions(
+        scene,
+        (False, [(b"1", value_of(99.0)), (b"2", value_of(99.0))]),
+        (True, [(b"1", value_of(10.0))]),
+        (False, [(b"1", value_of(98.0))]),
+    )
+    scene.expect(1, 10.0)
+    scene.is_in("caught up", rows=1, parked=0, lost=0, lag_messages=0)
+    scene.reopen()
+    scene.row(3, 30.0)
+    scene.expect(3, 30.0)
+    scene.is_in("caught up", rows=1)
+
+
+def short_lived(scene: Any, broker: RealBrokers) -> None:
+    """Have the topic's messages so far be deleted as too old."""
+    from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource
+
+    entries = [
+        ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET)
+        for name, value in (("retention.ms", "1"), ("segment.ms", "1"), ("file.delete.delay.ms", "1"))
+    ]
+    resource = ConfigResource(ConfigResource.Type.TOPIC, scene.topic, incremental_configs=entries)
+    admin = broker.admin
+    admin.incremental_alter_configs([resource])[resource].result(60)
+    eventually(lambda: low_of(scene) > 0, "messages to be deleted")
+
+
+def test_retention_that_ran_out_before_rows_were_read_is_reported(scene: RowScene, broker: RealBrokers) -> None:
+    scene.follow()
+    scene.row(1, 10.0)
+    scene.expect(1, 10.0)
+    scene.close()
+    for key in (1, 2, 3):
+        scene.row(key, 20.0)
+    short_lived(scene, broker)
+    low = low_of(scene)
+    scene.store = scene.open()
+    scene.follow()
+    eventually(lambda: scene.status()["lost"] == low - 1, f"{low - 1} lost offsets; {scene.status()}")
+    assert "deleted before" in str(scene.is_in("caught up", lost=low - 1)["problem"])
+
+
+def test_retention_that_ran_out_before_deltas_were_read_holds_the_model_up(deltas: Scene, broker: RealBrokers) -> None:
+    deltas.follow()
+    deltas.delta(4, {1: 40.0})
+    deltas.reaches(4)
+    deltas.close()
+    deltas.delta(5, {1: 50.0})
+    short_lived(deltas, broker)
+    deltas.store = deltas.open()
+    deltas.follow()
+    deltas.delta(6, {1: 60.0})
+    deltas.is_in("held up", "delta 5 is missing")
+    deltas.store.apply_delta(delta(5, {2: 50.0}))
+    deltas.reaches(6)
+    deltas.expect(1, 60.0)
+
+
+def test_a_compacted_topic_has_what_is_left(tmp_path: Path, broker: RealBrokers) -> None:
+    topic = broker.new_topic(
+        1, cleanup_policy="compact", segment_ms="1", min_cleanable_dirty_ratio="0.01", delete_retention_ms="600000"
+    )
+    scene = RowScene(tmp_path, broker, topic=topic)
+    for value in range(1, 6):
+        for key in (1, 2, 3):
+            scene.row(key, float(value))
+    scene.put(2, None)
+
+    def left() -> int:
+        consumer = confluent_kafka.Consumer(
+            {"bootstrap.servers": broker.address, "group.id": "left", "enable.partition.eof": True}
+        )
+        consumer.assign([confluent_kafka.TopicPartition(topic, 0, 0)])
+        count = 0
+        while (message := consumer.poll(30)) is not None and message.error() is None:
+            count += 1
+        consumer.close()
+        return count
+
+    eventually(lambda: left() < 10, "the topic to be compacted")
+    scene.follow()
+    scene.expect(1, 5.0)
+    scene.expect(2, None)
+    scene.expect(3, 5.0)
+    assert scene.is_in("caught up", lost=0)["rows"] < 10
+    scene.close()
+
+
+def test_a_topic_that_is_made_anew_is_read_from_its_beginning(scene: RowScene, broker: RealBrokers) -> None:
+    from confluent_kafka.admin import NewTopic
+
+    scene.follow()
+    for key in (1, 2, 3):
+        scene.row(key, 10.0)
+    scene.expect(3, 10.0)
+    scene.close()
+    admin = broker.admin
+    admin.delete_topics([scene.topic], operation_timeout=60)[scene.topic].result(60)
+    eventually(lambda: scene.topic not in admin.list_topics(timeout=30).topics, "no topic")
+    admin.create_topics([NewTopic(scene.topic, 1, 1)], operation_timeout=60)[scene.topic].result(60)
+    scene.producer = confluent_kafka.Producer({"bootstrap.servers": broker.address})
+    scene.row(1, 11.0)
+    scene.store = scene.open()
+    scene.follow()
+    scene.expect(1, 11.0)
+    scene.reopen()
+    scene.row(2, 12.0)
+    scene.expect(2, 12.0)
+    scene.is_in("caught up", rows=1)
+
+
+def test_partitions_that_are_added_are_read(
+    scene: RowScene, broker: RealBrokers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from confluent_kafka.admin import NewPartitions
+
+    monkeypatch.setattr("tierstore.service.sources.kafka_rows.METADATA_S", 0.2)
+    scene.follow()
+    scene.row(1, 10.0)
+    scene.expect(1, 10.0)
+    admin = broker.admin
+    admin.create_partitions([NewPartitions(scene.topic, 3)])[scene.topic].result(60)
+    eventually(lambda: len(scene.status()["partitions"]) == 3, "the new partitions")
+    scene.producer = confluent_kafka.Producer({"bootstrap.servers": broker.address})
+    scene.row(2, 20.0, partition=2)
+    scene.expect(2, 20.0)
+    scene.is_in("caught up", rows=2, rebalances=1)
+
+
+def test_two_services_of_one_group_each_have_every_row(tmp_path: Path, broker: RealBrokers) -> None:
+    topic = broker.new_topic(2)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    scenes = [RowScene(tmp_path / name, broker, topic=topic, kafka_group="both") for name in ("a", "b")]
+    for scene in scenes:
+        scene.follow()
+    for key in range(1, 20):
+        scenes[0].row(key, float(key), partition=key % 2)
+    for scene in scenes:
+        scene.expect(18, 18.0)
+        scene.expect(19, 19.0)
+        scene.is_in("caught up", rows=19)
+        scene.close()
+
+
+def test_leaders_that_are_killed_and_moved(tmp_path: Path, three: RealBrokers) -> None:
+    for name in ("rows", "deltas"):
+        (tmp_path / name).mkdir()
+    scene, others = RowScene(tmp_path / "rows", three), Scene(tmp_path / "deltas", three)  # type: ignore[arg-type]
+    scene.follow()
+    others.follow()
+    for number in range(3):
+        seq = 4 + 2 * number
+        scene.row(1, float(seq))
+        others.delta(seq, {1: float(seq)})
+        leaders = {three.leader(scene.topic), three.leader(others.topic)}
+        node = leaders.pop()
+        three.kill(node)
+        scene.row(2, float(seq))
+        others.delta(seq + 1, {2: float(seq)})
+        others.reaches(seq + 1)
+        for one in (scene, others):
+            one.expect(1, float(seq))
+            one.expect(2, float(seq))
+        three.start(node)
+        three.await_in_sync(scene.topic)
+        three.await_in_sync(others.topic)
+    scene.is_in("caught up", rows=6, parked=0, lost=0)
+    others.is_in("caught up", applied=6, duplicates=0, parked=0)
+    scene.close()
+    others.close()
+
+
+def test_the_tests_of_deltas_and_rows_pass_with_a_broker(broker: RealBrokers) -> None:
+    """What is run with the mock, with Kafka itself."""
+    files = ("test_kafka.py", "test_kafka_rows.py", "test_kafka_cluster.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-m", "not thorough", "-p", "no:cacheprovider", *(f"tests/service/sources/{name}" for name in files)],
+        cwd=Path(__file__).parents[3], env={**os.environ, "TIERSTORE_TEST_KAFKA": broker.address},
+        capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+@pytest.mark.timeout(900)
+def test_kills_of_brokers_service_and_producer_lose_and_repeat_no_row() -> None:
+    """The short form of `tools/kafka_rows_chaos.py`."""
+    command = [sys.executable, "-m", "tools.kafka_rows_chaos", "--kills", "8"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all is as the topic has it" in done.stdout
+
+
+def test_rows_that_come_while_others_are_read(scene: RowScene) -> None:
+    """Counts of a few thousand rows, at full speed."""
+    scene.follow()
+    for number in range(20_000):
+        scene.producer.produce(scene.topic, value_of(float(number % 100)), str(number % 500).encode())
+        if number % 1000 == 0:
+            scene.producer.poll(0)
+    assert scene.producer.flush(60) == 0
+    scene.is_in("caught up", rows=20_000, parked=0)
+    got = scene.store.model("ctr").lookup("item_id", np.arange(500))
+    assert np.array_equal(got, rows("item", [float(key % 100) for key in range(500)]))

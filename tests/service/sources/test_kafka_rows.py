@@ -1,0 +1,376 @@
+"""Rows from a Kafka topic: each counts once, in its order, whatever ends in between; what is no row, or does not fit, is parked."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+import tierstore
+from tests.kafka_broker import Brokers
+from tests.service.conftest import eventually, settings_for
+from tests.service.scenes import delta, rows, write_small, write_snapshot
+from tierstore.engine.store import Store
+from tierstore.errors import InvalidInput, Overloaded
+from tierstore.service.server import ServerThread
+from tierstore.service.sources.kafka_routes import Route
+from tierstore.service.sources.kafka_rows import RowTopic
+from tierstore.service.sources.start import check_sources
+
+confluent_kafka = pytest.importorskip("confluent_kafka", reason="the extra `kafka` is not installed")
+
+
+@pytest.fixture(scope="module")
+def brokers() -> Iterator[Brokers]:
+    cluster = Brokers()
+    yield cluster
+    cluster.close()
+
+
+def vector(value: float, table: str = "item") -> list[float]:
+    return [float(number) for number in rows(table, [value])[0]]
+
+
+class RowScene:
+    """A store with the model `ctr` at seq 3, and a topic of rows of its table `item`."""
+
+    def __init__(self, root: Path, brokers: Any, partitions: int = 1, **settings: Any) -> None:
+        self.root, self.brokers, self.settings = root, brokers, settings
+        self.topic = settings.pop("topic", None) or brokers.new_topic(partitions)
+        self.producer = confluent_kafka.Producer({"bootstrap.servers": brokers.address})
+        self.route = settings.pop("route", "=ctr/item")
+        self.store = self.open()
+        self.store.load_snapshot(write_snapshot(root, 1, delta_seq=3))
+        self.source: RowTopic | None = None
+
+    def open(self) -> Store:
+        return Store(
+            settings_for(
+                self.root,
+                **{
+                    "kafka": self.brokers.address,
+                    "kafka_rows": [self.topic + self.route],
+                    "kafka_rows_gather_s": 0.05,
+                    **self.settings,
+                },
+            )
+        )
+
+    def follow(self) -> RowTopic:
+        self.source = RowTopic(self.store, self.store.settings, Route.parse(self.topic + self.route))
+        return self.source
+
+    def reopen(self) -> RowTopic:
+        self.close()
+        self.store = self.open()
+        return self.follow()
+
+    def close(self) -> None:
+        if self.source is not None:
+            self.source.close()
+            self.source = None
+        self.store.close()
+
+    def put(self, key: object, value: bytes | None, *, partition: int = 0, **headers: str) -> None:
+        raw = key if key is None or isinstance(key, bytes) else str(key).encode()
+        self.producer.produce(self.topic, value, raw, partition=partition, headers=list(headers.items()))
+        assert self.producer.flush(60) == 0
+
+    def row(self, key: object, value: float, *, partition: int = 0, **fields: object) -> None:
+        document = {"key": key, "vector": vector(value), "event_time": int(time.time() * 1000), **fields}
+        self.put(key, json.dumps(document).encode(), partition=partition)
+
+    def expect(self, key: int, value: float | None) -> None:
+        def there() -> bool:
+            got, found = self.store.model("ctr").lookup("item_id", [key], return_found=True)
+            return not found[0] if value is None else bool(np.array_equal(got, rows("item", [value])))
+
+        eventually(there, f"item {key} to be {value}; {self.status()}")
+
+    def status(self) -> dict[str, Any]:
+        assert self.source is not None
+        return self.source.status()
+
+    def is_in(self, state: str, *words: str, **counts: int) -> dict[str, Any]:
+        def so() -> dict[str, Any] | None:
+            status = self.status()
+            there = status["state"] == state and all(word in str(status["problem"]) for word in words)
+            return status if there and counts.items() <= status.items() else None
+
+        found: dict[str, Any] = eventually(so, f"state {state} {words} {counts}; {self.status()}")
+        return found
+
+    def parked(self, count: int) -> list[dict[str, Any]]:
+        eventually(lambda: len(self.store.parked()) == count, f"{count} to be parked; {self.store.parked()}")
+        return self.store.parked()
+
+
+@pytest.fixture
+def scene(tmp_path: Path, brokers: Brokers) -> Iterator[RowScene]:
+    made = RowScene(tmp_path, brokers)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def wide(tmp_path: Path, brokers: Brokers) -> Iterator[RowScene]:
+    made = RowScene(tmp_path, brokers, partitions=3)
+    yield made
+    made.close()
+
+
+def test_rows_become_deltas_and_a_tombstone_deletes(wide: RowScene) -> None:
+    wide.follow()
+    for key in range(1, 30):
+        wide.row(key, key + 0.5, partition=key % 3)
+    wide.row(3, 99.0, partition=0)
+    wide.put(4, None, partition=1)
+    wide.put(None, json.dumps({"key": 5, "vector": None}).encode(), partition=2)
+    wide.expect(1, 1.5)
+    wide.expect(29, 29.5)
+    wide.expect(3, 99.0)
+    wide.expect(4, None)
+    wide.expect(5, None)
+    status = wide.is_in("caught up", rows=32, deleted=2, parked=0, pending=0)
+    log = wide.store.model("ctr").log
+    assert log.last == 3 + status["deltas"]
+    origin = log.newest_origin(f"kafka rows {wide.topic}")
+    assert origin is not None
+    assert set(origin["resume"]) == {"0", "1", "2"}
+    assert wide.store.verify().ok
+
+
+def test_the_last_row_of_a_key_wins_within_a_delta(tmp_path: Path, brokers: Brokers) -> None:
+    scene = RowScene(tmp_path, brokers)
+    for value in (1.0, 2.0, 3.0):
+        scene.row(7, value)
+    scene.row(8, 1.0)
+    scene.put(8, None)
+    scene.put(9, None)
+    scene.row(9, 9.0)
+    scene.row(10, 1.0)
+    scene.row(10, float("inf"))  # does not fit: the row before it counts
+    scene.follow()  # all of it in one delta
+    scene.expect(7, 3.0)
+    scene.expect(8, None)
+    scene.expect(9, 9.0)
+    scene.expect(10, 1.0)
+    scene.close()
+
+
+def test_a_start_goes_on_behind_the_log_and_applies_nothing_twice(scene: RowScene) -> None:
+    scene.follow()
+    scene.row(1, 10.0)
+    scene.row(2, 20.0)
+    scene.expect(2, 20.0)
+    scene.is_in("caught up", rows=2)
+    (scene.store.root.kafka_rows(scene.topic, "ctr")).unlink()  # the log itself says it
+    scene.reopen()
+    scene.row(3, 30.0)
+    scene.expect(3, 30.0)
+    scene.is_in("caught up", rows=1)
+    scene.expect(1, 10.0)
+
+
+def test_rows_before_a_kill_count_once(scene: RowScene) -> None:
+    source = scene.follow()
+    scene.row(1, 10.0)
+    scene.expect(1, 10.0)
+    source.save = lambda: None  # type: ignore[method-assign] # as if the process ended before
+    scene.row(2, 20.0)
+    scene.expect(2, 20.0)
+    last = scene.store.model("ctr").log.last
+    scene.reopen()
+    scene.is_in("caught up", rows=0)
+    assert scene.store.model("ctr").log.last == last
+
+
+def test_what_is_no_row_is_parked_and_stops_no_other(scene: RowScene) -> None:
+    scene.follow()
+    good = json.dumps({"vector": vector(1.0)}).encode()
+    for key, value in (
+        (1, b"{"),
+        (1, b"[1]"),
+        (1, json.dumps({"vectors": [1]}).encode()),
+        (1, json.dumps({"vector": [1.0]}).encode()),
+        (1, json.dumps({"vector": [*vector(1.0)[:-1], "x"]}).encode()),
+        (1, json.dumps({"vector": [*vector(1.0)[:-1], None]}).encode()),
+        (1, json.dumps({"vector": [*vector(1.0)[:-1], 1e39]}).encode()),
+        (1, json.dumps({"vector": 5}).encode()),
+        (1, json.dumps({"vector": vector(1.0), "event_time": "yesterday"}).encode()),
+        (1, json.dumps({"key": 1.5, "vector": vector(1.0)}).encode()),
+        (1, json.dumps({"key": True, "vector": vector(1.0)}).encode()),
+        ("one", good),
+        (1 << 63, good),
+        (None, good),
+        (b"\xff", good),
+        (None, None),
+    ):
+        scene.put(key, value)
+    scene.row(2, 20.0)
+    scene.expect(2, 20.0)
+    found = scene.parked(16)
+    assert {(record["kind"], record["model"], record["seq"]) for record in found} == {("row", "ctr", None)}
+    reasons = [record["reason"] for record in found]
+    for number, words in enumerate((
+        "JSON", "object", "'vectors'", "numbers, got 1", "got str in it", "got NoneType in it", "infinite", "got int",
+        "event time", "float", "bool", "'one'", "9223372036854775808", "neither", "UTF-8", "neither",
+    )):  # fmt: skip
+        assert words in reasons[number], (words, reasons[number])
+    assert scene.store.parked_payload(found[0]["id"]) == b"{"
+    with pytest.raises(InvalidInput, match="produce the row again"):
+        scene.store.retry_parked(found[0]["id"])
+    last = scene.store.model("ctr").log.last
+    for record in found:
+        scene.store.skip_parked(record["id"])
+    assert scene.store.model("ctr").log.last == last
+    scene.expect(1, 1.0)  # as the snapshot has it
+    scene.is_in("caught up", parked=0)
+
+
+def test_too_many_parked_messages_stop_the_reading(scene: RowScene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierstore.service.sources.kafka_rows.MOST_PARKED", 3)
+    scene.follow()
+    for _ in range(3):
+        scene.put(1, b"{")
+    scene.is_in("held up", "3 messages are parked")
+    scene.row(2, 20.0)
+    time.sleep(0.3)
+    assert scene.status()["rows"] == 0
+    for record in scene.store.parked():
+        scene.store.skip_parked(record["id"])
+    scene.expect(2, 20.0)
+
+
+def test_headers_say_model_and_table(tmp_path: Path, brokers: Brokers) -> None:
+    scene = RowScene(tmp_path, brokers, route="")
+    scene.follow()
+    value = json.dumps({"vector": vector(5.0)}).encode()
+    scene.put(5, value, model="ctr", table="item")
+    scene.put("u9", json.dumps({"vector": vector(2.0, "user")}).encode(), model="ctr", table="user")
+    scene.put(5, value, model="ctr", table="none")
+    scene.put(5, value)
+    scene.put(6, value, model="late", table="item")
+    scene.expect(5, 5.0)
+    eventually(lambda: scene.store.model("ctr").lookup("user", ["u9"]).sum() == sum(vector(2.0, "user")), "the user")
+    reasons = sorted(record["reason"] for record in scene.parked(2))
+    assert "no table 'none'" in reasons[1]
+    assert "expected headers" in reasons[0]
+    assert scene.is_in("caught up")["passed_over"] == {"late": 1}
+    scene.store.load_snapshot(write_small(tmp_path, "late", "item"))
+    eventually(lambda: scene.store.model("late").lookup("item_id", [6])[0, 0] == vector(5.0)[0], "what came before")
+    scene.is_in("caught up", rows=3, rewinds=1)
+    scene.close()
+
+
+def test_deltas_of_another_sender_go_between(scene: RowScene) -> None:
+    scene.follow()
+    scene.row(1, 10.0)
+    scene.expect(1, 10.0)
+    scene.store.apply_delta(delta(scene.store.model("ctr").log.last + 1, {2: 20.0}))
+    scene.row(3, 30.0)
+    scene.expect(3, 30.0)
+    scene.expect(2, 20.0)
+    scene.is_in("caught up", rows=2, deltas=2)
+
+
+def test_a_delta_that_failed_after_it_was_logged_is_not_made_again(
+    scene: RowScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply, fails = scene.store.apply_delta, [True]
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        result = apply(*arguments, **options)
+        if fails.pop() if fails else False:
+            raise Overloaded("no room", retry_after_s=0.1)
+        return result
+
+    monkeypatch.setattr(scene.store, "apply_delta", failing)
+    scene.follow()
+    scene.row(1, 10.0)
+    scene.row(2, 10.0)
+    scene.is_in("caught up", rows=2, pending=0)
+    assert scene.store.model("ctr").log.last == 3 + scene.status()["deltas"]
+
+
+def test_more_rows_than_a_delta_may_have_become_several(tmp_path: Path, brokers: Brokers) -> None:
+    scene = RowScene(tmp_path, brokers, max_delta="8KiB")
+    for key in range(1, 1000):
+        scene.producer.produce(scene.topic, json.dumps({"vector": vector(key)}).encode(), str(key).encode())
+    assert scene.producer.flush(60) == 0
+    scene.follow()
+    scene.expect(999, 999.0)
+    scene.is_in("caught up", rows=999)
+    for key in (1, 17, 500):
+        scene.expect(key, float(key))
+    scene.close()
+
+
+def test_a_model_that_was_dropped_and_is_loaded_again_has_its_rows(scene: RowScene) -> None:
+    scene.follow()
+    scene.row(1, 10.0)
+    scene.expect(1, 10.0)
+    scene.store.deactivate("ctr")
+    scene.store.drop("ctr", 1)
+    scene.row(2, 20.0)
+    eventually(lambda: "ctr" in scene.status()["held_up"], "nothing to apply to")
+    scene.store.load_snapshot(scene.root / "ctr-1")
+    scene.expect(1, 10.0)
+    scene.expect(2, 20.0)
+
+
+def test_a_service_reports_rows_and_their_freshness(tmp_path: Path, brokers: Brokers) -> None:
+    scene = RowScene(tmp_path, brokers)
+    check_sources(scene.store.settings)
+    with scene.store as store, ServerThread(store) as server, tierstore.Client(server.url) as client:
+        scene.row(1, 10.0)
+        eventually(lambda: client.lookup("ctr", "item_id", [1])[0, 0] == vector(10.0)[0], "the row")
+        eventually(
+            lambda: client.status()["service"]["kafka_rows"]["topics"][scene.topic]["state"] == "caught up", "the state"
+        )
+        metrics = httpx.get(f"{server.url}/metrics").text
+        assert f'tierstore_kafka_rows_rows_total{{topic="{scene.topic}"}} 1.0' in metrics
+        assert f'tierstore_kafka_rows_freshness_seconds_count{{topic="{scene.topic}"}} 1.0' in metrics
+        assert 'tierstore_delta_freshness_seconds_count{model="ctr"} 1.0' in metrics
+        scene.put(2, b"{")
+        eventually(lambda: client.parked(), "the parked row")
+
+
+def test_the_program_of_the_page(scene: RowScene) -> None:
+    page = (Path(__file__).parents[3] / "docs/kafka.md").read_text(encoding="utf-8")
+    _, program = re.findall("```python\n(.*?)```", page, flags=re.DOTALL)
+    program = program.replace("broker-1:9092", scene.brokers.address).replace("item-embeddings", scene.topic)
+    scene.follow()
+    scene.row(17, 1.0)
+    exec(program, {"changed": {1: vector(10.0)}, "newest_event": "2026-11-24T12:00:00Z"})
+    scene.expect(1, 10.0)
+    scene.expect(17, None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"kafka_rows": ["a=b"]}, "TOPIC=MODEL/TABLE"),
+        ({"kafka_rows": ["a=ctr/item", "a=ctr/user"]}, "each topic once"),
+        ({"kafka_rows": ["a"], "kafka_topic": "a"}, "not both"),
+        ({"kafka_rows": ["a"], "kafka": None}, "both or neither"),
+        ({"kafka_rows": ["a"], "kafka_rows_format": "avro"}, "kafka_rows_registry or kafka_rows_schema"),
+        ({"kafka_rows": ["a"], "kafka_rows_format": "protobuf-raw"}, "needs its schema: set kafka_rows_schema"),
+        ({"kafka_rows": ["a"], "kafka_rows_format": "avro", "kafka_rows_schema": "/no/such"}, "/no/such"),
+        ({"kafka_rows": ["a"], "kafka_rows_registry": "registry:8081"}, "http or https URL"),
+        ({"kafka_rows": ["a"], "kafka_rows_registry": "http://a:b@c"}, "basic.auth.user.info"),
+        ({"kafka_rows": ["a"], "kafka_rows_fields": {"keys": "id"}}, "kafka_rows_fields"),
+        ({"kafka_rows": ["a"], "remote": "redis://127.0.0.1:1"}, "kafka_rows and remote"),
+        ({"kafka_rows": ["a"], "upstream": "http://127.0.0.1:1"}, "upstream"),
+    ],
+)
+def test_settings_that_cannot_be_followed_are_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(tierstore.ConfigError, match=words):
+        check_sources(settings_for(tmp_path, **{"kafka": "127.0.0.1:1", **settings}))

@@ -1,0 +1,118 @@
+"""The house is tidy: small files that say what they are, no stray prints or markers, and a README that runs."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+from tools.make_client import made
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("tierstore", "tests", "benchmarks", "tools", "examples")
+LONGEST, LONGEST_OF_PACKAGE = 600, 400  # lines of a file
+LONGEST_FUNCTION = 60  # lines; of the package, but for kernels
+MAY_PRINT = ("tierstore/cli", "tierstore/demo", "tools", "benchmarks")
+MARKERS = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
+
+SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+
+
+def shown(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def prints(source: str) -> list[int]:
+    """Lines that call `print`."""
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    return [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]
+
+
+def markers(source: str) -> list[int]:
+    """Lines whose comment carries a marker of unfinished work."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return [token.start[0] for token in tokens if token.type == tokenize.COMMENT and MARKERS.search(token.string)]
+
+
+def test_no_file_is_long() -> None:
+    lengths = {shown(path): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
+    limits = {name: LONGEST_OF_PACKAGE if name.startswith("tierstore/") else LONGEST for name in lengths}
+    assert {name: length for name, length in lengths.items() if length > limits[name]} == {}
+
+
+def test_no_function_is_long() -> None:
+    long = []
+    for path in SOURCES:
+        if not shown(path).startswith("tierstore/") or shown(path).startswith("tierstore/kernels/"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                long += [f"{shown(path)}: {node.name}"] if lines > LONGEST_FUNCTION else []
+    assert long == []
+
+
+def test_every_module_says_what_it_is() -> None:
+    texts = {shown(path): path.read_text(encoding="utf-8") for path in SOURCES}
+    assert [name for name, text in texts.items() if text and not ast.get_docstring(ast.parse(text))] == []
+
+
+def test_only_those_who_speak_to_a_person_print() -> None:
+    library = [
+        path for path in SOURCES if shown(path).startswith("tierstore/") and not shown(path).startswith(MAY_PRINT)
+    ]
+    assert {shown(path): lines for path in library if (lines := prints(path.read_text(encoding="utf-8")))} == {}
+
+
+def test_nothing_is_left_for_later_in_a_comment() -> None:
+    assert {shown(path): lines for path in SOURCES if (lines := markers(path.read_text(encoding="utf-8")))} == {}
+
+
+def test_what_the_pages_tell_to_make_can_be_made() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    asked = {
+        page: set(re.findall(r"(?:^|`)make ([a-z-]+)\b(?=`|$| )", page.read_text(encoding="utf-8"), flags=re.MULTILINE))
+        for page in pages
+    }
+    assert {shown(page): sorted(names - targets) for page, names in asked.items() if names - targets} == {}
+    assert {"demo", "test", "check", "bench"} <= targets
+    assert "test" in asked[ROOT / "README.md"], "the README says how to run the tests"
+
+
+def test_the_blocking_client_is_made_of_the_awaited_one() -> None:
+    for path, text in made().items():
+        assert path.read_text(encoding="utf-8") == text, "python tools/make_client.py"
+
+
+def test_ci_runs_what_a_person_runs() -> None:
+    script = ROOT / ".ci/run"
+    assert script.stat().st_mode & 0o111, ".ci/run is executable"
+    lines = script.read_text(encoding="utf-8").splitlines()
+    assert "set -euo pipefail" in lines
+    check = next(
+        line.split()[1:]
+        for line in (ROOT / "Makefile").read_text(encoding="utf-8").splitlines()
+        if line.startswith("check:")
+    )
+    run = {word for line in lines if line.startswith("make --no-print-directory ") for word in line.split()[2:]}
+    run |= {word.rstrip(";") for line in lines if line.startswith("for part in ") for word in line.split()[3:]}
+    assert set(check) <= run
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"), [("print(1)", [1]), ("x.print(1)", []), ("def f():\n    print()", [2]), ("'print(1)'", [])]
+)
+def test_the_rule_of_prints(source: str, lines: list[int]) -> None:
+    assert prints(source) == lines
+
+
+@pytest.mark.parametrize(("word", "found"), [("TO" + "DO", True), ("FIX" + "ME", True), ("method", False)])
+def test_the_rule_of_markers(word: str, found: bool) -> None:
+    assert bool(markers(f"x = 1  # {word}: later\n")) is found
+    assert not markers(f"x = '# {word}'\n")
