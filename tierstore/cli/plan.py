@@ -16,7 +16,8 @@ from tierstore.errors import InvalidInput, NotFound, NotReady
 
 if TYPE_CHECKING:
     from tierstore.sizing.outlook import Growth, Swing
-    from tierstore.sizing.plan import Design, Machine, Plan
+    from tierstore.sizing.plan import Design, Load, Machine, Plan
+    from tierstore.sizing.prices import Prices
     from tierstore.sizing.reuse import Measured, Reuse
     from tierstore.sizing.served import Compared, Traffic
 
@@ -34,6 +35,11 @@ PricesFile = Annotated[
         "--prices", metavar="FILE", help="Prices of memory, disk and cores, or of kinds of nodes (TOML or JSON)."
     ),
 ]
+Grows = Annotated[
+    str | None, typer.Option("--growth", metavar="SHARE", help="Rows and requests grow by that a month: 5%.")
+]
+PageFile = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write it as a page with plots, too.")]
+From = Annotated[str | None, typer.Option("--from", metavar="URL", help="Or as a running service has it, for --table.")]
 SAMPLE_S = 5.0  # that a running service is watched
 
 
@@ -49,12 +55,8 @@ def plan(
     answers: Annotated[Literal["float32", "float16"], typer.Option(help="Numbers of the answers.")] = "float32",
     zipf: Annotated[float | None, option("S", "Look-ups follow Zipf's law with this exponent.")] = None,
     reuse: ReuseFile = None,
-    measured: Annotated[
-        str | None, typer.Option("--from", metavar="URL", help="Or as a running service has it, for --table.")
-    ] = None,
-    table: Annotated[
-        str | None, option("MODEL/TABLE", "The table of --from; its rows are as many, and as wide.")
-    ] = None,
+    measured: From = None,
+    table: Annotated[str | None, option("MODEL/TABLE", "That of --from; its rows are as many, and as wide.")] = None,
     changed: Changed = "5%",
     expires: Annotated[bool, typer.Option("--expires", help="Rows have a ttl: their times take disk too.")] = False,
     nodes: Nodes = None,
@@ -64,12 +66,8 @@ def plan(
     network: Annotated[float | None, option("GBIT", _NODE + "Gbit a second (default: 25).")] = None,
     cores: Annotated[int | None, option("N", _NODE + "cores (default: 16).", min=1)] = None,
     prices: PricesFile = None,
-    grows: Annotated[
-        str | None, typer.Option("--growth", metavar="SHARE", help="Rows and requests grow by that a month: 5%.")
-    ] = None,
-    page: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write it as a page with plots, too.")
-    ] = None,
+    grows: Grows = None,
+    page: PageFile = None,
     json: AsJson = False,
 ) -> None:
     """Show what a table needs, and which designs can serve it.
@@ -80,9 +78,7 @@ def plan(
     rate is that of the table as it is looked up now: its cache says what it would answer with less and more memory; and what is
     planned for it stands beside what the service measures.
     """
-    from tierstore.sizing.outlook import growth, sensitivity
     from tierstore.sizing.plan import Load
-    from tierstore.sizing.plan import plan as make_plan
     from tierstore.sizing.prices import Prices, read_prices
     from tierstore.types import StorageDtype
 
@@ -97,21 +93,14 @@ def plan(
         2 if answers == "float16" else 4, parse_share(changed), expires=expires,
     )  # fmt: skip
     given = Prices() if prices is None else read_prices(prices)
-    sizes = {"--memory": memory, "--disk": disk, "--reads": reads, "--network": network, "--cores": cores}
-    if given.nodes and (named := [name for name, value in sizes.items() if value is not None]):
-        raise typer.BadParameter(f"{named[0]}: {prices} has kinds of nodes, which say that; expected one of both")
     machine = _machine(memory, disk, reads, network, cores)
-    made = make_plan(load, machine, nodes, given)
-    outlook = _Outlook(
-        made,
-        sensitivity(made, machine, nodes),
-        None if grows is None else growth(made, machine, parse_share(grows)),
-        [] if of_service is None else of_service.compared(),
-    )
+    if given.nodes and machine != type(machine)():
+        raise typer.BadParameter(f"expected --memory, --disk and the like, or kinds of nodes in {prices}; got both")
+    outlook = _Outlook.make(load, machine, nodes, given, grows, of_service)
     if page is not None:
         _write_page(page, outlook, table)
     (_show_json if json else _show)(outlook)
-    if made.chosen is None:
+    if outlook.plan.chosen is None:
         raise typer.Exit(1)
 
 
@@ -123,6 +112,21 @@ class _Outlook:
     swings: list[Swing]
     growth: Growth | None
     compared: list[Compared]
+
+    @classmethod
+    def make(
+        cls, load: Load, machine: Machine, nodes: int | None, prices: Prices, grows: str | None, of_service: _Served | None
+    ) -> _Outlook:  # fmt: skip
+        from tierstore.sizing.outlook import growth, sensitivity
+        from tierstore.sizing.plan import plan as make_plan
+
+        made = make_plan(load, machine, nodes, prices)
+        return cls(
+            made,
+            sensitivity(made, machine, nodes),
+            None if grows is None else growth(made, machine, parse_share(grows)),
+            [] if of_service is None else of_service.compared(),
+        )
 
 
 def _machine(
@@ -291,7 +295,9 @@ class _Served:
                 raise NotFound(f"no table {table!r}; model {model!r} has {', '.join(sorted(tables))}")
             entry = tables[table]
             rows = max(1, entry["rows"])
-            curve = [(of["rows"] / rows, rate) for of in entry["cache"]["curve"] if (rate := of["hit_rate"]) is not None]
+            curve = [
+                (of["rows"] / rows, rate) for of in entry["cache"]["curve"] if (rate := of["hit_rate"]) is not None
+            ]
             if not curve:
                 raise NotReady(
                     f"{url} does not know yet what the cache of {name} would do at other sizes: it takes look-ups"

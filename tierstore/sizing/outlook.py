@@ -44,8 +44,8 @@ class Growth:
     months: list[Month]
 
 
-def growth(made: Plan, machine: Machine, share: float, nodes: int | None = None) -> Growth:
-    """Both grow by `share` each month. `nodes` as in `plan`: what is needed later is never fewer."""
+def growth(made: Plan, machine: Machine, share: float) -> Growth:
+    """Both grow by `share` each month; what is needed later is as many nodes as it takes."""
     if not 0 < share <= 1:
         raise InvalidInput(f"growth: expected more than 0% and at most 100% a month, got {100 * share:g}%")
     months = []

@@ -52,23 +52,23 @@ def page(
     parts += [_section("Designs", "Each node, while all are there.", _designs(made)), _notes(made.designs)]
     if chosen is not None:
         parts += [
-            _section("How busy a node is", _busy_text(chosen), _figure(_busy(chosen))),
+            _section("How busy a node is", _busy_text(chosen), _boxed(_busy(chosen))),
             _section(
                 "Memory and hit rate",
                 "Keys that are answered from memory, by the memory for rows that all nodes together have of the table (one copy of each row). "
                 "The mark is the chosen design.",
-                _figure(_hit_rates(made, chosen)),
+                _boxed(_hit_rates(made, chosen)),
             ),
         ]
     if swings and chosen is not None:
         text = f"The price of the cheapest design if one input is {100 * SWING:.0f}% smaller or larger, and the others as they are."
-        parts.append(_section("What moves the price", text, _figure(_tornado(swings, chosen.monthly))))
+        parts.append(_section("What moves the price", text, _boxed(_tornado(swings, chosen.monthly))))
     if growth is not None:
         text = (
             f"Rows and requests grow by {100 * growth.share:g}% a month. The price is that of the cheapest design then."
         )
         parts.append(
-            _section("Growth", text, _figure(_prices(made, growth.months)) + _ends(growth) + _needs(made, growth))
+            _section("Growth", text, _boxed(_prices(made, growth.months)) + _ends(growth) + _needs(made, growth))
         )
     if compared:
         text = "What the plan says of the table as it is served now, and what the service measured."
@@ -165,7 +165,7 @@ def _compared(compared: Sequence[Compared]) -> str:
 # --- plots
 
 
-def _figure(svg: str) -> str:
+def _boxed(svg: str) -> str:
     return f"<figure>{svg}</figure>"
 
 

@@ -192,7 +192,8 @@ def plan(load: Load, machine: Machine, nodes: int | None = None, prices: Prices 
         raise InvalidInput(f"nodes: expected at least 1, got {nodes}")
     prices = prices or Prices()
     machines = [Machine.of_kind(name, kind) for name, kind in prices.nodes.items()] or [machine]
-    names = [name for name in DESIGNS if nodes is None or (nodes == 1) is (name == ONE) or name == "cluster"]
+    unfit = () if nodes is None else ("copies", "partitions") if nodes == 1 else (ONE,)
+    names = [name for name in DESIGNS if name not in unfit]
     designs = [min((design(name, load, one, nodes, prices) for one in machines), key=_rank) for name in names]
     can = [design for design in designs if not design.limits]
     return Plan(load, prices, bytes_of(load), designs, min(can, key=lambda of: of.monthly) if can else None)
@@ -250,13 +251,15 @@ def owner_of(load: Load, machine: Machine, pairs: int, *, one_away: bool = False
     machines = 2 * pairs - one_away
     requests = load.qps / machines  # of clients, to each front
     shares = load.qps / pairs / (1 if one_away else 2)  # of all requests, that an owner gets its part of
-    asked, keys, reads = shares * parts, shares * lacking, shares * load.keys * (1 - hits)
-    between = requests * (lacking * KEY_BYTES + parts * PART_BYTES) + keys * (load.row_bytes + 1) + asked * PART_BYTES
+    received, keys, reads = shares * parts, shares * lacking, shares * load.keys * (1 - hits)
+    between = (
+        requests * (lacking * KEY_BYTES + parts * PART_BYTES) + keys * (load.row_bytes + 1) + received * PART_BYTES
+    )
     return Node(
         own + front, in_owner + in_front, hits, _memory_of(machine, own + front, table.index, 2), table.disk_peak,
-        requests * load.keys * load.dim * load.answer_bytes + between, between, asked, reads,
+        requests * load.keys * load.dim * load.answer_bytes + between, between, received, reads,
         requests * (REQUEST_CPU_S + load.keys * KEY_CPU_S + front_s)
-        + asked * OWNER_PART_CPU_S + keys * OWNER_KEY_CPU_S + reads * READ_CPU_S,
+        + received * OWNER_PART_CPU_S + keys * OWNER_KEY_CPU_S + reads * READ_CPU_S,
     )  # fmt: skip
 
 

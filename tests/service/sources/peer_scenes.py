@@ -5,32 +5,18 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
-import pytest
 
 import tierstore
 from tests.engine import scenes
-from tierstore.service.sources import peers
 
 from ..conftest import eventually
 from ..upstream.scenes import Scene, Upstream
 
 TABLES = ("user", "item")
-
-
-@pytest.fixture
-def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
-    monkeypatch.setattr(peers, "POLL_S", 0.02)
-    made = Scene(tmp_path)
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 @functools.cache
