@@ -346,6 +346,12 @@ class Model:
         with self.view(STABLE) as view:
             return cache_report(view, table, limit)
 
+    def looked_up(self) -> dict[str, dict[str, int]]:
+        """How many keys each tier has answered, of each table of the active version, over all versions. Empty where nothing serves."""
+        with self.publisher.pinned() as version:
+            tables = {} if version is None else version.tables
+            return {name: table.counts.as_dict() for name, table in tables.items()}
+
     @property
     def problem(self) -> str | None:
         """The worst of `problems`."""
