@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import os
+import shutil
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from tests.kafka_real import real_brokers, why_not
 from tests.test_types import mypy
 from tierstore.config import ENV_PREFIX
 
@@ -20,8 +23,14 @@ NEEDS = {
     "pytorch_with_deltas": ("torch", "onnxscript", "onnxruntime"),
     "pytorch_in_fastapi": ("torch", "fastapi", "httpx"),
     "pytorch_in_ray_serve": ("torch", "ray.serve"),
+    "spark_build": (),
+    "ray_build": (),
     "lightgbm_with_embeddings": ("lightgbm", "onnxmltools", "onnxruntime"),
+    "torchrec_with_deltas": ("torch", "torchrec", "onnxscript", "onnxruntime"),
+    "kafka_rows_to_served": ("confluent_kafka",),
 }
+ENGINES = ROOT / ".clients/engines"  # `make engines`
+ON_ENGINES = ("spark_build", "ray_build")
 
 
 def test_every_example_is_run() -> None:
@@ -37,6 +46,10 @@ def test_every_example_is_run() -> None:
         ("pytorch_in_fastapi", 0, 15),
         ("pytorch_in_ray_serve", 0, 18),
         ("lightgbm_with_embeddings", 0, 15),
+        ("spark_build", 0, 35),
+        ("ray_build", 0, 32),
+        ("torchrec_with_deltas", 0, 17),
+        ("kafka_rows_to_served", 2, None),
     ],
 )
 def test_an_example_is_as_short_as_was_promised(name: str, commands: int, lines: int | None) -> None:
@@ -51,18 +64,36 @@ def test_an_example_is_as_short_as_was_promised(name: str, commands: int, lines:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", NEEDS)
 def test_an_example(tmp_path: Path, name: str) -> None:
+    paths = [str(ROOT)]
+    if name in ON_ENGINES:
+        if not ENGINES.is_dir():
+            pytest.skip("no .clients/engines: make engines")
+        if name == "spark_build" and shutil.which("java") is None:
+            pytest.skip("no java on the PATH")
+        paths.append(str(ENGINES))
     for needed in NEEDS[name]:
         pytest.importorskip(needed, reason=f"{needed} is not installed (make trainers, or pip)")
     env = {name: value for name, value in os.environ.items() if not name.upper().startswith(ENV_PREFIX)}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / f"{name}.py")],
-        cwd=tmp_path,
-        env={**env, "PYTHONPATH": str(ROOT), "TIERSTORE_DRAIN_S": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    with ExitStack() as stack:
+        words = []
+        if name == "kafka_rows_to_served":
+            if (why := why_not()) is not None:
+                pytest.skip(why)
+            words.append(stack.enter_context(real_brokers(1)).address)
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "examples" / f"{name}.py"), *words],
+            cwd=tmp_path,
+            env={
+                **env,
+                "PYTHONPATH": os.pathsep.join(paths),
+                "PYSPARK_PYTHON": sys.executable,
+                "TIERSTORE_DRAIN_S": "0",
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
     assert done.returncode == 0, done.stderr
     assert "served" in done.stdout
 
