@@ -21,7 +21,7 @@ _AFRESH = 1.5  # how many times larger or smaller a cache is when trials for it 
 
 
 class CacheInsight:
-    """Of one table of a model, over all its versions."""
+    """What a table's cache does and would do at other sizes, over all versions of its model."""
 
     def __init__(self) -> None:
         self.sample = AccessSample()
@@ -97,10 +97,10 @@ class CacheInsight:
         }
 
     def history(self) -> list[dict[str, Any]]:
-        """Of the last hour, a minute each, the oldest first: when it ended, keys looked up, how many were read, what was served."""
+        """The last hour minute by minute, the oldest first: when it ended, keys looked up, how many were read, what was served."""
         return list(self._history)
 
 
 def _read(lookup_keys: dict[str, int]) -> int:
-    """Of keys counted by tier, how many had to be read from disk or from elsewhere."""
+    """How many of the keys counted by tier had to be read from disk or from elsewhere."""
     return lookup_keys.get("disk", 0) + lookup_keys.get("remote", 0)
