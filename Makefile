@@ -4,6 +4,7 @@
 #   make test-all   those that take long as well: benchmarks and examples, kills at every step, clients of other projects, larger counts
 #   make docs-test  the programs and commands of README and docs, and the examples (a part of `make test-all`)
 #   make check   what must be green: format, lint, types, tests
+#   make site    the documentation as a site in site/, with search, for a browser without a network
 #   make fuzz    spoiled inputs for every parser and both protocols; FUZZ="--count 100000 --only http" chooses
 #   make bench   measure this machine; a few minutes. `make bench BENCH=--full` takes tens of minutes
 #   make bench-tfra  look-ups beside TensorFlow Recommenders Addons, in a virtual environment of its own (2.4 GB)
@@ -43,7 +44,7 @@ SOURCES := tierstore tests $(wildcard benchmarks tools examples)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test thorough test-all check format-check lint types docs-test fuzz bench bench-tools bench-tfra bench-triton bench-gpu client-venvs test-valkey trainers older-trainers dist lock sbom format clean
+.PHONY: help venv demo test thorough test-all check format-check lint types docs-test site site-tools fuzz bench bench-tools bench-tfra bench-triton bench-gpu client-venvs test-valkey trainers older-trainers dist lock sbom format clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -83,6 +84,12 @@ types: $(STAMP)
 
 docs-test: $(STAMP)
 	$(BIN)/python -m pytest tests/test_docs.py tests/test_examples.py
+
+site: site-tools
+	$(BIN)/python -m tools.site site
+
+site-tools: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[site]'
 
 fuzz: $(STAMP)
 	$(BIN)/python -m tools.fuzz $(FUZZ)
@@ -188,7 +195,7 @@ $(CLIENTS)/kserve/.installed:
 # the client needs with that; for all else the backend runs in .venv.
 $(CLIENTS)/triton/.installed:
 	$(PYTHON) -m venv --clear $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile 'numpy<2' 'pyarrow<21' 'orjson>=3.10'
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile 'numpy<2' 'pyarrow<21' 'orjson>=3.10' geventhttpclient python-rapidjson urllib3
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
 	  'nvidia-pytriton==0.7.0' 'tritonclient==2.50.0' 'nvidia-cuda-runtime-cu12==12.9.79'
 	@touch $@
@@ -225,4 +232,4 @@ format: $(STAMP)
 	$(BIN)/ruff format $(SOURCES)
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(TRAINERS) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(TRAINERS) build dist site site.pages .mypy_cache .pytest_cache .ruff_cache .hypothesis

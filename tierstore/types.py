@@ -23,6 +23,7 @@ import numpy.typing as npt
 from tierstore.errors import InvalidInput
 
 Keys = npt.NDArray[np.int64]
+KeysLike = npt.ArrayLike  # integers or strings: a list, an array, an Arrow array, a column of a frame, a tensor
 Rows = npt.NDArray[np.uint8]
 States = npt.NDArray[np.uint8]
 Vectors = npt.NDArray[np.float32] | npt.NDArray[np.float16]

@@ -70,7 +70,7 @@ TRACES = {
 
 @pytest.mark.parametrize(
     "trace",
-    [name if name in ("zipf 1.0", "scan") else pytest.param(name, marks=pytest.mark.thorough) for name in TRACES],
+    [name if name == "scan" else pytest.param(name, marks=pytest.mark.thorough) for name in TRACES],
 )
 def test_a_third_of_the_keys_says_what_caches_of_other_sizes_do(trace: str) -> None:
     """Within 2 points of caches that got all look-ups; a quarter of the size, within 3. A textbook cache, wholly apart, within 5."""

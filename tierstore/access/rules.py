@@ -50,6 +50,7 @@ HTTP: tuple[tuple[str, str, Action], ...] = (
     # admin
     ("GET", "/admin/models", Action.READ),
     ("GET", "/admin/models/{model}", Action.READ),
+    ("GET", "/admin/models/{model}/history", Action.READ),
     ("POST", "/admin/models/{model}/explain", Action.READ),
     ("GET", "/admin/models/{model}/tables/{table}/cache", Action.ADMIN),  # it lists keys
     ("POST", "/admin/models/{model}/deltas", Action.WRITE),

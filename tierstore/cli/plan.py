@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -153,7 +154,7 @@ def _columns(design: Design, rows: float) -> list[str]:
     ]
 
 
-def _served(url: str, name: str | None, zipf: float | None, file: Path | None) -> tuple[dict[str, Any], Measured]:
+def _served(url: str, name: str | None, zipf: float | None, file: Path | None) -> tuple[Mapping[str, Any], Measured]:
     """(a table's entry in the status of a running service, its hit rates by size)."""
     from tierstore.cli.target import make_client
     from tierstore.sizing.reuse import Measured
@@ -168,10 +169,12 @@ def _served(url: str, name: str | None, zipf: float | None, file: Path | None) -
     if table not in tables:
         raise NotFound(f"no table {table!r}; model {model!r} has {', '.join(sorted(tables))}")
     entry = tables[table]
-    curve = [point for point in entry.get("cache", {}).get("curve", ()) if point["hit_rate"] is not None]
-    if not curve:
+    width = max(1, entry["rows"])
+    points = [
+        (point["rows"] / width, rate) for point in entry["cache"]["curve"] if (rate := point["hit_rate"]) is not None
+    ]
+    if not points:
         raise NotReady(f"{url} does not know yet what the cache of {name} would do at other sizes: it takes look-ups")
-    points = [(point["rows"] / max(1, entry["rows"]), point["hit_rate"]) for point in curve]
     return entry, Measured(f"as {name} is looked up now", points)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -51,7 +51,7 @@ def rows(keys: list[int] | list[str], found: list[bool], vectors: list[list[floa
     console().print(table)
 
 
-def status(document: dict[str, Any]) -> None:
+def status(document: Mapping[str, Any]) -> None:
     """A status document as tables."""
     out = console()
     for problem in document.get("problems", []):
@@ -102,7 +102,7 @@ def status(document: dict[str, Any]) -> None:
             out.print(f"{what}: {size(budget['used'])} of {size(budget['total'])}")
 
 
-def _surroundings(document: dict[str, Any]) -> Iterator[str]:
+def _surroundings(document: Mapping[str, Any]) -> Iterator[str]:
     """Lines about what a store works with: a cluster, a topic, watched places, and work beside look-ups."""
     if remote := document.get("remote"):
         yield f"cluster {remote['cluster']}: {'reachable' if remote['reachable'] else 'unreachable'}"

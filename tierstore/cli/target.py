@@ -20,6 +20,7 @@ from tierstore.errors import InvalidInput, Locked, NotFound
 if TYPE_CHECKING:
     from tierstore.client import Client
     from tierstore.engine.store import Store
+    from tierstore.status import StoreStatus
     from tierstore.types import KeyType
 
 URL_VARIABLE = "TIERSTORE_URL"  # the default of --url where there is no --data
@@ -138,7 +139,7 @@ def check_directory(snapshot: str) -> None:
         raise NotFound(f"no such directory: {snapshot}")
 
 
-def key_type(document: dict[str, Any], model: str, feature: str) -> KeyType:
+def key_type(document: StoreStatus, model: str, feature: str) -> KeyType:
     """The key type of a feature, read from a status document. NotFound for an unknown feature."""
     from tierstore.types import KeyType
 

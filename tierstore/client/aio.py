@@ -20,11 +20,11 @@ import numpy.typing as npt
 from tierstore.client.aio_models import AsyncRemoteModel
 from tierstore.client.async_transport import AsyncTransport
 from tierstore.client.base import ClientBase
-from tierstore.client.inputs import KeysLike
 from tierstore.client.operations import BagOptions, Floats, Found, LookupOptions, PredictOptions
 from tierstore.client.settings import Settings
 from tierstore.logs import LogLevel
-from tierstore.types import BackupReport, DeltaResult, ExportReport, ProgressFn
+from tierstore.status import ServiceStatus
+from tierstore.types import BackupReport, DeltaResult, ExportReport, KeysLike, ProgressFn
 
 
 class AsyncClient(ClientBase[AsyncTransport]):
@@ -189,10 +189,10 @@ class AsyncClient(ClientBase[AsyncTransport]):
         """Names of the service's models, sorted."""
         return await self._transport.run(self._operations.models())
 
-    async def status(self, model: str | None = None) -> dict[str, Any]:
+    async def status(self, model: str | None = None) -> ServiceStatus:
         """`{"models": {name: …}, …}`, the document of the embedded store's `status`. NotFound for an unknown `model`.
 
-        Without `model` it has the store's own limits too, and under `service` those of the service.
+        Without `model` it has the store's own limits too, and under `service` those of the service; with it, `models` alone.
         """
         return await self._transport.run(self._operations.status(model))
 

@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from tierstore.client.async_transport import AsyncTransport
 from tierstore.client.inference import Version
-from tierstore.client.inputs import KeysLike, pin_version
+from tierstore.client.inputs import pin_version
 from tierstore.client.operations import BagOptions, Floats, Found, LookupOptions, Operations, PredictOptions
+from tierstore.types import KeysLike
 
 
 class AsyncRemoteModel:

@@ -14,9 +14,7 @@ import numpy.typing as npt
 
 from tierstore.client import wire
 from tierstore.errors import InvalidInput
-from tierstore.types import check_sequence
-
-KeysLike = npt.ArrayLike  # integers or strings: a list, an array, an Arrow array, a column of a frame, a tensor
+from tierstore.types import KeysLike, check_sequence
 
 _PARTS = (".offsets", ".weights")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, cast
 from urllib.parse import quote
 
 import numpy as np
@@ -39,6 +39,7 @@ from tierstore.client.settings import Settings
 from tierstore.client.sources import delta_model, snapshot_model
 from tierstore.client.splitting import split_lookup, split_predict
 from tierstore.errors import InvalidInput, MissingExtra, NotReady, SnapshotError, TierstoreError
+from tierstore.status import ServiceStatus
 from tierstore.types import BackupReport, DeltaResult, ExportReport, Progress, ProgressFn
 
 Floats = npt.NDArray[np.floating[Any]]
@@ -148,12 +149,10 @@ class Operations:
     def metrics(self) -> Operation[str]:
         return text("/metrics", self._deadline())
 
-    def status(self, model: str | None) -> Operation[dict[str, Any]]:
-        if model is not None:
-            document = yield from self._json("GET", _admin(model))
-            return {"models": {model: document}}
-        listed = yield from self._json("GET", "/admin/models")
-        return {**listed, "models": {document["model"]: document for document in listed["models"]}}
+    def status(self, model: str | None) -> Operation[ServiceStatus]:
+        got = yield from self._json("GET", "/admin/models" if model is None else _admin(model))
+        listed = got if model is None else {"models": [got]}
+        return cast(ServiceStatus, {**listed, "models": {document["model"]: document for document in listed["models"]}})
 
     # --- versions and deltas
 

@@ -95,7 +95,8 @@ def rollout(
     Args:
         snapshot: directory or URL of a snapshot or built version, as the nodes see it.
         nodes: their URLs, each reached directly and not through a load balancer.
-        model, version: of the snapshot; read from it where that can be read here.
+        model: name of the model; read from the snapshot where that can be read here.
+        version: number of the version; likewise.
         policy: switch `one-by-one`, each checked before the next; or `all-at-once`.
         max_wait_s: for the load, and again until all are caught up and warm.
         check_s: for how long errors are counted after a switch.
@@ -358,12 +359,11 @@ class _Rollout:
             raise NotReady(f"{what} did not end within {self._max_wait_s:g} s")
         time.sleep(POLL_S)
 
-    def _status(self, node: _Node) -> dict[str, Any]:
+    def _status(self, node: _Node) -> Mapping[str, Any]:
         try:
-            status: dict[str, Any] = node.client.status(self._model)["models"][self._model]
+            return node.client.status(self._model)["models"][self._model]
         except NotFound:
             return {"active_version": None, "watermark": None, "canary": None, "problem": None, "versions": []}
-        return status
 
     def _state(self, status: Mapping[str, Any]) -> str | None:
         """The state of a version on a node; None where the node does not have it."""

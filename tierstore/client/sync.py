@@ -18,13 +18,13 @@ from typing import Any, Literal, Unpack, overload
 import numpy.typing as npt
 
 from tierstore.client.base import ClientBase
-from tierstore.client.inputs import KeysLike
 from tierstore.client.operations import BagOptions, Floats, Found, LookupOptions, PredictOptions
 from tierstore.client.settings import Settings
 from tierstore.client.sync_models import RemoteModel
 from tierstore.client.transport import Transport
 from tierstore.logs import LogLevel
-from tierstore.types import BackupReport, DeltaResult, ExportReport, ProgressFn
+from tierstore.status import ServiceStatus
+from tierstore.types import BackupReport, DeltaResult, ExportReport, KeysLike, ProgressFn
 
 
 class Client(ClientBase[Transport]):
@@ -189,10 +189,10 @@ class Client(ClientBase[Transport]):
         """Names of the service's models, sorted."""
         return self._transport.run(self._operations.models())
 
-    def status(self, model: str | None = None) -> dict[str, Any]:
+    def status(self, model: str | None = None) -> ServiceStatus:
         """`{"models": {name: …}, …}`, the document of the embedded store's `status`. NotFound for an unknown `model`.
 
-        Without `model` it has the store's own limits too, and under `service` those of the service.
+        Without `model` it has the store's own limits too, and under `service` those of the service; with it, `models` alone.
         """
         return self._transport.run(self._operations.status(model))
 

@@ -11,9 +11,10 @@ from typing import Any, Literal, Unpack, overload
 import numpy.typing as npt
 
 from tierstore.client.inference import Version
-from tierstore.client.inputs import KeysLike, pin_version
+from tierstore.client.inputs import pin_version
 from tierstore.client.operations import BagOptions, Floats, Found, LookupOptions, Operations, PredictOptions
 from tierstore.client.transport import Transport
+from tierstore.types import KeysLike
 
 
 class RemoteModel:

@@ -99,6 +99,8 @@ _SHOWN_DEFAULTS = {  # of those that depend on the machine
     "quotas": "none",
     "watch_snapshots": "none",
     "snapshot_policies": "none",
+    "kafka_rows": "none",
+    "kafka_rows_fields": "none",
 }
 
 

@@ -37,7 +37,7 @@ class SourceSettings(BaseModel):
     )
     max_delta: Size = Field(ByteSize(256 << 20), description="largest body of a delta")
     watch: Path | None = Field(
-        None, description="directory of <model>/<seq>.arrow files; each is applied when it appears"
+        None, description="directory of files `<model>/<seq>.arrow`; each is applied when it appears"
     )
     kafka: str | None = Field(
         None,
@@ -50,7 +50,7 @@ class SourceSettings(BaseModel):
     )
     kafka_group: str | None = Field(
         None,
-        description="consumer group under which positions are reported to the brokers, for their tools alone; default: tierstore-<host name>",
+        description="consumer group under which positions are reported to the brokers, for their tools alone; default: `tierstore-<host name>`",
     )
     kafka_rewind_s: Annotated[Seconds | None, Field(gt=0)] = Field(
         None,

@@ -17,7 +17,6 @@ from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +31,7 @@ from tierstore.demo.service import ServiceProcess
 from tierstore.demo.shop import MODEL, ROW_BYTES, MinuteDelta, Shop
 from tierstore.demo.traffic import Samples, Traffic, stale
 from tierstore.errors import Overloaded, TierstoreError
+from tierstore.status import ModelStatus
 from tierstore.types import Progress
 
 SEED = 20261120
@@ -277,9 +277,8 @@ class Story:
 
     # --- what the console shows meanwhile
 
-    def _status(self) -> dict[str, Any]:
-        model: dict[str, Any] = self.client.status(MODEL)["models"][MODEL]
-        return model
+    def _status(self) -> ModelStatus:
+        return self.client.status(MODEL)["models"][MODEL]
 
     def _window(self, name: str) -> None:
         """Begin a window: from now on, requests count under `name`."""

@@ -41,7 +41,7 @@ from tierstore.formats import files
 from tierstore.formats.delta.reader import Delta
 from tierstore.formats.names import ModelDirectory
 from tierstore.predict.signature import Signature
-from tierstore.types import DeltaResult, FeatureSpec, Partitions, TableSpec, Vectors
+from tierstore.types import DeltaResult, FeatureSpec, KeysLike, Partitions, TableSpec, Vectors
 
 Floats = npt.NDArray[np.floating[Any]]  # a CuPy array where a device was named
 Found = npt.NDArray[np.bool_]
@@ -154,20 +154,20 @@ class Model:
 
     @overload
     def lookup(
-        self, feature: str, keys: Any, *, return_found: Literal[False] = False, **options: Unpack[LookupOptions]
+        self, feature: str, keys: KeysLike, *, return_found: Literal[False] = False, **options: Unpack[LookupOptions]
     ) -> Floats: ...
     @overload
     def lookup(
-        self, feature: str, keys: Any, *, return_found: Literal[True], **options: Unpack[LookupOptions]
+        self, feature: str, keys: KeysLike, *, return_found: Literal[True], **options: Unpack[LookupOptions]
     ) -> tuple[Floats, Found]: ...
     @overload
     def lookup(
-        self, feature: str, keys: Any, *, return_found: bool = False, **options: Unpack[LookupOptions]
+        self, feature: str, keys: KeysLike, *, return_found: bool = False, **options: Unpack[LookupOptions]
     ) -> Any: ...
     def lookup(
         self,
         feature: str,
-        keys: Any,
+        keys: KeysLike,
         *,
         version: int | str | None = None,
         route: bytes | str | None = None,
@@ -187,10 +187,10 @@ class Model:
     def lookup_bags(
         self,
         feature: str,
-        keys: Any,
-        offsets: Any,
+        keys: KeysLike,
+        offsets: npt.ArrayLike,
         *,
-        weights: Any = None,
+        weights: npt.ArrayLike | None = None,
         combiner: str | None = None,
         return_found: Literal[False] = False,
         **options: Unpack[LookupOptions],
@@ -199,10 +199,10 @@ class Model:
     def lookup_bags(
         self,
         feature: str,
-        keys: Any,
-        offsets: Any,
+        keys: KeysLike,
+        offsets: npt.ArrayLike,
         *,
-        weights: Any = None,
+        weights: npt.ArrayLike | None = None,
         combiner: str | None = None,
         return_found: Literal[True],
         **options: Unpack[LookupOptions],
@@ -211,10 +211,10 @@ class Model:
     def lookup_bags(
         self,
         feature: str,
-        keys: Any,
-        offsets: Any,
+        keys: KeysLike,
+        offsets: npt.ArrayLike,
         *,
-        weights: Any = None,
+        weights: npt.ArrayLike | None = None,
         combiner: str | None = None,
         return_found: bool = False,
         **options: Unpack[LookupOptions],
@@ -222,8 +222,8 @@ class Model:
     def lookup_bags(
         self,
         feature: str,
-        keys: Any,
-        offsets: Any,
+        keys: KeysLike,
+        offsets: npt.ArrayLike,
         *,
         version: int | str | None = None,
         route: bytes | str | None = None,
@@ -241,19 +241,19 @@ class Model:
 
     @overload
     def lookup_many(
-        self, keys: Mapping[str, Any], *, return_found: Literal[False] = False, **options: Unpack[LookupOptions]
+        self, keys: Mapping[str, KeysLike], *, return_found: Literal[False] = False, **options: Unpack[LookupOptions]
     ) -> dict[str, Floats]: ...
     @overload
     def lookup_many(
-        self, keys: Mapping[str, Any], *, return_found: Literal[True], **options: Unpack[LookupOptions]
+        self, keys: Mapping[str, KeysLike], *, return_found: Literal[True], **options: Unpack[LookupOptions]
     ) -> dict[str, tuple[Floats, Found]]: ...
     @overload
     def lookup_many(
-        self, keys: Mapping[str, Any], *, return_found: bool = False, **options: Unpack[LookupOptions]
+        self, keys: Mapping[str, KeysLike], *, return_found: bool = False, **options: Unpack[LookupOptions]
     ) -> dict[str, Any]: ...
     def lookup_many(
         self,
-        keys: Mapping[str, Any],
+        keys: Mapping[str, KeysLike],
         *,
         version: int | str | None = None,
         route: bytes | str | None = None,
@@ -343,6 +343,12 @@ class Model:
         """
         with self.view(STABLE) as view:
             return cache_report(view, table, limit)
+
+    def looked_up(self) -> dict[str, dict[str, int]]:
+        """How many keys each tier has answered, of each table of the active version, over all versions. Empty where nothing serves."""
+        with self.publisher.pinned() as version:
+            tables = {} if version is None else version.tables
+            return {name: table.counts.as_dict() for name, table in tables.items()}
 
     @property
     def problem(self) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tierstore.access.audit import Audit
 from tierstore.config import Settings, load_settings
@@ -42,6 +42,7 @@ from tierstore.formats import files
 from tierstore.formats.names import DataDirectory
 from tierstore.formats.snapshot.built import open_source
 from tierstore.kafka.parked import ParkedFiles
+from tierstore.status import StoreStatus
 from tierstore.types import BackupReport, DeltaResult, ExportReport, ProgressFn, VerifyReport
 
 log = logging.getLogger(__name__)
@@ -332,12 +333,12 @@ class Store(ParkedMessages):
         progress = self.shared.warmer.progress()
         return None if progress is None else dict(zip(("done", "total"), progress, strict=True))
 
-    def status(self, model: str | None = None) -> dict[str, Any]:
+    def status(self, model: str | None = None) -> StoreStatus:
         """The status document: `{"models": {name: …}, "problems": […]}`, and the store's own bounds."""
         self._check_open()
         names = self.models() if model is None else [self.model(model).name]
         document = store_status({name: self.model(name) for name in names}, self.shared, self.warming())
-        return with_problems(self.placement.add_status(document))
+        return cast(StoreStatus, with_problems(self.placement.add_status(document)))
 
     def close(self) -> None:
         """Stop background work, close every version, and let go of the directory."""

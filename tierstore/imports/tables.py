@@ -48,10 +48,10 @@ class TableSource:
 
     Args:
         source: paths, a frame, Arrow data or a mapping of columns, as for `import_table`.
-        key, vector, time_column: names of the columns; see `import_table`.
+        key: column of the keys, as for `import_table`; so are `vector` and `time_column`.
         ttl_s: rows that were not written for so long expire.
         features: by default one with the table's name.
-        on_null, on_duplicate: see `import_table`.
+        on_null: as for `import_table`; so is `on_duplicate`.
     """
 
     name: str

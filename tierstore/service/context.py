@@ -27,6 +27,7 @@ from tierstore.service.dataplane.inference import DataPlane
 from tierstore.service.dataplane.plan_cache import PlanCache
 from tierstore.service.error_status import outcome_of
 from tierstore.service.forwarded import Proxies
+from tierstore.service.history import History
 from tierstore.service.limits.jobs import Jobs
 from tierstore.service.limits.rates import RateLimits
 from tierstore.service.limits.shedding import Shed, Waits
@@ -114,6 +115,7 @@ class Service:
         self.request_times = RequestTimes()
         self.inference_stats = InferenceStats(store.lookup_times)
         self.freshness = Freshness()
+        self.history = History(store, self.inference_stats, self.request_times, self.refresh)
         self.fronts = Fronts(store.models, store.model)
         self.jobs = Jobs(store, lambda model: settings.quota_of(model).loads)
         self.sources: dict[str, Source] = {}  # by the name under which the status shows them
@@ -124,7 +126,8 @@ class Service:
         self.calls: Part | None = None  # of gRPC, where HTTP is served
         self.awaits_grpc = False  # whether the gRPC port is to be opened: once kernels are compiled
         self._closing = threading.Lock()
-        store.observers.extend([self.freshness, self.fronts])
+        self._observers = (self.freshness, self.history, self.fronts)
+        store.observers.extend(self._observers)
 
     @property
     def ready(self) -> bool:
@@ -223,6 +226,6 @@ class Service:
             self.fronts.close()
             if self.traces is not None:
                 self.traces.close()
-            for observer in (self.freshness, self.fronts):
+            for observer in self._observers:
                 if observer in self.store.observers:
                     self.store.observers.remove(observer)

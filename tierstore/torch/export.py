@@ -47,9 +47,10 @@ def write_snapshot(
             TorchRec's collections. It shows which arguments are features, and is recorded as a request that must succeed
             before the version serves.
         keys: by table, the key of each row in order: integers or strings; default the row's number.
-        dtype, default: of all tables, as for `SnapshotWriter.table`.
+        dtype: of all tables, as for `SnapshotWriter.table`; so is `default`.
         ttl_s: by table, after which time its rows expire that neither a snapshot nor a delta has written: seconds, or `30d`.
-        dense: False to write the tables only. output_names: of what `forward` returns, as for `export_dense`.
+        dense: False to write the tables only.
+        output_names: of what `forward` returns, as for `export_dense`.
         touched: its rows count as written then, so that the next delta holds what changed after the snapshot.
 
     Raises SnapshotError and InvalidInput, before anything is written where possible.

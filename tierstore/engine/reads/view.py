@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tierstore.engine.data.cascade import Cascade
 from tierstore.engine.data.overlay import Overlay, OverlayTable
@@ -27,7 +28,7 @@ from tierstore.predict.binding import Bindings
 from tierstore.predict.runtime import INSTALL
 from tierstore.predict.session import DenseSession
 from tierstore.tiers.device.lookup import Bags
-from tierstore.types import FeatureSpec, KeyType, TableSpec, Tier, Vectors
+from tierstore.types import FeatureSpec, KeysLike, KeyType, TableSpec, Tier, Vectors
 
 _ABSENT = np.uint8(Tier.ABSENT)
 _STATE = np.dtype(np.uint8)
@@ -123,7 +124,7 @@ class View:
     def lookup(
         self,
         feature: str,
-        keys: Any,
+        keys: KeysLike,
         *,
         dtype: str = "float32",
         out: Vectors | None = None,
@@ -161,10 +162,10 @@ class View:
     def lookup_bags(
         self,
         feature: str,
-        keys: Any,
-        offsets: Any,
+        keys: KeysLike,
+        offsets: npt.ArrayLike,
         *,
-        weights: Any = None,
+        weights: npt.ArrayLike | None = None,
         combiner: str | None = None,
         dtype: str = "float32",
         out: Vectors | None = None,
@@ -178,7 +179,9 @@ class View:
             offsets: int64[bags], where each bag starts; the first is 0, there is no end entry. An empty bag gives zeros.
             weights: float32[n], or None for ones.
             combiner: `sum`, `mean` or `sqrtn`; None for the feature's own.
-            dtype, out, return_found, device: as for `lookup`, `out` being [bags, dim]; `found` is bool[n], one a key.
+            dtype: as for `lookup`; so is `device`.
+            out: float[bags, dim] to write to, as for `lookup`.
+            return_found: return bool[n] too, one a key.
 
         Returns:
             The vectors [bags, dim], or (vectors, found). Absent keys count with the table's default.
@@ -219,10 +222,10 @@ class View:
     def begin(
         self,
         feature: str,
-        keys: Any,
+        keys: KeysLike,
         *,
-        offsets: Any = None,
-        weights: Any = None,
+        offsets: npt.ArrayLike | None = None,
+        weights: npt.ArrayLike | None = None,
         combiner: str | None = None,
         dtype: str = "float32",
         out: Vectors | None = None,
@@ -264,10 +267,10 @@ class View:
         self,
         device: str,
         feature: str,
-        keys: Any,
+        keys: KeysLike,
         *,
-        offsets: Any = None,
-        weights: Any = None,
+        offsets: npt.ArrayLike | None = None,
+        weights: npt.ArrayLike | None = None,
         combiner: str | None = None,
         dtype: str = "float32",
     ) -> DeviceLookup:
@@ -281,9 +284,9 @@ class View:
     def _batch(
         self,
         feature: str,
-        keys: Any,
-        offsets: Any = None,
-        weights: Any = None,
+        keys: KeysLike,
+        offsets: npt.ArrayLike | None = None,
+        weights: npt.ArrayLike | None = None,
         combiner: str | None = None,
         dtype: str = "float32",
         out: Vectors | None = None,

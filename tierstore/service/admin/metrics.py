@@ -33,7 +33,7 @@ class Exposition:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_Everything(service))
+        self._registry.register(Everything(service))
         for kind in (ProcessCollector, PlatformCollector, GCCollector):
             kind(registry=self._registry)
 
@@ -43,7 +43,9 @@ class Exposition:
         return generate_latest(self._registry)
 
 
-class _Everything(Collector):
+class Everything(Collector):
+    """All families of a service."""
+
     def __init__(self, service: Service) -> None:
         self._service = service
 
@@ -72,9 +74,9 @@ def _store(service: Service, status: dict[str, Any]) -> Iterator[Metric]:
         if budget := status.get(f"{what}_budget"):
             yield gauge(f"tierstore_{what}_used_bytes", f"Bytes of the {what} budget in use.", budget["used"])
             yield gauge(f"tierstore_{what}_budget_bytes", f"The {what} budget of the whole store.", budget["total"])
-    yield from _device(status.get("device") or {})
+    yield from device_families(status.get("device") or {})
     if cache := status.get("ssd_cache"):
-        yield from _ssd_cache(cache, models)
+        yield from ssd_cache_families(cache, models)
 
 
 def _tables_of(models: Documents) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -84,13 +86,13 @@ def _tables_of(models: Documents) -> Iterator[tuple[str, str, dict[str, Any]]]:
             yield model, table, entry
 
 
-def _ssd_cache(cache: dict[str, Any], models: Documents) -> Iterator[Metric]:
+def ssd_cache_families(cache: dict[str, Any], models: Documents) -> Iterator[Metric]:
     is_on = float(cache["problem"] is None)
     yield gauge("tierstore_ssd_cache_on", "0 once a disk that failed or was full has switched it off.", is_on)
     for name, text, key in (
         ("used_bytes", "Bytes of the cache on SSD in use.", "used"),
         ("budget_bytes", "The budget of the cache on SSD.", "total"),
-        ("waiting_bytes", "Bytes of rows that wait to be written to it.", "waiting_bytes"),
+        ("waiting_bytes", "Bytes of rows that wait to be written to the SSD.", "waiting_bytes"),
         ("waiting_limit_bytes", "Bytes that may wait; rows beyond are not let in.", "waiting_limit"),
     ):
         yield gauge(f"tierstore_ssd_cache_{name}", text, cache[key])
@@ -98,10 +100,10 @@ def _ssd_cache(cache: dict[str, Any], models: Documents) -> Iterator[Metric]:
     yield counter("tierstore_ssd_cache_dropped_rows", "Rows not let in as too many waited.", dropped)
     for kind, name, text, key in (
         (gauges, "rows", "Rows of the active version on SSD.", "rows"),
-        (gauges, "index_bytes", "Bytes of memory that say where they are.", "index_bytes"),
+        (gauges, "index_bytes", "Bytes of memory that say where the rows on SSD are.", "index_bytes"),
         (counters, "hits", "Keys that memory lacked and the SSD had, of the active version.", "hits"),
-        (counters, "misses", "Keys that neither had.", "misses"),
-        (counters, "evicted_rows", "Rows that made room for others.", "evicted"),
+        (counters, "misses", "Keys that neither memory nor the SSD had.", "misses"),
+        (counters, "evicted_rows", "Rows on SSD that made room for others.", "evicted"),
     ):
         found = (
             ((model, table), stats[key]) for model, table, entry in _tables_of(models) if (stats := entry["ssd_cache"])
@@ -109,7 +111,7 @@ def _ssd_cache(cache: dict[str, Any], models: Documents) -> Iterator[Metric]:
         yield kind(f"tierstore_ssd_cache_{name}", text, "model table", found)
 
 
-def _device(device: dict[str, Any]) -> Iterator[Metric]:
+def device_families(device: dict[str, Any]) -> Iterator[Metric]:
     yield gauge("tierstore_device_present", "Whether there is a device tier.", float(bool(device.get("present"))))
     if not device.get("present"):
         return
@@ -142,7 +144,7 @@ def _tables(models: Documents) -> Iterator[Metric]:
         return ttl["expired_at_load"] + ttl["expired_since"] if ttl else None
 
     tier = "model table tier"
-    text = "Keys looked up, by the tier that answered."
+    text = "Keys looked up since the start, of all versions, by the tier that answered; `absent`: there is no row."
     yield counters("tierstore_lookup_keys", text, tier, by_tier("lookup_keys"))
     text = "Bytes that a table holds in a tier, in all versions that are served."
     yield gauges("tierstore_tier_bytes", text, tier, by_tier("tier_bytes"))
@@ -165,8 +167,8 @@ def _tables(models: Documents) -> Iterator[Metric]:
 def _dense(models: Documents, limit_bytes: int) -> Iterator[Metric]:
     for kind, name, text, key in (
         (counters, "runs", "Runs of dense parts, warm-up included.", "runs"),
-        (counters, "failed_runs", "Runs that failed.", "failed"),
-        (counters, "seconds", "Seconds within ONNX Runtime.", "seconds"),
+        (counters, "failed_runs", "Runs of dense parts that failed.", "failed"),
+        (counters, "seconds", "Seconds of dense parts within ONNX Runtime.", "seconds"),
         (gauges, "buffer_bytes", "Bytes of row buffers that the dense part keeps for reuse.", "buffer_bytes"),
     ):
         found = {model: stats[key] for model, document in models.items() if (stats := document.get("dense"))}
@@ -231,11 +233,9 @@ def _service(service: Service) -> Iterator[Metric]:
     text = "Seconds from a delta's newest training event to its being visible."
     yield histograms("tierstore_delta_freshness_seconds", text, "model", service.freshness.histograms.copy())
     predicts = service.inference_stats.predicts()
-    text = "Requests answered by the dense part, rows looked up for it."
+    text = "Requests that the dense part answered."
     yield counters("tierstore_predicts", text, "model", {model: times.count for model, times in predicts.items()})
-    text = (
-        "Their seconds: in all, waiting for a thread, in look-ups, and in ONNX Runtime. The rest is the service's own."
-    )
+    text = "Seconds of these requests: in all, waiting for a thread, in look-ups, and in ONNX Runtime. The rest is the service's own."
     parts: list[tuple[Key, float]] = [
         ((model, part), ns / 1e9)
         for model, of in predicts.items()
@@ -255,8 +255,8 @@ def _service(service: Service) -> Iterator[Metric]:
     text = "Share of the time that loads, verification and warming may be at work beside look-ups."
     yield gauge("tierstore_background_share", text, throttle["share"])
     for name, about in (("p99", "as measured last"), ("quiet_p99", "when no such work was done")):
-        if (seconds := throttle[f"{name}_s"]) is not None:
-            yield gauge(f"tierstore_lookup_{name}_seconds", f"99% of look-ups took less, {about}.", seconds)
+        measured: list[tuple[Key, float]] = [] if (seconds := throttle[f"{name}_s"]) is None else [((), seconds)]
+        yield gauges(f"tierstore_lookup_{name}_seconds", f"99% of look-ups took less, {about}.", "", measured)
     yield from health_metrics.ends(service)
     yield from health_metrics.loads(service)
     yield from health_metrics.releases()

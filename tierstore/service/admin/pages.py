@@ -1,22 +1,21 @@
 """The pages `/` and `/docs`, each one document that needs no other host. Any thread.
 
-`static/` has their markup, styles and script, which are put into one document when this module is imported. The status
-page polls `/admin/models`; the page of the admin interface is made of its OpenAPI document and has no script.
+`static/` has their markup, styles and scripts, which are put into one document when this module is imported, and named by
+their hashes in its policy: a browser runs nothing else, whatever gets into the page. The status page asks the admin
+interface; the page of that is made of its OpenAPI document and has no script.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from base64 import b64encode
 from collections.abc import Iterator
+from hashlib import sha256
 from html import escape
 from importlib.resources import files
 from string import Template
-from typing import Any
-
-# of Content-Security-Policy
-DOCS_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; frame-ancestors 'none'"
-STATUS_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; base-uri 'none'; frame-ancestors 'none'"
+from typing import Any, NamedTuple
 
 
 def _read(name: str) -> str:
@@ -31,25 +30,58 @@ def _one_document(name: str) -> str:
     return re.sub(r'<script src="(.+?)"></script>', lambda script: f"<script>\n{_read(script[1])}</script>", page)
 
 
+def _policy(page: str) -> str:
+    """The Content-Security-Policy of a page: its own styles and scripts, requests to its own service, no frame around it."""
+    hashes = {
+        kind: " ".join(
+            f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+            for text in re.findall(f"<{kind}>(.*?)</{kind}>", page, re.DOTALL)
+        )
+        for kind in ("style", "script")
+    }
+    sources = f"style-src {hashes['style']}; "
+    if hashes["script"]:
+        sources += f"script-src {hashes['script']}; connect-src 'self'; "
+    return f"default-src 'none'; {sources}img-src data:; form-action 'none'; base-uri 'none'; frame-ancestors 'none'"
+
+
 STATUS_PAGE = _one_document("status.html")
 _DOCS_PAGE = Template(_one_document("docs.html"))
+STATUS_POLICY, DOCS_POLICY = _policy(STATUS_PAGE), _policy(_DOCS_PAGE.template)
+
+
+class Operation(NamedTuple):
+    """A request of the admin interface, in words."""
+
+    tag: str
+    name: str  # method and path
+    text: str
+    rows: list[
+        tuple[str, str, str]
+    ]  # of parameters, fields of the body and statuses of answers: name, type, description
+    example: str  # a command line
 
 
 def docs_page(document: dict[str, Any]) -> str:
     """The page of an OpenAPI document."""
     about = document["info"]
     by_tag: dict[str, list[str]] = {}
-    for path, operations in document["paths"].items():
-        for method, operation in operations.items():
-            (tag, *_) = operation.get("tags", ["others"])
-            by_tag.setdefault(tag, []).append(_operation(document, method.upper(), path, operation))
+    for operation in operations(document):
+        by_tag.setdefault(operation.tag, []).append(_section(operation))
     return _DOCS_PAGE.substitute(
         {name: escape(about[name]) for name in ("title", "version", "description")},
         operations="\n".join(f"<h2>{escape(tag)}</h2>{''.join(parts)}" for tag, parts in by_tag.items()),
     )
 
 
-def _operation(document: dict[str, Any], method: str, path: str, operation: dict[str, Any]) -> str:
+def operations(document: dict[str, Any]) -> Iterator[Operation]:
+    """The requests of an OpenAPI document."""
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            yield _operation(document, method.upper(), path, operation)
+
+
+def _operation(document: dict[str, Any], method: str, path: str, operation: dict[str, Any]) -> Operation:
     content = operation.get("requestBody", {}).get("content", {})
     rows = [
         (f"{{{p['name']}}}", _type(document, p["schema"]), p.get("description", ""))
@@ -61,19 +93,23 @@ def _operation(document: dict[str, Any], method: str, path: str, operation: dict
         rows += [(name, kind, text) for name, kind, text, _ in fields]
         sent = "@FILE" if not fields else json.dumps({name: value for name, *_, value in fields if value is not None})
         example.append(f"-H 'Content-Type: {media_type}' {'--data-binary' if not fields else '-d'} '{sent}'")
-    answers = []
     for status, answer in operation.get("responses", {}).items():
         schema = answer.get("content", {}).get("application/json", {}).get("schema", {})
         names = ", ".join(name for name, *_ in _fields(document, schema))
         if status != "422":  # FastAPI's word for what is 400 here
-            answers.append((status, f"{{{names}}}" if names else "JSON", ""))
+            rows.append((status, f"{{{names}}}" if names else "JSON", ""))
+    (tag, *_) = operation.get("tags", ["others"])
+    return Operation(tag, f"{method} {path}", operation.get("description", ""), rows, " ".join(example))
+
+
+def _section(operation: Operation) -> str:
     parts = "".join(
         f"<dt><code>{escape(name)}</code></dt><dd>{escape(kind)} <i>{escape(text)}</i></dd>"
-        for name, kind, text in (*rows, *answers)
+        for name, kind, text in operation.rows
     )
     return (
-        f"<section><h3><code>{method} {escape(path)}</code></h3><p>{escape(operation.get('description', ''))}</p>"
-        f"<dl>{parts}</dl><pre>{escape(' '.join(example))}</pre></section>"
+        f"<section><h3><code>{escape(operation.name)}</code></h3><p>{escape(operation.text)}</p>"
+        f"<dl>{parts}</dl><pre>{escape(operation.example)}</pre></section>"
     )
 
 

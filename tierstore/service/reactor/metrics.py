@@ -22,9 +22,9 @@ def families(lines: npt.NDArray[Any], *, unfinished: int, unsent_bytes: int) -> 
         for number, line in enumerate(lines)
         for name, count in zip(kernel.REASONS, line["reasons"].tolist(), strict=True)
     ]
-    text = "Requests and connections that it handed to Python, by the reason."
+    text = "Requests and connections that a reactor handed to Python, by the reason."
     yield counters("tierstore_reactor_handed_on", text, "reactor reason", handed)
     loads = {str(number): int(line["load"]) for number, line in enumerate(lines)}
-    yield gauges("tierstore_reactor_connections", "Connections that it serves.", "reactor", loads)
+    yield gauges("tierstore_reactor_connections", "Connections that a reactor serves.", "reactor", loads)
     yield gauge("tierstore_unfinished_requests", "Requests that have begun to arrive.", unfinished)
     yield gauge("tierstore_unsent_bytes", "Bytes of answers that clients have not taken yet.", unsent_bytes)

@@ -204,7 +204,7 @@ class Calls:
             ("streams", "gRPC streams of messages that are open.", len(self._flows)),
             ("streams_limit", "gRPC streams of messages that may be open.", MOST_STREAMS),
             ("health_watchers", "gRPC calls that watch the health; they are streams too.", self.health.watchers),
-            ("health_watchers_limit", "gRPC calls that may.", MAX_WATCHERS),
+            ("health_watchers_limit", "gRPC calls that may watch the health.", MAX_WATCHERS),
         ):
             yield gauge(f"tierstore_grpc_{name}", text, value)
 

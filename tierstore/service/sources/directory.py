@@ -77,7 +77,7 @@ class Watcher:
     def families(self) -> Iterator[Metric]:
         """The metrics of this part, for Prometheus."""
         yield counter("tierstore_watch_applied", "Deltas taken from the watched directory.", self.applied)
-        yield counter("tierstore_watch_errors", "Failed tries to take one.", self.errors)
+        yield counter("tierstore_watch_errors", "Failed tries to take a delta from the watched directory.", self.errors)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Finish the delta that is being applied, and end."""

@@ -148,7 +148,11 @@ class Locations(Observer):
         """The metrics of this part, for Prometheus."""
         name = "tierstore_watched_snapshots"
         yield counter(f"{name}_loaded", "Snapshots loaded from watched locations.", self.loaded)
-        yield counter(f"{name}_errors", "Failed tries to load or activate one, or to look.", self.errors)
+        yield counter(
+            f"{name}_errors",
+            "Failed tries to load or activate a snapshot of watched locations, or to look there.",
+            self.errors,
+        )
         text = "What keeps watched locations from being followed at this moment, and canaries that they brought and that were withdrawn."
         yield gauge(f"{name}_problems", text, len(self.problems()))
 

@@ -1,0 +1,246 @@
+"""The types of the status document, as `Store.status()` returns it and `GET /admin/models` carries it.
+
+Only types: at run time these are plain dicts. Sizes are in bytes, ages and times in seconds, shares between 0 and 1, and
+moments are ISO 8601 in UTC. A key that says `NotRequired` is there only where its comment says.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NotRequired, TypedDict
+
+
+class Used(TypedDict):
+    """A budget: how much of it is used."""
+
+    used: int
+    total: int
+
+
+class Progress(TypedDict):
+    """How far a warm-up is, in keys."""
+
+    done: int
+    total: int
+
+
+class ThrottleStatus(TypedDict):
+    """How fast background work (loads, verification, warm-up) may go while look-ups are served."""
+
+    share: float  # of the time
+    work: list[str]  # what is at work now
+    p99_s: float | None  # of look-ups; None where too few were asked
+    quiet_p99_s: float | None
+    p99_ratio: float  # of the two, the most that is allowed; 0: no bound
+
+
+class DiskStatus(TypedDict):
+    """The file system of the data directory."""
+
+    free: int | None
+    reserve: int
+    problem: str | None
+
+
+class AuditStatus(TypedDict):
+    problem: str | None
+
+
+class ProblemStatus(TypedDict):
+    """Something that is wrong, and what to do."""
+
+    model: str
+    kind: str  # as in the metric tierstore_problem
+    text: str
+
+
+class LogStatus(TypedDict):
+    """A model's log of deltas, by their seqs."""
+
+    start: int | None
+    last: int | None
+    entries: int
+
+
+class PartitionsStatus(TypedDict):
+    """Which partitions of the keys a version has, and of how many there are."""
+
+    count: int
+    own: list[list[int]]  # the first and the last of each range
+
+
+class HostBytes(TypedDict):
+    """What a version's caches in CPU memory may use, and would need to hold every row."""
+
+    budget: int
+    need: int
+
+
+class VersionStatus(TypedDict):
+    """A version of a model. One that is loading has its number, `state`, `watermark`, `phase`, `done` and `total` alone."""
+
+    version: int
+    state: Literal["active", "canary", "kept", "stale", "outdated", "loading"]
+    watermark: int | None  # the newest delta that it has
+    share: NotRequired[float | None]  # of the requests that name no version; None: it is not served
+    labels: NotRequired[list[str]]
+    delta_seq: NotRequired[int]  # the newest delta that its snapshot had
+    partitions: NotRequired[PartitionsStatus | None]
+    created_at: NotRequired[str | None]
+    dense: NotRequired[str | None]  # what becomes of its dense part; None: it has none
+    dense_passed_over: NotRequired[str | None]
+    problem: NotRequired[str | None]
+    warming: NotRequired[Progress | None]
+    host_bytes: NotRequired[HostBytes | None]
+    phase: NotRequired[str]
+    done: NotRequired[int]
+    total: NotRequired[int]
+
+
+class FeatureStatus(TypedDict):
+    table: str
+    combiner: str | None
+
+
+class TtlStatus(TypedDict):
+    """Rows of a table that have expired."""
+
+    ttl_s: int
+    expired_at_load: int
+    expired_since: int
+    checked_at: str | None
+
+
+class LookupKeys(TypedDict):
+    """Keys that were looked up, by where they were answered; `absent` ones had no row."""
+
+    device: int
+    host: int
+    disk: int
+    remote: int
+    overlay: int
+    absent: int
+
+
+class CurvePoint(TypedDict):
+    """What the cache would do if it were `scale` times as large."""
+
+    scale: float
+    rows: int
+    hit_rate: float | None  # of the look-ups that reach it; None while that is not known yet
+
+
+class CacheStatus(TypedDict):
+    """What is known of a table's cache in CPU memory."""
+
+    rows: int  # that it holds at most
+    hit_rate: float | None  # of late; None where nothing was looked up
+    curve: list[CurvePoint]
+    bytes: int  # that knowing it takes
+
+
+class TableStatus(TypedDict):
+    """A table of the active version."""
+
+    key: Literal["int64", "uint64", "string"]
+    dim: int
+    dtype: str
+    rows: int  # as of the folded watermark
+    rows_exact: bool
+    colliding_keys: int
+    ttl: TtlStatus | None
+    lookup_keys: LookupKeys
+    tier_bytes: dict[str, int]
+    tier_budget_bytes: dict[str, int]
+    host: dict[str, Any]  # counters of that tier; empty: the table has none
+    cache: CacheStatus
+    device: dict[str, Any]
+    ssd_cache: dict[str, Any]
+
+
+class CanaryTable(TypedDict):
+    rows: int
+    rows_exact: bool
+    colliding_keys: int
+    tier_bytes: dict[str, int]
+    tier_budget_bytes: dict[str, int]
+
+
+class CanaryStatus(TypedDict):
+    """The version that gets a share of the requests."""
+
+    version: int
+    share: float
+    watermark: int
+    folded_watermark: int
+    overlays: int
+    overlay_bytes: int
+    tables: dict[str, CanaryTable]
+
+
+class UnfinishedLoad(TypedDict):
+    """What a load that did not end has left; another load of the version goes on with it."""
+
+    bytes: int
+    age_s: int
+
+
+class DenseStatus(TypedDict):
+    runs: int
+    failed: int
+    seconds: float
+    buffer_bytes: int
+
+
+class ModelStatus(TypedDict):
+    """A model. Where no version serves, all from `folded_watermark` on is left out."""
+
+    model: str
+    active_version: int | None
+    watermark: int | None  # the newest delta that look-ups see
+    canary: CanaryStatus | None
+    labels: dict[str, int]
+    partitions: PartitionsStatus | None
+    problem: str | None
+    problems: dict[str, str]
+    log: LogStatus
+    undone: list[list[int]]  # ranges of seqs, from and to
+    versions: list[VersionStatus]
+    damaged: dict[str, str]
+    unfinished: dict[str, UnfinishedLoad]
+    tables: dict[str, TableStatus]
+    folded_watermark: NotRequired[int]
+    last_event_time: NotRequired[str | None]
+    delta_age_s: NotRequired[float | None]
+    freshness_max_s: NotRequired[float]
+    fresh: NotRequired[bool | None]  # None: there is no limit
+    overlays: NotRequired[int]
+    overlay_bytes: NotRequired[int]
+    features: NotRequired[dict[str, FeatureStatus]]
+    dense: NotRequired[DenseStatus]
+    disk: NotRequired[dict[str, Any]]
+    remote: NotRequired[dict[str, Any]]  # of a node whose rows are in a cluster
+    upstream: NotRequired[dict[str, Any]]  # of a front
+
+
+class StoreStatus(TypedDict):
+    """What `Store.status()` returns."""
+
+    models: dict[str, ModelStatus]
+    problems: list[ProblemStatus]
+    warming: Progress | None  # of the warm-up after the start; None where it is over
+    throttle: ThrottleStatus
+    host_budget: Used
+    overlay_budget: Used
+    device_budget: Used
+    device: dict[str, Any]
+    audit: AuditStatus
+    disk: DiskStatus
+    remote: NotRequired[dict[str, Any]]  # of a node whose rows are in a cluster
+    upstream: NotRequired[dict[str, Any]]  # of a front
+    ssd_cache: NotRequired[dict[str, Any] | None]  # of both
+
+
+class ServiceStatus(StoreStatus):
+    """What `Client.status()` returns: the store's document, with the limits and figures of the service."""
+
+    service: dict[str, Any]
