@@ -47,6 +47,11 @@ HTTP: tuple[tuple[str, str, Action], ...] = (
     ("GET", "/upstream/models/{model}/versions/{version}", Action.FRONT),
     ("GET", "/upstream/models/{model}/versions/{version}/files/{file:path}", Action.FRONT),
     ("POST", "/upstream/models/{model}/versions/{version}/tables/{table}/rows|explain", Action.FRONT),
+    # peers
+    ("GET", "/upstream/logs", Action.FRONT),
+    ("GET", "/upstream/models/{model}/log", Action.FRONT),
+    ("POST", "/upstream/models/{model}/image", Action.FRONT),
+    ("GET", "/upstream/models/{model}/image/files/{file}", Action.FRONT),
     # admin
     ("GET", "/admin/models", Action.READ),
     ("GET", "/admin/models/{model}", Action.READ),
