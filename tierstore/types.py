@@ -126,17 +126,31 @@ class TableSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class KeyHash:
+    """How a feature makes one of `mod` row numbers of a key of the type `key`: `formats/key_hash.py`. Keys may share a row."""
+
+    mod: int
+    seed: int | None = None
+    key: KeyType = KeyType.INT64
+
+
+@dataclass(frozen=True, slots=True)
 class FeatureSpec:
     """A named input that reads a table. With a combiner, its bags are pooled to one vector each.
 
     `padding_key` (in the table's key type) never counts: it answers zeros, is not found, and adds
-    nothing to a bag, its weight included.
+    nothing to a bag, its weight included. With a `hash` requests have keys of its type, and the table's keys are row numbers.
     """
 
     name: str
     table: str
     combiner: Combiner | None = None
     padding_key: int | str | None = None
+    hash: KeyHash | None = None
+
+    def key_type(self, table: TableSpec) -> KeyType:
+        """The type of the keys in requests; `table` is the one that it reads."""
+        return table.key if self.hash is None else self.hash.key
 
 
 @dataclass(frozen=True)
@@ -148,7 +162,7 @@ class Partitions:
 
     @classmethod
     def of(cls, count: int, numbers: Iterable[int]) -> Self:
-        """Those with these numbers. InvalidInput for one that is out of range, or where there is none."""
+        """The partitions with these numbers. InvalidInput for one that is out of range, or where there is none."""
         ordered = sorted(set(numbers))
         if not 1 <= count <= MAX_PARTITIONS or not ordered or not 0 <= ordered[0] <= ordered[-1] < count:
             raise InvalidInput(
@@ -160,7 +174,7 @@ class Partitions:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Of a text such as `0-15/64` or `0-15,40/64`: ranges, and of how many. InvalidInput."""
+        """Partitions from a text such as `0-15/64` or `0-15,40/64`: ranges, and of how many. InvalidInput."""
         match = _PARTITIONS.fullmatch(text.replace(" ", ""))
         if match is None:
             raise InvalidInput(f"expected partitions and of how many, such as 0-15/64 or 0-15,40/64, got {text!r}")
@@ -192,7 +206,7 @@ class Partitions:
 
     @property
     def numbers(self) -> list[int]:
-        """Of each of these partitions, ascending."""
+        """The numbers of these partitions, ascending."""
         numbers: list[int] = np.flatnonzero(self.is_own).tolist()
         return numbers
 
@@ -203,7 +217,7 @@ class Partitions:
 
     @property
     def part(self) -> float:
-        """Of all keys, how many these have: more than 0, at most 1."""
+        """The part of all keys that these have: more than 0, at most 1."""
         return len(self.numbers) / self.count
 
     @property

@@ -44,7 +44,7 @@ _LOOK_S = 0.1
 
 
 def partitions_of(model: Model) -> Partitions | None:
-    """Those that the node owns; None where it owns all."""
+    """The partitions that the node owns; None where it owns all."""
     document = model_status(model).get("partitions")
     return None if document is None else Partitions.of_document(document)
 
@@ -53,7 +53,10 @@ def line_of(model: Model, view: View) -> str:
     """What tells rows of one version number from other ones: tables, features, and which of its deltas were undone."""
     info = view.open_version.info
     tables = [(s.name, s.key.value, s.dim, s.dtype.value, s.default) for s in info.specs.values()]
-    features = sorted((f.name, f.table, f.combiner, str(f.padding_key)) for f in info.features.values())
+    features = sorted(
+        (f.name, f.table, f.combiner, str(f.padding_key), *([str(f.hash)] if f.hash else []))
+        for f in info.features.values()
+    )
     undone = [each for each in model.state.log.undone.ranges if each[1] > info.manifest.delta_seq]
     return xxhash.xxh3_64_hexdigest(json.dumps([tables, features, undone]).encode())
 
@@ -66,7 +69,7 @@ class _Held:
 
 
 class HeldViews:
-    """Those of one model."""
+    """Views of one model that the node holds for its fronts."""
 
     def __init__(self, model: Model) -> None:
         self._model, self._publisher = model, model.publisher
@@ -207,7 +210,7 @@ class StoredRead:
 
 
 class Fronts(Observer):
-    """Of one store. `models` gives the models that there are, `model` one by its name. `close` it before the store."""
+    """What nodes in front of a store may ask of it. `models` gives the models that there are, `model` one by its name. `close` it before the store."""
 
     def __init__(self, models: Callable[[], list[str]], model: Callable[[str], Model]) -> None:
         self._models, self._model = models, model

@@ -6,6 +6,7 @@ Reads counters without stopping anything, so numbers of one document may be a mo
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from tierstore.engine.data.disk_room import disk_status
@@ -74,6 +75,7 @@ def _document(model: Model, served: Routing) -> dict[str, Any]:
             "overlay_bytes": view.overlay_bytes,
             "features": {
                 name: {"table": feature.table, "combiner": feature.combiner.value if feature.combiner else None}
+                | ({} if feature.hash is None else {"hash": asdict(feature.hash)})
                 for name, feature in view.features.items()
             },
             "dense": model.dense.counts.as_dict()
@@ -171,7 +173,7 @@ def _versions(model: Model, served: Routing) -> list[dict[str, Any]]:
 
 
 def _host_bytes(view: View) -> dict[str, int]:
-    """Of all tables: what the host tier may use, and how much it would need to hold every row."""
+    """What the host tier may use for all tables, and how much it would need to hold every row."""
     return {"budget": view.open_version.host_budget_bytes, "need": view.open_version.host_need_bytes}
 
 
@@ -181,7 +183,7 @@ def _partitions(info: VersionInfo) -> dict[str, Any] | None:
 
 
 def _share(served: Routing, view: View | None) -> float | None:
-    """Of the requests that name no version; None for what is not served."""
+    """The share of the requests that name no version; None for what is not served."""
     if view is None:
         return None
     return served.share if view is served.canary else 1.0 - served.share
