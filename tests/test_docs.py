@@ -49,7 +49,7 @@ def dense(inputs: str = "user_id item_id clicked hour") -> bytes:
     nodes = [om.node("ReduceSum", f"{name} axes", f"of_{name}", keepdims=0) for name in each]
     return om.build(
         [*nodes, om.node("Sum", " ".join(f"of_{name}" for name in each), "score")],
-        {name: (om.FLOAT, ["n", 1 if name == "hour" else 32]) for name in each},
+        {name: (om.FLOAT, [f"n_{name}", 1 if name == "hour" else 32]) for name in each},
         {"score": (om.FLOAT, ["n"])},
         {"axes": np.array([1])},
     )
@@ -66,7 +66,8 @@ def snapshot(where: Path | str, version: int, inputs: str = "user_id item_id cli
         writer.feature("user_id", table="user")
         writer.feature("item_id", table="item")
         writer.feature("clicked", table="item", combiner="mean")
-        writer.dense(dense(inputs))
+        if inputs:
+            writer.dense(dense(inputs))
 
 
 def delta(where: Path, seq: int) -> None:
@@ -82,7 +83,7 @@ def data(inputs: str = "user_id item_id clicked hour") -> None:
     frame.to_parquet("items/part-0.parquet")
     for i, words in enumerate((["red"], ["shoe"])):
         pd.DataFrame({"word": words, "f0": [0.5], "f1": [float(i)]}).to_parquet(f"words-{i}.parquet")
-    Path("model.onnx").write_bytes(dense(inputs))
+    Path("model.onnx").write_bytes(dense(inputs or "item_id"))
 
 
 @pytest.fixture

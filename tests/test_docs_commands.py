@@ -68,9 +68,10 @@ NOT_RUN = {  # the beginning of a line, or of a program → why
     "write_snapshot(": "needs TorchRec; test_docs.py runs it where that is",
 }  # fmt: skip
 PAGES = ["README.md", *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))]
-DENSE = {  # page → inputs of its model, where it has other ones than `user_id item_id clicked hour`
+ALL_INPUTS = "user_id item_id clicked hour"
+DENSE = {  # page → inputs of its model, where it has others
     "docs/formats.md": "item_id clicked", "docs/import.md": "item_id clicked", "docs/cli.md": "item_id clicked",
-    "docs/several-nodes.md": "item_id user_id",
+    "docs/several-nodes.md": "item_id user_id", "docs/http-api.md": "", "docs/grpc-api.md": "", "docs/tensorflow-serving.md": "",
 }  # fmt: skip
 Item = tuple[int, str, str]  # line, kind (sh or python), text
 
@@ -105,11 +106,12 @@ def test_what_is_not_run_is_on_a_page_and_nothing_else_is_left_out() -> None:
 class Scene:
     """A directory with a reader's data, a service, and others beside it as soon as a page names them."""
 
-    def __init__(self, root: Path, dense: str, stack: ExitStack) -> None:
-        self.root, self.dense, self.stack = root, dense, stack
+    def __init__(self, root: Path, page: str, stack: ExitStack) -> None:
+        self.root, self.page, self.stack = root, page, stack
+        self.dense = DENSE.get(page, ALL_INPUTS)
         self._nodes: dict[str, ServerThread] = {}
         self._serving: list[subprocess.Popen[str]] = []
-        self.uploaded: set[str] = set()  # URLs of snapshots that are there
+        self.written: set[str] = set()  # snapshots
         self._served = ""  # the URL of what a page has started
         self.as_left = False  # the page makes all that it needs
 
@@ -118,10 +120,11 @@ class Scene:
         if name not in self._nodes:
             (self.root / "before").exists() or snapshot(self.root / "before", 20261119, self.dense)
             where = {"source_root": [self.root], "export_root": self.root / f"exported-{name}"}
-            settings = {**SMALL, **where, "port": 0, "allow_client_shm": True, "keep_versions": 4}
+            settings = {**SMALL, **where, "port": 0, "grpc_port": 0, "allow_client_shm": True, "keep_versions": 4}
             store = self.stack.enter_context(tierstore.open(self.root / f"served-{name}", **settings))
             server = self.stack.enter_context(ServerThread(store))
-            store.load_snapshot(self.root / "before")
+            if self.page != "docs/import.md":  # which begins with nothing
+                store.load_snapshot(self.root / "before")
             self._nodes[name] = server
         return self._nodes[name]
 
@@ -164,7 +167,8 @@ class Scene:
     def serve(self, words: list[str]) -> None:
         """Run a service until the next command line, once it answers."""
         self.stop()
-        (self.root / "data/tokens.json").unlink(missing_ok=True)  # of lines before: a page's parts stand for themselves
+        for name in ("tokens.json", "tokens.json.lock"):
+            (self.root / "data" / name).unlink(missing_ok=True)  # of lines before: a page's parts stand for themselves
         words = [re.sub(r"^8000$", "0", word) for word in words[1:]]
         if "--tls-cert" in words:
             authority = certificates.Authority(self.root, "clients")
@@ -219,6 +223,10 @@ class Scene:
             case "delta":
                 for name in plain:
                     self.delta(Path(name))
+            case "plan" if "--from" in rest:
+                with tierstore.Client(rest[rest.index("--from") + 1]) as client:
+                    for _ in range(40):
+                        client.lookup("ctr", "item_id", np.random.default_rng(0).integers(0, len(ITEMS), 20_000))
             case "load" | "build":
                 self.snapshot(plain[0])
         if verb in ("build", "export", "triton-model", "import", "import-hps"):
@@ -292,10 +300,12 @@ class Scene:
 
     def snapshot(self, where: Path | str) -> None:
         """Write the snapshot that is named, where it is not there: its version is the last part of the name."""
-        there = Path(where).exists() or str(where) in self.uploaded
-        if not there and (digits := Path(where).name.replace("-", "")).isdecimal() and "built" not in Path(where).parts:
+        if str(where) in self.written:
+            return
+        if (digits := Path(where).name.replace("-", "")).isdecimal() and not {"built", "exports"} & set(Path(where).parts):
+            shutil.rmtree(where, ignore_errors=True)  # what another line has made there
             snapshot(where, int(digits), self.dense)
-            self.uploaded.add(str(where))
+            self.written.add(str(where))
 
     def delta(self, where: Path) -> None:
         where.parent.mkdir(parents=True, exist_ok=True)
@@ -335,7 +345,7 @@ class Scene:
 
     # --- programs
 
-    def program(self, page: str, line: int, text: str, given: dict[str, Any]) -> None:
+    def program(self, line: int, text: str, given: dict[str, Any]) -> None:
         for folder in re.findall(r'tierstore\.open\("([^"]+)"', text):
             shutil.rmtree(folder, ignore_errors=True)
         for where in re.findall(r'load_snapshot\("([^"]+)"', text):
@@ -344,7 +354,7 @@ class Scene:
             self.delta(Path(where))
         for where in re.findall(r'SnapshotWriter\("([^"]+)"', text):
             shutil.rmtree(where, ignore_errors=True)
-            self.uploaded.add(where)
+            self.written.add(where)
         for where in re.findall(r'DeltaWriter\("([^"]+)"', text):
             Path(where).parent.mkdir(parents=True, exist_ok=True)
         tree = ast.parse(text)
@@ -356,7 +366,7 @@ class Scene:
                 store = stack.enter_context(tierstore.open(self.local(Path("of-programs")), **SMALL))
                 given |= {"store": store, "ctr": store.model("ctr")}
             flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-            code = compile("\n" * line + self.here(text), str(ROOT / page), "exec", flags=flags)
+            code = compile("\n" * line + self.here(text), str(ROOT / self.page), "exec", flags=flags)
             if inspect.iscoroutine(running := eval(code, given)):
                 asyncio.run(running)
 
@@ -396,14 +406,14 @@ def scene(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     for name, value in SMALL.items():
         monkeypatch.setenv(ENV_PREFIX + name.upper(), str(value))
     monkeypatch.chdir(tmp_path)
-    inputs = DENSE.get(request.node.callspec.params["page"], "user_id item_id clicked hour")
-    data(inputs)
+    page = request.node.callspec.params["page"]
+    data(DENSE.get(page, ALL_INPUTS))
     _checkpoints()
     for name in ("deltas", "run/tierstore", "srv", "mnt", "var/lib", "nvme"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "srv/snapshots").symlink_to("../snapshots")
     with ExitStack() as stack:
-        made = Scene(tmp_path, inputs, stack)
+        made = Scene(tmp_path, page, stack)
         yield made
         made.stop()
 
@@ -425,7 +435,8 @@ def _checkpoints() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("page", [page for page in PAGES if any(why_not(text) is None for *_, text in items(page))])
 def test_what_a_page_tells_to_do_works(page: str, scene: Scene) -> None:
-    given = names() | {
+    given: dict[str, Any] = {}
+    readers = names() | {
         "offsets": np.arange(3),
         "weights": np.ones(3, np.float32),
         "candidate_keys": [17, 42],
@@ -453,7 +464,9 @@ def test_what_a_page_tells_to_do_works(page: str, scene: Scene) -> None:
             os.environ.clear()
             os.environ.update(before)
         try:
-            scene.shell(text) if kind == "sh" else scene.program(page, line, text, given)
+            if not scene.as_left:
+                given |= readers
+            scene.shell(text) if kind == "sh" else scene.program(line, text, given)
         except BaseException as error:
             error.add_note(f"{page}:{line}: {text}")
             raise
