@@ -54,6 +54,7 @@ NOT_RUN = {  # the beginning of a line, or of a program → why
     "tierstore demo": "takes a minute; tests/demo runs it",
     "tierstore compile": "compiles all kernels; tests/conftest.py does it first",
     "tierstore jobs --url http://127.0.0.1:8000 --cancel": "needs a job under way; tests/service/admin cancel one",
+    "tierstore plan --from": "needs minutes of look-ups; tests/cli/test_caches.py plans by what a service has measured",
     "tierstore serve --data /var/lib/tierstore --kafka": KAFKA,
     "tierstore parked show": KAFKA,
     "tierstore parked retry": KAFKA,
@@ -81,14 +82,20 @@ def items(page: str) -> list[Item]:
     found: list[Item] = [(line, "python", text) for line, text in blocks(page, "python")]
     for line, text in blocks(page, "sh", "bash", "console"):
         shown = re.sub(r"\\\n", " ", text)
-        found += [(line, "sh", one.strip()) for one in shown.splitlines() if one.strip() and not one.strip().startswith("#")]
+        found += [
+            (line, "sh", one.strip()) for one in shown.splitlines() if one.strip() and not one.strip().startswith("#")
+        ]
     return sorted(found, key=lambda item: item[0])
 
 
 def test_blocks_of_commands_say_so() -> None:
     """Else they would be neither highlighted nor run."""
     programs = "|".join(("tierstore", "make", "pip", "curl", "docker", "kubectl", "helm", "export", "python"))
-    assert [page for page in PAGES if re.search(rf"^ *```\n *({programs}) ", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)] == []
+    assert [
+        page
+        for page in PAGES
+        if re.search(rf"^ *```\n *({programs}) ", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+    ] == []
 
 
 def why_not(text: str) -> str | None:
@@ -134,9 +141,15 @@ class Scene:
         text = re.sub(r"(?:node-)?\b([abc]):8000\b|tierstore-([01])\.tierstore:8000", self._address, text)
         if "redis://" in text:
             text = text.replace("redis://h1:6379,h2:6379", self.stack.enter_context(redis_cluster()).url)
-        text = re.sub(r"(?:127\.0\.0\.1|localhost):8000\b", lambda _: (self._served or self.node().url).partition("//")[2], text)
+        text = re.sub(
+            r"(?:127\.0\.0\.1|localhost):8000\b", lambda _: (self._served or self.node().url).partition("//")[2], text
+        )
         text = re.sub(r"127\.0\.0\.1:8001\b", lambda _: str(self.node().grpc_target), text)
-        return re.sub(r"(?<![\w./~])/(srv|mnt|var|nvme|run|etc|snapshots|data)(?=/|\b)", lambda path: f"{self.root}/{path[1]}", text)
+        return re.sub(
+            r"(?<![\w./~])/(srv|mnt|var|nvme|run|etc|snapshots|data)(?=/|\b)",
+            lambda path: f"{self.root}/{path[1]}",
+            text,
+        )
 
     def _address(self, name: re.Match[str]) -> str:
         return self.node(name[1] or "ab"[int(name[2])]).url.removeprefix("http://")
@@ -173,7 +186,9 @@ class Scene:
         if "--tls-cert" in words:
             authority = certificates.Authority(self.root, "clients")
             pair = authority.issue("tls")
-            assert {pair.cert, pair.key, authority.ca} >= {self.root / word for word in words if word.endswith((".pem", ".key"))}
+            assert {pair.cert, pair.key, authority.ca} >= {
+                self.root / word for word in words if word.endswith((".pem", ".key"))
+            }
         environment = os.environ | {"TIERSTORE_DRAIN_S": "0", "PYTHONPATH": str(ROOT)}
         environment |= {"TIERSTORE_PORT": "0"} if "--port" not in words else {}
         process = subprocess.Popen(
@@ -223,21 +238,26 @@ class Scene:
             case "delta":
                 for name in plain:
                     self.delta(Path(name))
-            case "plan" if "--from" in rest:
-                with tierstore.Client(rest[rest.index("--from") + 1]) as client:
-                    for _ in range(40):
-                        client.lookup("ctr", "item_id", np.random.default_rng(0).integers(0, len(ITEMS), 20_000))
             case "load" | "build":
                 self.snapshot(plain[0])
         if verb in ("build", "export", "triton-model", "import", "import-hps"):
-            for new in (plain[-1] if verb in ("build", "export", "triton-model") else None, *_value(rest, "--out", "--triton")):
+            for new in (
+                plain[-1] if verb in ("build", "export", "triton-model") else None,
+                *_value(rest, "--out", "--triton"),
+            ):
                 shutil.rmtree(new, ignore_errors=True) if new else None
         if verb in WITH_STATE:
-            (url,) = _value(rest, "--url") or [None]
+            url = next(iter(_value(rest, "--url")), None)
+            if url is not None and url.startswith("unix:"):
+                return  # a service that the page has started, with nothing in it
             if url is None and verb == "load":
                 shutil.rmtree(folder, ignore_errors=True)
                 return
-            with tierstore.Client(url, timeout_s=120) if url else tierstore.open(self.local(folder), **SMALL, keep_versions=4) as place:
+            with (
+                tierstore.Client(url, timeout_s=120)
+                if url
+                else tierstore.open(self.local(folder), **SMALL, keep_versions=4) as place
+            ):
                 self.bring(place, verb, plain, rest)
 
     def bring(self, place: Any, verb: str, plain: list[str], rest: list[str]) -> None:
@@ -286,7 +306,10 @@ class Scene:
                 if "--remove" in rest:
                     place.label("ctr", plain[1], 20261120)
             case "rollback":
-                (expected,), (seq,) = _value(rest, "--expected-active") or ["20261121"], _value(rest, "--to-seq") or [None]
+                (expected,), (seq,) = (
+                    _value(rest, "--expected-active") or ["20261121"],
+                    _value(rest, "--to-seq") or [None],
+                )
                 have(20261119)
                 active(int(expected))
                 if seq is not None:
@@ -302,7 +325,9 @@ class Scene:
         """Write the snapshot that is named, where it is not there: its version is the last part of the name."""
         if str(where) in self.written:
             return
-        if (digits := Path(where).name.replace("-", "")).isdecimal() and not {"built", "exports"} & set(Path(where).parts):
+        if (digits := Path(where).name.replace("-", "")).isdecimal() and not {"built", "exports"} & set(
+            Path(where).parts
+        ):
             shutil.rmtree(where, ignore_errors=True)  # what another line has made there
             snapshot(where, int(digits), self.dense)
             self.written.add(str(where))
