@@ -195,7 +195,7 @@ $(CLIENTS)/kserve/.installed:
 # the client needs with that; for all else the backend runs in .venv.
 $(CLIENTS)/triton/.installed:
 	$(PYTHON) -m venv --clear $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile 'numpy<2' 'pyarrow<21' 'orjson>=3.10'
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile 'numpy<2' 'pyarrow<21' 'orjson>=3.10' geventhttpclient python-rapidjson urllib3
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
 	  'nvidia-pytriton==0.7.0' 'tritonclient==2.50.0' 'nvidia-cuda-runtime-cu12==12.9.79'
 	@touch $@

@@ -5,7 +5,7 @@
 Four nodes on loopback have a quarter of 64 partitions each, a fifth has them all, and all have their rows in memory; two fronts
 of the four have memory for hardly any row: one is asked over HTTP, as a node is, the other in this process. The client asks for keys at random, one request after the
 other, the ways in turn within a round; all answers are compared with the rows. Wall time is a median over rounds, and
-processor time that of all processes together: on a machine with few cores the nodes of a front wait for each other. `--profile`
+processor time that of all processes together, and of the front and of the nodes behind it apart: on a machine with few cores the nodes of a front wait for each other. `--profile`
 says where the front in this process spends its own.
 """
 
@@ -97,29 +97,31 @@ def cpu_s(pids: list[int]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def measure(ways: dict[str, Way], pids: list[int], rows: int, n: int, rounds: int) -> list[dict[str, Any]]:
+def measure(ways: dict[str, Way], pids: dict[str, list[int]], rows: int, n: int, rounds: int) -> list[dict[str, Any]]:
+    """`pids`: whose processor time is counted, by what they are."""
     rng = np.random.default_rng(n)
     batches = [keys_of(rng.integers(0, rows, n)) for _ in range(max(16, min(rows // 2, 65536) // n))]
     calls = max(2, min(200, 400_000 // n))
     wall: dict[str, list[float]] = {name: [] for name in ways}
-    cpu: dict[str, list[float]] = {name: [] for name in ways}
+    cpu: dict[str, dict[str, list[float]]] = {name: {who: [] for who in pids} for name in ways}
     for way in ways.values():
         for keys in batches:
             np.testing.assert_array_equal(way(keys), vectors_of(keys))
     for _ in range(rounds):
         for name, way in ways.items():
-            used, began = cpu_s(pids), time.perf_counter()
+            used, began = {who: cpu_s(of) for who, of in pids.items()}, time.perf_counter()
             for call in range(calls):
                 way(batches[call % len(batches)])
             wall[name].append((time.perf_counter() - began) / calls * 1e6)
-            cpu[name].append((cpu_s(pids) - used) / calls * 1e6)
+            for who, of in pids.items():
+                cpu[name][who].append((cpu_s(of) - used[who]) / calls * 1e6)
     direct = wall["one node"]
     return [
         {
             "keys": n,
             "way": name,
             "wall_us": statistics.median(wall[name]),
-            "cpu_us": statistics.median(cpu[name]),
+            **{who: statistics.median(cpu[name][who]) for who in pids},
             "wall_over_one_node": statistics.median(a / b for a, b in zip(wall[name], direct, strict=True)),
         }
         for name in ways
@@ -156,7 +158,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             "front": lambda keys: through.lookup(MODEL, FEATURE, keys),
             "front, in process": lambda keys: store.model(MODEL).lookup(FEATURE, keys),
         }
-        pids = [os.getpid(), front_pid, whole_pid, *(pid for _, pid in nodes)]
+        owners = [pid for _, pid in nodes]
+        pids = {
+            "cpu_us": [os.getpid(), front_pid, whole_pid, *owners],
+            "front_cpu_us": [front_pid],
+            "owners_cpu_us": owners,
+            "one_node_cpu_us": [whole_pid],
+        }
         if options.profile:
             profile(ways["front, in process"], rows, options.keys[-1])
         results = [row for n in options.keys for row in measure(ways, pids, rows, n, options.rounds)]

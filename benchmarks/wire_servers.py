@@ -19,6 +19,7 @@ import tierstore
 from benchmarks.ready import SETTINGS
 from benchmarks.wire_table import DIM, FEATURE, MODEL, ROW_BYTES, keys_of, vectors_of
 from tierstore.config import load_settings
+from tierstore.engine.lifecycle.sampler import CacheSampler
 from tierstore.service.process import tune_allocator
 
 
@@ -62,7 +63,15 @@ def write_wild(writer: tierstore.SnapshotWriter, keys: np.ndarray, warm: int) ->
 
 
 def serve_store(
-    where: Path, rows: int, shared_memory: bool, threads: int, warm: bool, wild: bool, tls: Path | None = None
+    where: Path,
+    rows: int,
+    shared_memory: bool,
+    threads: int,
+    warm: bool,
+    wild: bool,
+    tls: Path | None = None,
+    *,
+    traces: bool = False,
 ) -> None:
     """Load `rows` rows, all of them into memory if they are to be `warm`, and serve them.
 
@@ -95,6 +104,7 @@ def serve_store(
         threads=threads or None,
         tls_cert=tls,
         tls_key=tls,
+        traces=traces,
         **SETTINGS,
     )
     logging.disable(logging.INFO)
@@ -113,6 +123,10 @@ def main() -> None:
     parser.add_argument("--shared-memory", action="store_true")
     parser.add_argument("--threads", type=int, default=0, help="reactor threads; 0: as many as there are processors")
     parser.add_argument("--tls", type=Path, help="a file with a key and its certificate")
+    parser.add_argument("--traces", action="store_true", help="spans of requests that are sampled")
+    parser.add_argument(
+        "--unsampled", action="store_true", help="nothing is learned of what the cache would do with other sizes"
+    )
     parser.add_argument("--cold", action="store_true", help="keep no rows in memory")
     options = parser.parse_args()
     if options.server == "grpc-echo":
@@ -120,9 +134,18 @@ def main() -> None:
     else:
         if options.server == "echo":
             answer_ready_bytes()
+        if options.unsampled:
+            CacheSampler.start = lambda self: None  # type: ignore[method-assign]
         wild = options.server == "wild"
         serve_store(
-            options.where, options.rows, options.shared_memory, options.threads, not options.cold, wild, options.tls
+            options.where,
+            options.rows,
+            options.shared_memory,
+            options.threads,
+            not options.cold,
+            wild,
+            options.tls,
+            traces=options.traces,
         )
     sys.exit(0)
 

@@ -6,10 +6,12 @@ import ast
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from tests.kafka_real import real_brokers, why_not
 from tests.test_types import mypy
 from tierstore.config import ENV_PREFIX
 
@@ -21,6 +23,8 @@ NEEDS = {
     "pytorch_in_fastapi": ("torch", "fastapi", "httpx"),
     "pytorch_in_ray_serve": ("torch", "ray.serve"),
     "lightgbm_with_embeddings": ("lightgbm", "onnxmltools", "onnxruntime"),
+    "torchrec_with_deltas": ("torch", "torchrec", "onnxscript", "onnxruntime"),
+    "kafka_rows_to_served": ("confluent_kafka",),
 }
 
 
@@ -37,6 +41,8 @@ def test_every_example_is_run() -> None:
         ("pytorch_in_fastapi", 0, 15),
         ("pytorch_in_ray_serve", 0, 18),
         ("lightgbm_with_embeddings", 0, 15),
+        ("torchrec_with_deltas", 0, 17),
+        ("kafka_rows_to_served", 2, None),
     ],
 )
 def test_an_example_is_as_short_as_was_promised(name: str, commands: int, lines: int | None) -> None:
@@ -54,15 +60,21 @@ def test_an_example(tmp_path: Path, name: str) -> None:
     for needed in NEEDS[name]:
         pytest.importorskip(needed, reason=f"{needed} is not installed (make trainers, or pip)")
     env = {name: value for name, value in os.environ.items() if not name.upper().startswith(ENV_PREFIX)}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / f"{name}.py")],
-        cwd=tmp_path,
-        env={**env, "PYTHONPATH": str(ROOT), "TIERSTORE_DRAIN_S": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    with ExitStack() as stack:
+        words = []
+        if name == "kafka_rows_to_served":
+            if (why := why_not()) is not None:
+                pytest.skip(why)
+            words.append(stack.enter_context(real_brokers(1)).address)
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "examples" / f"{name}.py"), *words],
+            cwd=tmp_path,
+            env={**env, "PYTHONPATH": str(ROOT), "TIERSTORE_DRAIN_S": "0"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
     assert done.returncode == 0, done.stderr
     assert "served" in done.stdout
 

@@ -161,9 +161,16 @@ def alike(data: bytes, ours: Outcome, other: Outcome) -> str:
         return how
     if ours.error is None or other.error is None or ours.error == other.error:
         return "both refuse"
+    if _begins_wrong(data, ours):  # which h2 has not noticed
+        return "both refuse"
     if {ours.error, other.error} <= WRONG_FRAMES:
         return "both refuse, by other words"
     return f"the errors {ours.error} and {other.error}"
+
+
+def _begins_wrong(data: bytes, ours: Outcome) -> bool:
+    """Whether they were refused for what they begin with."""
+    return (data[3] != h2words.SETTINGS or bool(data[4] & h2words.ACK)) and ours.error == h2words.PROTOCOL_ERROR
 
 
 def _rest(data: bytes) -> bytes:
@@ -185,11 +192,12 @@ def _laxer(other: Outcome) -> str:
 
 def _stricter(data: bytes, ours: Outcome) -> str:
     """Why bytes that h2 takes are refused."""
-    if (data[3] != h2words.SETTINGS or data[4] & h2words.ACK) and ours.error == h2words.PROTOCOL_ERROR:
+    if _begins_wrong(data, ours):
         return "h2 does not ask for SETTINGS first"
-    if ours.error is None and {*ours.refused.values()} == {431}:
+    refused = {*ours.refused.values()}
+    if ours.error is None and refused == {431}:
         return "h2 takes larger lists of headers"
-    if ours.error is None and {*ours.refused.values()} == {h2words.PROTOCOL_ERROR}:
+    if ours.error is None and refused and refused <= {431, h2words.PROTOCOL_ERROR}:
         return "h2 takes any bytes in heads"
     newest = 0
     for kind, _, stream, _ in frames_of(data):

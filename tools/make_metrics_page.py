@@ -58,12 +58,14 @@ def _families() -> dict[str, Metric]:
 
 @contextmanager
 def a_service() -> Iterator[ServerThread]:
-    """A service of an empty store that watches a directory and a location."""
+    """A service of an empty store that watches a directory and a location, and has a peer, which is away."""
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         for folder in ("deltas", "snapshots"):
             (root / folder).mkdir()
-        settings = {"watch": root / "deltas", "watch_snapshots": [root / "snapshots"], "source_root": [root]}
+        settings = {
+            "watch": root / "deltas", "watch_snapshots": [root / "snapshots"], "source_root": [root], "peer": ["http://127.0.0.1:9"],
+        }  # fmt: skip
         with (
             tierstore.open(root / "data", port=0, host_budget="16MiB", **settings) as store,
             ServerThread(store) as server,

@@ -12,14 +12,25 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
+from tests.kafka_real import real_brokers
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
-WAYS = {  # the example, and what is installed for it, extras first
-    "parquet": ("parquet_to_served.py", ""),
-    "hps": ("hps_to_served.py", "tritonclient[http]"),
-    "lightgbm": ("lightgbm_with_embeddings.py", "[dense] lightgbm onnxmltools"),
-    "pytorch": ("pytorch_with_deltas.py", "[dense] torch onnxscript"),
+WAYS = {  # the example; what is installed for it, extras first; and what without its own needs
+    "parquet": ("parquet_to_served.py", "", ""),
+    "hps": ("hps_to_served.py", "tritonclient[http]", ""),
+    "lightgbm": ("lightgbm_with_embeddings.py", "[dense] lightgbm onnxmltools", ""),
+    "pytorch": ("pytorch_with_deltas.py", "[dense] torch==2.13.0 onnxscript", ""),
+    "torchrec": (
+        "torchrec_with_deltas.py",
+        "[dense] torch==2.13.0 onnxscript fbgemm-gpu-cpu==1.8.0 tensordict torchmetrics==1.0.3 tqdm pyre-extensions",
+        "torchrec==1.8.0",  # it wants FBGEMM with CUDA
+    ),
+    "spark": ("spark_build.py", "pyspark==4.1.4", ""),
+    "ray": ("ray_build.py", "ray==2.60.0", ""),
+    "kafka": ("kafka_rows_to_served.py", "[kafka]", ""),  # of a broker that is started for it
 }
 
 
@@ -32,28 +43,21 @@ def lines_of(file: Path) -> int:
     return len({node.lineno for node in ast.walk(tree) if hasattr(node, "lineno") and id(node) not in texts})
 
 
-def try_way(wheel: Path, example: Path, needs: str, root: Path) -> tuple[float, float]:
-    """Seconds of the installation, and of the example."""
+def try_way(wheel: Path, example: Path, needs: str, alone: str, root: Path, *words: str) -> tuple[float, float]:
+    """Seconds of the installation, and of the example, which is given `words`."""
     began = time.monotonic()
     subprocess.run([sys.executable, "-m", "venv", root / "venv"], check=True)
     python = root / "venv/bin/python"
     extras, _, others = needs.partition(" ") if needs.startswith("[") else ("", "", needs)
-    install = [
-        python,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-        f"{wheel}{extras}",
-        *others.split(),
-    ]
-    subprocess.run(install, check=True)
+    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*install, f"{wheel}{extras}", *others.split()], check=True)
+    if alone:
+        subprocess.run([*install, "--no-deps", *alone.split()], check=True)
     installed = time.monotonic()
     (root / "work").mkdir()
     env = {name: value for name, value in os.environ.items() if not name.startswith(("NUMBA_", "TIERSTORE_", "PYTHON"))}
-    env |= {"HOME": str(root), "XDG_CACHE_HOME": str(root / "cache")}
-    subprocess.run([python, example], check=True, cwd=root / "work", env=env, stdout=subprocess.DEVNULL)
+    env |= {"HOME": str(root), "XDG_CACHE_HOME": str(root / "cache"), "PYSPARK_PYTHON": str(python)}
+    subprocess.run([python, example, *words], check=True, cwd=root / "work", env=env, stdout=subprocess.DEVNULL)
     return installed - began, time.monotonic() - installed
 
 
@@ -64,9 +68,11 @@ def main() -> None:
     options = parser.parse_args()
     print("| from | lines | seconds to install | seconds to answers |\n|---|---|---|---|")
     for name in options.only:
-        example, needs = WAYS[name]
-        with tempfile.TemporaryDirectory() as root:
-            install_s, run_s = try_way(options.wheel.resolve(), EXAMPLES / example, needs, Path(root))
+        example, needs, alone = WAYS[name]
+        with ExitStack() as stack:
+            root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            words = [stack.enter_context(real_brokers(1)).address] if name == "kafka" else []
+            install_s, run_s = try_way(options.wheel.resolve(), EXAMPLES / example, needs, alone, root, *words)
         print(f"| {name} | {lines_of(EXAMPLES / example)} | {install_s:.0f} | {run_s:.0f} |", flush=True)
 
 

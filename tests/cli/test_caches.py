@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,9 +54,17 @@ def test_status_says_what_other_memory_would_do(cli: Cli, url: str) -> None:
     assert show.memory_line({"curve": [{"scale": 1.0, "hit_rate": None}]}) == ""
 
 
-def test_a_plan_by_what_a_service_measures(cli: Cli, url: str) -> None:
+def test_a_plan_by_what_a_service_measures(cli: Cli, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierstore.cli.plan.SAMPLE_S", 0.1)
     place = ("--from", url, "--table", "ctr/item")
-    made = cli("plan", *place, "--json").document
+    made = cli("plan", *place, "--html", "page.html", "--json").document
+    beside = {one["what"]: one for one in made["compared"]}
+    assert beside["hit rate"]["measured"] > 0
+    assert beside["memory of a row in memory"]["measured"] > DIM
+    assert beside["disk of a row"]["measured"] > 0
+    assert beside["processor of a request"]["measured"] is None, "nobody asked meanwhile"
+    assert "as it is served now" in cli("plan", *place).out
+    assert "Sizing of ctr/item" in (tmp_path / "page.html").read_text()
     assert (made["load"]["rows"], made["load"]["dim"]) == (ROWS, DIM)
     assert made["load"]["reuse"] == "as ctr/item is looked up now"
     wider = cli(

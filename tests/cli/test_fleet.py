@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -128,6 +129,27 @@ def test_a_plan(cli: Cli, tmp_path: Path) -> None:
     assert cli("plan", "--rows", "1e12", "--dim", "64", "--memory", "1GiB").code == 1
     (tmp_path / "reuse.csv").write_text("rows,look-ups\n1,9\n9,1\n")
     assert "reuse.csv" in cli("plan", "--rows", "1e6", "--dim", "16", "--reuse", "reuse.csv").out
+
+
+def test_a_plan_that_grows_with_prices_of_kinds_of_nodes_as_a_page(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "prices.toml").write_text(
+        'currency = "EUR"\n[nodes.r8]\nmemory = "64GiB"\ndisk = "2TiB"\ncores = 8\nprice = 300\n'
+        '[nodes.r64]\nmemory = "512GiB"\ndisk = "8TiB"\ncores = 64\nprice = 2400\n'
+    )
+    words = ["plan", "--rows", "1e9", "--dim", "32", "--qps", "5000", "--prices", "prices.toml", "--growth", "5%"]
+    run = cli(*words, "--html", "plan.html")
+    assert run.code == 0, run.err
+    assert "chosen: copies of 2 r8" in run.out, "600 a month, where one r64 is 2,400"
+    assert "the price, if one input is 25% less / more: " in run.out
+    assert re.search(r"growing 5% a month, .* runs out in month \d+", run.out)
+    assert "<svg" in (tmp_path / "plan.html").read_text()
+    document = cli(*words, "--json").document
+    assert document["prices"]["nodes"]["r8"]["price"] == 300
+    assert document["growth"]["months"][12]["rows"] == pytest.approx(1e9 * 1.05**12)
+    assert document["sensitivity"][0]["what"]
+    assert "got both" in cli(*words, "--memory", "1GiB").err
+    assert "cannot write" in cli(*words, "--html", "none/plan.html").err
+    assert "a share from 0% to 100%" in cli("plan", "--rows", "1e6", "--dim", "16", "--growth", "5 percent").err
 
 
 @pytest.mark.parametrize(

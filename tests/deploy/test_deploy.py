@@ -14,7 +14,6 @@ import httpx
 import pytest
 import yaml
 
-from tests.client.nodes import nodes, write_change, write_version
 from tests.service.fake_store import FakeStore
 from tests.test_docs import blocks
 from tierstore.config import ENV_PREFIX, Settings, load_settings
@@ -156,25 +155,6 @@ def test_compose_is_of_its_schema() -> None:
         assert service.keys() <= allowed
     for name in ("kafka", "redis", "objects"):
         compose_spec.ComposeSpecification.model_validate(compose(f"deploy/{name}.yml"))
-
-
-def test_the_dashboard_asks_for_metrics_that_exist(tmp_path: Path) -> None:
-    dashboard = json.loads((ROOT / "deploy/grafana/tierstore.json").read_text(encoding="utf-8"))
-    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    queries += [one["query"]["query"] for one in dashboard["templating"]["list"]]
-    wanted = {
-        re.sub(r"_(bucket|count|sum)$", "", name) for query in queries for name in re.findall(r"tierstore_\w+", query)
-    }
-    assert len(wanted) > 12
-    with nodes(tmp_path, 1) as (node,):
-        node.store.load_snapshot(write_version(tmp_path, 1))
-        node.store.apply_delta(write_change(tmp_path, 6, [1], 1.0))
-        httpx.get(f"{node.url}/v2/models/ctr")
-        metrics = httpx.get(f"{node.url}/metrics").text
-    there = {re.sub(r"_total$", "", name) for name in re.findall(r"^# TYPE (\S+)", metrics, flags=re.MULTILINE)}
-    assert {re.sub(r"_total$", "", name) for name in wanted} <= there
-    data_sources = yaml.safe_load((ROOT / "deploy/grafana/datasources.yml").read_text())["datasources"]
-    assert {panel["datasource"]["uid"] for panel in dashboard["panels"]} == {one["uid"] for one in data_sources}
 
 
 def kubernetes(folder: str = "deploy/kubernetes") -> dict[tuple[str, str], dict[str, Any]]:

@@ -21,7 +21,6 @@ import pytest
 
 from tests.engine import quick_build
 from tests.extras import has_grpc
-from tests.service.admin.test_page import CHROMIUM, in_browser
 from tests.service.conftest import GRPC as GRPC_PORT
 from tests.service.conftest import eventually, settings_for
 from tests.service.reactor.test_reactor import answer, planned
@@ -328,11 +327,6 @@ def _answered(client: Client) -> bool:
     except Unauthorized:
         return False
     return True
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; on Debian: apt-get install chromium")
-def test_the_status_page_asks_for_a_token(scene: Scene, tmp_path: Path) -> None:
-    assert "no access" in in_browser(scene.server.url + "/", tmp_path)
 
 
 def test_with_tokens_other_hosts_may_be_listened_on_if_their_names_are_said(tmp_path: Path) -> None:

@@ -130,7 +130,8 @@ def names(made: Plan) -> list[str]:
 
 def test_which_design_serves_what() -> None:
     small = plan(load(1e7, qps=100), Machine())
-    assert small.chosen == "one machine"
+    assert small.chosen is not None
+    assert small.chosen.name == "one machine"
     busy = plan(load(1e9, qps=20_000), Machine())
     assert "one machine" not in names(busy)
     assert busy.chosen is not None
@@ -151,17 +152,17 @@ def test_from_a_gigabyte_to_a_hundred_terabytes_nothing_shrinks() -> None:
         before = table
         for design in made.designs:
             assert 0 <= design.node.hit_rate <= 1
-            assert design.node.memory <= made.machine.memory
+            assert design.node.memory <= Machine().memory
     assert before is not None
     assert 1e14 < before.version < 1.3e14
 
 
 def test_more_nodes_share_the_traffic() -> None:
     traffic = load(1e10, qps=10_000)
-    one, four = (node_of(traffic, Machine(), 1 / nodes, 1.0) for nodes in (1, 4))
+    one, four = (node_of(traffic, Machine(), 1 / nodes) for nodes in (1, 4))
     assert one.reads == pytest.approx(4 * four.reads)
     assert one.hit_rate == four.hit_rate
-    half = node_of(traffic, Machine(), 1.0, 0.5)
+    half = node_of(load(5e9, qps=10_000), Machine(), 1.0)
     assert half.hit_rate > one.hit_rate, "half of the rows in the same memory"
 
 

@@ -142,6 +142,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "openssl": 0,
         "process": 0,
         "stats": 0,
+        "history": 1,
         "tls": 1,
         "limits": 1,
         "traces": 1,

@@ -89,6 +89,20 @@ class Audit:
             fields["left_out"] = left_out
         return left_out is not None
 
+    def latest(self, since_s: float, nbytes: int = 256 << 10) -> list[dict[str, Any]]:
+        """The lines since a time, in seconds since 1970, but for those of deltas, oldest first, each with its time as `at_s`.
+
+        As many of them as fit in the last `nbytes` of the newest file, and those that wait. Empty where that cannot be read.
+        """
+        found = []
+        for line in self._changes.last(nbytes):
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # a piece of a line
+                document = json.loads(line)
+                at_s = datetime.fromisoformat(document["time"]).timestamp()
+                if at_s >= since_s:
+                    found.append({"at_s": at_s, **document})
+        return found
+
     def close(self) -> None:
         """Flush and close the files; the next line opens its own again."""
         for lines in (self._changes, self._deltas):
@@ -166,6 +180,15 @@ class _Lines:
         if not self._kept:
             self._path.unlink(missing_ok=True)
         files.fsync_dir(self._path.parent)
+
+    def last(self, nbytes: int) -> list[bytes]:
+        """Lines, or pieces of them, in the last bytes of the file, and those that wait."""
+        data = b""
+        with contextlib.suppress(OSError), open(self._path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - nbytes))
+            data = file.read()
+        with self._lock:
+            return [*data.splitlines(), *self._waiting]
 
     def _close(self) -> None:
         if self._fd >= 0:

@@ -47,9 +47,15 @@ HTTP: tuple[tuple[str, str, Action], ...] = (
     ("GET", "/upstream/models/{model}/versions/{version}", Action.FRONT),
     ("GET", "/upstream/models/{model}/versions/{version}/files/{file:path}", Action.FRONT),
     ("POST", "/upstream/models/{model}/versions/{version}/tables/{table}/rows|explain", Action.FRONT),
+    # peers
+    ("GET", "/upstream/logs", Action.FRONT),
+    ("GET", "/upstream/models/{model}/log", Action.FRONT),
+    ("POST", "/upstream/models/{model}/image", Action.FRONT),
+    ("GET", "/upstream/models/{model}/image/files/{file}", Action.FRONT),
     # admin
     ("GET", "/admin/models", Action.READ),
     ("GET", "/admin/models/{model}", Action.READ),
+    ("GET", "/admin/models/{model}/history", Action.READ),
     ("POST", "/admin/models/{model}/explain", Action.READ),
     ("GET", "/admin/models/{model}/tables/{table}/cache", Action.ADMIN),  # it lists keys
     ("POST", "/admin/models/{model}/deltas", Action.WRITE),

@@ -1,9 +1,10 @@
-"""`tierstore plan`: how much memory, disk and network a table needs, and which designs can serve it."""
+"""`tierstore plan`: how much memory, disk, network and processor a table needs, which designs can serve it, and for how long."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,8 +15,11 @@ from tierstore.cli.target import parse_share
 from tierstore.errors import InvalidInput, NotFound, NotReady
 
 if TYPE_CHECKING:
-    from tierstore.sizing.plan import Design, Plan
+    from tierstore.sizing.outlook import Growth, Swing
+    from tierstore.sizing.plan import Design, Load, Machine, Plan
+    from tierstore.sizing.prices import Prices
     from tierstore.sizing.reuse import Measured, Reuse
+    from tierstore.sizing.served import Compared, Traffic
 
 _NODE = "Of a node: "
 ReuseFile = Annotated[
@@ -25,9 +29,18 @@ Changed = Annotated[
     str, typer.Option("--changed", metavar="SHARE", help="Of the rows, that deltas change between snapshots.")
 ]
 Nodes = Annotated[int | None, option("N", "How many nodes there are (default: as many as are needed).", min=1)]
-MemoryPrice = Annotated[
-    float, typer.Option("--memory-price", metavar="P", help="Of a GiB of memory and a month, in any currency.")
+PricesFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--prices", metavar="FILE", help="Prices of memory, disk and cores, or of kinds of nodes (TOML or JSON)."
+    ),
 ]
+Grows = Annotated[
+    str | None, typer.Option("--growth", metavar="SHARE", help="Rows and requests grow by that a month: 5%.")
+]
+PageFile = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write it as a page with plots, too.")]
+From = Annotated[str | None, typer.Option("--from", metavar="URL", help="Or as a running service has it, for --table.")]
+SAMPLE_S = 5.0  # that a running service is watched
 
 
 def plan(
@@ -42,36 +55,36 @@ def plan(
     answers: Annotated[Literal["float32", "float16"], typer.Option(help="Numbers of the answers.")] = "float32",
     zipf: Annotated[float | None, option("S", "Look-ups follow Zipf's law with this exponent.")] = None,
     reuse: ReuseFile = None,
-    measured: Annotated[
-        str | None, typer.Option("--from", metavar="URL", help="Or as a running service has it, for --table.")
-    ] = None,
-    table: Annotated[
-        str | None, option("MODEL/TABLE", "The table of --from; its rows are as many, and as wide.")
-    ] = None,
+    measured: From = None,
+    table: Annotated[str | None, option("MODEL/TABLE", "That of --from; its rows are as many, and as wide.")] = None,
     changed: Changed = "5%",
     expires: Annotated[bool, typer.Option("--expires", help="Rows have a ttl: their times take disk too.")] = False,
     nodes: Nodes = None,
-    memory: Annotated[str, typer.Option("--memory", metavar="SIZE", help=_NODE + "memory.")] = "64GiB",
-    disk: Annotated[str, typer.Option("--disk", metavar="SIZE", help=_NODE + "SSD.")] = "2TiB",
-    reads: Annotated[str, typer.Option("--reads", metavar="N", help=_NODE + "random 4 KiB reads a second.")] = "200e3",
-    network: Annotated[float, typer.Option("--network", metavar="GBIT", help=_NODE + "Gbit a second.")] = 25.0,
-    cores: Annotated[int, typer.Option("--cores", metavar="N", min=1, help=_NODE + "cores.")] = 16,
-    memory_price: MemoryPrice = 3.0,
-    disk_price: Annotated[float, typer.Option("--disk-price", metavar="P", help="Of a GiB of SSD and a month.")] = 0.1,
+    memory: Annotated[str | None, option("SIZE", _NODE + "memory (default: 64GiB).")] = None,
+    disk: Annotated[str | None, option("SIZE", _NODE + "SSD (default: 2TiB).")] = None,
+    reads: Annotated[str | None, option("N", _NODE + "random 4 KiB reads a second (default: 200e3).")] = None,
+    network: Annotated[float | None, option("GBIT", _NODE + "Gbit a second (default: 25).")] = None,
+    cores: Annotated[int | None, option("N", _NODE + "cores (default: 16).", min=1)] = None,
+    prices: PricesFile = None,
+    grows: Grows = None,
+    page: PageFile = None,
     json: AsJson = False,
 ) -> None:
     """Show what a table needs, and which designs can serve it.
 
-    Memory, disk, network and hit rate.
+    Memory, disk, network, processors and hit rate, while all nodes are there and while one is away; and what moves the price.
 
     Nothing is opened or measured: the figures come from the formats and from published measurements. With --from the hit
-    rate is that of the table as it is looked up now: its cache says what it would answer with less and more memory.
+    rate is that of the table as it is looked up now: its cache says what it would answer with less and more memory; and what is
+    planned for it stands beside what the service measures.
     """
-    from tierstore.sizing.plan import Load, Machine
-    from tierstore.sizing.plan import plan as make_plan
+    from tierstore.sizing.plan import Load
+    from tierstore.sizing.prices import Prices, read_prices
     from tierstore.types import StorageDtype
 
-    served, lookups = ({}, _reuse(zipf, reuse)) if measured is None else _served(measured, table, zipf, reuse)
+    of_service = None if measured is None else _Served.read(measured, table, zipf, reuse)
+    served: Mapping[str, Any] = {} if of_service is None else of_service.entry
+    lookups = _reuse(zipf, reuse) if of_service is None else of_service.reuse
     if not served and (rows is None or dim is None):
         raise typer.BadParameter("expected --rows and --dim, or --from and --table")
     load = Load(
@@ -79,29 +92,89 @@ def plan(
         StorageDtype(dtype or served.get("dtype", "float16")), lookups, _number("--qps", qps), keys,
         2 if answers == "float16" else 4, parse_share(changed), expires=expires,
     )  # fmt: skip
-    machine = Machine(
-        _size("--memory", memory), _size("--disk", disk), _number("--reads", reads), network * 1e9 / 8, cores,
-        memory_price, disk_price,
-    )  # fmt: skip
-    made = make_plan(load, machine, nodes)
-    (_show_json if json else _show)(made)
-    if made.chosen is None:
+    given = Prices() if prices is None else read_prices(prices)
+    machine = _machine(memory, disk, reads, network, cores)
+    if given.nodes and machine != type(machine)():
+        raise typer.BadParameter(f"expected --memory, --disk and the like, or kinds of nodes in {prices}; got both")
+    outlook = _Outlook.make(load, machine, nodes, given, grows, of_service)
+    if page is not None:
+        _write_page(page, outlook, table)
+    (_show_json if json else _show)(outlook)
+    if outlook.plan.chosen is None:
         raise typer.Exit(1)
 
 
-def _show_json(made: Plan) -> None:
+@dataclass(frozen=True)
+class _Outlook:
+    """All that is shown."""
+
+    plan: Plan
+    swings: list[Swing]
+    growth: Growth | None
+    compared: list[Compared]
+
+    @classmethod
+    def make(
+        cls, load: Load, machine: Machine, nodes: int | None, prices: Prices, grows: str | None, of_service: _Served | None
+    ) -> _Outlook:  # fmt: skip
+        from tierstore.sizing.outlook import growth, sensitivity
+        from tierstore.sizing.plan import plan as make_plan
+
+        made = make_plan(load, machine, nodes, prices)
+        return cls(
+            made,
+            sensitivity(made, machine, nodes),
+            None if grows is None else growth(made, machine, parse_share(grows)),
+            [] if of_service is None else of_service.compared(),
+        )
+
+
+def _machine(
+    memory: str | None, disk: str | None, reads: str | None, network: float | None, cores: int | None
+) -> Machine:
+    from tierstore.sizing.plan import Machine
+
+    given = {
+        "memory": None if memory is None else _size("--memory", memory),
+        "disk": None if disk is None else _size("--disk", disk),
+        "reads": None if reads is None else _number("--reads", reads),
+        "network": None if network is None else network * 1e9 / 8,
+        "cores": cores,
+    }
+    return Machine(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+
+
+def _write_page(path: Path, outlook: _Outlook, table: str | None) -> None:
+    from tierstore.sizing.page import page
+
+    title = "Sizing of a table" if table is None else f"Sizing of {table}"
+    text = page(outlook.plan, outlook.swings, outlook.growth, outlook.compared, title)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InvalidInput(f"--html: cannot write {path}: {error.strerror or error}") from error
+
+
+def _show_json(outlook: _Outlook) -> None:
     from tierstore.cli import show
 
-    document = asdict(made)
+    made = outlook.plan
+    document = {name: value for name, value in asdict(made).items() if name != "prices"}
+    document["prices"] = made.prices.model_dump()
     document["load"] |= {"reuse": made.load.reuse.name, "dtype": made.load.dtype.value}
+    document["chosen"] = None if made.chosen is None else made.chosen.name
+    document["sensitivity"] = [asdict(swing) for swing in outlook.swings]
+    document["growth"] = None if outlook.growth is None else asdict(outlook.growth)
+    document["compared"] = [asdict(one) for one in outlook.compared]
     show.as_json(document)
 
 
-def _show(made: Plan) -> None:
+def _show(outlook: _Outlook) -> None:
     from rich.table import Table
 
     from tierstore.cli import show
 
+    made = outlook.plan
     load, table, size = made.load, made.table, show.size
     say = typer.echo
     say(
@@ -114,9 +187,9 @@ def _show(made: Plan) -> None:
     say(
         f"in memory    {size(table.all_in_memory)} for every row; {size(table.index)} for the index of a version that is open"
     )
-    say(f"look-ups     {load.qps:,.0f} requests a second of {load.keys:,} keys, {load.reuse.name}")
+    say(f"look-ups     {load.qps:,.0f} requests a second of {load.keys:,.0f} keys, {load.reuse.name}")
     shown = Table(
-        "design", "nodes", "host_budget", "rows in memory", "hit rate", "disk", "network out", "reads/s", "cores", "a month",
+        "design", "nodes", "host_budget", "rows in memory", "hit rate", "disk", "network out", "reads/s", "cores", "one away", "a month",
         title="each node", box=None, header_style="bold",
     )  # fmt: skip
     for design in made.designs:
@@ -129,11 +202,53 @@ def _show(made: Plan) -> None:
             say(f"{design.name}: not possible, {limit}")
         for note in design.notes:
             say(f"{design.name}: {note}")
-    say(
-        f"chosen: {made.chosen}"
-        if made.chosen
-        else "no design can serve this with such nodes: give --memory, --disk or --nodes more"
-    )
+    if (chosen := made.chosen) is None:
+        say("no design can serve this with such nodes: give --memory, --disk or --nodes more")
+    else:
+        say(f"chosen: {_of(chosen.name, chosen.nodes)} {chosen.machine.kind or ''}".rstrip())
+        _show_swings(outlook.swings, chosen.monthly)
+    if outlook.growth is not None:
+        _show_growth(outlook.growth)
+    if outlook.compared:
+        beside = Table("", "planned", "measured", title="as it is served now", box=None, header_style="bold")
+        for one in outlook.compared:
+            beside.add_row(one.what, one.shown(one.planned), one.shown(one.measured))
+        show.console().print(beside)
+
+
+def _of(name: str, nodes: int | None) -> str:
+    return name if nodes == 1 else f"{name} of {nodes}"
+
+
+def _show_swings(swings: list[Swing], now: float) -> None:
+    from tierstore.sizing.outlook import SWING
+
+    def change(price: float | None) -> str:
+        return "not possible" if price is None else f"{100 * (price / now - 1):+.0f}%"
+
+    texts = [f"{of.what} {change(of.less)} / {change(of.more)}" for of in swings if of.size(now) >= 0.005]
+    if texts:
+        typer.echo(f"the price, if one input is {100 * SWING:.0f}% less / more: {', '.join(texts)}")
+
+
+def _show_growth(growth: Growth) -> None:
+    for of in growth.ends:
+        when = (
+            "lasts longer than is looked ahead"
+            if of.month is None
+            else "is not enough now"
+            if not of.month
+            else f"runs out in month {of.month}"
+        )
+        typer.echo(
+            f"growing {100 * growth.share:g}% a month, {_of(of.design, of.nodes)}: {when}"
+            + (f", {of.why}" if of.why else "")
+        )
+    for month in growth.months[12::12]:
+        if month.design is not None:
+            typer.echo(
+                f"month {month.month}: {month.rows:,.0f} rows, {month.qps:,.0f} requests a second: {_of(month.design, month.nodes)}, {month.monthly:,.0f} a month"
+            )
 
 
 def _columns(design: Design, rows: float) -> list[str]:
@@ -150,32 +265,64 @@ def _columns(design: Design, rows: float) -> list[str]:
         f"{size(node.network)}/s",
         f"{node.reads:,.0f}",
         f"{node.cores:.1f}",
+        "–" if design.away is None else f"{design.away.cores:.1f}",
         f"{design.monthly:,.0f}" + (" (!)" if design.limits else ""),
     ]
 
 
-def _served(url: str, name: str | None, zipf: float | None, file: Path | None) -> tuple[Mapping[str, Any], Measured]:
-    """(a table's entry in the status of a running service, its hit rates by size)."""
-    from tierstore.cli.target import make_client
-    from tierstore.sizing.reuse import Measured
+@dataclass(frozen=True)
+class _Served:
+    """A table of a running service, and what the service did for some seconds."""
 
-    if zipf is not None or file is not None:
-        raise typer.BadParameter("expected --zipf, --reuse or --from, got two")
-    model, _, table = (name or "").partition("/")
-    if not table:
-        raise typer.BadParameter(f"--table: expected MODEL/TABLE, got {name!r}")
-    with make_client(url) as client:
-        tables = client.status(model)["models"][model]["tables"]
-    if table not in tables:
-        raise NotFound(f"no table {table!r}; model {model!r} has {', '.join(sorted(tables))}")
-    entry = tables[table]
-    width = max(1, entry["rows"])
-    points = [
-        (point["rows"] / width, rate) for point in entry["cache"]["curve"] if (rate := point["hit_rate"]) is not None
-    ]
-    if not points:
-        raise NotReady(f"{url} does not know yet what the cache of {name} would do at other sizes: it takes look-ups")
-    return entry, Measured(f"as {name} is looked up now", points)
+    entry: Mapping[str, Any]  # what the status says of it
+    reuse: Measured
+    traffic: Traffic
+
+    @classmethod
+    def read(cls, url: str, name: str | None, zipf: float | None, file: Path | None) -> _Served:
+        from tierstore.cli.target import make_client
+        from tierstore.sizing.reuse import Measured
+        from tierstore.sizing.served import Traffic
+
+        if zipf is not None or file is not None:
+            raise typer.BadParameter("expected --zipf, --reuse or --from, got two")
+        model, _, table = (name or "").partition("/")
+        if not table:
+            raise typer.BadParameter(f"--table: expected MODEL/TABLE, got {name!r}")
+        with make_client(url) as client:
+            tables = client.status(model)["models"][model]["tables"]
+            if table not in tables:
+                raise NotFound(f"no table {table!r}; model {model!r} has {', '.join(sorted(tables))}")
+            entry = tables[table]
+            rows = max(1, entry["rows"])
+            curve = [
+                (of["rows"] / rows, rate) for of in entry["cache"]["curve"] if (rate := of["hit_rate"]) is not None
+            ]
+            if not curve:
+                raise NotReady(
+                    f"{url} does not know yet what the cache of {name} would do at other sizes: it takes look-ups"
+                )
+            before, began_s = client.metrics(), time.monotonic()
+            time.sleep(SAMPLE_S)
+            traffic = Traffic.between(before, client.metrics(), time.monotonic() - began_s)
+        return cls(entry, Measured(f"as {name} is looked up now", curve), traffic)
+
+    def compared(self) -> list[Compared]:
+        from tierstore.sizing.plan import Load
+        from tierstore.sizing.reuse import ADS
+        from tierstore.sizing.served import compare
+        from tierstore.types import StorageDtype
+
+        entry = self.entry
+        load = Load(
+            max(1, entry["rows"]),
+            entry["dim"],
+            StorageDtype(entry["dtype"]),
+            self.reuse,
+            expires=bool(entry["ttl"]),
+            changed=0.0,
+        )
+        return compare(load, entry, self.traffic, ADS)
 
 
 def _reuse(zipf: float | None, file: Path | None) -> Reuse:

@@ -103,6 +103,10 @@ Upstream = Annotated[
     str | None,
     option("URL", "Nodes that have the rows, http://a:8000,http://b:8000: be a cache in front of them."),
 ]
+Peer = Annotated[
+    list[str] | None,
+    option("URL", "A node that serves the same models, http://a:8000: fetch what this one lacks; may be repeated."),
+]
 SsdCache = Annotated[
     str | None,
     option("SIZE", "Disk for rows that come from the cluster or those nodes, such as 200GiB (default: 0, none)."),
@@ -151,6 +155,7 @@ def serve(
     partition: Partition = None,
     remote: Remote = None,
     upstream: Upstream = None,
+    peer: Peer = None,
     ssd_cache: SsdCache = None,
     kafka: Kafka = None,
     kafka_topic: KafkaTopic = None,
@@ -180,7 +185,8 @@ def _run(config: Path | None, flags: dict[str, Any]) -> None:
 
     kernels.use_data(settings.data)
     ahead.start(log.info)
-    is_new = not settings.data.is_dir() and settings.remote is None and settings.upstream is None
+    brought = settings.remote is not None or settings.upstream is not None or settings.peer
+    is_new = not settings.data.is_dir() and not brought
     from tierstore.service.server import serve as run_service  # while kernels are compiled
 
     ahead.prepare(log.info)

@@ -98,6 +98,7 @@ _SHOWN_DEFAULTS = {  # of those that depend on the machine
     "dense_options": "none",
     "quotas": "none",
     "watch_snapshots": "none",
+    "peer": "none",
     "snapshot_policies": "none",
     "kafka_rows": "none",
     "kafka_rows_fields": "none",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ByteSize, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ByteSize, Field, model_validator
+from pydantic_settings import NoDecode
 
 from tierstore.config.values import (
     ANY_MODEL,
@@ -14,6 +15,7 @@ from tierstore.config.values import (
     Size,
     SizeOrZero,
     default_host_budget,
+    split_commas,
 )
 from tierstore.machine import processors
 from tierstore.types import BaseKind, Partitions
@@ -140,7 +142,7 @@ class StoreSettings(BaseModel):
     upstream_token: str | None = Field(
         None,
         repr=False,
-        description="token (role `front`) for these nodes; better in the environment, which keeps it out of lists of processes",
+        description="token (role `front`) for these nodes, or for peers; better in the environment, which keeps it out of lists of processes",
     )
     upstream_allow_insecure_token: bool = Field(
         False,
@@ -148,7 +150,11 @@ class StoreSettings(BaseModel):
     )
     upstream_ca: Path | None = Field(
         None,
-        description="file with authorities (PEM) for the certificates of these nodes; default: those of the system",
+        description="file with authorities (PEM) for the certificates of these nodes, or of peers; default: those of the system",
+    )
+    peer: Annotated[list[str], NoDecode, BeforeValidator(split_commas)] = Field(
+        default_factory=list,
+        description="nodes that serve the same models, `http://host1:8000`, separated by ',': what this node lacks is fetched from them, models as it starts and deltas from then on; it is ready once it has caught up",
     )
     ssd_cache: SizeOrZero = Field(
         ByteSize(0),
@@ -176,6 +182,14 @@ class StoreSettings(BaseModel):
         if self.partition is not None and self.upstream is not None:
             raise ValueError(
                 "partition and upstream: the nodes upstream say which partitions they have; set it on them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_peer(self) -> Self:
+        if self.peer and (self.remote is not None or self.upstream is not None):
+            raise ValueError(
+                "peer: this node's rows are on other machines (remote, upstream), and it has nothing to catch up"
             )
         return self
 

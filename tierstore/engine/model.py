@@ -281,11 +281,13 @@ class Model:
         with self.view(STABLE) as view:
             return None if view.predictor is None else view.predictor.signature
 
-    def apply_delta(self, delta: Delta, data: bytes | memoryview, origin: Origin | None = None) -> DeltaResult:
-        """Log a delta and make it visible; `data` is what `delta` was read from, `origin` is logged with it."""
+    def apply_delta(
+        self, delta: Delta, data: bytes | memoryview, origin: Origin | None = None, *, lenient: bool = False
+    ) -> DeltaResult:
+        """Log a delta and make it visible; `data` is what `delta` was read from, `origin` is logged with it. lenient: see `DeltaPath.apply`."""
         audit = self.state.shared.audit
         with audited(audit, "delta", self.name, self.position, flush=False, seq=delta.seq) as noted:
-            result = self.deltas.apply(delta, data, origin)
+            result = self.deltas.apply(delta, data, origin, lenient=lenient)
             noted["unchanged"] = not result.applied
         return result
 
@@ -343,6 +345,12 @@ class Model:
         """
         with self.view(STABLE) as view:
             return cache_report(view, table, limit)
+
+    def looked_up(self) -> dict[str, dict[str, int]]:
+        """How many keys each tier has answered, of each table of the active version, over all versions. Empty where nothing serves."""
+        with self.publisher.pinned() as version:
+            tables = {} if version is None else version.tables
+            return {name: table.counts.as_dict() for name, table in tables.items()}
 
     @property
     def problem(self) -> str | None:

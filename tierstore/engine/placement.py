@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 
 from tierstore.engine.deltas.origin import Origin
@@ -26,7 +27,7 @@ from tierstore.types import BaseKind, DeltaResult, ProgressFn
 Act = Literal[
     "load", "held", "apply_delta", "activate", "force", "rollback", "rollback_to", "canary", "promote", "withdraw", "label",
     "unlabel", "deactivate", "drop", "export", "backup", "rebuild", "compare_unnamed", "serve_fronts", "verify_rows", "catch_up",
-    "drop_surplus", "check_files",
+    "drop_surplus", "check_files", "adopt",
 ]  # fmt: skip
 
 
@@ -146,6 +147,9 @@ class Placement(Protocol):
 
     def loading(self, name: str) -> AbstractContextManager[None]:
         """Have a model for the length of a load. Of one that has nothing after that, nothing stays."""
+
+    def adopt(self, name: str, directory: Path) -> None:
+        """Move the directory of a model into the data directory, and serve it. Conflict where there is such a model."""
 
     def existing(self, name: str) -> ModelPlacement:
         """NotFound, naming those there are, for an unknown model."""

@@ -27,6 +27,7 @@ from tierstore.engine.model import Model
 from tierstore.engine.operations.backup import backup
 from tierstore.engine.operations.explain import explain
 from tierstore.engine.operations.export import ExportOptions, export, new_target
+from tierstore.engine.operations.from_peers import copies_of
 from tierstore.engine.operations.load import load
 from tierstore.engine.operations.parked import ParkedMessages
 from tierstore.engine.operations.restore import leftovers_of
@@ -95,7 +96,8 @@ class Store(ParkedMessages):
 
     def _leftovers(self) -> list[tuple[str, Path]]:
         of_models = [(model.name, path) for model in self._models.all() for path in model.catalogue.leftovers]
-        return of_models + [("of an export or a restore", path) for path in leftovers_of(self.root.root)]
+        of_others = leftovers_of(self.root.root) + ([] if self.settings.peer else copies_of(self.root.root))
+        return of_models + [("of an export, a restore or a copy", path) for path in of_others]
 
     @property
     def sweeping(self) -> bool:
@@ -194,6 +196,17 @@ class Store(ParkedMessages):
             return held
         with incoming.decoded(self.shared.decoding, self.shared.overlay_budget) as delta:
             return placed.apply_delta(delta, incoming.data, origin)
+
+    def adopt(self, name: str, directory: Path) -> None:
+        """Serve a model whose directory was made on this file system, as a restore makes it; it is moved into the store.
+
+        Conflict where there is such a model.
+        """
+        self._check_open()
+        self.placement.adopt(name, directory)
+        held = self.model(name)
+        for observer in self.observers:
+            observer.version_switched(name, None, held.active_version)
 
     def activate(
         self, model: str, version: int, *, force: bool = False, expected_active: int | None = None,

@@ -12,6 +12,8 @@ the `…_on_disk` listings, which read directories and skip names that are not o
     <data>/kafka/rows/<topic>/<model>.json        the same of a topic of rows, for each model
     <data>/kafka/parked/<id>.parked               a message that cannot be applied (`kafka/parked.py`)
     <data>/kernels/                               compiled kernels, where they can be kept nowhere else (`kernels/`)
+    <data>/.tmp-copy-<model>/                    a model that is being copied from a peer; a start goes on with it
+    <data>/.tmp-copy-<model>/                     a model that is being copied from a peer; with peers a start goes on with it
     <data>/models/<model>/CURRENT                 the active version, ASCII decimal
     <data>/models/<model>/routes.json             the canary, its share and the labels, if there are any
     <data>/models/<model>/undone.json             which deltas a rollback has undone, and which lines count, if there was one

@@ -10,12 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextvars import copy_context
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from prometheus_client.core import Metric
 
 from tierstore.config import Settings
+from tierstore.engine.operations.for_peers import PeerSide
 from tierstore.engine.operations.fronts import Fronts
 from tierstore.engine.operations.problems import Problem
 from tierstore.errors import TierstoreError
@@ -27,6 +28,7 @@ from tierstore.service.dataplane.inference import DataPlane
 from tierstore.service.dataplane.plan_cache import PlanCache
 from tierstore.service.error_status import outcome_of
 from tierstore.service.forwarded import Proxies
+from tierstore.service.history import History
 from tierstore.service.limits.jobs import Jobs
 from tierstore.service.limits.rates import RateLimits
 from tierstore.service.limits.shedding import Shed, Waits
@@ -47,7 +49,7 @@ DELTAS_AT_ONCE = 2  # bodies of full size that may be held at a time
 
 _NOT_COMPILED = "kernels could not be compiled, so Python answers what they would; the log says why"
 # of problems: files, kernels, and the sources by the names that `start_sources` gives them; beside them `load_failed` of models
-SERVICE_KINDS = ("tokens", "certificate", "compiled_loops", "watch", "watch_snapshots", "kafka", "kafka_rows")
+SERVICE_KINDS = ("tokens", "certificate", "compiled_loops", "watch", "watch_snapshots", "kafka", "kafka_rows", "peers")
 
 
 class Part(Protocol):
@@ -70,6 +72,14 @@ class Source(Part, Protocol):
 
     def status(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Follower(Source, Protocol):
+    """A source without which the service is not ready."""
+
+    copying: bool  # whether it brings models, or does not know yet whether it will
+    caught_up: bool
 
 
 class Service:
@@ -114,7 +124,9 @@ class Service:
         self.request_times = RequestTimes()
         self.inference_stats = InferenceStats(store.lookup_times)
         self.freshness = Freshness()
+        self.history = History(store, self.inference_stats, self.request_times, self.refresh)
         self.fronts = Fronts(store.models, store.model)
+        self.peer_side = PeerSide(store.models, store.model)
         self.jobs = Jobs(store, lambda model: settings.quota_of(model).loads)
         self.sources: dict[str, Source] = {}  # by the name under which the status shows them
         self.connection_limit: Part | None = None  # where HTTP is served
@@ -124,7 +136,8 @@ class Service:
         self.calls: Part | None = None  # of gRPC, where HTTP is served
         self.awaits_grpc = False  # whether the gRPC port is to be opened: once kernels are compiled
         self._closing = threading.Lock()
-        store.observers.extend([self.freshness, self.fronts])
+        self._observers = (self.freshness, self.history, self.fronts)
+        store.observers.extend(self._observers)
 
     @property
     def ready(self) -> bool:
@@ -133,7 +146,24 @@ class Service:
             self._heard = self.store.placement.ready
         if not self._warm:
             self._warm = self.store.warm_share() >= self.settings.ready_warm_share
-        return self._heard and self._warm and not (self.draining or self.awaits_grpc or self.unserved())
+        return (
+            self._heard
+            and self._warm
+            and self._caught_up
+            and not (self.draining or self.awaits_grpc or self.unserved())
+        )
+
+    @property
+    def copying(self) -> bool:
+        """Whether models are being copied from peers, or it is not known yet which are to be copied."""
+        return any(source.copying for source in self._followers())
+
+    @property
+    def _caught_up(self) -> bool:
+        return all(source.caught_up for source in self._followers())
+
+    def _followers(self) -> Iterator[Follower]:
+        return (source for source in self.sources.values() if isinstance(source, Follower))
 
     def unserved(self) -> list[str]:
         """The models because of which the service wants no requests: a rolling update is not to go on to the next copy."""
@@ -221,8 +251,9 @@ class Service:
             self.explain_pool.close()
             self.regions.close()
             self.fronts.close()
+            self.peer_side.close()
             if self.traces is not None:
                 self.traces.close()
-            for observer in (self.freshness, self.fronts):
+            for observer in self._observers:
                 if observer in self.store.observers:
                     self.store.observers.remove(observer)

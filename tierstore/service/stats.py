@@ -10,7 +10,11 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
 
 from tierstore.engine.events.observer import Observer
 from tierstore.engine.lifecycle.throttle import LookupTimes
@@ -49,6 +53,21 @@ class Histogram:
             cumulative += count
             rows.append((bound, float(cumulative)))
         return rows
+
+
+def quantiles(q: float, counts: np.ndarray, bounds: Sequence[float] = REQUEST_BOUNDS_S) -> np.ndarray:
+    """float64 [n]: the quantile of each row of counts by bucket, int64 [n, buckets], interpolated within its bucket.
+
+    NaN for a row of zeros; the last bound for what lies beyond it.
+    """
+    upto = counts.cumsum(axis=1, dtype=np.float64)
+    wanted = q * upto[:, -1:]
+    bucket = np.minimum((upto < wanted).sum(axis=1), len(bounds) - 1)
+    at, edges = (np.arange(len(counts)), bucket), np.array([0.0, *bounds])
+    inside = counts[at]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        part = np.minimum(1.0, (wanted[:, 0] - upto[at] + inside) / inside)
+    return np.where(upto[:, -1] > 0, edges[bucket] + part * (edges[bucket + 1] - edges[bucket]), np.nan)
 
 
 @dataclass(slots=True)
@@ -221,7 +240,7 @@ class RequestTimes:
             histogram = self.histograms.setdefault((protocol, outcome), Histogram(REQUEST_BOUNDS_S))
             histogram.absorb(more.counts, more.total)
 
-    def of_data_plane(self) -> dict[str, list[float] | list[int] | int]:
+    def of_data_plane(self) -> dict[str, Any]:
         """Requests of the data plane's protocols: upper bounds in seconds, requests in each bucket, and failures.
 
         Failures are `FAULTS`, and what there was no room for.

@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 import tierstore
-from tierstore.engine.data.insight import MINUTES, CacheInsight
+from tierstore.engine.data.insight import CacheInsight
 from tierstore.engine.data.key_counts import PLACES, KeyCounts
 from tierstore.errors import InvalidInput, NotFound
 
@@ -133,7 +133,7 @@ def test_an_hour_is_kept_and_hit_rates_are_of_the_last_minutes() -> None:
     for minute in range(200):
         insight.note_minute(60.0 * minute, {"host": host, "disk": disk, "absent": 0}, 1, 0)
         host, disk = host + (75 if minute < 195 else 50), disk + (25 if minute < 195 else 50)
-    assert len(insight.history()) == MINUTES
+    assert len(insight.history()) == 60
     assert insight.status()["hit_rate"] == pytest.approx((6 * 75 + 4 * 50) / 1000)
 
 

@@ -6,16 +6,15 @@ caches of other sizes, and all of them for a moment, for counts of keys. Nothing
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
+from tierstore.engine.data.hour import Hour
 from tierstore.engine.data.key_counts import KeyCounts
 from tierstore.tiers.host.sample import ALL, AccessSample
 from tierstore.tiers.host.table import HostTable
 from tierstore.tiers.host.trials import CacheTrials
 
-MINUTES = 60  # of history that are kept
-_LATE = 10
+_LATE = 10  # minutes
 _COUNTED = 2048  # look-ups of a moment
 _AFRESH = 1.5  # how many times larger or smaller a cache is when trials for it begin anew
 
@@ -29,13 +28,12 @@ class CacheInsight:
         self._trials: CacheTrials | None = None
         self._counting = False  # what is sampled now
         self._capacity_rows = 0
-        self._history: deque[dict[str, Any]] = deque(maxlen=MINUTES)
-        self._minute: tuple[int, dict[str, int]] | None = None  # when the last one ended, and what was counted then
+        self._hour = Hour(2, 2, 60)  # keys, and those that were read; version and seq
 
     @property
     def nbytes(self) -> int:
         trials = self._trials
-        return self.sample.nbytes + self.counts.nbytes + (0 if trials is None else trials.nbytes)
+        return self.sample.nbytes + self.counts.nbytes + self._hour.nbytes + (0 if trials is None else trials.nbytes)
 
     def step(self, host: HostTable, now_s: float) -> None:
         """Take what was sampled since the last step from the table that serves, and sample on."""
@@ -54,23 +52,8 @@ class CacheInsight:
             trials.add(keys[~host.absent_among(keys)], seen)
 
     def note_minute(self, now_s: float, lookup_keys: dict[str, int], version: int, seq: int) -> None:
-        """Add to the history, once a minute, how often memory answered since the last time, and what was served at its end."""
-        minute = int(now_s // 60)
-        if self._minute is not None and self._minute[0] == minute:
-            return
-        if self._minute is not None:
-            before = self._minute[1]
-            new = {tier: count - before[tier] for tier, count in lookup_keys.items()}
-            self._history.append(
-                {
-                    "at_s": 60 * minute,
-                    "keys": sum(new.values()),
-                    "read": _read(new),
-                    "version": version,
-                    "seq": seq,
-                }
-            )
-        self._minute = minute, lookup_keys
+        """Once a minute, note how often memory has answered, and what is served."""
+        self._hour.note(now_s, (sum(lookup_keys.values()), read_keys(lookup_keys), version, seq))
 
     def forget(self) -> None:
         """The table has no cache any more."""
@@ -87,20 +70,22 @@ class CacheInsight:
         """
         trials = self._trials
         curve = [] if trials is None else [point._asdict() for point in trials.curve()]
-        late = list(self._history)[-_LATE:]
-        keys = sum(minute["keys"] for minute in late)
+        _, _, keys, read, *_ = self._hour.steps(_LATE).sum(axis=0).tolist()
         return {
             "rows": self._capacity_rows,
-            "hit_rate": 1.0 - sum(minute["read"] for minute in late) / keys if keys else None,
+            "hit_rate": 1.0 - read / keys if keys else None,
             "curve": curve,
             "bytes": self.nbytes,
         }
 
     def history(self) -> list[dict[str, Any]]:
         """Of the last hour, a minute each, the oldest first: when it ended, keys looked up, how many were read, what was served."""
-        return list(self._history)
+        return [
+            {"at_s": at_s, "keys": keys, "read": read, "version": version, "seq": seq}
+            for at_s, _, keys, read, version, seq in self._hour.steps().tolist()
+        ]
 
 
-def _read(lookup_keys: dict[str, int]) -> int:
+def read_keys(lookup_keys: dict[str, int]) -> int:
     """Of keys counted by tier, how many had to be read from disk or from elsewhere."""
     return lookup_keys.get("disk", 0) + lookup_keys.get("remote", 0)

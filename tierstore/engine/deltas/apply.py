@@ -90,10 +90,18 @@ class DeltaPath:
                 return self._held_result(delta.seq)
             if served.active is None:
                 raise served.nothing(model, " before sending deltas")
+            undone = self._log.undone.end_of_range(delta.seq)
+            if undone is not None and not lenient:
+                raise Conflict(
+                    f"deltas {delta.seq} to {undone} of {model!r} are undone on the peer that this node catches up from, and come from there: "
+                    f"{undone + 1} is next; or roll back to {self._log.last}, and they are undone no more"
+                )
             self._room.check_delta(len(data))
             # a canary's snapshot may reach beyond the log; then it holds the delta already
             views = [view for view in served.views if view.seq < delta.seq]
-            if lenient:
+            if undone is not None:
+                overlays = [Overlay(delta.seq, delta.seq, {}) for _ in views]
+            elif lenient:
                 overlays = [self._fitting(delta, view, served, sessions) for view in views]
             else:
                 overlays = self._overlays(delta, views, served, sessions)
@@ -103,7 +111,8 @@ class DeltaPath:
                 with contextlib.suppress(Exception):  # else the next delta tries again
                     self._show_logged()
                 raise
-            self.newest_event.applied(delta.seq, delta.event_time)
+            if undone is None:
+                self.newest_event.applied(delta.seq, delta.event_time)
         freshness_s = (datetime.now(UTC) - delta.event_time).total_seconds()
         rows = sum(len(table.keys) for table in delta.tables.values())
         for observer in self._observers:

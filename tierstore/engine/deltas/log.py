@@ -175,6 +175,13 @@ class DeltaLog:
         """The digest of an entry, or None if it is not held (any more)."""
         return self._entries.get(seq)
 
+    def digest_of(self, after: int, upto: int) -> str | None:
+        """One digest of the digests of entries `after + 1` to `upto`; None where one of them is not held."""
+        if after < (self.start or 0) or upto > (self.last or 0):
+            return None
+        held = [digest for seq in range(after + 1, upto + 1) if (digest := self._entries.get(seq)) is not None]
+        return xxhash.xxh3_64_hexdigest("".join(held).encode()) if len(held) == upto - after else None
+
     def received_s(self, seq: int) -> float | None:
         """When an entry was written here, seconds since 1970; None where it is not held (any more)."""
         digest = self._entries.get(seq)

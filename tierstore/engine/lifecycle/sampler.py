@@ -1,18 +1,20 @@
 """Looks at what host tiers do: one thread for a store, which takes what look-ups have noted (`data/insight.py`).
 
-It works for at most one part in `_PART` of the time, and look-ups of a busy table note keys for a tenth of the time: to note costs
+It works for at most one part in `_PART` of the time beside telling observers that time has passed, and look-ups of a busy table note keys for a tenth of the time: to note costs
 the kernel that finds rows 3 to 4%. Nothing survives the process.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 from tierstore import kernels
 from tierstore.engine.data.insight import CacheInsight
+from tierstore.engine.events.observer import Observer
 from tierstore.engine.serving.publisher import Publisher
 from tierstore.engine.versions.version import Version
 from tierstore.tiers.background import become_background
@@ -29,10 +31,14 @@ class CacheSampler:
     """The thread. `publishers` gives those of all models that there are."""
 
     def __init__(
-        self, publishers: Callable[[], Sequence[Publisher]], refresh: Callable[[], None], every_s: float = _EVERY_S
+        self,
+        publishers: Callable[[], Sequence[Publisher]],
+        refresh: Callable[[], None],
+        observers: Sequence[Observer],
+        every_s: float = _EVERY_S,
     ) -> None:
         """`refresh` brings the counts of look-ups up to now."""
-        self._publishers, self._refresh, self._every_s = publishers, refresh, every_s
+        self._publishers, self._refresh, self._observers, self._every_s = publishers, refresh, observers, every_s
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tierstore-cache-sampler", daemon=True)
         self._sampled: list[CacheInsight] = []  # replaced whole
@@ -48,19 +54,26 @@ class CacheSampler:
 
     def _run(self) -> None:
         become_background()
-        wait_s = self._every_s
-        while not self._stopping.wait(wait_s):
+        next_step_s = 0.0
+        while not self._stopping.wait(self._every_s - _NOTED_S):
+            self._notify()
+            if kernels.awaited or time.monotonic() < next_step_s:
+                continue
             began_s = time.thread_time()
             try:
-                if not kernels.awaited:
-                    self.step(time.time())
+                self.step(time.time())
             except Exception:
                 log.exception("host tiers are not looked at; look-ups go on")
-                return
+                next_step_s = math.inf
+                continue
             self._stopping.wait(_NOTED_S)
             for insight in self._sampled:
                 insight.sample.end_if_busy(_BUSY_KEYS)
-            wait_s = max(self._every_s - _NOTED_S, _PART * (time.thread_time() - began_s))
+            next_step_s = time.monotonic() + _PART * (time.thread_time() - began_s)
+
+    def _notify(self) -> None:
+        for observer in tuple(self._observers):
+            observer.time_passed(time.time())
 
     def step(self, now_s: float) -> None:
         """Take what was noted by all tables that are served."""

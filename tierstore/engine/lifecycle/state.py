@@ -55,7 +55,7 @@ class Shared:
     throttle: Throttle
     sampler: CacheSampler
     audit: Audit
-    observers: list[Observer] = field(default_factory=list)
+    observers: list[Observer]
     epochs: Epochs = field(default_factory=Epochs)
     placement: Placement = field(init=False)  # set as the store opens
     copied: bool = False  # the data directory is a copy of one that was open, see `copied.py`
@@ -67,7 +67,7 @@ def make_shared(
     """`root`: the data directory. `publishers` returns those of all models."""
     # warming a version while another serves uses half of the processors at most
     readers = ReaderPool(settings.disk_threads, background=min(settings.disk_threads, max(0, processors() // 2 - 1)))
-    epochs = Epochs()
+    epochs, observers = Epochs(), list[Observer]()
     throttle = Throttle(lookup_times, epochs.collect, settings.load_p99_ratio)
     return Shared(
         settings,
@@ -80,8 +80,9 @@ def make_shared(
         Devices(settings),
         Warmer(publishers, settings.warm_rate, settings.hot_keys_every_s, throttle),
         throttle,
-        CacheSampler(publishers, epochs.collect),
+        CacheSampler(publishers, epochs.collect, observers),
         Audit(root, size=settings.audit_size, kept=settings.audit_keep),
+        observers,
         epochs=epochs,
     )
 

@@ -19,7 +19,7 @@ from tierstore.engine.lifecycle.state import ModelState, ignore
 from tierstore.engine.lifecycle.unfinished import finish_load
 from tierstore.engine.serving.routing import Routing
 from tierstore.engine.serving.routing_record import check_share
-from tierstore.engine.serving.undone_record import Undone
+from tierstore.engine.serving.undone_record import Rollbacks, Undone
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import Conflict, InvalidInput
 from tierstore.formats.names import MAX_ORDINAL
@@ -88,19 +88,42 @@ class Switcher:
             if not changes and not self._catalogue.is_outdated(number):
                 return number
             ahead = deltas.undone.as_of(seq, MAX_ORDINAL)
-            replaced = [view.open_version for view in self._live.served.views]
-            with (
-                self._rebuilder.built(info) as line,
-                self._opener.warmed(line, replaced, force=False, progress=progress, undone=ahead) as version,
-                self._live.write,
-                self._opener.last_view(version, force=False, start=False, undone=ahead) as view,
-            ):
-                labels = {name: of for name, of in self._live.served.labels.items() if of == number}
-                undone = self._undone_as_of(seq).with_line(number, deltas.undone.line(number) + 1)
-                served = Routing(view, labels=labels)
-                self._routes.publish(served, undone=undone, built=[line])
+            self._build_without(info, ahead, lambda: deltas.undone.as_of(seq, deltas.last or 0), progress)
         self._report(number, number)
         return number
+
+    def follow_undone(self, rollbacks: Rollbacks, progress: ProgressFn = ignore) -> None:
+        """Have that undone which a peer has undone: `rollbacks` are this model's, and those that the peer has done since.
+
+        Of deltas that are still to come from the peer it is on record before they come. Where what serves has such a delta it is built again, as by
+        `rollback_to`. Conflict where that cannot be.
+        """
+        with self._state.switch:
+            number = self._check_active(None)
+            info, wanted = self._catalogue.info(number), replace(self._state.log.undone, rollbacks=rollbacks)
+            with self._live.write:
+                undone = self._outdating(wanted)
+                if not undone.outdated.intersection(self._live.served.versions):
+                    self._routes.publish(self._live.served, self._routes.awaited, undone=undone)
+                    return
+            self._build_without(info, wanted, lambda: wanted, progress)
+        self._report(number, number)
+
+    def _build_without(
+        self, info: VersionInfo, ahead: Undone, at_last: Callable[[], Undone], progress: ProgressFn
+    ) -> None:
+        """Serve a new line of the active version without what is undone; `at_last` says it for the step to it. Holds the switch lock."""
+        replaced = [view.open_version for view in self._live.served.views]
+        with (
+            self._rebuilder.built(info) as line,
+            self._opener.warmed(line, replaced, force=False, progress=progress, undone=ahead) as version,
+            self._live.write,
+            self._opener.last_view(version, force=False, start=False, undone=ahead) as view,
+        ):
+            labels = {name: of for name, of in self._live.served.labels.items() if of == info.number}
+            undone = self._outdating(at_last())
+            undone = undone.with_line(info.number, undone.line(info.number) + 1)
+            self._routes.publish(Routing(view, labels=labels), undone=undone, built=[line])
 
     def _check_active(self, expected: int | None) -> int:
         return check_active(self._name, self._live.active_version, expected, self._catalogue.numbers)
@@ -115,14 +138,12 @@ class Switcher:
                 f"deltas up to {lowest}, and {last} is the newest one"
             )
 
-    def _undone_as_of(self, seq: int) -> Undone:
-        """What is undone after a rollback to `seq`, and which kept versions are outdated by it. Holds `write`."""
-        deltas = self._state.log
-        undone = deltas.undone.as_of(seq, deltas.last or 0)
+    def _outdating(self, undone: Undone) -> Undone:
+        """What is to be undone, with the versions that are outdated by it. Holds `write`."""
         outdated = {
             info.number
             for info in self._catalogue.infos()
-            if undone.differs_from(deltas.undone, info.manifest.delta_seq, self._held_by(info))
+            if undone.differs_from(self._state.log.undone, info.manifest.delta_seq, self._held_by(info))
         }
         return replace(undone, outdated=undone.outdated | outdated)
 

@@ -72,7 +72,7 @@ def _backup(
     goes_on(Progress("image"))
     with scratch_directory(model.where.root, SCRATCH) as scratch:
         image = ModelDirectory(scratch / "image")
-        active, seq = _image(model, image)
+        active, seq = make_image(model, image)
         work = _Sending(Backups(target), model.name, scratch, goes_on)
         report = work.send(image.root, active, seq, keep)
     log.info(
@@ -85,8 +85,8 @@ def _backup(
 # --- the image
 
 
-def _image(model: Model, to: ModelDirectory) -> tuple[int | None, int]:
-    """Make the image of a moment. Returns the active version, and the newest delta of the log."""
+def make_image(model: Model, to: ModelDirectory) -> tuple[int | None, int]:
+    """Make the image of a moment in a new directory. Returns the active version, and the newest delta of the log. Corruption, StorageError."""
     while True:
         try:
             return _try_image(model, to)
@@ -105,7 +105,7 @@ def _try_image(model: Model, to: ModelDirectory) -> tuple[int | None, int]:
         for info in state.catalogue.infos():
             disk = stack.enter_context(model.opener.reading(info.number))
             versions.append((info, disk))
-            _link(_files_of(info.where.db / BASE), info.where.db / BASE, to.root / info.where.root.name / BASE)
+            _link(files_of(info.where.db / BASE), info.where.db / BASE, to.root / info.where.root.name / BASE)
         with contextlib.suppress(StorageError):  # what is pruned meanwhile is not needed
             _link_log(state.log, model.where, to)
         served = [view.open_version for view in state.live.served.views]
@@ -133,7 +133,7 @@ def _version(info: VersionInfo, disk: DiskTier, to: Path) -> None:
     if (to / BASE).is_dir():
         files.rename(to / BASE, to / DB / BASE)
     root = info.where.root
-    _link([path for path in _files_of(root) if path.relative_to(root).parts[0] not in (DB, BUILD)], root, to)
+    _link([path for path in files_of(root) if path.relative_to(root).parts[0] not in (DB, BUILD)], root, to)
 
 
 def _records(where: ModelDirectory) -> list[Path]:
@@ -157,9 +157,18 @@ def _link(paths: list[Path], root: Path, to: Path) -> None:
     files.link_all(pairs)
 
 
-def _files_of(folder: Path) -> list[Path]:
+def files_of(folder: Path) -> list[Path]:
     """All files below a folder, but those that are being written."""
     return [path for path in sorted(folder.rglob("*")) if path.is_file() and not is_scratch(path.name)]
+
+
+def entry_of(path: Path, name: str) -> BackupFile:
+    """What a file is in a backup, under the name `name`; it is read whole. StorageError."""
+    try:
+        digest, size = content_of(path)
+        return BackupFile(path=name, bytes=size, xxh3=digest, changed_ns=path.stat().st_mtime_ns)
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 # --- what is sent
@@ -185,7 +194,7 @@ class _Sending:
         try:
             entries: list[BackupFile] = []
             done = new = 0
-            for path in _files_of(image):
+            for path in files_of(image):
                 entry = self._entry(path, path.relative_to(image).as_posix(), earlier, there)
                 entries.append(entry)
                 if entry.content not in there:
@@ -219,11 +228,7 @@ class _Sending:
             and before.content in there
         ):
             return before
-        try:
-            digest, size = content_of(path)
-        except OSError as error:
-            raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
-        return BackupFile(path=name, bytes=size, xxh3=digest, changed_ns=found.st_mtime_ns)
+        return entry_of(path, name)
 
     def _remove_older(self, made: Backup, keep: int, remove: Callable[[str], None]) -> None:
         """Backups but the newest `keep`, and then the contents that none of these has."""

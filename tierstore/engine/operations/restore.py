@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 from tierstore.access.audit import Audit
 from tierstore.engine.events.changes import requester
@@ -17,7 +18,7 @@ from tierstore.engine.operations import export
 from tierstore.engine.operations.backup import SCRATCH
 from tierstore.errors import Conflict, Corruption, NotFound
 from tierstore.formats import files
-from tierstore.formats.backups import Backup, Backups
+from tierstore.formats.backups import Backup, BackupFile, Backups
 from tierstore.formats.names import TRASH, DataDirectory
 from tierstore.formats.uploads import scratch_directory
 from tierstore.types import BackupReport, Progress, ProgressFn
@@ -57,7 +58,7 @@ def restore(
             found = {model: _found(backups, model, number, scratch) for model in wanted}
             total, done = sum(file.bytes for each in found.values() for file in each.files), 0
             for model, backup in found.items():
-                done = _fetch(backups, backup, scratch / model, done, total, progress or ignore)
+                done = fetch_files(backups, backup, scratch / model, done, total, progress or ignore)
             for model in wanted:
                 files.rename(scratch / model, root.model(model).root)
     finally:
@@ -88,12 +89,19 @@ def _found(backups: Backups, model: str, number: int | None, scratch: Path) -> B
     return backup
 
 
-def _fetch(backups: Backups, backup: Backup, to: Path, done: int, total: int, progress: ProgressFn) -> int:
+class Contents(Protocol):
+    """Where the files of a backup come from."""
+
+    def fetch(self, model: str, file: BackupFile, to: Path) -> None:
+        """Make a file, whose content must be what was backed up."""
+
+
+def fetch_files(contents: Contents, backup: Backup, to: Path, done: int, total: int, progress: ProgressFn) -> int:
     """Make the directory of a model. Returns how many bytes are done."""
     for file in backup.files:
         path = to / file.path
         files.make_dir(path.parent)
-        backups.fetch(backup.model, file, path)
+        contents.fetch(backup.model, file, path)
         done += file.bytes
         progress(Progress("restore", done, total))
     files.make_dir(to / "log")

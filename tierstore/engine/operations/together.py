@@ -6,10 +6,12 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from tierstore.engine.lifecycle.state import Shared
 from tierstore.engine.model import Model
-from tierstore.errors import StorageError
+from tierstore.errors import Closed, Conflict, StorageError
+from tierstore.formats import files
 from tierstore.formats.names import DataDirectory
 
 
@@ -49,6 +51,23 @@ class Models:
             if name not in self._models:
                 self._models[name] = Model.begin(name, self.root.model(name), self._shared)
             return self._models[name]
+
+    def adopt(self, name: str, directory: Path, start: Callable[[Model], None]) -> None:
+        """Move a model's directory here, and `start` the model. Conflict where there is one of that name."""
+        with self._lock:
+            if self.closed or name in self._models or files.exists(self.root.model(name).root):
+                raise Conflict(f"model {name!r} is here already, and is not copied over it")
+            files.rename(directory, self.root.model(name).root)
+            model = Model(name, self.root.model(name), self._shared)
+            try:
+                model.catalogue.find()
+                start(model)
+                if self.closed:
+                    raise Closed("the store was closed")
+            except BaseException:
+                model.close()  # the next start finds it
+                raise
+            self._models[name] = model
 
     def release(self, name: str) -> Model | None:
         """Remove a model that has no version and is not being loaded, to be closed; None where there is none."""

@@ -55,6 +55,7 @@ TABLE: Mapping[Act, Mapping[Name, Refusal]] = {
             "those deltas instead",
         )
     },
+    "adopt": _everywhere(Conflict, "the models of this node are those of other machines, and it has none of its own"),
     # what reads a whole version
     "export": _everywhere(InvalidInput, "version {number} of {model!r} cannot be exported: its rows are not on this machine"),
     "backup": _everywhere(

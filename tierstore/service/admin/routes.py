@@ -17,11 +17,13 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from tierstore import __version__
+from tierstore.access.roles import Role
 from tierstore.errors import Conflict, NotReady, Overloaded, TierstoreError
 from tierstore.formats.names import MAX_ORDINAL
 from tierstore.service.admin.caches import add_caches
 from tierstore.service.admin.explain import add_explain
 from tierstore.service.admin.exports import JobStarted, ModelName, Strict, add_exports
+from tierstore.service.admin.history import add_history
 from tierstore.service.admin.log_level import add_log_level
 from tierstore.service.admin.metrics import CONTENT_TYPE, Exposition
 from tierstore.service.admin.pages import DOCS_POLICY, STATUS_PAGE, STATUS_POLICY, docs_page
@@ -142,6 +144,7 @@ def make_app(service: Service) -> FastAPI:
     add_explain(app, service)
     add_parked(app, service)
     add_caches(app, service)
+    add_history(app, service)
     add_log_level(app, service)
     return app
 
@@ -273,11 +276,12 @@ def _add_models(app: FastAPI, service: Service) -> None:
         return ActiveVersion(model=model, active_version=store.model(model).active_version)
 
     @app.get("/admin/models", tags=["models"])
-    async def models() -> dict[str, Any]:
+    async def models(request: Request) -> dict[str, Any]:
         """Every model, and the state of the service."""
         status = await service.status_pool.run(store.status)
         problems = status["problems"] + [problem._asdict() for problem in service.problems()]
-        state = _service_state(service) | {"problems": [one["text"] for one in problems if not one["model"]]}
+        role = principal_of(request.scope).role
+        state = _service_state(service, role) | {"problems": [one["text"] for one in problems if not one["model"]]}
         return {**status, "models": list(status["models"].values()), "problems": problems, "service": state}
 
     @app.get("/admin/models/{model}", tags=["models"])
@@ -352,7 +356,8 @@ def _add_routing(app: FastAPI, service: Service) -> None:
         return await route(model, lambda: store.unlabel(model, label))
 
 
-def _service_state(service: Service) -> dict[str, Any]:
+def _service_state(service: Service, role: Role | None) -> dict[str, Any]:
+    """`role` is that of the caller."""
     return {
         "version": __version__,
         "ready": service.ready,
@@ -360,10 +365,11 @@ def _service_state(service: Service) -> dict[str, Any]:
         "reactors": service.reactors_state,
         "requests": service.request_times.requests,
         "request_seconds": service.request_times.of_data_plane(),
+        "last_minute": service.history.last_minute(),
         "lookup_threads": {"busy": service.lookup_pool.busy, "total": service.lookup_pool.threads},
         "lookup_queue": {"used": service.lookup_pool.waiting, "total": service.lookup_pool.queue_limit},
         "inflight_bytes": {"used": service.inflight.used_bytes, "total": service.inflight.limit_bytes},
-        "access": {"tokens": service.access.tokens.required, "tls": service.tls is not None},
+        "access": {"tokens": service.access.tokens.required, "tls": service.tls is not None, "role": role},
         "source_roots": [str(root) for root in service.settings.source_root],
         "watch": None,  # where there is none
         **{name: source.status() for name, source in service.sources.items()},

@@ -1,4 +1,6 @@
-"""What nodes in front ask of this one, over HTTP: see `tiers/upstream/wire.py` for the bytes, docs/upstream.md for the use.
+"""What other nodes ask of this one, over HTTP: nodes in front, and peers that catch up from it or copy its models.
+
+See `tiers/upstream/wire.py` for the bytes, docs/upstream.md and docs/several-nodes.md for the use.
 
 Runs on the event loop. Requests for rows that are in memory are answered by reactors, once one of their kind was answered here;
 what comes here nevertheless is answered at once if memory has the rows of few keys. What may wait goes to the pools.
@@ -17,8 +19,10 @@ import numpy as np
 
 from tierstore.access.rules import is_listed
 from tierstore.engine.operations.explain import MOST_KEYS
+from tierstore.engine.operations.for_peers import READ_BYTES
 from tierstore.engine.operations.fronts import StoredRead
 from tierstore.errors import InvalidInput, NotFound
+from tierstore.formats.backups import FILES
 from tierstore.service.context import Service
 from tierstore.service.dataplane.tensors import shown
 from tierstore.service.error_status import HttpError
@@ -45,14 +49,18 @@ _STARTED = "tierstore.read"  # in a scope: the read that `at_once` has started
 _EXPLAIN_BYTES = 64 << 10
 _NAME = NAME.pattern
 _PATHS = [
-    (kind, re.compile(f"{wire.PREFIX}/models{pattern}"))
+    (kind, re.compile(f"{wire.PREFIX}/{pattern}"))
     for kind, pattern in {
-        "state": "",
-        "deltas": f"/({_NAME})/deltas",
-        "rows": f"/({_NAME})/versions/([0-9]{{1,19}})/tables/({_NAME})/rows",
-        "explain": f"/({_NAME})/versions/([0-9]{{1,19}})/tables/({_NAME})/explain",
-        "version": f"/({_NAME})/versions/([0-9]{{1,19}})",
-        "file": f"/({_NAME})/versions/([0-9]{{1,19}})/files/(.+)",
+        "state": "models",
+        "deltas": f"models/({_NAME})/deltas",
+        "rows": f"models/({_NAME})/versions/([0-9]{{1,19}})/tables/({_NAME})/rows",
+        "explain": f"models/({_NAME})/versions/([0-9]{{1,19}})/tables/({_NAME})/explain",
+        "version": f"models/({_NAME})/versions/([0-9]{{1,19}})",
+        "file": f"models/({_NAME})/versions/([0-9]{{1,19}})/files/(.+)",
+        "logs": "logs",
+        "log digest": f"models/({_NAME})/log",
+        "image": f"models/({_NAME})/image",
+        "image file": f"models/({_NAME})/image/({FILES}/[0-9a-f]{{16}}-[0-9]{{1,19}})",
     }.items()
 ]
 
@@ -64,7 +72,7 @@ class FrontsHttp(ProtocolApplication):
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
-        self._fronts = service.fronts
+        self._fronts, self._peers = service.fronts, service.peer_side
 
     def at_once(self, scope: Scope, body: memoryview) -> Response | None:
         """The response to a POST whose `body` is complete, where memory has all rows. None: it is for `__call__`."""
@@ -101,7 +109,20 @@ class FrontsHttp(ProtocolApplication):
         if kind == "explain":
             allow(scope["method"], "POST")
             return await self._explain(scope, receive, holding, words)
+        if kind == "image":
+            allow(scope["method"], "POST")
+            return json_response(await pool.run(self._peers.image, words[0]))
         allow(scope["method"], "GET")
+        if kind == "logs":
+            logs = await pool.run(self._peers.logs)
+            return json_response({"node": self._peers.node, "copying": self._service.copying, "models": logs})
+        if kind == "log digest":
+            after, upto = query.number("after"), query.number("upto")
+            return json_response({"digest": await pool.run(self._peers.digest, words[0], after, upto)})
+        if kind == "image file":
+            begin, count = query.number("begin"), query.number("count")
+            holding.reserve(min(count, READ_BYTES))
+            return Response(200, [await pool.run(self._peers.read, words[0], words[1], begin, count)], _OCTETS)
         if kind == "state":  # microseconds a model
             return json_response(self._fronts.state(query.text("front"), query.versions("serves")))
         if kind == "deltas":

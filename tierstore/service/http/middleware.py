@@ -1,8 +1,8 @@
 """What is wrapped around the whole application: the check of access, and the log of requests.
 
 A page in a browser on this machine can reach a loopback port too: under a name of its own that it rebinds to 127.0.0.1 (then
-`Host` is that name), or by a plain cross-site request (then `Origin` is the page's). Both are refused on every path, with
-tokens and without. The request's own id is sent back with each answer of Python's.
+`Host` is that name), or by a plain cross-site request (then `Origin` is the page's, and `Sec-Fetch-Site` says so). Both are
+refused on every path, with tokens and without; but a link to a page of ours may be followed from anywhere. The request's own id is sent back with each answer of Python's.
 
 Event loop only; keeps no state of a request.
 """
@@ -51,6 +51,7 @@ _HOST_CACHE, _LONGEST_HOST = 256, 300  # values, and bytes of one: whoever reach
 _ADMIN_PATHS = "/admin/"
 _HEALTH = ("/v2/health/live", "/v2/health/ready")
 _JOB = re.compile("/admin/jobs/[^/]+")
+_OWN_SITE = (b"same-origin", b"none")  # what a browser says of its user's own requests, and of those of our pages
 _SAFE = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
 _CHECKED = "tierstore.checked"  # in a scope: `at_once` has found that the request may pass
 
@@ -122,6 +123,8 @@ class AccessCheck:
                 origins.append(value)
             elif name == b"authorization":
                 authorizations.append(value)
+            elif name == b"sec-fetch-site" and value not in _OWN_SITE and scope["method"] not in _SAFE:
+                raise Forbidden("the request is that of a page of another site, which may change nothing here")
         if not hosts and not origins and scope["path"] in _HEALTH:
             return  # a load balancer's check by HTTP/1.0, which learns nothing but the status
         if len(hosts) != 1:

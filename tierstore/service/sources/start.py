@@ -16,6 +16,7 @@ from tierstore.service.sources.kafka import KafkaSource
 from tierstore.service.sources.kafka_routes import check_rows
 from tierstore.service.sources.kafka_row_topics import KafkaRows
 from tierstore.service.sources.locations import Locations
+from tierstore.service.sources.peers import Peers, make_peers
 
 
 def check_sources(settings: Settings) -> None:
@@ -36,6 +37,12 @@ def check_sources(settings: Settings) -> None:
         check_options(settings.kafka, read_options(settings.kafka_config))
     for location in settings.watch_snapshots:
         _check_location(location)
+    if settings.peer:
+        if settings.kafka_rows:
+            raise ConfigError(
+                "peer and kafka_rows: each node makes deltas of its own from such rows, so no two have the same; set one of the two"
+            )
+        make_peers(settings)
 
 
 def start_sources(service: Service, settings: Settings) -> dict[str, Source]:
@@ -49,6 +56,8 @@ def start_sources(service: Service, settings: Settings) -> dict[str, Source]:
         sources["kafka_rows"] = KafkaRows(service.store, settings)
     if settings.watch_snapshots:
         sources["watch_snapshots"] = Locations(service.store, service.jobs, service.inference_stats, settings)
+    if settings.peer:
+        sources["peers"] = Peers(service.store, settings, service.peer_side.node)
     return sources
 
 

@@ -187,7 +187,10 @@ class Node:
 
     def get(self, target: str, *, timeout_s: float) -> bytearray:
         """The body of what is at `target`. NotFound, Overloaded, RemoteUnavailable, with what the node says."""
-        reply = self.request("GET", target, timeout_s=timeout_s)
+        return self._body("GET", target, timeout_s)
+
+    def _body(self, method: str, target: str, timeout_s: float) -> bytearray:
+        reply = self.request(method, target, timeout_s=timeout_s)
         if reply.status == 200:
             assert isinstance(reply.body, bytearray)
             return reply.body
@@ -196,8 +199,15 @@ class Node:
 
     def get_json(self, target: str, *, timeout_s: float) -> dict[str, Any]:
         """The object at `target`. Errors as `get`."""
+        return self._object("GET", target, timeout_s)
+
+    def post_json(self, target: str, *, timeout_s: float) -> dict[str, Any]:
+        """What a POST of nothing is answered with, an object. Errors as `get`."""
+        return self._object("POST", target, timeout_s)
+
+    def _object(self, method: str, target: str, timeout_s: float) -> dict[str, Any]:
         try:
-            document: dict[str, Any] = json.loads(self.get(target, timeout_s=timeout_s))
+            document: dict[str, Any] = json.loads(self._body(method, target, timeout_s))
         except ValueError as error:
             raise RemoteUnavailable(f"{self.address}: {target.partition('?')[0]} is no JSON: {error}") from error
         return document

@@ -1,4 +1,4 @@
-"""Where the nodes are that have the rows, and how to talk to them: the addresses of `--upstream`, token and TLS."""
+"""Where the nodes are that this one asks, and how to talk to them: the addresses of `--upstream` and `--peer`, token and TLS."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Address(NamedTuple):
         return f"{'https' if self.tls else 'http'}://{host_port(self.host, self.port)}"
 
 
-def parse_urls(urls: str) -> tuple[Address, ...]:
-    """`http://host:port,…` or `https://host:port,…`. Raises ConfigError."""
+def parse_urls(urls: str, setting: str = "upstream") -> tuple[Address, ...]:
+    """`http://host:port,…` or `https://host:port,…`, of a setting. Raises ConfigError."""
     if "@" in urls:  # said without them: it may be a password
         raise ConfigError(
-            f"upstream: expected addresses such as {_EXAMPLE}, got a user or a password: give the nodes' token as upstream_token"
+            f"{setting}: expected addresses such as {_EXAMPLE}, got a user or a password: give the nodes' token as upstream_token"
         )
     addresses = []
     for part in map(str.strip, urls.split(",")):
@@ -35,11 +35,11 @@ def parse_urls(urls: str) -> tuple[Address, ...]:
             one = urlsplit(part)
             port = one.port
         except ValueError:
-            raise ConfigError(f"upstream: expected a port of 1 to 65535, got {part!r}") from None
+            raise ConfigError(f"{setting}: expected a port of 1 to 65535, got {part!r}") from None
         tls = one.scheme == "https"
         plain = not (one.path.strip("/") or one.query or one.fragment)
         if not (tls or one.scheme == "http") or not one.hostname or not plain:
-            raise ConfigError(f"upstream: expected addresses of nodes such as {_EXAMPLE}, got {part!r}")
+            raise ConfigError(f"{setting}: expected addresses of nodes such as {_EXAMPLE}, got {part!r}")
         addresses.append(Address(one.hostname, port or (443 if tls else 80), tls))
     return tuple(dict.fromkeys(addresses))
 

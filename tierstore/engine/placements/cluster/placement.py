@@ -9,6 +9,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from tierstore import kernels
@@ -112,6 +113,9 @@ class ClusterPlacement:
     def loading(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Once the cluster's list lacks a model that has nothing, every node forgets it."""
         return self.followed.models.loading(name, self.followed.member)
+
+    def adopt(self, name: str, directory: Path) -> None:
+        self.refusals.check("adopt")
 
     def existing(self, name: str) -> ModelPlacement:
         return self.followed.existing(name).placement

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from tierstore.engine.lifecycle.state import Shared
@@ -57,6 +58,9 @@ class LocalPlacement:
             if (empty := self._models.release(name)) is not None:
                 empty.close()
                 files.remove_tree(empty.where.root)
+
+    def adopt(self, name: str, directory: Path) -> None:
+        self._models.adopt(name, directory, lambda model: Starter(model).start())
 
     def existing(self, name: str) -> ModelPlacement:
         model = self._models.get(name)

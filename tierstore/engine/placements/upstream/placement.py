@@ -9,6 +9,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tierstore import kernels
@@ -150,6 +151,9 @@ class UpstreamPlacement:
     def loading(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Nothing: there are no loads here."""
         return contextlib.nullcontext()
+
+    def adopt(self, name: str, directory: Path) -> None:
+        self.refusals.check("adopt")
 
     def existing(self, name: str) -> ModelPlacement:
         return self.followed.existing(name).placement
