@@ -248,8 +248,8 @@ class Scene:
                 shutil.rmtree(new, ignore_errors=True) if new else None
         if verb in WITH_STATE:
             url = next(iter(_value(rest, "--url")), None)
-            if url is not None and url.startswith("unix:"):
-                return  # a service that the page has started, with nothing in it
+            if url is not None and (url.startswith("unix:") or url == self._served):
+                return  # of a service that the page has started, with what it has brought there
             if url is None and verb == "load":
                 shutil.rmtree(folder, ignore_errors=True)
                 return
