@@ -13,6 +13,7 @@
 #   make client-venvs  environments for clients of other projects and for Triton, for tests/interop and tests/triton (2.4 GB, two minutes)
 #   make test-valkey  the tests of rows in a cluster, with Valkey's servers in place of Redis's
 #   make trainers  PyTorch, TorchRec, LightGBM and XGBoost in .venv, for the tests of what exports from them (1 GB)
+#   make engines  Spark and Ray in .clients/engines, for the tests of builds on them (0.7 GB, half a minute); Spark takes Java 17
 #   make older-trainers  older releases of them in an environment of their own (0.8 GB, a minute or two)
 #   make dist    wheels in dist/, one of them with compiled kernels, which is installed into a fresh environment, where the demo runs
 #   make lock    requirements.lock: what a service is installed from, with hashes, in the versions that the tests ran with
@@ -44,7 +45,7 @@ SOURCES := tierstore tests $(wildcard benchmarks tools examples)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test thorough test-all check format-check lint types docs-test site site-tools fuzz bench bench-tools bench-tfra bench-triton bench-gpu client-venvs test-valkey trainers older-trainers dist lock sbom format clean
+.PHONY: help venv demo test thorough test-all check format-check lint types docs-test site site-tools fuzz bench bench-tools bench-tfra bench-triton bench-gpu client-venvs test-valkey trainers engines older-trainers dist lock sbom format clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -212,6 +213,14 @@ trainers: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  'torch==2.13.0' onnxscript lightgbm xgboost onnxmltools 'fbgemm-gpu-cpu==1.8.0' tensordict 'torchmetrics==1.0.3' tqdm pyre-extensions
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'torchrec==1.8.0'
+
+# Beside .venv, which has what they need of other packages; without it their tests skip.
+engines: $(CLIENTS)/engines/.installed
+
+$(CLIENTS)/engines/.installed:
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --upgrade --target $(@D) \
+	  'pyspark==4.1.4' 'py4j==0.10.9.9' 'ray==2.60.0' 'msgpack==1.1.2' 'fsspec>=2024' 'filelock>=3'
+	@touch $@
 
 # Older releases, with the oldest NumPy, ONNX and ONNX Runtime that pyproject.toml allows. PyTorch only where it is named, as
 # most indexes have its releases with 3 GB of CUDA: make older-trainers OLDER_TORCH='torch==2.6.0+cpu onnxscript'

@@ -23,7 +23,9 @@ import tierstore
 from tests.predict import onnx_models as om
 from tierstore.cli import main
 from tierstore.config import ENV_PREFIX
+from tierstore.formats.snapshot.reader import open_snapshot
 from tierstore.service.server import ServerThread
+from tierstore.types import KeyHash
 
 ROOT = Path(__file__).parents[1]
 SERVICE = "http://127.0.0.1:8000"
@@ -244,24 +246,29 @@ def test_formats_page(scene: Path) -> None:
 def test_pytorch_programs(scene: Path) -> None:
     for needed in ("torch", "onnxscript", "onnxruntime"):
         pytest.importorskip(needed, reason=f"{needed} is not installed: make trainers")
+    import torch
+
     from tests.torch.test_export import Net, inputs
+    from tierstore.torch import write_snapshot
 
     (scene / "deltas").mkdir()
     readme = with_word("tierstore.torch")
-    (line, program), swap, torchrec = blocks("docs/pytorch.md", "python")
+    (line, program), hashed, swap, torchrec = blocks("docs/pytorch.md", "python")
     given = {"inputs": inputs(), "train": lambda net, *_: net(**inputs()), "minutes": [[1], [2]]}
     for page, at, text in (("README.md", *readme), ("docs/pytorch.md", line, program)):
         for old in (scene / "deltas").iterdir():
             old.unlink()
         run(page, at, text, {**given, "net": Net()})
         assert (scene / "deltas/1.arrow").exists()
+    made = run("docs/pytorch.md", *hashed, {})["Net"]()
+    write_snapshot("hashed", made, {"item_id": torch.tensor([5, -5])}, model="hashed", version=1, dense=False)
+    assert open_snapshot("hashed").manifest.feature_specs()["item_id"].hash == KeyHash(1_000_000, 7)
     with tierstore.open(scene / "swapped") as store:
         store.load_snapshot(scene / "snapshots/20261120")
         run("docs/pytorch.md", *swap, {"net": Net(), "store": store, "batch": inputs()})
     pytest.importorskip("torchrec", reason="TorchRec is not installed: make trainers")
     from tests.torch.test_torchrec import dlrm
     from tests.torch.test_torchrec import inputs as bags
-    from tierstore.torch import write_snapshot
 
     given = {"dense": bags()["dense_features"], "kjt": bags()["sparse_features"]}
     run("docs/pytorch.md", *torchrec, {**given, "dlrm": dlrm(), "write_snapshot": write_snapshot})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -22,10 +23,14 @@ NEEDS = {
     "pytorch_with_deltas": ("torch", "onnxscript", "onnxruntime"),
     "pytorch_in_fastapi": ("torch", "fastapi", "httpx"),
     "pytorch_in_ray_serve": ("torch", "ray.serve"),
+    "spark_build": (),
+    "ray_build": (),
     "lightgbm_with_embeddings": ("lightgbm", "onnxmltools", "onnxruntime"),
     "torchrec_with_deltas": ("torch", "torchrec", "onnxscript", "onnxruntime"),
     "kafka_rows_to_served": ("confluent_kafka",),
 }
+ENGINES = ROOT / ".clients/engines"  # `make engines`
+ON_ENGINES = ("spark_build", "ray_build")
 
 
 def test_every_example_is_run() -> None:
@@ -41,6 +46,8 @@ def test_every_example_is_run() -> None:
         ("pytorch_in_fastapi", 0, 15),
         ("pytorch_in_ray_serve", 0, 18),
         ("lightgbm_with_embeddings", 0, 15),
+        ("spark_build", 0, 35),
+        ("ray_build", 0, 32),
         ("torchrec_with_deltas", 0, 17),
         ("kafka_rows_to_served", 2, None),
     ],
@@ -57,6 +64,13 @@ def test_an_example_is_as_short_as_was_promised(name: str, commands: int, lines:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", NEEDS)
 def test_an_example(tmp_path: Path, name: str) -> None:
+    paths = [str(ROOT)]
+    if name in ON_ENGINES:
+        if not ENGINES.is_dir():
+            pytest.skip("no .clients/engines: make engines")
+        if name == "spark_build" and shutil.which("java") is None:
+            pytest.skip("no java on the PATH")
+        paths.append(str(ENGINES))
     for needed in NEEDS[name]:
         pytest.importorskip(needed, reason=f"{needed} is not installed (make trainers, or pip)")
     env = {name: value for name, value in os.environ.items() if not name.upper().startswith(ENV_PREFIX)}
@@ -69,7 +83,12 @@ def test_an_example(tmp_path: Path, name: str) -> None:
         done = subprocess.run(
             [sys.executable, str(ROOT / "examples" / f"{name}.py"), *words],
             cwd=tmp_path,
-            env={**env, "PYTHONPATH": str(ROOT), "TIERSTORE_DRAIN_S": "0"},
+            env={
+                **env,
+                "PYTHONPATH": os.pathsep.join(paths),
+                "PYSPARK_PYTHON": sys.executable,
+                "TIERSTORE_DRAIN_S": "0",
+            },
             capture_output=True,
             text=True,
             check=False,

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from tierstore.formats.snapshot.writer import SnapshotWriter, TableWriter
     from tierstore.imports.tables import Feature, TableSource, import_table, import_tables
     from tierstore.ingest.build import build_snapshot
+    from tierstore.ingest.partitioned import PartitionedBuild, begin_build
     from tierstore.kafka.writer import KafkaDeltaWriter
     from tierstore.types import BackupReport, DeltaResult, Progress
 
@@ -92,6 +93,7 @@ __all__ = [
     "NotFound",
     "NotReady",
     "Overloaded",
+    "PartitionedBuild",
     "Progress",
     "RateLimited",
     "RemoteModel",
@@ -111,6 +113,7 @@ __all__ = [
     "Unreachable",
     "View",
     "WrongPartition",
+    "begin_build",
     "build_snapshot",
     "import_table",
     "import_tables",
@@ -126,6 +129,8 @@ _HOMES = {
     "DeltaResult": ("tierstore.types", "DeltaResult"),
     "DeltaWriter": ("tierstore.formats.delta.writer", "DeltaWriter"),
     "Feature": ("tierstore.imports.tables", "Feature"),
+    "begin_build": ("tierstore.ingest.partitioned", "begin_build"),
+    "PartitionedBuild": ("tierstore.ingest.partitioned", "PartitionedBuild"),
     "build_snapshot": ("tierstore.ingest.build", "build_snapshot"),
     "import_table": ("tierstore.imports.tables", "import_table"),
     "import_tables": ("tierstore.imports.tables", "import_tables"),

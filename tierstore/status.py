@@ -96,9 +96,18 @@ class VersionStatus(TypedDict):
     total: NotRequired[int]
 
 
+class HashStatus(TypedDict):
+    """How keys of requests become row numbers."""
+
+    mod: int
+    seed: int | None
+    key: str
+
+
 class FeatureStatus(TypedDict):
     table: str
     combiner: str | None
+    hash: NotRequired[HashStatus]
 
 
 class TtlStatus(TypedDict):

@@ -126,17 +126,31 @@ class TableSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class KeyHash:
+    """How a feature makes one of `mod` row numbers of a key of the type `key`: `formats/key_hash.py`. Keys may share a row."""
+
+    mod: int
+    seed: int | None = None
+    key: KeyType = KeyType.INT64
+
+
+@dataclass(frozen=True, slots=True)
 class FeatureSpec:
     """A named input that reads a table. With a combiner, its bags are pooled to one vector each.
 
     `padding_key` (in the table's key type) never counts: it answers zeros, is not found, and adds
-    nothing to a bag, its weight included.
+    nothing to a bag, its weight included. With a `hash` requests have keys of its type, and the table's keys are row numbers.
     """
 
     name: str
     table: str
     combiner: Combiner | None = None
     padding_key: int | str | None = None
+    hash: KeyHash | None = None
+
+    def key_type(self, table: TableSpec) -> KeyType:
+        """The type of the keys in requests; `table` is the one that it reads."""
+        return table.key if self.hash is None else self.hash.key
 
 
 @dataclass(frozen=True)

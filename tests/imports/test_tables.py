@@ -25,7 +25,7 @@ from tests.formats.test_directories import DIM, DIRECTORIES, KEYS, VECTORS, N, a
 from tierstore.errors import InvalidInput, SnapshotError
 from tierstore.formats.snapshot.reader import Snapshot, open_snapshot
 from tierstore.imports.tables import LeftOut, TablesFile, import_table, import_tables
-from tierstore.types import KeyType
+from tierstore.types import KeyHash, KeyType
 
 COLUMNS = {"key": "item_id", "vector": "embedding"}
 ROWS = dict(zip(KEYS.tolist(), VECTORS.tolist(), strict=True))
@@ -338,6 +338,7 @@ dtype = "float16"
 [tables.item.features]
 item_id = {}
 clicked = { combiner = "mean", padding_key = 0 }
+any_id = { hash = { mod = 50, seed = 7 } }
 
 [tables.word]
 path = ["words.parquet"]
@@ -359,10 +360,11 @@ def test_several_tables_of_one_file(tmp_path: Path) -> None:
         ("item", "int64", "float16", N),
         ("word", "string", "float32", 2),
     ]
-    assert [(f.name, f.table, f.combiner, f.padding_key) for f in manifest.features] == [
-        ("item_id", "item", None, None),
-        ("clicked", "item", "mean", 0),
-        ("word", "word", None, None),
+    assert [(f.name, f.table, f.combiner, f.padding_key, f.spec().hash) for f in manifest.features] == [
+        ("item_id", "item", None, None, None),
+        ("clicked", "item", "mean", 0, None),
+        ("any_id", "item", None, None, KeyHash(50, 7)),
+        ("word", "word", None, None, None),
     ]
     assert rows_of(out, "word") == {"a": [1.0, 3.0], "b": [2.0, 4.0]}
 

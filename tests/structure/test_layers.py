@@ -123,6 +123,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "objects": 1,
         "regular": 2,
         "files": 3,
+        "key_hash": 0,
         "keys": 3,
         "onnx_file": 3,
         "columns": 4,
@@ -132,6 +133,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "delta": 6,
         "snapshot": 7,
         "backups": 8,
+        "targets": 8,
     },
     "service": {
         "addresses": 0,

@@ -152,7 +152,8 @@ def key_type(document: StoreStatus, model: str, feature: str) -> KeyType:
     features = status["features"]
     if feature not in features:
         raise NotFound(f"no feature {feature!r}; model {model!r} has {', '.join(sorted(features))}")
-    return KeyType(status["tables"][features[feature]["table"]]["key"])
+    of = features[feature]
+    return KeyType((of["hash"] if "hash" in of else status["tables"][of["table"]])["key"])
 
 
 def parse_keys(words: list[str], kind: KeyType) -> list[int] | list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from os import PathLike
@@ -35,11 +35,12 @@ Paths = str | PathLike[str]
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """A feature that reads the imported table."""
+    """A feature that reads the imported table. `hash` as for `SnapshotWriter.feature`."""
 
     name: str
     combiner: str | Combiner | None = None
     padding_key: int | str | None = None
+    hash: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +172,11 @@ def import_tables(
                     left_out(left)
                 for feature in table.features or (Feature(table.name),):
                     snapshot.feature(
-                        feature.name, table=table.name, combiner=feature.combiner, padding_key=feature.padding_key
+                        feature.name,
+                        table=table.name,
+                        combiner=feature.combiner,
+                        padding_key=feature.padding_key,
+                        hash=feature.hash,
                     )
             if dense is not None:
                 snapshot.dense(dense if isinstance(dense, bytes) else Path(dense))
@@ -310,6 +315,7 @@ class _Strict(BaseModel):
 class _FeatureEntry(_Strict):
     combiner: str | None = None
     padding_key: int | str | None = None
+    hash: dict[str, int | str] | None = None
 
 
 class _TableEntry(_Strict):
@@ -353,7 +359,7 @@ class TablesFile(_Strict):
 
 def _source(name: str, entry: _TableEntry, root: Path) -> TableSource:
     paths = [entry.path] if isinstance(entry.path, str) else entry.path
-    features = tuple(Feature(feature, it.combiner, it.padding_key) for feature, it in entry.features.items())
+    features = tuple(Feature(feature, it.combiner, it.padding_key, it.hash) for feature, it in entry.features.items())
     return TableSource(
         name,
         [root / path for path in paths],

@@ -10,7 +10,7 @@ import fcntl
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from tierstore.formats.uploads import check_nothing_at, scratch_directory, uploa
 from tierstore.ingest.bulkload import BulkLoad
 from tierstore.ingest.results import BaseBuild
 from tierstore.ingest.side_files import copy_side_files
+from tierstore.ingest.tasks import Merged
 from tierstore.tiers.disk.sealed_file import FORMAT as SEALED_FORMAT
 from tierstore.types import MAX_PARTITIONS, ProgressFn
 
@@ -155,7 +156,6 @@ def _finish(root: Path, snapshot: Snapshot, bulk: BulkLoad, made: BaseBuild, par
     """Move a partition's files into its directory, copy the side files there, and publish `built.json`."""
     written = [(task, of) for task, of in bulk.written if task.partition == partition and of.xxh3 is not None]
     files.rename_all([(Path(task.out), root / Path(task.out).name) for task, _ in written])
-    others = copy_side_files(snapshot, VersionDirectory(root))
     tables = []
     for name, table in made.tables.items():
         mine = [of for task, of in written if task.table == name]
@@ -171,25 +171,36 @@ def _finish(root: Path, snapshot: Snapshot, bulk: BulkLoad, made: BaseBuild, par
                 expired=table.expired,
             )
         )
-    built = BuiltManifest(
+    built = [built_file(task.table, Path(task.out).name, of) for task, of in written]
+    finish_folder(root, snapshot, snapshot.manifest, tables, built, (partition, partitions))
+
+
+def built_file(table: str, name: str, of: Merged) -> BuiltFile:
+    """The entry of a finished file."""
+    return BuiltFile(
+        name=name, table=table, rows=of.rows, bytes=of.bytes, xxh3=str(of.xxh3), digest=f"{of.digest:016x}"
+    )
+
+
+def finish_folder(
+    root: Path,
+    snapshot: Snapshot,
+    manifest: Manifest,
+    tables: Sequence[BuiltTable],
+    built: Sequence[BuiltFile],
+    part: tuple[int, int],
+) -> None:
+    """Copy the snapshot's side files to a folder that has these files, of which partition of how many, and publish its `built.json`."""
+    others = copy_side_files(snapshot, VersionDirectory(root))
+    document = BuiltManifest(
         sealed_format=SEALED_FORMAT,
-        partition=partition,
-        partitions=partitions,
+        partition=part[0],
+        partitions=part[1],
         tables=tuple(tables),
-        files=tuple(
-            BuiltFile(
-                name=Path(task.out).name,
-                table=task.table,
-                rows=of.rows,
-                bytes=of.bytes,
-                xxh3=str(of.xxh3),
-                digest=f"{of.digest:016x}",
-            )
-            for task, of in written
-        ),
+        files=tuple(built),
         others=tuple(other_file(root, path) for path in others),
     )
-    write_built(root, built, _as_here(snapshot.manifest, VersionDirectory(root)))
+    write_built(root, document, _as_here(manifest, VersionDirectory(root)))
 
 
 def _as_here(manifest: Manifest, where: VersionDirectory) -> Manifest:

@@ -9,8 +9,8 @@
     write_delta("deltas/1.arrow", touched, model="ctr", seq=1)
 
 Every `nn.Embedding` and `nn.EmbeddingBag` in the module becomes a table with its name (`user.rows` as `user_rows`). The key of
-a row is its number unless `keys` says otherwise. Every argument of `forward` that goes straight into a table becomes a
-feature with the argument's name. Needs PyTorch, which is not a dependency of this package, and for the dense part
+a row is its number unless `keys` says otherwise. Every argument of `forward` that goes into a table, straight or through
+a `HashKeys`, becomes a feature with the argument's name. Needs PyTorch, which is not a dependency of this package, and for the dense part
 `onnxscript` and the extra `dense`. Use it from the thread that trains.
 
 To score with PyTorch itself beside a store or a service, `swap_embeddings` puts modules that read it in place of a module's tables.
@@ -19,6 +19,7 @@ To score with PyTorch itself beside a store or a service, `swap_embeddings` puts
 from __future__ import annotations
 
 from tierstore.torch.export import export_dense, write_snapshot
+from tierstore.torch.hashing import HashKeys
 from tierstore.torch.modules import Embedding, EmbeddingBag, EmbeddingBagCollection, PooledRows, swap_embeddings
 from tierstore.torch.touched import Behind, TouchedRows, write_delta
 
@@ -27,6 +28,7 @@ __all__ = [
     "Embedding",
     "EmbeddingBag",
     "EmbeddingBagCollection",
+    "HashKeys",
     "PooledRows",
     "TouchedRows",
     "export_dense",

@@ -6,7 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from torch import nn
 from tierstore.errors import InvalidInput, MissingExtra, SnapshotError
 from tierstore.formats.normalize import guessed_key_type
 from tierstore.formats.snapshot.writer import SnapshotWriter
+from tierstore.torch.hashing import HashKeys
 from tierstore.torch.tables import BATCH_ROWS, Collection, check_mode, checked_keys, collections_of, tables_of
 from tierstore.torch.touched import TouchedRows
-from tierstore.types import check_name
+from tierstore.types import KeyHash, check_name
 
 _TOLERANCE = 1e-3  # between scores of the module and of ONNX Runtime, relative and absolute
 
@@ -58,6 +59,10 @@ def write_snapshot(
     tables = tables_of(module)
     features = _features(module, inputs, tables)
     named = checked_keys(keys, tables)
+    if hashed := [of.table for of in features.values() if of.hash is not None and of.table in named]:
+        raise InvalidInput(
+            f"keys: table {hashed[0]!r} is read through HashKeys, so its keys are the numbers of its rows"
+        )
     ttls = dict(ttl_s or {})
     if not set(ttls) <= set(tables):
         unknown = next(name for name in ttls if name not in tables)
@@ -73,17 +78,22 @@ def write_snapshot(
             for begin in range(0, len(weight), BATCH_ROWS):
                 part = slice(begin, min(begin + BATCH_ROWS, len(weight)))
                 out.write(named[name][part] if name in named else np.arange(part.start, part.stop), weight[part])
-        for feature in features.values():
-            padding = feature.padding
-            if padding is not None and feature.table in named:
-                padding = named[feature.table][padding]
-                padding = padding.item() if isinstance(padding, np.generic) else padding
-            snapshot.feature(feature.name, table=feature.table, combiner=feature.combiner, padding_key=padding)
+        _write_features(snapshot, features, named)
         if graph is not None:
             snapshot.dense(graph)
             snapshot.request(_request(features, inputs, named))
     if touched is not None:
         touched.clear()
+
+
+def _write_features(snapshot: SnapshotWriter, features: Mapping[str, _Feature], named: Mapping[str, Any]) -> None:
+    for feature in features.values():
+        padding = feature.padding
+        if padding is not None and feature.table in named:
+            padding = named[feature.table][padding]
+            padding = padding.item() if isinstance(padding, np.generic) else padding
+        how = None if feature.hash is None else asdict(feature.hash)
+        snapshot.feature(feature.name, table=feature.table, combiner=feature.combiner, padding_key=padding, hash=how)
 
 
 def export_dense(
@@ -135,6 +145,7 @@ class _Feature:
     padding: int | None
     rows: Any
     parts: tuple[str, ...]  # the arguments with offsets and weights of its bags, or that which the bags are in
+    hash: KeyHash | None = None  # by which a HashKeys makes row numbers of the argument
     bags: Any = None  # a JaggedTensor, where a collection of TorchRec has the feature
     pooled: Any = None  # the type that such a collection returns
 
@@ -149,6 +160,7 @@ def _features(module: nn.Module, inputs: Mapping[str, Any], tables: Mapping[str,
         if id(table) not in collected
     ]
     hooks += [one.module.register_forward_hook(finder.of_collection(one), with_kwargs=True) for one in collections]
+    hooks += [one.register_forward_hook(finder.hashed) for one in module.modules() if isinstance(one, HashKeys)]
     was_training = module.training
     module.eval()
     try:
@@ -167,35 +179,51 @@ class _Finder:
     def __init__(self, inputs: Mapping[str, Any]) -> None:
         self._tensors = {name: value for name, value in inputs.items() if _is_tensor(value)}
         self.found: dict[str, _Feature] = {}
+        self._hashed: list[tuple[Any, str, KeyHash]] = []  # what a HashKeys has made, and of which argument
+
+    def hashed(self, by: HashKeys, arguments: tuple[Any, ...], rows: Any) -> None:
+        """A hook of a HashKeys."""
+        self._hashed.append((rows, self._argument(arguments[0], "HashKeys is called")[0], by.how))
 
     def _name_of(self, value: Any) -> str | None:
         return next((name for name, one in self._tensors.items() if value is one), None)
 
-    def _argument(self, value: Any, what: str) -> str:
-        if (name := self._name_of(value)) is None:
-            raise InvalidInput(
-                f"{what} with a value that is no argument of forward: expected one of {', '.join(self._tensors)}, unchanged"
-            )
-        return name
+    def _argument(self, value: Any, what: str) -> tuple[str, KeyHash | None]:
+        """The argument that goes in, and how it was hashed before."""
+        if (name := self._name_of(value)) is not None:
+            return name, None
+        for rows, name, how in self._hashed:
+            if rows is value:
+                return name, how
+        raise InvalidInput(
+            f"{what} with a value that is no argument of forward: expected one of {', '.join(self._tensors)}, unchanged, or what a "
+            "tierstore.torch.HashKeys makes of one"
+        )
 
     def of_table(self, name: str) -> Any:
         def hook(table: Any, arguments: tuple[Any, ...], options: dict[str, Any], rows: Any) -> None:
-            argument = self._argument(arguments[0] if arguments else options["input"], f"table {name!r} is looked up")
+            keys = arguments[0] if arguments else options["input"]
+            argument, how = self._argument(keys, f"table {name!r} is looked up")
             others = (self._name_of(value) for value in (*arguments[1:], *options.values()))
             combiner = None
             if isinstance(table, nn.EmbeddingBag):
                 combiner = table.mode
                 check_mode(f"table {name!r}", combiner)
             parts = tuple(one for one in others if one is not None and one != argument)
-            self.found[argument] = _Feature(argument, name, combiner, table.padding_idx, rows.detach(), parts)
+            if (before := self.found.get(argument)) is not None and (before.table, before.hash) != (name, how):
+                raise InvalidInput(
+                    f"argument {argument!r} is read by two tables, {before.table!r} and {name!r}, or hashed in two ways: give "
+                    "forward an argument for each"
+                )
+            self.found[argument] = _Feature(argument, name, combiner, table.padding_idx, rows.detach(), parts, how)
 
         return hook
 
     def of_collection(self, one: Collection) -> Any:
         def hook(_: Any, arguments: tuple[Any, ...], options: dict[str, Any], pooled: Any) -> None:
             jagged = (*arguments, *options.values())[0]
-            parts = (self._argument(jagged, f"a {type(one.module).__name__} is called"),)
-            rows, bags = pooled if isinstance(pooled, dict) else pooled.to_dict(), jagged.to_dict()
+            argument, how = self._argument(jagged, f"a {type(one.module).__name__} is called")
+            rows, bags = pooled if isinstance(pooled, dict) else pooled.to_dict(), self._tensors[argument].to_dict()
             for config, _ in one.tables:
                 pooling = getattr(config, "pooling", None)
                 combiner = None if pooling is None else pooling.value.lower()
@@ -205,7 +233,7 @@ class _Finder:
                             f"feature {name!r} is read by two tables, or is an argument too: rename one of them"
                         )
                     self.found[name] = _Feature(
-                        name, config.name, combiner, None, rows[name], parts, bags[name], type(pooled)
+                        name, config.name, combiner, None, rows[name], (argument,), how, bags[name], type(pooled)
                     )
 
         return hook
@@ -271,6 +299,7 @@ class _Dense(nn.Module):  # type: ignore[misc]
         self._replaced: list[tuple[Any, nn.Module]] = [  # what is in a list is no submodule
             *((one.module, _PooledRows(one, features, self._given)) for one in collections_of(module)),
             *((table, _Rows()) for table in tables.values()),
+            *((one, _Rows()) for one in module.modules() if isinstance(one, HashKeys)),
         ]
         self._unused = {part: None for feature in features.values() for part in feature.parts}
         self._arguments = [name for name in inputs if name not in self._unused]

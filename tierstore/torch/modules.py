@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from tierstore.errors import InvalidInput
+from tierstore.torch.hashing import HashKeys
 from tierstore.torch.tables import check_mode, tables_of
 
 _DTYPES = ("float32", "float16")
@@ -182,7 +183,7 @@ def swap_embeddings(
     """Have `module` read its tables from `source`: its `nn.Embedding` and `nn.EmbeddingBag` are replaced in place.
 
     Each is replaced by a feature that reads the table of its name (`user.rows` is `user_rows`, as `write_snapshot` has
-    it; in a collection of TorchRec the name of its config), with the same padding. A table that was read by several
+    it; in a collection of TorchRec the name of its config), with the same padding. Its `HashKeys` are left to these features. A table that was read by several
     paths of the module is replaced at each. The module is set to `eval()`; what its tables held is free
     when nobody else holds it. One call of the module is answered by one version, where the model is one of this process.
 
@@ -199,10 +200,13 @@ def swap_embeddings(
     new = {id(part): _replacement(source, name, part, chosen.get(name), dtype) for name, part in tables.items()}
     for one in new.values():
         one.scope = scope
+    hashes = [part for part in module.modules() if isinstance(part, HashKeys)]
+    _check_hashes(source, hashes, [one.feature for one in new.values()])
+    others = {**new, **{id(part): nn.Identity() for part in hashes}}  # the features hash
     for parent in list(module.modules()):
         for name, part in parent._modules.items():
-            if id(part) in new:
-                parent._modules[name] = new[id(part)]
+            if id(part) in others:
+                parent._modules[name] = others[id(part)]
     inner = module.forward
 
     @functools.wraps(inner)
@@ -226,6 +230,23 @@ def _replacement(source: Source, table: str, part: Any, feature: str | None, dty
     if isinstance(part, nn.Embedding):
         return Embedding(source, feature, dtype=dtype)
     return EmbeddingBag(source, feature, mode=part.mode, include_last_offset=part.include_last_offset, dtype=dtype)
+
+
+def _check_hashes(source: Source, hashes: Sequence[HashKeys], features: Sequence[str]) -> None:
+    """InvalidInput unless the features hash keys as the module does, which then has to leave it to them."""
+    specs = getattr(source, "features", None)
+    if specs is None:
+        if hashes:
+            raise InvalidInput(
+                "the module has a HashKeys, and the model of a service does not say how its features hash keys: expected a model of a "
+                "store in this process"
+            )
+        return
+    ours, theirs = {one.how for one in hashes}, {specs[name].hash for name in features} - {None}
+    if ours != theirs:
+        raise InvalidInput(
+            f"expected features that hash keys as the module does, {ours or 'not at all'}; got {theirs or 'none'}"
+        )
 
 
 def _feature_of(source: Source, table: str, part: Any) -> str:

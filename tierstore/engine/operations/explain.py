@@ -22,7 +22,7 @@ from tierstore.engine.reads.view import View
 from tierstore.engine.serving.routing import STABLE
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import InvalidInput
-from tierstore.formats.keys import as_codes, partition_of
+from tierstore.formats.keys import as_codes, feature_codes, partition_of
 from tierstore.kernels import codec
 from tierstore.tiers.base import Peek
 from tierstore.types import Keys, TableSpec
@@ -47,8 +47,8 @@ def explain(
         raise InvalidInput(f"expected 1 to {MOST_KEYS} keys, got {len(keys)}")
     with model.view(STABLE if version is None else version) as view:
         spec = view.table_of(feature)
-        codes = as_codes(keys, spec.key, view.colliding.get(spec.name))
         of = view.features[feature]
+        codes = feature_codes(keys, of, spec, view.colliding.get(spec.name))
         padding = (
             None if of.padding_key is None else as_codes([of.padding_key], spec.key, view.colliding.get(spec.name))
         )

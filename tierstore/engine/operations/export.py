@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import reduce
 from itertools import chain
 from pathlib import Path
@@ -336,7 +336,10 @@ def _write_remaining(writer: SnapshotWriter, moment: _Moment) -> None:
     """All but the rows: features, warm-up keys, the dense part and its recorded requests."""
     info = moment.version.info
     for feature in info.features.values():
-        writer.feature(feature.name, table=feature.table, combiner=feature.combiner, padding_key=feature.padding_key)
+        how = None if feature.hash is None else asdict(feature.hash)
+        writer.feature(
+            feature.name, table=feature.table, combiner=feature.combiner, padding_key=feature.padding_key, hash=how
+        )
     for name, spec in info.specs.items():
         for keys in load_keys(info.where.warmup(name)):
             writer.warmup(name, from_codes(np.asarray(keys), spec.key))

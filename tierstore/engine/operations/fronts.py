@@ -53,7 +53,10 @@ def line_of(model: Model, view: View) -> str:
     """What tells rows of one version number from other ones: tables, features, and which of its deltas were undone."""
     info = view.open_version.info
     tables = [(s.name, s.key.value, s.dim, s.dtype.value, s.default) for s in info.specs.values()]
-    features = sorted((f.name, f.table, f.combiner, str(f.padding_key)) for f in info.features.values())
+    features = sorted(
+        (f.name, f.table, f.combiner, str(f.padding_key), *([str(f.hash)] if f.hash else []))
+        for f in info.features.values()
+    )
     undone = [each for each in model.state.log.undone.ranges if each[1] > info.manifest.delta_seq]
     return xxhash.xxh3_64_hexdigest(json.dumps([tables, features, undone]).encode())
 

@@ -15,11 +15,11 @@ from tierstore import kernels
 from tierstore.engine.data.cascade import Cascade
 from tierstore.engine.data.overlay import OverlayTable
 from tierstore.formats.colliding import CollidingKeys
-from tierstore.formats.keys import as_codes
+from tierstore.formats.keys import feature_codes
 from tierstore.kernels import gather as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.predict.binding import Bindings
-from tierstore.types import Keys, Tier
+from tierstore.types import FeatureSpec, Keys, Tier
 
 _PENDING = np.uint8(Tier.PENDING)
 _DTYPES = np.dtype(np.float32), np.dtype(np.float16)  # by the code of an answer
@@ -33,6 +33,7 @@ class Source:
 
     def __init__(
         self,
+        feature: FeatureSpec,
         table: Cascade,
         overlays: Sequence[OverlayTable],
         colliding: CollidingKeys | None,
@@ -40,7 +41,8 @@ class Source:
         padding: int | None,
         place: int,
     ) -> None:
-        self.table, self.colliding, self.code, self.padding, self.place = table, colliding, code, padding, place
+        self.feature, self.table = feature, table
+        self.colliding, self.code, self.padding, self.place = colliding, code, padding, place
         self.overlays = overlays  # kept, as what the words name is theirs
         self.default = np.ascontiguousarray(table.default, _DTYPES[code])
         self.overlay_words = np.array([address_of(overlay.words) for overlay in overlays], np.int64)
@@ -74,7 +76,7 @@ class Gathering:
     def begin(self, keys: Sequence[Any], places: npt.NDArray[np.int64], memory: npt.NDArray[np.uint8]) -> GatheredRows:
         """Start a look-up of the keys of each feature; `places` of `memory` are as `Run.places` has them. Raises InvalidInput."""
         codes = [
-            as_codes(of, source.table.spec.key, source.colliding)
+            feature_codes(of, source.feature, source.table.spec, source.colliding)
             for of, source in zip(keys, self._sources, strict=True)
         ]
         return self.begin_codes(np.concatenate(codes) if len(codes) > 1 else codes[0], places, memory)

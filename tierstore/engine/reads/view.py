@@ -22,7 +22,7 @@ from tierstore.engine.reads.predict import predict
 from tierstore.engine.versions.version import Version
 from tierstore.errors import InvalidInput, MissingExtra, NotFound, NotReady
 from tierstore.formats.colliding import CollidingKeys
-from tierstore.formats.keys import as_codes
+from tierstore.formats.keys import as_codes, feature_codes
 from tierstore.kernels.pool import check_offsets
 from tierstore.predict.binding import Bindings
 from tierstore.predict.runtime import INSTALL
@@ -135,7 +135,7 @@ class View:
 
         Args:
             feature: a feature of the model.
-            keys: n keys of its table's type: an integer array or list, strings for a string table, or an Arrow array.
+            keys: n keys of its table's type, or of its hash's: an integer array or list, strings for a string table, or an Arrow array.
             dtype: of the answer, `float32` or `float16`.
             out: C-contiguous array [n, dim] of that dtype to write into and return.
             return_found: also return bool[n], False where the table's default was answered.
@@ -153,7 +153,7 @@ class View:
         if spec.padding_key is not None or device not in (None, "cpu"):
             return self._answer(self._batch(feature, keys, dtype=dtype, out=out), device, return_found)
         # the same at once, because a look-up of few keys would notice the steps
-        codes = as_codes(keys, table.spec.key, self.colliding.get(spec.table))
+        codes = feature_codes(keys, spec, table.spec, self.colliding.get(spec.table))
         answer = answer_array((len(codes), table.spec.dim), answer_dtype(dtype), out)
         state = np.zeros(len(codes), _STATE)
         table.lookup(self._by_table[spec.table], self.seq, codes, answer, state)
@@ -252,7 +252,7 @@ class View:
             padding = None if spec.padding_key is None else int(self._padding[name])
             code = int(bindings.features[name].dtype == "float16")
             colliding = self.colliding.get(spec.table)
-            sources.append(Source(table, self._by_table[spec.table], colliding, code, padding, places[name]))
+            sources.append(Source(spec, table, self._by_table[spec.table], colliding, code, padding, places[name]))
         if len(self._gatherings) >= _MOST_GATHERINGS:
             self._gatherings.clear()
         gathering = self._gatherings[features] = Gathering(bindings, sources, self.seq)
@@ -293,7 +293,7 @@ class View:
     ) -> KeyBatch:
         """The request, checked: the only place where one is made. Errors as for `lookup`."""
         spec, table = self._feature(feature)
-        codes = as_codes(keys, table.spec.key, self.colliding.get(spec.table))
+        codes = feature_codes(keys, spec, table.spec, self.colliding.get(spec.table))
         padding = None if spec.padding_key is None else codes == self._padding[feature]
         bags = None
         if offsets is not None:

@@ -35,7 +35,7 @@ from tierstore.formats.objects import Location
 from tierstore.formats.regular import MAX_DOCUMENT_BYTES, read_regular
 from tierstore.formats.row_times import MAX_TTL_S, ttl_seconds
 from tierstore.formats.times import format_time, parse_time
-from tierstore.types import Combiner, FeatureSpec, KeyType, StorageDtype, TableSpec, check_name
+from tierstore.types import Combiner, FeatureSpec, KeyHash, KeyType, StorageDtype, TableSpec, check_name
 
 MAX_ROWS = 1 << 62
 MAX_REQUESTS = 1000  # to warm the dense part with
@@ -181,6 +181,14 @@ class TableEntry(_Entry):
         return TableSpec(self.name, self.key, self.dim, self.dtype, self.default, self.ttl_s)
 
 
+class HashEntry(_Entry):
+    """How keys of requests become row numbers of the table (`formats/key_hash.py`)."""
+
+    mod: Annotated[int, Field(ge=1, le=MAX_ROWS)]
+    seed: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
+    key: Annotated[KeyType, BeforeValidator(lambda v: KeyType(v) if v in list(KeyType) else v)] = KeyType.INT64
+
+
 class FeatureEntry(_Entry):
     """A named input that reads a table."""
 
@@ -188,9 +196,11 @@ class FeatureEntry(_Entry):
     table: str
     combiner: Annotated[Combiner, BeforeValidator(lambda v: Combiner(v) if v in list(Combiner) else v)] | None = None
     padding_key: Annotated[int | str | None, PlainValidator(_padding_key)] = None
+    hash: HashEntry | None = None
 
     def spec(self) -> FeatureSpec:
-        return FeatureSpec(self.name, self.table, self.combiner, self.padding_key)
+        how = None if self.hash is None else KeyHash(self.hash.mod, self.hash.seed, self.hash.key)
+        return FeatureSpec(self.name, self.table, self.combiner, self.padding_key, how)
 
 
 class DenseEntry(_Entry):
@@ -236,6 +246,10 @@ class Manifest(_Entry):
             problem = _padding_problem(feature.padding_key, tables[feature.table].key)
             if problem:
                 raise ValueError(f"features[{i}].padding_key: {problem}")
+            if feature.hash is not None and tables[feature.table].key is KeyType.STRING:
+                raise ValueError(
+                    f"features[{i}].hash: expected a table whose keys are integers, row numbers; {feature.table!r} has string keys"
+                )
         for table in self.warmup:
             if table not in tables:
                 raise ValueError(f"warmup.{table}: not a table of this snapshot")

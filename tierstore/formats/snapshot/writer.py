@@ -153,11 +153,18 @@ class SnapshotWriter:
         table: str,
         combiner: str | Combiner | None = None,
         padding_key: int | np.integer | str | None = None,
+        hash: Mapping[str, Any] | None = None,
     ) -> None:
-        """A named input of the model that reads `table`; several may read one table."""
+        """A named input of the model that reads `table`; several may read one table.
+
+        hash: the table's keys are row numbers, and requests have keys that are hashed to them: `{"mod": rows}`, with `"seed"` by
+        XXH3-64 and not by the remainder alone, and with `"key"` (`int64`, `uint64`, `string`) for keys of another type than int64.
+        """
         self._open()
         padding = int(padding_key) if isinstance(padding_key, np.integer) else padding_key
         self._features.append({"name": name, "table": table, "combiner": combiner, "padding_key": padding})
+        if hash is not None:
+            self._features[-1]["hash"] = dict(hash)
 
     def dense(self, model: str | Path | bytes) -> None:
         """The dense part: an ONNX file, or its bytes. Weights in other files next to the file are included."""

@@ -57,7 +57,7 @@ def plan_hps(view: View, request: Request) -> Plan:
     calls: dict[str, Call] = {}
     for name, feature in view.features.items():
         table = view.table_of(name)
-        if table.key is KeyType.STRING:
+        if feature.key_type(table) is KeyType.STRING:
             raise InvalidInput(
                 f"input {KEYS!r}: table {table.name!r} has string keys, which it cannot hold; ask by the names of the features, as {name!r}"
             )

@@ -101,7 +101,8 @@ def _joined(calls: Sequence[Call], inputs: Sequence[TensorSpec]) -> tuple[int, i
     if not places or places != list(range(places[0], places[0] + len(places))):
         return None
     for call in calls:
-        if call.table.key is KeyType.STRING or inputs[call.keys].datatype != KEY_DATATYPES[call.table.key][0]:
+        usual = call.table.key is not KeyType.STRING and call.feature.hash is None
+        if not usual or inputs[call.keys].datatype != KEY_DATATYPES[call.table.key][0]:
             return None
     return places[0], places[-1]
 
@@ -211,10 +212,11 @@ def _own(tensor: Tensor, received: TensorSpec) -> TensorSpec:
 
 def _keys(view: View, feature: FeatureSpec, tensor: TensorSpec, combiner: Combiner | None, position: int) -> Call:
     table = view.table_of(feature.name)
-    expected = KEY_DATATYPES[table.key]
+    expected = KEY_DATATYPES[feature.key_type(table)]
     if tensor.datatype not in expected:
+        what = f"table {table.name!r} has {table.key}" if feature.hash is None else f"it hashes {feature.hash.key}"
         raise InvalidInput(
-            f"input {feature.name!r}: table {table.name!r} has {table.key} keys; expected {' or '.join(expected)}, got {tensor.datatype}"
+            f"input {feature.name!r}: {what} keys; expected {' or '.join(expected)}, got {tensor.datatype}"
         )
     if len(tensor.shape) > 2:
         raise InvalidInput(f"input {feature.name!r}: expected shape [n] or [batch, k], got {list(tensor.shape)}")
@@ -280,8 +282,8 @@ def raw_input(view: View, data: memoryview) -> tuple[TensorSpec, Elements]:
         raise InvalidInput(
             f"a raw body needs a model with exactly one input, this one has {len(names)}: {listed(sorted(names))}"
         )
-    (name,) = view.features
-    datatype = KEY_DATATYPES[view.table_of(name).key][0]
+    ((name, feature),) = view.features.items()
+    datatype = KEY_DATATYPES[feature.key_type(view.table_of(name))][0]
     if datatype == BYTES:
         return TensorSpec(name, BYTES, (1,)), string_element(data)
     width = NUMPY_DTYPE[datatype].itemsize

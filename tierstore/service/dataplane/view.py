@@ -100,7 +100,9 @@ def inputs_of(view: View) -> Iterator[TensorInfo]:
     session = view.predictor
     for name, feature in view.features.items():
         # any subset of the features makes a request
-        yield TensorInfo(name, KEY_DATATYPES[view.table_of(name).key][0], (-1,), optional=len(view.features) > 1)
+        yield TensorInfo(
+            name, KEY_DATATYPES[feature.key_type(view.table_of(name))][0], (-1,), optional=len(view.features) > 1
+        )
         if feature.combiner is not None:
             yield TensorInfo(f"{name}.offsets", "INT64", (-1,), optional=True)
             yield TensorInfo(f"{name}.weights", "FP32", (-1,), optional=True)

@@ -99,7 +99,7 @@ def _variant_words(
 
 def is_runnable(plan: Plan) -> bool:
     """Whether a reactor can answer requests of this plan's structure, whatever their sizes."""
-    if plan.dense is not None or plan.numbers is not None:
+    if plan.dense is not None or plan.numbers is not None or any(call.feature.hash for call in plan.calls):
         return False
     # strings that nothing is asked of are checked by Python
     return not any(call.spec.datatype == BYTES and not call.rows and not call.found for call in plan.calls)
