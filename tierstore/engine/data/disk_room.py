@@ -21,7 +21,7 @@ _LOOK_AGAIN_S = 0.5
 
 
 class DiskRoom:
-    """That of one model. `log_bytes`: the most of its delta log, None for no limit; `reserve`: bytes to keep free."""
+    """Room on disk for one model. `log_bytes`: the most of its delta log, None for no limit; `reserve`: bytes to keep free."""
 
     def __init__(self, where: ModelDirectory, log_bytes: int | None, reserve: int) -> None:
         self._where, self._log_bytes, self._reserve = where, log_bytes, reserve

@@ -22,7 +22,7 @@ from tierstore.formats.names import ModelDirectory, format_version, parse_versio
 
 
 class CurrentRecord:
-    """That of one model."""
+    """The record of what the next start of one model serves."""
 
     def __init__(self, where: ModelDirectory) -> None:
         self._where = where
