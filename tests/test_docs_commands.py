@@ -65,6 +65,7 @@ NOT_RUN = {  # the beginning of a line, or of a program → why
     "import grpc, numpy as np, tensorflow": "needs TensorFlow; tests/interop sends the same",
     "graph = onnxmltools": "needs LightGBM; examples/lightgbm_with_embeddings.py does it",
     "from tierstore.torch import": "needs PyTorch; test_docs.py runs it where that is",
+    'import tierstore\n\nwith tierstore.SnapshotWriter("template"': "shows calls of many tasks; tests/ingest/test_partitioned.py and test_engines.py run whole builds",
     "import torch\n": "needs PyTorch; test_docs.py runs it where that is",
     "write_snapshot(": "needs TorchRec; test_docs.py runs it where that is",
 }  # fmt: skip

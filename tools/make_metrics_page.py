@@ -60,7 +60,9 @@ def _families() -> dict[str, Metric]:
 @contextmanager
 def a_service() -> Iterator[ServerThread]:
     """A service of an empty store that watches a directory and a location, and has a peer, which is away."""
-    logging.getLogger("tierstore").addHandler(logging.NullHandler())  # what it has to say of its peers is of no interest
+    logging.getLogger("tierstore").addHandler(
+        logging.NullHandler()
+    )  # what it has to say of its peers is of no interest
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         for folder in ("deltas", "snapshots"):
