@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +15,12 @@ import pytest
 from hypothesis import settings
 
 from tests import warm_helpers
+from tests.counts import few_or_many
 from tierstore.kernels import ahead
 
-settings.register_profile("patient", settings(), deadline=None)  # another machine may be slower, or busy
+settings.register_profile(
+    "patient", settings(), deadline=None, max_examples=few_or_many(30, 100)
+)  # another machine may be slower, or busy
 settings.load_profile("patient")
 
 HERE = Path(__file__).parent
@@ -37,6 +42,19 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {HERE / f"{name}.py": place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path, len(LONG)))  # stable: all else stays in its order
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_trust_store() -> Iterator[None]:
+    """httpx reads the certificates of all authorities for each client and each `httpx.get`, which takes 40 ms of a processor: read once."""
+    if importlib.util.find_spec("httpx") is None:  # older-trainers
+        yield
+        return
+    from httpx._transports import default
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(default, "create_ssl_context", functools.cache(default.create_ssl_context))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

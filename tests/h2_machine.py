@@ -126,3 +126,20 @@ class Machine:
     def take_sent(self) -> bytes:
         data, self.sent = self.sent, b""
         return data
+
+
+def sessions(data: bytes, times: int) -> list[int]:
+    """So many sessions of HTTP/2 that each were sent this."""
+    begun = []
+    out, work = np.zeros(1 << 17, np.uint8), np.zeros(h2words.WORK_BYTES, np.uint8)
+    sent, told = np.frombuffer(data, np.uint8).copy(), np.zeros((h2words.MOST_STREAMS, 2), np.int64)
+    for _ in range(times):
+        session, at, used = h2session.begin(1 << 30, 0), 0, 1
+        while used:
+            h2session.bind_frames(session, address_of(out), len(out))
+            h2session.push_all(session, told)
+            used, _ = h2session.advance(session, address_of(sent) + at, len(data) - at, address_of(work), 1)
+            at += used
+        assert at == len(data)
+        begun.append(session)
+    return begun

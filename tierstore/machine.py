@@ -36,7 +36,7 @@ def memory_bytes(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
 
 
 def _folders(controller: str, proc: Path, groups: Path) -> Iterator[Path]:
-    """Those of the process's group and of the groups around it, for either version of control groups."""
+    """The folders of the process's control group and of the groups around it, for either version of control groups."""
     try:
         lines = proc.read_text().splitlines()
     except OSError:

@@ -162,7 +162,7 @@ class Partitions:
 
     @classmethod
     def of(cls, count: int, numbers: Iterable[int]) -> Self:
-        """Those with these numbers. InvalidInput for one that is out of range, or where there is none."""
+        """The partitions with these numbers. InvalidInput for one that is out of range, or where there is none."""
         ordered = sorted(set(numbers))
         if not 1 <= count <= MAX_PARTITIONS or not ordered or not 0 <= ordered[0] <= ordered[-1] < count:
             raise InvalidInput(
@@ -174,7 +174,7 @@ class Partitions:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Of a text such as `0-15/64` or `0-15,40/64`: ranges, and of how many. InvalidInput."""
+        """Partitions from a text such as `0-15/64` or `0-15,40/64`: ranges, and of how many. InvalidInput."""
         match = _PARTITIONS.fullmatch(text.replace(" ", ""))
         if match is None:
             raise InvalidInput(f"expected partitions and of how many, such as 0-15/64 or 0-15,40/64, got {text!r}")
@@ -206,7 +206,7 @@ class Partitions:
 
     @property
     def numbers(self) -> list[int]:
-        """Of each of these partitions, ascending."""
+        """The numbers of these partitions, ascending."""
         numbers: list[int] = np.flatnonzero(self.is_own).tolist()
         return numbers
 
@@ -217,7 +217,7 @@ class Partitions:
 
     @property
     def part(self) -> float:
-        """Of all keys, how many these have: more than 0, at most 1."""
+        """The part of all keys that these have: more than 0, at most 1."""
         return len(self.numbers) / self.count
 
     @property

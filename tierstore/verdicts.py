@@ -23,7 +23,7 @@ class Requests:
     failed: int = 0
 
     def since(self, before: Requests) -> Requests:
-        """Those that came later. A count that went down is that of a service that started again."""
+        """The counts that came later. A count that went down is that of a service that started again."""
         return Requests(max(0, self.total - before.total), max(0, self.failed - before.failed))
 
     def __add__(self, other: Requests) -> Requests:

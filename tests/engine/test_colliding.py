@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 import tierstore
 from tests.collisions import family, pair
+from tests.counts import few_or_many
 from tests.engine import scenes
 from tierstore.errors import SnapshotError, StorageError
 from tierstore.tiers.disk.sst import write_sst
@@ -288,7 +289,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=10)
+@settings(max_examples=few_or_many(3, 10))
 @given(OPERATIONS)
 def test_any_deltas_over_versions_and_restarts_are_as_a_dict(
     tmp_path_factory: pytest.TempPathFactory, operations: list[Any]

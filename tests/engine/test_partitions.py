@@ -327,7 +327,7 @@ def test_a_damaged_partition_is_refused_by_its_name(
     assert store.models() == []
 
 
-@pytest.mark.parametrize("source", ["built", "whole"])
+@pytest.mark.parametrize("source", [pytest.param("built", marks=pytest.mark.thorough), "whole"])
 def test_a_load_that_was_broken_off_goes_on(open_nodes: Open, built: Path, tmp_path: Path, source: str) -> None:
     plain = write(tmp_path / "plain", 7, twins=[])
     tierstore.build_snapshot(plain, tmp_path / "whole", load_workers=1)

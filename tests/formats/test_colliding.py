@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.collisions import digest, family, of_hash, pair
+from tests.counts import few_or_many
 from tierstore.formats.colliding import NONE, CollidingKeys, free_code, from_record, hash_arrow, to_record
 from tierstore.formats.keys import as_codes
 from tierstore.types import KeyType
@@ -65,7 +66,7 @@ def test_very_many_are_found_as_well_as_few() -> None:
     assert codes_of(keys, ["x", *texts]) == [digest("x"), *range(len(texts))]
 
 
-@settings(max_examples=200)
+@settings(max_examples=few_or_many(50, 200))
 @given(
     st.sets(st.sampled_from(UNIVERSE)),
     st.lists(st.dictionaries(st.sampled_from(UNIVERSE), st.none() | st.integers(), min_size=1), max_size=8),

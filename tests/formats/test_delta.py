@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.collisions import digest, pair
+from tests.counts import few_or_many
 from tests.formats.disks import FailingDisk
 from tierstore.errors import DeltaError, InvalidInput, StorageError
 from tierstore.formats import files
@@ -296,7 +297,7 @@ OPERATIONS = st.lists(st.tuples(st.sampled_from(["item", "user", "word", "raw"])
 DIMS = {"item": 2, "user": 3, "word": 2, "raw": 2}
 
 
-@settings(max_examples=150)
+@settings(max_examples=few_or_many(40, 150))
 @given(OPERATIONS, st.booleans())
 def test_a_written_delta_reads_as_a_dict_of_its_last_rows(operations: Any, half: bool) -> None:
     expected: dict[str, dict[Any, float | None]] = {}

@@ -19,6 +19,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.counts import few_or_many
 from tests.formats.shards import KEYS, VECTORS, save_npz, save_safetensors, save_shard, snapshot_of
 from tierstore.formats.snapshot.reader import open_snapshot
 from tierstore.formats.snapshot.writer import SnapshotWriter
@@ -239,7 +240,7 @@ def test_a_shard_without_a_checksum_is_taken(tmp_path: Path) -> None:
     open_snapshot(root).check_checksum("item", 0)
 
 
-@settings(max_examples=25)
+@settings(max_examples=few_or_many(8, 25))
 @given(
     st.data(), st.integers(0, 40), st.integers(1, 5), st.sampled_from(FORMATS), st.integers(1, 17), st.integers(1, 9)
 )

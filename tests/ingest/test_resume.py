@@ -297,6 +297,7 @@ def test_a_copy_of_the_snapshot_is_the_same_one_and_a_changed_shard_is_not(root:
     assert open_snapshot(copy).identity() != before
 
 
+@pytest.mark.thorough
 def test_a_load_that_is_cancelled_goes_on_and_one_that_is_refused_leaves_nothing(
     root: Path, tmp_path: Path, whole: BaseBuild
 ) -> None:

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.counts import few_or_many
 from tierstore.errors import SnapshotError
 from tierstore.formats.snapshot.manifest import Manifest
 from tierstore.formats.snapshot.reader import Batch, Snapshot
@@ -78,7 +79,7 @@ def merge(
 _codes = st.lists(st.integers(-1000, 1000), min_size=1, max_size=60, unique=True)
 
 
-@settings(max_examples=40)
+@settings(max_examples=few_or_many(12, 40))
 @given(
     codes=_codes,
     cut=st.integers(0, 60),
@@ -173,7 +174,7 @@ _weak = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=few_or_many(20, 60))
 @given(
     keys=_weak,
     cut=st.integers(0, 40),

@@ -124,6 +124,7 @@ def test_what_was_compiled_before_a_kill_is_read_by_the_next_that_compiles(
     assert hits == there
 
 
+@pytest.mark.thorough
 def test_kernels_that_the_package_carries_are_read_where_the_processor_has_their_features(
     fresh: dict[str, str], tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.counts import few_or_many
 from tierstore.kernels import partitions
 
 COUNTS = [1, 2, 3, 7, 64, 1000]
@@ -51,7 +52,7 @@ def test_which_codes_are_own(count: int) -> None:
 
 
 @given(st.integers(0, 300), st.integers(1, 9), st.integers(1, 20))
-@settings(max_examples=60)
+@settings(max_examples=few_or_many(20, 60))
 def test_places_by_the_node_to_ask(keys: int, nodes: int, count: int) -> None:
     rng = np.random.default_rng([keys, nodes, count])
     codes, node_of = rng.integers(-(1 << 63), (1 << 63) - 1, 300), rng.integers(-1, nodes, count)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.counts import few_or_many
 from tierstore.kernels import resp
 from tierstore.kernels.codec import address_of
 from tierstore.types import Tier
@@ -53,7 +54,7 @@ class Parser:
 
 
 @given(st.lists(st.integers(1, 40), max_size=60))
-@settings(max_examples=200)
+@settings(max_examples=few_or_many(60, 200))
 def test_replies_in_pieces(sizes: list[int]) -> None:
     data, parser = MARK + reply() + MARK, Parser()
     at = 0
@@ -106,7 +107,7 @@ def test_what_was_not_asked_for_is_seen(data: bytes) -> None:
 
 
 @given(st.integers(0, 10**9), st.integers(1, 6))
-@settings(max_examples=500)
+@settings(max_examples=few_or_many(150, 500))
 def test_spoiled_replies_write_nowhere_else(seed: int, spoiled: int) -> None:
     rng = np.random.default_rng(seed)
     data = np.frombuffer(MARK + reply() + MARK, np.uint8).copy()

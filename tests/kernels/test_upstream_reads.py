@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.counts import few_or_many
 from tierstore.kernels import upstream_reads as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.front_rows import ABSENT, FOREIGN, THERE
@@ -58,7 +59,7 @@ def exchange(
 
 
 @given(st.lists(st.integers(1, 60), max_size=12))
-@settings(max_examples=40)
+@settings(max_examples=few_or_many(12, 40))
 def test_an_answer_in_pieces(sizes: list[int]) -> None:
     whole, pieces = answer(headers=b"Date: today\r\nCONNECTION: Close\r\n"), []
     for size in sizes:

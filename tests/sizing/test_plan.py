@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import tierstore
 from tierstore.errors import InvalidInput
 from tierstore.formats.files import tree_bytes
 from tierstore.sizing.plan import HOST_ROW_BYTES, Load, Machine, Plan, bytes_of, node_of, plan
-from tierstore.sizing.reuse import ADS, Classes, Zipf, hit_rate, read_classes
+from tierstore.sizing.reuse import ADS, Classes, Measured, Zipf, hit_rate, read_classes
 from tierstore.tiers.host.layout import Layout
 from tierstore.types import KeyType, StorageDtype, TableSpec
 
@@ -86,6 +87,23 @@ def test_bytes_are_those_of_published_runs() -> None:
 def test_the_overhead_of_a_cached_row_is_that_of_the_layout() -> None:
     spec = TableSpec("t", KeyType.INT64, 32, StorageDtype.FLOAT16, "zeros")
     assert Layout(spec, 1 << 20).set_bytes / 56 == pytest.approx(spec.row_bytes + HOST_ROW_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("share", "rate"),
+    [
+        (0.1, 0.5),
+        (0.2, 0.6),  # half of the way from 0.1 to 0.4, which is four times as much
+        (0.4, 0.7),
+        (math.sqrt(0.4), 0.85),  # half of the way from 0.4 to all
+        (0.05, 0.4),  # as it goes on from 0.4 to 0.1
+        (0.001, 0.005),  # never less than if all rows of the first point were alike
+        (1.0, 1.0),
+    ],
+)
+def test_hit_rates_between_and_beyond_those_that_a_cache_has_tried(share: float, rate: float) -> None:
+    tried = Measured("tried", [(0.1, 0.5), (0.4, 0.7), (1.0, 0.99)])
+    assert hit_rate(tried, share * 1000, 1000) == pytest.approx(rate)
 
 
 # --- its own arithmetic

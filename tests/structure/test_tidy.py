@@ -61,6 +61,26 @@ def test_every_module_says_what_it_is() -> None:
     assert [name for name, text in texts.items() if text and not ast.get_docstring(ast.parse(text))] == []
 
 
+def riddles(text: str) -> list[str]:
+    """First words of docstrings that only somebody understands who has read what is around them."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, documented)]
+    return [docstring for docstring in docstrings if re.match(r"(Those|That|Of|Both in one|Its|Their)\b", docstring)]
+
+
+def test_a_docstring_begins_with_what_the_thing_is() -> None:
+    kernels = "tierstore/kernels/"  # a word changed there has every kernel compiled again
+    library = [path for path in SOURCES if shown(path).startswith("tierstore/") and not shown(path).startswith(kernels)]
+    assert {shown(path): found for path in library if (found := riddles(path.read_text(encoding="utf-8")))} == {}
+
+
+@pytest.mark.parametrize(
+    ("first", "found"), [("Those of one model.", True), ("Of a node.", True), ("The loads.", False)]
+)
+def test_the_rule_of_docstrings(first: str, found: bool) -> None:
+    assert bool(riddles(f'def f():\n    """{first}"""\n')) is found
+
+
 def test_only_those_who_speak_to_a_person_print() -> None:
     library = [
         path for path in SOURCES if shown(path).startswith("tierstore/") and not shown(path).startswith(MAY_PRINT)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.counts import few_or_many
 from tests.formats.disks import FailingDisk
 from tests.tiers.test_sealed import CACHE, KEYS, make, some_rows
 from tierstore.errors import StorageError
@@ -116,7 +117,7 @@ def test_what_seemed_to_be_there_by_chance_goes_on_seeming_so(reopen):
     assert maybe_changed.all()
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=few_or_many(8, 30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(batches=st.lists(st.lists(st.integers(-50, 50), unique=True), max_size=8), cut=st.integers(0, 400))
 def test_a_file_that_was_cut_off_anywhere_holds_its_whole_entries(tmp_path, batches, cut):
     path = tmp_path / "file"

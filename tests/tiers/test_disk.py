@@ -16,6 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests.counts import few_or_many
 from tests.tiers.backing_contract import LIMITS, ROW_BYTES, BackingContract, get, some_rows
 from tierstore.errors import Closed, Corruption, Locked, StorageError
 from tierstore.kernels.digest import digest_rows
@@ -550,4 +551,6 @@ class SealedAgainstDict(DiskAgainstDict):
 
 TestDiskAgainstDict = DiskAgainstDict.TestCase
 TestSealedAgainstDict = SealedAgainstDict.TestCase
-TestDiskAgainstDict.settings = TestSealedAgainstDict.settings = settings(max_examples=20, stateful_step_count=15)
+TestDiskAgainstDict.settings = TestSealedAgainstDict.settings = settings(
+    max_examples=few_or_many(6, 20), stateful_step_count=15
+)

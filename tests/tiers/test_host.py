@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.counts import few_or_many
 from tests.tiers.cache_contract import (
     DEFAULT,
     DIM,
@@ -364,7 +365,7 @@ class HostAgainstDict(RuleBasedStateMachine):
 
 
 TestHostAgainstDict = HostAgainstDict.TestCase
-TestHostAgainstDict.settings = settings(max_examples=60, stateful_step_count=40)
+TestHostAgainstDict.settings = settings(max_examples=few_or_many(15, 60), stateful_step_count=40)
 
 assert SPEC.dim == DIM
 

@@ -17,6 +17,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.counts import few_or_many
 from tests.tiers.backing_contract import LIMITS, ROW_BYTES, get, some_rows
 from tierstore.errors import Corruption, StorageError
 from tierstore.formats.keys import partition_of
@@ -184,7 +185,7 @@ def test_keys_that_do_not_ascend_are_refused_and_leave_no_file(tmp_path: Path, k
 _codes = st.integers(-300, 300) | st.sampled_from([LIMITS.min, LIMITS.max])
 
 
-@settings(max_examples=60)
+@settings(max_examples=few_or_many(20, 60))
 @given(
     held=st.sets(_codes, min_size=1, max_size=200),
     asked=st.sets(_codes, max_size=200),

@@ -75,7 +75,7 @@ class Token:
         return self.expires_at is not None and self.expires_at <= datetime.now(UTC)
 
     def document(self) -> dict[str, Any]:
-        """For the file."""
+        """The token as the file of tokens has it."""
         return {
             "id": self.id,
             "role": str(self.role),

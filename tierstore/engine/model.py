@@ -328,13 +328,13 @@ class Model:
 
     @property
     def features(self) -> dict[str, FeatureSpec]:
-        """Of the active version. NotReady where nothing serves."""
+        """The features of the active version. NotReady where nothing serves."""
         with self.view(STABLE) as view:
             return view.features
 
     @property
     def tables(self) -> dict[str, TableSpec]:
-        """Of the active version. NotReady where nothing serves."""
+        """The tables of the active version. NotReady where nothing serves."""
         with self.view(STABLE) as view:
             return view.open_version.specs
 

@@ -28,7 +28,7 @@ Headers = list[tuple[str, bytes]]
 
 
 class Message(NamedTuple):
-    """As it was read. timestamp_ms: since 1970, 0 where the broker gives none. is_null: it has no value at all, a tombstone."""
+    """A message as it was read. timestamp_ms: since 1970, 0 where the broker gives none. is_null: it has no value at all, a tombstone."""
 
     partition: int
     offset: int

@@ -117,7 +117,7 @@ class ProtobufFiles:
         self._pool.AddSerializedFile(module.DESCRIPTOR.serialized_pb)
 
     def decoder(self, names: Sequence[str], *, message: str | None = None, path: Sequence[int] = (0,)) -> Decode:
-        """Of the message type of that full name, or at that place in the file. It gives the fields of these names that it has."""
+        """A decoder of the message type of that full name, or at that place in the file. It gives the fields of these names that it has."""
         kind = self._class_of(self._name_at(path) if message is None else message)
         fields = [field for name in names if (field := kind.DESCRIPTOR.fields_by_name.get(name)) is not None]
         if not fields:

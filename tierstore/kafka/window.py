@@ -155,7 +155,7 @@ class Window:
                 self.remove(held)
 
     def models(self) -> list[str]:
-        """Those of which something is held."""
+        """The models of which something is held."""
         return list(self._models)
 
     def seqs(self, model: str) -> list[int]:
@@ -167,7 +167,7 @@ class Window:
         return list(self._models.get(model, {}).get(seq, ()))
 
     def upto(self, model: str, seq: int) -> Iterator[Held]:
-        """Those of a model up to a seq."""
+        """What is held of a model up to a seq."""
         for other in self.seqs(model):
             if other > seq:
                 return

@@ -139,7 +139,7 @@ class Structure:
         wanted: Sequence[str],
         loose: frozenset[str],
     ) -> None:
-        """For requests such as this one, which `bindings` has planned."""
+        """A binding for requests such as this one, which `bindings` has planned."""
         self._bindings, self._wanted = bindings, tuple(wanted)
         numbers: dict[str, int] = {}  # of the named sizes
         # name, rank, numbers of a row (0: no feature), sizes that are given, sizes that have names

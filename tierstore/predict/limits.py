@@ -71,7 +71,7 @@ class RunLimits:
         return run
 
     def begin(self, run: LimitedRun) -> None:
-        """For a run: it begins."""
+        """A run begins."""
         with self._changed:
             if self._closed:
                 raise Closed("the store was closed")
@@ -85,7 +85,7 @@ class RunLimits:
                 self._changed.notify()
 
     def finish(self, run: LimitedRun) -> None:
-        """For a run: it is over."""
+        """A run is over."""
         with self._changed:
             self._running.pop(run, None)
 
@@ -132,7 +132,7 @@ class RunLimits:
 
 
 class SessionLimits:
-    """Those of one session. Any thread.
+    """How long a run of one session may take, and how much memory. Any thread.
 
     `memory_bytes` is what its tensors may use. An arena keeps the regions that it has, so a large tensor may find no room though
     little is in use: after `ran_out` the next run gives back what is free. With `shrinks` each run does.

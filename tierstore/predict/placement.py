@@ -32,7 +32,7 @@ class Placement:
 
     @property
     def providers(self) -> list[Any]:
-        """For `InferenceSession`; operators that the first has no kernels for run on the CPU."""
+        """Execution providers for `InferenceSession`; operators that the first has no kernels for run on the CPU."""
         if self.provider == CPU_PROVIDER:
             return [CPU_PROVIDER]
         return [(self.provider, dict(self.options)), CPU_PROVIDER]

@@ -44,7 +44,7 @@ _KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)  # by others
 
 
 class Trials:
-    """Of all graphs of a store. `memory_bytes` is what a graph may take beside its weights."""
+    """Trials of all graphs of a store, each in a process of its own. `memory_bytes` is what a graph may take beside its weights."""
 
     def __init__(self, plan: SessionPlan, memory_bytes: int) -> None:
         # A GPU's provider works on what this one has worked on; in a process of its own it would take seconds to start

@@ -60,7 +60,7 @@ class Ports:
 
     @property
     def public(self) -> list[socket.socket]:
-        """Those that requests come to which are not for administrators alone: HTTP's first."""
+        """The listeners for requests that are not for administrators alone: HTTP's first."""
         return [self.http] if self.grpc is None else [self.http, self.grpc]
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ POLL_S = 1.0
 
 
 class Files:
-    """Those of a service. Reactors forget whom they may answer when tokens are others than before: they ask nobody."""
+    """The files that a running service reads again: certificates, tokens, log. Reactors forget whom they may answer when tokens are others than before: they ask nobody."""
 
     def __init__(self, access: Access, tls: Tls | None, allowed: Allowed, audit: Audit) -> None:
         self._tokens, self._tls, self._allowed, self._audit = access.tokens, tls, allowed, audit

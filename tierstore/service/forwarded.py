@@ -16,7 +16,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Proxies:
-    """Those of these networks (`10.0.0.0/8`, `192.0.2.7`) are trusted."""
+    """Proxies that are believed whom a request is from: those of these networks (`10.0.0.0/8`, `192.0.2.7`)."""
 
     def __init__(self, trusted: Sequence[str] = ()) -> None:
         self._trusted = [ipaddress.ip_network(one) for one in trusted]

@@ -61,7 +61,7 @@ class _Model:
 
 
 class History(Observer):
-    """Of one service. `refresh` brings its counters up to now. One thread tells it of the time."""
+    """The last hour of one service. `refresh` brings its counters up to now. One thread tells it of the time."""
 
     def __init__(self, store: Any, stats: InferenceStats, times: RequestTimes, refresh: Callable[[], None]) -> None:
         self._store, self._stats, self._times, self._refresh = store, stats, times, refresh

@@ -314,7 +314,7 @@ def _buffer() -> Any:
 
 @cache
 def _ciphers() -> bytes:
-    """Those that Python's module takes by default, for TLS 1.2, and its level of security."""
+    """The ciphers that Python's module takes by default, for TLS 1.2, and its level of security."""
     usual = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     return ":".join([f"@SECLEVEL={usual.security_level}", *(cipher["name"] for cipher in usual.get_ciphers())]).encode()
 

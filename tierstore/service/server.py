@@ -115,7 +115,7 @@ class HttpService:
         store.epochs.add_collector(self._plans.collect)
 
     def _make_listeners(self) -> list[Listener]:
-        """Those of Python: of connections with TLS, which go to reactors after their handshake, and of admin requests."""
+        """The listeners that Python accepts from: of connections with TLS, which go to reactors after their handshake, and of admin requests."""
         listeners, tls = [], self.service.tls
         if tls is not None:
             listeners.append(
@@ -181,12 +181,15 @@ class HttpService:
             beside += self._begin_compiled()
             beside.append(asyncio.ensure_future(self._files.follow()))
             started()
-            beside.append(self._admin.begin())
         await self._ends.wait()
         await self._server.finish()
         await self._finish()
         for task in beside:
             task.cancel()
+
+    def begin_admin(self) -> None:
+        """Make the admin application now, beside look-ups. Else the first admin request has it made, and waits. Event loop only."""
+        self._admin.begin()
 
     def _begin_compiled(self) -> list[asyncio.Future[None]]:
         """Begin with what needs all kernels, now or as soon as they are compiled. Returns what is to come."""
@@ -303,6 +306,7 @@ def serve(settings: Settings, *, announce: Callable[[str, str | None], None] = s
         def started() -> None:
             directory_lock.announce(store.root.lock, service.url)
             announce(service.url, service.grpc_target)
+            service.begin_admin()
 
         service.run(started, bound)
 

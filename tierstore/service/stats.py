@@ -201,7 +201,7 @@ class InferenceStats:
             return [(model, number, of) for model, versions in self._counts.items() for number, of in versions.items()]
 
     def requests(self, model: str, version: int | None) -> Requests:
-        """Those that named a version or were given to it."""
+        """The requests that named a version or were given to it."""
         counts = None if version is None else self._counts.get(model, {}).get(version)
         if counts is None:
             return Requests()

@@ -37,7 +37,7 @@ class Month:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Of rows and of requests, by `share` a month (0.05: 5%)."""
+    """The growth of rows and of requests, by `share` a month (0.05: 5%)."""
 
     share: float
     ends: list[End]

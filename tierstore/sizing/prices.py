@@ -40,7 +40,7 @@ class Kind(_Entry):
 
 
 class Prices(_Entry):
-    """Of a month, in one currency. `memory` and `disk`: of a GiB, `core`: of a core, of what a design uses. With `nodes` whole nodes are paid instead.
+    """The prices of a month, in one currency. `memory` and `disk`: of a GiB, `core`: of a core, of what a design uses. With `nodes` whole nodes are paid instead.
 
     By default figures of the size that clouds ask, without a currency: only their ratio decides.
     """

@@ -105,7 +105,7 @@ class Measured:
         at = min(max(1, bisect_left([point[0] for point in points], share)), len(points))
         (low, low_rate), (high, high_rate) = points[at - 1], [*points, (1.0, 1.0)][at]
         rate = low_rate + math.log(share / low) / math.log(high / low) * (high_rate - low_rate)
-        return max(rate, low_rate * share / low)
+        return max(rate, low_rate * share / low) if share < low else rate
 
 
 ADS = Classes("ads models (Meta, 2021)", _ADS)

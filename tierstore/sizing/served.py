@@ -22,7 +22,7 @@ class Traffic:
 
     @classmethod
     def between(cls, before: str, after: str, seconds: float) -> Traffic:
-        """Of two texts of `/metrics`."""
+        """What was served between two texts of `/metrics`."""
         cpu_s, requests, keys = _counts(before)
         cpu_later_s, requests_later, keys_later = _counts(after)
         by_tier = {tier: count - keys.get(tier, 0.0) for tier, count in keys_later.items()}

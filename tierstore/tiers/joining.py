@@ -59,7 +59,7 @@ class Limits(Protocol):
 
 
 class Bounds(NamedTuple):
-    """Of a read: rows without deltas above `upto` are wanted (None: any), and those without delta `floor` are of no use."""
+    """Which deltas the rows of a read have: none above `upto` (None: any), and all up to `floor`, or they are of no use."""
 
     upto: int | None = None
     floor: int = 0

@@ -57,7 +57,7 @@ class Machines(Generic[K, C]):
 
     @property
     def timeout_s(self) -> float:
-        """That a look-up may take without a deadline of its own."""
+        """The seconds that a look-up may take without a deadline of its own."""
         return self.options.timeout_s
 
     def check_open(self) -> None:

@@ -173,7 +173,7 @@ class PooledRows:
         return [rows.shape[1] for rows in self._rows.values()]
 
     def values(self) -> torch.Tensor:
-        """All of them side by side, [batch, sum of dims]."""
+        """The embeddings of all features side by side, [batch, sum of dims]."""
         return torch.cat(list(self._rows.values()), dim=1)
 
 
@@ -219,7 +219,7 @@ def swap_embeddings(
 
 
 def _replacement(source: Source, table: str, part: Any, feature: str | None, dtype: str) -> _Rows:
-    """Of one table of a module."""
+    """What takes the place of one table of a module."""
     if part.max_norm is not None:
         raise InvalidInput(
             f"table {table!r}: max_norm changes rows as they are read; a store does not: scale them before"

@@ -43,7 +43,7 @@ Ports = tuple[list[Port], list[Port]]
 
 
 def hps_ports(*, batches: bool) -> Ports:
-    """Those of HPS's Triton backend: `KEYS` of all tables, `NUMKEYS` of each, and all their rows."""
+    """Inputs and outputs of HPS's Triton backend: `KEYS` of all tables, `NUMKEYS` of each, and all their rows."""
     dims = (-1,) if batches else (-1, -1)
     return [Port("KEYS", "INT64", dims), Port("NUMKEYS", "INT32", dims)], [Port("OUTPUT0", "FP32", (-1,))]
 

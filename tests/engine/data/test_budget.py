@@ -10,12 +10,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import tierstore
+from tests.counts import few_or_many
 from tests.engine.quick_build import in_process
 from tests.engine.scenes import eventually
 from tierstore.engine.data.budget import HostBudget, OverlayBudget, deal, deal_caches
 from tierstore.errors import Overloaded, TooLarge
 
-in_ci = settings(max_examples=200, derandomize=True)
+in_ci = settings(max_examples=few_or_many(40, 200), derandomize=True)
 sizes = st.integers(0, 10_000)
 weights = st.floats(0, 1000).filter(lambda w: w == 0 or w > 1e-3)
 

@@ -19,7 +19,7 @@ from tierstore.engine.data.promotion import QUEUE_JOBS, Offers
 from tierstore.engine.store import Store
 from tierstore.errors import ConfigError, InvalidInput, MissingExtra, NotReady, WrongPartition
 from tierstore.formats.keys import partition_of
-from tierstore.service.admin.metrics import _device, _tables
+from tierstore.service.admin.metrics import _tables, device_families
 from tierstore.tiers.device import gpu
 from tierstore.tiers.device.workspaces import WORKSPACES
 
@@ -351,7 +351,7 @@ def test_the_metrics_page_tells_of_the_device_tier(with_device: Callable[..., St
     status = store.status()
     samples = {
         (sample.name, sample.labels.get("table"), sample.labels.get("tier")): sample.value
-        for metric in (*_tables(status["models"]), *_device(status["device"]))
+        for metric in (*_tables(status["models"]), *device_families(status["device"]))
         for sample in metric.samples
     }
     assert samples["tierstore_device_present", None, None] == 1

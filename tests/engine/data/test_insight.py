@@ -41,6 +41,7 @@ def look_up(store: tierstore.Store, keys: Any, turns: int = 1, now_s: float = 0.
     store.shared.sampler.step(now_s)
 
 
+@pytest.mark.thorough
 def test_half_and_twice_the_memory_do_what_the_store_says(tmp_path: Path) -> None:
     """Within 3 points of stores that have so much, for memory of 5, 10 and 20% of the rows."""
     from tools.plan_check import measure

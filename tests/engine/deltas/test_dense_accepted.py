@@ -176,7 +176,7 @@ class Images(FileSystem):
         super().unlink(path)
 
 
-@pytest.mark.parametrize("way", ["switch", "withdraw"])
+@pytest.mark.parametrize("way", [pytest.param("switch", marks=pytest.mark.thorough), "withdraw"])
 def test_wherever_a_crash_cuts_the_leaving_off_it_is_its_own(open_store, tmp_path, way):
     store = unfolded(open_store)
     load(store, tmp_path, 1 if way == "switch" else 3)

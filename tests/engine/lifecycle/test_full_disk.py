@@ -191,6 +191,7 @@ def really(where: Path, small: Path) -> None:
                 assert store.verify().ok
 
 
+@pytest.mark.thorough
 def test_a_full_disk_as_the_kernel_and_rocksdb_know_it(tmp_path: Path) -> None:
     """In a mount namespace of its own, which is gone with its process."""
     small = tmp_path / "small"

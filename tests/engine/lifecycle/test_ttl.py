@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tierstore
+from tests.counts import few_or_many
 from tests.engine import quick_build, scenes
 from tests.engine.test_store import folded
 from tests.engine.ttl_scenes import (
@@ -157,7 +158,7 @@ OPERATIONS = st.lists(
 
 
 @given(operations=OPERATIONS)
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=few_or_many(4, 15), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_order_of_writes_searches_and_restarts(
     tmp_path_factory: pytest.TempPathFactory, days_later: Any, operations: list[tuple[str, set[int], int]]
 ) -> None:

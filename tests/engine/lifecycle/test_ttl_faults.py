@@ -243,7 +243,7 @@ CRASH = """
 """
 
 
-@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("moment", [pytest.param("before", marks=pytest.mark.thorough), "after"])
 def test_a_kill_in_the_middle_loses_no_row_that_lives(
     open_store: OpenStore, tmp_path: Path, days_later: Any, moment: str
 ) -> None:

@@ -135,6 +135,7 @@ def test_a_service_that_is_killed_while_it_loads_goes_on_when_the_snapshot_is_lo
         store.load_snapshot(source)
 
 
+@pytest.mark.thorough
 def test_a_load_of_another_snapshot_with_the_same_version_uses_nothing_that_is_left(tmp_path, open_store):
     killed(tmp_path, snapshot(tmp_path / "s", 1), "write", 3)
     store = open_store(**SETTINGS)

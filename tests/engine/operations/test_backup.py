@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import tierstore
+from tests.counts import few_or_many
 from tests.engine import quick_build, scenes
 from tests.formats.disks import FailingDisk
 from tierstore.engine.operations import backup as backups
@@ -70,6 +71,7 @@ def loaded(open_store: Open, tmp_path: Path, quick: None) -> tierstore.Store:
 # --- beside work
 
 
+@pytest.mark.thorough
 def test_backups_of_a_store_that_works_are_each_of_one_moment(tmp_path: Path) -> None:
     test = BackupCheck(tmp_path, seed=3)
     test.life(2)
@@ -196,13 +198,14 @@ class Dead(FailingDisk):
             raise OSError(errno.EIO, "it is dead")
 
 
+@pytest.mark.counted
 @pytest.mark.parametrize("disk", [FailingDisk, Dead])
 def test_a_backup_that_ends_at_any_step_leaves_the_one_before_or_is_there(
     disk: type[FailingDisk], loaded: tierstore.Store, open_store: Open, tmp_path: Path
 ) -> None:
     out, seq, done = tmp_path / "out", 3, 0
     loaded.backup("ctr", out)
-    for fail_at in range(0, 10_000, 9):
+    for fail_at in range(0, 10_000, few_or_many(37, 9)):
         seq += 1
         loaded.apply_delta(scenes.stamped(seq, {"item": range(seq)}))
         failing = disk(fail_at)
@@ -225,12 +228,13 @@ def test_a_backup_that_ends_at_any_step_leaves_the_one_before_or_is_there(
     assert list(store.model("ctr").where.root.glob(".t*")) == []
 
 
+@pytest.mark.counted
 @pytest.mark.parametrize("disk", [FailingDisk, Dead])
 def test_a_restore_that_ends_at_any_step_leaves_a_whole_model_or_none(disk, loaded, tmp_path) -> None:
     out, to = tmp_path / "out", tmp_path / "other"
     expected = answers(loaded)
     loaded.backup("ctr", out)
-    for fail_at in range(0, 10_000, 9):
+    for fail_at in range(0, 10_000, few_or_many(37, 9)):
         failing = disk(fail_at)
         try:
             with files.use(failing):

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tierstore
+from tests.counts import few_or_many
 from tests.engine import quick_build, scenes
 from tests.predict.onnx_models import linear
 from tierstore.errors import Closed, Conflict, InvalidInput, NotFound, NotReady, StorageError
@@ -72,7 +73,7 @@ changes = st.lists(
 @pytest.mark.parametrize("base", ["sealed", "rocksdb"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
 @given(folded=changes, unfolded=changes, seed=st.integers(0, 1000))
-@settings(max_examples=6)
+@settings(max_examples=few_or_many(2, 6))
 def test_every_row_is_equal_in_another_store(tmp_path_factory, base, dtype, folded, unfolded, seed):
     """Of rows that were loaded, folded and not folded, deleted and absent ones; the mean stays that of the load."""
     root, random = tmp_path_factory.mktemp("export"), np.random.default_rng(seed)
@@ -101,7 +102,7 @@ def test_every_row_is_equal_in_another_store(tmp_path_factory, base, dtype, fold
 
 
 @given(scale=st.floats(1e-30, 1e30), offset=st.floats(-1e6, 1e6), seed=st.integers(0, 10_000))
-@settings(max_examples=60)
+@settings(max_examples=few_or_many(15, 60))
 def test_int8_rows_are_not_rounded_a_second_time(scale, offset, seed):
     from tierstore.kernels import codec
     from tierstore.types import StorageDtype

@@ -25,7 +25,7 @@ FLAGS = (
     "--disable-sync",
     "--hide-scrollbars",
 )
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Page:

@@ -17,6 +17,7 @@ from tests.service.scenes import delta, write_snapshot
 from tierstore.access.roles import Role
 from tierstore.access.tokens import TokenFile
 from tierstore.engine.data.hour import HOUR_S
+from tierstore.engine.events.observer import Observer
 from tierstore.engine.store import Store
 from tierstore.service import history
 from tierstore.service.history import STEP_S
@@ -47,6 +48,7 @@ def turn(own: Own) -> Callable[[int], None]:
     return lambda step: server.service.history.time_passed(began_s + STEP_S * step)
 
 
+@pytest.mark.thorough
 def test_each_step_has_the_requests_keys_and_deltas_that_came_in_it(own: Own, turn: Callable[[int], None], tmp_path: Path) -> None:  # fmt: skip
     store, _, http = own
     store.load_snapshot(write_snapshot(tmp_path, 1))
@@ -136,6 +138,25 @@ def test_the_sampler_tells_it_of_the_time(own: Own, monkeypatch: pytest.MonkeyPa
     store.load_snapshot(write_snapshot(tmp_path, 1))
     eventually(lambda: len(of(http)["steps"]["at_s"]) >= 2, "two steps")
     assert kept in store.observers
+
+
+@pytest.mark.thorough
+def test_another_observer_that_fails_does_not_keep_the_time_from_it(
+    own: Own, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Failing(Observer):
+        asked = 0
+
+        def time_passed(self, now_s: float) -> None:
+            self.asked += 1
+            raise RuntimeError("a fault of a program that has the store open")
+
+    store, _, http = own
+    monkeypatch.setattr(history, "STEP_S", 1)
+    store.observers.insert(0, failing := Failing())
+    store.load_snapshot(write_snapshot(tmp_path, 1))
+    eventually(lambda: len(of(http)["steps"]["at_s"]) >= 2, "two steps")
+    assert failing.asked == 1
 
 
 @pytest.mark.thorough

@@ -10,14 +10,16 @@ from hypothesis import HealthCheck, given, settings
 pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 import schemathesis
 
+from tests.counts import few_or_many
 from tests.service.conftest import settings_for
 from tests.service.scenes import write_snapshot
 from tierstore.engine.store import Store
 from tierstore.service.server import ServerThread
 
-EXAMPLES = 5  # an operation
+EXAMPLES = few_or_many(2, 10)  # an operation
 
 
+@pytest.mark.counted
 def test_no_request_that_the_description_suggests_is_a_server_error(tmp_path: Any) -> None:
     operations = 0
     with Store(settings_for(tmp_path)) as store:

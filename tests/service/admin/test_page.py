@@ -441,6 +441,20 @@ def test_a_token_is_asked_for_kept_in_memory_alone_and_lets_no_reader_change_any
         page.wait_text("no access")
 
 
+@with_browser
+@pytest.mark.thorough
+def test_where_admin_requests_have_a_listener_of_their_own_the_page_says_so(
+    tmp_path: Path, tab: Callable[[], Page]
+) -> None:
+    settings = settings_for(tmp_path, grpc_port=GRPC, admin_listen="127.0.0.1:0")
+    with Store(settings) as store, ServerThread(store) as server:
+        page = tab()
+        page.open(server.url + "/")
+        page.wait_text("admin requests are served on the address of admin_listen alone")
+        page.open(server.admin_url + "/")
+        page.wait_text("No models yet")
+
+
 # --- other pages
 
 ATTACK = """

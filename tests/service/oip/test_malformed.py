@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.counts import few_or_many
 from tests.service.fake_store import ITEMS, USERS
 from tests.service.scenes import rows
 
@@ -321,7 +322,7 @@ documents = st.fixed_dictionaries(
         | json_values,
     },
 )
-fuzz = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fuzz = settings(max_examples=few_or_many(40, 150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @fuzz

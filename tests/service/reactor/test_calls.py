@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import numba as nb
 import numpy as np
 import pytest
 
+from tests.counts import few_or_many
 from tests.guard_pages import Guarded
 from tests.kernels.test_protoscan import spoil
 from tests.service.conftest import GRPC, settings_for
@@ -34,9 +34,7 @@ Request, Response = message_class("inference.ModelInferRequest"), message_class(
 HOST = b"localhost:8001"
 
 
-@nb.njit
-def answer_call(me, text, message, size, began):  # type: ignore[no-untyped-def]
-    return reactor_calls.answer_call(kernel.here_at(me), 0, text, message, size, began)
+run = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 6)(reactor_calls.run.address)
 
 
 class Calls:
@@ -76,7 +74,7 @@ class Calls:
         found.body_bytes, found.timeout_ms, found.unusual = len(message), timeout_ms, unusual
         self.call.since_ns = since_ns
         at = self._memory.place(message)
-        return int(answer_call(address_of(self._here), text, at, len(message), time.monotonic_ns()))
+        return int(run(address_of(self._here), 0, text, at, len(message), time.monotonic_ns()))
 
     def why(self, request: Any, **head: Any) -> str:
         came = self.give(request.SerializeToString(), **head)
@@ -159,8 +157,9 @@ def made(calls: Calls, structure: random.Random, rng: random.Random) -> Any:
     return one
 
 
+@pytest.mark.counted
 def test_what_a_reactor_answers_is_what_python_answers(calls: Calls) -> None:
-    rng, structures = random.Random(5), 25
+    rng, structures = random.Random(5), few_or_many(5, 25)
     for i in range(6 * structures):
         one = made(calls, random.Random(i % structures), rng)
         if i < structures:
@@ -168,17 +167,18 @@ def test_what_a_reactor_answers_is_what_python_answers(calls: Calls) -> None:
         assert calls.answer(one) == calls.by_python(one)
 
 
+@pytest.mark.counted
 def test_whatever_a_reactor_answers_is_what_python_answers(calls: Calls) -> None:
     rng, answered = random.Random(9), 0
     small = [made(calls, random.Random(i), random.Random(i)) for i in range(25)]
     for one in small:
         calls.learn(one)
-    for _ in range(4000):
+    for _ in range(few_or_many(1000, 4000)):
         message = spoil(rng, rng.choice(small).SerializeToString())
         if calls.give(message) == kernel.ANSWERED:
             assert calls.last_answer() == Response.FromString(calls.infer(message))
             answered += 1
-    assert answered > 100
+    assert answered > few_or_many(20, 100)
 
 
 def test_rows_have_the_values_of_their_keys_whatever_the_size(calls: Calls) -> None:

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.counts import few_or_many
 from tests.engine.quick_build import in_process
 from tools.fuzz_reactor import Fuzzer, Seen, Server, _is_overtaken, split_requests
 
-COUNT = int(os.environ.get("FUZZ_EXCHANGES", 2000))
+COUNT = int(os.environ.get("FUZZ_EXCHANGES", few_or_many(600, 6000)))
 
 
 @pytest.fixture(scope="module")
@@ -19,6 +20,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.counted
 def test_reactors_and_the_full_server_answer_the_same_bytes_alike(server: Server) -> None:
     fuzzer = Fuzzer(server.ports, seed=int(os.environ.get("FUZZ_SEED", 20)))
     fuzzer.run(iter(range(COUNT)))

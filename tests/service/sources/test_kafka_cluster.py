@@ -124,6 +124,7 @@ def test_every_node_reads_and_each_delta_is_brought_in_once(nodes: Nodes) -> Non
     assert nodes.sum_of("parked") == 0
 
 
+@pytest.mark.thorough
 def test_another_node_stands_in_for_one_that_reads_no_more_or_is_gone(nodes: Nodes) -> None:
     nodes.start("b")
     nodes.deltas(range(4, 8))

@@ -69,6 +69,7 @@ def stored(tmp_path: Path, server: ObjectServer, request: pytest.FixtureRequest)
     scene.stop()
 
 
+@pytest.mark.thorough
 def test_the_newest_is_loaded_through_whatever_the_server_does(stored: InStorage) -> None:
     eventually(lambda: stored.source.status()["locations"][0]["state"] == "nothing there yet", "the empty location")
     assert stored.source.problems() == []

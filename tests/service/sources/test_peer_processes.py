@@ -109,7 +109,7 @@ def test_a_process_that_was_killed_while_deltas_go_on_comes_back_equal(
 
     def produce() -> None:
         with tierstore.Client(first.url) as client:
-            while not ends.is_set():
+            while not ends.wait(0.02):
                 client.apply_delta(stamped(sent[0] + 1))
                 sent[0] += 1
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.counts import few_or_many
 from tests.service.conftest import eventually
 from tests.service.rpc.fake_stream import SomeStream
 from tierstore.access.roles import LOCAL
@@ -17,7 +18,7 @@ from tierstore.errors import TierstoreError
 from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.server import ServerThread
 
-QUICK = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(max_examples=few_or_many(40, 150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 names = st.sampled_from(["item_id", "clicked", "clicked.offsets", "clicked.weights", "user", "big", "nope", "b64", ""])
 numbers = st.integers(-(1 << 65), 1 << 65) | st.integers(-1, 5) | st.floats()

@@ -303,12 +303,12 @@ class Cascade:
                 break
 
     def _own_of(self, keys: Keys) -> Keys:
-        """Those of `keys` that it has: what was hot elsewhere, or is named by a snapshot, may be others."""
+        """The keys of `keys` that this node owns: what was hot elsewhere, or is named by a snapshot, may be others."""
         return keys if self.own is None else keys[are_own(keys, self.own)]
 
     @property
     def caches(self) -> list[DeviceTable | HostTable]:
-        """Those there are, fastest first."""
+        """The caches that there are, fastest first."""
         return [cache for cache in (self.device, self.host) if cache is not None]
 
     @property

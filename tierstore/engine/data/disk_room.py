@@ -21,7 +21,7 @@ _LOOK_AGAIN_S = 0.5
 
 
 class DiskRoom:
-    """That of one model. `log_bytes`: the most of its delta log, None for no limit; `reserve`: bytes to keep free."""
+    """Room on disk for one model. `log_bytes`: the most of its delta log, None for no limit; `reserve`: bytes to keep free."""
 
     def __init__(self, where: ModelDirectory, log_bytes: int | None, reserve: int) -> None:
         self._where, self._log_bytes, self._reserve = where, log_bytes, reserve
@@ -77,7 +77,7 @@ def disk_status(root: Path, reserve: int) -> dict[str, Any]:
     """`free` bytes of the file system of `root`, those of them that are kept in `reserve`, and the `problem` where no more are left."""
     free, floor = _free_and_floor(root, reserve) or (None, 0)
     full = free is not None and reserve and free < floor
-    why = f"{free} bytes are free, and {floor} are kept in reserve (disk_reserve): deltas and loads are refused"
+    why = f"{root}: {free} bytes are free, and {floor} are kept in reserve (disk_reserve): deltas and loads are refused"
     return {"free": free, "reserve": floor, "problem": why if full else None}
 
 

@@ -20,7 +20,7 @@ _AFRESH = 1.5  # how many times larger or smaller a cache is when trials for it 
 
 
 class CacheInsight:
-    """Of one table of a model, over all its versions."""
+    """What a table's cache does and would do at other sizes, over all versions of its model."""
 
     def __init__(self) -> None:
         self.sample = AccessSample()
@@ -79,7 +79,7 @@ class CacheInsight:
         }
 
     def history(self) -> list[dict[str, Any]]:
-        """Of the last hour, a minute each, the oldest first: when it ended, keys looked up, how many were read, what was served."""
+        """The last hour minute by minute, the oldest first: when it ended, keys looked up, how many were read, what was served."""
         return [
             {"at_s": at_s, "keys": keys, "read": read, "version": version, "seq": seq}
             for at_s, _, keys, read, version, seq in self._hour.steps().tolist()
@@ -87,5 +87,5 @@ class CacheInsight:
 
 
 def read_keys(lookup_keys: dict[str, int]) -> int:
-    """Of keys counted by tier, how many had to be read from disk or from elsewhere."""
+    """How many of the keys counted by tier had to be read from disk or from elsewhere."""
     return lookup_keys.get("disk", 0) + lookup_keys.get("remote", 0)

@@ -54,7 +54,7 @@ class OverlayTable:
         self._answering.stored(keys, rows, state)
 
     def merged(self, newer: OverlayTable) -> OverlayTable:
-        """Both in one; a key in both keeps its row of `newer`."""
+        """Two tables of overlays as one; a key in both keeps its row of `newer`."""
         old = overlay_index.Part(self.keys, self.rows, self.deleted)
         both = overlay_index.merge(old, overlay_index.Part(newer.keys, newer.rows, newer.deleted))
         times: Times | None = None

@@ -45,7 +45,7 @@ WithView = Callable[[Callable[[Moment], None]], None]
 
 
 class Offers:
-    """Of one table of one version: what look-ups call. Any thread."""
+    """Rows that look-ups offer to the caches of one table of one version. Any thread."""
 
     def __init__(self, promoter: Promoter, table: Cascade, with_view: WithView) -> None:
         self._promoter, self._table, self._with_view = promoter, table, with_view

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class DenseParts:
-    """Of one model. `counts` are over all its versions."""
+    """What deltas bring of a model's dense part. `counts` are over all its versions."""
 
     def __init__(
         self,

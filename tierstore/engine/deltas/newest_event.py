@@ -15,7 +15,7 @@ from tierstore.formats.delta.reader import read_delta
 
 
 class NewestEvent:
-    """That of one model."""
+    """The event time of the newest delta that a model shows."""
 
     def __init__(self, log: DeltaLog) -> None:
         self._log = log
@@ -26,7 +26,7 @@ class NewestEvent:
         self._cached = seq, self._log.undone, event_time
 
     def at(self, seq: int) -> datetime | None:
-        """Of the newest delta up to `seq` that is not undone; None where the log does not have it."""
+        """The event time of the newest delta up to `seq` that is not undone; None where the log does not have it."""
         cached, undone = self._cached, self._log.undone
         if cached is None or cached[0] != seq or cached[1] is not undone:
             cached = self._cached = seq, undone, self._read(seq, undone)

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Catalogue:
-    """Those of one model. `keep_loads`: loads that were broken off are kept, for others to go on from."""
+    """The versions of one model on disk. `keep_loads`: loads that were broken off are kept, for others to go on from."""
 
     def __init__(self, name: str, where: ModelDirectory, live: LiveViews, log: DeltaLog, *, keep_loads: bool) -> None:
         self._name, self._where, self._live, self._log = name, where, live, log

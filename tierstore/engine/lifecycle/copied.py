@@ -35,7 +35,7 @@ def prepare(root: DataDirectory, lock_file: int) -> bool:
 
 
 def what_to_do(where: ModelDirectory) -> str:
-    """For the problem of a model that does not open."""
+    """What a person can do, for the problem of a model that does not open."""
     return (
         "this directory was copied while a process had the original open, so its files are of different moments. Deltas that its log lacks "
         f"can be copied from the original: cp -n ORIGINAL/models/{where.root.name}/log/*.arrow {where.log}/. To go on without those that are "

@@ -54,7 +54,7 @@ class Devices:
 
     @property
     def versions(self) -> list[Version]:
-        """Those that have device tables, or may get some."""
+        """The versions that have device tables, or may get some."""
         return [share.version for share in list(self._shares.values())]
 
     def status(self) -> dict[str, Any]:

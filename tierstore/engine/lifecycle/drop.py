@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Drops:
-    """Those of one model."""
+    """Drops versions of one model."""
 
     def __init__(self, state: ModelState, opener: Opener, routes: Routes) -> None:
         self._state, self._opener, self._routes = state, opener, routes

@@ -28,7 +28,7 @@ class _Ended(Exception):
 
 
 class Expiry:
-    """That of one model. `stopping` says that the model is being closed."""
+    """Looks for rows of one model whose ttl is over, and deletes them. `stopping` says that the model is being closed."""
 
     def __init__(self, state: ModelState, stopping: Callable[[], bool]) -> None:
         self._state, self._stopping = state, stopping

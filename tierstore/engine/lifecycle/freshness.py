@@ -14,7 +14,7 @@ from tierstore.engine.lifecycle.state import ModelState
 
 
 class Freshness:
-    """That of one model."""
+    """How old the newest delta of one model is, and whether that is too old."""
 
     def __init__(self, state: ModelState, newest: NewestEvent) -> None:
         self._state, self._newest = state, newest
@@ -33,7 +33,7 @@ class Freshness:
 
     @property
     def problem(self) -> str | None:
-        """That the newest delta is too old; None where it is not, or where nothing serves."""
+        """The problem that the newest delta is too old; None where it is not, or where nothing serves."""
         if not self._max_s:
             return None
         age_s = self._age_s()

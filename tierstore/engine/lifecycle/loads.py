@@ -19,7 +19,7 @@ from tierstore.types import Progress, ProgressFn
 
 
 class Loads:
-    """Those of one model."""
+    """The claims of one model's loads on directories of versions and on the log."""
 
     def __init__(self, state: ModelState, opener: Opener) -> None:
         self._state, self._opener = state, opener

@@ -35,7 +35,7 @@ _BLOCK_CACHE_BYTES = 1 << 20
 
 
 class Rebuilder:
-    """That of one model."""
+    """Builds versions of one model again, without the deltas that are undone."""
 
     def __init__(self, state: ModelState, opener: Opener) -> None:
         self._state, self._opener = state, opener

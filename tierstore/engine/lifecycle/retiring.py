@@ -13,7 +13,7 @@ DRAIN_S = 60.0  # how long a switch to a version, and a model that is closed, wa
 
 
 class RetiringVersions:
-    """Those of one model."""
+    """Versions of one model that were replaced, and are closed once nobody reads them."""
 
     def __init__(self, publisher: Publisher) -> None:
         self._publisher, self._changed = publisher, publisher.changed
@@ -49,7 +49,7 @@ class RetiringVersions:
             return list(self._versions)
 
     def unread(self) -> list[Version]:
-        """Those whose last reader has left."""
+        """The versions whose last reader has left."""
         with self._changed:
             return [version for version in self._versions if not self._publisher.reads(version)]
 

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Routes:
-    """Those of one model."""
+    """Changes of one model's routing: which of its open versions get which requests."""
 
     def __init__(self, state: ModelState) -> None:
         self._state, self._live, self._name = state, state.live, state.name

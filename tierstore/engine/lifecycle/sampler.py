@@ -42,6 +42,7 @@ class CacheSampler:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tierstore-cache-sampler", daemon=True)
         self._sampled: list[CacheInsight] = []  # replaced whole
+        self._failed: list[Observer] = []  # that have raised
 
     def start(self) -> None:
         self._thread.start()
@@ -72,8 +73,12 @@ class CacheSampler:
             next_step_s = time.monotonic() + _PART * (time.thread_time() - began_s)
 
     def _notify(self) -> None:
-        for observer in tuple(self._observers):
-            observer.time_passed(time.time())
+        for observer in [one for one in self._observers if one not in self._failed]:
+            try:
+                observer.time_passed(time.time())
+            except Exception:
+                log.exception("%s is not told of the time any more", type(observer).__name__)
+                self._failed.append(observer)
 
     def step(self, now_s: float) -> None:
         """Take what was noted by all tables that are served."""

@@ -13,7 +13,7 @@ from tierstore.engine.versions.version import Version
 
 
 class ScannedVersions:
-    """Those of one model, with how many readers each has. One without readers is closed."""
+    """Versions of one model that are read as a whole, with how many readers each has. One without readers is closed."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # held until a version is closed: the next to open it must find its files free

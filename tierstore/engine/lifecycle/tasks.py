@@ -25,7 +25,7 @@ KEPT_LAG = 256  # deltas a kept version may fall behind before it is caught up i
 
 
 class Tasks:
-    """Those of one model. `stopping` says that the model is being closed."""
+    """The background work of one model. `stopping` says that the model is being closed."""
 
     def __init__(self, state: ModelState, opener: Opener, drops: Drops, stopping: Callable[[], bool]) -> None:
         self._state, self._opener, self._drops, self._stopping = state, opener, drops, stopping

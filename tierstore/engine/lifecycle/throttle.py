@@ -65,7 +65,7 @@ class LookupTimes:
 
 
 def p99_s(counts: Sequence[int]) -> float | None:
-    """Of look-ups counted by bucket; None where they are too few to say."""
+    """The 99th percentile of look-ups counted by bucket; None where they are too few to say."""
     reached = np.cumsum(counts)
     if reached[-1] < _FEWEST:
         return None

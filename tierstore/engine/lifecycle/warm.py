@@ -57,7 +57,7 @@ class _Plan:
 
 
 class WarmUp:
-    """That of one version. `step` is for one thread."""
+    """Reads into memory what was hot, for one version. `step` is for one thread."""
 
     def __init__(self, version: Version, publisher: Publisher) -> None:
         self.version, self.publisher = version, publisher

@@ -318,7 +318,7 @@ def _dense(view: View) -> bytes | None:
 
 
 def _default(version: Version, spec: TableSpec) -> str | list[float]:
-    """As it is answered: a mean stays the one of the load, whatever deltas changed since."""
+    """The default row of a table as it is answered: a mean stays the one of the load, whatever deltas changed since."""
     vector: list[float] = version.tables[spec.name].default.tolist()
     return "zeros" if spec.default == "zeros" else vector
 

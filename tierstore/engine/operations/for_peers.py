@@ -109,7 +109,7 @@ class Image:
 
 
 class PeerSide:
-    """Of one store. `models` gives the models that there are, `model` one by its name. `close` it before the store."""
+    """What other nodes may ask of a store. `models` gives the models that there are, `model` one by its name. `close` it before the store."""
 
     def __init__(self, models: Callable[[], list[str]], model: Callable[[str], Model]) -> None:
         self.node = secrets.token_hex(8)  # by which a node knows itself among the peers it is given

@@ -44,7 +44,7 @@ _LOOK_S = 0.1
 
 
 def partitions_of(model: Model) -> Partitions | None:
-    """Those that the node owns; None where it owns all."""
+    """The partitions that the node owns; None where it owns all."""
     document = model_status(model).get("partitions")
     return None if document is None else Partitions.of_document(document)
 
@@ -69,7 +69,7 @@ class _Held:
 
 
 class HeldViews:
-    """Those of one model."""
+    """Views of one model that the node holds for its fronts."""
 
     def __init__(self, model: Model) -> None:
         self._model, self._publisher = model, model.publisher
@@ -210,7 +210,7 @@ class StoredRead:
 
 
 class Fronts(Observer):
-    """Of one store. `models` gives the models that there are, `model` one by its name. `close` it before the store."""
+    """What nodes in front of a store may ask of it. `models` gives the models that there are, `model` one by its name. `close` it before the store."""
 
     def __init__(self, models: Callable[[], list[str]], model: Callable[[str], Model]) -> None:
         self._models, self._model = models, model

@@ -50,7 +50,7 @@ class ParkedMessages(ABC):
         return asdict(self.parked_files.get(name))
 
     def parked_payload(self, name: str) -> bytes:
-        """Its bytes, as they came."""
+        """The bytes of a parked message, as they came."""
         return self.parked_files.payload(name)
 
     def retry_parked(self, name: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class Problem(NamedTuple):
 
 
 def problems_of(status: Mapping[str, Any]) -> Iterator[Problem]:
-    """Those of a store's status document."""
+    """The problems in a store's status document."""
     for name, document in status["models"].items():
         for kind, text in document["problems"].items():
             yield Problem(name, kind, text)

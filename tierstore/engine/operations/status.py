@@ -173,7 +173,7 @@ def _versions(model: Model, served: Routing) -> list[dict[str, Any]]:
 
 
 def _host_bytes(view: View) -> dict[str, int]:
-    """Of all tables: what the host tier may use, and how much it would need to hold every row."""
+    """What the host tier may use for all tables, and how much it would need to hold every row."""
     return {"budget": view.open_version.host_budget_bytes, "need": view.open_version.host_need_bytes}
 
 
@@ -183,7 +183,7 @@ def _partitions(info: VersionInfo) -> dict[str, Any] | None:
 
 
 def _share(served: Routing, view: View | None) -> float | None:
-    """Of the requests that name no version; None for what is not served."""
+    """The share of the requests that name no version; None for what is not served."""
     if view is None:
         return None
     return served.share if view is served.canary else 1.0 - served.share

@@ -37,7 +37,7 @@ class Models:
         return self._models.get(name)
 
     def find(self) -> list[Model]:
-        """Those that the data directory has, not started yet. StorageError where it cannot be read."""
+        """The models that the data directory has, not started yet. StorageError where it cannot be read."""
         try:
             names = self.root.models_on_disk()
         except OSError as error:

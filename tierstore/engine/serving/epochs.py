@@ -27,7 +27,7 @@ _LOOK_S = 0.0005
 
 
 class Epochs:
-    """Of one store."""
+    """The compiled readers of one store's views, and which generation of them each is at."""
 
     def __init__(self) -> None:
         # constant after construction; their memory is read by compiled threads

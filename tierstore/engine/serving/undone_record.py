@@ -90,7 +90,7 @@ class Undone:
 
 
 def _before(rollbacks: Rollbacks, seq: int) -> Rollbacks:
-    """Those that were done before delta `seq` was applied."""
+    """The rollbacks that were done before delta `seq` was applied."""
     return tuple(each for each in rollbacks if each[1] < seq)
 
 

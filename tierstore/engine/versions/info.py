@@ -220,7 +220,7 @@ class VersionInfo:
         self.has_dense = self.where.dense.exists()
 
     def ttl_status(self, table: TableSpec) -> dict[str, Any] | None:
-        """Of a table with a ttl: rows that have expired, at the load and since, and when that was looked for; else None."""
+        """What the status says of a table with a ttl: rows that have expired, at the load and since, and when that was looked for; else None."""
         checked_s = self.expiry_checked_s
         if table.ttl_s is None:
             return None

@@ -51,7 +51,7 @@ class VersionRows(VersionStore, Records, Protocol):
 
     @property
     def disk(self) -> DiskTier | None:
-        """Its files on this machine; without them the placement allows nothing that needs files."""
+        """The version's files on this machine; without them the placement allows nothing that needs files."""
 
     def fold(self, info: VersionInfo, overlay: Overlay) -> None:
         """Have the rows be those with an overlay, and `info` say so. One thread at a time."""
@@ -69,9 +69,9 @@ class VersionRows(VersionStore, Records, Protocol):
         """Bytes by tier of a table, whose rows have `table_bytes` of the `of_all` of all tables."""
 
     def cache_stats(self, table_id: int) -> dict[str, int]:
-        """Of a table's rows of other machines that are kept on this machine's SSD; empty where none are."""
+        """Figures of the cache of a table's rows of other machines that are kept on this machine's SSD; empty where none are."""
 
     def bytes_on_disk(self) -> int:
-        """Of what is kept on this machine."""
+        """How many bytes are kept on this machine's disk."""
 
     def stats(self) -> dict[str, Any]: ...

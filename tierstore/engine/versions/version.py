@@ -68,7 +68,7 @@ class Version:
 
     @property
     def disk(self) -> DiskTier:
-        """Its files on this machine, for what reads or keeps them whole; a placement without files allows none of that."""
+        """The version's files on this machine, for what reads or keeps them whole; a placement without files allows none of that."""
         assert self.rows.disk is not None
         return self.rows.disk
 

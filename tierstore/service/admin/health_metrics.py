@@ -41,7 +41,7 @@ def ends(service: Service) -> Iterator[Metric]:
 
 
 def disk(status: dict[str, Any]) -> Iterator[Metric]:
-    """Of the file system of the data directory, and of the logs there."""
+    """Metrics of the file system of the data directory, and of the logs there."""
     room = status["disk"]
     if room["free"] is not None:
         yield gauge("tierstore_disk_free_bytes", "Bytes that are free for the data directory.", room["free"])

@@ -71,7 +71,7 @@ class ConnectionLimit:
         return self._service.draining
 
     def deadlines(self, transport: asyncio.Transport, *, refused: bool) -> Deadlines:
-        """Those of a connection; a refused one has less time."""
+        """The deadlines of a connection; a refused one has less time."""
         settings, inflight, most_s = self._service.settings, self._service.inflight, REFUSED_S if refused else math.inf
         return Deadlines(
             transport, inflight, min(settings.arrival_timeout_s, most_s), min(settings.idle_timeout_s, most_s)

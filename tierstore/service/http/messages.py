@@ -211,7 +211,7 @@ async def read_body(
 
 @contextlib.asynccontextmanager
 async def body_deadline(until: float | None = None) -> AsyncIterator[None]:
-    """For the time in which a body is received, by default BODY_S from now on. HttpError 408 at a moment of the loop's time."""
+    """A deadline for the time in which a body is received, by default BODY_S from now on. HttpError 408 at a moment of the loop's time."""
     try:
         async with asyncio.timeout_at(until or asyncio.get_running_loop().time() + slow_clients.BODY_S):
             yield

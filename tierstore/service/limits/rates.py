@@ -28,7 +28,7 @@ Words = npt.NDArray[Any]
 
 
 class _Bucket:
-    """That of one caller, or of one model. Any thread."""
+    """The token bucket of one caller, or of one model. Any thread."""
 
     __slots__ = ("address", "name", "rates", "words")
 

@@ -26,7 +26,7 @@ class Lesson(Protocol):
 
     @property
     def protocol(self) -> str:
-        """Its label in the metrics."""
+        """The label of its protocol in the metrics."""
 
     @property
     def form(self) -> int:

@@ -23,7 +23,7 @@ _PAUSE_S = 0.05  # between two looks
 
 
 class SilentConnections:
-    """Of the connections `conns`, as `limits` bounds them; `words` is the memory that reactors share."""
+    """Connections among `conns` that make room for new ones, as `limits` bounds them; `words` is the memory that reactors share."""
 
     def __init__(self, conns: npt.NDArray[Any], limits: npt.NDArray[Any], words: npt.NDArray[Any]) -> None:
         self._conns, self._limits, self._words = conns, limits, words

@@ -96,7 +96,7 @@ class Stream:
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[socket.socket | None]:
-        """Its connection, for what there is to ask of it; None where that has ended."""
+        """The stream's connection, for what there is to ask of it; None where that has ended."""
         try:
             made = socket.socket(fileno=os.dup(self._fd))
         except OSError:

@@ -17,7 +17,7 @@ from tierstore.service.openssl import Session, functions
 
 
 class TlsRows:
-    """Of the connections `conns`. `limits` gets where OpenSSL's functions are."""
+    """What the rows of the connections `conns` have of TLS. `limits` gets where OpenSSL's functions are."""
 
     def __init__(self, conns: npt.NDArray[Any], limits: npt.NDArray[Any], *, with_tls: bool) -> None:
         self._conns = conns

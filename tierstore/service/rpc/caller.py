@@ -55,12 +55,12 @@ class RpcCaller:
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Its metadata, and the other headers of its stream."""
+        """The call's metadata, and the other headers of its stream."""
         return self._stream.headers
 
     @property
     def host(self) -> str:
-        """Its IP address, as long as the call is not answered."""
+        """The caller's IP address, as long as the call is not answered."""
         client = self._stream.client
         return "" if client is None else self._proxies.host(client[0], self._stream.headers)
 

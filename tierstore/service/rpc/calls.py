@@ -151,7 +151,7 @@ class Calls:
                 self._allow((name or "").lower(), key, principal)
 
     def make_room(self) -> None:
-        """For one more stream of messages. Overloaded where none of those that are open has been idle for long."""
+        """Make room for one more stream of messages. Overloaded where none of those that are open has been idle for long."""
         if len(self._flows) < MOST_STREAMS:
             return
         idle = next((flow for flow in self._flows.values() if not flow.busy), None)

@@ -29,7 +29,7 @@ class KafkaRows:
         }
 
     def families(self) -> Iterator[Metric]:
-        """For Prometheus."""
+        """Metrics for Prometheus."""
         return families([(topic.stats, topic.status()) for topic in self._topics])
 
     def close(self, timeout_s: float = 30.0) -> None:

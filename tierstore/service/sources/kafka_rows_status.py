@@ -63,7 +63,7 @@ _GAUGES = {
 
 
 def families(topics: Sequence[tuple[RowStats, dict[str, Any]]]) -> Iterator[Metric]:
-    """For Prometheus, of the topics with their status."""
+    """Metrics for Prometheus, of the topics with their status."""
     for name, text in _COUNTERS.items():
         counter = CounterMetricFamily(f"tierstore_kafka_rows_{name}", text, labels=["topic"])
         for _, status in topics:

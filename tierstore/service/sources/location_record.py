@@ -21,7 +21,7 @@ FORMAT = 1
 
 @dataclass(slots=True)
 class ModelRecord:
-    """Of one model: versions up to `seen` are not loaded any more, as they were loaded, or as newer ones were active."""
+    """What became of one model's snapshots in watched locations: versions up to `seen` are not loaded any more, as they were loaded, or as newer ones were active."""
 
     seen: int = 0
     pending: int | None = None  # is being loaded, or is loaded and has not become what the policy says
@@ -51,7 +51,7 @@ class Records:
             log.warning("%s cannot be used and is begun anew: %s", path, error)
 
     def of(self, model: str) -> ModelRecord:
-        """Its record; made where there is none. Hold `lock` to change it."""
+        """The record of a model; made where there is none. Hold `lock` to change it."""
         with self.lock:
             return self._models.setdefault(model, ModelRecord())
 

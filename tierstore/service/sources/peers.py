@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
 RECENT_S = 2.0  # that a look at the peers' logs may be old, for what they had then to count as all
+MOST_SLOW = 3  # rounds that take longer: then deltas come as fast as they are fetched
 PATIENCE_S = 60.0  # after which a node with models goes on with what it has, where nothing comes though peers answer
 BATCH = 256  # deltas that are asked for at once; a peer sends some megabytes of them
 
@@ -72,6 +73,7 @@ class Peers:
         self.copying = True  # until it is known which models are to be copied, and while they are
         self.caught_up = False  # once it is, it stays so
         self.applied = self.copied = self.errors = 0
+        self._slow_rounds = 0  # in which all was fetched, but not within RECENT_S
         self._progress_s = time.monotonic()  # when something was fetched last
         self._copies: dict[str, Progress] = {}  # of models that are being copied
         self._problems: dict[str, str] = {}  # by peer, or by peer and model, in the last round
@@ -150,7 +152,9 @@ class Peers:
             self._progress_s = now_s
         if self.caught_up:
             return
-        if found and self._complete and all(followed) and copied == self.copied and now_s - began_s < RECENT_S:
+        is_even = bool(found) and self._complete and all(followed) and copied == self.copied
+        self._slow_rounds += is_even and now_s - began_s >= RECENT_S
+        if is_even and (now_s - began_s < RECENT_S or self._slow_rounds >= MOST_SLOW):
             self.caught_up = True
             logger.info("peers: caught up")
         elif (not found or now_s - self._progress_s > PATIENCE_S) and any(

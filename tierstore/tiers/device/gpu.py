@@ -77,7 +77,7 @@ class Gpu:
         return self.memory is not None and device in NAMES
 
     def memory_of(self, device: str) -> DeviceMemory:
-        """Its memory, by one of its names. Errors say what is missing."""
+        """The memory of a GPU, by one of its names. Errors say what is missing."""
         name, _, number = device.partition(":")
         if name != "gpu" or (number and not number.isdecimal()):
             raise InvalidInput(f"device {device!r} is unknown: answers are on 'cpu' or 'gpu'")

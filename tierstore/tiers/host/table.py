@@ -309,7 +309,7 @@ class HostTable:
         return self._hottest(limit, limit)
 
     def _hottest(self, limit: int, sets: int | None) -> Keys:
-        """Of the first `sets` sets, by default of all."""
+        """The hottest rows of the first `sets` sets, by default of all."""
         with self._resize_lock:  # a key moves to another set only with this lock: none is listed twice
             memory = self._memory
             if memory is None or limit <= 0:

@@ -64,7 +64,7 @@ _BY_WORD = {
 
 
 class Read:
-    """Of the places `wanted` of `codes`, into the same places of `rows` and `state`. A replica without the delta `floor` is of no use."""
+    """A read of the places `wanted` of `codes`, into the same places of `rows` and `state`. A replica without the delta `floor` is of no use."""
 
     def __init__(
         self, cluster: Cluster, table: TableLayout, codes: Keys, wanted: Keys, rows: Rows, state: States, floor: int = 0

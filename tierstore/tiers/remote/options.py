@@ -18,7 +18,7 @@ _EXAMPLE = "redis://host1:6379,host2:6379 (or rediss:// for TLS)"
 
 
 class Address(NamedTuple):
-    """Of a server of the cluster."""
+    """The address of a server of the cluster."""
 
     host: str
     port: int

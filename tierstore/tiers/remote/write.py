@@ -57,7 +57,7 @@ class TagState(NamedTuple):
 
 
 class Writer:
-    """Of one version. `row_bytes` is of each table. `wait_replicas`: a write counts once so many replicas have it (`WAIT`)."""
+    """Writes rows and watermarks of one version to the cluster. `row_bytes` is of each table. `wait_replicas`: a write counts once so many replicas have it (`WAIT`)."""
 
     def __init__(
         self, cluster: Cluster, model: str, version: int, row_bytes: Mapping[str, int], tags: Sequence[bytes],

@@ -56,7 +56,7 @@ class SsdCache:
             return SsdTable(self.file, self._tables, rows, row_bytes, self._put)
 
     def drop(self, table: SsdTable) -> None:
-        """Its version is closed: its segments are free for others."""
+        """The table's version is closed: its segments are free for others."""
         table.close()
         self._queue.put(table)
 

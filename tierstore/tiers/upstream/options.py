@@ -13,7 +13,7 @@ _EXAMPLE = "http://a:8000,http://b:8000"
 
 
 class Address(NamedTuple):
-    """Of a node."""
+    """The address of a node."""
 
     host: str
     port: int

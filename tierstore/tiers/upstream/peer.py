@@ -32,7 +32,7 @@ class PeerLog(NamedTuple):
 
 
 class PeerLogs(NamedTuple):
-    """Of all models. `node`: how the peer names itself. `copying`: it is bringing models to itself, so these may not be all."""
+    """What a peer says of the delta logs of all its models. `node`: how the peer names itself. `copying`: it is bringing models to itself, so these may not be all."""
 
     node: str
     copying: bool

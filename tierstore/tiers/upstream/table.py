@@ -61,7 +61,7 @@ class Source(NamedTuple):
 
 
 class UpstreamTable(JoinedTable):
-    """Of one version. Its watermarks have one part."""
+    """A table of one version whose rows other nodes have. Its watermarks have one part."""
 
     def __init__(self, nodes: Nodes, model: str, version: int, table: str, row_bytes: int, source: Source) -> None:
         super().__init__(nodes.machines, row_bytes, 1)

@@ -44,7 +44,7 @@ class LeaseLost(TierstoreError):
 
 
 class Ingester:
-    """Of one model, on the node `node`."""
+    """Brings deltas into one model's rows in the cluster while it has the lease, on the node `node`."""
 
     def __init__(self, model: Model, shared: SharedModel, node: str, settings: Settings, open_writer: Writers) -> None:
         # constant after construction
@@ -238,7 +238,7 @@ class Ingester:
         writer.apply_delta(epoch, entry.seq, changes, entry.digest)
 
     def _encode(self, info: VersionInfo, entry: LogEntry) -> Overlay:
-        """As the nodes do that serve the version: what does not fit it is passed over."""
+        """The delta's rows, encoded as by nodes that serve the version: what does not fit it is passed over."""
         delta = read_delta(entry.data)
         for_it = delta.base_version in (None, info.number)
         try:

@@ -35,7 +35,7 @@ BATCH = 64  # entries of the log that are read at once
 
 
 class Follower:
-    """Of one model, for the node `node`. `start` before anything else; `close` before the model is closed."""
+    """Follows one model whose rows are on other machines, for the node `node`. `start` before anything else; `close` before the model is closed."""
 
     def __init__(self, model: Model, shared: Followed, node: str) -> None:
         self.model, self.shared, self._node = model, shared, node

@@ -36,7 +36,7 @@ M = TypeVar("M", bound=FollowedModel)
 
 
 class FollowedModels(Generic[M]):
-    """Those of one store. `make` gives a begun model what follows it; `look` is called every `every_s` seconds, by the thread `name`."""
+    """The followers of one store's models. `make` gives a begun model what follows it; `look` is called every `every_s` seconds, by the thread `name`."""
 
     def __init__(
         self, shared: Shared, models: Models, make: Callable[[Model], M], look: Callable[[], None], every_s: float, name: str

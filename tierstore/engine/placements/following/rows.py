@@ -41,7 +41,7 @@ class FetchTable(Protocol):
 
 
 class RemoteRows:
-    """Of one version. `tables` by id. `reached`: the seq that all of its rows have reached, as far as this node has heard.
+    """Rows of one version that are on other machines. `tables` by id. `reached`: the seq that all of its rows have reached, as far as this node has heard.
 
     `where` the rows are is for messages. `line`: see `Pointer`. `cache`: rows of its tables are kept there. `find_places`: for `explain`.
     """
@@ -186,7 +186,7 @@ class RemoteRows:
             cached.forget(keys)
 
     def cache_stats(self, table_id: int) -> dict[str, int]:
-        """Of a table's rows on this machine's SSD; empty where none are kept."""
+        """Figures of the cache of a table's rows on this machine's SSD; empty where none are kept."""
         cached = self._cached.get(table_id)
         return {} if cached is None else cached.stats()
 
@@ -202,7 +202,7 @@ class RemoteRows:
         return {"disk": self.cache_stats(table_id).get("bytes", 0), "remote": table_bytes}
 
     def bytes_on_disk(self) -> int:
-        """Of what is kept on this machine."""
+        """How many bytes are kept on this machine's disk."""
         return sum(int(table.stats()["bytes"]) for table in self._cached.values())
 
     def stats(self) -> dict[str, int]:

@@ -27,7 +27,7 @@ READY = "ready"
 
 
 class VersionCopies:
-    """Of one model."""
+    """What this node has on its disk of one model's versions in the cluster."""
 
     def __init__(self, model: Model, shared: Followed) -> None:
         self._model, self._shared = model, shared

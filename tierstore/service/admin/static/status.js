@@ -195,7 +195,8 @@ function failed(error) {
   byId("state").textContent = denied ? "no access" : "unreachable";
   byId("state").className = "pill bad";
   byId("access").hidden = !denied;
-  byId("denied").textContent = denied ? (token ? error.message : "This service takes a token: one of the role reader to look, of the role admin to change something.") : "";
+  const needed = "This service takes a token: one of the role reader to look, of the role admin to change something.";
+  byId("denied").textContent = denied ? token || error.status === 403 ? error.message : needed : "";
   if (denied) [shown, jobs] = [null, null];
   if (denied) for (const part of ["tiles", "models"]) byId(part).replaceChildren();
 }
