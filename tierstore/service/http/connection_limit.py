@@ -1,7 +1,7 @@
 """How many HTTP connections may be open, and the answer to those beyond.
 
 The first request of a connection beyond the limit is refused in the words of its protocol, and the connection is closed
-then. Of those there are `REFUSED_AT_ONCE` at a time; further ones are closed at once. Event loop only.
+then. Of those there are few at a time; further ones are closed at once. Event loop only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from tierstore.service.http.middleware import RequestLogging
 from tierstore.service.http.turns import Turns
 from tierstore.service.limits.silent import Silent
 
-REFUSED_AT_ONCE = 256
+REFUSED_AT_ONCE = 256  # at most, and a quarter of those that are served: where few files may be open, others need them
+FEW_REFUSED = 16
 REFUSED_S = 5.0  # for the request of a connection that is refused to arrive
 _DRAINED_BYTES = 1 << 20  # of its body: where bytes are unread at the close, the client loses the response too
 
@@ -66,6 +67,11 @@ class ConnectionLimit:
         return self._served.open
 
     @property
+    def most_refused(self) -> int:
+        """How many may be in refusal at a time."""
+        return min(REFUSED_AT_ONCE, max(FEW_REFUSED, self.limit // 4))
+
+    @property
     def draining(self) -> bool:
         """Whether answers end their connections."""
         return self._service.draining
@@ -82,7 +88,7 @@ class ConnectionLimit:
         if not refused:
             return True
         self._service.shed.count("connections")
-        if self.refused >= REFUSED_AT_ONCE:
+        if self.refused >= self.most_refused:
             return None
         self.refused += 1
         return False

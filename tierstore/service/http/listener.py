@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.service.http.connection import Back
-from tierstore.service.http.connection_limit import REFUSED_AT_ONCE, ConnectionLimit
+from tierstore.service.http.connection_limit import ConnectionLimit
 from tierstore.service.http.server import BACKLOG, HttpServer
 from tierstore.service.http.tls_transport import handshake
 from tierstore.service.limits.silent import Silent, host_of
@@ -101,7 +101,7 @@ class Listener:
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         refused = not (self._limit.admit() or self._make_room() or self._limit.make_room())
-        if refused and self._refusing >= REFUSED_AT_ONCE:
+        if refused and self._refusing >= self._limit.most_refused:
             connection.close()
             return
         if self._tls is None:
