@@ -1,6 +1,6 @@
 """One table sorted by `tierstore build`, by Spark and by Ray, with one worker and with two: rows a second, and processor time.
 
-    python -m benchmarks.engine_build [--rows 4_000_000] [--dim 32] [--partitions 8] [--rounds 1] [--json FILE]
+    python -m benchmarks.engine_build [--rows 1_000_000] [--dim 32] [--partitions 8] [--rounds 1] [--json FILE]
 
 All read the same Parquet files and leave the same built version in a directory of this machine. Processor time is that of all processes
 of a run, the engine's own and its start among them; seconds begin when the engine is up. Spark and Ray are those of `make engines`: without
@@ -154,7 +154,7 @@ def missing(contender: str) -> str | None:
 
 def run(contender: str, workers: int, args: Any) -> dict[str, Any]:
     out, mark = args.root / "out", uuid.uuid4().hex
-    environment = {**os.environ, MARK: mark, "PYSPARK_PYTHON": sys.executable}
+    environment = {**os.environ, MARK: mark, "PYSPARK_PYTHON": sys.executable, "RAY_raylet_start_wait_time_s": "240"}
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), str(ENGINES)])
     numbers = [f"--{name}={getattr(args, name)}" for name in ("rows", "dim", "partitions", "root")]
     spent = ProcessorTime(mark)
@@ -210,7 +210,7 @@ def show(document: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    options = {"rows": 4_000_000, "dim": 32, "partitions": 8, "rounds": 1}
+    options = {"rows": 1_000_000, "dim": 32, "partitions": 8, "rounds": 1}
     hidden = {"contender": (str, HIDDEN), "workers": (int, HIDDEN), "root": (Path, HIDDEN)}
     args = parser_of(__file__, __doc__, **options, **hidden).parse_args()
     if args.contender:

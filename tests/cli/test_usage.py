@@ -237,6 +237,7 @@ def test_a_status_in_80_columns_cuts_nothing_and_shows_what_a_store_works_with(
             "watch_snapshots": {"locations": [{"location": "s3://models", "state": "followed", "snapshots": 2}]},
         },
         "throttle": {"work": ["load"], "share": 0.25},
+        "disk": {"free": 60 << 30, "reserve": 256 << 20, "problem": None},
     }
     show.status(document)
     shown = capsys.readouterr().out
@@ -249,5 +250,6 @@ def test_a_status_in_80_columns_cuts_nothing_and_shows_what_a_store_works_with(
         "deltas in /deltas: 3 applied",
         "snapshots in s3://models: followed, 2 found",
         "background work: load, 25% of the time",
+        "disk: 60.0 GiB free, of which 256.0 MiB are kept (disk_reserve)",
     ):
         assert words in shown, shown

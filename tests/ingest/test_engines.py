@@ -26,7 +26,7 @@ def run(engine: str, where: Path, *more: str) -> subprocess.CompletedProcess[str
     paths = os.pathsep.join([str(ROOT), str(ENGINES)])
     return subprocess.run(
         [sys.executable, program, engine, *places, *more],
-        env={**os.environ, "PYTHONPATH": paths, "PYSPARK_PYTHON": sys.executable, "RAY_DATA_DISABLE_PROGRESS_BARS": "1"},
+        env={**os.environ, "PYTHONPATH": paths, "PYSPARK_PYTHON": sys.executable, "RAY_DATA_DISABLE_PROGRESS_BARS": "1", "RAY_raylet_start_wait_time_s": "240"},
         cwd=where, capture_output=True, text=True, check=False, timeout=280,
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ from tests.service.conftest import eventually, load, settings_for
 from tests.service.fake_store import VERSION, FakeStore
 from tests.service.scenes import KEYS, delta, write_snapshot
 from tierstore.engine.store import Store
-from tierstore.errors import Overloaded
+from tierstore.errors import Forbidden, Overloaded
 from tierstore.log_limits import BURST
 from tierstore.logs import configure
 from tierstore.service.server import ServerThread
@@ -90,6 +90,8 @@ def test_refusals_of_access_and_of_connections_are_logged_too(tmp_path: Path, li
         assert (full.status_code, full.headers["x-request-id"]) == (503, "d")
     own = [line for line in lines(REQUESTS) if line.get("id") in ("g", "d")]  # a server before may log its last one now
     assert [line["status"] for line in own] == [403, 503]
+    assert own[0]["level"] == "WARNING"
+    assert "Origin 'http://evil.example' is foreign" in own[0]["text"]
 
 
 def test_a_failed_request_is_logged_in_a_line(fake: tuple[FakeStore, ServerThread], lines: Lines) -> None:
@@ -128,6 +130,27 @@ def test_so_many_lines_a_second(tmp_path: Path, lines: Lines) -> None:
     assert r"POST /v2/\nx: 503" in first[0]["text"], "in one line"
     assert defect["status"] == 500, "of another kind"
     assert (last["left_out"], "5 like it left out" in last["text"]) == (5, True)
+
+
+def test_requests_that_are_not_let_in_have_fewer_lines(tmp_path: Path, lines: Lines) -> None:
+    now_s = 100.0
+    note = request_log.RequestLog(settings_for(tmp_path), lambda: now_s).note
+
+    def refuse(status: int) -> None:
+        error = Forbidden("token 0123 is for crt alone: not for 'ctr'")
+        note("POST", "/v2/models/ctr/infer", status, 0, request_id=None, client=lambda: "10.0.0.7:1234", error=error)
+
+    for _ in range(request_log.LINES_A_SECOND + 15):
+        refuse(403)
+    refuse(401)
+    now_s += request_log.REFUSED_EVERY_S
+    refuse(403)
+    *first, other, last = lines(REQUESTS)
+    assert len(first) == request_log.LINES_A_SECOND
+    assert first[0]["level"] == "WARNING"
+    assert (first[0]["client"], first[0]["reason"]) == ("10.0.0.7:1234", "token 0123 is for crt alone: not for 'ctr'")
+    assert other["status"] == 401
+    assert last["left_out"] == 15
 
 
 def test_no_count_of_lines_that_were_left_out_is_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,7 +52,7 @@ def _show(document: dict[str, Any]) -> None:
         sizes.add_row(f"{point['scale']:g} times", f"{point['rows']:,}", _share(point["hit_rate"]))
     if document["curve"]:
         out.print(sizes)
-    minutes = Table("minute", "keys looked up", "from memory", "", box=None, header_style="dim")
+    minutes = Table("minute until", "keys looked up", "from memory", "", box=None, header_style="dim")
     for minute in document["history"]:
         minutes.add_row(_clock(minute["at_s"]), f"{minute['keys']:,}", _share(_rate(minute)), _cause(minute))
     if document["history"]:

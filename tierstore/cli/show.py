@@ -100,6 +100,9 @@ def status(document: Mapping[str, Any]) -> None:
         budget = document.get(key)
         if budget:
             out.print(f"{what}: {size(budget['used'])} of {size(budget['total'])}")
+    disk = document.get("disk") or {}
+    if disk.get("free") is not None:
+        out.print(f"disk: {size(disk['free'])} free, of which {size(disk['reserve'])} are kept (disk_reserve)")
 
 
 def _surroundings(document: Mapping[str, Any]) -> Iterator[str]:

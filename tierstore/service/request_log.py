@@ -1,4 +1,4 @@
-"""Which requests are logged, over every transport: those that failed, slow ones, or all of them; and those whose traces are reported.
+"""Which requests are logged, over every transport: those that failed or were not let in, slow ones, or all of them; and whose traces are reported.
 
 Look-ups that reactors answer are not logged: they never come to Python. Any thread.
 """
@@ -21,10 +21,15 @@ from tierstore.service.traces import Traces
 logger = logging.getLogger(__name__)
 
 LINES_A_SECOND = 10  # of one kind
+REFUSED_EVERY_S = 10.0  # of requests that were not let in: clients go on for as long as they have the wrong token
+_NOT_LET_IN = (401, 403)
 
 
 class RequestLog:
-    """Writes at most LINES_A_SECOND of failures with one status, and as many of slow requests; the next line says how many were left out."""
+    """Writes at most LINES_A_SECOND of failures with one status, and as many of slow requests, and fewer of those that were not let in.
+
+    The next line says how many were left out.
+    """
 
     def __init__(
         self, settings: Settings, clock: Callable[[], float] = time.monotonic, traces: Traces | None = None
@@ -35,6 +40,7 @@ class RequestLog:
         # whether `note` wants those that did not fail
         self.of_successes = self._all or self._slow_ms > 0 or traces is not None
         self._limit = LineLimit(LINES_A_SECOND, 1 / LINES_A_SECOND, clock)
+        self._refused_limit = LineLimit(LINES_A_SECOND, REFUSED_EVERY_S, clock)
 
     def logs(self, began_ns: int) -> bool:
         """Whether a request that came at `began_ns` and succeeds now is to be logged, as far as its time says."""
@@ -64,10 +70,15 @@ class RequestLog:
             self._trace(self._traces, method, path, status, began_ns, headers, error, spent, said)
         ms = (time.perf_counter_ns() - began_ns) / 1e6
         failed, slow = status >= 500, 0 < self._slow_ms <= ms
-        level = logging.WARNING if failed or slow else logging.INFO if self._all else logging.DEBUG
+        refused = status in _NOT_LET_IN
+        level = logging.WARNING if failed or slow or refused else logging.INFO if self._all else logging.DEBUG
         if level == logging.DEBUG and (status < 400 or not logger.isEnabledFor(logging.DEBUG)):
             return
-        left_out = self._limit.admit(status if failed else "slow") if failed or slow else 0
+        left_out: int | None = 0
+        if refused:
+            left_out = self._refused_limit.admit(status)
+        elif failed or slow:
+            left_out = self._limit.admit(status if failed else "slow")
         if left_out is None:
             return
         fields: dict[str, Any] = {

@@ -48,6 +48,7 @@ def test_below_the_floor_deltas_and_loads_are_refused_and_nothing_is_lost(open_s
         store.apply_delta(rows(2))
     assert not store.apply_delta(first).applied, "one that is held is acknowledged again"
     free.bytes = 255 * MIB
+    assert store.status()["disk"]["problem"].startswith(f"{tmp_path}"), "it names the file system"
     with pytest.raises(DiskFull, match="no room for a load"):
         store.load_snapshot(snapshot(tmp_path, 2))
     assert store.model("ctr").versions == [1]

@@ -253,6 +253,7 @@ def test_a_current_that_makes_no_sense_is_the_problem_of_one_model(open_store, t
     (root / "CURRENT").write_bytes(content)
     store = open_store()
     assert "expected a version number" in store.model("ctr").problem
+    assert "activate the version that was served" in store.model("ctr").problem
     assert item(store, 1, "other") == scenes.vector("item", 1, 1)[0]
     store.activate("ctr", 1)
     assert store.model("ctr").problem is None

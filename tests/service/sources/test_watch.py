@@ -90,7 +90,7 @@ def test_what_is_old_or_no_delta_is_passed_over(watched: Watched) -> None:
 def test_a_bad_file_holds_its_model_up_until_it_is_replaced(watched: Watched) -> None:
     watched.put("4.arrow", b"not arrow")
     watched.put("5.arrow", delta(5, {1: 50.0}))
-    watched.held_up()
+    assert watched.held_up("write this file again").startswith("4.arrow: ")
     errors = watched.watcher.errors
     watched.store.load_snapshot(write_small(watched.root, "one", "item"))
     watched.put("1.arrow", delta(1, {1: 10.0}, model="one"), model="one")
@@ -99,7 +99,20 @@ def test_a_bad_file_holds_its_model_up_until_it_is_replaced(watched: Watched) ->
     watched.put("4.arrow", delta(4, {2: 40.0}))
     watched.expect(1, 50.0)
     watched.expect(2, 40.0)
-    assert watched.watcher.status()["held_up"] == {}
+    eventually(lambda: watched.watcher.status()["held_up"] == {}, "nothing to be held up")
+
+
+def test_a_delta_that_lies_beside_the_models_is_a_problem_until_it_is_moved(watched: Watched) -> None:
+    for seq in (4, 5):
+        (watched.directory / f"{seq}.arrow").write_bytes(delta(seq, {1: 10.0 * seq}))
+    expected = "4.arrow and 1 more of no model: expected <model>/<seq>.arrow; move deltas into their model's directory"
+    eventually(lambda: watched.watcher.status()["problem"] == expected, "the problem")
+    assert watched.watcher.status()["problems"] == [f"watched {watched.directory}: {expected}"]
+    assert watched.watcher.applied == 0
+    for seq in (4, 5):
+        (watched.directory / f"{seq}.arrow").rename(watched.directory / "ctr" / f"{seq}.arrow")
+    watched.expect(1, 50.0)
+    eventually(lambda: watched.watcher.status()["problem"] is None, "the problem to go")
 
 
 def test_a_file_for_another_model_or_too_large_is_refused(watched: Watched) -> None:
@@ -118,7 +131,7 @@ def test_a_file_that_holds_another_delta_is_refused_before_it_is_applied(watched
     watched.expect(1, 40.0)
     watched.put("5.arrow", delta(5, {1: 50.0}))
     watched.expect(1, 50.0)
-    assert watched.watcher.status()["held_up"] == {}
+    eventually(lambda: watched.watcher.status()["held_up"] == {}, "nothing to be held up")
 
 
 def test_a_model_that_comes_later_is_caught_up(watched: Watched) -> None:

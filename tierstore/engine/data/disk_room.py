@@ -77,7 +77,7 @@ def disk_status(root: Path, reserve: int) -> dict[str, Any]:
     """`free` bytes of the file system of `root`, those of them that are kept in `reserve`, and the `problem` where no more are left."""
     free, floor = _free_and_floor(root, reserve) or (None, 0)
     full = free is not None and reserve and free < floor
-    why = f"{free} bytes are free, and {floor} are kept in reserve (disk_reserve): deltas and loads are refused"
+    why = f"{root}: {free} bytes are free, and {floor} are kept in reserve (disk_reserve): deltas and loads are refused"
     return {"free": free, "reserve": floor, "problem": why if full else None}
 
 

@@ -35,7 +35,10 @@ class CurrentRecord:
             return None
         number = parse_version(text)
         if number is None:
-            raise Corruption(f"{self._where.current}: expected a version number, got {text[:40]!r}")
+            raise Corruption(
+                f"{self._where.current}: expected a version number, got {text[:40]!r}; activate the version that was served, "
+                "which the audit names"
+            )
         return number
 
     def routes(self) -> RoutingRecord:

@@ -85,6 +85,7 @@ class AccessCheck:
         except Forbidden as error:
             self._access.count(error)
             self._note(scope, error)
+            scope[ERROR] = error
             return error_response(error)
         action, model = of_http(scope["method"], scope["path"])
         if action in CHANGES and scope["method"] not in _SAFE:

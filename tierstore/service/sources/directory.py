@@ -87,23 +87,35 @@ class Watcher:
     def _work(self) -> None:
         REQUESTER.set(f"watch of {self._directory}")
         while not self._stop.is_set():
+            problem: str | None
             try:
-                self._scan()
-                self._problem = None
+                problem = self._scan()
             except Exception as error:  # noqa: BLE001 - the watcher must outlive whatever it meets
-                if str(error) != self._problem:
-                    self._problem = str(error)
-                    self.errors += 1
+                problem = str(error)
+                if problem != self._problem:
                     log_failure(error, f"watching {self._directory}")
-                    logger.warning("watching %s: %s", self._directory, error)
+            if problem not in (None, self._problem):
+                self.errors += 1
+                logger.warning("watching %s: %s", self._directory, problem)
+            self._problem = problem
             self._stop.wait(self._poll_s)
 
-    def _scan(self) -> None:
-        for directory in sorted(self._directory.iterdir()):
+    def _scan(self) -> str | None:
+        """Follow every model's directory; what is wrong with what lies beside them."""
+        misplaced = []
+        for path in sorted(self._directory.iterdir()):
             if self._stop.is_set():
-                return
-            if NAME.fullmatch(directory.name) and directory.is_dir():
-                self._follow(directory, self._feeds.setdefault(directory.name, _Feed()))
+                return None
+            if NAME.fullmatch(path.name) and path.is_dir():
+                self._follow(path, self._feeds.setdefault(path.name, _Feed()))
+            elif parse_delta_file(path.name) is not None:
+                misplaced.append(path.name)
+        if not misplaced:
+            return None
+        more = f" and {len(misplaced) - 1:,} more" if misplaced[1:] else ""
+        return (
+            f"{misplaced[0]}{more} of no model: expected <model>/<seq>.arrow; move deltas into their model's directory"
+        )
 
     def _follow(self, directory: Path, feed: _Feed) -> None:
         changed_ns = directory.stat().st_mtime_ns
@@ -144,26 +156,26 @@ class Watcher:
             if gap.expected_seq > seq:
                 feed.done = seq  # older than the log: the snapshot that began it holds this delta
                 return True
-            self._fail(model, feed, identity, gap)
+            self._fail(path, feed, identity, gap)
             return False
         except TierstoreError as error:
             if isinstance(error, NotReady):
                 feed.done = None  # the version that is served later may begin at another seq
-            self._fail(model, feed, identity, error)
+            self._fail(path, feed, identity, error)
             return False
         feed.done, feed.error, feed.failed, feed.pause_s = seq, None, None, 0.0
         self.applied += result.applied
         return True
 
-    def _fail(self, model: str, feed: _Feed, identity: tuple[Any, ...], error: TierstoreError) -> None:
-        longest_s = (
-            _LONGEST_WAIT_S if isinstance(error, (NotFound, NotReady, Overloaded, SequenceGap)) else _LONGEST_PAUSE_S
-        )
+    def _fail(self, path: Path, feed: _Feed, identity: tuple[Any, ...], error: TierstoreError) -> None:
+        early = isinstance(error, (NotFound, NotReady, Overloaded, SequenceGap))
+        longest_s = _LONGEST_WAIT_S if early else _LONGEST_PAUSE_S
+        why = f"{path.name}: {error}{'' if early else '; write this file again, those after it wait'}"
         again = identity == feed.failed
         feed.pause_s = min(longest_s, feed.pause_s * 2) if again else _FIRST_PAUSE_S
         feed.retry_s = time.monotonic() + feed.pause_s
         feed.failed = identity
         self.errors += 1
-        if str(error) != feed.error:
-            feed.error = str(error)
-            logger.warning("watching %s: %s", self._directory / model, error)
+        if why != feed.error:
+            feed.error = why
+            logger.warning("watching %s: %s", path.parent, why)
