@@ -84,7 +84,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 docs-test: $(STAMP)
-	$(BIN)/python -m pytest tests/test_docs.py tests/test_examples.py
+	$(BIN)/python -m pytest tests/test_docs.py tests/test_docs_commands.py tests/test_examples.py
 
 site: site-tools
 	$(BIN)/python -m tools.site site

@@ -1,8 +1,8 @@
-"""The pages tell what works: their programs and commands are run, in a scene that has what each of them begins with.
+"""What programs and commands of the pages come to, in a scene that has what each of them begins with.
 
-`make docs-test` runs this file. A block of Python is run by itself; the lines of a shell block one after the other, those
-that begin with `tierstore`, in this process. What a page's reader is to have already (`keys`, `batches`, a directory of
-Parquet, a service) is there.
+`make docs-test` runs this file, and `test_docs_commands.py`, which runs every line of every page. A block of Python is run by
+itself; a command line in this process. What a page's reader is to have already (`keys`, `batches`, a directory of Parquet, a
+service) is there.
 """
 
 from __future__ import annotations
@@ -45,28 +45,31 @@ def blocks(page: str, *languages: str) -> list[tuple[int, str]]:
     ]
 
 
-def dense() -> bytes:
+def dense(inputs: str = "user_id item_id clicked hour") -> bytes:
     """score [n] = the sum of all inputs."""
+    each = inputs.split()
+    nodes = [om.node("ReduceSum", f"{name} axes", f"of_{name}", keepdims=0) for name in each]
     return om.build(
-        [om.node("Concat", "user_id item_id clicked hour", "all", axis=1), om.node("ReduceSum", "all axes", "score", keepdims=0)],
-        {"user_id": (om.FLOAT, ["n", 32]), "item_id": (om.FLOAT, ["n", 32]), "clicked": (om.FLOAT, ["n", 32]), "hour": (om.FLOAT, ["n", 1])},
+        [*nodes, om.node("Sum", " ".join(f"of_{name}" for name in each), "score")],
+        {name: (om.FLOAT, [f"n_{name}", 1 if name == "hour" else 32]) for name in each},
         {"score": (om.FLOAT, ["n"])},
         {"axes": np.array([1])},
-    )  # fmt: skip
+    )
 
 
 def vectors(keys: Any) -> Any:
     return np.repeat(np.asarray(keys, np.float32)[:, None] / 100, 32, axis=1)
 
 
-def snapshot(where: Path, version: int) -> None:
+def snapshot(where: Path | str, version: int, inputs: str = "user_id item_id clicked hour") -> None:
     with tierstore.SnapshotWriter(where, model="ctr", version=version, delta_seq=41820) as writer:
         for table in ("item", "user"):
             writer.table(table, dim=32, dtype="float16").write(ITEMS, vectors(ITEMS))
         writer.feature("user_id", table="user")
         writer.feature("item_id", table="item")
         writer.feature("clicked", table="item", combiner="mean")
-        writer.dense(dense())
+        if inputs:
+            writer.dense(dense(inputs))
 
 
 def delta(where: Path, seq: int) -> None:
@@ -75,14 +78,14 @@ def delta(where: Path, seq: int) -> None:
         writer.upsert("item", [17], np.full((1, 32), seq % 100, np.float32))
 
 
-def data() -> None:
+def data(inputs: str = "user_id item_id clicked hour") -> None:
     """What a reader has, in the working directory."""
     frame = pd.DataFrame({"item_id": ITEMS[:50], "embedding": list(vectors(ITEMS[:50]))})
     Path("items").mkdir()
     frame.to_parquet("items/part-0.parquet")
     for i, words in enumerate((["red"], ["shoe"])):
         pd.DataFrame({"word": words, "f0": [0.5], "f1": [float(i)]}).to_parquet(f"words-{i}.parquet")
-    Path("model.onnx").write_bytes(dense())
+    Path("model.onnx").write_bytes(dense(inputs or "item_id"))
 
 
 @pytest.fixture
@@ -195,10 +198,9 @@ def test_readme_clients(url: str) -> None:
     for word in ("tierstore.Client", "tritonclient"):
         line, program = with_word(word)
         program = program.replace(SERVICE, url).replace("127.0.0.1:8000", url.removeprefix("http://"))
-        given = {**names(), "users": [1, 2], "items": [3, 4]}
+        came = run("README.md", line, program, {**names(), "offsets": np.arange(3)})
         if word == "tierstore.Client":
-            program = program.replace("\n    scores", "\n    if False: scores")  # the scene's graph takes more inputs
-        run("README.md", line, program, given)
+            assert came["scores"].shape == (3,)
 
 
 # --- the other pages
@@ -223,7 +225,7 @@ def test_hps_on_the_import_page(scene: Path, empty_url: str) -> None:
 
 def test_tables_of_the_import_page(scene: Path, empty_url: str) -> None:
     ((_, text),) = blocks("docs/import.md", "toml")
-    text = text.replace('dense = "model.onnx"\n', "")  # whose inputs are those of another model
+    Path("model.onnx").write_bytes(dense("item_id clicked"))
     Path("tables.toml").write_text(text)
     command(f"tierstore import tables.toml --out s --url {empty_url}")
     with tierstore.Client(empty_url) as client:
@@ -233,8 +235,9 @@ def test_tables_of_the_import_page(scene: Path, empty_url: str) -> None:
 
 def test_formats_page(scene: Path) -> None:
     (scene / "deltas").mkdir()
+    Path("model.onnx").write_bytes(dense("item_id clicked"))
     for line, program in blocks("docs/formats.md", "python"):
-        run("docs/formats.md", line, program.replace('snapshot.dense("model.onnx")', ""), names())
+        run("docs/formats.md", line, program, names())
     with tierstore.open("data/", **SMALL) as store:
         store.load_snapshot("snapshots/20261120")
 
@@ -297,73 +300,3 @@ def test_readme_from_data_to_served(empty_url: str) -> None:
     command(ran[1].replace(SERVICE, empty_url))
     with tierstore.Client(empty_url) as client:
         assert client.lookup("ctr", "item", [17])[0, 0] == np.float32(0.17)
-
-
-def test_readme_commands(scene: Path, url: str) -> None:
-    for version in (20261120, LATEST):
-        snapshot(scene / f"snapshots/ctr/{version}", version)
-    delta(scene / "deltas/41821.arrow", 41821)
-    commands = lines("README.md")
-    ran = commands[commands.index(next(line for line in commands if line.startswith("tierstore load"))) :]
-    assert len(ran) >= 6
-    for line in ran:
-        if line.startswith("tierstore canary"):
-            command(f"tierstore load snapshots/ctr/{LATEST} --no-activate --url {url}")
-        command(line.replace(SERVICE, url))
-
-
-def test_commands_of_the_import_page(scene: Path) -> None:
-    from tests.imports.test_hps import hps
-
-    hps(scene)
-    ran = [line for line in lines("docs/import.md") if "serve" not in line and "tables.toml" not in line]
-    assert len(ran) == 2
-    for line in ran:
-        command(line.replace("/mnt/models", "."))
-
-
-def test_triton_page(scene: Path, url: str) -> None:
-    snapshot(scene / "1", 20261120)
-    with tierstore.open("data", **SMALL) as store:
-        store.load_snapshot("1")
-    ran = lines("docs/triton.md")
-    assert len(ran) == 2
-    for line in ran:
-        command(line.replace(SERVICE, url))
-    assert {path.parent.name for path in Path("models").glob("*/config.pbtxt")} == {"ctr", "local"}
-    ((line, program),) = blocks("docs/triton.md", "python")
-    asked = program.replace("127.0.0.1:8000", url.removeprefix("http://"))  # the service answers as Triton does
-    assert run("docs/triton.md", line, asked, names())["rows"].shape == (3, 32)
-
-
-def test_commands_of_the_page_for_hps(scene: Path) -> None:
-    from tests.imports.test_hps import hps
-
-    hps(scene)
-    (line,) = lines("docs/migrate-hps.md")
-    command(line.replace("/mnt/models", "."))
-    (folder,) = Path("models").iterdir()
-    assert "NUMKEYS" in (folder / "config.pbtxt").read_text()
-
-
-def test_commands_of_the_backup_page(scene: Path) -> None:
-    snapshot(scene / "before", 20261119)
-    with (
-        tierstore.open("served", port=0, export_root=scene / "exports", **SMALL) as store,
-        ServerThread(store) as server,
-    ):
-        store.load_snapshot(scene / "before")
-        for _ in range(2):
-            command(f"tierstore backup --all kept --keep 7 --url {server.url}")
-    ran = [line for line in lines("docs/backup.md") if "$URL" not in line and "s3://" not in line]
-    assert len(ran) == 3
-    for line in ran:
-        command(
-            line.replace("/srv/tierstore", "served")
-            .replace("/srv/", "")
-            .replace("restore backups ctr --number 3", "restore backups ctr --number 1")
-        )
-    assert sorted(path.name[:6] for path in (scene / "exports/kept/ctr").glob("*.json")) == ["000001", "000002"]
-    for where in ("restored", "other"):
-        with tierstore.open(where, **SMALL) as store:
-            assert store.model("ctr").lookup("item_id", [17])[0, 0] == np.float16(0.17)

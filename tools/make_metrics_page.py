@@ -5,6 +5,7 @@ python -m tools.make_metrics_page
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
@@ -21,9 +22,10 @@ from tierstore.service.sources import kafka_rows_status, kafka_status
 PAGE = Path(__file__).parents[1] / "docs/metrics.md"
 HEAD = """# Metrics
 
-Made by `python -m tools.make_metrics_page` from what a service registers. `GET /metrics` has them in Prometheus' text format; parts that a
+Every metric of a service. `GET /metrics` has them in Prometheus' text format; parts that a
 service does not have (a GPU, an SSD cache, Kafka) have no metrics there. Beside these are those of the process and of Python
-(`process_…`, `python_…`). [How to read them](http-api.md#metrics-get-metrics), [alerts](runbook.md).
+(`process_…`, `python_…`). [How to read them](http-api.md#metrics-get-metrics), [alerts](runbook.md). This page is made by
+`python -m tools.make_metrics_page` from what a service registers.
 
 | name | type | labels | |
 |---|---|---|---|
@@ -58,6 +60,9 @@ def _families() -> dict[str, Metric]:
 @contextmanager
 def a_service() -> Iterator[ServerThread]:
     """A service of an empty store that watches a directory and a location, and has a peer, which is away."""
+    logging.getLogger("tierstore").addHandler(
+        logging.NullHandler()
+    )  # what it has to say of its peers is of no interest
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         for folder in ("deltas", "snapshots"):

@@ -12,9 +12,9 @@ from tierstore.config import ENV_PREFIX, described_settings
 PAGE = Path(__file__).parents[1] / "docs/settings.md"
 HEAD = f"""# Settings
 
-Made by `python tools/make_settings_page.py`. Each is a key of `tierstore.toml`, a variable `{ENV_PREFIX}<NAME>` and a keyword of
+Everything that can be set, of the store and of the service. Each is a key of `tierstore.toml`, a variable `{ENV_PREFIX}<NAME>` and a keyword of
 `tierstore.open`; the last of file, variable and flag or keyword wins. Sizes take `512MiB`, `4GiB` or a number of bytes, 1024 at least. What
-Kubernetes puts into the environment for a service of this name (`{ENV_PREFIX}SERVICE_HOST`, `{ENV_PREFIX}PORT=tcp://…`) sets nothing.
+Kubernetes puts into the environment for a service of this name (`{ENV_PREFIX}SERVICE_HOST`, `{ENV_PREFIX}PORT=tcp://…`) sets nothing. This page is made by `python tools/make_settings_page.py`.
 
 | name | default | |
 |---|---|---|

@@ -47,7 +47,8 @@ def test_versions_and_deltas_from_load_to_drop(cli: Cli, tmp_path: Path, place: 
     assert looked_up(7) == row(2, 7)
     assert looked_up(12) == row(12, 12), "caught up with the deltas"
 
-    assert cli("delta", write_delta(tmp_path, 13, 12), *place).code == 0
+    bad = write_delta(tmp_path, 13, 12)
+    assert cli("delta", bad, *place).code == 0
     assert cli("rollback", "ctr", "--to-seq", 12, *place).out == "ctr serves version 2 as of delta 12\n"
     assert cli("rollback", "ctr", "--to-seq", 12, *place, "--json").document == {
         "model": "ctr",
@@ -55,6 +56,11 @@ def test_versions_and_deltas_from_load_to_drop(cli: Cli, tmp_path: Path, place: 
         "to_seq": 12,
     }
     assert looked_up(12) == row(12, 12), "the bad delta is undone"
+    again = "ctr delta 13 was undone by a rollback, and stays so; to have it applied, send it as delta 14\n"
+    assert cli("delta", bad, *place).out == again
+    assert cli("delta", bad, *place, "--json").document == [
+        {"model": "ctr", "seq": 13, "applied": False, "send_as": 14}
+    ]
 
     active = cli("drop", "ctr", 2, *place)
     assert active.code == 1

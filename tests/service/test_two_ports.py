@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +26,8 @@ from tierstore.service import addresses
 from tierstore.service.addresses import Ports
 from tierstore.service.server import ServerThread
 
+ROOT = Path(__file__).parents[2]
+FEW_FILES = 400  # that a process may open
 INFER = "/v2/models/ctr/infer"
 LOOK_UP = {"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [len(KEYS)], "data": KEYS.tolist()}]}
 
@@ -153,3 +159,32 @@ def test_a_taken_port_frees_the_others(tmp_path: Path, monkeypatch: pytest.Monke
         with pytest.raises(ConfigError, match=f"port {taken} for gRPC: .*choose another with grpc_port"):
             Ports(settings_for(tmp_path, grpc_port=taken))
     assert [sock.fileno() for sock in bound] == [-1]
+
+
+def test_connections_leave_descriptors_for_the_operator(tmp_path: Path) -> None:
+    """As many prefaces of HTTP/2 as the process may open files: health and the operator's socket are answered all the same."""
+    command = [sys.executable, "-m", "tierstore", "serve", "--data", "data", "--port", "0", "--grpc-port", "off"]
+    process = subprocess.Popen(
+        [*command, "--admin-listen", "unix:admin"],
+        cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (FEW_FILES, FEW_FILES)),
+    )  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        stack.callback(process.wait, 60)
+        stack.callback(process.terminate)
+        assert process.stdout is not None
+        port = int(process.stdout.readline().split()[-1].rpartition(":")[2])
+        for _ in range(FEW_FILES):
+            one = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+            with contextlib.suppress(OSError):  # it was refused
+                one.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        files = f"/proc/{process.pid}/fd"
+        eventually(lambda: len(os.listdir(files)) < FEW_FILES - 32, "those that are too many are ended")
+        admin = stack.enter_context(socket.socket(socket.AF_UNIX))
+        admin.settimeout(20)
+        admin.connect(str(tmp_path / "admin"))
+        admin.sendall(b"GET /admin/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert admin.recv(64).startswith(b"HTTP/1.1 200 ")
+        health = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+        health.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert health.recv(64).startswith((b"HTTP/1.1 200 ", b"HTTP/1.1 503 "))

@@ -110,6 +110,20 @@ def test_the_blocking_client_is_made_of_the_awaited_one() -> None:
         assert path.read_text(encoding="utf-8") == text, "python tools/make_client.py"
 
 
+def test_kernels_that_copy_have_one_name_each_and_name_the_target_first() -> None:
+    """Arguments the other way round write over the source, and no type tells two addresses apart."""
+    copies: dict[str, list[list[str]]] = {}
+    for path in sorted((ROOT / "tierstore/kernels").rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith(("copy_", "move_")):
+                copies.setdefault(node.name, []).append([arg.arg for arg in node.args.args])
+    assert {"copy_bytes", "move_bytes"} <= copies.keys()
+    assert [name for name, made in copies.items() if len(made) > 1] == []
+    for name, (args,) in copies.items():
+        if "source" in args:
+            assert set(args[: args.index("source")]) & {"target", "dest"}, f"{name}({', '.join(args)})"
+
+
 def test_ci_runs_what_a_person_runs() -> None:
     script = ROOT / ".ci/run"
     assert script.stat().st_mode & 0o111, ".ci/run is executable"
