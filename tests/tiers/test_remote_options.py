@@ -5,12 +5,17 @@ from __future__ import annotations
 import pytest
 
 from tierstore.errors import ConfigError
-from tierstore.tiers.remote.options import Address, hidden, parse_urls
+from tierstore.tiers.remote.options import ServerAddress, hidden, parse_server_urls
 
 
 def test_addresses() -> None:
-    found = parse_urls("redis://a:1,b, redis://c:3,[::1]:4,a:1", {})
-    assert found.addresses == (Address("a", 1), Address("b", 6379), Address("c", 3), Address("::1", 4))
+    found = parse_server_urls("redis://a:1,b, redis://c:3,[::1]:4,a:1", {})
+    assert found.addresses == (
+        ServerAddress("a", 1),
+        ServerAddress("b", 6379),
+        ServerAddress("c", 3),
+        ServerAddress("::1", 4),
+    )
     assert str(found) == "a:1, b:6379, c:3, [::1]:4"
     assert not found.tls
     assert found.credentials == {}
@@ -18,14 +23,14 @@ def test_addresses() -> None:
 
 def test_user_and_password_come_from_the_address_first() -> None:
     environment = {"TIERSTORE_REMOTE_USER": "u", "TIERSTORE_REMOTE_PASSWORD": "p"}
-    assert parse_urls("redis://a", environment).credentials == {"username": "u", "password": "p"}
-    assert parse_urls("redis://x:y%2F@a,b", environment).credentials == {"username": "x", "password": "y/"}
-    assert parse_urls("redis://:y@a", {}).credentials == {"password": "y"}
-    assert "y/" not in repr(parse_urls("redis://x:y%2F@a", {}))
+    assert parse_server_urls("redis://a", environment).credentials == {"username": "u", "password": "p"}
+    assert parse_server_urls("redis://x:y%2F@a,b", environment).credentials == {"username": "x", "password": "y/"}
+    assert parse_server_urls("redis://:y@a", {}).credentials == {"password": "y"}
+    assert "y/" not in repr(parse_server_urls("redis://x:y%2F@a", {}))
 
 
 def test_tls_options() -> None:
-    found = parse_urls("rediss://a,b?ssl_ca_certs=/x.pem", {})
+    found = parse_server_urls("rediss://a,b?ssl_ca_certs=/x.pem", {})
     assert found.tls
     assert found.credentials == {"ssl_ca_certs": "/x.pem"}
     assert len(found.addresses) == 2
@@ -49,7 +54,7 @@ def test_tls_options() -> None:
 )
 def test_what_is_no_address_is_refused_and_shows_no_password(urls: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as refused:
-        parse_urls(urls, {})
+        parse_server_urls(urls, {})
     assert "pass word" not in str(refused.value)
 
 

@@ -30,7 +30,7 @@ from tierstore.service.error_status import log_failure, message_of
 from tierstore.service.families import counter, gauge
 from tierstore.tiers.machines import Machines, Options
 from tierstore.tiers.upstream.connections import Connection, Node
-from tierstore.tiers.upstream.options import Address, check_token, parse_urls, tls_context
+from tierstore.tiers.upstream.options import NodeAddress, check_token, parse_node_urls, tls_context
 from tierstore.tiers.upstream.peer import Peer, PeerLog, PeerLogs
 from tierstore.types import NAME, Progress
 
@@ -53,10 +53,10 @@ class Behind(TierstoreError):
 
 def make_peers(settings: Settings) -> list[Peer]:
     """The peers that the settings name. ConfigError."""
-    addresses = parse_urls(",".join(settings.peer), "peer")
+    addresses = parse_node_urls(",".join(settings.peer), "peer")
     if settings.upstream_token is not None and not settings.upstream_allow_insecure_token:
         check_token(addresses)
-    machines: Machines[Address, Connection] = Machines(Options(connections=1), "the node")
+    machines: Machines[NodeAddress, Connection] = Machines(Options(connections=1), "the node")
     tls = tls_context(addresses, None if settings.upstream_ca is None else str(settings.upstream_ca))
     return [Peer(Node(address, machines, settings.upstream_token, tls)) for address in addresses]
 

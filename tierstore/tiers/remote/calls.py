@@ -13,7 +13,7 @@ from typing import Any
 from tierstore.errors import ConfigError, RemoteUnavailable, StorageError
 from tierstore.tiers.remote.cluster import Cluster
 from tierstore.tiers.remote.connections import driver
-from tierstore.tiers.remote.options import Address
+from tierstore.tiers.remote.options import ServerAddress
 
 _PAUSE_S = 0.05
 _ASKING = b"*1\r\n$6\r\nASKING\r\n"
@@ -34,20 +34,20 @@ def call(cluster: Cluster, slot: int, packed: Sequence[Packed], *, timeout_s: fl
     """
     redis = driver()
     deadline_s = time.monotonic() + timeout_s
-    target: Address | None = None
+    target: ServerAddress | None = None
     while True:
         seen = cluster.topology
         try:
             with cluster.connections.borrowed(target or cluster.master_of(slot)) as connection:
                 return _send(connection, packed, asking=target is not None)
         except redis.exceptions.AskError as error:
-            target = Address(error.host, error.port)
+            target = ServerAddress(error.host, error.port)
             continue
         except redis.exceptions.MovedError as error:
             problem: Exception = error
             with suppress(RemoteUnavailable):
                 cluster.refresh(seen)
-            cluster.moved(slot, Address(error.host, error.port))
+            cluster.moved(slot, ServerAddress(error.host, error.port))
         except (
             redis.exceptions.TryAgainError,
             redis.exceptions.ClusterDownError,

@@ -16,23 +16,23 @@ from tierstore.errors import ConfigError, RemoteUnavailable, StorageError
 from tierstore.tiers.machines import Options
 from tierstore.tiers.remote.connections import Connections, driver, explain
 from tierstore.tiers.remote.layout import SLOTS, choose_tags
-from tierstore.tiers.remote.options import Address, Endpoints, parse_urls
+from tierstore.tiers.remote.options import Endpoints, ServerAddress, parse_server_urls
 
 log = logging.getLogger(__name__)
 
 _REFRESH_EVERY_S = 0.1  # at most
 _CLIENT_RETRIES = 3
 
-Topology = dict[int, tuple[Address, ...]]  # slot → its master, then its replicas
+Topology = dict[int, tuple[ServerAddress, ...]]  # slot → its master, then its replicas
 
 
 def connect(urls: str, options: Options | None = None) -> Cluster:
-    """Connect to the cluster that has any of these servers (`redis://h1:6379,h2:6379`, see `parse_urls`).
+    """Connect to the cluster that has any of these servers (`redis://h1:6379,h2:6379`, see `parse_server_urls`).
 
     Raises ConfigError (addresses, user, password, TLS; a server without cluster mode), RemoteUnavailable (none answers),
     MissingExtra.
     """
-    return Cluster(parse_urls(urls), options or Options())
+    return Cluster(parse_server_urls(urls), options or Options())
 
 
 class Cluster:
@@ -93,7 +93,7 @@ class Cluster:
         except (redis.RedisError, OSError) as error:
             raise explain(self.endpoints, error) from error
 
-    def master_of(self, slot: int) -> Address:
+    def master_of(self, slot: int) -> ServerAddress:
         """Raises RemoteUnavailable where no server has the slot."""
         try:
             return self._topology[slot][0]
@@ -102,12 +102,12 @@ class Cluster:
                 f"no server of the cluster at {self.endpoints} has slot {slot}: check `redis-cli --cluster check`"
             ) from None
 
-    def replicas_of(self, slot: int) -> tuple[Address, ...]:
+    def replicas_of(self, slot: int) -> tuple[ServerAddress, ...]:
         return self._topology.get(slot, ())[1:]
 
-    def masters(self) -> dict[Address, list[int]]:
+    def masters(self) -> dict[ServerAddress, list[int]]:
         """The slots of each master that has some, in a steady order."""
-        found: dict[Address, list[int]] = {}
+        found: dict[ServerAddress, list[int]] = {}
         for slot, servers in sorted(self._topology.items()):
             found.setdefault(servers[0], []).append(slot)
         return found
@@ -167,7 +167,7 @@ class Cluster:
         """The map of slots as it is now; it is never changed, but replaced."""
         return self._topology
 
-    def moved(self, slot: int, target: Address) -> None:
+    def moved(self, slot: int, target: ServerAddress) -> None:
         """A server has said who has the slot now; until the next refresh."""
         with self._refreshing:
             if self._topology.get(slot, (None,))[0] != target:
@@ -182,13 +182,13 @@ class Cluster:
             if self._client is not None:
                 self._client.close()
 
-    def _servers(self) -> list[Address]:
+    def _servers(self) -> list[ServerAddress]:
         """All that may be asked about the cluster, those that failed lately last."""
         found = dict.fromkeys(self.endpoints.addresses)
         found.update(dict.fromkeys(_distinct(self._topology.values())))
         return sorted(found, key=self.machines.is_suspect)
 
-    def _read_topology(self, address: Address, timeout_s: float) -> Topology:
+    def _read_topology(self, address: ServerAddress, timeout_s: float) -> Topology:
         redis = driver()
         try:
             with self.connections.borrowed(address, timeout_s=timeout_s) as connection:
@@ -199,7 +199,7 @@ class Cluster:
         found: Topology = {}
         for low, high, *servers in reply:
             addresses = tuple(
-                Address(server[0].decode() if server[0] else address.host, int(server[1])) for server in servers
+                ServerAddress(server[0].decode() if server[0] else address.host, int(server[1])) for server in servers
             )
             found.update(dict.fromkeys(range(low, high + 1), addresses))
         if not found:
@@ -214,5 +214,5 @@ def _remaining(deadline_s: float | None) -> float:
     return 86400.0 if deadline_s is None else max(0.0, deadline_s - time.monotonic())
 
 
-def _distinct(groups: Iterable[tuple[Address, ...]]) -> Iterable[Address]:
+def _distinct(groups: Iterable[tuple[ServerAddress, ...]]) -> Iterable[ServerAddress]:
     return dict.fromkeys(one for group in dict.fromkeys(groups) for one in group)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from tierstore.errors import ConfigError, MissingExtra, RemoteUnavailable
 from tierstore.tiers.machines import Machines, Options
-from tierstore.tiers.remote.options import Address, Endpoints
+from tierstore.tiers.remote.options import Endpoints, ServerAddress
 
 _BUFFER_BYTES = 256 << 10
 _SLACK = 16  # kernels read whole words
@@ -34,7 +34,7 @@ def driver(module: str = "redis") -> Any:
 class Connection:
     """One connection, for one user at a time. `buffer` is where kernels receive into."""
 
-    def __init__(self, address: Address, opened: Any, tls: bool) -> None:
+    def __init__(self, address: ServerAddress, opened: Any, tls: bool) -> None:
         self.address, self.tls = address, tls
         self.driver = opened
         self.used = False  # it has answered before: where it fails now, the server may just have closed it
@@ -73,9 +73,9 @@ class Connections:
 
     def __init__(self, endpoints: Endpoints, options: Options) -> None:
         self._endpoints, self._options = endpoints, options
-        self.machines: Machines[Address, Connection] = Machines(options, f"the remote tier on {endpoints}")
+        self.machines: Machines[ServerAddress, Connection] = Machines(options, f"the remote tier on {endpoints}")
 
-    def acquire(self, address: Address, *, replica: bool = False, timeout_s: float | None = None) -> Connection:
+    def acquire(self, address: ServerAddress, *, replica: bool = False, timeout_s: float | None = None) -> Connection:
         """An idle connection, or a new one. `replica`: one on which a replica answers reads.
 
         Raises RemoteUnavailable where the server cannot be reached, ConfigError where it refuses user, password or TLS.
@@ -88,7 +88,9 @@ class Connections:
         self.machines.keep(connection.address, connection, replica=replica)
 
     @contextmanager
-    def borrowed(self, address: Address, *, replica: bool = False, timeout_s: float | None = None) -> Iterator[Any]:
+    def borrowed(
+        self, address: ServerAddress, *, replica: bool = False, timeout_s: float | None = None
+    ) -> Iterator[Any]:
         """redis-py's connection, to send commands and read replies. Errors of the server itself leave it usable."""
         connection = self.acquire(address, replica=replica, timeout_s=timeout_s)
         redis = driver()
@@ -103,7 +105,7 @@ class Connections:
             raise
         self.release(connection, replica=replica)
 
-    def _open(self, address: Address, replica: bool, timeout_s: float | None) -> Connection:
+    def _open(self, address: ServerAddress, replica: bool, timeout_s: float | None) -> Connection:
         module, redis = driver("redis.connection"), driver()
         limit_s = min(self._options.connect_timeout_s, timeout_s if timeout_s is not None else np.inf)
         kind = module.SSLConnection if self._endpoints.tls else module.Connection
@@ -123,7 +125,7 @@ class Connections:
         return Connection(address, opened, self._endpoints.tls)
 
 
-def explain(address: Address | Endpoints, error: Exception) -> ConfigError | RemoteUnavailable:
+def explain(address: ServerAddress | Endpoints, error: Exception) -> ConfigError | RemoteUnavailable:
     """An error of redis-py as one of ours that names the server and what to do."""
     redis = driver()
     text = " ".join(str(error).split())[:200]

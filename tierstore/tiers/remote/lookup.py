@@ -23,7 +23,7 @@ from tierstore.tiers.joining import Watermarks
 from tierstore.tiers.remote.cluster import Cluster
 from tierstore.tiers.remote.connections import Connection, driver
 from tierstore.tiers.remote.layout import APPLYING, SEQ
-from tierstore.tiers.remote.options import Address
+from tierstore.tiers.remote.options import ServerAddress
 from tierstore.tiers.remote.requests import TableLayout
 from tierstore.types import Keys, Rows, States, Tier
 
@@ -48,10 +48,10 @@ class Failure:
     """Why a tag was not read."""
 
     cause: Cause
-    address: Address | None
+    address: ServerAddress | None
     text: str
     slot: int = -1
-    target: Address | None = None
+    target: ServerAddress | None = None
 
     def __str__(self) -> str:
         return f"{self.address} {self.cause.value}: {self.text}" if self.address else self.text
@@ -111,12 +111,12 @@ class Read:
 
     def _assign(
         self, tags: Iterable[int], deadline_s: float, *, first: bool
-    ) -> tuple[dict[tuple[Address, bool], list[int]], float]:
+    ) -> tuple[dict[tuple[ServerAddress, bool], list[int]], float]:
         """The tags by the server to ask (and whether as a replica), and how long to wait for it."""
         cluster, machines, options = self._cluster, self._cluster.machines, self._cluster.options
         failures = self._failures
         self._failures = {}
-        groups: dict[tuple[Address, bool], list[int]] = defaultdict(list)
+        groups: dict[tuple[ServerAddress, bool], list[int]] = defaultdict(list)
         others = False
         for tag in tags:
             slot = self._table.slots[tag]
@@ -140,7 +140,7 @@ class Read:
             until_s = min(until_s, time.monotonic() + options.other_after_s)
         return groups, until_s
 
-    def _exchange(self, groups: dict[tuple[Address, bool], list[int]], until_s: float) -> None:
+    def _exchange(self, groups: dict[tuple[ServerAddress, bool], list[int]], until_s: float) -> None:
         """Ask all servers at once; fills rows and states, and `_failures`."""
         table = self._table
         opened: list[tuple[Connection, bool, list[int]]] = []
@@ -227,7 +227,7 @@ class Read:
             failure = Failure(Cause.UNREACHABLE, address, "it closed the connection")
         self._failures.update(dict.fromkeys(tags, failure))
 
-    def _failure_of(self, tag: int, address: Address, replica: bool) -> Failure | None:
+    def _failure_of(self, tag: int, address: ServerAddress, replica: bool) -> Failure | None:
         """What the replies for one tag say is wrong."""
         if self._errors[tag, 0]:
             text = self._errors[tag].tobytes().rstrip(b"\0").decode(errors="replace")
@@ -235,7 +235,7 @@ class Read:
             target = None
             if word == "MOVED":
                 host, _, port = details.rpartition(" ")[2].rpartition(":")
-                target = Address(host or address.host, int(port)) if port.isdigit() else None
+                target = ServerAddress(host or address.host, int(port)) if port.isdigit() else None
             return Failure(_BY_WORD.get(word, Cause.REFUSED), address, text, self._table.slots[tag], target)
         if self._marks[tag, 0] < 0 or self._marks[tag, 1] < 0:
             return Failure(

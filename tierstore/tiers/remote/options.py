@@ -17,7 +17,7 @@ _TLS_OPTIONS = {"ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile"}
 _EXAMPLE = "redis://host1:6379,host2:6379 (or rediss:// for TLS)"
 
 
-class Address(NamedTuple):
+class ServerAddress(NamedTuple):
     """The address of a server of the cluster."""
 
     host: str
@@ -29,9 +29,9 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """What `parse_urls` found: where to begin, and what redis-py needs for a connection."""
+    """What `parse_server_urls` found: where to begin, and what redis-py needs for a connection."""
 
-    addresses: tuple[Address, ...]
+    addresses: tuple[ServerAddress, ...]
     tls: bool
     credentials: dict[str, Any] = field(repr=False)  # the password is one of them
 
@@ -39,7 +39,7 @@ class Endpoints:
         return ", ".join(map(str, self.addresses))
 
 
-def parse_urls(urls: str, environment: Mapping[str, str] = os.environ) -> Endpoints:
+def parse_server_urls(urls: str, environment: Mapping[str, str] = os.environ) -> Endpoints:
     """`redis://[user[:password]@]host[:port],…` or `rediss://…`, with `?ssl_ca_certs=FILE` and the like at the end.
 
     The scheme and the user need to be given once, before the first address. User and password may also be in the
@@ -50,7 +50,7 @@ def parse_urls(urls: str, environment: Mapping[str, str] = os.environ) -> Endpoi
     if not separator or scheme not in ("redis", "rediss"):
         raise ConfigError(f"expected the address of a cluster, such as {_EXAMPLE}, got {hidden(urls)!r}")
     remaining, _, query = remaining.partition("?")
-    addresses: list[Address] = []
+    addresses: list[ServerAddress] = []
     credentials: dict[str, Any] = {}
     for part in map(str.strip, remaining.split(",")):
         if "://" in part and part.partition("://")[0] != scheme:
@@ -62,7 +62,7 @@ def parse_urls(urls: str, environment: Mapping[str, str] = os.environ) -> Endpoi
             raise ConfigError(f"expected host:port with a port of 1 to 65535, got {hidden(part)!r}") from None
         if not one.hostname or one.path.strip("/"):
             raise ConfigError(f"expected addresses such as {_EXAMPLE}, got {hidden(part)!r}")
-        addresses.append(Address(one.hostname, port))
+        addresses.append(ServerAddress(one.hostname, port))
         if one.username:
             credentials["username"] = unquote(one.username)
         if one.password:

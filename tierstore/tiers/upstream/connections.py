@@ -20,7 +20,7 @@ from tierstore.addresses import host_port
 from tierstore.errors import NotFound, Overloaded, RemoteUnavailable, StorageError
 from tierstore.http1 import Incoming, Malformed, request_head
 from tierstore.tiers.machines import Machines
-from tierstore.tiers.upstream.options import Address
+from tierstore.tiers.upstream.options import NodeAddress
 
 _HEAD_BYTES = 64 << 10
 _LEAST_S = 0.001
@@ -65,7 +65,7 @@ class _Answer:
 class Connection:
     """One connection."""
 
-    def __init__(self, address: Address, timeout_s: float, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, address: NodeAddress, timeout_s: float, tls: ssl.SSLContext | None) -> None:
         self.used = False  # it has answered before: where it fails now, the node may just have closed it
         sock = socket.create_connection(address[:2], timeout_s)
         try:
@@ -134,7 +134,7 @@ class Node:
     """One node, as a front sees it. `machines` has all of them."""
 
     def __init__(
-        self, address: Address, machines: Machines[Address, Connection], token: str | None, tls: ssl.SSLContext | None
+        self, address: NodeAddress, machines: Machines[NodeAddress, Connection], token: str | None, tls: ssl.SSLContext | None
     ) -> None:  # fmt: skip
         # constant after construction
         self.address, self.machines, self._tls = address, machines, tls

@@ -12,7 +12,7 @@ from tierstore.errors import ConfigError
 _EXAMPLE = "http://a:8000,http://b:8000"
 
 
-class Address(NamedTuple):
+class NodeAddress(NamedTuple):
     """The address of a node."""
 
     host: str
@@ -23,7 +23,7 @@ class Address(NamedTuple):
         return f"{'https' if self.tls else 'http'}://{host_port(self.host, self.port)}"
 
 
-def parse_urls(urls: str, setting: str = "upstream") -> tuple[Address, ...]:
+def parse_node_urls(urls: str, setting: str = "upstream") -> tuple[NodeAddress, ...]:
     """`http://host:port,…` or `https://host:port,…`, of a setting. Raises ConfigError."""
     if "@" in urls:  # said without them: it may be a password
         raise ConfigError(
@@ -40,11 +40,11 @@ def parse_urls(urls: str, setting: str = "upstream") -> tuple[Address, ...]:
         plain = not (one.path.strip("/") or one.query or one.fragment)
         if not (tls or one.scheme == "http") or not one.hostname or not plain:
             raise ConfigError(f"{setting}: expected addresses of nodes such as {_EXAMPLE}, got {part!r}")
-        addresses.append(Address(one.hostname, port or (443 if tls else 80), tls))
+        addresses.append(NodeAddress(one.hostname, port or (443 if tls else 80), tls))
     return tuple(dict.fromkeys(addresses))
 
 
-def check_token(addresses: tuple[Address, ...]) -> None:
+def check_token(addresses: tuple[NodeAddress, ...]) -> None:
     """ConfigError where a token would leave this machine unencrypted."""
     for one in addresses:
         why = why_not_token(str(one), one.host, tls=one.tls, setting="upstream_allow_insecure_token")
@@ -52,7 +52,7 @@ def check_token(addresses: tuple[Address, ...]) -> None:
             raise ConfigError(f"upstream_token: {why}")
 
 
-def tls_context(addresses: tuple[Address, ...], ca: str | None) -> ssl.SSLContext | None:
+def tls_context(addresses: tuple[NodeAddress, ...], ca: str | None) -> ssl.SSLContext | None:
     """What checks the certificates of nodes; None where none speaks TLS. ConfigError for a file that has no authorities."""
     if not any(address.tls for address in addresses):
         return None

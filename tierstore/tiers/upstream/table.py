@@ -24,7 +24,7 @@ from tierstore.tiers.joining import Bounds, JoinedTable, Watermarks
 from tierstore.tiers.machines import Machines
 from tierstore.tiers.upstream import wire
 from tierstore.tiers.upstream.connections import Broken, Connection, Node, Reply
-from tierstore.tiers.upstream.options import Address
+from tierstore.tiers.upstream.options import NodeAddress
 from tierstore.types import Keys, Rows, States
 
 _ATTEMPTS = 4
@@ -34,7 +34,7 @@ _PAUSE_S = 0.05  # in which a node that refused is looked at again
 class Nodes:
     """All nodes of a front. `machines` is what they have in common."""
 
-    def __init__(self, nodes: Sequence[Node], machines: Machines[Address, Connection]) -> None:
+    def __init__(self, nodes: Sequence[Node], machines: Machines[NodeAddress, Connection]) -> None:
         self.nodes, self.machines = tuple(nodes), machines  # constant after construction
         self._turn = 0  # a look-up that misses one of two steps is none the worse
 

@@ -32,7 +32,7 @@ from tierstore.tiers.base import Peek
 from tierstore.tiers.machines import Machines, Options
 from tierstore.tiers.upstream import wire
 from tierstore.tiers.upstream.connections import Connection, Node
-from tierstore.tiers.upstream.options import Address, check_token, parse_urls, tls_context
+from tierstore.tiers.upstream.options import NodeAddress, check_token, parse_node_urls, tls_context
 from tierstore.tiers.upstream.table import Nodes, Ownership, Source, UpstreamTable
 from tierstore.types import Keys
 
@@ -92,10 +92,12 @@ class UpstreamPlacement:
         # constant after construction
         self._settings = settings = shared.settings
         self.node = f"{socket.gethostname()}-{secrets.token_hex(3)}"
-        addresses = parse_urls(urls)
+        addresses = parse_node_urls(urls)
         if settings.upstream_token is not None and not settings.upstream_allow_insecure_token:
             check_token(addresses)
-        machines: Machines[Address, Connection] = Machines(Options(timeout_s=settings.remote_timeout_s), "the front")
+        machines: Machines[NodeAddress, Connection] = Machines(
+            Options(timeout_s=settings.remote_timeout_s), "the front"
+        )
         tls = tls_context(addresses, None if settings.upstream_ca is None else str(settings.upstream_ca))
         self.nodes = Nodes([Node(one, machines, settings.upstream_token, tls) for one in addresses], machines)
         self.refusals = Refusals(refusals_of("upstream"), nodes=",".join(map(str, self.nodes.nodes)))
