@@ -98,6 +98,7 @@ def test_an_example(tmp_path: Path, name: str) -> None:
     assert "served" in done.stdout
 
 
+@pytest.mark.thorough
 def test_a_type_checker_has_nothing_to_say_of_them() -> None:
     lines = mypy(*sorted((ROOT / "examples").glob("*.py")))
     assert lines[-1].startswith("Success"), "\n".join(lines)

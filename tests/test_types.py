@@ -74,6 +74,7 @@ def mypy(*programs: Path) -> list[str]:
     return (done.stdout + done.stderr).splitlines()
 
 
+@pytest.mark.thorough
 def test_a_program_is_checked_as_it_should_be(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     lines = mypy(tmp_path / "program.py")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
+from tests.counts import few_or_many
 from tests.engine.model_based import StoresAgainstHistory, check
 
 
+@pytest.mark.counted
 def test_a_store_keeps_its_promises() -> None:
-    check(StoresAgainstHistory, histories=40, steps=30)
+    check(StoresAgainstHistory, histories=few_or_many(8, 40), steps=30)

@@ -59,6 +59,10 @@ def grpc_java(how: str = "unary", connections: int = 1) -> list[str]:
     return ["java", "-cp", jars, str(HERE / "grpc_java/Calls.java"), how, str(connections)]
 
 
+def slow(program: str) -> Any:
+    return pytest.param(program, marks=pytest.mark.thorough)
+
+
 PROGRAMS: dict[str, Callable[[], list[str]]] = {
     "grpc-go": grpc_go,
     "grpc-js": grpc_js,
@@ -150,7 +154,7 @@ def drawn(count: int) -> list[tuple[np.ndarray, str]]:
     return [(draw.integers(-KEYS // 4, KEYS, size), id_) for size, id_ in zip(sizes, ids, strict=True)]
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", [name if "many" not in name else slow(name) for name in PROGRAMS])
 def test_calls_of_any_size_and_id_are_answered_without_python(server: ServerThread, program: str) -> None:
     command, asked = PROGRAMS[program](), drawn(252)
     check(command, server.port, asked)
@@ -184,7 +188,7 @@ def test_streams_of_grpc_java_are_answered_in_their_order_and_errors_end_none(se
 
 
 @pytest.mark.parametrize("way", proxies.OF_GRPC)
-@pytest.mark.parametrize("program", ["grpc-go", "grpc-js", "grpc-java, many connections"])
+@pytest.mark.parametrize("program", ["grpc-go", slow("grpc-js"), slow("grpc-java, many connections")])
 def test_calls_through_a_proxy_are_answered_without_python(
     server: ServerThread, tmp_path: Path, program: str, way: str
 ) -> None:

@@ -151,7 +151,7 @@ def test_statistics_count_what_was_answered(client: triton.InferenceServerClient
     after = counts()
     assert after.success.count - before.success.count == 1
     assert after.queue.count - before.queue.count == 1
-    assert after.queue.ns > before.queue.ns
+    assert after.queue.ns >= before.queue.ns  # what a reactor answers never waits
     assert after.compute_infer.ns > before.compute_infer.ns
     assert after.fail.count - before.fail.count == 1
     assert {model.name for model in client.get_inference_statistics().model_stats} == {"ctr", "one", "names"}

@@ -60,7 +60,7 @@ _PATHS = [
         "logs": "logs",
         "log digest": f"models/({_NAME})/log",
         "image": f"models/({_NAME})/image",
-        "image file": f"models/({_NAME})/image/({FILES}/[0-9a-f]{{16}}-[0-9]{{1,19}})",
+        "image file": f"models/({_NAME})/image/({FILES}/[^/]+)",
     }.items()
 ]
 
