@@ -426,6 +426,7 @@ WITH_STATE = (
 
 @pytest.fixture
 def scene(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    kept = dict(os.environ)
     for name in list(os.environ):
         if name.upper().startswith(ENV_PREFIX):
             monkeypatch.delenv(name)
@@ -442,10 +443,14 @@ def scene(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         made = Scene(tmp_path, page, stack)
         yield made
         made.stop()
+    os.environ.clear()  # of what the page has exported
+    os.environ.update(kept)
 
 
 def _checkpoints() -> None:
-    """What trainers have left, in the working directory."""
+    """What trainers have left, in the working directory; and the prices that a page shows."""
+    scale = (ROOT / "docs/scale.md").read_text(encoding="utf-8")
+    Path("prices.toml").write_text(scale.split("```toml\ncurrency", 1)[1].split("```")[0].join(("currency", "")))
     rows = np.arange(40, dtype="<f4").reshape(10, 4)
     Path("checkpoints").mkdir()
     for table in ("item", "user"):
