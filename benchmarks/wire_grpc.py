@@ -114,7 +114,7 @@ class GrpcServer:
 
 
 def measure(servers: list[Server | GrpcServer], rows: int, sizes: list[int], rounds: int, requests: int) -> list[Any]:
-    from benchmarks.wire_lookup import CONNECTIONS, VARIANTS, turn
+    from benchmarks.wire_lookup import CONNECTIONS, VARIANTS, cpu_s, turn
 
     rng = np.random.default_rng(1)
     results = []
@@ -124,7 +124,11 @@ def measure(servers: list[Server | GrpcServer], rows: int, sizes: list[int], rou
             cpu: dict[str, list[float]] = {server.name: [] for server in servers}
             for _ in range(rounds):
                 for server in servers:
-                    cpu[server.name].append(turn(server, batches, connections, requests)[0])
+                    if isinstance(server, GrpcServer):
+                        used_us, _ = server.turn(batches, connections, requests, cpu_s)
+                    else:
+                        used_us, _ = turn(server, batches, connections, requests)
+                    cpu[server.name].append(used_us)
             row: dict[str, Any] = {"keys": n, "connections": connections}
             row |= {f"{name}_us": statistics.median(figures) for name, figures in cpu.items()}
             for other in ("grpc echo", "http"):
