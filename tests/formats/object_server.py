@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import boto3
+import pytest
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
@@ -259,3 +260,12 @@ def slow(pause_s: float) -> Fault:
         time.sleep(pause_s)
 
     return fault
+
+
+@contextlib.contextmanager
+def object_server() -> Iterator[ObjectServer]:
+    """A server, and meanwhile the environment by which clients in this process find it."""
+    with ObjectServer() as running, pytest.MonkeyPatch.context() as patch:
+        for name, value in running.environment.items():
+            patch.setenv(name, value)
+        yield running

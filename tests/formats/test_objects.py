@@ -20,16 +20,14 @@ from tierstore.formats.regular import open_regular, read_regular
 pytest.importorskip("obstore", reason="the extra s3 is not installed")
 pytest.importorskip("moto.server", reason="moto's server is not installed")
 
-from tests.formats.object_server import Fault, ObjectServer, cut_off, refused, slow, unavailable
+from tests.formats.object_server import Fault, ObjectServer, cut_off, object_server, refused, slow, unavailable
 
 CONTENT = random.Random(7).randbytes(300_001)
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ObjectServer]:
-    with ObjectServer() as running, pytest.MonkeyPatch.context() as patch:
-        for name, value in running.environment.items():
-            patch.setenv(name, value)
+    with object_server() as running:
         running.put_bytes("a/snapshot.json", b"{}")
         running.put_bytes("a/big", CONTENT)
         running.put_bytes("a/folder/part", b"p")

@@ -18,7 +18,7 @@ from tierstore.types import Progress
 pytest.importorskip("obstore", reason="the extra s3 is not installed")
 pytest.importorskip("moto.server", reason="moto's server is not installed")
 
-from tests.formats.object_server import ObjectServer, cut_off, unavailable
+from tests.formats.object_server import ObjectServer, cut_off, object_server, unavailable
 
 ROWS, DIM = 120_000, 32
 KEYS = np.random.default_rng(5).permutation(ROWS)
@@ -27,9 +27,7 @@ VECTORS = (KEYS[:, None] * 0.5 + np.arange(DIM)).astype(np.float32)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ObjectServer]:
-    with ObjectServer() as running, pytest.MonkeyPatch.context() as patch:
-        for name, value in running.environment.items():
-            patch.setenv(name, value)
+    with object_server() as running:
         yield running
 
 

@@ -18,7 +18,7 @@ from tierstore.types import Progress
 pytest.importorskip("obstore", reason="the extra s3 is not installed")
 pytest.importorskip("moto.server", reason="moto's server is not installed")
 
-from tests.formats.object_server import BUCKET, Fault, ObjectServer, out_of_service, slow, unavailable
+from tests.formats.object_server import BUCKET, Fault, ObjectServer, object_server, out_of_service, slow, unavailable
 
 ROWS, DIM, SHARDS = 60_000, 32, 4
 KEYS = np.random.default_rng(5).permutation(ROWS)
@@ -28,9 +28,7 @@ AWAY_S = 1.5
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ObjectServer]:
-    with ObjectServer() as running, pytest.MonkeyPatch.context() as patch:
-        for name, value in running.environment.items():
-            patch.setenv(name, value)
+    with object_server() as running:
         yield running
 
 

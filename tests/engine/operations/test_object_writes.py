@@ -20,7 +20,7 @@ from tierstore.formats.keys import partition_of
 pytest.importorskip("obstore", reason="the extra s3 is not installed")
 pytest.importorskip("moto.server", reason="moto's server is not installed")
 
-from tests.formats.object_server import BUCKET, ObjectServer, dying, refused, slow
+from tests.formats.object_server import BUCKET, ObjectServer, dying, object_server, refused, slow
 
 ROWS, DIM = 90_000, 64  # 24 MB: more than two parts
 KEYS = np.arange(ROWS, dtype=np.int64)
@@ -29,9 +29,7 @@ VECTORS = (KEYS[:, None] * 0.5 + np.arange(DIM)).astype(np.float32)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ObjectServer]:
-    with ObjectServer() as running, pytest.MonkeyPatch.context() as patch:
-        for name, value in running.environment.items():
-            patch.setenv(name, value)
+    with object_server() as running:
         yield running
 
 

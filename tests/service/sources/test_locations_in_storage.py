@@ -14,7 +14,7 @@ import tierstore
 pytest.importorskip("obstore", reason="the extra s3 is not installed")
 pytest.importorskip("moto.server", reason="moto's server is not installed")
 
-from tests.formats.object_server import BUCKET, Fault, ObjectServer, Respond, slow, unavailable
+from tests.formats.object_server import BUCKET, Fault, ObjectServer, Respond, object_server, slow, unavailable
 from tests.service.conftest import eventually
 from tests.service.sources.test_locations import Watched
 from tierstore.formats import objects
@@ -25,9 +25,7 @@ KEYS = np.arange(ROWS, dtype=np.int64)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ObjectServer]:
-    with ObjectServer() as running, pytest.MonkeyPatch.context() as patch:
-        for name, value in running.environment.items():
-            patch.setenv(name, value)
+    with object_server() as running:
         yield running
 
 
