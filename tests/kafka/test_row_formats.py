@@ -127,17 +127,22 @@ def protobuf_row() -> bytes:
     return b"\x08\x07" + b"\x12\x08" + struct.pack("<2f", 1.5, -2) + b"\x1a" + bytes([len(moment)]) + moment
 
 
+def said(row: Row) -> tuple[Any, ...]:
+    """(table, key, numbers, milliseconds)"""
+    return row.table, row.key, None if row.vector is None else row.vector.tolist(), row.event_ms
+
+
 def test_avro_by_a_registry_is_asked_for_once(schemas: Schemas) -> None:
     schemas.answers["/schemas/ids/5"] = {"schema": json.dumps(ROW)}
     reader = RowReader(decoder("avro", NAMES, registry=Registry(schemas.url), schema=None), text_decoder, {})
     value = framed(5, avro(ROW, {"key": 7, "vector": [1.5, -2], "event_time": MOMENT}))
     for _ in range(3):
         row = reader.read("item", message(value))
-    assert row[:4] == ("item", 7, [1.5, -2.0], MOMENT_MS)
+    assert said(row) == ("item", 7, [1.5, -2.0], MOMENT_MS)
     assert schemas.asked == ["/schemas/ids/5"]
     gone = framed(5, avro(ROW, {"key": None, "vector": None, "event_time": MOMENT}))
     assert reader.read("item", message(gone))[:3] == ("item", "7", None)  # the message's own key
-    assert reader.read("item", message(None))[:4] == ("item", "7", None, 1234)
+    assert said(reader.read("item", message(None))) == ("item", "7", None, 1234)
     for other, words in (
         (value + b"\0", "1 bytes more"),
         (value[:-9], "expected Avro"),
@@ -185,11 +190,11 @@ def test_protobuf_by_a_registry(schemas: Schemas) -> None:
     }  # fmt: skip
     reader = RowReader(decoder("protobuf", NAMES, registry=Registry(schemas.url), schema=None), text_decoder, {})
     at = b"\x02\x02"  # one number, 1: the second message type
-    assert reader.read("item", message(framed(5, at + protobuf_row())))[:4] == ("item", 7, [1.5, -2.0], MOMENT_MS)
+    assert said(reader.read("item", message(framed(5, at + protobuf_row())))) == ("item", 7, [1.5, -2.0], MOMENT_MS)
     other = reader.read("item", message(framed(5, b"\0\x0a\x08" + struct.pack("<d", 3.0))))
-    assert other[:4] == ("item", "7", [3.0], 1234)
+    assert said(other) == ("item", "7", [3.0], 1234)
     inner = reader.read("item", message(framed(5, b"\x04\x02\0\x0a\x08" + struct.pack("<2f", 1, 2))))
-    assert inner.vector == struct.pack("<2f", 1, 2)
+    assert inner.vector.tolist() == [1, 2]
     for content, words in (
         (b"\x02\x08", "no message type"),
         (b"", "place of a Protobuf"),
@@ -216,7 +221,7 @@ def test_schemas_in_files(tmp_path: Path) -> None:
         ("protobuf", by_name, framed(1, b"\x02\x02" + protobuf_row())),
     ):
         reader = RowReader(decoder(kind, NAMES, registry=None, schema=schema), text_decoder, {})
-        assert reader.read("item", message(value))[:4] == ("item", 7, [1.5, -2.0], MOMENT_MS), kind
+        assert said(reader.read("item", message(value))) == ("item", 7, [1.5, -2.0], MOMENT_MS), kind
     (tmp_path / "bad.avsc").write_text('{"type": "nothing"}')
     for kind, schema, words in (
         ("avro-raw", "bad.avsc", "cannot be used"),
@@ -232,8 +237,8 @@ def test_json_and_keys_and_names() -> None:
     names = {"key": "item_id", "vector": "embedding", "event_time": "ts"}
     reader = RowReader(json_decoder, json_decoder, names)
     value = json.dumps({"item_id": "a", "embedding": [1, 2.5], "ts": "2026-11-24 12:00:00"}).encode()
-    assert reader.read("t", message(value))[:4] == ("t", "a", [1, 2.5], MOMENT_MS)
-    assert reader.read("t", message(framed(77, value)))[:4] == ("t", "a", [1, 2.5], MOMENT_MS)
+    for data in (value, framed(77, value)):
+        assert said(reader.read("t", message(data))) == ("t", "a", [1, 2.5], MOMENT_MS)
     assert reader.read("t", message(None, b'{"item_id": 9, "shop": 1}')).key == 9
     assert reader.read("t", message(None, b'{"id": 9}')).key == 9
     with pytest.raises(DeltaError, match="'item_id'"):
@@ -262,7 +267,24 @@ def spec(key: KeyType = KeyType.INT64, dtype: StorageDtype = StorageDtype.FLOAT3
 
 
 def as_row(key: Any, vector: Any) -> Row:
-    return Row("t", key, vector, 1000, message(b""))
+    """What is read off a message of this key and vector."""
+    reader = RowReader(lambda _: {"key": key, "vector": vector}, json_decoder, {})
+    return reader.read("t", message(b""))
+
+
+@pytest.mark.parametrize(
+    ("vector", "words"),
+    [
+        ([[1, 2], [3, 4]], "got list in it"),
+        ([True, 0.5], "got bool in it"),
+        ([1 << 2000, 1], "too large"),
+        ({"a": 1, "b": 2}, "got dict"),
+        (b"abc", "4 bytes a number"),
+    ],
+)
+def test_what_is_no_vector(vector: Any, words: str) -> None:
+    with pytest.raises(DeltaError, match=words):
+        as_row(1, vector)
 
 
 @pytest.mark.parametrize(
@@ -270,12 +292,9 @@ def as_row(key: Any, vector: Any) -> Row:
     [
         (1, [1, 70000.0], KeyType.INT64, StorageDtype.FLOAT16, "too large"),
         (1, [1, float("nan")], KeyType.INT64, StorageDtype.FLOAT32, "NaN"),
-        (1, [[1, 2], [3, 4]], KeyType.INT64, StorageDtype.FLOAT32, "got list in it"),
-        (1, [True, 0.5], KeyType.INT64, StorageDtype.FLOAT32, "got bool in it"),
-        (1, [1 << 2000, 1], KeyType.INT64, StorageDtype.FLOAT32, "too large"),
-        (1, {"a": 1, "b": 2}, KeyType.INT64, StorageDtype.FLOAT32, "got dict"),
-        (1, b"abc", KeyType.INT64, StorageDtype.FLOAT32, "4 bytes a number"),
+        (1, [1, 1e39], KeyType.INT64, StorageDtype.FLOAT32, "infinite"),
         (1, b"abcd", KeyType.INT64, StorageDtype.FLOAT32, "got 1"),
+        (1, [], KeyType.INT64, StorageDtype.FLOAT32, "got 0"),
         (-1, [1, 2], KeyType.UINT64, StorageDtype.FLOAT32, "-1"),
         (1, [1, 2], KeyType.STRING, StorageDtype.FLOAT32, "int"),
         (b"\xff", [1, 2], KeyType.STRING, StorageDtype.FLOAT32, "UTF-8"),
@@ -295,11 +314,15 @@ def test_a_row_that_does_not_fit_is_named_and_the_others_are_kept(
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(["1", 1, 2, 3, "3"]), st.none() | st.integers(0, 99)), min_size=1, max_size=30)
+    st.lists(st.tuples(st.sampled_from(["1", 1, 2, 3, "3"]), st.none() | st.integers(0, 99)), min_size=1, max_size=30),
+    st.integers(1, 30),
 )
-def test_a_delta_of_rows_has_the_last_of_each_key(sent: list[tuple[Any, int | None]]) -> None:
-    tables, bad = fit([as_row(key, None if value is None else [value, 1]) for key, value in sent], spec())
-    assert not bad
+def test_a_delta_of_rows_has_the_last_of_each_key(sent: list[tuple[Any, int | None]], at_once: int) -> None:
+    """However many rows are fitted at once."""
+    rows = [as_row(key, None if value is None else [value, 1]) for key, value in sent]
+    fitted = [fit(rows[begin : begin + at_once], spec()) for begin in range(0, len(rows), at_once)]
+    assert not any(bad for _, bad in fitted)
+    tables = [part for parts, _ in fitted for part in parts]
     expected = {int(key): value for key, value in sent}
     table = read_delta(make_delta("m", 5, tables, 1000)).tables["t"]
     vectors = iter(table.vectors[~table.deleted] if table.dim else ())

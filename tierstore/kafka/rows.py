@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from tierstore.errors import ConfigError, DeltaError, InvalidInput
 from tierstore.formats.delta.writer import DeltaWriter
@@ -33,7 +34,7 @@ _LATEST_MS = 253_402_300_799_000  # the year 9999
 
 
 class Row(NamedTuple):
-    """What a message says. vector: numbers, or their bytes as little-endian float32; None deletes. event_ms: since 1970."""
+    """What a message says. vector: float64 [·]; None deletes. event_ms: since 1970."""
 
     table: str
     key: Any
@@ -64,7 +65,8 @@ class RowReader:
         key, event = found.get(self._key_name), found.get(self._event_name)
         if key is None:
             key = self._own_key(message)
-        return Row(table, key, vector, message.timestamp_ms if event is None else event_ms(event), message)
+        moment_ms = message.timestamp_ms if event is None else event_ms(event)
+        return Row(table, key, None if vector is None else _numbers(vector), moment_ms, message)
 
     def _own_key(self, message: Message) -> Any:
         if message.key is None:
@@ -109,12 +111,12 @@ def event_ms(value: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TableRows:
-    """Rows that fit a table. keys [n]; vectors float32 [k, dim] of those k that are not deleted, in their order."""
+    """Rows that fit a table. keys [n]; deleted bool [n]; vectors float32 [k, dim] of those k that are not deleted, in their order."""
 
     spec: TableSpec
     keys: Sequence[Any]
     vectors: Vectors
-    deleted: Sequence[bool]
+    deleted: npt.NDArray[np.bool_]
 
 
 def fit(rows: Sequence[Row], specs: Mapping[str, TableSpec]) -> tuple[list[TableRows], list[tuple[Row, str]]]:
@@ -157,7 +159,7 @@ def _misfits(rows: Sequence[Row], spec: TableSpec) -> list[tuple[Row, str]]:
 def _columns(rows: Sequence[Row], spec: TableSpec) -> TableRows:
     keys = _keys([row.key for row in rows], spec.key)
     vectors = [row.vector for row in rows if row.vector is not None]
-    return TableRows(spec, keys, _vectors(vectors, spec), [row.vector is None for row in rows])
+    return TableRows(spec, keys, _vectors(vectors, spec), np.array([row.vector is None for row in rows]))
 
 
 def _keys(keys: list[Any], kind: KeyType) -> list[Any]:
@@ -172,23 +174,11 @@ def _keys(keys: list[Any], kind: KeyType) -> list[Any]:
 
 def _vectors(vectors: list[Any], spec: TableSpec) -> Vectors:
     """float32 [n, dim] that the table's storage dtype can hold. DeltaError."""
-    if not vectors:
-        return np.empty((0, spec.dim), np.float32)
-    if bytes in set(map(type, vectors)):
-        vectors = [_numbers_in(vector) if isinstance(vector, bytes) else vector for vector in vectors]
     for vector in vectors:
-        if not isinstance(vector, (list, np.ndarray)):
-            raise DeltaError(f"expected a vector of {spec.dim} numbers, got {type(vector).__name__}")
         if len(vector) != spec.dim:
             raise DeltaError(f"expected a vector of {spec.dim} numbers, got {len(vector)}")
-        if isinstance(vector, list) and not set(map(type, vector)) <= {float, int}:
-            kinds = ", ".join(sorted({kind.__name__ for kind in map(type, vector)} - {"float", "int"}))
-            raise DeltaError(f"expected a vector of {spec.dim} numbers, got {kinds} in it")
-    try:
-        with np.errstate(over="ignore"):
-            narrow = np.array(vectors, np.float64).astype(np.float32)
-    except OverflowError as error:
-        raise DeltaError(f"a number of the vector is too large: {error}") from error
+    with np.errstate(over="ignore"):
+        narrow = np.array(vectors, np.float64).reshape(-1, spec.dim).astype(np.float32)
     try:
         codec.encode(narrow, spec.dtype)
     except codec.BadRow as error:
@@ -196,23 +186,38 @@ def _vectors(vectors: list[Any], spec: TableSpec) -> Vectors:
     return narrow
 
 
-def _numbers_in(data: bytes) -> Any:
-    if len(data) % 4:
-        raise DeltaError(f"expected a vector as float32, 4 bytes a number, got {len(data)} bytes")
-    return np.frombuffer(data, "<f4")
+def _numbers(vector: Any) -> npt.NDArray[np.float64]:
+    """The numbers of a list, an array, or bytes as little-endian float32: an object a row, and not one a number. DeltaError."""
+    if isinstance(vector, bytes):
+        if len(vector) % 4:
+            raise DeltaError(f"expected a vector as float32, 4 bytes a number, got {len(vector)} bytes")
+        vector = np.frombuffer(vector, "<f4")
+    elif not isinstance(vector, (list, np.ndarray)):
+        raise DeltaError(f"expected a vector of numbers, got {type(vector).__name__}")
+    elif isinstance(vector, list) and not set(map(type, vector)) <= {float, int}:
+        kinds = ", ".join(sorted({kind.__name__ for kind in map(type, vector)} - {"float", "int"}))
+        raise DeltaError(f"expected a vector of numbers, got {kinds} in it")
+    try:
+        return np.array(vector, np.float64)
+    except OverflowError as error:
+        raise DeltaError(f"a number of the vector is too large: {error}") from error
 
 
-def make_delta(model: str, seq: int, tables: Iterable[TableRows], newest_ms: int) -> bytes:
-    """The delta of rows that fit: of each key the last row, upserts and deletions apart."""
+def make_delta(model: str, seq: int, parts: Iterable[TableRows], newest_ms: int) -> bytes:
+    """The delta of rows that fit, in parts, those of a table in their order: of each key the last row, upserts and deletions apart."""
     writer = DeltaWriter("", model=model, seq=seq, event_time=datetime.fromtimestamp(newest_ms / 1000, UTC))
-    for rows in tables:
-        last = sorted(dict(zip(rows.keys, range(len(rows.keys)), strict=True)).values())
-        kept = np.array(last)
-        deleted = np.array(rows.deleted)
+    by_table: dict[TableSpec, list[TableRows]] = {}
+    for part in parts:
+        by_table.setdefault(part.spec, []).append(part)
+    for spec, found in by_table.items():
+        keys = [key for part in found for key in part.keys]
+        vectors, deleted = (
+            np.concatenate(arrays) for arrays in zip(*((part.vectors, part.deleted) for part in found), strict=True)
+        )
+        kept = np.array(sorted(dict(zip(keys, range(len(keys)), strict=True)).values()))
         places = np.cumsum(~deleted) - 1  # of each row's vector
-        name, key = rows.spec.name, rows.spec.key.value
         if len(set_ := kept[~deleted[kept]]):
-            writer.upsert(name, [rows.keys[one] for one in set_.tolist()], rows.vectors[places[set_]], key=key)
+            writer.upsert(spec.name, [keys[one] for one in set_.tolist()], vectors[places[set_]], key=spec.key.value)
         if len(gone := kept[deleted[kept]]):
-            writer.delete(name, [rows.keys[one] for one in gone.tolist()], key=key)
+            writer.delete(spec.name, [keys[one] for one in gone.tolist()], key=spec.key.value)
     return writer.to_bytes()

@@ -31,7 +31,7 @@ from tierstore.errors import (
 from tierstore.kafka.messages import Message, digest_of
 from tierstore.kafka.parked import Parked
 from tierstore.kafka.reader import TopicReader
-from tierstore.kafka.rows import ROW_BYTES, Row, fit, make_delta
+from tierstore.kafka.rows import ROW_BYTES, Row, TableRows, fit, make_delta
 from tierstore.service.sources.kafka_apply import LONGEST_RETRY_S, RETRY_S
 from tierstore.service.sources.kafka_positions import Positions
 from tierstore.service.sources.kafka_routes import Route, make_row_reader
@@ -45,10 +45,12 @@ from tierstore.service.sources.topic_thread import (
     far_back,
     new_partitions,
 )
+from tierstore.tiers.background import without_yielding, yield_to_requests
 
 logger = logging.getLogger(__name__)
 
 BATCH = 2048  # messages that are read at a time
+_SHORT, _LONG = 32, 512  # messages to be read, and rows to be worked on, in about half a millisecond
 PENDING_BYTES = 64 << 20  # of rows that wait to become a delta, at most
 MOST_PARKED = 1000  # messages of a topic: beyond it something else is wrong than a row
 
@@ -130,17 +132,24 @@ class RowTopic:
         messages = reader.poll(min(POLL_S, self._settings.kafka_rows_gather_s))
         if reader.went_back:
             self._begin_anew(reader.went_back)
+        # what lags behind keeps up with the topic rather than wait for requests
+        with without_yielding(len(messages) >= BATCH):
+            self._receive_all(messages)
+            if time.monotonic() >= self._resume_s:
+                self._apply_due()
+        if time.monotonic() - self._maintained_s >= POLL_S:
+            self._maintain()
+
+    def _receive_all(self, messages: Sequence[Message]) -> None:
         for number, message in enumerate(messages):
+            if number % _SHORT == 0:
+                yield_to_requests()
             try:
                 self._receive(message)
             except (StorageError, Unreachable) as error:  # it could not be parked, or its schema could not be had
                 self._read_again(messages[number:])
                 self._wait(error)
                 break
-        if time.monotonic() >= self._resume_s:
-            self._apply_due()
-        if time.monotonic() - self._maintained_s >= POLL_S:
-            self._maintain()
 
     def _current(self) -> TopicReader:
         assert self._reader is not None
@@ -235,9 +244,10 @@ class RowTopic:
             attempt = of.attempt = self._make(model, of)
         if attempt is not None:
             self._store.apply_delta(attempt.data, model=model.name, seq=attempt.seq, origin=attempt.origin)
-            of.attempt = None
             self.stats.visible(attempt.rows)
-            self._drop(of, len(attempt.rows))
+            count = len(attempt.rows)
+            attempt = of.attempt = None
+            self._drop(of, count)
         self._why.pop(model.name, None)
 
     def _make(self, model: Model, of: _Followed) -> _Attempt | None:
@@ -245,7 +255,12 @@ class RowTopic:
         last = model.log.last
         assert last is not None
         rows = of.pending[: of.most]
-        tables, bad = fit(rows, model.tables)
+        parts, bad = list[TableRows](), list[tuple[Row, str]]()
+        for begin in range(0, len(rows), _LONG):
+            yield_to_requests()
+            fitting, misfits = fit(rows[begin : begin + _LONG], model.tables)
+            parts += fitting
+            bad += misfits
         for row, reason in bad:
             self._park(row.message, model.name, reason)
         if bad:
@@ -255,7 +270,7 @@ class RowTopic:
         if not rows:
             self._drop(of, 0)
             return None
-        data = make_delta(model.name, last + 1, tables, max(row.event_ms for row in rows))
+        data = make_delta(model.name, last + 1, parts, max(row.event_ms for row in rows))
         if len(data) > self._settings.max_delta and len(rows) > 1:
             raise TooLarge(f"{len(rows)} rows make a delta of {len(data)} bytes (max_delta)")
         origin = of.positions.origin(self._needed(of, of.pending[len(rows) :]), rows=len(rows))
@@ -263,7 +278,9 @@ class RowTopic:
 
     @staticmethod
     def _drop(of: _Followed, count: int) -> None:
-        del of.pending[:count]
+        for begin in range(0, count, _LONG):
+            yield_to_requests()
+            del of.pending[: min(_LONG, count - begin)]
         of.nbytes = sum(len(row.message.value) for row in of.pending) + ROW_BYTES * len(of.pending)
 
     def _needed(self, of: _Followed, waiting: Sequence[Row]) -> dict[int, int]:
