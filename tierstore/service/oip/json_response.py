@@ -17,6 +17,7 @@ from tierstore.service.dataplane.tensors import wire_bytes
 from tierstore.service.oip.json_request import InferRequest
 from tierstore.service.oip.shared_memory import Regions, Span, check_outputs, write_output
 
+VALUE = orjson.Fragment(b"\0")  # in place of a number of `texts_around`; no other part of a JSON text has this byte
 _ALIGNMENT = 16  # of what malloc gives
 
 
@@ -89,15 +90,18 @@ class ResponseLayout:
         """Outputs that go binary behind the JSON, in order."""
         return [i for i, position in enumerate(self.positions) if position is not None]
 
-    def text_with(self, shapes: list[list[int]], sizes: list[int]) -> bytes:
-        """The JSON of an answer of these shapes and bytes of its outputs, all of them binary; without an id."""
+    def texts_around(self, shapes: list[list[Any]]) -> list[bytes]:
+        """The JSON of an answer of these shapes, without an id and the brace that ends it, cut at its values.
+
+        They are what is VALUE in a shape, and the bytes of each output; all outputs are binary.
+        """
         outputs = [
-            {**output, "shape": shape, "parameters": {"binary_data_size": size}}
-            for output, shape, size in zip(self._document["outputs"], shapes, sizes, strict=True)
+            {**output, "shape": shape, "parameters": {"binary_data_size": VALUE}}
+            for output, shape in zip(self._document["outputs"], shapes, strict=True)
         ]
         document = {**self._document, "outputs": outputs}
         document.pop("id", None)
-        return orjson.dumps(document)
+        return orjson.dumps(document)[:-1].split(b"\0")
 
     def json(self, arrays: list[npt.NDArray[Any]], sizes: dict[int, int] | None = None) -> bytes:
         """The JSON in front of the binary outputs; `sizes` are the bytes of those that were not known before the run."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,11 +13,8 @@ from tierstore.kernels.codec import address_of
 from tierstore.service.dataplane.inference import AnyRequest
 from tierstore.service.dataplane.plan import Plan, Request
 from tierstore.service.oip.json_request import InBody, InferRequest
-from tierstore.service.oip.json_response import ResponseLayout
+from tierstore.service.oip.json_response import VALUE, ResponseLayout
 from tierstore.service.reactor.plan_words import Pieces, has_room, leading_sizes
-
-_PLACES = 1 << 61  # a number that stands for a value in the text of an answer, and those behind it for others
-_PLACE = re.compile(rb"(23058430092136[0-9]{5})")
 
 
 class Lesson(Protocol):
@@ -84,34 +80,22 @@ class HttpLesson:
 
     def pieces(self, plan: Plan) -> Pieces | None:
         """Texts with the values behind them, as `binding.write_head` has them. The brace that ends it is not in it: an id may come before that."""
-        shapes, sizes = [], []
+        shapes: list[list[Any]] = []
+        values: list[int] = []
         for i, spec in enumerate(plan.specs):
-            first, lead = _PLACES + binding.OUTPUT.bytes * i // 8, leading_sizes(spec)
-            shapes.append([*(first + k for k in range(lead)), *spec.shape[lead:]])
-            sizes.append(first + binding.OUTPUT.offset("bytes") // 8)
-        return None if any(len(spec.shape) > 3 for spec in plan.specs) else self._pieces(shapes, sizes)
+            first, lead = binding.OUTPUT.bytes // 8 * i, leading_sizes(spec)
+            shapes.append([*[VALUE] * lead, *spec.shape[lead:]])
+            values += [*range(first, first + lead), first + binding.OUTPUT.offset("bytes") // 8]
+        return None if any(len(shape) > 3 for shape in shapes) else self._pieces(shapes, values)
 
     def score_pieces(self, scores: npt.NDArray[Any]) -> Pieces | None:
-        shapes = [
-            [
-                size if size >= 0 else _PLACES + binding.VALUES.offset("named") // 8 + ~size
-                for size in row["sizes"][: row["rank"]].tolist()
-            ]
-            for row in scores
-        ]
-        return self._pieces(shapes, [_PLACES + binding.VALUES.offset("scores") // 8 + i for i in range(len(shapes))])
+        named, sizes = binding.VALUES.offset("named") // 8, binding.VALUES.offset("scores") // 8
+        shapes = [row["sizes"][: row["rank"]].tolist() for row in scores]
+        values: list[int] = []
+        for i, shape in enumerate(shapes):
+            values += [*(named + ~size for size in shape if size < 0), sizes + i]
+        return self._pieces([[VALUE if size < 0 else size for size in shape] for shape in shapes], values)
 
-    def _pieces(self, shapes: list[list[int]], sizes: list[int]) -> Pieces | None:
-        text = self._answer.text_with(shapes, sizes)
-        parts = _PLACE.split(text[:-1])
-        values = [int(number) - _PLACES for number in parts[1::2]]
-        wanted = [
-            number - _PLACES
-            for shape, size in zip(shapes, sizes, strict=True)
-            for number in (*shape, size)
-            if number >= _PLACES
-        ]
-        if values != wanted:
-            return None
-        pieces = list(zip(parts[::2], [*values, binding.NONE], strict=True))
-        return pieces if has_room(parts[::2], len(values)) else None
+    def _pieces(self, shapes: list[list[Any]], values: list[int]) -> Pieces | None:
+        texts = self._answer.texts_around(shapes)
+        return list(zip(texts, [*values, binding.NONE], strict=True)) if has_room(texts, len(values)) else None
