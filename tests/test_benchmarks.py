@@ -312,7 +312,7 @@ def test_the_model_that_triton_runs_takes_the_rows_asked_for(tmp_path: Path, mon
 
 def test_a_build_that_takes_too_long_is_ended_with_its_processes(tmp_path: Path) -> None:
     args = argparse.Namespace(root=tmp_path, rows=100, dim=4, partitions=2, limit_s=0.05)
-    with pytest.raises(RuntimeError, match="tierstore build with 1: was not done after 0.05 s"):
+    with pytest.raises(RuntimeError, match=r"tierstore build with 1: was not done after 0\.05 s"):
         engine_build.run("tierstore build", 1, args)
     left = [path for path in Path("/proc").glob("[0-9]*") if str(tmp_path).encode() in command_of(path)]
     assert left == []
