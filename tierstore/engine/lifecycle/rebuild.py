@@ -9,7 +9,6 @@ After a crash: the line does not count until `undone.json` names it (`serving/un
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -28,8 +27,6 @@ from tierstore.tiers.disk.sealed_file import describe_sealed
 from tierstore.tiers.disk.sst import write_sst
 from tierstore.tiers.disk.tier import DiskTier, open_records
 from tierstore.types import Progress
-
-log = logging.getLogger(__name__)
 
 _BLOCK_CACHE_BYTES = 1 << 20
 
