@@ -9,15 +9,11 @@ from typing import Any
 import pytest
 
 import tierstore
-from tests.engine import quick_build, scenes
+from tests.engine import scenes
+
+pytestmark = pytest.mark.usefixtures("quick_loads")
 
 NOW = datetime.now(UTC)
-
-
-@pytest.fixture(autouse=True)
-def _quick_loads():
-    with quick_build.in_process():
-        yield
 
 
 def delta(seq: int, age: timedelta) -> bytes:
