@@ -224,7 +224,9 @@ def test_two_services_of_one_group_each_have_every_row(tmp_path: Path, broker: R
     topic = broker.new_topic(2)
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-    scenes = [RowScene(tmp_path / name, broker, topic=topic, kafka_group="both") for name in ("a", "b")]
+    options = tmp_path / "options"
+    options.write_text("group.id=both\n")
+    scenes = [RowScene(tmp_path / name, broker, topic=topic, kafka_config=options) for name in ("a", "b")]
     for scene in scenes:
         scene.follow()
     for key in range(1, 20):

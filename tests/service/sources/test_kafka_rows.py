@@ -311,16 +311,21 @@ def test_the_program_of_the_page(scene: RowScene) -> None:
         ({"kafka_rows": ["a=ctr/item", "a=ctr/user"]}, "each topic once"),
         ({"kafka_rows": ["a"], "kafka_topic": "a"}, "not both"),
         ({"kafka_rows": ["a"], "kafka": None}, "both or neither"),
-        ({"kafka_rows": ["a"], "kafka_rows_format": "avro"}, "kafka_rows_registry or kafka_rows_schema"),
+        (
+            {"kafka_rows": ["a"], "kafka_rows_format": "avro"},
+            "schema.registry.url in kafka_config, or kafka_rows_schema",
+        ),
         ({"kafka_rows": ["a"], "kafka_rows_format": "protobuf-raw"}, "needs its schema: set kafka_rows_schema"),
         ({"kafka_rows": ["a"], "kafka_rows_format": "avro", "kafka_rows_schema": "/no/such"}, "/no/such"),
-        ({"kafka_rows": ["a"], "kafka_rows_registry": "registry:8081"}, "http or https URL"),
-        ({"kafka_rows": ["a"], "kafka_rows_registry": "http://a:b@c"}, "basic.auth.user.info"),
+        ({"kafka_rows": ["a"], "kafka_config": "schema.registry.url=registry:8081"}, "http or https URL"),
+        ({"kafka_rows": ["a"], "kafka_config": "schema.registry.url=http://a:b@c"}, "basic.auth.user.info"),
         ({"kafka_rows": ["a"], "kafka_rows_fields": {"keys": "id"}}, "kafka_rows_fields"),
         ({"kafka_rows": ["a"], "remote": "redis://127.0.0.1:1"}, "kafka_rows and remote"),
         ({"kafka_rows": ["a"], "upstream": "http://127.0.0.1:1"}, "upstream"),
     ],
 )
 def test_settings_that_cannot_be_followed_are_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
+    (tmp_path / "options").write_text(settings.get("kafka_config", ""))
+    settings = {"kafka": "127.0.0.1:1", **settings, "kafka_config": tmp_path / "options"}
     with pytest.raises(tierstore.ConfigError, match=words):
-        check_sources(settings_for(tmp_path, **{"kafka": "127.0.0.1:1", **settings}))
+        check_sources(settings_for(tmp_path, **settings))

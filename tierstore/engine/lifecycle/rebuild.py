@@ -52,7 +52,7 @@ class Rebuilder:
             raise Conflict(
                 f"{what}: its snapshot holds deltas up to {base_seq}, and the log begins after {start}, so deltas {base_seq + 1} "
                 f"to {start} are gone; load a snapshot whose delta_seq is {start} or larger. log_retention_s, now "
-                f"{self._state.shared.settings.log_retention_s:g}, says how long the log keeps deltas"
+                f"{self._state.shared.settings.log_kept_s:g}, says how long the log keeps deltas"
             )
         if (lost := self._state.log.lost_above(base_seq)) is not None:
             raise Conflict(f"{what}: {lost}")
