@@ -2,6 +2,7 @@
 
 The buffer is lent by whoever moves bytes to the peer. A frame is in it whole or not at all, so what was
 written leaves in its order; what the windows or the room do not take stays a block of its stream, and `push` goes on with it.
+The data of a long answer may stay where they are, where room for pieces is lent too: then pieces say what leaves, in its order.
 
 Free functions of addresses, nogil; the thread of the session.
 """
@@ -14,11 +15,13 @@ import numpy as np
 from tierstore.kernels import h2words, hpack
 from tierstore.kernels.atomics import copy_bytes
 from tierstore.kernels.raw import store_u8
+from tierstore.kernels.records import text_at
 from tierstore.kernels.sysio import allocate, clear_bytes, release
 
 _STARTS = np.frombuffer(b"\x88\x0f\x10\x10application/grpc", np.uint8)  # :status 200, content-type
 _GOOD = np.frombuffer(b"\x00\x0bgrpc-status\x010", np.uint8)
 _REQUEST_ID = np.frombuffer(b"x-request-id", np.uint8)
+_STAYS_FROM = 1 << 15  # bytes of a message that are not copied: fewer cost less than the pieces
 PREFIX = 5  # of a message of gRPC: whether it is compressed, its length
 
 
@@ -253,8 +256,31 @@ def _write_data(s, row, at, size, flags):  # type: ignore[no-untyped-def]
     write_frame_head(begin, size, h2words.DATA, flags, row.id)
     copy_bytes(begin + h2words.FRAME_HEAD, at, size)
     _add(s, h2words.FRAME_HEAD + size)
+    _spend(s, row, size)
+
+
+@nb.njit(inline="always")
+def _spend(s, row, size):  # type: ignore[no-untyped-def]
     row.window -= size
     s.send_window -= size
+
+
+@nb.njit(inline="always")
+def end_part(s):  # type: ignore[no-untyped-def]
+    """Add what was written to the buffer since the last part of it to the pieces."""
+    part = text_at(s.pieces, s.pieces_used)
+    part.at, part.bytes = s.piece_from, _end_of(s) - s.piece_from
+    s.piece_from = _end_of(s)
+    s.pieces_used += 1
+
+
+@nb.njit(inline="always")
+def _leave(s, at, size):  # type: ignore[no-untyped-def]
+    """Let data leave from where they are, behind what was written."""
+    end_part(s)
+    piece = text_at(s.pieces, s.pieces_used)
+    piece.at, piece.bytes = at, size
+    s.pieces_used += 1
 
 
 @nb.njit
@@ -342,37 +368,55 @@ def write_trailers(target, request_id, request_id_bytes):  # type: ignore[no-unt
 
 
 @nb.njit
+def _write_call(s, row, message, size, request_id, request_id_bytes, most, stays):  # type: ignore[no-untyped-def]
+    """Write all frames of a call's answer, of at most so many bytes each. `stays`: what leaves of the message is not copied."""
+    stream = row.id
+    write_headers(s, stream, nb.int64(_STARTS.ctypes.data), _STARTS.size, 0)
+    before, left = PREFIX, size
+    while True:
+        part = min(left, most - before)
+        begin = _end_of(s)
+        write_frame_head(begin, before + part, h2words.DATA, 0, stream)
+        if before > 0:
+            store_u8(begin, h2words.FRAME_HEAD, nb.uint8(0))
+            write_u32(begin + h2words.FRAME_HEAD + 1, size)
+        _add(s, h2words.FRAME_HEAD + before)
+        if stays:
+            _leave(s, message, part)
+        else:
+            copy_bytes(_end_of(s), message, part)
+            _add(s, part)
+        _spend(s, row, before + part)
+        message += part
+        left -= part
+        before = 0
+        if left == 0:
+            break
+    begin = _end_of(s)
+    trailers = write_trailers(begin + h2words.FRAME_HEAD, request_id, request_id_bytes)
+    write_frame_head(begin, trailers, h2words.HEADERS, h2words.END_HEADERS | h2words.END_STREAM, stream)
+    _add(s, h2words.FRAME_HEAD + trailers)
+
+
+@nb.njit
 def answer_call(s, row, message, size, request_id, request_id_bytes):  # type: ignore[no-untyped-def]
-    """Answer a call with a message: at once where windows and room allow, else as a block. False: no memory."""
-    data, stream = PREFIX + size, row.id
+    """Answer a call with a message: at once where windows and room allow, else as a block. False: no memory.
+
+    Where pieces are used afterwards, the message must have left before it changes.
+    """
+    data = PREFIX + size
     most = min(s.peer_frame, nb.int64(h2words.FRAME_BYTES))
-    needed = data + h2words.FRAME_HEAD * (3 + data // most) + 1 + _STARTS.size + trailers_bytes(request_id_bytes)
+    frames = 1 + data // most
+    stays = s.pieces != 0 and size >= _STAYS_FROM and s.pieces_used + 2 * frames < h2words.PIECES
+    heads = h2words.FRAME_HEAD * (2 + frames) + 1 + _STARTS.size + PREFIX + trailers_bytes(request_id_bytes)
     if (
         row.first_out == 0
         and data <= row.window
         and data <= s.send_window
-        and needed <= room_of_data(s)
+        and heads + (0 if stays else size) <= room_of_data(s)
         and trailers_bytes(request_id_bytes) <= most
     ):
-        write_headers(s, stream, nb.int64(_STARTS.ctypes.data), _STARTS.size, 0)
-        first = min(data, most)
-        begin = _end_of(s)
-        write_frame_head(begin, first, h2words.DATA, 0, stream)
-        store_u8(begin, h2words.FRAME_HEAD, nb.uint8(0))
-        write_u32(begin + h2words.FRAME_HEAD + 1, size)
-        copy_bytes(begin + h2words.FRAME_HEAD + PREFIX, message, first - PREFIX)
-        _add(s, h2words.FRAME_HEAD + first)
-        row.window -= first
-        s.send_window -= first
-        done = first - PREFIX
-        while done < size:
-            part = min(size - done, most)
-            _write_data(s, row, message + done, part, 0)
-            done += part
-        begin = _end_of(s)
-        trailers = write_trailers(begin + h2words.FRAME_HEAD, request_id, request_id_bytes)
-        write_frame_head(begin, trailers, h2words.HEADERS, h2words.END_HEADERS | h2words.END_STREAM, stream)
-        _add(s, h2words.FRAME_HEAD + trailers)
+        _write_call(s, row, message, size, request_id, request_id_bytes, most, stays)
         finish(s, row)
         return True
     block = allocate(block_bytes(_STARTS.size, data, trailers_bytes(request_id_bytes)))

@@ -13,7 +13,7 @@ from tierstore.kernels.h2errors import read_u32
 from tierstore.kernels.h2request import keep_body
 from tierstore.kernels.raw import call_at, load_u8
 from tierstore.kernels.reactor_connections import notify
-from tierstore.kernels.reactor_frames import push_all, push_row, set_deadline
+from tierstore.kernels.reactor_frames import flush, push_all, push_row, set_deadline
 from tierstore.kernels.reactor_words import (
     ANSWERED,
     DESCRIPTION,
@@ -137,6 +137,8 @@ def _on_request(me, fd, s, row, body, size, now):  # type: ignore[no-untyped-def
                 h2out.drop_request(s, row)
                 set_deadline(me, row)
                 push_row(me, fd, s, row)
+            elif s.pieces_used > 0:  # the next answer is made where this one is
+                flush(me, fd, s)
             return
     if row.bytes == row.head_bytes and not keep_body(s, row, body, size, -1):
         _refuse(me, s, row)
