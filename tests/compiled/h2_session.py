@@ -12,9 +12,9 @@ from numba import types
 
 from tierstore.kernels import LAST, compiled, h2words
 from tierstore.kernels.atomics import copy_bytes
+from tierstore.kernels.h2calls import answer_call
 from tierstore.kernels.h2core import begin_session, end_session, step, write_settings
 from tierstore.kernels.h2out import (
-    answer_call,
     begin_block,
     block_bytes,
     close_row,

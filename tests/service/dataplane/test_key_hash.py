@@ -9,64 +9,22 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-import xxhash
 from tritonclient.utils import InferenceServerException
 
 import tierstore
+from tests.hashed_keys import FEATURES, IDS, PADDING, ROWS, UNSIGNED, vectors, write_hashed, xxh3
 from tests.service.conftest import GRPC, settings_for
 from tests.service.upstream.scenes import Scene
 from tests.service.wires import Wire
 from tierstore.engine.store import Store
 from tierstore.service.server import ServerThread
 
-ROWS = 50
-IDS = np.array([0, 17, -1, 1 << 62, -(1 << 63), 17], np.int64)
-UNSIGNED = IDS.view(np.uint64)
-WORDS = ["a", "", "ü", "shoe", "a" * 300, "a"]
-
-
-def xxh3(content: bytes, seed: int = 0) -> int:
-    return xxhash.xxh3_64_intdigest(content, seed)
-
-
-# written from docs/formats.md: by feature its hash, its keys and their rows
-FEATURES: dict[str, tuple[dict[str, Any], Any, list[int]]] = {
-    "by_seed": (
-        {"mod": ROWS, "seed": 9},
-        IDS,
-        [xxh3(int(key).to_bytes(8, "little", signed=True), 9) % ROWS for key in IDS],
-    ),
-    "by_rest": ({"mod": ROWS}, IDS, [int(key) % ROWS for key in IDS]),
-    "unsigned": ({"mod": ROWS, "key": "uint64"}, UNSIGNED, [int(key) % ROWS for key in UNSIGNED]),
-    "word": ({"mod": ROWS, "key": "string"}, WORDS, [xxh3(word.encode()) % ROWS for word in WORDS]),
-    "seeded_word": (
-        {"mod": ROWS, "seed": 3, "key": "string"},
-        WORDS,
-        [xxh3(xxh3(word.encode()).to_bytes(8, "little"), 3) % ROWS for word in WORDS],
-    ),
-}
-PADDING = FEATURES["by_seed"][2][1]  # the row of 17
-
-
-def vectors(rows: Any, shift: float = 0.0) -> np.ndarray:
-    return np.repeat(np.asarray(rows, np.float32)[:, None] + shift, 4, axis=1)
-
-
-def write(where: Path, version: int = 1) -> Path:
-    with tierstore.SnapshotWriter(where, model="ctr", version=version) as writer:
-        writer.table("item", dim=4).write(np.arange(ROWS), vectors(np.arange(ROWS)))
-        for name, (how, _, _) in FEATURES.items():
-            writer.feature(name, table="item", hash=how)
-        writer.feature("bag", table="item", combiner="sum", hash=FEATURES["by_seed"][0], padding_key=PADDING)
-        writer.feature("row", table="item")
-    return where
-
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThread]:
     root = tmp_path_factory.mktemp("hashed")
     with Store(settings_for(root, grpc_port=GRPC)) as store:
-        store.load_snapshot(write(root / "s"))
+        store.load_snapshot(write_hashed(root / "s"))
         with ServerThread(store) as server:
             yield server
 
@@ -125,12 +83,56 @@ def test_over_tensorflow_serving_and_the_clients(server: ServerThread) -> None:
             assert entries[1]["key"] == values[1]
 
 
+@pytest.mark.parametrize("values", [False, True])
+def test_over_tensorflow_serving_s_grpc(server: ServerThread, values: bool) -> None:
+    grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
+    from tests.service.tfserving import test_grpc as tfs
+
+    def tensors(name: str, keys: Any) -> dict[str, Any]:
+        return {name: tfs.tensor(keys, values=values)}
+
+    with grpc.insecure_channel(server.grpc_target) as channel:
+        method = "/tensorflow.serving.PredictionService/Predict"
+        call = channel.unary_unary(method, lambda m: m.SerializeToString(), tfs.PredictResponse.FromString)
+
+        def predict(inputs: dict[str, Any], **more: Any) -> dict[str, np.ndarray]:
+            return tfs.arrays(call(tfs.request(inputs, **more), timeout=30))
+
+        for feature, (_, keys, rows) in FEATURES.items():
+            for _ in range(3):
+                answer = predict(tensors(feature, keys), picked=(feature, f"{feature}.found"))
+                np.testing.assert_array_equal(answer[feature], vectors(rows), feature)
+                assert answer[f"{feature}.found"].all()
+        every = {
+            name: tensor for name, (_, keys, _) in FEATURES.items() for name, tensor in tensors(name, keys).items()
+        }
+        answer = predict(every)
+        for name, (_, _, rows) in FEATURES.items():
+            np.testing.assert_array_equal(answer[name], vectors(rows), name)
+        by_row = FEATURES["by_seed"][2]
+        wanted = [sum(row for row in part if row != PADDING) for part in (by_row[:3], by_row[3:])]
+        bags = tensors("bag", IDS) | {"bag.offsets": tfs.tensor(np.array([0, 3]), values=values)}
+        np.testing.assert_array_equal(predict(bags)["bag"], vectors(wanted))
+        matrix = tfs.tensor(IDS.reshape(2, 3), values=values)
+        np.testing.assert_array_equal(predict({"bag": matrix})["bag"], vectors(wanted))
+        half = predict(tensors("by_seed", IDS), signature_name="lookup_float16")["by_seed"]
+        np.testing.assert_array_equal(half, vectors(by_row).astype(np.float16))
+        for feature, keys, says in (
+            ("word", IDS, "it hashes string keys; expected"),
+            ("by_seed", UNSIGNED, "expected int64 keys, -2"),
+            ("unsigned", IDS, "expected uint64 keys, 0 to"),
+        ):
+            with pytest.raises(grpc.RpcError, match=says) as refused:
+                predict(tensors(feature, keys))
+            assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
 @pytest.mark.thorough
 def test_a_front_hashes_as_its_nodes_do(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     try:
         for own in ((0, 3), (4, 7)):
-            scene.node(own).store.load_snapshot(write(tmp_path / f"s{own[0]}"))
+            scene.node(own).store.load_snapshot(write_hashed(tmp_path / f"s{own[0]}"))
         front = scene.front()
         for _ in range(2):
             for feature, (_, keys, rows) in FEATURES.items():

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 import tierstore
+from tests.hashed_keys import FEATURES, vectors, write_hashed
 from tests.kafka_broker import Brokers
 from tests.service.conftest import eventually, settings_for
 from tests.service.scenes import delta, write_small
@@ -113,6 +114,26 @@ def test_the_last_row_of_a_key_wins_within_a_delta(tmp_path: Path, brokers: Brok
     scene.expect(9, 9.0)
     scene.expect(10, 1.0)
     scene.close()
+
+
+def test_rows_of_hashed_keys_come_by_their_row_numbers(scene: RowScene) -> None:
+    scene.store.load_snapshot(write_hashed(scene.root / "hashed", 2, delta_seq=3))
+    scene.follow()
+    model = scene.store.model("ctr")
+    row, gone, beyond = FEATURES["by_seed"][2][0], FEATURES["word"][2][3], 1 << 62
+    assert row != gone
+    scene.put(row, json.dumps({"vector": [row + 100.0] * 4}).encode())
+    scene.put(gone, None)
+    scene.put(
+        beyond, json.dumps({"vector": [7.0] * 4}).encode()
+    )  # no row number: only a feature without a hash can ask for it
+    scene.is_in("caught up", rows=3, deleted=1, parked=0, pending=0)
+    expected = {number: 0.0 if number == gone else number + 100.0 * (number == row) for number in range(50)}
+    for feature, (_, keys, rows_of_keys) in FEATURES.items():
+        got, found = model.lookup(feature, keys, return_found=True)
+        np.testing.assert_array_equal(got, vectors([expected[number] for number in rows_of_keys]), feature)
+        assert found.tolist() == [number != gone for number in rows_of_keys], feature
+    np.testing.assert_array_equal(model.lookup("row", [beyond]), vectors([7.0]))
 
 
 def test_a_start_goes_on_behind_the_log_and_applies_nothing_twice(scene: RowScene) -> None:
