@@ -187,7 +187,7 @@ def _finish_bags(shared, outbox, call, table, seq, keys, n, state, tail, out):  
     scratch = allocate(size)
     if scratch == 0:
         return False
-    rows = lookupplan.probe_for_bags(call, table, keys, n, state, scratch)
+    rows = lookupplan.probe_for_bags(call, table, keys, n, state, tail, scratch)
     done = _fetch(shared, outbox, table, seq, keys, n, state, 0, rows)
     if done:
         lookupplan.pool_probed(call, table, keys, n, tail, rows, out, scratch)

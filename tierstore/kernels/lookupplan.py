@@ -175,7 +175,7 @@ def _starts(call, tail, scratch):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def probe_for_bags(call, table, keys, n, state, scratch):  # type: ignore[no-untyped-def]
+def probe_for_bags(call, table, keys, n, state, tail, scratch):  # type: ignore[no-untyped-def]
     """Look up what memory holds of the keys of a call's bags as rows, float32[n, dim]. Returns their address."""
     dim = table.dim
     rows = _bag_places(call, n, dim, scratch)[2]
@@ -227,7 +227,7 @@ def _run_bags(call, table, keys, n, state, tail, out, scratch):  # type: ignore[
             _store_half(pooled, bags * dim, out)
         return ANSWERED
     # rows of deltas lie over the table, or it changed its size just now
-    rows = probe_for_bags(call, table, keys, n, state, scratch)
+    rows = probe_for_bags(call, table, keys, n, state, tail, scratch)
     if is_cold(state, n):
         return COLD
     pool_probed(call, table, keys, n, tail, rows, out, scratch)

@@ -15,7 +15,7 @@ import tierstore
 from tests.hashed_keys import FEATURES, IDS, PADDING, ROWS, UNSIGNED, vectors, write_hashed, xxh3
 from tests.service.conftest import GRPC, settings_for
 from tests.service.upstream.scenes import Scene
-from tests.service.wires import Wire
+from tests.service.wires import GrpcWire, HttpWire, Wire
 from tierstore.engine.store import Store
 from tierstore.service.server import ServerThread
 
@@ -27,6 +27,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThread]:
         store.load_snapshot(write_hashed(root / "s"))
         with ServerThread(store) as server:
             yield server
+
+
+@pytest.fixture(params=[HttpWire, GrpcWire])
+def wire(request: pytest.FixtureRequest, server: ServerThread) -> Iterator[Wire]:
+    if request.param is GrpcWire:
+        pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
+    wire: Wire = request.param(server)
+    yield wire
+    wire.client.close()
 
 
 def tensor(wire: Wire, name: str, keys: Any) -> Any:
