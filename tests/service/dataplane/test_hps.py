@@ -15,7 +15,7 @@ from tritonclient.utils import InferenceServerException
 from tests.imports.test_hps import hps
 from tests.service.conftest import GRPC, settings_for
 from tests.service.scenes import write_snapshot
-from tests.service.wires import GrpcWire, HttpWire, Wire
+from tests.service.wires import HttpWire, Wire
 from tierstore.cli import main
 from tierstore.engine.store import Store
 from tierstore.imports.hps import read_ps_json
@@ -69,15 +69,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThread]:
         store.load_snapshot(write_snapshot(root))
         with ServerThread(store) as server:
             yield server
-
-
-@pytest.fixture(params=[HttpWire, GrpcWire])
-def wire(request: pytest.FixtureRequest, server: ServerThread) -> Iterator[Wire]:
-    if request.param is GrpcWire:
-        pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
-    wire: Wire = request.param(server)
-    yield wire
-    wire.client.close()
 
 
 def inputs(wire: Wire, keys: list[int], numbers: list[int], *, binary: bool = True) -> list[Any]:

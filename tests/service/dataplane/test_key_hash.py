@@ -13,11 +13,14 @@ from tritonclient.utils import InferenceServerException
 
 import tierstore
 from tests.hashed_keys import FEATURES, IDS, PADDING, ROWS, UNSIGNED, vectors, write_hashed, xxh3
-from tests.service.conftest import GRPC, settings_for
+from tests.service.conftest import GRPC, eventually, settings_for
 from tests.service.upstream.scenes import Scene
 from tests.service.wires import GrpcWire, HttpWire, Wire
 from tierstore.engine.store import Store
+from tierstore.formats.key_hash import rows_of
+from tierstore.formats.keys import as_codes
 from tierstore.service.server import ServerThread
+from tierstore.types import KeyHash, KeyType
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +29,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThread]:
     with Store(settings_for(root, grpc_port=GRPC)) as store:
         store.load_snapshot(write_hashed(root / "s"))
         with ServerThread(store) as server:
+            eventually(lambda: server.service.reactors_state == "running", "the reactors")
+            store.model("ctr").lookup("row", np.arange(ROWS))  # all rows are in memory from here on
             yield server
 
 
@@ -44,9 +49,10 @@ def tensor(wire: Wire, name: str, keys: Any) -> Any:
     return wire.tensor(name, keys, "UINT64" if keys.dtype == np.uint64 else "INT64")
 
 
-def test_over_triton_s_protocols(wire: Wire) -> None:
+def test_over_triton_s_protocols(wire: Wire, server: ServerThread) -> None:
+    before = server.service.reactors.answers
     for feature, (_, keys, rows) in FEATURES.items():
-        for _ in range(4):  # the first is planned by Python; others could be learned from it
+        for _ in range(4):  # the first is planned by Python, and reactors learn from it
             found = [wire.wanted(feature), wire.wanted(f"{feature}.found")]
             answer = wire.client.infer("ctr", [tensor(wire, feature, keys)], outputs=found)
             np.testing.assert_array_equal(answer.as_numpy(feature), vectors(rows), feature)
@@ -56,6 +62,33 @@ def test_over_triton_s_protocols(wire: Wire) -> None:
         answer = wire.client.infer("ctr", one_request)
         for name, (_, _, rows) in FEATURES.items():
             np.testing.assert_array_equal(answer.as_numpy(name), vectors(rows), name)
+    assert server.service.reactors.answers - before >= 3 * len(FEATURES) + 2
+
+
+def test_any_keys_have_the_rows_that_python_gives_them(wire: Wire, server: ServerThread) -> None:
+    """Compiled threads hash as `formats/key_hash.py` does."""
+    rng, before = np.random.default_rng(4), server.service.reactors.answers
+    for size in (1, 2, 700, 9000):
+        codes = rng.integers(-(1 << 63), 1 << 63, size, np.int64, endpoint=False) >> rng.integers(0, 64, size)
+        for feature, (how, some, _) in FEATURES.items():
+            hashed = KeyHash(how["mod"], how.get("seed"), KeyType(how.get("key", "int64")))
+            keys: Any = [f"w{code}" for code in codes.tolist()] if isinstance(some, list) else codes.view(some.dtype)
+            expected = rows_of(as_codes(keys, hashed.key), hashed)
+            answer = wire.client.infer("ctr", [tensor(wire, feature, keys)], outputs=[wire.wanted(feature)])
+            np.testing.assert_array_equal(answer.as_numpy(feature), vectors(expected), feature)
+    assert server.service.reactors.answers - before >= 3 * len(FEATURES)
+
+
+@pytest.mark.parametrize(("feature", "keys"), [("by_seed", UNSIGNED), ("unsigned", IDS), ("by_rest", UNSIGNED)])
+def test_numbers_of_the_other_type_are_taken_where_they_are_of_both(wire: Wire, feature: str, keys: np.ndarray) -> None:
+    """Before and after reactors have learned it: what only one type has is refused, and not taken for another number."""
+    both = keys[[0, 1, 3]]
+    rows = [FEATURES[feature][2][i] for i in (0, 1, 3)]
+    for _ in range(3):
+        answer = wire.client.infer("ctr", [tensor(wire, feature, both)], outputs=[wire.wanted(feature)])
+        np.testing.assert_array_equal(answer.as_numpy(feature), vectors(rows))
+        with pytest.raises(InferenceServerException, match=r"expected u?int64 keys"):
+            wire.client.infer("ctr", [tensor(wire, feature, keys)], outputs=[wire.wanted(feature)])
 
 
 def test_bags_and_their_padding_are_by_row(wire: Wire) -> None:
@@ -152,7 +185,7 @@ def test_a_front_hashes_as_its_nodes_do(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_predictions_read_the_rows_of_hashed_keys(tmp_path: Path) -> None:
-    """Again and again: a compiled thread that has learned the request would read the rows of the keys themselves, which it has too."""
+    """Also those that compiled threads begin, which have the rows of the keys themselves, too."""
     pytest.importorskip("onnxruntime", reason="needs the extra `dense`")
     from tests.predict.onnx_models import linear
 
@@ -170,5 +203,7 @@ def test_predictions_read_the_rows_of_hashed_keys(tmp_path: Path) -> None:
         inputs = {"by_seed": keys, "row": keys}
         assert store.model("ctr").predict(inputs).ravel().tolist() == wanted
         with ServerThread(store) as server, tierstore.Client(server.url) as client:
+            eventually(lambda: server.service.reactors_state == "running", "the reactors")
             for _ in range(8):
                 assert np.asarray(client.predict("ctr", inputs)).ravel().tolist() == wanted
+            assert server.service.reactors.answers >= 6, server.service.reactors.handed_on
