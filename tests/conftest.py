@@ -30,7 +30,11 @@ LONG = (
     "test_benchmarks", "engine/lifecycle/test_unfinished", "engine/test_faults", "ingest/test_resume", "ingest/test_bulkload",
     "engine/test_partitions", "engine/test_crash", "engine/lifecycle/test_full_disk", "tiers/test_disk", "engine/lifecycle/test_corrupt",
     "client/test_rollout", "engine/lifecycle/test_switch", "demo/test_story", "engine/test_model_based",
-    "service/reactor/test_differential", "service/test_first_start", "interop/test_look_ups",
+    "service/reactor/test_differential", "service/test_first_start", "interop/test_look_ups", "service/http/test_slow_clients",
+    "service/sources/test_kafka", "engine/placements/cluster/test_cluster", "cli/test_commands", "tiers/test_remote",
+    "service/http/test_http2_hostile", "deploy/test_alerts", "service/upstream/test_front", "tiers/test_device",
+    "service/rpc/test_silent", "service/sources/test_kafka_rows", "tiers/test_remote_faults", "engine/serving/test_canary",
+    "service/sources/test_locations", "service/limits/test_room",
 )  # fmt: skip
 
 
