@@ -5,33 +5,37 @@
 "grpc echo" is grpcio's own server, as it comes, with a handler that parses a request and answers as many ready bytes. It and
 the service take turns, a round each; figures are medians over the rounds, ratios medians of each round's ratio.
 
-The client is grpcio's, with a connection of its own a channel; messages are made and read as bytes, so that it costs
-as little as it may. Only the server's CPU is compared: the wall time is mostly this client's.
+The client of "grpc" is grpcio's, with a connection of its own a channel; messages are made and read as bytes, so that it costs
+as little as it may. Only the server's CPU is compared: the wall time is mostly this client's. A server that waits for its client
+pays for waking up, so "frames" are the same calls from a client as quick as that of "http": frames of HTTP/2 on a plain socket.
 """
 
 from __future__ import annotations
 
 import statistics
+import struct
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack, closing
+from typing import Any
 
 import grpc
+import hpack
 import numpy as np
 
 from benchmarks import report
 from benchmarks.machine import describe
 from benchmarks.options import parser_of
 from benchmarks.ready import wait_until_warm
+from benchmarks.wire_lookup import CONNECTIONS, VARIANTS, Server, child, connect, cpu_s, over_http, read_exactly, turn
 from benchmarks.wire_table import DIM, FEATURE, MODEL, ROW_BYTES, keys_of, vectors_of
 from tierstore.service.rpc.protobuf import message_class
 
-if TYPE_CHECKING:
-    from benchmarks.wire_lookup import Server
-
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_DATA, _HEADERS, _SETTINGS, _WINDOW_UPDATE = 0, 1, 4, 8
+_FRAME_BYTES, MOST_WINDOW = 1 << 14, (1 << 31) - 1
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
 BOUND = 64 << 20
 OPTIONS = [("grpc.max_receive_message_length", BOUND), ("grpc.use_local_subchannel_pool", 1)]
@@ -113,9 +117,75 @@ class GrpcServer:
         return used / total * 1e6, elapsed / total * 1e6
 
 
-def measure(servers: list[Server | GrpcServer], rows: int, sizes: list[int], rounds: int, requests: int) -> list[Any]:
-    from benchmarks.wire_lookup import CONNECTIONS, VARIANTS, cpu_s, turn
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
 
+
+class Frames:
+    """One connection on which calls are frames that the client has made before, and answers bytes that it counts."""
+
+    def __init__(self, port: int) -> None:
+        self._socket, self._stream, self._credit, self._space = connect(port), -1, b"", memoryview(b"")
+        window = frame(_SETTINGS, 0, 0, struct.pack(">HI", 4, MOST_WINDOW))
+        self._socket.sendall(PREFACE + window + frame(_WINDOW_UPDATE, 0, 0, struct.pack(">I", MOST_WINDOW >> 1)))
+        encoder = hpack.Encoder()
+        said = {":method": "POST", ":scheme": "http", ":path": METHOD, ":authority": "localhost",
+                "te": "trailers", "content-type": "application/grpc", "user-agent": "grpc-benchmark"}  # fmt: skip
+        self._heads = [encoder.encode(said) for _ in range(2)]  # the second one is of names in the table
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def send(self, message: bytes) -> None:
+        self._stream += 2
+        data = struct.pack(">BI", 0, len(message)) + message
+        parts = [data[at : at + _FRAME_BYTES] for at in range(0, len(data), _FRAME_BYTES)]
+        frames = [frame(_DATA, part is parts[-1], self._stream, part) for part in parts]
+        head = frame(_HEADERS, 4, self._stream, self._heads[self._stream > 1])
+        self._socket.sendall(b"".join([self._credit, head, *frames]))
+
+    def measure(self) -> None:
+        """Read an answer to its end. Those that follow are as long."""
+        size = 0
+        while True:
+            head = bytearray(9)
+            read_exactly(self._socket, memoryview(head))
+            payload = memoryview(bytearray(int.from_bytes(head[:3], "big")))
+            read_exactly(self._socket, payload)
+            if int.from_bytes(head[5:], "big") == self._stream:
+                size += 9 + len(payload)
+                if head[3] == _HEADERS and head[4] & 1:
+                    break
+        self._space = memoryview(bytearray(size))
+        self._credit = frame(_WINDOW_UPDATE, 0, 0, struct.pack(">I", size))
+
+    def read(self) -> None:
+        read_exactly(self._socket, self._space)
+
+
+class FramesServer(GrpcServer):
+    """The same server, asked by a client that is as quick as one over HTTP."""
+
+    def turn(self, batches: list[np.ndarray], connections: int, requests: int, cpu_s: Any) -> tuple[float, float]:
+        messages = [request_of(keys) for keys in batches]
+        with ExitStack() as stack:
+            links = [stack.enter_context(closing(Frames(self._port))) for _ in range(connections)]
+            for link in links:
+                for _ in range(2):
+                    link.send(messages[0])
+                    link.measure()
+            rounds = max(1, requests // connections)
+            cpu, began = cpu_s(self.pid), time.perf_counter()
+            for i in range(rounds):
+                for link in links:
+                    link.send(messages[i % len(messages)])
+                for link in links:
+                    link.read()
+            elapsed, used = time.perf_counter() - began, cpu_s(self.pid) - cpu
+        return used / rounds / connections * 1e6, elapsed / rounds / connections * 1e6
+
+
+def measure(servers: list[Server | GrpcServer], rows: int, sizes: list[int], rounds: int, requests: int) -> list[Any]:
     rng = np.random.default_rng(1)
     results = []
     for n in sizes:
@@ -131,21 +201,19 @@ def measure(servers: list[Server | GrpcServer], rows: int, sizes: list[int], rou
                     cpu[server.name].append(used_us)
             row: dict[str, Any] = {"keys": n, "connections": connections}
             row |= {f"{name}_us": statistics.median(figures) for name, figures in cpu.items()}
-            for other in ("grpc echo", "http"):
-                ratios = (ours / theirs for ours, theirs in zip(cpu["grpc"], cpu[other], strict=True))
-                row[f"over {other}"] = statistics.median(ratios)
+            for ours, other in (("grpc", "grpc echo"), ("grpc", "http"), ("frames", "http")):
+                ratios = (one / theirs for one, theirs in zip(cpu[ours], cpu[other], strict=True))
+                row[f"{ours} over {other}"] = statistics.median(ratios)
             results.append(row)
             print(
-                "| {keys:,} | {connections} | {http_us:.0f} | {grpc echo_us:.0f} | {grpc_us:.0f} "
-                "| {over grpc echo:.2f} | {over http:.2f} |".format(**row),
+                "| {keys:,} | {connections} | {http_us:.0f} | {frames_us:.0f} | {grpc_us:.0f} | {grpc echo_us:.0f} "
+                "| {grpc over grpc echo:.2f} | {grpc over http:.2f} | {frames over http:.2f} |".format(**row),
                 flush=True,
             )
     return results
 
 
 def main() -> None:
-    from benchmarks.wire_lookup import Server, child, over_http
-
     options = parser_of(__file__, __doc__, "quick", rows=0, keys=[64, 1024, 4096]).parse_args()
     rows = options.rows or (200_000 if options.quick else 1_000_000)
     rounds, requests = (7, 160) if options.quick else (15, 400)
@@ -155,17 +223,29 @@ def main() -> None:
         pid, (http, rpc) = stack.enter_context(child(*python, "store", "--where", where, "--rows", str(rows)))
         wait_until_warm(http)
         servers: list[Server | GrpcServer] = [Server("http", pid, http, over_http(http, checked=True))]
-        servers.append(GrpcServer("grpc", pid, rpc, checked=True))
+        servers += [GrpcServer("grpc", pid, rpc, checked=True), FramesServer("frames", pid, rpc, checked=False)]
         pid, (port,) = stack.enter_context(child(*python, "grpc-echo"))
         servers.append(GrpcServer("grpc echo", pid, port, checked=False))
         print(f"{describe()}; {rows:,} rows of {ROW_BYTES} bytes, all in memory; medians of {rounds} rounds\n")
         print(
             "Server CPU a request, µs:\n\n"
-            "| keys | connections | http | grpc echo | grpc | over grpc echo | over http |\n"
-            "|---|---|---|---|---|---|---|"
+            "| keys | connections | http | frames | grpc | grpc echo | grpc over grpc echo | grpc over http | frames over http |\n"
+            "|---|---|---|---|---|---|---|---|---|"
         )
         results = measure(servers, rows, options.keys, rounds, requests)
-    document = {"machine": describe(), "rows": rows, "rounds": rounds, "results": results}
+    headlines = [
+        report.headline(f"server CPU of {row['keys']:,} keys, {row['connections']} at a time, as frames", "the same over HTTP",
+                        row["frames over http"], at_most=1.3)
+        for row in results
+    ]  # fmt: skip
+    document = {
+        "benchmark": "wire_grpc",
+        "machine": describe(),
+        "rows": rows,
+        "rounds": rounds,
+        "headlines": headlines,
+        "results": results,
+    }
     report.write(options.json, document)
 
 

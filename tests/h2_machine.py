@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from tierstore.kernels import h2session, h2words
+from tests.compiled import h2_session
+from tierstore.kernels import h2words
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.records import TEXT
 from tierstore.service.reactor.hpack import encode, encode_head
@@ -25,7 +26,7 @@ class Machine:
         self._text = TEXT.make(at=address_of(self._path), bytes=len(self._path))
         self._table = h2words.PATHS.make(count=1, first=address_of(self._text))
         self._out, self._work = np.zeros(room, np.uint8), np.zeros(h2words.WORK_BYTES, np.uint8)
-        self.session = h2session.begin(most_body, address_of(self._table))
+        self.session = h2_session.begin(most_body, address_of(self._table))
         self._held, self._told = b"", np.zeros((h2words.MOST_STREAMS, 2), np.int64)
         self.now = SECOND
         self.sent = b""
@@ -35,7 +36,7 @@ class Machine:
         self._lend()
 
     def close(self) -> None:
-        h2session.free(self.session)
+        h2_session.free(self.session)
 
     @property
     def state(self) -> Any:
@@ -43,21 +44,21 @@ class Machine:
         return h2words.SESSION.view(self.session)
 
     def _lend(self) -> None:
-        h2session.bind_frames(self.session, address_of(self._out), len(self._out))
+        h2_session.bind_frames(self.session, address_of(self._out), len(self._out))
         self._collect()
 
     def _collect(self) -> None:
         while n := self.state.out_bytes:
             self.sent += self._out[:n].tobytes()
-            h2session.bind_frames(self.session, address_of(self._out), len(self._out))
-            h2session.push_all(self.session, self._told)
+            h2_session.bind_frames(self.session, address_of(self._out), len(self._out))
+            h2_session.push_all(self.session, self._told)
 
     def feed(self, data: bytes) -> None:
         self._held += data
         memory = np.frombuffer(self._held + b"\xaa", np.uint8).copy()
         at, size = address_of(memory), len(self._held)
         while not self.failed:
-            used, event = h2session.advance(self.session, at, size, address_of(self._work), self.now)
+            used, event = h2_session.advance(self.session, at, size, address_of(self._work), self.now)
             if not used:
                 break
             at, size = at + used, size - used
@@ -82,14 +83,14 @@ class Machine:
         elif event == h2words.CAME:
             if size:
                 self.events.append(("data", stream, ctypes.string_at(at, size)))
-                h2session.consume(self.session, stream, size)
+                h2_session.consume(self.session, stream, size)
             if row.state & h2words.ENDED:
                 self.events.append(("ended", stream, b""))
         elif event == h2words.RESET:
             self.events.append(("reset", stream, b""))
-            h2session.close_stream(self.session, stream, -1)
+            h2_session.close_stream(self.session, stream, -1)
         elif event == h2words.SENDABLE:
-            h2session.push_all(self.session, self._told)
+            h2_session.push_all(self.session, self._told)
         elif event == h2words.FAILED:
             self.failed = True
 
@@ -111,15 +112,15 @@ class Machine:
         memory = np.frombuffer(head + data + tail + b"\0", np.uint8)
         places = np.array([(address_of(memory), len(memory) - 1)], np.int64)
         flags = h2words.ENDS if ends else 0
-        made = h2session.respond(self.session, stream, places, len(head), len(data), len(tail), flags)
-        h2session.push_all(self.session, self._told)
+        made = h2_session.respond(self.session, stream, places, len(head), len(data), len(tail), flags)
+        h2_session.push_all(self.session, self._told)
         self._collect()
         return bool(made)
 
     def answer_call(self, stream: int, message: bytes) -> bool:
         memory = np.frombuffer(message + b"\0", np.uint8)
-        made = h2session.respond_to_call(self.session, stream, address_of(memory), len(message))
-        h2session.push_all(self.session, self._told)
+        made = h2_session.respond_to_call(self.session, stream, address_of(memory), len(message))
+        h2_session.push_all(self.session, self._told)
         self._collect()
         return bool(made)
 
@@ -134,11 +135,11 @@ def sessions(data: bytes, times: int) -> list[int]:
     out, work = np.zeros(1 << 17, np.uint8), np.zeros(h2words.WORK_BYTES, np.uint8)
     sent, told = np.frombuffer(data, np.uint8).copy(), np.zeros((h2words.MOST_STREAMS, 2), np.int64)
     for _ in range(times):
-        session, at, used = h2session.begin(1 << 30, 0), 0, 1
+        session, at, used = h2_session.begin(1 << 30, 0), 0, 1
         while used:
-            h2session.bind_frames(session, address_of(out), len(out))
-            h2session.push_all(session, told)
-            used, _ = h2session.advance(session, address_of(sent) + at, len(data) - at, address_of(work), 1)
+            h2_session.bind_frames(session, address_of(out), len(out))
+            h2_session.push_all(session, told)
+            used, _ = h2_session.advance(session, address_of(sent) + at, len(data) - at, address_of(work), 1)
             at += used
         assert at == len(data)
         begun.append(session)

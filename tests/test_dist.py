@@ -27,18 +27,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, source)
     for name in ("tierstore", "schema"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        ".",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        "-w",
-        str(out),
-    ]
+    options = ["--no-deps", "--no-build-isolation", "--no-index"]
+    command = [sys.executable, "-m", "pip", "wheel", ".", *options, "-w", str(out)]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     (built,) = out.glob("*.whl")

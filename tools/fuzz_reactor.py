@@ -50,7 +50,7 @@ COMPILING_S = 1800.0  # at most, until there are reactors
 
 
 def write_models(root: Path) -> Iterator[Path]:
-    """Snapshots: `ctr` has every kind of feature that is looked up by number, `one` has one, `words` has strings, `scored` a dense part."""
+    """Snapshots: `ctr` has every kind of feature that is looked up by number, hashed ones among them, `one` has one, `words` has strings, `scored` a dense part."""
     random_rows = np.random.default_rng(11)
 
     def rows(n: int, table: str) -> np.ndarray:
@@ -68,6 +68,10 @@ def write_models(root: Path) -> Iterator[Path]:
         writer.feature("clicked", table="item", combiner="mean")
         writer.feature("padded", table="half", combiner="sum", padding_key=0)
         writer.feature("plain_padded", table="half", padding_key=7)
+        writer.feature("rest", table="item", hash={"mod": ROWS})
+        writer.feature("unsigned", table="item", hash={"mod": 500, "key": "uint64"})
+        writer.feature("seeded", table="item", combiner="sum", padding_key=3, hash={"mod": 500, "seed": 9})
+        writer.feature("hashed_word", table="item", hash={"mod": ROWS, "key": "string"})
         writer.warmup("item", keys[:300])
     yield root / "ctr"
     with tierstore.SnapshotWriter(root / "one", model="one", version=1) as writer:

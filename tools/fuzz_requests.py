@@ -92,7 +92,18 @@ class Template:
         self.model = rng.choice(["one", "words", *["ctr"] * 8, *["scored"] * 3])
         self._features = {"one": ["item_id"], "words": ["word"]}.get(self.model, [])
         if self.model == "ctr":
-            all_of_them = ["item_id", "half", "big", "clicked", "padded", "plain_padded"]
+            all_of_them = [
+                "item_id",
+                "half",
+                "big",
+                "clicked",
+                "padded",
+                "plain_padded",
+                "rest",
+                "unsigned",
+                "seeded",
+                "hashed_word",
+            ]
             self._features = rng.sample(all_of_them, rng.choice([1, 1, 1, 2, 3]))
         self._seed = rng.randrange(1 << 30)  # of what its requests have in common
         self._sizes = rng.random() < 0.7  # whether they are of sizes at random
@@ -134,7 +145,7 @@ class Template:
         outputs: list[dict[str, Any]],
         tail: Tail,
     ) -> None:
-        ragged = feature in ("clicked", "padded")
+        ragged = feature in ("clicked", "padded", "seeded")
         if rng.random() < 0.35:
             shape = [sizes.randint(0, 6), sizes.randint(0, 6)]
         else:
@@ -151,7 +162,7 @@ class Template:
             )
             tail.parts.append((kind, count, n))
 
-        if feature == "word":
+        if feature in ("word", "hashed_word"):
             add_input(feature, "BYTES", shape, "words", 0)
         else:
             add_input(feature, datatype, shape, "keys", 8)

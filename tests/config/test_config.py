@@ -58,6 +58,17 @@ def test_a_named_file_is_read_instead_of_the_one_beside_us(tmp_path: Path) -> No
     assert (settings.port, settings.threads) == (8000, 4)
 
 
+@pytest.mark.parametrize("name", config._REPLACED)
+def test_a_setting_that_is_gone_says_what_has_replaced_it(name: str, tmp_path: Path) -> None:
+    """And it names a setting that there is, unless it is a constant."""
+    (tmp_path / "tierstore.toml").write_text(f"{name} = 1\n")
+    with pytest.raises(ConfigError, match=rf"unknown setting in tierstore\.toml: {name} \(") as refused:
+        load_settings()
+    assert name not in Settings.model_fields
+    words = set(re.findall(r"[a-z_]+", str(refused.value).partition("(")[2]))
+    assert "constant" in words or words & Settings.model_fields.keys()
+
+
 @pytest.mark.parametrize("name", ["TIERSTORE_HOST", "tierstore_host", "Tierstore_Host"])
 def test_variables_win_over_the_file_in_any_case(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tierstore.toml").write_text('host = "127.0.0.2"\n')

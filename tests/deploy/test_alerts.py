@@ -128,7 +128,7 @@ def address_of(node: Node) -> str:
 
 
 def test_a_service_in_good_order_fires_nothing(tmp_path: Path) -> None:
-    with nodes(tmp_path, 2, freshness_max_s=3600.0) as pair:
+    with nodes(tmp_path, 2, quotas={"*": {"freshness_max_s": 3600.0}}) as pair:
         snapshot, change = write_version(tmp_path, 1), write_change(tmp_path, 6, [1], 1.0)
         for node in pair:
             node.store.load_snapshot(snapshot)
@@ -169,7 +169,7 @@ def test_each_alert_fires_where_the_thing_is_broken(tmp_path: Path, monkeypatch:
     expected = {rule["alert"] for rule in rules()} - {
         "TierstoreHitRateFell", "TierstoreDown", "TierstoreNodesDiffer", "TierstoreCredentialEnds",
     }  # fmt: skip
-    with nodes(tmp_path, 2, freshness_max_s=3600.0) as (node, other):
+    with nodes(tmp_path, 2, quotas={"*": {"freshness_max_s": 3600.0}}) as (node, other):
         snapshot = write_version(tmp_path, 1)
         for one in (node, other):
             one.store.load_snapshot(snapshot)

@@ -268,18 +268,8 @@ def test_systemd_gives_it_time_to_start_and_to_end() -> None:
 def test_what_is_copied_into_the_image_is_all_that_its_package_is_built_of(tmp_path: Path) -> None:
     """`tools/try_image.py` does the whole of the Dockerfile; this is the step that a new file breaks."""
     try_image.copy_context(tmp_path)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        ".",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        "-w",
-        "out",
-    ]
+    options = ["--no-deps", "--no-build-isolation", "--no-index"]
+    command = [sys.executable, "-m", "pip", "wheel", ".", *options, "-w", "out"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.glob("out/*.whl"))

@@ -11,7 +11,7 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import pytest
 
 import tierstore
 from tests.counts import few_or_many
-from tests.engine import quick_build, scenes
+from tests.engine import scenes
 from tests.engine.test_store import folded
 from tests.formats.disks import FailingDisk
 from tierstore.engine.model import Model
@@ -28,14 +28,10 @@ from tierstore.errors import Corruption, StorageError, TierstoreError
 from tierstore.formats import files
 from tierstore.formats.files import FileSystem
 
+pytestmark = pytest.mark.usefixtures("quick_loads")
+
 KEYS = np.array([*range(0, 1000, 37), 999, 1000, 5000, -1, 2**63 - 1, -(2**63)])
 Rows = dict[str, tuple[np.ndarray, np.ndarray]]
-
-
-@pytest.fixture(autouse=True)
-def _quick_loads() -> Iterator[None]:
-    with quick_build.in_process():
-        yield
 
 
 def rows_of(store: tierstore.Store) -> Rows:

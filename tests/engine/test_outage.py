@@ -7,12 +7,11 @@ disk says differ, and nothing may be acknowledged on top of that.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.engine import quick_build, test_faults
+from tests.engine import test_faults
 from tests.engine.serving import test_canary_faults
 from tests.engine.serving.test_canary_faults import routes
 from tests.engine.test_faults import PowerCut
@@ -20,11 +19,7 @@ from tests.formats.disks import FailingDisk
 from tierstore.errors import TierstoreError
 from tierstore.formats import files
 
-
-@pytest.fixture(autouse=True)
-def _quick_loads() -> Iterator[None]:
-    with quick_build.in_process():
-        yield
+pytestmark = pytest.mark.usefixtures("quick_loads")
 
 
 class Outage(PowerCut):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -13,20 +13,16 @@ import numpy as np
 import pytest
 
 import tierstore
-from tests.engine import quick_build, scenes
+from tests.engine import scenes
 from tests.engine.serving.test_undo import assert_equal, content, delta, undone
 from tierstore.engine.deltas import apply, log
 from tierstore.engine.lifecycle import routes
 from tierstore.engine.serving import current_record, live, publisher
 from tierstore.errors import Conflict
 
+pytestmark = pytest.mark.usefixtures("quick_loads")
+
 OpenStore = Callable[..., tierstore.Store]
-
-
-@pytest.fixture(autouse=True)
-def _quick_loads() -> Iterator[None]:
-    with quick_build.in_process():
-        yield
 
 
 class CutOff(BaseException):

@@ -9,6 +9,7 @@ from email.utils import formatdate
 import numpy as np
 import pytest
 
+from tests.compiled import heads
 from tierstore.kernels import httpdate, httphead
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.httphead import CUT, FOREIGN, PLAIN
@@ -123,7 +124,7 @@ def parse(data: bytes) -> tuple[int, dict[str, int]]:
     """What the kernel says. The bytes lie at the end of their memory, behind others."""
     memory = np.frombuffer(b"\x00\xff?" + data, np.uint8).copy()
     head = np.full(httphead.HEAD.bytes // 8, -77, np.int64).view(httphead.HEAD.dtype)
-    verdict = int(httphead.parse(address_of(memory) + 3, len(data), address_of(head)))
+    verdict = int(heads.parse(address_of(memory) + 3, len(data), address_of(head)))
     if verdict != PLAIN:
         return verdict, {}
     names = ["PATH_AT", "PATH_BYTES", "BODY_BYTES", "JSON_BYTES", "HOST_BYTES", "TIMEOUT_MS", "UNUSUAL", "HEAD_BYTES"]
@@ -247,5 +248,5 @@ def test_dates_are_the_librarys() -> None:
     ]  # leap days; the year 9999
     text = np.zeros(httpdate.DATE_BYTES + 1, np.uint8)
     for seconds in edges + [rng.randrange(1 << 33) for _ in range(3000)]:
-        httpdate.write_date(seconds, address_of(text))
+        heads.write_date(seconds, address_of(text))
         assert text.tobytes().decode() == formatdate(seconds, usegmt=True) + "\0"

@@ -28,7 +28,7 @@ def test_the_processor_is_what_is_not_said_otherwise(load: Callable[..., Any]) -
 
 def test_the_providers_options_are_the_settings() -> None:
     placement = placement_of(
-        settings(dense_provider_options={"gpu_mem_limit": str(3 << 30), "tunable_op_enable": "1"})
+        settings(dense_options={"cuda.gpu_mem_limit": 3 << 30, "cuda.tunable_op_enable": True})
     )  # fmt: skip
     assert (placement.memory, placement.device) == ("cuda", "gpu:0")
     (name, options), last = placement.providers
@@ -48,7 +48,7 @@ def test_an_onnx_runtime_without_the_provider_is_refused_at_start() -> None:
 @pytest.mark.skipif(not GPU_BUILD, reason="this ONNX Runtime has no CUDA provider")
 def test_a_provider_that_cannot_start_is_refused_and_not_replaced_by_the_processor() -> None:
     with pytest.raises(MissingExtra, match="cannot start CUDAExecutionProvider"):
-        Runtime(settings(dense_provider_options={"device_id": "99"}))
+        Runtime(settings(dense_options={"cuda.device_id": "99"}))
 
 
 def test_a_session_that_goes_without_its_provider_is_refused() -> None:

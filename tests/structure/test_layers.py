@@ -352,9 +352,6 @@ def test_no_module_is_dead() -> None:
     entries = {"__main__", "__init__", "torch", "onnx", "triton"} | {
         target.split(":")[0].removeprefix(PACKAGE + ".") for target in scripts.values()
     }
-    entries.add(
-        "kernels.h2session"
-    )  # the machine of HTTP/2 a call at a time, for tests: compiled and kept with the others
     reached: set[str] = set()
     ahead = sorted(entries)
     while ahead:

@@ -123,7 +123,6 @@ KafkaRows = Annotated[
 KafkaRowsFormat = Annotated[
     str | None, option("FORMAT", "How those rows are written: json (default), avro, protobuf, avro-raw, protobuf-raw.")
 ]
-KafkaRowsRegistry = Annotated[str | None, option("URL", "The schema registry of those rows.")]
 KafkaConfig = Annotated[
     Path | None, option("FILE", "Properties of librdkafka, name=value a line, as for TLS and SASL.")
 ]
@@ -161,7 +160,6 @@ def serve(
     kafka_topic: KafkaTopic = None,
     kafka_rows: KafkaRows = None,
     kafka_rows_format: KafkaRowsFormat = None,
-    kafka_rows_registry: KafkaRowsRegistry = None,
     kafka_config: KafkaConfig = None,
     kafka_rewind: KafkaRewind = None,
     config: Config = None,

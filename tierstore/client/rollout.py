@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from tierstore.client.base import parse_addresses
 from tierstore.client.replicas import compare_rows
@@ -45,7 +45,6 @@ _LINE_EVERY_S = 5.0  # of progress, a node
 TRIAL_POLL_S = 1.0
 _REQUESTS = re.compile(r"^tierstore_model_requests_total\{(.*)\} (\S+)$", re.MULTILINE)
 
-T = TypeVar("T")
 Say = Callable[[str], None]
 
 

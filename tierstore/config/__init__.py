@@ -94,14 +94,41 @@ _SHOWN_DEFAULTS = {  # of those that depend on the machine
     "lookup_threads": "as many as processors, at least 2",
     "load_workers": "as many as processors, at most 4",
     "source_root": "the working directory",
-    "dense_provider_options": "none",
     "dense_options": "none",
     "quotas": "none",
     "watch_snapshots": "none",
     "peer": "none",
     "snapshot_policies": "none",
     "kafka_rows": "none",
+    "log_retention_s": "259200.0, or 3600.0 beside `remote` and `upstream`",
     "kafka_rows_fields": "none",
+}
+
+
+_IN_OPTIONS = "name it in dense_options, as ONNX Runtime does"
+_CONSTANT = "it is a constant now"
+_REPLACED = {  # settings that were, and what there is in their place
+    "dense_intra_threads": _IN_OPTIONS,
+    "dense_inter_threads": _IN_OPTIONS,
+    "dense_affinity": _IN_OPTIONS,
+    "dense_spinning": _IN_OPTIONS,
+    "dense_graph_optimization": _IN_OPTIONS,
+    "dense_arena": _IN_OPTIONS,
+    "dense_device_memory": "set cuda.gpu_mem_limit in dense_options",
+    "dense_provider_options": "set them in dense_options, with `cuda.` before their names",
+    "watch_activate": 'set it in snapshot_policies, for one model or for "*"',
+    "canary_share": 'set it in snapshot_policies, for one model or for "*"',
+    "canary_minutes": 'set it in snapshot_policies, for one model or for "*"',
+    "freshness_max_s": 'set it in quotas, for one model or for "*"',
+    "remote_log_retention_s": "set log_retention_s",
+    "kafka_group": "set group.id in the file kafka_config",
+    "kafka_rows_registry": "set schema.registry.url in the file kafka_config",
+    "block_cache": _CONSTANT,
+    "remote_prepare_s": _CONSTANT,
+    "kafka_window": _CONSTANT,
+    "hot_keys_every_s": _CONSTANT,
+    "audit_size": _CONSTANT,
+    "dense_buffers": _CONSTANT,
 }
 
 
@@ -161,11 +188,13 @@ def _shown(problem: ErrorDetails) -> str:
 
 
 def _with_nearest(name: str, prefix: str) -> str:
-    """An unknown name, and the setting that it is most like, if there is one."""
+    """An unknown name, and what has replaced it, or the setting that it is most like, if there is one."""
 
     def shown(name: str) -> str:
         return prefix + name.upper() if prefix else name
 
+    if name in _REPLACED:
+        return f"{shown(name)} ({_REPLACED[name]})"
     near = difflib.get_close_matches(name, Settings.model_fields, n=1, cutoff=0.75)
     return shown(name) + (f" (did you mean {shown(near[0])}?)" if near else "")
 

@@ -9,12 +9,10 @@ from pydantic import BaseModel, BeforeValidator, ByteSize, Field
 from pydantic_settings import NoDecode
 
 from tierstore.config.values import (
-    Minutes,
+    ANY_MODEL,
     Seconds,
-    Share,
     Size,
     SnapshotPolicy,
-    WhenLoaded,
     path_or_url,
     split_commas,
     split_roots,
@@ -46,11 +44,7 @@ class SourceSettings(BaseModel):
     kafka_topic: str | None = Field(None, description="topic of deltas, of any number of models")
     kafka_config: Path | None = Field(
         None,
-        description="file with properties of librdkafka, one `name=value` a line, such as those for TLS and SASL; it may hold secrets",
-    )
-    kafka_group: str | None = Field(
-        None,
-        description="consumer group under which positions are reported to the brokers, for their tools alone; default: `tierstore-<host name>`",
+        description="file with properties of librdkafka, one `name=value` a line, such as those for TLS and SASL; `group.id` is the consumer group under which positions are reported to the brokers, for their tools alone (default: `tierstore-<host name>`); `schema.registry.url` is the registry of schemas of kafka_rows, beside which `schema.registry.basic.auth.user.info` and `schema.registry.ssl.ca.location` may stand; it may hold secrets",
     )
     kafka_rewind_s: Annotated[Seconds | None, Field(gt=0)] = Field(
         None,
@@ -67,10 +61,6 @@ class SourceSettings(BaseModel):
     kafka_rows_key_format: KeyFormat = Field(
         "text",
         description="how the messages' own keys are written: `text`, `int64` (8 bytes), `json`, `avro`, `protobuf`",
-    )
-    kafka_rows_registry: str | None = Field(
-        None,
-        description="URL of the schema registry; default: `schema.registry.url` of kafka_config, which may also hold `schema.registry.basic.auth.user.info` and `schema.registry.ssl.ca.location`",
     )
     kafka_rows_schema: str | None = Field(
         None,
@@ -90,26 +80,11 @@ class SourceSettings(BaseModel):
     watch_snapshots_s: float = Field(
         30.0, gt=0, le=86400, description="seconds between two looks at each location of watch_snapshots"
     )
-    watch_activate: WhenLoaded = Field(
-        "now",
-        description="what a snapshot of watch_snapshots becomes once it is loaded: `now` active, `hold` kept only, `canary` first the canary and then active",
-    )
-    canary_share: Share = Field(
-        0.05, description="share of the requests, 0 to 1, that such a canary gets; where watch_activate is `canary`"
-    )
-    canary_minutes: Minutes = Field(
-        15.0, description="minutes without more failed requests than the active version has, after which it is promoted"
-    )
     snapshot_policies: dict[str, SnapshotPolicy] = Field(
         default_factory=dict,
-        description="by name of the model, its own `watch_activate`, `canary_share`, `canary_minutes`; in the environment as JSON",
+        description="what a snapshot of watch_snapshots becomes once it is loaded, by name of the model, `*` for all others: `watch_activate` is `now` (active), `hold` (kept only) or `canary` (first the canary, and then active); `canary_share`, 0.05, of the requests is what such a canary gets, and after `canary_minutes`, 15, without more failed requests than the active version has it is promoted; in the environment as JSON",
     )
 
-    def snapshot_policy(self, model: str) -> tuple[WhenLoaded, float, float]:
-        """(what a snapshot of the model becomes, the canary's share, its minutes)."""
-        own = self.snapshot_policies.get(model) or SnapshotPolicy()
-        return (
-            own.watch_activate or self.watch_activate,
-            self.canary_share if own.canary_share is None else own.canary_share,
-            self.canary_minutes if own.canary_minutes is None else own.canary_minutes,
-        )
+    def snapshot_policy(self, model: str) -> SnapshotPolicy:
+        """What becomes of the snapshots of a model."""
+        return self.snapshot_policies.get(model) or self.snapshot_policies.get(ANY_MODEL) or SnapshotPolicy()

@@ -95,16 +95,10 @@ class StoreSettings(BaseModel):
     fold_grace_s: float = Field(
         0.05, ge=0, description="least seconds a delta stays in its overlay, so that small deltas are folded together"
     )
-    log_retention_s: float = Field(
-        3 * 86400.0,
+    log_retention_s: float | None = Field(
+        None,
         ge=0,
-        description="least seconds a folded delta stays in the log, for snapshots from before it",
-    )
-    freshness_max_s: float = Field(
-        0.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="most seconds since the event time of the newest delta that a model shows; above it `problem` of the model says so; 0: no limit; `freshness_max_s` in a model's quota takes its place",
+        description="least seconds that a delta stays in the log once all rows have it, for older snapshots and for nodes that were away; default: three days, an hour where the log is a cluster's (`remote`) or rows are on nodes (`upstream`)",
     )
     remote: str | None = Field(
         None,
@@ -129,11 +123,6 @@ class StoreSettings(BaseModel):
         5.0,
         gt=0,
         description="seconds after which another node may bring deltas into the cluster's rows where the one that does has gone silent",
-    )
-    remote_log_retention_s: float = Field(
-        3600.0,
-        ge=0,
-        description="least seconds that a delta stays in the cluster's log once all rows have it, for nodes that were away and for older snapshots",
     )
     upstream: str | None = Field(
         None,
@@ -164,7 +153,7 @@ class StoreSettings(BaseModel):
     )
     quotas: dict[str, ModelQuota] = Field(
         default_factory=dict,
-        description="limits of models by name, `*` for all others: `requests_per_second`, `keys_per_second`, `bytes_per_second`, `log_bytes`, `versions`, `loads`, `freshness_max_s`; in the environment as JSON",
+        description="limits of models by name, `*` for all others: `requests_per_second`, `keys_per_second`, `bytes_per_second`, `log_bytes`, `versions`, `loads`; and `freshness_max_s`, the most seconds since the event time of the newest delta, above which `problem` of the model says so; in the environment as JSON",
     )
     disk_reserve: SizeOrZero = Field(
         ByteSize(256 << 20),
@@ -208,10 +197,12 @@ class StoreSettings(BaseModel):
         """`partition`; None for every key."""
         return None if self.partition is None else Partitions.parse(self.partition)
 
-    def freshness_max_of(self, model: str) -> float:
-        """`freshness_max_s` of a model; 0 for no limit."""
-        own = self.quota_of(model).freshness_max_s
-        return self.freshness_max_s if own is None else own
+    @property
+    def log_kept_s(self) -> float:
+        """`log_retention_s`, or its default."""
+        if self.log_retention_s is not None:
+            return self.log_retention_s
+        return 3 * 86400.0 if self.remote is None and self.upstream is None else 3600.0
 
     def quota_of(self, model: str) -> ModelQuota:
         """The quota of a model; one without limits where none is set."""

@@ -92,23 +92,21 @@ class ModelQuota(BaseModel):
     log_bytes: Size | None = None  # of the delta log
     versions: Annotated[int, Field(ge=1)] | None = None  # on disk, those being loaded included
     loads: Annotated[int, Field(ge=1)] | None = None  # that run or wait in a service
-    freshness_max_s: Annotated[float | None, Field(ge=0, allow_inf_nan=False)] = (
-        None  # in place of the setting of that name
-    )
+    freshness_max_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # since the newest event; 0: no limit
 
 
 ANY_MODEL = "*"
 
 WhenLoaded = Literal["now", "hold", "canary"]
-Share = Annotated[float, Field(ge=0, le=1)]
-Minutes = Annotated[float, Field(ge=0, le=10080)]
 
 
 class SnapshotPolicy(BaseModel):
-    """What becomes of the snapshots of one model that a watched location has. None: as the setting of that name says."""
+    """What becomes of the snapshots of one model that a watched location has. `canary_share`, `canary_minutes`: of the policy `canary`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    watch_activate: WhenLoaded | None = None
-    canary_share: Share | None = None
-    canary_minutes: Minutes | None = None
+    watch_activate: WhenLoaded = "now"
+    canary_share: Annotated[float, Field(ge=0, le=1)] = 0.05  # of the requests
+    canary_minutes: Annotated[float, Field(ge=0, le=10080)] = (
+        15.0  # without more failed requests than the active version has
+    )

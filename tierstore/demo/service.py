@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 
 import tierstore
 from tierstore.config import ENV_PREFIX
@@ -60,7 +59,7 @@ class ServiceProcess:
     def __enter__(self) -> ServiceProcess:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.process.terminate()
         try:
             self.process.wait(_STOP_S)

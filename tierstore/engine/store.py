@@ -6,7 +6,6 @@ directory (`lifecycle/directory_lock.py`).
 
 from __future__ import annotations
 
-import logging
 import threading
 from pathlib import Path
 from typing import Any, cast
@@ -45,8 +44,6 @@ from tierstore.formats.snapshot.built import open_source
 from tierstore.kafka.parked import ParkedFiles
 from tierstore.status import StoreStatus
 from tierstore.types import BackupReport, DeltaResult, ExportReport, ProgressFn, VerifyReport
-
-log = logging.getLogger(__name__)
 
 SWEEP_S = 5.0  # that `close` waits for the removal of a leftover
 

@@ -21,7 +21,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, cast
 
 import xxhash
@@ -139,9 +138,7 @@ class Publication:
     def __enter__(self) -> BinaryIO:
         return self.file
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.commit()
             return

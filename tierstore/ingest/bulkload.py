@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -125,9 +124,7 @@ class BulkLoad:
     def __enter__(self) -> BulkLoad:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._helpers is not None:
             self._helpers.end()
         if self._journal is not None:

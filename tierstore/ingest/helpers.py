@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tierstore.errors import Corruption, DiskFull, SnapshotError, StorageError, TierstoreError
@@ -135,9 +134,7 @@ class Helpers:
     def __enter__(self) -> Helpers:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -304,7 +305,7 @@ class PartitionedBuild:
         return target_at(self.out)
 
     def _manifest(self) -> Manifest:
-        return Manifest.parse(self.manifest_json)
+        return _parsed(self.manifest_json)
 
     def _entry(self, table: str) -> TableEntry:
         manifest = self._manifest()
@@ -313,6 +314,12 @@ class PartitionedBuild:
         except KeyError:
             names = ", ".join(repr(of.name) for of in manifest.tables) or "none"
             raise InvalidInput(f"expected a table of the template, {names}; got {table!r}") from None
+
+
+@lru_cache(maxsize=16)
+def _parsed(manifest_json: str) -> Manifest:
+    """The manifest of a build, parsed once a process: tasks need it for each of their batches."""
+    return Manifest.parse(manifest_json)
 
 
 def begin_build(template: str | Path, out: str | Path, *, partitions: int) -> PartitionedBuild:

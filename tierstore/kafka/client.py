@@ -13,7 +13,6 @@ MISSING = "the extra `kafka` is not installed: pip install 'tierstore[kafka]'"
 _OURS = frozenset(
     [
         "bootstrap.servers",
-        "group.id",
         "enable.auto.commit",
         "enable.auto.offset.store",
         "auto.offset.reset",

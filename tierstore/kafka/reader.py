@@ -23,7 +23,7 @@ QUEUED_KBYTES = 64 << 10  # that librdkafka reads ahead
 
 
 class TopicReader:
-    """A consumer of one topic. Errors are ConfigError, Unreachable (no broker), NotFound (no such topic)."""
+    """A consumer of one topic; `group.id` of the options counts before `group`. Errors are ConfigError, Unreachable (no broker), NotFound (no such topic)."""
 
     def __init__(self, brokers: str, topic: str, group: str, options: Mapping[str, str], *, batch: int = BATCH) -> None:
         self._kafka = client.confluent_kafka()

@@ -38,10 +38,10 @@ class Registry:
 
     def __init__(self, url: str, properties: Mapping[str, str] | None = None) -> None:
         if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"kafka_rows_registry: expected an http or https URL, got {url!r}")
+            raise ConfigError(f"kafka_config: {PROPERTIES}url: expected an http or https URL, got {url!r}")
         if "@" in url:
             raise ConfigError(
-                f"kafka_rows_registry: expected a URL without a password; write {PROPERTIES}basic.auth.user.info=USER:PASSWORD into the file kafka_config"
+                f"kafka_config: {PROPERTIES}url: expected a URL without a password; write {PROPERTIES}basic.auth.user.info=USER:PASSWORD"
             )
         self._url = url.rstrip("/")
         given = dict(properties or {})

@@ -244,7 +244,7 @@ def decoder(kind: str, names: Sequence[str], *, registry: Registry | None, schem
             return decode
         return Framed(lambda _: decode if base == "avro" else lambda data: decode(data[_path(data)[1] :]))
     if raw or registry is None:
-        needed = "kafka_rows_schema" if raw else "kafka_rows_registry or kafka_rows_schema"
+        needed = "kafka_rows_schema" if raw else "schema.registry.url in kafka_config, or kafka_rows_schema"
         raise ConfigError(f"kafka_rows: {kind} needs its schema: set {needed}")
     if base == "avro":
         avro_decoder('"long"')  # MissingExtra now rather than at the first message
@@ -252,9 +252,8 @@ def decoder(kind: str, names: Sequence[str], *, registry: Registry | None, schem
     return Framed(lambda number: _registered_protobuf(registry, number, names))
 
 
-def registry_of(url: str | None, options: Mapping[str, str]) -> Registry | None:
-    """The registry of that URL, or of the property `schema.registry.url`; None where neither is given."""
+def registry_of(options: Mapping[str, str]) -> Registry | None:
+    """The registry that the property `schema.registry.url` names; None where it is not given."""
     given = {name: value for name, value in options.items() if name.startswith(PROPERTIES)}
-    address = url or given.pop(f"{PROPERTIES}url", None)
-    given.pop(f"{PROPERTIES}url", None)
+    address = given.pop(f"{PROPERTIES}url", None)
     return None if address is None else Registry(address, given)

@@ -56,6 +56,11 @@ def sources_digest(folder: Path) -> bytes:
     return whole.digest()
 
 
+def _stamp(folder: Path) -> bytes:
+    """Of the sources of `folder`, and of those here, which others inline."""
+    return sources_digest(folder) + (b"" if folder == _FOLDER else sources_digest(_FOLDER))
+
+
 @lru_cache
 def _machine(folder: Path) -> carried.Machine:
     """What kernels of `folder` are compiled for: this processor, or what those are for that the package carries."""
@@ -66,7 +71,7 @@ def _machine(folder: Path) -> carried.Machine:
 
 def _identity(folder: Path, machine: carried.Machine) -> str:
     """Of these sources, this numba and such a processor."""
-    return hashlib.sha256(sources_digest(folder) + repr((numba.__version__, machine)).encode()).hexdigest()[:32]
+    return hashlib.sha256(_stamp(folder) + repr((numba.__version__, machine)).encode()).hexdigest()[:32]
 
 
 def _mark(folder: Path, when: int, machine: carried.Machine | None = None) -> str:
@@ -156,7 +161,7 @@ def set_complete(when: int = LAST) -> None:
 
 
 def stamp_caches(folder: Path) -> None:
-    """From now on compiled functions of `folder` are kept in its `directory`, until any source there changes."""
+    """From now on compiled functions of `folder` are kept in its `directory`, until any source there or here changes."""
 
     class Stamped(caching._CacheLocator):  # type: ignore[misc]
         def __init__(self, py_func: Any, source: str) -> None:
@@ -181,7 +186,7 @@ def stamp_caches(folder: Path) -> None:
                 return cls(py_func, "-".join(source.parts))
             return None
 
-    stamp, identity = sources_digest(folder), _identity(folder, _machine(folder))
+    stamp, identity = _stamp(folder), _identity(folder, _machine(folder))
     caching.CacheImpl._locator_classes.insert(0, Stamped)
 
 

@@ -26,26 +26,24 @@ def _pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any
     return builder.gep(data, [index])
 
 
+def _load(ordering: str, array: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _pointer(context, builder, signature.args[0], args[0], args[1])
+        return builder.load_atomic(pointer, ordering, array.dtype.bitwidth // 8)
+
+    return array.dtype(array, types.intp), codegen
+
+
 @intrinsic
 def load_acquire(typingctx: Any, array: Any, index: Any) -> Any:
     """`array[index]`; nothing that follows in the program is read before it."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _pointer(context, builder, signature.args[0], args[0], args[1])
-        return builder.load_atomic(pointer, "acquire", array.dtype.bitwidth // 8)
-
-    return array.dtype(array, types.intp), codegen
+    return _load("acquire", array)
 
 
 @intrinsic
 def load_relaxed(typingctx: Any, array: Any, index: Any) -> Any:
     """`array[index]`, read once and whole, in no particular order."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _pointer(context, builder, signature.args[0], args[0], args[1])
-        return builder.load_atomic(pointer, "monotonic", array.dtype.bitwidth // 8)
-
-    return array.dtype(array, types.intp), codegen
+    return _load("monotonic", array)
 
 
 def _store(ordering: str, array: Any, index: Any, value: Any) -> Any:
@@ -158,33 +156,27 @@ def fence_all(typingctx: Any) -> Any:
     return _fence("seq_cst")
 
 
-def _prefetch(locality: int, builder: Any, address: Any) -> None:
-    pointer = builder.inttoptr(address, _I8.as_pointer())
-    kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
-    function = builder.module.declare_intrinsic("llvm.prefetch", [_I8.as_pointer()], kind)
-    builder.call(function, [pointer, _I32(0), _I32(locality), _I32(1)])
+def _prefetch(locality: int) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], _I8.as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [_I8.as_pointer()], kind)
+        builder.call(function, [pointer, _I32(0), _I32(locality), _I32(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
 
 
 @intrinsic
 def prefetch(typingctx: Any, address: Any) -> Any:
     """Ask for the cache line of an address; harmless whatever the address."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _prefetch(3, builder, args[0])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
+    return _prefetch(3)
 
 
 @intrinsic
 def prefetch_far(typingctx: Any, address: Any) -> Any:
     """`prefetch` into the second-level cache, which has room for more lines under way than the first."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _prefetch(2, builder, args[0])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
+    return _prefetch(2)
 
 
 @intrinsic
@@ -202,17 +194,11 @@ def stack_bytes(typingctx: Any, size: Any) -> Any:
     return types.int64(size), codegen
 
 
-def _match(lanes: int, context: Any, builder: Any, signature: Any, args: Any) -> Any:
-    vector = ir.VectorType(args[2].type, lanes)
-    pointer = _pointer(context, builder, signature.args[0], args[0], args[1])
-    loaded = builder.load(builder.bitcast(pointer, vector.as_pointer()))
-    loaded.align = 1
-    first = builder.insert_element(ir.Constant(vector, ir.Undefined), args[2], _I32(0))
-    wanted = builder.shuffle_vector(
-        first, ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes)
-    )
-    bits = builder.bitcast(builder.icmp_unsigned("==", loaded, wanted), ir.IntType(lanes))
-    return bits if lanes == 32 else builder.zext(bits, _I32)
+def _splat(builder: Any, value: Any, lanes: int) -> Any:
+    """A vector with `value` in every lane."""
+    undefined = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
+    first = builder.insert_element(undefined, value, _I32(0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes))
 
 
 @intrinsic
@@ -220,7 +206,11 @@ def match32(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
     """Bit i of the answer says whether `array[index + i] == value`, for i in 0..31, in a vector compare or two."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _match(32, context, builder, signature, args)
+        vector = ir.VectorType(args[2].type, 32)
+        pointer = _pointer(context, builder, signature.args[0], args[0], args[1])
+        loaded = builder.load(builder.bitcast(pointer, vector.as_pointer()))
+        loaded.align = 1
+        return builder.bitcast(builder.icmp_unsigned("==", loaded, _splat(builder, args[2], 32)), _I32)
 
     return types.uint32(array, types.intp, array.dtype), codegen
 
@@ -233,10 +223,8 @@ def match8_at(typingctx: Any, address: Any, value: Any) -> Any:
         vector = ir.VectorType(_I64, 8)
         loaded = builder.load(builder.inttoptr(args[0], vector.as_pointer()))
         loaded.align = 64
-        undefined = ir.Constant(vector, ir.Undefined)
-        first = builder.insert_element(undefined, args[1], _I32(0))
-        wanted = builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_I32, 8), [0] * 8))
-        return builder.zext(builder.bitcast(builder.icmp_unsigned("==", loaded, wanted), _I8), _I64)
+        same = builder.icmp_unsigned("==", loaded, _splat(builder, args[1], 8))
+        return builder.zext(builder.bitcast(same, _I8), _I64)
 
     return types.int64(types.int64, types.int64), codegen
 

@@ -17,12 +17,17 @@ from tierstore.kernels import lookupplan, plan_records
 from tierstore.kernels.atomics import copy_bytes
 from tierstore.kernels.httpdate import DATE_BYTES
 from tierstore.kernels.jsontext import MOST_ID_BYTES, is_utf8
-from tierstore.kernels.lookupplan import MOST_BAGS, MOST_KEYS, MOST_WORK_BYTES, SCRATCH_BYTES, first_call
+from tierstore.kernels.lookupplan import MOST_BAGS, MOST_KEYS, MOST_WORK_BYTES, SCRATCH_BYTES, any_negative, first_call
 from tierstore.kernels.plan_records import (
     BAGS_OF_ROWS,
     CALL_BYTES,
     FOUND_ALONE,
+    HASHED,
+    MOD_SIGNED,
+    NO_NEGATIVE,
+    NOT_HASHED,
     NOWHERE,
+    SEEDED,
     STRINGS,
     piece_at,
     planned_at,
@@ -123,6 +128,36 @@ def _read_strings(at, size, n, codes, table):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
+def _hash_codes(codes, n, planned):  # type: ignore[no-untyped-def]
+    """Make row numbers of codes, as `formats/key_hash.py` does."""
+    how, mod, lanes = planned.hash, planned.mod, np.empty(8, np.uint64)
+    for i in range(n):
+        code = load_i64(codes, i)
+        if how == SEEDED:
+            store_i64(codes, i, code ^ planned.bits)
+            code = nb.int64(hash_at(codes + 8 * i, 8, lanes))
+        row = code % mod if how == MOD_SIGNED else nb.int64(_U64(code) % _U64(mod))
+        store_i64(codes, i, row)
+
+
+@nb.njit
+def _make_codes(call, planned, row, tail, codes, table):  # type: ignore[no-untyped-def]
+    """Write the codes of a call's strings or hashed keys, which lie in an input of the request. False: for the full check."""
+    n = call.keys_n
+    if call.key_form == STRINGS:
+        if row.size > _MOST_STRING_BYTES or not _read_strings(tail + row.at, row.size, n, codes, table):
+            return False
+    else:
+        if call.key_form == NO_NEGATIVE and any_negative(tail + row.at, n):
+            return False
+        copy_bytes(codes, tail + row.at, 8 * n)
+        call.key_form = HASHED
+    if planned.hash != NOT_HASHED:
+        _hash_codes(codes, n, planned)
+    return True
+
+
+@nb.njit
 def _same_sizes(one, other):  # type: ignore[no-untyped-def]
     for i in range(one.rank):  # noqa: SIM110 - for the compiler
         if one.dims[i] != other.dims[i]:
@@ -165,7 +200,7 @@ def bind(variant, view, record, tail, codes, most_bytes, run, values):  # type: 
         if _elements(row_at(record, 1 + i)) < 0:
             return WRONG
     planned, call = variant.calls, first_call(run)
-    keys, bags, work, scratch, strings = nb.int64(0), nb.int64(0), nb.int64(0), nb.int64(0), nb.int64(0)
+    keys, bags, work, scratch, made = nb.int64(0), nb.int64(0), nb.int64(0), nb.int64(0), nb.int64(0)
     run.calls = variant.planned_calls
     run.codes_at = codes
     for _ in range(variant.planned_calls):
@@ -183,16 +218,12 @@ def bind(variant, view, record, tail, codes, most_bytes, run, values):  # type: 
             scratch = max(scratch, 4 * n * dim)
         if kind in (BAGS_OF_ROWS, FOUND_ALONE):
             work += 4 * n * dim
-        if call.key_form == STRINGS:
+        if call.key_form == STRINGS or planned.hash != NOT_HASHED:
             row = row_at(record, 1 + planned.keys_of)
-            if (
-                keys > MOST_KEYS
-                or row.size > _MOST_STRING_BYTES
-                or not _read_strings(tail + row.at, row.size, n, codes + 8 * strings, table)
-            ):
+            if keys > MOST_KEYS or not _make_codes(call, planned, row, tail, codes + 8 * made, table):
                 return WRONG
-            call.keys_at = 8 * strings
-            strings += n
+            call.keys_at = 8 * made
+            made += n
         planned = planned_at(planned, 1)
         call = run_call_at(call, 1)
     run.keys = keys
@@ -203,7 +234,7 @@ def bind(variant, view, record, tail, codes, most_bytes, run, values):  # type: 
     if work + data > most_bytes:
         return WRONG
     if keys > MOST_KEYS or bags > MOST_BAGS or work + data > MOST_WORK_BYTES or scratch > SCRATCH_BYTES:
-        return WRONG if strings > 0 else LARGE
+        return WRONG if made > 0 else LARGE
     return BOUND
 
 

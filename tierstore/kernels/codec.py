@@ -54,7 +54,6 @@ from tierstore.types import Keys, Rows, StorageDtype, Vectors
 _F32_CODE = StorageDtype.FLOAT32.code
 _F16_CODE = StorageDtype.FLOAT16.code
 _BF16_CODE = StorageDtype.BFLOAT16.code
-_INT8_CODE = StorageDtype.INT8.code
 
 AS_STORED = 8  # of what is answered, instead of 0 for float32 and 1 for float16: rows as they are stored
 

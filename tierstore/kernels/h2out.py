@@ -2,6 +2,7 @@
 
 The buffer is lent by whoever moves bytes to the peer. A frame is in it whole or not at all, so what was
 written leaves in its order; what the windows or the room do not take stays a block of its stream, and `push` goes on with it.
+The data of a long answer may stay where they are, where room for pieces is lent too: then pieces say what leaves, in its order.
 
 Free functions of addresses, nogil; the thread of the session.
 """
@@ -9,17 +10,12 @@ Free functions of addresses, nogil; the thread of the session.
 from __future__ import annotations
 
 import numba as nb
-import numpy as np
 
 from tierstore.kernels import h2words, hpack
 from tierstore.kernels.atomics import copy_bytes
 from tierstore.kernels.raw import store_u8
+from tierstore.kernels.records import text_at
 from tierstore.kernels.sysio import allocate, clear_bytes, release
-
-_STARTS = np.frombuffer(b"\x88\x0f\x10\x10application/grpc", np.uint8)  # :status 200, content-type
-_GOOD = np.frombuffer(b"\x00\x0bgrpc-status\x010", np.uint8)
-_REQUEST_ID = np.frombuffer(b"x-request-id", np.uint8)
-PREFIX = 5  # of a message of gRPC: whether it is compressed, its length
 
 
 @nb.njit(inline="always")
@@ -51,21 +47,22 @@ def room_of_data(s):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def _end_of(s):  # type: ignore[no-untyped-def]
+def end_of(s):  # type: ignore[no-untyped-def]
     return s.out_at + s.out_bytes
 
 
 @nb.njit(inline="always")
-def _add(s, size):  # type: ignore[no-untyped-def]
+def wrote(s, size):  # type: ignore[no-untyped-def]
+    """So many bytes more are in the buffer."""
     s.out_bytes += size
 
 
 @nb.njit
 def write_control(s, kind, flags, stream, size):  # type: ignore[no-untyped-def]
     """Write the head of a small frame; its `size` bytes are the caller's to write at what is returned."""
-    at = _end_of(s)
+    at = end_of(s)
     write_frame_head(at, size, kind, flags, stream)
-    _add(s, h2words.FRAME_HEAD + size)
+    wrote(s, h2words.FRAME_HEAD + size)
     return at + h2words.FRAME_HEAD
 
 
@@ -228,7 +225,7 @@ def write_headers(s, stream, at, size, flags):  # type: ignore[no-untyped-def]
     while True:
         part = min(size, most - before)
         last = part == size
-        begin = _end_of(s)
+        begin = end_of(s)
         write_frame_head(
             begin,
             before + part,
@@ -239,7 +236,7 @@ def write_headers(s, stream, at, size, flags):  # type: ignore[no-untyped-def]
         if before == 1:
             store_u8(begin, h2words.FRAME_HEAD, nb.uint8(hpack.NO_TABLE))
         copy_bytes(begin + h2words.FRAME_HEAD + before, at, part)
-        _add(s, h2words.FRAME_HEAD + before + part)
+        wrote(s, h2words.FRAME_HEAD + before + part)
         if last:
             return
         at += part
@@ -249,12 +246,36 @@ def write_headers(s, stream, at, size, flags):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def _write_data(s, row, at, size, flags):  # type: ignore[no-untyped-def]
-    begin = _end_of(s)
+    begin = end_of(s)
     write_frame_head(begin, size, h2words.DATA, flags, row.id)
     copy_bytes(begin + h2words.FRAME_HEAD, at, size)
-    _add(s, h2words.FRAME_HEAD + size)
+    wrote(s, h2words.FRAME_HEAD + size)
+    use_windows(s, row, size)
+
+
+@nb.njit(inline="always")
+def use_windows(s, row, size):  # type: ignore[no-untyped-def]
+    """So many bytes of data leave."""
     row.window -= size
     s.send_window -= size
+
+
+@nb.njit(inline="always")
+def end_part(s):  # type: ignore[no-untyped-def]
+    """Add what was written to the buffer since the last part of it to the pieces."""
+    part = text_at(s.pieces, s.pieces_used)
+    part.at, part.bytes = s.piece_from, end_of(s) - s.piece_from
+    s.piece_from = end_of(s)
+    s.pieces_used += 1
+
+
+@nb.njit(inline="always")
+def add_piece(s, at, size):  # type: ignore[no-untyped-def]
+    """Let data leave from where they are, behind what was written."""
+    end_part(s)
+    piece = text_at(s.pieces, s.pieces_used)
+    piece.at, piece.bytes = at, size
+    s.pieces_used += 1
 
 
 @nb.njit
@@ -323,67 +344,3 @@ def finish(s, row):  # type: ignore[no-untyped-def]
     if not row.state & h2words.ENDED:
         write_reset(s, row.id, h2words.NO_ERROR)  # the remainder of the request is not wanted
     close_row(s, row)
-
-
-@nb.njit
-def trailers_bytes(request_id_bytes):  # type: ignore[no-untyped-def]
-    """The most bytes that the trailers of a call that went well take."""
-    return _GOOD.size + (_REQUEST_ID.size + request_id_bytes + hpack.MOST_ADDED if request_id_bytes > 0 else 0)
-
-
-@nb.njit
-def write_trailers(target, request_id, request_id_bytes):  # type: ignore[no-untyped-def]
-    """Write grpc-status 0, and the request's id where it has one. Returns the bytes written."""
-    copy_bytes(target, nb.int64(_GOOD.ctypes.data), _GOOD.size)
-    if request_id_bytes == 0:
-        return _GOOD.size
-    name = nb.int64(_REQUEST_ID.ctypes.data)
-    return _GOOD.size + hpack.encode_field(target + _GOOD.size, name, _REQUEST_ID.size, request_id, request_id_bytes)
-
-
-@nb.njit
-def answer_call(s, row, message, size, request_id, request_id_bytes):  # type: ignore[no-untyped-def]
-    """Answer a call with a message: at once where windows and room allow, else as a block. False: no memory."""
-    data, stream = PREFIX + size, row.id
-    most = min(s.peer_frame, nb.int64(h2words.FRAME_BYTES))
-    needed = data + h2words.FRAME_HEAD * (3 + data // most) + 1 + _STARTS.size + trailers_bytes(request_id_bytes)
-    if (
-        row.first_out == 0
-        and data <= row.window
-        and data <= s.send_window
-        and needed <= room_of_data(s)
-        and trailers_bytes(request_id_bytes) <= most
-    ):
-        write_headers(s, stream, nb.int64(_STARTS.ctypes.data), _STARTS.size, 0)
-        first = min(data, most)
-        begin = _end_of(s)
-        write_frame_head(begin, first, h2words.DATA, 0, stream)
-        store_u8(begin, h2words.FRAME_HEAD, nb.uint8(0))
-        write_u32(begin + h2words.FRAME_HEAD + 1, size)
-        copy_bytes(begin + h2words.FRAME_HEAD + PREFIX, message, first - PREFIX)
-        _add(s, h2words.FRAME_HEAD + first)
-        row.window -= first
-        s.send_window -= first
-        done = first - PREFIX
-        while done < size:
-            part = min(size - done, most)
-            _write_data(s, row, message + done, part, 0)
-            done += part
-        begin = _end_of(s)
-        trailers = write_trailers(begin + h2words.FRAME_HEAD, request_id, request_id_bytes)
-        write_frame_head(begin, trailers, h2words.HEADERS, h2words.END_HEADERS | h2words.END_STREAM, stream)
-        _add(s, h2words.FRAME_HEAD + trailers)
-        finish(s, row)
-        return True
-    block = allocate(block_bytes(_STARTS.size, data, trailers_bytes(request_id_bytes)))
-    if block == 0:
-        return False
-    at = block + h2words.BLOCK_BYTES
-    copy_bytes(at, nb.int64(_STARTS.ctypes.data), _STARTS.size)
-    store_u8(at, _STARTS.size, nb.uint8(0))
-    write_u32(at + _STARTS.size + 1, size)
-    copy_bytes(at + _STARTS.size + PREFIX, message, size)
-    trailers = write_trailers(at + _STARTS.size + data, request_id, request_id_bytes)
-    begin_block(block, h2words.ENDS, _STARTS.size, data, trailers)
-    queue(s, row, block)
-    return True

@@ -84,6 +84,9 @@ SESSION = define("Session", "a connection of HTTP/2; the table of the peer's enc
     "block_stream block_flags block_frames": "of which stream it is, the flags of its first frame, and its frames",
     "out_at out_bytes out_room": "the buffer for what is to leave",
     "out_kept": "that buffer, where it is the session's own; else 0",
+    "pieces": (TEXT, "what is to leave, in order: parts of the buffer, and data that stay where they are; 0: all is in the buffer"),
+    "pieces_used": "of PIECES, for data that stay and the parts before them",
+    "piece_from": "the end of those parts",
     "held": "bytes that all streams hold",
     "second resets controls": "a second, and what the peer has done in it that it may not do without end",
     "waiting": "streams whose blocks wait to leave",
@@ -116,6 +119,7 @@ ENDS, REPORTS = 1, 2
 NOTHING, REQUEST, OPENED, CAME, RESET, SENDABLE, FAILED = range(7)
 
 CONTROL_ROOM = 256  # bytes that a step may write
+PIECES = 528  # for an answer of 4 MiB in the smallest frames
 
 # memory to decode a header list in
 FIELDS_BYTES = hpack.FIELD.bytes * MOST_FIELDS

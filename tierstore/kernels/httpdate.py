@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numba as nb
 import numpy as np
-from numba import types
 
-from tierstore.kernels import LAST, compiled
 from tierstore.kernels.atomics import copy_bytes
 from tierstore.kernels.raw import store_u8
 
@@ -48,9 +44,3 @@ def write_date_at(seconds, at):  # type: ignore[no-untyped-def]
     store_u8(at, 22, nb.uint8(58))
     _put(at, 23, of_day % 60, 2)
     copy_bytes(at + 25, nb.int64(_GMT.ctypes.data), 4)
-
-
-@compiled(types.void(types.int64, types.int64), when=LAST)
-def write_date(seconds: Any, at: Any) -> Any:
-    """`write_date_at` for Python."""
-    write_date_at(seconds, at)

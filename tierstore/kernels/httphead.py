@@ -18,13 +18,9 @@ add what they like. A name that is read comes once, with a value of ASCII, and n
 
 from __future__ import annotations
 
-from typing import Any
-
 import numba as nb
 import numpy as np
-from numba import types
 
-from tierstore.kernels import LAST, compiled
 from tierstore.kernels.raw import load_u8
 from tierstore.kernels.reactor_access import TOKEN
 from tierstore.kernels.records import at, define
@@ -111,7 +107,7 @@ _ROWS_ENDS = np.frombuffer(b"/rows", np.uint8)
 _OPTIONS = [np.frombuffer(text, np.uint8) for text in (b"close", b"keep-alive", b"te", b"upgrade", b"http2-settings")]
 _CLOSE, _KEEP_ALIVE, _TE, _UPGRADE, _HTTP2_SETTINGS = _OPTIONS
 _H2C, _IDENTITY, _HTTP = (np.frombuffer(text, np.uint8) for text in (b"h2c", b"identity", b"http://"))
-_SPACE, _TAB, _CR, _LF, _COLON, _ZERO, _NINE, _COMMA, _SEMICOLON, _STAR = 32, 9, 13, 10, 58, 48, 57, 44, 59, 42
+_SPACE, _TAB, _CR, _LF, _COLON, _ZERO, _COMMA, _SEMICOLON, _STAR = 32, 9, 13, 10, 58, 48, 44, 59, 42
 
 
 @nb.njit(inline="always")
@@ -392,9 +388,3 @@ def parse_at(at, n, found):  # type: ignore[no-untyped-def]
                 found.unusual |= ODD_VALUE
             elif timeout > 0 and (found.timeout_ms == 0 or timeout < found.timeout_ms):
                 found.timeout_ms = timeout
-
-
-@compiled(types.int64(types.int64, types.int64, types.int64), when=LAST)
-def parse(at: Any, n: Any, found: Any) -> Any:
-    """What the `n` bytes at address `at` begin with: PLAIN, CUT or FOREIGN. The HEAD at address `found` says the rest."""
-    return parse_at(at, n, head_at(found))

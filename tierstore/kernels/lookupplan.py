@@ -86,7 +86,7 @@ def _set_padding(call, keys, n, state, out, row_bytes):  # type: ignore[no-untyp
 
 
 @nb.njit
-def _any_negative(keys, n):  # type: ignore[no-untyped-def]
+def any_negative(keys, n):  # type: ignore[no-untyped-def]
     signs = nb.int64(0)
     for i in range(n):
         signs |= load_i64(keys, i)
@@ -236,8 +236,8 @@ def _run_bags(call, table, keys, n, state, tail, out, scratch):  # type: ignore[
 
 @nb.njit(inline="always")
 def keys_of(run, call, tail):  # type: ignore[no-untyped-def]
-    """Where the keys of a call are, or the codes of its strings."""
-    return call.keys_at + (run.codes_at if call.key_form == STRINGS else tail)
+    """Where the keys of a call are, or the codes that were made of them."""
+    return call.keys_at + (run.codes_at if call.key_form >= STRINGS else tail)
 
 
 @nb.njit
@@ -264,7 +264,7 @@ def _run(run, view, tail, answer, states, scratch):  # type: ignore[no-untyped-d
         if kind == CHECKED:
             call = run_call_at(call, 1)
             continue
-        if call.key_form == NO_NEGATIVE and _any_negative(keys, n):
+        if call.key_form == NO_NEGATIVE and any_negative(keys, n):
             return DOUBTFUL
         if kind == BAGS_OF_ROWS:
             came = _run_bags(call, table, keys, n, state, tail, out, scratch)

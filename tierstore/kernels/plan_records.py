@@ -49,19 +49,21 @@ CALL_FIELDS = {
     "weights_at": "where the weights are, or NOWHERE",
     "padded padding": "whether there is a padding key, and its code",
     "table_counts": "the row of counts of the table",
-    "key_form": "AS_CODES, NO_NEGATIVE or STRINGS",
+    "key_form": "AS_CODES, NO_NEGATIVE, STRINGS or HASHED",
 }
 CALL = define("Call", "one look-up of a run", CALL_FIELDS)
 RUN = define("Run", "one request, bound by a variant and its own sizes; its calls lie behind it", {
     "answer_bytes": "of the answer's data",
     "calls keys": "how many",
-    "codes_at": "codes of keys that are strings",
+    "codes_at": "codes of keys that are strings or hashed",
     "scratch": "bytes of memory to work in",
     "work_bytes": "of rows, beside those of the answer",
 })  # fmt: skip
 PLANNED = define("PlannedCall", "a call of a variant, filled where all requests have the same", CALL_FIELDS | {
     "keys_of offsets_of weights_of": "which inputs of the request are its own, or NONE",
     "rows_to found_to": "which outputs are, or NONE",
+    "hash": "NOT_HASHED, MOD_SIGNED, MOD_UNSIGNED or SEEDED: how codes become row numbers (`formats/key_hash.py`)",
+    "mod bits": "how many row numbers there are, and what a code is xor before it is hashed",
 })  # fmt: skip
 PIECE = define("Piece", "a text of the answer", {
     "at bytes": "the text",
@@ -131,6 +133,7 @@ SETS, WAYS = 512, 8  # of the index of plans
 
 
 ROWS, BAGS_OF_ROWS, FOUND_ALONE, CHECKED = range(4)  # of a call's `kind`; CHECKED: nothing is asked of it
-# of `key_form`: as the table has them; in the other integer type, where those below 0 are of one alone; strings
-AS_CODES, NO_NEGATIVE, STRINGS = range(3)
+# of `key_form`: as the table has them; in the other integer type, where those below 0 are of one alone; strings; of a run: numbers that were hashed
+AS_CODES, NO_NEGATIVE, STRINGS, HASHED = range(4)
+NOT_HASHED, MOD_SIGNED, MOD_UNSIGNED, SEEDED = range(4)
 NOWHERE = -1

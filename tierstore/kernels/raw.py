@@ -41,72 +41,59 @@ def _const(value: int) -> ir.Constant:
     return ir.Constant(_I32, value)
 
 
+def _loads(kind: ir.Type, returned: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _load(builder, args[0], args[1], kind)
+
+    return returned(types.int64, types.int64), codegen
+
+
+def _stores(stored: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _store(builder, *args)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, stored), codegen
+
+
 @intrinsic
 def load_u64(typingctx: Any, base: Any, index: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _load(builder, args[0], args[1], _I64)
-
-    return types.uint64(types.int64, types.int64), codegen
+    return _loads(_I64, types.uint64)
 
 
 @intrinsic
 def store_u64(typingctx: Any, base: Any, index: Any, value: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _store(builder, *args)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.uint64), codegen
+    return _stores(types.uint64)
 
 
 @intrinsic
 def load_i64(typingctx: Any, base: Any, index: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _load(builder, args[0], args[1], _I64)
-
-    return types.int64(types.int64, types.int64), codegen
+    return _loads(_I64, types.int64)
 
 
 @intrinsic
 def store_i64(typingctx: Any, base: Any, index: Any, value: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _store(builder, *args)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
+    return _stores(types.int64)
 
 
 @intrinsic
 def load_u8(typingctx: Any, base: Any, index: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _load(builder, args[0], args[1], _I8)
-
-    return types.uint8(types.int64, types.int64), codegen
+    return _loads(_I8, types.uint8)
 
 
 @intrinsic
 def store_u8(typingctx: Any, base: Any, index: Any, value: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _store(builder, *args)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.uint8), codegen
+    return _stores(types.uint8)
 
 
 @intrinsic
 def load_f32(typingctx: Any, base: Any, index: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _load(builder, args[0], args[1], _F32)
-
-    return types.float32(types.int64, types.int64), codegen
+    return _loads(_F32, types.float32)
 
 
 @intrinsic
 def store_f32(typingctx: Any, base: Any, index: Any, value: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _store(builder, *args)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.float32), codegen
+    return _stores(types.float32)
 
 
 @intrinsic

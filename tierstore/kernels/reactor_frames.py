@@ -16,41 +16,80 @@ from tierstore.kernels.reactor_words import (
     STREAM_SENT,
     connection_at,
 )
-from tierstore.kernels.records import place
-from tierstore.kernels.sysio import EAGAIN, EINTR, allocate, monotonic_ns, move_bytes, release
+from tierstore.kernels.records import place, text_at
+from tierstore.kernels.sysio import EAGAIN, EINTR, allocate, monotonic_ns, move_bytes, release, send_pieces
 
 KEPT_BYTES = 1 << 16  # of frames that the socket does not accept; from here on nothing more is read
 
 
 @nb.njit
-def bind_frames(me, s):  # type: ignore[no-untyped-def]
-    """Lend the reactor's memory for frames, unless some are kept."""
+def bind_frames(me, fd, s):  # type: ignore[no-untyped-def]
+    """Lend the reactor's memory for frames, unless some are kept; and for pieces, which TLS would copy."""
     if s.out_kept == 0:
-        s.out_at = me.frames
+        s.out_at = s.piece_from = me.frames
         s.out_bytes = 0
         s.out_room = FRAMES_BYTES
+        s.pieces = me.pieces if connection_at(me.conns, fd).tls == 0 else 0
 
 
 @nb.njit
-def _keep_frames(me, fd, s, at, left):  # type: ignore[no-untyped-def]
-    """Keep frames that the socket has not taken, with room for some more. False: no memory."""
-    room = left + KEPT_BYTES
-    kept = allocate(room)
-    if kept == 0:
+def _keep_frames(me, fd, s, left):  # type: ignore[no-untyped-def]
+    """The address of memory where a session keeps `left` bytes of frames that the socket has not taken, and some more; 0: there is none."""
+    kept = allocate(left + KEPT_BYTES)
+    if kept != 0:
+        s.out_kept = s.out_at = kept
+        s.out_bytes = left
+        s.out_room = left + KEPT_BYTES
+        s.pieces = 0
+        set_send_deadline(me, fd, left)
+    return kept
+
+
+@nb.njit
+def _flush_pieces(me, fd, s):  # type: ignore[no-untyped-def]
+    """As `flush`, of pieces."""
+    row = connection_at(me.conns, fd)
+    h2out.end_part(s)
+    piece, count = s.pieces, s.pieces_used
+    s.pieces_used = 0
+    while count > 0:
+        took = send_pieces(fd, piece, count)
+        if took == -EINTR:
+            continue
+        if took == -EAGAIN:
+            break
+        if took < 0:
+            row.lost = 1
+            return False
+        while count > 0 and took >= piece.bytes:
+            took -= piece.bytes
+            piece = text_at(piece, 1)
+            count -= 1
+        if count > 0:
+            piece.at += took
+            piece.bytes -= took
+    if count == 0:
+        bind_frames(me, fd, s)
+        return True
+    left = nb.int64(0)
+    for k in range(count):
+        left += text_at(piece, k).bytes
+    at = _keep_frames(me, fd, s, left)
+    if at == 0:
+        row.lost = 1
         return False
-    copy_bytes(kept, at, left)
-    release(s.out_kept)
-    s.out_kept = kept
-    s.out_at = kept
-    s.out_bytes = left
-    s.out_room = room
-    set_send_deadline(me, fd, left)
-    return True
+    for k in range(count):
+        one = text_at(piece, k)
+        copy_bytes(at, one.at, one.bytes)
+        at += one.bytes
+    return False
 
 
 @nb.njit
 def flush(me, fd, s):  # type: ignore[no-untyped-def]
     """Send the frames that were written. True where all have left; a connection that is lost is marked."""
+    if s.pieces_used > 0:
+        return _flush_pieces(me, fd, s)
     row = connection_at(me.conns, fd)
     at, left, kept = s.out_at, s.out_bytes, s.out_kept
     begin = left
@@ -65,12 +104,11 @@ def flush(me, fd, s):  # type: ignore[no-untyped-def]
             row.lost = 1
             return False
     if left == 0:
-        s.out_bytes = 0
         if kept != 0:
             release(kept)
             s.out_kept = 0
-            bind_frames(me, s)
             row.deadline_ns = 0
+        bind_frames(me, fd, s)
         return True
     if kept != 0 and left == begin:
         return False
@@ -79,8 +117,11 @@ def flush(me, fd, s):  # type: ignore[no-untyped-def]
         s.out_bytes = left
         set_send_deadline(me, fd, left)
         return False
-    if not _keep_frames(me, fd, s, at, left):
+    target = _keep_frames(me, fd, s, left)
+    if target == 0:
         row.lost = 1
+    else:
+        copy_bytes(target, at, left)
     return False
 
 

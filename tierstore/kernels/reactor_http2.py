@@ -76,7 +76,7 @@ def _read_frames(me, fd, now):  # type: ignore[no-untyped-def]
     """Read what has come, and do what it asks for. The connection may be closed afterwards."""
     row = connection_at(me.conns, fd)
     s, base, have, came = row.session, me.buffer, nb.int64(0), 0
-    bind_frames(me, s)
+    bind_frames(me, fd, s)
     if not s.flags & h2words.GREETED:
         s.flags |= h2words.GREETED
         h2core.write_settings(s)
@@ -165,7 +165,7 @@ def _on_message(me, fd, message, now):  # type: ignore[no-untyped-def]
             release(value)
             add_at(place(me.shared, "inflight"), -size)
         return
-    bind_frames(me, s)
+    bind_frames(me, fd, s)
     if kind == STREAM_BLOCK:
         add_at(place(me.shared, "inflight"), -size)  # it is the session's from here on
         is_first = row.first_out == 0
@@ -199,7 +199,7 @@ def _sweep(me, fd, now, stall):  # type: ignore[no-untyped-def]
     ):
         end(me, fd, True)
         return
-    bind_frames(me, s)
+    bind_frames(me, fd, s)
     for _ in range(s.streams_room):
         if h2out.room_of(s) < h2words.CONTROL_ROOM:
             break

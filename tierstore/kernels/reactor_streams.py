@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import numba as nb
 
-from tierstore.kernels import h2core, h2out, h2words, httphead
+from tierstore.kernels import h2calls, h2core, h2out, h2words, httphead
 from tierstore.kernels.atomics import acquire_i64, add_at, fence_all, release_i64
 from tierstore.kernels.h2errors import read_u32
 from tierstore.kernels.h2request import keep_body
 from tierstore.kernels.raw import call_at, load_u8
 from tierstore.kernels.reactor_connections import notify
-from tierstore.kernels.reactor_frames import push_all, push_row, set_deadline
+from tierstore.kernels.reactor_frames import flush, push_all, push_row, set_deadline
 from tierstore.kernels.reactor_words import (
     ANSWERED,
     DESCRIPTION,
@@ -99,7 +99,7 @@ def lose(me, fd, s, row):  # type: ignore[no-untyped-def]
 @nb.njit
 def _call(me, fd, row, body, size, now):  # type: ignore[no-untyped-def]
     """Answer the call whose body is `size` bytes: ANSWERED, and `call` says where its message is; or why it is for Python."""
-    if size < h2out.PREFIX or load_u8(body, 0) != 0 or read_u32(body + 1) != size - h2out.PREFIX:
+    if size < h2calls.PREFIX or load_u8(body, 0) != 0 or read_u32(body + 1) != size - h2calls.PREFIX:
         return DESCRIPTION
     found, began = me.found, monotonic_ns()
     found.host_at, found.host_bytes = row.host_at, row.host_bytes
@@ -107,14 +107,14 @@ def _call(me, fd, row, body, size, now):  # type: ignore[no-untyped-def]
     found.timeout_ms, found.unusual = row.timeout_ms, row.unusual
     found.path_at, found.path_bytes = row.path_at, row.path_bytes
     found.head_bytes = found.closing = 0
-    found.body_bytes, found.json_bytes = size - h2out.PREFIX, httphead.NONE
+    found.body_bytes, found.json_bytes = size - h2calls.PREFIX, httphead.NONE
     found.kind = httphead.INFER
     since = row.began_ns
     me.call.since_ns = since if since < now else 0  # 0: it came with what came last
     line = place(me.line, "announced")
     release_i64(line, acquire_i64(me.shared.generation_at))
     fence_all()
-    came = call_at(me.run_call, me, fd, row.at, body + h2out.PREFIX, size - h2out.PREFIX, began)
+    came = call_at(me.run_call, me, fd, row.at, body + h2calls.PREFIX, size - h2calls.PREFIX, began)
     release_i64(line, 0)
     return came
 
@@ -130,13 +130,17 @@ def _on_request(me, fd, s, row, body, size, now):  # type: ignore[no-untyped-def
         reason = _call(me, fd, row, body, size, now)
         if reason == ANSWERED:
             request_id = row.at + row.request_id_at
-            if not h2out.answer_call(s, row, me.call.answer_at, me.call.answer_bytes, request_id, row.request_id_bytes):
+            if not h2calls.answer_call(
+                s, row, me.call.answer_at, me.call.answer_bytes, request_id, row.request_id_bytes
+            ):
                 h2out.write_reset(s, row.id, h2words.ENHANCE_YOUR_CALM)
                 h2out.close_row(s, row)
             elif row.first_out != 0:
                 h2out.drop_request(s, row)
                 set_deadline(me, row)
                 push_row(me, fd, s, row)
+            elif s.pieces_used > 0:  # the next answer is made where this one is
+                flush(me, fd, s)
             return
     if row.bytes == row.head_bytes and not keep_body(s, row, body, size, -1):
         _refuse(me, s, row)

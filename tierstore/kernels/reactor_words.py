@@ -9,7 +9,7 @@ import numpy as np
 
 from tierstore.kernels import binding, coldread, h2words, httphead, plan_records, request_record
 from tierstore.kernels.latency import BOUNDS_NS, BUCKETS
-from tierstore.kernels.records import at, define
+from tierstore.kernels.records import TEXT, at, define
 from tierstore.kernels.sysio import EDGE, HALF_CLOSED, READABLE, WRITABLE
 
 FREE, READING, AWAY, SENDING, HTTP2 = range(5)  # of a connection's `state`
@@ -182,6 +182,7 @@ HERE = define("Here", "what one reactor works with, in memory that Python keeps 
     "date": "29 bytes of today's date",
     "headers": "of HTTP/2: h2words.WORK_BYTES for a header list that is decoded",
     "frames": "FRAMES_BYTES of frames that are to leave",
+    "pieces": (TEXT, "`h2words.PIECES`, where data of frames stay where they are"),
 })  # fmt: skip
 connection_at, line_at, here_at, message_at, version_counts_at = (
     at(kind) for kind in (CONNECTION_RECORD, LINE, HERE, MESSAGE_RECORD, VERSION_COUNTS)

@@ -30,7 +30,6 @@ from tierstore.types import Tier
 
 WAYS = 16  # of a bucket
 HEAD_BYTES = 16  # of a slot: key and checksum
-MAX_SLOTS = (1 << 38) - 2
 MAX_BUCKETS = 1 << 31
 HELD, EVICTED = range(2)  # of the counters, int64[2]
 

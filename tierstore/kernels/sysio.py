@@ -59,6 +59,15 @@ def _signature(count: int) -> Any:
     return types.int64(*[types.int64] * count)
 
 
+def _calls(name: str, result: Any, kinds: list[Any], *last: int) -> Any:
+    """An intrinsic that is `_call`; `last`: the last arguments, where they are always the same."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _call(builder, name, result, kinds, [*args, *map(_I64, last)])
+
+    return _signature(len(kinds) - len(last)), codegen
+
+
 @intrinsic
 def read_at(typingctx: Any, fd: Any, address: Any, size: Any, offset: Any, flags: Any) -> Any:
     """`preadv2` of one piece: bytes read (0 at the end of the file)."""
@@ -80,41 +89,25 @@ def read_at(typingctx: Any, fd: Any, address: Any, size: Any, offset: Any, flags
 @intrinsic
 def advise(typingctx: Any, fd: Any, offset: Any, size: Any, advice: Any) -> Any:
     """`posix_fadvise`: 0, or an error number."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _call(builder, "posix_fadvise", _I32, [_I32, _I64, _I64, _I32], args)
-
-    return _signature(4), codegen
+    return _calls("posix_fadvise", _I32, [_I32, _I64, _I64, _I32])
 
 
 @intrinsic
 def read(typingctx: Any, fd: Any, address: Any, size: Any) -> Any:
     """Bytes read, 0 at the end."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _call(builder, "read", _I64, [_I32, _POINTER, _I64], args)
-
-    return _signature(3), codegen
+    return _calls("read", _I64, [_I32, _POINTER, _I64])
 
 
 @intrinsic
 def write(typingctx: Any, fd: Any, address: Any, size: Any) -> Any:
     """Bytes written."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _call(builder, "write", _I64, [_I32, _POINTER, _I64], args)
-
-    return _signature(3), codegen
+    return _calls("write", _I64, [_I32, _POINTER, _I64])
 
 
 @intrinsic
 def receive(typingctx: Any, fd: Any, address: Any, size: Any) -> Any:
     """`recv` that does not wait: bytes received, 0 when the other side has ended."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _call(builder, "recv", _I64, [_I32, _POINTER, _I64, _I32], [*args, _I64(0x40)])  # MSG_DONTWAIT
-
-    return _signature(3), codegen
+    return _calls("recv", _I64, [_I32, _POINTER, _I64, _I32], 0x40)  # MSG_DONTWAIT
 
 
 @intrinsic
@@ -130,81 +123,72 @@ def send(typingctx: Any, fd: Any, address: Any, size: Any, more: Any) -> Any:
 
 
 @intrinsic
-def accept(typingctx: Any, fd: Any) -> Any:
-    """`accept4`: the descriptor of a connection that does not wait."""
+def send_pieces(typingctx: Any, fd: Any, pieces: Any, count: Any) -> Any:
+    """`send` of several pieces, `records.TEXT` end to end (struct iovec), at most 1,024."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kinds = [_I32, _POINTER, _POINTER, _I32]
-        return _call(builder, "accept4", _I32, kinds, [args[0], _I64(0), _I64(0), _I64(0o2004000)])  # NONBLOCK, CLOEXEC
+        fd, pieces, count = args
+        with builder.goto_entry_block():
+            message = builder.alloca(_I64, 7)  # struct msghdr
+        for i, word in enumerate((_I64(0), _I64(0), pieces, count, _I64(0), _I64(0), _I64(0))):
+            builder.store(word, builder.gep(message, [_I64(i)]))
+        flags = _I64(0x4040)  # MSG_NOSIGNAL, MSG_DONTWAIT
+        return _call(builder, "sendmsg", _I64, [_I32, _POINTER, _I32], [fd, builder.ptrtoint(message, _I64), flags])
 
-    return _signature(1), codegen
+    return _signature(3), codegen
+
+
+@intrinsic
+def accept(typingctx: Any, fd: Any) -> Any:
+    """`accept4`: the descriptor of a connection that does not wait."""
+    return _calls("accept4", _I32, [_I32, _POINTER, _POINTER, _I32], 0, 0, 0o2004000)  # NONBLOCK, CLOEXEC
 
 
 @intrinsic
 def close(typingctx: Any, fd: Any) -> Any:
+    return _calls("close", _I32, [_I32])
+
+
+def _sets_option(level: int, option: int, *words: int) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _call(builder, "close", _I32, [_I32], args)
+        with builder.goto_entry_block():
+            value = builder.alloca(_I32, len(words))
+        for i, word in enumerate(words):
+            builder.store(_I32(word), builder.gep(value, [_I64(i)]))
+        given = [args[0], _I64(level), _I64(option), builder.ptrtoint(value, _I64), _I64(4 * len(words))]
+        return _call(builder, "setsockopt", _I32, [_I32, _I32, _I32, _POINTER, _I32], given)
 
     return _signature(1), codegen
-
-
-def _set_option(builder: Any, fd: Any, level: int, option: int, words: list[int]) -> Any:
-    with builder.goto_entry_block():
-        value = builder.alloca(_I32, len(words))
-    for i, word in enumerate(words):
-        builder.store(_I32(word), builder.gep(value, [_I64(i)]))
-    args = [fd, _I64(level), _I64(option), builder.ptrtoint(value, _I64), _I64(4 * len(words))]
-    return _call(builder, "setsockopt", _I32, [_I32, _I32, _I32, _POINTER, _I32], args)
 
 
 @intrinsic
 def send_at_once(typingctx: Any, fd: Any) -> Any:
     """Set TCP_NODELAY."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _set_option(builder, args[0], 6, 1, [1])
-
-    return _signature(1), codegen
+    return _sets_option(6, 1, 1)
 
 
 @intrinsic
 def hold_packets(typingctx: Any, fd: Any) -> Any:
     """Set TCP_CORK: what is sent waits until packets are full, or `send_packets`."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _set_option(builder, args[0], 6, 3, [1])
-
-    return _signature(1), codegen
+    return _sets_option(6, 3, 1)
 
 
 @intrinsic
 def send_packets(typingctx: Any, fd: Any) -> Any:
     """Take TCP_CORK back: what waits is sent."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _set_option(builder, args[0], 6, 3, [0])
-
-    return _signature(1), codegen
+    return _sets_option(6, 3, 0)
 
 
 @intrinsic
 def drop_on_close(typingctx: Any, fd: Any) -> Any:
     """SO_LINGER of 0 s: `close` resets the connection and lets go of what the other side has not taken."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _set_option(builder, args[0], 1, 13, [1, 0])
-
-    return _signature(1), codegen
+    return _sets_option(1, 13, 1, 0)
 
 
 @intrinsic
 def epoll_wait(typingctx: Any, epoll: Any, events: Any, most: Any, timeout_ms: Any) -> Any:
     """How many events were written to the address `events`."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _call(builder, "epoll_wait", _I32, [_I32, _POINTER, _I32, _I32], args)
-
-    return _signature(4), codegen
+    return _calls("epoll_wait", _I32, [_I32, _POINTER, _I32, _I32])
 
 
 @intrinsic
@@ -228,40 +212,31 @@ def epoll_set(typingctx: Any, epoll: Any, operation: Any, fd: Any, mask: Any, da
 @intrinsic
 def poll(typingctx: Any, entries: Any, count: Any, timeout_ms: Any) -> Any:
     """How many of `count` entries (struct pollfd, 8 bytes: descriptor int32, events int16, returned events int16) are ready."""
+    return _calls("poll", _I32, [_POINTER, _I64, _I32])
 
+
+def _reads_clock(which: int) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _call(builder, "poll", _I32, [_POINTER, _I64, _I32], args)
+        with builder.goto_entry_block():
+            spec = builder.alloca(_I64, 2)  # struct timespec
+        kinds = [_I32, _I64.as_pointer()]
+        builder.call(_declare(builder, "clock_gettime", _I32, kinds), [_I32(which), spec])
+        seconds, ns = builder.load(spec), builder.load(builder.gep(spec, [_I64(1)]))
+        return builder.add(builder.mul(seconds, _I64(1_000_000_000)), ns)
 
-    return _signature(3), codegen
-
-
-def _clock(builder: Any, which: int) -> Any:
-    with builder.goto_entry_block():
-        spec = builder.alloca(_I64, 2)  # struct timespec
-    pointer = _I64.as_pointer()
-    builder.call(_declare(builder, "clock_gettime", _I32, [_I32, pointer]), [_I32(which), spec])
-    seconds, ns = builder.load(spec), builder.load(builder.gep(spec, [_I64(1)]))
-    return builder.add(builder.mul(seconds, _I64(1_000_000_000)), ns)
+    return types.int64(), codegen
 
 
 @intrinsic
 def monotonic_ns(typingctx: Any) -> Any:
     """The clock of `time.monotonic_ns` and, on Linux, of `time.perf_counter_ns`."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _clock(builder, 1)
-
-    return types.int64(), codegen
+    return _reads_clock(1)
 
 
 @intrinsic
 def wall_ns(typingctx: Any) -> Any:
     """The clock of `time.time_ns`."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _clock(builder, 0)
-
-    return types.int64(), codegen
+    return _reads_clock(0)
 
 
 @intrinsic

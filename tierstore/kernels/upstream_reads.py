@@ -40,7 +40,6 @@ _VERSION = np.frombuffer(b"http/1.", np.uint8)
 _STATUS_AT = 9  # behind "HTTP/1.1 "
 _CR, _LF, _SPACE = 13, 10, 32
 
-_CODES = types.Array(types.int64, 1, "C", readonly=True)
 _I64S = types.int64[::1]
 
 

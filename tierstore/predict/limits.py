@@ -13,7 +13,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 from tierstore.errors import Closed, RunLimit, TooLarge
@@ -34,9 +33,7 @@ class LimitedRun:
         self._runs.begin(self)
         return self.options
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """RunLimit where the run was ended."""
         self._runs.finish(self)
         if self.ended is not None and isinstance(error, Exception):

@@ -13,6 +13,7 @@ from typing import Any
 from tierstore.config import Settings
 from tierstore.errors import MissingExtra
 
+CUDA = "cuda."  # before the names of the provider's options, in the setting dense_options
 CUDA_PROVIDER, CPU_PROVIDER = "CUDAExecutionProvider", "CPUExecutionProvider"
 INSTALL_CUDA = "pip uninstall onnxruntime, then pip install 'tierstore[dense-gpu]'"
 
@@ -51,7 +52,8 @@ def placement_of(settings: Settings) -> Placement:
         "arena_extend_strategy": "kSameAsRequested",  # the default strategy doubles it, past the limit
         "use_tf32": "0",  # on by default, it keeps 10 of the 23 bits of float32 numbers in products of matrices
     }
-    return Placement(CUDA_PROVIDER, "cuda", "gpu:0", options | settings.dense_provider_options)
+    given = {name.removeprefix(CUDA): value for name, value in settings.dense_options.items() if name.startswith(CUDA)}
+    return Placement(CUDA_PROVIDER, "cuda", "gpu:0", options | given)
 
 
 def check_installed(onnxruntime: Any, placement: Placement) -> None:

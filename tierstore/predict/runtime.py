@@ -17,7 +17,7 @@ from tierstore.predict.binding import wire
 from tierstore.predict.graphs import inspect
 from tierstore.predict.limits import RunLimits, SessionLimits
 from tierstore.predict.making import SessionPlan, brief, make_session
-from tierstore.predict.placement import CPU_PROVIDER, Placement, check_installed, check_made, placement_of
+from tierstore.predict.placement import CPU_PROVIDER, CUDA, Placement, check_installed, check_made, placement_of
 from tierstore.predict.session import KEPT_BYTES, DenseCounts, DenseSession
 from tierstore.predict.signature import Signature, Tensor, datatype_of
 from tierstore.predict.trials import Trials
@@ -155,13 +155,15 @@ def _session_options(given: Mapping[str, str]) -> dict[str, Any]:
     """
     options: dict[str, Any] = {}
     for name, value in given.items():
+        if name.startswith(CUDA):
+            continue  # of the placement
         if "." in name:
             options[name] = value
             continue
         if name not in _FIELDS:
             raise ConfigError(
-                f"dense_options: {name!r} is unknown: expected {', '.join(_FIELDS)}, or an entry of the session's "
-                f"configuration, such as {_SPINNING[0]}"
+                f"dense_options: {name!r} is unknown: expected {', '.join(_FIELDS)}, an entry of the session's "
+                f"configuration, such as {_SPINNING[0]}, or an option of the CUDA provider, such as {CUDA}gpu_mem_limit"
             )
         read, expected = _FIELDS[name]
         try:

@@ -46,7 +46,6 @@ class Access:
             _check_meant_open(path, named=settings.tokens is not None)
         self._beyond = bool(_beyond(settings))  # whether it listens beyond this machine
         self.admin_apart = settings.admin_listen is not None  # whether admin requests have a listener of their own
-        self.by_certificate = settings.tls_client_ca is not None  # whether a certificate may stand for a token
         own = (socket.gethostname(), socket.getfqdn()) if self._beyond else ()
         self.names = frozenset(name.lower() for name in (*own, *settings.allowed_host))  # beside those of loopback
         self._counting = threading.Lock()

@@ -19,7 +19,6 @@ import signal
 import struct
 import sys
 import threading
-from types import TracebackType
 
 logger = logging.getLogger(__name__)
 
@@ -123,9 +122,7 @@ class ExitBound:
     def __enter__(self) -> ExitBound:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for timer in self._timers:
             timer.cancel()
         if self._alarmed:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import importlib
 import json
-import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +18,6 @@ import numpy.typing as npt
 from tierstore.errors import ConfigError, Unreachable
 from tierstore.service.error_status import grpc_status, log_failure, message_of
 from tierstore.triton.sources import Arrays, Source, source_of, until
-
-log = logging.getLogger(__name__)
 
 _BYTES = "TYPE_STRING"
 _CODES = {

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
-from tests.engine import quick_build, scenes
+from tests.engine import scenes
 from tierstore.engine.data.row_count import SAMPLE
 from tierstore.formats import files
 
+pytestmark = pytest.mark.usefixtures("quick_loads")
+
 ROWS = {"user": 50, "item": 20_000}
-
-
-@pytest.fixture(autouse=True)
-def _quick_loads() -> Iterator[None]:
-    with quick_build.in_process():
-        yield
 
 
 def counted(store, table: str = "item", model: str = "ctr") -> tuple[int, bool]:

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import tierstore
-from tests.engine import quick_build, scenes
+from tests.engine import scenes
 from tests.engine.lifecycle.test_start import SMALL, item, loaded
 from tests.engine.test_store import folded
 from tierstore.errors import Corruption, NotReady, SnapshotError, TierstoreError
 
-
-@pytest.fixture(autouse=True)
-def _quick_loads() -> Iterator[None]:
-    with quick_build.in_process():
-        yield
+pytestmark = pytest.mark.usefixtures("quick_loads")
 
 
 def deltas(store: tierstore.Store, first: int, last: int) -> None:

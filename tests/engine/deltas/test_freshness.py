@@ -9,15 +9,11 @@ from typing import Any
 import pytest
 
 import tierstore
-from tests.engine import quick_build, scenes
+from tests.engine import scenes
+
+pytestmark = pytest.mark.usefixtures("quick_loads")
 
 NOW = datetime.now(UTC)
-
-
-@pytest.fixture(autouse=True)
-def _quick_loads():
-    with quick_build.in_process():
-        yield
 
 
 def delta(seq: int, age: timedelta) -> bytes:
@@ -39,7 +35,7 @@ def snapshot(root: Path, age: timedelta) -> Path:
 
 
 def test_the_age_is_that_of_the_newest_delta_that_is_visible(tmp_path, open_store):
-    store = open_store(freshness_max_s=3600)
+    store = open_store(quotas={"*": {"freshness_max_s": 3600}})
     store.load_snapshot(snapshot(tmp_path, timedelta(days=30)))
     before = status(store)
     assert before["last_event_time"] is None
@@ -64,7 +60,7 @@ def test_the_age_is_that_of_the_newest_delta_that_is_visible(tmp_path, open_stor
 
 @pytest.mark.parametrize(("own", "fresh"), [(0, None), (1, False), (10**7, True)])
 def test_a_model_may_have_a_limit_of_its_own(tmp_path, open_store, own, fresh):
-    store = open_store(freshness_max_s=60, quotas={"ctr": {"freshness_max_s": own}})
+    store = open_store(quotas={"*": {"freshness_max_s": 60}, "ctr": {"freshness_max_s": own}})
     store.load_snapshot(snapshot(tmp_path, timedelta(days=1)))
     assert status(store)["fresh"] is fresh
     assert (status(store)["problem"] is None) == (fresh is not False)

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import tierstore
-from tests.engine import quick_build, scenes
+from tests.engine import scenes
 from tierstore.errors import Conflict
 from tierstore.types import Progress
+
+pytestmark = pytest.mark.usefixtures("quick_loads")
 
 ROWS = {"user": 20, "item": 40}
 BEHIND = 6  # deltas, more than are left for the last step of a switch
 Verb = Callable[[tierstore.Store, Callable[[Progress], None]], object]
-
-
-@pytest.fixture(autouse=True)
-def _quick_loads() -> Iterator[None]:
-    with quick_build.in_process():
-        yield
 
 
 def started(store: tierstore.Store, root: Path) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import tierstore
-from tests.engine import quick_build, scenes
+from tests.engine import scenes
 from tests.engine.lifecycle.test_start import SMALL, item, loaded
 from tests.engine.test_store import folded
 from tierstore.engine.serving.current_record import CurrentRecord
@@ -22,11 +21,7 @@ from tierstore.formats.files import read_json, read_number
 from tierstore.formats.names import ModelDirectory
 from tierstore.types import Partitions
 
-
-@pytest.fixture(autouse=True)
-def _quick_loads() -> Iterator[None]:
-    with quick_build.in_process():
-        yield
+pytestmark = pytest.mark.usefixtures("quick_loads")
 
 
 def with_default(store: tierstore.Store, root: Path, *versions: int) -> Path:

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import tierstore
-from tests.engine import quick_build, scenes
+from tests.engine import scenes
+
+pytestmark = pytest.mark.usefixtures("quick_loads")
 
 KEYS = {"item_id": np.arange(-3, 1100), "user_id": np.arange(-3, 600)}
 OPTIONS = {"host_budget": "4MiB", "load_workers": 1, "disk_threads": 2, "fold_grace_s": 0.0}
-
-
-@pytest.fixture(autouse=True)
-def _quick_loads() -> Iterator[None]:
-    with quick_build.in_process():
-        yield
 
 
 def answers(store: tierstore.Store) -> list[np.ndarray]:

@@ -21,14 +21,10 @@ from tests.tiers.full_disk import FullDisk, full_disk
 from tierstore.errors import DiskFull
 from tierstore.types import BaseKind
 
+pytestmark = pytest.mark.usefixtures("quick_loads")
+
 FULL = "the disk is full; free some space"
 UNFOLDED = range(1, 6)
-
-
-@pytest.fixture(autouse=True)
-def _quick_loads() -> Iterator[None]:
-    with quick_build.in_process():
-        yield
 
 
 @pytest.fixture

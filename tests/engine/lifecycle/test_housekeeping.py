@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 import tierstore
-from tests.engine import quick_build, scenes
+from tests.engine import scenes
 from tests.engine.scenes import eventually
 from tests.engine.test_store import folded
 from tierstore.engine.versions.version import Version
@@ -16,11 +15,7 @@ from tierstore.errors import StorageError
 from tierstore.formats import files
 from tierstore.formats.files import FileSystem
 
-
-@pytest.fixture(autouse=True)
-def _quick_loads() -> Iterator[None]:
-    with quick_build.in_process():
-        yield
+pytestmark = pytest.mark.usefixtures("quick_loads")
 
 
 def loaded(store: tierstore.Store, tmp_path, *versions: int) -> None:

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from tests.engine import quick_build, scenes
+from tests.engine import scenes
 from tests.engine.lifecycle.test_switch import until
 from tierstore.errors import Closed, Corruption
 from tierstore.tiers.disk.reader_pool import ReaderPool
 from tierstore.tiers.disk.tier import DiskTier
 from tierstore.types import Progress
 
-
-@pytest.fixture(autouse=True)
-def _quick_loads() -> Iterator[None]:
-    with quick_build.in_process():
-        yield
+pytestmark = pytest.mark.usefixtures("quick_loads")
 
 
 KEYS = list(range(50))

@@ -6,13 +6,12 @@ import errno
 import os
 import select
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import tierstore
-from tests.engine import quick_build, scenes
+from tests.engine import scenes
 from tests.engine.test_store import folded
 from tests.formats.disks import FailingDisk
 from tierstore.engine.deltas.replay import catch_up
@@ -20,13 +19,9 @@ from tierstore.errors import Closed, Locked, NotFound, StorageError, TierstoreEr
 from tierstore.formats import files
 from tierstore.formats.files import FileSystem
 
+pytestmark = pytest.mark.usefixtures("quick_loads")
+
 SMALL = {"user": 20, "item": 30}
-
-
-@pytest.fixture(autouse=True)
-def _quick_loads() -> Iterator[None]:
-    with quick_build.in_process():
-        yield
 
 
 def loaded(store: tierstore.Store, root: Path, *versions: int, model: str = "ctr", active: int = 0) -> Path:

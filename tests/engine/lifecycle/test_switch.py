@@ -5,7 +5,7 @@ from __future__ import annotations
 import faulthandler
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ import pytest
 
 import tierstore
 from tests.counts import few_or_many
-from tests.engine import quick_build, scenes
+from tests.engine import scenes
 from tests.engine.test_store import folded
 from tierstore.engine import store as store_module
 from tierstore.engine.deltas.replay import MOST_STALLS
@@ -21,15 +21,11 @@ from tierstore.engine.lifecycle.opening import SWITCH_LAG
 from tierstore.errors import Closed, Conflict, NotFound, SnapshotError, TierstoreError
 from tierstore.types import Progress
 
+pytestmark = pytest.mark.usefixtures("quick_loads")
+
 BASE = np.arange(0, 500, 7)  # rows that only a snapshot changes: they carry the version
 STREAMED = np.arange(100_000, 100_016)  # rows that every delta rewrites: they carry the seq
 DEADLINE_S = 60.0
-
-
-@pytest.fixture(autouse=True)
-def _quick_loads() -> Iterator[None]:
-    with quick_build.in_process():
-        yield
 
 
 def snapshot(root: Path, version: int, delta_seq: int = 0, *, rows: int = 500, dim: int = 8) -> Path:

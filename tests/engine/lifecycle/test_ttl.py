@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,11 +32,7 @@ from tierstore.engine.operations.sample import sample
 from tierstore.formats.row_times import TIME_BYTES, from_rows
 from tierstore.types import Tier
 
-
-@pytest.fixture(autouse=True)
-def _quick_loads() -> Iterator[None]:
-    with quick_build.in_process():
-        yield
+pytestmark = pytest.mark.usefixtures("quick_loads")
 
 
 # --- what expires, and what does not

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 
 import tierstore
-from tests.engine import quick_build, scenes
+from tests.engine import scenes
 from tests.engine.test_store import folded
 from tests.engine.ttl_scenes import (
     DAY,
@@ -36,11 +35,7 @@ from tierstore.engine.versions import expiry as steps
 from tierstore.errors import StorageError
 from tierstore.formats.row_times import TIME_BYTES
 
-
-@pytest.fixture(autouse=True)
-def _quick_loads() -> Iterator[None]:
-    with quick_build.in_process():
-        yield
+pytestmark = pytest.mark.usefixtures("quick_loads")
 
 
 # --- beside readers

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import tierstore
-from tests.engine import quick_build, scenes
+from tests.engine import scenes
 from tests.engine.scenes import eventually
 from tests.engine.test_store import folded
 from tierstore import kernels
@@ -24,13 +24,9 @@ from tierstore.formats.files import FileSystem
 from tierstore.tiers.disk import sealed
 from tierstore.types import Tier
 
+pytestmark = pytest.mark.usefixtures("quick_loads")
+
 BATCH = 16
-
-
-@pytest.fixture(autouse=True)
-def _quick_loads() -> Iterator[None]:
-    with quick_build.in_process():
-        yield
 
 
 @pytest.fixture

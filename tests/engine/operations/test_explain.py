@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,19 +14,15 @@ import pytest
 
 import tierstore
 from tests.collisions import digest, pair
-from tests.engine import quick_build, scenes, ttl_scenes
+from tests.engine import scenes, ttl_scenes
 from tests.engine.test_store import folded
 from tierstore.engine.operations import explain as explaining
 from tierstore.engine.operations import key_history
 from tierstore.errors import InvalidInput, NotFound, NotReady
 
+pytestmark = pytest.mark.usefixtures("quick_loads")
+
 OpenStore = Callable[..., tierstore.Store]
-
-
-@pytest.fixture(autouse=True)
-def _quick_loads() -> Iterator[None]:
-    with quick_build.in_process():
-        yield
 
 
 @pytest.fixture

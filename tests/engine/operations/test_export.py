@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,21 +15,17 @@ from hypothesis import strategies as st
 
 import tierstore
 from tests.counts import few_or_many
-from tests.engine import quick_build, scenes
+from tests.engine import scenes
 from tests.predict.onnx_models import linear
 from tierstore.errors import Closed, Conflict, InvalidInput, NotFound, NotReady, StorageError
 from tierstore.formats.snapshot.manifest import Manifest
 from tierstore.types import Progress
 
+pytestmark = pytest.mark.usefixtures("quick_loads")
+
 WAIT_S = 30
 KEYS = {"item": np.arange(-5, 1200), "user": np.arange(-5, 700)}
 OPTIONS = {"host_budget": "4MiB", "load_workers": 1, "disk_threads": 2}
-
-
-@pytest.fixture(autouse=True)
-def _quick_loads() -> Iterator[None]:
-    with quick_build.in_process():
-        yield
 
 
 def answers(store: tierstore.Store, model: str = "ctr") -> list[np.ndarray]:

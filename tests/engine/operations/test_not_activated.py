@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 import tierstore
-from tests.engine import quick_build, scenes
+from tests.engine import scenes
 from tierstore.engine.data.budget import HostBudget
 from tierstore.engine.versions.version import Version
 from tierstore.errors import (
@@ -22,13 +22,9 @@ from tierstore.errors import (
     explained,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_loads")
+
 ROWS = {"user": 20, "item": 30}
-
-
-@pytest.fixture(autouse=True)
-def _quick_loads() -> Iterator[None]:
-    with quick_build.in_process():
-        yield
 
 
 def refuse_memory(patch: pytest.MonkeyPatch) -> None:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 import tierstore
-from tests.engine import quick_build, scenes
+from tests.engine import scenes
 from tierstore.errors import Closed
 from tierstore.types import Progress, VerifyReport
 
+pytestmark = pytest.mark.usefixtures("quick_loads")
+
 WAIT_S = 20
-
-
-@pytest.fixture(autouse=True)
-def _quick_loads() -> Iterator[None]:
-    with quick_build.in_process():
-        yield
 
 
 class Blocked:

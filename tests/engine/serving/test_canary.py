@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,17 +10,13 @@ import pytest
 
 import tierstore
 from tests.counts import few_or_many
-from tests.engine import quick_build, scenes
+from tests.engine import scenes
 from tests.engine.lifecycle.test_switch import BASE, STREAMED, Crew, Stream, open_versions, snapshot, stamps, until
 from tierstore.errors import Conflict, DeltaError, InvalidInput, NotFound, NotReady, Overloaded, TooLarge
 
+pytestmark = pytest.mark.usefixtures("quick_loads")
+
 KEYS = np.arange(40)
-
-
-@pytest.fixture(autouse=True)
-def _quick_loads() -> Iterator[None]:
-    with quick_build.in_process():
-        yield
 
 
 def both(store: tierstore.Store, root: Path, *, share: float = 0.5, **options: object) -> tierstore.Model:

@@ -5,25 +5,21 @@ As in `test_faults.py`, each operation is tried with its first file operation fa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 import tierstore
-from tests.engine import quick_build, scenes
+from tests.engine import scenes
 from tests.engine.test_faults import KEYS, PowerCut, Rows, numbers, same
 from tests.formats.disks import FailingDisk
 from tierstore.engine.serving.routing_record import RoutingRecord
 from tierstore.errors import TierstoreError
 from tierstore.formats import files
 
-
-@pytest.fixture(autouse=True)
-def _quick_loads() -> Iterator[None]:
-    with quick_build.in_process():
-        yield
+pytestmark = pytest.mark.usefixtures("quick_loads")
 
 
 def routes(store: tierstore.Store) -> RoutingRecord:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import tierstore
-from tests.engine import quick_build, scenes
+from tests.engine import scenes
 from tests.engine.test_faults import PowerCut
 from tests.engine.test_store import folded
 from tests.formats.disks import FailingDisk
@@ -21,16 +21,12 @@ from tierstore.engine.serving.undone_record import Undone, read_undone, save_und
 from tierstore.errors import Conflict, Corruption, InvalidInput, TierstoreError
 from tierstore.formats import files
 
+pytestmark = pytest.mark.usefixtures("quick_loads")
+
 KEYS = np.array([*range(40), 499, 999, 1000, 7000, 7001, 7002, 7003, 7004, 7005, -5])
 CAN_PREDICT = all(importlib.util.find_spec(name) for name in ("onnx", "onnxruntime"))
 
 OpenStore = Callable[..., tierstore.Store]
-
-
-@pytest.fixture(autouse=True)
-def _quick_loads() -> Iterator[None]:
-    with quick_build.in_process():
-        yield
 
 
 @pytest.fixture

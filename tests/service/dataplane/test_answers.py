@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
 from tests.service.fake_store import USERS, VERSION
 from tests.service.scenes import KEYS, items, rows
-from tests.service.wires import GrpcWire, HttpWire, Wire
-from tierstore.service.server import ServerThread
-
-
-@pytest.fixture(params=[HttpWire, GrpcWire])
-def wire(request: pytest.FixtureRequest, server: ServerThread) -> Iterator[Wire]:
-    if request.param is GrpcWire:
-        pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
-    wire: Wire = request.param(server)
-    yield wire
-    wire.client.close()
+from tests.service.wires import Wire
 
 
 @pytest.mark.parametrize("binary_out", [True, False])

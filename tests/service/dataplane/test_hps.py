@@ -9,12 +9,13 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import xxhash
 from tritonclient.utils import InferenceServerException
 
 from tests.imports.test_hps import hps
 from tests.service.conftest import GRPC, settings_for
 from tests.service.scenes import write_snapshot
-from tests.service.wires import GrpcWire, HttpWire, Wire
+from tests.service.wires import HttpWire, Wire
 from tierstore.cli import main
 from tierstore.engine.store import Store
 from tierstore.imports.hps import read_ps_json
@@ -32,31 +33,42 @@ def deep(*keys: int) -> list[float]:
     return [value for key in keys for value in ([2 * key + 1, 2 * key + 2] if 0 <= key < 5 else [0, 0])]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThread]:
-    """The model `wdl` as HPS has it, imported by its `ps.json`; and `ctr`, with a table of string keys."""
-    root = tmp_path_factory.mktemp("hps")
-    file = hps(root, embedding_table_names=[WIDE, DEEP])
-    assert [table.name for table in read_ps_json(file)[0].tables] == [WIDE, DEEP]
+def tierstore(*words: str) -> None:
+    """Run the command."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["tierstore", "import-hps", str(file), "--out", str(root / "wdl")])
+        patch.setattr("sys.argv", ["tierstore", *words])
         with pytest.raises(SystemExit) as ended:
             main()
     assert not ended.value.code
+
+
+def of_hashed_ids(root: Path) -> Path:
+    """A `tables.toml` of the folders that `hps` has written, whose features hash ids."""
+    lines = ['model = "hashed"']
+    for number, (name, how) in enumerate({WIDE: "{ mod = 5, seed = 9 }", DEEP: "{ mod = 4 }"}.items()):
+        lines += [
+            f"[tables.{name}]",
+            f'path = "model/wdl/1/wdl{number}_sparse_2000.model"',
+            f"features.{name}.hash = {how}",
+        ]
+    (root / "tables.toml").write_text("\n".join(lines))
+    return root / "tables.toml"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThread]:
+    """The model `wdl` as HPS has it, imported by its `ps.json`; `hashed`, of the same folders; and `ctr`, with a table of string keys."""
+    root = tmp_path_factory.mktemp("hps")
+    file = hps(root, embedding_table_names=[WIDE, DEEP])
+    assert [table.name for table in read_ps_json(file)[0].tables] == [WIDE, DEEP]
+    tierstore("import-hps", str(file), "--out", str(root / "wdl"))
+    tierstore("import", str(of_hashed_ids(root)), "--out", str(root / "hashed"))
     with Store(settings_for(root, grpc_port=GRPC, max_response="64KiB")) as store:
         store.load_snapshot(root / "wdl")
+        store.load_snapshot(root / "hashed")
         store.load_snapshot(write_snapshot(root))
         with ServerThread(store) as server:
             yield server
-
-
-@pytest.fixture(params=[HttpWire, GrpcWire])
-def wire(request: pytest.FixtureRequest, server: ServerThread) -> Iterator[Wire]:
-    if request.param is GrpcWire:
-        pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
-    wire: Wire = request.param(server)
-    yield wire
-    wire.client.close()
 
 
 def inputs(wire: Wire, keys: list[int], numbers: list[int], *, binary: bool = True) -> list[Any]:
@@ -110,6 +122,20 @@ def test_its_tables_answer_by_the_names_of_features_too(wire: Wire) -> None:
     assert answer.as_numpy(WIDE).tolist() == [wide(1)]
 
 
+def test_ids_are_hashed_where_the_features_say_so(wire: Wire) -> None:
+    wide_ids, deep_ids = [17, -1, 1 << 62, 4], [4, -(1 << 63), 7]
+    of_wide = [xxhash.xxh3_64_intdigest(key.to_bytes(8, "little", signed=True), 9) % 5 for key in wide_ids]
+    of_deep = [key % 4 for key in deep_ids]
+    assert len(set(of_wide)) > 1
+    for _ in range(3):
+        answer = wire.client.infer("hashed", inputs(wire, [*wide_ids, *deep_ids], [4, 3]))
+        assert answer.as_numpy("OUTPUT0").tolist() == wide(*of_wide) + deep(*of_deep)
+        given = [wire.tensor(DEEP, np.array(deep_ids), "INT64"), wire.tensor(WIDE, np.array(wide_ids), "INT64")]
+        answer = wire.client.infer("hashed", given)
+        assert answer.as_numpy(DEEP).ravel().tolist() == deep(*of_deep)
+        assert answer.as_numpy(WIDE).ravel().tolist() == wide(*of_wide)
+
+
 @pytest.mark.parametrize(
     ("keys", "numbers", "says"),
     [
@@ -155,10 +181,10 @@ def test_plain_json(server: ServerThread) -> None:
 def test_a_model_with_inputs_of_these_names_keeps_them(
     own: tuple[Store, ServerThread, httpx.Client], tmp_path: Path
 ) -> None:
-    import tierstore
+    from tierstore import SnapshotWriter
 
     store, server, _ = own
-    with tierstore.SnapshotWriter(tmp_path / "s", model="named", version=1) as writer:
+    with SnapshotWriter(tmp_path / "s", model="named", version=1) as writer:
         writer.table("KEYS", dim=1).write(np.array([5]), np.array([[0.5]], np.float32))
         writer.feature("KEYS", table="KEYS")
         writer.feature("NUMKEYS", table="KEYS")

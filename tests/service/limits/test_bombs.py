@@ -11,10 +11,11 @@ import zlib
 
 import pytest
 
+from tests.compiled import h2_session
 from tests.h2_machine import sessions
 from tests.service import http2_client as h2
 from tierstore.errors import InvalidInput, Overloaded
-from tierstore.kernels import h2session, h2words
+from tierstore.kernels import h2words
 from tierstore.service.http.messages import decode_body, parsed_bytes
 from tierstore.service.rpc import oip, protobuf, tfserving
 from tierstore.service.rpc.protobuf import Parts, length_delimited
@@ -160,7 +161,7 @@ def test_a_connection_of_http_2_takes_no_more_than_counts_and_a_fixed_part(kind:
     data = h2.settings() + HTTP2[kind]
     (session,) = sessions(data, 1)
     counted = h2words.SESSION.view(session).held
-    h2session.free(session)
+    h2_session.free(session)
     fixed = h2words.SESSION_BYTES + h2words.STREAM_BYTES * h2words.MOST_STREAMS + h2words.MOST_BLOCK_BYTES + (1 << 14)
     grew = grown(f"from tests.h2_machine import sessions; sessions(data, 1) --- sessions(data, {CONNECTIONS})", data)
     assert CONNECTIONS * counted // 2 <= grew <= CONNECTIONS * (2 * counted + fixed)

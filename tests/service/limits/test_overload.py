@@ -49,8 +49,9 @@ def within(answers: object) -> object:
     return asyncio.run(run())
 
 
-def metric(server: ServerThread, name: str, **labels: str) -> float:
-    text = httpx.get(f"{server.url}/metrics", timeout=60).text
+def metric(server: ServerThread, name: str, *, by: httpx.Client | None = None, **labels: str) -> float:
+    """`by`: a client whose connection is open; else it takes a new one."""
+    text = (by.get("/metrics") if by is not None else httpx.get(f"{server.url}/metrics", timeout=60)).text
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name == name and labels.items() <= sample.labels.items():
@@ -168,8 +169,8 @@ def test_connections_beyond_the_limit_are_refused_in_the_words_of_their_protocol
         eventually(lambda: server.service.connection_limit.open == 0, "they have left")  # type: ignore[union-attr]
         http = stack.enter_context(httpx.Client(base_url=server.url))
         assert http.get("/v2").status_code == 200
-        assert metric(server, "tierstore_shed_total", reason="connections") == 1
-        assert metric(server, "tierstore_connections_limit") == 2
+        assert metric(server, "tierstore_shed_total", by=http, reason="connections") == 1
+        assert metric(server, "tierstore_connections_limit", by=http) == 2
 
 
 def test_a_refusal_reaches_a_client_that_is_sending_its_body(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from tests.engine.quick_build import in_process
 from tests.kafka_broker import REAL, Brokers
 from tests.service.conftest import eventually, settings_for
 from tests.service.scenes import delta, rows, write_small, write_snapshot
+from tests.service.sources.kafka_scenes import TopicScene, confluent_kafka
 from tierstore.engine.store import Store
 from tierstore.errors import Conflict, NotFound, Overloaded
 from tierstore.kafka.messages import split
@@ -29,8 +30,6 @@ from tierstore.service.sources.start import check_sources
 from tools.crash_check import Wrong
 from tools.crash_kafka import CrashKafka
 
-confluent_kafka = pytest.importorskip("confluent_kafka", reason="the extra `kafka` is not installed")
-
 
 @pytest.fixture(scope="module")
 def brokers() -> Iterator[Brokers]:
@@ -39,37 +38,18 @@ def brokers() -> Iterator[Brokers]:
     cluster.close()
 
 
-class Scene:
-    """A store with the model `ctr` at seq 3, and a topic."""
+class Scene(TopicScene):
+    """A topic of deltas."""
 
-    def __init__(self, root: Path, brokers: Brokers, partitions: int = 1) -> None:
-        self.root, self.brokers = root, brokers
-        self.topic = brokers.new_topic(partitions)
-        self.producer = confluent_kafka.Producer({"bootstrap.servers": brokers.address})
-        self.store = self.open()
-        self.store.load_snapshot(write_snapshot(root, 1, delta_seq=3))
-        self.sources: list[KafkaSource] = []
+    source: KafkaSource | None = None
 
-    def open(self, **settings: Any) -> Store:
-        options = {"kafka": self.brokers.address, "kafka_topic": self.topic} | settings
-        return Store(settings_for(self.root, **options))
+    def __init__(self, root: Path, brokers: Any, partitions: int = 1) -> None:
+        topic = brokers.new_topic(partitions)
+        super().__init__(root, brokers, topic, kafka_topic=topic)
 
     def follow(self) -> KafkaSource:
-        source = KafkaSource(self.store, self.store.settings)
-        self.sources.append(source)
-        return source
-
-    def reopen(self, **settings: Any) -> KafkaSource:
-        """As a new process would."""
-        self.close()
-        self.store = self.open(**settings)
-        return self.follow()
-
-    def close(self) -> None:
-        for source in self.sources:
-            source.close()
-        self.sources.clear()
-        self.store.close()
+        self.source = KafkaSource(self.store, self.store.settings)
+        return self.source
 
     def put(self, value: bytes, *, partition: int = 0, **headers: object) -> None:
         """One message."""
@@ -80,31 +60,8 @@ class Scene:
     def delta(self, seq: int, values: dict[int, float], *, partition: int = 0, **options: Any) -> None:
         self.put(delta(seq, values, **options), partition=partition, model="ctr", seq=seq)
 
-    def expect(self, key: int, value: float) -> None:
-        def there() -> bool:
-            return bool(np.array_equal(self.store.model("ctr").lookup("item_id", [key]), rows("item", [value])))
-
-        eventually(there, f"item {key} to be {value}; {self.shown()}")
-
     def reaches(self, seq: int, model: str = "ctr") -> None:
         eventually(lambda: self.store.model(model).log.last == seq, f"seq {seq}; {self.shown()}")
-
-    def status(self) -> dict[str, Any]:
-        return self.sources[-1].status()
-
-    def shown(self) -> object:
-        return self.status() if self.sources else None
-
-    def is_in(self, state: str, *words: str, **counts: int) -> dict[str, Any]:
-        """Wait for a state, and for counts: the state may be one of before, and a delta is counted after it was applied."""
-
-        def so() -> dict[str, Any] | None:
-            status = self.status()
-            there = status["state"] == state and all(word in str(status["problem"]) for word in words)
-            return status if there and counts.items() <= status.items() else None
-
-        found: dict[str, Any] = eventually(so, f"state {state} {words} {counts}; {self.shown()}")
-        return found
 
 
 @pytest.fixture

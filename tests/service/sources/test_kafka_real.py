@@ -16,8 +16,9 @@ import pytest
 from tests.kafka_real import RealBrokers, real_brokers
 from tests.service.conftest import eventually
 from tests.service.scenes import delta, rows
+from tests.service.sources.kafka_scenes import vector
 from tests.service.sources.test_kafka import Scene
-from tests.service.sources.test_kafka_rows import RowScene, vector
+from tests.service.sources.test_kafka_rows import RowScene
 
 confluent_kafka = pytest.importorskip("confluent_kafka", reason="the extra `kafka` is not installed")
 pytestmark = pytest.mark.thorough
@@ -37,7 +38,7 @@ def three() -> Iterator[RealBrokers]:
 
 @pytest.fixture
 def deltas(tmp_path: Path, broker: RealBrokers) -> Iterator[Scene]:
-    made = Scene(tmp_path, broker)  # type: ignore[arg-type]
+    made = Scene(tmp_path, broker)
     yield made
     made.close()
 
@@ -223,7 +224,9 @@ def test_two_services_of_one_group_each_have_every_row(tmp_path: Path, broker: R
     topic = broker.new_topic(2)
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-    scenes = [RowScene(tmp_path / name, broker, topic=topic, kafka_group="both") for name in ("a", "b")]
+    options = tmp_path / "options"
+    options.write_text("group.id=both\n")
+    scenes = [RowScene(tmp_path / name, broker, topic=topic, kafka_config=options) for name in ("a", "b")]
     for scene in scenes:
         scene.follow()
     for key in range(1, 20):
@@ -238,7 +241,7 @@ def test_two_services_of_one_group_each_have_every_row(tmp_path: Path, broker: R
 def test_leaders_that_are_killed_and_moved(tmp_path: Path, three: RealBrokers) -> None:
     for name in ("rows", "deltas"):
         (tmp_path / name).mkdir()
-    scene, others = RowScene(tmp_path / "rows", three), Scene(tmp_path / "deltas", three)  # type: ignore[arg-type]
+    scene, others = RowScene(tmp_path / "rows", three), Scene(tmp_path / "deltas", three)
     scene.follow()
     others.follow()
     for number in range(3):

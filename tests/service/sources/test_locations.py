@@ -14,7 +14,7 @@ import pytest
 import tierstore
 from tests.service.conftest import eventually, settings_for
 from tests.service.scenes import write_snapshot
-from tierstore.config import load_settings
+from tierstore.config import SnapshotPolicy, load_settings
 from tierstore.engine.store import Store
 from tierstore.errors import ConfigError
 from tierstore.service.limits.jobs import Jobs
@@ -96,7 +96,9 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
 
 @pytest.fixture
 def canaries(tmp_path: Path) -> Iterator[Watched]:
-    scene = Watched(tmp_path, watch_activate="canary", canary_share=0.25, canary_minutes=1000)
+    scene = Watched(
+        tmp_path, snapshot_policies={"*": {"watch_activate": "canary", "canary_share": 0.25, "canary_minutes": 1000}}
+    )
     scene.put(1)
     scene.expect(1)
     yield scene
@@ -265,7 +267,8 @@ def test_a_canary_is_promoted_after_its_minutes(canaries: Watched) -> None:
     canaries.looks()
     assert canaries.record["canary"] == 2, "the trial goes on"
     canaries.stop()
-    canaries.settings = canaries.settings.model_copy(update={"canary_minutes": 0.0})
+    at_once = SnapshotPolicy(watch_activate="canary", canary_minutes=0.0)
+    canaries.settings = canaries.settings.model_copy(update={"snapshot_policies": {"ctr": at_once}})
     canaries.start()
     canaries.expect(3)
 
@@ -342,7 +345,7 @@ def test_the_service_shows_what_it_watches(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected a directory or a URL"):
         check_settings(settings_for(tmp_path, watch_snapshots=["http://bucket/models"]))
     with pytest.raises(ConfigError, match="watch_activate"):
-        load_settings(None, watch_activate="soon")
+        load_settings(None, snapshot_policies={"ctr": {"watch_activate": "soon"}})
     settings = settings_for(tmp_path, grpc_port="off", watch_snapshots=[location], watch_snapshots_s=0.05)
     shutil.copytree(write_snapshot(tmp_path, 5), location / "ctr/5")
     (location / "ctr/6").mkdir()

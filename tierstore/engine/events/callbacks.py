@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 
 from tierstore.errors import Conflict
 from tierstore.types import Progress, ProgressFn
@@ -69,7 +68,5 @@ class SwitchLock:
         refuse_inside()
         self._lock.acquire()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._lock.release()

@@ -18,7 +18,7 @@ class Freshness:
 
     def __init__(self, state: ModelState, newest: NewestEvent) -> None:
         self._state, self._newest = state, newest
-        self._max_s = state.shared.settings.freshness_max_of(state.name)
+        self._max_s = state.shared.settings.quota_of(state.name).freshness_max_s
 
     def status(self) -> dict[str, Any]:
         """`last_event_time` (ISO 8601) of the newest delta that is visible, `delta_age_s` since then, and whether that is `fresh`.

@@ -9,7 +9,6 @@ After a crash: the line does not count until `undone.json` names it (`serving/un
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -28,8 +27,6 @@ from tierstore.tiers.disk.sealed_file import describe_sealed
 from tierstore.tiers.disk.sst import write_sst
 from tierstore.tiers.disk.tier import DiskTier, open_records
 from tierstore.types import Progress
-
-log = logging.getLogger(__name__)
 
 _BLOCK_CACHE_BYTES = 1 << 20
 
@@ -55,7 +52,7 @@ class Rebuilder:
             raise Conflict(
                 f"{what}: its snapshot holds deltas up to {base_seq}, and the log begins after {start}, so deltas {base_seq + 1} "
                 f"to {start} are gone; load a snapshot whose delta_seq is {start} or larger. log_retention_s, now "
-                f"{self._state.shared.settings.log_retention_s:g}, says how long the log keeps deltas"
+                f"{self._state.shared.settings.log_kept_s:g}, says how long the log keeps deltas"
             )
         if (lost := self._state.log.lost_above(base_seq)) is not None:
             raise Conflict(f"{what}: {lost}")

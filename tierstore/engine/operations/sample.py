@@ -71,7 +71,7 @@ def _digest(view: View, table: Cascade, name: str, codes: Keys, expired_at_s: in
     rows, state = np.empty((len(codes), table.spec.dim), np.float32), np.zeros(len(codes), np.uint8)
     table.lookup(view.overlays_of(name), view.seq, codes, rows, state)
     found: npt.NDArray[np.bool_] = state != np.uint8(Tier.ABSENT)
-    if expired_at_s is not None and (times := _times(view, table, name, codes)) is not None:
+    if expired_at_s is not None and (times := _times(view, name, codes)) is not None:
         assert table.spec.ttl_s is not None
         found &= times >= max(1, expired_at_s - table.spec.ttl_s)
         rows[~found] = table.default
@@ -86,7 +86,7 @@ def _digest(view: View, table: Cascade, name: str, codes: Keys, expired_at_s: in
     }
 
 
-def _times(view: View, table: Cascade, name: str, codes: Keys) -> Times | None:
+def _times(view: View, name: str, codes: Keys) -> Times | None:
     """When rows were last written; 0 where there is none, or it has just expired. None for a table without times here."""
     version = view.open_version
     if name not in version.info.times_ids:

@@ -11,7 +11,6 @@ import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 
 from tierstore.engine.reads.view import View
 from tierstore.engine.serving.epochs import Epochs
@@ -216,7 +215,5 @@ class Lease:
         self._view = self._publisher.acquire(self._wanted, self._route)
         return self._view
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._publisher.release(self._view)

@@ -17,13 +17,10 @@ import numba as nb
 
 from tierstore.kernels.atomics import add_at
 from tierstore.kernels.raw import load_u8, load_u64, store_u64
-from tierstore.types import Tier
 
 BELOW, MOST = 0, 1  # read at look-ups, and hardly ever written
 NOTED, SEEN = 8, 9  # in another cache line
 FIRST_KEY = 16
-
-_PENDING = int(Tier.PENDING)
 
 
 @nb.njit

@@ -27,7 +27,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -105,9 +104,7 @@ class Inference:
     def __enter__(self) -> Inference:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, TierstoreError) and error.version is None:
             error.version = self.version
         self.close()

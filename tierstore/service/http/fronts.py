@@ -43,7 +43,6 @@ from tierstore.tiers.upstream import wire
 from tierstore.types import NAME, Keys
 
 DIRECT_KEYS = 2048  # of a request that is answered on the loop if all of them are in memory: a fifth of a millisecond
-_JOINED_BYTES = 256 << 10  # of an answer that is sent as one: a copy costs less than a second send
 _OCTETS = wire.OCTETS.encode()
 _STARTED = "tierstore.read"  # in a scope: the read that `at_once` has started
 _EXPLAIN_BYTES = 64 << 10

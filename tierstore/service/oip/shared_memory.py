@@ -18,7 +18,6 @@ import threading
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -107,9 +106,7 @@ class _Use:
     def __enter__(self) -> _Region:
         return self._region
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         region = self._region
         with self._lock:
             region.users -= 1

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from tierstore.config import Settings
 from tierstore.kernels import binding, h2words, httphead, lookupplan, reactor, request_record, sysio
 from tierstore.kernels import reactor_words as kernel
+from tierstore.kernels.records import TEXT
 from tierstore.service.limits import slow_clients
 from tierstore.service.reactor.streams import most_message
 
@@ -34,6 +35,7 @@ def areas() -> dict[str, int]:
         "codes": 8 * lookupplan.MOST_KEYS,
         "headers": h2words.WORK_BYTES,
         "frames": kernel.FRAMES_BYTES,
+        "pieces": h2words.PIECES * TEXT.bytes,
         "found": httphead.HEAD.bytes,
         "call": kernel.ANSWERED_CALL.bytes,
         "again": kernel.TURNS.bytes,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.formats.key_hash import seed_bits
 from tierstore.kernels import binding
 from tierstore.kernels import plan_records as layout
 from tierstore.kernels import reactor_words as kernel
@@ -17,6 +18,7 @@ from tierstore.kernels.pool import combiner_code
 from tierstore.predict.binding import ALIGNMENT
 from tierstore.service.dataplane.datatypes import BYTES, KEY_DATATYPES
 from tierstore.service.dataplane.plan import Call, OutputSpec, Plan
+from tierstore.types import KeyHash, KeyType
 
 FOUND = ".found"
 Words = npt.NDArray[Any]
@@ -99,7 +101,7 @@ def _variant_words(
 
 def is_runnable(plan: Plan) -> bool:
     """Whether a reactor can answer requests of this plan's structure, whatever their sizes."""
-    if plan.dense is not None or plan.numbers is not None or any(call.feature.hash for call in plan.calls):
+    if plan.dense is not None or plan.numbers is not None:
         return False
     # strings that nothing is asked of are checked by Python
     return not any(call.spec.datatype == BYTES and not call.rows and not call.found for call in plan.calls)
@@ -122,7 +124,7 @@ def _planned_call(call: Call, rows: tuple[int, bool] | None, table: int, counts:
     else:
         kind = layout.FOUND_ALONE if call.found else layout.CHECKED
     padding = view.open_version.padding.get(call.feature.name)
-    usual = call.spec.datatype == KEY_DATATYPES[call.table.key][0]
+    usual, how = call.spec.datatype == KEY_DATATYPES[call.feature.key_type(call.table)][0], call.feature.hash
     form = layout.STRINGS if call.spec.datatype == BYTES else layout.AS_CODES if usual else layout.NO_NEGATIVE
     return layout.PLANNED.row(
         table=table,
@@ -138,4 +140,13 @@ def _planned_call(call: Call, rows: tuple[int, bool] | None, table: int, counts:
         weights_of=binding.NONE if call.weights is None else call.weights,
         rows_to=binding.NONE if rows is None else rows[0],
         found_to=call.found[0] if call.found else binding.NONE,
+        **({} if how is None else _hash_words(how)),
     )
+
+
+def _hash_words(how: KeyHash) -> dict[str, int]:
+    if how.seed is not None:
+        form = layout.SEEDED
+    else:
+        form = layout.MOD_SIGNED if how.key is KeyType.INT64 else layout.MOD_UNSIGNED
+    return {"hash": form, "mod": how.mod, "bits": int(np.uint64(seed_bits(how.seed or 0)).view(np.int64))}

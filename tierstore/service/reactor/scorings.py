@@ -58,7 +58,7 @@ def can_score(lesson: Lesson, plan: Plan, session: DenseSession | None) -> bool:
     if any(tensor.datatype == BYTES for tensor, _ in dense.inputs):
         return False
     # strings that nothing is asked of are checked by Python
-    return not any(call.feature.hash or (call.spec.datatype == BYTES and call.feeds is None) for call in plan.calls)
+    return not any(call.spec.datatype == BYTES and call.feeds is None for call in plan.calls)
 
 
 class _Shapes:

@@ -49,7 +49,7 @@ class Route:
 def make_row_reader(settings: Settings) -> RowReader:
     """The reader of rows that the settings describe. ConfigError, MissingExtra."""
     names = field_names(settings.kafka_rows_fields)
-    registry = registry_of(settings.kafka_rows_registry, read_options(settings.kafka_config))
+    registry = registry_of(read_options(settings.kafka_config))
     value = decoder(settings.kafka_rows_format, names, registry=registry, schema=settings.kafka_rows_schema)
     key = decoder(settings.kafka_rows_key_format, names[:1], registry=registry, schema=None)
     return RowReader(value, key, settings.kafka_rows_fields)

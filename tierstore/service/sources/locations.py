@@ -310,21 +310,21 @@ class Locations(Observer):
 
     def _activate(self, model: str, version: int) -> str:
         """Have a version that is loaded become what the policy says. Returns what it is now; _Hold where it stays kept."""
-        what, share, minutes = self._settings.snapshot_policy(model)
+        policy = self._settings.snapshot_policy(model)
         record, active = self._records.of(model), self._active(model)
         if active == version:
             return f"version {version} is active"
         if active != record.beside or (active or 0) > version:
             raise _Hold(f"version {version} is loaded and kept: version {active} was made active meanwhile")
-        if what == "hold":
+        if policy.watch_activate == "hold":
             raise _Hold(f"version {version} is loaded and kept, as the policy says")
-        if what == "now" or active is None:
+        if policy.watch_activate == "now" or active is None:
             self._store.activate(model, version)
             return f"version {version} is active"
-        self._store.canary(model, version, share)
+        self._store.canary(model, version, policy.canary_share)
         with self._records.lock:
             record.canary = version
-        return f"version {version} is the canary, to be promoted after {minutes:g} minutes without errors"
+        return f"version {version} is the canary, to be promoted after {policy.canary_minutes:g} minutes without errors"
 
     def _done(self, model: str, version: int, last: str) -> None:
         with self._records.lock:
@@ -370,7 +370,7 @@ class Locations(Observer):
         trial = self._trials.get(model)
         if trial is None:
             trial = self._trials[model] = Trial(*now)
-        verdict, words = trial.look(*now, self._settings.snapshot_policy(model)[2])
+        verdict, words = trial.look(*now, self._settings.snapshot_policy(model).canary_minutes)
         if verdict == "bad":
             self._withdraw(model, version, words)
         elif verdict == "good":

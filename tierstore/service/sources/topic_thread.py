@@ -81,7 +81,7 @@ class TopicThread:
 def connect(settings: Settings, topic: str, *, batch: int = BATCH) -> TopicReader:
     """A reader of a topic of the brokers that the settings name."""
     assert settings.kafka is not None
-    group = settings.kafka_group or f"tierstore-{socket.gethostname()}"
+    group = f"tierstore-{socket.gethostname()}"
     return TopicReader(settings.kafka, topic, group, read_options(settings.kafka_config), batch=batch)
 
 

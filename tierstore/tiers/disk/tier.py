@@ -14,7 +14,6 @@ whole or not at all; files that were not moved stay where they were.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, groupby, repeat
@@ -43,8 +42,6 @@ from tierstore.tiers.disk.sst import (
     unpack_keys,
 )
 from tierstore.types import Keys, Rows, States, Tier
-
-log = logging.getLogger(__name__)
 
 WATERMARK = "watermark"
 _RECORDS = 2048  # read at a time

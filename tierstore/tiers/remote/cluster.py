@@ -21,7 +21,6 @@ from tierstore.tiers.remote.options import Endpoints, ServerAddress, parse_serve
 log = logging.getLogger(__name__)
 
 _REFRESH_EVERY_S = 0.1  # at most
-_CLIENT_RETRIES = 3
 
 Topology = dict[int, tuple[ServerAddress, ...]]  # slot → its master, then its replicas
 

@@ -142,13 +142,13 @@ class _Read:
         at_once = wire.keys_at_once(self._table.row_bytes)
         failed: list[Keys] = [np.empty(0, np.int64)]
         while groups:
-            until_s = self._until(groups, owned, deadline_s)
+            until_s = self._until(owned, deadline_s)
             now = {number: places[:at_once] for number, places in groups.items()}
             failed += self._request(now, owned.line, until_s)
             groups = {number: places[at_once:] for number, places in groups.items() if len(places) > at_once}
         return np.concatenate(failed)
 
-    def _until(self, groups: dict[int, Keys], owned: Ownership, deadline_s: float) -> float:
+    def _until(self, owned: Ownership, deadline_s: float) -> float:
         """How long to wait: shorter where another node could answer for one of them."""
         usable = owned.owns.copy()
         usable[list(self._excluded)] = False

@@ -147,7 +147,7 @@ def test_a_node_that_was_away_for_too_long_begins_again(
     monkeypatch.setattr(ingester, "CLEAN_EVERY_S", 0.05)
     monkeypatch.setattr(ingester, "STALLED_S", 0.2)
     monkeypatch.setattr(ingester, "BATCH", 2)
-    a, b = open_node("a", remote_log_retention_s=0.0), open_node("b", remote_lease_s=600.0)
+    a, b = open_node("a", log_retention_s=0.0), open_node("b", remote_lease_s=600.0)
     a.load_snapshot(scenes.write_snapshot(tmp_path))
     scenes.eventually(lambda: "ctr" in b.models() and b.model("ctr").active_version == 1, "b serves it", 60)
     check(b, "item", range(100), 0)  # in b's memory from now on

@@ -79,7 +79,7 @@ def test_a_node_that_begins_again_has_the_graph_of_its_rows(
 ) -> None:
     monkeypatch.setattr(ingester, "CLEAN_EVERY_S", 0.05)
     monkeypatch.setattr(ingester, "STALLED_S", 0.2)
-    a, b = open_node("a", remote_log_retention_s=0.0), open_node("b", remote_lease_s=600.0)
+    a, b = open_node("a", log_retention_s=0.0), open_node("b", remote_lease_s=600.0)
     a.load_snapshot(scenes.write_snapshot(tmp_path, dense=graph(0)))
     scenes.eventually(lambda: "ctr" in b.models() and has_version(b, 1), "b serves it", 60)
     look, away = follower.Follower._look, threading.Event()

@@ -74,7 +74,7 @@ def test_the_log_keeps_what_a_version_lacks_that_is_being_loaded(
     open_node: OpenNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ingester, "CLEAN_EVERY_S", 0.05)
-    store, uploading, go_on = open_node(remote_log_retention_s=0.0), threading.Event(), threading.Event()
+    store, uploading, go_on = open_node(log_retention_s=0.0), threading.Event(), threading.Event()
     store.load_snapshot(scenes.write_snapshot(tmp_path, 1))
     write_rows = Writer.write_rows
 

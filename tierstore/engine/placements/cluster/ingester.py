@@ -306,7 +306,7 @@ class Ingester:
             elif record["state"] == LOADING and "delta_seq" in record:
                 loading.append(int(record["delta_seq"]))
         ages = ((entry.seq, entry.ms / 1000) for entry in entries)
-        upto = may_go(ages, held, loading, entries[0].seq - 1, self._settings.remote_log_retention_s)
+        upto = may_go(ages, held, loading, entries[0].seq - 1, self._settings.log_kept_s)
         if upto is not None:
             number, reached = next(iter(self._reached.items()))
             self._shared.progress(epoch, number, reached, upto + 1)

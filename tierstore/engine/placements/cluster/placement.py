@@ -50,7 +50,7 @@ class ClusterPlacement:
     def __init__(self, shared: Shared, models: Models, urls: str) -> None:
         # constant after construction
         self._settings = settings = shared.settings
-        self.refusals, self.log_retention_s = Refusals(refusals_of("cluster")), settings.remote_log_retention_s
+        self.refusals, self.log_retention_s = Refusals(refusals_of("cluster")), settings.log_kept_s
         self._share = lambda: shared.throttle.share
         self.node = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self.cluster = connect(urls, Options(timeout_s=settings.remote_timeout_s))

@@ -5,7 +5,6 @@ For the thread that follows the model. A copy whose record is missing is left by
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
@@ -20,8 +19,6 @@ from tierstore.formats import files
 from tierstore.formats.names import DENSE, VersionDirectory
 from tierstore.formats.regular import read_regular
 from tierstore.formats.snapshot.checksum import checksum
-
-log = logging.getLogger(__name__)
 
 READY = "ready"
 

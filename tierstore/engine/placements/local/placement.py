@@ -32,7 +32,7 @@ class LocalPlacement:
 
     def __init__(self, shared: Shared, models: Models) -> None:
         self._shared, self._models, self._base = shared, models, shared.settings.base
-        self.log_retention_s = shared.settings.log_retention_s
+        self.log_retention_s = shared.settings.log_kept_s
 
     def start(self) -> None:
         """In parallel, because each model waits for its own files most of the time."""

@@ -101,7 +101,7 @@ class UpstreamPlacement:
         tls = tls_context(addresses, None if settings.upstream_ca is None else str(settings.upstream_ca))
         self.nodes = Nodes([Node(one, machines, settings.upstream_token, tls) for one in addresses], machines)
         self.refusals = Refusals(refusals_of("upstream"), nodes=",".join(map(str, self.nodes.nodes)))
-        self.log_retention_s = settings.remote_log_retention_s
+        self.log_retention_s = settings.log_kept_s
         self.watches = [Watch(node, self.node, self._served, self._wake) for node in self.nodes.nodes]
         self.followed = FollowedModels(shared, models, self._member, self._look, LOOK_EVERY_S, "tierstore-front")
         # of the thread that looks; others may read

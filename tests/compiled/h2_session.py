@@ -12,13 +12,12 @@ from numba import types
 
 from tierstore.kernels import LAST, compiled, h2words
 from tierstore.kernels.atomics import copy_bytes
-from tierstore.kernels.h2core import begin_session, end_session, go_away, step, write_settings
+from tierstore.kernels.h2calls import answer_call
+from tierstore.kernels.h2core import begin_session, end_session, step, write_settings
 from tierstore.kernels.h2out import (
-    answer_call,
     begin_block,
     block_bytes,
     close_row,
-    drop_request,
     push,
     queue,
     row_of,
@@ -117,25 +116,6 @@ def consume(s: Any, stream: Any, size: Any) -> Any:
     row = row_of(s, stream)
     if row != 0 and not row.state & h2words.ENDED:
         give_credit(s, row, size)
-
-
-@compiled(types.void(types.int64, types.int64), when=LAST)
-def forget_request(s: Any, stream: Any) -> Any:
-    """Let go of a stream's head and body: somebody has them."""
-    s = h2words.session_at(s)
-    row = row_of(s, stream)
-    if row != 0:
-        drop_request(s, row)
-        row.head_bytes = 0
-        row.room = 0
-
-
-@compiled(types.int64(types.int64), when=LAST)
-def say_goodbye(s: Any) -> Any:
-    """Begin no more streams. Returns how many are open."""
-    s = h2words.session_at(s)
-    go_away(s)
-    return s.open
 
 
 @compiled(types.void(types.int64), when=LAST)
