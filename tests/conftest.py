@@ -34,7 +34,9 @@ LONG = (
     "service/sources/test_kafka", "engine/placements/cluster/test_cluster", "cli/test_commands", "tiers/test_remote",
     "service/http/test_http2_hostile", "deploy/test_alerts", "service/upstream/test_front", "tiers/test_device",
     "service/rpc/test_silent", "service/sources/test_kafka_rows", "tiers/test_remote_faults", "engine/serving/test_canary",
-    "service/sources/test_locations", "service/limits/test_room",
+    "service/sources/test_locations", "service/limits/test_room", "test_docs_commands", "test_examples", "test_fuzz",
+    "ingest/test_partitioned", "service/sources/test_peers", "interop/test_kserve", "interop/test_grpc_programs",
+    "triton/test_server",
 )  # fmt: skip
 
 
