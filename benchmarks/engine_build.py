@@ -1,10 +1,10 @@
 """One table sorted by `tierstore build`, by Spark and by Ray, with one worker and with two: rows a second, and processor time.
 
-    python -m benchmarks.engine_build [--rows 1_000_000] [--dim 32] [--partitions 8] [--rounds 1] [--json FILE]
+    python -m benchmarks.engine_build [--rows 1_000_000] [--dim 32] [--partitions 8] [--rounds 1] [--limit-s 300] [--tiny] [--json FILE]
 
 All read the same Parquet files and leave the same built version in a directory of this machine. Processor time is that of all processes
 of a run, the engine's own and its start among them; seconds begin when the engine is up. Spark and Ray are those of `make engines`: without
-them, or without Java, the table is shorter.
+them, or without Java, the table is shorter. A run that takes longer than `--limit-s` is ended with all of its processes, and fails the benchmark.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,8 @@ from benchmarks.ten_million import keys_of
 
 ENGINES = Path(__file__).parents[1] / ".clients/engines"
 FILES = 8
-MARK = "TIERSTORE_BENCH_MARK"
+MARK = "BENCH_RUN_MARK"
+SECONDS = "seconds"  # the file in which a run leaves how long it took
 NAMES = {"key": "item_id", "vector": "embedding"}
 TICKS_A_S = os.sysconf("SC_CLK_TCK")
 
@@ -93,7 +96,9 @@ def on_spark(args: Any, out: Path) -> float:
     )
     parts.repartitionById(args.partitions, "partition").mapInArrow(built, "rows long").collect()
     build.commit({"item": args.rows})
-    return time.perf_counter() - began
+    seconds = time.perf_counter() - began
+    spark.stop()
+    return seconds
 
 
 def on_ray(args: Any, out: Path) -> float:
@@ -114,34 +119,47 @@ def on_ray(args: Any, out: Path) -> float:
     groups = parts.groupby("partition", num_partitions=args.partitions)
     groups.map_groups(built, batch_format="pyarrow").materialize()
     build.commit({"item": args.rows})
-    return time.perf_counter() - began
+    seconds = time.perf_counter() - began
+    ray.shutdown()
+    return seconds
 
 
 CONTENDERS = {"tierstore build": alone, "Spark": on_spark, "Ray": on_ray}
 
 
-class ProcessorTime:
-    """Of all processes with a mark in their environment, sampled twice a second: what one does after its last sample is missing."""
+class RunProcesses:
+    """All processes of a run, by a mark in their environment, and their processor time: sampled twice a second, so what one does after its last sample is missing."""
 
-    def __init__(self, mark: str) -> None:
+    def __init__(self) -> None:
+        mark = uuid.uuid4().hex
+        self.environment = {MARK: mark}
         self._mark, self._ended = f"{MARK}={mark}".encode(), threading.Event()
-        self._ticks: dict[str, int] = {}
+        self._ticks: dict[int, int] = {}
         self._thread = threading.Thread(target=self._sample, daemon=True)
         self._thread.start()
 
     def _sample(self) -> None:
         while not self._ended.wait(0.5):
-            for path in Path("/proc").glob("[0-9]*"):
-                try:
-                    if path.name in self._ticks or self._mark in (path / "environ").read_bytes():
-                        fields = (path / "stat").read_text().rpartition(")")[2].split()
-                        self._ticks[path.name] = int(fields[11]) + int(fields[12])
-                except OSError:
-                    continue
+            for pid in self._running():
+                with suppress(OSError):
+                    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                    self._ticks[pid] = int(fields[11]) + int(fields[12])
+
+    def _running(self) -> Iterator[int]:
+        for path in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if self._mark in (path / "environ").read_bytes():
+                    yield int(path.name)
 
     def stop(self) -> float:
+        """End those that still run. Returns the processor seconds of all."""
         self._ended.set()
         self._thread.join()
+        while left := list(self._running()):
+            for pid in left:
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)
         return sum(self._ticks.values()) / TICKS_A_S
 
 
@@ -152,22 +170,30 @@ def missing(contender: str) -> str | None:
     return "no java on the PATH" if contender == "Spark" and shutil.which("java") is None else None
 
 
-def run(contender: str, workers: int, args: Any) -> dict[str, Any]:
-    out, mark = args.root / "out", uuid.uuid4().hex
-    environment = {**os.environ, MARK: mark, "PYSPARK_PYTHON": sys.executable, "RAY_raylet_start_wait_time_s": "240"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), str(ENGINES)])
+def run(contender: str, workers: int, args: Any) -> dict[str, float]:
+    """RuntimeError with the end of what it said, where it failed or took longer than `limit_s`."""
+    out, log, processes = args.root / "out", args.root / "log", RunProcesses()
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), str(ENGINES)])
+    settings = {"PYTHONPATH": paths, "PYSPARK_PYTHON": sys.executable, "RAY_raylet_start_wait_time_s": "240"}
     numbers = [f"--{name}={getattr(args, name)}" for name in ("rows", "dim", "partitions", "root")]
-    spent = ProcessorTime(mark)
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.engine_build", *numbers, f"--workers={workers}", f"--contender={contender}"],
-        env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    cpu_s = spent.stop()
-    if done.returncode != 0:
-        raise RuntimeError(f"{contender} with {workers}: {done.stderr[-3000:]}")
+    command = [sys.executable, "-m", "benchmarks.engine_build", *numbers]
+    try:
+        with log.open("wb") as said:  # no pipe, which processes that are left would hold open
+            done = subprocess.run(
+                [*command, f"--workers={workers}", f"--contender={contender}"],
+                env=os.environ | settings | processes.environment,
+                stdout=said, stderr=said, check=False, timeout=args.limit_s,
+            )  # fmt: skip
+        problem = f"ended with {done.returncode}" if done.returncode else None
+    except subprocess.TimeoutExpired:
+        problem = f"was not done after {args.limit_s:g} s"
+    finally:
+        cpu_s = processes.stop()
+    if problem is not None:
+        raise RuntimeError(f"{contender} with {workers}: {problem}: {log.read_text(errors='replace')[-3000:]}")
     assert (out / "built.json").is_file()
     shutil.rmtree(out)
-    return {"seconds": float(done.stdout.split()[-1]), "cpu_s": cpu_s}
+    return {"seconds": float((args.root / SECONDS).read_text()), "cpu_s": cpu_s}
 
 
 def measure(args: Any) -> dict[str, Any]:
@@ -175,7 +201,7 @@ def measure(args: Any) -> dict[str, Any]:
     results = []
     for contender in CONTENDERS:
         why = missing(contender)
-        for workers in (1, 2):
+        for workers in (2,) if args.tiny else (1, 2):
             runs = [] if why else [run(contender, workers, args) for _ in range(args.rounds)]
             of = {name: statistics.median(one[name] for one in runs) for name in ("seconds", "cpu_s")} if runs else {}
             results.append({"contender": contender, "workers": workers, "missing": why, **of})
@@ -210,12 +236,14 @@ def show(document: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    options = {"rows": 1_000_000, "dim": 32, "partitions": 8, "rounds": 1}
+    options = {"rows": 1_000_000, "dim": 32, "partitions": 8, "rounds": 1, "limit_s": (300.0, "of a run")}
     hidden = {"contender": (str, HIDDEN), "workers": (int, HIDDEN), "root": (Path, HIDDEN)}
-    args = parser_of(__file__, __doc__, **options, **hidden).parse_args()
+    args = parser_of(__file__, __doc__, "tiny", **options, **hidden).parse_args()
     if args.contender:
-        print(CONTENDERS[args.contender](args, args.root / "out"))
+        (args.root / SECONDS).write_text(str(CONTENDERS[args.contender](args, args.root / "out")))
         return 0
+    if args.tiny:
+        args.rows, args.partitions, args.limit_s = 20_000, 2, 120.0
     args.root = Path(tempfile.mkdtemp(prefix="tierstore-bench-", dir=os.environ.get("TIERSTORE_BENCH_DIR")))
     try:
         document = measure(args)

@@ -27,6 +27,8 @@ NEEDS = {
     "ray_build": (),
     "lightgbm_with_embeddings": ("lightgbm", "onnxmltools", "onnxruntime"),
     "torchrec_with_deltas": ("torch", "torchrec", "onnxscript", "onnxruntime"),
+    "fbgemm_with_deltas": ("torch", "fbgemm_gpu"),
+    "keras_with_deltas": ("torch", "keras", "onnxscript", "onnxruntime"),
     "kafka_rows_to_served": ("confluent_kafka",),
 }
 ENGINES = ROOT / ".clients/engines"  # `make engines`
@@ -49,6 +51,8 @@ def test_every_example_is_run() -> None:
         ("spark_build", 0, 35),
         ("ray_build", 0, 32),
         ("torchrec_with_deltas", 0, 17),
+        ("fbgemm_with_deltas", 0, 18),
+        ("keras_with_deltas", 0, 27),
         ("kafka_rows_to_served", 2, None),
     ],
 )
@@ -63,7 +67,8 @@ def test_an_example_is_as_short_as_was_promised(name: str, commands: int, lines:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", NEEDS)
-def test_an_example(tmp_path: Path, name: str) -> None:
+def test_an_example(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
     paths = [str(ROOT)]
     if name in ON_ENGINES:
         if not ENGINES.is_dir():

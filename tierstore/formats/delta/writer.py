@@ -183,7 +183,7 @@ class _TableRows:
             if vectors is None:
                 values = pa.nulls(len(column), kind)
             else:
-                flat = np.ascontiguousarray(vectors, kind.value_type.to_pandas_dtype()).reshape(-1)
+                flat = np.ascontiguousarray(vectors, np.float16 if self.is_half else np.float32).reshape(-1)
                 values = pa.FixedSizeListArray.from_arrays(pa.array(flat), type=kind)
             out.append(pa.record_batch([column, values], schema=schema))
         return out
