@@ -27,9 +27,9 @@ STAMP  := $(VENV)/.installed
 BENCH  ?=
 FUZZ   ?= --count 20000
 FUZZ_REACTOR ?= --count 10000
-# Files of tests go to so many processes, of 0.7 GB each: more than cores, as many tests wait for processes of their own.
-# TESTS="tests/engine -x" runs some of them.
-TEST_PROCESSES ?= 3
+# Files of tests go to so many processes, of 0.7 GB each at first and 1.7 GB in the end: more than cores, as tests wait for servers,
+# time-outs and processes of their own for two thirds of their time. TESTS="tests/engine -x" runs some of them.
+TEST_PROCESSES ?= 5
 TESTS  ?=
 PYTEST = $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 STRUCTURE := tests/structure
