@@ -1,6 +1,6 @@
 """A table that Spark sorts, each executor some partitions of it; nodes only copy what is built.
 
-python examples/spark_build.py      # needs pyspark 4.1 and Java 17; writes `template/`, `built/` and `data/`
+python examples/spark_build.py      # needs pyspark 4.1, pandas and Java 17; writes `template/`, `built/` and `data/`
 """
 
 from collections.abc import Iterable, Iterator

@@ -28,8 +28,8 @@ WAYS = {  # the example; what is installed for it, extras first; and what withou
         "[dense] torch==2.13.0 onnxscript fbgemm-gpu-cpu==1.8.0 tensordict torchmetrics==1.0.3 tqdm pyre-extensions",
         "torchrec==1.8.0",  # it wants FBGEMM with CUDA
     ),
-    "spark": ("spark_build.py", "pyspark==4.1.4", ""),
-    "ray": ("ray_build.py", "ray==2.60.0", ""),
+    "spark": ("spark_build.py", "pyspark==4.1.4 pandas>=2.2", ""),
+    "ray": ("ray_build.py", "ray[data]==2.60.0", ""),
     "kafka": ("kafka_rows_to_served.py", "[kafka]", ""),  # of a broker that is started for it
 }
 
