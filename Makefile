@@ -12,7 +12,7 @@
 #   make bench-gpu   the device tier on this machine's GPU; without one it says so
 #   make client-venvs  environments for clients of other projects and for Triton, for tests/interop and tests/triton (2.4 GB, two minutes)
 #   make test-valkey  the tests of rows in a cluster, with Valkey's servers in place of Redis's
-#   make trainers  PyTorch, TorchRec, LightGBM and XGBoost in .venv, for the tests of what exports from them (1 GB)
+#   make trainers  PyTorch, TorchRec, Keras, LightGBM and XGBoost in .venv, for the tests of what exports from them (1 GB)
 #   make engines  Spark and Ray in .clients/engines, for the tests of builds on them (0.7 GB, half a minute); Spark takes Java 17
 #   make older-trainers  older releases of them in an environment of their own (0.8 GB, a minute or two)
 #   make dist    wheels in dist/, one of them with compiled kernels, which is installed into a fresh environment, where the demo runs
@@ -27,9 +27,9 @@ STAMP  := $(VENV)/.installed
 BENCH  ?=
 FUZZ   ?= --count 20000
 FUZZ_REACTOR ?= --count 10000
-# Files of tests go to so many processes, of 0.7 GB each: more than cores, as many tests wait for processes of their own.
-# TESTS="tests/engine -x" runs some of them.
-TEST_PROCESSES ?= 3
+# Files of tests go to so many processes, of 0.7 GB each at first and 1.7 GB in the end: more than cores, as tests wait for servers,
+# time-outs and processes of their own for two thirds of their time. TESTS="tests/engine -x" runs some of them.
+TEST_PROCESSES ?= 5
 TESTS  ?=
 PYTEST = $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 STRUCTURE := tests/structure
@@ -102,12 +102,12 @@ bench: bench-tools
 bench-tools: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'
 
-# TensorFlow wants other versions of packages than tierstore. Where it cannot be installed (it has wheels for few
+# TensorFlow wants other versions of packages than tierstore. The last four packages are those of writers, for tests/interop/test_tfra.py. Where it cannot be installed (it has wheels for few
 # versions of Python), the benchmark runs without it and says so.
 bench-tfra: bench-tools
 	@test -e $(TFRA)/.installed || { $(TFRA_PYTHON) -m venv --clear $(TFRA) \
 	  && $(TFRA)/bin/python -m pip install --quiet --disable-pip-version-check \
-	       'tensorflow-recommenders-addons==0.8.1' 'tensorflow-cpu==2.16.2' 'tf-keras==2.16.0' \
+	       'tensorflow-recommenders-addons==0.8.1' 'tensorflow-cpu==2.16.2' 'tf-keras==2.16.0' 'pyarrow<21' xxhash numba pydantic \
 	  && touch $(TFRA)/.installed; } \
 	  || { rm -rf $(TFRA); echo 'TFRA cannot be installed with $(TFRA_PYTHON); Python 3.11 can: set TFRA_PYTHON'; }
 	$(BIN)/python -m benchmarks --only lookup_peers --tfra $(TFRA)/bin/python $(BENCH)
@@ -211,7 +211,7 @@ test-valkey: $(STAMP)
 # What tests of tierstore.torch and of LightGBM and XGBoost need beside the rest: without it they skip. TorchRec asks for FBGEMM with CUDA.
 trainers: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  'torch==2.13.0' onnxscript lightgbm xgboost onnxmltools 'fbgemm-gpu-cpu==1.8.0' tensordict 'torchmetrics==1.0.3' tqdm pyre-extensions
+	  'torch==2.13.0' onnxscript lightgbm xgboost onnxmltools 'keras==3.15.1' 'fbgemm-gpu-cpu==1.8.0' tensordict 'torchmetrics==1.0.3' tqdm pyre-extensions
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'torchrec==1.8.0'
 
 # Beside .venv, which has what they need of other packages; without it their tests skip.

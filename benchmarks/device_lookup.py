@@ -28,7 +28,7 @@ from benchmarks.options import parser_of
 from tierstore.kernels.pool import check_offsets
 from tierstore.tiers.device.backend import TEAM, Backend
 from tierstore.tiers.device.cupy_device import CudaDevice, find_devices
-from tierstore.tiers.device.lookup import Bags, look_up, to_device
+from tierstore.tiers.device.lookup import Pooling, look_up, to_device
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import DeviceMemory
 from tierstore.tiers.host.table import HostTable
@@ -200,7 +200,7 @@ def pooled(backend: Backend, torch: Any, rows: int, dim: int, bags: int, rounds:
     def ours(call: int) -> None:
         state = np.zeros(bags * BAG, np.uint8)
         assert look_up(
-            scene.table, scene.keys[places[call]], state, given, out, scene.fetch, Bags(offsets, None, Combiner.SUM)
+            scene.table, scene.keys[places[call]], state, given, out, scene.fetch, Pooling(offsets, None, Combiner.SUM)
         )
 
     def embedding_bag(call: int) -> None:

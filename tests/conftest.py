@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -29,7 +30,13 @@ LONG = (
     "test_benchmarks", "engine/lifecycle/test_unfinished", "engine/test_faults", "ingest/test_resume", "ingest/test_bulkload",
     "engine/test_partitions", "engine/test_crash", "engine/lifecycle/test_full_disk", "tiers/test_disk", "engine/lifecycle/test_corrupt",
     "client/test_rollout", "engine/lifecycle/test_switch", "demo/test_story", "engine/test_model_based",
-    "service/reactor/test_differential", "service/test_first_start", "interop/test_look_ups",
+    "service/reactor/test_differential", "service/test_first_start", "interop/test_look_ups", "service/http/test_slow_clients",
+    "service/sources/test_kafka", "engine/placements/cluster/test_cluster", "cli/test_commands", "tiers/test_remote",
+    "service/http/test_http2_hostile", "deploy/test_alerts", "service/upstream/test_front", "tiers/test_device",
+    "service/rpc/test_silent", "service/sources/test_kafka_rows", "tiers/test_remote_faults", "engine/serving/test_canary",
+    "service/sources/test_locations", "service/limits/test_room", "test_docs_commands", "test_examples", "test_fuzz",
+    "ingest/test_partitioned", "service/sources/test_peers", "interop/test_kserve", "interop/test_grpc_programs",
+    "triton/test_server",
 )  # fmt: skip
 
 
@@ -39,9 +46,19 @@ def pytest_configure(config: pytest.Config) -> None:
         ahead.compile_all(len(os.sched_getaffinity(0)))
 
 
+def pytest_collectstart() -> None:
+    gc.disable()  # what is made now stays until the end
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {HERE / f"{name}.py": place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path, len(LONG)))  # stable: all else stays in its order
+
+
+def pytest_collection_finish() -> None:
+    """What there is by now, half a million objects, is not looked through for garbage in each test."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

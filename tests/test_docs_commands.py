@@ -66,6 +66,8 @@ NOT_RUN = {  # the beginning of a line, or of a program → why
     "graph = onnxmltools": "needs LightGBM; examples/lightgbm_with_embeddings.py does it",
     "from tierstore.torch import": "needs PyTorch; test_docs.py runs it where that is",
     'import tierstore\n\nwith tierstore.SnapshotWriter("template"': "shows calls of many tasks; tests/ingest/test_partitioned.py and test_engines.py run whole builds",
+    "import numpy as np\nimport tensorflow as tf\nimport tierstore": "needs TFRA; tests/interop/test_tfra.py runs it where that is",
+    "for name, (codes, scale, bias)": "needs FBGEMM; tests/torch/test_fbgemm.py does the same",
     "import torch\n": "needs PyTorch; test_docs.py runs it where that is",
     "write_snapshot(": "needs TorchRec; test_docs.py runs it where that is",
 }  # fmt: skip

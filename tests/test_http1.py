@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tierstore.client.replies import Reply
-from tierstore.http1 import HEAD_BYTES, Incoming, Malformed, request_head
+from tierstore.client.replies import DocumentReply
+from tierstore.http1 import HEAD_BYTES, Incoming, MalformedAnswer, request_head
 
 BODY = b"0123456789" * 7
 PLAIN = b"HTTP/1.1 200 OK\r\nContent-Length: 70\r\nX-One:  a b \r\n\r\n" + BODY
@@ -28,8 +28,8 @@ def take(incoming: Incoming, data: bytes, step: int) -> bool:
     return done
 
 
-def expecting() -> tuple[Incoming, Reply]:
-    incoming, reply = Incoming(), Reply()
+def expecting() -> tuple[Incoming, DocumentReply]:
+    incoming, reply = Incoming(), DocumentReply()
     incoming.expect(reply)
     return incoming, reply
 
@@ -45,7 +45,7 @@ def test_an_answer_may_arrive_in_any_pieces(raw: bytes, step: int) -> None:
         assert (reply.status, bytes(reply.body)) == (200, BODY)
         assert incoming.reusable
         assert incoming.idle
-        reply = Reply()
+        reply = DocumentReply()
         incoming.expect(reply)
 
 
@@ -104,12 +104,12 @@ def test_a_connection_that_ends_early_is_no_answer(cut: int) -> None:
 )
 def test_what_is_not_http_is_said_to_be_malformed(raw: bytes) -> None:
     incoming, _ = expecting()
-    with pytest.raises(Malformed):
+    with pytest.raises(MalformedAnswer):
         take(incoming, raw, 1 << 20)
 
 
 def test_bytes_without_a_request_are_refused() -> None:
-    with pytest.raises(Malformed, match="no request asked for"):
+    with pytest.raises(MalformedAnswer, match="no request asked for"):
         Incoming().received(1)
 
 

@@ -92,10 +92,17 @@ def kept() -> Iterator[None]:
 
 @contextmanager
 def not_kept() -> Iterator[None]:
-    """Within the block, as without `kept`."""
+    """Within the block each load starts helpers of its own, and ends them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(helpers, "start", _start)
         patch.setattr(helpers, "_Helper", _Helper)
+        yield
+
+
+@contextmanager
+def as_in_a_service() -> Iterator[None]:
+    """Within the block, as without `kept`: they have the lowest priority as well, and half of the processors where asked for."""
+    with not_kept(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(helpers, "_lower_priority", _lower_priority)
         patch.setattr(helpers, "_use_half_of_processors", _use_half_of_processors)
         yield

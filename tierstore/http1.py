@@ -27,7 +27,7 @@ class Receiver(Protocol):
     def received(self, n: int) -> None: ...
 
 
-class Malformed(TierstoreError):
+class MalformedAnswer(TierstoreError):
     """The answer is not HTTP/1.1."""
 
 
@@ -75,7 +75,7 @@ class Incoming:
     def received(self, n: int) -> bool:
         """Report that `n` bytes were written to `buffer`. True when the answer is complete. Raises Malformed."""
         if self._receiver is None:
-            raise Malformed("the service sent bytes that no request asked for")
+            raise MalformedAnswer("the service sent bytes that no request asked for")
         self.started = True
         if self._remaining is not None:
             self._remaining -= n
@@ -96,7 +96,7 @@ class Incoming:
         end = self._memory.find(b"\r\n\r\n", since, self._filled)
         if end < 0:
             if self._filled == HEAD_BYTES:
-                raise Malformed(f"expected an answer's head of at most {HEAD_BYTES} bytes, got more")
+                raise MalformedAnswer(f"expected an answer's head of at most {HEAD_BYTES} bytes, got more")
             return False
         status, version, headers = _parse(bytes(self._view[:end]).decode("latin-1"))
         remainder = bytes(self._view[end + 4 : self._filled])
@@ -121,7 +121,7 @@ class Incoming:
             self._collected, self.reusable = bytearray(remainder), False
             return False
         if not length.isdigit():
-            raise Malformed(f"expected a number in Content-Length, got {length!r}")
+            raise MalformedAnswer(f"expected a number in Content-Length, got {length!r}")
         self._remaining = int(length)
         self._receiver.start(status, headers, self._remaining)
         return self._feed(memoryview(remainder))
@@ -168,7 +168,7 @@ def _parse(head: str) -> tuple[int, str, dict[str, str]]:
     version, _, remainder = first.partition(" ")
     status = remainder[:3]
     if version not in ("HTTP/1.1", "HTTP/1.0") or len(status) != 3 or not status.isdigit():
-        raise Malformed(f"expected an answer of HTTP/1.1, got {first[:80]!r}")
+        raise MalformedAnswer(f"expected an answer of HTTP/1.1, got {first[:80]!r}")
     headers = {}
     for line in lines:
         name, _, value = line.partition(":")
@@ -201,7 +201,7 @@ class _Chunks:
             self._line += data[:n]
             data = data[n:]
             if len(self._line) > _LINE_BYTES:
-                raise Malformed(f"expected a chunk's size within {_LINE_BYTES} bytes, got a longer line")
+                raise MalformedAnswer(f"expected a chunk's size within {_LINE_BYTES} bytes, got a longer line")
             if end < 0:
                 continue
             line, self._line = bytes(self._line).strip(), bytearray()
@@ -219,7 +219,7 @@ class _Chunks:
         try:
             self._remaining = int(line.partition(b";")[0], 16)
         except ValueError:
-            raise Malformed(f"expected a chunk's size, got {line[:40]!r}") from None
+            raise MalformedAnswer(f"expected a chunk's size, got {line[:40]!r}") from None
         if self._remaining < 0:
-            raise Malformed("a chunk's size is negative")
+            raise MalformedAnswer("a chunk's size is negative")
         self._state = "data" if self._remaining else "trailer"

@@ -16,7 +16,7 @@ class Used(TypedDict):
     total: int
 
 
-class Progress(TypedDict):
+class WarmUpProgress(TypedDict):
     """How far a warm-up is, in keys."""
 
     done: int
@@ -89,7 +89,7 @@ class VersionStatus(TypedDict):
     dense: NotRequired[str | None]  # what becomes of its dense part; None: it has none
     dense_passed_over: NotRequired[str | None]
     problem: NotRequired[str | None]
-    warming: NotRequired[Progress | None]
+    warming: NotRequired[WarmUpProgress | None]
     host_bytes: NotRequired[HostBytes | None]
     phase: NotRequired[str]
     done: NotRequired[int]
@@ -236,7 +236,7 @@ class StoreStatus(TypedDict):
 
     models: dict[str, ModelStatus]
     problems: list[ProblemStatus]
-    warming: Progress | None  # of the warm-up after the start; None where it is over
+    warming: WarmUpProgress | None  # of the warm-up after the start; None where it is over
     throttle: ThrottleStatus
     host_budget: Used
     overlay_budget: Used

@@ -10,7 +10,7 @@ import numpy as np
 
 import tierstore
 from tierstore.errors import DeltaError
-from tierstore.kafka.messages import Message, check_digest, head_of, read_checked, split
+from tierstore.kafka.messages import KafkaMessage, check_digest, head_of, read_checked, split
 from tierstore.kafka.window import Window
 from tools.fuzz_target import Target, spoil_bytes, spoil_json
 
@@ -69,7 +69,7 @@ def _encoded(messages: list[tuple[list[list[str]], bytes]]) -> bytes:
     return line + b"\n" + b"".join(value for _, value in messages)
 
 
-def _decoded(data: bytes) -> list[Message]:
+def _decoded(data: bytes) -> list[KafkaMessage]:
     """The messages of an input; what is no list of messages is none, and what is no header is left out."""
     line, _, content = data.partition(b"\n")
     try:
@@ -84,7 +84,7 @@ def _decoded(data: bytes) -> list[Message]:
         pairs = [
             (str(pair[0]), _raw(pair[1])) for pair in (headers if isinstance(headers, list) else []) if _is_pair(pair)
         ]
-        messages.append(Message(offset % 3, offset, value, pairs, 0))
+        messages.append(KafkaMessage(offset % 3, offset, value, pairs, 0))
     return messages
 
 

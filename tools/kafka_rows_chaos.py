@@ -35,7 +35,7 @@ from tests.kafka_real import RealBrokers, real_brokers
 from tierstore.config import load_settings
 from tierstore.engine.deltas.origin import read as read_origin
 from tierstore.engine.store import Store
-from tierstore.service.sources.kafka_routes import Route
+from tierstore.service.sources.kafka_routes import TopicRoute
 from tierstore.service.sources.kafka_rows import RowTopic
 
 PARTITIONS, KEYS, DIM = 4, 500, 4
@@ -53,7 +53,7 @@ def options(data: Path, address: str, topic: str) -> dict[str, object]:
 def follow(data: Path, address: str, topic: str, pipe: Connection) -> None:
     """The service that is killed: it gathers rows until the other end of the pipe is closed."""
     with Store(load_settings(None, **options(data, address, topic))) as store:
-        source = RowTopic(store, store.settings, Route(topic, "ctr", "item"))
+        source = RowTopic(store, store.settings, TopicRoute(topic, "ctr", "item"))
         pipe.send("ready")
         try:
             while pipe.recv():

@@ -53,7 +53,7 @@ def _families() -> dict[str, Metric]:
     found += metrics.ssd_cache_families(ANY, {})
     found += kafka_status.families(kafka_status.KafkaStats("").status(parked=0))
     rows = kafka_rows_status.RowStats("")
-    found += kafka_rows_status.families([(rows, rows.status(parked=0))])
+    found += kafka_rows_status.row_families([(rows, rows.status(parked=0))])
     return {family.name: family for family in found}
 
 

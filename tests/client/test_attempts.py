@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tierstore.client.attempts import Attempt, Call, CallGroup, Outgoing, PendingCall, RetryBudget
-from tierstore.client.replies import Reply
+from tierstore.client.attempts import Attempt, CallGroup, NodeCall, Outgoing, PendingCall, RetryBudget
+from tierstore.client.replies import DocumentReply
 from tierstore.client.settings import RetryPolicy
 from tierstore.errors import DeadlineExceeded, InvalidInput, Overloaded, TierstoreError, Unreachable
 
 
-def call(*, repeat: bool = True, timeout_s: float = 10.0, hedge_after_s: float | None = None) -> Call:
-    return Call("GET", "/x", timeout_s, lambda _: Outgoing("", []), repeat=repeat, hedge_after_s=hedge_after_s)
+def call(*, repeat: bool = True, timeout_s: float = 10.0, hedge_after_s: float | None = None) -> NodeCall:
+    return NodeCall("GET", "/x", timeout_s, lambda _: Outgoing("", []), repeat=repeat, hedge_after_s=hedge_after_s)
 
 
 def answer(attempt: Attempt, status: int = 200, **headers: str) -> None:
@@ -143,11 +143,11 @@ def test_copies_are_paid_from_the_budget() -> None:
 def test_only_one_copy_at_a_time_writes_into_the_callers_arrays() -> None:
     direct_writes: list[bool] = []
 
-    def reply(direct: bool) -> Reply:
+    def reply(direct: bool) -> DocumentReply:
         direct_writes.append(direct)
-        return Reply()
+        return DocumentReply()
 
-    one = Call("GET", "/x", 10.0, lambda _: Outgoing("", []), reply, repeat=True, hedge_after_s=1.0)
+    one = NodeCall("GET", "/x", 10.0, lambda _: Outgoing("", []), reply, repeat=True, hedge_after_s=1.0)
     pending = PendingCall(one, RetryPolicy(backoff_s=0.0), RetryBudget(10, 0.1), 100.0)
     first = pending.start(100.0)
     assert pending.due(101.0)

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tierstore.client.attempts import Attempt, Call, CallGroup, Outgoing, RetryBudget
+from tierstore.client.attempts import Attempt, CallGroup, NodeCall, Outgoing, RetryBudget
 from tierstore.client.balancing import LACK_S, PAUSE_S, Balancer
 from tierstore.client.base import parse_addresses
 from tierstore.client.settings import RetryPolicy
@@ -18,7 +18,7 @@ NOW = 100.0
 def group(
     balancer: Balancer, *, calls: int = 1, retries: int = 3, budget: float = 10.0, **options: object
 ) -> CallGroup:
-    call = Call("GET", "/x", 1e6, lambda _: Outgoing("", []), **({"repeat": True} | options))  # type: ignore[arg-type]
+    call = NodeCall("GET", "/x", 1e6, lambda _: Outgoing("", []), **({"repeat": True} | options))  # type: ignore[arg-type]
     policy = RetryPolicy(retries=retries, backoff_s=1.0)
     return CallGroup([call] * calls, policy, RetryBudget(budget, 0.0), NOW, balancer)
 
@@ -158,14 +158,18 @@ def test_a_refusal_is_checked_with_one_more_node_and_a_change_with_none() -> Non
 def test_a_node_that_is_silent_while_others_would_answer_has_failed() -> None:
     balancer = Balancer(2)
     one = CallGroup(
-        [Call("GET", "/x", 1.0, lambda _: Outgoing("", []))], RetryPolicy(), RetryBudget(10, 0), NOW, balancer
+        [NodeCall("GET", "/x", 1.0, lambda _: Outgoing("", []))], RetryPolicy(), RetryBudget(10, 0), NOW, balancer
     )
     node = next_of(one).node
     one.expire(NOW + 2)
     assert balancer.pauses(NOW + 2)[node] > 0
     balancer.answered(node, "/x", NOW + 3)
     slow = CallGroup(
-        [Call("GET", "/x", 1.0, lambda _: Outgoing("", []))] * 2, RetryPolicy(), RetryBudget(10, 0), NOW + 4, balancer
+        [NodeCall("GET", "/x", 1.0, lambda _: Outgoing("", []))] * 2,
+        RetryPolicy(),
+        RetryBudget(10, 0),
+        NOW + 4,
+        balancer,
     )
     attempts = [next_of(slow, NOW + 4) for _ in range(2)]
     answer(slow, attempts[0], 200, NOW + 4.5)

@@ -17,7 +17,7 @@ import tierstore
 from tests.client.nodes import DIM, ITEMS, Node, nodes, row, write_change, write_version
 from tests.engine.test_store import folded
 from tierstore.client import Client
-from tierstore.client.replicas import compare, compare_rows
+from tierstore.client.replicas import compare_replicas, compare_rows
 from tierstore.client.rollout import _Node, _Rollout, rollout
 from tierstore.engine.versions.expiry import expire
 from tierstore.errors import Conflict, InvalidInput, RolloutFailed, TierstoreError, Unreachable
@@ -339,14 +339,14 @@ def test_nodes_are_equal_at_a_seq_and_differ_where_a_row_does(two: list[Node], t
     for node in two:
         node.store.apply_delta(same)
     with clients(two) as of:
-        errors, (model,) = compare(of)
+        errors, (model,) = compare_replicas(of)
         assert (errors, model.problems) == ({}, [])
         assert model.rows is not None
         assert model.rows.seq == 6
         assert model.rows.keys > 128
         for node, value in zip(two, (7.0, 8.0), strict=True):
             node.store.apply_delta(write_change(tmp_path, 7, np.arange(ITEMS), value))
-        _, (model,) = compare(of)
+        _, (model,) = compare_replicas(of)
         assert [problem.split(":")[0] for problem in model.problems] == ["rows of table 'item' differ at seq 7"]
 
 
@@ -363,13 +363,13 @@ def test_a_row_that_only_one_node_has_is_a_difference(two: list[Node], tmp_path:
 def test_nodes_that_do_not_meet_are_told_apart_by_their_watermarks(two: list[Node], tmp_path: Path) -> None:
     two[0].store.apply_delta(write_change(tmp_path, 6, [1], 6.0))
     with clients(two) as of:
-        _, (model,) = compare(of, wait_s=0.2)
+        _, (model,) = compare_replicas(of, wait_s=0.2)
         assert model.problems == [
             f"watermarks differ, and did not meet within 0.2 s: 6 on {two[0].url}; 5 on {two[1].url}"
         ]
         late = threading.Timer(0.3, two[1].store.apply_delta, [write_change(tmp_path, 6, [1], 6.0)])
         late.start()
-        _, (model,) = compare(of, wait_s=60.0)
+        _, (model,) = compare_replicas(of, wait_s=60.0)
         late.join()
         assert model.problems == []
 
@@ -378,7 +378,7 @@ def test_versions_and_models_that_differ_are_named(two: list[Node], tmp_path: Pa
     two[1].store.load_snapshot(write_version(tmp_path, 2))
     two[0].store.load_snapshot(write_version(tmp_path, 1, name="one"))
     with clients(two) as of, Client("http://127.0.0.1:1", retries=0) as away:
-        errors, (ctr, one) = compare({**of, "http://127.0.0.1:1": away})
+        errors, (ctr, one) = compare_replicas({**of, "http://127.0.0.1:1": away})
     assert list(errors) == ["http://127.0.0.1:1"]
     assert ctr.problems == [f"active versions differ: 1 on {two[0].url}; 2 on {two[1].url}"]
     assert one.problems == [f"{two[1].url} has no model 'one'"]
@@ -403,12 +403,12 @@ def test_rows_that_one_node_has_removed_already_are_no_difference(tmp_path: Path
         assert len(expire(view.open_version, "user", keys, now_s - 30 * 86400)) == ITEMS // 2
         found = [client.sample("ctr", rows=ITEMS)["tables"]["user"]["found"] for client in of.values()]
         assert found[0] < found[1]
-        _, (same,) = compare(of, rows=ITEMS)
+        _, (same,) = compare_replicas(of, rows=ITEMS)
         assert same.problems == []
         assert same.rows is not None
         assert (same.rows.keys > ITEMS // 2, same.rows.seq) == (True, 1)
         expire(view.open_version, "user", keys[1:2], now_s + 1)  # too early
-        _, (other,) = compare(of, rows=ITEMS)
+        _, (other,) = compare_replicas(of, rows=ITEMS)
         assert [problem.split(":")[0] for problem in other.problems] == ["rows of table 'user' differ at seq 1"]
 
 

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from tests.client.fake_service import answers
 from tierstore.client import wire
 from tierstore.client.inputs import Bags, Batch, Plain
-from tierstore.client.splitting import Joined, Split, split_lookup, split_predict
+from tierstore.client.splitting import JoinedOutputs, Split, split_lookup, split_predict
 
 sizes = st.lists(st.integers(0, 9), min_size=1, max_size=20)
 
 
 def answered(split: Split, late: bool) -> dict[str, np.ndarray]:
     """What a service would answer to the parts, gathered; the last part's answer comes first if `late`."""
-    joined = Joined(split)
+    joined = JoinedOutputs(split)
     for number in sorted(range(len(split.parts)), reverse=late):
         part = split.parts[number]
         tensors = {
@@ -92,11 +92,11 @@ def test_predictions_in_shards_are_those_in_one(lengths: list[int], limit: int, 
 def test_what_does_not_go_together_is_noted_and_not_put_together() -> None:
     split = split_predict([Plain("f", np.arange(4), (4,))], [], 2)
     for shape in ((3, 2), (), (1,)):
-        joined = Joined(split)
+        joined = JoinedOutputs(split)
         assert joined.destination(0, "f", shape, np.dtype(np.float32)) is None
         assert joined.misfit == "f"
     for shape, dtype in (((2, 3), np.float32), ((2, 2), np.float16)):
-        joined = Joined(split)
+        joined = JoinedOutputs(split)
         assert joined.destination(0, "f", (2, 2), np.dtype(np.float32)) is not None
         assert joined.destination(1, "f", shape, np.dtype(dtype)) is None
         assert joined.misfit == "f"

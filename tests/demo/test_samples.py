@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tierstore.demo.clicklog import item_keys, user_keys
-from tierstore.demo.report import DemoReport, Quality, TierCounter, Window
+from tierstore.demo.report import DemoReport, LatencyWindow, Quality, TierCounter
 from tierstore.demo.shop import MARKER_ROWS, marker, read_markers
 from tierstore.demo.traffic import SAMPLE, Samples, Traffic, stale
 from tierstore.errors import NotReady
@@ -48,9 +48,9 @@ def test_a_load_generator_without_a_service_reports_its_error() -> None:
 
 def test_a_window_counts_what_was_due_in_it_and_times_what_was_answered() -> None:
     seen = samples([1, 2, 3, 4], [0, 0, 0, 0], [False, False, True, False])
-    window = Window.of("middle", seen, 2, 4)
+    window = LatencyWindow.of("middle", seen, 2, 4)
     assert (window.requests, window.failed, window.p50_ms, window.max_ms) == (2, 1, pytest.approx(2), pytest.approx(2))
-    assert Window.of("nothing", seen, 9, 10).requests == 0
+    assert LatencyWindow.of("nothing", seen, 9, 10).requests == 0
 
 
 def status(version: int, **counts: int) -> dict[str, object]:

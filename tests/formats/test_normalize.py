@@ -19,7 +19,7 @@ import pytest
 from tierstore.errors import DeltaError, InvalidInput, SnapshotError
 from tierstore.formats.delta.reader import read_delta
 from tierstore.formats.delta.writer import DeltaWriter
-from tierstore.formats.normalize import as_rows
+from tierstore.formats.normalize import vector_rows
 from tierstore.formats.snapshot.reader import open_snapshot
 from tierstore.formats.snapshot.writer import SnapshotWriter
 from tierstore.formats.times import as_moment
@@ -64,7 +64,7 @@ GIVEN: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
 def test_rows_come_out_the_same_whatever_holds_them(given: Callable[[], Any]) -> None:
-    rows = as_rows(given())
+    rows = vector_rows(given())
     assert rows.shape == (2, 3)
     assert rows.astype(np.float32).tolist() == ROWS.tolist()
 
@@ -100,7 +100,7 @@ def test_writers_take_them(tmp_path: Path, given: Callable[[], Any]) -> None:
 )
 def test_what_are_no_rows_is_refused(given: Any, reason: str) -> None:
     with pytest.raises(InvalidInput, match=reason):
-        as_rows(given)
+        vector_rows(given)
 
 
 def test_rows_of_no_keys_are_fine(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests import warm_helpers
 from tierstore.errors import Corruption, LoadCancelled, SnapshotError, StorageError
 from tierstore.formats.keys import as_codes
 from tierstore.formats.names import JOURNAL
@@ -507,11 +508,9 @@ def test_damage_on_the_device_is_found_though_the_cache_has_what_was_written(
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor cannot be shared out")
 @pytest.mark.parametrize("aside", [False, True])
-def test_helpers_beside_what_serves_leave_half_of_the_processors_to_it(
-    own_helpers: None, root: Path, tmp_path: Path, aside: bool
-) -> None:
+def test_helpers_beside_what_serves_leave_half_of_the_processors_to_it(root: Path, tmp_path: Path, aside: bool) -> None:
     mine = os.sched_getaffinity(0)
-    with Helpers(open_snapshot(root), 2, tmp_path, aside=aside) as helpers:
+    with warm_helpers.as_in_a_service(), Helpers(open_snapshot(root), 2, tmp_path, aside=aside) as helpers:
         for pid in helpers.pids:
             theirs = os.sched_getaffinity(pid)
             assert os.getpriority(os.PRIO_PROCESS, pid) == NICENESS

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tests.counts import few_or_many
 from tierstore.errors import SnapshotError
 from tierstore.formats.snapshot.manifest import Manifest
-from tierstore.formats.snapshot.reader import Batch, Snapshot
+from tierstore.formats.snapshot.reader import RowBatch, Snapshot
 from tierstore.ingest.merge import merge_runs
 from tierstore.ingest.runs import Run, RunWriter, merged, quantiles, run_keys
 from tierstore.ingest.sort import join_runs, sort_shards
@@ -43,13 +43,13 @@ class FakeSnapshot(Snapshot):
         object.__setattr__(snapshot, "shards", shards)
         return snapshot
 
-    def batches(self, table: str, shard_no: int, batch_rows: int = 3) -> Iterator[Batch]:
+    def batches(self, table: str, shard_no: int, batch_rows: int = 3) -> Iterator[RowBatch]:
         shard: Any = self.shards[shard_no]  # type: ignore[attr-defined]
         for start in range(0, len(shard), 3):
             part = shard[start : start + 3]
             keys = np.array([code for code, _ in part], np.int64)
             vectors = np.stack([keys.astype(np.float32), -keys.astype(np.float32)], axis=1)
-            yield Batch(keys, vectors, start, pa.array([text for _, text in part], pa.large_string()))
+            yield RowBatch(keys, vectors, start, pa.array([text for _, text in part], pa.large_string()))
 
     def shard_keys(self, table: str, shard_no: int, batch_rows: int = 3) -> Iterator[Keys]:
         for batch in self.batches(table, shard_no):

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from tierstore.errors import ConfigError, DeltaError, Unreachable
 from tierstore.formats.delta.reader import read_delta
-from tierstore.kafka.messages import Message
+from tierstore.kafka.messages import KafkaMessage
 from tierstore.kafka.registry import Registry
 from tierstore.kafka.row_formats import (
     ProtobufFiles,
@@ -104,8 +104,8 @@ def framed(number: int, content: bytes) -> bytes:
     return b"\0" + struct.pack(">I", number) + content
 
 
-def message(value: bytes | None, key: bytes | None = b"7") -> Message:
-    return Message(0, 11, value or b"", [], 1234, key, value is None)
+def message(value: bytes | None, key: bytes | None = b"7") -> KafkaMessage:
+    return KafkaMessage(0, 11, value or b"", [], 1234, key, value is None)
 
 
 def row_file(**more: Any) -> descriptor_pb2.FileDescriptorProto:
@@ -346,7 +346,7 @@ JSON_VALUES = st.recursive(
 )
 
 
-def takes_or_refuses(reader: RowReader, one: Message, kind: KeyType) -> None:
+def takes_or_refuses(reader: RowReader, one: KafkaMessage, kind: KeyType) -> None:
     """A message becomes a row of a delta, or is refused by name."""
     try:
         row = reader.read("t", one)

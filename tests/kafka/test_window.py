@@ -8,12 +8,12 @@ import tracemalloc
 import pytest
 
 from tierstore.errors import DeltaError
-from tierstore.kafka.messages import Head, Message, digest_of, head_of, split
+from tierstore.kafka.messages import Head, KafkaMessage, digest_of, head_of, split
 from tierstore.kafka.window import MESSAGE_BYTES, Window
 
 
-def message(offset: int, value: bytes, partition: int = 0, **headers: object) -> Message:
-    return Message(partition, offset, value, [(name, str(text).encode()) for name, text in headers.items()], 0)
+def message(offset: int, value: bytes, partition: int = 0, **headers: object) -> KafkaMessage:
+    return KafkaMessage(partition, offset, value, [(name, str(text).encode()) for name, text in headers.items()], 0)
 
 
 def put(window: Window, offset: int, seq: int, value: bytes = b"x" * 100, partition: int = 0) -> bool:
@@ -36,7 +36,7 @@ def test_the_lowest_offset_that_is_needed() -> None:
 def test_parts_in_any_order_and_a_second_attempt() -> None:
     window, data = Window(1 << 20), bytes(range(250))
     parts = list(split("ctr", 4, data, 100))
-    messages = [Message(0, offset, bytes(value), headers, 0) for offset, (headers, value) in enumerate(parts)]
+    messages = [KafkaMessage(0, offset, bytes(value), headers, 0) for offset, (headers, value) in enumerate(parts)]
     for one in (messages[2], messages[0]):
         held = window.add(one, head_of(one))
     assert held is not None

@@ -10,7 +10,7 @@ import pytest
 
 from tierstore.errors import InvalidInput
 from tierstore.sizing.outlook import MONTHS, growth, sensitivity
-from tierstore.sizing.plan import Design, Load, Machine, Plan, bytes_of, owner_of, parts_of, plan
+from tierstore.sizing.plan import Design, Load, Machine, SizingPlan, bytes_of, owner_of, parts_of, plan
 from tierstore.sizing.prices import Kind, Prices, read_prices
 from tierstore.sizing.reuse import Zipf
 from tierstore.types import StorageDtype
@@ -23,7 +23,7 @@ def load(rows: float = 1e9, **options: object) -> Load:
     return Load(rows, 32, StorageDtype("float16"), **options)  # type: ignore[arg-type]
 
 
-def named(made: Plan, name: str) -> Design:
+def named(made: SizingPlan, name: str) -> Design:
     return next(of for of in made.designs if of.name == name)
 
 

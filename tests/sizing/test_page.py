@@ -15,7 +15,7 @@ from tierstore.sizing.page import page
 from tierstore.sizing.plan import Load, Machine, plan
 from tierstore.sizing.prices import Kind, Prices
 from tierstore.sizing.reuse import ADS, Zipf
-from tierstore.sizing.served import Compared, Traffic, compare
+from tierstore.sizing.served import Compared, ServedTraffic, compare
 from tierstore.types import StorageDtype
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -128,13 +128,13 @@ tierstore_lookup_keys_total{model="ctr",table="user",tier="disk"} 1000.0
 
 
 def test_what_a_service_did_between_two_looks() -> None:
-    traffic = Traffic.between(BEFORE, AFTER, 4.0)
+    traffic = ServedTraffic.between(BEFORE, AFTER, 4.0)
     assert (traffic.cpu_s, traffic.requests) == (2.0, 1000.0)
     assert traffic.keys == {"host": 99_000.0, "disk": 1000.0}
 
 
 def test_the_plan_beside_what_is_measured_by_hand() -> None:
-    traffic = Traffic.between(BEFORE, AFTER, 4.0)
+    traffic = ServedTraffic.between(BEFORE, AFTER, 4.0)
     entry = {
         "rows": 1000, "lookup_keys": {"overlay": 5, "host": 80, "absent": 5, "disk": 10},
         "host": {"rows": 500}, "tier_bytes": {"host": 39_000, "disk": 80_000},
@@ -151,5 +151,5 @@ def test_the_plan_beside_what_is_measured_by_hand() -> None:
     assert found["processor of a request"].measured == pytest.approx(2e-3)
     assert found["requests a second"].measured == 250
     assert found["keys of a request"].measured == 100
-    nothing = compare(Load(1000, 32, StorageDtype("float16")), entry, Traffic(1.0, 0.0, 0.0, {}), ADS)
+    nothing = compare(Load(1000, 32, StorageDtype("float16")), entry, ServedTraffic(1.0, 0.0, 0.0, {}), ADS)
     assert {one.what: one.shown(one.measured) for one in nothing}["processor of a request"] == "–"

@@ -11,7 +11,7 @@ import pytest
 import tierstore
 from tierstore.errors import InvalidInput
 from tierstore.formats.files import tree_bytes
-from tierstore.sizing.plan import HOST_ROW_BYTES, Load, Machine, Plan, bytes_of, node_of, plan
+from tierstore.sizing.plan import HOST_ROW_BYTES, Load, Machine, SizingPlan, bytes_of, node_of, plan
 from tierstore.sizing.reuse import ADS, Classes, Measured, Zipf, hit_rate, read_classes
 from tierstore.tiers.host.layout import Layout
 from tierstore.types import KeyType, StorageDtype, TableSpec
@@ -142,7 +142,7 @@ def test_a_distribution_from_a_file(tmp_path: Path) -> None:
         read_classes(tmp_path / "none")
 
 
-def names(made: Plan) -> list[str]:
+def names(made: SizingPlan) -> list[str]:
     return [design.name for design in made.designs if not design.limits]
 
 

@@ -12,7 +12,7 @@ from tests.tiers.devices import either, open_device, to_host
 from tierstore.errors import StorageError
 from tierstore.kernels import codec
 from tierstore.kernels.pool import pool_bags
-from tierstore.tiers.device.lookup import PADDING, Bags, look_up, to_device
+from tierstore.tiers.device.lookup import PADDING, Pooling, look_up, to_device
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import DeviceMemory
 from tierstore.types import Combiner, Keys, KeyType, States, StorageDtype, TableSpec, Tier, Vectors
@@ -57,7 +57,7 @@ class Scene:
         rows[(keys >= GONE[0]) & (keys <= GONE[-1]) | (keys > BELOW[-1])] = self.default
         return rows
 
-    def look_up(self, keys: Keys, dtype: Any, state: States, given: Vectors, bags: Bags | None = None) -> np.ndarray:
+    def look_up(self, keys: Keys, dtype: Any, state: States, given: Vectors, bags: Pooling | None = None) -> np.ndarray:
         out = self.device.empty((len(keys) if bags is None else len(bags.offsets), self.spec.dim), dtype)
         assert look_up(self.table, keys, state, given, out, self.fetch, bags)
         return to_host(out)
@@ -120,9 +120,9 @@ def test_bags_are_pooled_bit_for_bit_as_on_the_cpu(
     rows = scene.rows(keys, np.float32)
     rows[given_at] = given
     expected = pool_bags(rows, offsets, weights, state != PADDING, combiner)
-    out = scene.look_up(keys, np.float32, state.copy(), given, Bags(offsets, weights, combiner))
+    out = scene.look_up(keys, np.float32, state.copy(), given, Pooling(offsets, weights, combiner))
     np.testing.assert_array_equal(out, expected)
-    half = scene.look_up(keys, np.float16, state.copy(), given, Bags(offsets, weights, combiner))
+    half = scene.look_up(keys, np.float16, state.copy(), given, Pooling(offsets, weights, combiner))
     np.testing.assert_array_equal(half, expected.astype(np.float16))
 
 
@@ -140,7 +140,7 @@ def test_numbers_below_the_least_normal_one_are_not_taken_for_zeros(kind: str, d
     none, state = np.empty((0, 8), np.float32), np.zeros(len(keys), np.uint8)
     np.testing.assert_array_equal(scene.look_up(keys, np.float32, state.copy(), none), expected)
     offsets, weights = np.arange(0, len(keys), 4), np.full(len(keys), 0.75, np.float32)
-    pooled = scene.look_up(keys, np.float32, state.copy(), none, Bags(offsets, weights, Combiner.MEAN))
+    pooled = scene.look_up(keys, np.float32, state.copy(), none, Pooling(offsets, weights, Combiner.MEAN))
     np.testing.assert_array_equal(pooled, pool_bags(expected, offsets, weights, None, Combiner.MEAN))
     assert np.count_nonzero(pooled)
 
@@ -185,7 +185,7 @@ def test_no_keys_and_empty_bags_are_answered() -> None:
     scene = Scene(4, StorageDtype.FLOAT32)
     nothing, none = np.empty(0, np.int64), np.empty((0, 4), np.float32)
     assert scene.look_up(nothing, np.float32, np.empty(0, np.uint8), none).shape == (0, 4)
-    bags = Bags(np.zeros(3, np.int64), None, Combiner.MEAN)
+    bags = Pooling(np.zeros(3, np.int64), None, Combiner.MEAN)
     np.testing.assert_array_equal(
         scene.look_up(nothing, np.float32, np.empty(0, np.uint8), none, bags), np.zeros((3, 4))
     )
@@ -195,7 +195,7 @@ def test_a_bag_larger_than_a_workspace_is_left_to_the_cpu() -> None:
     scene = Scene(64, StorageDtype.FLOAT32, 1 << 20)
     keys = np.zeros(1000, np.int64)
     out = scene.device.empty((1, 64), np.float32)
-    bags = Bags(np.zeros(1, np.int64), None, Combiner.SUM)
+    bags = Pooling(np.zeros(1, np.int64), None, Combiner.SUM)
     assert not look_up(
         scene.table, keys, np.zeros(1000, np.uint8), np.empty((0, 64), np.float32), out, scene.fetch, bags
     )

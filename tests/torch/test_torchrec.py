@@ -113,7 +113,7 @@ def test_weights_of_bags(tmp_path: Path) -> None:
         np.testing.assert_allclose(store.model("ctr").predict({"item": bags}), wanted, atol=1e-6)
 
 
-def test_sequences_are_written_without_a_dense_part(tmp_path: Path) -> None:
+def test_sequences_are_written_without_a_dense_part_and_followed(tmp_path: Path) -> None:
     class Net(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -130,6 +130,13 @@ def test_sequences_are_written_without_a_dense_part(tmp_path: Path) -> None:
     write_snapshot(tmp_path / "1", net, {"jagged": jagged}, model="ctr", version=1, dense=False)
     with tierstore.open(tmp_path / "data") as store:
         store.load_snapshot(tmp_path / "1")
+        rows = net.rows.embeddings["goods"].weight.detach().numpy()
+        np.testing.assert_array_equal(store.model("ctr").lookup("item", np.arange(60)), rows)
+        touched, optimizer = TouchedRows(net), torch.optim.Adagrad(net.parameters(), 0.5)
+        net.train()(jagged).square().backward()
+        optimizer.step()
+        assert write_delta(tmp_path / "1.arrow", touched, model="ctr", seq=1) == 5
+        store.apply_delta(tmp_path / "1.arrow")
         rows = net.rows.embeddings["goods"].weight.detach().numpy()
         np.testing.assert_array_equal(store.model("ctr").lookup("item", np.arange(60)), rows)
         wanted = net(jagged).item()

@@ -46,13 +46,15 @@ _LONGEST = 2000  # characters of a text in a line
 _PRINCIPAL = re.compile(r"(?:job \w+ of )?((?:token|certificate) .*?) at ")
 
 
-class Attempt:
+class AuditedChange:
     """A request to change something, for as long as it is worked on: whether it has a line, or was left out for their number."""
 
     has_line = False
 
 
-ATTEMPT: ContextVar[Attempt | None] = ContextVar("ATTEMPT", default=None)  # the one that this thread or task works on
+ATTEMPT: ContextVar[AuditedChange | None] = ContextVar(
+    "ATTEMPT", default=None
+)  # the one that this thread or task works on
 
 
 class Audit:

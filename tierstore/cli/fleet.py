@@ -86,13 +86,13 @@ def compare_nodes(urls: list[str], model: str | None, json: bool) -> None:
     from tierstore.client import Client
     from tierstore.client.base import parse_addresses
     from tierstore.client.environment import client_options
-    from tierstore.client.replicas import compare
+    from tierstore.client.replicas import compare_replicas
 
     options = client_options(urls)
     with ExitStack() as stack:
         addresses = [address.url for address in parse_addresses(urls)]
         clients = {url: stack.enter_context(Client(url, **options)) for url in addresses}
-        errors, models = compare(clients, model)
+        errors, models = compare_replicas(clients, model)
     equal = not errors and not any(one.problems for one in models)
     if json:
         documents = {one.model: asdict(one) for one in models}

@@ -16,10 +16,10 @@ from tierstore.errors import InvalidInput, NotFound, NotReady
 
 if TYPE_CHECKING:
     from tierstore.sizing.outlook import Growth, Swing
-    from tierstore.sizing.plan import Design, Load, Machine, Plan
+    from tierstore.sizing.plan import Design, Load, Machine, SizingPlan
     from tierstore.sizing.prices import Prices
     from tierstore.sizing.reuse import Measured, Reuse
-    from tierstore.sizing.served import Compared, Traffic
+    from tierstore.sizing.served import Compared, ServedTraffic
 
 _NODE = "Of a node: "
 ReuseFile = Annotated[
@@ -108,7 +108,7 @@ def plan(
 class _Outlook:
     """All that is shown."""
 
-    plan: Plan
+    plan: SizingPlan
     swings: list[Swing]
     growth: Growth | None
     compared: list[Compared]
@@ -276,13 +276,13 @@ class _Served:
 
     entry: Mapping[str, Any]  # what the status says of it
     reuse: Measured
-    traffic: Traffic
+    traffic: ServedTraffic
 
     @classmethod
     def read(cls, url: str, name: str | None, zipf: float | None, file: Path | None) -> _Served:
         from tierstore.cli.target import make_client
         from tierstore.sizing.reuse import Measured
-        from tierstore.sizing.served import Traffic
+        from tierstore.sizing.served import ServedTraffic
 
         if zipf is not None or file is not None:
             raise typer.BadParameter("expected --zipf, --reuse or --from, got two")
@@ -304,7 +304,7 @@ class _Served:
                 )
             before, began_s = client.metrics(), time.monotonic()
             time.sleep(SAMPLE_S)
-            traffic = Traffic.between(before, client.metrics(), time.monotonic() - began_s)
+            traffic = ServedTraffic.between(before, client.metrics(), time.monotonic() - began_s)
         return cls(entry, Measured(f"as {name} is looked up now", curve), traffic)
 
     def compared(self) -> list[Compared]:

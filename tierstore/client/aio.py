@@ -20,7 +20,7 @@ from tierstore.client.aio_models import AsyncRemoteModel
 from tierstore.client.async_transport import AsyncTransport
 from tierstore.client.base import ClientBase
 from tierstore.client.operations import BagOptions, Floats, Found, LookupOptions, PredictOptions
-from tierstore.client.settings import Settings
+from tierstore.client.settings import ClientSettings
 from tierstore.logs import LogLevel
 from tierstore.status import ServiceStatus
 from tierstore.types import BackupReport, DeltaResult, ExportReport, KeysLike, ProgressFn
@@ -29,7 +29,7 @@ from tierstore.types import BackupReport, DeltaResult, ExportReport, KeysLike, P
 class AsyncClient(ClientBase[AsyncTransport]):
     __doc__ = f"{ClientBase.__doc__}\n\n    Every verb is to be awaited; `model` and `figures` are not."
 
-    def _make_transport(self, settings: Settings) -> AsyncTransport:
+    def _make_transport(self, settings: ClientSettings) -> AsyncTransport:
         return AsyncTransport(settings, self._budget, self._balancer)
 
     async def __aenter__(self) -> AsyncClient:

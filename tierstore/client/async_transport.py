@@ -12,11 +12,11 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
-from tierstore.client.attempts import Attempt, Call, CallGroup, RetryBudget
+from tierstore.client.attempts import Attempt, CallGroup, NodeCall, RetryBudget
 from tierstore.client.balancing import Balancer
 from tierstore.client.inference import Operation, Pause, T
-from tierstore.client.replies import Reply
-from tierstore.client.settings import CONNECT_TIMEOUT_S, Node, Settings
+from tierstore.client.replies import DocumentReply
+from tierstore.client.settings import CONNECT_TIMEOUT_S, ClientSettings, Node
 from tierstore.client.transport import sum_stats
 from tierstore.errors import Closed, InvalidInput, TierstoreError, Unreachable
 from tierstore.http1 import Incoming
@@ -25,7 +25,7 @@ from tierstore.http1 import Incoming
 class AsyncTransport:
     """The connections of one client."""
 
-    def __init__(self, settings: Settings, budget: RetryBudget, balancer: Balancer) -> None:
+    def __init__(self, settings: ClientSettings, budget: RetryBudget, balancer: Balancer) -> None:
         self._settings, self._budget, self._balancer = settings, budget, balancer
         self._pools = [_Pool(node, settings.max_connections) for node in settings.nodes]
 
@@ -41,7 +41,7 @@ class AsyncTransport:
 
     async def run(self, operation: Operation[T]) -> T:
         """Carry out the steps of an operation and return its result."""
-        replies: list[Reply] | None = None
+        replies: list[DocumentReply] | None = None
         error: TierstoreError | None = None
         try:
             while True:
@@ -60,7 +60,7 @@ class AsyncTransport:
         finally:
             operation.close()
 
-    async def _exchange(self, calls: Sequence[Call]) -> list[Reply]:
+    async def _exchange(self, calls: Sequence[NodeCall]) -> list[DocumentReply]:
         for pool in self._pools:
             pool.check_loop()
         group = CallGroup(calls, self._settings.retry, self._budget, time.monotonic(), self._balancer)
@@ -234,7 +234,7 @@ class _Exchange:
         self._connecting: set[asyncio.Task[None]] = set()
         self.granted: defaultdict[_Pool, list[_Connection | None]] = defaultdict(list)
 
-    async def run(self) -> list[Reply]:
+    async def run(self) -> list[DocumentReply]:
         group = self._group
         try:
             while not group.ended():

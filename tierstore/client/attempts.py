@@ -1,6 +1,6 @@
 """Attempts of calls: when one starts, when it is repeated or hedged, and how a call ends. Knows no socket and no clock.
 
-A `Call` is one HTTP exchange. A `CallGroup` holds the calls of one request, which run side by side. The transport asks
+A `NodeCall` is one HTTP exchange. A `CallGroup` holds the calls of one request, which run side by side. The transport asks
 the group for attempts that are due, carries them out and reports how they ended. Times are seconds of a monotonic
 clock, passed in by the transport.
 
@@ -22,8 +22,8 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tierstore.client.balancing import Balancer, Route
-from tierstore.client.replies import Reply
+from tierstore.client.balancing import Balancer, NodeRoute
+from tierstore.client.replies import DocumentReply
 from tierstore.client.settings import Node, RetryPolicy
 from tierstore.errors import (
     DeadlineExceeded,
@@ -82,7 +82,7 @@ def new_request_id() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class NodeCall:
     """One exchange. `outgoing` is called with the seconds that remain, `reply` with whether it may write directly.
 
     `request_id` goes out with every attempt, and an error of the call names it: the service's log has it too. `trace` is the one
@@ -93,7 +93,7 @@ class Call:
     path: str
     timeout_s: float
     outgoing: Callable[[float], Outgoing]
-    reply: Callable[[bool], Reply] = lambda _: Reply()
+    reply: Callable[[bool], DocumentReply] = lambda _: DocumentReply()
     repeat: bool = False
     hedge_after_s: float | None = None
     request_id: str = field(default_factory=new_request_id)
@@ -109,7 +109,7 @@ class Attempt:
     __slots__ = ("began_at", "call", "dropped", "fresh", "node", "outgoing", "pending", "reply")
 
     def __init__(
-        self, pending: PendingCall, outgoing: Outgoing, reply: Reply, *, fresh: bool, node: int, began_at: float
+        self, pending: PendingCall, outgoing: Outgoing, reply: DocumentReply, *, fresh: bool, node: int, began_at: float
     ) -> None:
         self.pending, self.call, self.outgoing, self.reply, self.fresh = pending, pending.call, outgoing, reply, fresh
         self.node, self.began_at, self.dropped = node, began_at, False
@@ -126,11 +126,11 @@ class PendingCall:
     """A call, its attempts that run, and in the end its reply or error."""
 
     def __init__(
-        self, call: Call, policy: RetryPolicy, budget: RetryBudget, now: float, route: Route | None = None
+        self, call: NodeCall, policy: RetryPolicy, budget: RetryBudget, now: float, route: NodeRoute | None = None
     ) -> None:
         self.call = call
         self.deadline = now + call.timeout_s
-        self._route = route or Route(Balancer())
+        self._route = route or NodeRoute(Balancer())
         self._nodes = self._route.balancer
         self._tried: set[int] = set()  # nodes that did not answer the call
         self._policy, self._budget = policy, budget
@@ -139,7 +139,7 @@ class PendingCall:
         self._fresh = False
         self._attempts = 0
         self.running: list[Attempt] = []
-        self.reply: Reply | None = None
+        self.reply: DocumentReply | None = None
         self.error: TierstoreError | None = None
         budget.add()
 
@@ -309,13 +309,13 @@ class CallGroup:
 
     def __init__(
         self,
-        calls: Sequence[Call],
+        calls: Sequence[NodeCall],
         policy: RetryPolicy,
         budget: RetryBudget,
         now: float,
         balancer: Balancer | None = None,
     ) -> None:
-        route = Route(balancer or Balancer())
+        route = NodeRoute(balancer or Balancer())
         self._calls = [PendingCall(call, policy, budget, now, route) for call in calls]
         self._parallel = policy.parallel
         self._received = 0
@@ -368,7 +368,7 @@ class CallGroup:
         for call in self._calls:
             call.expire(now)
 
-    def replies(self) -> list[Reply]:
+    def replies(self) -> list[DocumentReply]:
         """All replies, in the order of the calls. Raises the error of the group if it failed."""
         error = self._error()
         if error is not None:

@@ -4,7 +4,7 @@ The node with the fewest attempts under way, in turn among equals. A node that f
 with each failure in a row; when it is over one attempt tries the node, and the others follow once that is answered. A
 node that lacks what a path names (a version, say) is skipped for that path alone, and for a short time.
 
-Any thread may use a `Balancer`; a `Route` belongs to one request.
+Any thread may use a `Balancer`; a `NodeRoute` belongs to one request.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Balancer:
             return [max(0.0, state.skip_until - now) for state in self._states]
 
 
-class Route:
+class NodeRoute:
     """The nodes of one request: its calls go to one node, so that they see one version; to another where that fails."""
 
     def __init__(self, balancer: Balancer) -> None:

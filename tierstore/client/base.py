@@ -12,7 +12,7 @@ from tierstore.client.attempts import RetryBudget
 from tierstore.client.balancing import Balancer
 from tierstore.client.inference import Deadline
 from tierstore.client.operations import Operations
-from tierstore.client.settings import Address, Node, RetryPolicy, Settings, TlsFiles, header_lines
+from tierstore.client.settings import Address, ClientSettings, Node, RetryPolicy, TlsFiles, lines_of_headers
 from tierstore.client.transport import Transport
 from tierstore.errors import InvalidInput
 
@@ -86,18 +86,18 @@ class ClientBase(ABC, Generic[AnyTransport]):
             Node(
                 address,
                 address.tls_context(files),
-                header_lines(address, token, allow_insecure_token=allow_insecure_token),
+                lines_of_headers(address, token, allow_insecure_token=allow_insecure_token),
             )
             for address in addresses
         )
-        settings = Settings(nodes, timeout_s, hedge_after_s, split_keys, split_items, max_connections, retry)
+        settings = ClientSettings(nodes, timeout_s, hedge_after_s, split_keys, split_items, max_connections, retry)
         self._budget = RetryBudget(retry.retry_burst, retry.retry_share)
         self._balancer, self._urls = Balancer(len(nodes)), [address.url for address in addresses]
         self._operations = Operations(settings)
         self._transport: AnyTransport = self._make_transport(settings)
 
     @abstractmethod
-    def _make_transport(self, settings: Settings) -> AnyTransport:
+    def _make_transport(self, settings: ClientSettings) -> AnyTransport:
         """The transport that carries the operations out."""
 
     def figures(self) -> dict[str, Mapping[str, float]]:

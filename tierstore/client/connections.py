@@ -1,6 +1,6 @@
 """Connections for threads: non-blocking sockets in a bounded pool, each with one request at a time.
 
-Any thread may use a `ConnectionPool`; a `Connection` belongs to the thread that acquired it until it is released. After
+Any thread may use a `ConnectionPool`; a `ServiceConnection` belongs to the thread that acquired it until it is released. After
 a fork the child starts without connections.
 """
 
@@ -22,7 +22,7 @@ _NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _PIECES_LIMIT = 64  # buffers of one system call
 
 
-class Connection:
+class ServiceConnection:
     """One connection to the service."""
 
     def __init__(self, sock: socket.socket, pool: ConnectionPool) -> None:
@@ -125,7 +125,7 @@ class ConnectionPool:
         self.node, self.limit = node, limit
         self._changed = threading.Condition()
         # guarded by _changed
-        self._idle: list[Connection] = []  # the one used last is used first
+        self._idle: list[ServiceConnection] = []  # the one used last is used first
         self._busy = 0
         self._closed = False
         self._process = os.getpid()
@@ -135,10 +135,10 @@ class ConnectionPool:
         with self._changed:
             return {"busy": self._busy, "idle": len(self._idle), "limit": self.limit}
 
-    def acquire(self, *, fresh: bool, wait_s: float, timeout_s: float) -> Connection | None:
+    def acquire(self, *, fresh: bool, wait_s: float, timeout_s: float) -> ServiceConnection | None:
         """A connection; None if none is free within `wait_s`. Unreachable where none can be opened within `timeout_s`."""
         deadline = time.monotonic() + wait_s
-        old: list[Connection] = []
+        old: list[ServiceConnection] = []
         try:
             with self._changed:
                 while True:
@@ -165,12 +165,12 @@ class ConnectionPool:
             for connection in old:
                 connection.close()
         try:
-            return Connection(self._connect(timeout_s), self)
+            return ServiceConnection(self._connect(timeout_s), self)
         except BaseException:
             self._forget()
             raise
 
-    def release(self, connection: Connection) -> None:
+    def release(self, connection: ServiceConnection) -> None:
         """Return a connection. It is closed unless it can carry another request."""
         connection.attempt = None
         keep = connection.reusable
@@ -183,7 +183,7 @@ class ConnectionPool:
         if not keep:
             connection.close()
 
-    def drop(self, connection: Connection) -> None:
+    def drop(self, connection: ServiceConnection) -> None:
         """Close a connection, even in the middle of an answer."""
         connection.close()
         self._forget()

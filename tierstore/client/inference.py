@@ -22,9 +22,9 @@ import numpy.typing as npt
 import orjson
 
 from tierstore.client import wire
-from tierstore.client.attempts import Call, Outgoing, new_request_id
-from tierstore.client.replies import Reply, Tensors
-from tierstore.client.splitting import Joined, Split
+from tierstore.client.attempts import NodeCall, Outgoing, new_request_id
+from tierstore.client.replies import DocumentReply, Tensors
+from tierstore.client.splitting import JoinedOutputs, Split
 from tierstore.errors import DeadlineExceeded, InvalidInput, MissingExtra, NotFound, NotReady, TierstoreError
 
 SWITCH_ATTEMPTS = 4  # at a request in parts, when versions switch between the parts
@@ -42,7 +42,7 @@ class Pause:
     seconds: float
 
 
-Step = Sequence[Call] | Pause
+Step = Sequence[NodeCall] | Pause
 Operation = Generator[Step, Any, T]
 
 
@@ -97,16 +97,16 @@ def exchange(
     content_type: str = "application/json",
     repeat: bool | None = None,
     request_id: str | None = None,
-) -> Operation[Reply]:
+) -> Operation[DocumentReply]:
     """One call: `body` as JSON, or `content` as it is. Reads may be repeated, others where `repeat` says so."""
     request_id = request_id or new_request_id()
     pieces = [content] if content is not None else [orjson.dumps(body)] if body is not None else []
     outgoing = Outgoing(f"Content-Type: {content_type}\r\n" if pieces else "", pieces)
     may_repeat = method == "GET" if repeat is None else repeat
     (reply,) = yield [
-        Call(method, path, deadline.remaining(), lambda _: outgoing, repeat=may_repeat, request_id=request_id)
+        NodeCall(method, path, deadline.remaining(), lambda _: outgoing, repeat=may_repeat, request_id=request_id)
     ]
-    assert isinstance(reply, Reply)
+    assert isinstance(reply, DocumentReply)
     return reply
 
 
@@ -119,11 +119,11 @@ def text(path: str, deadline: Deadline) -> Operation[str]:
 def succeeds(path: str, deadline: Deadline) -> Operation[bool]:
     """Whether GET `path` answers 2xx. Raises Unreachable if nothing answers."""
     outgoing = Outgoing("", [])
-    (reply,) = yield [Call("GET", path, deadline.remaining(), lambda _: outgoing, lambda _: _Status(), repeat=True)]
+    (reply,) = yield [NodeCall("GET", path, deadline.remaining(), lambda _: outgoing, lambda _: _Status(), repeat=True)]
     return bool(200 <= reply.status < 300)
 
 
-class _Status(Reply):
+class _Status(DocumentReply):
     """A reply of which only the status matters."""
 
     def finish(self) -> None:
@@ -180,7 +180,7 @@ def inference(
     request_id = request.request_id
     version = request.version
     for _ in range(SWITCH_ATTEMPTS):
-        joined = Joined(split)
+        joined = JoinedOutputs(split)
         calls = [_call(request, version, request_id, split, number, joined) for number in range(len(split.parts))]
         try:
             replies: list[Tensors] = yield calls
@@ -216,8 +216,8 @@ def inference(
 
 
 def _call(
-    request: InferenceRequest, version: Version, request_id: str, split: Split, number: int, joined: Joined
-) -> Call:
+    request: InferenceRequest, version: Version, request_id: str, split: Split, number: int, joined: JoinedOutputs
+) -> NodeCall:
     part = split.parts[number]
     alone = len(split.parts) == 1
 
@@ -231,12 +231,12 @@ def _call(
     def destination(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any] | None:
         return joined.destination(number, name, shape, dtype)
 
-    def reply(direct: bool) -> Reply:
+    def reply(direct: bool) -> DocumentReply:
         return Tensors(None if alone else destination, direct=direct)
 
     path = f"{model_path(request.model, version)}/infer"
     timeout_s, hedge_after_s = request.deadline.remaining(), request.hedge_after_s
-    return Call(
+    return NodeCall(
         "POST", path, timeout_s, outgoing, reply, repeat=True, hedge_after_s=hedge_after_s, request_id=request_id
     )
 

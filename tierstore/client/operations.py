@@ -35,7 +35,7 @@ from tierstore.client.inference import (
     wanted_outputs,
 )
 from tierstore.client.inputs import Batch, as_keys, check_options, predict_inputs
-from tierstore.client.settings import Settings
+from tierstore.client.settings import ClientSettings
 from tierstore.client.sources import delta_model, snapshot_model
 from tierstore.client.splitting import split_lookup, split_predict
 from tierstore.errors import InvalidInput, MissingExtra, NotReady, SnapshotError, TierstoreError
@@ -88,7 +88,7 @@ class PredictOptions(TypedDict, total=False):
 class Operations:
     """The verbs of one client."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ClientSettings) -> None:
         self._settings = settings
         self._cache = ModelCache()
 

@@ -22,7 +22,7 @@ Clients = Mapping[str, Client]  # by the URL of the node
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class SampledRows:
     """Sampled rows of several nodes. `seq`: at which they were compared; None: never all at one. `problems` names nodes."""
 
     keys: int
@@ -36,11 +36,11 @@ class Comparison:
 
     model: str
     nodes: dict[str, dict[str, Any]]  # of each that has the model: `active_version`, `watermark`, `canary`, `problem`
-    rows: Rows | None = None
+    rows: SampledRows | None = None
     problems: list[str] = field(default_factory=list)
 
 
-def compare(
+def compare_replicas(
     clients: Clients, model: str | None = None, *, rows: int = 256, wait_s: float = 10.0
 ) -> tuple[dict[str, str], list[Comparison]]:
     """Compare the nodes, in every model that one of them has, or in the one.
@@ -92,7 +92,7 @@ def _compared(
     return Comparison(model, states, compared, [*problems, *compared.problems])
 
 
-def compare_rows(clients: Clients, model: str, version: int, *, rows: int = 256, wait_s: float = 10.0) -> Rows:
+def compare_rows(clients: Clients, model: str, version: int, *, rows: int = 256, wait_s: float = 10.0) -> SampledRows:
     """Compare rows of a version that every node serves, at a seq at which all of them were seen.
 
     Each node chooses keys, and all of them answer all of these. Nodes remove expired rows at times of their own, so rows that
@@ -101,7 +101,7 @@ def compare_rows(clients: Clients, model: str, version: int, *, rows: int = 256,
     chosen = {url: _sample(client, url, model, version, None, rows)["tables"] for url, client in clients.items()}
     tables = {url: ", ".join(sorted(sampled)) for url, sampled in chosen.items()}
     if len(set(tables.values())) > 1:
-        return Rows(0, None, [f"version {version} has other tables: " + _by_value(tables)])
+        return SampledRows(0, None, [f"version {version} has other tables: " + _by_value(tables)])
     keys = {
         name: _distinct(sampled[name]["keys"] for sampled in chosen.values()) for name in next(iter(chosen.values()))
     }
@@ -118,10 +118,12 @@ def compare_rows(clients: Clients, model: str, version: int, *, rows: int = 256,
         common = set.intersection(*(set(by_seq) for by_seq in seen.values()))
         if common:
             seq = max(common)
-            return Rows(total, seq, _differences({url: by_seq[seq] for url, by_seq in seen.items()}, seq))
+            return SampledRows(total, seq, _differences({url: by_seq[seq] for url, by_seq in seen.items()}, seq))
         if time.monotonic() >= until:
             at = {url: max(by_seq) for url, by_seq in seen.items()}
-            return Rows(total, None, [f"watermarks differ, and did not meet within {wait_s:g} s: " + _by_value(at)])
+            return SampledRows(
+                total, None, [f"watermarks differ, and did not meet within {wait_s:g} s: " + _by_value(at)]
+            )
         time.sleep(POLL_S)
         newest = max(max(by_seq) for by_seq in seen.values())
         behind = [url for url, by_seq in seen.items() if max(by_seq) < newest]

@@ -33,7 +33,7 @@ from tierstore.errors import (
 Destination = Callable[[str, tuple[int, ...], np.dtype[Any]], npt.NDArray[Any] | None]
 
 
-class Reply:
+class DocumentReply:
     """An answer whose body is a document."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Reply:
             raise TierstoreError("expected JSON from the service, got something else: is it a tierstore?") from error
 
 
-class Tensors(Reply):
+class Tensors(DocumentReply):
     """An answer to an inference request.
 
     destination: gives the array that an output is written to, or None for an output that is not needed. Without it every

@@ -107,7 +107,7 @@ class RetryPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """The address of one service, its TLS, and the `header_lines` that are sent to it with every request."""
+    """The address of one service, its TLS, and the `lines_of_headers` that are sent to it with every request."""
 
     address: Address
     tls: ssl.SSLContext | None
@@ -115,7 +115,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ClientSettings:
     """The arguments of a client, checked. `nodes` is not empty; any of them may answer a request."""
 
     nodes: tuple[Node, ...]
@@ -127,7 +127,7 @@ class Settings:
     retry: RetryPolicy
 
 
-def header_lines(address: Address, token: str | None, *, allow_insecure_token: bool) -> str:
+def lines_of_headers(address: Address, token: str | None, *, allow_insecure_token: bool) -> str:
     """The header lines of every request, each with its line end.
 
     InvalidInput for a token that no header can carry, and, unless `allow_insecure_token`, for one that would leave this machine

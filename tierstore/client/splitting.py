@@ -1,10 +1,10 @@
 """Large requests split into parts that go out side by side, and the answers of the parts joined into one.
 
-Every output of a part has a position in the whole output, a range of rows along axis 0. `Joined` allocates a whole array
+Every output of a part has a position in the whole output, a range of rows along axis 0. `JoinedOutputs` allocates a whole array
 when the first answer shows its shape, and each answer is received straight into its rows. An output that cannot be
 joined (one without the batch dimension, or parts of different widths) is named in `misfit`.
 
-Plain values, and one `Joined` per attempt at a request; the thread or loop that runs the request uses them alone.
+Plain values, and one `JoinedOutputs` per attempt at a request; the thread or loop that runs the request uses them alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Position = slice | None  # rows of the whole output; None: the output is the sam
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RequestPart:
     """One of the requests that a large one is split into.
 
     `default` is the position of outputs that are not in `positions`.
@@ -40,12 +40,12 @@ class Part:
 class Split:
     """A request in parts. `rows`: how many each whole output has; `n`: those of outputs that are not in `rows`."""
 
-    parts: Sequence[Part]
+    parts: Sequence[RequestPart]
     rows: Mapping[str, int] = field(default_factory=dict)
     n: int = 0
 
 
-class Joined:
+class JoinedOutputs:
     """The whole outputs of a request that is answered in parts."""
 
     def __init__(self, split: Split) -> None:
@@ -103,7 +103,7 @@ def split_lookup(batches: Sequence[Batch], outputs: Mapping[str, Sequence[wire.O
     total = sum(batch.n for batch in batches)
     if limit is None or total <= limit:
         inputs = [tensor for batch in batches for tensor in batch.inputs()]
-        return Split([Part(inputs, [output for batch in batches for output in outputs[batch.feature]])])
+        return Split([RequestPart(inputs, [output for batch in batches for output in outputs[batch.feature]])])
     limit = -(-total // -(-total // limit))  # as many parts, but none that is nearly empty
     packed: list[list[tuple[Batch, int, int]]] = [[]]  # (batch, its first row, its first key)
     room = limit
@@ -125,7 +125,9 @@ def split_lookup(batches: Sequence[Batch], outputs: Mapping[str, Sequence[wire.O
             positions[batch.feature] = slice(row, row + batch.rows)
             positions[f"{batch.feature}.found"] = slice(key, key + batch.n)
         inputs = [tensor for batch, _, _ in group for tensor in batch.inputs()]
-        parts.append(Part(inputs, [output for batch, _, _ in group for output in outputs[batch.feature]], positions))
+        parts.append(
+            RequestPart(inputs, [output for batch, _, _ in group for output in outputs[batch.feature]], positions)
+        )
     return Split(parts, rows)
 
 
@@ -136,7 +138,7 @@ def split_predict(inputs: Sequence[Plain | Bags], outputs: Sequence[wire.Output]
     """Parts of about equal size, of at most `limit` items. An input with one entry for all items is sent with every part."""
     n = max((one.n or 0 for one in inputs), default=0)
     if limit is None or n <= limit:
-        return Split([Part([tensor for one in inputs for tensor in one.inputs()], outputs)])
+        return Split([RequestPart([tensor for one in inputs for tensor in one.inputs()], outputs)])
     count = -(-n // limit)
     edges = [n * i // count for i in range(count + 1)]
     same: dict[str, Position] = {name: None for one in inputs if one.n != n for name in one.names}
@@ -157,5 +159,5 @@ def split_predict(inputs: Sequence[Plain | Bags], outputs: Sequence[wire.Output]
                 first = rows.get(name, 0)
                 rows[name] = first + piece.batch.n
                 positions[name] = slice(first, rows[name])
-        parts.append(Part(tensors, outputs, positions, slice(begin, end)))
+        parts.append(RequestPart(tensors, outputs, positions, slice(begin, end)))
     return Split(parts, rows, n)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from tierstore.client.base import ClientBase
 from tierstore.client.operations import BagOptions, Floats, Found, LookupOptions, PredictOptions
-from tierstore.client.settings import Settings
+from tierstore.client.settings import ClientSettings
 from tierstore.client.sync_models import RemoteModel
 from tierstore.client.transport import Transport
 from tierstore.logs import LogLevel
@@ -29,7 +29,7 @@ from tierstore.types import BackupReport, DeltaResult, ExportReport, KeysLike, P
 class Client(ClientBase[Transport]):
     __doc__ = f"{ClientBase.__doc__}\n\n    Every verb blocks until it is done."
 
-    def _make_transport(self, settings: Settings) -> Transport:
+    def _make_transport(self, settings: ClientSettings) -> Transport:
         return Transport(settings, self._budget, self._balancer)
 
     def __enter__(self) -> Client:

@@ -9,12 +9,12 @@ import select
 import time
 from collections.abc import Sequence
 
-from tierstore.client.attempts import Attempt, Call, CallGroup, RetryBudget
+from tierstore.client.attempts import Attempt, CallGroup, NodeCall, RetryBudget
 from tierstore.client.balancing import Balancer
-from tierstore.client.connections import Connection, ConnectionPool
+from tierstore.client.connections import ConnectionPool, ServiceConnection
 from tierstore.client.inference import Operation, Pause, T
-from tierstore.client.replies import Reply
-from tierstore.client.settings import Settings
+from tierstore.client.replies import DocumentReply
+from tierstore.client.settings import ClientSettings
 from tierstore.errors import TierstoreError
 
 POOL_S = 0.002  # how often a request that has connections, but could use another, looks for a free one
@@ -23,7 +23,7 @@ POOL_S = 0.002  # how often a request that has connections, but could use anothe
 class Transport:
     """The connections of one client."""
 
-    def __init__(self, settings: Settings, budget: RetryBudget, balancer: Balancer) -> None:
+    def __init__(self, settings: ClientSettings, budget: RetryBudget, balancer: Balancer) -> None:
         self._settings, self._budget, self._balancer = settings, budget, balancer
         self._pools = [ConnectionPool(node, settings.max_connections) for node in settings.nodes]
 
@@ -38,7 +38,7 @@ class Transport:
 
     def run(self, operation: Operation[T]) -> T:
         """Carry out the steps of an operation and return its result."""
-        replies: list[Reply] | None = None
+        replies: list[DocumentReply] | None = None
         error: TierstoreError | None = None
         try:
             while True:
@@ -57,10 +57,10 @@ class Transport:
         finally:
             operation.close()
 
-    def _exchange(self, calls: Sequence[Call]) -> list[Reply]:
+    def _exchange(self, calls: Sequence[NodeCall]) -> list[DocumentReply]:
         """Carry out the calls side by side, retries included."""
         group = CallGroup(calls, self._settings.retry, self._budget, time.monotonic(), self._balancer)
-        busy: list[Connection] = []
+        busy: list[ServiceConnection] = []
         try:
             while not group.ended():
                 now = time.monotonic()
@@ -79,7 +79,7 @@ class Transport:
             group.abandon()
             self._close_dropped(busy)
 
-    def _start(self, group: CallGroup, attempt: Attempt, *, wait: bool) -> Connection | None:
+    def _start(self, group: CallGroup, attempt: Attempt, *, wait: bool) -> ServiceConnection | None:
         """Send the attempt. Returns its connection; None if there is none."""
         remaining_s, pool = max(0.0, attempt.pending.deadline - time.monotonic()), self._pools[attempt.node]
         try:
@@ -98,7 +98,7 @@ class Transport:
             return None
         return connection
 
-    def _wait(self, group: CallGroup, busy: list[Connection]) -> None:
+    def _wait(self, group: CallGroup, busy: list[ServiceConnection]) -> None:
         """Wait until a connection is ready or an attempt is due, and move the data of those that are ready."""
         wait_s = group.wake_at() - time.monotonic()
         if group.starved:
@@ -124,7 +124,7 @@ class Transport:
                 group.answered(attempt, time.monotonic())
                 connection.pool.release(connection)
 
-    def _close_dropped(self, busy: list[Connection]) -> None:
+    def _close_dropped(self, busy: list[ServiceConnection]) -> None:
         for connection in [one for one in busy if one.attempt is None or one.attempt.dropped]:
             busy.remove(connection)
             connection.pool.drop(connection)
@@ -135,7 +135,7 @@ def sum_stats(stats: Sequence[dict[str, int]]) -> dict[str, int]:
     return {name: sum(one[name] for one in stats) for name in stats[0]}
 
 
-def _ready(connections: list[Connection], timeout_s: float) -> list[Connection]:
+def _ready(connections: list[ServiceConnection], timeout_s: float) -> list[ServiceConnection]:
     if len(connections) == 1:
         return connections[:] if connections[0].wait(timeout_s) else []
     poll = select.poll()

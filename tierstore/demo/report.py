@@ -14,7 +14,7 @@ from tierstore.demo.traffic import Samples
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class LatencyWindow:
     """Latency of the requests that were due within one part of the story, in milliseconds; zeros if there are none."""
 
     name: str
@@ -26,7 +26,7 @@ class Window:
     max_ms: float
 
     @classmethod
-    def of(cls, name: str, samples: Samples, start: float, end: float) -> Window:
+    def of(cls, name: str, samples: Samples, start: float, end: float) -> LatencyWindow:
         part = samples[(samples["due"] >= start) & (samples["due"] < end)]
         times = part["latency_s"][~part["failed"]] * 1e3
         p50, p99, top = np.percentile(times, [50, 99, 100]).tolist() if len(times) else (0.0, 0.0, 0.0)
@@ -61,7 +61,7 @@ class DemoReport:
     freshness_median_s: float = 0.0  # event time to acknowledged, which is visible
     freshness_p99_s: float = 0.0
     freshness_max_s: float = 0.0
-    windows: list[Window] = field(default_factory=list)
+    windows: list[LatencyWindow] = field(default_factory=list)
     tiers: dict[str, float] = field(default_factory=dict)  # share of keys by where they were answered, all traffic
     quality: Quality | None = None
     requests: int = 0

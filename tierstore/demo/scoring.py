@@ -59,7 +59,7 @@ def auc(scores: npt.ArrayLike, clicked: npt.ArrayLike) -> float:
     return float((mean_rank[which][clicked].sum() - positive * (positive + 1) / 2) / (positive * negative))
 
 
-def compare_rows(model: RemoteModel, shop: Shop, sample: int, seed: int) -> tuple[int, int]:
+def compare_with_trainer(model: RemoteModel, shop: Shop, sample: int, seed: int) -> tuple[int, int]:
     """Look up `sample` users and items, and compare with the trainer's rows, as float16, bit for bit.
 
     All items that do not exist are looked up too, and must not be found. Returns rows compared, and rows that differ.

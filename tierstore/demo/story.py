@@ -25,8 +25,8 @@ from rich.console import Console
 from tierstore.client import Client, RemoteModel
 from tierstore.demo.clicklog import WorldSize, item_keys, user_keys
 from tierstore.demo.graph import can_predict
-from tierstore.demo.report import DemoReport, Quality, TierCounter, Window, show
-from tierstore.demo.scoring import auc, compare_rows, predicted, scores
+from tierstore.demo.report import DemoReport, LatencyWindow, Quality, TierCounter, show
+from tierstore.demo.scoring import auc, compare_with_trainer, predicted, scores
 from tierstore.demo.service import ServiceProcess
 from tierstore.demo.shop import MODEL, ROW_BYTES, MinuteDelta, Shop
 from tierstore.demo.traffic import Samples, Traffic, stale
@@ -130,7 +130,9 @@ class Story:
             self.report.quality = self._quality(daily, self._score())
         with self._step("read rows back") as say:
             report = self.report
-            report.rows_checked, report.mismatches = compare_rows(self.model, self.shop, CHECKED_ROWS, report.seed)
+            report.rows_checked, report.mismatches = compare_with_trainer(
+                self.model, self.shop, CHECKED_ROWS, report.seed
+            )
             say(f"{report.mismatches} mismatches of {report.rows_checked:,}")
         report.total_s = round(time.monotonic() - began, 2)
         return report
@@ -263,7 +265,7 @@ class Story:
     def _judge(self, samples: Samples, first_error: str) -> None:
         """What the load generator saw, window by window and in all."""
         report, failed = self.report, samples["failed"]
-        measured = [Window.of(name, samples, start, end) for (name, start), (_, end) in pairwise(self.windows)]
+        measured = [LatencyWindow.of(name, samples, start, end) for (name, start), (_, end) in pairwise(self.windows)]
         report.windows = [window for window in measured if window.requests]
         report.requests, report.failed_requests, report.first_error = len(samples), int(failed.sum()), first_error
         report.mixed_answers, report.stale_answers = int(samples["mixed"].sum()), stale(samples, self.acknowledged)

@@ -65,7 +65,7 @@ class Refusals:
         return refuse
 
 
-class Target(Protocol):
+class LoadTarget(Protocol):
     """Where the rows of a load go."""
 
     base: BaseKind  # of the files that are built first
@@ -116,7 +116,7 @@ class ModelPlacement:
     leads: Callable[
         [], bool
     ]  # of all nodes that a source feeds, whether this is the one that applies its deltas while it can
-    load: Callable[[], Target]  # where the rows of a load go
+    load: Callable[[], LoadTarget]  # where the rows of a load go
     held: Callable[
         [DeltaHead], DeltaResult | None
     ]  # the result for a delta that was acknowledged before; it is not decoded

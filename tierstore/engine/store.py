@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from tierstore.access.audit import Audit
 from tierstore.config import Settings, load_settings
-from tierstore.engine.deltas.incoming import Incoming, Source
+from tierstore.engine.deltas.incoming import IncomingDelta, Source
 from tierstore.engine.deltas.origin import Origin
 from tierstore.engine.events.callbacks import guarded, refuse_inside
 from tierstore.engine.events.changes import audited
@@ -34,7 +34,7 @@ from tierstore.engine.operations.status import store_status, with_problems
 from tierstore.engine.operations.together import Models, close_shared, start_background, stop_background
 from tierstore.engine.operations.verify import verify_store
 from tierstore.engine.placement import ModelPlacement
-from tierstore.engine.placements.choose import choose
+from tierstore.engine.placements.choose import choose_placement
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.publisher import Publisher
 from tierstore.errors import Closed, InvalidInput, RemoteUnavailable, SnapshotError, unknown_model
@@ -76,7 +76,7 @@ class Store(ParkedMessages):
                 target=sweep, args=(self._leftovers, lambda: self._models.closed), name="tierstore-sweeper", daemon=True
             )
             try:
-                self.placement = self.shared.placement = choose(self.shared, self._models)
+                self.placement = self.shared.placement = choose_placement(self.shared, self._models)
             except BaseException:
                 close_shared(self.shared)
                 raise
@@ -188,7 +188,7 @@ class Store(ParkedMessages):
 
         DeltaError for a bad or another one, SequenceGap (`expected_seq`) for one out of turn, Conflict, Overloaded."""
         self._check_open()
-        placed = self.placed(self.model((incoming := Incoming(source, model, seq)).head.model))
+        placed = self.placed(self.model((incoming := IncomingDelta(source, model, seq)).head.model))
         if (held := placed.held(incoming.head)) is not None:
             return held
         with incoming.decoded(self.shared.decoding, self.shared.overlay_budget) as delta:

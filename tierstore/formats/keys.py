@@ -17,7 +17,7 @@ import pyarrow as pa
 from tierstore.errors import InvalidInput, WrongPartition
 from tierstore.formats.colliding import CollidingKeys, hash_arrow
 from tierstore.formats.key_hash import rows_of
-from tierstore.formats.strings import as_arrow_strings, checked_strings, decoded
+from tierstore.formats.strings import as_arrow_strings, checked_strings, plain_strings
 from tierstore.kernels import partitions
 from tierstore.types import FeatureSpec, Keys, KeyType, Partitions, TableSpec, check_sequence
 
@@ -42,7 +42,7 @@ def as_codes(keys: Any, key_type: KeyType, colliding: CollidingKeys | None = Non
         )  # the usual case; the checks below would cost a look-up of few keys too much
     check_sequence(keys, key_type)
     if isinstance(keys, (pa.Array, pa.ChunkedArray)):
-        array = decoded(keys)
+        array = plain_strings(keys)
         if key_type is KeyType.STRING:
             return _string_codes(array, colliding)
         return _int_codes(_arrow_ints(array, key_type), key_type)

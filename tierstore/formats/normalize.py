@@ -20,7 +20,7 @@ from tierstore.types import KeyType
 _EXPECTED = "expected vectors of shape [n, dim], or a column of n lists of dim numbers"
 
 
-def as_rows(vectors: Any) -> npt.NDArray[Any]:
+def vector_rows(vectors: Any) -> npt.NDArray[Any]:
     """Vectors as float16, float32, float64 or integers of shape [n, dim].
 
     Takes NumPy arrays (`ml_dtypes.bfloat16` and object arrays of arrays included), sequences of sequences, Arrow list
@@ -102,7 +102,7 @@ def _from_torch(tensor: Any) -> npt.NDArray[Any]:
     tensor = tensor.cpu()
     if str(tensor.dtype) == "torch.bfloat16":  # which NumPy does not have
         tensor = tensor.float()
-    return as_rows(tensor.numpy())
+    return vector_rows(tensor.numpy())
 
 
 def _as_array(vectors: Any) -> npt.NDArray[Any]:

@@ -39,7 +39,7 @@ def read_onnx(path: Location, within: Location) -> bytes:
     except Exception:  # noqa: BLE001 - of protobuf, which is no import of ours; who runs the model says what it is not
         return content
     total = len(content)
-    for tensor in tensors_of(model):
+    for tensor in constants_of(model):
         if tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.external_data:
             tensor.raw_data = _weights(tensor, path, within.resolve())
             del tensor.external_data[:]
@@ -85,7 +85,7 @@ def _weights(tensor: Any, path: Location, within: Location) -> bytes:
     return data
 
 
-def tensors_of(model: Any) -> Iterator[Any]:
+def constants_of(model: Any) -> Iterator[Any]:
     """Every constant of a ModelProto, including those in attributes and subgraphs."""
     graphs = [model.graph]
     nodes = [node for function in model.functions for node in function.node]

@@ -32,7 +32,7 @@ def as_arrow_strings(keys: Any) -> pa.Array:
     """String keys as a validated `large_string` array without nulls. Raises InvalidInput, see `as_codes`."""
     check_sequence(keys, KeyType.STRING)
     if isinstance(keys, (pa.Array, pa.ChunkedArray)):
-        array = decoded(keys)
+        array = plain_strings(keys)
     elif isinstance(keys, np.ndarray) and keys.dtype.kind not in "USTO":
         raise InvalidInput(f"expected string keys, got {keys.dtype}: this table's keys are strings")
     else:
@@ -40,7 +40,7 @@ def as_arrow_strings(keys: Any) -> pa.Array:
     return checked_strings(array)
 
 
-def decoded(array: pa.Array | pa.ChunkedArray) -> pa.Array:
+def plain_strings(array: pa.Array | pa.ChunkedArray) -> pa.Array:
     """One array, not dictionary-encoded, without nulls."""
     if isinstance(array, pa.ChunkedArray):
         if pa.types.is_string(array.type) or pa.types.is_binary(array.type):

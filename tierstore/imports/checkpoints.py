@@ -35,7 +35,7 @@ _TFRA = re.compile(
 _DYNAMICEMB = re.compile(r"(?P<table>.+)_emb_keys\.rank_(?P<rank>\d+)\.world_size_(?P<ranks>\d+)")
 
 
-class Part(NamedTuple):
+class RowsPart(NamedTuple):
     """Rows from row `first` on of `place`: keys int64[n], vectors [n, dim]."""
 
     place: str
@@ -81,7 +81,7 @@ def _pair(file: Path) -> tuple[str, Pair] | None:
     return None
 
 
-def read_pairs(path: Path) -> Iterator[Part]:
+def read_pairs(path: Path) -> Iterator[RowsPart]:
     """The rows of the one table that `path` holds. Raises SnapshotError."""
     tables = pairs_in(path)
     if len(tables) != 1:
@@ -99,7 +99,7 @@ def read_pairs(path: Path) -> Iterator[Part]:
         yield from _read_pair(pair)
 
 
-def read_hugectr(path: Path) -> Iterator[Part]:
+def read_hugectr(path: Path) -> Iterator[RowsPart]:
     """The rows of a HugeCTR/HPS folder, which is one pair. Raises SnapshotError."""
     pair = Pair(path / HUGECTR_KEYS, path / HUGECTR_VECTORS, 0, 1)
     for file in (pair.keys, pair.values):
@@ -110,7 +110,7 @@ def read_hugectr(path: Path) -> Iterator[Part]:
     yield from _read_pair(pair)
 
 
-def _read_pair(pair: Pair) -> Iterator[Part]:
+def _read_pair(pair: Pair) -> Iterator[RowsPart]:
     if not pair.values.is_file():
         raise SnapshotError(f"is missing: it holds the rows of {pair.keys.name}", file=str(pair.values))
     try:
@@ -120,11 +120,11 @@ def _read_pair(pair: Pair) -> Iterator[Part]:
     yield from _parts(str(pair.keys), read_tensors((rows, keys), _BATCH_ROWS))
 
 
-def _parts(place: str, batches: Iterator[tuple[np.ndarray, ...]]) -> Iterator[Part]:
+def _parts(place: str, batches: Iterator[tuple[np.ndarray, ...]]) -> Iterator[RowsPart]:
     """`batches`: rows and their keys, or rows alone, whose numbers are the keys."""
     first = 0
     for rows, *keys in batches:
-        yield Part(place, first, keys[0] if keys else np.arange(first, first + len(rows), dtype=np.int64), rows)
+        yield RowsPart(place, first, keys[0] if keys else np.arange(first, first + len(rows), dtype=np.int64), rows)
         first += len(rows)
 
 
@@ -138,7 +138,7 @@ def is_state_dict(path: Path) -> bool:
     return path.suffix in (*TORCH_FILES, SAFETENSORS)
 
 
-def read_state_dict(path: Path, key: str, vector: str) -> Iterator[Part]:
+def read_state_dict(path: Path, key: str, vector: str) -> Iterator[RowsPart]:
     """The rows of the tensor `vector`, by batches; keys are the tensor `key`, or the rows' numbers where none is named.
 
     Raises SnapshotError, which names the tensors that there are; MissingExtra where PyTorch is needed.

@@ -39,7 +39,7 @@ class Chosen:
         return list(dict.fromkeys([self.key, *self.vectors, *([] if self.time is None else [self.time])]))
 
 
-def choose(
+def choose_columns(
     schema: pa.Schema, key: str, vector: str | Sequence[str], key_type: KeyType | None, time: str | None = None
 ) -> Chosen:
     """The columns named `key` and `vector`: a column of lists, a pattern such as `f*`, or the names of one column per number.

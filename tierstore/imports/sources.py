@@ -19,11 +19,11 @@ import pyarrow.dataset as ds
 from tierstore.errors import InvalidInput, SnapshotError
 from tierstore.formats.columns import Malformed
 from tierstore.formats.names import HUGECTR_KEYS
-from tierstore.formats.normalize import as_rows, guessed_key_type
+from tierstore.formats.normalize import guessed_key_type, vector_rows
 from tierstore.formats.row_times import Times, as_times
 from tierstore.formats.snapshot.checksum import is_hugectr, parts
-from tierstore.imports.checkpoints import Part, is_state_dict, pairs_in, read_hugectr, read_pairs, read_state_dict
-from tierstore.imports.columns import Chosen, choose, keys_of, vectors_of, without_nulls
+from tierstore.imports.checkpoints import RowsPart, is_state_dict, pairs_in, read_hugectr, read_pairs, read_state_dict
+from tierstore.imports.columns import Chosen, choose_columns, keys_of, vectors_of, without_nulls
 from tierstore.types import KeyType
 
 _FORMATS = {".parquet": "parquet", ".arrow": "ipc", ".feather": "ipc", ".ipc": "ipc", ".orc": "orc"}
@@ -102,7 +102,7 @@ def check(source: Any, wanted: Wanted) -> None:
 
 
 def _chosen(schema: pa.Schema, wanted: Wanted) -> Chosen:
-    return choose(schema, wanted.key, wanted.vector, wanted.key_type, wanted.time)
+    return choose_columns(schema, wanted.key, wanted.vector, wanted.key_type, wanted.time)
 
 
 def as_paths(source: Any) -> list[Path] | None:
@@ -174,7 +174,7 @@ def _of_path(path: Path, wanted: Wanted) -> Iterator[Block]:
             yield from _of_batches(str(file), chosen, batches, wanted.skip_nulls)
 
 
-def _of_parts(path: Path, parts: Iterator[Part], wanted: Wanted) -> Iterator[Block]:
+def _of_parts(path: Path, parts: Iterator[RowsPart], wanted: Wanted) -> Iterator[Block]:
     if wanted.time is not None:
         raise SnapshotError(
             f"expected a column {wanted.time!r} for times, which a checkpoint does not have: without it all rows have the time of the import",
@@ -227,7 +227,7 @@ def _of_columns(columns: Mapping[str, Any], wanted: Wanted) -> Iterator[Block]:
         raise InvalidInput(f"expected a column {missing[0]!r}; there are {', '.join(map(repr, columns)) or 'none'}")
     keys = columns[key]
     if isinstance(vector, str):
-        rows = as_rows(columns[vector])
+        rows = vector_rows(columns[vector])
     else:
         rows = np.stack([np.asarray(columns[name]) for name in vector], axis=1)
     if len(keys) != len(rows):

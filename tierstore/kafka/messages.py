@@ -27,7 +27,7 @@ _DIGEST = re.compile("[0-9a-f]{16}")
 Headers = list[tuple[str, bytes]]
 
 
-class Message(NamedTuple):
+class KafkaMessage(NamedTuple):
     """A message as it was read. timestamp_ms: since 1970, 0 where the broker gives none. is_null: it has no value at all, a tombstone."""
 
     partition: int
@@ -55,7 +55,7 @@ def digest_of(data: bytes | memoryview) -> str:
     return str(xxhash.xxh3_64_hexdigest(data))
 
 
-def head_of(message: Message) -> Head:
+def head_of(message: KafkaMessage) -> Head:
     """Read the headers, and where there are none the delta's own metadata. DeltaError, which says what is wrong."""
     headers = {name: value for name, value in message.headers if value is not None}
     model, seq = _text(headers, "model"), _number(headers, "seq", MAX_ORDINAL)

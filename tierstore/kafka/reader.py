@@ -12,7 +12,7 @@ from typing import Any
 
 from tierstore.errors import NotFound
 from tierstore.kafka import client
-from tierstore.kafka.messages import Message
+from tierstore.kafka.messages import KafkaMessage
 from tierstore.kafka.registry import PROPERTIES
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class TopicReader:
         self._consumer.assign([self._at(partition, offset) for partition, offset in positions.items()])
         self._paused = False
 
-    def poll(self, timeout_s: float) -> list[Message]:
+    def poll(self, timeout_s: float) -> list[KafkaMessage]:
         """What was read, in the order of each partition; empty where nothing comes in time."""
         first = self._consumer.poll(timeout_s)
         if first is None:
@@ -106,7 +106,7 @@ class TopicReader:
             self._move(partition, low)
         return low
 
-    def _received(self, message: Any) -> Message | None:
+    def _received(self, message: Any) -> KafkaMessage | None:
         partition, offset, error = message.partition(), message.offset(), message.error()
         if error is not None:
             if error.code() == self._kafka.KafkaError._PARTITION_EOF:
@@ -125,7 +125,7 @@ class TopicReader:
         value = message.value()
         headers = message.headers() or []
         timestamp_ms = timestamp_ms if kind else 0
-        return Message(partition, offset, value or b"", headers, timestamp_ms, message.key(), value is None)
+        return KafkaMessage(partition, offset, value or b"", headers, timestamp_ms, message.key(), value is None)
 
     def _move(self, partition: int, offset: int, after: int | None = None) -> None:
         if offset < self.positions.get(partition, 0):
@@ -199,7 +199,7 @@ class TopicReader:
         return self._kafka.TopicPartition(self._topic, partition, *(() if offset is None else (offset,)))
 
 
-def check_options(brokers: str, options: Mapping[str, str]) -> None:
+def check_kafka_options(brokers: str, options: Mapping[str, str]) -> None:
     """MissingExtra, or ConfigError for options that librdkafka refuses."""
     TopicReader(brokers, "tierstore-check", "tierstore-check", options).close()
 

@@ -19,7 +19,7 @@ from tierstore.errors import ConfigError, DeltaError, InvalidInput
 from tierstore.formats.delta.writer import DeltaWriter
 from tierstore.formats.keys import as_codes
 from tierstore.formats.times import parse_time
-from tierstore.kafka.messages import Message
+from tierstore.kafka.messages import KafkaMessage
 from tierstore.kafka.row_formats import Decode, text_decoder
 from tierstore.kernels import codec
 from tierstore.types import KeyType, TableSpec, Vectors
@@ -40,7 +40,7 @@ class Row(NamedTuple):
     key: Any
     vector: Any
     event_ms: int
-    message: Message
+    message: KafkaMessage
 
 
 class RowReader:
@@ -50,7 +50,7 @@ class RowReader:
         self._value, self._key = value, key
         self._key_name, self._vector_name, self._event_name = field_names(names)
 
-    def read(self, table: str, message: Message) -> Row:
+    def read(self, table: str, message: KafkaMessage) -> Row:
         """DeltaError for a message that is no row; Unreachable where its schema cannot be had now."""
         if message.is_null:
             return Row(table, self._own_key(message), None, message.timestamp_ms, message)
@@ -68,7 +68,7 @@ class RowReader:
         moment_ms = message.timestamp_ms if event is None else event_ms(event)
         return Row(table, key, None if vector is None else _numbers(vector), moment_ms, message)
 
-    def _own_key(self, message: Message) -> Any:
+    def _own_key(self, message: KafkaMessage) -> Any:
         if message.key is None:
             raise DeltaError(
                 f"expected a key, in the field {self._key_name!r} or as the message's own; there is neither"

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tierstore.kafka.messages import Head, Message, digest_of
+from tierstore.kafka.messages import Head, KafkaMessage, digest_of
 
 MESSAGE_BYTES = 300  # about what a message takes beside its content
 
@@ -83,7 +83,7 @@ class Window:
         self.nbytes = 0
         self.forgotten: dict[str, dict[int, int]] = {}  # model → partition → the offset to read again from
 
-    def add(self, message: Message, head: Head) -> Held | None:
+    def add(self, message: KafkaMessage, head: Head) -> Held | None:
         """Hold a message. Returns its delta; None where it is held already."""
         same_seq = self._models.setdefault(head.model, {}).setdefault(head.seq, [])
         for held in same_seq:
@@ -102,7 +102,7 @@ class Window:
         self._shrink()
         return held
 
-    def _put(self, held: Held, message: Message, head: Head) -> bool:
+    def _put(self, held: Held, message: KafkaMessage, head: Head) -> bool:
         before = held.values.get(head.part)
         if before == message.value:
             return False

@@ -18,7 +18,7 @@ from tierstore.formats.delta.writer import DeltaWriter
 from tierstore.formats.names import MAX_ORDINAL
 from tierstore.formats.times import Moment
 from tierstore.kafka import client
-from tierstore.kafka.messages import Message, head_of, read_checked, split
+from tierstore.kafka.messages import KafkaMessage, head_of, read_checked, split
 from tierstore.trace_context import current_trace
 from tierstore.types import check_name
 
@@ -224,7 +224,7 @@ def _seqs(consumer: Any, kafka: Any, begin: Any, end: int, model: str) -> Iterat
         if read.offset() >= end:
             return
         try:
-            message = Message(read.partition(), read.offset(), read.value() or b"", read.headers() or [], 0)
+            message = KafkaMessage(read.partition(), read.offset(), read.value() or b"", read.headers() or [], 0)
             head = head_of(message)
         except DeltaError:
             continue

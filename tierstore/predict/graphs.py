@@ -13,7 +13,7 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from tierstore.errors import InvalidInput
-from tierstore.formats.onnx_file import tensors_of
+from tierstore.formats.onnx_file import constants_of
 
 MAX_JOINED = 256  # strings in one string: the bytes of strings are not among those that a session limits
 MAX_NODES = 100_000  # ONNX Runtime's time to optimize grows faster than their number
@@ -48,7 +48,7 @@ def inspect(model: bytes) -> Graph:
         raise InvalidInput("the dense part is not an ONNX model: its bytes are no ModelProto") from error
     _check_nodes(proto)
     _check_strings(proto)
-    for tensor in tensors_of(proto):
+    for tensor in constants_of(proto):
         if tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.external_data:
             raise InvalidInput(
                 f"the weights {tensor.name!r} lie in a file of their own; give the path of the model, or save it as one: "
@@ -65,7 +65,7 @@ def _structure(proto: Any, nbytes: int) -> bytes:
 
     Integers of 32 bits or more stay: they may be sizes. How much may be computed ahead depends on the graph's size.
     """
-    for tensor in tensors_of(proto):
+    for tensor in constants_of(proto):
         if tensor.data_type in _WEIGHTS:
             for field in ("raw_data", "float_data", "double_data"):
                 tensor.ClearField(field)

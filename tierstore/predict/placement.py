@@ -19,7 +19,7 @@ INSTALL_CUDA = "pip uninstall onnxruntime, then pip install 'tierstore[dense-gpu
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class DensePlacement:
     """A provider, and the memory that it reads and writes.
 
     `memory` names the kind of device as IO bindings do; it is the first of that kind. `device` is its name in this store (`gpu:0`): rows that
@@ -39,10 +39,10 @@ class Placement:
         return [(self.provider, dict(self.options)), CPU_PROVIDER]
 
 
-ON_CPU = Placement(CPU_PROVIDER, "cpu")
+ON_CPU = DensePlacement(CPU_PROVIDER, "cpu")
 
 
-def placement_of(settings: Settings) -> Placement:
+def placement_of(settings: Settings) -> DensePlacement:
     """The placement that the settings name."""
     if settings.dense_provider == "cpu":
         return ON_CPU
@@ -53,10 +53,10 @@ def placement_of(settings: Settings) -> Placement:
         "use_tf32": "0",  # on by default, it keeps 10 of the 23 bits of float32 numbers in products of matrices
     }
     given = {name.removeprefix(CUDA): value for name, value in settings.dense_options.items() if name.startswith(CUDA)}
-    return Placement(CUDA_PROVIDER, "cuda", "gpu:0", options | given)
+    return DensePlacement(CUDA_PROVIDER, "cuda", "gpu:0", options | given)
 
 
-def check_installed(onnxruntime: Any, placement: Placement) -> None:
+def check_installed(onnxruntime: Any, placement: DensePlacement) -> None:
     """Raise MissingExtra where the installed ONNX Runtime has no such provider."""
     if placement.provider not in (there := onnxruntime.get_available_providers()):
         raise MissingExtra(
@@ -67,7 +67,7 @@ def check_installed(onnxruntime: Any, placement: Placement) -> None:
         onnxruntime.preload_dlls()  # from NVIDIA's packages, where they are installed
 
 
-def check_made(session: Any, placement: Placement) -> None:
+def check_made(session: Any, placement: DensePlacement) -> None:
     """Raise MissingExtra where a session lacks its provider: ONNX Runtime drops one that cannot start, and only logs it."""
     if placement.provider not in session.get_providers():
         raise MissingExtra(

@@ -17,7 +17,7 @@ from tierstore.predict.binding import wire
 from tierstore.predict.graphs import inspect
 from tierstore.predict.limits import RunLimits, SessionLimits
 from tierstore.predict.making import SessionPlan, brief, make_session
-from tierstore.predict.placement import CPU_PROVIDER, CUDA, Placement, check_installed, check_made, placement_of
+from tierstore.predict.placement import CPU_PROVIDER, CUDA, DensePlacement, check_installed, check_made, placement_of
 from tierstore.predict.session import KEPT_BYTES, DenseCounts, DenseSession
 from tierstore.predict.signature import Signature, Tensor, datatype_of
 from tierstore.predict.trials import Trials
@@ -180,7 +180,7 @@ def _session_options(given: Mapping[str, str]) -> dict[str, Any]:
     return options
 
 
-def _plan(settings: Settings, placement: Placement, options: Mapping[str, Any]) -> SessionPlan:
+def _plan(settings: Settings, placement: DensePlacement, options: Mapping[str, Any]) -> SessionPlan:
     on_cpu = placement.provider == CPU_PROVIDER
     fields = {name: value for name, value in options.items() if "." not in name}
     if on_cpu:  # with a limit there is an arena in any case; where it is to keep nothing each run gives its memory back

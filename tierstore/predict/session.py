@@ -19,7 +19,7 @@ from tierstore.errors import InferenceError, InvalidInput, Overloaded, Tierstore
 from tierstore.kernels.codec import address_of
 from tierstore.predict.binding import ALIGNMENT, Bindings, FeatureInput, Run, Structure
 from tierstore.predict.limits import SessionLimits
-from tierstore.predict.placement import ON_CPU, Placement
+from tierstore.predict.placement import ON_CPU, DensePlacement
 from tierstore.predict.signature import BYTES, Shape, Signature
 
 Array = npt.NDArray[Any]
@@ -110,7 +110,7 @@ class DenseSession:
         buffers_bytes: int,
         counts: DenseCounts,
         limits: SessionLimits,
-        placement: Placement = ON_CPU,
+        placement: DensePlacement = ON_CPU,
     ) -> None:
         self.bindings, self.limits, self._placement = bindings, limits, placement
         self.signature: Signature = bindings.signature

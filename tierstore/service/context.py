@@ -35,7 +35,7 @@ from tierstore.service.limits.shedding import Shed, Waits
 from tierstore.service.limits.worker_pool import ByteBudget, WorkerPool
 from tierstore.service.oip.shared_memory import Regions
 from tierstore.service.request_log import RequestLog
-from tierstore.service.stats import REQUEST_BOUNDS_S, Freshness, Histogram, InferenceStats, RequestTimes, Timings
+from tierstore.service.stats import REQUEST_BOUNDS_S, FreshnessStats, Histogram, InferenceStats, RequestTimes, Timings
 from tierstore.service.tfserving.signature import Signatures
 from tierstore.service.tls import tls_of
 from tierstore.service.traces import traces_of
@@ -52,7 +52,7 @@ _NOT_COMPILED = "kernels could not be compiled, so Python answers what they woul
 SERVICE_KINDS = ("tokens", "certificate", "compiled_loops", "watch", "watch_snapshots", "kafka", "kafka_rows", "peers")
 
 
-class Part(Protocol):
+class ServicePart(Protocol):
     """A part that not every service has, with metrics of its own. Any thread may read them."""
 
     def families(self) -> Iterator[Metric]: ...
@@ -67,7 +67,7 @@ class PlanIndex(Protocol):
     def learn_rows(self, model: str, view: Any, table: str, path: str, line: str) -> None: ...
 
 
-class Source(Part, Protocol):
+class ChangeSource(ServicePart, Protocol):
     """A thread that applies changes which it reads somewhere."""
 
     def status(self) -> dict[str, Any]: ...
@@ -75,7 +75,7 @@ class Source(Part, Protocol):
 
 
 @runtime_checkable
-class Follower(Source, Protocol):
+class RequiredSource(ChangeSource, Protocol):
     """A source without which the service is not ready."""
 
     copying: bool  # whether it brings models, or does not know yet whether it will
@@ -123,17 +123,17 @@ class Service:
         self.request_log = RequestLog(settings, traces=self.traces)
         self.request_times = RequestTimes()
         self.inference_stats = InferenceStats(store.lookup_times)
-        self.freshness = Freshness()
+        self.freshness = FreshnessStats()
         self.history = History(store, self.inference_stats, self.request_times, self.refresh)
         self.fronts = Fronts(store.models, store.model)
         self.peer_side = PeerSide(store.models, store.model)
         self.jobs = Jobs(store, lambda model: settings.quota_of(model).loads)
-        self.sources: dict[str, Source] = {}  # by the name under which the status shows them
-        self.connection_limit: Part | None = None  # where HTTP is served
-        self.reactors: Part | None = None  # where HTTP is served
+        self.sources: dict[str, ChangeSource] = {}  # by the name under which the status shows them
+        self.connection_limit: ServicePart | None = None  # where HTTP is served
+        self.reactors: ServicePart | None = None  # where HTTP is served
         self.reactors_state: str | None = None  # where they serve: "compiling", "running", "failed"
         self.plans: PlanIndex | None = None  # of the reactors, once they serve
-        self.calls: Part | None = None  # of gRPC, where HTTP is served
+        self.calls: ServicePart | None = None  # of gRPC, where HTTP is served
         self.awaits_grpc = False  # whether the gRPC port is to be opened: once kernels are compiled
         self._closing = threading.Lock()
         self._observers = (self.freshness, self.history, self.fronts)
@@ -162,8 +162,8 @@ class Service:
     def _caught_up(self) -> bool:
         return all(source.caught_up for source in self._followers())
 
-    def _followers(self) -> Iterator[Follower]:
-        return (source for source in self.sources.values() if isinstance(source, Follower))
+    def _followers(self) -> Iterator[RequiredSource]:
+        return (source for source in self.sources.values() if isinstance(source, RequiredSource))
 
     def unserved(self) -> list[str]:
         """The models because of which the service wants no requests: a rolling update is not to go on to the next copy."""
@@ -182,7 +182,7 @@ class Service:
             found += [Problem("", name, text or "") for text in status.get("problems", [status.get("problem")])]
         return [problem for problem in found if problem.text]
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[ServicePart]:
         """The parts that this service has."""
         there = [part for part in (self.connection_limit, self.reactors, self.calls) if part is not None]
         return [self.access, *there, *self.sources.values()]

@@ -24,7 +24,7 @@ from tierstore.access.roles import NOBODY, Action, Principal
 from tierstore.errors import Forbidden, NotFound, TierstoreError
 from tierstore.service.context import Service
 from tierstore.service.dataplane.inference import AnyRequest, Inference
-from tierstore.service.dataplane.joining import Joint, Part, joint_of
+from tierstore.service.dataplane.joining import JoinedRequest, Joint, joint_of
 from tierstore.service.dataplane.plan import Plan, Request, is_short
 from tierstore.service.dataplane.tensors import Elements
 from tierstore.service.limits.rates import Charge
@@ -188,7 +188,7 @@ class Exchange(Generic[A]):
         joint: Joint | None = plan.joint or None
         return joint if batches.wants(joint) else None
 
-    def prepare(self) -> tuple[Part, list[Any]]:
+    def prepare(self) -> tuple[JoinedRequest, list[Any]]:
         """Read the request. Its part of the batch, and the arrays for its outputs."""
         plan, request = self._plan, self.message.request
         assert plan is not None
@@ -197,7 +197,7 @@ class Exchange(Generic[A]):
         elements, arrays = self.message.read(plan, None)
         now_ns = time.perf_counter_ns()
         self.spent.input_ns, self._since_ns = now_ns - self._since_ns, now_ns
-        return Part(request, plan, list(elements)), arrays
+        return JoinedRequest(request, plan, list(elements)), arrays
 
     def complete(self, arrays: list[Any], by: Inference) -> A:
         """The answer, once the arrays are filled from those of an inference that has finished."""

@@ -18,7 +18,7 @@ from tierstore.engine.data.hour import HOUR_S, Hour
 from tierstore.engine.data.insight import read_keys
 from tierstore.engine.events.observer import Observer
 from tierstore.errors import FAULTS, TierstoreError
-from tierstore.service.stats import REQUEST_BOUNDS_S, InferenceStats, ModelCounts, RequestTimes, quantiles
+from tierstore.service.stats import REQUEST_BOUNDS_S, InferenceStats, ModelCounts, RequestTimes, bucket_quantiles
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class History(Observer):
                 "at_s": steps[:, 0].tolist(),
                 "seconds": steps[:, 1].tolist(),
                 **columns,
-                **{name: [_rounded(value) for value in quantiles(q, buckets).tolist()] for name, q in _SHOWN},
+                **{name: [_rounded(value) for value in bucket_quantiles(q, buckets).tolist()] for name, q in _SHOWN},
             },
         }
 
@@ -159,7 +159,7 @@ _SHOWN = (("p50_s", 0.5), ("p99_s", 0.99))
 
 def _latencies(buckets: np.ndarray) -> dict[str, float | None]:
     """p50 and p99 in seconds of requests counted by bucket, int64 [buckets]; None without any."""
-    return {name: _rounded(float(quantiles(q, buckets[None])[0])) for name, q in _SHOWN}
+    return {name: _rounded(float(bucket_quantiles(q, buckets[None])[0])) for name, q in _SHOWN}
 
 
 def _rounded(seconds: float) -> float | None:

@@ -34,7 +34,7 @@ from tierstore.service.app import make_root
 from tierstore.service.context import Service
 from tierstore.service.files import Files
 from tierstore.service.http.connection_limit import ConnectionLimit, Count
-from tierstore.service.http.handoff import Handoff, Requests
+from tierstore.service.http.handoff import Handoff, RequestDispatch
 from tierstore.service.http.listener import Listener
 from tierstore.service.http.server import BACKLOG, FINISH_S, HttpServer
 from tierstore.service.openssl import Session
@@ -106,7 +106,7 @@ class HttpService:
         self._server = HttpServer(root)
         self._handoff = Handoff(reactors, root, self, self.service.inflight)
         self.service.calls = self._calls = Calls(self.service, allowed.add)
-        self._requests = Requests(self._handoff, self._calls)
+        self._requests = RequestDispatch(self._handoff, self._calls)
         self._listeners = self._make_listeners()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining, self._ends = False, asyncio.Event()

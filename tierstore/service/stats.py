@@ -55,7 +55,7 @@ class Histogram:
         return rows
 
 
-def quantiles(q: float, counts: np.ndarray, bounds: Sequence[float] = REQUEST_BOUNDS_S) -> np.ndarray:
+def bucket_quantiles(q: float, counts: np.ndarray, bounds: Sequence[float] = REQUEST_BOUNDS_S) -> np.ndarray:
     """float64 [n]: the quantile of each row of counts by bucket, int64 [n, buckets], interpolated within its bucket.
 
     NaN for a row of zeros; the last bound for what lies beyond it.
@@ -260,7 +260,7 @@ class RequestTimes:
         return sum(sum(histogram.counts) for histogram in list(self.histograms.values()))
 
 
-class Freshness(Observer):
+class FreshnessStats(Observer):
     """`tierstore_delta_freshness_seconds`: event time to visible, a histogram for each model. One writer at a time for a model."""
 
     def __init__(self) -> None:

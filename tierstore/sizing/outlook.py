@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from tierstore.errors import InvalidInput
-from tierstore.sizing.plan import Design, Load, Machine, Plan, design, plan
+from tierstore.sizing.plan import Design, Load, Machine, SizingPlan, design, plan
 from tierstore.sizing.prices import Prices
 
 MONTHS = 36
@@ -44,7 +44,7 @@ class Growth:
     months: list[Month]
 
 
-def growth(made: Plan, machine: Machine, share: float) -> Growth:
+def growth(made: SizingPlan, machine: Machine, share: float) -> Growth:
     """Both grow by `share` each month; what is needed later is as many nodes as it takes."""
     if not 0 < share <= 1:
         raise InvalidInput(f"growth: expected more than 0% and at most 100% a month, got {100 * share:g}%")
@@ -58,7 +58,7 @@ def growth(made: Plan, machine: Machine, share: float) -> Growth:
     return Growth(share, [_end(of, made, share) for of in made.designs], months)
 
 
-def _end(of: Design, made: Plan, share: float) -> End:
+def _end(of: Design, made: SizingPlan, share: float) -> End:
     for month in range(MONTHS + 1):
         limits = design(of.name, made.load.grown((1 + share) ** month), of.machine, of.nodes, made.prices).limits
         if limits:
@@ -79,7 +79,7 @@ class Swing:
         return max(abs(price / now - 1) if price is not None else float("inf") for price in (self.less, self.more))
 
 
-def sensitivity(made: Plan, machine: Machine, nodes: int | None = None) -> list[Swing]:
+def sensitivity(made: SizingPlan, machine: Machine, nodes: int | None = None) -> list[Swing]:
     """What SWING less and more of each input changes, the largest first. Empty where no design can serve it or it costs nothing."""
     if made.chosen is None or made.chosen.monthly <= 0:
         return []
@@ -96,7 +96,7 @@ def _price(case: _Case, nodes: int | None) -> float | None:
     return None if best is None else best.monthly
 
 
-def _inputs(made: Plan, machine: Machine) -> Iterator[tuple[str, _Case, _Case]]:
+def _inputs(made: SizingPlan, machine: Machine) -> Iterator[tuple[str, _Case, _Case]]:
     """(name, with less, with more) of each input that the plan has."""
     load, prices = made.load, made.prices
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
 from tierstore.sizing.outlook import SWING, Growth, Month, Swing
-from tierstore.sizing.plan import GIB, HOST_ROW_BYTES, Design, Plan
+from tierstore.sizing.plan import GIB, HOST_ROW_BYTES, Design, SizingPlan
 from tierstore.sizing.reuse import hit_rate
 from tierstore.sizing.served import Compared
 
@@ -33,7 +33,7 @@ svg text { fill: var(--text); font: 14px system-ui, sans-serif } svg .dim { fill
 
 
 def page(
-    made: Plan,
+    made: SizingPlan,
     swings: Sequence[Swing],
     growth: Growth | None = None,
     compared: Sequence[Compared] = (),
@@ -99,7 +99,7 @@ def _cell(text: str) -> str:
     return f"<td{' class=long' if len(text) > _LONG else ''}>{escape(text)}</td>"
 
 
-def _designs(made: Plan) -> str:
+def _designs(made: SizingPlan) -> str:
     head = ("design", "nodes", "a month", "memory for rows", "hit rate", "disk", "network out", "reads/s", "cores")
     rows = (
         (
@@ -140,7 +140,7 @@ def _ends(growth: Growth) -> str:
     return _table(("design", "nodes", "runs out", "by what"), rows)
 
 
-def _needs(made: Plan, growth: Growth) -> str:
+def _needs(made: SizingPlan, growth: Growth) -> str:
     rows = (
         (
             (
@@ -247,7 +247,7 @@ def _plot(
     return _svg(_HEIGHT, label, parts)
 
 
-def _hit_rates(made: Plan, chosen: Design) -> str:
+def _hit_rates(made: SizingPlan, chosen: Design) -> str:
     load, row_bytes = made.load, made.load.row_bytes + HOST_ROW_BYTES
     shares = [10 ** (-4 + 4 * step / 60) for step in range(61)]
     points = [(share * load.rows * row_bytes, hit_rate(load.reuse, share * load.rows, load.rows)) for share in shares]
@@ -258,7 +258,7 @@ def _hit_rates(made: Plan, chosen: Design) -> str:
     )
 
 
-def _prices(made: Plan, months: Sequence[Month]) -> str:
+def _prices(made: SizingPlan, months: Sequence[Month]) -> str:
     points = [(float(of.month), of.monthly) for of in months if of.monthly is not None]
     if len(points) < 2:
         return '<p class="bad">no design can serve it later</p>'
@@ -289,7 +289,7 @@ def _tornado(swings: Sequence[Swing], now: float) -> str:
     return _svg(y + 26, "what moves the price", parts)
 
 
-def _price(made: Plan, value: float) -> str:
+def _price(made: SizingPlan, value: float) -> str:
     return f"{value:,.0f} {made.prices.currency}".strip()
 
 

@@ -137,7 +137,7 @@ def bytes_of(load: Load, share: float = 1.0) -> Bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class PlannedNode:
     """One of the nodes of a design: what it holds and does."""
 
     host_budget: float  # bytes for rows: the setting of that name, of a machine that is owner and front both together
@@ -163,8 +163,8 @@ class Design:
     name: str
     machine: Machine
     nodes: int
-    node: Node
-    away: Node | None
+    node: PlannedNode
+    away: PlannedNode | None
     behind: str | None  # what holds the rows, where the nodes do not
     limits: list[str]
     monthly: float
@@ -172,7 +172,7 @@ class Design:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SizingPlan:
     """`designs`: of each name the cheapest machine for it that can serve, or else the first. `chosen`: the cheapest of all that can
     serve, the simpler one where two cost the same."""
 
@@ -183,7 +183,7 @@ class Plan:
     chosen: Design | None
 
 
-def plan(load: Load, machine: Machine, nodes: int | None = None, prices: Prices | None = None) -> Plan:
+def plan(load: Load, machine: Machine, nodes: int | None = None, prices: Prices | None = None) -> SizingPlan:
     """Size a table. `nodes`: how many there are, where that is decided; else as many as are needed.
 
     Where the prices name kinds of nodes these take the place of `machine`.
@@ -196,7 +196,7 @@ def plan(load: Load, machine: Machine, nodes: int | None = None, prices: Prices 
     names = [name for name in DESIGNS if name not in unfit]
     designs = [min((design(name, load, one, nodes, prices) for one in machines), key=_rank) for name in names]
     can = [design for design in designs if not design.limits]
-    return Plan(load, prices, bytes_of(load), designs, min(can, key=lambda of: of.monthly) if can else None)
+    return SizingPlan(load, prices, bytes_of(load), designs, min(can, key=lambda of: of.monthly) if can else None)
 
 
 def _rank(design: Design) -> tuple[int, float]:
@@ -208,7 +208,7 @@ def design(name: str, load: Load, machine: Machine, nodes: int | None, prices: P
     return DESIGNS[name](load, machine, nodes, prices)
 
 
-def node_of(load: Load, machine: Machine, traffic: float, *, disk: bool = True) -> Node:
+def node_of(load: Load, machine: Machine, traffic: float, *, disk: bool = True) -> PlannedNode:
     """A node that gets `traffic` (a share of the requests) and has all rows, on its disk or in a cluster behind it."""
     table = bytes_of(load)
     budget = _memory_for_rows(machine, PROCESS_BYTES + FIXED_BYTES + (2 * table.index if disk else 0))
@@ -221,14 +221,14 @@ def node_of(load: Load, machine: Machine, traffic: float, *, disk: bool = True) 
     if not disk:
         of_requests = requests * parts_of(load.keys, 1 - hits, 1) * FRONT_MISS_CPU_S
         reading_s = of_requests + reads * (REMOTE_KEY_CPU_S + FRONT_KEY_CPU_S)
-    return Node(
+    return PlannedNode(
         budget, cached, hits, _memory_of(machine, budget, table.index if disk else 0.0),
         table.disk_peak if disk else 0.0, requests * load.keys * load.dim * load.answer_bytes + (0 if disk else reads * KEY_BYTES),
         0.0, 0.0, reads, requests * (REQUEST_CPU_S + load.keys * KEY_CPU_S) + reading_s,
     )  # fmt: skip
 
 
-def owner_of(load: Load, machine: Machine, pairs: int, *, one_away: bool = False) -> Node:
+def owner_of(load: Load, machine: Machine, pairs: int, *, one_away: bool = False) -> PlannedNode:
     """One of `2 * pairs` machines, each a front and an owner of one of `pairs` shares of the rows, which two have.
 
     `one_away`: the machine whose share the one that is away has, too: it answers for both, and all fronts that remain for all clients.
@@ -255,7 +255,7 @@ def owner_of(load: Load, machine: Machine, pairs: int, *, one_away: bool = False
     between = (
         requests * (lacking * KEY_BYTES + parts * PART_BYTES) + keys * (load.row_bytes + 1) + received * PART_BYTES
     )
-    return Node(
+    return PlannedNode(
         own + front, in_owner + in_front, hits, _memory_of(machine, own + front, table.index, 2), table.disk_peak,
         requests * load.keys * load.dim * load.answer_bytes + between, between, received, reads,
         requests * (REQUEST_CPU_S + load.keys * KEY_CPU_S + front_s)
@@ -282,7 +282,7 @@ def _rows_in(budget: float, load: Load, for_all: float, rows: float) -> float:
     return rows if budget >= for_all else min(rows, budget / (load.row_bytes + HOST_ROW_BYTES))
 
 
-def _limits(node: Node, machine: Machine, used: float, when: str = "") -> list[str]:
+def _limits(node: PlannedNode, machine: Machine, used: float, when: str = "") -> list[str]:
     """What of the machine is not enough."""
     found = []
     for name, needs, has, unit in (
@@ -298,18 +298,18 @@ def _limits(node: Node, machine: Machine, used: float, when: str = "") -> list[s
     return found
 
 
-def _all_limits(node: Node, away: Node | None, machine: Machine) -> list[str]:
+def _all_limits(node: PlannedNode, away: PlannedNode | None, machine: Machine) -> list[str]:
     found = _limits(node, machine, USED)
     return found + (_limits(away, machine, 1.0, "while one is away ") if away is not None else [])
 
 
-def _monthly(machine: Machine, node: Node, nodes: int, prices: Prices) -> float:
+def _monthly(machine: Machine, node: PlannedNode, nodes: int, prices: Prices) -> float:
     if machine.kind is not None:
         return nodes * prices.nodes[machine.kind].price
     return nodes * (node.memory / GIB * prices.memory + node.disk / GIB * prices.disk + node.cores / USED * prices.core)
 
 
-def _enough(one: Node, machine: Machine) -> int:
+def _enough(one: PlannedNode, machine: Machine) -> int:
     """Nodes among which the traffic of one is shared, so that they have room for peaks, and what remains is enough when one fails."""
     busy = max((one.reads / machine.reads) if one.disk else 0, one.network / machine.network, one.cores / machine.cores)
     return max(2, math.ceil(busy / USED), math.ceil(busy) + 1)

@@ -12,7 +12,7 @@ from tierstore.sizing.reuse import Reuse, hit_rate
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class ServedTraffic:
     """What a service counted between two looks: over all of its models `cpu_s` and `requests`, and of all tables the keys by tier."""
 
     seconds: float
@@ -21,7 +21,7 @@ class Traffic:
     keys: Mapping[str, float]
 
     @classmethod
-    def between(cls, before: str, after: str, seconds: float) -> Traffic:
+    def between(cls, before: str, after: str, seconds: float) -> ServedTraffic:
         """What was served between two texts of `/metrics`."""
         cpu_s, requests, keys = _counts(before)
         cpu_later_s, requests_later, keys_later = _counts(after)
@@ -70,7 +70,7 @@ def _counts(metrics: str) -> tuple[float, float, dict[str, float]]:
     return cpu_s, requests, keys
 
 
-def compare(load: Load, entry: Mapping[str, Any], traffic: Traffic, assumed: Reuse) -> list[Compared]:
+def compare(load: Load, entry: Mapping[str, Any], traffic: ServedTraffic, assumed: Reuse) -> list[Compared]:
     """`load`: the table as it is served. `entry`: what the status says of it. `assumed`: what is taken of look-ups where nothing is measured."""
     rows = max(1.0, float(entry["rows"]))
     counts: Mapping[str, float] = entry["lookup_keys"]

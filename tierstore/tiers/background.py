@@ -52,18 +52,20 @@ class _ThreadState(threading.local):
 _thread = _ThreadState()
 
 
-class Requests(Protocol):
+class RequestCounter(Protocol):
     """Something that counts requests."""
 
     def under_way(self) -> bool:
         """Whether a request is being answered. A guess that costs nothing: it never waits, and may be out of date."""
 
 
-_sources: tuple[weakref.ref[Requests], ...] = ()  # replaced as a whole; read in order, up to the first that says yes
+_sources: tuple[
+    weakref.ref[RequestCounter], ...
+] = ()  # replaced as a whole; read in order, up to the first that says yes
 _sources_lock = threading.Lock()
 
 
-def register_requests(requests: Requests, *, first: bool = False) -> None:
+def register_requests(requests: RequestCounter, *, first: bool = False) -> None:
     """Let `yield_to_requests` wait for these requests, for as long as the object lives.
 
     `first`: it is read before the others, because it counts nearly all requests.

@@ -48,7 +48,7 @@ class Watermarks(NamedTuple):
         return Watermarks(np.minimum(self.low, other.low), np.maximum(self.high, other.high))
 
 
-class Limits(Protocol):
+class LookupLimits(Protocol):
     """What bounds the look-ups of all tables together."""
 
     @property
@@ -87,7 +87,7 @@ class _Follow(NamedTuple):
 class JoinedTable:
     """One table of one version; a subclass says how keys are read. `parts`: of its watermarks."""
 
-    def __init__(self, limits: Limits, row_bytes: int, parts: int) -> None:
+    def __init__(self, limits: LookupLimits, row_bytes: int, parts: int) -> None:
         # constant after construction
         self._limits, self._row_bytes, self._parts = limits, row_bytes, parts
         # guarded by _lock

@@ -27,7 +27,7 @@ from tierstore.torch.tables import check_mode, tables_of
 _DTYPES = ("float32", "float16")
 
 
-class Source(Protocol):
+class RowSource(Protocol):
     """What rows are read from: `tierstore.Model`, a model of `tierstore.Client`, or a view of a model."""
 
     @property
@@ -39,7 +39,7 @@ class Source(Protocol):
 class _Rows(nn.Module):  # type: ignore[misc, unused-ignore]
     """What the modules below have in common. `dtype`: of the rows, `float32` or `float16`."""
 
-    def __init__(self, source: Source, dtype: str) -> None:
+    def __init__(self, source: RowSource, dtype: str) -> None:
         super().__init__()
         if dtype not in _DTYPES:
             raise InvalidInput(f"dtype: expected float32 or float16, got {dtype!r}")
@@ -67,7 +67,7 @@ class Embedding(_Rows):
     `nn.Embedding` raises IndexError.
     """
 
-    def __init__(self, source: Source, feature: str, *, dtype: str = "float32") -> None:
+    def __init__(self, source: RowSource, feature: str, *, dtype: str = "float32") -> None:
         super().__init__(source, dtype)
         self.feature = feature
 
@@ -91,7 +91,7 @@ class EmbeddingBag(_Rows):
 
     def __init__(
         self,
-        source: Source,
+        source: RowSource,
         feature: str,
         *,
         mode: str | None = None,
@@ -135,7 +135,7 @@ class EmbeddingBagCollection(_Rows):
     TorchRec is not imported: what has `to_dict()`, of values with `values()`, `offsets()` and `weights_or_none()`, will do.
     """
 
-    def __init__(self, source: Source, features: Sequence[str], *, dtype: str = "float32") -> None:
+    def __init__(self, source: RowSource, features: Sequence[str], *, dtype: str = "float32") -> None:
         super().__init__(source, dtype)
         self.features = list(features)
 
@@ -178,7 +178,7 @@ class PooledRows:
 
 
 def swap_embeddings(
-    module: nn.Module, source: Source, *, features: Mapping[str, str] | None = None, dtype: str = "float32"
+    module: nn.Module, source: RowSource, *, features: Mapping[str, str] | None = None, dtype: str = "float32"
 ) -> nn.Module:
     """Have `module` read its tables from `source`: its `nn.Embedding` and `nn.EmbeddingBag` are replaced in place.
 
@@ -218,7 +218,7 @@ def swap_embeddings(
     return module.eval()
 
 
-def _replacement(source: Source, table: str, part: Any, feature: str | None, dtype: str) -> _Rows:
+def _replacement(source: RowSource, table: str, part: Any, feature: str | None, dtype: str) -> _Rows:
     """What takes the place of one table of a module."""
     if part.max_norm is not None:
         raise InvalidInput(
@@ -232,7 +232,7 @@ def _replacement(source: Source, table: str, part: Any, feature: str | None, dty
     return EmbeddingBag(source, feature, mode=part.mode, include_last_offset=part.include_last_offset, dtype=dtype)
 
 
-def _check_hashes(source: Source, hashes: Sequence[HashKeys], features: Sequence[str]) -> None:
+def _check_hashes(source: RowSource, hashes: Sequence[HashKeys], features: Sequence[str]) -> None:
     """InvalidInput unless the features hash keys as the module does, which then has to leave it to them."""
     specs = getattr(source, "features", None)
     if specs is None:
@@ -249,7 +249,7 @@ def _check_hashes(source: Source, hashes: Sequence[HashKeys], features: Sequence
         )
 
 
-def _feature_of(source: Source, table: str, part: Any) -> str:
+def _feature_of(source: RowSource, table: str, part: Any) -> str:
     """The first feature that reads `table` and has the padding of `part`."""
     specs = getattr(source, "features", None)
     names: list[str]
@@ -280,11 +280,11 @@ class _Scope:
     def __init__(self) -> None:
         self._local = threading.local()
 
-    def of(self, source: Source) -> Any:
+    def of(self, source: RowSource) -> Any:
         return getattr(self._local, "view", None) or source
 
     @contextmanager
-    def hold(self, source: Source) -> Iterator[None]:
+    def hold(self, source: RowSource) -> Iterator[None]:
         """Look-ups in between read one view; within another `hold` that one's."""
         if not hasattr(source, "view") or getattr(self._local, "view", None) is not None:
             yield

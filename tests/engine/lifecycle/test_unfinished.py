@@ -28,8 +28,9 @@ SETTINGS = {"host_budget": "4MiB", "load_workers": 2, "load_memory": "16MiB", "d
 PROGRAM = """
 import os, signal, sys
 import tierstore
-from tierstore.ingest import bulkload, plan
+from tierstore.ingest import bulkload, helpers, plan
 
+helpers._lower_priority = lambda _: None  # else they would wait for the tests of other processes
 data, source, phase, count = sys.argv[1:]
 plan._FILE_BYTES = plan.MIN_RANGE_BYTES = 1 << 20
 seen = 0

@@ -22,7 +22,7 @@ from tierstore.engine.store import Store
 from tierstore.service import history
 from tierstore.service.history import STEP_S
 from tierstore.service.server import ServerThread
-from tierstore.service.stats import REQUEST_BOUNDS_S, quantiles
+from tierstore.service.stats import REQUEST_BOUNDS_S, bucket_quantiles
 
 Own = tuple[Store, ServerThread, httpx.Client]
 
@@ -227,7 +227,7 @@ def test_who_changed_what_is_for_admins(tmp_path: Path) -> None:
 def test_quantiles_are_within_the_bucket_that_has_them(counted: list[int]) -> None:
     counts = np.zeros((2, len(REQUEST_BOUNDS_S) + 1), np.int64)
     counts[1, 2:5] = counted
-    none, some = quantiles(0.5, counts)
+    none, some = bucket_quantiles(0.5, counts)
     assert np.isnan(none)
     taken = np.repeat(range(2, 5), counted)
     bucket = taken[(len(taken) - 1) // 2]
@@ -237,7 +237,7 @@ def test_quantiles_are_within_the_bucket_that_has_them(counted: list[int]) -> No
 def test_what_takes_longer_than_all_bounds_is_shown_as_the_last() -> None:
     counts = np.zeros((1, len(REQUEST_BOUNDS_S) + 1), np.int64)
     counts[0, -1] = 3
-    assert quantiles(0.99, counts).tolist() == [REQUEST_BOUNDS_S[-1]]
+    assert bucket_quantiles(0.99, counts).tolist() == [REQUEST_BOUNDS_S[-1]]
 
 
 def test_an_unknown_model_is_not_found(http: httpx.Client) -> None:

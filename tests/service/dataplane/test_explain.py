@@ -20,7 +20,7 @@ from tierstore.access.tokens import TokenFile
 from tierstore.engine.store import Store
 from tierstore.formats.keys import partition_of
 from tierstore.service.server import ServerThread
-from tierstore.tiers.upstream.connections import Node
+from tierstore.tiers.upstream.connections import UpstreamNode
 
 Own = tuple[Store, ServerThread, httpx.Client]
 
@@ -173,14 +173,14 @@ def test_a_copy_of_the_owner_answers_in_its_place(scene: Scene, monkeypatch: pyt
     for _ in range(2):
         scene.node().load(1, 0)
     front = scene.front()
-    request, failing = Node.request, str(front.placement.nodes.nodes[0])  # type: ignore[attr-defined]
+    request, failing = UpstreamNode.request, str(front.placement.nodes.nodes[0])  # type: ignore[attr-defined]
 
-    def broken(node: Node, method: str, target: str, *given: Any, **more: Any) -> Any:
+    def broken(node: UpstreamNode, method: str, target: str, *given: Any, **more: Any) -> Any:
         if str(node) == failing and target.endswith("/explain"):
             raise tierstore.errors.RemoteUnavailable(f"{node} does not answer")
         return request(node, method, target, *given, **more)
 
-    monkeypatch.setattr(Node, "request", broken)
+    monkeypatch.setattr(UpstreamNode, "request", broken)
     (entry,) = front.explain("ctr", "item_id", [500])["keys"]
     assert (entry["state"], entry["node"]) == ("present", str(front.placement.nodes.nodes[1]))  # type: ignore[attr-defined]
 

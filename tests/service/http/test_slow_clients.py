@@ -153,7 +153,8 @@ def test_bytes_count_until_they_have_left(served: ServerThread, monkeypatch: pyt
         eventually(lambda: budget.used_bytes == 0, "all has left")
 
 
-def test_a_client_that_reads_slowly_is_ended(served: ServerThread) -> None:
+def test_a_client_that_reads_slowly_is_ended(served: ServerThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow_clients, "SLOWEST_RATE", 1 << 20)
     with connect(served) as slow:
         slow.sendall(large_lookup() * 6)
         until = time.monotonic() + 20

@@ -17,7 +17,7 @@ from tests.service.conftest import eventually, settings_for
 from tests.service.fake_store import FakeStore
 from tests.service.raw_clients import request
 from tierstore.service.http.connection import PIPELINED, HttpConnection
-from tierstore.service.http.request import Request
+from tierstore.service.http.request import HttpRequest
 from tierstore.service.http.turns import IN_A_TURN, Turns
 from tierstore.service.server import ServerThread
 
@@ -39,7 +39,7 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     paths: list[str] = []
     after = HttpConnection.answered
 
-    def answered(self: HttpConnection, request: Request) -> None:
+    def answered(self: HttpConnection, request: HttpRequest) -> None:
         paths.append(request.scope["path"])
         after(self, request)
 
@@ -106,7 +106,7 @@ def test_a_stop_does_not_wait_for_requests_that_were_sent_ahead(
 ) -> None:
     after = HttpConnection.answered
 
-    def slowly(self: HttpConnection, request: Request) -> None:
+    def slowly(self: HttpConnection, request: HttpRequest) -> None:
         time.sleep(SLOW_S)  # so that a fast machine has not answered all of them by then
         after(self, request)
 

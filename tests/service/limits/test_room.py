@@ -50,8 +50,9 @@ def status_of(server: ServerThread) -> int:
 
 def has_ended(one: socket.socket) -> bool:
     """Whether the service has closed it; what came before is read."""
+    one.setblocking(False)
     with contextlib.suppress(BlockingIOError):
-        while one.recv(1 << 16, socket.MSG_DONTWAIT):  # frames of HTTP/2
+        while one.recv(1 << 16):  # frames of HTTP/2
             pass
         return True
     return False

@@ -111,6 +111,7 @@ def test_a_stop_does_not_wait_for_messages_that_do_not_come(
     served: ServerThread, silent: Silent, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     monkeypatch.setattr(server_module, "FINISH_S", 60)  # then all that is left is ended
+    served.service.reactors._limits["finish_ns"] = 500_000_000  # type: ignore[union-attr]
     with grpc.insecure_channel(served.grpc_target) as channel:
         call = channel.stream_stream(method)(messages_of(silent, []), timeout=120)
         eventually(lambda: open_streams(served), "the call has come")
@@ -156,10 +157,8 @@ def test_idle_streams_make_room_for_others(
         assert "open it again" in idle[0].details()
 
 
-def test_a_client_that_does_not_read_is_ended_and_holds_nothing(
-    served: ServerThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(slow_clients, "STALL_S", 0.3)
+def test_a_client_that_does_not_read_is_ended_and_holds_nothing(served: ServerThread) -> None:
+    served.service.reactors._limits["stall_ns"] = 300_000_000  # type: ignore[union-attr]
     budget = served.service.inflight
     with ask_without_reading(served, keys_request(2000)) as connection:
         eventually(lambda: budget.used_bytes, "an answer that nobody reads")

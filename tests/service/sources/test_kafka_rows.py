@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 import tierstore
@@ -20,7 +21,7 @@ from tests.service.scenes import delta, write_small
 from tests.service.sources.kafka_scenes import TopicScene, vector
 from tierstore.errors import InvalidInput, Overloaded
 from tierstore.service.server import ServerThread
-from tierstore.service.sources.kafka_routes import Route
+from tierstore.service.sources.kafka_routes import TopicRoute
 from tierstore.service.sources.kafka_rows import RowTopic
 from tierstore.service.sources.start import check_sources
 
@@ -46,7 +47,7 @@ class RowScene(TopicScene):
         super().__init__(root, brokers, topic, **rows_of | settings)
 
     def follow(self) -> RowTopic:
-        self.source = RowTopic(self.store, self.store.settings, Route.parse(self.topic + self.route))
+        self.source = RowTopic(self.store, self.store.settings, TopicRoute.parse(self.topic + self.route))
         return self.source
 
     def put(self, key: object, value: bytes | None, *, partition: int = 0, **headers: str) -> None:

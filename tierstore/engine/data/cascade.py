@@ -19,7 +19,7 @@ from tierstore.formats.keys import are_own, check_own
 from tierstore.kernels import codec
 from tierstore.tiers.background import is_background, yield_if_background
 from tierstore.tiers.base import VersionStore
-from tierstore.tiers.device.lookup import PADDING, Bags, answer
+from tierstore.tiers.device.lookup import PADDING, Pooling, answer
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.host.table import HostTable
 from tierstore.types import Keys, Partitions, Rows, States, TableSpec, Tier, Vectors
@@ -155,7 +155,7 @@ class Cascade:
         keys: Keys,
         state: States,
         dtype: Any,
-        bags: Bags | None,
+        bags: Pooling | None,
     ) -> Any:
         """Rows, or pooled bags, of `keys` as an array of `dtype` on the device; None where the device tier cannot.
 

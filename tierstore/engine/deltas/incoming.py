@@ -23,7 +23,7 @@ LARGE_BYTES = 1 << 20  # deltas from here on take milliseconds of a processor, w
 T = TypeVar("T")
 
 
-class Incoming:
+class IncomingDelta:
     """A delta, given as bytes or as a path. DeltaError where it cannot be read, or is not the one that is expected."""
 
     def __init__(self, source: Source, model: str | None, seq: int | None) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from tierstore.engine.data.cascade import Cascade
 from tierstore.engine.model import Model
 from tierstore.engine.operations.holdings import Holdings, look
-from tierstore.engine.operations.key_history import History, moment, search
+from tierstore.engine.operations.key_history import KeyHistory, moment, search
 from tierstore.engine.reads.view import View
 from tierstore.engine.serving.routing import STABLE
 from tierstore.engine.versions.info import VersionInfo
@@ -96,7 +96,7 @@ def explain_codes(
 
 
 def _entry(
-    seen: Holdings, table: Cascade, info: VersionInfo, history: History, rollbacks: Sequence[tuple[int, int]]
+    seen: Holdings, table: Cascade, info: VersionInfo, history: KeyHistory, rollbacks: Sequence[tuple[int, int]]
 ) -> dict[str, Any]:
     spec, place = table.spec, seen.place
     own = place.partition if place is not None else _partition(seen.code, info)
@@ -141,7 +141,7 @@ def _entry(
     return entry | {"state": state, "why": why}
 
 
-def _why_there(seen: Holdings, spec: TableSpec, info: VersionInfo, history: History) -> tuple[str, str]:
+def _why_there(seen: Holdings, spec: TableSpec, info: VersionInfo, history: KeyHistory) -> tuple[str, str]:
     write, floor = history.last.get(seen.code), info.manifest.delta_seq
     if write is not None and not write.deleted:
         return "present", f"delta {write.seq} wrote it"
@@ -160,7 +160,7 @@ def _why_there(seen: Holdings, spec: TableSpec, info: VersionInfo, history: Hist
     )
 
 
-def _why_absent(seen: Holdings, spec: TableSpec, info: VersionInfo, history: History) -> tuple[str, str]:
+def _why_absent(seen: Holdings, spec: TableSpec, info: VersionInfo, history: KeyHistory) -> tuple[str, str]:
     write = history.last.get(seen.code)
     ends_s = math.inf if seen.time_s is None or spec.ttl_s is None else seen.time_s + spec.ttl_s
     is_marked = any(peek.absent for name, peek, _ in seen.tiers if name in ("overlay", "changes", "disk"))

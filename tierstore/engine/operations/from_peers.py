@@ -12,7 +12,7 @@ from pathlib import Path
 import xxhash
 
 from tierstore.engine.data.disk_room import check_free
-from tierstore.engine.deltas.incoming import Incoming
+from tierstore.engine.deltas.incoming import IncomingDelta
 from tierstore.engine.model import Model
 from tierstore.engine.operations.restore import fetch_files
 from tierstore.engine.serving.undone_record import Rollbacks
@@ -35,7 +35,7 @@ def follow_delta(model: Model, data: bytes, seq: int) -> None:
     Errors are those of `Store.apply_delta`.
     """
     shared = model.state.shared
-    with Incoming(data, model.name, seq).decoded(shared.decoding, shared.overlay_budget) as delta:
+    with IncomingDelta(data, model.name, seq).decoded(shared.decoding, shared.overlay_budget) as delta:
         model.apply_delta(delta, data, lenient=True)
 
 

@@ -340,14 +340,14 @@ class Fronts(Observer):
     def deltas(self, name: str, after: int, count: int) -> list[bytes | memoryview]:
         """At most `count` deltas of the log after `after`, in parts, see `wire`; none where the log begins later."""
         log = self._model(name).state.log
-        entries: list[wire.Entry] = []
+        entries: list[wire.LoggedDelta] = []
         size = 0
         if log.start is not None and after >= log.start:
             for seq in range(after + 1, min(after + count, log.last or 0) + 1):
                 digest = log.digest(seq)
                 if digest is None:
                     break
-                entries.append(wire.Entry(seq, digest, log.read(seq)))
+                entries.append(wire.LoggedDelta(seq, digest, log.read(seq)))
                 size += len(entries[-1].data)
                 if size > LOG_BYTES:
                     break

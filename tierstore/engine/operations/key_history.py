@@ -43,7 +43,7 @@ class Write(NamedTuple):
 
 
 @dataclass(slots=True)
-class History:
+class KeyHistory:
     """What the log says of the keys: newest first, by code. `first`: the oldest seq that was searched; `ended`: why not further."""
 
     last: dict[int, Write] = field(default_factory=dict)
@@ -56,10 +56,10 @@ class History:
 
 def search(
     log: DeltaLog, info: VersionInfo, table: str, codes: Keys, to_codes: Callable[[Any], Keys], upto: int
-) -> History:
+) -> KeyHistory:
     """Which deltas wrote or deleted `codes`: from the newest, `upto`, back until each is found, or the bounds are reached."""
     floor = max(log.start or 0, info.manifest.delta_seq)
-    history = History(first=upto + 1, newest=upto)
+    history = KeyHistory(first=upto + 1, newest=upto)
     left, nbytes, until_s = {*codes.tolist()}, 0, time.monotonic() + SEARCH_S
     for seq in range(upto, floor, -1):
         if not left:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from tierstore.engine.lifecycle.state import Shared
 from tierstore.engine.model import Model
-from tierstore.engine.placement import Target
+from tierstore.engine.placement import LoadTarget
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import InvalidInput, LoadCancelled, SnapshotError
 from tierstore.formats import files
@@ -34,7 +34,7 @@ def load(
     model: Model,
     snapshot: Snapshot,
     shared: Shared,
-    target: Target,
+    target: LoadTarget,
     *,
     activate: bool,
     aside: bool,
@@ -92,7 +92,7 @@ def _build(
     model: Model,
     snapshot: Snapshot,
     shared: Shared,
-    target: Target,
+    target: LoadTarget,
     where: VersionDirectory,
     *,
     aside: bool,

@@ -6,21 +6,21 @@ from tierstore.engine.lifecycle.state import Shared
 from tierstore.engine.operations.together import Models
 from tierstore.engine.placement import Placement
 from tierstore.engine.placements.cluster.placement import ClusterPlacement
-from tierstore.engine.placements.following.directory import check_directory
+from tierstore.engine.placements.following.directory import check_no_local_models
 from tierstore.engine.placements.local.placement import LocalPlacement
 from tierstore.engine.placements.upstream.placement import UpstreamPlacement
 from tierstore.errors import ConfigError
 
 
-def choose(shared: Shared, models: Models) -> Placement:
+def choose_placement(shared: Shared, models: Models) -> Placement:
     """ConfigError for settings that contradict each other, or the data directory; else raises as the placement does."""
     remote, upstream = shared.settings.remote, shared.settings.upstream
     if remote is not None and upstream is not None:
         raise ConfigError("remote and upstream: rows are either in a cluster or on nodes upstream; set one of them")
     if remote is not None:
-        check_directory(models.root, "--remote")
+        check_no_local_models(models.root, "--remote")
         return ClusterPlacement(shared, models, remote)
     if upstream is not None:
-        check_directory(models.root, "--upstream")
+        check_no_local_models(models.root, "--upstream")
         return UpstreamPlacement(shared, models, upstream)
     return LocalPlacement(shared, models)

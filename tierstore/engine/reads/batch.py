@@ -15,7 +15,7 @@ import numpy as np
 from tierstore.engine.data.cascade import Cascade
 from tierstore.engine.data.overlay import OverlayTable
 from tierstore.errors import InvalidInput
-from tierstore.tiers.device.lookup import Bags
+from tierstore.tiers.device.lookup import Pooling
 from tierstore.types import Combiner, FeatureSpec, Keys, Vectors
 
 _ANSWER_DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16)}
@@ -31,7 +31,7 @@ class KeyBatch:
     seq: int  # the view's
     codes: Keys  # int64[n]
     padding: np.ndarray | None  # bool[n]: keys that count for nothing, and are answered with zeros
-    bags: Bags | None  # how rows are pooled; None: they are not
+    bags: Pooling | None  # how rows are pooled; None: they are not
     dtype: np.dtype[Any]  # of the answer
     out: Vectors | None = None  # where the answer goes, as the caller gave it; None: into a new array
 

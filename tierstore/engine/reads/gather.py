@@ -25,7 +25,7 @@ _PENDING = np.uint8(Tier.PENDING)
 _DTYPES = np.dtype(np.float32), np.dtype(np.float16)  # by the code of an answer
 
 
-class Source:
+class GatherSource:
     """Where the rows of one feature come from under a view, and to which place of a buffer they go.
 
     `code`: 0 for float32, 1 for float16. `padding`: the code of its padding key, if it has one.
@@ -56,7 +56,7 @@ class Gathering:
 
     __slots__ = ("_areas", "_calls", "_seq", "_sources", "bindings")
 
-    def __init__(self, bindings: Bindings, sources: Sequence[Source], seq: int) -> None:
+    def __init__(self, bindings: Bindings, sources: Sequence[GatherSource], seq: int) -> None:
         """`bindings` are those of the dense part whose buffer the places of `sources` are in."""
         self.bindings, self._sources, self._seq = bindings, sources, seq
         calls, self._areas = [], []
@@ -126,7 +126,7 @@ class GatheredRows:
                 self._finish(source, slice(begin, begin + n), at)
             begin += n
 
-    def _finish(self, source: Source, part: slice, at: int) -> None:
+    def _finish(self, source: GatherSource, part: slice, at: int) -> None:
         keys, state, table = self._keys[part], self._state[part], source.table
         rows = np.ndarray((len(keys), table.spec.dim), _DTYPES[source.code], self._memory, at)
         skipped = 0 if source.padding is None else int(np.count_nonzero(keys == source.padding))

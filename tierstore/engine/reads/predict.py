@@ -30,7 +30,7 @@ class StartedLookup(Protocol):
     def finish(self) -> Any: ...
 
 
-class Rows(Protocol):
+class PredictionView(Protocol):
     """What a prediction needs of a view."""
 
     @property
@@ -46,7 +46,7 @@ class Rows(Protocol):
 
 
 def predict(
-    view: Rows, session: DenseSession, inputs: Mapping[str, Any], outputs: Sequence[str] = ()
+    view: PredictionView, session: DenseSession, inputs: Mapping[str, Any], outputs: Sequence[str] = ()
 ) -> dict[str, Array]:
     """Run `session` on `inputs`, the rows of its features looked up in `view`. Returns the outputs by name, by default all.
 
@@ -106,7 +106,7 @@ def predict(
     return dict(zip(run.outputs, answer, strict=True))
 
 
-def _keys(view: Rows, name: str, value: Any) -> tuple[Shape, Any, dict[str, Any]]:
+def _keys(view: PredictionView, name: str, value: Any) -> tuple[Shape, Any, dict[str, Any]]:
     """The shape of a feature's answer before its last dimension, its keys, and how `View.begin` is to pool them."""
     keys, offsets, weights = value, None, None
     if isinstance(value, tuple):

@@ -16,7 +16,7 @@ from tierstore.engine.data.cascade import Cascade
 from tierstore.engine.data.overlay import Overlay, OverlayTable
 from tierstore.engine.reads.batch import KeyBatch, answer_array, answer_dtype, checked_weights, combiner_of
 from tierstore.engine.reads.device import DeviceLookup, answer_on_device, gpu_of
-from tierstore.engine.reads.gather import Gathering, Source, can_gather
+from tierstore.engine.reads.gather import Gathering, GatherSource, can_gather
 from tierstore.engine.reads.lookup import BagLookup, Lookup, begin
 from tierstore.engine.reads.predict import predict
 from tierstore.engine.versions.version import Version
@@ -27,7 +27,7 @@ from tierstore.kernels.pool import check_offsets
 from tierstore.predict.binding import Bindings
 from tierstore.predict.runtime import INSTALL
 from tierstore.predict.session import DenseSession
-from tierstore.tiers.device.lookup import Bags
+from tierstore.tiers.device.lookup import Pooling
 from tierstore.types import FeatureSpec, KeysLike, KeyType, TableSpec, Tier, Vectors
 
 _ABSENT = np.uint8(Tier.ABSENT)
@@ -252,7 +252,9 @@ class View:
             padding = None if spec.padding_key is None else int(self._padding[name])
             code = int(bindings.features[name].dtype == "float16")
             colliding = self.colliding.get(spec.table)
-            sources.append(Source(spec, table, self._by_table[spec.table], colliding, code, padding, places[name]))
+            sources.append(
+                GatherSource(spec, table, self._by_table[spec.table], colliding, code, padding, places[name])
+            )
         if len(self._gatherings) >= _MOST_GATHERINGS:
             self._gatherings.clear()
         gathering = self._gatherings[features] = Gathering(bindings, sources, self.seq)
@@ -299,7 +301,7 @@ class View:
         if offsets is not None:
             how = combiner_of(spec, combiner)
             factors = None if weights is None else checked_weights(weights, len(codes))
-            bags = Bags(check_offsets(offsets, len(codes)), factors, how)
+            bags = Pooling(check_offsets(offsets, len(codes)), factors, how)
         return KeyBatch(table, self._by_table[spec.table], self.seq, codes, padding, bags, answer_dtype(dtype), out)
 
     def _answer(self, batch: KeyBatch, device: str | None, return_found: bool) -> Any:

@@ -18,7 +18,7 @@ from tierstore.formats.columns import KEY, MAX_DIM, VECTOR, as_vectors, first_no
 from tierstore.formats.files import publish
 from tierstore.formats.keys import as_codes, from_codes
 from tierstore.formats.names import DENSE_TABLE, MAX_ORDINAL
-from tierstore.formats.normalize import as_rows, guessed_key_type
+from tierstore.formats.normalize import guessed_key_type, vector_rows
 from tierstore.formats.onnx_file import read_dense
 from tierstore.formats.strings import as_arrow_strings
 from tierstore.formats.times import Moment, as_moment, format_time
@@ -63,7 +63,7 @@ class DeltaWriter:
         """
         rows = self._table(table, keys, key)
         try:
-            values = as_vectors(as_rows(vectors))
+            values = as_vectors(vector_rows(vectors))
         except InvalidInput as error:
             raise DeltaError(f"table {table!r}: {error}") from error
         if len(values) or len(keys):

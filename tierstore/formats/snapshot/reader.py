@@ -33,7 +33,7 @@ from tierstore.formats.row_times import Times, seconds_of
 from tierstore.formats.snapshot.arrow_shards import read_arrow, read_parquet
 from tierstore.formats.snapshot.checksum import checksum, checksum_while_read, is_hugectr, parts
 from tierstore.formats.snapshot.manifest import Manifest, ShardEntry, TableEntry
-from tierstore.formats.snapshot.tensor_shards import npy_header, read_hugectr, read_npz, read_safetensors
+from tierstore.formats.snapshot.tensor_shards import npy_header, read_hugectr_shard, read_npz, read_safetensors
 from tierstore.types import Keys, TableSpec, Vectors
 
 _BATCH_BYTES = 64 << 20
@@ -46,7 +46,7 @@ _OF_TENSORS = {".safetensors": read_safetensors, ".npz": read_npz}
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class RowBatch:
     """Consecutive rows of a shard.
 
     keys int64[n] (codes), vectors float32 or float16 [n, dim], `first_row` their place in the shard,
@@ -144,7 +144,7 @@ class Snapshot:
         for path in self.manifest.requests:
             self._resolve(path, file_only=True)
 
-    def batches(self, table: str, shard_no: int, batch_rows: int = 65536) -> Iterator[Batch]:
+    def batches(self, table: str, shard_no: int, batch_rows: int = 65536) -> Iterator[RowBatch]:
         """The shard's rows in order, at most `batch_rows` at a time (fewer where a row is wide).
 
         Checks types, dim, lengths, nulls and the row count: raises SnapshotError.
@@ -156,7 +156,7 @@ class Snapshot:
             assert vectors is not None
             if of_snapshot and created_at is not None:
                 times = np.full(len(codes), seconds_of(created_at), np.uint32)
-            yield Batch(codes, vectors, first_row, strings, times)
+            yield RowBatch(codes, vectors, first_row, strings, times)
 
     def shard_keys(self, table: str, shard_no: int, batch_rows: int = 1 << 20) -> Iterator[Keys]:
         """The codes of the shard's keys in order, without reading its vectors where the format allows."""
@@ -268,7 +268,7 @@ class Snapshot:
                     "a HugeCTR folder holds no times: without time_column all rows have the snapshot's created_at",
                     file=shard.path,
                 )
-            return [(shard.path, path, read_hugectr)]
+            return [(shard.path, path, read_hugectr_shard)]
         files = [shard.path]
         if path.is_dir():
             files = [f"{shard.path}/{part}" for part, _ in parts(path)]

@@ -44,7 +44,7 @@ Block = tuple[Keys, Vectors | None, None, Times | None]
 
 
 @dataclass(frozen=True)
-class Tensor:
+class ShardTensor:
     """A tensor in a file. `open` gives a stream at its first byte."""
 
     name: str
@@ -88,7 +88,7 @@ def _names(time: str | None) -> list[str]:
     return ["keys", "vectors"] if time is None else ["keys", "vectors", time]
 
 
-def read_hugectr(path: Location, spec: TableSpec, batch_rows: int, with_vectors: bool) -> Iterator[Block]:
+def read_hugectr_shard(path: Location, spec: TableSpec, batch_rows: int, with_vectors: bool) -> Iterator[Block]:
     """Read a shard of HugeCTR: a folder with the files `key` and `emb_vector`."""
     if spec.key is not KeyType.INT64:
         raise Malformed(f"expected {spec.key} keys, as the table has; a HugeCTR folder's are int64")
@@ -101,7 +101,7 @@ def read_hugectr(path: Location, spec: TableSpec, batch_rows: int, with_vectors:
     yield from _blocks([keys, vectors], spec, batch_rows, with_vectors)
 
 
-def raw_pair(keys: Location, vectors: Location, dim: int | None = None) -> tuple[Tensor, Tensor]:
+def raw_pair(keys: Location, vectors: Location, dim: int | None = None) -> tuple[ShardTensor, ShardTensor]:
     """A file of int64 keys and one of as many float32 rows, both raw and little-endian.
 
     Without `dim` it follows from the sizes of the files. Raises Malformed.
@@ -121,12 +121,12 @@ def raw_pair(keys: Location, vectors: Location, dim: int | None = None) -> tuple
     if vector_bytes != expected:
         raise Malformed(f"{vectors.name}: expected {expected} bytes ({rows} rows of {dim} float32), got {vector_bytes}")
     return (
-        Tensor(keys.name, np.dtype("<i8"), (rows,), partial(_stream_at, keys, 0)),
-        Tensor(vectors.name, np.dtype("<f4"), (rows, dim), partial(_stream_at, vectors, 0)),
+        ShardTensor(keys.name, np.dtype("<i8"), (rows,), partial(_stream_at, keys, 0)),
+        ShardTensor(vectors.name, np.dtype("<f4"), (rows, dim), partial(_stream_at, vectors, 0)),
     )
 
 
-def safetensors_header(path: Location) -> dict[str, Tensor]:
+def safetensors_header(path: Location) -> dict[str, ShardTensor]:
     """Every tensor of a safetensors file, after all of its header is checked. Raises Malformed."""
     size = size_of(path)
     with open_regular(path) as file:
@@ -156,7 +156,7 @@ def safetensors_header(path: Location) -> dict[str, Tensor]:
     return tensors
 
 
-def _safetensor(path: Location, begin: int, name: str, entry: Any) -> tuple[Tensor, int, int]:
+def _safetensor(path: Location, begin: int, name: str, entry: Any) -> tuple[ShardTensor, int, int]:
     fields = entry if isinstance(entry, dict) else {}
     kind, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if not (_naturals(shape) and _naturals(offsets) and len(offsets) == 2 and isinstance(kind, str)):
@@ -169,7 +169,7 @@ def _safetensor(path: Location, begin: int, name: str, entry: Any) -> tuple[Tens
         raise Malformed(f"tensor {name!r}: expected {expected} bytes for {kind} {shape}, got {offsets[1] - offsets[0]}")
 
     return (
-        Tensor(name, dtype, tuple(shape), partial(_stream_at, path, begin + offsets[0]), kind == "BF16"),
+        ShardTensor(name, dtype, tuple(shape), partial(_stream_at, path, begin + offsets[0]), kind == "BF16"),
         offsets[0],
         offsets[1],
     )
@@ -203,7 +203,7 @@ def npy_header(stream: IO[bytes]) -> tuple[np.dtype[Any], tuple[int, ...]]:
     return dtype, shape
 
 
-def _npy_member(archive: zipfile.ZipFile, name: str) -> Tensor:
+def _npy_member(archive: zipfile.ZipFile, name: str) -> ShardTensor:
     member = name + ".npy"
     if member not in archive.namelist():
         wanted = "'keys' and 'vectors'" if name in ("keys", "vectors") else f"{name!r}, the table's time_column"
@@ -220,7 +220,7 @@ def _npy_member(archive: zipfile.ZipFile, name: str) -> Tensor:
             npy_header(stream)
             yield stream
 
-    return Tensor(name, dtype, shape, open_at_data)
+    return ShardTensor(name, dtype, shape, open_at_data)
 
 
 def _refuse_strings(spec: TableSpec) -> None:
@@ -228,7 +228,7 @@ def _refuse_strings(spec: TableSpec) -> None:
         raise Malformed("a table with string keys needs .parquet or .arrow shards: tensors hold numbers only")
 
 
-def _blocks(tensors: Sequence[Tensor], spec: TableSpec, batch_rows: int, with_vectors: bool) -> Iterator[Block]:
+def _blocks(tensors: Sequence[ShardTensor], spec: TableSpec, batch_rows: int, with_vectors: bool) -> Iterator[Block]:
     """Blocks of rows from the tensors of keys, of vectors, and of times, if there is a third."""
     keys, vectors, *times = tensors
     _check(keys, vectors, spec)
@@ -242,7 +242,7 @@ def _blocks(tensors: Sequence[Tensor], spec: TableSpec, batch_rows: int, with_ve
         yield as_codes(codes, spec.key), vector, None, as_times(parts[1]) if len(parts) > 1 else None
 
 
-def read_tensors(tensors: Sequence[Tensor], batch_rows: int) -> Iterator[tuple[npt.NDArray[Any], ...]]:
+def read_tensors(tensors: Sequence[ShardTensor], batch_rows: int) -> Iterator[tuple[npt.NDArray[Any], ...]]:
     """Tensors of one length in step: from each an array of its next `batch_rows` entries. bfloat16 becomes float32.
 
     Raises Malformed if a file ends early.
@@ -255,7 +255,7 @@ def read_tensors(tensors: Sequence[Tensor], batch_rows: int) -> Iterator[tuple[n
             yield tuple(_read_array(stream, tensor, n) for stream, tensor in zip(streams, tensors, strict=True))
 
 
-def _check(keys: Tensor, vectors: Tensor, spec: TableSpec) -> None:
+def _check(keys: ShardTensor, vectors: ShardTensor, spec: TableSpec) -> None:
     if len(keys.shape) != 1:
         raise Malformed(f"tensor {keys.name!r}: expected one dimension, got shape {list(keys.shape)}")
     if keys.dtype.kind not in "iu" or keys.is_bfloat16 or (keys.dtype.kind == "u") != (spec.key is KeyType.UINT64):
@@ -268,7 +268,7 @@ def _check(keys: Tensor, vectors: Tensor, spec: TableSpec) -> None:
         raise Malformed(f"tensor {vectors.name!r}: expected float16, float32 or float64, got {vectors.dtype_name}")
 
 
-def _read_array(stream: IO[bytes], tensor: Tensor, rows: int) -> npt.NDArray[Any]:
+def _read_array(stream: IO[bytes], tensor: ShardTensor, rows: int) -> npt.NDArray[Any]:
     shape = (rows, *tensor.shape[1:])
     wanted = math.prod(shape) * tensor.dtype.itemsize
     data = bytearray(wanted)

@@ -21,7 +21,7 @@ from tierstore.formats import files
 from tierstore.formats.columns import as_vectors, first_not_finite
 from tierstore.formats.keys import as_codes, from_codes
 from tierstore.formats.names import DENSE, KEYS_SUFFIX, REQUEST_SUFFIX, REQUESTS, SNAPSHOT_MANIFEST, WARMUP
-from tierstore.formats.normalize import as_rows, guessed_key_type
+from tierstore.formats.normalize import guessed_key_type, vector_rows
 from tierstore.formats.objects import is_url
 from tierstore.formats.onnx_file import read_dense
 from tierstore.formats.row_times import TIME_BYTES, Times, given_times
@@ -290,7 +290,7 @@ class TableWriter:
         """
         column = self._column(keys)
         try:
-            values = as_rows(vectors)
+            values = vector_rows(vectors)
         except InvalidInput as error:
             raise SnapshotError(f"table {self.name!r}: {error}") from error
         if values.shape != (len(column), self.dim) and len(values) + len(column):

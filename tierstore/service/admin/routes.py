@@ -83,21 +83,21 @@ class LabelRequest(Strict):
     version: int = Field(ge=1, le=MAX_ORDINAL)
 
 
-class Canary(BaseModel):
+class CanaryBody(BaseModel):
     version: int
     share: float
 
 
-class Routing(BaseModel):
+class RoutingBody(BaseModel):
     """What is served: `labels` has `stable` and `canary` beside the free ones."""
 
     model: str
     active_version: int | None
-    canary: Canary | None
+    canary: CanaryBody | None
     labels: dict[str, int]
 
 
-class Withdrawn(Routing):
+class Withdrawn(RoutingBody):
     withdrawn: int
 
 
@@ -314,16 +314,16 @@ def _add_routing(app: FastAPI, service: Service) -> None:
 
     def routing(model: str) -> dict[str, Any]:
         served = store.model(model).served
-        canary = Canary(version=served.canary.version, share=served.share) if served.canary is not None else None
+        canary = CanaryBody(version=served.canary.version, share=served.share) if served.canary is not None else None
         active = served.active.version if served.active is not None else None
         return {"model": model, "active_version": active, "canary": canary, "labels": served.all_labels()}
 
-    async def route(model: str, verb: Callable[[], Any], pool: WorkerPool = service.admin_pool) -> Routing:
+    async def route(model: str, verb: Callable[[], Any], pool: WorkerPool = service.admin_pool) -> RoutingBody:
         await service.change(verb, pool=pool)
-        return Routing(**routing(model))
+        return RoutingBody(**routing(model))
 
     @app.post("/admin/models/{model}/canary", tags=["models"])
-    async def canary(model: ModelName, request: CanaryRequest) -> Routing:
+    async def canary(model: ModelName, request: CanaryRequest) -> RoutingBody:
         """Serve a kept version to a share of the requests that name none: it is opened, caught up and warmed first.
 
         For the version that is the canary already only the share changes.
@@ -335,7 +335,7 @@ def _add_routing(app: FastAPI, service: Service) -> None:
         )
 
     @app.post("/admin/models/{model}/promote", tags=["models"])
-    async def promote(model: ModelName) -> Routing:
+    async def promote(model: ModelName) -> RoutingBody:
         """Make the canary the active version, in one step. 409 where there is none."""
         return await route(model, lambda: store.promote(model), service.switch_pool)
 
@@ -346,12 +346,12 @@ def _add_routing(app: FastAPI, service: Service) -> None:
         return Withdrawn(**routing(model), withdrawn=number)
 
     @app.put("/admin/models/{model}/labels/{label}", tags=["models"])
-    async def label(model: ModelName, label: LabelName, request: LabelRequest) -> Routing:
+    async def label(model: ModelName, label: LabelName, request: LabelRequest) -> RoutingBody:
         """Let a label stand for a version that is served, until that is served no more. 409 for another version."""
         return await route(model, lambda: store.label(model, label, request.version))
 
     @app.delete("/admin/models/{model}/labels/{label}", tags=["models"])
-    async def unlabel(model: ModelName, label: LabelName) -> Routing:
+    async def unlabel(model: ModelName, label: LabelName) -> RoutingBody:
         """Remove a label."""
         return await route(model, lambda: store.unlabel(model, label))
 

@@ -21,8 +21,8 @@ from tierstore.config import Settings
 from tierstore.errors import Overloaded, TierstoreError
 from tierstore.service.dataplane.inference import DataPlane, Inference
 from tierstore.service.dataplane.joining import (
+    JoinedRequest,
     Joint,
-    Part,
     joined_elements,
     joined_request,
     joined_shapes,
@@ -44,7 +44,7 @@ class Member(Protocol):
 
     caller: Caller
 
-    def prepare(self) -> tuple[Part, list[Any]]:
+    def prepare(self) -> tuple[JoinedRequest, list[Any]]:
         """Read the request. Its part of the batch, and the arrays for its outputs."""
 
     def complete(self, arrays: list[Any], by: Inference) -> Any:
@@ -154,7 +154,7 @@ class Batcher:
             self._shut(batch)
         members = batch.members
         outcomes: list[Any] = [None] * len(members)
-        ready: list[tuple[int, Part, list[Any]]] = []
+        ready: list[tuple[int, JoinedRequest, list[Any]]] = []
         for i, member in enumerate(members):
             try:
                 self._shed.check(member.caller)
@@ -175,7 +175,7 @@ class Batcher:
                 outcomes[i] = error
         return outcomes
 
-    def _together(self, batch: _Batch, ready: list[tuple[int, Part, list[Any]]], outcomes: list[Any]) -> bool:
+    def _together(self, batch: _Batch, ready: list[tuple[int, JoinedRequest, list[Any]]], outcomes: list[Any]) -> bool:
         """Run the joined request. False where that is not possible, or has failed."""
         parts = [part for _, part, _ in ready]
         shapes = joined_shapes(parts)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from tierstore.errors import InvalidInput
 from tierstore.service.dataplane.datatypes import NUMPY_DTYPE, VECTOR_DATATYPES
-from tierstore.service.dataplane.plan import Call, OutputSpec, Plan, Request, RequestedOutput, check_rows
+from tierstore.service.dataplane.plan import Call, OutputSpec, Plan, Request, RequestedOutput, check_lookup_bytes
 from tierstore.service.dataplane.tensors import Elements, listed, shown
 from tierstore.service.dataplane.view import View
 from tierstore.types import KeyType
@@ -73,7 +73,7 @@ def plan_hps(view: View, request: Request) -> Plan:
     return Plan.under(view, None, list(calls.values()), specs, work_bytes, count, 1 - position)
 
 
-def split(
+def split_output(
     plan: Plan, elements: Sequence[Elements], max_bytes: int
 ) -> tuple[npt.NDArray[np.generic], Iterator[tuple[Call, npt.NDArray[np.int64], npt.NDArray[np.generic]]]]:
     """(the output, flat and not filled; for each call its keys and the part of the output for their rows, [keys, dim]).
@@ -88,7 +88,7 @@ def split(
             f"input {NUMBERS!r}: expected how many of the {plan.keys} keys are of each table, {listed(c.table.name for c in calls)}; got {shown(numbers.tolist())}"
         )
     sizes = numbers * [call.table.dim for call in calls]
-    check_rows(int(sizes.sum()) * spec.dtype.itemsize, max_bytes)
+    check_lookup_bytes(int(sizes.sum()) * spec.dtype.itemsize, max_bytes)
     answer = np.empty(int(sizes.sum()), spec.dtype)
     keys = np.split(elements[calls[0].keys], numbers.cumsum()[:-1])
     rows = np.split(answer, sizes.cumsum()[:-1])

@@ -36,8 +36,8 @@ import pyarrow as pa
 from tierstore.errors import InvalidInput, NotFound, TierstoreError, TooLarge
 from tierstore.predict.session import Slot
 from tierstore.service.dataplane.datatypes import BYTES, NUMPY_DTYPE, VECTOR_DATATYPES
-from tierstore.service.dataplane.hps import split
-from tierstore.service.dataplane.plan import Call, Plan, Request, check_rows, parts_of
+from tierstore.service.dataplane.hps import split_output
+from tierstore.service.dataplane.plan import Call, Plan, Request, check_lookup_bytes, parts_of
 from tierstore.service.dataplane.planner import Planner, raw_input
 from tierstore.service.dataplane.tensors import Elements, shown
 from tierstore.service.dataplane.view import Lookup, RowsLookup, View
@@ -94,7 +94,7 @@ class Inference:
                 request = request(self._view)
             plan = self.plan = _planned(self._view, request, plan_of)
             if plan.numbers is None:  # with `numbers` the size depends on the data
-                check_rows(plan.work_bytes, max_response)
+                check_lookup_bytes(plan.work_bytes, max_response)
         except BaseException as error:
             lease.__exit__(None, None, None)
             if isinstance(error, TierstoreError):
@@ -175,7 +175,7 @@ class Inference:
 
     def _begin_split(self, elements: Sequence[Elements], began_ns: int) -> bool:
         """`begin` of a request of an HPS client."""
-        self.arrays[0], parts = split(self.plan, elements, self._max_response)
+        self.arrays[0], parts = split_output(self.plan, elements, self._max_response)
         dtype = VECTOR_DATATYPES[self.plan.specs[0].datatype]
         self._lookups = [
             (call, self._view.begin(call.feature.name, keys, dtype=dtype, out=rows)) for call, keys, rows in parts

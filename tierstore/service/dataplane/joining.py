@@ -66,7 +66,7 @@ def can_join(plan: Plan) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class JoinedRequest:
     """One of the requests that are joined, with its elements."""
 
     request: Request
@@ -79,7 +79,7 @@ class Part:
             parts_of(call, self.elements)
 
 
-def joined_shapes(parts: Sequence[Part]) -> tuple[tuple[int, ...], ...]:
+def joined_shapes(parts: Sequence[JoinedRequest]) -> tuple[tuple[int, ...], ...]:
     """Shapes of the inputs of the joined request."""
     first = parts[0].request.inputs
     return tuple(
@@ -93,7 +93,7 @@ def joined_request(first: Request, shapes: Sequence[tuple[int, ...]]) -> Request
     return Request(inputs, first.outputs, first.combiner)
 
 
-def joined_elements(parts: Sequence[Part]) -> list[Elements]:
+def joined_elements(parts: Sequence[JoinedRequest]) -> list[Elements]:
     """The elements of all parts, one after the other; offsets are raised by the keys before them."""
     first = parts[0]
     keys_of = {call.offsets: call.keys for call in first.plan.calls if call.offsets is not None}
@@ -108,7 +108,7 @@ def joined_elements(parts: Sequence[Part]) -> list[Elements]:
     return joined
 
 
-def same_answers(specs: Sequence[OutputSpec], parts: Sequence[Part]) -> bool:
+def same_answers(specs: Sequence[OutputSpec], parts: Sequence[JoinedRequest]) -> bool:
     """Whether the joined request has the outputs that each part's own plan promises."""
     return all(
         [(spec.name, spec.datatype, spec.shape[1:]) for spec in specs]
@@ -117,7 +117,9 @@ def same_answers(specs: Sequence[OutputSpec], parts: Sequence[Part]) -> bool:
     )
 
 
-def split_outputs(joined: Sequence[npt.NDArray[Any]], parts: Sequence[Part], arrays: Sequence[Sequence[Any]]) -> None:
+def split_outputs(
+    joined: Sequence[npt.NDArray[Any]], parts: Sequence[JoinedRequest], arrays: Sequence[Sequence[Any]]
+) -> None:
     """Copy to each part's `arrays` its rows of the `joined` outputs."""
     begins = [0] * len(joined)
     for part, own in zip(parts, arrays, strict=True):

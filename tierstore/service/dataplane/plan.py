@@ -171,7 +171,7 @@ class Plan:
         )
 
 
-def check_rows(nbytes: int, allowed: int) -> None:
+def check_lookup_bytes(nbytes: int, allowed: int) -> None:
     """TooLarge where a look-up needs more bytes than are allowed."""
     if nbytes > allowed:
         raise TooLarge(

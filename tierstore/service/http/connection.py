@@ -18,8 +18,8 @@ import httptools
 from tierstore.service.addresses import is_on_host, peer_of
 from tierstore.service.http.connection_limit import ConnectionLimit
 from tierstore.service.http.deadlines import Deadlines
-from tierstore.service.http.messages import CONNECTION, PEER, Peer, response_head, scope_of
-from tierstore.service.http.request import TEXT, App, Request
+from tierstore.service.http.messages import CONNECTION, PEER, OtherSide, response_head, scope_of
+from tierstore.service.http.request import TEXT, App, HttpRequest
 from tierstore.service.http.tls_transport import SESSION
 from tierstore.service.openssl import Session
 
@@ -67,8 +67,8 @@ class HttpConnection(asyncio.Protocol):
         self._server, self._limit, self._app = server, limit, server.app
         self._first, self._refused, self._back, self._admin = first, refused, back, admin
         self._parser = httptools.HttpRequestParser(self)
-        self._requests: deque[Request] = deque()  # not answered; the first has begun, others were sent ahead
-        self._newest: Request | None = None  # whose head has come last
+        self._requests: deque[HttpRequest] = deque()  # not answered; the first has begun, others were sent ahead
+        self._newest: HttpRequest | None = None  # whose head has come last
         self._lost = False
         self._served: bool | None = None  # False: it is refused
         self.writable = asyncio.Event()
@@ -92,7 +92,7 @@ class HttpConnection(asyncio.Protocol):
         self._session: Session | None = transport.get_extra_info(SESSION)
         self.client = peer_of(sock)
         self._host = "" if self.client is None else self.client[0]
-        self._peer = Peer(self._admin, () if self._session is None else self._session.names, is_on_host(sock))
+        self._peer = OtherSide(self._admin, () if self._session is None else self._session.names, is_on_host(sock))
         self._deadlines = self._limit.deadlines(transport, refused=self._refused)
         self._served = self._limit.acquire(refused=self._refused)
         if self._served is None:
@@ -149,7 +149,7 @@ class HttpConnection(asyncio.Protocol):
 
     # --- requests
 
-    def _begin(self, request: Request, *, sent_ahead: bool) -> None:
+    def _begin(self, request: HttpRequest, *, sent_ahead: bool) -> None:
         """Run a request, when it is its turn."""
 
         def run() -> None:
@@ -160,7 +160,7 @@ class HttpConnection(asyncio.Protocol):
 
         self._limit.turns.put(run, health=not sent_ahead and request.scope["path"] in _HEALTH)
 
-    def answered(self, request: Request) -> None:
+    def answered(self, request: HttpRequest) -> None:
         """The response to the first request is complete."""
         self._requests.popleft()
         if not request.keeps:
@@ -289,7 +289,7 @@ class HttpConnection(asyncio.Protocol):
         scope["scheme"], scope["client"] = "http" if self._session is None else "https", self.client
         scope[CONNECTION], scope[PEER] = self, self._peer
         keeps = version != "1.0" and parser.should_keep_alive() and not self._limit.draining
-        request = self._newest = Request(self, scope, keeps=keeps)
+        request = self._newest = HttpRequest(self, scope, keeps=keeps)
         self._requests.append(request)
         if len(self._requests) == 1:
             self._begin(request, sent_ahead=False)

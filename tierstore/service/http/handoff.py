@@ -30,7 +30,7 @@ from tierstore.service.http.messages import (
     LEFT,
     PEER,
     UNPLANNED,
-    Peer,
+    OtherSide,
     Response,
     Scope,
     date_now,
@@ -96,7 +96,7 @@ class StreamAnswer(Answer):
         self._stream.respond(response.status, [(b"date", date_now()), *headers], chunks)
 
 
-class Requests:
+class RequestDispatch:
     """Receives streams: those of gRPC are for `calls`, the others are whole requests for `handoff`. Event loop only."""
 
     def __init__(self, handoff: Handoff, calls: StreamReceiver | None) -> None:
@@ -180,7 +180,7 @@ class Handoff:
             ARRIVED: reply.began_ns or time.perf_counter_ns(),
             CONNECTION: reply,
             UNPLANNED: reply.reason in (kernel.NO_PLAN, kernel.ACCESS),
-            PEER: Peer(names=reply.peer_names),
+            PEER: OtherSide(names=reply.peer_names),
         }
         if reply.error is not None:
             scope[FAILED] = reply.error
@@ -196,7 +196,7 @@ class Handoff:
             on_host = connection is not None and is_on_host(connection)
         scope = scope_of("2", stream.method, path, query, headers)
         scope[ARRIVED], scope[CONNECTION] = stream.arrived_ns, stream
-        scope[PEER] = Peer(False, stream.peer_names, on_host)
+        scope[PEER] = OtherSide(False, stream.peer_names, on_host)
         answer = StreamAnswer(self, stream)
         if stream.too_large:
             error = scope[ERROR] = TooLarge(

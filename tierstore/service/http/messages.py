@@ -56,7 +56,7 @@ REQUEST_ID = b"x-request-id"  # sent back; requests of one id get one version
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class OtherSide:
     """The other side of a connection: whether it is at the listener of admin requests, its certificate's names, and whether
     it is known to be on this machine: it came over loopback, or by a unix socket."""
 
@@ -65,7 +65,7 @@ class Peer:
     on_host: bool = False
 
 
-UNNAMED = Peer()
+UNNAMED = OtherSide()
 
 
 # in a scope: what is told, on any thread, the response to a request that `at_once` leaves to a thread; None: nobody waits for one.

@@ -17,7 +17,7 @@ from http import HTTPStatus
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from tierstore.access.audit import ATTEMPT, Attempt, Audit
+from tierstore.access.audit import ATTEMPT, Audit, AuditedChange
 from tierstore.access.roles import CHANGES, LOCAL, NOBODY, Action
 from tierstore.access.rules import of_http
 from tierstore.engine.events.changes import REQUESTER, requester
@@ -94,7 +94,7 @@ class AccessCheck:
 
     async def _attempt(self, action: Action, model: str | None, scope: Scope, receive: Receive) -> Response | None:
         """A request to change something; if it fails before anything that has a line in the audit began, it gets one here."""
-        attempt = Attempt()
+        attempt = AuditedChange()
         # the next request of the connection may be in the same context
         attempts, requesters = ATTEMPT.set(attempt), REQUESTER.set(_requester_of(scope, self._proxies))
         try:

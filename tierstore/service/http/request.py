@@ -14,7 +14,7 @@ App: TypeAlias = Callable[[Scope, Receive], Awaitable[Response | None]]  # None:
 TEXT = b"text/plain; charset=utf-8"
 
 
-class Connection(Protocol):
+class RequestConnection(Protocol):
     """What a request needs of its connection."""
 
     transport: asyncio.Transport
@@ -22,13 +22,13 @@ class Connection(Protocol):
 
     def is_lost(self) -> bool: ...
     def read_on(self) -> None: ...
-    def answered(self, request: Request) -> None: ...
+    def answered(self, request: HttpRequest) -> None: ...
 
 
-class Request:
+class HttpRequest:
     """A request, from its head on; `receive` is as ASGI has it."""
 
-    def __init__(self, connection: Connection, scope: Scope, *, keeps: bool) -> None:
+    def __init__(self, connection: RequestConnection, scope: Scope, *, keeps: bool) -> None:
         self._connection, self.scope = connection, scope
         self.keeps = keeps  # whether the connection stays open after the response
         self._awaits_continue = any(

@@ -26,7 +26,7 @@ from tierstore.service.dataplane.tensors import (
     elements_from_json,
     shown,
 )
-from tierstore.service.oip.parameters import flag, named, refuse_classification, span, text, timeout_us
+from tierstore.service.oip.parameters import flag, named, parameter_text, refuse_classification, span, timeout_us
 from tierstore.service.oip.shared_memory import Regions, Span
 
 HEADER_LENGTH = b"inference-header-content-length"
@@ -101,7 +101,7 @@ def parse_request(header: memoryview, tail_bytes: int | None) -> InferRequest:
     default = flag(parameters, "binary_data_output", "request", "")
     outputs, targets = _requested(request)
     inputs, sources = _inputs(request, tail_bytes)
-    combiner = text(parameters, "combiner", "request", "")
+    combiner = parameter_text(parameters, "combiner", "request", "")
     plane_request = Request(inputs, outputs, combiner)
     return InferRequest(plane_request, sources, targets, bool(default), request_id, timeout_us(parameters))
 
@@ -201,8 +201,8 @@ def _requested(request: dict[str, Any]) -> tuple[list[RequestedOutput], list[Spa
         name = _name(item, "output")
         parameters = _parameters(item, "output", name)
         refuse_classification(parameters, name)
-        datatype = text(parameters, "dtype", "output", name)
-        outputs.append(RequestedOutput(name, datatype, text(parameters, "combiner", "output", name)))
+        datatype = parameter_text(parameters, "dtype", "output", name)
+        outputs.append(RequestedOutput(name, datatype, parameter_text(parameters, "combiner", "output", name)))
         binary = flag(parameters, "binary_data", "output", name)
         target = span(parameters, "output", name)
         targets.append(binary if target is None else target)

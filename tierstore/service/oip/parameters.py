@@ -42,7 +42,7 @@ def flag(parameters: Parameters, key: str, kind: str, name: str) -> bool | None:
     return value
 
 
-def text(parameters: Parameters, key: str, kind: str, name: str) -> str | None:
+def parameter_text(parameters: Parameters, key: str, kind: str, name: str) -> str | None:
     value = parameters.get(key)
     if value is not None and not isinstance(value, str):
         raise InvalidInput(f"{named(kind, name)}: parameter {key} is {shown(value)}, expected {_EXPECTED[key]}")

@@ -182,7 +182,7 @@ class Stream:
         return open_
 
 
-class Pipes(Protocol):
+class StreamPipes(Protocol):
     """What streams need of the reactors."""
 
     conns: npt.NDArray[Any]
@@ -196,7 +196,7 @@ class Pipes(Protocol):
 class Streams:
     """The streams that Python has. Event loop only, but `send`, `notify` and `forget`."""
 
-    def __init__(self, pipes: Pipes) -> None:
+    def __init__(self, pipes: StreamPipes) -> None:
         self._pipes = pipes
         self._open: dict[tuple[int, int, int], Stream] = {}
         self._receiver: StreamReceiver | None = None

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-from tierstore.access.audit import ATTEMPT, Attempt
+from tierstore.access.audit import ATTEMPT, AuditedChange
 from tierstore.access.roles import LOCAL, NOBODY, Principal
 from tierstore.engine.events.changes import REQUESTER
 from tierstore.kernels import reactor_words as kernel
@@ -33,7 +33,7 @@ class RpcCaller:
         """`proxies`: those that are trusted. `arrived_ns`: when its request came, if not with the stream. InvalidInput for a deadline without a meaning."""
         self.waiting = Caller(arrived_ns or stream.arrived_ns or time.perf_counter_ns(), stream.is_lost)
         self.unplanned = stream.reason in (kernel.NO_PLAN, kernel.ACCESS)
-        self.attempt = Attempt()
+        self.attempt = AuditedChange()
         self.request_id: str | None = None
         self.coding: bytes | None = None
         self.authorizations: list[bytes] = []

@@ -104,7 +104,7 @@ def parse_request(meta: bytes, *, raw: bool) -> RpcRequest:
     return RpcRequest(
         received.model_name,
         carried.version_of(received.model_version) if received.model_version else None,
-        Request(inputs, outputs, carried.text(parameters, "combiner", "request", "")),
+        Request(inputs, outputs, carried.parameter_text(parameters, "combiner", "request", "")),
         sources,
         targets,
         raws,
@@ -151,8 +151,8 @@ def _output(output: Any) -> tuple[RequestedOutput, Span | None]:
         raise InvalidInput("every output needs a name")
     parameters = _values(output.parameters)
     carried.refuse_classification(parameters, name)
-    datatype = carried.text(parameters, "dtype", "output", name)
-    combiner = carried.text(parameters, "combiner", "output", name)
+    datatype = carried.parameter_text(parameters, "dtype", "output", name)
+    combiner = carried.parameter_text(parameters, "combiner", "output", name)
     return RequestedOutput(name, datatype, combiner), carried.span(parameters, "output", name)
 
 

@@ -17,7 +17,7 @@ from prometheus_client.core import Metric
 from tierstore.config import Settings
 from tierstore.engine.store import Store
 from tierstore.errors import DeltaError, NotFound, StorageError
-from tierstore.kafka.messages import Head, Message, head_of
+from tierstore.kafka.messages import Head, KafkaMessage, head_of
 from tierstore.kafka.reader import TopicReader
 from tierstore.kafka.window import Window
 from tierstore.service.sources.kafka_apply import RETRY_S, Applier
@@ -28,7 +28,7 @@ from tierstore.service.sources.topic_thread import (
     POLL_S,
     SAVE_S,
     TopicThread,
-    connect,
+    connect_topic,
     far_back,
     new_partitions,
 )
@@ -79,7 +79,7 @@ class KafkaSource:
     def begin(self) -> None:
         """Connect, and read on from what is recorded."""
         settings = self._settings
-        self._reader = reader = connect(settings, self._topic)
+        self._reader = reader = connect_topic(settings, self._topic)
         cluster, partitions = reader.partitions()
         logs = self._logs()
         held = {model: self._store.model(model).log.newest_origin(SOURCE) for model in logs}
@@ -151,7 +151,7 @@ class KafkaSource:
 
     # --- messages
 
-    def _receive(self, message: Message) -> None:
+    def _receive(self, message: KafkaMessage) -> None:
         """Put a message where it belongs. StorageError where it had to be parked and could not be."""
         stats = self.stats
         stats.read(message.timestamp_ms)

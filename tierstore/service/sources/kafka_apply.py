@@ -19,7 +19,7 @@ from tierstore.errors import (
     TierstoreError,
     TooLarge,
 )
-from tierstore.kafka.messages import Message, check_digest
+from tierstore.kafka.messages import KafkaMessage, check_digest
 from tierstore.kafka.parked import Parked, make_id
 from tierstore.kafka.reader import TopicReader
 from tierstore.kafka.window import Held, Window
@@ -72,7 +72,7 @@ class Applier:
         except NotFound:
             return None
 
-    def park_message(self, message: Message, reason: str) -> None:
+    def park_message(self, message: KafkaMessage, reason: str) -> None:
         held = Held("", 0, message.partition, 1, None, timestamp_ms=message.timestamp_ms)
         held.values[1], held.offsets[1] = message.value, message.offset
         self._park_delta(held, reason, None, None)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tierstore.config import Settings
 from tierstore.errors import ConfigError, DeltaError
 from tierstore.kafka.client import read_options
-from tierstore.kafka.messages import Message
+from tierstore.kafka.messages import KafkaMessage
 from tierstore.kafka.row_formats import decoder, registry_of
 from tierstore.kafka.rows import RowReader, field_names
 from tierstore.types import NAME
@@ -17,7 +17,7 @@ _ROUTE = re.compile(r"([A-Za-z0-9._-]{1,249})(?:=([^/]+)/([^/]+))?")
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class TopicRoute:
     """A topic and whose rows it has; None where headers of each message say it."""
 
     topic: str
@@ -25,14 +25,14 @@ class Route:
     table: str | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Route:
+    def parse(cls, text: str) -> TopicRoute:
         """`TOPIC=MODEL/TABLE` or `TOPIC`. ConfigError."""
         match = _ROUTE.fullmatch(text)
         if match is None or any(name is not None and NAME.fullmatch(name) is None for name in match.groups()[1:]):
             raise ConfigError(f"kafka_rows: expected TOPIC=MODEL/TABLE, or TOPIC, got {text!r}")
         return cls(*match.groups())
 
-    def place(self, message: Message) -> tuple[str, str]:
+    def place(self, message: KafkaMessage) -> tuple[str, str]:
         """(model, table) of a message. DeltaError where it does not say them."""
         if self.model is not None and self.table is not None:
             return self.model, self.table
@@ -55,9 +55,9 @@ def make_row_reader(settings: Settings) -> RowReader:
     return RowReader(value, key, settings.kafka_rows_fields)
 
 
-def check_rows(settings: Settings) -> None:
+def check_row_topics(settings: Settings) -> None:
     """ConfigError or MissingExtra for settings of rows that cannot be followed."""
-    topics = [Route.parse(text).topic for text in settings.kafka_rows]
+    topics = [TopicRoute.parse(text).topic for text in settings.kafka_rows]
     if len(set(topics)) < len(topics):
         raise ConfigError("kafka_rows: expected each topic once")
     if settings.kafka_topic in topics:

@@ -9,16 +9,16 @@ from prometheus_client.core import Metric
 
 from tierstore.config import Settings
 from tierstore.engine.store import Store
-from tierstore.service.sources.kafka_routes import Route
+from tierstore.service.sources.kafka_routes import TopicRoute
 from tierstore.service.sources.kafka_rows import RowTopic
-from tierstore.service.sources.kafka_rows_status import families
+from tierstore.service.sources.kafka_rows_status import row_families
 
 
 class KafkaRows:
-    """All topics of rows that the settings name. `status` and `families`: any thread."""
+    """All topics of rows that the settings name. `status` and `row_families`: any thread."""
 
     def __init__(self, store: Store, settings: Settings) -> None:
-        self._topics = [RowTopic(store, settings, Route.parse(text)) for text in settings.kafka_rows]
+        self._topics = [RowTopic(store, settings, TopicRoute.parse(text)) for text in settings.kafka_rows]
 
     def status(self) -> dict[str, Any]:
         """Each topic's, by its name, and all their problems."""
@@ -30,7 +30,7 @@ class KafkaRows:
 
     def families(self) -> Iterator[Metric]:
         """Metrics for Prometheus."""
-        return families([(topic.stats, topic.status()) for topic in self._topics])
+        return row_families([(topic.stats, topic.status()) for topic in self._topics])
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Finish the deltas that are being applied, and end."""

@@ -28,20 +28,20 @@ from tierstore.errors import (
     TooLarge,
     Unreachable,
 )
-from tierstore.kafka.messages import Message, digest_of
+from tierstore.kafka.messages import KafkaMessage, digest_of
 from tierstore.kafka.parked import Parked
 from tierstore.kafka.reader import TopicReader
 from tierstore.kafka.rows import ROW_BYTES, Row, TableRows, fit, make_delta
 from tierstore.service.sources.kafka_apply import LONGEST_RETRY_S, RETRY_S
 from tierstore.service.sources.kafka_positions import Positions
-from tierstore.service.sources.kafka_routes import Route, make_row_reader
+from tierstore.service.sources.kafka_routes import TopicRoute, make_row_reader
 from tierstore.service.sources.kafka_rows_status import RowStats
 from tierstore.service.sources.topic_thread import (
     METADATA_S,
     POLL_S,
     SAVE_S,
     TopicThread,
-    connect,
+    connect_topic,
     far_back,
     new_partitions,
 )
@@ -83,7 +83,7 @@ class _Followed:
 class RowTopic:
     """Follows one topic until closed. `status`: any thread."""
 
-    def __init__(self, store: Store, settings: Settings, route: Route) -> None:
+    def __init__(self, store: Store, settings: Settings, route: TopicRoute) -> None:
         self._store, self._settings, self._route = store, settings, route
         self._topic, self._parked = route.topic, store.parked_files
         self._rows = make_row_reader(settings)
@@ -110,7 +110,7 @@ class RowTopic:
 
     def begin(self) -> None:
         """Connect, and read on behind what the logs of the models have."""
-        self._reader = reader = connect(self._settings, self._topic, batch=BATCH)
+        self._reader = reader = connect_topic(self._settings, self._topic, batch=BATCH)
         self._cluster, partitions = reader.partitions()
         reader.positions = dict.fromkeys(partitions, 0)
         self._models, self._checked_s = {}, time.monotonic()
@@ -140,7 +140,7 @@ class RowTopic:
         if time.monotonic() - self._maintained_s >= POLL_S:
             self._maintain()
 
-    def _receive_all(self, messages: Sequence[Message]) -> None:
+    def _receive_all(self, messages: Sequence[KafkaMessage]) -> None:
         for number, message in enumerate(messages):
             if number % _SHORT == 0:
                 yield_to_requests()
@@ -155,7 +155,7 @@ class RowTopic:
         assert self._reader is not None
         return self._reader
 
-    def _read_again(self, messages: Sequence[Message]) -> None:
+    def _read_again(self, messages: Sequence[KafkaMessage]) -> None:
         again: dict[int, int] = {}
         for message in messages:
             again[message.partition] = min(message.offset, again.get(message.partition, message.offset))
@@ -176,7 +176,7 @@ class RowTopic:
 
     # --- messages
 
-    def _receive(self, message: Message) -> None:
+    def _receive(self, message: KafkaMessage) -> None:
         """Have a row wait with those of its model. StorageError where it had to be parked and could not be; Unreachable."""
         self.stats.topic.read(message.timestamp_ms)
         model: str | None = None
@@ -197,7 +197,7 @@ class RowTopic:
         of.pending.append(row)
         of.nbytes += len(message.value) + ROW_BYTES
 
-    def _park(self, message: Message, model: str | None, reason: str) -> None:
+    def _park(self, message: KafkaMessage, model: str | None, reason: str) -> None:
         key = message.key or b""
         digest = digest_of(b"\0".join((self._topic.encode(), key, message.value)))
         now = datetime.now(UTC).isoformat(timespec="seconds")

@@ -62,7 +62,7 @@ _GAUGES = {
 }
 
 
-def families(topics: Sequence[tuple[RowStats, dict[str, Any]]]) -> Iterator[Metric]:
+def row_families(topics: Sequence[tuple[RowStats, dict[str, Any]]]) -> Iterator[Metric]:
     """Metrics for Prometheus, of the topics with their status."""
     for name, text in _COUNTERS.items():
         counter = CounterMetricFamily(f"tierstore_kafka_rows_{name}", text, labels=["topic"])

@@ -31,7 +31,7 @@ class ModelRecord:
     problem: str | None = None  # why the canary was withdrawn; until something newer comes
 
 
-class Records:
+class LocationRecords:
     """The records of all models."""
 
     def __init__(self, path: Path) -> None:

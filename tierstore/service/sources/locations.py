@@ -28,7 +28,7 @@ from tierstore.formats.snapshot.found import Finder, FoundSnapshot, fingerprint
 from tierstore.service.error_status import log_failure, message_of
 from tierstore.service.families import counter, gauge
 from tierstore.service.limits.jobs import Jobs
-from tierstore.service.sources.location_record import Records
+from tierstore.service.sources.location_record import LocationRecords
 from tierstore.service.stats import InferenceStats
 from tierstore.verdicts import Trial
 
@@ -85,7 +85,7 @@ class Locations(Observer):
     ) -> None:
         self._store, self._jobs, self._stats, self._settings = store, jobs, stats, settings
         self._poll_s = settings.watch_snapshots_s if poll_s is None else poll_s
-        self._records = Records(DataDirectory(Path(settings.data).absolute()).watched)
+        self._records = LocationRecords(DataDirectory(Path(settings.data).absolute()).watched)
         locations = [of.absolute() if isinstance(of, Path) else of for of in settings.watch_snapshots]
         self._places = [_Place(Finder(location)) for location in locations]
         self._busy: set[str] = set()  # models that a thread loads; under the lock of the records

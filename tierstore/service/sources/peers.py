@@ -29,7 +29,7 @@ from tierstore.formats import files
 from tierstore.service.error_status import log_failure, message_of
 from tierstore.service.families import counter, gauge
 from tierstore.tiers.machines import Machines, Options
-from tierstore.tiers.upstream.connections import Connection, Node
+from tierstore.tiers.upstream.connections import NodeConnection, UpstreamNode
 from tierstore.tiers.upstream.options import NodeAddress, check_token, parse_node_urls, tls_context
 from tierstore.tiers.upstream.peer import Peer, PeerLog, PeerLogs
 from tierstore.types import NAME, Progress
@@ -47,7 +47,7 @@ class Differs(Conflict):
     """A peer's log is not this node's: nothing is taken from it."""
 
 
-class Behind(TierstoreError):
+class TooFarBehind(TierstoreError):
     """This node lacks what no peer has any more."""
 
 
@@ -56,9 +56,9 @@ def make_peers(settings: Settings) -> list[Peer]:
     addresses = parse_node_urls(",".join(settings.peer), "peer")
     if settings.upstream_token is not None and not settings.upstream_allow_insecure_token:
         check_token(addresses)
-    machines: Machines[NodeAddress, Connection] = Machines(Options(connections=1), "the node")
+    machines: Machines[NodeAddress, NodeConnection] = Machines(Options(connections=1), "the node")
     tls = tls_context(addresses, None if settings.upstream_ca is None else str(settings.upstream_ca))
-    return [Peer(Node(address, machines, settings.upstream_token, tls)) for address in addresses]
+    return [Peer(UpstreamNode(address, machines, settings.upstream_token, tls)) for address in addresses]
 
 
 class Peers:
@@ -209,18 +209,18 @@ class Peers:
                 self._follow_one(self._store.model(name), peer, logs[peer])
             except TierstoreError as error:
                 self._note(problems, f"{peer} {name}", error)
-                done = done and isinstance(error, (Differs, Behind))  # others may pass
+                done = done and isinstance(error, (Differs, TooFarBehind))  # others may pass
         return done
 
     def _follow_one(self, model: Model, peer: Peer, theirs: PeerLog) -> None:
         log = model.log
         if theirs.damage is not None:
-            raise Behind(f"{peer}: its log of {model.name!r} is damaged: {theirs.damage}")
+            raise TooFarBehind(f"{peer}: its log of {model.name!r} is damaged: {theirs.damage}")
         if None in (theirs.start, theirs.last, log.start, log.last, model.active_version) or log.unusable:
             return  # nothing to compare; what is wrong here the model's own problem says
         ours, there = (log.start or 0, log.last or 0), (theirs.start or 0, theirs.last or 0)
         if there[0] > ours[1]:
-            raise Behind(
+            raise TooFarBehind(
                 f"model {model.name!r} lacks delta {ours[1] + 1}, and the log of {peer} begins after {there[0]}: load a newer snapshot, or "
                 f"stop this node, move {model.where.root} away, and start it: the model is then copied from there"
             )

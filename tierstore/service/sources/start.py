@@ -9,11 +9,11 @@ from tierstore.errors import ConfigError
 from tierstore.formats.buckets import Bucket
 from tierstore.formats.objects import is_url
 from tierstore.kafka.client import read_options
-from tierstore.kafka.reader import check_options
-from tierstore.service.context import Service, Source
+from tierstore.kafka.reader import check_kafka_options
+from tierstore.service.context import ChangeSource, Service
 from tierstore.service.sources.directory import Watcher
 from tierstore.service.sources.kafka import KafkaSource
-from tierstore.service.sources.kafka_routes import check_rows
+from tierstore.service.sources.kafka_routes import check_row_topics
 from tierstore.service.sources.kafka_row_topics import KafkaRows
 from tierstore.service.sources.locations import Locations
 from tierstore.service.sources.peers import Peers, make_peers
@@ -33,8 +33,8 @@ def check_sources(settings: Settings) -> None:
                     f"{name} and upstream: a node in front changes nothing; set {name} on the nodes upstream, {settings.upstream}"
                 )
     if settings.kafka is not None:
-        check_rows(settings)
-        check_options(settings.kafka, read_options(settings.kafka_config))
+        check_row_topics(settings)
+        check_kafka_options(settings.kafka, read_options(settings.kafka_config))
     for location in settings.watch_snapshots:
         _check_location(location)
     if settings.peer:
@@ -45,9 +45,9 @@ def check_sources(settings: Settings) -> None:
         make_peers(settings)
 
 
-def start_sources(service: Service, settings: Settings) -> dict[str, Source]:
+def start_sources(service: Service, settings: Settings) -> dict[str, ChangeSource]:
     """Start each source that the settings name. Returns them by the name under which the status shows them."""
-    sources: dict[str, Source] = {}
+    sources: dict[str, ChangeSource] = {}
     if settings.watch is not None:
         sources["watch"] = Watcher(service.store, settings.watch, max_delta=settings.max_delta)
     if settings.kafka_topic is not None:

@@ -78,7 +78,7 @@ class TopicThread:
             logger.warning("kafka: %s: %s: %s", self._topic, state, error)
 
 
-def connect(settings: Settings, topic: str, *, batch: int = BATCH) -> TopicReader:
+def connect_topic(settings: Settings, topic: str, *, batch: int = BATCH) -> TopicReader:
     """A reader of a topic of the brokers that the settings name."""
     assert settings.kafka is not None
     group = f"tierstore-{socket.gethostname()}"

@@ -31,7 +31,7 @@ from tierstore.service.dataplane.plan import OutputSpec
 from tierstore.service.dataplane.tensors import MAX_RANK, Elements, TensorSpec, elements_from_list, flatten, shown
 from tierstore.service.dataplane.view import TensorInfo
 from tierstore.service.tfserving.request import Tensor
-from tierstore.service.tfserving.signature import Signature, check_signature
+from tierstore.service.tfserving.signature import ServedSignatures, check_signature
 
 _encode64 = np.frompyfunc(lambda text: {"b64": binascii.b2a_base64(text.encode(), newline=False).decode()}, 1, 1)
 _decode64: Callable[[str], bytes] = partial(binascii.a2b_base64, strict_mode=True)
@@ -80,7 +80,7 @@ def _loads(body: bytes | memoryview) -> Any:
         raise InvalidInput(f"the request is not valid JSON: {error}") from error
 
 
-def tensors_of(body: PredictBody, signature: Signature) -> list[Tensor]:
+def tensors_of(body: PredictBody, signature: ServedSignatures) -> list[Tensor]:
     """The request's inputs, with their elements."""
     return _of_rows(body.values, signature) if body.rows else _of_columns(body.values, signature)
 
@@ -88,7 +88,7 @@ def tensors_of(body: PredictBody, signature: Signature) -> list[Tensor]:
 # --- columns
 
 
-def _of_columns(values: Any, signature: Signature) -> list[Tensor]:
+def _of_columns(values: Any, signature: ServedSignatures) -> list[Tensor]:
     if not isinstance(values, dict) or _is_base64(values):
         values = {signature.only_input: values}
     return [_even(signature.input(name), value) for name, value in values.items()]
@@ -105,7 +105,7 @@ def _even(info: TensorInfo, value: Any) -> Tensor:
 # --- rows
 
 
-def _of_rows(rows: list[Any], signature: Signature) -> list[Tensor]:
+def _of_rows(rows: list[Any], signature: ServedSignatures) -> list[Tensor]:
     columns = _columns(rows, signature)
     lengths = {name: _ragged(values) for name, values in columns.items() if _may_be_ragged(name, signature)}
     tensors: list[Tensor] = []
@@ -130,7 +130,7 @@ def _of_rows(rows: list[Any], signature: Signature) -> list[Tensor]:
     return tensors
 
 
-def _columns(rows: list[Any], signature: Signature) -> dict[str, list[Any]]:
+def _columns(rows: list[Any], signature: ServedSignatures) -> dict[str, list[Any]]:
     """The values of each input, one a row."""
     first = rows[0]
     if type(first) is not dict or _is_base64(first):
@@ -145,7 +145,7 @@ def _columns(rows: list[Any], signature: Signature) -> dict[str, list[Any]]:
         raise InvalidInput(f"instances: a row lacks input {shown(error.args[0])}, which the first row has") from error
 
 
-def _may_be_ragged(name: str, signature: Signature) -> bool:
+def _may_be_ragged(name: str, signature: ServedSignatures) -> bool:
     feature = signature.features.get(name)
     return feature is not None and feature.combiner is not None
 

@@ -29,7 +29,7 @@ MAX_SIGNATURES = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Signature:
+class ServedSignatures:
     """The signatures of one version and dense part; `fits` compares the identity of `features` and `bindings`."""
 
     features: dict[str, FeatureSpec]
@@ -70,7 +70,7 @@ def check_signature(name: object) -> str:
     raise InvalidInput(f"unknown signature {shown(name)}; expected one of {', '.join(SIGNATURES)}")
 
 
-def signature_of(view: View) -> Signature:
+def signature_of(view: View) -> ServedSignatures:
     """The signatures of a view's version."""
     session = view.predictor
     inputs = {tensor.name: tensor for tensor in inputs_of(view)}
@@ -78,7 +78,7 @@ def signature_of(view: View) -> Signature:
     vectors = tuple(every[name] for name in view.features)
     halves = tuple(TensorInfo(tensor.name, "FP16", tensor.shape) for tensor in vectors)
     default = vectors if session is None else tuple(every[name] for name in session.bindings.outputs)
-    return Signature(
+    return ServedSignatures(
         view.features,
         None if session is None else session.bindings,
         inputs,
@@ -90,12 +90,12 @@ class Signatures:
     """The latest signature of each version that was requested; cleared when there are too many."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, int], Signature] = {}  # every use of it is one atomic step
+        self._kept: dict[tuple[str, int], ServedSignatures] = {}  # every use of it is one atomic step
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def of(self, model: str, view: View) -> Signature:
+    def of(self, model: str, view: View) -> ServedSignatures:
         key = model, view.version
         kept = self._kept.get(key)
         if kept is None or not kept.fits(view):

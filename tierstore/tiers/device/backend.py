@@ -51,7 +51,7 @@ class Buffer(Protocol):
     def free(self) -> None: ...
 
 
-class Stream(Protocol):
+class DeviceStream(Protocol):
     """A queue of work. `Any` is an event, which only streams of the same device can use."""
 
     def upload(self, to: int, data: np.ndarray) -> None:
@@ -93,7 +93,7 @@ class Backend(Protocol):
     def pinned(self, nbytes: int) -> np.ndarray:
         """uint8[nbytes] of page-locked CPU memory, freed with its last reference."""
 
-    def stream(self) -> Stream: ...
+    def stream(self) -> DeviceStream: ...
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """A new array on the device for an answer; it belongs to the caller.

@@ -74,7 +74,7 @@ def runs_of(sets: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
     return np.append(starts, len(sets)).astype(np.uint32)
 
 
-def keys_of(lines: npt.NDArray[np.uint64]) -> tuple[Keys, npt.NDArray[np.uint8]]:
+def occupied_keys(lines: npt.NDArray[np.uint64]) -> tuple[Keys, npt.NDArray[np.uint8]]:
     """(keys, heat) of the occupied ways in lines uint64[sets, 16]."""
     heads = lines[:, :1]
     occupied = ((heads >> _WAY) & np.uint64(1)).astype(np.bool_)

@@ -30,7 +30,7 @@ Fetch = Callable[[Keys, Any], tuple[Vectors, States]]
 
 
 @dataclass(slots=True, eq=False)
-class Bags:
+class Pooling:
     """How a look-up is pooled: offsets int64[bags] as `check_offsets` returns them, weights float32[n] or None."""
 
     offsets: np.ndarray
@@ -49,7 +49,13 @@ class _Chunk:
 
 
 def answer(
-    table: DeviceTable, keys: Keys, state: States, answered: Vectors, dtype: Any, fetch: Fetch, bags: Bags | None = None
+    table: DeviceTable,
+    keys: Keys,
+    state: States,
+    answered: Vectors,
+    dtype: Any,
+    fetch: Fetch,
+    bags: Pooling | None = None,
 ) -> Any:
     """A new array of `dtype` on the device with the answer, [n, dim] or [bags, dim]; None where the device cannot. See `look_up`."""
     shape = (len(keys) if bags is None else len(bags.offsets), table.spec.dim)
@@ -67,7 +73,7 @@ def look_up(
     answered: Vectors,
     out: Any,
     fetch: Fetch,
-    bags: Bags | None = None,
+    bags: Pooling | None = None,
 ) -> bool:
     """Answer every key, on the device.
 
@@ -134,7 +140,7 @@ class _Work:
         answered: Vectors,
         out: Any,
         fetch: Fetch,
-        bags: Bags | None,
+        bags: Pooling | None,
     ) -> None:
         self.table, self.keys, self.state, self.answered, self.fetch, self.bags = (
             table,

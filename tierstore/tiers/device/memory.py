@@ -14,8 +14,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.tiers.device.backend import TEAM, Buffer, DeviceError, Stream
-from tierstore.tiers.device.layout import ABSENT_BYTES, COUNTER_BYTES, LINE_BYTES, WAYS, DeviceLayout, keys_of, runs_of
+from tierstore.tiers.device.backend import TEAM, Buffer, DeviceError, DeviceStream
+from tierstore.tiers.device.layout import (
+    ABSENT_BYTES,
+    COUNTER_BYTES,
+    LINE_BYTES,
+    WAYS,
+    DeviceLayout,
+    occupied_keys,
+    runs_of,
+)
 from tierstore.tiers.device.workspaces import DeviceMemory, Workspace
 from tierstore.types import Keys, Rows, TableSpec
 
@@ -33,7 +41,7 @@ class TableMemory:
         # constant after construction
         self._name, self._layout, self._device = spec.name, layout, device
         self.order = threading.Lock()
-        self.stream: Stream = device.backend.stream()
+        self.stream: DeviceStream = device.backend.stream()
         self._control: Buffer = device.backend.alloc(layout.control_bytes)  # counters, default vector
         # guarded by order
         self.depth = 0
@@ -54,7 +62,7 @@ class TableMemory:
         return self._layout.table(addresses, self._control.address + COUNTER_BYTES, self.depth)
 
     @contextmanager
-    def reading(self) -> Iterator[tuple[Stream, np.ndarray, Buffer] | None]:
+    def reading(self) -> Iterator[tuple[DeviceStream, np.ndarray, Buffer] | None]:
         """Put kernels that read into the stream, with nothing in between, within the block.
 
         Gives (stream, `TABLE` to launch with, a buffer to hold until they have run: it has the default vector), or None
@@ -135,7 +143,7 @@ class TableMemory:
                 with self.order:
                     self.stream.download(staged, self._segments[segment].address + begin * LINE_BYTES)
                 self.stream.synchronize()
-                parts.append(keys_of(staged.view(np.uint64).reshape(n, LINE_BYTES // 8)))
+                parts.append(occupied_keys(staged.view(np.uint64).reshape(n, LINE_BYTES // 8)))
         return parts
 
     def read_set(self, number: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], Rows]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from tierstore.kernels.codec import out_code
 from tierstore.tiers.checks import check_answer, check_rows
-from tierstore.tiers.device.backend import TEAM, Buffer, Captured, DeviceError, OutOfDeviceMemory, Stream
+from tierstore.tiers.device.backend import TEAM, Buffer, Captured, DeviceError, DeviceStream, OutOfDeviceMemory
 from tierstore.tiers.device.layout import MAX_HEAT, WAYS, DeviceLayout
 from tierstore.tiers.device.memory import GivenUp, TableMemory, stage_keys, stage_rows
 from tierstore.tiers.device.peek import Peek, peek
@@ -152,7 +152,7 @@ class DeviceTable:
             state[at] = found
         return int(np.count_nonzero(found == Tier.DEVICE))
 
-    def reading(self) -> AbstractContextManager[tuple[Stream, np.ndarray, Buffer] | None]:
+    def reading(self) -> AbstractContextManager[tuple[DeviceStream, np.ndarray, Buffer] | None]:
         """As `TableMemory.reading`; None as well where there never was any memory."""
         return nullcontext() if self._memory is None else self._memory.reading()
 

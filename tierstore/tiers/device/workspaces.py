@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 
-from tierstore.tiers.device.backend import Backend, Buffer, DeviceError, Stream
+from tierstore.tiers.device.backend import Backend, Buffer, DeviceError, DeviceStream
 
 ALIGN = 16  # the widest access of a kernel
 WORKSPACES = 4
@@ -31,7 +31,7 @@ class Workspace:
         self.nbytes = nbytes
         self._buffer: Buffer = backend.alloc(nbytes)
         self._pinned = backend.pinned(nbytes)
-        self.stream: Stream = backend.stream()
+        self.stream: DeviceStream = backend.stream()
         self.is_free = True  # no kernel or copy of an earlier user can still be using it
 
     def cut(self, *sizes: int) -> list[int]:

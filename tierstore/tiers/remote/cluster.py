@@ -14,7 +14,7 @@ from typing import Any
 
 from tierstore.errors import ConfigError, RemoteUnavailable, StorageError
 from tierstore.tiers.machines import Options
-from tierstore.tiers.remote.connections import Connections, driver, explain
+from tierstore.tiers.remote.connections import Connections, driver, explain_error
 from tierstore.tiers.remote.layout import SLOTS, choose_tags
 from tierstore.tiers.remote.options import Endpoints, ServerAddress, parse_server_urls
 
@@ -77,7 +77,7 @@ class Cluster:
                 **self.endpoints.credentials,
             )  # fmt: skip
         except (redis.RedisError, OSError) as error:
-            raise explain(self.endpoints, error) from error
+            raise explain_error(self.endpoints, error) from error
 
     def call(self, *words: Any) -> Any:
         """The reply to a command that is no look-up, by redis-py's client, which finds the server; text as bytes.
@@ -90,7 +90,7 @@ class Cluster:
         except StorageError:
             raise
         except (redis.RedisError, OSError) as error:
-            raise explain(self.endpoints, error) from error
+            raise explain_error(self.endpoints, error) from error
 
     def master_of(self, slot: int) -> ServerAddress:
         """Raises RemoteUnavailable where no server has the slot."""
@@ -194,7 +194,7 @@ class Cluster:
                 connection.send_command("CLUSTER", "SLOTS")
                 reply = connection.read_response()
         except (redis.RedisError, OSError) as error:
-            raise error if isinstance(error, StorageError) else explain(address, error) from error
+            raise error if isinstance(error, StorageError) else explain_error(address, error) from error
         found: Topology = {}
         for low, high, *servers in reply:
             addresses = tuple(

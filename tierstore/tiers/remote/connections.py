@@ -31,7 +31,7 @@ def driver(module: str = "redis") -> Any:
         raise MissingExtra("a remote tier needs redis-py: pip install 'tierstore[redis]'") from None
 
 
-class Connection:
+class ServerConnection:
     """One connection, for one user at a time. `buffer` is where kernels receive into."""
 
     def __init__(self, address: ServerAddress, opened: Any, tls: bool) -> None:
@@ -73,16 +73,18 @@ class Connections:
 
     def __init__(self, endpoints: Endpoints, options: Options) -> None:
         self._endpoints, self._options = endpoints, options
-        self.machines: Machines[ServerAddress, Connection] = Machines(options, f"the remote tier on {endpoints}")
+        self.machines: Machines[ServerAddress, ServerConnection] = Machines(options, f"the remote tier on {endpoints}")
 
-    def acquire(self, address: ServerAddress, *, replica: bool = False, timeout_s: float | None = None) -> Connection:
+    def acquire(
+        self, address: ServerAddress, *, replica: bool = False, timeout_s: float | None = None
+    ) -> ServerConnection:
         """An idle connection, or a new one. `replica`: one on which a replica answers reads.
 
         Raises RemoteUnavailable where the server cannot be reached, ConfigError where it refuses user, password or TLS.
         """
         return self.machines.kept(address, replica=replica) or self._open(address, replica, timeout_s)
 
-    def release(self, connection: Connection, *, replica: bool = False) -> None:
+    def release(self, connection: ServerConnection, *, replica: bool = False) -> None:
         """Keep it for the next user. Only where every reply was read."""
         connection.used = True
         self.machines.keep(connection.address, connection, replica=replica)
@@ -105,7 +107,7 @@ class Connections:
             raise
         self.release(connection, replica=replica)
 
-    def _open(self, address: ServerAddress, replica: bool, timeout_s: float | None) -> Connection:
+    def _open(self, address: ServerAddress, replica: bool, timeout_s: float | None) -> ServerConnection:
         module, redis = driver("redis.connection"), driver()
         limit_s = min(self._options.connect_timeout_s, timeout_s if timeout_s is not None else np.inf)
         kind = module.SSLConnection if self._endpoints.tls else module.Connection
@@ -121,11 +123,11 @@ class Connections:
         except (redis.RedisError, OSError) as error:
             with suppress(OSError, redis.RedisError):
                 opened.disconnect()
-            raise explain(address, error) from error
-        return Connection(address, opened, self._endpoints.tls)
+            raise explain_error(address, error) from error
+        return ServerConnection(address, opened, self._endpoints.tls)
 
 
-def explain(address: ServerAddress | Endpoints, error: Exception) -> ConfigError | RemoteUnavailable:
+def explain_error(address: ServerAddress | Endpoints, error: Exception) -> ConfigError | RemoteUnavailable:
     """An error of redis-py as one of ours that names the server and what to do."""
     redis = driver()
     text = " ".join(str(error).split())[:200]
@@ -135,7 +137,7 @@ def explain(address: ServerAddress | Endpoints, error: Exception) -> ConfigError
             "(redis://user:password@host:port) or in TIERSTORE_REMOTE_USER and TIERSTORE_REMOTE_PASSWORD"
         )
     if "NOAUTH" in text or "WRONGPASS" in text:
-        return explain(address, redis.AuthenticationError(text))
+        return explain_error(address, redis.AuthenticationError(text))
     if "cluster support disabled" in text or "Cluster mode is not enabled" in text:
         return ConfigError(
             f"{address} is not part of a cluster: expected a server that was started with cluster-enabled yes"

@@ -21,7 +21,7 @@ from tierstore.kernels import partitions, resp
 from tierstore.kernels.codec import address_of
 from tierstore.tiers.joining import Watermarks
 from tierstore.tiers.remote.cluster import Cluster
-from tierstore.tiers.remote.connections import Connection, driver
+from tierstore.tiers.remote.connections import ServerConnection, driver
 from tierstore.tiers.remote.layout import APPLYING, SEQ
 from tierstore.tiers.remote.options import ServerAddress
 from tierstore.tiers.remote.requests import TableLayout
@@ -143,7 +143,7 @@ class Read:
     def _exchange(self, groups: dict[tuple[ServerAddress, bool], list[int]], until_s: float) -> None:
         """Ask all servers at once; fills rows and states, and `_failures`."""
         table = self._table
-        opened: list[tuple[Connection, bool, list[int]]] = []
+        opened: list[tuple[ServerConnection, bool, list[int]]] = []
         commands: list[tuple[int, int, int, int]] = []
         servers = resp.SERVER.new(len(groups))
         requests: list[npt.NDArray[np.uint8]] = []
@@ -179,7 +179,7 @@ class Read:
 
     def _transfer(
         self,
-        connections: list[Connection],
+        connections: list[ServerConnection],
         servers: npt.NDArray[Any],
         requests: list[npt.NDArray[np.uint8]],
         commands: npt.NDArray[Any],
@@ -203,7 +203,7 @@ class Read:
                 if server["status"] == resp.RUNNING:
                     resp.parse(address_of(servers[i:]), address_of(targets))
 
-    def _judge(self, connection: Connection, replica: bool, tags: list[int], status: int) -> None:
+    def _judge(self, connection: ServerConnection, replica: bool, tags: list[int], status: int) -> None:
         """After an exchange: keep the connection or not, and note which tags were not read."""
         address = connection.address
         if status == resp.DONE:

@@ -19,7 +19,7 @@ from typing import Any
 from tierstore.kernels import ssd_cache
 from tierstore.tiers.disk.reader_pool import ReaderPool
 from tierstore.tiers.ssd.file import Bytes, CacheFile
-from tierstore.tiers.ssd.table import Offer, SsdTable, keys_of
+from tierstore.tiers.ssd.table import Offer, SsdTable, slot_keys
 from tierstore.types import Keys
 
 _CHANCES = 4  # segments that may stay before one has to go
@@ -123,7 +123,7 @@ class SsdCache:
                     return
             part = slots[done : done + table.per_segment - table.filled]
             self.file.write(table.open, table.filled * table.slot_bytes, part)
-            admit(keys_of(part), table.open * table.per_segment + table.filled)
+            admit(slot_keys(part), table.open * table.per_segment + table.filled)
             table.filled += len(part)
             done += len(part)
             if table.filled == table.per_segment:

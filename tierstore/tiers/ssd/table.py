@@ -161,7 +161,7 @@ class SsdTable:
         None if it `may_stay` and does, because most of it was asked for.
         """
         slots = self._file.read_segment(segment, self.per_segment * self.slot_bytes).reshape(-1, self.slot_bytes)
-        keys, heat = keys_of(slots), np.empty(len(slots), np.int8)
+        keys, heat = slot_keys(slots), np.empty(len(slots), np.int8)
         with self._lock:
             if self.closed:
                 return Kept(slots[:0], self._changes)
@@ -203,6 +203,6 @@ def _entry_of(index: npt.NDArray[np.uint64], key: int) -> int:
     return 0
 
 
-def keys_of(slots: Bytes) -> npt.NDArray[np.int64]:
+def slot_keys(slots: Bytes) -> npt.NDArray[np.int64]:
     """The keys in slots, uint8 [n, slot_bytes]."""
     return np.ascontiguousarray(slots[:, :8]).view(np.int64).reshape(-1)

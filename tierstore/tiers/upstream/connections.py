@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from tierstore.addresses import host_port
 from tierstore.errors import NotFound, Overloaded, RemoteUnavailable, StorageError
-from tierstore.http1 import Incoming, Malformed, request_head
+from tierstore.http1 import Incoming, MalformedAnswer, request_head
 from tierstore.tiers.machines import Machines
 from tierstore.tiers.upstream.options import NodeAddress
 
@@ -36,7 +36,7 @@ class Broken(OSError):
         self.unanswered = unanswered
 
 
-class Reply(NamedTuple):
+class NodeReply(NamedTuple):
     status: int
     body: bytearray | memoryview  # the latter in the connection's buffer
 
@@ -62,7 +62,7 @@ class _Answer:
         self._filled += n
 
 
-class Connection:
+class NodeConnection:
     """One connection."""
 
     def __init__(self, address: NodeAddress, timeout_s: float, tls: ssl.SSLContext | None) -> None:
@@ -103,7 +103,7 @@ class Connection:
         except OSError as error:
             raise Broken(str(error), unanswered=True) from error
 
-    def receive(self, until_s: float) -> Reply:
+    def receive(self, until_s: float) -> NodeReply:
         """The answer to what was sent last. TimeoutError; Broken; ValueError for what is no answer of our service."""
         answer = _Answer()
         self._incoming.expect(answer)
@@ -119,10 +119,10 @@ class Connection:
             raise
         except OSError as error:
             raise Broken(str(error), unanswered=not self._incoming.started) from error
-        except Malformed as error:
+        except MalformedAnswer as error:
             raise ValueError(str(error)) from error
         self.used, self.open = True, self._incoming.reusable
-        return Reply(answer.status, answer.body)
+        return NodeReply(answer.status, answer.body)
 
     def close(self) -> None:
         self.open = False
@@ -130,11 +130,11 @@ class Connection:
             self._socket.close()
 
 
-class Node:
+class UpstreamNode:
     """One node, as a front sees it. `machines` has all of them."""
 
     def __init__(
-        self, address: NodeAddress, machines: Machines[NodeAddress, Connection], token: str | None, tls: ssl.SSLContext | None
+        self, address: NodeAddress, machines: Machines[NodeAddress, NodeConnection], token: str | None, tls: ssl.SSLContext | None
     ) -> None:  # fmt: skip
         # constant after construction
         self.address, self.machines, self._tls = address, machines, tls
@@ -144,12 +144,12 @@ class Node:
     def __str__(self) -> str:
         return str(self.address)
 
-    def acquire(self) -> Connection:
+    def acquire(self) -> NodeConnection:
         """A connection for this thread. OSError where there is none."""
         kept = self.machines.kept(self.address)
-        return kept or Connection(self.address, self.machines.options.connect_timeout_s, self._tls)
+        return kept or NodeConnection(self.address, self.machines.options.connect_timeout_s, self._tls)
 
-    def release(self, connection: Connection) -> None:
+    def release(self, connection: NodeConnection) -> None:
         if connection.open:
             self.machines.keep(self.address, connection)
         else:
@@ -159,7 +159,7 @@ class Node:
         """The head of a request."""
         return request_head(method, target, self._headers, length)
 
-    def request(self, method: str, target: str, body: bytes = b"", *, timeout_s: float) -> Reply:
+    def request(self, method: str, target: str, body: bytes = b"", *, timeout_s: float) -> NodeReply:
         """Send a request and wait for its answer. RemoteUnavailable where it does not answer."""
         until_s = time.monotonic() + timeout_s
         whole = self.head(method, target, len(body)) + body

@@ -14,8 +14,8 @@ from pydantic import ValidationError
 
 from tierstore.errors import Corruption, RemoteUnavailable
 from tierstore.formats.backups import Backup
-from tierstore.tiers.upstream.connections import Node
-from tierstore.tiers.upstream.wire import PREFIX, Entry, decode_entries
+from tierstore.tiers.upstream.connections import UpstreamNode
+from tierstore.tiers.upstream.wire import PREFIX, LoggedDelta, decode_entries
 
 TIMEOUT_S = 30.0  # for what a peer has to read first
 QUICK_TIMEOUT_S = 5.0
@@ -51,7 +51,7 @@ class PeerImage(NamedTuple):
 class Peer:
     """One peer."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: UpstreamNode) -> None:
         self.node = node
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class Peer:
         document = self.node.get_json(f"{PREFIX}/models/{model}/log?{query}", timeout_s=TIMEOUT_S)
         return document.get("digest")
 
-    def deltas(self, model: str, after: int, count: int) -> list[Entry]:
+    def deltas(self, model: str, after: int, count: int) -> list[LoggedDelta]:
         """At most `count` deltas from `after + 1` on, checked by their digests; none where the log begins later. Corruption."""
         query = urlencode({"after": after, "count": count})
         entries = decode_entries(self.node.get(f"{PREFIX}/models/{model}/deltas?{query}", timeout_s=TIMEOUT_S))

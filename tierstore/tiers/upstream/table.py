@@ -23,7 +23,7 @@ from tierstore.kernels.partitions import group
 from tierstore.tiers.joining import Bounds, JoinedTable, Watermarks
 from tierstore.tiers.machines import Machines
 from tierstore.tiers.upstream import wire
-from tierstore.tiers.upstream.connections import Broken, Connection, Node, Reply
+from tierstore.tiers.upstream.connections import Broken, NodeConnection, NodeReply, UpstreamNode
 from tierstore.tiers.upstream.options import NodeAddress
 from tierstore.types import Keys, Rows, States
 
@@ -34,7 +34,7 @@ _PAUSE_S = 0.05  # in which a node that refused is looked at again
 class Nodes:
     """All nodes of a front. `machines` is what they have in common."""
 
-    def __init__(self, nodes: Sequence[Node], machines: Machines[NodeAddress, Connection]) -> None:
+    def __init__(self, nodes: Sequence[UpstreamNode], machines: Machines[NodeAddress, NodeConnection]) -> None:
         self.nodes, self.machines = tuple(nodes), machines  # constant after construction
         self._turn = 0  # a look-up that misses one of two steps is none the worse
 
@@ -52,7 +52,7 @@ class Ownership:
     line: str
 
 
-class Source(NamedTuple):
+class OwnerSource(NamedTuple):
     """What a table's reads need to know, at each moment. `refresh` is called with a node that is not as it was said to be."""
 
     ownership: Callable[[], Ownership]
@@ -63,7 +63,7 @@ class Source(NamedTuple):
 class UpstreamTable(JoinedTable):
     """A table of one version whose rows other nodes have. Its watermarks have one part."""
 
-    def __init__(self, nodes: Nodes, model: str, version: int, table: str, row_bytes: int, source: Source) -> None:
+    def __init__(self, nodes: Nodes, model: str, version: int, table: str, row_bytes: int, source: OwnerSource) -> None:
         super().__init__(nodes.machines, row_bytes, 1)
         # constant after construction
         self.nodes, self.row_bytes, self.source = nodes, row_bytes, source
@@ -83,7 +83,7 @@ class _Request(NamedTuple):
 
     node: int
     places: Keys
-    connection: Connection
+    connection: NodeConnection
     whole: bytes
 
 
@@ -190,9 +190,9 @@ class _Read:
         body = wire.encode_request(wire.RowsRequest(upto, floor, line, self._codes[places]))
         return self._table.nodes.nodes[number].head("POST", self._table.path, len(body)) + body
 
-    def _transfer(self, requests: list[_Request], until_s: float) -> list[Reply | Exception]:
+    def _transfer(self, requests: list[_Request], until_s: float) -> list[NodeReply | Exception]:
         """The answer to each, or what went wrong: OSError, ValueError. TLS is Python's."""
-        replies: dict[int, Reply | Exception] = {}
+        replies: dict[int, NodeReply | Exception] = {}
         coded = [at for at, request in enumerate(requests) if request.connection.tls]
         plain = [at for at, request in enumerate(requests) if not request.connection.tls]
         for at in coded:
@@ -210,7 +210,7 @@ class _Read:
                     replies[at] = error
         return [replies[at] for at in range(len(requests))]
 
-    def _transfer_plain(self, requests: list[_Request], until_s: float) -> list[Reply | Exception]:
+    def _transfer_plain(self, requests: list[_Request], until_s: float) -> list[NodeReply | Exception]:
         nodes = kernel.NODE.new(len(requests))
         buffers = []
         for node, request in zip(nodes, requests, strict=True):
@@ -226,13 +226,13 @@ class _Read:
         ]
 
     @staticmethod
-    def _reply(connection: Connection, node: Any, buffer: npt.NDArray[np.uint8]) -> Reply | Exception:
+    def _reply(connection: NodeConnection, node: Any, buffer: npt.NDArray[np.uint8]) -> NodeReply | Exception:
         """What a kernel has read, still in the connection's buffer."""
         status = int(node["status"])
         if status == kernel.DONE:
             begin = int(node["body_at"])
             connection.answered(closes=bool(node["closes"]))
-            return Reply(int(node["http_status"]), buffer[begin : begin + int(node["body_bytes"])].data)
+            return NodeReply(int(node["http_status"]), buffer[begin : begin + int(node["body_bytes"])].data)
         if status == kernel.TIMED_OUT:
             return TimeoutError("timed out")
         if status == kernel.UNEXPECTED:
@@ -240,7 +240,7 @@ class _Read:
         why = "the connection was closed" if status == kernel.CLOSED else os.strerror(-status)
         return Broken(why, unanswered=bool(node["received"] == 0))
 
-    def _judge(self, request: _Request, reply: Reply | Exception) -> Keys:
+    def _judge(self, request: _Request, reply: NodeReply | Exception) -> Keys:
         """Take over an answer. Returns the places that it does not have."""
         number, places, connection, _ = request
         node = self._table.nodes.nodes[number]
@@ -256,7 +256,7 @@ class _Read:
         node.release(connection)  # its memory has the answer
         return foreign
 
-    def _store(self, number: int, places: Keys, reply: Reply) -> Keys:
+    def _store(self, number: int, places: Keys, reply: NodeReply) -> Keys:
         """Put rows and states into their places. Returns those whose codes the node does not own."""
         seq, body, rows = np.empty(1, np.int64), np.frombuffer(reply.body, np.uint8), self._rows
         foreign = kernel.scatter(

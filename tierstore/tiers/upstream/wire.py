@@ -91,7 +91,7 @@ def decode_request(body: bytes | bytearray | memoryview) -> RowsRequest:
     return RowsRequest(upto, floor, line.decode("ascii", "replace"), codes)
 
 
-class Entry(NamedTuple):
+class LoggedDelta(NamedTuple):
     """A delta as the log has it."""
 
     seq: int
@@ -99,7 +99,7 @@ class Entry(NamedTuple):
     data: bytes
 
 
-def encode_entries(entries: list[Entry]) -> list[bytes | memoryview]:
+def encode_entries(entries: list[LoggedDelta]) -> list[bytes | memoryview]:
     """Deltas, in parts."""
     parts: list[bytes | memoryview] = []
     for seq, digest, data in entries:
@@ -107,7 +107,7 @@ def encode_entries(entries: list[Entry]) -> list[bytes | memoryview]:
     return parts
 
 
-def decode_entries(body: bytearray) -> list[Entry]:
+def decode_entries(body: bytearray) -> list[LoggedDelta]:
     """Corruption where the last one is cut short."""
     entries, at, text = [], 0, memoryview(body)
     while at < len(body):
@@ -116,6 +116,6 @@ def decode_entries(body: bytearray) -> list[Entry]:
         if data_at + size > len(body):
             raise Corruption(f"expected whole deltas, got {len(body)} bytes that end within one")
         digest = bytes(text[at + _ENTRY.size : data_at]).decode().strip()
-        entries.append(Entry(seq, digest, bytes(text[data_at : data_at + size])))
+        entries.append(LoggedDelta(seq, digest, bytes(text[data_at : data_at + size])))
         at = data_at + size
     return entries

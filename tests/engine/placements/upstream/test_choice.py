@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tierstore.engine.placements.upstream.choice import ModelState, choose, ownership, problem_of
+from tierstore.engine.placements.upstream.choice import ReportedModel, choose, ownership, problem_of
 from tierstore.errors import Corruption
 
 
@@ -17,7 +17,7 @@ def node(
     last: int = 0,
     count: int = 4,
     line: str = "a",
-) -> ModelState:
+) -> ReportedModel:
     """`versions`: those that it can be asked for, with their seqs."""
     seqs = versions if isinstance(versions, dict) else dict.fromkeys(versions, last)
     document: dict[str, Any] = {
@@ -26,10 +26,12 @@ def node(
         "versions": {str(number): {"line": line, "seq": seq} for number, seq in seqs.items()},
         "partitions": None if own is None else {"count": count, "own": own},
     }
-    return ModelState.parse(document)
+    return ReportedModel.parse(document)
 
 
-def halves(first: ModelState | None, second: ModelState | None, served: int | None) -> tuple[int | None, int | None]:
+def halves(
+    first: ReportedModel | None, second: ReportedModel | None, served: int | None
+) -> tuple[int | None, int | None]:
     choice = choose([first, second], served, {})
     return choice.current, choice.wanted
 
@@ -94,4 +96,4 @@ def test_what_makes_no_sense_is_said() -> None:
     assert problem_of([node(1, [1]), node(1, [1], [[0, 1]], count=8)]) is None
     for partitions in ({"count": 4, "own": [[0, 4]]}, {"count": "x", "own": []}, {"own": [[0, 1]]}):
         with pytest.raises(Corruption, match="makes no sense"):
-            ModelState.parse({"active": 1, "log": None, "versions": {}, "partitions": partitions})
+            ReportedModel.parse({"active": 1, "log": None, "versions": {}, "partitions": partitions})

@@ -12,7 +12,7 @@ from tierstore.kernels import ssd_cache
 from tierstore.tiers.ssd.cache import SsdCache
 
 
-def check_directory(root: DataDirectory, option: str) -> None:
+def check_no_local_models(root: DataDirectory, option: str) -> None:
     """ConfigError where it has models whose rows are on this machine; `option` is why there may be none."""
     for name in root.models_on_disk():
         where = root.model(name)

@@ -28,7 +28,7 @@ class VersionState:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ModelState:
+class ReportedModel:
     """A model as one node reports it. `log`: (start, last), None where it has not with_log. `own` bool[partitions]."""
 
     active: int | None
@@ -37,7 +37,7 @@ class ModelState:
     own: Partitions
 
     @classmethod
-    def parse(cls, document: Mapping[str, Any]) -> ModelState:
+    def parse(cls, document: Mapping[str, Any]) -> ReportedModel:
         """Corruption where it makes no sense."""
         try:
             log = document["log"]
@@ -59,7 +59,7 @@ def _own(partitions: Mapping[str, Any] | None) -> Partitions:
     return np.ones(1, np.bool_) if partitions is None else types.Partitions.of_document(partitions).is_own
 
 
-States = Sequence[ModelState | None]  # by node; None where it does not answer, or does not have the model
+States = Sequence[ReportedModel | None]  # by node; None where it does not answer, or does not have the model
 
 
 def problem_of(states: States) -> str | None:
@@ -74,7 +74,7 @@ def partitions_of(states: States) -> int:
     return max((len(state.own) for state in states if state is not None), default=1)
 
 
-def _owners(states: States, answers: Callable[[ModelState], bool]) -> Partitions:
+def _owners(states: States, answers: Callable[[ReportedModel], bool]) -> Partitions:
     """bool [nodes, partitions]: which node owns a partition, of those that `answers` is true for."""
     owns = np.zeros((len(states), partitions_of(states)), np.bool_)
     for at, state in enumerate(states):
@@ -157,7 +157,7 @@ def _where_active(states: States, number: int, owners: Partitions) -> Partitions
     return both
 
 
-def _seq(state: ModelState | None, number: int) -> int | None:
+def _seq(state: ReportedModel | None, number: int) -> int | None:
     return None if state is None or number not in state.versions else state.versions[number].seq
 
 

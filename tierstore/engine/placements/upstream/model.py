@@ -16,8 +16,8 @@ import numpy as np
 from tierstore.engine.placements.following.followed import LogEntry, Pointer
 from tierstore.engine.placements.upstream.choice import (
     Choice,
-    ModelState,
     Partitions,
+    ReportedModel,
     choose,
     line_of,
     ownership,
@@ -50,9 +50,9 @@ class UpstreamModel:
         self._lines: dict[int, str] = {}
         self._records: dict[tuple[int, str], dict[str, Any]] = {}
         # replaced in one step, by any thread
-        self._owned: tuple[list[ModelState | None], dict[tuple[int, str], Ownership]] = [], {}
+        self._owned: tuple[list[ReportedModel | None], dict[tuple[int, str], Ownership]] = [], {}
 
-    def states(self) -> list[ModelState | None]:
+    def states(self) -> list[ReportedModel | None]:
         """What each node reports, None where it does not."""
         return [watch.state(self.name) for watch in self._watches]
 

@@ -31,9 +31,9 @@ from tierstore.kernels import upstream_reads
 from tierstore.tiers.base import Peek
 from tierstore.tiers.machines import Machines, Options
 from tierstore.tiers.upstream import wire
-from tierstore.tiers.upstream.connections import Connection, Node
+from tierstore.tiers.upstream.connections import NodeConnection, UpstreamNode
 from tierstore.tiers.upstream.options import NodeAddress, check_token, parse_node_urls, tls_context
-from tierstore.tiers.upstream.table import Nodes, Ownership, Source, UpstreamTable
+from tierstore.tiers.upstream.table import Nodes, Ownership, OwnerSource, UpstreamTable
 from tierstore.types import Keys
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class FrontModel:
         }
 
 
-def _fill(node: Node, target: str, request: bytes, places: list[Place], timeout_s: float) -> None:
+def _fill(node: UpstreamNode, target: str, request: bytes, places: list[Place], timeout_s: float) -> None:
     """Fill in what a node says of some keys, or why it does not."""
     for place in places:
         place.node = str(node)
@@ -95,11 +95,11 @@ class UpstreamPlacement:
         addresses = parse_node_urls(urls)
         if settings.upstream_token is not None and not settings.upstream_allow_insecure_token:
             check_token(addresses)
-        machines: Machines[NodeAddress, Connection] = Machines(
+        machines: Machines[NodeAddress, NodeConnection] = Machines(
             Options(timeout_s=settings.remote_timeout_s), "the front"
         )
         tls = tls_context(addresses, None if settings.upstream_ca is None else str(settings.upstream_ca))
-        self.nodes = Nodes([Node(one, machines, settings.upstream_token, tls) for one in addresses], machines)
+        self.nodes = Nodes([UpstreamNode(one, machines, settings.upstream_token, tls) for one in addresses], machines)
         self.refusals = Refusals(refusals_of("upstream"), nodes=",".join(map(str, self.nodes.nodes)))
         self.log_retention_s = settings.log_kept_s
         self.watches = [Watch(node, self.node, self._served, self._wake) for node in self.nodes.nodes]
@@ -179,7 +179,7 @@ class UpstreamPlacement:
         member = self.followed.existing(name)
         upstream, number = member.upstream, info.number
         line = upstream.line(number)
-        source = Source(
+        source = OwnerSource(
             lambda: upstream.ownership(number, line), upstream.refresh, lambda: member.model.state.log.last or 0
         )
         tables = {

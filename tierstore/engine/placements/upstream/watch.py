@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Mapping
 from urllib.parse import urlencode
 
-from tierstore.engine.placements.upstream.choice import ModelState
+from tierstore.engine.placements.upstream.choice import ReportedModel
 from tierstore.errors import Overloaded, TierstoreError
-from tierstore.tiers.upstream.connections import Node
+from tierstore.tiers.upstream.connections import UpstreamNode
 from tierstore.tiers.upstream.wire import PREFIX
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class Watch:
 
     def __init__(
         self,
-        node: Node,
+        node: UpstreamNode,
         name: str,
         serves: Callable[[], Mapping[str, tuple[int, int]]],
         changed: Callable[[], None],
@@ -40,7 +40,7 @@ class Watch:
         self._wake, self._stopping = threading.Event(), threading.Event()
         self.first = threading.Event()  # set once it has answered, or not
         # written by the thread, each in one step
-        self._models: dict[str, ModelState] = {}
+        self._models: dict[str, ReportedModel] = {}
         self._reported_s = -SILENT_S
         self.problem: str | None = None
         self.heard = False  # whether it has ever answered
@@ -63,7 +63,7 @@ class Watch:
     def answers(self) -> bool:
         return self.problem is None and time.monotonic() - self._reported_s < SILENT_S
 
-    def state(self, model: str) -> ModelState | None:
+    def state(self, model: str) -> ReportedModel | None:
         """What it reports of a model; None where it does not answer, or has no such model."""
         return self._models.get(model) if self.answers else None
 
@@ -96,7 +96,7 @@ class Watch:
         )
         if document != self._document:
             models = json.loads(document)["models"]
-            self._models = {name: ModelState.parse(of) for name, of in models.items()}
+            self._models = {name: ReportedModel.parse(of) for name, of in models.items()}
             self._document = document
             self._reported_s = time.monotonic()
             self._changed()

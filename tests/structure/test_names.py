@@ -1,0 +1,73 @@
+"""One name, one thing: what is read by its bare name is defined in one module."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# whose functions are named as commands are, or by the module before them: numba finds a kernel's helpers as globals
+OF_THEIR_OWN = ("tierstore.cli.", "tierstore.kernels.")
+# a Protocol, and what has it: what one room needs of another one's class
+NEEDED = {"Gathering", "Histogram", "Lookup", "PlanIndex", "View"}
+# one thing for each protocol, transport or tier, which no module has two of
+ONE_OF_EACH = {
+    "InferMessage", "PredictMessage", "ResponseLayout", "parse_request", "peek", "read_elements",
+}  # fmt: skip
+# options of look-ups in process, and of those over the network
+TWINS = {"LookupOptions"}
+ALLOWED = NEEDED | ONE_OF_EACH | TWINS
+
+
+def module_of(path: Path, root: Path) -> str:
+    name = ".".join(path.relative_to(root).with_suffix("").parts)
+    return name.removesuffix(".__init__")
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    sources = sorted((ROOT / "tierstore").rglob("*.py"))
+    return {module_of(path, ROOT): ast.parse(path.read_text(encoding="utf-8")) for path in sources}
+
+
+def twice(modules: dict[str, ast.Module]) -> dict[str, list[str]]:
+    """Names of public classes, and of functions that others import bare, that more than one module defines."""
+    bare = {
+        (node.module, name.name)
+        for tree in modules.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for name in node.names
+        if name.asname is None
+    }
+    found: dict[str, list[str]] = defaultdict(list)
+    for module, tree in modules.items():
+        for node in tree.body:
+            is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+            if not (is_function or isinstance(node, ast.ClassDef)) or node.name.startswith("_"):
+                continue
+            if is_function and (module.startswith(OF_THEIR_OWN) or (module, node.name) not in bare):
+                continue
+            if module not in found[node.name]:  # overloads are one function
+                found[node.name].append(module)
+    return {name: places for name, places in sorted(found.items()) if len(places) > 1}
+
+
+def test_no_public_name_has_two_meanings() -> None:
+    """Rename one of them by what it is; one that is the same thing once more belongs to a list above."""
+    assert {name: places for name, places in twice(trees()).items() if name not in ALLOWED} == {}
+
+
+def test_what_is_allowed_is_there() -> None:
+    assert ALLOWED - twice(trees()).keys() == set()
+
+
+def test_the_rule_of_names() -> None:
+    modules = {
+        "tierstore.a": ast.parse("class Plan: ...\ndef load(): ...\ndef run(): ...\nclass _Own: ..."),
+        "tierstore.b": ast.parse("class Plan: ...\ndef load(): ...\ndef run(): ...\nclass _Own: ..."),
+        "tierstore.c": ast.parse("from tierstore.a import load, run\nfrom tierstore.b import load"),
+    }
+    assert twice(modules) == {"Plan": ["tierstore.a", "tierstore.b"], "load": ["tierstore.a", "tierstore.b"]}
