@@ -1,4 +1,7 @@
-"""Addresses of services: how they are written, which are on this machine, and where a token may be sent. Pure functions; any thread."""
+"""Addresses of services: how they are written, which are on this machine, and where a token may be sent.
+
+Pure functions; any thread.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ def is_loopback(host: str) -> bool:
 
 
 def why_not_token(url: str, host: str, *, tls: bool, setting: str) -> str | None:
-    """Why a token is not to be sent to `url` on `host`, and what to do; None where it is. `setting` allows it all the same."""
+    """Why a token is not to be sent to `url` on `host`, and what to do; None where it is.
+
+    `setting` allows it all the same.
+    """
     if tls or is_loopback(host):
         return None
     return (

@@ -21,7 +21,8 @@
     ├── Forbidden (PermissionError)    the service does not let this caller do that
     │   └── Unauthorized               the service does not know this caller: no token, or not a good one
     ├── Unreachable (ConnectionError)  no service answers at that address
-    ├── RolloutFailed                  a rollout was stopped; `restored` says whether every node serves what it served before
+    ├── RolloutFailed                  a rollout was stopped; `restored` says whether every node
+        serves what it served before
     ├── MissingExtra (ImportError)     an optional dependency is not installed
     └── StorageError (OSError)         the disk or its driver failed
         ├── Corruption                 bytes read back are not those written
@@ -38,8 +39,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Self
 
-# Outcomes of requests (the label in metrics) that speak against the version, or the service, that had them. What a caller does
-# wrong does not, nor what it may not have, nor the deadline that it sets, nor that there are more requests than are taken.
+# Outcomes of requests (the label in metrics) that speak against the version, or the service, that had them.
+# What a caller does wrong does not, nor what it may not have, nor the deadline that it sets, nor that there
+# are more requests than are taken.
 FAULTS = frozenset({"error", "unavailable"})
 
 
@@ -51,8 +53,8 @@ def explained(error: BaseException) -> str:
 class TierstoreError(Exception):
     """Root of the tree; catch it to catch all of tierstore's own errors.
 
-    `version` is the version of the model that the request was for, if the service knows it. `request_id` is set on errors
-    of requests that a client sent: the service's log lines have it as `id`.
+    `version` is the version of the model that the request was for, if the service knows it. `request_id` is set on
+    errors of requests that a client sent: the service's log lines have it as `id`.
     """
 
     version: int | None = None
@@ -92,7 +94,9 @@ class DeltaError(InvalidInput):
 
 
 class WrongPartition(InvalidInput):
-    """A look-up of a key in a partition that this node does not have: whether the key exists, another node knows (HTTP 421)."""
+    """A look-up of a key in a partition that this node does not have: whether the key exists,
+    another node knows (HTTP 421).
+    """
 
 
 class ConfigError(InvalidInput):
@@ -141,11 +145,16 @@ class Overloaded(TierstoreError):
 
 
 class RateLimited(Overloaded):
-    """The caller, or all callers of the model, have had what they may in a second; try again after `retry_after_s` seconds."""
+    """The caller, or all callers of the model, have had what they may in a second; try again
+    after `retry_after_s` seconds.
+    """
 
 
 class DeadlineExceeded(TierstoreError, TimeoutError):
-    """The caller's deadline passed. From the service: it passed while the request waited, so no work was done for it."""
+    """The caller's deadline passed.
+
+    From the service: it passed while the request waited, so no work was done for it.
+    """
 
 
 class NotReady(TierstoreError):
@@ -177,7 +186,10 @@ class Unreachable(TierstoreError, ConnectionError):
 
 
 class RolloutFailed(TierstoreError):
-    """A rollout was stopped. `restored`: every node serves what it served before; else the message names those that do not."""
+    """A rollout was stopped.
+
+    `restored`: every node serves what it served before; else the message names those that do not.
+    """
 
     def __init__(self, message: str, *, restored: bool) -> None:
         super().__init__(message)
@@ -204,7 +216,9 @@ class DiskFull(StorageError):
 
 
 class RemoteUnavailable(StorageError):
-    """Machines that have the rows, a cluster or nodes upstream, did not answer in time or lack what they should have; `keys` as in StorageError."""
+    """Machines that have the rows, a cluster or nodes upstream, did not answer in time or lack what they should
+    have; `keys` as in StorageError.
+    """
 
 
 class InferenceError(StorageError):

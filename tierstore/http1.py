@@ -1,8 +1,8 @@
 """HTTP/1.1 on the side of who asks, without a socket: heads of requests, and answers parsed as their bytes arrive.
 
 The body of an answer is received straight into the memory that its receiver names. The owner of the connection calls
-`buffer` for the place of the next bytes, and then `received` with their number. Source: RFC 9112. A chunked body, or one
-that ends with the connection, is collected first; our service sends neither, proxies may.
+`buffer` for the place of the next bytes, and then `received` with their number. Source: RFC 9112. A chunked body, or
+one that ends with the connection, is collected first; our service sends neither, proxies may.
 
 One connection, one `Incoming`, one thread at a time.
 """

@@ -1,4 +1,5 @@
-"""No more of one kind of line in the log than a person can use, however often it is written: clients must not fill a disk.
+"""No more of one kind of line in the log than a person can use, however often it is written:
+clients must not fill a disk.
 
 Any thread may log.
 """

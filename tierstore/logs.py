@@ -1,6 +1,9 @@
-"""The log on standard error or in a file: lines for people, or one JSON object a line for log collectors. Any thread may log.
+"""The log on standard error or in a file: lines for people, or one JSON object a line for log collectors.
 
-What looks like a secret is cut out of every line: clients put theirs into paths, ids and sources, and errors repeat them.
+Any thread may log.
+
+What looks like a secret is cut out of every line: clients put theirs into paths, ids and
+sources, and errors repeat them.
 """
 
 from __future__ import annotations
@@ -59,7 +62,10 @@ _OURS = logging.getLogger("tierstore")
 
 
 def configure(form: LogFormat, level: LogLevel, file: Path | None = None) -> None:
-    """Log everything from `level` up in this form, to `file` or else to standard error. Replaces what was set up before."""
+    """Log everything from `level` up in this form, to `file` or else to standard error.
+
+    Replaces what was set up before.
+    """
     try:
         handler = logging.StreamHandler(sys.stderr) if file is None else WatchedFileHandler(file, encoding="utf-8")
     except OSError as error:

@@ -28,8 +28,8 @@ def join_inputs(model: bytes | str | Path | Any, inputs: Mapping[str, int]) -> b
     A classifier's ZipMap, which makes a map of each example's probabilities, is dropped: its output is float32
     [batch, classes], in the order of its labels.
 
-    Returns ONNX bytes; the inputs are float32 [batch, columns]. Raises InvalidInput for a model with other inputs, or one
-    whose matrix has another width than the inputs together.
+    Returns ONNX bytes; the inputs are float32 [batch, columns]. Raises InvalidInput for a model with other inputs, or
+    one whose matrix has another width than the inputs together.
     """
     try:
         import onnx

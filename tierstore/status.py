@@ -1,7 +1,7 @@
 """The types of the status document, as `Store.status()` returns it and `GET /admin/models` carries it.
 
-Only types: at run time these are plain dicts. Sizes are in bytes, ages and times in seconds, shares between 0 and 1, and
-moments are ISO 8601 in UTC. A key that says `NotRequired` is there only where its comment says.
+Only types: at run time these are plain dicts. Sizes are in bytes, ages and times in seconds, shares between 0 and 1,
+and moments are ISO 8601 in UTC. A key that says `NotRequired` is there only where its comment says.
 """
 
 from __future__ import annotations
@@ -76,7 +76,10 @@ class HostBytes(TypedDict):
 
 
 class VersionStatus(TypedDict):
-    """A version of a model. One that is loading has its number, `state`, `watermark`, `phase`, `done` and `total` alone."""
+    """A version of a model.
+
+    One that is loading has its number, `state`, `watermark`, `phase`, `done` and `total` alone.
+    """
 
     version: int
     state: Literal["active", "canary", "kept", "stale", "outdated", "loading"]

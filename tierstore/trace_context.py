@@ -1,4 +1,5 @@
-"""The trace that the caller of this package is in, for what it sends to others: W3C Trace Context, by OpenTelemetry where a program uses it.
+"""The trace that the caller of this package is in, for what it sends to others: W3C Trace Context, by
+OpenTelemetry where a program uses it.
 
 Imports nothing of OpenTelemetry: a program that has not imported it has no trace. Any thread, any task.
 """
@@ -10,7 +11,9 @@ from typing import Any
 
 
 def current_trace() -> dict[str, str]:
-    """Headers that say in which span the calling code is (`traceparent`, and what else the program's propagators write); empty outside of one."""
+    """Headers that say in which span the calling code is (`traceparent`, and what else the program's propagators
+    write); empty outside of one.
+    """
     trace: Any = sys.modules.get("opentelemetry.trace")
     if trace is None or not trace.get_current_span().get_span_context().is_valid:
         return {}

@@ -38,7 +38,10 @@ _PARTITIONS = re.compile(r"([0-9]{1,4}(?:-[0-9]{1,4})?(?:,[0-9]{1,4}(?:-[0-9]{1,
 
 
 def check_name(kind: str, name: object) -> str:
-    """Return `name` if a model, table or feature may have it: names become paths and metric labels. Raises InvalidInput."""
+    """Return `name` if a model, table or feature may have it: names become paths and metric labels.
+
+    Raises InvalidInput.
+    """
     if not isinstance(name, str) or NAME.fullmatch(name) is None:
         raise InvalidInput(
             f"{kind} name {name!r} is not allowed: use 1 to 64 of A-Z a-z 0-9 _ -, starting with a letter or digit"
@@ -83,7 +86,10 @@ _WIDTH = {StorageDtype.FLOAT32: 4, StorageDtype.FLOAT16: 2, StorageDtype.BFLOAT1
 
 
 class Combiner(StrEnum):
-    """How an embedding bag is pooled. `mean` divides by the sum of weights, `sqrtn` by the root of the sum of their squares."""
+    """How an embedding bag is pooled.
+
+    `mean` divides by the sum of weights, `sqrtn` by the root of the sum of their squares.
+    """
 
     SUM = "sum"
     MEAN = "mean"
@@ -127,7 +133,10 @@ class TableSpec:
 
 @dataclass(frozen=True, slots=True)
 class KeyHash:
-    """How a feature makes one of `mod` row numbers of a key of the type `key`: `formats/key_hash.py`. Keys may share a row."""
+    """How a feature makes one of `mod` row numbers of a key of the type `key`: `formats/key_hash.py`.
+
+    Keys may share a row.
+    """
 
     mod: int
     seed: int | None = None
@@ -138,8 +147,8 @@ class KeyHash:
 class FeatureSpec:
     """A named input that reads a table. With a combiner, its bags are pooled to one vector each.
 
-    `padding_key` (in the table's key type) never counts: it answers zeros, is not found, and adds
-    nothing to a bag, its weight included. With a `hash` requests have keys of its type, and the table's keys are row numbers.
+    `padding_key` (in the table's key type) never counts: it answers zeros, is not found, and adds nothing to a bag, its
+    weight included. With a `hash` requests have keys of its type, and the table's keys are row numbers.
     """
 
     name: str
@@ -275,7 +284,9 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What `export` wrote: a snapshot of `model` numbered `version`, with all deltas up to `seq`, of `rows` rows in all tables."""
+    """What `export` wrote: a snapshot of `model` numbered `version`, with all deltas up to `seq`,
+    of `rows` rows in all tables.
+    """
 
     model: str
     version: int

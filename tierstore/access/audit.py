@@ -1,15 +1,17 @@
-"""The audit: who changed what, when, with which outcome, and what was before and after. Lines of JSON, to which is only added.
+"""The audit: who changed what, when, with which outcome, and what was before and after.
+
+Lines of JSON, to which is only added.
 
     audit/audit.jsonl      the newest lines; audit.jsonl.1 the file before it, and so on
     audit/deltas.jsonl     those of deltas: they are by far the most, and must not push the others out
 
-A line of a change is written before the change is answered, and flushed to the drive, except those of deltas: the delta log holds
-them anyway, so they are flushed once a second. Where the disk is full, or fails, changes go on: lines wait in memory, at most
-`MOST_WAITING`, and are written with the next line that can be; how many were lost is said then. What looks like a secret is
-cut out of every line.
+A line of a change is written before the change is answered, and flushed to the drive, except those of deltas: the delta
+log holds them anyway, so they are flushed once a second. Where the disk is full, or fails, changes go on: lines wait in
+memory, at most `MOST_WAITING`, and are written with the next line that can be; how many were lost is said then. What
+looks like a secret is cut out of every line.
 
-Any thread; several processes may add to one file, each with a whole line at once. After a crash the last line may be cut:
-the next one begins on a line of its own, and `read` passes over the piece.
+Any thread; several processes may add to one file, each with a whole line at once. After a crash the last line may be
+cut: the next one begins on a line of its own, and `read` passes over the piece.
 """
 
 from __future__ import annotations
@@ -42,12 +44,15 @@ MOST_WAITING = 10_000  # lines in memory while they cannot be written
 _FLUSH_S = 1.0
 _REFUSED_BURST, _REFUSED_EVERY_S = 100, 1.0
 _LONGEST = 2000  # characters of a text in a line
-# of `who`: the principal, whose lines are limited for themselves; all others, whose `who` begins with an address, are one
+# of `who`: the principal, whose lines are limited for themselves; all others, whose `who`
+# begins with an address, are one
 _PRINCIPAL = re.compile(r"(?:job \w+ of )?((?:token|certificate) .*?) at ")
 
 
 class AuditedChange:
-    """A request to change something, for as long as it is worked on: whether it has a line, or was left out for their number."""
+    """A request to change something, for as long as it is worked on: whether it has a line, or
+    was left out for their number.
+    """
 
     has_line = False
 
@@ -72,7 +77,10 @@ class Audit:
         return self._changes.problem or self._deltas.problem
 
     def change(self, what: str, who: str, outcome: str, *, flush: bool = True, **fields: Any) -> None:
-        """Add a line: `outcome` is `done`, or `failed` with the error in `fields`. Fields that are None are left out. Never raises."""
+        """Add a line: `outcome` is `done`, or `failed` with the error in `fields`.
+
+        Fields that are None are left out. Never raises.
+        """
         if (attempt := ATTEMPT.get()) is not None:
             attempt.has_line = True
         if outcome == "done" or self._admitted(outcome, who, fields):
@@ -92,9 +100,11 @@ class Audit:
         return left_out is not None
 
     def latest(self, since_s: float, nbytes: int = 256 << 10) -> list[dict[str, Any]]:
-        """The lines since a time, in seconds since 1970, but for those of deltas, oldest first, each with its time as `at_s`.
+        """The lines since a time, in seconds since 1970, but for those of deltas, oldest first,
+        each with its time as `at_s`.
 
-        As many of them as fit in the last `nbytes` of the newest file, and those that wait. Empty where that cannot be read.
+        As many of them as fit in the last `nbytes` of the newest file, and those that wait.
+        Empty where that cannot be read.
         """
         found = []
         for line in self._changes.last(nbytes):
@@ -212,7 +222,7 @@ def read(directory: Path) -> Iterator[dict[str, Any]]:
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
     numbers = sorted(
-        (int(suffix) for other in path.parent.glob(f"{path.name}.*") if (suffix := other.name.rpartition(".")[2]).isdigit()),
+        (int(end) for other in path.parent.glob(f"{path.name}.*") if (end := other.name.rpartition(".")[2]).isdigit()),
         reverse=True,
     )  # fmt: skip
     for one in [*(_numbered(path, number) for number in numbers), path]:

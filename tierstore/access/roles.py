@@ -1,8 +1,8 @@
 """Roles, what each may do, and principals: the callers that a token, or a certificate, stands for.
 
-A role may do what those before it may: reader, writer, admin. Two stand aside: `metrics` reads metrics and nothing else, `front` is a
-reader that may also be a node in front of this one.
-A principal may be limited to some models; then it may not ask for what concerns all of them. Immutable; any thread.
+A role may do what those before it may: reader, writer, admin. Two stand aside: `metrics` reads metrics and nothing
+else, `front` is a reader that may also be a node in front of this one. A principal may be limited to some models; then
+it may not ask for what concerns all of them. Immutable; any thread.
 """
 
 from __future__ import annotations

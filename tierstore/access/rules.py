@@ -9,8 +9,9 @@ from functools import lru_cache
 
 from tierstore.access.roles import Action
 
-# (methods, path) → what it takes. `{model}` is the model that it concerns; `{…}` any one part; `a|b` one of these; `{…:path}`, at
-# the end, any number of parts. HEAD goes by GET. The first that fits counts. The data plane serves no path that is not here.
+# (methods, path) → what it takes. `{model}` is the model that it concerns; `{…}` any one part; `a|b` one of
+# these; `{…:path}`, at the end, any number of parts. HEAD goes by GET. The first that fits counts. The data plane
+# serves no path that is not here.
 HTTP: tuple[tuple[str, str, Action], ...] = (
     ("GET", "/", Action.OPEN),
     ("GET", "/docs", Action.OPEN),

@@ -1,15 +1,16 @@
-"""Bearer tokens, and client certificates that count as one: created, listed, revoked, and checked; in one file without secrets.
+"""Bearer tokens, and client certificates that count as one: created, listed, revoked, and checked;
+in one file without secrets.
 
     tierstore_<id>_<secret>     id: 12 hex digits, secret: 43 characters of base64url (32 random bytes)
 
-The file keeps SHA-256 of the secret. That needs no salt and no slow hash: 256 random bits cannot be guessed. Secrets are
-compared in constant time. For a certificate it keeps a name that the certificate has. Whoever changes the file holds a lock beside it, so that several may; readers need none: the
-file is replaced whole.
+The file keeps SHA-256 of the secret. That needs no salt and no slow hash: 256 random bits cannot be guessed. Secrets
+are compared in constant time. For a certificate it keeps a name that the certificate has. Whoever changes the file
+holds a lock beside it, so that several may; readers need none: the file is replaced whole.
 
-`TokenFile` is for the command line, any process. `Tokens` is for a service: it reads the file again when it has changed,
-which it looks for once a second at most, so that a token that was revoked is refused within a second. Once there has been
-a file, tokens are needed, even if it is empty, gone, or not to be read: a service never becomes open while it runs. That
-there was a file is known at a start by the lock beside it, which stays. Any thread.
+`TokenFile` is for the command line, any process. `Tokens` is for a service: it reads the file again when it has
+changed, which it looks for once a second at most, so that a token that was revoked is refused within a second. Once
+there has been a file, tokens are needed, even if it is empty, gone, or not to be read: a service never becomes open
+while it runs. That there was a file is known at a start by the lock beside it, which stays. Any thread.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ _MOST_NAME = 255  # characters of a certificate's name
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """What is known of a token, but for its secret; or of a client certificate. One of `digest` and `certificate` is set."""
+    """What is known of a token, but for its secret; or of a client certificate.
+
+    One of `digest` and `certificate` is set.
+    """
 
     id: str
     role: Role
@@ -191,7 +195,9 @@ class TokenFile:
         note: str = "",
         rates: Rates = NO_LIMITS,
     ) -> Token:
-        """Let callers in by a client certificate that has `certificate` as a URI or a DNS name, or without either as its common name."""
+        """Let callers in by a client certificate that has `certificate` as a URI or a DNS name, or
+        without either as its common name.
+        """
         if not _is_name(certificate):
             raise InvalidInput(
                 f"expected the name of a certificate, 1 to {_MOST_NAME} characters, got {certificate[:80]!r}"
@@ -209,7 +215,8 @@ class TokenFile:
             )
             if (existing := next(same, None)) is not None:
                 raise InvalidInput(
-                    f"certificate {token.certificate!r} has an entry already, {existing.id} ({existing.role}); revoke that first"
+                    f"certificate {token.certificate!r} has an entry already, {existing.id} ({existing.role}); revoke "
+                    "that first"
                 )
             tokens[token.id] = token
 

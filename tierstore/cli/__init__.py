@@ -1,7 +1,7 @@
 """The command line: `tierstore …` and `python -m tierstore …`.
 
-One command runs on the main thread. Exit codes: 0 done, 1 refused or failed, 2 used wrongly, 130 interrupted. Results go
-to standard output, progress and errors to standard error; an error is one line.
+One command runs on the main thread. Exit codes: 0 done, 1 refused or failed, 2 used wrongly, 130 interrupted. Results
+go to standard output, progress and errors to standard error; an error is one line.
 
 A command imports what it needs when it runs, so that `--help` starts fast.
 """
@@ -25,8 +25,8 @@ def main() -> NoReturn:
         from tierstore.cli.app import app
     except ModuleNotFoundError as error:  # as on a machine that only asks
         sys.stderr.write(
-            f"tierstore: the command line needs the package {error.name}, which is not installed: `pip install tierstore` without "
-            "--no-deps installs all that it needs; Python programs go on without\n"
+            f"tierstore: the command line needs the package {error.name}, which is not installed: "
+            "`pip install tierstore` without --no-deps installs all that it needs; Python programs go on without\n"
         )
         sys.exit(1)
 

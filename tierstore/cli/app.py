@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     help="A tiered embedding store: rows in memory and on SSD, daily snapshots, deltas in between.",
-    epilog="Commands work on the data directory in --data (default ./data), or with --url through the service that holds it open.",
+    epilog="Commands work on the data directory in --data (default ./data), or with --url through the service that "
+    "holds it open.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help and errors: faster to start, and readable for `grep`
@@ -199,7 +200,8 @@ def verify(data: Data = None, json: AsJson = False) -> None:
         show.as_json({"ok": report.ok, **asdict(report)})
     else:
         typer.echo(
-            f"read {report.versions} versions, {report.rows:,} rows ({show.size(report.bytes_read)}) and {report.deltas:,} deltas back"
+            f"read {report.versions} versions, {report.rows:,} rows ({show.size(report.bytes_read)}) and "
+            f"{report.deltas:,} deltas back"
         )
         for problem in report.problems:
             typer.echo(f"problem: {problem}")

@@ -30,7 +30,8 @@ def backup(
 ) -> None:
     """Copy a model as it is at one moment.
 
-    All its versions and its log; it goes on serving. OUT may have earlier backups: files that are there already are not written again.
+    All its versions and its log; it goes on serving. OUT may have earlier backups: files that are there
+    already are not written again.
     """
     from tierstore.cli import show
     from tierstore.cli.progress import shown_progress
@@ -42,7 +43,8 @@ def backup(
         models = target.models() if all_models else words[:1]
         reports = [target.backup(model, out, keep=keep, progress=progress) for model in models]
     lines = (
-        f"{each.model} is backed up at seq {each.seq} in {out}: {each.files:,} files, {show.size(each.bytes)}, of which {show.size(each.new_bytes)} are new"
+        f"{each.model} is backed up at seq {each.seq} in {out}: {each.files:,} files, {show.size(each.bytes)}, of "
+        f"which {show.size(each.new_bytes)} are new"
         for each in reports
     )
     say(json, {"directory": out, "models": [asdict(each) for each in reports]}, "\n".join(lines) or "there is no model")
@@ -59,7 +61,8 @@ def restore(
 ) -> None:
     """Bring models back from a backup.
 
-    The data directory must be one that no service has open. Every file is compared with its checksum. A model that is there already is not overwritten.
+    The data directory must be one that no service has open. Every file is compared with its checksum. A model that is
+    there already is not overwritten.
     """
     from tierstore.cli import show
     from tierstore.cli.progress import shown_progress

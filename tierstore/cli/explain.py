@@ -21,8 +21,8 @@ def explain(
 ) -> None:
     """Say why keys are answered as they are.
 
-    For each key: which tier answers, what every tier holds of it and whether they agree, how often it is asked for, and which
-    delta wrote or deleted it last. Looking changes nothing.
+    For each key: which tier answers, what every tier holds of it and whether they agree, how often it is asked for, and
+    which delta wrote or deleted it last. Looking changes nothing.
     """
     from tierstore.cli import show
 
@@ -89,7 +89,8 @@ def _lines(entry: dict[str, Any]) -> list[str]:
         lines.append(f"  its row is of {entry['row_time']}, and expires {entry['expires_at']}")
     if entry["differ"]:
         lines.append(
-            f"  [red]tiers disagree:[/] {escape(', '.join(entry['differ']))} holds something else than what lies beneath"
+            f"  [red]tiers disagree:[/] {escape(', '.join(entry['differ']))} holds something else than what lies "
+            "beneath"
         )
     elif entry["agree"]:
         lines.append("  tiers agree")

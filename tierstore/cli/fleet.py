@@ -44,8 +44,8 @@ def rollout(
 ) -> None:
     """Load a snapshot on several nodes, then switch them.
 
-    Goes back on every node if one fails. Started again, it continues. Exit code 1: failed, and every node serves what it
-    served before; 3: some node does not.
+    Goes back on every node if one fails. Started again, it continues. Exit code 1: failed, and every node serves what
+    it served before; 3: some node does not.
     """
     from tierstore.cli import show
     from tierstore.cli.target import parse_share

@@ -50,8 +50,8 @@ def import_(
         list[Path],
         argument(
             "PATH",
-            "Parquet, Arrow or ORC files, directories of them, a HugeCTR folder, a checkpoint of PyTorch, TFRA or dynamicemb; "
-            "or one tables.toml.",
+            "Parquet, Arrow or ORC files, directories of them, a HugeCTR folder, a checkpoint of PyTorch, TFRA or "
+            "dynamicemb; or one tables.toml.",
         ),
     ],
     model: Annotated[str | None, option("MODEL", "Name of the model.")] = None,
@@ -227,7 +227,9 @@ def _directory(out: Path | None, data: Path | None, url: str | None, number: int
 
 
 def _source_directory(url: str) -> Path:
-    """A directory that the service reads snapshots from, and this machine can write to: the working directory, or a source root."""
+    """A directory that the service reads snapshots from, and this machine can write to: the working
+    directory, or a source root.
+    """
     with make_client(url) as client:
         roots = client.status().get("service", {}).get("source_roots")
     here = Path.cwd().resolve()
@@ -240,8 +242,9 @@ def _source_directory(url: str) -> Path:
         if os.access(root, os.W_OK | os.X_OK):
             return root
     raise SnapshotError(
-        f"the service at {url} reads snapshots from below {', '.join(roots)}, where this machine cannot write: use --out for a "
-        "snapshot, and have it loaded from where the service sees it; or start the service with another --source-root"
+        f"the service at {url} reads snapshots from below {', '.join(roots)}, where this machine cannot write: use "
+        "--out for a snapshot, and have it loaded from where the service sees it; or start the service with another "
+        "--source-root"
     )
 
 

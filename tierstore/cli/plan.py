@@ -1,4 +1,6 @@
-"""`tierstore plan`: how much memory, disk, network and processor a table needs, which designs can serve it, and for how long."""
+"""`tierstore plan`: how much memory, disk, network and processor a table needs, which designs
+can serve it, and for how long.
+"""
 
 from __future__ import annotations
 
@@ -72,11 +74,12 @@ def plan(
 ) -> None:
     """Show what a table needs, and which designs can serve it.
 
-    Memory, disk, network, processors and hit rate, while all nodes are there and while one is away; and what moves the price.
+    Memory, disk, network, processors and hit rate, while all nodes are there and while one is
+    away; and what moves the price.
 
-    Nothing is opened or measured: the figures come from the formats and from published measurements. With --from the hit
-    rate is that of the table as it is looked up now: its cache says what it would answer with less and more memory; and what is
-    planned for it stands beside what the service measures.
+    Nothing is opened or measured: the figures come from the formats and from published measurements. With --from the
+    hit rate is that of the table as it is looked up now: its cache says what it would answer with less and more memory;
+    and what is planned for it stands beside what the service measures.
     """
     from tierstore.sizing.plan import Load
     from tierstore.sizing.prices import Prices, read_prices
@@ -115,7 +118,8 @@ class _Outlook:
 
     @classmethod
     def make(
-        cls, load: Load, machine: Machine, nodes: int | None, prices: Prices, grows: str | None, of_service: _Served | None
+        cls, load: Load, machine: Machine, nodes: int | None, prices: Prices, grows: str | None,
+        of_service: _Served | None
     ) -> _Outlook:  # fmt: skip
         from tierstore.sizing.outlook import growth, sensitivity
         from tierstore.sizing.plan import plan as make_plan
@@ -178,18 +182,22 @@ def _show(outlook: _Outlook) -> None:
     load, table, size = made.load, made.table, show.size
     say = typer.echo
     say(
-        f"{load.rows:,.0f} rows of {load.dim} {load.dtype.value}: {load.row_bytes} bytes each, {size(load.rows * load.row_bytes)} in all"
+        f"{load.rows:,.0f} rows of {load.dim} {load.dtype.value}: {load.row_bytes} bytes each, "
+        f"{size(load.rows * load.row_bytes)} in all"
     )
     say(
-        f"on disk      {size(table.version)} a version; {size(table.disk)} with the version kept for a rollback and what deltas changed"
+        f"on disk      {size(table.version)} a version; {size(table.disk)} with the version kept for a rollback and "
+        "what deltas changed"
     )
     say(f"             {size(table.disk_peak)} while the next snapshot is loaded")
     say(
-        f"in memory    {size(table.all_in_memory)} for every row; {size(table.index)} for the index of a version that is open"
+        f"in memory    {size(table.all_in_memory)} for every row; {size(table.index)} for the index of a version that "
+        "is open"
     )
     say(f"look-ups     {load.qps:,.0f} requests a second of {load.keys:,.0f} keys, {load.reuse.name}")
     shown = Table(
-        "design", "nodes", "host_budget", "rows in memory", "hit rate", "disk", "network out", "reads/s", "cores", "one away", "a month",
+        "design", "nodes", "host_budget", "rows in memory", "hit rate", "disk", "network out", "reads/s", "cores",
+        "one away", "a month",
         title="each node", box=None, header_style="bold",
     )  # fmt: skip
     for design in made.designs:
@@ -247,7 +255,8 @@ def _show_growth(growth: Growth) -> None:
     for month in growth.months[12::12]:
         if month.design is not None:
             typer.echo(
-                f"month {month.month}: {month.rows:,.0f} rows, {month.qps:,.0f} requests a second: {_of(month.design, month.nodes)}, {month.monthly:,.0f} a month"
+                f"month {month.month}: {month.rows:,.0f} rows, {month.qps:,.0f} requests a second: "
+                f"{_of(month.design, month.nodes)}, {month.monthly:,.0f} a month"
             )
 
 

@@ -89,7 +89,8 @@ Partition = Annotated[
     str | None,
     option(
         "RANGES/N",
-        "Which partitions of the keys versions are loaded with, of how many: 0-15/64 or 0-15,40/64 (default: all keys).",
+        "Which partitions of the keys versions are loaded with, of how many: 0-15/64 or 0-15,40/64 (default: all "
+        "keys).",
     ),
 ]
 Remote = Annotated[
@@ -195,7 +196,8 @@ def _run(config: Path | None, flags: dict[str, Any]) -> None:
             typer.echo(f"gRPC at {grpc_target}")
         if is_new:
             typer.echo(
-                f"{settings.data} is new and empty: `tierstore import PATH… --url {url}` or `tierstore load SNAPSHOT --url {url}` brings a model"
+                f"{settings.data} is new and empty: `tierstore import PATH… --url {url}` or "
+                f"`tierstore load SNAPSHOT --url {url}` brings a model"
             )
 
     run_service(settings, announce=announce)

@@ -72,14 +72,16 @@ def status(document: Mapping[str, Any]) -> None:
             out.print(f"  partitions {ranges} of {held['count']}")
         if canary := model.get("canary"):
             out.print(
-                f"  canary [bold]{canary['version']}[/] gets {100 * canary['share']:g}% of the requests, watermark {canary['watermark']}"
+                f"  canary [bold]{canary['version']}[/] gets {100 * canary['share']:g}% of the requests, watermark "
+                f"{canary['watermark']}"
             )
         for entry in model["versions"]:
             if "not served" in (dense := str(entry.get("dense"))):
                 out.print(f"  [yellow]version {entry['version']}:[/] the dense part is {escape(dense)}")
         for version, unfinished in model.get("unfinished", {}).items():
             out.print(
-                f"  the load of version {version} was interrupted; {size(unfinished['bytes'])} are kept to continue from"
+                f"  the load of version {version} was interrupted; {size(unfinished['bytes'])} are kept to continue "
+                "from"
             )
         if undone := model.get("undone"):
             ranges = ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in undone)

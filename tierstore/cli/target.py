@@ -91,7 +91,10 @@ def local_user() -> str:
 
 
 def ready_kernels(data: Path | None = None) -> None:
-    """Have the kernels of a store compiled, all of them: what is done in it does not compete with the compiler. Shown meanwhile."""
+    """Have the kernels of a store compiled, all of them: what is done in it does not compete with the compiler.
+
+    Shown meanwhile.
+    """
     from tierstore import kernels
     from tierstore.kernels import ahead
 

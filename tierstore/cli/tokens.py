@@ -78,7 +78,8 @@ def create(
     role: Annotated[
         Role,
         typer.Option(
-            help="metrics: read metrics; reader: look rows up, predict, read status; front: be a node in front of this one as well; writer: send deltas as well; admin: everything.",
+            help="metrics: read metrics; reader: look rows up, predict, read status; front: be a node in front of "
+            "this one as well; writer: send deltas as well; admin: everything.",
             show_default=False,
         ),
     ],
@@ -94,7 +95,8 @@ def create(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Make no secret: callers with a client certificate of this URI or DNS name (or, without such names, common name) have the role.",
+            help="Make no secret: callers with a client certificate of this URI or DNS name (or, without such names, "
+            "common name) have the role.",
             show_default=False,
         ),
     ] = None,

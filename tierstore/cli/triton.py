@@ -40,7 +40,8 @@ def triton_model(
 ) -> None:
     """Write a model of Triton's Python backend.
 
-    It answers what the model serves: from the data directory, which it opens or finds open, or from the service at --url.
+    It answers what the model serves: from the data directory, which it opens or finds open,
+    or from the service at --url.
     """
     from tierstore.triton.repository import ports_of
 

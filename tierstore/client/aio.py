@@ -50,8 +50,8 @@ class AsyncClient(ClientBase[AsyncTransport]):
     async def pinned(self, model: str, version: int | str | None = None) -> AsyncIterator[AsyncRemoteModel]:
         """The model, of one version in the whole block: each request names it, and goes to a node that serves it.
 
-        version: number or label; by default the version that is active now at one of the nodes. Once no node serves it any
-        more, requests raise NotFound. A version is served while it is active or the canary.
+        version: number or label; by default the version that is active now at one of the nodes. Once no node serves it
+        any more, requests raise NotFound. A version is served while it is active or the canary.
         """
         number = await self._transport.run(self._operations.served_version(model, version))
         yield AsyncRemoteModel(model, self._operations, self._transport, version=number)
@@ -189,7 +189,8 @@ class AsyncClient(ClientBase[AsyncTransport]):
     async def status(self, model: str | None = None) -> ServiceStatus:
         """`{"models": {name: …}, …}`, the document of the embedded store's `status`. NotFound for an unknown `model`.
 
-        Without `model` it has the store's own limits too, and under `service` those of the service; with it, `models` alone.
+        Without `model` it has the store's own limits too, and under `service` those of the
+        service; with it, `models` alone.
         """
         return await self._transport.run(self._operations.status(model))
 
@@ -204,7 +205,8 @@ class AsyncClient(ClientBase[AsyncTransport]):
 
         Args:
             source: as the service sees it: under one of its source roots.
-            model: whose snapshot it is; read from `snapshot.json` (or `built.json`) in `source` if that can be read here.
+            model: whose snapshot it is; read from `snapshot.json` (or `built.json`) in
+                `source` if that can be read here.
             activate: serve it once it is loaded, caught up and warm.
             progress: called now and then, on the calling thread.
 
@@ -226,10 +228,12 @@ class AsyncClient(ClientBase[AsyncTransport]):
         partitions: int | None = None,
         progress: ProgressFn | None = None,
     ) -> ExportReport:
-        """Have the service write what a model serves now, with all deltas up to one seq, as a snapshot, and wait for it.
+        """Have the service write what a model serves now, with all deltas up to one seq, as
+        a snapshot, and wait for it.
 
         Args:
-            directory: to be made, as the service sees it: below its `export_root`, in which a relative one is; or a URL below one.
+            directory: to be made, as the service sees it: below its `export_root`, in which a
+                relative one is; or a URL below one.
             version: number or label of a version that is served; by default the active one.
             as_version: number of the snapshot; by default the version's own.
             partitions: write a built version, in so many partitions; by default a snapshot.
@@ -242,14 +246,18 @@ class AsyncClient(ClientBase[AsyncTransport]):
     async def backup(
         self, model: str, directory: str | Path, *, keep: int = 1, progress: ProgressFn | None = None
     ) -> BackupReport:
-        """Have the service back a model up as it is at one moment, and wait for it; it goes on serving. See `Store.backup`.
+        """Have the service back a model up as it is at one moment, and wait for it; it goes on serving.
+
+        See `Store.backup`.
 
         `directory` is as the service sees it: below its `export_root`, in which a relative one is; or a URL below one.
         """
         return await self._transport.run(self._operations.backup(model, directory, keep, progress))
 
     async def job(self, job: str) -> dict[str, Any]:
-        """The `state` of a load, export or backup (`running`, `done`, `failed`), `phase`, `done`, `total`, `rate`, `eta_s`, `waits_for`, `error`."""
+        """The `state` of a load, export or backup (`running`, `done`, `failed`), `phase`, `done`, `total`, `rate`,
+        `eta_s`, `waits_for`, `error`.
+        """
         return await self._transport.run(self._operations.job(job))
 
     async def jobs(self) -> list[dict[str, Any]]:
@@ -272,7 +280,10 @@ class AsyncClient(ClientBase[AsyncTransport]):
         return await self._transport.run(self._operations.apply_delta(source, model, timeout_s))
 
     async def cancel(self, job: str) -> None:
-        """Ask a load or export to stop; it ends as failed. What a load had finished is kept for a load of the same snapshot."""
+        """Ask a load or export to stop; it ends as failed.
+
+        What a load had finished is kept for a load of the same snapshot.
+        """
         await self._transport.run(self._operations.cancel(job))
 
     async def sample(
@@ -284,12 +295,15 @@ class AsyncClient(ClientBase[AsyncTransport]):
         rows: int = 256,
         expired_at_s: int | None = None,
     ) -> dict[str, Any]:
-        """Digests of some rows of every table, as they are answered now: nodes with the same rows at one seq have the same.
+        """Digests of some rows of every table, as they are answered now: nodes with the same
+        rows at one seq have the same.
 
         Args:
             version: number or label of a version that is served; by default the active one.
-            keys: codes of keys by table, as another answer lists them. By default the node chooses `rows` of each table.
-            expired_at_s: seconds since 1970; rows that are expired then count as absent, whether the node has removed them or not.
+            keys: codes of keys by table, as another answer lists them. By default the node
+                chooses `rows` of each table.
+            expired_at_s: seconds since 1970; rows that are expired then count as absent, whether the
+                node has removed them or not.
 
         Returns `{"version", "seq", "tables": {table: {"keys", "found", "digest", "ttl_s"}}}`.
         """
@@ -298,7 +312,8 @@ class AsyncClient(ClientBase[AsyncTransport]):
     async def explain(
         self, model: str, feature: str, keys: KeysLike, *, version: int | str | None = None
     ) -> dict[str, Any]:
-        """Why a few keys are answered as they are: what each tier holds of them, which delta wrote or deleted them last.
+        """Why a few keys are answered as they are: what each tier holds of them, which
+        delta wrote or deleted them last.
 
         Looking changes nothing. `version`: number or label of a version that is served; by default the active one.
         """
@@ -320,11 +335,13 @@ class AsyncClient(ClientBase[AsyncTransport]):
     async def rollback(
         self, model: str, *, to_seq: int | None = None, force: bool = False, expected_active: int | None = None
     ) -> int:
-        """Serve the version before the active one, and return it. Conflict if there is none, or it is stale and not `force`.
+        """Serve the version before the active one, and return it.
 
-        With `to_seq` the active version stays, and all deltas above that seq are undone: it is what it was right after delta
-        `to_seq` was applied. With `expected_active` also a Conflict where another version is active: one that is sent again
-        goes back once.
+        Conflict if there is none, or it is stale and not `force`.
+
+        With `to_seq` the active version stays, and all deltas above that seq are undone: it is what it was right
+        after delta `to_seq` was applied. With `expected_active` also a Conflict where another version is active: one
+        that is sent again goes back once.
         """
         return await self._transport.run(self._operations.rollback(model, to_seq, force, expected_active))
 
@@ -361,7 +378,9 @@ class AsyncClient(ClientBase[AsyncTransport]):
         await self._transport.run(self._operations.drop(model, version))
 
     async def canary(self, model: str, version: int, share: float = 0.05, *, force: bool = False) -> None:
-        """Serve a kept version to `share` (0 to 1) of the requests that name none; for the canary, change its share alone."""
+        """Serve a kept version to `share` (0 to 1) of the requests that name none; for the
+        canary, change its share alone.
+        """
         await self._transport.run(self._operations.canary(model, version, share, force))
 
     async def promote(self, model: str) -> int:

@@ -41,7 +41,9 @@ class AsyncRemoteModel:
         return await self._transport.run(self._operations.metadata(self.name, version or self.version))
 
     async def cache(self, table: str, limit: int = 20) -> dict[str, Any]:
-        """What caches of the node do for a table: `curve` of its hit rate by size, `history` by the minute, the `limit` `hottest` keys."""
+        """What caches of the node do for a table: `curve` of its hit rate by size, `history` by the
+        minute, the `limit` `hottest` keys.
+        """
         return await self._transport.run(self._operations.cache(self.name, table, limit))
 
     @overload

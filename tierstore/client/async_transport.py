@@ -30,7 +30,9 @@ class AsyncTransport:
         self._pools = [_Pool(node, settings.max_connections) for node in settings.nodes]
 
     def stats(self) -> dict[str, int]:
-        """How full the pools of connections are, all nodes together: `busy`, `idle`, `limit`, and requests `waiting`."""
+        """How full the pools of connections are, all nodes together: `busy`, `idle`,
+        `limit`, and requests `waiting`.
+        """
         return sum_stats([pool.stats() for pool in self._pools])
 
     async def close(self) -> None:
@@ -164,7 +166,10 @@ class _Pool:
             self._loop, self._idle, self._busy, self._waiting = loop, [], 0, deque()
 
     def acquire(self, exchange: _Exchange, *, fresh: bool) -> tuple[bool, _Connection | None]:
-        """(whether a slot is reserved, an open connection if there is one). Without a slot, `exchange` gets the next one."""
+        """(whether a slot is reserved, an open connection if there is one).
+
+        Without a slot, `exchange` gets the next one.
+        """
         if exchange.granted[self]:
             connection = exchange.granted[self].pop()
         elif not self._waiting and (self._idle or self._busy < self.limit):

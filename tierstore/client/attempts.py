@@ -1,14 +1,14 @@
 """Attempts of calls: when one starts, when it is repeated or hedged, and how a call ends. Knows no socket and no clock.
 
-A `NodeCall` is one HTTP exchange. A `CallGroup` holds the calls of one request, which run side by side. The transport asks
-the group for attempts that are due, carries them out and reports how they ended. Times are seconds of a monotonic
+A `NodeCall` is one HTTP exchange. A `CallGroup` holds the calls of one request, which run side by side. The transport
+asks the group for attempts that are due, carries them out and reports how they ended. Times are seconds of a monotonic
 clock, passed in by the transport.
 
 A call that may be repeated is repeated when its connection fails or the service is overloaded: after an exponential
 backoff with full jitter ("Exponential Backoff And Jitter", AWS Architecture Blog), not before Retry-After, never beyond
 its deadline, and only within the retry budget. All calls of a client share that budget and each adds a share of one
-attempt to it ("Retry throttling", gRPC proposal A6), so that retries do not multiply an overload. Where there are several
-nodes the next attempt goes to another one, at once.
+attempt to it ("Retry throttling", gRPC proposal A6), so that retries do not multiply an overload. Where there are
+several nodes the next attempt goes to another one, at once.
 
 A group belongs to one thread at a time; any thread may use a `RetryBudget`.
 """
@@ -85,8 +85,8 @@ def new_request_id() -> str:
 class NodeCall:
     """One exchange. `outgoing` is called with the seconds that remain, `reply` with whether it may write directly.
 
-    `request_id` goes out with every attempt, and an error of the call names it: the service's log has it too. `trace` is the one
-    that the call was made in.
+    `request_id` goes out with every attempt, and an error of the call names it: the service's log has it too. `trace`
+    is the one that the call was made in.
     """
 
     method: str
@@ -215,7 +215,10 @@ class PendingCall:
             self.reply = attempt.reply
 
     def failed(self, attempt: Attempt, error: TierstoreError, now: float, *, stale: bool = False) -> None:
-        """Report that the connection failed. `stale`: it was reused and not a byte arrived, so it had been closed before."""
+        """Report that the connection failed.
+
+        `stale`: it was reused and not a byte arrived, so it had been closed before.
+        """
         if self._forget(attempt):
             return
         if not isinstance(error, Unreachable):
@@ -242,7 +245,8 @@ class PendingCall:
         self._start_at = self._hedge_at = None
 
     def _try_others(self, attempt: Attempt, error: TierstoreError, now: float) -> None:
-        """Plan an attempt at a node that may have what this one lacks, if there is one; else the call ends with `error`.
+        """Plan an attempt at a node that may have what this one lacks, if there is one;
+        else the call ends with `error`.
 
         404 is a model or version that is not there. 400 may be one that is not ready, so one more node is tried. Such
         attempts are not retries: each node gets at most one.

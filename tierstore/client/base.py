@@ -29,21 +29,22 @@ class ClientBase(ABC, Generic[AnyTransport]):
     """A running service, or several nodes that serve the same models.
 
     Args:
-        url: where it listens, such as `http://127.0.0.1:8000`, `https://…` or `unix:/run/tierstore.sock`. With several, as a
-            list or separated by commas, each request goes to the least busy node and to another one if that fails. A node
-            that fails is skipped for a pause, which grows. Verbs that change a node need a client of that node alone.
+        url: where it listens, such as `http://127.0.0.1:8000`, `https://…` or `unix:/run/tierstore.sock`. With
+            several, as a list or separated by commas, each request goes to the least busy node and to another
+            one if that fails. A node that fails is skipped for a pause, which grows. Verbs that change a node
+            need a client of that node alone.
         token: sent as a bearer token, if the service asks for one. To another machine it is sent with TLS alone.
         ca: file of the authorities (PEM) whose services are trusted; None: those that the system trusts.
-        cert, key: files with the client's own certificate and its key (PEM), for a service that asks for one. Both may be in
-            `cert`.
+        cert, key: files with the client's own certificate and its key (PEM), for a service that asks
+            for one. Both may be in `cert`.
         allow_insecure_token: send the token without TLS, where something else encrypts.
         timeout_s: of a verb from its beginning to its end, retries included, unless the call names its own.
             It is sent to the service too, which drops requests that nobody waits for any more.
         retries: how often a request is repeated whose connection failed or that the service was too busy for. Look-ups,
             `predict`, reads and deltas are repeated (a delta's seq makes it count once); other changes never.
         backoff_s: the longest wait before the first retry; it doubles with each. The wait is drawn at random.
-        hedge_after_s: send a look-up or `predict` a second time after so long without an answer, and use the answer that
-            is first. None: never.
+        hedge_after_s: send a look-up or `predict` a second time after so long without an answer, and use the
+            answer that is first. None: never.
         split_keys: keys of one request; a larger look-up is split into several, side by side. None: never.
         split_items: the same for the items of one `predict`. None: never.
         parallel: requests of one call that run at once.
@@ -119,7 +120,10 @@ class ClientBase(ABC, Generic[AnyTransport]):
 
 
 def parse_addresses(urls: str | Sequence[str]) -> list[Address]:
-    """The addresses of a client: one URL, several separated by commas, or a list. InvalidInput for none, or one named twice."""
+    """The addresses of a client: one URL, several separated by commas, or a list.
+
+    InvalidInput for none, or one named twice.
+    """
     words = urls.split(",") if isinstance(urls, str) else list(urls)
     addresses = [Address.parse(word.strip()) for word in words]
     if not addresses:

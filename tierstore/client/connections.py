@@ -1,7 +1,7 @@
 """Connections for threads: non-blocking sockets in a bounded pool, each with one request at a time.
 
-Any thread may use a `ConnectionPool`; a `ServiceConnection` belongs to the thread that acquired it until it is released. After
-a fork the child starts without connections.
+Any thread may use a `ConnectionPool`; a `ServiceConnection` belongs to the thread that acquired it until it is
+released. After a fork the child starts without connections.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ class ServiceConnection:
         except _NOT_NOW:
             pass
         except OSError as error:
-            # The service may have answered (413, say) before it closed: the answer is read next. Without one, reading fails.
+            # The service may have answered (413, say) before it closed: the answer is read next.
+            # Without one, reading fails.
             self._out = []
             if not isinstance(error, (BrokenPipeError, ConnectionResetError)):
                 raise Unreachable(f"the connection failed: {error}") from error
@@ -136,7 +137,10 @@ class ConnectionPool:
             return {"busy": self._busy, "idle": len(self._idle), "limit": self.limit}
 
     def acquire(self, *, fresh: bool, wait_s: float, timeout_s: float) -> ServiceConnection | None:
-        """A connection; None if none is free within `wait_s`. Unreachable where none can be opened within `timeout_s`."""
+        """A connection; None if none is free within `wait_s`.
+
+        Unreachable where none can be opened within `timeout_s`.
+        """
         deadline = time.monotonic() + wait_s
         old: list[ServiceConnection] = []
         try:

@@ -65,7 +65,10 @@ class Deadline:
 
 @dataclass(slots=True)
 class ModelCache:
-    """What earlier answers showed of the service's models; bounded. Entries are replaced whole, so any thread may read."""
+    """What earlier answers showed of the service's models; bounded.
+
+    Entries are replaced whole, so any thread may read.
+    """
 
     metadata: dict[tuple[str, Version], dict[str, Any]] = field(default_factory=dict)
     unsplittable: set[str] = field(default_factory=set)  # models whose answers cannot be joined from parts
@@ -244,8 +247,8 @@ def _call(
 def timeout_line(remaining_s: float) -> str:
     """The header that tells the service how long the answer is waited for, in milliseconds.
 
-    Not the protocol's parameter `timeout`: by the request's JSON the service knows requests again, and by this header its
-    reactors know the time.
+    Not the protocol's parameter `timeout`: by the request's JSON the service knows requests again, and by this
+    header its reactors know the time.
     """
     return f"X-Request-Timeout-Ms: {max(1, math.ceil(remaining_s * 1000))}\r\n"
 

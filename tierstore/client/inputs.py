@@ -21,7 +21,10 @@ _PARTS = (".offsets", ".weights")
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """`keys` of one feature: an int64 or uint64 array, or an Arrow `large_string` array. In bags if it has `offsets`."""
+    """`keys` of one feature: an int64 or uint64 array, or an Arrow `large_string` array.
+
+    In bags if it has `offsets`.
+    """
 
     feature: str
     keys: Any
@@ -187,7 +190,10 @@ def _converted(name: str, array: npt.NDArray[Any], target: np.dtype[Any]) -> npt
 
 
 def as_keys(keys: KeysLike) -> Any:
-    """`keys` as an int64, uint64 or Arrow `large_string` array of one dimension. InvalidInput where they are neither."""
+    """`keys` as an int64, uint64 or Arrow `large_string` array of one dimension.
+
+    InvalidInput where they are neither.
+    """
     array = keys if isinstance(keys, np.ndarray) else _from_other(keys)
     if isinstance(array, np.ndarray):
         if array.ndim != 1:
@@ -273,7 +279,10 @@ def check_options(options: Mapping[str, object], kind: type) -> None:
 
 
 def pin_version(options: Any, version: int | None) -> None:
-    """Add the version that a model is pinned to, if it is, to a verb's options. InvalidInput where they name another one."""
+    """Add the version that a model is pinned to, if it is, to a verb's options.
+
+    InvalidInput where they name another one.
+    """
     if version is None:
         return
     if options.get("version", version) not in (None, version):

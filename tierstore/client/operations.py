@@ -137,7 +137,8 @@ class Operations:
         return (yield from metadata(self._cache, model, version, self._deadline(), renew=True))
 
     def served_version(self, model: str, version: Version) -> Operation[int]:
-        """The number of the version that is served under a label, by default the active one. NotFound for an unknown one."""
+        """The number of the version that is served under a label, by default the active one.
+        NotFound for an unknown one."""
         document = yield from metadata(self._cache, model, version, self._deadline(), renew=True)
         (number,) = document["versions"]
         return int(number)

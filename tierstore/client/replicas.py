@@ -23,7 +23,10 @@ Clients = Mapping[str, Client]  # by the URL of the node
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """Sampled rows of several nodes. `seq`: at which they were compared; None: never all at one. `problems` names nodes."""
+    """Sampled rows of several nodes. `seq`: at which they were compared; None: never all at one.
+
+    `problems` names nodes.
+    """
 
     keys: int
     seq: int | None
@@ -32,7 +35,10 @@ class SampledRows:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One model on several nodes. `problems`: what differs, in sentences that name nodes; empty where all serve the same."""
+    """One model on several nodes.
+
+    `problems`: what differs, in sentences that name nodes; empty where all serve the same.
+    """
 
     model: str
     nodes: dict[str, dict[str, Any]]  # of each that has the model: `active_version`, `watermark`, `canary`, `problem`
@@ -95,8 +101,9 @@ def _compared(
 def compare_rows(clients: Clients, model: str, version: int, *, rows: int = 256, wait_s: float = 10.0) -> SampledRows:
     """Compare rows of a version that every node serves, at a seq at which all of them were seen.
 
-    Each node chooses keys, and all of them answer all of these. Nodes remove expired rows at times of their own, so rows that
-    are expired, or will be in a minute, count as absent. Raises what a node raises, with its URL in the message.
+    Each node chooses keys, and all of them answer all of these. Nodes remove expired rows at times of
+    their own, so rows that are expired, or will be in a minute, count as absent. Raises what a node
+    raises, with its URL in the message.
     """
     chosen = {url: _sample(client, url, model, version, None, rows)["tables"] for url, client in clients.items()}
     tables = {url: ", ".join(sorted(sampled)) for url, sampled in chosen.items()}

@@ -72,8 +72,8 @@ class DocumentReply:
 class Tensors(DocumentReply):
     """An answer to an inference request.
 
-    destination: gives the array that an output is written to, or None for an output that is not needed. Without it every
-        output is an array of its own, in `outputs`.
+    destination: gives the array that an output is written to, or None for an output that is not needed. Without it
+        every output is an array of its own, in `outputs`.
     direct: write there as bytes arrive; else only in `finish`, since another attempt may be writing there.
     """
 

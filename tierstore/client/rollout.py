@@ -50,7 +50,10 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class RolloutReport:
-    """`before`: what each node served. `loaded`, `switched`: nodes that this run changed. `seq`: at which rows were equal."""
+    """`before`: what each node served. `loaded`, `switched`: nodes that this run changed.
+
+    `seq`: at which rows were equal.
+    """
 
     model: str
     version: int
@@ -89,7 +92,8 @@ def rollout(
     say: Say | None = None,
     **options: Any,
 ) -> RolloutReport:
-    """Load a snapshot on all nodes, wait until all have it ready, switch, check, and take it back everywhere if one fails.
+    """Load a snapshot on all nodes, wait until all have it ready, switch, check, and take it
+    back everywhere if one fails.
 
     Args:
         snapshot: directory or URL of a snapshot or built version, as the nodes see it.
@@ -269,7 +273,10 @@ class _Rollout:
         self._say(f"the canary: {look[1]}")
 
     def _counted(self, nodes: Sequence[_Node]) -> tuple[Requests, Requests]:
-        """Requests of the version as a canary and of those that serve, of all nodes. Conflict where it is no canary any more."""
+        """Requests of the version as a canary and of those that serve, of all nodes.
+
+        Conflict where it is no canary any more.
+        """
         new, old = Requests(), Requests()
         for node, (canary, counted) in zip(nodes, self._threads.map(self._canary_and_requests, nodes), strict=True):
             if canary is None or canary["version"] != self._version:
@@ -294,7 +301,9 @@ class _Rollout:
         return rows.seq
 
     def _restore(self, error: BaseException) -> None:
-        """Bring every node back to what it served, and raise RolloutFailed; what is no TierstoreError is the caller's."""
+        """Bring every node back to what it served, and raise RolloutFailed; what is no
+        TierstoreError is the caller's.
+        """
         self._stopped = True
         self._say(f"the rollout failed, going back: {explained(error)}")
         failures = []

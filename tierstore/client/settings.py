@@ -130,8 +130,8 @@ class ClientSettings:
 def lines_of_headers(address: Address, token: str | None, *, allow_insecure_token: bool) -> str:
     """The header lines of every request, each with its line end.
 
-    InvalidInput for a token that no header can carry, and, unless `allow_insecure_token`, for one that would leave this machine
-    unencrypted.
+    InvalidInput for a token that no header can carry, and, unless `allow_insecure_token`, for one that would
+    leave this machine unencrypted.
     """
     lines = f"Host: {address.authority}\r\nUser-Agent: tierstore/{__version__}\r\n"
     if token is None:

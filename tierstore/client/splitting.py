@@ -1,10 +1,11 @@
 """Large requests split into parts that go out side by side, and the answers of the parts joined into one.
 
-Every output of a part has a position in the whole output, a range of rows along axis 0. `JoinedOutputs` allocates a whole array
-when the first answer shows its shape, and each answer is received straight into its rows. An output that cannot be
-joined (one without the batch dimension, or parts of different widths) is named in `misfit`.
+Every output of a part has a position in the whole output, a range of rows along axis 0. `JoinedOutputs` allocates a
+whole array when the first answer shows its shape, and each answer is received straight into its rows. An output that
+cannot be joined (one without the batch dimension, or parts of different widths) is named in `misfit`.
 
-Plain values, and one `JoinedOutputs` per attempt at a request; the thread or loop that runs the request uses them alone.
+Plain values, and one `JoinedOutputs` per attempt at a request; the thread or loop that runs
+the request uses them alone.
 """
 
 from __future__ import annotations
@@ -99,7 +100,10 @@ def split_batch(batch: Batch, limit: int) -> list[Batch]:
 
 
 def split_lookup(batches: Sequence[Batch], outputs: Mapping[str, Sequence[wire.Output]], limit: int | None) -> Split:
-    """Parts of about equal size, of at most `limit` keys unless a bag is longer. `outputs`: those wanted of each feature."""
+    """Parts of about equal size, of at most `limit` keys unless a bag is longer.
+
+    `outputs`: those wanted of each feature.
+    """
     total = sum(batch.n for batch in batches)
     if limit is None or total <= limit:
         inputs = [tensor for batch in batches for tensor in batch.inputs()]
@@ -135,7 +139,10 @@ def split_lookup(batches: Sequence[Batch], outputs: Mapping[str, Sequence[wire.O
 
 
 def split_predict(inputs: Sequence[Plain | Bags], outputs: Sequence[wire.Output], limit: int | None) -> Split:
-    """Parts of about equal size, of at most `limit` items. An input with one entry for all items is sent with every part."""
+    """Parts of about equal size, of at most `limit` items.
+
+    An input with one entry for all items is sent with every part.
+    """
     n = max((one.n or 0 for one in inputs), default=0)
     if limit is None or n <= limit:
         return Split([RequestPart([tensor for one in inputs for tensor in one.inputs()], outputs)])

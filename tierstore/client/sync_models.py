@@ -39,7 +39,9 @@ class RemoteModel:
         return self._transport.run(self._operations.metadata(self.name, version or self.version))
 
     def cache(self, table: str, limit: int = 20) -> dict[str, Any]:
-        """What caches of the node do for a table: `curve` of its hit rate by size, `history` by the minute, the `limit` `hottest` keys."""
+        """What caches of the node do for a table: `curve` of its hit rate by size, `history` by the
+        minute, the `limit` `hottest` keys.
+        """
         return self._transport.run(self._operations.cache(self.name, table, limit))
 
     @overload

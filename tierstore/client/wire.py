@@ -1,9 +1,9 @@
 """Tensors of the Open Inference Protocol v2 with the binary tensor data extension, on the client's side.
 
 A request is a JSON header, then the bytes of each input in the order of the header. An answer has the same layout, and
-the HTTP header `Inference-Header-Content-Length` says where the JSON ends. All numbers are little-endian; a BYTES tensor
-is a sequence of (uint32 length, data). Sources: "Open Inference Protocol" (KServe) and "Binary Tensor Data Extension"
-(Triton Inference Server).
+the HTTP header `Inference-Header-Content-Length` says where the JSON ends. All numbers are little-endian; a BYTES
+tensor is a sequence of (uint32 length, data). Sources: "Open Inference Protocol" (KServe) and "Binary Tensor Data
+Extension" (Triton Inference Server).
 
 Pure functions on values of the caller; any thread may call them.
 """
@@ -100,7 +100,9 @@ def strings(name: str, array: Any) -> Input:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """An output as an answer's JSON describes it: `nbytes` follow the JSON, or `data` holds its elements, or neither."""
+    """An output as an answer's JSON describes it: `nbytes` follow the JSON, or `data`
+    holds its elements, or neither.
+    """
 
     name: str
     datatype: str

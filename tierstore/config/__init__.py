@@ -1,7 +1,8 @@
 """Settings: defaults, then `tierstore.toml`, then `TIERSTORE_…` environment variables, then keywords or flags.
 
-They never change after they are read; any thread may use them. An unknown name in the file or among the arguments is an error. An
-unknown variable is a warning, as it may be meant for a newer release; with `strict_environment` it is an error too.
+They never change after they are read; any thread may use them. An unknown name in the file or among the
+arguments is an error. An unknown variable is a warning, as it may be meant for a newer release; with
+`strict_environment` it is an error too.
 """
 
 from __future__ import annotations
@@ -60,7 +61,10 @@ _LINKED_PORT = re.compile(r"(?:tcp|udp|sctp)://", re.IGNORECASE)
 
 
 def environment() -> dict[str, str]:
-    """Settings in the environment: the value of `TIERSTORE_NAME`, by name in lower case. Kubernetes' service links do not count."""
+    """Settings in the environment: the value of `TIERSTORE_NAME`, by name in lower case.
+
+    Kubernetes' service links do not count.
+    """
     arguments = {n[len(ENV_PREFIX) :]: value for n, value in os.environ.items() if n.upper().startswith(ENV_PREFIX)}
     return {
         name.lower(): value

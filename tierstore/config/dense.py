@@ -19,14 +19,18 @@ class DenseSettings(BaseModel):
     )
     dense_memory: Size = Field(
         ByteSize(2 << 30),
-        description="bytes of CPU memory for the tensors of each dense part, all its runs together, without its weights (provider `cpu`)",
+        description="bytes of CPU memory for the tensors of each dense part, all its runs together, without its "
+        "weights (provider `cpu`)",
     )
     dense_provider: Literal["cpu", "cuda"] = Field(
         "cpu", description="what dense parts run on; `cuda` needs the extra `dense-gpu` in place of `dense`"
     )
     dense_options: dict[str, str] = Field(
         {},
-        description="ONNX Runtime's session options by its own names: `intra_op_num_threads`, `inter_op_num_threads`, `graph_optimization_level`, `enable_cpu_mem_arena`, entries of its configuration (`session.…`), and options of its CUDA provider (`cuda.…`), such as `cuda.gpu_mem_limit`: bytes of a GPU's memory that each session may keep for its tensors, 2 GiB by default",
+        description="ONNX Runtime's session options by its own names: `intra_op_num_threads`, `inter_op_num_threads`, "
+        "`graph_optimization_level`, `enable_cpu_mem_arena`, entries of its configuration (`session.…`), and "
+        "options of its CUDA provider (`cuda.…`), such as `cuda.gpu_mem_limit`: bytes of a GPU's memory that "
+        "each session may keep for its tensors, 2 GiB by default",
     )
 
     @field_validator("dense_options", mode="before")

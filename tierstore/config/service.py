@@ -36,12 +36,14 @@ class ServiceSettings(BaseModel):
     max_connections: int = Field(
         2048,
         ge=1,
-        description="HTTP connections at a time; requests on more get 503. At most half of the files that the process may open",
+        description="HTTP connections at a time; requests on more get 503. At most half of the files that the process "
+        "may open",
     )
     idle_timeout_s: float = Field(
         75.0,
         gt=0,
-        description="seconds to keep an HTTP connection that has no request; set it longer than the load balancer's timeout",
+        description="seconds to keep an HTTP connection that has no request; set it longer than the load balancer's "
+        "timeout",
     )
     arrival_timeout_s: float = Field(
         60.0, gt=0, description="seconds a small HTTP request may take to arrive, from its first byte to its last"
@@ -60,7 +62,8 @@ class ServiceSettings(BaseModel):
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 picks a free one")
     grpc_port: Annotated[int, Field(ge=0, le=65535)] | Literal["off"] | None = Field(
         None,
-        description="a second port, for gRPC, which the HTTP port speaks too; 0 picks a free one, `off` has none; default: 8001, a free one if port is 0",
+        description="a second port, for gRPC, which the HTTP port speaks too; 0 picks a free one, `off` has none; "
+        "default: 8001, a free one if port is 0",
     )
     allow_client_shm: bool = Field(False, description="serve OIP's system shared memory extension")
     allow_open_network: bool = Field(
@@ -68,30 +71,37 @@ class ServiceSettings(BaseModel):
     )
     tokens: Path | None = Field(
         None,
-        description="file of tokens, made by `tierstore token create`; default: tokens.json in the data directory. As soon as there is one, every request but health needs a token. There is no start without one that is named here",
+        description="file of tokens, made by `tierstore token create`; default: tokens.json in the data directory. As "
+        "soon as there is one, every request but health needs a token. There is no start without one that is "
+        "named here",
     )
     allowed_host: Annotated[list[str], NoDecode, BeforeValidator(split_names)] = Field(
         [],
-        description="names under which the service may be asked beside loopback ones (header Host), `*` for any; separated by ',' in the environment",
+        description="names under which the service may be asked beside loopback ones (header Host), `*` for any; "
+        "separated by ',' in the environment",
     )
     trusted_proxies: Annotated[list[str], NoDecode, BeforeValidator(split_names), AfterValidator(check_networks)] = (
         Field(
             [],
-            description="addresses or networks of proxies (`10.0.0.7`, `10.0.0.0/8`) whose `X-Forwarded-For` says which client a request is of, for the log and the audit; separated by ',' in the environment",
+            description="addresses or networks of proxies (`10.0.0.7`, `10.0.0.0/8`) whose `X-Forwarded-For` says "
+            "which client a request is of, for the log and the audit; separated by ',' in the environment",
         )
     )
     tls_cert: Path | None = Field(
         None,
-        description="file with the service's certificate and those that lead to its authority (PEM): HTTP and gRPC are served with TLS alone. Read again when it changes",
+        description="file with the service's certificate and those that lead to its authority (PEM): HTTP and gRPC "
+        "are served with TLS alone. Read again when it changes",
     )
     tls_key: Path | None = Field(None, description="file with the private key of tls_cert (PEM, not encrypted)")
     tls_client_ca: Path | None = Field(
         None,
-        description="file with authorities (PEM): every client needs a certificate of one of them, and may have a role by its name (`tierstore token create --certificate`)",
+        description="file with authorities (PEM): every client needs a certificate of one of them, and may have a "
+        "role by its name (`tierstore token create --certificate`)",
     )
     admin_listen: str | None = Field(
         None,
-        description="address `HOST:PORT` or `unix:PATH` of a listener for admin requests; then the other ports refuse them. It serves everything else that HTTP does, too",
+        description="address `HOST:PORT` or `unix:PATH` of a listener for admin requests; then the other ports refuse "
+        "them. It serves everything else that HTTP does, too",
     )
     max_request: Size = Field(ByteSize(64 << 20), description="largest body of a look-up")
     max_response: Size = Field(
@@ -112,7 +122,8 @@ class ServiceSettings(BaseModel):
     slow_request_ms: float = Field(
         0.0,
         ge=0,
-        description="log requests that take at least this many milliseconds, except look-ups that reactors answer; 0: none",
+        description="log requests that take at least this many milliseconds, except look-ups that reactors answer; 0: "
+        "none",
     )
     log_file: Path | None = Field(
         None,
@@ -120,7 +131,8 @@ class ServiceSettings(BaseModel):
     )
     traces: bool = Field(
         False,
-        description="report spans of requests and deltas whose `traceparent` is sampled, by OpenTelemetry (extra `otel`), where the variables OTEL_… say; such look-ups are answered by Python",
+        description="report spans of requests and deltas whose `traceparent` is sampled, by OpenTelemetry (extra "
+        "`otel`), where the variables OTEL_… say; such look-ups are answered by Python",
     )
     drain_s: float = Field(
         5.0, ge=0, description="seconds to go on serving after a stop signal, while the service reports not ready"

@@ -31,7 +31,8 @@ class StoreSettings(BaseModel):
     data: Path = Field(Path("data"), description="the data directory")
     strict_environment: bool = Field(
         False,
-        description="refuse a variable `TIERSTORE_…` that this release does not know; else it is a warning, as it may be a newer release's",
+        description="refuse a variable `TIERSTORE_…` that this release does not know; else it is a warning, as it may "
+        "be a newer release's",
     )
     host_budget: Size = Field(
         default_factory=default_host_budget,
@@ -40,19 +41,23 @@ class StoreSettings(BaseModel):
     device_budget: SizeOrZero = Field(
         ByteSize(0),
         ge=0,
-        description="bytes of a GPU's memory for cached rows, keys, bookkeeping and staging, all models together; 0 for no device tier (extra `gpu`)",
+        description="bytes of a GPU's memory for cached rows, keys, bookkeeping and staging, all models together; 0 "
+        "for no device tier (extra `gpu`)",
     )
     overlay_budget: Size = Field(
         ByteSize(256 << 20),
-        description="bytes of deltas that are visible but not folded yet; above it producers get 503, and 413 for one that could never fit",
+        description="bytes of deltas that are visible but not folded yet; above it producers get 503, and 413 for one "
+        "that could never fit",
     )
     base: BaseKind = Field(
         "sealed",
-        description="what stores the rows of versions that are loaded from now on: sealed files (`sealed`), or RocksDB alone (`rocksdb`)",
+        description="what stores the rows of versions that are loaded from now on: sealed files (`sealed`), or "
+        "RocksDB alone (`rocksdb`)",
     )
     partition: PartitionsText | None = Field(
         None,
-        description="which partitions of the keys versions that are loaded from now on have here, and of how many: `0-15/64` or `0-15,40/64`; by default all keys; look-ups of other keys are refused",
+        description="which partitions of the keys versions that are loaded from now on have here, and of how many: "
+        "`0-15/64` or `0-15,40/64`; by default all keys; look-ups of other keys are refused",
     )
     load_memory: Size = Field(
         ByteSize(512 << 20),
@@ -61,12 +66,14 @@ class StoreSettings(BaseModel):
     load_retention_s: float = Field(
         86400.0,
         ge=0,
-        description="seconds to keep the finished work of a load that was broken off, so that another load of the same snapshot can go on from it; 0: do not keep it",
+        description="seconds to keep the finished work of a load that was broken off, so that another load of the "
+        "same snapshot can go on from it; 0: do not keep it",
     )
     load_p99_ratio: float = Field(
         1.3,
         ge=0,
-        description="p99 of look-ups during a load, verification or warming, as a multiple of their p99 without it; above it such work slows down; 0: it never slows down",
+        description="p99 of look-ups during a load, verification or warming, as a multiple of their p99 without it; "
+        "above it such work slows down; 0: it never slows down",
     )
     load_workers: int = Field(
         default_factory=lambda: min(4, processors()), ge=1, description="helper processes of a bulk load"
@@ -74,13 +81,15 @@ class StoreSettings(BaseModel):
     warm_rate: int = Field(
         200_000,
         gt=0,
-        description="most rows a second to read into memory after a start, while requests are served, all models together",
+        description="most rows a second to read into memory after a start, while requests are served, all models "
+        "together",
     )
     ready_warm_share: float = Field(
         0.0,
         ge=0,
         le=1,
-        description="share of these rows that must be in memory before the service reports ready; it answers requests before that",
+        description="share of these rows that must be in memory before the service reports ready; it answers requests "
+        "before that",
     )
     ready_unserved: bool = Field(
         False, description="report ready although a model that is on record could not be served at the start"
@@ -90,7 +99,9 @@ class StoreSettings(BaseModel):
     ttl_check_s: float = Field(
         86400.0,
         ge=0,
-        description="seconds between two searches for rows that are older than the `ttl_s` of their table, in versions that serve; there is one soon after a version begins to; 0: none, rows then expire only when a snapshot is loaded",
+        description="seconds between two searches for rows that are older than the `ttl_s` of their table, in "
+        "versions that serve; there is one soon after a version begins to; 0: none, rows then expire only when a "
+        "snapshot is loaded",
     )
     fold_grace_s: float = Field(
         0.05, ge=0, description="least seconds a delta stays in its overlay, so that small deltas are folded together"
@@ -98,21 +109,27 @@ class StoreSettings(BaseModel):
     log_retention_s: float | None = Field(
         None,
         ge=0,
-        description="least seconds that a delta stays in the log once all rows have it, for older snapshots and for nodes that were away; default: three days, an hour where the log is a cluster's (`remote`) or rows are on nodes (`upstream`)",
+        description="least seconds that a delta stays in the log once all rows have it, for older snapshots and for "
+        "nodes that were away; default: three days, an hour where the log is a cluster's (`remote`) or rows are "
+        "on nodes (`upstream`)",
     )
     remote: str | None = Field(
         None,
-        description="a cluster that has the rows, `redis://host1:6379,host2:6379` (or `rediss://`, extra `redis`): the store serves the models that it has, and keeps only caches in the data directory",
+        description="a cluster that has the rows, `redis://host1:6379,host2:6379` (or `rediss://`, extra `redis`): "
+        "the store serves the models that it has, and keeps only caches in the data directory",
     )
     remote_tags: int = Field(
         2,
         ge=1,
         le=64,
-        description="parts into which a load cuts the rows for each master of the cluster; a look-up sends one command a part",
+        description="parts into which a load cuts the rows for each master of the cluster; a look-up sends one "
+        "command a part",
     )
     remote_on_failure: Literal["refuse", "default"] = Field(
         "refuse",
-        description="keys that are not in memory while their part of the cluster, or the node upstream that owns them, cannot be read: refuse the request (`refuse`), or answer the table's default with found = false (`default`)",
+        description="keys that are not in memory while their part of the cluster, or the node upstream that owns "
+        "them, cannot be read: refuse the request (`refuse`), or answer the table's default with found = false "
+        "(`default`)",
     )
     remote_timeout_s: float = Field(
         1.0,
@@ -122,43 +139,53 @@ class StoreSettings(BaseModel):
     remote_lease_s: float = Field(
         5.0,
         gt=0,
-        description="seconds after which another node may bring deltas into the cluster's rows where the one that does has gone silent",
+        description="seconds after which another node may bring deltas into the cluster's rows where the one that "
+        "does has gone silent",
     )
     upstream: str | None = Field(
         None,
-        description="nodes that have the rows, `http://host1:8000,http://host2:8000`: the store is a cache in front of them, serves the models that they serve, and keeps only caches in the data directory",
+        description="nodes that have the rows, `http://host1:8000,http://host2:8000`: the store is a cache in front "
+        "of them, serves the models that they serve, and keeps only caches in the data directory",
     )
     upstream_token: str | None = Field(
         None,
         repr=False,
-        description="token (role `front`) for these nodes, or for peers; better in the environment, which keeps it out of lists of processes",
+        description="token (role `front`) for these nodes, or for peers; better in the environment, which keeps it "
+        "out of lists of processes",
     )
     upstream_allow_insecure_token: bool = Field(
         False,
-        description="send `upstream_token` to other machines without TLS, where something else encrypts, such as a mesh",
+        description="send `upstream_token` to other machines without TLS, where something else encrypts, such as a "
+        "mesh",
     )
     upstream_ca: Path | None = Field(
         None,
-        description="file with authorities (PEM) for the certificates of these nodes, or of peers; default: those of the system",
+        description="file with authorities (PEM) for the certificates of these nodes, or of peers; default: those of "
+        "the system",
     )
     peer: Annotated[list[str], NoDecode, BeforeValidator(split_commas)] = Field(
         default_factory=list,
-        description="nodes that serve the same models, `http://host1:8000`, separated by ',': what this node lacks is fetched from them, models as it starts and deltas from then on; it is ready once it has caught up",
+        description="nodes that serve the same models, `http://host1:8000`, separated by ',': what this node lacks is "
+        "fetched from them, models as it starts and deltas from then on; it is ready once it has caught up",
     )
     ssd_cache: SizeOrZero = Field(
         ByteSize(0),
         ge=0,
         le=4 << 40,
-        description="bytes on the disk of the data directory for rows that were read from a cluster (`remote`) or from nodes (`upstream`), all models together; 0 for none",
+        description="bytes on the disk of the data directory for rows that were read from a cluster (`remote`) or "
+        "from nodes (`upstream`), all models together; 0 for none",
     )
     quotas: dict[str, ModelQuota] = Field(
         default_factory=dict,
-        description="limits of models by name, `*` for all others: `requests_per_second`, `keys_per_second`, `bytes_per_second`, `log_bytes`, `versions`, `loads`; and `freshness_max_s`, the most seconds since the event time of the newest delta, above which `problem` of the model says so; in the environment as JSON",
+        description="limits of models by name, `*` for all others: `requests_per_second`, `keys_per_second`, "
+        "`bytes_per_second`, `log_bytes`, `versions`, `loads`; and `freshness_max_s`, the most seconds since the "
+        "event time of the newest delta, above which `problem` of the model says so; in the environment as JSON",
     )
     disk_reserve: SizeOrZero = Field(
         ByteSize(256 << 20),
         ge=0,
-        description="bytes to keep free on the file system of the data directory, at most 2% of it: with less, deltas and loads are refused",
+        description="bytes to keep free on the file system of the data directory, at most 2% of it: with less, deltas "
+        "and loads are refused",
     )
     audit_keep: int = Field(
         8, ge=0, le=1000, description="files of the audit, of 16 MiB each, that are kept beside the newest"

@@ -1,4 +1,6 @@
-"""What the settings are made of: their types, their defaults that depend on the machine, and how a text becomes a list."""
+"""What the settings are made of: their types, their defaults that depend on the machine,
+and how a text becomes a list.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,10 @@ Rate = Annotated[float | None, Field(gt=0, allow_inf_nan=False)]
 
 
 class ModelQuota(BaseModel):
-    """The most of one model: what its callers may ask for in a second, all together, and what it may have on disk. None: no limit."""
+    """The most of one model: what its callers may ask for in a second, all together, and what it may have on disk.
+
+    None: no limit.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -101,7 +106,10 @@ WhenLoaded = Literal["now", "hold", "canary"]
 
 
 class SnapshotPolicy(BaseModel):
-    """What becomes of the snapshots of one model that a watched location has. `canary_share`, `canary_minutes`: of the policy `canary`."""
+    """What becomes of the snapshots of one model that a watched location has.
+
+    `canary_share`, `canary_minutes`: of the policy `canary`.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -109,7 +109,9 @@ class ClickLog:
         return self._user_order
 
     def items_by_popularity(self) -> npt.NDArray[np.int32]:
-        """All items that will ever be shown after the day, roughly the most popular first; the new ones evenly between."""
+        """All items that will ever be shown after the day, roughly the most popular first;
+        the new ones evenly between.
+        """
         new = np.arange(self.size.items, self.size.all_items, dtype=np.int32)
         return np.insert(self._charts[1], np.linspace(10, self.size.items, len(new)).astype(np.int64), new)
 
@@ -178,7 +180,9 @@ def _spread(rows: npt.ArrayLike, salt: int) -> Keys:
 
 
 def zipf_ranks(draw: np.random.Generator, n: int, size: int, exponent: float) -> npt.NDArray[np.int64]:
-    """`n` ranks in 0..size; the probability of rank r is proportional to (r + 1) ** -exponent (by its integral's inverse)."""
+    """`n` ranks in 0..size; the probability of rank r is proportional to (r + 1) ** -exponent
+    (by its integral's inverse).
+    """
     power = 1.0 - exponent
     positions = ((draw.random(n) * ((size + 1.0) ** power - 1.0)) + 1.0) ** (1.0 / power)
     ranks: npt.NDArray[np.int64] = np.clip(positions, 1, size).astype(np.int64) - 1

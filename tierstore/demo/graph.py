@@ -37,7 +37,9 @@ def can_predict() -> bool:
 
 
 def graph(dense: Dense) -> bytes:
-    """The bytes of an ONNX model that scores rows of the features, [batch, DIM] each, and `context` [batch, CONTEXT]."""
+    """The bytes of an ONNX model that scores rows of the features, [batch, DIM] each,
+    and `context` [batch, CONTEXT].
+    """
     from onnx import numpy_helper, parser
 
     first = np.eye(DIM, 1, dtype=np.float32)  # number 0 of a row is its bias

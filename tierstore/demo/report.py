@@ -94,7 +94,8 @@ class DemoReport:
 class TierCounter:
     """Where keys were answered, summed over status documents that are read now and then.
 
-    A version has counters of its own, which start at zero each time it is opened: a counter that fell has started again.
+    A version has counters of its own, which start at zero each time it is opened: a counter
+    that fell has started again.
     """
 
     def __init__(self, model: Mapping[str, Any]) -> None:

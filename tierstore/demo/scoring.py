@@ -1,4 +1,7 @@
-"""Scores and checks from what the service answers. Free functions; any thread may call them with a client of its own."""
+"""Scores and checks from what the service answers.
+
+Free functions; any thread may call them with a client of its own.
+"""
 
 from __future__ import annotations
 

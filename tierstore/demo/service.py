@@ -1,7 +1,7 @@
 """The demo's service: a real `tierstore serve` in a process of its own.
 
-Its output goes to a file, so that nothing blocks on a pipe. It has its own session: Ctrl-C reaches the demo alone, which
-then stops the service.
+Its output goes to a file, so that nothing blocks on a pipe. It has its own session: Ctrl-C reaches the demo alone,
+which then stops the service.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ _STOP_S = 15.0
 
 
 class ServiceProcess:
-    """`tierstore serve` with its data in `directory`, reading snapshots from there. As a context manager it is stopped."""
+    """`tierstore serve` with its data in `directory`, reading snapshots from there.
+
+    As a context manager it is stopped.
+    """
 
     def __init__(self, directory: Path, *, port: int, host_budget: str) -> None:
         arguments = ["--data", str(directory / "data"), "--port", str(port), "--source-root", str(directory)]

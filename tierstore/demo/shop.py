@@ -34,7 +34,9 @@ _BASE = 1000  # float16 holds every integer up to 2048
 
 
 def marker(number: int) -> npt.NDArray[np.float32]:
-    """`number` (0 to 10**12 - 1) as a row [DIM] that float16 stores exactly: four digits to the base 1000, then zeros."""
+    """`number` (0 to 10**12 - 1) as a row [DIM] that float16 stores exactly: four digits
+    to the base 1000, then zeros.
+    """
     row = np.zeros(DIM, np.float32)
     row[:4] = number // _BASE ** np.arange(4) % _BASE
     return row
@@ -56,7 +58,10 @@ class MinuteDelta:
 
 
 class Shop:
-    """A click log and the trainer that follows it. `item_exists` bool[items] and `seq`: the state after the last delta."""
+    """A click log and the trainer that follows it.
+
+    `item_exists` bool[items] and `seq`: the state after the last delta.
+    """
 
     def __init__(self, size: WorldSize, seed: int) -> None:
         self.size, self.log = size, ClickLog(size, seed)

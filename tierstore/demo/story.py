@@ -55,11 +55,11 @@ def run(
 ) -> DemoReport:
     """Tell the whole story and return its results.
 
-    keep: leave the service up at the end, until Ctrl-C. seconds: how long deltas stream (default 24; the other steps are
-    about 25 more). port: of the service, 0 for a free one. workdir: where files go and stay, which must hold no earlier
-    run; by default a temporary directory that is removed. console: where it is told; by default standard output. scale:
-    of tables and traffic; 1.0 is about a million rows. Raises ValueError for a scale or time that is not positive,
-    TierstoreError when a step fails.
+    keep: leave the service up at the end, until Ctrl-C. seconds: how long deltas stream (default 24; the other steps
+    are about 25 more). port: of the service, 0 for a free one. workdir: where files go and stay, which must hold no
+    earlier run; by default a temporary directory that is removed. console: where it is told; by default standard
+    output. scale: of tables and traffic; 1.0 is about a million rows. Raises ValueError for a scale or time that is not
+    positive, TierstoreError when a step fails.
     """
     seconds = SECONDS if seconds is None else seconds
     if scale <= 0 or seconds <= 0:
@@ -186,7 +186,9 @@ class Story:
             say(f"{report.requests:,} requests in all, {report.failed_requests} failed")
 
     def _stream(self) -> None:
-        """Send every minute's delta at its pace; from a quarter of the way on, the second snapshot in another thread."""
+        """Send every minute's delta at its pace; from a quarter of the way on, the
+        second snapshot in another thread.
+        """
         second: Future[None] | None = None
         with ThreadPoolExecutor(1, "second-snapshot") as executor:
             try:

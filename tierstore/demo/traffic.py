@@ -1,9 +1,9 @@
 """The demo's load generator: ranking requests from a process of its own, each checked and timed.
 
-A request ranks the candidates of one user: one `user_id`, `CANDIDATES` `item_id`s and one bag of recently `clicked` items,
-by Zipf's law over users and items, together with the marker rows (see `shop`). Requests are due at fixed times, whatever
-becomes of the earlier ones, and a latency counts from the time at which its request was due. So a service that stalls
-cannot hide it by slowing the generator down.
+A request ranks the candidates of one user: one `user_id`, `CANDIDATES` `item_id`s and one bag of recently `clicked`
+items, by Zipf's law over users and items, together with the marker rows (see `shop`). Requests are due at fixed times,
+whatever becomes of the earlier ones, and a latency counts from the time at which its request was due. So a service that
+stalls cannot hide it by slowing the generator down.
 
 The demo's main thread uses `Traffic`. The process ends when the demo does, even after a `kill -9`: its pipe closes.
 """
@@ -31,8 +31,8 @@ PER_SECOND = 100.0
 THREADS = 3
 CANDIDATES = 200
 
-# One row per request, ordered by when it was due. `due`: seconds of the monotonic clock. `version`, `seq`: by the marker
-# rows. `mixed`: answered from more than one version or seq.
+# One row per request, ordered by when it was due. `due`: seconds of the monotonic clock. `version`, `seq`: by the
+# marker rows. `mixed`: answered from more than one version or seq.
 SAMPLE = np.dtype(
     [("due", "f8"), ("latency_s", "f8"), ("version", "i8"), ("seq", "i8"), ("failed", "?"), ("mixed", "?")]
 )

@@ -2,10 +2,10 @@
 
     logit = bias + context . w  +  user[0] + item[0]  +  sum over k >= 1 of item[k] * (user[k] + a[k] * bag[k])
 
-`user` and `item` are embeddings of `DIM` numbers, `bag` is the mean of the embeddings of the items that the user clicked
-recently, from the item table too. `bias`, `w` and `a` are the dense part. It is a factorization machine (Rendle 2010) over
-user, item and history, learned by stochastic gradient descent with an AdaGrad step (Duchi et al. 2011) that forgets, so
-that it follows a drift.
+`user` and `item` are embeddings of `DIM` numbers, `bag` is the mean of the embeddings of the items that the user
+clicked recently, from the item table too. `bias`, `w` and `a` are the dense part. It is a factorization machine (Rendle
+2010) over user, item and history, learned by stochastic gradient descent with an AdaGrad step (Duchi et al. 2011) that
+forgets, so that it follows a drift.
 
 One thread trains at a time; `train` releases the interpreter while it runs.
 """
@@ -32,12 +32,16 @@ Matrix = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """The part of the model that is not in tables: float32 `[1 + CONTEXT + DIM]`, bias, context weights, bag weights."""
+    """The part of the model that is not in tables: float32 `[1 + CONTEXT + DIM]`, bias,
+    context weights, bag weights.
+    """
 
     weights: Matrix
 
     def score(self, user: Matrix, item: Matrix, bag: Matrix, context: Matrix) -> Matrix:
-        """Logits float32[n] of looked-up rows `user`, `item`, `bag` [n, DIM] (or [1, DIM]) and `context` [n, CONTEXT]."""
+        """Logits float32[n] of looked-up rows `user`, `item`, `bag` [n, DIM] (or [1,
+        DIM]) and `context` [n, CONTEXT].
+        """
         bag_weights = self.weights[1 + CONTEXT :]
         taste = user[:, 1:] + bag_weights[1:] * bag[:, 1:]
         linear = self.weights[0] + context @ self.weights[1 : 1 + CONTEXT] + user[:, 0] + item[:, 0]
@@ -71,12 +75,15 @@ class Trainer:
         return float(
             _train(
                 events.users, events.items, events.context, events.history, events.starts, events.clicked,
-                self.user, self.item, self._user_state, self._item_state, self._dense, self._alive, self._user_touched, self._item_touched,
+                self.user, self.item, self._user_state, self._item_state, self._dense, self._alive, self._user_touched,
+                self._item_touched,
             )
         )  # fmt: skip
 
     def remove(self, items: npt.NDArray[np.int32]) -> None:
-        """Remove items: their rows are zero from now on, which is what a table answers for a key that it does not hold."""
+        """Remove items: their rows are zero from now on, which is what a table answers
+        for a key that it does not hold.
+        """
         self.item[items] = 0
         self._alive[items] = 0
         self._item_touched[items] = 0
@@ -91,7 +98,8 @@ class Trainer:
 
 @nb.njit(nogil=True, cache=True, fastmath=True)
 def _train(  # type: ignore[no-untyped-def]
-    users, items, context, history, starts, clicked, user, item, user_state, item_state, dense, alive, user_touched, item_touched,
+    users, items, context, history, starts, clicked, user, item, user_state, item_state, dense, alive, user_touched,
+    item_touched,
 ):  # fmt: skip
     dim, width = user.shape[1], context.shape[1]
     bag = np.zeros(dim, np.float32)

@@ -1,9 +1,10 @@
 """A model: one served name. It answers look-ups and predictions, and is composed of the parts that keep its versions.
 
-Look-ups and deltas: any thread, whatever the parts do. The parts share `state`; the order of locks is in `lifecycle/state.py`.
+Look-ups and deltas: any thread, whatever the parts do. The parts share `state`; the order of
+locks is in `lifecycle/state.py`.
 
-After a crash: CURRENT names the active version, its RocksDB holds every delta up to its watermark, and the delta log those
-above.
+After a crash: CURRENT names the active version, its RocksDB holds every delta up to its watermark,
+and the delta log those above.
 """
 
 from __future__ import annotations
@@ -108,7 +109,10 @@ class Model:
         return model
 
     def start(self) -> None:
-        """Begin housekeeping. After `catalogue.find`. What is served is opened by the placement, which has the pointer."""
+        """Begin housekeeping. After `catalogue.find`.
+
+        What is served is opened by the placement, which has the pointer.
+        """
         tasks = Tasks(self.state, self.opener, self.drops, lambda: self.housekeeping.stopping)
         self.housekeeping.start(tasks.by_problem())
 
@@ -277,14 +281,17 @@ class Model:
 
     @property
     def signature(self) -> Signature | None:
-        """Inputs and outputs of the active version's dense part; None where none is served. NotReady where nothing serves."""
+        """Inputs and outputs of the active version's dense part; None where none is served.
+
+        NotReady where nothing serves.
+        """
         with self.view(STABLE) as view:
             return None if view.predictor is None else view.predictor.signature
 
     def apply_delta(
         self, delta: Delta, data: bytes | memoryview, origin: Origin | None = None, *, lenient: bool = False
     ) -> DeltaResult:
-        """Log a delta and make it visible; `data` is what `delta` was read from, `origin` is logged with it. lenient: see `DeltaPath.apply`."""
+        """Log a delta, read from `data`, and make it visible; `origin` is logged. lenient: see `DeltaPath.apply`."""
         audit = self.state.shared.audit
         with audited(audit, "delta", self.name, self.position, flush=False, seq=delta.seq) as noted:
             result = self.deltas.apply(delta, data, origin, lenient=lenient)
@@ -339,7 +346,8 @@ class Model:
             return view.open_version.specs
 
     def cache(self, table: str, limit: int = 20) -> dict[str, Any]:
-        """What caches do for a table of the active version: hit rates by size and by the minute, the `limit` hottest keys.
+        """What caches do for a table of the active version: hit rates by size and by the
+        minute, the `limit` hottest keys.
 
         See `reads/cache_report.py`. NotFound for an unknown table.
         """
@@ -347,7 +355,10 @@ class Model:
             return cache_report(view, table, limit)
 
     def looked_up(self) -> dict[str, dict[str, int]]:
-        """How many keys each tier has answered, of each table of the active version, over all versions. Empty where nothing serves."""
+        """How many keys each tier has answered, of each table of the active version, over all versions.
+
+        Empty where nothing serves.
+        """
         with self.publisher.pinned() as version:
             tables = {} if version is None else version.tables
             return {name: table.counts.as_dict() for name, table in tables.items()}
@@ -379,8 +390,8 @@ class Model:
         if view is None or wanted in ((info := view.open_version.info).own, info.partitions):
             return None
         return (
-            f"version {info.number} has {_keys_of(info.partitions)}, and the setting partition asks for {_keys_of(wanted)}: it serves "
-            "what it has until a version is loaded with that setting"
+            f"version {info.number} has {_keys_of(info.partitions)}, and the setting partition asks for "
+            f"{_keys_of(wanted)}: it serves what it has until a version is loaded with that setting"
         )
 
 

@@ -1,6 +1,8 @@
-"""Where the rows of a store's models are: what the engine asks of the one object that knows, which is chosen as a store opens.
+"""Where the rows of a store's models are: what the engine asks of the one object that knows,
+which is chosen as a store opens.
 
-`placements/` has the three there are: this machine, a cluster, nodes upstream. Nothing outside of it asks where rows are. Any thread.
+`placements/` has the three there are: this machine, a cluster, nodes upstream. Nothing outside of it
+asks where rows are. Any thread.
 """
 
 from __future__ import annotations
@@ -23,23 +25,31 @@ from tierstore.ingest.bulkload import BulkLoad
 from tierstore.ingest.results import BaseBuild
 from tierstore.types import BaseKind, DeltaResult, ProgressFn
 
-# What a placement may be unable to do, or leave to others. The fields of `ModelPlacement` besides `leads` are among them.
+# What a placement may be unable to do, or leave to others. The fields of `ModelPlacement`
+# besides `leads` are among them.
 Act = Literal[
-    "load", "held", "apply_delta", "activate", "force", "rollback", "rollback_to", "canary", "promote", "withdraw", "label",
-    "unlabel", "deactivate", "drop", "export", "backup", "rebuild", "compare_unnamed", "serve_fronts", "verify_rows", "catch_up",
+    "load", "held", "apply_delta", "activate", "force", "rollback", "rollback_to", "canary", "promote", "withdraw",
+    "label",
+    "unlabel", "deactivate", "drop", "export", "backup", "rebuild", "compare_unnamed", "serve_fronts", "verify_rows",
+    "catch_up",
     "drop_surplus", "check_files", "adopt",
 ]  # fmt: skip
 
 
 class Refusal(NamedTuple):
-    """Why something is not done: the error, and its text, in which `{names}` stand for what the caller and the placement say."""
+    """Why something is not done: the error, and its text, in which `{names}` stand for what the
+    caller and the placement say.
+    """
 
     error: type[TierstoreError]
     why: str
 
 
 class Refusals:
-    """The column of the table in `placements/refusals.py` that a placement has. Immutable. `words`: names in its texts."""
+    """The column of the table in `placements/refusals.py` that a placement has. Immutable.
+
+    `words`: names in its texts.
+    """
 
     def __init__(self, by_act: Mapping[Act, Refusal], **words: str) -> None:
         self._by_act, self._words = by_act, words
@@ -140,7 +150,9 @@ class Placement(Protocol):
     log_retention_s: float  # how long a delta stays in the log once nothing needs it
 
     def start(self) -> None:
-        """Serve the models there are: each by its pointer (CURRENT, the cluster's, what nodes report), with its log replayed."""
+        """Serve the models there are: each by its pointer (CURRENT, the cluster's, what nodes
+        report), with its log replayed.
+        """
 
     def close(self, close_models: Callable[[], None]) -> None:
         """Stop following pointers and logs, close the models, then what their rows were read by."""

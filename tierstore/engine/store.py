@@ -1,7 +1,7 @@
 """The store: a data directory, open in this process.
 
-Any thread may call anything; `close` does not wait for calls under way, so stop calling first. One process at a time holds the
-directory (`lifecycle/directory_lock.py`).
+Any thread may call anything; `close` does not wait for calls under way, so stop calling first. One process at a time
+holds the directory (`lifecycle/directory_lock.py`).
 """
 
 from __future__ import annotations
@@ -129,7 +129,9 @@ class Store(ParkedMessages):
         return self._models.names()
 
     def model(self, name: str) -> Model:
-        """NotFound, naming those there are, for an unknown one; RemoteUnavailable where others may have it and are silent."""
+        """NotFound, naming those there are, for an unknown one; RemoteUnavailable where
+        others may have it and are silent.
+        """
         self._check_open()
         model = self._models.get(name)
         if model is None:
@@ -142,14 +144,16 @@ class Store(ParkedMessages):
         self, source: str | Path, *, activate: bool = True, progress: ProgressFn | None = None,
         cancelled: threading.Event | None = None, model: str | None = None,
     ) -> int:  # fmt: skip
-        """Load the snapshot directory `source`: bulk load, verify, catch up, warm, and switch to it. Returns its version.
+        """Load the snapshot directory `source`: bulk load, verify, catch up, warm, and switch to it.
 
-        `source` may be what `build_snapshot` has made of one: then it is only copied and verified.
-        With `activate` False the version is only kept. `progress` is called as it goes; once it switches, changing
-        versions from within that is a Conflict. Set `cancelled` to stop it.
-        `model` is the name that is expected. Raises SnapshotError (file, row, reason) for a bad snapshot and Conflict
-        for a version that is there already; whatever fails, nothing that served changes. Where only the switch fails, or is
-        cancelled, the version is kept, and the error's notes say so.
+        Returns its version.
+
+        `source` may be what `build_snapshot` has made of one: then it is only copied and verified. With `activate`
+        False the version is only kept. `progress` is called as it goes; once it switches, changing versions from
+        within that is a Conflict. Set `cancelled` to stop it. `model` is the name that is expected. Raises
+        SnapshotError (file, row, reason) for a bad snapshot and Conflict for a version that is there already;
+        whatever fails, nothing that served changes. Where only the switch fails, or is cancelled, the version is
+        kept, and the error's notes say so.
         """
         self._check_open()
         refuse_inside()  # it would do all its work before it is
@@ -184,9 +188,12 @@ class Store(ParkedMessages):
     def apply_delta(
         self, source: Source, *, model: str | None = None, seq: int | None = None, origin: Origin | None = None
     ) -> DeltaResult:
-        """Apply a delta, bytes or a path, of this `model` and `seq`; log `origin` with it. On return it is durable and visible.
+        """Apply a delta, bytes or a path, of this `model` and `seq`; log `origin` with it.
 
-        DeltaError for a bad or another one, SequenceGap (`expected_seq`) for one out of turn, Conflict, Overloaded."""
+        On return it is durable and visible.
+
+        DeltaError for a bad or another one, SequenceGap (`expected_seq`) for one out of turn, Conflict, Overloaded.
+        """
         self._check_open()
         placed = self.placed(self.model((incoming := IncomingDelta(source, model, seq)).head.model))
         if (held := placed.held(incoming.head)) is not None:
@@ -195,7 +202,8 @@ class Store(ParkedMessages):
             return placed.apply_delta(delta, incoming.data, origin)
 
     def adopt(self, name: str, directory: Path) -> None:
-        """Serve a model whose directory was made on this file system, as a restore makes it; it is moved into the store.
+        """Serve a model whose directory was made on this file system, as a restore makes
+        it; it is moved into the store.
 
         Conflict where there is such a model.
         """
@@ -225,9 +233,9 @@ class Store(ParkedMessages):
     ) -> int:  # fmt: skip
         """Switch to the newest kept version older than the active one. Returns it.
 
-        With `to_seq` the active version stays, and all deltas above that seq are undone: it is what it was right after delta
-        `to_seq` was applied. With `expected_active`, Conflict where another version is active: a rollback that is sent again
-        goes back once.
+        With `to_seq` the active version stays, and all deltas above that seq are undone: it is what it was right
+        after delta `to_seq` was applied. With `expected_active`, Conflict where another version is active: a
+        rollback that is sent again goes back once.
         """
         held = self.model(model)
         if to_seq is not None:
@@ -302,26 +310,32 @@ class Store(ParkedMessages):
         self, model: str, directory: str | Path, *, version: int | str | None = None, as_version: int | None = None,
         partitions: int | None = None, progress: ProgressFn | None = None, cancelled: threading.Event | None = None,
     ) -> ExportReport:  # fmt: skip
-        """Write what a model serves now, with all deltas up to one seq, as a snapshot in the new `directory`, or below a URL.
+        """Write what a model serves now, with all deltas up to one seq, as a snapshot in the new
+        `directory`, or below a URL.
 
-        `version` is a number or a label that is served, by default the active version's; `as_version` is the number that
-        the snapshot gets, by default the same. With `partitions`, 1 or more, a built version is written. Deltas, switches and
-        look-ups go on. Set `cancelled` to stop it: Closed. InvalidInput for a model with string keys, Conflict for a directory
-        that exists. What fails leaves no directory.
+        `version` is a number or a label that is served, by default the active version's; `as_version` is the number
+        that the snapshot gets, by default the same. With `partitions`, 1 or more, a built version is written. Deltas,
+        switches and look-ups go on. Set `cancelled` to stop it: Closed. InvalidInput for a model with string keys,
+        Conflict for a directory that exists. What fails leaves no directory.
         """
         held, options = self.model(model), ExportOptions(version, as_version, partitions)
         where = new_target(directory, outside=self.root.root)
         return export(held, where, options, self.root.root, guarded(progress or ignore), cancelled)
 
     def explain(self, model: str, feature: str, keys: Any, *, version: int | str | None = None) -> dict[str, Any]:
-        """Why a few keys are answered as they are, by a version that serves (number or label; None: the active one). Changes nothing."""
+        """Why a few keys are answered as they are, by a version that serves (number or label; None: the active one).
+
+        Changes nothing.
+        """
         return explain(self.model(model), feature, keys, version=version)
 
     def backup(
         self, model: str, directory: str | Path, *, keep: int = 1, progress: ProgressFn | None = None,
         cancelled: threading.Event | None = None,
     ) -> BackupReport:  # fmt: skip
-        """Back up a model, of one moment, in a directory or below a URL, where the newest `keep` stay; see `restore`."""
+        """Back up a model, of one moment, in a directory or below a URL, where the
+        newest `keep` stay; see `restore`.
+        """
         held, where = self.model(model), new_target(directory, outside=self.root.root, empty=False)
         with held.changing("backup", directory=str(directory)):
             return backup(held, where, keep, guarded(progress or ignore), cancelled)

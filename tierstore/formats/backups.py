@@ -3,8 +3,8 @@
     <place>/<model>/files/<xxh3>-<bytes>    the content of files, each content once
     <place>/<model>/<number>-<time>.json    one backup: which files a model's directory consists of; written last
 
-So a backup counts once all that it names is there, and what a crash has left is used by the next one, or removed by it. `schema/backup.md`
-has the format. One writer of a model at a time; any number may read.
+So a backup counts once all that it names is there, and what a crash has left is used by the next one, or removed by it.
+`schema/backup.md` has the format. One writer of a model at a time; any number may read.
 """
 
 from __future__ import annotations
@@ -99,7 +99,10 @@ class Backups:
         return {name for name, size in own.items() if _CONTENT.fullmatch(name) and name.endswith(f"-{size}")}
 
     def read(self, model: str, number: int | None, scratch: Path) -> Backup | None:
-        """A backup of a model, by default the newest; None where there is none. Corruption for a damaged one, NotFound."""
+        """A backup of a model, by default the newest; None where there is none.
+
+        Corruption for a damaged one, NotFound.
+        """
         there = self.numbers(model)
         if number is None and not there:
             return None
@@ -126,8 +129,9 @@ class Backups:
         found = self._copy(f"{model}/{file.content}", to)
         if found != (file.xxh3, file.bytes):
             raise Corruption(
-                f"{where} is damaged: expected {file.bytes} bytes with xxh3 {file.xxh3}, found {found[1]} with {found[0]}; "
-                f"it is {file.path} of model {model!r}. Restore another backup, or make one again after removing that file"
+                f"{where} is damaged: expected {file.bytes} bytes with xxh3 {file.xxh3}, found {found[1]} with "
+                f"{found[0]}; it is {file.path} of model {model!r}. Restore another backup, or make one again after "
+                "removing that file"
             )
 
     def _copy(self, name: str, to: Path) -> tuple[str, int]:

@@ -1,8 +1,8 @@
 """A bucket of an object storage, S3's, Google's or Azure's: lists, ranges of objects, uploads, removals.
 
-The library is obstore (extras `s3`, `gs`, `az`). Credentials, region and endpoint come from the environment, or from where the
-machine has them (instance role, workload identity); of S3 also from the profiles that boto3 knows. A request is tried once: how
-often, and for how long, is said in `patience.py` alone.
+The library is obstore (extras `s3`, `gs`, `az`). Credentials, region and endpoint come from the environment, or from
+where the machine has them (instance role, workload identity); of S3 also from the profiles that boto3 knows. A request
+is tried once: how often, and for how long, is said in `patience.py` alone.
 
 Any thread may use a `Bucket`. Its calls release the interpreter.
 """
@@ -41,14 +41,19 @@ class ObjectInfo:
 
 
 class Bucket:
-    """What holds the objects below `url`; `key` is the name of that place in it. Names of objects are those in the bucket.
+    """What holds the objects below `url`; `key` is the name of that place in it.
 
-    Errors: FileNotFoundError and PermissionError where the storage says so, SnapshotError for what the library cannot name or
-    reach with this configuration, and OSError for what is worth another try.
+    Names of objects are those in the bucket.
+
+    Errors: FileNotFoundError and PermissionError where the storage says so, SnapshotError for what the library cannot
+    name or reach with this configuration, and OSError for what is worth another try.
     """
 
     def __init__(self, url: str, *, sends: bool = False) -> None:
-        """MissingExtra where the library is not installed. With `sends` for uploads: a request takes the time of a large part."""
+        """MissingExtra where the library is not installed.
+
+        With `sends` for uploads: a request takes the time of a large part.
+        """
         match = URL.match(url)
         assert match is not None
         self._url = url
@@ -175,7 +180,9 @@ def _of_s3() -> dict[str, Any]:
 
 
 def _profile() -> Any:
-    """boto3's session, where a profile of AWS is named, or there, and the environment has no credentials; None otherwise."""
+    """boto3's session, where a profile of AWS is named, or there, and the environment has no
+    credentials; None otherwise.
+    """
     environment = os.environ
     if environment.get("AWS_ACCESS_KEY_ID") or environment.get("AWS_WEB_IDENTITY_TOKEN_FILE"):
         return None

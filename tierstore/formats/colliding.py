@@ -1,10 +1,11 @@
-"""String keys that share their hash with another key of their table: their strings are kept, each under a code of its own.
+"""String keys that share their hash with another key of their table: their strings are kept,
+each under a code of its own.
 
 The code of a string key is its hash, and the strings of a table are not kept. Only for these few keys they are: where a
 key's hash equals one of theirs, the string decides. The code of any other key is its hash.
 
-Immutable values and pure functions over immutable arrays; any thread may use them. On disk they are a record of the version,
-which is written in one step with the rows (`to_record`).
+Immutable values and pure functions over immutable arrays; any thread may use them. On disk they are a record of the
+version, which is written in one step with the rows (`to_record`).
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class CollidingKeys:
         return list(zip(self._strings.to_pylist(), self._codes.tolist(), strict=True))
 
     def codes_of(self, strings: pa.Array, hashes: Keys) -> Keys:
-        """Codes of any keys of the table: large_string[n] without nulls, and their hashes int64[n], which are not changed."""
+        """Codes of any keys of the table: large_string[n] without nulls, and their hashes
+        int64[n], which are not changed.
+        """
         at = _where(hashes, self._hashes)
         if not at.size:
             return hashes
@@ -67,10 +70,10 @@ class CollidingKeys:
     ) -> tuple[Keys, CollidingKeys]:
         """Codes of the keys that one delta changes, and the colliding keys including those of the delta.
 
-        `hashes`, ascending, are those of distinct strings; two strings that collide have equal ones. `strings_at` gives the
-        strings at some positions. A key that has not collided before may have a row under its hash. It moves to a code of its
-        own, and that row stays, because it may be another key's: the delta has the key's whole new row. Each new code is in
-        the same one of so many `partitions` as its hash, by which nodes are chosen.
+        `hashes`, ascending, are those of distinct strings; two strings that collide have equal ones. `strings_at` gives
+        the strings at some positions. A key that has not collided before may have a row under its hash. It moves to a
+        code of its own, and that row stays, because it may be another key's: the delta has the key's whole new row.
+        Each new code is in the same one of so many `partitions` as its hash, by which nodes are chosen.
         """
         twice = hashes[1:][hashes[1:] == hashes[:-1]]
         if not twice.size and not len(self):
@@ -101,7 +104,10 @@ class CollidingKeys:
 def free_code(
     near: int, is_used: Callable[[int], bool], low: int = _LOWEST, high: int = _HIGHEST, *, partitions: int = 1
 ) -> int:
-    """A code from `low` to `high` that is not used, close to `near`, and in its partition of so many. ValueError where there is none."""
+    """A code from `low` to `high` that is not used, close to `near`, and in its partition of so many.
+
+    ValueError where there is none.
+    """
     home = _partition_of(near, partitions)
     for code in chain(range(near + 1, high + 1), range(near - 1, low - 1, -1)):
         if _partition_of(code, partitions) == home and not is_used(code):

@@ -1,12 +1,12 @@
 """Publishing files: the one module that makes, replaces and removes files and directories.
 
-A file is written under a temporary name in its directory, flushed, fsynced and renamed, and the directory is fsynced. So after
-a crash the name holds the old content or the new one, never a part. A tree is renamed before it is removed.
+A file is written under a temporary name in its directory, flushed, fsynced and renamed, and the directory is fsynced.
+So after a crash the name holds the old content or the new one, never a part. A tree is renamed before it is removed.
 
-Any thread may call these; of two threads that publish one name, the last rename wins. What a call has returned from survives
-power loss. Names that a crash leaves behind begin with `.tmp-` or `.trash-`; `sweep` removes them.
+Any thread may call these; of two threads that publish one name, the last rename wins. What a call has returned from
+survives power loss. Names that a crash leaves behind begin with `.tmp-` or `.trash-`; `sweep` removes them.
 
-Everything goes through `FileSystem`, so that a test can put its own in (`use`): one that fails, or forgets what was not fsynced.
+Everything goes through `FileSystem`, so that a test can put its own in (`use`): one that fails, or forgets.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _storage_error(what: str, error: OSError) -> StorageError:
 
 
 class Publication:
-    """A file that is being written: write to `file`, then `commit()`. As a context manager it commits unless the block raises.
+    """A file that is being written: write to `file`, then `commit()`. A `with` block commits unless it raises.
 
     One thread at a time. `path`'s directory must exist. Until `commit` has renamed it, `path` is
     untouched. Errors of the disk are StorageError.
@@ -172,7 +172,7 @@ def publish_json(path: str | Path, document: Any) -> None:
 
 
 def publish_record(path: str | Path, document: Mapping[str, Any], *, private: bool = False) -> None:
-    """Publish JSON with the release and, in the last field `xxh3`, a checksum of all bytes, its own digits as zeros."""
+    """Publish JSON with the release and, last, `xxh3`, a checksum of all bytes, its own digits as zeros."""
     whole = {**document, WRITER: __version__, _CHECKSUM: _NO_CHECKSUM}
     data = (json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
     publish_bytes(path, _checksum_in(data, _xxh3(data)), private=private)
@@ -200,7 +200,7 @@ def _check(path: Path, data: bytes, document: dict[str, Any]) -> None:
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """The object in a JSON file of ours. Raises NotFound, or Corruption if it is no JSON object or its checksum does not match."""
+    """The object in a JSON file of ours. NotFound; Corruption if it is none, or not what its checksum says."""
     path = Path(path)
     try:
         with _translated("read", path):
@@ -225,7 +225,7 @@ def checked_number(number: int, *, digits: int = 1) -> bytes:
 
 
 def read_number(path: str | Path) -> str | None:
-    """The digits in a file of `checked_number`, or the whole text of an earlier release's file; None if there is no file.
+    """The digits in a file of `checked_number`, or the text of an earlier release's file; None if there is none.
 
     Raises Corruption where the checksum does not match.
     """
@@ -346,7 +346,7 @@ def remove_tree(path: str | Path) -> None:
 
 
 def discard(path: str | Path) -> Path | None:
-    """Rename a directory, durably, to a name for `remove_leftover`. Returns its new path, or None if there is no directory."""
+    """Rename a directory, durably, to a name for `remove_leftover`. Returns its new path; None if there is none."""
     path = Path(path)
     trash = path.with_name(f"{TRASH}{path.name}-{secrets.token_hex(4)}")
     with _translated("remove", path):

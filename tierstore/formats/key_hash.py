@@ -3,8 +3,8 @@
     no seed    code mod N; codes of int64 keys as signed numbers, and the remainder is never negative
     a seed     XXH3-64 with that seed of the eight bytes of the code, little-endian, mod N
 
-The code is the key, or of a string its XXH3-64 (`keys.py`). What this answers is in models that were trained with it, so it never
-changes. Pure functions; any thread.
+The code is the key, or of a string its XXH3-64 (`keys.py`). What this answers is in models that were trained with it,
+so it never changes. Pure functions; any thread.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def rows_of(codes: Keys, how: KeyHash) -> Keys:
 def seed_bits(seed: int) -> int:
     """XXH3-64 of eight bytes with `seed` is that of the bytes xor this, without a seed.
 
-    The algorithm swaps the halves of the eight bytes and takes them xor (a word of its secret - the seed), and of the seed nothing else.
+    The algorithm swaps the halves of the eight bytes and takes them xor (a word of its secret - the seed),
+    and of the seed nothing else.
     """
     low = seed & 0xFFFFFFFF
     seed ^= int.from_bytes(low.to_bytes(4, "little"), "big") << 32

@@ -1,8 +1,8 @@
 """Keys as callers have them, and the int64 codes that the store works with.
 
-A *code* is the key itself (int64), its bit pattern (uint64), or the bit pattern of the XXH3-64 with
-seed 0 of its UTF-8 bytes (string); but for the few strings of a table that collide (`colliding.py`). Pure functions; any thread may call them, with arrays that nobody
-writes meanwhile. A result may share memory with the argument.
+A *code* is the key itself (int64), its bit pattern (uint64), or the bit pattern of the XXH3-64 with seed 0 of its UTF-8
+bytes (string); but for the few strings of a table that collide (`colliding.py`). Pure functions; any thread may call
+them, with arrays that nobody writes meanwhile. A result may share memory with the argument.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ _DTYPE = {KeyType.INT64: np.dtype(np.int64), KeyType.UINT64: np.dtype(np.uint64)
 def as_codes(keys: Any, key_type: KeyType, colliding: CollidingKeys | None = None) -> Keys:
     """Codes of one-dimensional `keys`: int64[n], C-contiguous, possibly the argument's own memory.
 
-    Integer tables take NumPy and Arrow integers of any width whose values fit, and sequences of int;
-    string tables take sequences of str or (UTF-8) bytes, NumPy string, bytes and object arrays and
-    Arrow string and binary arrays, dictionary-encoded or not. Arrow arrays are hashed where they lie. `colliding` are those
-    of the table, if it has some.
-    Raises InvalidInput for any other type (bool and float included), null, a value out of range,
-    invalid UTF-8, or more than one dimension.
+    Integer tables take NumPy and Arrow integers of any width whose values fit, and sequences of int; string tables
+    take sequences of str or (UTF-8) bytes, NumPy string, bytes and object arrays and Arrow string and binary arrays,
+    dictionary-encoded or not. Arrow arrays are hashed where they lie. `colliding` are those of the table, if it has
+    some. Raises InvalidInput for any other type (bool and float included), null, a value out of range, invalid
+    UTF-8, or more than one dimension.
     """
     if type(keys) is np.ndarray and keys.dtype == _INT64 and keys.ndim == 1 and key_type is KeyType.INT64:
         return (
@@ -75,7 +74,10 @@ def feature_codes(keys: Any, feature: FeatureSpec, table: TableSpec, colliding: 
 
 
 def from_codes(codes: Keys, key_type: KeyType) -> npt.NDArray[np.int64] | npt.NDArray[np.uint64]:
-    """Keys of `codes`, as a view: int64 or uint64. Strings cannot be got back from hashes, so string keys stay codes (int64)."""
+    """Keys of `codes`, as a view: int64 or uint64.
+
+    Strings cannot be got back from hashes, so string keys stay codes (int64).
+    """
     return codes.view(np.uint64) if key_type is KeyType.UINT64 else codes
 
 
@@ -101,8 +103,9 @@ def check_own(codes: Keys, own: Partitions, table: str) -> None:
         return
     other = codes[int(np.argmin(mine)) :][:1]
     raise WrongPartition(
-        f"table {table!r}: {len(mine) - np.count_nonzero(mine)} keys are not on this node, such as the one of code {other[0]}, in "
-        f"partition {partition_of(other, own.count)[0]} of {own.count}: it has partitions {own.ranges}; look it up where that one is"
+        f"table {table!r}: {len(mine) - np.count_nonzero(mine)} keys are not on this node, such as the one of code "
+        f"{other[0]}, in partition {partition_of(other, own.count)[0]} of {own.count}: it has partitions "
+        f"{own.ranges}; look it up where that one is"
     )
 
 

@@ -4,22 +4,27 @@ Pure functions and immutable values; any thread may use them. Nothing here touch
 the `…_on_disk` listings, which read directories and skip names that are not ours.
 
     <data>/LOCK                                   held by the one process that has the store open
-    <data>/format.json                            the format of the directory, read before all else (`lifecycle/directory_format.py`)
+    <data>/format.json                            the format of the directory, read before all else
+        (`lifecycle/directory_format.py`)
     <data>/tokens.json                            who may use a service, without the secrets (`access/tokens.py`)
     <data>/audit/audit.jsonl                      who changed what; audit.jsonl.1 and on are older (`access/audit.py`)
     <data>/audit/deltas.jsonl                     who sent which delta, likewise
-    <data>/kafka/positions.json                   how far a topic was read, at least (`service/sources/kafka_positions.py`)
+    <data>/kafka/positions.json                   how far a topic was read, at least
+        (`service/sources/kafka_positions.py`)
     <data>/kafka/rows/<topic>/<model>.json        the same of a topic of rows, for each model
     <data>/kafka/parked/<id>.parked               a message that cannot be applied (`kafka/parked.py`)
     <data>/kernels/                               compiled kernels, where they can be kept nowhere else (`kernels/`)
     <data>/.tmp-copy-<model>/                    a model that is being copied from a peer; a start goes on with it
-    <data>/.tmp-copy-<model>/                     a model that is being copied from a peer; with peers a start goes on with it
+    <data>/.tmp-copy-<model>/                     a model that is being copied from a peer; with
+        peers a start goes on with it
     <data>/models/<model>/CURRENT                 the active version, ASCII decimal
     <data>/models/<model>/routes.json             the canary, its share and the labels, if there are any
-    <data>/models/<model>/undone.json             which deltas a rollback has undone, and which lines count, if there was one
+    <data>/models/<model>/undone.json             which deltas a rollback has undone, and which
+        lines count, if there was one
     <data>/models/<model>/<version>/              one version; a leftover unless version.json is there
     <data>/models/<model>/<version>.<line>/       the same, built again by a rollback to a delta: its line 1 and on
-        version.json  LOADING  db/  dense.onnx  dense-<seq>.onnx  dense-loaded.onnx  ASKED  warmup/<table>.npy  warmup/requests/<number>.npz  hot/<table>.npy  build/
+        version.json  LOADING  db/  dense.onnx  dense-<seq>.onnx  dense-loaded.onnx  ASKED  warmup/<table>.npy
+        warmup/requests/<number>.npz  hot/<table>.npy  build/
     <data>/models/<model>/log/base.json           where the delta log begins
     <data>/models/<model>/log.end                 where it ends
     <data>/models/<model>/log/<seq>-<xxh3>.arrow  one delta: 20 digits, 16 hex digits of its content
@@ -234,7 +239,10 @@ class ModelDirectory:
 
     @property
     def log_end(self) -> Path:
-        """The seq of the newest acknowledged entry. Not in `log`, so that damage to that directory does not affect it."""
+        """The seq of the newest acknowledged entry.
+
+        Not in `log`, so that damage to that directory does not affect it.
+        """
         return self.root / LOG_END
 
     def log_entry(self, seq: int, digest: str) -> Path:

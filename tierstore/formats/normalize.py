@@ -1,6 +1,8 @@
-"""Vectors as callers pass them (frames, Arrow, PyTorch, plain Python), normalised to one array; and the key type of such keys.
+"""Vectors as callers pass them (frames, Arrow, PyTorch, plain Python), normalised to one array;
+and the key type of such keys.
 
-Pure functions; any thread may call them, with arrays that nobody writes meanwhile. A result may share memory with the argument.
+Pure functions; any thread may call them, with arrays that nobody writes meanwhile. A result may
+share memory with the argument.
 """
 
 from __future__ import annotations

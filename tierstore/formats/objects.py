@@ -1,7 +1,7 @@
 """Snapshots in object storage: the objects below a URL, by the part of `pathlib.Path` with which a snapshot is read.
 
-The objects are listed once, so that all of a load works on the same list. An object is read in ranges (`ranges.py`), and each
-is requested again until it has come whole (`patience.py`). What speaks to the storage is `buckets.py`.
+The objects are listed once, so that all of a load works on the same list. An object is read in ranges (`ranges.py`),
+and each is requested again until it has come whole (`patience.py`). What speaks to the storage is `buckets.py`.
 
 `ObjectPath` is immutable; any thread may use it. A reader belongs to one thread.
 """
@@ -151,13 +151,19 @@ class ObjectPath:
         return info
 
     def open(self) -> io.BufferedReader:
-        """A reader of the object, which may seek. Its errors are OSError: StorageError where the object does not come."""
+        """A reader of the object, which may seek.
+
+        Its errors are OSError: StorageError where the object does not come.
+        """
         held = self._tree.held.get(self._name)
         return (self._ranges() if held is None else held).reader(closes=held is None)
 
     @contextlib.contextmanager
     def held(self, seen: Seen) -> Iterator[Ranges]:
-        """Within the block, all readers of the object share its ranges; `seen` gets each that came. One thread at a time."""
+        """Within the block, all readers of the object share its ranges; `seen` gets each that came.
+
+        One thread at a time.
+        """
         ranges = self._tree.held[self._name] = self._ranges(seen)
         try:
             yield ranges
@@ -175,7 +181,10 @@ Location: TypeAlias = Path | ObjectPath
 
 
 def entries(url: str) -> tuple[list[str], dict[str, ObjectInfo]] | None:
-    """(names of folders, objects by name) right below a URL, listed now; None where nothing is. SnapshotError, StorageError."""
+    """(names of folders, objects by name) right below a URL, listed now; None where nothing is.
+
+    SnapshotError, StorageError.
+    """
     with _reading(url):
         bucket = Bucket(url)
         try:
@@ -186,7 +195,10 @@ def entries(url: str) -> tuple[list[str], dict[str, ObjectInfo]] | None:
 
 
 def read_object(url: str, info: ObjectInfo) -> bytes:
-    """All of an object that was listed. OSError where it does not come soon, SnapshotError where it is another one by now."""
+    """All of an object that was listed.
+
+    OSError where it does not come soon, SnapshotError where it is another one by now.
+    """
     bucket = Bucket(url)
     with Ranges(_fetch(bucket, bucket.key, url, info.size, QUICK_PATIENCE_S), info.size).reader(closes=True) as reader:
         return reader.read()

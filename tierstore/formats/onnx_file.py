@@ -13,7 +13,8 @@ from tierstore.errors import DeltaError, InvalidInput, MissingExtra, SnapshotErr
 from tierstore.formats.objects import Location, is_inside
 from tierstore.formats.regular import open_regular, read_regular
 
-# An entry of `TensorProto.external_data` with the key `location`, as Protocol Buffers write it: without it there is none.
+# An entry of `TensorProto.external_data` with the key `location`, as Protocol Buffers write
+# it: without it there is none.
 _LOCATION = b"\x0a\x08location\x12"
 _MAX_BYTES = (1 << 31) - 1  # Protocol Buffers' own
 

@@ -24,8 +24,9 @@ def until_done(
 ) -> T:
     """The result of `attempt`, which is called again, with growing pauses, until it raises nothing.
 
-    It is given the seconds that remain. FileNotFoundError, PermissionError and errors of ours are final, and pass. StorageError,
-    which begins with `what`, when it has failed for `patience_s`, or when `ended` is set. Any thread; it is the one that pauses.
+    It is given the seconds that remain. FileNotFoundError, PermissionError and errors of ours are final, and
+    pass. StorageError, which begins with `what`, when it has failed for `patience_s`, or when `ended` is set. Any
+    thread; it is the one that pauses.
     """
     pause_s, give_up_s = _FIRST_PAUSE_S, time.monotonic() + patience_s
     ended = threading.Event() if ended is None else ended

@@ -1,7 +1,7 @@
 """Reading files that users name: only regular files, and only up to a size that makes sense.
 
-A pipe, a socket, a device or a directory is refused at once, where `open` could wait for a writer, or reading would never end.
-Any thread. Errors are OSError and say which kind of file it is.
+A pipe, a socket, a device or a directory is refused at once, where `open` could wait for a writer, or reading would
+never end. Any thread. Errors are OSError and say which kind of file it is.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def read_regular(path: str | Location, limit: int | None = None) -> bytes:
 
 
 def check_directory(path: Path) -> None:
-    """Raise for a directory that has anything but regular files and directories in it: a library that opens them would wait."""
+    """Raise for a directory that has anything but regular files and directories in it: a
+    library that opens them would wait.
+    """
     with os.scandir(path) as entries:
         for entry in entries:
             if not entry.is_file() and not entry.is_dir() and os.path.exists(entry.path):

@@ -17,5 +17,6 @@ def of_another_release(path: str | Path, found: object, expected: str, document:
     by = document.get(WRITER)
     writer = f"tierstore {by}" if isinstance(by, str) else "another release"
     return Corruption(
-        f"{path} was written by {writer}, this is {__version__}: expected format {expected}, got {found!r}; start that release again"
+        f"{path} was written by {writer}, this is {__version__}: expected format {expected}, got {found!r}; start "
+        "that release again"
     )

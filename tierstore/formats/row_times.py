@@ -57,8 +57,8 @@ def seconds_of(moment: datetime) -> int:
 def as_times(values: Any) -> Times:
     """Times of rows, uint32 [n], of integers or floats (seconds since 1970), or of timestamps or dates.
 
-    NumPy, Arrow and pandas columns, tensors, and sequences. A timestamp without a zone is in UTC. Raises Malformed, with the
-    row of a null, or of a number that is no such time.
+    NumPy, Arrow and pandas columns, tensors, and sequences. A timestamp without a zone is in UTC. Raises Malformed,
+    with the row of a null, or of a number that is no such time.
     """
     if hasattr(values, "detach"):
         values = values.detach().cpu().numpy()

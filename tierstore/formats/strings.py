@@ -56,7 +56,9 @@ def plain_strings(array: pa.Array | pa.ChunkedArray) -> pa.Array:
 
 
 def validate(array: pa.Array) -> None:
-    """Arrow's full check of data from outside, in time proportional to its size. Raises InvalidInput, pa.ArrowException.
+    """Arrow's full check of data from outside, in time proportional to its size.
+
+    Raises InvalidInput, pa.ArrowException.
 
     Call it before anything else is done with an array from outside.
     """
@@ -84,7 +86,9 @@ def _lengths(array: pa.Array) -> npt.NDArray[Any]:
 
 
 def _check_text(lengths: npt.NDArray[Any]) -> None:
-    """Refuse strings that are too long in all: dictionaries and views can refer to one long string any number of times."""
+    """Refuse strings that are too long in all: dictionaries and views can refer to one
+    long string any number of times.
+    """
     total = int(lengths.sum(dtype=np.int64))
     if total > _MAX_TEXT_BYTES:
         raise InvalidInput(f"string keys of {total} bytes together: expected at most {_MAX_TEXT_BYTES} at a time")

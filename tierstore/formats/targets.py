@@ -1,7 +1,7 @@
 """A place that several machines write to: a directory that all of them see, or objects below a URL.
 
-A file appears there whole and durable under its name, or not at all; of two that are written under one name, one is there. Any
-thread may use a target.
+A file appears there whole and durable under its name, or not at all; of two that are written under one name, one is
+there. Any thread may use a target.
 """
 
 from __future__ import annotations
@@ -34,14 +34,19 @@ class Target(Protocol):
         """A small file; None where it is not there."""
 
     def move_in(self, directory: Path, *, last: str) -> None:
-        """Move all files below a local directory in, under the names that they have there; the one named `last` at the end."""
+        """Move all files below a local directory in, under the names that they have there; the
+        one named `last` at the end.
+        """
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
 
 
 def target_at(place: str) -> Target:
-    """The target at a URL, a `file://` URL or a path. MissingExtra where the library for the storage is not installed."""
+    """The target at a URL, a `file://` URL or a path.
+
+    MissingExtra where the library for the storage is not installed.
+    """
     return _Objects(place.rstrip("/")) if is_url(place) else _Directory(local_path(place).absolute())
 
 

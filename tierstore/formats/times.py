@@ -13,7 +13,10 @@ _MAX_EPOCH_S = 1e11  # the year 5138: a larger number is in milliseconds or smal
 
 
 def parse_time(text: str) -> datetime:
-    """The moment that `text` (ISO 8601) of a manifest or a delta names, in UTC; without an offset it is in UTC. Raises ValueError."""
+    """The moment that `text` (ISO 8601) of a manifest or a delta names, in UTC; without an offset it is in UTC.
+
+    Raises ValueError.
+    """
     if len(text) < len("2026-11-20"):
         raise ValueError(f"expected an ISO 8601 time such as 2026-11-20T02:00:00Z, got {text!r}")
     try:

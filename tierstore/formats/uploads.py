@@ -1,7 +1,8 @@
-"""Writing to object storage: files of a local directory are uploaded under the same names below a URL, each whole or not at all.
+"""Writing to object storage: files of a local directory are uploaded under the same names below a
+URL, each whole or not at all.
 
-An upload is tried again until it has come whole, like a range that is read (`patience.py`). What is written last makes the others
-count, so a process that dies before that leaves objects that nothing accepts.
+An upload is tried again until it has come whole, like a range that is read (`patience.py`). What is written last makes
+the others count, so a process that dies before that leaves objects that nothing accepts.
 
 `Uploads` belongs to one thread; two of its own upload.
 """
@@ -53,7 +54,10 @@ class Uploads:
     """Uploads to below `url`. End it with `close` or `abort`."""
 
     def __init__(self, url: str, directory: Path) -> None:
-        """`directory` is where the files are before. MissingExtra where the library for the storage is not installed."""
+        """`directory` is where the files are before.
+
+        MissingExtra where the library for the storage is not installed.
+        """
         self._url, self._directory = url.rstrip("/"), directory
         self._bucket = Bucket(self._url, sends=True)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tierstore-uploads")
@@ -70,7 +74,9 @@ class Uploads:
             raise StorageError(f"{what}: {error}") from error
 
     def add(self, path: Path) -> None:
-        """Upload a file, or all below a directory, in the background; then it is removed here. Waits while too many are waiting.
+        """Upload a file, or all below a directory, in the background; then it is removed here.
+
+        Waits while too many are waiting.
 
         StorageError where an upload failed, this one or an earlier one.
         """
@@ -141,7 +147,10 @@ class Uploads:
 
 
 def upload_tree(directory: Path, url: str, last: str) -> None:
-    """Move all files below `directory` to below `url`, the one named `last` at the end. StorageError; then nothing is left there."""
+    """Move all files below `directory` to below `url`, the one named `last` at the end.
+
+    StorageError; then nothing is left there.
+    """
     uploads = Uploads(url, directory)
     try:
         for file in sorted(directory.rglob("*")):

@@ -1,10 +1,11 @@
 """Rows as trainers leave them in checkpoints.
 
     raw pairs       TFRA's `FileSystemSaver` (`<table>-keys`, `<table>-values`), dynamicemb's dump
-                    (`<table>_emb_keys.rank_0.world_size_1`, `…_emb_values…`), HugeCTR's folder (`key`, `emb_vector`): int64
-                    keys and float32 rows, little-endian
-    state dicts     `.safetensors`, and with PyTorch `.pt`, `.pth`, `.bin` and directories of torch.distributed.checkpoint:
-                    a tensor [rows, dim]; its keys are the numbers of its rows, or another tensor
+                    (`<table>_emb_keys.rank_0.world_size_1`, `…_emb_values…`), HugeCTR's folder (`key`, `emb_vector`):
+                    int64 keys and float32 rows, little-endian
+    state dicts     `.safetensors`, and with PyTorch `.pt`, `.pth`, `.bin` and directories of
+                    torch.distributed.checkpoint: a tensor [rows, dim]; its keys are the numbers
+                    of its rows, or another tensor
 
 Nothing is unpickled but by `torch.load(weights_only=True)`. One thread at a time.
 """
@@ -254,7 +255,9 @@ def _collect(torch: Any, prefix: str, content: Any, tensors: dict[str, Any]) -> 
 
 
 def _distributed(path: Path) -> _Tensors:
-    """The tensors of a torch.distributed.checkpoint directory, put together from all ranks' shards when they are read."""
+    """The tensors of a torch.distributed.checkpoint directory, put together from all
+    ranks' shards when they are read.
+    """
     torch = _torch()
     from torch.distributed import checkpoint
 

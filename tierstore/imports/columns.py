@@ -1,6 +1,7 @@
 """Keys and vectors in the columns of other tools' tables: choosing the columns, and reading them as arrays.
 
-Pure functions; any thread may call them. InvalidInput says what was expected, what was there, and which columns there are.
+Pure functions; any thread may call them. InvalidInput says what was expected, what was there,
+and which columns there are.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ _SHOWN = 12  # columns in an error
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The columns that are read: the key's, the vector's or those of its numbers in order, and the time's, if there is one."""
+    """The columns that are read: the key's, the vector's or those of its numbers in order, and
+    the time's, if there is one.
+    """
 
     key: str
     vectors: tuple[str, ...]
@@ -42,10 +45,11 @@ class Chosen:
 def choose_columns(
     schema: pa.Schema, key: str, vector: str | Sequence[str], key_type: KeyType | None, time: str | None = None
 ) -> Chosen:
-    """The columns named `key` and `vector`: a column of lists, a pattern such as `f*`, or the names of one column per number.
+    """The columns named `key` and `vector`: a column of lists, a pattern such as `f*`, or the
+    names of one column per number.
 
-    key_type: None for the type of the key's column; else its keys are converted to this type. `time`: the column of times.
-    Raises InvalidInput.
+    key_type: None for the type of the key's column; else its keys are converted to this type. `time`: the column
+    of times. Raises InvalidInput.
     """
     if time is not None and schema.get_field_index(time) < 0:
         raise InvalidInput(f"expected one column {time!r} for times; {_listed(schema)}")

@@ -32,7 +32,8 @@ _BATCH_ROWS = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows of `file`, from row `first` on: `keys` as a writer accepts them, `vectors` numbers [n, dim], `times` if asked for.
+    """Rows of `file`, from row `first` on: `keys` as a writer accepts them, `vectors` numbers
+    [n, dim], `times` if asked for.
 
     `left_out` are rows between them that were passed over, as they hold a null.
     """
@@ -177,7 +178,8 @@ def _of_path(path: Path, wanted: Wanted) -> Iterator[Block]:
 def _of_parts(path: Path, parts: Iterator[RowsPart], wanted: Wanted) -> Iterator[Block]:
     if wanted.time is not None:
         raise SnapshotError(
-            f"expected a column {wanted.time!r} for times, which a checkpoint does not have: without it all rows have the time of the import",
+            f"expected a column {wanted.time!r} for times, which a checkpoint does not have: without it all rows have "
+            "the time of the import",
             file=str(path),
         )
     with _errors_naming(str(path)):

@@ -119,16 +119,17 @@ def import_table(
         key: the column of the keys: integers of any width, or strings.
         vector: the column of the vectors (lists, fixed-size lists, arrays), or the columns of one number each: their
             names, or a pattern such as `f*` (`f2` comes before `f10`).
-        feature: its name in requests; default the table's. combiner: how its bags are pooled. padding_key: a key that never
-            counts.
+        feature: its name in requests; default the table's. combiner: how its bags are pooled.
+            padding_key: a key that never counts.
         key_type: `int64`, `uint64` or `string`; default that of the column.
         dtype: how rows are stored: default float16 where the vectors are, else float32.
         default: the vector of keys that the table does not hold: `zeros`, `mean`, or `dim` numbers.
-        ttl_s: rows that were not written for so long expire: seconds, or a time such as `30d`. time_column: the column that
-            says when each row was written (seconds since 1970, timestamps or dates); default the time of the import for all.
+        ttl_s: rows that were not written for so long expire: seconds, or a time such as `30d`. time_column:
+            the column that says when each row was written (seconds since 1970, timestamps or dates); default
+            the time of the import for all.
         on_null: `skip` leaves out rows with a null in one of these columns, or within a vector; `fail` refuses them.
-        on_duplicate: `last` keeps the last row of a key, in the order of files and rows; `fail` has the load refuse it. It reads the
-            keys first, and holds them in memory.
+        on_duplicate: `last` keeps the last row of a key, in the order of files and rows; `fail` has the load refuse it.
+            It reads the keys first, and holds them in memory.
         dense: an ONNX file that scores the rows.
         left_out: called at the end of the table with what was left out.
         out: the directory; default `snapshots/<model>/<version>`. version: default the time, as 20261120093000.
@@ -193,7 +194,9 @@ def version_of_now() -> int:
 
 
 def check_tables(tables: Iterable[TableSource]) -> None:
-    """SnapshotError for a word that is none of those expected, or columns that the files do not have, before rows are read."""
+    """SnapshotError for a word that is none of those expected, or columns that the files do
+    not have, before rows are read.
+    """
     for table in tables:
         _check_words(table)
         check(table.source, table.wanted)
@@ -285,7 +288,10 @@ def duplicate_in(tables: Iterable[TableSource], error: SnapshotError) -> Snapsho
         for row in np.flatnonzero(as_codes(block.keys, block.key_type) == wanted):
             place = block.file, block.row(int(row))
             if first is not None:
-                reason = f"duplicate key {found[2]}: it is also in {first[0]}, row {first[1]}; on_duplicate `last` keeps the last"
+                reason = (
+                    f"duplicate key {found[2]}: it is also in {first[0]}, row {first[1]}; on_duplicate `last` "
+                    "keeps the last"
+                )
                 return SnapshotError(reason, file=place[0], row=place[1])
             first = place
     return None

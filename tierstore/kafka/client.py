@@ -1,4 +1,6 @@
-"""librdkafka, by confluent-kafka: the extra `kafka`, the options of a user, and the errors in the words of this package."""
+"""librdkafka, by confluent-kafka: the extra `kafka`, the options of a user, and the errors
+in the words of this package.
+"""
 
 from __future__ import annotations
 

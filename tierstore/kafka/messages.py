@@ -1,8 +1,8 @@
 """A delta as Kafka messages: one, or several parts where it is larger than a message may be.
 
-Headers of a message, in UTF-8: `model`, `seq`, `part` (from 1), `parts`, and `digest`, the XXH3-64 of the whole delta in 16
-hex digits. A message without `part` is a whole delta, and needs no header. `traceparent` and `tracestate` say in which trace it was
-written (W3C Trace Context). Pure functions and values; any thread.
+Headers of a message, in UTF-8: `model`, `seq`, `part` (from 1), `parts`, and `digest`, the XXH3-64 of the whole delta
+in 16 hex digits. A message without `part` is a whole delta, and needs no header. `traceparent` and `tracestate` say in
+which trace it was written (W3C Trace Context). Pure functions and values; any thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ Headers = list[tuple[str, bytes]]
 
 
 class KafkaMessage(NamedTuple):
-    """A message as it was read. timestamp_ms: since 1970, 0 where the broker gives none. is_null: it has no value at all, a tombstone."""
+    """A message as it was read. timestamp_ms: since 1970, 0 where the broker gives none. is_null: it has
+    no value at all, a tombstone.
+    """
 
     partition: int
     offset: int
@@ -41,7 +43,9 @@ class KafkaMessage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a message says of itself. digest: of the whole delta, or None where the message does not say it. trace: headers."""
+    """What a message says of itself. digest: of the whole delta, or None where the message
+    does not say it. trace: headers.
+    """
 
     model: str
     seq: int

@@ -1,7 +1,8 @@
 """Parked messages: what was read from a topic and cannot be applied, one file each, until a person decides.
 
-After a crash a file is there whole or not at all. One that was retried or skipped stays as a record without its payload, so
-that the same message is not parked again when it is read again. Any thread; one process holds the directory.
+After a crash a file is there whole or not at all. One that was retried or skipped stays as a record
+without its payload, so that the same message is not parked again when it is read again. Any thread; one
+process holds the directory.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ Kind = Literal["delta", "row"]
 class Parked:
     """A parked message, or the parts of a delta that came.
 
-    offset is that of the first message, of `messages`. model and seq are None where the message does not say them. complete:
-    whether the payload is a whole delta. kind: what the message was to be; a row has no seq. digest: XXH3-64 of the payload of `nbytes` bytes. parked_at: ISO 8601.
+    offset is that of the first message, of `messages`. model and seq are None where the message does not say them.
+    complete: whether the payload is a whole delta. kind: what the message was to be; a row has no seq. digest: XXH3-64
+    of the payload of `nbytes` bytes. parked_at: ISO 8601.
     """
 
     id: str
@@ -148,7 +150,8 @@ def check_retry(record: Parked) -> None:
     """InvalidInput where the payload is not a whole delta."""
     if record.kind == "row":
         raise InvalidInput(
-            f"{record.id} is a row: a later one of its key may have come since; produce the row again, and skip this one"
+            f"{record.id} is a row: a later one of its key may have come since; produce the row again, and skip this "
+            "one"
         )
     if not record.complete:
         raise InvalidInput(

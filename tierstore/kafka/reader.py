@@ -1,4 +1,6 @@
-"""Reading a topic: all of its partitions, from positions that the caller knows. The broker's own offsets decide nothing.
+"""Reading a topic: all of its partitions, from positions that the caller knows.
+
+The broker's own offsets decide nothing.
 
 One thread: librdkafka's consumer is not to be called from another one, not even for what it has cached.
 """
@@ -23,7 +25,10 @@ QUEUED_KBYTES = 64 << 10  # that librdkafka reads ahead
 
 
 class TopicReader:
-    """A consumer of one topic; `group.id` of the options counts before `group`. Errors are ConfigError, Unreachable (no broker), NotFound (no such topic)."""
+    """A consumer of one topic; `group.id` of the options counts before `group`.
+
+    Errors are ConfigError, Unreachable (no broker), NotFound (no such topic).
+    """
 
     def __init__(self, brokers: str, topic: str, group: str, options: Mapping[str, str], *, batch: int = BATCH) -> None:
         self._kafka = client.confluent_kafka()
@@ -94,13 +99,21 @@ class TopicReader:
         return messages
 
     def _go_on(self, partition: int) -> int:
-        """The oldest offset of a partition that has not the next one: it was deleted as too old, or the topic was made anew."""
+        """The oldest offset of a partition that has not the next one: it was deleted as too
+        old, or the topic was made anew.
+        """
         low, high = self._watermarks(partition, cached=False)
         position = self.positions[partition]
         if low <= position <= high:  # a broker that became the leader a moment ago had less
             return position
         if low > position:
-            logger.warning("kafka: %s, partition %d: the brokers have deleted offsets %d to %d, which were not read yet", self._topic, partition, position, low - 1)  # fmt: skip
+            logger.warning(
+                "kafka: %s, partition %d: the brokers have deleted offsets %d to %d, which were not read yet",
+                self._topic,
+                partition,
+                position,
+                low - 1,
+            )
             self.lost[partition] += low - position
         else:
             self._move(partition, low)
@@ -129,7 +142,9 @@ class TopicReader:
 
     def _move(self, partition: int, offset: int, after: int | None = None) -> None:
         if offset < self.positions.get(partition, 0):
-            logger.warning("kafka: %s, partition %d goes on at %d: it was truncated, or made anew", self._topic, partition, offset)  # fmt: skip
+            logger.warning(
+                "kafka: %s, partition %d goes on at %d: it was truncated, or made anew", self._topic, partition, offset
+            )
             self.went_back.add(partition)
         self.positions[partition] = offset if after is None else after
 

@@ -26,7 +26,9 @@ _MISSING = 404
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """kind: AVRO, PROTOBUF or JSON. text: as the registry has it. references: name → text, each after what it needs itself."""
+    """kind: AVRO, PROTOBUF or JSON. text: as the registry has it. references: name → text,
+    each after what it needs itself.
+    """
 
     kind: str
     text: str
@@ -34,14 +36,17 @@ class Schema:
 
 
 class Registry:
-    """Asks one registry. properties: `schema.registry.basic.auth.user.info` and `schema.registry.ssl.ca.location`, as Confluent's clients name them."""
+    """Asks one registry. properties: `schema.registry.basic.auth.user.info` and `schema.registry.ssl.ca.location`,
+    as Confluent's clients name them.
+    """
 
     def __init__(self, url: str, properties: Mapping[str, str] | None = None) -> None:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"kafka_config: {PROPERTIES}url: expected an http or https URL, got {url!r}")
         if "@" in url:
             raise ConfigError(
-                f"kafka_config: {PROPERTIES}url: expected a URL without a password; write {PROPERTIES}basic.auth.user.info=USER:PASSWORD"
+                f"kafka_config: {PROPERTIES}url: expected a URL without a password; write "
+                f"{PROPERTIES}basic.auth.user.info=USER:PASSWORD"
             )
         self._url = url.rstrip("/")
         given = dict(properties or {})
@@ -60,7 +65,10 @@ class Registry:
             raise ConfigError(f"kafka_config: cannot read {authority}: {error}") from error
 
     def schema(self, number: int, form: str = "") -> Schema:
-        """The schema of an id. form: `serialized` for Protobuf. DeltaError where there is none, Unreachable where the registry is silent."""
+        """The schema of an id. form: `serialized` for Protobuf.
+
+        DeltaError where there is none, Unreachable where the registry is silent.
+        """
         query = f"?format={form}" if form else ""
         found = self._get(f"/schemas/ids/{number}{query}")
         if found is None:

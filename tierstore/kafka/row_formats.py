@@ -1,7 +1,7 @@
 """How a row or a key is written in a message: JSON, Avro or Protobuf, in Confluent's wire format or without it.
 
-Confluent's wire format is a zero byte, the schema's id (4 bytes, big-endian), for Protobuf the place of the message type in its
-file, and then the content (docs.confluent.io, "Wire format"). One thread.
+Confluent's wire format is a zero byte, the schema's id (4 bytes, big-endian), for Protobuf the place of the message
+type in its file, and then the content (docs.confluent.io, "Wire format"). One thread.
 """
 
 from __future__ import annotations
@@ -117,7 +117,10 @@ class ProtobufFiles:
         self._pool.AddSerializedFile(module.DESCRIPTOR.serialized_pb)
 
     def decoder(self, names: Sequence[str], *, message: str | None = None, path: Sequence[int] = (0,)) -> Decode:
-        """A decoder of the message type of that full name, or at that place in the file. It gives the fields of these names that it has."""
+        """A decoder of the message type of that full name, or at that place in the file.
+
+        It gives the fields of these names that it has.
+        """
         kind = self._class_of(self._name_at(path) if message is None else message)
         fields = [field for name in names if (field := kind.DESCRIPTOR.fields_by_name.get(name)) is not None]
         if not fields:
@@ -181,7 +184,9 @@ def _registered_protobuf(registry: Registry, number: int, names: Sequence[str]) 
 
 
 def _path(data: bytes) -> tuple[tuple[int, ...], int]:
-    """(the place of a message type in its file, the bytes that say it): a count and numbers, zigzag; (0,) is a single zero byte."""
+    """(the place of a message type in its file, the bytes that say it): a count and numbers,
+    zigzag; (0,) is a single zero byte.
+    """
     count, at = _varint(data, 0)
     path = []
     for _ in range(min(count, 1 + len(data))):
@@ -215,7 +220,9 @@ def _registered_avro(registry: Registry, number: int) -> Decode:
 
 
 def _file_decoder(kind: str, path: str, names: Sequence[str]) -> Decode:
-    """By a schema in a file: JSON of Avro, or a descriptor set of Protobuf, `FILE#package.Message` for other than its first message type."""
+    """By a schema in a file: JSON of Avro, or a descriptor set of Protobuf, `FILE#package.Message` for other
+    than its first message type.
+    """
     file, _, message = path.partition("#")
     try:
         data = Path(file).read_bytes()

@@ -1,7 +1,7 @@
 """Rows from messages, one a message: what a message says, which of them fit their tables, and the delta that they make.
 
-A row has a key, a vector (None deletes it) and the moment of its event. Pure functions and values, but for `RowReader`, which
-belongs to one thread.
+A row has a key, a vector (None deletes it) and the moment of its event. Pure functions and values, but for `RowReader`,
+which belongs to one thread.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ def field_names(names: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def event_ms(value: Any) -> int:
-    """Milliseconds since 1970 of an event time: ISO 8601 (UTC where it names no zone), or a number of which the size tells the unit. DeltaError."""
+    """Milliseconds since 1970 of an event time: ISO 8601 (UTC where it names no zone), or a number of which the
+    size tells the unit. DeltaError.
+    """
     if type(value) in (int, float):
         for limit, factor in _UNITS:
             if 0 <= value < limit:
@@ -111,7 +113,9 @@ def event_ms(value: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TableRows:
-    """Rows that fit a table. keys [n]; deleted bool [n]; vectors float32 [k, dim] of those k that are not deleted, in their order."""
+    """Rows that fit a table. keys [n]; deleted bool [n]; vectors float32 [k, dim] of those k that are
+    not deleted, in their order.
+    """
 
     spec: TableSpec
     keys: Sequence[Any]
@@ -187,7 +191,10 @@ def _vectors(vectors: list[Any], spec: TableSpec) -> Vectors:
 
 
 def _numbers(vector: Any) -> npt.NDArray[np.float64]:
-    """The numbers of a list, an array, or bytes as little-endian float32: an object a row, and not one a number. DeltaError."""
+    """The numbers of a list, an array, or bytes as little-endian float32: an object a row, and not one a number.
+
+    DeltaError.
+    """
     if isinstance(vector, bytes):
         if len(vector) % 4:
             raise DeltaError(f"expected a vector as float32, 4 bytes a number, got {len(vector)} bytes")
@@ -204,7 +211,9 @@ def _numbers(vector: Any) -> npt.NDArray[np.float64]:
 
 
 def make_delta(model: str, seq: int, parts: Iterable[TableRows], newest_ms: int) -> bytes:
-    """The delta of rows that fit, in parts, those of a table in their order: of each key the last row, upserts and deletions apart."""
+    """The delta of rows that fit, in parts, those of a table in their order: of each key the last row,
+    upserts and deletions apart.
+    """
     writer = DeltaWriter("", model=model, seq=seq, event_time=datetime.fromtimestamp(newest_ms / 1000, UTC))
     by_table: dict[TableSpec, list[TableRows]] = {}
     for part in parts:

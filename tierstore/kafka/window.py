@@ -1,7 +1,7 @@
 """The reorder window: messages that were read and not yet applied, put in the order of their seqs.
 
-It holds a bounded number of bytes. Beyond that it forgets the deltas furthest ahead, and remembers from which offset they have
-to be read again. One thread.
+It holds a bounded number of bytes. Beyond that it forgets the deltas furthest ahead, and remembers from which offset
+they have to be read again. One thread.
 """
 
 from __future__ import annotations
@@ -192,7 +192,9 @@ class Window:
         return position
 
     def read_again(self, model: str) -> dict[int, int]:
-        """Partition → offset from which to read what was forgotten of a model; whatever lies behind it is expected again."""
+        """Partition → offset from which to read what was forgotten of a model; whatever lies
+        behind it is expected again.
+        """
         wanted = self.forgotten.pop(model, {})
         for partition in wanted:
             for name, again in list(self.forgotten.items()):

@@ -1,7 +1,7 @@
 """Writing deltas to a Kafka topic: what a trainer calls.
 
-A `KafkaDeltaWriter` belongs to one thread. Deltas are kept in memory until the brokers have acknowledged every message of them,
-so that what fails can be sent again; the consumer skips what it has already.
+A `KafkaDeltaWriter` belongs to one thread. Deltas are kept in memory until the brokers have acknowledged every message
+of them, so that what fails can be sent again; the consumer skips what it has already.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class KafkaDeltaWriter:
     ...         delta.upsert("item", keys, vectors)
     ...     writer.flush()
 
-    next_seq: the seq of the next delta; by default one more than the newest of the model in the topic. options: properties of
-    librdkafka, such as those for TLS. max_message: bytes of a message; a larger delta is sent in several. The block's end
-    flushes.
+    next_seq: the seq of the next delta; by default one more than the newest of the model in the topic. options:
+    properties of librdkafka, such as those for TLS. max_message: bytes of a message; a larger delta is sent in
+    several. The block's end flushes.
     """
 
     def __init__(
@@ -72,7 +72,8 @@ class KafkaDeltaWriter:
             newest = newest_seq(brokers, topic, model, options)
             if newest is None:
                 raise NotFound(
-                    f"topic {topic!r} has no delta of {model!r}: name the first one by next_seq=, one more than the snapshot's delta_seq"
+                    f"topic {topic!r} has no delta of {model!r}: name the first one by next_seq=, one more than the "
+                    "snapshot's delta_seq"
                 )
             next_seq = newest + 1
         self._next_seq = next_seq
@@ -122,7 +123,8 @@ class KafkaDeltaWriter:
         )
         seqs = ", ".join(map(str, list(self._unacknowledged)[:10]))
         raise Unreachable(
-            f"kafka: {self._brokers} did not acknowledge delta {seqs} of {self._model!r}: {why}; flush again to send what failed once more"
+            f"kafka: {self._brokers} did not acknowledge delta {seqs} of {self._model!r}: {why}; flush again to send "
+            "what failed once more"
         )
 
     def close(self) -> None:
@@ -171,7 +173,10 @@ class KafkaDeltaWriter:
 
 
 def newest_seq(brokers: str, topic: str, model: str, options: Mapping[str, Any] | None = None) -> int | None:
-    """The newest seq of a model in a topic, or None where it has none. Reads the partitions backwards until one is found."""
+    """The newest seq of a model in a topic, or None where it has none.
+
+    Reads the partitions backwards until one is found.
+    """
     kafka = client.confluent_kafka()
     ours = {
         "bootstrap.servers": brokers,

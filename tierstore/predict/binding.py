@@ -1,6 +1,7 @@
 """How a dense part is bound to the features of its model: which inputs are rows of features, and the shapes of a run.
 
-Immutable values and pure functions; any thread may use them. Raises InvalidInput, naming the input, for what does not fit.
+Immutable values and pure functions; any thread may use them. Raises InvalidInput, naming the
+input, for what does not fit.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class FeatureInput:
 
 @dataclass(frozen=True, slots=True)
 class Bindings:
-    """A signature, with the inputs that are features (`features`) and those that are the request's own tensors (`plain`)."""
+    """A signature, with the inputs that are features (`features`) and those that are the
+    request's own tensors (`plain`).
+    """
 
     signature: Signature
     features: Mapping[str, FeatureInput]
@@ -111,10 +114,12 @@ class Bindings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """Shapes of one run: of every input by name; of the outputs in order, with -1 for sizes that are known after the run.
+    """Shapes of one run: of every input by name; of the outputs in order, with -1 for sizes
+    that are known after the run.
 
-    None for an output whose number of dimensions is not known before the run. `places` int64[features, 2]: how many rows each
-    feature has, and at which of the `buffer_bytes` bytes of a buffer they begin. `output_bytes` -1: not known before the run.
+    None for an output whose number of dimensions is not known before the run. `places` int64[features, 2]: how
+    many rows each feature has, and at which of the `buffer_bytes` bytes of a buffer they begin. `output_bytes`
+    -1: not known before the run.
     """
 
     inputs: Mapping[str, Shape]
@@ -129,7 +134,10 @@ _Axes = list[tuple[int, int]]
 
 
 class Structure:
-    """`Bindings.plan` for requests that differ in nothing but sizes: what does not depend on those is done once. Any thread."""
+    """`Bindings.plan` for requests that differ in nothing but sizes: what does not depend on those is done once.
+
+    Any thread.
+    """
 
     def __init__(
         self,
@@ -227,8 +235,8 @@ def _wire(tensor: Tensor, feature: FeatureSpec, table: TableSpec) -> FeatureInpu
     dtype = _ROW_DTYPES.get(tensor.datatype)
     if dtype is None:
         raise InvalidInput(
-            f"input {name!r} is a feature, so its rows come as FP32 or FP16; the dense part declares {tensor.datatype}: "
-            "cast it inside the graph, or give the input another name"
+            f"input {name!r} is a feature, so its rows come as FP32 or FP16; the dense part declares "
+            f"{tensor.datatype}: cast it inside the graph, or give the input another name"
         )
     shape = tensor.shape
     pooled = feature.combiner is not None

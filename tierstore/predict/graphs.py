@@ -51,8 +51,8 @@ def inspect(model: bytes) -> Graph:
     for tensor in constants_of(proto):
         if tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.external_data:
             raise InvalidInput(
-                f"the weights {tensor.name!r} lie in a file of their own; give the path of the model, or save it as one: "
-                "torch.onnx.export(…, external_data=False), onnx.save_model(…, save_as_external_data=False)"
+                f"the weights {tensor.name!r} lie in a file of their own; give the path of the model, or save it as "
+                "one: torch.onnx.export(…, external_data=False), onnx.save_model(…, save_as_external_data=False)"
             )
     structure = _structure(proto, len(model))
     types = {value.name: value.type.tensor_type for value in proto.graph.input}
@@ -73,7 +73,9 @@ def _structure(proto: Any, nbytes: int) -> bytes:
 
 
 def _check_nodes(proto: Any) -> None:
-    """InvalidInput where the nodes are too many, once each call of a local function is replaced by what the function does."""
+    """InvalidInput where the nodes are too many, once each call of a local function is
+    replaced by what the function does.
+    """
     if len(proto.graph.node) > MAX_NODES:  # of so many, not even a look at each
         raise _too_many(len(proto.graph.node))
     nodes: dict[_Name, int] = {}  # of a local function, all that it calls included
@@ -97,7 +99,10 @@ def _check_strings(proto: Any) -> None:
 
 
 def _joined(nodes: Iterable[Any], functions: Mapping[_Name, int], outer: ChainMap[str, int]) -> int:
-    """From how many strings the longest one is joined that these nodes make. `outer`: the same for what has a name around them."""
+    """From how many strings the longest one is joined that these nodes make.
+
+    `outer`: the same for what has a name around them.
+    """
     counts = outer.new_child()
     for node in nodes:
         given = [counts.get(name, 1) for name in node.input if name]
@@ -114,7 +119,8 @@ def _check_repeated(node: Any, graphs: Iterable[Any], functions: Mapping[_Name, 
     for graph in graphs:
         if any(inner.op_type == _JOIN or functions.get(_called(inner), 1) > 1 for inner in _nested(graph.node)):
             raise InvalidInput(
-                f"{_JOIN} within {node.op_type}: its strings could grow in each round, which dense_memory does not limit; join them outside"
+                f"{_JOIN} within {node.op_type}: its strings could grow in each round, which dense_memory does not "
+                "limit; join them outside"
             )
 
 
@@ -122,7 +128,8 @@ def _check_defaults(function: Any) -> None:
     for default in function.attribute_proto:
         if any(field.message_type is not None for field, _ in default.ListFields()):
             raise InvalidInput(
-                f"local function {function.name!r}: attribute {default.name!r} has a tensor or a graph as its default; expected a number or a text"
+                f"local function {function.name!r}: attribute {default.name!r} has a tensor or a graph as its "
+                "default; expected a number or a text"
             )
 
 
@@ -148,7 +155,8 @@ def _count(nodes: Iterable[Any], functions: Mapping[_Name, int]) -> int:
 def _too_many(count: int) -> InvalidInput:
     shown = f"{count:,}" if count < 10**12 else "more than 10^12"
     return InvalidInput(
-        f"the graph has {shown} nodes, with each call of a local function replaced by the nodes of that function; expected at most {MAX_NODES:,}"
+        f"the graph has {shown} nodes, with each call of a local function replaced by the nodes of that function; "
+        f"expected at most {MAX_NODES:,}"
     )
 
 

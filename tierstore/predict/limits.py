@@ -1,8 +1,8 @@
 """Limits of a dense part: the seconds of one run, and the bytes of its tensors.
 
-A graph comes from outside, so it may hold a loop without an end, or make a tensor of any size. ONNX Runtime looks at the
-flag `terminate` of a run before each node and in each round of a loop; a thread sets it. An arena of a session's own bounds
-its tensors. What cannot be ended is one node at work, which the bound of bytes keeps short.
+A graph comes from outside, so it may hold a loop without an end, or make a tensor of any size. ONNX Runtime looks at
+the flag `terminate` of a run before each node and in each round of a loop; a thread sets it. An arena of a session's
+own bounds its tensors. What cannot be ended is one node at work, which the bound of bytes keeps short.
 
 Any thread may use them.
 """
@@ -131,8 +131,8 @@ class RunLimits:
 class SessionLimits:
     """How long a run of one session may take, and how much memory. Any thread.
 
-    `memory_bytes` is what its tensors may use. An arena keeps the regions that it has, so a large tensor may find no room though
-    little is in use: after `ran_out` the next run gives back what is free. With `shrinks` each run does.
+    `memory_bytes` is what its tensors may use. An arena keeps the regions that it has, so a large tensor may find no
+    room though little is in use: after `ran_out` the next run gives back what is free. With `shrinks` each run does.
     """
 
     def __init__(self, runs: RunLimits, memory_bytes: int, *, shrinks: bool) -> None:

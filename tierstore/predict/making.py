@@ -26,7 +26,8 @@ _creating = threading.Lock()  # what is registered counts for the whole process
 class SessionPlan:
     """What a session is made with, by ONNX Runtime's names; `entries` are of the session's configuration.
 
-    `memory_bytes` is what its tensors may use of CPU memory, all its runs together, without its weights; None: no limit.
+    `memory_bytes` is what its tensors may use of CPU memory, all its runs together, without
+    its weights; None: no limit.
     """
 
     providers: list[Any]
@@ -43,7 +44,8 @@ def make_session(
 ) -> Any:
     """A session. Constants are computed ahead only where the result is of a size that weights may have.
 
-    While another session is being made `may_go_on` is called, which may raise; Overloaded where that one takes too long.
+    While another session is being made `may_go_on` is called, which may raise; Overloaded
+    where that one takes too long.
     """
     options = _options(onnxruntime, plan)
     folded = max(_SMALLEST_FOLDED, _FOLDED_RATIO * len(model))
@@ -90,7 +92,8 @@ def _turn(may_go_on: Callable[[], None]) -> Iterator[None]:
         may_go_on()
         if time.monotonic() > until_s:
             raise Overloaded(
-                f"another dense part has been made ready for more than {CREATE_S:g} s, and this one waits for it; try again later"
+                f"another dense part has been made ready for more than {CREATE_S:g} s, and this one waits for it; try "
+                "again later"
             )
     try:
         yield

@@ -22,8 +22,8 @@ INSTALL_CUDA = "pip uninstall onnxruntime, then pip install 'tierstore[dense-gpu
 class DensePlacement:
     """A provider, and the memory that it reads and writes.
 
-    `memory` names the kind of device as IO bindings do; it is the first of that kind. `device` is its name in this store (`gpu:0`): rows that
-    the device tier holds there are read there. None: rows come in CPU memory.
+    `memory` names the kind of device as IO bindings do; it is the first of that kind. `device` is its name in this
+    store (`gpu:0`): rows that the device tier holds there are read there. None: rows come in CPU memory.
     """
 
     provider: str
@@ -68,10 +68,12 @@ def check_installed(onnxruntime: Any, placement: DensePlacement) -> None:
 
 
 def check_made(session: Any, placement: DensePlacement) -> None:
-    """Raise MissingExtra where a session lacks its provider: ONNX Runtime drops one that cannot start, and only logs it."""
+    """Raise MissingExtra where a session lacks its provider: ONNX Runtime drops one that
+    cannot start, and only logs it.
+    """
     if placement.provider not in session.get_providers():
         raise MissingExtra(
-            f"dense_provider is cuda, and ONNX Runtime cannot start {placement.provider}: "
-            "there is no such device, or its driver, CUDA or cuDNN is missing or of another release than ONNX Runtime's "
-            "(its log says which): pip install 'onnxruntime-gpu[cuda,cudnn]' brings the libraries"
+            f"dense_provider is cuda, and ONNX Runtime cannot start {placement.provider}: there is no such device, or "
+            "its driver, CUDA or cuDNN is missing or of another release than ONNX Runtime's (its log says which): "
+            "pip install 'onnxruntime-gpu[cuda,cudnn]' brings the libraries"
         )

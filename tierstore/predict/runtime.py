@@ -104,11 +104,13 @@ class Runtime:
         waits: bool = True,
         may_go_on: Callable[[], None] = lambda: None,
     ) -> DenseSession:
-        """A session of an ONNX model, bound to a model's features. One of a new structure is tried first, unless it was `accepted` before.
+        """A session of an ONNX model, bound to a model's features.
 
-        `may_go_on` is called from time to time; what it raises ends the work. Raises InvalidInput for one that ONNX Runtime refuses
-        or that does not fit the features, MissingExtra without the extra, Overloaded where others hold it up for too long, or at
-        all unless it `waits`.
+        One of a new structure is tried first, unless it was `accepted` before.
+
+        `may_go_on` is called from time to time; what it raises ends the work. Raises InvalidInput for one that ONNX
+        Runtime refuses or that does not fit the features, MissingExtra without the extra, Overloaded where others hold
+        it up for too long, or at all unless it `waits`.
         """
         if (why := self.missing) is not None:
             raise MissingExtra(f"the dense part cannot be served: {why}")
@@ -149,7 +151,8 @@ class Runtime:
 
 
 def _session_options(given: Mapping[str, str]) -> dict[str, Any]:
-    """The setting `dense_options`, each value of its type: fields of ONNX Runtime's SessionOptions, and entries of its configuration.
+    """The setting `dense_options`, each value of its type: fields of ONNX Runtime's SessionOptions, and
+    entries of its configuration.
 
     ConfigError for what is neither, or of no such value.
     """
@@ -197,7 +200,8 @@ def _run_options() -> Any:
     import onnxruntime
 
     options = onnxruntime.RunOptions()
-    # no graph of a GPU is captured; where nothing says so ONNX Runtime's Python part raises and catches an error, 60 µs a run
+    # no graph of a GPU is captured; where nothing says so ONNX Runtime's Python part raises and
+    # catches an error, 60 µs a run
     options.add_run_config_entry("gpu_graph_id", "-1")
     return options
 
@@ -221,7 +225,8 @@ def _signature(session: Any, scalars: frozenset[str]) -> Signature:
     if not outputs:
         listed = ", ".join(f"{name!r} is {kind}" for name, kind in unserved) or "it has none"
         raise InvalidInput(
-            f"no output is a tensor: {listed}; convert a classifier with the option zipmap=False, so that it gives arrays"
+            f"no output is a tensor: {listed}; convert a classifier with the option zipmap=False, so that it gives "
+            "arrays"
         )
     return Signature(tuple(inputs), tuple(outputs), tuple(unserved))
 

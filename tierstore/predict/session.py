@@ -55,8 +55,8 @@ class DenseCounts:
 class Slot:
     """Memory of one run. One thread at a time.
 
-    `memory` is a buffer in which each feature has its place, as `run.places` says: look the rows of those in `hidden` up into
-    it. `bound` are rows that lie on the session's device, by input: their address, and what keeps them there.
+    `memory` is a buffer in which each feature has its place, as `run.places` says: look the rows of those in `hidden`
+    up into it. `bound` are rows that lie on the session's device, by input: their address, and what keeps them there.
     """
 
     __slots__ = ("_arrays", "_whole", "bound", "hidden", "memory", "run")
@@ -215,7 +215,8 @@ class DenseSession:
             outputs: one a planned output: a C-contiguous array of its shape and dtype to write into, or None where
                 `is_fixed` is false. None in place of all: they are made here.
 
-        Raises InvalidInput where the graph cannot be run on these inputs, InferenceError where the request is not the reason.
+        Raises InvalidInput where the graph cannot be run on these inputs, InferenceError where
+        the request is not the reason.
         """
         began_s = time.perf_counter()
         failed = True
@@ -238,7 +239,8 @@ class DenseSession:
                     run, {**slot.arrays(self.bindings.features), **inputs}
                 )
                 raise InferenceError(
-                    f"an output of the dense part has another shape than it declares ({_short(str(error))}); try again: its shape is not relied on any more"
+                    f"an output of the dense part has another shape than it declares ({_short(str(error))}); try "
+                    "again: its shape is not relied on any more"
                 ) from error
             raise self._translated(error) from error
         finally:
@@ -246,7 +248,9 @@ class DenseSession:
         return answer
 
     def _binds(self, run: Run, slot: Slot) -> bool:
-        """Whether a run is to be bound to memory: it costs 3 µs for each input and output, and saves the copy of outputs."""
+        """Whether a run is to be bound to memory: it costs 3 µs for each input and output,
+        and saves the copy of outputs.
+        """
         if not self._bindable:
             return False
         return bool(slot.bound) or (run.output_bytes >= 0 and (self._on_device or run.output_bytes > _COPIED_BYTES))
@@ -254,7 +258,9 @@ class DenseSession:
     def _run_bound(
         self, run: Run, slot: Slot, inputs: Mapping[str, Array], outputs: Sequence[Array | None]
     ) -> list[Array]:
-        """Run with bound memory: rows are read where the look-up has put them, outputs are written into the caller's arrays."""
+        """Run with bound memory: rows are read where the look-up has put them, outputs are
+        written into the caller's arrays.
+        """
         bind, place = self._session.io_binding(), self._placement
         for name, array in (*slot.arrays(self.bindings.features).items(), *inputs.items()):
             bind.bind_input(name, "cpu", 0, array.dtype, run.inputs[name], address_of(array))
@@ -325,8 +331,8 @@ class DenseSession:
         if planned != result.shape:
             self.loose |= {name}
             raise InferenceError(
-                f"output {name!r}: expected shape {list(planned or ())}, as the dense part declares it, got {list(result.shape)}; "
-                "try again: its shape is not relied on any more"
+                f"output {name!r}: expected shape {list(planned or ())}, as the dense part declares it, got "
+                f"{list(result.shape)}; try again: its shape is not relied on any more"
             )
 
     def probe(self, run: Run, feed: Mapping[str, Array]) -> None:

@@ -47,7 +47,9 @@ _BY_ONNX = {
 
 
 def datatype_of(onnx_type: str) -> str | None:
-    """The protocol's datatype for an ONNX type such as `tensor(float)`; None where it has none (sequences, maps, bfloat16)."""
+    """The protocol's datatype for an ONNX type such as `tensor(float)`; None where it has none
+    (sequences, maps, bfloat16).
+    """
     return _BY_ONNX.get(onnx_type)
 
 
@@ -75,7 +77,10 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Inputs and outputs, in the order of the graph. `unserved`: outputs that the protocol has no datatype for, and their types."""
+    """Inputs and outputs, in the order of the graph.
+
+    `unserved`: outputs that the protocol has no datatype for, and their types.
+    """
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]

@@ -1,14 +1,14 @@
 """The process in which a graph is tried: `python -m tierstore.predict.trial`, started by `trials.py`.
 
-It makes a session, which may take all time and memory there is, or crash, and says when it is done, whether ONNX Runtime took
-the graph or not:
+It makes a session, which may take all time and memory there is, or crash, and says when it is done, whether ONNX
+Runtime took the graph or not:
 
     argument         the number of an open file: the graph
     stdin            one line: {"plan": …fields of SessionPlan, "seconds": how long it may live}
     stdout           "done"
 
-When stdin ends, which it does when the parent dies however it dies, it exits at once; where a session being made keeps it from
-that, the alarm ends it.
+When stdin ends, which it does when the parent dies however it dies, it exits at once; where a session being made keeps
+it from that, the alarm ends it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Trials of graphs: one of a structure not yet known is made into a session in a process of its own first.
 
-ONNX Runtime works on a graph before it runs, and nothing ends that work: local functions are replaced by what they do, constants
-are computed. So a few bytes can take a processor for good, or all memory. A process can be killed. It is a new interpreter, neither
-forked nor spawned (`trial.py`), and lives for one graph.
+ONNX Runtime works on a graph before it runs, and nothing ends that work: local functions are replaced by what they do,
+constants are computed. So a few bytes can take a processor for good, or all memory. A process can be killed. It is a
+new interpreter, neither forked nor spawned (`trial.py`), and lives for one graph.
 
 `Trials`: any thread. Nothing is written to disk.
 """
@@ -44,7 +44,10 @@ _KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)  # by others
 
 
 class Trials:
-    """Trials of all graphs of a store, each in a process of its own. `memory_bytes` is what a graph may take beside its weights."""
+    """Trials of all graphs of a store, each in a process of its own.
+
+    `memory_bytes` is what a graph may take beside its weights.
+    """
 
     def __init__(self, plan: SessionPlan, memory_bytes: int) -> None:
         # A GPU's provider works on what this one has worked on; in a process of its own it would take seconds to start
@@ -65,8 +68,9 @@ class Trials:
     def check(self, model: bytes, structure: bytes, may_go_on: Callable[[], None], *, waits: bool) -> None:
         """Try a graph, unless one of its structure has passed.
 
-        InvalidInput for one that is not ready in time, takes too much memory or crashes. `may_go_on` is called all the time, and what
-        it raises ends the trial. Overloaded where others are being tried and this one does not wait for them.
+        InvalidInput for one that is not ready in time, takes too much memory or crashes. `may_go_on` is
+        called all the time, and what it raises ends the trial. Overloaded where others are being tried and
+        this one does not wait for them.
         """
         with self._lock:
             if structure in self._passed:
@@ -106,7 +110,8 @@ def try_graph(model: bytes, plan: SessionPlan, limit_bytes: int, may_go_on: Call
                 raise InvalidInput(f"the graph cannot be made ready to run within {CREATE_S:g} s")
             if _resident_bytes(process.pid) > limit_bytes:
                 raise InvalidInput(
-                    f"to make the graph ready to run takes more than {limit_bytes >> 20} MiB of memory (dense_memory, and {_RATIO} times its size)"
+                    f"to make the graph ready to run takes more than {limit_bytes >> 20} MiB of memory (dense_memory, "
+                    f"and {_RATIO} times its size)"
                 )
         if process.stdout.read() != DONE:
             said.seek(0)

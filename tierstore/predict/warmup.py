@@ -1,8 +1,8 @@
 """Requests made from a dense part's signature, to run it before it serves.
 
-The first runs of a session allocate its memory and start its threads. They also find outputs whose shapes differ from
-those declared (converters of classifiers declare one label whatever the batch). Free functions, for the thread that makes
-a session ready.
+The first runs of a session allocate its memory and start its threads. They also find outputs whose shapes differ
+from those declared (converters of classifiers declare one label whatever the batch). Free functions, for the
+thread that makes a session ready.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def warm(session: DenseSession, rows_of: RowsOf, pause: Callable[[], None]) -> N
     """Run `session` on made-up requests of several sizes: strings are empty, numbers zero.
 
     `rows_of` gives rows of a feature input for bags or keys of a shape: an array [*shape, dim] of its dtype. `pause` is
-    called before each run. Raises InvalidInput where the graph refuses such a request; it may accept those of clients. Raises
-    RunLimit, Overloaded or TooLarge where it needs more time or memory than it may use.
+    called before each run. Raises InvalidInput where the graph refuses such a request; it may accept those of clients.
+    Raises RunLimit, Overloaded or TooLarge where it needs more time or memory than it may use.
     """
     for batch in (_PROBED, *_BATCHES):
         pause()

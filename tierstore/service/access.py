@@ -1,7 +1,7 @@
 """Access to a running service: its tokens, and the names under which it may be asked.
 
-Where there are no tokens everybody that gets here is an admin; the names are what keeps web pages out (a page can have its
-own name resolve to this machine, and then `Host` is that name). `Access` may be used by any thread.
+Where there are no tokens everybody that gets here is an admin; the names are what keeps web pages out (a page can have
+its own name resolve to this machine, and then `Host` is that name). `Access` may be used by any thread.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class Access:
     """Constant but for its tokens, which are read again when their file changes."""
 
     def __init__(self, settings: Settings) -> None:
-        """Corruption or StorageError for a file of tokens that cannot be read, ConfigError for one that ought to be there."""
+        """Corruption or StorageError for a file of tokens that cannot be read, ConfigError
+        for one that ought to be there.
+        """
         path = settings.tokens or DataDirectory(settings.data).tokens
         self.tokens = Tokens(path)
         if not self.tokens.required:
@@ -58,7 +60,9 @@ class Access:
 
     @property
     def any_address(self) -> bool:
-        """Whether it may be asked under every IP address: it listens beyond this machine, and nobody can make an address point here."""
+        """Whether it may be asked under every IP address: it listens beyond this machine, and nobody
+        can make an address point here.
+        """
         return self._beyond
 
     @property
@@ -120,12 +124,16 @@ class Access:
         if name is not None and self._beyond and is_address(name):
             return
         raise Forbidden(
-            f"Host {'' if name is None else name[:80]!r} is not a name of this service; add it to allowed_host (--allowed-host)"
+            f"Host {'' if name is None else name[:80]!r} is not a name of this service; add it to allowed_host "
+            "(--allowed-host)"
         )
 
 
 def caller_key(names: Sequence[str]) -> bytes:
-    """What a reactor knows the caller of a certificate by, as the value of an Authorization that no client can send. Empty without names."""
+    """What a reactor knows the caller of a certificate by, as the value of an Authorization that no client can send.
+
+    Empty without names.
+    """
     return "".join(f"\n{name}" for name in names).encode()
 
 
@@ -138,7 +146,9 @@ def _beyond(settings: Settings) -> list[str]:
 
 
 def _check_meant_open(path: Path, *, named: bool) -> None:
-    """Raise ConfigError where a file of tokens is missing that was named, or was there once: a lost file must let nobody in."""
+    """Raise ConfigError where a file of tokens is missing that was named, or was there once: a
+    lost file must let nobody in.
+    """
     if named:
         raise ConfigError(
             f"tokens: expected a file at {path}, and there is none. Make one with "
@@ -155,8 +165,8 @@ def _check_meant_open(path: Path, *, named: bool) -> None:
 def check_access(settings: Settings) -> None:
     """Raise ConfigError for an address beyond loopback, unless there are tokens or a setting says that this is meant.
 
-    Also for a file of tokens that ought to be there. Logs a warning where it is open beyond loopback, and where there are
-    tokens, and no TLS to hide them.
+    Also for a file of tokens that ought to be there. Logs a warning where it is open beyond loopback, and where there
+    are tokens, and no TLS to hide them.
     """
     required, hosts = Access(settings).required, _beyond(settings)
     if not hosts:
@@ -170,8 +180,9 @@ def check_access(settings: Settings) -> None:
             )
     elif not settings.allow_open_network:
         raise ConfigError(
-            f"host {hosts[0]!r} is not a loopback address, and there are no tokens: whoever reaches the port could change models. "
-            "Make one with `tierstore token create --role admin`, or listen on 127.0.0.1, or set allow_open_network if the network is trusted"
+            f"host {hosts[0]!r} is not a loopback address, and there are no tokens: whoever reaches the port could "
+            "change models. Make one with `tierstore token create --role admin`, or listen on 127.0.0.1, or set "
+            "allow_open_network if the network is trusted"
         )
     else:
         logger.warning(

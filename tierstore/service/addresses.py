@@ -24,7 +24,10 @@ def peer_of(connection: socket.socket) -> tuple[str, int] | None:
 
 
 def is_on_host(connection: socket.socket) -> bool:
-    """Whether who is at the other side of `connection` is on this machine for sure. Not where that side has gone already."""
+    """Whether who is at the other side of `connection` is on this machine for sure.
+
+    Not where that side has gone already.
+    """
     if connection.family == socket.AF_UNIX:
         return True
     peer = peer_of(connection)
@@ -32,7 +35,9 @@ def is_on_host(connection: socket.socket) -> bool:
 
 
 def is_address(host: str) -> bool:
-    """Whether `host`, without port or brackets, is an IP address: no name, so that nobody can have it resolve to another one."""
+    """Whether `host`, without port or brackets, is an IP address: no name, so that nobody can
+    have it resolve to another one.
+    """
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -41,10 +46,11 @@ def is_address(host: str) -> bool:
 
 
 class Ports:
-    """The sockets of a service, bound and not listening yet: until it is up, connections are refused instead of left waiting.
+    """The sockets of a service, bound and not listening yet: until it is up, connections are
+    refused instead of left waiting.
 
-    `grpc` is that of the gRPC port, `admin` that of the listener of admin requests, where it has one of its own. ConfigError
-    where one of them cannot be listened on. A context manager, which closes them.
+    `grpc` is that of the gRPC port, `admin` that of the listener of admin requests, where it has one of its own.
+    ConfigError where one of them cannot be listened on. A context manager, which closes them.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -117,7 +123,10 @@ def bind_admin(settings: Settings) -> socket.socket | None:
 
 
 def bind_unix(path: Path) -> socket.socket:
-    """A bound socket in the file system, for this user alone; it does not listen yet. ConfigError where another process has it."""
+    """A bound socket in the file system, for this user alone; it does not listen yet.
+
+    ConfigError where another process has it.
+    """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if _is_unused_socket(path):

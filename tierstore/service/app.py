@@ -1,4 +1,5 @@
-"""The root application: `/v2` and `/v1` go to the data plane, `/upstream` to what nodes in front ask, all else to the admin application.
+"""The root application: `/v2` and `/v1` go to the data plane, `/upstream` to what nodes in front ask, all
+else to the admin application.
 
 Access is checked and requests are logged around all of it. Event loop only.
 """
@@ -99,7 +100,9 @@ def _declared(scope: Scope) -> int:
 
 
 def make_root(service: Service, admin: AdminApplication, allow: Allow) -> RequestLogging:
-    """The whole service as one application; `allow` is called with the headers by which look-ups may be answered elsewhere too."""
+    """The whole service as one application; `allow` is called with the headers by which look-ups
+    may be answered elsewhere too.
+    """
     proxies = service.proxies
     checked = AccessCheck(_Root(service, admin), service.access, allow, service.store.audit, proxies)
     return RequestLogging(checked, service.request_log, proxies)

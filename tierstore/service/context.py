@@ -48,7 +48,8 @@ DELTAS_AT_ONCE = 2  # bodies of full size that may be held at a time
 
 
 _NOT_COMPILED = "kernels could not be compiled, so Python answers what they would; the log says why"
-# of problems: files, kernels, and the sources by the names that `start_sources` gives them; beside them `load_failed` of models
+# of problems: files, kernels, and the sources by the names that `start_sources` gives them; beside
+# them `load_failed` of models
 SERVICE_KINDS = ("tokens", "certificate", "compiled_loops", "watch", "watch_snapshots", "kafka", "kafka_rows", "peers")
 
 
@@ -83,7 +84,9 @@ class RequiredSource(ChangeSource, Protocol):
 
 
 class Service:
-    """The members are constant after construction, except `draining`, `awaits_grpc` and `reactors_state`, which the event loop sets."""
+    """The members are constant after construction, except `draining`, `awaits_grpc` and
+    `reactors_state`, which the event loop sets.
+    """
 
     def __init__(self, store: Any, settings: Settings) -> None:
         self.store = store
@@ -110,7 +113,8 @@ class Service:
         self.explain_pool = WorkerPool(
             "explain", threads=1, queue_limit=EXPLAIN_QUEUE
         )  # reads deltas of the log, for seconds
-        # for calls that open, warm or drop versions, or wait for others that do; deltas and metrics must not wait for those
+        # for calls that open, warm or drop versions, or wait for others that do; deltas and
+        # metrics must not wait for those
         self.switch_pool = WorkerPool("switch", threads=ADMIN_THREADS, queue_limit=ADMIN_QUEUE)
         self.inflight = ByteBudget("look-ups", settings.max_inflight)
         self.delta_bytes = ByteBudget("deltas", settings.max_delta * DELTAS_AT_ONCE)
@@ -166,11 +170,16 @@ class Service:
         return (source for source in self.sources.values() if isinstance(source, RequiredSource))
 
     def unserved(self) -> list[str]:
-        """The models because of which the service wants no requests: a rolling update is not to go on to the next copy."""
+        """The models because of which the service wants no requests: a rolling update is
+        not to go on to the next copy.
+        """
         return [] if self.settings.ready_unserved else self.store.unserved()
 
     def problems(self) -> list[Problem]:
-        """What is wrong with the service itself: files that could not be read again, sources, loads, compiled loops. Any thread."""
+        """What is wrong with the service itself: files that could not be read again, sources, loads, compiled loops.
+
+        Any thread.
+        """
         found = [
             Problem("", "tokens", self.access.tokens.problem or ""),
             Problem("", "certificate", (self.tls and self.tls.problem) or ""),
@@ -192,7 +201,10 @@ class Service:
         self.store.epochs.collect()
 
     def absorb(self, version: tuple[str, str, int] | None, new: Any, highest: Any) -> None:
-        """Count what reactors have answered (`kernels/reactor_words.py` lists the counts). None: rows for fronts. Any thread."""
+        """Count what reactors have answered (`kernels/reactor_words.py` lists the counts). None: rows for fronts.
+
+        Any thread.
+        """
         seconds, counts = Histogram(REQUEST_BOUNDS_S), new.view(kernel.VERSION_COUNTS.dtype)[0]
         buckets = np.add.reduceat(counts["buckets"], latency.COARSE_FROM)
         seconds.absorb(buckets.tolist(), int(counts["success_ns"]) / 1e9)
@@ -234,7 +246,9 @@ class Service:
             self.inference_stats.failed(model, version, elapsed_ns, outcome_of(error))
 
     async def change(self, function: Callable[..., Any], *args: Any, pool: WorkerPool | None = None) -> Any:
-        """Change what serves, on behalf of the requester; by default on the switch pool, as a change may last as long as a warm-up."""
+        """Change what serves, on behalf of the requester; by default on the switch pool, as a change
+        may last as long as a warm-up.
+        """
         return await (pool or self.switch_pool).run(copy_context().run, function, *args)
 
     def close(self) -> None:

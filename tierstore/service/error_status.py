@@ -129,7 +129,8 @@ def grpc_status(error: BaseException) -> str:
 def outcome_of(error: BaseException) -> str:
     """The metric label of `error` where it is counted for a version.
 
-    Storage that fails is told from requests that are too many, and a dense part that takes too long from a caller's deadline.
+    Storage that fails is told from requests that are too many, and a dense part that takes too
+    long from a caller's deadline.
     """
     if isinstance(error, RunLimit):
         return "error"

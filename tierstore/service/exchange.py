@@ -1,12 +1,13 @@
 """One look-up or prediction, from its message to its answer: one life, over every transport and in every protocol.
 
-The order is always the same: authorise, charge, parse, plan, begin, finish, encode, count. A transport brings the message and
-its caller, says whether the work may be done where it is (`begin`) or waits for a thread (`hand_over`, `answer`), and takes the
-answer. Only a `Message` knows how its protocol writes.
+The order is always the same: authorise, charge, parse, plan, begin, finish, encode, count. A transport brings the
+message and its caller, says whether the work may be done where it is (`begin`) or waits for a thread (`hand_over`,
+`answer`), and takes the answer. Only a `Message` knows how its protocol writes.
 
-A small request whose rows are all in memory is answered in `begin`, on the thread that has received it: that is faster than a
-handoff to a thread. Such work is bounded, and never waits. Where rows have to come from disk, a thread of the look-up pool
-continues where `begin` stopped, so nothing is done or counted twice. Any other request is handled on the pool.
+A small request whose rows are all in memory is answered in `begin`, on the thread that has received it: that
+is faster than a handoff to a thread. Such work is bounded, and never waits. Where rows have to come from disk,
+a thread of the look-up pool continues where `begin` stopped, so nothing is done or counted twice. Any other
+request is handled on the pool.
 
     begin ─┬─ short, in memory ─────────────────────── answered
            └─ hand_over ─┬─ a thread of the pool ───── answered
@@ -43,7 +44,8 @@ Answered: TypeAlias = Callable[[Any, BaseException | None], None]  # is told the
 class Message(Protocol[A_co]):
     """A request as its protocol reads it, and the answer as it writes that. One thread at a time.
 
-    `model` is the one that it seems to concern, or None, until it is parsed. What follows `parse` holds once it was parsed.
+    `model` is the one that it seems to concern, or None, until it is parsed. What follows
+    `parse` holds once it was parsed.
     """
 
     @property
@@ -62,7 +64,9 @@ class Message(Protocol[A_co]):
     def request(self) -> AnyRequest: ...
 
     def is_long(self) -> bool:
-        """Whether reading or writing is surely too much work for where it was received, as far as can be seen without a view."""
+        """Whether reading or writing is surely too much work for where it was received, as far
+        as can be seen without a view.
+        """
 
     def is_short(self, plan: Plan) -> bool:
         """Whether it is little, rows apart."""
@@ -71,7 +75,10 @@ class Message(Protocol[A_co]):
         """Is told of the open view, and of the plan."""
 
     def read(self, plan: Plan, inference: Inference | None) -> tuple[Sequence[Elements], list[Any]]:
-        """The elements of the inputs, and arrays for the outputs; their bytes are reserved. Without an inference it joins a batch."""
+        """The elements of the inputs, and arrays for the outputs; their bytes are reserved.
+
+        Without an inference it joins a batch.
+        """
 
     def encode(self, plan: Plan, arrays: list[Any]) -> A_co:
         """The answer, from filled arrays; the view is released."""
@@ -113,7 +120,8 @@ class Exchange(Generic[A]):
     def begin(self, *, here: bool = True, failed: BaseException | None = None) -> A | None:
         """Charge the request, and answer it if that is little work and needs no waiting. None: it is to be handed over.
 
-        Not `here`: it is charged, and all work is for a thread. `failed`: it was begun elsewhere, and is to fail with that.
+        Not `here`: it is charged, and all work is for a thread. `failed`: it was begun
+        elsewhere, and is to fail with that.
         """
         try:
             self._admit()
@@ -165,7 +173,10 @@ class Exchange(Generic[A]):
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Release the view, and count the failure for the version that was chosen. Only the first call does anything."""
+        """Release the view, and count the failure for the version that was chosen.
+
+        Only the first call does anything.
+        """
         ended, self._ended = self._ended, True
         self._close()
         if ended or not isinstance(error, TierstoreError):

@@ -17,7 +17,10 @@ POLL_S = 1.0
 
 
 class Files:
-    """The files that a running service reads again: certificates, tokens, log. Reactors forget whom they may answer when tokens are others than before: they ask nobody."""
+    """The files that a running service reads again: certificates, tokens, log.
+
+    Reactors forget whom they may answer when tokens are others than before: they ask nobody.
+    """
 
     def __init__(self, access: Access, tls: Tls | None, allowed: Allowed, audit: Audit) -> None:
         self._tokens, self._tls, self._allowed, self._audit = access.tokens, tls, allowed, audit
@@ -30,7 +33,9 @@ class Files:
             self._refresh()
 
     def renew(self) -> None:
-        """What SIGHUP asks for: certificates and tokens are read again now, and the files of the log and of the audit opened anew."""
+        """What SIGHUP asks for: certificates and tokens are read again now, and the files of the log
+        and of the audit opened anew.
+        """
         reopen()
         self._audit.close()  # the next line opens its file again
         logger.info("SIGHUP: certificates and tokens are read again, files of the log and of the audit opened anew")

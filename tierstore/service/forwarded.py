@@ -1,7 +1,10 @@
-"""Whose request a proxy passes on: the address in `X-Forwarded-For`, where the proxy is one that is trusted. Any thread.
+"""Whose request a proxy passes on: the address in `X-Forwarded-For`, where the proxy is one that is trusted.
 
-Each proxy adds the address that it was asked from behind those that it was told, so the list is read from its end: as long as an
-address is that of a trusted proxy, the one before it counts. What stands before those is the client's own word, and is not read.
+Any thread.
+
+Each proxy adds the address that it was asked from behind those that it was told, so the list is read from its
+end: as long as an address is that of a trusted proxy, the one before it counts. What stands before those is the
+client's own word, and is not read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""The last hour of a service: requests, latencies, errors and keys in steps of a quarter of a minute, and what was changed.
+"""The last hour of a service: requests, latencies, errors and keys in steps of a quarter of a
+minute, and what was changed.
 
-`History` is an observer: the store's sampler tells it that time has passed, and it reads counters that are kept anyway, so
-that look-ups do nothing for it. Any thread may read. Nothing survives the process but the changes, which are in the audit.
+`History` is an observer: the store's sampler tells it that time has passed, and it reads counters that are
+kept anyway, so that look-ups do nothing for it. Any thread may read. Nothing survives the process but the
+changes, which are in the audit.
 """
 
 from __future__ import annotations
@@ -41,7 +43,14 @@ class _Model:
             Hashable, np.ndarray
         ] = {}  # of versions by number and of tables by name, when they were last seen
 
-    def note(self, now_s: float, versions: dict[int, ModelCounts], tables: dict[str, dict[str, int]], deltas: int, *levels: int) -> None:  # fmt: skip
+    def note(
+        self,
+        now_s: float,
+        versions: dict[int, ModelCounts],
+        tables: dict[str, dict[str, int]],
+        deltas: int,
+        *levels: int,
+    ) -> None:
         for number, counts in versions.items():
             outcomes = counts.outcomes.copy()
             failed = sum(outcomes.get(outcome, 0) for outcome in _FAILURES)
@@ -54,7 +63,9 @@ class _Model:
         self.hour.note(now_s, [*self._sums.tolist(), *levels])
 
     def _add(self, what: Hashable, where: slice, counted: list[int]) -> None:
-        """Add what was counted since `what` was last seen; all of it where that was never, or where its counts began anew."""
+        """Add what was counted since `what` was last seen; all of it where that was never, or
+        where its counts began anew.
+        """
         now, before = np.array(counted, np.int64), self._before.get(what)
         self._sums[where] += now if before is None or (now < before).any() else now - before
         self._before[what] = now
@@ -108,7 +119,9 @@ class History(Observer):
             kept.note(now_s, versions.get(name, {}), model.looked_up(), self._deltas[name], *levels)
 
     def last_minute(self) -> dict[str, Any]:
-        """Requests of the data plane in the last minute, as far as steps have ended: how many, failures, p50 and p99 in seconds."""
+        """Requests of the data plane in the last minute, as far as steps have ended: how many,
+        failures, p50 and p99 in seconds.
+        """
         counted = self._all.steps(60 // STEP_S).sum(axis=0)
         buckets = counted[2 : 2 + _BUCKETS]
         return {
@@ -119,7 +132,9 @@ class History(Observer):
         }
 
     def document(self, model: str) -> dict[str, Any]:
-        """`{"step_s", "hour", "steps"}` of a model: the hour as one, and its steps, a list for each of their numbers, oldest first."""
+        """`{"step_s", "hour", "steps"}` of a model: the hour as one, and its steps, a list for each of
+        their numbers, oldest first.
+        """
         kept = self._models.get(model)
         steps = (_Model() if kept is None else kept).hour.steps()
         buckets, behind = steps[:, 2 : 2 + _BUCKETS], steps[:, 2 + _BUCKETS :]
@@ -137,7 +152,9 @@ class History(Observer):
         }
 
     def changes(self, model: str, now_s: float, *, to_admin: bool) -> list[dict[str, Any]]:
-        """What was changed of a model in the last hour, or tried in vain, newest first; who did it, and from where, is for admins."""
+        """What was changed of a model in the last hour, or tried in vain, newest first; who did it,
+        and from where, is for admins.
+        """
         found = []
         for line in self._store.audit.latest(now_s - HOUR_S):
             if line.get("model") != model or line["what"] in _NOT_SHOWN or line["outcome"] == "refused":

@@ -1,7 +1,9 @@
-"""TLS by the OpenSSL library itself, so that compiled code can go on with a connection where Python has made its handshake.
+"""TLS by the OpenSSL library itself, so that compiled code can go on with a connection where
+Python has made its handshake.
 
-Python's module `ssl` keeps its sessions for itself. Here they are addresses, and the functions that reactors call are, too: those of
-the same library that the module uses where it is a shared one, else of the system's. Only public functions of OpenSSL 1.1.1 and 3 are called.
+Python's module `ssl` keeps its sessions for itself. Here they are addresses, and the functions that reactors call are,
+too: those of the same library that the module uses where it is a shared one, else of the system's. Only public
+functions of OpenSSL 1.1.1 and 3 are called.
 
 A `Context` may be used by any thread; a `Session` by one at a time.
 """
@@ -32,7 +34,8 @@ from tierstore.kernels.reactor_words import OPENSSL
 WANTS_READ, WANTS_WRITE = kernel.WANT_READ, kernel.WANT_WRITE
 _NAMES = ("libssl.so.3", "libssl.so.1.1")
 _MESSAGE_ARGUMENT, _MODE, _READ_AHEAD, _LEAST_VERSION = 16, 33, 41, 123  # of SSL_CTX_ctrl
-# of _MODE: a write may end after a record; its bytes may have moved when it is tried again; idle sessions hold no buffers
+# of _MODE: a write may end after a record; its bytes may have moved when it is tried again;
+# idle sessions hold no buffers
 _MODES = 0x1 | 0x2 | 0x4 | 0x10
 _TLS_1_2, _PEM = 0x0303, 1
 _OPTIONS = ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION | ssl.OP_CIPHER_SERVER_PREFERENCE
@@ -168,7 +171,10 @@ def _choose_of(protocols: bytes) -> Any:
 
 
 class Context:
-    """What connections have in common: a certificate, its key, and whom clients' certificates must be of. Never changed."""
+    """What connections have in common: a certificate, its key, and whom clients' certificates must be of.
+
+    Never changed.
+    """
 
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None, protocols: bytes = HTTP2_OR_1) -> None:
         """ConfigError for files that cannot be used."""
@@ -229,7 +235,9 @@ class Context:
 
 
 class Session:
-    """TLS on a connection that does not wait: an `SSL *` by its address. Whoever has it frees it (`close`), or gives it on (`detach`).
+    """TLS on a connection that does not wait: an `SSL *` by its address.
+
+    Whoever has it frees it (`close`), or gives it on (`detach`).
 
     `names` are those of the client's certificate.
     """
@@ -238,7 +246,10 @@ class Session:
         self._lib, self._at, self.names = library(), address, names
 
     def accept(self) -> int | None:
-        """Go on with the handshake. None once it is made, else what it waits for. ConnectionError where it has failed."""
+        """Go on with the handshake. None once it is made, else what it waits for.
+
+        ConnectionError where it has failed.
+        """
         self._lib.ERR_clear_error()
         if (came := self._lib.SSL_accept(self._at)) == 1:
             return None
@@ -331,8 +342,8 @@ def _error() -> str:
 def _names_of(certificate: int) -> tuple[str, ...]:
     """The names of a client's certificate: URIs, then DNS names. What is not printable is no name.
 
-    The common name where it has no alternative names of any kind: authorities check what they write there less, and it may
-    spell a URI.
+    The common name where it has no alternative names of any kind: authorities check what they write there
+    less, and it may spell a URI.
     """
     lib, why = library(), c_int()
     others = lib.X509_get_ext_d2i(certificate, _ALTERNATIVE_NAMES, byref(why), None)

@@ -1,9 +1,9 @@
 """What a serving process sets for itself: the allocator, the garbage collector, the file limit, time slices of threads.
 
-`tune_allocator` is called once, before threads start. By default glibc maps blocks of 128 KiB and more anew each time, and
-gives them back to the system when they are freed (the threshold adapts, but not for every size and arena). So each large
-response touches new pages, which costs several times as much as copying it. These settings keep freed blocks; up to about
-128 MiB stay resident.
+`tune_allocator` is called once, before threads start. By default glibc maps blocks of 128 KiB and more anew each time,
+and gives them back to the system when they are freed (the threshold adapts, but not for every size and arena). So each
+large response touches new pages, which costs several times as much as copying it. These settings keep freed blocks; up
+to about 128 MiB stay resident.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def tune_allocator() -> bool:
 def freeze_heap() -> None:
     """Exclude everything that is there now from garbage collection: the modules, and what lives as long as the process.
 
-    A full collection stops every thread. With the hundreds of thousands of objects of the libraries it lasts a tenth of a
-    second; with only what requests leave behind, a few milliseconds.
+    A full collection stops every thread. With the hundreds of thousands of objects of the libraries it lasts a tenth of
+    a second; with only what requests leave behind, a few milliseconds.
     """
     gc.collect()
     gc.freeze()
@@ -76,9 +76,9 @@ _ATTRIBUTES = struct.Struct("<IIQiIQQQII")  # struct sched_attr
 def request_short_slices() -> None:
     """Ask for short time slices for the calling thread, so that it runs soon after it wakes up.
 
-    Linux' scheduler (EEVDF) runs the thread first whose slice is due to end first. So a thread with short slices does not
-    wait for the whole slices, milliseconds each, of threads that work in the background. A thread may set its own slice from
-    Linux 6.12 on, without privileges; where that is not possible nothing changes.
+    Linux' scheduler (EEVDF) runs the thread first whose slice is due to end first. So a thread with short slices does
+    not wait for the whole slices, milliseconds each, of threads that work in the background. A thread may set its own
+    slice from Linux 6.12 on, without privileges; where that is not possible nothing changes.
     """
     number = _SCHED_SETATTR.get(platform.machine())
     if number is None:
@@ -95,7 +95,9 @@ EXIT_CODE = 70
 
 
 class ExitBound:
-    """A stop always ends: where it lasts longer than it may, the process exits as it is. A context manager; the block is the stop too.
+    """A stop always ends: where it lasts longer than it may, the process exits as it is.
+
+    A context manager; the block is the stop too.
 
     What is acknowledged is on disk by then, and the next start finds it as after a crash.
     """
@@ -105,7 +107,9 @@ class ExitBound:
         self._alarmed = False
 
     def signalled(self, seconds: float) -> None:
-        """A signal asks for a stop that may last so long. For its handler: takes no lock, and the kernel keeps the time.
+        """A signal asks for a stop that may last so long.
+
+        For its handler: takes no lock, and the kernel keeps the time.
 
         `start` is to follow at once, but for whatever holds up the thread that would call it.
         """

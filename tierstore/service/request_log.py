@@ -1,4 +1,5 @@
-"""Which requests are logged, over every transport: those that failed or were not let in, slow ones, or all of them; and whose traces are reported.
+"""Which requests are logged, over every transport: those that failed or were not let in, slow ones, or all of them;
+and whose traces are reported.
 
 Look-ups that reactors answer are not logged: they never come to Python. Any thread.
 """
@@ -26,7 +27,8 @@ _NOT_LET_IN = (401, 403)
 
 
 class RequestLog:
-    """Writes at most LINES_A_SECOND of failures with one status, and as many of slow requests, and fewer of those that were not let in.
+    """Writes at most LINES_A_SECOND of failures with one status, and as many of slow requests, and fewer
+    of those that were not let in.
 
     The next line says how many were left out.
     """
@@ -63,8 +65,8 @@ class RequestLog:
         """Log a request that came at `began_ns` (`time.perf_counter_ns`), if it is to be logged, and report its span.
 
         `status` is HTTP's, `said` the name of the status in the line if it has another one. `client` gives the client's
-        address, as long as the request is not answered. `error` is why it failed, and `spent` where its time went. `headers`
-        are those that may name its trace, in small letters.
+        address, as long as the request is not answered. `error` is why it failed, and `spent` where its time went.
+        `headers` are those that may name its trace, in small letters.
         """
         if self._traces is not None:
             self._trace(self._traces, method, path, status, began_ns, headers, error, spent, said)
@@ -132,12 +134,17 @@ class RequestLog:
 
 
 def one_line(text: str) -> str:
-    """What a client sent, in one line and not too long. Secrets go before it is cut: half of one may not look like one."""
+    """What a client sent, in one line and not too long.
+
+    Secrets go before it is cut: half of one may not look like one.
+    """
     return repr(without_secrets(text)[:256])[1:-1]
 
 
 def _spent_ms(spent: Timings) -> dict[str, float]:
-    """Where a request's time went: it waited for a thread; rows came from memory, and those that memory lacked; the graph ran."""
+    """Where a request's time went: it waited for a thread; rows came from memory, and those that
+    memory lacked; the graph ran.
+    """
     parts = (spent.queued_ns, spent.lookup_ns - spent.disk_ns, spent.disk_ns, spent.dense_ns)
     names = ("queued_ms", "memory_ms", "disk_ms", "dense_ms")
     return {name: round(ns / 1e6, 3) for name, ns in zip(names, parts, strict=True)}

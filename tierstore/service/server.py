@@ -1,9 +1,9 @@
 """A service over a store: its ports and what serves them, from their start to an orderly end.
 
 `serve` blocks the main thread until a stop signal; `ServerThread` runs the same in the background of a program. On
-SIGTERM or SIGINT the service reports not ready, goes on serving for `drain_s`, stops accepting, finishes the requests in
-progress, and closes the store. A second signal skips the wait. A stop that does not end exits after a bound. On SIGHUP it reads
-certificates again and opens the files of its log anew.
+SIGTERM or SIGINT the service reports not ready, goes on serving for `drain_s`, stops accepting, finishes the requests
+in progress, and closes the store. A second signal skips the wait. A stop that does not end exits after a bound. On
+SIGHUP it reads certificates again and opens the files of its log anew.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def grpc_port_by_default(settings: Settings) -> Settings:
 
 
 class HttpService:
-    """A store served on one port, or two, which answer alike. Made on any thread; `run` blocks; `stop` may be called from any thread.
+    """A store served on one port, or two, which answer alike. Made on any thread; `run` blocks; `stop`
+    may be called from any thread.
 
     `awaits_grpc`: it is not ready before the gRPC port is open, for which all kernels have to be compiled.
     """
@@ -114,7 +115,8 @@ class HttpService:
         store.epochs.add_collector(self._plans.collect)
 
     def _make_listeners(self) -> list[Listener]:
-        """The listeners that Python accepts from: of connections with TLS, which go to reactors after their handshake, and of admin requests."""
+        """The listeners that Python accepts from: of connections with TLS, which go to reactors after their
+        handshake, and of admin requests."""
         listeners, tls = [], self.service.tls
         if tls is not None:
             listeners.append(
@@ -127,7 +129,8 @@ class HttpService:
         return listeners
 
     def run(self, started: Callable[[], None], exit_bound: ExitBound | None = None) -> None:
-        """Serve until `stop` or, with `exit_bound` (main thread only), a signal to stop. `started` is called once requests are answered."""
+        """Serve until `stop` or, with `exit_bound` (main thread only), a signal to stop. `started` is called
+        once requests are answered."""
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(self._serve(started, exit_bound))
@@ -155,7 +158,8 @@ class HttpService:
         self.service.close()
 
     def stop(self, drain_s: float | None = None) -> None:
-        """Begin to end: not ready from now on, closed after `drain_s` (default: the setting). A second call ends at once."""
+        """Begin to end: not ready from now on, closed after `drain_s` (default: the setting). A
+        second call ends at once."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # it has ended already
                 self._loop.call_soon_threadsafe(self._drain, self._settings.drain_s if drain_s is None else drain_s)
@@ -187,7 +191,8 @@ class HttpService:
             task.cancel()
 
     def begin_admin(self) -> None:
-        """Make the admin application now, beside look-ups. Else the first admin request has it made, and waits. Event loop only."""
+        """Make the admin application now, beside look-ups. Else the first admin request has it made,
+        and waits. Event loop only."""
         self._admin.begin()
 
     def _begin_compiled(self) -> list[asyncio.Future[None]]:
@@ -205,7 +210,8 @@ class HttpService:
         return [asyncio.ensure_future(self._start_compiled_after(compilation, listener))]
 
     def _start_compiled(self) -> None:
-        """Serve the ports by reactors; where there is TLS, its listeners accept for them, that of the gRPC port from now on."""
+        """Serve the ports by reactors; where there is TLS, its listeners accept for them, that of
+        the gRPC port from now on."""
         ports, tls = self._ports, self.service.tls
         listeners = ports.public if tls is None else ()
         for sock in listeners:
@@ -221,7 +227,8 @@ class HttpService:
         self.service.awaits_grpc = False
 
     async def _start_compiled_after(self, compilation: ahead.Compilation, listener: Listener | None) -> None:
-        """Until all kernels are compiled Python answers what reactors would, and nobody gRPC; for good where that fails."""
+        """Until all kernels are compiled Python answers what reactors would, and nobody gRPC;
+        for good where that fails."""
         start_s = time.monotonic()
         logger.info("requests over HTTP are answered by Python, and none over gRPC, until all kernels are compiled")
         while not compilation.done.is_set():
@@ -288,9 +295,9 @@ class HttpService:
 def serve(settings: Settings, *, announce: Callable[[str, str | None], None] = say) -> None:
     """Open the store, serve it until a stop signal, close it. Blocks the main thread.
 
-    `announce` is called once, when requests are answered, with the URL and the gRPC target (None where gRPC is not served);
-    by default it prints a line. Raises ConfigError and MissingExtra for settings that cannot be served, and Locked where
-    another process has the data directory open.
+    `announce` is called once, when requests are answered, with the URL and the gRPC target (None where gRPC is not
+    served); by default it prints a line. Raises ConfigError and MissingExtra for settings that cannot be served, and
+    Locked where another process has the data directory open.
     """
     is_named = isinstance(settings.grpc_port, int)
     settings = grpc_port_by_default(settings)
@@ -311,10 +318,11 @@ def serve(settings: Settings, *, announce: Callable[[str, str | None], None] = s
 
 
 class ServerThread:
-    """The service in the background of this process, over a store that the caller keeps open: `with ServerThread(store) as server:`.
+    """The service in the background of this process, over a store that the caller keeps open:
+    `with ServerThread(store) as server:`.
 
-    Inside the block `url` and `port` are set, and `grpc_target` and `grpc_port` where the settings name a gRPC port (else
-    None). Leaving the block, or `close`, ends the service without draining.
+    Inside the block `url` and `port` are set, and `grpc_target` and `grpc_port` where the settings name a gRPC port
+    (else None). Leaving the block, or `close`, ends the service without draining.
     """
 
     def __init__(self, store: Store, settings: Settings | None = None) -> None:

@@ -1,8 +1,8 @@
 """Stats that are counted at every request: histograms, and the protocol's statistics of each model.
 
 Adding is a bisection and three additions, far cheaper than with a metrics library. Any thread may add to
-`InferenceStats` and `RequestTimes`; a `Histogram` has one writer at a time. A reader may see an addition half done, which
-a scrape cannot distinguish from one that came a moment later.
+`InferenceStats` and `RequestTimes`; a `Histogram` has one writer at a time. A reader may see an addition half done,
+which a scrape cannot distinguish from one that came a moment later.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ class ModelCounts:
 
 @dataclass(slots=True)
 class PredictTimes:
-    """Requests that the dense part has answered: how many, and their nanoseconds in all, queued, in look-ups, in ONNX Runtime.
+    """Requests that the dense part has answered: how many, and their nanoseconds in all, queued,
+    in look-ups, in ONNX Runtime.
 
     The remainder of `total_ns` is this service's own: parsing, planning, encoding.
     """
@@ -261,7 +262,10 @@ class RequestTimes:
 
 
 class FreshnessStats(Observer):
-    """`tierstore_delta_freshness_seconds`: event time to visible, a histogram for each model. One writer at a time for a model."""
+    """`tierstore_delta_freshness_seconds`: event time to visible, a histogram for each model.
+
+    One writer at a time for a model.
+    """
 
     def __init__(self) -> None:
         self.histograms: dict[str, Histogram] = {}

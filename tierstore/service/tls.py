@@ -1,8 +1,9 @@
-"""TLS: the certificate and the key of a service, read again when their files change, and the names in certificates of clients.
+"""TLS: the certificate and the key of a service, read again when their files change, and the
+names in certificates of clients.
 
-A connection has the certificate that was there when it began. Files that make no sense, or do not fit each other, change
-nothing: those read before go on, and `problem` says why. `Tls` is replaced on one thread, the event loop's; any thread may
-read `current`.
+A connection has the certificate that was there when it began. Files that make no sense, or do not fit each other,
+change nothing: those read before go on, and `problem` says why. `Tls` is replaced on one thread, the event loop's;
+any thread may read `current`.
 """
 
 from __future__ import annotations

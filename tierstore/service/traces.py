@@ -1,8 +1,9 @@
-"""Spans of requests and deltas, by OpenTelemetry: where the caller's trace is sampled, its part here is reported once it has ended.
+"""Spans of requests and deltas, by OpenTelemetry: where the caller's trace is sampled, its part here
+is reported once it has ended.
 
-No trace begins here: a request without a sampled `traceparent` (W3C Trace Context) has no span, and costs nothing. Reactors hand
-sampled look-ups to Python, which knows where their time went. Durations of stages are measured; in a request that waited for a thread
-they are laid one behind the other, the last up to the answer.
+No trace begins here: a request without a sampled `traceparent` (W3C Trace Context) has no span, and costs nothing.
+Reactors hand sampled look-ups to Python, which knows where their time went. Durations of stages are measured; in a
+request that waited for a thread they are laid one behind the other, the last up to the answer.
 
     queue         waits for a thread, or in a batch
     plan          is parsed and checked, and its view opened
@@ -11,7 +12,8 @@ they are laid one behind the other, the last up to the answer.
     dense         the graph
     encode        the answer is written
 
-What is exported to, and how, say OpenTelemetry's variables (OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_SERVICE_NAME, …). Any thread.
+What is exported to, and how, say OpenTelemetry's variables (OTEL_EXPORTER_OTLP_ENDPOINT,
+OTEL_SERVICE_NAME, …). Any thread.
 """
 
 from __future__ import annotations
@@ -84,7 +86,9 @@ class Traces:
         spent: Timings | None,
         failed: str | None,
     ) -> None:
-        """Report a request that came at `began_ns` (`time.perf_counter_ns`) and ends now; `failed`: why, where that is the service's fault."""
+        """Report a request that came at `began_ns` (`time.perf_counter_ns`) and ends now; `failed`: why, where
+        that is the service's fault.
+        """
         context = self._sampled({key.decode(): value.decode("latin-1") for key, value in headers if key in _NAMES})
         if context is None:
             return

@@ -1,1 +1,4 @@
-"""Sizing: how much memory, disk and network a table needs, and how often memory answers. Pure Python; nothing is opened."""
+"""Sizing: how much memory, disk and network a table needs, and how often memory answers.
+
+Pure Python; nothing is opened.
+"""

@@ -1,4 +1,6 @@
-"""What becomes of a plan: when its designs run out as rows and requests grow, and which of what it was given moves the price most. Any thread."""
+"""What becomes of a plan: when its designs run out as rows and requests grow, and which of what it was given
+moves the price most. Any thread.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ SWING = 0.25  # by which each input is made smaller and larger
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """When a design, with the nodes that it has now, is not enough any more: the first month (0: now), and by what; None within MONTHS."""
+    """When a design, with the nodes that it has now, is not enough any more: the first month (0: now), and
+    by what; None within MONTHS.
+    """
 
     design: str
     nodes: int
@@ -80,7 +84,10 @@ class Swing:
 
 
 def sensitivity(made: SizingPlan, machine: Machine, nodes: int | None = None) -> list[Swing]:
-    """What SWING less and more of each input changes, the largest first. Empty where no design can serve it or it costs nothing."""
+    """What SWING less and more of each input changes, the largest first.
+
+    Empty where no design can serve it or it costs nothing.
+    """
     if made.chosen is None or made.chosen.monthly <= 0:
         return []
     swings = [Swing(what, _price(less, nodes), _price(more, nodes)) for what, less, more in _inputs(made, machine)]

@@ -1,6 +1,8 @@
-"""A plan as one page of HTML: what is chosen, how it is loaded, how it grows and what moves its price, with plots as SVG. Pure functions.
+"""A plan as one page of HTML: what is chosen, how it is loaded, how it grows and what moves its price, with
+plots as SVG. Pure functions.
 
-The page needs nothing but itself: no script, no font, no image from elsewhere. It fits a phone, and is dark where the reader's system is.
+The page needs nothing but itself: no script, no font, no image from elsewhere. It fits a phone, and is dark
+where the reader's system is.
 """
 
 from __future__ import annotations
@@ -41,7 +43,10 @@ def page(
 ) -> str:
     """The page. Figures are those of the plan; nothing is computed here but the points of curves."""
     load, chosen = made.load, made.chosen
-    head = f"{load.rows:,.0f} rows of {load.dim} {load.dtype.value}, {load.qps:,.0f} requests a second of {load.keys:,.0f} keys"
+    head = (
+        f"{load.rows:,.0f} rows of {load.dim} {load.dtype.value}, {load.qps:,.0f} requests a second of "
+        f"{load.keys:,.0f} keys"
+    )
     parts = [f"<h1>{escape(title or 'Sizing of a table')}</h1>", f"<p>{escape(head)}; {escape(load.reuse.name)}.</p>"]
     if chosen is None:
         parts.append('<p class="bad">No design can serve this with such nodes.</p>')
@@ -55,13 +60,16 @@ def page(
             _section("How busy a node is", _busy_text(chosen), _boxed(_busy(chosen))),
             _section(
                 "Memory and hit rate",
-                "Keys that are answered from memory, by the memory for rows that all nodes together have of the table (one copy of each row). "
-                "The mark is the chosen design.",
+                "Keys that are answered from memory, by the memory for rows that all nodes together have of the table "
+                "(one copy of each row). The mark is the chosen design.",
                 _boxed(_hit_rates(made, chosen)),
             ),
         ]
     if swings and chosen is not None:
-        text = f"The price of the cheapest design if one input is {100 * SWING:.0f}% smaller or larger, and the others as they are."
+        text = (
+            f"The price of the cheapest design if one input is {100 * SWING:.0f}% smaller or larger, and the "
+            "others as they are."
+        )
         parts.append(_section("What moves the price", text, _boxed(_tornado(swings, chosen.monthly))))
     if growth is not None:
         text = (
@@ -104,8 +112,10 @@ def _designs(made: SizingPlan) -> str:
     rows = (
         (
             (
-                of.name + (f" ({of.machine.kind})" if of.machine.kind else ""), str(of.nodes), "not possible" if of.limits else _price(made, of.monthly), _bytes(of.node.host_budget),
-                f"{100 * of.node.hit_rate:.1f}%", _bytes(of.node.disk) if of.node.disk else "–", f"{_bytes(of.node.network)}/s",
+                of.name + (f" ({of.machine.kind})" if of.machine.kind else ""), str(of.nodes),
+                "not possible" if of.limits else _price(made, of.monthly), _bytes(of.node.host_budget),
+                f"{100 * of.node.hit_rate:.1f}%", _bytes(of.node.disk) if of.node.disk else "–",
+                f"{_bytes(of.node.network)}/s",
                 f"{of.node.reads:,.0f}", f"{of.node.cores:.1f}",
             ),
             of is made.chosen,
@@ -181,7 +191,10 @@ def _text(x: float, y: float, text: str, anchor: str = "start", kind: str = "") 
 def _busy_text(chosen: Design) -> str:
     if chosen.away is None:
         return "Of what one node can do. While it is down nothing answers."
-    return f"Of what one of the {chosen.nodes} nodes can do: while all are there (above), and the busiest one while one is away (below). More than 70% leaves no room for peaks."
+    return (
+        f"Of what one of the {chosen.nodes} nodes can do: while all are there (above), and the busiest one while "
+        "one is away (below). More than 70% leaves no room for peaks."
+    )
 
 
 def _busy(chosen: Design) -> str:

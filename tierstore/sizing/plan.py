@@ -29,11 +29,11 @@ FIXED_BYTES = (
 SYSTEM_SHARE = 0.1  # of a node's memory, for the system and its cache of files
 # server CPU of a look-up over HTTP (docs/decisions/reactor.md), and of a key that is read from disk (sealed-base.md)
 REQUEST_CPU_S, KEY_CPU_S, READ_CPU_S = 15e-6, 0.07e-6, 7e-6
-# CPU of a front for a request of which it lacks keys (Python handles it), for each node that it asks and for each such key; and of
-# the nodes that it asks, for a request and for a key (docs/decisions/upstream.md)
+# CPU of a front for a request of which it lacks keys (Python handles it), for each node that it asks and for each such
+# key; and of the nodes that it asks, for a request and for a key (docs/decisions/upstream.md)
 FRONT_MISS_CPU_S, FRONT_PART_CPU_S, FRONT_KEY_CPU_S = 770e-6, 80e-6, 0.6e-6
 OWNER_PART_CPU_S, OWNER_KEY_CPU_S = 25e-6, 0.1e-6
-PART_BYTES = 300  # of a request from node to node beside its codes, and of its answer beside its rows: their heads, from the protocol
+PART_BYTES = 300  # of a request between nodes beside its codes, and of its answer beside its rows: their heads
 REMOTE_KEY_CPU_S = (
     0.2e-6  # of a node, to read a key from a cluster; it is let in like one from a node (docs/decisions/remote-tier.md)
 )
@@ -156,8 +156,8 @@ class PlannedNode:
 class Design:
     """A way to serve the table.
 
-    `away`: the busiest node while one is away; None for a single node. `limits`: why it cannot serve, empty where it can, also while one is
-    away. `monthly`: its price.
+    `away`: the busiest node while one is away; None for a single node. `limits`: why it cannot serve, empty where it
+    can, also while one is away. `monthly`: its price.
     """
 
     name: str
@@ -173,8 +173,8 @@ class Design:
 
 @dataclass(frozen=True, slots=True)
 class SizingPlan:
-    """`designs`: of each name the cheapest machine for it that can serve, or else the first. `chosen`: the cheapest of all that can
-    serve, the simpler one where two cost the same."""
+    """`designs`: of each name the cheapest machine for it that can serve, or else the first. `chosen`: the cheapest of
+    all that can serve, the simpler one where two cost the same."""
 
     load: Load
     prices: Prices
@@ -223,7 +223,8 @@ def node_of(load: Load, machine: Machine, traffic: float, *, disk: bool = True) 
         reading_s = of_requests + reads * (REMOTE_KEY_CPU_S + FRONT_KEY_CPU_S)
     return PlannedNode(
         budget, cached, hits, _memory_of(machine, budget, table.index if disk else 0.0),
-        table.disk_peak if disk else 0.0, requests * load.keys * load.dim * load.answer_bytes + (0 if disk else reads * KEY_BYTES),
+        table.disk_peak if disk else 0.0,
+        requests * load.keys * load.dim * load.answer_bytes + (0 if disk else reads * KEY_BYTES),
         0.0, 0.0, reads, requests * (REQUEST_CPU_S + load.keys * KEY_CPU_S) + reading_s,
     )  # fmt: skip
 
@@ -231,7 +232,8 @@ def node_of(load: Load, machine: Machine, traffic: float, *, disk: bool = True) 
 def owner_of(load: Load, machine: Machine, pairs: int, *, one_away: bool = False) -> PlannedNode:
     """One of `2 * pairs` machines, each a front and an owner of one of `pairs` shares of the rows, which two have.
 
-    `one_away`: the machine whose share the one that is away has, too: it answers for both, and all fronts that remain for all clients.
+    `one_away`: the machine whose share the one that is away has, too: it answers for both, and all fronts
+    that remain for all clients.
     """
     table = bytes_of(load, 1 / pairs)
     share = load.rows / pairs
@@ -264,7 +266,8 @@ def owner_of(load: Load, machine: Machine, pairs: int, *, one_away: bool = False
 
 
 def parts_of(keys: float, missed: float, shares: int) -> float:
-    """How many of so many shares have at least one of the keys of a request that are missed, on average: to so many nodes it goes on."""
+    """How many of so many shares have at least one of the keys of a request that are missed, on average: to
+    so many nodes it goes on."""
     return shares * -math.expm1(keys * math.log1p(-missed / shares)) if missed < shares else 1.0
 
 
@@ -310,7 +313,8 @@ def _monthly(machine: Machine, node: PlannedNode, nodes: int, prices: Prices) ->
 
 
 def _enough(one: PlannedNode, machine: Machine) -> int:
-    """Nodes among which the traffic of one is shared, so that they have room for peaks, and what remains is enough when one fails."""
+    """Nodes among which the traffic of one is shared, so that they have room for peaks, and what remains
+    is enough when one fails."""
     busy = max((one.reads / machine.reads) if one.disk else 0, one.network / machine.network, one.cores / machine.cores)
     return max(2, math.ceil(busy / USED), math.ceil(busy) + 1)
 
@@ -343,7 +347,8 @@ def _cluster(load: Load, machine: Machine, nodes: int | None, prices: Prices) ->
     else:
         monthly += machines * prices.nodes[machine.kind].price
     notes = [
-        f"{REDIS_ROW_BYTES} bytes a row beyond the vector, a replica, and {1 + load.keep_versions} versions are assumed",
+        f"{REDIS_ROW_BYTES} bytes a row beyond the vector, a replica, and {1 + load.keep_versions} versions are "
+        "assumed",
         f"the cluster answers {keys:,.0f} keys a second, for which its masters need {cores:,.1f} cores",
     ]
     text = f"a Redis-protocol cluster with {behind / GIB:,.0f} GiB of memory on {machines:,} machines"
@@ -366,7 +371,8 @@ def _partitions(load: Load, machine: Machine, nodes: int | None, prices: Prices)
     notes = [
         f"{pairs:,} shares of the rows, each on two nodes, with fronts (`--upstream`) on the same machines"
         + (
-            f"; a request goes on to {each:.1f} nodes, and {node.between / 1e6:,.0f} MB a second leave each node for others"
+            f"; a request goes on to {each:.1f} nodes, and {node.between / 1e6:,.0f} MB a second leave each node for "
+            "others"
             if each
             else ""
         )

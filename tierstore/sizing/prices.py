@@ -1,4 +1,7 @@
-"""Prices by which designs are compared, from a file: of memory, disk and cores, or of whole nodes of some kinds. Immutable values; any thread."""
+"""Prices by which designs are compared, from a file: of memory, disk and cores, or of whole nodes of some kinds.
+
+Immutable values; any thread.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ class _Entry(BaseModel):
 
 
 class Kind(_Entry):
-    """Nodes of one kind, that are paid for whole. `reads`: random reads of 4 KiB a second; `network`: Gbit a second, each way."""
+    """Nodes of one kind, that are paid for whole.
+
+    `reads`: random reads of 4 KiB a second; `network`: Gbit a second, each way.
+    """
 
     memory: Size
     disk: Size
@@ -40,7 +46,9 @@ class Kind(_Entry):
 
 
 class Prices(_Entry):
-    """The prices of a month, in one currency. `memory` and `disk`: of a GiB, `core`: of a core, of what a design uses. With `nodes` whole nodes are paid instead.
+    """The prices of a month, in one currency. `memory` and `disk`: of a GiB, `core`: of a core, of what a design uses.
+
+    With `nodes` whole nodes are paid instead.
 
     By default figures of the size that clouds ask, without a currency: only their ratio decides.
     """

@@ -17,14 +17,15 @@ from tierstore.errors import InvalidInput
 
 _EXACT = 1000  # terms of a sum that are added up; the others are integrated
 
-# By how much the host tier's miss ratio is above that of a cache that always holds the hottest rows, by the cache's share
-# of all rows: medians over Zipf 0.8 to 1.2 and the ads trace, from the table of docs/decisions/promotion-policy.md.
+# By how much the host tier's miss ratio is above that of a cache that always holds the hottest rows, by the cache's
+# share of all rows: medians over Zipf 0.8 to 1.2 and the ads trace, from the table of
+# docs/decisions/promotion-policy.md.
 _POLICY_LOSS = ((0.0, 1.05), (0.01, 1.05), (0.1, 1.11), (1.0, 1.2))
 
-# embedding_bag/2021/locality_stats.txt of github.com/facebookresearch/dlrm_datasets, set fbgemm_t856_bs65536: 887,017,990
-# accesses to 128,435,723 keys of 856 tables. (share of the keys, share of the accesses) by how often a key was looked up
-# again: from 32,768 times on, from 16,384, and so on by halves, down to once and never. The key shares of the first seven
-# are below a rounding step there, and follow from the accesses.
+# embedding_bag/2021/locality_stats.txt of github.com/facebookresearch/dlrm_datasets, set fbgemm_t856_bs65536:
+# 887,017,990 accesses to 128,435,723 keys of 856 tables. (share of the keys, share of the accesses) by how often a key
+# was looked up again: from 32,768 times on, from 16,384, and so on by halves, down to once and never. The key shares of
+# the first seven are below a rounding step there, and follow from the accesses.
 _ADS = (
     (0.0000028, 0.019),
     (0.0000069, 0.023),
@@ -92,7 +93,9 @@ class Classes:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Hit rates that a running cache would have, by the share of the rows that it holds: ascending, both from 0 to 1."""
+    """Hit rates that a running cache would have, by the share of the rows that it holds:
+    ascending, both from 0 to 1.
+    """
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -123,7 +126,8 @@ def hit_rate(reuse: Reuse | Measured, cached: float, rows: float) -> float:
 
 
 def read_classes(path: Path) -> Classes:
-    """A distribution from a file of lines `rows,look-ups`: how many rows (or what share), and how many look-ups they got.
+    """A distribution from a file of lines `rows,look-ups`: how many rows (or what share),
+    and how many look-ups they got.
 
     Lines may come in any order, with a header or without. InvalidInput for anything else.
     """

@@ -1,4 +1,7 @@
-"""A plan beside a running service: what it says of a table as it is served now, and what the service measured. Pure functions."""
+"""A plan beside a running service: what it says of a table as it is served now, and what the service measured.
+
+Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ from tierstore.sizing.reuse import Reuse, hit_rate
 
 @dataclass(frozen=True, slots=True)
 class ServedTraffic:
-    """What a service counted between two looks: over all of its models `cpu_s` and `requests`, and of all tables the keys by tier."""
+    """What a service counted between two looks: over all of its models `cpu_s` and `requests`, and of
+    all tables the keys by tier.
+    """
 
     seconds: float
     cpu_s: float
@@ -31,7 +36,10 @@ class ServedTraffic:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One figure; None where there is none. `unit`: of the figure: `%` (as a share), `µs` (in seconds), `bytes`, or nothing."""
+    """One figure; None where there is none.
+
+    `unit`: of the figure: `%` (as a share), `µs` (in seconds), `bytes`, or nothing.
+    """
 
     what: str
     unit: str
@@ -71,7 +79,10 @@ def _counts(metrics: str) -> tuple[float, float, dict[str, float]]:
 
 
 def compare(load: Load, entry: Mapping[str, Any], traffic: ServedTraffic, assumed: Reuse) -> list[Compared]:
-    """`load`: the table as it is served. `entry`: what the status says of it. `assumed`: what is taken of look-ups where nothing is measured."""
+    """`load`: the table as it is served. `entry`: what the status says of it.
+
+    `assumed`: what is taken of look-ups where nothing is measured.
+    """
     rows = max(1.0, float(entry["rows"]))
     counts: Mapping[str, float] = entry["lookup_keys"]
     total = sum(counts.values())

@@ -1,13 +1,13 @@
 """Background work: threads of low priority, and pauses in which requests go first.
 
-A switch warms a version while another one serves. At the same priority it would get every second turn of a processor that
-look-ups need. Niceness belongs to a thread on Linux, and a thread without privileges cannot raise its priority again.
-So background work runs on a thread of its own, which ends with the work.
+A switch warms a version while another one serves. At the same priority it would get every second turn of a processor
+that look-ups need. Niceness belongs to a thread on Linux, and a thread without privileges cannot raise its priority
+again. So background work runs on a thread of its own, which ends with the work.
 
 How long the pauses are: background work earns time to pause, by working and by the clock, and saves up at most
 `_MOST_SAVED_S` of it. A pause lasts as long as requests are being answered, but no longer than what is saved up, and no
-longer than `_LONGEST_PAUSE_S`. So work that has hardly paused may wait for a burst of requests to end, and under requests
-without end the work takes about four times as long as alone.
+longer than `_LONGEST_PAUSE_S`. So work that has hardly paused may wait for a burst of requests to end, and under
+requests without end the work takes about four times as long as alone.
 
 Any thread may call anything here. The caller must not hold a lock that requests wait for. Nothing survives a crash.
 """
@@ -78,7 +78,9 @@ def register_requests(requests: RequestCounter, *, first: bool = False) -> None:
 
 @contextlib.contextmanager
 def without_yielding(hurry: bool) -> Iterator[None]:
-    """With `hurry`, the calling thread does not wait for requests in the block: its work must keep up with something."""
+    """With `hurry`, the calling thread does not wait for requests in the block: its work
+    must keep up with something.
+    """
     before, _thread.never_yields = _thread.never_yields, hurry
     try:
         yield
@@ -105,8 +107,8 @@ def is_background() -> bool:
 def yield_to_requests() -> None:
     """Pause: let waiting threads run, and requests that are under way be answered.
 
-    Without it, a thread that waits for the interpreter lock gets it only after the switch interval (5 ms), and a request
-    takes that lock many times. Call it after half a millisecond of work, or less.
+    Without it, a thread that waits for the interpreter lock gets it only after the switch interval (5 ms), and a
+    request takes that lock many times. Call it after half a millisecond of work, or less.
     """
     start = time.monotonic()
     earned_s = _EARNED_BY_WORK * (time.thread_time() - _thread.cpu_s) + _EARNED_BY_TIME * (start - _thread.paused_until)
@@ -126,7 +128,9 @@ def yield_if_background() -> None:
 
 
 def in_background(work: Callable[[], T]) -> T:
-    """Call `work` on a background thread, in the caller's context, and wait for it. Returns what it returns, raises what it raises.
+    """Call `work` on a background thread, in the caller's context, and wait for it.
+
+    Returns what it returns, raises what it raises.
 
     Where no thread can be started, the caller works itself.
     """
@@ -143,8 +147,8 @@ def in_background(work: Callable[[], T]) -> T:
 def start_threads(pool: ThreadPoolExecutor, count: int) -> None:
     """Start all threads of a pool that has run nothing yet. RuntimeError where one cannot be started.
 
-    By itself it starts them as calls come. Where there is no memory for one by then, `submit` raises and leaves its call in the
-    queue all the same.
+    By itself it starts them as calls come. Where there is no memory for one by then, `submit` raises and leaves its
+    call in the queue all the same.
     """
     together = threading.Barrier(count + 1)
     try:

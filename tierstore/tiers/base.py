@@ -21,7 +21,8 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Peek(NamedTuple):
-    """What a tier holds of one key, read without counting it: a row as stored, or that there is none (`absent`), or nothing of it.
+    """What a tier holds of one key, read without counting it: a row as stored, or that there is none
+    (`absent`), or nothing of it.
 
     `heat`: what a cache knows of how often the key is asked for.
     """
@@ -40,10 +41,15 @@ class RowStore(Protocol):
     """The last tier: holds every row of every table of one version. Any thread may read."""
 
     def get(self, table_id: int, keys: Keys, rows: Rows, state: States) -> None:
-        """Fill rows[i], uint8[n, row_bytes], and state[i], or set state[i] to ABSENT. `keys` are ascending and distinct."""
+        """Fill rows[i], uint8[n, row_bytes], and state[i], or set state[i] to ABSENT.
+
+        `keys` are ascending and distinct.
+        """
 
     def words_at(self, table_id: int, row_bytes: int) -> int:
-        """The address of the words by which kernels read a table (`plan_records.BASE`), valid until `close`; 0: they cannot."""
+        """The address of the words by which kernels read a table (`plan_records.BASE`), valid
+        until `close`; 0: they cannot.
+        """
 
     def close(self) -> None: ...
 
@@ -56,7 +62,9 @@ class Records(Protocol):
 
 
 class VersionStore(RowStore, Protocol):
-    """The row store beneath the cascades of a version, which may be written by others too: a row may be newer than the view that asks."""
+    """The row store beneath the cascades of a version, which may be written by others too: a row may be
+    newer than the view that asks.
+    """
 
     def get_at(self, table_id: int, keys: Keys, rows: Rows, state: States, seq: int) -> None:
         """`get` for a view of `seq`. Overloaded where rows may be newer than that: the request is to be sent again.
@@ -113,7 +121,10 @@ class CacheTier(Protocol):
         """Apply a delta to those of its distinct keys that are resident. Admits no key."""
 
     def warm(self, keys: Keys, rows: Rows, seq: int | None = None) -> int:
-        """Fill free room with distinct keys, hottest first; none if `seq` is below the floor. Returns the rows admitted."""
+        """Fill free room with distinct keys, hottest first; none if `seq` is below the floor.
+
+        Returns the rows admitted.
+        """
 
     def hot_keys(self, limit: int) -> Keys:
         """At most `limit` resident keys, distinct, hottest first."""

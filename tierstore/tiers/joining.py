@@ -1,7 +1,7 @@
 """Reads of one table from other machines, joined: a key that a thread is reading already is not read a second time.
 
-Any thread. The bytes that look-ups wait for are bounded. Which deltas a row has is not known beforehand: every read says it
-(`Watermarks`), and the caller compares with its view.
+Any thread. The bytes that look-ups wait for are bounded. Which deltas a row has is not known beforehand: every read
+says it (`Watermarks`), and the caller compares with its view.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ NO_LIMIT = np.iinfo(np.int64).max
 class Watermarks(NamedTuple):
     """What was read, by part: int64 [parts] each.
 
-    Rows of part p have every delta up to `low[p]` and none above `high[p]`; NO_LIMIT and -1 for parts that no key was read from.
+    Rows of part p have every delta up to `low[p]` and none above `high[p]`; NO_LIMIT and -1 for
+    parts that no key was read from.
     """
 
     low: npt.NDArray[np.int64]
@@ -59,7 +60,9 @@ class LookupLimits(Protocol):
 
 
 class Bounds(NamedTuple):
-    """Which deltas the rows of a read have: none above `upto` (None: any), and all up to `floor`, or they are of no use."""
+    """Which deltas the rows of a read have: none above `upto` (None: any), and all up to
+    `floor`, or they are of no use.
+    """
 
     upto: int | None = None
     floor: int = 0
@@ -97,7 +100,10 @@ class JoinedTable:
     def _read(
         self, codes: Keys, places: Keys, rows: Rows, state: States, deadline_s: float, bounds: Bounds
     ) -> Watermarks:
-        """Read the `places` of `codes` into the same places of `rows` and `state`. RemoteUnavailable for what could not be read."""
+        """Read the `places` of `codes` into the same places of `rows` and `state`.
+
+        RemoteUnavailable for what could not be read.
+        """
         raise NotImplementedError
 
     def fetch(
@@ -112,10 +118,11 @@ class JoinedTable:
     ) -> Watermarks:
         """Read `codes` (int64 [n], ascending, distinct) into `rows` (uint8 [n, row_bytes], rows may lie apart).
 
-        state[i] becomes REMOTE with rows[i] filled, or ABSENT. `deadline_s` is of `time.monotonic`; without it the time that
-        the options allow. `upto` and `floor` as in `Bounds`, where the other side can choose; compare with what is returned.
-        Keys that could not be read stay as they were (PENDING); after all others are answered, RemoteUnavailable is raised with
-        their codes in `.keys`. Raises Overloaded (nothing was read) where look-ups wait for too many bytes already, and Closed.
+        state[i] becomes REMOTE with rows[i] filled, or ABSENT. `deadline_s` is of `time.monotonic`; without it the time
+        that the options allow. `upto` and `floor` as in `Bounds`, where the other side can choose; compare with what is
+        returned. Keys that could not be read stay as they were (PENDING); after all others are answered,
+        RemoteUnavailable is raised with their codes in `.keys`. Raises Overloaded (nothing was read) where look-ups
+        wait for too many bytes already, and Closed.
         """
         self._limits.check_open()
         size = self._row_bytes
@@ -169,7 +176,9 @@ class JoinedTable:
         return watermarks
 
     def _join(self, codes: Keys, bounds: Bounds) -> tuple[_Reading | None, Keys, list[_Follow]]:
-        """Which keys this thread reads itself (announced to others from now on), and where the others will come from."""
+        """Which keys this thread reads itself (announced to others from now on), and
+        where the others will come from.
+        """
         wanted = np.arange(len(codes))
         follows: list[_Follow] = []
         with self._lock:

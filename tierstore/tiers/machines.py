@@ -1,6 +1,8 @@
-"""Other machines that rows are read from, whatever the wire: limits, connections that are kept, who is left alone, bytes waited for.
+"""Other machines that rows are read from, whatever the wire: limits, connections that are kept, who is
+left alone, bytes waited for.
 
-Any thread may call anything. A connection is one user's at a time; one on which something failed is closed and never used again.
+Any thread may call anything. A connection is one user's at a time; one on which something failed is
+closed and never used again.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ from tierstore.errors import Closed
 class Options:
     """Limits of one node's use of other machines.
 
-    `timeout_s` bounds a look-up, everything in it included, unless the caller has a deadline of its own. `other_after_s`: a
-    machine that has not answered by then is left, and its keys are asked from another one that has them; 0: replicas of a cluster are
-    not asked at all. `connections`: the most to each machine that are kept. `outstanding_bytes`: the most that look-ups under way
-    may be waiting for.
+    `timeout_s` bounds a look-up, everything in it included, unless the caller has a deadline of its own.
+    `other_after_s`: a machine that has not answered by then is left, and its keys are asked from another one that has
+    them; 0: replicas of a cluster are not asked at all. `connections`: the most to each machine that are kept.
+    `outstanding_bytes`: the most that look-ups under way may be waiting for.
     """
 
     timeout_s: float = 1.0

@@ -1,4 +1,4 @@
-"""Snapshots of a module: its embeddings as tables, its remainder as the dense part. Use it from the thread that trains."""
+"""Snapshots of a module: embeddings as tables, the remainder as the dense part. For the thread that trains."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def write_snapshot(
     output_names: Sequence[str] | None = None,
     touched: TouchedRows | None = None,
 ) -> None:
-    """Write a snapshot of a module: its embeddings as tables, in parts and never copied as a whole, and its dense part.
+    """Write a snapshot of a module: its embeddings as tables, in parts and never copied whole, and its dense part.
 
     Args:
         inputs: an example of `forward`'s arguments by name, tensors of two items or more, and KeyedJaggedTensors of
-            TorchRec's collections. It shows which arguments are features, and is recorded as a request that must succeed
-            before the version serves.
+            TorchRec's collections. It shows which arguments are features, and is recorded as a request that must
+            succeed before the version serves.
         keys: by table, the key of each row in order: integers or strings; default the row's number.
         dtype: of all tables, as for `SnapshotWriter.table`; so is `default`.
-        ttl_s: by table, after which time its rows expire that neither a snapshot nor a delta has written: seconds, or `30d`.
+        ttl_s: by table, after which time rows expire that no snapshot or delta has written: seconds, or `30d`.
         dense: False to write the tables only.
         output_names: of what `forward` returns, as for `export_dense`.
         touched: its rows count as written then, so that the next delta holds what changed after the snapshot.
@@ -103,11 +103,11 @@ def export_dense(
     *,
     output_names: Sequence[str] | None = None,
 ) -> bytes:
-    """The part of a module that is not in tables, as ONNX: its inputs are the rows of features and the other arguments.
+    """The part of a module that is not in tables, as ONNX: its inputs are rows of features and other arguments.
 
-    inputs: an example, as for `write_snapshot`; the first dimension of each is the batch. path: also write the model there.
-    output_names: what scores are called in answers, in the order that `forward` returns them in, such as `("ctr", "cvr")`; default
-    PyTorch's names. InvalidInput where there are not as many.
+    inputs: an example, as for `write_snapshot`; the first dimension of each is the batch. path: also write the model
+    there. output_names: what scores are called in answers, in the order that `forward` returns them in, such as
+    `("ctr", "cvr")`; default PyTorch's names. InvalidInput where there are not as many.
     SnapshotError if its scores differ from the module's; MissingExtra without `onnxscript` or ONNX Runtime.
     """
     tables = tables_of(module)
@@ -116,8 +116,8 @@ def export_dense(
         name for name, feature in features.items() if feature.bags is not None and feature.combiner is None
     ]:
         raise InvalidInput(
-            f"features {', '.join(sequences)} are sequences of an EmbeddingCollection, whose lengths a dense part cannot be "
-            "given: expected an EmbeddingBagCollection; or write the tables alone, dense=False"
+            f"features {', '.join(sequences)} are sequences of an EmbeddingCollection, whose lengths a dense part "
+            "cannot be given: expected an EmbeddingBagCollection; or write the tables alone, dense=False"
         )
     was_training = module.training
     module.eval()
@@ -196,8 +196,8 @@ class _Finder:
             if rows is value:
                 return name, how
         raise InvalidInput(
-            f"{what} with a value that is no argument of forward: expected one of {', '.join(self._tensors)}, unchanged, or what a "
-            "tierstore.torch.HashKeys makes of one"
+            f"{what} with a value that is no argument of forward: expected one of {', '.join(self._tensors)}, "
+            "unchanged, or what a tierstore.torch.HashKeys makes of one"
         )
 
     def of_table(self, name: str) -> Any:
@@ -212,8 +212,8 @@ class _Finder:
             parts = tuple(one for one in others if one is not None and one != argument)
             if (before := self.found.get(argument)) is not None and (before.table, before.hash) != (name, how):
                 raise InvalidInput(
-                    f"argument {argument!r} is read by two tables, {before.table!r} and {name!r}, or hashed in two ways: give "
-                    "forward an argument for each"
+                    f"argument {argument!r} is read by two tables, {before.table!r} and {name!r}, or hashed in two "
+                    "ways: give forward an argument for each"
                 )
             self.found[argument] = _Feature(argument, name, combiner, table.padding_idx, rows.detach(), parts, how)
 
@@ -269,7 +269,7 @@ class _Rows(nn.Module):  # type: ignore[misc]
 
 
 class _Pooled:
-    """The rows by feature that one call of the dense part is given. They are no module's, whose tensors an export does not let change."""
+    """The rows by feature of one call of the dense part. An export does not let a module's own tensors change."""
 
     by_feature: Mapping[str, Any]
 

@@ -1,4 +1,6 @@
-"""`HashKeys`: keys as row numbers within a module, as a served feature with a hash makes them (`formats/key_hash.py`)."""
+"""`HashKeys`: keys as row numbers within a module, as a served feature with a hash makes
+them (`formats/key_hash.py`).
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ from tierstore.types import KeyHash
 class HashKeys(nn.Module):  # type: ignore[misc, unused-ignore]
     """Row numbers, 0 to `mod` - 1, of 64-bit keys: what goes between an argument of `forward` and a table.
 
-    Without a seed `keys % mod`; with one their XXH3-64 with that seed, modulo `mod`. Called with a tensor of integers of any shape,
-    or with a KeyedJaggedTensor of TorchRec. `write_snapshot` has the served feature do the same, so that requests have the keys themselves.
+    Without a seed `keys % mod`; with one their XXH3-64 with that seed, modulo `mod`. Called with a tensor of integers
+    of any shape, or with a KeyedJaggedTensor of TorchRec. `write_snapshot` has the served feature do the same, so that
+    requests have the keys themselves.
     """
 
     def __init__(self, mod: int, seed: int | None = None) -> None:

@@ -49,8 +49,8 @@ class _Rows(nn.Module):  # type: ignore[misc, unused-ignore]
     def _check(self) -> None:
         if self.training and torch.is_grad_enabled():
             raise InvalidInput(
-                "rows of a store are not trained, and no gradient would reach them: call eval() on the module, or run it "
-                "within torch.inference_mode()"
+                "rows of a store are not trained, and no gradient would reach them: call eval() on the module, or run "
+                "it within torch.inference_mode()"
             )
 
     def _bags(self, feature: str, keys: torch.Tensor, offsets: Any, weights: Any, mode: str | None) -> torch.Tensor:
@@ -132,7 +132,8 @@ class EmbeddingBag(_Rows):
 class EmbeddingBagCollection(_Rows):
     """Pooled rows of several features by a `KeyedJaggedTensor`, in place of TorchRec's module of this name.
 
-    TorchRec is not imported: what has `to_dict()`, of values with `values()`, `offsets()` and `weights_or_none()`, will do.
+    TorchRec is not imported: what has `to_dict()`, of values with `values()`, `offsets()` and
+    `weights_or_none()`, will do.
     """
 
     def __init__(self, source: RowSource, features: Sequence[str], *, dtype: str = "float32") -> None:
@@ -183,13 +184,15 @@ def swap_embeddings(
     """Have `module` read its tables from `source`: its `nn.Embedding` and `nn.EmbeddingBag` are replaced in place.
 
     Each is replaced by a feature that reads the table of its name (`user.rows` is `user_rows`, as `write_snapshot` has
-    it; in a collection of TorchRec the name of its config), with the same padding. Its `HashKeys` are left to these features. A table that was read by several
-    paths of the module is replaced at each. The module is set to `eval()`; what its tables held is free
-    when nobody else holds it. One call of the module is answered by one version, where the model is one of this process.
+    it; in a collection of TorchRec the name of its config), with the same padding. Its `HashKeys` are left to these
+    features. A table that was read by several paths of the module is replaced at each. The module is set to `eval()`;
+    what its tables held is free when nobody else holds it. One call of the module is answered by one version, where the
+    model is one of this process.
 
     Args:
-        features: by name of the table, the feature to read it by, where another than the first that fits is meant.
-            Needed for a model of a service, whose features do not say what they read, unless they have the tables' names.
+        features: by name of the table, the feature to read it by, where another than the first that fits
+            is meant. Needed for a model of a service, whose features do not say what they read, unless
+            they have the tables' names.
 
     Returns the module. Raises InvalidInput, with nothing replaced, where a table has no feature.
     """
@@ -238,8 +241,8 @@ def _check_hashes(source: RowSource, hashes: Sequence[HashKeys], features: Seque
     if specs is None:
         if hashes:
             raise InvalidInput(
-                "the module has a HashKeys, and the model of a service does not say how its features hash keys: expected a model of a "
-                "store in this process"
+                "the module has a HashKeys, and the model of a service does not say how its features hash keys: "
+                "expected a model of a store in this process"
             )
         return
     ours, theirs = {one.how for one in hashes}, {specs[name].hash for name in features} - {None}

@@ -24,7 +24,9 @@ class Collection(NamedTuple):
 
 
 def collections_of(module: nn.Module) -> list[Collection]:
-    """Every EmbeddingBagCollection and EmbeddingCollection in a module, as one process has them before they are sharded."""
+    """Every EmbeddingBagCollection and EmbeddingCollection in a module, as one process has
+    them before they are sharded.
+    """
     found = []
     for part in module.modules():
         for configs, tables in (("embedding_bag_configs", "embedding_bags"), ("embedding_configs", "embeddings")):
@@ -35,7 +37,9 @@ def collections_of(module: nn.Module) -> list[Collection]:
 
 
 def tables_of(module: nn.Module) -> dict[str, Any]:
-    """The embeddings in a module by the names of their tables: their paths (`user.rows` is `user_rows`), or those of their configs."""
+    """The embeddings in a module by the names of their tables: their paths (`user.rows` is
+    `user_rows`), or those of their configs.
+    """
     configs = {id(table): config.name for one in collections_of(module) for config, table in one.tables}
     found: dict[str, Any] = {}
     for path, part in module.named_modules():
@@ -63,6 +67,7 @@ def checked_keys(keys: Mapping[str, Any] | None, tables: Mapping[str, Any]) -> d
         arrays[name] = values.detach().cpu().numpy() if hasattr(values, "detach") else np.asarray(values)
         if arrays[name].shape != (len(tables[name].weight),):
             raise InvalidInput(
-                f"keys of table {name!r}: expected one per row, {len(tables[name].weight)}, got {list(arrays[name].shape)}"
+                f"keys of table {name!r}: expected one per row, {len(tables[name].weight)}, got "
+                f"{list(arrays[name].shape)}"
             )
     return arrays

@@ -18,7 +18,9 @@ from tierstore.torch.tables import BATCH_ROWS, checked_keys, tables_of
 
 
 class Behind(NamedTuple):
-    """How far what was written of a table is behind the module: rows that differ, and the largest change of one (L2 norm)."""
+    """How far what was written of a table is behind the module: rows that differ, and the
+    largest change of one (L2 norm).
+    """
 
     rows: int
     largest: float
@@ -28,13 +30,13 @@ class TouchedRows:
     """The rows of a module's embeddings that the next delta holds.
 
     Those are the rows that training has looked up since the last delta, by a flag per row on their device. A row counts
-    when it is looked up while the module trains, whether its gradients are sparse or dense. An optimizer that changes rows
-    without a gradient (Adam over dense gradients, weight decay) changes others too: write a snapshot now and then, train
-    embeddings with SparseAdam, Adagrad or SGD, or set `hold_back`.
+    when it is looked up while the module trains, whether its gradients are sparse or dense. An optimizer that changes
+    rows without a gradient (Adam over dense gradients, weight decay) changes others too: write a snapshot now and then,
+    train embeddings with SparseAdam, Adagrad or SGD, or set `hold_back`.
 
-    With `hold_back` they are the rows that differ from what was last written of them by more than that (L2 norm). A smaller
-    change waits, and adds up with later ones: after a delta no row is further behind than `hold_back`. It costs a copy of
-    the table, on its device, and reading the whole table for each delta.
+    With `hold_back` they are the rows that differ from what was last written of them by more than that (L2 norm). A
+    smaller change waits, and adds up with later ones: after a delta no row is further behind than `hold_back`. It costs
+    a copy of the table, on its device, and reading the whole table for each delta.
 
     Args:
         keys: by table, the key of each row in order; default the row's number.
@@ -150,8 +152,8 @@ def write_delta(
 ) -> int:
     """Write the current vectors of the touched rows as a delta, and mark them as written. Returns their number.
 
-    The arguments are those of `DeltaWriter`. dense: a new dense part, as `export_dense` returns it. flush: also the rows
-    that are held back.
+    The arguments are those of `DeltaWriter`. dense: a new dense part, as `export_dense` returns it. flush: also
+    the rows that are held back.
     """
     rows = {name: touched.rows(name, flush=flush) for name in touched.tables}
     with DeltaWriter(path, model=model, seq=seq, event_time=event_time, base_version=base_version) as delta:

@@ -1,4 +1,7 @@
-"""A store that is open in this process: asked by arrays, and served over HTTP beside that. One thread at a time asks."""
+"""A store that is open in this process: asked by arrays, and served over HTTP beside that.
+
+One thread at a time asks.
+"""
 
 from __future__ import annotations
 

@@ -65,8 +65,8 @@ class TritonPythonModel:
         self._strings = {entry["name"] for entry in config["input"] if entry["data_type"] == _BYTES}
         if self._strings and not self._reads_strings():
             raise ConfigError(
-                f"inputs {', '.join(sorted(self._strings))}: this Python backend loses strings with NumPy {np.__version__}; "
-                "expected Triton 24.11 or later, or NumPy 1.26 beside it"
+                f"inputs {', '.join(sorted(self._strings))}: this Python backend loses strings with NumPy "
+                f"{np.__version__}; expected Triton 24.11 or later, or NumPy 1.26 beside it"
             )
         self._batches = config["max_batch_size"] > 0
         self._source = source = source_of(parameters)

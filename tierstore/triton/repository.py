@@ -1,4 +1,6 @@
-"""A model's folder in a Triton model repository: `config.pbtxt`, and a `model.py` that imports the model. Pure but for the writing.
+"""A model's folder in a Triton model repository: `config.pbtxt`, and a `model.py` that imports the model.
+
+Pure but for the writing.
 
 The format is protocol buffers' text form of Triton's `ModelConfig` (https://github.com/triton-inference-server/common,
 `protobuf/model_config.proto`).
@@ -21,7 +23,10 @@ _TYPES = {"BYTES": "TYPE_STRING"}
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """An input or output. `dims` without the batch where Triton batches; `plain`: a number an item, which clients send as [batch, 1]."""
+    """An input or output.
+
+    `dims` without the batch where Triton batches; `plain`: a number an item, which clients send as [batch, 1].
+    """
 
     name: str
     datatype: str
@@ -51,8 +56,8 @@ def hps_ports(*, batches: bool) -> Ports:
 def ports_of(metadata: Mapping[str, Any], *, scores: bool, batches: bool) -> Ports:
     """Inputs and outputs by a model's metadata in the Open Inference Protocol. NotReady for scores that are not served.
 
-    Of features rows and which keys were found; or, with `scores`, what the dense part gives. `batches`: the first dimension is
-    Triton's to batch, so bags are rows of keys [batch, k].
+    Of features rows and which keys were found; or, with `scores`, what the dense part gives. `batches`: the first
+    dimension is Triton's to batch, so bags are rows of keys [batch, k].
     """
     features = {
         entry["name"] for entry in metadata["outputs"] if f"{entry['name']}.found" in _names(metadata["outputs"])

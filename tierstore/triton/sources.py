@@ -1,9 +1,10 @@
 """Where a Triton model's answers come from: a store in this process, or a service that has the rows.
 
-Triton's Python backend runs each instance of each model in a process of its own, and one process at a time may have a data
-directory open. So the first instance that comes opens the directory, and serves it over HTTP too, for deltas, versions and
-metrics; every other one, of whatever model, finds there who serves it, and asks that. Where `tierstore serve` has the
-directory open, all of them ask that. When the process that served is gone, the next one that wants something opens the directory.
+Triton's Python backend runs each instance of each model in a process of its own, and one process at a time may have a
+data directory open. So the first instance that comes opens the directory, and serves it over HTTP too, for deltas,
+versions and metrics; every other one, of whatever model, finds there who serves it, and asks that. Where
+`tierstore serve` has the directory open, all of them ask that. When the process that served is gone, the next one that
+wants something opens the directory.
 
 A source belongs to the thread that executes.
 """
@@ -128,7 +129,10 @@ def until(found: Callable[[], T], waits_for: type[Exception] | tuple[type[Except
 
 
 def source_of(parameters: Mapping[str, str]) -> Source:
-    """By a model's parameters: `url`, or `data` with settings of the store. ConfigError where neither or both are there."""
+    """By a model's parameters: `url`, or `data` with settings of the store.
+
+    ConfigError where neither or both are there.
+    """
     settings = {name: value for name, value in parameters.items() if name not in ("data", "url", "model")}
     url, data = parameters.get("url"), parameters.get("data")
     if (url is None) == (data is None):

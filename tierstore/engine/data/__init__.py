@@ -1,1 +1,3 @@
-"""The data of a version in memory: overlays, the cascade over the tiers of a table, promotion between them, and their budgets."""
+"""The data of a version in memory: overlays, the cascade over the tiers of a table, promotion
+between them, and their budgets.
+"""

@@ -38,8 +38,8 @@ def deal(total: int, needs: Sequence[int], weights: Sequence[float]) -> list[int
 def deal_caches(total: int, needs: Sequence[int], models: Sequence[Hashable]) -> list[int]:
     """Split `total` among versions by what each needs. `models` says which model each belongs to.
 
-    None gets more than it needs; what one does not need goes to the others. Versions of one model share what the model would
-    get with one of them, so that a switch of one is no loss to the others.
+    None gets more than it needs; what one does not need goes to the others. Versions of one model share what the model
+    would get with one of them, so that a switch of one is no loss to the others.
     """
     open_ = Counter(models)
     return deal(total, needs, [need / open_[model] for need, model in zip(needs, models, strict=True)])
@@ -62,8 +62,8 @@ class MemoryUser(Protocol):
 class HostBudget:
     """Deals `total` bytes to the versions that are open, and deals again when one is opened or closed.
 
-    What shrinks does so in place, keeping its hottest rows, before another one gets its memory; so all together never go
-    beyond the budget, two versions of a model in a switch included. `rebalance` lets grow what may.
+    What shrinks does so in place, keeping its hottest rows, before another one gets its memory; so all together never
+    go beyond the budget, two versions of a model in a switch included. `rebalance` lets grow what may.
     """
 
     def __init__(self, total: int) -> None:
@@ -83,7 +83,9 @@ class HostBudget:
 
     @contextmanager
     def awaiting(self, need_bytes: int) -> Iterator[None]:
-        """In the block versions that need so much in all come, in any order: each gets its share as if all were there."""
+        """In the block versions that need so much in all come, in any order: each gets
+        its share as if all were there.
+        """
         self._awaited = need_bytes
         try:
             yield
@@ -91,7 +93,10 @@ class HostBudget:
             self._awaited = 0
 
     def admit(self, user: MemoryUser, *replaced: MemoryUser) -> None:
-        """Make room for `user` and attach its host tables. `replaced` are versions of the same model, the most like it first."""
+        """Make room for `user` and attach its host tables.
+
+        `replaced` are versions of the same model, the most like it first.
+        """
         with self._lock:
             self._awaited = max(0, self._awaited - user.host_need_bytes)
             model = next((self._models[other] for other in replaced if other in self._models), object())
@@ -157,7 +162,9 @@ class DecodeBudget:
 
     @contextmanager
     def reserved(self, nbytes: int) -> Iterator[Callable[[int], None]]:
-        """Have so many bytes for the length of the block, and more with what it yields. Overloaded where others have them.
+        """Have so many bytes for the length of the block, and more with what it yields.
+
+        Overloaded where others have them.
 
         TooLarge for what could never fit.
         """
@@ -170,8 +177,8 @@ class DecodeBudget:
             with self._lock:
                 if self._used + nbytes > self.total:
                     raise Overloaded(
-                        f"deltas that are being decoded take {self._used:,} of {self.total:,} bytes, and this one would take "
-                        f"{held + nbytes:,}; send it again"
+                        f"deltas that are being decoded take {self._used:,} of {self.total:,} bytes, and this one "
+                        f"would take {held + nbytes:,}; send it again"
                     )
                 self._used += nbytes
                 held += nbytes
@@ -200,12 +207,14 @@ class OverlayBudget:
         """Reserve, or raise Overloaded; TooLarge for what could never fit."""
         if nbytes > self.total:
             raise TooLarge(
-                f"a delta of {nbytes:,} bytes in memory is beyond overlay_budget, {self.total:,}; split it or raise the setting"
+                f"a delta of {nbytes:,} bytes in memory is beyond overlay_budget, {self.total:,}; split it or raise "
+                "the setting"
             )
         with self._lock:
             if self._used + nbytes > self.total:
                 raise Overloaded(
-                    f"deltas come faster than they are folded: {self._used:,} of {self.total:,} overlay bytes are in use; send it again"
+                    f"deltas come faster than they are folded: {self._used:,} of {self.total:,} overlay bytes are in "
+                    "use; send it again"
                 )
             self._used += nbytes
 

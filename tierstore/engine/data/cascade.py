@@ -71,8 +71,8 @@ class LookupCounts:
 class Cascade:
     """One table of one version: caches over a row store.
 
-    `default` is float32[dim]. `own`: the partitions that it has the keys of, None for all. Other keys are never in memory, so
-    what is read from the row store alone is checked.
+    `default` is float32[dim]. `own`: the partitions that it has the keys of, None for all. Other keys are never in
+    memory, so what is read from the row store alone is checked.
     """
 
     def __init__(
@@ -159,8 +159,8 @@ class Cascade:
     ) -> Any:
         """Rows, or pooled bags, of `keys` as an array of `dtype` on the device; None where the device tier cannot.
 
-        As `lookup`, but that the answer is made there; keys whose state is PADDING are zeros and count for nothing. `state`
-        says the tiers. They are not counted yet.
+        As `lookup`, but that the answer is made there; keys whose state is PADDING are zeros and count for nothing.
+        `state` says the tiers. They are not counted yet.
         """
         cache = self.device
         if cache is None:
@@ -212,7 +212,8 @@ class Cascade:
         state[pending] = found[inverse]
 
     def stored(self, overlays: Sequence[OverlayTable], keys: Keys) -> tuple[Rows, States]:
-        """(rows as stored, states) of keys, ascending and distinct, from memory alone; rows of keys that are PENDING or ABSENT hold anything.
+        """(rows as stored, states) of keys, ascending and distinct, from memory alone; rows of keys that are
+        PENDING or ABSENT hold anything.
 
         Without the device tier, which has nothing that the tiers below lack. To be followed by `finish_stored`.
         """
@@ -274,8 +275,8 @@ class Cascade:
     def warm_serving(self, keys: Keys, at: int, overlays: Sequence[OverlayTable], seq: int) -> None:
         """Read one batch of hot keys, after `at` hotter ones, into the tier that they belong to.
 
-        For a version that serves: `overlays` and `seq` are those of a view that the caller holds. As in every promotion,
-        keys in its overlays are left out, and no delta newer than the view is folded meanwhile.
+        For a version that serves: `overlays` and `seq` are those of a view that the caller holds. As in every
+        promotion, keys in its overlays are left out, and no delta newer than the view is folded meanwhile.
         """
         cache = self.host if self.device is None or at >= self.device.capacity_rows else self.device
         if cache is None:
@@ -321,7 +322,9 @@ class Cascade:
         return np.concatenate([_NONE, *(cache.hot_keys(limit) for cache in self.caches)])[:limit]
 
     def hot_keys_by_part(self) -> Iterator[list[Keys]]:
-        """All keys that the caches hold, a part at a time: by degree of heat, hottest first; the device's before all others."""
+        """All keys that the caches hold, a part at a time: by degree of heat, hottest first;
+        the device's before all others.
+        """
         if self.device is not None:
             yield [self.device.hot_keys(self.device.capacity_rows)]
         if self.host is not None:

@@ -1,6 +1,9 @@
-"""Room on disk for a model: the quota of its delta log, and the floor of free space. Any thread; nothing survives a crash.
+"""Room on disk for a model: the quota of its delta log, and the floor of free space.
 
-Both are looked at before something is written, so that what a store needs to go on (folds, records, the audit) finds room.
+Any thread; nothing survives a crash.
+
+Both are looked at before something is written, so that what a store needs to go on (folds,
+records, the audit) finds room.
 """
 
 from __future__ import annotations
@@ -21,7 +24,10 @@ _LOOK_AGAIN_S = 0.5
 
 
 class DiskRoom:
-    """Room on disk for one model. `log_bytes`: the most of its delta log, None for no limit; `reserve`: bytes to keep free."""
+    """Room on disk for one model.
+
+    `log_bytes`: the most of its delta log, None for no limit; `reserve`: bytes to keep free.
+    """
 
     def __init__(self, where: ModelDirectory, log_bytes: int | None, reserve: int) -> None:
         self._where, self._log_bytes, self._reserve = where, log_bytes, reserve
@@ -43,8 +49,8 @@ class DiskRoom:
                 self._logged, self._counted_s = files.tree_bytes(self._where.log), now_s
             if self._logged + nbytes > self._log_bytes:
                 raise DiskFull(
-                    f"the delta log holds {self._logged} bytes, and its quota is {self._log_bytes} (log_bytes): no room for {nbytes} "
-                    "more. It is pruned once versions hold its deltas and log_retention_s is over"
+                    f"the delta log holds {self._logged} bytes, and its quota is {self._log_bytes} (log_bytes): no "
+                    f"room for {nbytes} more. It is pruned once versions hold its deltas and log_retention_s is over"
                 )
             self._logged += nbytes
 
@@ -68,13 +74,15 @@ def check_free(root: Path, reserve: int, what: str, nbytes: int) -> None:
     there = _free_and_floor(root, reserve)
     if there is not None and there[0] - nbytes < there[1]:
         raise DiskFull(
-            f"no room for {what}: {there[0]} bytes are free, and {there[1]} are kept in reserve (disk_reserve), so the disk is full; free some space "
-            "and try again"
+            f"no room for {what}: {there[0]} bytes are free, and {there[1]} are kept in reserve (disk_reserve), so "
+            "the disk is full; free some space and try again"
         )
 
 
 def disk_status(root: Path, reserve: int) -> dict[str, Any]:
-    """`free` bytes of the file system of `root`, those of them that are kept in `reserve`, and the `problem` where no more are left."""
+    """`free` bytes of the file system of `root`, those of them that are kept in `reserve`, and the
+    `problem` where no more are left.
+    """
     free, floor = _free_and_floor(root, reserve) or (None, 0)
     full = free is not None and reserve and free < floor
     why = f"{root}: {free} bytes are free, and {floor} are kept in reserve (disk_reserve): deltas and loads are refused"
@@ -82,7 +90,9 @@ def disk_status(root: Path, reserve: int) -> dict[str, Any]:
 
 
 def _free_and_floor(root: Path, reserve: int) -> tuple[int, int] | None:
-    """Bytes that are free, and that are to stay so; None where that cannot be read: the write itself says what is wrong."""
+    """Bytes that are free, and that are to stay so; None where that cannot be read: the
+    write itself says what is wrong.
+    """
     try:
         stat = os.statvfs(root)
     except OSError:

@@ -14,7 +14,8 @@ HOUR_S = 3600
 
 
 class Hour:
-    """What `counters` counters, which only grow, and `levels` other numbers were at the ends of steps of `step_s` seconds.
+    """What `counters` counters, which only grow, and `levels` other numbers were at the ends
+    of steps of `step_s` seconds.
 
     int64, and so `HOUR_S / step_s + 1` rows of 8 bytes a number and for the time, however long it runs.
     """
@@ -45,7 +46,8 @@ class Hour:
         return True
 
     def steps(self, last: int | None = None) -> np.ndarray:
-        """int64 [n, 2 + counters + levels], oldest first: when each step ended, its seconds, what was counted in it, the levels then.
+        """int64 [n, 2 + counters + levels], oldest first: when each step ended, its seconds, what was
+        counted in it, the levels then.
 
         `last`: only so many. A step in which nothing was noted is a part of the next.
         """

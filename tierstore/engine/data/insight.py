@@ -1,7 +1,7 @@
 """What the host tier does for a table: its hit rate, at this size and at others, and the keys that are looked up most.
 
-`step` is for one thread, every so often; any thread may read. Look-ups are sampled in turn for two ends: by key, for trials of
-caches of other sizes, and all of them for a moment, for counts of keys. Nothing survives the process.
+`step` is for one thread, every so often; any thread may read. Look-ups are sampled in turn for two ends: by key, for
+trials of caches of other sizes, and all of them for a moment, for counts of keys. Nothing survives the process.
 """
 
 from __future__ import annotations
@@ -63,10 +63,11 @@ class CacheInsight:
             trials.close()
 
     def status(self) -> dict[str, Any]:
-        """`rows` that the cache holds at most; its `hit_rate` of late and the `curve` of it by size; `bytes` that knowing it takes.
+        """`rows` that the cache holds at most; its `hit_rate` of late and the `curve` of it by size;
+        `bytes` that knowing it takes.
 
-        A hit rate is the share of the keys that did not have to be read from disk or from elsewhere, so that keys which do not
-        exist count as answered. That of late is of `_LATE` minutes; None where nothing was looked up.
+        A hit rate is the share of the keys that did not have to be read from disk or from elsewhere, so that keys which
+        do not exist count as answered. That of late is of `_LATE` minutes; None where nothing was looked up.
         """
         trials = self._trials
         curve = [] if trials is None else [point._asdict() for point in trials.curve()]
@@ -79,7 +80,9 @@ class CacheInsight:
         }
 
     def history(self) -> list[dict[str, Any]]:
-        """The last hour minute by minute, the oldest first: when it ended, keys looked up, how many were read, what was served."""
+        """The last hour minute by minute, the oldest first: when it ended, keys looked up, how
+        many were read, what was served.
+        """
         return [
             {"at_s": at_s, "keys": keys, "read": read, "version": version, "seq": seq}
             for at_s, _, keys, read, version, seq in self._hour.steps().tolist()

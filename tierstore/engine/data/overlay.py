@@ -117,9 +117,9 @@ def encode_delta(
 ) -> Overlay:
     """Turn a delta into an overlay in the storage dtypes of `specs`, or raise DeltaError naming table and row.
 
-    `colliding` are the keys that collide in the version, table by table, with all deltas before this one.
-    A delta that is for another version becomes an empty overlay, which moves the watermark on. With `own`, keys in other
-    partitions are checked as all are, so that every node accepts the same deltas, and then left out.
+    `colliding` are the keys that collide in the version, table by table, with all deltas before this one. A delta that
+    is for another version becomes an empty overlay, which moves the watermark on. With `own`, keys in other partitions
+    are checked as all are, so that every node accepts the same deltas, and then left out.
     """
     if not for_this_version:
         return Overlay(delta.seq, delta.seq, {})

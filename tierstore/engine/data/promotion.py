@@ -2,9 +2,9 @@
 
 Look-ups offer keys that the host tier answered, from any thread, and never wait: where the queue is full the offer is
 dropped. The thread works under a view that it holds like a request, so that no delta newer than the view is folded
-meanwhile; keys in the view's overlays are skipped. So what the host tier holds of the others is current, and stays
-so until both tiers have it: a row is never older than a delta, on either side. A key is admitted the second time that it is
-offered (or at once where there is room), because a row that is looked up once is not worth room on the device.
+meanwhile; keys in the view's overlays are skipped. So what the host tier holds of the others is current, and stays so
+until both tiers have it: a row is never older than a delta, on either side. A key is admitted the second time that it
+is offered (or at once where there is room), because a row that is looked up once is not worth room on the device.
 
 Nothing here survives the process.
 """
@@ -40,7 +40,8 @@ class Moment(Protocol):
     def overlays_of(self, table: str) -> Sequence[OverlayTable]: ...
 
 
-# Calls its argument with the view that serves a version now, and holds that view meanwhile; does nothing where none serves.
+# Calls its argument with the view that serves a version now, and holds that view meanwhile; does
+# nothing where none serves.
 WithView = Callable[[Callable[[Moment], None]], None]
 
 

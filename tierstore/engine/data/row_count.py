@@ -1,8 +1,8 @@
 """How many rows a table holds, moved on by every fold.
 
-A fold of few keys looks each of them up in the disk tier, and so counts exactly. Of many keys it looks up some, drawn at
-random, and assumes that the others are like them: from then on the count is an estimate, and says so, until all rows are
-counted (`verify`). The counts are recorded in the same atomic step as the rows.
+A fold of few keys looks each of them up in the disk tier, and so counts exactly. Of many keys it looks up some, drawn
+at random, and assumes that the others are like them: from then on the count is an estimate, and says so, until all rows
+are counted (`verify`). The counts are recorded in the same atomic step as the rows.
 
 Free functions; `change` is for the thread that folds.
 """

@@ -1,8 +1,8 @@
 """The way of a delta into what is served.
 
 There is one log, and a delta goes into every version that is served: all their views are published as one, before the
-delta is acknowledged. Any thread may apply, one at a time (`LiveViews.write`); look-ups wait for none of it. A large delta
-is worked on at a low priority (docs/decisions/delta-latency.md).
+delta is acknowledged. Any thread may apply, one at a time (`LiveViews.write`); look-ups wait for none of it. A large
+delta is worked on at a low priority (docs/decisions/delta-latency.md).
 
 After a crash: a delta that was acknowledged is in the log; the view is made again by replay.
 """
@@ -43,8 +43,8 @@ Sessions = dict[Version, DenseSession | None]  # of a delta's dense part, by ver
 class DeltaPath:
     """Deltas of one model: checked, logged, and published.
 
-    `specs_of` gives the tables of a version that may not be served, or None for one that does not exist (yet). `dense` makes
-    a delta's dense part ready, if it has one.
+    `specs_of` gives the tables of a version that may not be served, or None for one that does not exist (yet). `dense`
+    makes a delta's dense part ready, if it has one.
     """
 
     def __init__(
@@ -67,8 +67,9 @@ class DeltaPath:
     ) -> DeltaResult:
         """Log a delta, then publish it. On return it is durable, and every request that starts sees it whole.
 
-        `data` is what `delta` was read from. `origin` is logged with it: a source finds there how far it has read. lenient: it is
-        acknowledged already, so of what does not fit a version nothing is applied to that one, as in a catch-up.
+        `data` is what `delta` was read from. `origin` is logged with it: a source finds there how far it
+        has read. lenient: it is acknowledged already, so of what does not fit a version nothing is applied
+        to that one, as in a catch-up.
         """
         if delta.dense is not None:  # the threads of a session would inherit the priority
             return self._apply(delta, data, origin, lenient)
@@ -93,8 +94,9 @@ class DeltaPath:
             undone = self._log.undone.end_of_range(delta.seq)
             if undone is not None and not lenient:
                 raise Conflict(
-                    f"deltas {delta.seq} to {undone} of {model!r} are undone on the peer that this node catches up from, and come from there: "
-                    f"{undone + 1} is next; or roll back to {self._log.last}, and they are undone no more"
+                    f"deltas {delta.seq} to {undone} of {model!r} are undone on the peer that this node catches up "
+                    f"from, and come from there: {undone + 1} is next; or roll back to {self._log.last}, and they "
+                    "are undone no more"
                 )
             self._room.check_delta(len(data))
             # a canary's snapshot may reach beyond the log; then it holds the delta already
@@ -134,7 +136,10 @@ class DeltaPath:
         return DeltaResult(self._live.model, seq, applied=False, send_as=(self._log.last or 0) + 1 if undone else None)
 
     def check(self, delta: Delta, served: Routing) -> list[Overlay]:
-        """What a delta would put over the views that are served; DeltaError where it does not fit one. Nothing is changed."""
+        """What a delta would put over the views that are served; DeltaError where it does not fit one.
+
+        Nothing is changed.
+        """
         return self._overlays(delta, [view for view in served.views if view.seq < delta.seq], served, {})
 
     def _fitting(self, delta: Delta, view: View, served: Routing, sessions: Sessions) -> Overlay:
@@ -194,7 +199,10 @@ class DeltaPath:
         seq: int,
         first: Callable[[], None] = lambda: None,
     ) -> None:
-        """Put overlays, whose bytes are reserved, over views. What may fail comes before `first`, but for want of memory."""
+        """Put overlays, whose bytes are reserved, over views.
+
+        What may fail comes before `first`, but for want of memory.
+        """
         budget, after = self._live.overlay_budget, served
         reserved = surplus = _bytes(overlays)
         try:
@@ -259,7 +267,10 @@ class DeltaPath:
             raise NotReady(f"model {self._live.model!r} takes no delta {delta.seq}: {why}")
 
     def _is_held(self, delta: Delta, served: Routing) -> bool:
-        """Whether the log has this delta. Conflict for one of other content, SequenceGap for one that is not the next."""
+        """Whether the log has this delta.
+
+        Conflict for one of other content, SequenceGap for one that is not the next.
+        """
         model, last = self._live.model, self._log.last
         if last is None:
             raise served.nothing(model, " before sending deltas")
@@ -272,7 +283,8 @@ class DeltaPath:
         held = self._log.digest(delta.seq)
         if held is not None and held != delta.digest:
             raise Conflict(
-                f"delta {delta.seq} of {model!r} is held with other content; give new content a new seq, {last + 1} is next"
+                f"delta {delta.seq} of {model!r} is held with other content; give new content a new seq, {last + 1} "
+                "is next"
             )
         return True
 
@@ -286,7 +298,8 @@ def _naming_the_canary(view: View, served: Routing) -> Iterator[None]:
         if view is not served.canary:
             raise
         raise type(error)(
-            f"{error}; version {view.version} is the canary: withdraw it, or send what is for one version alone with a base_version"
+            f"{error}; version {view.version} is the canary: withdraw it, or send what is for one version alone with "
+            "a base_version"
         ) from error
 
 

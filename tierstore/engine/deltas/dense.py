@@ -1,7 +1,7 @@
 """The dense parts of a model: made into sessions, checked and warmed before they serve.
 
-`open` is for the thread that makes a version ready, `of_delta` for the thread that applies a delta; neither needs a lock that
-look-ups need. Sessions live in memory only: the version's directory and the delta log hold the graphs.
+`open` is for the thread that makes a version ready, `of_delta` for the thread that applies a delta; neither needs a
+lock that look-ups need. Sessions live in memory only: the version's directory and the delta log hold the graphs.
 """
 
 from __future__ import annotations
@@ -164,7 +164,8 @@ def check_dense(info: VersionInfo, model: bytes) -> None:
     """Corruption where a version's dense part is not what was written."""
     if info.dense_digest is not None and xxhash.xxh3_64_hexdigest(model) != info.dense_digest:
         raise Corruption(
-            f"{info.where.dense} does not match its checksum: it was changed since it was written; drop the version and load it again"
+            f"{info.where.dense} does not match its checksum: it was changed since it was written; drop the version "
+            "and load it again"
         )
 
 

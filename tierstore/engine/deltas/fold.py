@@ -17,7 +17,10 @@ from tierstore.tiers.background import in_background, without_yielding
 
 
 class Folder:
-    """Folds the overlays of one model. An overlay is `grace_s` old before it is folded, so that deltas merge in memory."""
+    """Folds the overlays of one model.
+
+    An overlay is `grace_s` old before it is folded, so that deltas merge in memory.
+    """
 
     def __init__(self, live: LiveViews, grace_s: float) -> None:
         self._live, self._grace_s = live, grace_s

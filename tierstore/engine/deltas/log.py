@@ -1,18 +1,18 @@
 """The delta log of a model: one file a delta, the source of truth for what was acknowledged.
 
-One writer (the model's write lock). `read` and the properties: any thread that holds that lock, or that can handle an entry
-that was pruned meanwhile (NotFound).
+One writer (the model's write lock). `read` and the properties: any thread that holds that lock, or that can handle an
+entry that was pruned meanwhile (NotFound).
 
 After a crash: an entry is there whole, under a name that carries its sequence number and its digest, or not at
 all. `base.json` holds `start`: entries at or below it do not count, whether or not their files are gone already.
 
 A log that is damaged opens all the same, and says so by `damage`. What is lost of it cannot be read, so a version that
-lacks some of that is not served; one that lacks nothing of it can be. Where `base.json` is lost, every entry counts as lost,
-and nothing is added or forgotten until it is back, or `restart` begins the log again.
+lacks some of that is not served; one that lacks nothing of it can be. Where `base.json` is lost, every entry counts as
+lost, and nothing is added or forgotten until it is back, or `restart` begins the log again.
 
-`log.end`, next to the log's directory, names the newest entry: where the log ends before it, what lies between is lost. It is
-written once an entry is durable, in place and without a flush of its own. So it never names an entry that is not durable, and
-after a power failure it may name an earlier one.
+`log.end`, next to the log's directory, names the newest entry: where the log ends before it, what lies between is lost.
+It is written once an entry is durable, in place and without a flush of its own. So it never names an entry that is not
+durable, and after a power failure it may name an earlier one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ class Lost:
 
 
 class DeltaLog:
-    """Entries `start + 1 … last`, contiguous but for what is lost. `start` is None until the first restart: no delta fits yet."""
+    """Entries `start + 1 … last`, contiguous but for what is lost.
+
+    `start` is None until the first restart: no delta fits yet.
+    """
 
     def __init__(self, where: ModelDirectory) -> None:
         self._where = where
@@ -100,7 +103,10 @@ class DeltaLog:
                 self._lose(before + 1, seq - 1, why)
             if len(paths[seq]) > 1:
                 names = " and ".join(path.name for path in paths[seq])
-                why = f"delta log {log}: {names} have the same seq; remove the one that was not acknowledged and start again"
+                why = (
+                    f"delta log {log}: {names} have the same seq; remove the one that was not acknowledged and "
+                    "start again"
+                )
                 self._lose(seq, seq, why)
         self.last = max(self._entries, default=start)
         if self.last < self._end:
@@ -143,7 +149,10 @@ class DeltaLog:
         return {"start": start, "last": last, "entries": self.entries}
 
     def check(self) -> None:
-        """Read the files that say where it begins and ends. StorageError where that cannot be, or is not what was written."""
+        """Read the files that say where it begins and ends.
+
+        StorageError where that cannot be, or is not what was written.
+        """
         _read_start(self._where)
         files.read_number(self._where.log_end)
 
@@ -315,7 +324,9 @@ def _read_start(where: ModelDirectory) -> int | None:
 
 
 def _read_end(where: ModelDirectory) -> int:
-    """What `log.end` says; 0 where there is none (of an earlier release), or where it is damaged, which its content shows."""
+    """What `log.end` says; 0 where there is none (of an earlier release), or where it is
+    damaged, which its content shows.
+    """
     try:
         text = files.read_number(where.log_end)
     except StorageError as error:

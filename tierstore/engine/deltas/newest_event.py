@@ -1,7 +1,7 @@
 """The event time of the newest delta that a model shows: how fresh its answers are.
 
-A delta that is applied says so itself. After a start, and after a rollback to a delta, the log is read. Any thread; nothing here
-survives a crash.
+A delta that is applied says so itself. After a start, and after a rollback to a delta, the log is read. Any thread;
+nothing here survives a crash.
 """
 
 from __future__ import annotations

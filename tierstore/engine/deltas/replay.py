@@ -41,9 +41,10 @@ def catch_up(
 
     Of deltas that are `undone` (None: as the log says) only the watermark moves on.
 
-    The log may grow meanwhile. Where it grows as fast as it is replayed, a catch-up that may leave some (`lag`) ends without
-    being so near: its caller does the remainder while producers wait, or there would be no end. A delta whose rows do not
-    fit the version is a DeltaError, or skipped if `lenient`. A dense part that does not fit it is skipped in any case, the rows of that delta are not; the version says so.
+    The log may grow meanwhile. Where it grows as fast as it is replayed, a catch-up that may leave some (`lag`) ends
+    without being so near: its caller does the remainder while producers wait, or there would be no end. A delta whose
+    rows do not fit the version is a DeltaError, or skipped if `lenient`. A dense part that does not fit it is skipped
+    in any case, the rows of that delta are not; the version says so.
     """
     if deltas.start is None:
         return
@@ -73,7 +74,8 @@ def missing(view: View, deltas: DeltaLog) -> bool:
 
 
 def unfolded(view: View, deltas: DeltaLog, dense: DenseParts, *, limit: int) -> Overlay | None:
-    """What the log holds and a view lacks, leniently, for its version to serve from memory; None where nothing is missing.
+    """What the log holds and a view lacks, leniently, for its version to serve from memory;
+    None where nothing is missing.
 
     TooLarge where it would take more than about `limit` bytes.
     """

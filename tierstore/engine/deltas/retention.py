@@ -12,9 +12,10 @@ def may_go(
 ) -> int | None:
     """The newest entry up to which a log that begins after `start` is needed no more; None where all of it is to stay.
 
-    `entries`: (seq, when it came, in seconds since 1970), ascending; each stays for `keep_s`. `held`: what each kept version has.
-    `loading`: where the snapshots begin that are being loaded. Whatever lacks more than the log has is stale, and needs nothing of it;
-    where nothing says what is needed, everything stays.
+    `entries`: (seq, when it came, in seconds since 1970), ascending; each stays for `keep_s`.
+    `held`: what each kept version has.
+    `loading`: where the snapshots begin that are being loaded. Whatever lacks more than the log has is stale, and needs
+    nothing of it; where nothing says what is needed, everything stays.
     """
     needed = min((seq for seq in (*held, *loading) if seq >= start), default=None)
     if needed is None:

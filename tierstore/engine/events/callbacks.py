@@ -1,9 +1,10 @@
-"""Progress callbacks of a switch. They run while it is under way: on the thread that holds its lock, or on one that this thread
-waits for.
+"""Progress callbacks of a switch.
 
-So a callback must not call what needs the switch to be over: on the first thread that would change what the switch works on, on
-the second it would wait for ever. It is refused, for every model: two switches that wait for each other's callbacks would not
-end either. Look-ups, deltas, labels and the canary's share wait for no switch, so they are allowed.
+They run while it is under way: on the thread that holds its lock, or on one that this thread waits for.
+
+So a callback must not call what needs the switch to be over: on the first thread that would change what the switch
+works on, on the second it would wait for ever. It is refused, for every model: two switches that wait for each other's
+callbacks would not end either. Look-ups, deltas, labels and the canary's share wait for no switch, so they are allowed.
 
 Any thread may call anything; whether a thread is inside a callback is kept per thread. Nothing survives a crash.
 """
@@ -42,8 +43,8 @@ def refuse_inside() -> None:
     """Conflict if the calling thread is in a guarded callback."""
     if _here.inside:
         raise Conflict(
-            "a progress callback cannot change the model it reports on, nor load, switch, drop, verify or close anything "
-            "else: it would wait for itself; do so when the call that it was given to has returned"
+            "a progress callback cannot change the model it reports on, nor load, switch, drop, verify or close "
+            "anything else: it would wait for itself; do so when the call that it was given to has returned"
         )
 
 

@@ -29,7 +29,9 @@ def requester() -> str:
 def audited(
     audit: Audit, change: str, model: str | None, state: State, *, flush: bool = True, **fields: Any
 ) -> Iterator[dict[str, Any]]:
-    """Add a line to the audit when the block ends, with or without an error. The block may add to the fields that it gets.
+    """Add a line to the audit when the block ends, with or without an error.
+
+    The block may add to the fields that it gets.
 
     A block that sets `unchanged` has changed nothing: then there is no line.
     """
@@ -64,6 +66,7 @@ def changing(audit: Audit, change: str, model: str, state: State, **fields: Any)
     moved = f"active version {before} → {after}" if before != after else f"active version {after}"
     more = {"model": model, "change": change, "from": before, "to": after, "seconds": round(seconds, 3), **reported}
     logger.info(
-        "model %s: %s%s: %s, in %.3f s%s", model, change, text, moved, seconds, "" if by is None else f", asked by {by}",
+        "model %s: %s%s: %s, in %.3f s%s", model, change, text, moved, seconds,
+        "" if by is None else f", asked by {by}",
         extra={"fields": more | ({} if by is None else {"asked_by": by})},
     )  # fmt: skip

@@ -1,9 +1,10 @@
-"""The versions of a model on disk: complete ones, those that are being loaded, unfinished loads, damaged ones, leftovers.
+"""The versions of a model on disk: complete ones, those that are being loaded, unfinished
+loads, damaged ones, leftovers.
 
 What is here is replaced whole, or changed in one step, under the model's write lock; any thread may read without it.
 
-After a crash: a version is there if its record is. What a load left behind stays for a time, so that a load of the same snapshot
-can go on from it; what a drop or a fold left behind goes at the next start.
+After a crash: a version is there if its record is. What a load left behind stays for a time, so that a load of the same
+snapshot can go on from it; what a drop or a fold left behind goes at the next start.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ log = logging.getLogger(__name__)
 
 
 class Catalogue:
-    """The versions of one model on disk. `keep_loads`: loads that were broken off are kept, for others to go on from."""
+    """The versions of one model on disk.
+
+    `keep_loads`: loads that were broken off are kept, for others to go on from.
+    """
 
     def __init__(self, name: str, where: ModelDirectory, live: LiveViews, log: DeltaLog, *, keep_loads: bool) -> None:
         self._name, self._where, self._live, self._log = name, where, live, log
@@ -130,7 +134,8 @@ class Catalogue:
         with self._live.write:
             self.unfinished = {**self.unfinished, number: found}
         log.info(
-            "model %s: the load of version %d was broken off; %d MiB are kept, and loading the same snapshot goes on from there",
+            "model %s: the load of version %d was broken off; %d MiB are kept, and loading the same snapshot goes on "
+            "from there",
             self._name,
             number,
             found.bytes >> 20,
@@ -147,7 +152,10 @@ class Catalogue:
             return trash
 
     def discard_unfinished_up_to(self, number: int) -> list[Path]:
-        """The same for those of older versions, whose place a load of `number` takes; its own is forgotten. Holds `write`."""
+        """The same for those of older versions, whose place a load of `number` takes; its own is forgotten.
+
+        Holds `write`.
+        """
         older = [other for other in self.unfinished if other < number]
         trash = [files.discard(self.where(other).root) for other in older]
         self.unfinished = {other: load for other, load in self.unfinished.items() if other > number}
@@ -209,7 +217,8 @@ class Catalogue:
         where, counts = self._where.version(number, line), self.where(number)
         if files.exists(where.record) and not files.exists(counts.record):
             raise Corruption(
-                f"{where.root} is a whole line of the version, and {counts.root} should be: restore {self._where.undone}"
+                f"{where.root} is a whole line of the version, and {counts.root} should be: restore "
+                f"{self._where.undone}"
             )
         self._discard(where.root)
 

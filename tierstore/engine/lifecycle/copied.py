@@ -1,7 +1,7 @@
 """A data directory that was copied (`cp -a`, rsync) while a process had it open: its files are of different moments.
 
-It opens as any other: what the log and the base hold is checked, and a RocksDB that is torn is built again from them (`start.py`). What
-cannot be mended is the model's problem, which says then how to make the copy whole.
+It opens as any other: what the log and the base hold is checked, and a RocksDB that is torn is built again from them
+(`start.py`). What cannot be mended is the model's problem, which says then how to make the copy whole.
 
 Before the models start, on the thread that opens the store.
 """
@@ -19,7 +19,9 @@ log = logging.getLogger(__name__)
 
 
 def prepare(root: DataDirectory, lock_file: int) -> bool:
-    """Whether it is such a copy. Then what might not fit the RocksDB beside it is removed, and made again: filters of changed keys.
+    """Whether it is such a copy.
+
+    Then what might not fit the RocksDB beside it is removed, and made again: filters of changed keys.
 
     `lock_file` is the descriptor of its LOCK. StorageError.
     """
@@ -37,7 +39,9 @@ def prepare(root: DataDirectory, lock_file: int) -> bool:
 def what_to_do(where: ModelDirectory) -> str:
     """What a person can do, for the problem of a model that does not open."""
     return (
-        "this directory was copied while a process had the original open, so its files are of different moments. Deltas that its log lacks "
-        f"can be copied from the original: cp -n ORIGINAL/models/{where.root.name}/log/*.arrow {where.log}/. To go on without those that are "
-        f"missing at its end: rm {where.log_end}. Otherwise make the copy again: with `tierstore backup` and `tierstore restore`, which may be done while it serves, or while nothing has it open"
+        "this directory was copied while a process had the original open, so its files are of different moments. "
+        "Deltas that its log lacks can be copied from the original: cp -n "
+        f"ORIGINAL/models/{where.root.name}/log/*.arrow {where.log}/. To go on without those that are missing at its "
+        f"end: rm {where.log_end}. Otherwise make the copy again: with `tierstore backup` and `tierstore restore`, "
+        "which may be done while it serves, or while nothing has it open"
     )

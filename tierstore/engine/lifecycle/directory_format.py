@@ -1,7 +1,7 @@
 """The format of a data directory as a whole: a number in `format.json`, read before anything else there.
 
-It moves where an earlier release would take the directory for something else than it is. What only adds to a directory leaves it: records
-have formats of their own. docs/upgrade.md says what that means for going back.
+It moves where an earlier release would take the directory for something else than it is. What only adds to a directory
+leaves it: records have formats of their own. docs/upgrade.md says what that means for going back.
 
 On the thread that opens the store, which holds the directory's lock.
 """
@@ -24,8 +24,8 @@ FORMAT = 1
 def check(root: DataDirectory) -> None:
     """Corruption, naming the release that wrote it, where the directory has a format that this one does not know.
 
-    A directory without the file is new, or of a release that wrote none: both are of format 1. A file that is damaged says nothing, and
-    the records beneath say what they are themselves: it is written again.
+    A directory without the file is new, or of a release that wrote none: both are of format 1. A file that is damaged
+    says nothing, and the records beneath say what they are themselves: it is written again.
     """
     try:
         document = files.read_json(root.format)

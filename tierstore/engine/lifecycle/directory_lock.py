@@ -1,7 +1,8 @@
 """One process at a time has a data directory open: an flock on the file LOCK, which the kernel drops with the process.
 
-LOCK names the process, for people who look, and the directory by its inode, until the process closes it. So a directory that was copied
-while a process had it open is told apart: its LOCK names another one. Where the process serves the directory, LOCK names the URL too.
+LOCK names the process, for people who look, and the directory by its inode, until the process closes it. So a directory
+that was copied while a process had it open is told apart: its LOCK names another one. Where the process serves the
+directory, LOCK names the URL too.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def lock(path: Path) -> int:
 
 
 def announce(path: Path, url: str) -> None:
-    """Leave in the file at `path`, which this process has locked, where the directory is served: for those who find it locked."""
+    """Leave in the file at `path`, which this process has locked, where the directory is served:
+    for those who find it locked.
+    """
     with contextlib.suppress(OSError):  # a full disk must not keep the store from serving
         words = [*path.read_bytes().split()[:2], url.encode()]
         with path.open("r+b") as file:
@@ -52,7 +55,9 @@ def _url_in(descriptor: int) -> str | None:
 
 
 def is_copy(path: Path, descriptor: int) -> bool:
-    """Whether the directory of the LOCK at `path`, locked as `descriptor`, was copied from one that a process had open."""
+    """Whether the directory of the LOCK at `path`, locked as `descriptor`, was copied from
+    one that a process had open.
+    """
     directory = _directory_in(descriptor)
     return directory is not None and directory != os.stat(path.parent).st_ino
 

@@ -1,7 +1,7 @@
 """Deleting versions: those that a user drops, and those that are older than the ones to be kept.
 
-Any thread. A directory first loses its name, under the switch lock, and is then removed without any lock, which may take long.
-After a crash in between, the next start removes it.
+Any thread. A directory first loses its name, under the switch lock, and is then removed without any lock, which may
+take long. After a crash in between, the next start removes it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class Drops:
         self._live, self._catalogue = state.live, state.catalogue
 
     def drop(self, number: int) -> None:
-        """Delete a version that is not served, one that is damaged or half loaded as well; its memory and disk are freed."""
+        """Delete a version that is not served, one that is damaged or half loaded as well;
+        its memory and disk are freed.
+        """
         trash = self._discard(number)
         if trash is not None:
             files.remove_leftover(trash)

@@ -1,6 +1,8 @@
-"""When the rows of what serves expire: a check of each version's times, after it is opened and then every `ttl_check_s`.
+"""When the rows of what serves expire: a check of each version's times, after it is opened
+and then every `ttl_check_s`.
 
-On the thread of housekeeping's tasks, at the pace of the throttle. What a crash or an error leaves undone the next check does.
+On the thread of housekeeping's tasks, at the pace of the throttle. What a crash or an error
+leaves undone the next check does.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ class _Ended(Exception):
 
 
 class Expiry:
-    """Looks for rows of one model whose ttl is over, and deletes them. `stopping` says that the model is being closed."""
+    """Looks for rows of one model whose ttl is over, and deletes them.
+
+    `stopping` says that the model is being closed.
+    """
 
     def __init__(self, state: ModelState, stopping: Callable[[], bool]) -> None:
         self._state, self._stopping = state, stopping

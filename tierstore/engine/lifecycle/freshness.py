@@ -1,7 +1,7 @@
 """How fresh a model's answers are, against the limit that is set for it (`freshness_max_s`).
 
-Too old is a problem that status reports, and no reason not to answer: readiness stays as it is, since other nodes are as old.
-Any thread.
+Too old is a problem that status reports, and no reason not to answer: readiness stays as it is, since other
+nodes are as old. Any thread.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ class Freshness:
         self._max_s = state.shared.settings.quota_of(state.name).freshness_max_s
 
     def status(self) -> dict[str, Any]:
-        """`last_event_time` (ISO 8601) of the newest delta that is visible, `delta_age_s` since then, and whether that is `fresh`.
+        """`last_event_time` (ISO 8601) of the newest delta that is visible, `delta_age_s` since then,
+        and whether that is `fresh`.
 
-        Where the log has no such delta, the age is that of the active version's snapshot. None where it is not known, and
-        for `fresh` where there is no limit.
+        Where the log has no such delta, the age is that of the active version's snapshot. None where it is not known,
+        and for `fresh` where there is no limit.
         """
         event, age_s = self._event(), self._age_s()
         fresh = None if age_s is None or not self._max_s else age_s <= self._max_s

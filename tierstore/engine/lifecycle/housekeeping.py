@@ -1,7 +1,8 @@
-"""The background threads of a model: one folds overlays and closes versions that were replaced, one does housekeeping tasks.
+"""The background threads of a model: one folds overlays and closes versions that were replaced,
+one does housekeeping tasks.
 
-What fails is tried again, each thing by itself, and reported by `problem` until it succeeds: look-ups go on, and the log holds
-what is not folded.
+What fails is tried again, each thing by itself, and reported by `problem` until it succeeds: look-ups go on, and the
+log holds what is not folded.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ FOLDING, CLOSING = "deltas are not folded", "what was replaced is not closed"
 class Housekeeping:
     """The threads of one model.
 
-    `free` is called with each version that no request reads any more. Each of `tasks` (by what is said when it fails) is done
-    every 30 s, and soon once `due` is set. `share` says how much of the time folds may run, 0 to 1.
+    `free` is called with each version that no request reads any more. Each of `tasks` (by what is said when it fails)
+    is done every 30 s, and soon once `due` is set. `share` says how much of the time folds may run, 0 to 1.
     """
 
     def __init__(

@@ -73,7 +73,8 @@ class Loads:
             mark = files.read_bytes(self._catalogue.where(number).loading)
             if number in self._live.served.versions or mark != identity.encode():
                 raise Conflict(
-                    f"version {number} of {name!r} is there already; activate it, or drop it first, or give the snapshot a new version"
+                    f"version {number} of {name!r} is there already; activate it, or drop it first, or give the "
+                    "snapshot a new version"
                 )
         if start is not None and delta_seq < start:
             raise SnapshotError(
@@ -109,8 +110,8 @@ class Loads:
         most = settings.keep_versions + 1
         if not activate and len(waiting) >= most:
             raise Conflict(
-                f"model {name!r} has versions that were loaded and never activated: {waiting}; keep_versions={settings.keep_versions} allows {most} of them, "
-                "so activate one or drop one first"
+                f"model {name!r} has versions that were loaded and never activated: {waiting}; "
+                f"keep_versions={settings.keep_versions} allows {most} of them, so activate one or drop one first"
             )
 
     def _clean_up(self, number: int, error: BaseException) -> None:

@@ -1,6 +1,8 @@
-"""Opening a version, and making it ready before it serves: room in memory, the deltas it lacks, warm caches, its dense part.
+"""Opening a version, and making it ready before it serves: room in memory, the deltas it lacks,
+warm caches, its dense part.
 
-For the thread that holds the switch lock, one at a time. A version that fails on the way is closed, and what serves goes on.
+For the thread that holds the switch lock, one at a time. A version that fails on the way is
+closed, and what serves goes on.
 """
 
 from __future__ import annotations
@@ -66,8 +68,9 @@ class Opener:
     def reading(self, number: int) -> Iterator[DiskTier]:
         """The disk tier of a version, to be read as a whole, for however long; nothing waits for the end of the block.
 
-        It is that of a version that serves, or of a kept one, which is opened and not dropped by housekeeping. A thread that
-        needs the version otherwise (to serve it, to drop it, to close the model) closes it: then reads raise Closed.
+        It is that of a version that serves, or of a kept one, which is opened and not dropped by
+        housekeeping. A thread that needs the version otherwise (to serve it, to drop it, to close the
+        model) closes it: then reads raise Closed.
         """
         open_version = self._served_or_retiring(number)
         if open_version is not None:
@@ -125,7 +128,8 @@ class Opener:
         start: bool = False,
         undone: Undone | None = None,
     ) -> Iterator[Version]:
-        """A version opened, caught up but for the last step (without what is `undone`), and warm; closed if the block fails.
+        """A version opened, caught up but for the last step (without what is `undone`), and
+        warm; closed if the block fails.
 
         It makes its room in memory at the cost of `replaced` first, the active version first of them. At a `start` it
         is warmed once it serves, and may lack what a full disk does not take. Conflict for one that is stale, unless
@@ -136,8 +140,8 @@ class Opener:
         progress = guarded(progress)
         if state.catalogue.is_stale(info) and not force:
             raise Conflict(
-                f"version {info.number} of {state.name!r} is stale: it holds deltas up to {info.watermark}, and the log begins after "
-                f"{state.log.start}; with force it serves without what came between"
+                f"version {info.number} of {state.name!r} is stale: it holds deltas up to {info.watermark}, and the "
+                f"log begins after {state.log.start}; with force it serves without what came between"
             )
         may_lack = (DiskFull,) if start else ()
         version = self.open(info)
@@ -180,7 +184,8 @@ class Opener:
     def last_view(self, version: Version, *, force: bool, start: bool, undone: Undone | None = None) -> Iterator[View]:
         """Caught up to the end of the log (without what is `undone`), while producers wait. Holds `write`.
 
-        What was not folded is in memory: at a `start` what a full disk does not take, and what is not this node's to fold.
+        What was not folded is in memory: at a `start` what a full disk does not take, and
+        what is not this node's to fold.
         """
         missing_why: DiskFull | str = "the rows that others bring do not have them yet"
         try:
@@ -209,8 +214,8 @@ class Opener:
             budget.reserve(overlay.nbytes)
         except (Overloaded, TooLarge) as error:
             raise DiskFull(
-                f"{full}; and version {version.number} cannot serve what is not folded from memory meanwhile: it does not fit "
-                f"next to the other overlays into overlay_budget, {budget.total:,} bytes"
+                f"{full}; and version {version.number} cannot serve what is not folded from memory meanwhile: it does "
+                f"not fit next to the other overlays into overlay_budget, {budget.total:,} bytes"
             ) from error
         log.log(
             logging.INFO if isinstance(full, str) else logging.WARNING,

@@ -1,9 +1,11 @@
-"""Building a version again from its base, as a new line of it, so that the log can be replayed onto it without what is undone.
+"""Building a version again from its base, as a new line of it, so that the log can be replayed
+onto it without what is undone.
 
-The base's sealed files never change after a load, so the new line has the same ones, by second names; only its RocksDB, which
-holds what deltas changed, begins empty. For the thread that holds the switch lock; what serves goes on.
+The base's sealed files never change after a load, so the new line has the same ones, by second names; only its RocksDB,
+which holds what deltas changed, begins empty. For the thread that holds the switch lock; what serves goes on.
 
-After a crash: the line does not count until `undone.json` names it (`serving/undone_record.py`), and goes at the next start.
+After a crash: the line does not count until `undone.json` names it
+(`serving/undone_record.py`), and goes at the next start.
 """
 
 from __future__ import annotations
@@ -45,21 +47,23 @@ class Rebuilder:
         self._state.shared.placement.refusals.check("rebuild", model=name, number=info.number)
         if info.base != "sealed":
             raise Conflict(
-                f'{what}: it was loaded with base="{info.base}", which does not keep rows as loaded apart from those of deltas; '
-                'load its snapshot again, with base="sealed"'
+                f"{what}: it was loaded with base={info.base}, which does not keep rows as loaded apart from those of "
+                "deltas; load its snapshot again, with base=sealed"
             )
         if start is not None and start > base_seq:
             raise Conflict(
-                f"{what}: its snapshot holds deltas up to {base_seq}, and the log begins after {start}, so deltas {base_seq + 1} "
-                f"to {start} are gone; load a snapshot whose delta_seq is {start} or larger. log_retention_s, now "
-                f"{self._state.shared.settings.log_kept_s:g}, says how long the log keeps deltas"
+                f"{what}: its snapshot holds deltas up to {base_seq}, and the log begins after {start}, so deltas "
+                f"{base_seq + 1} to {start} are gone; load a snapshot whose delta_seq is {start} or larger. "
+                f"log_retention_s, now {self._state.shared.settings.log_kept_s:g}, says how long the log keeps deltas"
             )
         if (lost := self._state.log.lost_above(base_seq)) is not None:
             raise Conflict(f"{what}: {lost}")
 
     @contextlib.contextmanager
     def built(self, info: VersionInfo) -> Iterator[VersionInfo]:
-        """A new line of a version, with its snapshot's rows alone. It is removed if the block fails. Conflict, StorageError.
+        """A new line of a version, with its snapshot's rows alone. It is removed if the block fails.
+
+        Conflict, StorageError.
 
         While the block runs the log keeps what the line needs.
         """
@@ -117,8 +121,8 @@ class Rebuilder:
         records, base = info.loaded_records(), _base_on_disk(info) if disk is None else disk.record(BASE)
         if records is None or base is None:
             raise Conflict(
-                f"version {info.number} of {self._state.name!r} cannot be built again: an earlier release did not keep which string "
-                "keys collided when it was loaded; load its snapshot again"
+                f"version {info.number} of {self._state.name!r} cannot be built again: an earlier release did not "
+                "keep which string keys collided when it was loaded; load its snapshot again"
             )
         pairs = _in_folder(info.where.db / BASE, where.db / BASE)
         pairs += _in_folder(info.where.root / "warmup", where.root / "warmup")
@@ -127,8 +131,8 @@ class Rebuilder:
             dense = _loaded_dense_on_disk(info) if disk is None else loaded_dense(info.where, disk)
             if dense is None:
                 raise Conflict(
-                    f"version {info.number} of {self._state.name!r} cannot be built again: a delta brought another dense part before a "
-                    "release that keeps the loaded one; load its snapshot again"
+                    f"version {info.number} of {self._state.name!r} cannot be built again: a delta brought another "
+                    "dense part before a release that keeps the loaded one; load its snapshot again"
                 )
             pairs.append((dense, where.dense))
         for folder in dict.fromkeys(new.parent for _, new in pairs):
@@ -169,7 +173,8 @@ def _base_on_disk(info: VersionInfo) -> bytes:
     expected |= {number: expected[int(info.tables[name]["id"])] for name, number in info.times_ids.items()}
     if info.partitions is not None or rows != Counter({number: count for number, count in expected.items() if count}):
         raise Conflict(
-            f"version {info.number} cannot be built again: {info.where.db / BASE} has not all rows that were loaded, or has them in partitions"
+            f"version {info.number} cannot be built again: {info.where.db / BASE} has not all rows that were loaded, "
+            "or has them in partitions"
         )
     return base_record([file for file, _ in opened])[BASE]
 

@@ -1,9 +1,10 @@
 """What changes routing alone: which of the versions that are open get which requests, now and after a restart.
 
-Any thread; each verb holds the write lock for a moment and waits for no switch. A canary goes with one active version: when
-another one becomes active, or none, the canary is promoted (if it is the one) or withdrawn, in the same step.
+Any thread; each verb holds the write lock for a moment and waits for no switch. A canary goes with one active version:
+when another one becomes active, or none, the canary is promoted (if it is the one) or withdrawn, in the same step.
 
-After a crash: CURRENT names the active version, and `routes.json` (`serving/routing_record.py`) the canary and the labels.
+After a crash: CURRENT names the active version, and `routes.json`
+(`serving/routing_record.py`) the canary and the labels.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Routes:
         state, live = self._state, self._live
         live.check_open()
         for info in state.catalogue.infos():
-            # before CURRENT, which alone says so of the active version; a crash in between leaves what holds in any case
+            # before CURRENT, which alone says so of the active version; a crash in between
+            # leaves what holds in any case
             if info.number not in served.versions:
                 info.save_dense_accepted()
         routes = RoutingRecord.for_routing(served, awaited)
@@ -121,7 +123,10 @@ class Routes:
             return True
 
     def promote(self, number: int) -> bool:
-        """Make the canary the active version. False, and nothing is changed, where the canary is not version `number`."""
+        """Make the canary the active version.
+
+        False, and nothing is changed, where the canary is not version `number`.
+        """
         with self._live.write:
             served = self._live.served
             if served.canary is None or served.canary.version != number:
@@ -153,8 +158,8 @@ class Routes:
             if served.numbered(number) is None:
                 serves = " and ".join(map(str, served.versions)) or "nothing"
                 raise Conflict(
-                    f"label {name!r} may only point to what is served, and {self._name!r} serves {serves}, not {info.number}; activate "
-                    "it or make it the canary first"
+                    f"label {name!r} may only point to what is served, and {self._name!r} serves {serves}, not "
+                    f"{info.number}; activate it or make it the canary first"
                 )
             labels = {**served.labels, name: number}
             self.publish(replace(served, labels=labels), self.awaited and self.awaited.without_label(name))

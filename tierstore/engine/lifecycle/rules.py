@@ -1,4 +1,5 @@
-"""What may be done with a model's versions, by what is active and what is the canary: one set of rules, wherever the pointer is.
+"""What may be done with a model's versions, by what is active and what is the canary: one set of
+rules, wherever the pointer is.
 
 Pure functions, which raise Conflict. For this machine they are called by `switch.py`, `routes.py` and `drop.py`.
 """
@@ -27,7 +28,8 @@ def newest_before(model: str, active: int, there: Sequence[int]) -> int:
     """The version that a rollback goes to, of those `there`, ascending."""
     if not (older := [number for number in there if number < active]):
         raise Conflict(
-            f"model {model!r} has no version older than {active}, which serves, to roll back to; a load that failed changed nothing"
+            f"model {model!r} has no version older than {active}, which serves, to roll back to; a load that failed "
+            "changed nothing"
         )
     return older[-1]
 
@@ -59,6 +61,8 @@ def check_unused(model: str, number: int, active: Container[int | None], canary:
 
 
 def surplus_of(there: Iterable[int], active: int | None, used: Container[int | None], keep: int) -> list[int]:
-    """Which versions, ascending, are beyond the `keep` newest of those older than the active one; those `used` do not count."""
+    """Which versions, ascending, are beyond the `keep` newest of those older than the active
+    one; those `used` do not count.
+    """
     older = sorted(number for number in there if active is not None and number < active and number not in used)
     return older[: max(0, len(older) - keep)]

@@ -1,8 +1,8 @@
 """What the parts of one model share, and what all models of a store share.
 
-Locks are taken in the order `switch`, `live.write`, the publisher's condition. What opens, switches or deletes versions holds
-`switch`, one thread at a time, while deltas and look-ups go on; what only changes routing (share, labels, withdraw) waits for
-none of that.
+Locks are taken in the order `switch`, `live.write`, the publisher's condition. What opens, switches or deletes versions
+holds `switch`, one thread at a time, while deltas and look-ups go on; what only changes routing (share, labels,
+withdraw) waits for none of that.
 """
 
 from __future__ import annotations
@@ -88,7 +88,10 @@ def make_shared(
 
 
 class ModelState:
-    """What one model consists of: its versions on disk, its delta log, what it serves, and the locks. Constant after construction."""
+    """What one model consists of: its versions on disk, its delta log, what it serves, and the locks.
+
+    Constant after construction.
+    """
 
     def __init__(self, name: str, where: ModelDirectory, shared: Shared) -> None:
         self.name, self.where, self.shared = name, where, shared

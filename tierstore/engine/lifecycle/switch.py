@@ -39,8 +39,9 @@ class Switcher:
     ) -> None:
         """Open, catch up and warm a kept version, then switch to it in one step; nothing to do for the active one.
 
-        The canary is promoted if it is the one, and withdrawn otherwise. Conflict for a version that is stale, unless
-        `force`: then it serves without what it lacks; and where `expected_active` is given and a third version is active.
+        The canary is promoted if it is the one, and withdrawn otherwise. Conflict for a version that is
+        stale, unless `force`: then it serves without what it lacks; and where `expected_active` is given
+        and a third version is active.
         """
         with self._state.switch:
             info = self._catalogue.info(number)
@@ -65,7 +66,9 @@ class Switcher:
     def rollback(
         self, *, force: bool = False, expected_active: int | None = None, progress: ProgressFn = ignore
     ) -> int:
-        """Go back to the newest kept version older than the active one. Returns its number. The canary as for `activate`.
+        """Go back to the newest kept version older than the active one. Returns its number.
+
+        The canary as for `activate`.
 
         Conflict where `expected_active` is given and another version is active.
         """
@@ -77,8 +80,8 @@ class Switcher:
     def rollback_to(self, seq: int, *, expected_active: int | None = None, progress: ProgressFn = ignore) -> int:
         """Bring the active version back to what it was right after delta `seq` was applied. Returns its number.
 
-        It is built again beside what serves and switched to in one step. All later deltas up to that step are undone then,
-        in every version; the canary is withdrawn. Conflict where that cannot be, see `Rebuilder.check`.
+        It is built again beside what serves and switched to in one step. All later deltas up to that step are undone
+        then, in every version; the canary is withdrawn. Conflict where that cannot be, see `Rebuilder.check`.
         """
         with self._state.switch:
             number = self._check_active(expected_active)
@@ -93,10 +96,11 @@ class Switcher:
         return number
 
     def follow_undone(self, rollbacks: Rollbacks, progress: ProgressFn = ignore) -> None:
-        """Have that undone which a peer has undone: `rollbacks` are this model's, and those that the peer has done since.
+        """Have that undone which a peer has undone: `rollbacks` are this model's, and those
+        that the peer has done since.
 
-        Of deltas that are still to come from the peer it is on record before they come. Where what serves has such a delta it is built again, as by
-        `rollback_to`. Conflict where that cannot be.
+        Of deltas that are still to come from the peer it is on record before they come. Where what serves has such a
+        delta it is built again, as by `rollback_to`. Conflict where that cannot be.
         """
         with self._state.switch:
             number = self._check_active(None)
@@ -112,7 +116,10 @@ class Switcher:
     def _build_without(
         self, info: VersionInfo, ahead: Undone, at_last: Callable[[], Undone], progress: ProgressFn
     ) -> None:
-        """Serve a new line of the active version without what is undone; `at_last` says it for the step to it. Holds the switch lock."""
+        """Serve a new line of the active version without what is undone; `at_last` says it for the step to it.
+
+        Holds the switch lock.
+        """
         replaced = [view.open_version for view in self._live.served.views]
         with (
             self._rebuilder.built(info) as line,
@@ -134,8 +141,8 @@ class Switcher:
             raise InvalidInput(f"to_seq: expected the seq of a delta, got {seq!r}")
         if not lowest <= seq <= last:
             raise Conflict(
-                f"model {self._name!r}: expected a seq from {lowest} to {last}, got {seq}; the snapshot of version {info.number} holds "
-                f"deltas up to {lowest}, and {last} is the newest one"
+                f"model {self._name!r}: expected a seq from {lowest} to {last}, got {seq}; the snapshot of version "
+                f"{info.number} holds deltas up to {lowest}, and {last} is the newest one"
             )
 
     def _outdating(self, undone: Undone) -> Undone:
@@ -164,8 +171,8 @@ class Switcher:
         """Serve a kept version next to the active one: to `share` (0 to 1) of the requests that name no version.
 
         It is opened, caught up and warmed first, as in a switch. For the version that is the canary already only the
-        share changes. Conflict for the active version, while there is another canary, where nothing is active, and for a
-        version that is stale, unless `force`.
+        share changes. Conflict for the active version, while there is another canary, where nothing is active, and for
+        a version that is stale, unless `force`.
         """
         share = check_share(share)
         if self._routes.set_share(number, share):
@@ -213,7 +220,10 @@ class Switcher:
             self._live.start_problem = None
 
     def serve_again(self, info: VersionInfo, labels: Mapping[str, int]) -> None:
-        """At a start: serve a version whose RocksDB is torn, from a new line of it. Conflict where that cannot be built."""
+        """At a start: serve a version whose RocksDB is torn, from a new line of it.
+
+        Conflict where that cannot be built.
+        """
         with (
             self._rebuilder.built(info) as line,
             self._opener.warmed(line, [], force=False, progress=ignore, start=True) as version,
@@ -224,7 +234,9 @@ class Switcher:
 
     @contextlib.contextmanager
     def _current_line(self, info: VersionInfo, *, force: bool) -> Iterator[VersionInfo]:
-        """The version itself, or a new line of it where it holds what is undone; by `force` itself where that cannot be."""
+        """The version itself, or a new line of it where it holds what is undone; by `force`
+        itself where that cannot be.
+        """
         if not self._catalogue.is_outdated(info.number):
             yield info
             return
@@ -250,10 +262,12 @@ class Switcher:
         self._routes.publish(served, undone=undone, built=[line])
 
     def follow(self, number: int, ready: Callable[[], float | None], *, start: bool, progress: ProgressFn) -> None:
-        """Serve a version as the cluster's pointer says: it is made warm, `ready` waits for its moment, then it is published.
+        """Serve a version as the cluster's pointer says: it is made warm, `ready` waits for its
+        moment, then it is published.
 
-        `ready` gives the share that it has as the canary, None where it is to be active. What `ready` or `progress` raises ends it, and
-        nothing has changed. Also for the active version, opened anew: for a node that missed deltas. At a `start` it is warmed while it serves.
+        `ready` gives the share that it has as the canary, None where it is to be active. What `ready` or `progress`
+        raises ends it, and nothing has changed. Also for the active version, opened anew: for a node that missed
+        deltas. At a `start` it is warmed while it serves.
         """
         with self._state.switch:
             info, old = self._catalogue.info(number), self._live.active_version
@@ -269,7 +283,10 @@ class Switcher:
             self._report(old, number)
 
     def follow_canary(self, current: int | None, canary: int | None, share: float) -> None:
-        """Have the canary that is served become active, or go, or get its share, as the cluster's pointer says. Waits for no switch."""
+        """Have the canary that is served become active, or go, or get its share, as the cluster's pointer says.
+
+        Waits for no switch.
+        """
         served = self._live.served
         if served.canary is None:
             return

@@ -32,7 +32,9 @@ class Tasks:
         self._expiry = Expiry(state, stopping)
 
     def by_problem(self) -> dict[str, Callable[[], None]]:
-        """In the order in which they are done, by what is said when they fail; those alone that the placement leaves to this node."""
+        """In the order in which they are done, by what is said when they fail; those alone that the
+        placement leaves to this node.
+        """
         allow = self._state.shared.placement.refusals.allow
         tasks: dict[str, tuple[Callable[[], None], Act | None]] = {
             "memory is not dealt again": (self._rebalance_memory, None),

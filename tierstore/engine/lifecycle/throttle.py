@@ -1,12 +1,13 @@
 """The duty cycle of background work, chosen so that look-ups stay about as quick as in quiet times.
 
-Loads, verification and warming use processors, memory and drives that look-ups need. How much that costs is not predictable,
-so it is measured: the p99 of look-ups while such work is done, against that of quiet times. `Control` decides, and is pure;
-`Throttle` measures, on a thread of its own, and background work reads its `share`. Without look-ups the share is 1.
+Loads, verification and warming use processors, memory and drives that look-ups need. How much that costs is not
+predictable, so it is measured: the p99 of look-ups while such work is done, against that of quiet times.
+`Control` decides, and is pure; `Throttle` measures, on a thread of its own, and background work reads its
+`share`. Without look-ups the share is 1.
 
-Quiet is when no such work is done. A load may take hours, and a measurement from before it would be too old, so the work pauses
-for a moment now and then, and look-ups are measured meanwhile. Folds go by the share too, but count as quiet: deltas arrive all
-day.
+Quiet is when no such work is done. A load may take hours, and a measurement from before it would be too old, so the
+work pauses for a moment now and then, and look-ups are measured meanwhile. Folds go by the share too, but count as
+quiet: deltas arrive all day.
 
 Any thread may call anything. Nothing survives the process.
 """
@@ -183,7 +184,9 @@ class Throttle:
         return any(self._work.values())
 
     def status(self) -> dict[str, Any]:
-        """`share` of the time, what is at work, and the p99 of look-ups: now, in quiet, and how many times that it may be."""
+        """`share` of the time, what is at work, and the p99 of look-ups: now, in quiet, and
+        how many times that it may be.
+        """
         with self._changed:
             work = sorted(kind for kind, count in self._work.items() if count)
         return {
@@ -242,7 +245,9 @@ class Throttle:
             self._paused = False
 
     def _measure(self, generation: int, most: int) -> tuple[float | None, int]:
-        """(p99, look-ups) of at most so many windows, which end early once there were enough, or work begins or ends."""
+        """(p99, look-ups) of at most so many windows, which end early once there were
+        enough, or work begins or ends.
+        """
         begin, new = self._counts(), [0]
         for _ in range(most):
             goes_on = self._wait(generation, self.window_s)

@@ -1,8 +1,8 @@
 """Warming versions that serve already: after a start, the rows of hot keys are read into memory, hottest first.
 
-One thread for a store, of low priority. It reads at most `warm_rate` rows a second, or fewer where look-ups get slower by it.
-It also saves the hot keys of what serves from time to time, so that a start after a crash has them. Those of a version
-that is not warm yet are not saved, since the file says more than what is in memory.
+One thread for a store, of low priority. It reads at most `warm_rate` rows a second, or fewer where look-ups get slower
+by it. It also saves the hot keys of what serves from time to time, so that a start after a crash has them. Those of a
+version that is not warm yet are not saved, since the file says more than what is in memory.
 
 `add` before `start`; any thread may read the progress. Only what is saved survives a crash.
 """
@@ -81,7 +81,8 @@ class WarmUp:
         return self.done >= self.total
 
     def step(self, view: View, limit: int) -> int:
-        """Read at most `limit` keys, of the table that is furthest behind, under a view of the version that the caller holds.
+        """Read at most `limit` keys, of the table that is furthest behind, under a view of the
+        version that the caller holds.
 
         Returns how many it were; 0 at the end. What the disk does not give is passed over: look-ups will say so.
         """

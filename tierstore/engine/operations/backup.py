@@ -1,10 +1,11 @@
 """`backup`: a model as it is at one moment, in a directory or in object storage, file by file, while it serves.
 
-First an image of the model's directory is made beside it, by second names for its files: they are written once and never changed. Only for
-that does anything wait: switches, drops and folds until it is made, deltas for the last step of it. Then the image is read, what the
-place does not have yet is sent there, and the image is removed.
+First an image of the model's directory is made beside it, by second names for its files: they are written once and
+never changed. Only for that does anything wait: switches, drops and folds until it is made, deltas for the last step of
+it. Then the image is read, what the place does not have yet is sent there, and the image is removed.
 
-On a thread of low priority. A crash leaves an image, which the next start removes, and at the place contents that the next backup uses.
+On a thread of low priority. A crash leaves an image, which the next start removes, and at the place
+contents that the next backup uses.
 """
 
 from __future__ import annotations
@@ -86,7 +87,10 @@ def _backup(
 
 
 def make_image(model: Model, to: ModelDirectory) -> tuple[int | None, int]:
-    """Make the image of a moment in a new directory. Returns the active version, and the newest delta of the log. Corruption, StorageError."""
+    """Make the image of a moment in a new directory. Returns the active version, and the newest delta of the log.
+
+    Corruption, StorageError.
+    """
     while True:
         try:
             return _try_image(model, to)
@@ -127,7 +131,9 @@ def _try_image(model: Model, to: ModelDirectory) -> tuple[int | None, int]:
 
 
 def _version(info: VersionInfo, disk: DiskTier, to: Path) -> None:
-    """A version in the image: RocksDB's files as of now, and all others but those that are being written or can be made again."""
+    """A version in the image: RocksDB's files as of now, and all others but those that are being
+    written or can be made again.
+    """
     files.make_dir(to)
     disk.checkpoint(to / DB)
     if (to / BASE).is_dir():

@@ -1,7 +1,7 @@
 """Why a key is answered as it is: what each tier holds of it, and which delta wrote or deleted it last.
 
-For a person, a few keys at a time; looking changes nothing (`holdings.py`). Any thread may call it. The view is held while tiers are
-looked at, and let go before the log is searched (`key_history.py`).
+For a person, a few keys at a time; looking changes nothing (`holdings.py`). Any thread may call it. The view is held
+while tiers are looked at, and let go before the log is searched (`key_history.py`).
 """
 
 from __future__ import annotations
@@ -156,7 +156,8 @@ def _why_there(seen: Holdings, spec: TableSpec, info: VersionInfo, history: KeyH
         return "present", f"it came with the snapshot of version {info.number}, and no delta has written it since"
     return (
         "present",
-        f"the snapshot of version {info.number} or a delta up to {history.first - 1} wrote it; which is not known: {history.ended}",
+        f"the snapshot of version {info.number} or a delta up to {history.first - 1} wrote it; which is not known: "
+        f"{history.ended}",
     )
 
 
@@ -172,7 +173,8 @@ def _why_absent(seen: Holdings, spec: TableSpec, info: VersionInfo, history: Key
             return "expired", f"delta {write.seq} wrote it, and it expired at {moment(ends_s)}"
         return (
             "inconsistent",
-            f"delta {write.seq} wrote it, and no tier has it: it did not fit the version, or is lost; run `tierstore verify`",
+            f"delta {write.seq} wrote it, and no tier has it: it did not fit the version, or is lost; run "
+            "`tierstore verify`",
         )
     if is_marked and ends_s <= time.time() and history.ended is None:
         return "expired", f"it came with the snapshot, and it expired at {moment(ends_s)}"

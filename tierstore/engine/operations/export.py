@@ -1,9 +1,9 @@
 """`export`: write what a model serves now, base plus deltas at one seq, as a snapshot.
 
-Runs on a thread of low priority while the model serves; it only reads. A view is held until every table has an iterator of
-that moment, a fraction of a second: until then no delta that comes later is folded. From then on deltas, folds and switches go
-on as ever. The version that is read stays open until the export ends, also where another one is
-switched to; but a switch back to it, or its drop, ends the export.
+Runs on a thread of low priority while the model serves; it only reads. A view is held until every table has an iterator
+of that moment, a fraction of a second: until then no delta that comes later is folded. From then on deltas, folds and
+switches go on as ever. The version that is read stays open until the export ends, also where another one is switched
+to; but a switch back to it, or its drop, ends the export.
 
 To a URL, shards are uploaded as they are finished. A built version is built of a snapshot that is removed then.
 
@@ -87,7 +87,9 @@ def export(
     progress: ProgressFn,
     cancelled: threading.Event | None,
 ) -> ExportReport:
-    """See `Store.export`; `target` is one that `new_target` has checked, `scratch` is where files are on the way to a URL."""
+    """See `Store.export`; `target` is one that `new_target` has checked, `scratch` is where
+    files are on the way to a URL.
+    """
     work = _export if options.partitions is None else _export_built
     with _made(target) if isinstance(target, Path) else contextlib.nullcontext():
         return aside(
@@ -99,7 +101,10 @@ def export(
 
 
 def new_target(target: str | Path, *, outside: Path, empty: bool = True) -> Path | str:
-    """The path, absolute; or the URL, below which, if it is to be `empty`, there is nothing. InvalidInput for a path in the data directory `outside`."""
+    """The path, absolute; or the URL, below which, if it is to be `empty`, there is nothing.
+
+    InvalidInput for a path in the data directory `outside`.
+    """
     if isinstance(target, str) and is_url(target):
         if empty:
             check_nothing_at(target)
@@ -233,8 +238,8 @@ def _check_keys(model: str, view: View) -> None:
     for name, spec in view.open_version.specs.items():
         if spec.key is KeyType.STRING:
             raise InvalidInput(
-                f"model {model!r} cannot be exported: table {name!r} has string keys, and the store has only their hashes. "
-                "Keep the snapshot and the deltas that it was loaded from, or use integer keys"
+                f"model {model!r} cannot be exported: table {name!r} has string keys, and the store has only their "
+                "hashes. Keep the snapshot and the deltas that it was loaded from, or use integer keys"
             )
 
 
@@ -304,7 +309,10 @@ def _in_step(
 
 
 def _dense(view: View) -> bytes | None:
-    """The ONNX file that the view serves, or would serve where the extra is installed. No fold replaces it while the view is held."""
+    """The ONNX file that the view serves, or would serve where the extra is installed.
+
+    No fold replaces it while the view is held.
+    """
     newest = next((overlay.dense for overlay in view.overlays if overlay.dense is not None), None)
     info = view.open_version.info
     if newest is not None or not info.has_dense:
@@ -324,7 +332,9 @@ def _default(version: Version, spec: TableSpec) -> str | list[float]:
 
 
 def _vectors(rows: Rows, spec: TableSpec) -> Vectors:
-    """The vectors that are stored as `rows`: of their own dtype if NumPy has it, else float32, from which a load makes those rows."""
+    """The vectors that are stored as `rows`: of their own dtype if NumPy has it, else float32, from
+    which a load makes those rows.
+    """
     shape = len(rows), spec.dim
     half = spec.dtype is StorageDtype.FLOAT16
     vectors: Vectors = np.empty(shape, np.float16) if half else np.empty(shape, np.float32)

@@ -1,8 +1,10 @@
-"""What a node gives to its peers: what its logs hold, and its models as they are at one moment, file by file, as a backup has them.
+"""What a node gives to its peers: what its logs hold, and its models as they are at one moment, file
+by file, as a backup has them.
 
-There is one image of a model at a time, for all peers that copy it, held while they read it. It is made by a thread of low priority, and goes once nobody has asked for HOLD_S. The
-log goes on meanwhile: what came after the image a peer gets as deltas, so an image from before the log begins is made again.
-Any thread may call anything. A crash leaves an image, which the next start removes.
+There is one image of a model at a time, for all peers that copy it, held while they read it. It is made by a thread of
+low priority, and goes once nobody has asked for HOLD_S. The log goes on meanwhile: what came after the image a peer
+gets as deltas, so an image from before the log begins is made again. Any thread may call anything. A crash leaves an
+image, which the next start removes.
 """
 
 from __future__ import annotations
@@ -109,7 +111,10 @@ class Image:
 
 
 class PeerSide:
-    """What other nodes may ask of a store. `models` gives the models that there are, `model` one by its name. `close` it before the store."""
+    """What other nodes may ask of a store. `models` gives the models that there are, `model` one by its name.
+
+    `close` it before the store.
+    """
 
     def __init__(self, models: Callable[[], list[str]], model: Callable[[str], Model]) -> None:
         self.node = secrets.token_hex(8)  # by which a node knows itself among the peers it is given
@@ -121,7 +126,9 @@ class PeerSide:
         self._closed = False
 
     def logs(self) -> dict[str, Any]:
-        """By model what its log holds: deltas `start + 1` to `last`, which rollbacks there were, and what is wrong with it."""
+        """By model what its log holds: deltas `start + 1` to `last`, which rollbacks there
+        were, and what is wrong with it.
+        """
         found = {}
         for name in self._models():
             with contextlib.suppress(NotFound):  # it is gone meanwhile

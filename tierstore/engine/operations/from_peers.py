@@ -1,7 +1,9 @@
 """What a node takes from a peer: deltas that it has acknowledged, which of them are undone, and whole models.
 
-Of a model the files of its image are read, each compared with its checksum, into a directory beside the models. What was read stays there when the copy is broken off, by a crash or by the peer, and the next try goes on from it: whole files are
-compared with what the peer's list says, and a file that was broken off is read on from where it ends. One thread a data directory.
+Of a model the files of its image are read, each compared with its checksum, into a directory beside the models.
+What was read stays there when the copy is broken off, by a crash or by the peer, and the next try goes on from
+it: whole files are compared with what the peer's list says, and a file that was broken off is read on from where
+it ends. One thread a data directory.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ _IMAGE_POLL_S = 0.1
 
 
 def follow_delta(model: Model, data: bytes, seq: int) -> None:
-    """Apply a delta that a peer has acknowledged: of what does not fit a version nothing is applied to that one, and one that is undone to none.
+    """Apply a delta that a peer has acknowledged: of what does not fit a version nothing is applied to that one,
+    and one that is undone to none.
 
     Errors are those of `Store.apply_delta`.
     """
@@ -54,10 +57,13 @@ def copies_of(root: Path) -> list[Path]:
 def copy_model(
     peer: Peer, model: str, root: DataDirectory, reserve: int, progress: ProgressFn, stopping: threading.Event
 ) -> Path:
-    """Make the directory of a model as a peer has it, leaving `reserve` bytes free. Returns it, to be moved into the store.
+    """Make the directory of a model as a peer has it, leaving `reserve` bytes free.
 
-    RemoteUnavailable, NotFound, Overloaded: try again, and it goes on. Corruption for a file that did not come as the peer has it; it is
-    read anew by the next try. DiskFull where what is still to come has no room. Closed once `stopping` is set.
+    Returns it, to be moved into the store.
+
+    RemoteUnavailable, NotFound, Overloaded: try again, and it goes on. Corruption for a file that did not come
+    as the peer has it; it is read anew by the next try. DiskFull where what is still to come has no room.
+    Closed once `stopping` is set.
     """
     where = root.root / f"{SCRATCH}{model}"
     image = _await_image(peer, model, progress, stopping)
@@ -119,8 +125,8 @@ class _Files:
         if digest != file.xxh3:
             files.remove_file(part)
             raise Corruption(
-                f"{self._peer}: {file.path} of model {model!r} was damaged on its way, or the peer's disk is: expected {file.bytes} bytes with "
-                f"xxh3 {file.xxh3}, got {digest}; it is read again"
+                f"{self._peer}: {file.path} of model {model!r} was damaged on its way, or the peer's disk is: "
+                f"expected {file.bytes} bytes with xxh3 {file.xxh3}, got {digest}; it is read again"
             )
         files.rename(part, to)
 

@@ -1,9 +1,9 @@
 """What a node gives to nodes in front of it: what it serves, rows of one version as of one seq, records, deltas.
 
-A front asks for rows as of its own seq. So views that were replaced are held until every front is beyond them, but for LAG_S at most,
-and the last view of a version that serves no more for as long as a front serves that version, unless something else waits for it
-to be closed. While nobody in front asks, nothing is held. Any thread may call anything; a thread that ends by itself lets go of
-what is not needed any more.
+A front asks for rows as of its own seq. So views that were replaced are held until every front is beyond them, but for
+LAG_S at most, and the last view of a version that serves no more for as long as a front serves that version, unless
+something else waits for it to be closed. While nobody in front asks, nothing is held. Any thread may call anything; a
+thread that ends by itself lets go of what is not needed any more.
 """
 
 from __future__ import annotations
@@ -177,7 +177,10 @@ class HeldViews:
 
 
 class StoredRead:
-    """Rows of codes as they are stored. What memory has is there at once. `finish` is for any one thread; `close` in any case."""
+    """Rows of codes as they are stored. What memory has is there at once.
+
+    `finish` is for any one thread; `close` in any case.
+    """
 
     def __init__(self, held: HeldViews, view: View, table: str, codes: Keys) -> None:
         self._closed = False
@@ -210,7 +213,10 @@ class StoredRead:
 
 
 class Fronts(Observer):
-    """What nodes in front of a store may ask of it. `models` gives the models that there are, `model` one by its name. `close` it before the store."""
+    """What nodes in front of a store may ask of it.
+
+    `models` gives the models that there are, `model` one by its name. `close` it before the store.
+    """
 
     def __init__(self, models: Callable[[], list[str]], model: Callable[[str], Model]) -> None:
         self._models, self._model = models, model
@@ -232,7 +238,10 @@ class Fronts(Observer):
             held.update()
 
     def held(self, name: str, front: str | None = None, serves: tuple[int, int] | None = None) -> HeldViews:
-        """The views of a model, held from now on. NotFound for an unknown one; Conflict where its rows are on other machines."""
+        """The views of a model, held from now on.
+
+        NotFound for an unknown one; Conflict where its rows are on other machines.
+        """
         model = self._model(name)
         model.state.shared.placement.refusals.check("serve_fronts")
         with self._lock:

@@ -1,7 +1,7 @@
 """What each tier holds of a key, as a look-up would find it, read without changing anything: for `explain`.
 
-No row is promoted, no heat is counted, no cache of ours is filled; pages that are read from disk may stay in the system's cache. Any
-thread, for as long as it holds the view.
+No row is promoted, no heat is counted, no cache of ours is filled; pages that are read from disk may stay in the
+system's cache. Any thread, for as long as it holds the view.
 """
 
 from __future__ import annotations

@@ -25,7 +25,10 @@ SEARCH_S = 5.0
 
 
 class Write(NamedTuple):
-    """A delta that wrote or deleted a key. `received_s`: when the log got it, seconds since 1970; None where its file is gone."""
+    """A delta that wrote or deleted a key.
+
+    `received_s`: when the log got it, seconds since 1970; None where its file is gone.
+    """
 
     seq: int
     event_time: datetime
@@ -44,7 +47,10 @@ class Write(NamedTuple):
 
 @dataclass(slots=True)
 class KeyHistory:
-    """What the log says of the keys: newest first, by code. `first`: the oldest seq that was searched; `ended`: why not further."""
+    """What the log says of the keys: newest first, by code.
+
+    `first`: the oldest seq that was searched; `ended`: why not further.
+    """
 
     last: dict[int, Write] = field(default_factory=dict)
     undone: dict[int, list[Write]] = field(default_factory=dict)
@@ -57,7 +63,9 @@ class KeyHistory:
 def search(
     log: DeltaLog, info: VersionInfo, table: str, codes: Keys, to_codes: Callable[[Any], Keys], upto: int
 ) -> KeyHistory:
-    """Which deltas wrote or deleted `codes`: from the newest, `upto`, back until each is found, or the bounds are reached."""
+    """Which deltas wrote or deleted `codes`: from the newest, `upto`, back until each is
+    found, or the bounds are reached.
+    """
     floor = max(log.start or 0, info.manifest.delta_seq)
     history = KeyHistory(first=upto + 1, newest=upto)
     left, nbytes, until_s = {*codes.tolist()}, 0, time.monotonic() + SEARCH_S

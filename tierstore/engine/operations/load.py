@@ -1,8 +1,10 @@
-"""Loading a snapshot while others serve: build, ingest, verify, record, and then activate, unless the caller does not want that.
+"""Loading a snapshot while others serve: build, ingest, verify, record, and then activate, unless
+the caller does not want that.
 
-Runs on the caller's thread; the heavy work is in the helper processes of `ingest/`. A crash leaves a directory, and so does a
-load that is cancelled: one of the same snapshot goes on from there. On other errors it is removed at once. Once the record is
-published the version is kept, even if it cannot be switched to, unless the snapshot turns out to be bad then.
+Runs on the caller's thread; the heavy work is in the helper processes of `ingest/`. A crash leaves a
+directory, and so does a load that is cancelled: one of the same snapshot goes on from there. On other errors
+it is removed at once. Once the record is published the version is kept, even if it cannot be switched to,
+unless the snapshot turns out to be bad then.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a person does with parked messages: list, show, retry, skip. Any thread.
 
-`skip` applies a delta without rows under the seq, so that the log has no gap and every replica that does the same has the same
-log. Its event time is that of the message.
+`skip` applies a delta without rows under the seq, so that the log has no gap and every replica that does the same has
+the same log. Its event time is that of the message.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ class ParkedMessages(ABC):
         return self.parked_files.payload(name)
 
     def retry_parked(self, name: str) -> dict[str, Any]:
-        """Apply one now. Returns it, with `applied`. What fails stays parked: DeltaError, Conflict, SequenceGap, NotReady."""
+        """Apply one now. Returns it, with `applied`.
+
+        What fails stays parked: DeltaError, Conflict, SequenceGap, NotReady.
+        """
         files, record = self.parked_files, self.parked_files.get(name)
         payload = files.payload(name)
         check_retry(record)
@@ -83,7 +86,8 @@ def _fill(record: Parked, model: Model, placed: ModelPlacement) -> bool:
         return False
     if last is not None and record.seq > last + 1:
         raise Conflict(
-            f"{record.id} is delta {record.seq} of {model.name!r}, and {last + 1} is next: apply, retry or skip that one first"
+            f"{record.id} is delta {record.seq} of {model.name!r}, and {last + 1} is next: apply, retry or skip that "
+            "one first"
         )
     sink = io.BytesIO()
     moment = datetime.fromtimestamp(record.timestamp_ms / 1000, UTC)

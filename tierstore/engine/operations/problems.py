@@ -1,4 +1,6 @@
-"""What is wrong with a store, by kind: what its status says, as a list that alerts are made of. docs/runbook.md has a part for each kind."""
+"""What is wrong with a store, by kind: what its status says, as a list that alerts are made of.
+docs/runbook.md has a part for each kind.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`restore`: models of a backup in a data directory that no process has open, each whole or not at all.
 
-On the caller's thread. Everything is read, checked and made durable beside the models, and takes its place at the end by one rename
-a model; what a crash leaves is removed by the next start.
+On the caller's thread. Everything is read, checked and made durable beside the models, and takes its place at the end
+by one rename a model; what a crash leaves is removed by the next start.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def restore(
 ) -> list[BackupReport]:
     """Bring models, by default all, from backups in `source` (a directory or a URL) into the data directory `data`.
 
-    `number` is that of the backup, by default the newest. Every file is compared with its checksum. Conflict for a model that `data` has
-    already, NotFound for one that has no such backup, Corruption for a file that is damaged, Locked where a process has `data`
-    open; then nothing is restored.
+    `number` is that of the backup, by default the newest. Every file is compared with its checksum. Conflict for a
+    model that `data` has already, NotFound for one that has no such backup, Corruption for a file that is damaged,
+    Locked where a process has `data` open; then nothing is restored.
     """
     root = DataDirectory(Path(data).absolute())
     files.make_dir(root.models)
@@ -51,8 +51,8 @@ def restore(
         for model in wanted:
             if files.exists(root.model(model).root):
                 raise Conflict(
-                    f"{root.model(model).root} exists already, and a restore overwrites nothing: move it away, restore into another "
-                    "directory with --data, or name the models to restore"
+                    f"{root.model(model).root} exists already, and a restore overwrites nothing: move it away, "
+                    "restore into another directory with --data, or name the models to restore"
                 )
         with scratch_directory(root.root, SCRATCH) as scratch:
             found = {model: _found(backups, model, number, scratch) for model in wanted}

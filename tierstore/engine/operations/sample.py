@@ -35,11 +35,14 @@ def sample(
     """What `version` (a number or a label; None: the active one) answers for some keys of every table.
 
     Args:
-        keys: by table, the keys' codes, at most `MOST_KEYS`. A code is the key itself, as int64 (for uint64 its bit pattern,
-            for a string its hash). None: `rows` of each table are chosen, the same ones on every node that has the same rows.
-        expired_at_s: seconds since 1970; rows that are expired then count as absent, whether this node has removed them or not.
+        keys: by table, the keys' codes, at most `MOST_KEYS`. A code is the key itself, as int64 (for uint64 its
+            bit pattern, for a string its hash). None: `rows` of each table are chosen, the same ones on every
+            node that has the same rows.
+        expired_at_s: seconds since 1970; rows that are expired then count as absent, whether this
+            node has removed them or not.
 
-    Returns `{"model", "version", "seq", "tables": {table: {"keys": [code], "found": n, "digest": 16 hex digits, "ttl_s"}}}`.
+    Returns `{"model", "version", "seq", "tables": {table: {"keys": [code], "found": n,
+    "digest": 16 hex digits, "ttl_s"}}}`.
     """
     with model.view(STABLE if version is None else version) as view:
         tables = view.open_version.tables
@@ -87,7 +90,10 @@ def _digest(view: View, table: Cascade, name: str, codes: Keys, expired_at_s: in
 
 
 def _times(view: View, name: str, codes: Keys) -> Times | None:
-    """When rows were last written; 0 where there is none, or it has just expired. None for a table without times here."""
+    """When rows were last written; 0 where there is none, or it has just expired.
+
+    None for a table without times here.
+    """
     version = view.open_version
     if name not in version.info.times_ids:
         return None
@@ -107,7 +113,9 @@ def _chosen(view: View, rows: int) -> dict[str, Keys]:
 
 
 def _spread(view: View, table: Cascade, rows: int) -> Keys:
-    """At most `rows` codes that the table's files hold, in runs that begin at positions which depend on the table alone."""
+    """At most `rows` codes that the table's files hold, in runs that begin at positions
+    which depend on the table alone.
+    """
 
     def next_codes(low: int, count: int) -> Keys:
         return view.open_version.disk.codes_from(table.table_id, table.spec.row_bytes, low, count)

@@ -78,7 +78,9 @@ class Models:
 
     @contextlib.contextmanager
     def loading(self, name: str, begin: Callable[[str], object]) -> Iterator[None]:
-        """A model, which `begin` makes if it is new, is needed for the length of the block, though it may have nothing."""
+        """A model, which `begin` makes if it is new, is needed for the length of the
+        block, though it may have nothing.
+        """
         with self._lock:
             self._loads[name] += 1
         try:

@@ -1,7 +1,7 @@
 """`verify`: read back everything that is stored and say what is wrong with it.
 
-Runs on the caller's thread while the models serve; it only reads. Nothing waits for it: a version that is switched to or away
-from meanwhile is read again from its beginning.
+Runs on the caller's thread while the models serve; it only reads. Nothing waits for it: a version that is switched to
+or away from meanwhile is read again from its beginning.
 """
 
 from __future__ import annotations
@@ -143,10 +143,12 @@ def _check_rows(model: str, info: VersionInfo, disk: DiskTier, progress: Progres
         got = content[table["id"]]
         if untouched and (got.rows != table["rows"] or f"{got.digest:016x}" != table["digest"]):
             problems.append(
-                f"{model} version {info.number}: table {name!r} reads back as {got.rows} rows, {table['rows']} were loaded"
+                f"{model} version {info.number}: table {name!r} reads back as {got.rows} rows, {table['rows']} were "
+                "loaded"
             )
         if still and name in info.times_ids and content[info.times_ids[name]].rows != got.rows:
             problems.append(
-                f"{model} version {info.number}: table {name!r} has {got.rows} rows and {content[info.times_ids[name]].rows} times of rows"
+                f"{model} version {info.number}: table {name!r} has {got.rows} rows and "
+                f"{content[info.times_ids[name]].rows} times of rows"
             )
     return sum(content[table["id"]].rows for table in info.tables.values()), nbytes, problems

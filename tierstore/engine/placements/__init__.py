@@ -1,1 +1,4 @@
-"""Where rows are: on this machine, in a cluster, on nodes upstream. What the engine asks of them is in `placement.py`."""
+"""Where rows are: on this machine, in a cluster, on nodes upstream.
+
+What the engine asks of them is in `placement.py`.
+"""

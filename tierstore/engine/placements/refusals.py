@@ -1,4 +1,7 @@
-"""What a placement does not do, as one table: by act, the error and its text. Where the table says nothing, it is done."""
+"""What a placement does not do, as one table: by act, the error and its text.
+
+Where the table says nothing, it is done.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ def _not_yet(what: str) -> Refusal:
 def _of_nodes(what: str) -> Refusal:
     return Refusal(
         InvalidInput,
-        f"{what} is for the nodes that have the rows, and this node is in front of them: load and switch with `tierstore rollout "
-        "SNAPSHOT --nodes {nodes}`, and send deltas to each of these nodes",
+        f"{what} is for the nodes that have the rows, and this node is in front of them: load and switch with "
+        f"`tierstore rollout SNAPSHOT --nodes {{nodes}}`, and send deltas to each of these nodes",
     )
 
 
@@ -51,23 +54,26 @@ TABLE: Mapping[Act, Mapping[Name, Refusal]] = {
     "rebuild": {
         "cluster": Refusal(
             Conflict,
-            "version {number} of {model!r} cannot be built again from its base: its rows are in a cluster; load a snapshot from before "
-            "those deltas instead",
+            "version {number} of {model!r} cannot be built again from its base: its rows are in a cluster; load a "
+            "snapshot from before those deltas instead",
         )
     },
     "adopt": _everywhere(Conflict, "the models of this node are those of other machines, and it has none of its own"),
     # what reads a whole version
-    "export": _everywhere(InvalidInput, "version {number} of {model!r} cannot be exported: its rows are not on this machine"),
+    "export": _everywhere(InvalidInput, "version {number} of {model!r} cannot be exported: its rows are not on this "
+        "machine"),
     "backup": _everywhere(
         Conflict,
-        "the rows, the log and the records of {model!r} are on other machines, and this node has copies alone: back up a cluster by the "
-        "means of its engine (snapshots, append-only files), and behind a front the nodes upstream",
+        "the rows, the log and the records of {model!r} are on other machines, and this node has copies alone: back "
+        "up a cluster by the means of its engine (snapshots, append-only files), and behind a front the nodes "
+        "upstream",
     ),
     "compare_unnamed": _everywhere(
         InvalidInput, "the rows are on other machines, which have no order of keys: name the keys to be compared"
     ),
     "serve_fronts": _everywhere(
-        Conflict, "the rows of this node are on other machines, which it is a cache in front of: name those in --upstream"
+        Conflict, "the rows of this node are on other machines, which it is a cache in front of: name those in "
+            "--upstream"
     ),
     # work that a store does by itself
     "verify_rows": _of_others("who has the rows"),

@@ -1,7 +1,7 @@
 """One look-up request: keys of one feature, checked and encoded, with the part of a view that answers them.
 
-A `KeyBatch` is immutable. The view makes it, once; from there it goes down: `lookup.py` or `device.py`, the cascade, the tiers,
-the kernels.
+A `KeyBatch` is immutable. The view makes it, once; from there it goes down: `lookup.py` or `device.py`, the
+cascade, the tiers, the kernels.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ _COMBINERS = {combiner.value: combiner for combiner in Combiner}
 
 @dataclass(slots=True, eq=False)  # not frozen, nor a named tuple: making one would take three times as long
 class KeyBatch:
-    """What is looked up, and where. Not changed once it is made. The view must be held for as long as the look-up takes."""
+    """What is looked up, and where. Not changed once it is made.
+
+    The view must be held for as long as the look-up takes.
+    """
 
     table: Cascade
     overlays: Sequence[OverlayTable]  # the view's of that table, newest first
@@ -67,7 +70,8 @@ def answer_array(shape: tuple[int, int], dtype: np.dtype[Any], out: Vectors | No
     flags = out.flags
     if out.shape != shape or out.dtype != dtype or not flags.c_contiguous or not flags.writeable:
         raise InvalidInput(
-            f"out: expected a writable C-contiguous {dtype} array of shape {shape}, got {out.dtype} of shape {out.shape}"
+            f"out: expected a writable C-contiguous {dtype} array of shape {shape}, got {out.dtype} of shape "
+            f"{out.shape}"
         )
     return out
 

@@ -18,9 +18,9 @@ MOST_HOTTEST = 1000
 def cache_report(view: View, table: str, limit: int) -> dict[str, Any]:
     """`{"table", "key", "rows", "hit_rate", "curve", "bytes", "hottest", "history"}` of a table of a served version.
 
-    `hottest`: at most `limit` entries `{"key", "share"}`. Before look-ups are counted these are the keys that were hot when the
-    version was last served, and their share is None. For keys that are strings `key` is the hash, 16 hex digits, because
-    the strings are not kept; where keys collide it is the string. NotFound for an unknown table.
+    `hottest`: at most `limit` entries `{"key", "share"}`. Before look-ups are counted these are the keys that were hot
+    when the version was last served, and their share is None. For keys that are strings `key` is the hash, 16 hex
+    digits, because the strings are not kept; where keys collide it is the string. NotFound for an unknown table.
     """
     if not 1 <= limit <= MOST_HOTTEST:
         raise InvalidInput(f"limit: expected 1 to {MOST_HOTTEST}, got {limit}")

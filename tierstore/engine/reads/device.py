@@ -72,8 +72,8 @@ def _outside_of_captures() -> Iterator[None]:
 def answer_on_device(batch: KeyBatch, gpu: Gpu) -> tuple[Any, np.ndarray]:
     """(vectors on the device, found bool[n] in CPU memory).
 
-    Where the device tier cannot answer, CPU memory does, and the answer is uploaded. NotReady within the capture of a CUDA
-    graph.
+    Where the device tier cannot answer, CPU memory does, and the answer is uploaded. NotReady within
+    the capture of a CUDA graph.
     """
     if batch.out is not None:
         raise InvalidInput("out: an answer on a device is a new array; leave out away")

@@ -1,6 +1,7 @@
 """Look-ups of several features in one step, for the dense part: their rows go into the buffer that its session reads.
 
-What memory lacks is read from disk feature by feature, as `lookup.py` does it. The view is held until a look-up is finished.
+What memory lacks is read from disk feature by feature, as `lookup.py` does it. The view is held
+until a look-up is finished.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class GatherSource:
 class Gathering:
     """How rows of some features are looked up in one step under one view. Immutable; any thread.
 
-    It keeps the memory that the kernel reads, also that of host tiers which are closed meanwhile: they answer nothing then.
+    It keeps the memory that the kernel reads, also that of host tiers which are closed
+    meanwhile: they answer nothing then.
     """
 
     __slots__ = ("_areas", "_calls", "_seq", "_sources", "bindings")
@@ -66,7 +68,8 @@ class Gathering:
             self._areas.append(areas)
             calls.append(
                 (
-                    0 if host is None or areas is None else host.words_at, len(source.overlays), address_of(source.overlay_words),
+                    0 if host is None or areas is None else host.words_at, len(source.overlays),
+                    address_of(source.overlay_words),
                     address_of(source.default), source.table.spec.dim, source.code,
                     source.padding is not None, source.padding or 0, source.place,
                 )
@@ -74,7 +77,10 @@ class Gathering:
         self._calls = np.array(calls, kernel.CALL.dtype)
 
     def begin(self, keys: Sequence[Any], places: npt.NDArray[np.int64], memory: npt.NDArray[np.uint8]) -> GatheredRows:
-        """Start a look-up of the keys of each feature; `places` of `memory` are as `Run.places` has them. Raises InvalidInput."""
+        """Start a look-up of the keys of each feature; `places` of `memory` are as `Run.places` has them.
+
+        Raises InvalidInput.
+        """
         codes = [
             feature_codes(of, source.feature, source.table.spec, source.colliding)
             for of, source in zip(keys, self._sources, strict=True)

@@ -48,11 +48,12 @@ class PredictionView(Protocol):
 def predict(
     view: PredictionView, session: DenseSession, inputs: Mapping[str, Any], outputs: Sequence[str] = ()
 ) -> dict[str, Array]:
-    """Run `session` on `inputs`, the rows of its features looked up in `view`. Returns the outputs by name, by default all.
+    """Run `session` on `inputs`, the rows of its features looked up in `view`.
 
-    `inputs`: for a feature its keys, [n] or [batch, k], or (keys, offsets) or (keys, offsets, weights) for ragged bags,
-    offsets None for those of keys of shape [batch, k]; for the dense part's own inputs arrays or nested lists. Raises
-    InvalidInput for what does not fit, StorageError where the disk failed, InferenceError where ONNX Runtime did.
+    Returns the outputs by name, by default all. `inputs`: for a feature its keys, [n] or [batch, k], or (keys, offsets)
+    or (keys, offsets, weights) for ragged bags, offsets None for those of keys of shape [batch, k]; for the dense
+    part's own inputs arrays or nested lists. Raises InvalidInput for what does not fit, StorageError where the disk
+    failed, InferenceError where ONNX Runtime did.
     """
     bindings = session.bindings
     unknown = [name for name in outputs if name not in bindings.outputs]

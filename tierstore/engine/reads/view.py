@@ -1,7 +1,7 @@
 """A view: what one request works on. A version, the overlays over it, and the seq that both add up to.
 
-Immutable, so any number of threads may look up in one. The publisher (`serving/publisher.py`) says which views are current, and
-which older ones are still read.
+Immutable, so any number of threads may look up in one. The publisher (`serving/publisher.py`) says which views are
+current, and which older ones are still read.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ class View:
         return self._version.features
 
     def shares_plans_with(self, other: View) -> bool:
-        """Whether what was planned under `other` holds here: the same version, with a dense part of the same bindings."""
+        """Whether what was planned under `other` holds here: the same version, with a
+        dense part of the same bindings.
+        """
         if self.features is not other.features:
             return False
         mine, its = self.predictor, other.predictor
@@ -135,7 +137,8 @@ class View:
 
         Args:
             feature: a feature of the model.
-            keys: n keys of its table's type, or of its hash's: an integer array or list, strings for a string table, or an Arrow array.
+            keys: n keys of its table's type, or of its hash's: an integer array or list, strings for a
+                string table, or an Arrow array.
             dtype: of the answer, `float32` or `float16`.
             out: C-contiguous array [n, dim] of that dtype to write into and return.
             return_found: also return bool[n], False where the table's default was answered.
@@ -176,7 +179,8 @@ class View:
 
         Args:
             keys: n keys, bag after bag.
-            offsets: int64[bags], where each bag starts; the first is 0, there is no end entry. An empty bag gives zeros.
+            offsets: int64[bags], where each bag starts; the first is 0, there is no end
+                entry. An empty bag gives zeros.
             weights: float32[n], or None for ones.
             combiner: `sum`, `mean` or `sqrtn`; None for the feature's own.
             dtype: as for `lookup`; so is `device`.
@@ -239,7 +243,9 @@ class View:
         )
 
     def gathering(self, bindings: Bindings, features: tuple[str, ...]) -> Gathering | None:
-        """How the rows of some features are looked up where a dense part reads them; None where each has to be by itself."""
+        """How the rows of some features are looked up where a dense part reads them; None
+        where each has to be by itself.
+        """
         gathering = self._gatherings.get(features)
         if gathering is not None and gathering.bindings is bindings:
             return gathering

@@ -1,9 +1,9 @@
-"""What the next start is to serve: CURRENT, which names the active version, `routes.json` (`routing_record.py`), and `undone.json`
-(`undone_record.py`).
+"""What the next start is to serve: CURRENT, which names the active version, `routes.json` (`routing_record.py`), and
+`undone.json` (`undone_record.py`).
 
 One change at a time: the caller holds the model's write lock. A change that fails puts back what was there. Where even
-that fails (the disk is full, say), the files are in doubt: they may differ from what serves, and nothing more is acknowledged
-until `repair` has put them right.
+that fails (the disk is full, say), the files are in doubt: they may differ from what serves, and nothing more is
+acknowledged until `repair` has put them right.
 
 After a crash: the rename of CURRENT decides, see `write`.
 """
@@ -36,8 +36,8 @@ class CurrentRecord:
         number = parse_version(text)
         if number is None:
             raise Corruption(
-                f"{self._where.current}: expected a version number, got {text[:40]!r}; activate the version that was served, "
-                "which the audit names"
+                f"{self._where.current}: expected a version number, got {text[:40]!r}; activate the version that was "
+                "served, which the audit names"
             )
         return number
 
@@ -55,14 +55,16 @@ class CurrentRecord:
         return bool(self._in_doubt)
 
     def write(self, routes: RoutingRecord, then: Callable[[], None], undone: Undone | None = None) -> None:
-        """Have the next start serve that, and call `then`, which must succeed as well. On an error everything is as it was before.
+        """Have the next start serve that, and call `then`, which must succeed as well.
 
-        `undone`, where it changes, comes first: after a crash the next start serves the lines that it names, with the deltas
-        that it leaves, and a canary on record that it makes outdated is served no more.
+        On an error everything is as it was before.
 
-        CURRENT comes before the log, which `then` may restart: after a crash in between, the next start restarts it. The
-        other way round, the former version would be served without the deltas that the log has just forgotten. And CURRENT
-        comes before the routes: the old routes name their active version, and mean nothing for another one.
+        `undone`, where it changes, comes first: after a crash the next start serves the lines that it names, with the
+        deltas that it leaves, and a canary on record that it makes outdated is served no more.
+
+        CURRENT comes before the log, which `then` may restart: after a crash in between, the next start restarts it.
+        The other way round, the former version would be served without the deltas that the log has just forgotten. And
+        CURRENT comes before the routes: the old routes name their active version, and mean nothing for another one.
         """
         self.repair()
         current = self._where.current

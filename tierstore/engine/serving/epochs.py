@@ -1,7 +1,7 @@
 """Compiled readers of views: which there are, what is published for them, and when they no longer use what it replaced.
 
-They take no lock and notify no thread when they are done (`kernels/epochs.py`). So what is replaced while one of them may be
-reading it is kept by `retire`, and one thread polls until they have gone on, which takes microseconds as a rule.
+They take no lock and notify no thread when they are done (`kernels/epochs.py`). So what is replaced while one of them
+may be reading it is kept by `retire`, and one thread polls until they have gone on, which takes microseconds as a rule.
 
 Any thread may call anything. Nothing here survives a crash.
 """

@@ -1,8 +1,8 @@
 """What a model serves right now, and the lock under which that changes.
 
-Look-ups hold no lock but the publisher's, for a moment. `write` is held by the thread that changes the delta log, the records of
-what serves, or a view; locks are taken in the order switch lock, `write`, the publisher's condition. Nothing here survives a
-crash.
+Look-ups hold no lock but the publisher's, for a moment. `write` is held by the thread that changes the delta log,
+the records of what serves, or a view; locks are taken in the order switch lock, `write`, the publisher's condition.
+Nothing here survives a crash.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ class LiveViews:
         return None if view is None else view.version
 
     def set(self, served: Routing) -> list[Version]:
-        """Publish what is to be served, caught up. Holds `write`. Returns the versions that were served and are no more."""
+        """Publish what is to be served, caught up. Holds `write`.
+
+        Returns the versions that were served and are no more.
+        """
         before = self.served.views
         self.publisher.publish(served)
         gone = [view for view in before if served.view_of(view.open_version) is None]

@@ -58,8 +58,8 @@ class Publisher:
     def publish(self, served: Routing) -> None:
         """From now on requests that start work on a view of `served`. One atomic step.
 
-        Where an exception comes in between (Ctrl-C, no memory) it may be done or not, or done for compiled readers alone; the next
-        publication does it whole.
+        Where an exception comes in between (Ctrl-C, no memory) it may be done or not, or done for compiled readers
+        alone; the next publication does it whole.
         """
         with self.changed:
             if self._epochs is not None and self._epochs.active:
@@ -107,7 +107,9 @@ class Publisher:
         return next((token for token, other in self._tokens if other.shares_plans_with(view)), None)
 
     def token(self, view: View) -> int | None:
-        """The token by which compiled readers find a view; None where neither it nor one like it was published lately."""
+        """The token by which compiled readers find a view; None where neither it nor one
+        like it was published lately.
+        """
         with self._lock:
             return self._existing_token(view)
 
@@ -163,7 +165,10 @@ class Publisher:
         return any(view.open_version is version and view.seq < seq for view in self._former())
 
     def read_before(self, version: Version) -> bool:
-        """Whether a view of `version` is still read that was published before the latest one. Call it under `changed`."""
+        """Whether a view of `version` is still read that was published before the latest one.
+
+        Call it under `changed`.
+        """
         return any(view.open_version is version for view in self._former())
 
     def lowest_seq(self) -> int | None:

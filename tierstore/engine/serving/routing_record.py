@@ -1,8 +1,8 @@
 """The durable record of how a model routes requests: its canary, the canary's share, and the free labels.
 
-`routes.json` in the model's directory says for which active version it holds; where CURRENT names another one it
-means nothing. So a switch, which publishes CURRENT, voids the record in the same step, whenever a crash happens. No record means
-no canary and no labels. Pure functions and immutable values; writes are the model's, one at a time.
+`routes.json` in the model's directory says for which active version it holds; where CURRENT names another one it means
+nothing. So a switch, which publishes CURRENT, voids the record in the same step, whenever a crash happens. No record
+means no canary and no labels. Pure functions and immutable values; writes are the model's, one at a time.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The durable record of the deltas that a rollback has undone: `undone.json` in the model's directory.
 
-An undone delta is applied to no version from the log, now or later. What a version had of it goes when the version is built
-again from its base: that makes a new **line** of it, in a directory of its own, and this record names the line that counts.
-So publishing the record is the one step from the old state to the new one. Immutable values and pure functions; writes are the
-model's, one at a time.
+An undone delta is applied to no version from the log, now or later. What a version had of it goes when the version is
+built again from its base: that makes a new **line** of it, in a directory of its own, and this record names the line
+that counts. So publishing the record is the one step from the old state to the new one. Immutable values and pure
+functions; writes are the model's, one at a time.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Rollbacks = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Undone:
-    """`rollbacks`: (to which delta, which was the newest then), in the order in which they were done; of those with one newest
-    delta only the last. `lines`: of versions whose line is not 0.
+    """`rollbacks`: (to which delta, which was the newest then), in the order in which they were done; of those with one
+    newest delta only the last. `lines`: of versions whose line is not 0.
 
     `outdated`: versions whose line holds what is undone now, or lacks what is not undone any more.
     """
@@ -52,8 +52,8 @@ class Undone:
         return next((first for first, last in self.ranges if first <= seq <= last), None)
 
     def as_of(self, seq: int, last: int) -> Undone:
-        """What is undone after a rollback to delta `seq`, where `last` is the newest one: what was undone when `seq` was applied, and
-        all that came after it.
+        """What is undone after a rollback to delta `seq`, where `last` is the newest one: what was undone when `seq`
+        was applied, and all that came after it.
         """
         before = _before(self.rollbacks, last)
         return replace(self, rollbacks=(*before, (seq, last)) if seq < last else before)
@@ -75,7 +75,10 @@ class Undone:
         return replace(self, lines={**self.lines, version: line}, outdated=self.outdated - {version})
 
     def without(self, versions: Iterable[int]) -> Undone:
-        """The same, with nothing said of versions that are gone. The numbers of their lines stay: a load may be using one."""
+        """The same, with nothing said of versions that are gone.
+
+        The numbers of their lines stay: a load may be using one.
+        """
         return replace(self, outdated=self.outdated - {*versions})
 
     def document(self) -> dict[str, Any]:

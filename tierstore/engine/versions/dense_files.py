@@ -1,9 +1,9 @@
 """The dense part in a version's directory, which moves on in one step with rows and watermark.
 
 `dense.onnx` is the one that holds. A fold with a newer one writes it next to that as `dense-<seq>.onnx` and records
-that seq in the same atomic step as the rows and the watermark; then the file is renamed to `dense.onnx`. So after a crash rows
-and graph are both of before or both of after: `finish_dense`, called when the version is opened, finishes what was
-cut off. One thread at a time: the one that folds into the version, or opens it.
+that seq in the same atomic step as the rows and the watermark; then the file is renamed to `dense.onnx`. So after a
+crash rows and graph are both of before or both of after: `finish_dense`, called when the version is opened, finishes
+what was cut off. One thread at a time: the one that folds into the version, or opens it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def loaded_dense(where: VersionDirectory, disk: Records) -> Path | None:
 
 
 def digest_of_dense(disk: Records, loaded: str | None) -> str | None:
-    """XXH3-64 of the dense part that holds, where that of the one that was `loaded` is given; None where it was not written down."""
+    """XXH3-64 of the dense part that holds, where that of the one that was `loaded` is given; None
+    where it was not written down.
+    """
     seq = disk.record(DENSE_SEQ)
     if seq is None:
         return loaded

@@ -1,11 +1,12 @@
 """Removing expired rows from an open version, as if a delta had deleted them, but for the seq.
 
-The times of a table's rows are rows themselves, of four bytes, under an id of their own in the same disk tier (`times_id`).
-`expire` writes a mark of deletion for each expired row and for its time, in one atomic step: so no replay and no look-up brings
-it back, and a later delta revives the key. A delta that is not folded yet lies above, and is not touched.
+The times of a table's rows are rows themselves, of four bytes, under an id of their own in the same disk
+tier (`times_id`). `expire` writes a mark of deletion for each expired row and for its time, in one atomic
+step: so no replay and no look-up brings it back, and a later delta revives the key. A delta that is not
+folded yet lies above, and is not touched.
 
-A reader that read the row before may still put it into a cache after `expire` has taken it out. So once all such readers have
-ended, `forget` is called with the same keys.
+A reader that read the row before may still put it into a cache after `expire` has taken it out. So once all such
+readers have ended, `forget` is called with the same keys.
 
 One thread at a time a version, beside folds and look-ups. A crash leaves each step whole or undone.
 """
@@ -29,7 +30,8 @@ _MOST_KEYS, _ROW_BYTES = 32768, 16 << 20  # of one step
 
 
 def old_keys(version: Version, table: str, oldest_s: int) -> Iterator[Keys]:
-    """Keys of rows that were written before `oldest_s`, ascending, for one step each time; as of when the first are asked for.
+    """Keys of rows that were written before `oldest_s`, ascending, for one step each time; as of
+    when the first are asked for.
 
     There are none in many of them: the caller may pause, or end.
     """
@@ -44,7 +46,10 @@ def old_keys(version: Version, table: str, oldest_s: int) -> Iterator[Keys]:
 
 
 def expire(version: Version, table: str, keys: Keys, oldest_s: int) -> Keys:
-    """Remove those of `keys` (ascending, distinct) that were still written before `oldest_s`. Returns them. StorageError."""
+    """Remove those of `keys` (ascending, distinct) that were still written before `oldest_s`. Returns them.
+
+    StorageError.
+    """
     info, disk = version.info, version.disk
     with version.writing:
         times, state = np.zeros((len(keys), TIME_BYTES), np.uint8), np.zeros(len(keys), np.uint8)

@@ -116,7 +116,9 @@ def _check_table(table: Mapping[str, Any], spec: TableSpec) -> None:
 
 
 def _read_dense_accepted(path: Path) -> int:
-    """The seq in a file, or 0: without it dense parts are checked once more, so a bad file is no reason not to serve."""
+    """The seq in a file, or 0: without it dense parts are checked once more, so a bad
+    file is no reason not to serve.
+    """
     try:
         text = files.read_number(path)
     except Corruption as error:
@@ -128,7 +130,10 @@ def _read_dense_accepted(path: Path) -> int:
 
 
 def _read_expired(disk: Records) -> dict[str, int]:
-    """How many rows have expired since the load, by table. They are only reported, so a bad record is no reason not to serve."""
+    """How many rows have expired since the load, by table.
+
+    They are only reported, so a bad record is no reason not to serve.
+    """
     try:
         return {str(name): int(rows) for name, rows in json.loads(disk.record(EXPIRED) or b"{}").items()}
     except (ValueError, TypeError, AttributeError):
@@ -136,7 +141,10 @@ def _read_expired(disk: Records) -> dict[str, int]:
 
 
 class VersionInfo:
-    """One version on disk. `number`, `specs` and `features` are constant; the watermark and what goes with it move on."""
+    """One version on disk.
+
+    `number`, `specs` and `features` are constant; the watermark and what goes with it move on.
+    """
 
     def __init__(self, where: VersionDirectory) -> None:
         record = files.read_json(where.record)
@@ -183,7 +191,9 @@ class VersionInfo:
         self._counts_at = self.watermark
 
     def loaded_records(self) -> dict[str, bytes] | None:
-        """`first_records` again, of a version that deltas have changed since; None where an earlier release did not keep them."""
+        """`first_records` again, of a version that deltas have changed since; None where an
+        earlier release did not keep them.
+        """
         if self.colliding and any("colliding" not in table for table in self.tables.values()):
             return None
         tables = {name: CollidingKeys(map(tuple, table.get("colliding", ()))) for name, table in self.tables.items()}
@@ -220,7 +230,9 @@ class VersionInfo:
         self.has_dense = self.where.dense.exists()
 
     def ttl_status(self, table: TableSpec) -> dict[str, Any] | None:
-        """What the status says of a table with a ttl: rows that have expired, at the load and since, and when that was looked for; else None."""
+        """What the status says of a table with a ttl: rows that have expired, at the load and since, and when
+        that was looked for; else None.
+        """
         checked_s = self.expiry_checked_s
         if table.ttl_s is None:
             return None
@@ -268,7 +280,9 @@ class VersionInfo:
         ]
 
     def save_dense_accepted(self) -> None:
-        """Have the next start find `dense_accepted_upto`, of a version that is to serve no more; mostly nothing to do."""
+        """Have the next start find `dense_accepted_upto`, of a version that is to serve
+        no more; mostly nothing to do.
+        """
         upto = self.dense_accepted_upto
         if upto > max(self.watermark, self._dense_accepted_saved):
             files.publish_bytes(self.where.accepted, files.checked_number(upto))

@@ -1,4 +1,6 @@
-"""The rows of one open version, wherever they are: what its cascades read, its folds move on, and `explain` looks into."""
+"""The rows of one open version, wherever they are: what its cascades read, its folds move
+on, and `explain` looks into.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,8 @@ FindPlaces = Callable[[str, Keys, int], Sequence[Place]]
 class Beneath:
     """What lies beneath the caches in memory of one key: (tier, what, more about it) as look-ups ask them.
 
-    `answer`: what a look-up reads, None where that is not known. `newer_than_overlays`: it may have deltas that are in memory still, so
-    that caches of a key that overlays have need not agree with it.
+    `answer`: what a look-up reads, None where that is not known. `newer_than_overlays`: it may have deltas that are in
+    memory still, so that caches of a key that overlays have need not agree with it.
     """
 
     tiers: list[tuple[str, Peek, dict[str, Any]]] = field(default_factory=list)
@@ -69,7 +71,9 @@ class VersionRows(VersionStore, Records, Protocol):
         """Bytes by tier of a table, whose rows have `table_bytes` of the `of_all` of all tables."""
 
     def cache_stats(self, table_id: int) -> dict[str, int]:
-        """Figures of the cache of a table's rows of other machines that are kept on this machine's SSD; empty where none are."""
+        """Figures of the cache of a table's rows of other machines that are kept on this
+        machine's SSD; empty where none are.
+        """
 
     def bytes_on_disk(self) -> int:
         """How many bytes are kept on this machine's disk."""

@@ -68,7 +68,9 @@ class Version:
 
     @property
     def disk(self) -> DiskTier:
-        """The version's files on this machine, for what reads or keeps them whole; a placement without files allows none of that."""
+        """The version's files on this machine, for what reads or keeps them whole; a placement
+        without files allows none of that.
+        """
         assert self.rows.disk is not None
         return self.rows.disk
 
@@ -136,7 +138,9 @@ class Version:
         self.host_budget_bytes = budget_bytes
 
     def warm(self, like: Version | None, progress: Callable[[int, int], None]) -> None:
-        """Fill the caches: with what is hot in `like`, else with the keys saved when last served, then the snapshot's own."""
+        """Fill the caches: with what is hot in `like`, else with the keys saved when last
+        served, then the snapshot's own.
+        """
         plans: list[tuple[Cascade, Keys]] = []
         for name, table in self.tables.items():
             if not table.caches:
@@ -214,7 +218,9 @@ class Version:
         self.rows.close()
 
     def status(self, colliding: Mapping[str, CollidingKeys]) -> dict[str, Any]:
-        """Per table: rows as of the folded watermark, keys that collide, where keys were answered, bytes a tier holds and may hold."""
+        """Per table: rows as of the folded watermark, keys that collide, where keys were answered,
+        bytes a tier holds and may hold.
+        """
         tables = {}
         all_bytes = sum(t.rows * t.spec.row_bytes for t in self.tables.values()) or 1
         for name, table in self.tables.items():

@@ -23,8 +23,8 @@ class BadFrames(ValueError):
 
 
 def split_streams(data: memoryview, max_decoded_bytes: int) -> tuple[list[tuple[int, int]], int]:
-    """(start, end) of each stream in `data`, which they fill without a gap, each with its end marker; and how many bytes
-    they claim to take once decompressed.
+    """(start, end) of each stream in `data`, which they fill without a gap, each with its end marker; and how many
+    bytes they claim to take once decompressed.
 
     Raises BadFrames if a stream is cut or anything else lies between or after them, or if buffers, once
     decompressed, would take more than `max_decoded_bytes` together.

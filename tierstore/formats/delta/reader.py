@@ -52,9 +52,9 @@ _DECIMAL = re.compile(r"[0-9]{1,19}")
 class DeltaTable:
     """What a delta changes in one table.
 
-    key: the keys' type. keys int64[m]: codes, ascending and distinct; of strings their hashes, of which those of two keys
-    that collide are equal. vectors float32 or float16 [m, dim], zeros in deleted rows. deleted bool[m]. dim: None (and
-    vectors [m, 0]) if every row is deleted.
+    key: the keys' type. keys int64[m]: codes, ascending and distinct; of strings their hashes, of which those of two
+    keys that collide are equal. vectors float32 or float16 [m, dim], zeros in deleted rows. deleted bool[m]. dim: None
+    (and vectors [m, 0]) if every row is deleted.
     """
 
     key: KeyType
@@ -92,7 +92,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class DeltaHead:
-    """What a delta says of itself before its rows are decoded. `decoded_bytes`: what they take then, as it claims."""
+    """What a delta says of itself before it is decoded. `decoded_bytes`: what its rows take then, as it claims."""
 
     model: str
     seq: int
@@ -117,9 +117,9 @@ def read_delta(
 ) -> Delta:
     """Read and validate a delta from bytes, or from the file at a path.
 
-    Raises DeltaError for anything but a whole and well-formed delta (`schema/delta.md`), or one that
-    would take more than `max_decoded_bytes` in memory; StorageError if the file cannot be read. `reserve` is told of bytes
-    beyond those that its framing claims before they are taken: deleted rows take as many as others.
+    Raises DeltaError for anything but a whole and well-formed delta (`schema/delta.md`), or one that would take more
+    than `max_decoded_bytes` in memory; StorageError if the file cannot be read. `reserve` is told of bytes beyond those
+    that its framing claims before they are taken: deleted rows take as many as others.
     """
     if isinstance(data, (str, Path)):
         path = Path(data)
@@ -146,7 +146,7 @@ def read_head(data: bytes | memoryview, *, max_decoded_bytes: int = MAX_DECODED_
 
 @dataclass(frozen=True, slots=True)
 class KeyChanges:
-    """What a delta does to some keys of one table: by code whether it deletes it. Keys that it does not name are not there."""
+    """What a delta does to some keys of one table: by code whether it deletes it; those that it names alone."""
 
     event_time: datetime
     base_version: int | None
@@ -217,7 +217,7 @@ def _read(view: memoryview, max_decoded_bytes: int, reserve: Callable[[int], Non
         raise DeltaError("bad delta: its streams differ in model, seq, event_time, base_version or parts")
     if len(streams) != head.parts:
         raise DeltaError(
-            f"bad delta: expected {head.parts} streams, as its metadata `parts` says, got {len(streams)}: it was cut or joined with another"
+            f"bad delta, cut or joined: expected {head.parts} streams, as its metadata `parts` says, got {len(streams)}"
         )
     return Delta(
         model=head.model,
@@ -372,9 +372,9 @@ class _Collected:
         if dim is None:
             return DeltaTable(self.key, codes[last], np.zeros((len(last), 0), np.float32), deleted, None, given)
         dtype = np.result_type(*self.vectors)
-        if len(last) * dim * dtype.itemsize > max_bytes:
+        if (n := len(last)) * dim * dtype.itemsize > max_bytes:
             raise DeltaError(
-                f"table {self.name!r}: its {len(last)} rows of {dim} numbers would take more than {max_bytes} bytes in memory: split the delta"
+                f"table {self.name!r}: its {n} rows of {dim} numbers would take more than {max_bytes} bytes: split it"
             )
         reserve(int(deleted.sum()) * dim * dtype.itemsize)
         vectors = _joined(self.vectors)

@@ -34,9 +34,9 @@ class DeltaWriter:
     ...     delta.upsert("item", keys, vectors)
     ...     delta.delete("item", retired)
 
-    seq: one more than the model's last. event_time: the newest training event in it (a datetime with a zone,
-    seconds since 1970 or ISO 8601 with an offset; default now). base_version: the one version that it is meant for; default every version.
-    Within the delta the later of two rows with one key wins. Errors in what is given are DeltaError.
+    seq: one more than the model's last. event_time: the newest training event in it (a datetime with a zone, seconds
+    since 1970 or ISO 8601 with an offset; default now). base_version: the one version that it is meant for; default
+    every version. Within the delta the later of two rows with one key wins. Errors in what is given are DeltaError.
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class DeltaWriter:
     def upsert(self, table: str, keys: Any, vectors: Any, *, key: str | None = None) -> None:
         """Set rows. keys [n] as `lookup` takes them; vectors float [n, dim], written as float32 or float16.
 
-        Both may be NumPy arrays, sequences, Arrow columns, pandas columns or tensors, as `TableWriter.write` takes them.
+        Both may be NumPy arrays, sequences, Arrow columns, pandas columns or tensors, as
+        `TableWriter.write` takes them.
 
         `key` is the table's key type where the keys alone do not say it: a list of int counts as int64.
         """
@@ -154,7 +155,8 @@ class _TableRows:
         column = self._keys(keys)
         if vectors.ndim != 2 or len(vectors) != len(column):
             raise DeltaError(
-                f"table {self.name!r}: expected vectors of shape [{len(column)}, dim], one a key, got {list(vectors.shape)}"
+                f"table {self.name!r}: expected vectors of shape [{len(column)}, dim], one a key, got "
+                f"{list(vectors.shape)}"
             )
         dim = vectors.shape[1]
         if not 1 <= dim <= MAX_DIM or dim != (self.dim or dim):

@@ -1,7 +1,7 @@
 """A built version: a directory with the finished files of a snapshot's rows, made once, which every store only copies.
 
-`BuiltSnapshot` is a snapshot whose rows are in such files. It is immutable; any thread may use it. `schema/built.md` has the
-format: `built.json` names every other file with its length and digest, and is written last.
+`BuiltSnapshot` is a snapshot whose rows are in such files. It is immutable; any thread may use it. `schema/built.md`
+has the format: `built.json` names every other file with its length and digest, and is written last.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class _Entry(BaseModel):
 
 
 class BuiltFile(_Entry):
-    """One sealed file: `xxh3` as in its trailer, `digest` of its rows; `table` may name the times of one (`times_of`)."""
+    """One sealed file: `xxh3` as in its trailer, `digest` of its rows; `table` may name
+    the times of one (`times_of`).
+    """
 
     name: RelativePath
     table: str
@@ -48,7 +50,8 @@ class BuiltFile(_Entry):
 class BuiltTable(_Entry):
     """A built table: `mean` and `expired` are of all partitions, the other fields are of this one.
 
-    `colliding`: (string, code) of the keys that are not under their hash. `expired` rows were older than the table's ttl.
+    `colliding`: (string, code) of the keys that are not under their hash. `expired` rows
+    were older than the table's ttl.
     """
 
     name: str
@@ -109,7 +112,10 @@ def write_partitions(root: Path, folders: list[str], manifest: Manifest) -> None
 
 
 def open_source(source: str | Path, own: Partitions | None = None) -> Snapshot:
-    """Open a snapshot or a built version; of one that was built in partitions only `own`, or all. Raises SnapshotError."""
+    """Open a snapshot or a built version; of one that was built in partitions only `own`, or all.
+
+    Raises SnapshotError.
+    """
     root = location(source)
     manifest = root / BUILT_MANIFEST
     is_built = manifest.is_file() if isinstance(manifest, ObjectPath) else os.path.lexists(manifest)
@@ -125,7 +131,8 @@ def open_built(root: Location, own: Partitions | None = None) -> BuiltSnapshot:
         snapshot = _opened(root, BUILT_MANIFEST, content, document)
         if own is not None and snapshot.held not in (None, own):
             raise SnapshotError(
-                f"it is partition {snapshot.held} alone, and the setting partition is {own}: load the directory above it",
+                f"it is partition {snapshot.held} alone, and the setting partition is {own}: load the directory above "
+                "it",
                 file=BUILT_MANIFEST,
             )
     snapshot.check_files()
@@ -147,7 +154,8 @@ def _read(root: Location, name: str) -> tuple[bytes, dict[str, Any]]:
             raise ValueError(f"expected an object, got {type(document).__name__}")
         if document.get("format") != FORMAT:
             raise SnapshotError(
-                f"expected format {FORMAT}, got {document.get('format')!r}: it was built by another release; build it again with this one",
+                f"expected format {FORMAT}, got {document.get('format')!r}: it was built by another release; build it "
+                "again with this one",
                 file=name,
             )
     return content, document
@@ -172,15 +180,17 @@ def _partitioned(document: dict[str, Any], own: Partitions | None) -> _Partition
         )
     if own is not None and own.count != whole.partitions:
         raise SnapshotError(
-            f"it was built in {whole.partitions} partitions, and the setting partition is {own}: build it with --partitions {own.count}, "
-            "or load the snapshot itself",
+            f"it was built in {whole.partitions} partitions, and the setting partition is {own}: build it with "
+            f"--partitions {own.count}, or load the snapshot itself",
             file=BUILT_MANIFEST,
         )
     return whole
 
 
 def _joined(root: Location, content: bytes, whole: _Partitioned, own: Partitions | None) -> BuiltSnapshot:
-    """Some or all partitions of a build as one built version: its files are those in their folders, side files those of the first."""
+    """Some or all partitions of a build as one built version: its files are those in their folders,
+    side files those of the first.
+    """
     held = own or Partitions.of(whole.partitions, range(whole.partitions))
     opened: list[tuple[str, BuiltSnapshot]] = []
     for number in held.numbers:
@@ -267,7 +277,9 @@ class BuiltSnapshot(Snapshot):
                 raise SnapshotError(f"expected xxh3 {other.xxh3}, got {got}; copy or build it again", file=other.name)
 
     def check_sums(self, name: str) -> None:
-        """Raise SnapshotError, about the `built.json` of that name, where its tables are not what its files add up to."""
+        """Raise SnapshotError, about the `built.json` of that name, where its tables are
+        not what its files add up to.
+        """
         if [table.name for table in self.built.tables] != [table.name for table in self.manifest.tables]:
             raise SnapshotError("tables: expected those of the manifest, in its order", file=name)
         for table, entry in zip(self.built.tables, self.manifest.tables, strict=True):
@@ -275,7 +287,8 @@ class BuiltSnapshot(Snapshot):
             rows, digest = sum(file.rows for file in mine), sum(int(file.digest, 16) for file in mine) % 2**64
             if (rows, f"{digest:016x}", entry.dim) != (table.rows, table.digest, len(table.mean)):
                 raise SnapshotError(
-                    f"tables.{table.name}: its files hold {rows} rows with digest {digest:016x}, expected {table.rows} with {table.digest}",
+                    f"tables.{table.name}: its files hold {rows} rows with digest {digest:016x}, expected "
+                    f"{table.rows} with {table.digest}",
                     file=name,
                 )
 

@@ -29,7 +29,9 @@ def checksum(path: Location) -> str:
 
 @contextmanager
 def checksum_while_read(path: ObjectPath) -> Iterator[Callable[[], str]]:
-    """Within the block, what is read of a shard comes once; the function reads what then is missing, and returns the `checksum`."""
+    """Within the block, what is read of a shard comes once; the function reads what then is
+    missing, and returns the `checksum`.
+    """
     files = [part for _, part in parts(path) if isinstance(part, ObjectPath)]
     digest = ScatteredDigest(sum(map(size_of, files)))
     with ExitStack() as stack:
@@ -55,8 +57,9 @@ def is_hugectr(path: Location) -> bool:
 def parts(path: Location) -> list[tuple[str, Location]]:
     """The files of a shard with their names relative to `path`, in the order of its checksum.
 
-    In a directory: `key` and `emb_vector`, or else every file in it and in directories below, ordered by path. Files
-    and directories whose name begins with `_` or `.` are left out: they are markers and checksums. Of a file the name is empty.
+    In a directory: `key` and `emb_vector`, or else every file in it and in directories below, ordered by
+    path. Files and directories whose name begins with `_` or `.` are left out: they are markers and
+    checksums. Of a file the name is empty.
     """
     if not path.is_dir():
         return [("", path)]

@@ -1,6 +1,8 @@
-"""Finding snapshots below a directory or URL: `<model>/<version>/` or `<version>/`, each with a manifest once it is complete.
+"""Finding snapshots below a directory or URL: `<model>/<version>/` or `<version>/`, each with a
+manifest once it is complete.
 
-A folder without `snapshot.json` and without `built.json` is not there yet. A `Finder` belongs to one thread; it only reads.
+A folder without `snapshot.json` and without `built.json` is not there yet. A `Finder` belongs
+to one thread; it only reads.
 """
 
 from __future__ import annotations

@@ -135,7 +135,8 @@ class ColumnsEntry(_Entry):
 class TableEntry(_Entry):
     """A table and the shards of its rows. `default` is a word, or a tuple of `dim` numbers.
 
-    `time_column`: the column, or tensor, that says when each row was written; without it all have the snapshot's `created_at`.
+    `time_column`: the column, or tensor, that says when each row was written; without it all have
+    the snapshot's `created_at`.
     """
 
     name: Annotated[str, _named("table")]
@@ -248,7 +249,8 @@ class Manifest(_Entry):
                 raise ValueError(f"features[{i}].padding_key: {problem}")
             if feature.hash is not None and tables[feature.table].key is KeyType.STRING:
                 raise ValueError(
-                    f"features[{i}].hash: expected a table whose keys are integers, row numbers; {feature.table!r} has string keys"
+                    f"features[{i}].hash: expected a table whose keys are integers, row numbers; {feature.table!r} "
+                    "has string keys"
                 )
         for table in self.warmup:
             if table not in tables:

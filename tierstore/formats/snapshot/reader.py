@@ -100,7 +100,8 @@ def local_path(source: str | Path) -> Path:
 def open_snapshot(source: str | Path) -> Snapshot:
     """Read and check a snapshot's manifest, and that every file it names is there and inside it.
 
-    source: a local directory (or the `snapshot.json` in it), a `file://` URL, or one of an object storage. Raises SnapshotError.
+    source: a local directory (or the `snapshot.json` in it), a `file://` URL, or one of an object
+    storage. Raises SnapshotError.
     """
     return snapshot_at(location(source))
 
@@ -174,10 +175,13 @@ class Snapshot:
 
     @contextmanager
     def checking(self, table: str, shard_no: int) -> Iterator[None]:
-        """Compare the shard with its `xxh3`, if the manifest gives one. For the block that reads it. Raises SnapshotError.
+        """Compare the shard with its `xxh3`, if the manifest gives one. For the block that reads it.
 
-        A file is compared before. An object is compared as it comes, so that it comes once, and what the block has read counts
-        only when the block has ended. What it is refused for there may be due to a wrong shard: then that is the error.
+        Raises SnapshotError.
+
+        A file is compared before. An object is compared as it comes, so that it comes once, and what the block
+        has read counts only when the block has ended. What it is refused for there may be due to a wrong
+        shard: then that is the error.
         """
         _, shard = self._shard(table, shard_no)
         path = None if shard.xxh3 is None else self._resolve(shard.path)
@@ -199,8 +203,8 @@ class Snapshot:
     def identity(self) -> str:
         """32 hex digits that are equal for equal content of the manifest and of each file that it names.
 
-        For a shard without a checksum they depend on its size and the time of its last change, or its ETag; so they do for other
-        objects. Raises SnapshotError.
+        For a shard without a checksum they depend on its size and the time of its last change, or its ETag; so they do
+        for other objects. Raises SnapshotError.
         """
         parts_of: list[Any] = [self.manifest.to_document()]
         for table in self.manifest.tables:
@@ -244,7 +248,10 @@ class Snapshot:
         return None if self.manifest.dense is None else self._resolve(self.manifest.dense.path, file_only=True)
 
     def dense_model(self) -> bytes | None:
-        """The ONNX model of the dense part, including weights in other files; None if there is none. Raises SnapshotError."""
+        """The ONNX model of the dense part, including weights in other files; None if there is none.
+
+        Raises SnapshotError.
+        """
         path = self.dense_path()
         if path is None or self.manifest.dense is None:
             return None

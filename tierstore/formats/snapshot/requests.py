@@ -25,7 +25,9 @@ _PARTS = ("offsets", "weights")  # of a ragged value, in this order after its ke
 
 
 def flatten(inputs: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
-    """The arrays to record of the inputs of `Model.predict`: (keys, offsets[, weights]) of ragged bags become separate arrays."""
+    """The arrays to record of the inputs of `Model.predict`: (keys, offsets[, weights]) of ragged
+    bags become separate arrays.
+    """
     arrays: dict[str, npt.NDArray[Any]] = {}
     for name, value in inputs.items():
         if not isinstance(value, tuple):

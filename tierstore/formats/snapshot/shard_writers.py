@@ -32,7 +32,10 @@ _BLOCK = 4 << 20
 
 
 class ShardFile(Protocol):
-    """A shard being written. `keys` is a NumPy array of int64 or uint64, or an Arrow string array; `times` if it has a column of these."""
+    """A shard being written.
+
+    `keys` is a NumPy array of int64 or uint64, or an Arrow string array; `times` if it has a column of these.
+    """
 
     def write(self, keys: Any, vectors: Vectors, times: Times | None) -> None: ...
 
@@ -126,7 +129,9 @@ class _Spooled(NamedTuple):
 
 
 class TensorShard:
-    """`.safetensors` or `.npz`: all keys, then all vectors, then all times; they are spooled until their number is known."""
+    """`.safetensors` or `.npz`: all keys, then all vectors, then all times; they are spooled
+    until their number is known.
+    """
 
     def __init__(self, path: Path, key_dtype: str, value_dtype: str, dim: int, time_column: str | None) -> None:
         self._path, self._rows = path, 0

@@ -61,7 +61,9 @@ class ShardTensor:
 def read_npz(
     path: Location, spec: TableSpec, batch_rows: int, with_vectors: bool, *, time: str | None = None
 ) -> Iterator[Block]:
-    """Blocks of at most `batch_rows` rows; without `with_vectors` only the keys are read. `time` names the tensor of times.
+    """Blocks of at most `batch_rows` rows; without `with_vectors` only the keys are read.
+
+    `time` names the tensor of times.
 
     Raises Malformed.
     """
@@ -235,7 +237,8 @@ def _blocks(tensors: Sequence[ShardTensor], spec: TableSpec, batch_rows: int, wi
     for time in times:
         if time.shape != keys.shape or time.is_bfloat16:
             raise Malformed(
-                f"tensor {time.name!r}: expected a time for each of {keys.shape[0]} keys, got {list(time.shape)} of {time.dtype_name}"
+                f"tensor {time.name!r}: expected a time for each of {keys.shape[0]} keys, got {list(time.shape)} of "
+                f"{time.dtype_name}"
             )
     for codes, *parts in read_tensors(tensors if with_vectors else (keys,), batch_rows):
         vector = as_vectors(parts[0]) if parts else None
@@ -262,7 +265,8 @@ def _check(keys: ShardTensor, vectors: ShardTensor, spec: TableSpec) -> None:
         raise Malformed(f"tensor {keys.name!r}: expected {spec.key}, as the table's keys are, got {keys.dtype_name}")
     if vectors.shape != (keys.shape[0], spec.dim):
         raise Malformed(
-            f"tensor {vectors.name!r}: expected shape {[keys.shape[0], spec.dim]} (keys, dim), got {list(vectors.shape)}"
+            f"tensor {vectors.name!r}: expected shape {[keys.shape[0], spec.dim]} (keys, dim), got "
+            f"{list(vectors.shape)}"
         )
     if not vectors.is_bfloat16 and (vectors.dtype.kind != "f" or vectors.dtype.itemsize > 8):
         raise Malformed(f"tensor {vectors.name!r}: expected float16, float32 or float64, got {vectors.dtype_name}")

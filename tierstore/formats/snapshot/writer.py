@@ -50,8 +50,9 @@ class SnapshotWriter:
     ...     snapshot.dense("model.onnx")
 
     delta_seq: deltas up to this one are in the rows already. created_at: a datetime with a zone, seconds since 1970 or
-    ISO 8601 with an offset; default now. The directory may exist, but not hold a snapshot. On the way to a URL files are in `scratch`, by
-    default where temporary files are: four shards and what is being written at most. There an error in the block removes what was uploaded. What is wrong with the arguments is SnapshotError, at once where it
+    ISO 8601 with an offset; default now. The directory may exist, but not hold a snapshot. On the way to a URL files
+    are in `scratch`, by default where temporary files are: four shards and what is being written at most. There an
+    error in the block removes what was uploaded. What is wrong with the arguments is SnapshotError, at once where it
     can be seen at once, and at the end of the block otherwise.
     """
 
@@ -156,8 +157,9 @@ class SnapshotWriter:
     ) -> None:
         """A named input of the model that reads `table`; several may read one table.
 
-        hash: the table's keys are row numbers, and requests have keys that are hashed to them: `{"mod": rows}`, with `"seed"` by
-        XXH3-64 and not by the remainder alone, and with `"key"` (`int64`, `uint64`, `string`) for keys of another type than int64.
+        hash: the table's keys are row numbers, and requests have keys that are hashed to them: `{"mod": rows}`,
+        with `"seed"` by XXH3-64 and not by the remainder alone, and with `"key"` (`int64`, `uint64`, `string`)
+        for keys of another type than int64.
         """
         self._open()
         padding = int(padding_key) if isinstance(padding_key, np.integer) else padding_key
@@ -295,7 +297,8 @@ class TableWriter:
             raise SnapshotError(f"table {self.name!r}: {error}") from error
         if values.shape != (len(column), self.dim) and len(values) + len(column):
             raise SnapshotError(
-                f"table {self.name!r}: expected vectors of shape [{len(column)}, {self.dim}] (keys, dim), got {list(values.shape)}"
+                f"table {self.name!r}: expected vectors of shape [{len(column)}, {self.dim}] (keys, dim), got "
+                f"{list(values.shape)}"
             )
         written = self._times(times, len(column))
         for start in range(0, len(column), self._rows_per_batch):

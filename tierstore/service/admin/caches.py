@@ -20,5 +20,7 @@ def add_caches(app: FastAPI, service: Service) -> None:
 
     @app.get("/admin/models/{model}/tables/{table}/cache", tags=["models"])
     async def cache(model: ModelName, table: TableName, limit: Limit = 20) -> dict[str, Any]:
-        """Hit rate of the host tier at its size and at others, by the minute of the last hour, and the keys looked up most."""
+        """Hit rate of the host tier at its size and at others, by the minute of the last hour,
+        and the keys looked up most.
+        """
         return dict(await service.admin_pool.run(service.store.model(model).cache, table, limit))

@@ -30,7 +30,10 @@ def add_explain(app: FastAPI, service: Service) -> None:
 
     @app.post("/admin/models/{model}/explain", tags=["models"])
     async def explain(model: ModelName, request: ExplainRequest, given: Request) -> dict[str, Any]:
-        """Why keys are answered as they are: what each tier holds, which delta wrote or deleted them last. Changes nothing."""
+        """Why keys are answered as they are: what each tier holds, which delta wrote or deleted them last.
+
+        Changes nothing.
+        """
         nbytes = int(given.headers.get("content-length", "0"))
         if (charge := service.rates.admit(principal_of(given.scope), model, nbytes)) is not None:
             charge.keys(len(request.keys))

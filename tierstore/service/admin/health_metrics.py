@@ -66,7 +66,8 @@ def memory(status: dict[str, Any], service: Service) -> Iterator[Metric]:
         "filters": sum(one.get("changed_filter_memory_bytes", 0) for one in disks),
         "rocksdb": sum(one.get("index_bytes", 0) + one.get("block_cache_bytes", 0) for one in disks),
         "ssd_cache": cache.get("waiting_bytes", 0),
-        "dense_buffers": sum((document.get("dense") or {}).get("buffer_bytes", 0) for document in status["models"].values()),
+        "dense_buffers": sum((document.get("dense") or {}).get("buffer_bytes",
+        0) for document in status["models"].values()),
         "history": service.history.nbytes,
         "requests": service.inflight.used_bytes + service.delta_bytes.used_bytes,
     }  # fmt: skip

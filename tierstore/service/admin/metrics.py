@@ -160,7 +160,10 @@ def _tables(models: Documents) -> Iterator[Metric]:
         for point in entry.get("cache", {}).get("curve", ())
         if point["hit_rate"] is not None
     ]
-    text = "Share of the keys looked up that memory would answer, as trials with sampled look-ups have it, by how many times the memory."
+    text = (
+        "Share of the keys looked up that memory would answer, as trials with sampled look-ups have it, by how "
+        "many times the memory."
+    )
     yield gauges("tierstore_cache_hit_rate_at", text, "model table memory", curve)
 
 
@@ -183,7 +186,10 @@ def _models(models: Documents) -> Iterator[Metric]:
 
     text = "The seq up to which the active version holds every delta that is meant for it."
     yield each("tierstore_delta_watermark", text, lambda document, _: document["watermark"])
-    text = "Seconds since the event time of the newest delta that the active version shows; of its snapshot where there is none."
+    text = (
+        "Seconds since the event time of the newest delta that the active version shows; of its snapshot where "
+        "there is none."
+    )
     yield each("tierstore_delta_age_seconds", text, lambda document, _: document.get("delta_age_s"))
     text = "The version that answers; 0 for none."
     yield each("tierstore_active_version", text, lambda document, _: document["active_version"] or 0)
@@ -235,7 +241,10 @@ def _service(service: Service) -> Iterator[Metric]:
     predicts = service.inference_stats.predicts()
     text = "Requests that the dense part answered."
     yield counters("tierstore_predicts", text, "model", {model: times.count for model, times in predicts.items()})
-    text = "Seconds of these requests: in all, waiting for a thread, in look-ups, and in ONNX Runtime. The rest is the service's own."
+    text = (
+        "Seconds of these requests: in all, waiting for a thread, in look-ups, and in ONNX Runtime. The rest is "
+        "the service's own."
+    )
     parts: list[tuple[Key, float]] = [
         ((model, part), ns / 1e9)
         for model, of in predicts.items()

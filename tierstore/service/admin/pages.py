@@ -1,7 +1,7 @@
 """The pages `/` and `/docs`, each one document that needs no other host. Any thread.
 
-`static/` has their markup, styles and scripts, which are put into one document when this module is imported, and named by
-their hashes in its policy: a browser runs nothing else, whatever gets into the page. The status page asks the admin
+`static/` has their markup, styles and scripts, which are put into one document when this module is imported, and named
+by their hashes in its policy: a browser runs nothing else, whatever gets into the page. The status page asks the admin
 interface; the page of that is made of its OpenAPI document and has no script.
 """
 
@@ -31,7 +31,9 @@ def _one_document(name: str) -> str:
 
 
 def _policy(page: str) -> str:
-    """The Content-Security-Policy of a page: its own styles and scripts, requests to its own service, no frame around it."""
+    """The Content-Security-Policy of a page: its own styles and scripts, requests to its own
+    service, no frame around it.
+    """
     hashes = {
         kind: " ".join(
             f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"

@@ -33,7 +33,10 @@ def add_parked(app: FastAPI, service: Service) -> None:
 
     @app.post("/admin/parked/{name}/retry", tags=["parked"])
     async def retry(name: ParkedId) -> dict[str, Any]:
-        """Apply it now. What fails stays parked, and the error says why. 409 where it is not the next delta of its model."""
+        """Apply it now. What fails stays parked, and the error says why.
+
+        409 where it is not the next delta of its model.
+        """
         return dict(await service.change(store.retry_parked, name, pool=service.admin_pool))
 
     @app.post("/admin/parked/{name}/skip", tags=["parked"])

@@ -1,7 +1,8 @@
 """The admin interface, the metrics and the pages: a FastAPI application for every path outside the data plane.
 
-Handlers run on the event loop. Calls that may block go to the admin pool, and calls that may wait for a switch to the switch
-pool, so that deltas do not wait; metrics and the status have a thread of their own. Errors are problem+json (RFC 9457).
+Handlers run on the event loop. Calls that may block go to the admin pool, and calls that may wait for a
+switch to the switch pool, so that deltas do not wait; metrics and the status have a thread of their own.
+Errors are problem+json (RFC 9457).
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class ActivateRequest(Strict):
 
 
 class RollbackRequest(Strict):
-    """Serve the newest kept version that is older than the active one. Sent again without `expected_active` it goes back twice.
+    """Serve the newest kept version that is older than the active one.
+
+    Sent again without `expected_active` it goes back twice.
 
     With `to_seq` the active version stays, and all deltas above that seq are undone.
     """
@@ -102,7 +105,9 @@ class Withdrawn(RoutingBody):
 
 
 class DeltaApplied(BaseModel):
-    """`applied` is false for a delta that was held already; `send_as` is there if it was undone: the seq to send it under."""
+    """`applied` is false for a delta that was held already; `send_as` is there if it was
+    undone: the seq to send it under.
+    """
 
     seq: int
     applied: bool
@@ -210,7 +215,10 @@ def _add_jobs(app: FastAPI, service: Service) -> None:
 
     @app.get("/admin/jobs/{job}", tags=["snapshots"])
     async def job_state(job: str, request: Request) -> dict[str, Any]:
-        """One load, export or backup. `rate` is in rows a second, of a backup in bytes, and `eta_s` to the end of the phase."""
+        """One load, export or backup.
+
+        `rate` is in rows a second, of a backup in bytes, and `eta_s` to the end of the phase.
+        """
         return service.jobs.get(job, principal_of(request.scope).models).document()
 
     @app.delete("/admin/jobs/{job}", status_code=202, tags=["snapshots"])

@@ -1,4 +1,5 @@
-"""Which snapshots a client may have loaded, and where it may have exports and backups written: under the roots, symlinks resolved.
+"""Which snapshots a client may have loaded, and where it may have exports and backups written: under
+the roots, symlinks resolved.
 
 A function of the file system; any thread may call it. It may block on a slow mount, so not on the event loop.
 """
@@ -16,10 +17,11 @@ _LONGEST = 4096
 
 
 def resolve_source(source: str, roots: Sequence[Path | str]) -> Path | str:
-    """The absolute, resolved path of `source`: a path (a relative one is tried in each root) or a `file://` URL; or a URL as it is.
+    """The absolute, resolved path of `source`: a path (a relative one is tried in each root) or a
+    `file://` URL; or a URL as it is.
 
-    Raises InvalidInput for a chained URL, another scheme, a path that does not exist, and one outside every root, whether by
-    `..` or by a symbolic link. The message never says whether something outside exists.
+    Raises InvalidInput for a chained URL, another scheme, a path that does not exist, and one outside every root,
+    whether by `..` or by a symbolic link. The message never says whether something outside exists.
     """
     if not source or len(source) > _LONGEST or "\0" in source:
         raise InvalidInput(f"source: expected a path or a file:// URL of 1 to {_LONGEST} characters")
@@ -53,13 +55,17 @@ def check_still_there(source: Path | str, roots: Sequence[Path | str]) -> None:
 
 
 def resolve_target(directory: str, root: Path | str | None, *, new: bool = True) -> Path | str:
-    """The absolute, resolved path of a directory to be written: one below `root`, in which a relative one is. Or a URL below one.
+    """The absolute, resolved path of a directory to be written: one below `root`, in which a relative one is.
 
-    Forbidden where there is no root, InvalidInput for another place, Conflict for a directory that exists where a `new` one is expected.
+    Or a URL below one.
+
+    Forbidden where there is no root, InvalidInput for another place, Conflict for a directory that exists
+    where a `new` one is expected.
     """
     if root is None:
         raise Forbidden(
-            "exports and backups over HTTP are written below export_root, which is not set: start the service with TIERSTORE_EXPORT_ROOT, or export_root in tierstore.toml"
+            "exports and backups over HTTP are written below export_root, which is not set: start the service with "
+            "TIERSTORE_EXPORT_ROOT, or export_root in tierstore.toml"
         )
     if not directory or len(directory) > _LONGEST or "\0" in directory or "::" in directory:
         raise InvalidInput(f"directory: expected a path or a URL of 1 to {_LONGEST} characters, got {directory[:80]!r}")

@@ -1,12 +1,13 @@
-"""Look-ups as clients of NVIDIA HPS's Triton backend send them: the keys of all tables in one input, all rows in one output.
+"""Look-ups as clients of NVIDIA HPS's Triton backend send them: the keys of all tables in one
+input, all rows in one output.
 
     KEYS      INT64   [1, n]       keys of the first table, then of the second, …
     NUMKEYS   INT32   [1, tables]  how many of them are of each table
     OUTPUT0   FP32    [numbers]    rows of the first table, then of the second, …
 
-Tables are ordered by the first feature that reads them. The size of the output depends on the values of NUMKEYS, so it is
-allocated when those are read. A model that has an input of either name is looked up in the usual way. Pure functions; any
-thread. What a client sends wrong is InvalidInput.
+Tables are ordered by the first feature that reads them. The size of the output depends on the values of NUMKEYS, so it
+is allocated when those are read. A model that has an input of either name is looked up in the usual way. Pure
+functions; any thread. What a client sends wrong is InvalidInput.
 """
 
 from __future__ import annotations
@@ -59,12 +60,14 @@ def plan_hps(view: View, request: Request) -> Plan:
         table = view.table_of(name)
         if feature.key_type(table) is KeyType.STRING:
             raise InvalidInput(
-                f"input {KEYS!r}: table {table.name!r} has string keys, which it cannot hold; ask by the names of the features, as {name!r}"
+                f"input {KEYS!r}: table {table.name!r} has string keys, which it cannot hold; ask by the names of the "
+                f"features, as {name!r}"
             )
         calls.setdefault(table.name, Call(feature, table, keys, None, position, rows=[0]))
     if math.prod(numbers.shape) != len(calls):
         raise InvalidInput(
-            f"input {NUMBERS!r}: expected a number a table, {len(calls)} for {listed(calls)}; the shape is {shown(list(numbers.shape))}"
+            f"input {NUMBERS!r}: expected a number a table, {len(calls)} for {listed(calls)}; the shape is "
+            f"{shown(list(numbers.shape))}"
         )
     count = math.prod(keys.shape)
     # at the most: as if all keys were of the table with the longest rows
@@ -85,7 +88,8 @@ def split_output(
     numbers = elements[plan.numbers].astype(np.int64)
     if (numbers < 0).any() or numbers.sum() != plan.keys:
         raise InvalidInput(
-            f"input {NUMBERS!r}: expected how many of the {plan.keys} keys are of each table, {listed(c.table.name for c in calls)}; got {shown(numbers.tolist())}"
+            f"input {NUMBERS!r}: expected how many of the {plan.keys} keys are of each table, "
+            f"{listed(c.table.name for c in calls)}; got {shown(numbers.tolist())}"
         )
     sizes = numbers * [call.table.dim for call in calls]
     check_lookup_bytes(int(sizes.sum()) * spec.dtype.itemsize, max_bytes)

@@ -1,9 +1,9 @@
 """Look-ups and predictions in the protocol's words, over any transport: named tensors in, named arrays out.
 
-One request reads one view, so all its outputs, rows and scores, are of one version and one moment. A request's description
-(`Request`) is apart from its data, and its plan (`Plan`, see `plan.py`) is kept with it: requests that differ only in their
-data are checked and planned once. `DataPlane` keeps no state of a request; any number of threads may call it. What a client
-sends wrong is InvalidInput, NotFound, NotReady or TooLarge, and nothing else.
+One request reads one view, so all its outputs, rows and scores, are of one version and one moment. A request's
+description (`Request`) is apart from its data, and its plan (`Plan`, see `plan.py`) is kept with it: requests that
+differ only in their data are checked and planned once. `DataPlane` keeps no state of a request; any number of threads
+may call it. What a client sends wrong is InvalidInput, NotFound, NotReady or TooLarge, and nothing else.
 
     input                 datatype                     shape
     <feature>             INT64, UINT64 or BYTES       [n] or [batch, k]
@@ -16,10 +16,10 @@ sends wrong is InvalidInput, NotFound, NotReady or TooLarge, and nothing else.
     <feature>.found       BOOL                         that of the keys
     <the dense part's>    its own                      its own
 
-A feature with a combiner, its own or one that the request names, is pooled: a bag is an offset, or a row of [batch, k], or
-one key of [n]. Inputs of the dense part that are named like a feature are its rows, which are looked up where the graph
-reads them. Default outputs are those of the dense part where one is served, else every feature of the request. `hps.py` has
-the form that clients of NVIDIA HPS send.
+A feature with a combiner, its own or one that the request names, is pooled: a bag is an offset, or a row of [batch, k],
+or one key of [n]. Inputs of the dense part that are named like a feature are its rows, which are looked up where the
+graph reads them. Default outputs are those of the dense part where one is served, else every feature of the request.
+`hps.py` has the form that clients of NVIDIA HPS send.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ AnyRequest: TypeAlias = Request | memoryview | Callable[[View], Request]
 class Inference:
     """One request in progress: it holds a view from `DataPlane.open` to `close`. One thread at a time.
 
-    `lookup_ns` and `dense_ns` are the nanoseconds spent so far in look-ups and in the dense part; `disk_ns`, of `lookup_ns`, those in which
-    rows that memory lacked were read.
+    `lookup_ns` and `dense_ns` are the nanoseconds spent so far in look-ups and in the dense part; `disk_ns`, of
+    `lookup_ns`, those in which rows that memory lacked were read.
     """
 
     __slots__ = (
@@ -124,7 +124,9 @@ class Inference:
         return self.plan.version
 
     def begin(self, elements: Sequence[Elements], arrays: list[Any]) -> bool:
-        """Answer from memory as much as possible, without waiting. True if that was all; then `finish` does not wait either.
+        """Answer from memory as much as possible, without waiting.
+
+        True if that was all; then `finish` does not wait either.
 
         `elements` are those of the request's inputs. `arrays` has one for each planned output, of its shape and dtype,
         C-contiguous; or None where the output is not `fixed`, which `finish` replaces.
@@ -253,7 +255,8 @@ class Inference:
         total = self.plan.work_bytes + sum(late)
         if late and total > self._max_response:
             raise TooLarge(
-                f"the answer takes {total} bytes, {self._max_response} are allowed: split the request, or raise max_response"
+                f"the answer takes {total} bytes, {self._max_response} are allowed: split the request, or raise "
+                "max_response"
             )
 
 
@@ -270,7 +273,10 @@ def _own_array(name: str, datatype: str, elements: Elements) -> npt.NDArray[Any]
 
 
 class DataPlane:
-    """Look-ups for the transports. `store` is the engine's; `max_response` limits the bytes of a response and of the rows behind it."""
+    """Look-ups for the transports.
+
+    `store` is the engine's; `max_response` limits the bytes of a response and of the rows behind it.
+    """
 
     def __init__(self, store: Any, *, max_response: int) -> None:
         self._store = store
@@ -296,9 +302,10 @@ class DataPlane:
     ) -> Inference:
         """Begin a request: acquire its view, which `Inference.close` releases, and plan it.
 
-        `request` may be the raw keys of a model's only feature, in the binary form, or a function that makes the request for the
-        view that will answer it. `version` is a number, a label, or None: then the active version answers or, for its share, the
-        canary, and the same one for equal `route`s. The `version` of an error is the one that had been chosen.
+        `request` may be the raw keys of a model's only feature, in the binary form, or a function that makes the
+        request for the view that will answer it. `version` is a number, a label, or None: then the active version
+        answers or, for its share, the canary, and the same one for equal `route`s. The `version` of an error is
+        the one that had been chosen.
         """
         plan_of = partial(self._planner.plan, model)
         return Inference(self.model(model).view(version, route), request, self._max_response, plan_of)

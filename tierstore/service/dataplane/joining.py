@@ -2,8 +2,8 @@
 
 Requests are joined along the batch dimension, the first of every tensor. That is right for a dense part that treats the
 rows of a batch one by one, as ranking models do. A graph does not say whether it does, so the operator has to switch
-joining on. What a graph does say is checked: all inputs of the dense part, and all requested outputs, declare the same name
-as their first dimension, and in the request that has one size everywhere.
+joining on. What a graph does say is checked: all inputs of the dense part, and all requested outputs, declare the same
+name as their first dimension, and in the request that has one size everywhere.
 
 Pure functions, and values that are not changed once made; any thread.
 """
@@ -27,7 +27,9 @@ _RAGGED = "flat"  # keys and weights of ragged bags, whose offsets divide them
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """How a request may be joined: `key` is equal for requests that may be joined with one another; `items` is its batch size."""
+    """How a request may be joined: `key` is equal for requests that may be joined with one
+    another; `items` is its batch size.
+    """
 
     key: Hashable
     items: int
@@ -74,7 +76,9 @@ class JoinedRequest:
     elements: Sequence[Elements]
 
     def check(self) -> None:
-        """InvalidInput where its offsets or weights are wrong: in the joined request they could pass for those of another one."""
+        """InvalidInput where its offsets or weights are wrong: in the joined request they could
+        pass for those of another one.
+        """
         for call in self.plan.calls:
             parts_of(call, self.elements)
 

@@ -28,7 +28,9 @@ _STRINGS = np.dtype(object)
 
 @dataclass(slots=True)  # not frozen, see TensorSpec
 class RequestedOutput:
-    """An output that a client names: `datatype` FP32 or FP16 for vectors, `combiner` for its bags; None for the defaults."""
+    """An output that a client names: `datatype` FP32 or FP16 for vectors, `combiner` for its
+    bags; None for the defaults.
+    """
 
     name: str
     datatype: str | None = None
@@ -38,8 +40,8 @@ class RequestedOutput:
 class OutputSpec:
     """An output of a plan. `index` is its position among the requested outputs, None for a default output.
 
-    Where `fixed` is false the array is there only after the run: until then `shape` may hold -1, `nbytes` is 0, and BYTES are
-    an object array of str.
+    Where `fixed` is false the array is there only after the run: until then `shape` may hold -1, `nbytes` is 0, and
+    BYTES are an object array of str.
     """
 
     __slots__ = ("datatype", "dtype", "fixed", "index", "name", "nbytes", "shape")
@@ -54,7 +56,9 @@ class OutputSpec:
 
 @dataclass(slots=True)
 class Call:
-    """One feature's look-up: the positions of its inputs among those of the request, and of its outputs among those of the plan."""
+    """One feature's look-up: the positions of its inputs among those of the request, and of its
+    outputs among those of the plan.
+    """
 
     feature: FeatureSpec
     table: TableSpec
@@ -102,10 +106,13 @@ class Call:
 
 @dataclass(slots=True)
 class DensePlan:
-    """One run of the dense part. `inputs`: (input, position of the request's own tensor); `positions` of the outputs of `run`.
+    """One run of the dense part.
 
-    `hidden` and `gathered` are names of features, those of the calls that are so. `joined` are the first and the last of the inputs
-    that are keys of all gathered calls, in their order and as their tables have them, with nothing in between; None where they are not.
+    `inputs`: (input, position of the request's own tensor); `positions` of the outputs of `run`.
+
+    `hidden` and `gathered` are names of features, those of the calls that are so. `joined` are the first and the last
+    of the inputs that are keys of all gathered calls, in their order and as their tables have them, with nothing in
+    between; None where they are not.
     """
 
     run: Run
@@ -123,11 +130,13 @@ class DensePlan:
 
 @dataclass(slots=True)
 class Plan:
-    """How a request is answered under one version and dense part: checked against both, ready for data. Not changed after.
+    """How a request is answered under one version and dense part: checked against both, ready for data.
 
-    `features` are those of the version, `bindings` and `loose` those of the dense part: `fits` compares their identity. `dense`
-    is the run of the dense part, if there is one; `numbers` the input that divides the keys among tables (`hps.py`). `memo`
-    belongs to the transport, `joint` to the batcher.
+    Not changed after.
+
+    `features` are those of the version, `bindings` and `loose` those of the dense part: `fits` compares their identity.
+    `dense` is the run of the dense part, if there is one; `numbers` the input that divides the keys among tables
+    (`hps.py`). `memo` belongs to the transport, `joint` to the batcher.
     """
 
     version: int
@@ -215,7 +224,8 @@ def check_weights_spec(call: Call, tensor: TensorSpec) -> None:
         raise InvalidInput(f"input '{name}.weights': feature {name!r} has no combiner, so nothing is weighted")
     if tensor.datatype != "FP32" or tensor.shape != call.spec.shape:
         raise InvalidInput(
-            f"input '{name}.weights': expected FP32 of shape {list(call.spec.shape)}, one a key; got {tensor.datatype} of {list(tensor.shape)}"
+            f"input '{name}.weights': expected FP32 of shape {list(call.spec.shape)}, one a key; got "
+            f"{tensor.datatype} of {list(tensor.shape)}"
         )
 
 
@@ -236,7 +246,8 @@ def _check_offsets(call: Call, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np
             raise InvalidInput(f"input '{name}.offsets': {n} keys and no bag to hold them")
     elif offsets[0] != 0 or offsets[-1] > n or (offsets[1:] < offsets[:-1]).any():
         raise InvalidInput(
-            f"input '{name}.offsets': expected the start of each bag: 0 first, never descending, none beyond the {n} keys"
+            f"input '{name}.offsets': expected the start of each bag: 0 first, never descending, none beyond the {n} "
+            "keys"
         )
     return offsets
 

@@ -1,4 +1,6 @@
-"""The plan cache: requests that came before. Most clients send the same JSON again and again, with other data behind it.
+"""The plan cache: requests that came before.
+
+Most clients send the same JSON again and again, with other data behind it.
 
 Any thread. None of a request's data is kept. A plan that is kept with a request is checked against the version that
 answers whenever it is used, so a switch of versions needs no clearing.

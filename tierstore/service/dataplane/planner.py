@@ -1,4 +1,5 @@
-"""The planner: makes a plan of a request, whose inputs and outputs it checks against the features and the dense part of a version.
+"""The planner: makes a plan of a request, whose inputs and outputs it checks against the features and
+the dense part of a version.
 
 Pure functions; any thread. What a client sends wrong is InvalidInput. `inference.py` lists the inputs and outputs.
 """
@@ -43,7 +44,10 @@ def make_plan(view: View, request: Request) -> Plan:
 
 
 class Planner:
-    """Plans requests. One that differs in nothing but sizes from one that came before costs a fraction of `make_plan`. Any thread."""
+    """Plans requests.
+
+    One that differs in nothing but sizes from one that came before costs a fraction of `make_plan`. Any thread.
+    """
 
     def __init__(self) -> None:
         self._plans = PlanCache()  # the first of each structure
@@ -82,7 +86,8 @@ def _resized(like: Plan, session: DenseSession, request: Request) -> Plan:
     )
     specs = [
         OutputSpec(
-            spec.name, spec.datatype, (-1,) if shape is None else shape, spec.index, fixed=session.is_fixed(spec.name, shape)
+            spec.name, spec.datatype, (-1,) if shape is None else shape, spec.index, fixed=session.is_fixed(spec.name,
+            shape)
         )
         for spec, shape in zip(like.specs, run.shapes, strict=True)
     ]  # fmt: skip
@@ -205,7 +210,8 @@ def _calls(
 def _own(tensor: Tensor, received: TensorSpec) -> TensorSpec:
     if received.datatype != tensor.datatype:
         raise InvalidInput(
-            f"input {received.name!r}: the dense part takes {tensor.datatype} of shape {tensor.shown()}, got {received.datatype}"
+            f"input {received.name!r}: the dense part takes {tensor.datatype} of shape {tensor.shown()}, got "
+            f"{received.datatype}"
         )
     return received
 
@@ -263,7 +269,9 @@ def _outputs(view: View, calls: dict[str, Call], requested: Sequence[RequestedOu
 
 
 def _work_bytes(calls: dict[str, Call], specs: list[OutputSpec], dense: DensePlan | None) -> int:
-    """Bytes of the outputs, and of rows that are looked up only to be pooled, scored, or to see whether they are found."""
+    """Bytes of the outputs, and of rows that are looked up only to be pooled, scored, or
+    to see whether they are found.
+    """
     hidden = 0 if dense is None else dense.hidden_bytes
     for call in calls.values():
         answered = bool(call.rows) or call.feeds is not None
@@ -296,10 +304,16 @@ def raw_input(view: View, data: memoryview) -> tuple[TensorSpec, Elements]:
 
 
 def _interface_text(view: View) -> str:
-    text = f"the features are {listed(sorted(view.features))}, with <feature>.offsets and .weights as inputs and <feature>.found as output"
+    text = (
+        f"the features are {listed(sorted(view.features))}, with <feature>.offsets and .weights as inputs and "
+        "<feature>.found as output"
+    )
     if view.predictor is not None:
         bindings = view.predictor.bindings
-        text += f"; the dense part takes {listed(sorted(bindings.plain)) or 'no input of its own'} and gives {listed(sorted(bindings.outputs))}"
+        text += (
+            f"; the dense part takes {listed(sorted(bindings.plain)) or 'no input of its own'} and gives "
+            f"{listed(sorted(bindings.outputs))}"
+        )
     elif view.unserved is not None:
         text += f"; the dense part is kept but not served: {view.unserved}"
     return text

@@ -1,7 +1,7 @@
 """Tensors of the Open Inference Protocol: shapes, and elements read from JSON or from bytes.
 
-Pure functions and immutable values; any thread. They know the protocol's words but no transport. Everything wrong with a
-tensor is InvalidInput, and names the tensor.
+Pure functions and immutable values; any thread. They know the protocol's words but no transport. Everything wrong with
+a tensor is InvalidInput, and names the tensor.
 """
 
 from __future__ import annotations

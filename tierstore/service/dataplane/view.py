@@ -96,7 +96,9 @@ class TensorInfo:
 
 
 def inputs_of(view: View) -> Iterator[TensorInfo]:
-    """Keys of every feature, with optional offsets and weights where it has a combiner; and inputs of the dense part."""
+    """Keys of every feature, with optional offsets and weights where it has a combiner;
+    and inputs of the dense part.
+    """
     session = view.predictor
     for name, feature in view.features.items():
         # any subset of the features makes a request

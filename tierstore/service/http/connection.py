@@ -1,8 +1,8 @@
 """A connection over HTTP/1.1 that Python serves: llhttp parses its requests, the application answers them.
 
-Reactors hand connections off because they do not know a request; one goes back to them once it is answered and nothing more has
-come. Until reactors run, and at the listener of admin requests, all connections are served here. Event loop only; an object
-for each connection.
+Reactors hand connections off because they do not know a request; one goes back to them once it is answered and nothing
+more has come. Until reactors run, and at the listener of admin requests, all connections are served here. Event loop
+only; an object for each connection.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Server(Protocol):
 class HttpConnection(asyncio.Protocol):
     """A connection, counted by `limit`.
 
-    Closes a connection whose request line and headers exceed HEAD_BYTES, finished or not; or the trailers of whose chunked body
-    do (they are read and dropped, as RFC 9110, 6.5.1, allows); that sends more than PIPELINED requests ahead; or that sends
-    nothing for as long as an idle one is kept, in the middle of a request too. Bytes behind a request that ends its connection
-    are dropped (RFC 9112, 9.6).
+    Closes a connection whose request line and headers exceed HEAD_BYTES, finished or not; or the trailers of whose
+    chunked body do (they are read and dropped, as RFC 9110, 6.5.1, allows); that sends more than PIPELINED requests
+    ahead; or that sends nothing for as long as an idle one is kept, in the middle of a request too. Bytes behind a
+    request that ends its connection are dropped (RFC 9112, 9.6).
 
-    `first` are bytes that came before; `back` returns what gets the descriptor of a connection that goes back, and its TLS, or None.
-    `admin`: it is one of the listener of admin requests.
+    `first` are bytes that came before; `back` returns what gets the descriptor of a connection that goes back, and its
+    TLS, or None. `admin`: it is one of the listener of admin requests.
     """
 
     transport: asyncio.Transport
@@ -237,7 +237,8 @@ class HttpConnection(asyncio.Protocol):
                 return
 
     def _ignore_upgrade(self) -> None:
-        """Go on with the body of a request whose head has an `Upgrade`, such as the one to HTTP/2 that Java's client sends by default.
+        """Go on with the body of a request whose head has an `Upgrade`, such as the one to HTTP/2 that
+        Java's client sends by default.
 
         A server may ignore it (RFC 9110, 7.8); this parser has ended, as it takes what follows for that protocol.
         """

@@ -94,14 +94,20 @@ class ConnectionLimit:
         return False
 
     def admit(self) -> bool:
-        """Count a connection that Python accepts itself. False, and not counted, where there are as many as there may be."""
+        """Count a connection that Python accepts itself.
+
+        False, and not counted, where there are as many as there may be.
+        """
         if self.open >= self.limit:
             return False
         self._served.count_other(1)
         return True
 
     def make_room(self) -> bool:
-        """End a silent connection, and count another one of Python's in its place. False: there is none, and nothing is counted."""
+        """End a silent connection, and count another one of Python's in its place.
+
+        False: there is none, and nothing is counted.
+        """
         head = self.heads.pop()
         if head is not None:
             head.abort()
@@ -126,7 +132,8 @@ class ConnectionLimit:
 
     async def __call__(self, scope: Scope, receive: Receive) -> Response:
         error = Overloaded(
-            f"{self.limit} connections are open, as many as there may be; use one for many requests, and try again in a second"
+            f"{self.limit} connections are open, as many as there may be; use one for many requests, and try again in "
+            "a second"
         )
         path: str = scope["path"]
         protocol = "oip_http" if path.startswith("/v2") else "tfs_http" if path.startswith("/v1") else "admin"

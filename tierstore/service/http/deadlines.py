@@ -1,8 +1,10 @@
-"""When a connection that Python serves is late: a client that is silent, a head or a body that does not arrive, an answer that is not read.
+"""When a connection that Python serves is late: a client that is silent, a head or a body that does not
+arrive, an answer that is not read.
 
-Bytes that wait for the client count in `max_inflight` until they have left. A silent connection is closed. One that is late is
-reset: to close it would wait for the client. Time in which the event loop stood still does not count: nobody was there to read what the client sent, to
-send it more, or to refuse it in words. Event loop only; one object for each connection.
+Bytes that wait for the client count in `max_inflight` until they have left. A silent connection is closed. One
+that is late is reset: to close it would wait for the client. Time in which the event loop stood still does not
+count: nobody was there to read what the client sent, to send it more, or to refuse it in words. Event loop only;
+one object for each connection.
 """
 
 from __future__ import annotations
@@ -111,7 +113,9 @@ class Deadlines:
             self._silent_since += seconds
 
     def _reset(self) -> None:
-        """Close the connection, and drop what the system has of it: it would keep that for a client that does not read."""
+        """Close the connection, and drop what the system has of it: it would keep that
+        for a client that does not read.
+        """
         made = self._transport.get_extra_info("socket")
         with contextlib.suppress(OSError):
             made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _DROP)

@@ -2,8 +2,9 @@
 
 See `tiers/upstream/wire.py` for the bytes, docs/upstream.md and docs/several-nodes.md for the use.
 
-Runs on the event loop. Requests for rows that are in memory are answered by reactors, once one of their kind was answered here;
-what comes here nevertheless is answered at once if memory has the rows of few keys. What may wait goes to the pools.
+Runs on the event loop. Requests for rows that are in memory are answered by reactors, once one of their
+kind was answered here; what comes here nevertheless is answered at once if memory has the rows of few keys.
+What may wait goes to the pools.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
-"""What reactors hand off to Python: whole requests, whose answers go back to them, and connections, which may go back too.
+"""What reactors hand off to Python: whole requests, whose answers go back to them, and
+connections, which may go back too.
 
-Of HTTP/2 it is streams (`reactor/streams.py`): those of gRPC go on to their own receiver, any other is a request as well.
+Of HTTP/2 it is streams (`reactor/streams.py`): those of gRPC go on to their own receiver,
+any other is a request as well.
 
-A request goes to the application as from the HTTP server, but without that server: the reactor has checked its head, so it
-is only split. A connection is served by the HTTP server from its first byte on, and goes back when it is answered and
-nothing more has come (`connection.py`). Event loop only, but that threads answer the requests that were left to them.
+A request goes to the application as from the HTTP server, but without that server: the reactor has checked its
+head, so it is only split. A connection is served by the HTTP server from its first byte on, and goes back when
+it is answered and nothing more has come (`connection.py`). Event loop only, but that threads answer the
+requests that were left to them.
 """
 
 from __future__ import annotations
@@ -225,7 +228,10 @@ class Handoff:
         task.add_done_callback(self._tasks.discard)
 
     def _answer_left(self, reply: Answer, response: Response | None) -> bool:
-        """Answer a request that was left to a thread; None: nobody waits for that. Returns whether it was not answered yet. Any thread."""
+        """Answer a request that was left to a thread; None: nobody waits for that.
+
+        Returns whether it was not answered yet. Any thread.
+        """
         with self._lock:
             if self._left.pop(reply, None) is None:
                 return False

@@ -1,7 +1,7 @@
 """Accepts the connections that Python serves from their first byte on: those with TLS, and those for admin requests.
 
-So it is with all connections until the kernels of reactors are compiled. Reactors do the same for plain HTTP, and hand off what
-they do not know. Event loop only, from `start` to `stop`.
+So it is with all connections until the kernels of reactors are compiled. Reactors do the same for plain HTTP, and hand
+off what they do not know. Event loop only, from `start` to `stop`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ _PAUSE_S = 0.1  # where no more files may be opened
 class Listener:
     """Accepts from `sock`, bound and not listening yet, and has `server` serve what `limit` allows.
 
-    With `tls` each connection begins with a handshake; where there is no place left one that has been in it for a while makes room. `admin`: admin requests may come here. `back` is where connections go
-    that are idle, as for `HttpConnection`, and those that have made their handshake.
+    With `tls` each connection begins with a handshake; where there is no place left one that has been in it for a while
+    makes room. `admin`: admin requests may come here. `back` is where connections go that are idle, as for
+    `HttpConnection`, and those that have made their handshake.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Requests and responses over HTTP: bodies read within limits, responses, errors, content codings.
 
-An application gets a request as ASGI has it, a scope and `receive`, and returns its response. `read_body` runs on the event loop;
-the rest are pure functions for any thread.
+An application gets a request as ASGI has it, a scope and `receive`, and returns its response. `read_body` runs on the
+event loop; the rest are pure functions for any thread.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ REQUEST_ID = b"x-request-id"  # sent back; requests of one id get one version
 
 @dataclass(frozen=True, slots=True)
 class OtherSide:
-    """The other side of a connection: whether it is at the listener of admin requests, its certificate's names, and whether
-    it is known to be on this machine: it came over loopback, or by a unix socket."""
+    """The other side of a connection: whether it is at the listener of admin requests, its certificate's names, and
+    whether it is known to be on this machine: it came over loopback, or by a unix socket.
+    """
 
     admin: bool = False
     names: tuple[str, ...] = ()
@@ -68,8 +69,8 @@ class OtherSide:
 UNNAMED = OtherSide()
 
 
-# in a scope: what is told, on any thread, the response to a request that `at_once` leaves to a thread; None: nobody waits for one.
-# It returns whether that was the first response. And whether `at_once` has done so.
+# in a scope: what is told, on any thread, the response to a request that `at_once` leaves to a thread; None: nobody
+# waits for one. It returns whether that was the first response. And whether `at_once` has done so.
 LATER, LEFT = "tierstore.later", "tierstore.left"
 # the error with which a request is to be answered, if it has failed before it came
 FAILED = "tierstore.failed"
@@ -190,8 +191,8 @@ async def read_body(
 
     `setting`: the name of the one that the limit is.
 
-    Every byte that has arrived is reserved; announced ones are not, so idle connections hold nothing. The HTTP parser reads and
-    drops the remainder of a refused body.
+    Every byte that has arrived is reserved; announced ones are not, so idle connections hold nothing. The HTTP parser
+    reads and drops the remainder of a refused body.
     """
     which = f" ({setting})" if setting else ""
     declared = headers.get(b"content-length", b"")
@@ -211,7 +212,10 @@ async def read_body(
 
 @contextlib.asynccontextmanager
 async def body_deadline(until: float | None = None) -> AsyncIterator[None]:
-    """A deadline for the time in which a body is received, by default BODY_S from now on. HttpError 408 at a moment of the loop's time."""
+    """A deadline for the time in which a body is received, by default BODY_S from now on.
+
+    HttpError 408 at a moment of the loop's time.
+    """
     try:
         async with asyncio.timeout_at(until or asyncio.get_running_loop().time() + slow_clients.BODY_S):
             yield
@@ -278,7 +282,8 @@ def to_parse(text: memoryview, limit: int, holding: Reservation) -> memoryview:
     nbytes = parsed_bytes(text)
     if nbytes > limit:
         raise TooLarge(
-            f"the JSON would take up to {nbytes:,} bytes once parsed, {limit:,} are allowed (max_inflight): send binary tensors"
+            f"the JSON would take up to {nbytes:,} bytes once parsed, {limit:,} are allowed (max_inflight): send "
+            "binary tensors"
         )
     if nbytes:
         holding.reserve(nbytes)
@@ -288,7 +293,8 @@ def to_parse(text: memoryview, limit: int, holding: Reservation) -> memoryview:
 def parsed_bytes(text: memoryview) -> int:
     """What a JSON document takes while it is parsed and after, at most, beside its own bytes; 0 where it is small.
 
-    By what the parser takes for each value, object, string and character; a body of empty objects is the worst, 35 times its size.
+    By what the parser takes for each value, object, string and character; a body of empty objects is
+    the worst, 35 times its size.
     """
     if len(text) <= _SMALL_JSON:
         return 0
@@ -298,7 +304,8 @@ def parsed_bytes(text: memoryview) -> int:
 
 
 def wanted_coding(accept: bytes) -> bytes | None:
-    """The coding of the response: gzip or deflate where Accept-Encoding takes one of them, and refuses an answer as it is.
+    """The coding of the response: gzip or deflate where Accept-Encoding takes one of them,
+    and refuses an answer as it is.
 
     Libraries of HTTP send codings with every request, some just gzip. Vectors hardly shrink, and compressing them costs
     milliseconds, so that is not taken as a wish. RFC 9110 always allows identity, unless a weight of 0 refuses it.
@@ -338,7 +345,9 @@ PROBLEM = b"application/problem+json"
 
 
 def problem(status: int, detail: str, headers: dict[bytes, bytes] | None = None, **more: Any) -> Response:
-    """problem+json (RFC 9457), which the admin interface answers errors with; `more` are further members of the document."""
+    """problem+json (RFC 9457), which the admin interface answers errors with; `more` are
+    further members of the document.
+    """
     document = {
         "type": "about:blank",
         "title": HTTPStatus(status).phrase,

@@ -1,8 +1,9 @@
 """What is wrapped around the whole application: the check of access, and the log of requests.
 
-A page in a browser on this machine can reach a loopback port too: under a name of its own that it rebinds to 127.0.0.1 (then
-`Host` is that name), or by a plain cross-site request (then `Origin` is the page's, and `Sec-Fetch-Site` says so). Both are
-refused on every path, with tokens and without; but a link to a page of ours may be followed from anywhere. The request's own id is sent back with each answer of Python's.
+A page in a browser on this machine can reach a loopback port too: under a name of its own that it rebinds to 127.0.0.1
+(then `Host` is that name), or by a plain cross-site request (then `Origin` is the page's, and `Sec-Fetch-Site` says
+so). Both are refused on every path, with tokens and without; but a link to a page of ours may be followed from
+anywhere. The request's own id is sent back with each answer of Python's.
 
 Event loop only; keeps no state of a request.
 """
@@ -64,7 +65,9 @@ class DataApp(Protocol):
 
 
 class AccessCheck:
-    """Wraps the application: refuses requests under other names, those of web pages, and those without a token that may. Event loop only."""
+    """Wraps the application: refuses requests under other names, those of web pages, and those without a
+    token that may. Event loop only.
+    """
 
     def __init__(self, app: DataApp, access: Access, allow: Allow, audit: Audit, proxies: Proxies) -> None:
         self._app, self._access, self._allow, self._audit, self._proxies = app, access, allow, audit, proxies
@@ -93,7 +96,9 @@ class AccessCheck:
         return await self._app(scope, receive)
 
     async def _attempt(self, action: Action, model: str | None, scope: Scope, receive: Receive) -> Response | None:
-        """A request to change something; if it fails before anything that has a line in the audit began, it gets one here."""
+        """A request to change something; if it fails before anything that has a line in the
+        audit began, it gets one here.
+        """
         attempt = AuditedChange()
         # the next request of the connection may be in the same context
         attempts, requesters = ATTEMPT.set(attempt), REQUESTER.set(_requester_of(scope, self._proxies))
@@ -141,7 +146,8 @@ class AccessCheck:
         for origin in origins:
             if not _is_same_origin(origin.decode("latin-1"), host.decode("latin-1")):
                 raise Forbidden(
-                    f"Origin {origin[:80].decode('latin-1')!r} is foreign: pages of other sites may not use this service"
+                    f"Origin {origin[:80].decode('latin-1')!r} is foreign: pages of other sites may not use this "
+                    "service"
                 )
         peer = scope.get(PEER, UNNAMED)
         if not self._access.required and not self._access.admin_apart:

@@ -1,7 +1,7 @@
 """The Open Inference Protocol v2 over HTTP, below `/v2`.
 
-Runs on one event loop, which reads bodies, sends responses, and answers small look-ups itself (`service/exchange.py`). Other look-ups
-run on the look-up pool, and calls that may block for long on the admin pool.
+Runs on one event loop, which reads bodies, sends responses, and answers small look-ups itself (`service/exchange.py`).
+Other look-ups run on the look-up pool, and calls that may block for long on the admin pool.
 """
 
 from __future__ import annotations
@@ -149,7 +149,9 @@ class InferMessage:
             self._teach(self._service.plans, self._tail, inference)
 
     def _teach(self, plans: PlanIndex, tail: memoryview, inference: Inference) -> None:
-        """Have reactors answer requests such as this one, or begin them; or at least refuse them where they would wait too long."""
+        """Have reactors answer requests such as this one, or begin them; or at least refuse them
+        where they would wait too long.
+        """
         plan, view, batches = inference.plan, inference.view, self._service.batches
         if b"content-encoding" in self._headers:
             return

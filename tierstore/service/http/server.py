@@ -1,4 +1,7 @@
-"""The connections that Python serves, from where they were accepted, or handed off, to an orderly end. Event loop only."""
+"""The connections that Python serves, from where they were accepted, or handed off, to an orderly end.
+
+Event loop only.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,9 @@ class HttpServer:
         session: Session | None = None,
         admin: bool = False,
     ) -> asyncio.Task[None]:
-        """Serve a connection that was accepted before, and has sent `data`; see `HttpConnection`. With TLS it has a `session`.
+        """Serve a connection that was accepted before, and has sent `data`; see `HttpConnection`.
+
+        With TLS it has a `session`.
 
         The task ends when it is served, or could not be.
         """
@@ -77,7 +82,10 @@ class HttpServer:
             made.shutdown()
 
     async def finish(self) -> None:
-        """Close idle connections, and the others once they are answered. What is in progress after a time is cut off."""
+        """Close idle connections, and the others once they are answered.
+
+        What is in progress after a time is cut off.
+        """
         self._ends = True
         for connection in list(self.connections):
             connection.shutdown()

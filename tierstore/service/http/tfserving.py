@@ -1,7 +1,7 @@
 """TensorFlow Serving's JSON interface, below `/v1`.
 
-Runs on one event loop, which reads bodies, sends responses, and answers small look-ups itself (`service/exchange.py`). Other look-ups
-run on the look-up pool, and calls that may block for long on the admin pool.
+Runs on one event loop, which reads bodies, sends responses, and answers small look-ups itself (`service/exchange.py`).
+Other look-ups run on the look-up pool, and calls that may block for long on the admin pool.
 """
 
 from __future__ import annotations

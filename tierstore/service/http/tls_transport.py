@@ -1,7 +1,7 @@
 """Connections with TLS on the event loop: their handshake, and those that Python serves, as asyncio's transports are.
 
-Most go on to a reactor after their handshake. What a reactor hands off comes back with its session, and may go there again.
-Event loop only.
+Most go on to a reactor after their handshake. What a reactor hands off comes back with its session, and may go
+there again. Event loop only.
 """
 
 from __future__ import annotations
@@ -183,7 +183,10 @@ class TlsTransport(asyncio.Transport):
         self._lose(None)
 
     def hand_over(self, fd: int) -> Session:
-        """The session, for who serves the connection from here on, as the descriptor `fd`. The transport ends, without a word to the client."""
+        """The session, for who serves the connection from here on, as the descriptor `fd`.
+
+        The transport ends, without a word to the client.
+        """
         session, self._session = self._session, Session(0)
         self._lose(None)
         return session.moved(fd)

@@ -1,8 +1,9 @@
-"""The order in which requests begin on connections that Python serves: some in each turn of the event loop, health first.
+"""The order in which requests begin on connections that Python serves: some in each turn of
+the event loop, health first.
 
-A client may send requests ahead of their answers, and do so on many connections. Begun as soon as they can be, all would run
-in the same turn, and a health check needs several turns. So one that finds the turn full begins in a later one, behind those
-of other connections. Event loop only.
+A client may send requests ahead of their answers, and do so on many connections. Begun as soon as they can be, all
+would run in the same turn, and a health check needs several turns. So one that finds the turn full begins in a later
+one, behind those of other connections. Event loop only.
 """
 
 from __future__ import annotations

@@ -1,1 +1,3 @@
-"""What limits the service: worker threads with bounded queues, budgets of bytes, load shedding, loads in the background."""
+"""What limits the service: worker threads with bounded queues, budgets of bytes, load
+shedding, loads in the background.
+"""

@@ -1,4 +1,5 @@
-"""Loads, exports and backups that run in the background: one of each kind at a time, with a bounded queue and a bounded history.
+"""Loads, exports and backups that run in the background: one of each kind at a time, with a bounded
+queue and a bounded history.
 
 One that makes no progress (its mount hangs, say) lets those of other models pass it, so at times more than one runs.
 
@@ -37,7 +38,9 @@ _POLL_S = 0.5
 
 @dataclass(slots=True)
 class Job:
-    """One load, export or backup. Written by its own thread (and under the lock while it is queued); a reader may see a step late.
+    """One load, export or backup.
+
+    Written by its own thread (and under the lock while it is queued); a reader may see a step late.
 
     `source` is the snapshot of a load, and the directory or URL that others write.
     """
@@ -135,13 +138,19 @@ class Jobs:
     def submit(
         self, model: str, source: Path | str, *, activate: bool, check: Callable[[], None] = lambda: None
     ) -> Job:
-        """Queue a load. `check` is called when its turn has come, and raises where it may not be any more. Overloaded when the queue is full."""
+        """Queue a load. `check` is called when its turn has come, and raises where it may not be any more.
+
+        Overloaded when the queue is full.
+        """
         return self._submit(Job(uuid.uuid4().hex[:16], model, source, activate, REQUESTER.get(), check=check))
 
     def submit_export(
         self, model: str, target: Path | str, wanted: Mapping[str, Any], kind: Literal["export", "backup"] = "export"
     ) -> Job:
-        """Queue an export or a backup, with these options of that verb of `Store`. Overloaded when the queue is full."""
+        """Queue an export or a backup, with these options of that verb of `Store`.
+
+        Overloaded when the queue is full.
+        """
         return self._submit(Job(uuid.uuid4().hex[:16], model, target, False, REQUESTER.get(), kind, wanted))
 
     def _submit(self, job: Job) -> Job:

@@ -1,9 +1,9 @@
 """Rates: the requests, keys and bytes a second of each caller, and of each model.
 
-Token buckets that hold what a second allows. A request passes while no bucket is empty, and then costs what it costs, even if a
-bucket goes below zero: so one that is larger than a second allows is served, and what follows waits longer. The keys of a request
-are known once it is planned, and are charged then. Reactors draw from the same buckets (`kernels/rates.py`). Any thread; nothing
-survives a restart.
+Token buckets that hold what a second allows. A request passes while no bucket is empty, and then costs what it costs,
+even if a bucket goes below zero: so one that is larger than a second allows is served, and what follows waits longer.
+The keys of a request are known once it is planned, and are charged then. Reactors draw from the same buckets
+(`kernels/rates.py`). Any thread; nothing survives a restart.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ class RateLimits:
             return each
 
     def admit(self, principal: Principal, model: str | None, nbytes: int) -> Charge | None:
-        """Charge a request with a body of `nbytes`. RateLimited, and nothing is charged, where there is no room. None: no rates.
+        """Charge a request with a body of `nbytes`. RateLimited, and nothing is charged, where there is no room.
+
+        None: no rates.
 
         `model` None: it is not known which one it concerns.
         """

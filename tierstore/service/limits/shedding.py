@@ -1,7 +1,7 @@
 """Load shedding: until when a caller waits, which calls are not run any more, and how many those were.
 
-A thread that pops a call from a queue first calls `Waits.check`: a call whose deadline has passed, whose client has gone,
-or which has waited too long, is refused before work is done for it. Any thread; nothing survives a crash.
+A thread that pops a call from a queue first calls `Waits.check`: a call whose deadline has passed, whose client has
+gone, or which has waited too long, is refused before work is done for it. Any thread; nothing survives a crash.
 """
 
 from __future__ import annotations
@@ -106,10 +106,12 @@ class Shed:
 
 
 class Waits:
-    """The rule of one queue: a call waits `limit_s` at most, and is not queued where it would wait too long. Any thread.
+    """The rule of one queue: a call waits `limit_s` at most, and is not queued where it would wait too long.
 
-    How long it would wait is told by how many are before it and what the last ones took. In a queue as long as its calls' deadlines
-    each would begin just before its own and end after it, which helps nobody.
+    Any thread.
+
+    How long it would wait is told by how many are before it and what the last ones took. In a queue as long as its
+    calls' deadlines each would begin just before its own and end after it, which helps nobody.
     """
 
     def __init__(self, pool: str, shed: Shed, limit_s: float) -> None:
@@ -136,8 +138,8 @@ class Waits:
     def admit(self, wait_s: float, remaining_s: float | None) -> None:
         """Called before a call is queued that would wait about `wait_s`; it has a deadline in `remaining_s`, or none.
 
-        Raises Overloaded where it would wait for more than half of that: the other half is for its own work, and for what the estimate
-        lacks.
+        Raises Overloaded where it would wait for more than half of that: the other half is for its own work, and
+        for what the estimate lacks.
         """
         if wait_s > (self._limit_s if remaining_s is None else min(self._limit_s, max(remaining_s, 0) / 2)):
             self.shed.count("queue_wait")
@@ -156,5 +158,6 @@ class Waits:
         if waited_s > self._limit_s:
             self.shed.count("queue_wait")
             raise Overloaded(
-                f"the request waited {waited_s:.3f} s for a thread, max_queue_s is {self._limit_s:g}; try again in a second"
+                f"the request waited {waited_s:.3f} s for a thread, max_queue_s is {self._limit_s:g}; try again in a "
+                "second"
             )

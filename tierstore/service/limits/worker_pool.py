@@ -37,9 +37,9 @@ _Item = tuple[Callable[[], bool] | None, Done, int, Caller | None, Callable[...,
 class WorkerPool:
     """`threads` threads that run calls for one event loop; at most `queue_limit` calls wait.
 
-    Leaner than `loop.run_in_executor` (one future instead of two, no condition variable), because every look-up pays for the
-    handoff to a thread. Calls run in order; with `waits`, only those that somebody still waits for, and that have not to wait too long.
-    With `with_jobs` compiled threads give it jobs as well, see `serve_jobs`.
+    Leaner than `loop.run_in_executor` (one future instead of two, no condition variable), because every look-up pays
+    for the handoff to a thread. Calls run in order; with `waits`, only those that somebody still waits for, and that
+    have not to wait too long. With `with_jobs` compiled threads give it jobs as well, see `serve_jobs`.
     """
 
     def __init__(
@@ -85,9 +85,11 @@ class WorkerPool:
         return self._pending + int(self._words["queued"])
 
     def serve_jobs(self, words: npt.NDArray[Any], serve: Callable[[int], None]) -> None:
-        """From now on a thread gives `serve` the number of each job that is written to `jobs.outbox`, and `jobs_done` follows.
+        """From now on a thread gives `serve` the number of each job that is written to
+        `jobs.outbox`, and `jobs_done` follows.
 
-        `words` is the memory of the reactors, which count the jobs that they give there, and read how long one would wait. Event loop only.
+        `words` is the memory of the reactors, which count the jobs that they give there, and read how long one
+        would wait. Event loop only.
         """
         self._words, self._serve_job = words, serve
         self._publish()
@@ -98,7 +100,9 @@ class WorkerPool:
         self._publish()
 
     def run(self, function: Callable[..., T], *args: Any, caller: Caller | None = None) -> asyncio.Future[T]:
-        """Run `function(*args)` on a worker; await the result. Raises Overloaded at once when the queue is full, or too long for it.
+        """Run `function(*args)` on a worker; await the result.
+
+        Raises Overloaded at once when the queue is full, or too long for it.
 
         The future raises DeadlineExceeded, Gone or Overloaded where the call is not run, see `Waits.check`.
         """
@@ -226,7 +230,9 @@ class ByteBudget:
         self.rejected = 0
 
     def share(self, *, theirs: npt.NDArray[np.int64], ours: npt.NDArray[np.int64]) -> None:
-        """From now on `theirs`, one number that compiled threads write, counts too; `ours` is the count for them to read."""
+        """From now on `theirs`, one number that compiled threads write, counts too; `ours`
+        is the count for them to read.
+        """
         self._theirs, self._ours = theirs, ours
 
     @property
@@ -239,7 +245,8 @@ class ByteBudget:
             if self.used_bytes + nbytes > self.limit_bytes:
                 self.rejected += 1
                 raise Overloaded(
-                    f"requests in progress hold {self.used_bytes} of {self.limit_bytes} bytes ({self.name}); try again in a second"
+                    f"requests in progress hold {self.used_bytes} of {self.limit_bytes} bytes ({self.name}); try "
+                    "again in a second"
                 )
             self._used += nbytes
             self._ours[...] = self._used

@@ -27,7 +27,10 @@ def server_metadata(*, shared_memory: bool) -> dict[str, Any]:
 
 
 def model_metadata(model: Any, version: int | str | None) -> dict[str, Any]:
-    """Metadata of a model: of the active version, or of `version` (a number or label). NotReady, NotFound as `Model.view`."""
+    """Metadata of a model: of the active version, or of `version` (a number or label).
+
+    NotReady, NotFound as `Model.view`.
+    """
 
     def entry(tensor: TensorInfo) -> dict[str, Any]:
         return {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
@@ -123,7 +126,8 @@ def check_load_parameters(names: Iterable[str]) -> None:
     for name in names:
         if name == "config" or name.startswith("file:"):
             raise InvalidInput(
-                f"parameter {shown(name)}: a model's files and configuration come from its snapshot and cannot be overridden"
+                f"parameter {shown(name)}: a model's files and configuration come from its snapshot and cannot be "
+                "overridden"
             )
 
 
@@ -136,6 +140,7 @@ def load(store: Any, name: str) -> None:
     kept = [version["version"] for version in versions if version["state"] == "kept"]
     if not kept:
         raise NotReady(
-            f"model {name!r} has no version that could be activated; load a snapshot (POST /admin/models/{name}/snapshots)"
+            f"model {name!r} has no version that could be activated; load a snapshot (POST "
+            f"/admin/models/{name}/snapshots)"
         )
     store.activate(name, max(kept))

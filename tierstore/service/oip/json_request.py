@@ -1,4 +1,5 @@
-"""Inference requests of the Open Inference Protocol over HTTP: JSON, with tensors in it, behind it, or in shared memory.
+"""Inference requests of the Open Inference Protocol over HTTP: JSON, with tensors in it,
+behind it, or in shared memory.
 
 Parses the bytes of a body, and knows no transport. Pure functions, and values that are not changed once made; any
 thread. A malformed request is InvalidInput.
@@ -51,8 +52,8 @@ class InJson:
 class InferRequest:
     """A request's JSON, parsed. It holds data of a body only where those came in the JSON (`reusable` is false then).
 
-    `sources` say where each input's elements are, `targets` where each requested output goes: to shared memory, binary (True) or
-    JSON (False), or None for `binary_default`.
+    `sources` say where each input's elements are, `targets` where each requested output goes: to shared memory, binary
+    (True) or JSON (False), or None for `binary_default`.
     """
 
     request: Request | memoryview
@@ -146,11 +147,13 @@ def _inputs(request: dict[str, Any], tail_bytes: int | None) -> tuple[list[Tenso
                 )
             if tail_bytes is None:
                 raise InvalidInput(
-                    f"input {shown(name)} has binary_data_size, but the header Inference-Header-Content-Length is missing"
+                    f"input {shown(name)} has binary_data_size, but the header Inference-Header-Content-Length is "
+                    "missing"
                 )
             if size > tail_bytes - at:
                 raise InvalidInput(
-                    f"input {shown(name)}: binary_data_size is {shown(size)}, but {tail_bytes - at} bytes are left in the body"
+                    f"input {shown(name)}: binary_data_size is {shown(size)}, but {tail_bytes - at} bytes are left in "
+                    "the body"
                 )
             check_size(name, datatype, shape, size)
             sources.append(InBody(at, at + size))
@@ -161,7 +164,9 @@ def _inputs(request: dict[str, Any], tail_bytes: int | None) -> tuple[list[Tenso
 
 
 def joined_codes(parsed: InferRequest, tail: memoryview, first: int, last: int) -> npt.NDArray[np.int64] | None:
-    """The integers of the inputs from `first` to `last`, of 64 bits, as one array; None where one is not in the body."""
+    """The integers of the inputs from `first` to `last`, of 64 bits, as one array; None
+    where one is not in the body.
+    """
     sources = parsed.sources[first : last + 1]
     if any(type(source) is not InBody for source in sources):
         return None

@@ -22,10 +22,12 @@ _ALIGNMENT = 16  # of what malloc gives
 
 
 class ResponseLayout:
-    """Where the outputs of a plan go, and the part of the response that is known before its data. Not changed once made.
+    """Where the outputs of a plan go, and the part of the response that is known before its data.
 
-    Binary outputs lie end to end in one buffer, which is sent as it is. Where no data goes into the JSON, the JSON is ready and
-    goes into the buffer in front of them, so that a response is one piece of memory.
+    Not changed once made.
+
+    Binary outputs lie end to end in one buffer, which is sent as it is. Where no data goes into the JSON, the JSON is
+    ready and goes into the buffer in front of them, so that a response is one piece of memory.
     """
 
     __slots__ = (
@@ -104,7 +106,9 @@ class ResponseLayout:
         return orjson.dumps(document)[:-1].split(b"\0")
 
     def json(self, arrays: list[npt.NDArray[Any]], sizes: dict[int, int] | None = None) -> bytes:
-        """The JSON in front of the binary outputs; `sizes` are the bytes of those that were not known before the run."""
+        """The JSON in front of the binary outputs; `sizes` are the bytes of those that
+        were not known before the run.
+        """
         if self.header is not None:
             return self.header
         outputs = [dict(output) for output in self._document["outputs"]]
@@ -152,7 +156,10 @@ class ResponseBuffer:
     __slots__ = ("_late", "_layout", "_memory", "arrays")
 
     def __init__(self, layout: ResponseLayout, specs: list[OutputSpec], positions: list[int | None]) -> None:
-        """`arrays`: one for each output. One that would be unaligned in the buffer is filled apart and copied at the end."""
+        """`arrays`: one for each output.
+
+        One that would be unaligned in the buffer is filled apart and copied at the end.
+        """
         self._layout = layout
         self._late: list[tuple[int, npt.NDArray[Any]]] = []  # (offset in the buffer, array)
         self.arrays: list[npt.NDArray[Any]] = []

@@ -1,13 +1,13 @@
 """The protocol's system shared memory extension: tensors in regions that a client on this machine has made.
 
-Any thread may use `Regions`. A region is read and written through its file, never mapped: a client that shrinks its file would
-end a process that maps it, and gets an error here. Nothing survives a crash; clients register again.
+Any thread may use `Regions`. A region is read and written through its file, never mapped: a client that shrinks its
+file would end a process that maps it, and gets an error here. Nothing survives a crash; clients register again.
 
-A region belongs to the principal that has registered it: for others, except admins of all models, it is not there, and they
-cannot register its object under another name.
+A region belongs to the principal that has registered it: for others, except admins of all models, it is not there, and
+they cannot register its object under another name.
 
-A client may name any object of POSIX shared memory that the service's user may open. Hence the setting `allow_client_shm`,
-the refusal of links and of names that lead elsewhere, and of clients that are not on this machine.
+A client may name any object of POSIX shared memory that the service's user may open. Hence the setting
+`allow_client_shm`, the refusal of links and of names that lead elsewhere, and of clients that are not on this machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ MAX_REGIONS = 1024
 MOST_EACH = 128  # of one principal, but an admin of all models: one caller must not use up all of them
 OWN_PREFIX = "tierstore"  # of objects that this service makes there for itself
 _MAX_NAME = 255
-_DISABLED = "shared memory is not enabled on this server: send the tensor's data in the request, or start it with allow_client_shm"
+_DISABLED = (
+    "shared memory is not enabled on this server: send the tensor's data in the request, or start it with "
+    "allow_client_shm"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +118,8 @@ class _Use:
 
 
 class Regions:
-    """The regions that clients have registered, at most MAX_REGIONS, as one of them sees them: at first nobody, see `of`.
+    """The regions that clients have registered, at most MAX_REGIONS, as one of them sees
+    them: at first nobody, see `of`.
 
     Where not `enabled`, every use is InvalidInput.
     """
@@ -144,8 +148,9 @@ class Regions:
     def register(self, name: str, key: object, offset: object, nbytes: object, *, on_host: bool) -> None:
         """Open the object `key` and register its bytes [offset, offset + nbytes) as `name`.
 
-        `on_host`: the client is on this machine; Forbidden for others. InvalidInput for a name that is in use, an object that is
-        missing, too small or another principal's; Overloaded beyond MAX_REGIONS, or MOST_EACH of one principal.
+        `on_host`: the client is on this machine; Forbidden for others. InvalidInput for a name that is
+        in use, an object that is missing, too small or another principal's; Overloaded beyond
+        MAX_REGIONS, or MOST_EACH of one principal.
         """
         self._check_client(on_host)
         _check_numbers(name, offset=offset, byte_size=nbytes)
@@ -157,8 +162,8 @@ class Regions:
         try:
             if nbytes == 0 or offset + nbytes > file.size:
                 raise InvalidInput(
-                    f"region {shown(name)}: {shown(key)} has {file.size} bytes, expected at least one and all within it; "
-                    f"got offset {offset} and byte_size {nbytes}"
+                    f"region {shown(name)}: {shown(key)} has {file.size} bytes, expected at least one and all within "
+                    f"it; got offset {offset} and byte_size {nbytes}"
                 )
             self._add(_Region(name, key, offset, nbytes, file, self._principal.name))
         except BaseException:
@@ -245,7 +250,8 @@ class Regions:
         region = self._find(span.region)
         if span.offset + span.nbytes > region.nbytes:
             raise InvalidInput(
-                f"{what}: bytes {span.offset} to {span.offset + span.nbytes} are beyond the {region.nbytes} bytes of region {shown(region.name)}"
+                f"{what}: bytes {span.offset} to {span.offset + span.nbytes} are beyond the {region.nbytes} bytes of "
+                f"region {shown(region.name)}"
             )
         return region
 
@@ -270,7 +276,8 @@ class Regions:
         for region in self._regions.values():
             if region.identity == new.identity and not self._may_use(region):
                 raise InvalidInput(
-                    f"region {shown(new.name)}: its shared memory object is registered by another caller: choose another object"
+                    f"region {shown(new.name)}: its shared memory object is registered by another caller: choose "
+                    "another object"
                 )
 
     def _check_room(self, name: str) -> None:
@@ -285,7 +292,10 @@ class Regions:
 
 
 class CudaRegions:
-    """The protocol's CUDA shared memory, which is not served. Status and unregister are answered: benchmarks send them unasked."""
+    """The protocol's CUDA shared memory, which is not served.
+
+    Status and unregister are answered: benchmarks send them unasked.
+    """
 
     @staticmethod
     def register(name: str) -> NoReturn:
@@ -333,7 +343,9 @@ def _check_numbers(name: str, **numbers: object) -> None:
 
 
 def _open(name: str, key: object) -> int:
-    """A descriptor of the shared memory object `key`: a plain file directly under DIRECTORY, no link, not one of the service itself."""
+    """A descriptor of the shared memory object `key`: a plain file directly under DIRECTORY, no link,
+    not one of the service itself.
+    """
     if not isinstance(key, str):
         raise InvalidInput(f"region {shown(name)}: key is {shown(key)}, expected the name of a shared memory object")
     file = key.lstrip("/")  # as shm_open does

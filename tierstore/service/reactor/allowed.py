@@ -1,7 +1,8 @@
 """By whom reactors are asked: the names of the service, and the tokens that have passed the check of access before.
 
-Of a caller its latest `EACH` spellings of Authorization are kept, and of all callers `MOST`; the oldest makes room. What is replaced is
-kept until no reader is at it. For the event loop. Reactors read what is published, without a lock (`kernels/reactor_access.py`).
+Of a caller its latest `EACH` spellings of Authorization are kept, and of all callers `MOST`; the oldest makes room.
+What is replaced is kept until no reader is at it. For the event loop. Reactors read what is published, without a lock
+(`kernels/reactor_access.py`).
 """
 
 from __future__ import annotations

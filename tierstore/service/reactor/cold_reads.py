@@ -1,6 +1,7 @@
 """Threads that read rows from disk for the reactors, and the thread that offers those rows to the caches.
 
-`ColdReaders` is made, started and stopped by `Reactors`; a reader never takes the interpreter lock (`kernels/coldread.py`).
+`ColdReaders` is made, started and stopped by `Reactors`; a reader never takes the interpreter
+lock (`kernels/coldread.py`).
 """
 
 from __future__ import annotations

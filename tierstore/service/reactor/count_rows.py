@@ -1,4 +1,7 @@
-"""The counts that compiled threads add to. Each thread has rows of its own, so nothing is locked; a reader adds them up."""
+"""The counts that compiled threads add to.
+
+Each thread has rows of its own, so nothing is locked; a reader adds them up.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ Counts = npt.NDArray[np.int64]
 class CountRows(Generic[K]):
     """`rows` rows of `width` counts for each of `threads`, assigned by key: int64[threads, rows, width] in `words`.
 
-    A row is kept as long as it has users. `absorb` gets its counts in parts, at `collect` and when the last user releases it:
-    what was added to each count, and the highest that any thread has there. Any thread.
+    A row is kept as long as it has users. `absorb` gets its counts in parts, at `collect` and when the last user
+    releases it: what was added to each count, and the highest that any thread has there. Any thread.
     """
 
     def __init__(self, threads: int, rows: int, width: int, absorb: Callable[[K, Counts, Counts], None]) -> None:

@@ -1,4 +1,6 @@
-"""Header blocks of HTTP/2 (HPACK, RFC 7541) as Python writes them: fields that no table gets, so a block depends on nothing before it."""
+"""Header blocks of HTTP/2 (HPACK, RFC 7541) as Python writes them: fields that no table gets, so a block
+depends on nothing before it.
+"""
 
 from __future__ import annotations
 

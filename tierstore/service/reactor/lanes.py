@@ -1,9 +1,9 @@
 """The order in which Python serves what reactors hand off: short turns, with a share for all that is not of one model.
 
-A thousand connections may hand off a request each at the same time. Served all in one turn of the event loop, they would
-keep a health check waiting for a second: it needs several turns. So a turn ends after a few milliseconds, and in each come
-first the checks of health, then other requests outside `/v2/models/` and `/v1/models/` (metrics, administration), then the
-remainder. Each of the three has its share of every turn. Event loop only.
+A thousand connections may hand off a request each at the same time. Served all in one turn of the event loop, they
+would keep a health check waiting for a second: it needs several turns. So a turn ends after a few milliseconds, and in
+each come first the checks of health, then other requests outside `/v2/models/` and `/v1/models/` (metrics,
+administration), then the remainder. Each of the three has its share of every turn. Event loop only.
 """
 
 from __future__ import annotations

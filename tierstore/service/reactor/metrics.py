@@ -13,7 +13,9 @@ from tierstore.service.families import counters, gauge, gauges
 
 
 def families(lines: npt.NDArray[Any], *, unfinished: int, unsent_bytes: int) -> Iterator[Metric]:
-    """`lines` has a line of each reactor; `unfinished` requests have begun to arrive, `unsent_bytes` wait to be taken by clients."""
+    """`lines` has a line of each reactor; `unfinished` requests have begun to arrive, `unsent_bytes`
+    wait to be taken by clients.
+    """
     text = "Requests that a reactor answered or refused without the interpreter."
     answers = {str(number): int(line["answers"]) for number, line in enumerate(lines)}
     yield counters("tierstore_reactor_answers", text, "reactor", answers)

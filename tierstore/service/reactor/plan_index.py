@@ -1,11 +1,13 @@
-"""The index of plans by which reactors answer: how requests of a structure are answered, as numbers (`kernels/lookupplan.py`).
+"""The index of plans by which reactors answer: how requests of a structure are answered, as
+numbers (`kernels/lookupplan.py`).
 
-`PlanIndex.learn` is called when Python has planned a request, and keeps the plan of its structure if a reactor can run it: look-ups of
-rows and bags with binary keys in the body and binary outputs, and predictions of scores alone, whose graph a thread of Python runs
-(`predictions.py`). Of other predictions it keeps that a reactor can refuse them. `learn_rows` does it
-for a front's requests for rows (`kernels/front_rows.py`), all those of a table, version and line by one plan. The number of plans is
-bounded; the least recently used of its set makes room. What is learned in a second is bounded too, so that who sends a new
-structure each time costs what Python's answers cost. Any thread may call anything; compiled threads read the index as it is filled.
+`PlanIndex.learn` is called when Python has planned a request, and keeps the plan of its structure if a reactor can run
+it: look-ups of rows and bags with binary keys in the body and binary outputs, and predictions of scores alone, whose
+graph a thread of Python runs (`predictions.py`). Of other predictions it keeps that a reactor can refuse them.
+`learn_rows` does it for a front's requests for rows (`kernels/front_rows.py`), all those of a table, version and line
+by one plan. The number of plans is bounded; the least recently used of its set makes room. What is learned in a second
+is bounded too, so that who sends a new structure each time costs what Python's answers cost. Any thread may call
+anything; compiled threads read the index as it is filled.
 """
 
 from __future__ import annotations
@@ -107,7 +109,10 @@ class PlanIndex:
         absorb: Any,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`rates` are those that reactors draw from. `absorb` is called with a version, its new counts, and the highest counts of any thread."""
+        """`rates` are those that reactors draw from.
+
+        `absorb` is called with a version, its new counts, and the highest counts of any thread.
+        """
         # constant after construction
         self._store, self._rates, self._clock = store, rates, clock
         self._epochs: Epochs = store.epochs
@@ -135,10 +140,11 @@ class PlanIndex:
     def learn(
         self, model: str, view: Any, version: int | str | None, plan: Plan, lesson: Lesson, refusal: bytes | None = None
     ) -> None:
-        """Keep how requests of `model` that have the structure of this one are answered under `view`, if a reactor can do it.
+        """Keep how requests of `model` that have the structure of this one are answered under
+        `view`, if a reactor can do it.
 
-        `version` is the one that the request names. `refusal`: of a prediction, which a reactor refuses with these bytes where it would
-        wait too long; `DATE_PLACE` is in them for the date. Else it begins it, if it can.
+        `version` is the one that the request names. `refusal`: of a prediction, which a reactor refuses with these
+        bytes where it would wait too long; `DATE_PLACE` is in them for the date. Else it begins it, if it can.
         """
         if plan.dense is not None and refusal is None:
             return
@@ -173,7 +179,9 @@ class PlanIndex:
             self._keep(place, model, slot, wanted, labelled, new)
 
     def learn_rows(self, model: str, view: Any, table: str, path: str, line: str) -> None:
-        """Keep how a front's requests for rows of a table, at `path`, are answered under `view`, if a reactor can do it."""
+        """Keep how a front's requests for rows of a table, at `path`, are answered under
+        `view`, if a reactor can do it.
+        """
         token, slot = self._store.model(model).publisher.token(view), self._epochs.slot(model)
         cascade = view.open_version.tables[table]
         if token is None or slot is None or not can_be_read(cascade):
@@ -195,7 +203,10 @@ class PlanIndex:
             self._keep(place, model, slot, layout.ONE_VERSION, 0, variant)
 
     def _place(self, lesson: Lesson) -> Place | None:
-        """Where requests of a lesson's structure are found; None where reactors do not know its form. Called with the lock held."""
+        """Where requests of a lesson's structure are found; None where reactors do not know its form.
+
+        Called with the lock held.
+        """
         size = lesson.scan(*self._scanned)
         return (lesson.path, self._structure[:size].tobytes(), lesson.form) if size else None
 
@@ -241,8 +252,8 @@ class PlanIndex:
     def _publish(self, planned: _Planned, way: int, before: _Planned | None, unused: list[_Variant]) -> None:
         """Put a plan where reactors look, in place of one `before`. Called with the lock held.
 
-        What is replaced is kept while a reactor may read it; then the counts of `unused` are released. A reader in between sees a hash
-        with the plan of another one, whose bytes it compares.
+        What is replaced is kept while a reactor may read it; then the counts of `unused` are released. A reader in
+        between sees a hash with the plan of another one, whose bytes it compares.
         """
         number = planned.hash & (layout.SETS - 1)
         self._index["hash"][number, way] = planned.hash
@@ -289,7 +300,10 @@ class PlanIndex:
     def _predicting(
         self, token: int, view: Any, plan: Plan, lesson: Lesson, refusal: bytes, version: Version
     ) -> _Variant | None:
-        """None where a reactor cannot begin it, or a table or its counts are out of its reach. Called with the lock held."""
+        """None where a reactor cannot begin it, or a table or its counts are out of its reach.
+
+        Called with the lock held.
+        """
         tables, session = view.open_version.tables, view.predictor
         if not can_score(lesson, plan, session) or not all(can_be_read(tables[call.table.name]) for call in plan.calls):
             return None

@@ -1,4 +1,7 @@
-"""How requests of a structure are answered, as numbers: the words of a variant (`kernels/binding.py`). Pure functions; any thread."""
+"""How requests of a structure are answered, as numbers: the words of a variant (`kernels/binding.py`).
+
+Pure functions; any thread.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,10 @@ def address(data: bytes) -> int:
 def variant_words(
     token: int, plan: Plan, form: int, pieces: Pieces, view: Any, counts: list[int]
 ) -> tuple[Words, list[object]]:
-    """(the words, what they point to), of look-ups. `pieces` are those of an answer of the `form`; `counts` says where version and tables are counted."""
+    """(the words, what they point to), of look-ups.
+
+    `pieces` are those of an answer of the `form`; `counts` says where version and tables are counted.
+    """
     rows = [(call.rows[0], plan.specs[call.rows[0]].datatype == "FP16") if call.rows else None for call in plan.calls]
     elements = [spec.dtype.itemsize * (1 if spec.name.endswith(FOUND) else spec.shape[-1]) for spec in plan.specs]
     more = {"alignment": 1, "framed": int(form == layout.MESSAGE)}
@@ -49,7 +55,9 @@ def prediction_words(
     refusal: dict[str, int],
     scoring: Words,
 ) -> tuple[Words, list[object]]:
-    """As `variant_words`, of predictions, whose rows have places for their graph: with the words of a refusal, and of a scoring."""
+    """As `variant_words`, of predictions, whose rows have places for their graph: with the words
+    of a refusal, and of a scoring.
+    """
     rows: list[tuple[int, bool] | None] = []
     elements: list[int] = []
     for call in plan.calls:
@@ -70,7 +78,9 @@ def _variant_words(
     elements: list[int],
     more: dict[str, int],
 ) -> tuple[Words, list[object]]:
-    """`rows`: for each call which output its rows are, and whether as halves; `elements`: bytes of an element of each output."""
+    """`rows`: for each call which output its rows are, and whether as halves; `elements`: bytes
+    of an element of each output.
+    """
     order = list(view.open_version.tables)
     calls = [
         _planned_call(call, of, order.index(call.table.name), row, view)
@@ -81,7 +91,8 @@ def _variant_words(
     for piece, value in pieces:
         texts.append((at, len(piece), value))
         at += len(piece)
-    # one array of calls, bytes of elements and texts: to make one, and to ask for its address, costs more than its numbers
+    # one array of calls, bytes of elements and texts: to make one, and to ask for its address,
+    # costs more than its numbers
     numbers = np.array([*chain(*calls), *elements, *chain(*texts)], np.int64)
     calls_at = address_of(numbers)
     elements_at = calls_at + layout.PLANNED.bytes * len(calls)

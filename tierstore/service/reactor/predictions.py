@@ -1,11 +1,13 @@
 """Predictions that reactors have begun: threads of the look-up pool run their graphs on the rows that lie ready.
 
 A reactor has looked the rows up, written the head of the answer, and put the number of a job into the pool's queue
-(`kernels/reactor_predictions.py`). A thread runs the graph, writes the scores behind the head, and gives the job back to its
-reactor, which sends the answer: two wake-ups. A job keeps the view, and so the dense part, of its rows. What goes wrong is told to
-Python's way, which answers with the error, counts and logs it; a job that has to be planned anew is that way's from the start.
+(`kernels/reactor_predictions.py`). A thread runs the graph, writes the scores behind the head, and gives the job back
+to its reactor, which sends the answer: two wake-ups. A job keeps the view, and so the dense part, of its rows. What
+goes wrong is told to Python's way, which answers with the error, counts and logs it; a job that has to be planned anew
+is that way's from the start.
 
-`serve` runs on the pool's threads; `cut_off` and `error_of` on the event loop, `close` on any thread, once. Nothing survives a crash.
+`serve` runs on the pool's threads; `cut_off` and `error_of` on the event loop, `close` on any thread,
+once. Nothing survives a crash.
 """
 
 from __future__ import annotations
@@ -224,7 +226,8 @@ class Predictions:
         now_ns = time.perf_counter_ns()
         lookup_ns = queued_ns - planned_ns
         spent = Timings(
-            began_ns - queued_ns, planned_ns - came_ns, lookup_ns + dense_ns, now_ns - began_ns - dense_ns, lookup_ns, dense_ns
+            began_ns - queued_ns, planned_ns - came_ns, lookup_ns + dense_ns, now_ns - began_ns - dense_ns, lookup_ns,
+            dense_ns
         )  # fmt: skip
         if not self._cut:  # counted before it leaves: who has the answer finds it counted
             service.inference_stats.succeeded(scoring.model, scoring.version, now_ns - came_ns, spent)
@@ -281,7 +284,10 @@ class Predictions:
         return error if of == serial else None
 
     def cut_off(self) -> list[tuple[int, int, int]]:
-        """From now on nothing is answered. Returns (reactor, connection, serial) of each prediction that is left, to be answered."""
+        """From now on nothing is answered.
+
+        Returns (reactor, connection, serial) of each prediction that is left, to be answered.
+        """
         with self._lock:
             self._cut = True
             left = self._jobs[self._mine() & (self._jobs["outcome"] == _FOR_PYTHON)]

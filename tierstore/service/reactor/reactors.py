@@ -1,8 +1,10 @@
-"""The reactors of a service: threads that run `kernels/reactor.py`, their memory, and the pipes between them and Python.
+"""The reactors of a service: threads that run `kernels/reactor.py`, their memory, and the
+pipes between them and Python.
 
-Made on any thread. `start`, `finish` and everything that comes through the pipe run on the event loop; `close` may block,
-and runs on any thread, once. A compiled loop never takes the interpreter lock. A pipe carries messages of a fixed size, each in
-one write, so several threads may write to it without a lock; it has room for several messages of every connection.
+Made on any thread. `start`, `finish` and everything that comes through the pipe run on the event loop; `close`
+may block, and runs on any thread, once. A compiled loop never takes the interpreter lock. A pipe carries messages
+of a fixed size, each in one write, so several threads may write to it without a lock; it has room for several
+messages of every connection.
 """
 
 from __future__ import annotations
@@ -298,7 +300,10 @@ class Reactors:
         atomics.add(kernel.SHARED.place(self.words, "other_open"), connections)
 
     def make_room(self) -> bool:
-        """End a silent connection, and count one of Python's in its place. False: there is none, or there are too many on their way."""
+        """End a silent connection, and count one of Python's in its place.
+
+        False: there is none, or there are too many on their way.
+        """
         most = int(self._limits["most_connections"])
         if self.open >= most + min(most, _ON_THEIR_WAY) or (found := self._silent.pop()) is None:
             return False

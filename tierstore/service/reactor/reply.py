@@ -1,4 +1,6 @@
-"""Answers to requests that a reactor has handed to Python: each goes back to its connection through the reactor's pipe."""
+"""Answers to requests that a reactor has handed to Python: each goes back to its
+connection through the reactor's pipe.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ Sending = tuple[npt.NDArray[np.int64], list[npt.NDArray[np.uint8]], Callable[[],
 
 
 class Pipes(Protocol):
-    """What a reply needs of the reactors: their connections, their pipes, and where answers in Python's memory are kept."""
+    """What a reply needs of the reactors: their connections, their pipes, and where answers
+    in Python's memory are kept.
+    """
 
     conns: npt.NDArray[Any]
     tls: TlsRows
@@ -31,7 +35,10 @@ class Pipes(Protocol):
 
 
 class Reply:
-    """The connection that waits for the answer to a request. Call one of `send`, `send_copy` and `drop`, once. Any thread."""
+    """The connection that waits for the answer to a request. Call one of `send`, `send_copy` and `drop`, once.
+
+    Any thread.
+    """
 
     __slots__ = ("_fd", "_reactor", "_reactors", "_serial", "error", "reason")
 
@@ -86,7 +93,10 @@ class Reply:
         reactors.notify(self._reactor, kernel.ANSWER, self._fd, flags, address_of(places), size)
 
     def send_copy(self, data: bytes, *, closes: bool = False) -> None:
-        """Answer with a copy of `data`, which the reactor counts and frees. For few bytes: no message says when they were sent."""
+        """Answer with a copy of `data`, which the reactor counts and frees.
+
+        For few bytes: no message says when they were sent.
+        """
         flags = self._serial | (_CLOSES if closes else 0)
         self._reactors.reply(self._reactor, kernel.BLOCK | self._fd << 8, flags, np.frombuffer(data, np.uint8))
 

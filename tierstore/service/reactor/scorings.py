@@ -1,4 +1,5 @@
-"""How predictions of a structure are run by one dense part: as numbers for the reactors (`kernels/scoring.py`), and for a thread of Python.
+"""How predictions of a structure are run by one dense part: as numbers for the reactors
+(`kernels/scoring.py`), and for a thread of Python.
 
 Pure functions, and values that are not changed once made; any thread.
 """
@@ -49,7 +50,9 @@ class Unfit(Exception):
 
 
 def can_score(lesson: Lesson, plan: Plan, session: DenseSession | None) -> bool:
-    """Whether a reactor can begin predictions of this structure, whatever their sizes: scores alone, binary both ways, on the processor."""
+    """Whether a reactor can begin predictions of this structure, whatever their sizes: scores alone, binary
+    both ways, on the processor.
+    """
     dense = plan.dense
     if session is None or dense is None or plan.numbers is not None or not lesson.is_binary():
         return False
@@ -62,7 +65,10 @@ def can_score(lesson: Lesson, plan: Plan, session: DenseSession | None) -> bool:
 
 
 class _Shapes:
-    """The checks and inputs of a scoring while it is made (`kernels/scoring.py`). A size is a number, or that of a name, as ~name."""
+    """The checks and inputs of a scoring while it is made (`kernels/scoring.py`).
+
+    A size is a number, or that of a name, as ~name.
+    """
 
     def __init__(self) -> None:
         self.checks: list[tuple[int, int, int]] = []

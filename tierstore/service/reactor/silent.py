@@ -1,7 +1,7 @@
 """Connections of reactors that make room for new ones where there are as many as there may be. Event loop only.
 
-Those whose clients have asked for nothing for a while, or have not said what for. First of the address that has most of them, so that one
-client's connections cost that client's own; of them the one that has been silent longest.
+Those whose clients have asked for nothing for a while, or have not said what for. First of the address that has most of
+them, so that one client's connections cost that client's own; of them the one that has been silent longest.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ _PAUSE_S = 0.05  # between two looks
 
 
 class SilentConnections:
-    """Connections among `conns` that make room for new ones, as `limits` bounds them; `words` is the memory that reactors share."""
+    """Connections among `conns` that make room for new ones, as `limits` bounds them; `words` is
+    the memory that reactors share.
+    """
 
     def __init__(self, conns: npt.NDArray[Any], limits: npt.NDArray[Any], words: npt.NDArray[Any]) -> None:
         self._conns, self._limits, self._words = conns, limits, words
@@ -32,7 +34,9 @@ class SilentConnections:
         self._random = np.random.default_rng()
 
     def pop(self) -> tuple[int, int, int] | None:
-        """Reactor, descriptor and serial of a connection that is to make room; the reactor looks whether it still is silent."""
+        """Reactor, descriptor and serial of a connection that is to make room; the reactor
+        looks whether it still is silent.
+        """
         if not self._found and time.monotonic() >= self._next_look_s:
             self._look()
             self._next_look_s = time.monotonic() + _PAUSE_S

@@ -1,7 +1,8 @@
 """Streams of HTTP/2 that reactors give to Python: a request each, whole or as it comes, and its answer.
 
-What comes of a stream is told on the event loop, in its order: the request, or that it has opened, its data, its end; and, once, that it
-is lost. Any thread may answer. An answer is copied into a block that becomes the reactor's, which counts it until it has left.
+What comes of a stream is told on the event loop, in its order: the request, or that it has opened, its data, its end;
+and, once, that it is lost. Any thread may answer. An answer is copied into a block that becomes the reactor's, which
+counts it until it has left.
 """
 
 from __future__ import annotations
@@ -62,7 +63,10 @@ class StreamReceiver(Protocol):
 
 
 class Stream:
-    """One stream: a request, and its answer. `respond`, or `send_headers`, `send_data` and `end`; or `reset`. Any thread."""
+    """One stream: a request, and its answer. `respond`, or `send_headers`, `send_data` and `end`; or `reset`.
+
+    Any thread.
+    """
 
     def __init__(self, streams: Streams, fd: int, serial: int, number: int, head: bytes, reason: int) -> None:
         self._streams, self._fd, self._serial, self.number = streams, fd, serial, number

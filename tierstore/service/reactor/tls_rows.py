@@ -1,4 +1,5 @@
-"""What the rows of connections have of TLS: their sessions, and the names of their clients' certificates, by descriptor and serial.
+"""What the rows of connections have of TLS: their sessions, and the names of their clients'
+certificates, by descriptor and serial.
 
 A row is written while its connection is Python's. Event loop only, but for `close`.
 """
@@ -26,7 +27,10 @@ class TlsRows:
         self._named: dict[int, tuple[int, tuple[str, ...], npt.NDArray[np.uint8]]] = {}
 
     def put(self, fd: int, session: Session | None) -> bool:
-        """Write what a connection has that is to be a reactor's, to which the session belongs then. False: no row, and it is closed."""
+        """Write what a connection has that is to be a reactor's, to which the session belongs then.
+
+        False: no row, and it is closed.
+        """
         if fd >= len(self._conns):
             if session is not None:
                 session.close(abort=True)

@@ -1,4 +1,7 @@
-"""Who makes a gRPC call: principal, address, request id; and whose call a thread is at. An object for each call; any thread."""
+"""Who makes a gRPC call: principal, address, request id; and whose call a thread is at.
+
+An object for each call; any thread.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,17 @@ REQUEST_ID = b"x-request-id"  # of a call's metadata: parts of one request get o
 class RpcCaller:
     """The caller of a stream, by its headers.
 
-    `waiting` is it as one that waits for an answer; `unplanned`: whether reactors lacked a plan, or it. `authorizations` are the
-    values of that entry of its metadata, `coding` is that of `grpc-encoding`.
+    `waiting` is it as one that waits for an answer; `unplanned`: whether reactors lacked a plan, or it.
+    `authorizations` are the values of that entry of its metadata, `coding` is that of `grpc-encoding`.
     """
 
     __slots__ = ("_proxies", "_stream", "attempt", "authorizations", "coding", "request_id", "unplanned", "waiting")
 
     def __init__(self, stream: Stream, proxies: Proxies, *, arrived_ns: int | None = None) -> None:
-        """`proxies`: those that are trusted. `arrived_ns`: when its request came, if not with the stream. InvalidInput for a deadline without a meaning."""
+        """`proxies`: those that are trusted. `arrived_ns`: when its request came, if not with the stream.
+
+        InvalidInput for a deadline without a meaning.
+        """
         self.waiting = Caller(arrived_ns or stream.arrived_ns or time.perf_counter_ns(), stream.is_lost)
         self.unplanned = stream.reason in (kernel.NO_PLAN, kernel.ACCESS)
         self.attempt = AuditedChange()

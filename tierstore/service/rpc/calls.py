@@ -1,8 +1,9 @@
 """gRPC calls, each on a stream of HTTP/2 that the reactors give to Python.
 
-A look-up lives as over HTTP: it is answered on the event loop, or waits for a thread of the look-up pool, or joins a batch.
-Other methods run on the pools of the admin interface, those that never wait on the event loop. A stream of messages is an object
-of the event loop, which works on one message at a time and lets the client send more as it goes on; it needs no thread.
+A look-up lives as over HTTP: it is answered on the event loop, or waits for a thread of the look-up pool, or joins a
+batch. Other methods run on the pools of the admin interface, those that never wait on the event loop. A stream of
+messages is an object of the event loop, which works on one message at a time and lets the client send more as it
+goes on; it needs no thread.
 
 Event loop only, but answers are sent by the threads that have made them. Nothing survives a crash.
 """
@@ -151,7 +152,10 @@ class Calls:
                 self._allow((name or "").lower(), key, principal)
 
     def make_room(self) -> None:
-        """Make room for one more stream of messages. Overloaded where none of those that are open has been idle for long."""
+        """Make room for one more stream of messages.
+
+        Overloaded where none of those that are open has been idle for long.
+        """
         if len(self._flows) < MOST_STREAMS:
             return
         idle = next((flow for flow in self._flows.values() if not flow.busy), None)

@@ -1,4 +1,7 @@
-"""A stream of messages over gRPC: what has come of it, and the message that is worked on. Event loop only, but `send`."""
+"""A stream of messages over gRPC: what has come of it, and the message that is worked on.
+
+Event loop only, but `send`.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,10 @@ class Flows(Protocol):
 
 
 class Flow:
-    """An open stream of messages; see `methods.MessageStream`. Its messages' bytes are reserved until they were worked on."""
+    """An open stream of messages; see `methods.MessageStream`.
+
+    Its messages' bytes are reserved until they were worked on.
+    """
 
     def __init__(self, calls: Flows, method: Method, stream: Stream) -> None:
         """TierstoreError where it is refused."""

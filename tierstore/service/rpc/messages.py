@@ -1,7 +1,8 @@
-"""Messages of gRPC on a stream of HTTP/2: their prefix, their coding, the deadline of a call, and its status in trailers.
+"""Messages of gRPC on a stream of HTTP/2: their prefix, their coding, the deadline of a
+call, and its status in trailers.
 
-Source: gRPC over HTTP/2 (https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md). Pure functions, and `Messages`, which
-belongs to one stream.
+Source: gRPC over HTTP/2 (https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md). Pure functions, and
+`Messages`, which belongs to one stream.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ CODES = {
     for number, name in enumerate(
         (
             "OK", "CANCELLED", "UNKNOWN", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "ALREADY_EXISTS",
-            "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ABORTED", "OUT_OF_RANGE", "UNIMPLEMENTED",
+            "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ABORTED", "OUT_OF_RANGE",
+            "UNIMPLEMENTED",
             "INTERNAL", "UNAVAILABLE", "DATA_LOSS", "UNAUTHENTICATED",
         )
     )

@@ -1,7 +1,8 @@
-"""The methods of gRPC's services, by what they are to the calls: look-ups, other methods by the threads that they take, streams.
+"""The methods of gRPC's services, by what they are to the calls: look-ups, other methods by the
+threads that they take, streams.
 
-Methods get and return serialized messages, because those of a look-up are too large for protobuf to parse and build as a whole;
-`by_message` is for the others. An error that a method raises becomes the call's status.
+Methods get and return serialized messages, because those of a look-up are too large for protobuf to parse and build as
+a whole; `by_message` is for the others. An error that a method raises becomes the call's status.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class MessageStream(Protocol):
 Unary: TypeAlias = Callable[[bytes, RpcCaller], bytes]
 Receive: TypeAlias = Callable[[bytes, RpcCaller, Reservation], Message[bytes]]  # of a look-up
 Streamed: TypeAlias = Callable[[bytes, MessageStream], None]  # of one message of a stream, on the event loop
-# Is told, on any thread, the answer to a look-up or its error; where its time went; what it holds until the answer has left.
+# Is told, on any thread, the answer to a look-up or its error; where its time went; what it holds
+# until the answer has left.
 LookedUp: TypeAlias = Callable[[bytes | None, BaseException | None, Timings | None, Reservation], None]
 
 
@@ -71,7 +73,9 @@ class Servicer:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A method as its calls need it: `receive` for a look-up, `run` for any other, with its pool, `serve` for a stream."""
+    """A method as its calls need it: `receive` for a look-up, `run` for any other, with
+    its pool, `serve` for a stream.
+    """
 
     action: Action
     accounts: Accounts

@@ -111,7 +111,9 @@ class InferMessage:
         return True
 
     def _parse(self) -> RpcRequest:
-        """`parse_request`, or its earlier result for a message that differs only in its data, or in its id and its data."""
+        """`parse_request`, or its earlier result for a message that differs only in its
+        data, or in its id and its data.
+        """
         parts, cache = self._parts, self._service.plan_cache
         key = (bool(parts.raw), parts.meta)
         parsed: RpcRequest | None = cache.find(key)
@@ -244,7 +246,10 @@ class InferenceService:
     # --- look-ups
 
     def _streamed(self, message: bytes, flow: MessageStream) -> None:
-        """A request of a stream: its answer comes before that of the next. An error is the answer too, and the stream goes on."""
+        """A request of a stream: its answer comes before that of the next.
+
+        An error is the answer too, and the stream goes on.
+        """
         loop, accounts, caller = asyncio.get_running_loop(), self._accounts, flow.caller
 
         def answered(

@@ -1,7 +1,8 @@
-"""Inference requests and responses of the Open Inference Protocol over gRPC: the description of the tensors, by protobuf.
+"""Inference requests and responses of the Open Inference Protocol over gRPC: the description
+of the tensors, by protobuf.
 
-Values here are not changed once made, so that a request that comes again with other data, and the response of a plan, are
-parsed and built once. Any thread. A malformed request is InvalidInput.
+Values here are not changed once made, so that a request that comes again with other data, and the response of a plan,
+are parsed and built once. Any thread. A malformed request is InvalidInput.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ _Response = message_class("inference.ModelInferResponse")
 
 @dataclass(slots=True)
 class Raw:
-    """Elements that are the raw tensor `index`, of `nbytes` bytes of a dtype; -1 for BYTES, of which there may be any number."""
+    """Elements that are the raw tensor `index`, of `nbytes` bytes of a dtype; -1 for BYTES, of
+    which there may be any number.
+    """
 
     index: int
     dtype: np.dtype[Any] | None
@@ -57,8 +60,8 @@ class Typed:
 class RpcRequest:
     """A request's description, parsed.
 
-    `sources` say where each input's elements are, `targets` where in shared memory each requested output goes (None: in the
-    response); `raws` is how many raw tensors there must be.
+    `sources` say where each input's elements are, `targets` where in shared memory each requested output goes (None: in
+    the response); `raws` is how many raw tensors there must be.
     """
 
     model: str

@@ -1,12 +1,13 @@
 """The messages of the gRPC protocols: their classes, and their bytes where protobuf would copy tensors.
 
-The classes are in a pool of their own, loaded when this module is imported. The descriptors are `protocols.binpb`, which
-`tools/make_protocols.py` makes of `schema/grpc/*.proto`. In a pool of our own they collide with no other copy in the same
-process (a client's, TensorFlow's), and without generated code they depend on no particular release of protobuf.
+The classes are in a pool of their own, loaded when this module is imported. The descriptors are
+`protocols.binpb`, which `tools/make_protocols.py` makes of `schema/grpc/*.proto`. In a pool of our own they
+collide with no other copy in the same process (a client's, TensorFlow's), and without generated code they depend
+on no particular release of protobuf.
 
-A request is split, and a response joined, by the wire format (https://protobuf.dev/programming-guides/encoding): tensors of
-a request are views of the message as it came, those of a response are copied once, into the message that is sent. Protobuf
-parses and builds the remaining fields. Pure functions; any thread.
+A request is split, and a response joined, by the wire format (https://protobuf.dev/programming-guides/encoding):
+tensors of a request are views of the message as it came, those of a response are copied once, into the message that is
+sent. Protobuf parses and builds the remaining fields. Pure functions; any thread.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ _MOST_FIELDS = 4096  # that are looked at one by one
 def parsed_bytes(message: bytes, times: int, raw: tuple[int, ...] = ()) -> int:
     """What protobuf takes for a message, at most, beside its own bytes; 0 where that is little.
 
-    `times` is the worst that a byte of it may become. `raw`: the numbers of the fields that lead to one whose bytes are only copied.
+    `times` is the worst that a byte of it may become. `raw`: the numbers of the fields that lead to one
+    whose bytes are only copied.
     """
     if len(message) <= _SMALL:
         return 0
@@ -130,7 +132,9 @@ class Parts:
 
 
 class Frame:
-    """All of a message but its raw tensors. A message of that length, with the same bytes there, differs only in its data.
+    """All of a message but its raw tensors.
+
+    A message of that length, with the same bytes there, differs only in its data.
 
     That is so because a message is split by these bytes only: the end of each raw tensor is stated in front of it.
     """
@@ -155,7 +159,9 @@ class Frame:
 
 
 def first_field(message: bytes) -> bytes:
-    """Field 1, of bytes, of a message that begins with it, as serializers write it; nothing where it does not, or is cut."""
+    """Field 1, of bytes, of a message that begins with it, as serializers write it; nothing
+    where it does not, or is cut.
+    """
     if not message.startswith(_FIRST):
         return b""
     try:

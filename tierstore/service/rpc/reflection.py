@@ -1,4 +1,5 @@
-"""Reflection: gRPC's own tools learn the messages of the services from the server (`grpc.reflection.v1`, and `v1alpha`).
+"""Reflection: gRPC's own tools learn the messages of the services from the server
+(`grpc.reflection.v1`, and `v1alpha`).
 
 Of descriptors it knows those of `protobuf.POOL`. Event loop only: an answer takes microseconds.
 """

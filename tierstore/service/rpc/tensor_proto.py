@@ -1,8 +1,8 @@
 """TensorFlow's TensorProto: elements read from one, and responses written as bytes of the wire.
 
-Pure functions; any thread. A malformed tensor is InvalidInput, one that would grow beyond a limit TooLarge. A response is
-written by hand: the bytes around its rows are known before them, so rows are copied once, into the message. Protobuf's own
-serializer copies them three times (measured for 4,096 rows of 128 bytes: 9 µs, against 613).
+Pure functions; any thread. A malformed tensor is InvalidInput, one that would grow beyond a limit TooLarge. A response
+is written by hand: the bytes around its rows are known before them, so rows are copied once, into the message.
+Protobuf's own serializer copies them three times (measured for 4,096 rows of 128 bytes: 9 µs, against 613).
 
 Source: `tensor.proto` and `predict.proto` of TensorFlow and TensorFlow Serving; the wire format of protobuf.
 """
@@ -34,8 +34,8 @@ _VARINT_BYTES = 5  # of a length
 def tensor_of(name: str, tensor: Any, limit: int) -> tuple[TensorSpec, Elements]:
     """A TensorProto's shape and elements: a view of its content, or an array of its values.
 
-    Where it has fewer values than its shape says, the last one is repeated, as in TensorFlow; `limit` is the most bytes of the
-    result.
+    Where it has fewer values than its shape says, the last one is repeated, as in TensorFlow; `limit` is
+    the most bytes of the result.
     """
     served = BY_TF_NUMBER.get(tensor.dtype)
     if served is None:
@@ -65,7 +65,8 @@ def _values(name: str, datatype: str, shape: tuple[int, ...], tensor: Any, limit
     count, got = math.prod(shape), len(values)
     if got > count or (got == 0) != (count == 0):
         raise InvalidInput(
-            f"input {shown(name)}: shape {list(shape)} takes {count} values of {field}, or fewer of which the last is repeated, got {got}"
+            f"input {shown(name)}: shape {list(shape)} takes {count} values of {field}, or fewer of which the last is "
+            f"repeated, got {got}"
         )
     if datatype == BYTES:
         if got and (count - got) * len(values[-1]) > limit:
@@ -97,7 +98,8 @@ def _bounded(name: str, shape: tuple[int, ...], count: int, itemsize: int, limit
 
 def _grows(name: str, shape: tuple[int, ...], limit: int) -> TooLarge:
     return TooLarge(
-        f"input {shown(name)}: shape {list(shape)} filled with one value takes more than the {limit} bytes that are allowed"
+        f"input {shown(name)}: shape {list(shape)} filled with one value takes more than the {limit} bytes that are "
+        "allowed"
     )
 
 
@@ -119,7 +121,8 @@ def _strings(name: str, count: int, content: bytes) -> pa.Array:
         np.cumsum(np.add.reduceat(parts, starts), out=offsets[1:])
     if begin + int(offsets[-1]) != len(content):
         raise InvalidInput(
-            f"input {shown(name)}: the strings of tensor_content take {begin + int(offsets[-1])} bytes, it has {len(content)}"
+            f"input {shown(name)}: the strings of tensor_content take {begin + int(offsets[-1])} bytes, it has "
+            f"{len(content)}"
         )
     data = pa.py_buffer(memoryview(content)[begin:])
     return pa.Array.from_buffers(pa.large_binary(), count, [None, pa.py_buffer(offsets), data])

@@ -135,7 +135,10 @@ _UNSERVED = {
     "Regress": "models here have no regress signature; ask for their outputs with Predict",
     "MultiInference": "models here have no classify or regress signatures; ask for their outputs with Predict",
 }
-_NO_RELOAD = "models are loaded by snapshots, not by a model server's configuration: POST /admin/models/{model}/snapshots, or `tierstore load`"
+_NO_RELOAD = (
+    "models are loaded by snapshots, not by a model server's configuration: POST "
+    "/admin/models/{model}/snapshots, or `tierstore load`"
+)
 
 MetadataRequest = message_class("tensorflow.serving.GetModelMetadataRequest")
 MetadataResponse = message_class("tensorflow.serving.GetModelMetadataResponse")

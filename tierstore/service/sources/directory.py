@@ -1,8 +1,8 @@
 """Deltas from a directory: `<dir>/<model>/<seq>.arrow`, written under another name and renamed, applied in order.
 
-One thread, which the service starts and ends. Files stay where they are; after a restart those that the store holds already
-are skipped by their seq. A file that cannot be applied blocks its model, is reported, and is tried again when it changes or
-after a pause that doubles.
+One thread, which the service starts and ends. Files stay where they are; after a restart those that the store holds
+already are skipped by their seq. A file that cannot be applied blocks its model, is reported, and is tried again when
+it changes or after a pause that doubles.
 """
 
 from __future__ import annotations

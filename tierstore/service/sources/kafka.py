@@ -1,8 +1,8 @@
 """Deltas from a Kafka topic, each applied once, in the order of the seqs of its model.
 
-One thread reads all partitions of the topic and applies what is next. What came too early waits in a window of bounded size.
-What cannot be applied is parked. What the store has already is skipped. Positions are logged with the deltas, so a crash
-neither loses nor repeats one (`kafka_positions.py`).
+One thread reads all partitions of the topic and applies what is next. What came too early waits in a window of bounded
+size. What cannot be applied is parked. What the store has already is skipped. Positions are logged with the deltas, so
+a crash neither loses nor repeats one (`kafka_positions.py`).
 """
 
 from __future__ import annotations

@@ -114,7 +114,10 @@ class Applier:
                 return
 
     def _is_ours(self, held: Held) -> bool:
-        """Whether this node brings a delta in now. Of several nodes in front of one cluster it is the one that leads, while it can."""
+        """Whether this node brings a delta in now.
+
+        Of several nodes in front of one cluster it is the one that leads, while it can.
+        """
         if held.model in self._standing_in or self._leads(held.model):
             return True
         now = time.monotonic()
@@ -136,7 +139,13 @@ class Applier:
             if not held.complete:
                 if self._seen.get(model) != last:  # the log went on without it
                     self.stats.abandoned += 1
-                    logger.warning("kafka: %d of %d parts of delta %d of %s are dropped: the log has that delta", len(held.values), held.parts, held.seq, model)  # fmt: skip
+                    logger.warning(
+                        "kafka: %d of %d parts of delta %d of %s are dropped: the log has that delta",
+                        len(held.values),
+                        held.parts,
+                        held.seq,
+                        model,
+                    )
                     self._window.remove(held)
                 continue
             if not self._try(held):
@@ -183,11 +192,14 @@ class Applier:
             return self._store.apply_delta(data, model=held.model, seq=held.seq, origin=origin).applied
 
     def _traced(self, held: Held) -> AbstractContextManager[None]:
-        """Reports what its block does with a delta, where that is wanted; in the words of OpenTelemetry's conventions for messages."""
+        """Reports what its block does with a delta, where that is wanted; in the words of
+        OpenTelemetry's conventions for messages.
+        """
         if self._traces is None:
             return nullcontext()
         attributes = {
-            "messaging.system": "kafka", "messaging.destination.name": self._topic, "messaging.destination.partition.id": str(held.partition),
+            "messaging.system": "kafka", "messaging.destination.name": self._topic,
+            "messaging.destination.partition.id": str(held.partition),
             "messaging.kafka.offset": held.first_offset, "tierstore.model": held.model, "tierstore.seq": held.seq,
         }  # fmt: skip
         return self._traces.delta(held.trace, attributes)

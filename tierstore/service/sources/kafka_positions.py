@@ -1,11 +1,11 @@
 """How far a topic was read, so that a start goes on where it has to.
 
-Each delta is logged with its origin, which has the lowest offset of each partition that was still needed once that delta counts.
-That is true for good, so a start takes the highest of what the newest entries say. `positions.json` says the same for what
-comes without an entry (duplicates, parked messages), now and then.
+Each delta is logged with its origin, which has the lowest offset of each partition that was still needed once that
+delta counts. That is true for good, so a start takes the highest of what the newest entries say. `positions.json` says
+the same for what comes without an entry (duplicates, parked messages), now and then.
 
-A rewind makes earlier statements void: it begins a new `epoch`, and only statements of the epoch in `positions.json` count.
-Where that file is lost, the topic is read from its beginning; what is held is skipped. One thread.
+A rewind makes earlier statements void: it begins a new `epoch`, and only statements of the epoch in `positions.json`
+count. Where that file is lost, the topic is read from its beginning; what is held is skipped. One thread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ SOURCE = "kafka"
 class Positions:
     """The record of one topic. `models` are those that were followed up to the positions.
 
-    source: the word by which entries of logs say where they come from. Where the rows of a topic are gathered, each model has a record of its own.
+    source: the word by which entries of logs say where they come from. Where the rows of a topic are gathered, each
+    model has a record of its own.
     """
 
     def __init__(self, path: Path, topic: str, source: str = SOURCE) -> None:
@@ -39,7 +40,10 @@ class Positions:
         self.seq = 0  # the newest of the model's log when the record was written, where it is of one model
 
     def load(self, cluster: str, origins: Mapping[str, Origin | None]) -> bool:
-        """Read what is known of the topic in this cluster; `origins` are the newest ones, by model. False where nothing is."""
+        """Read what is known of the topic in this cluster; `origins` are the newest ones, by model.
+
+        False where nothing is.
+        """
         self.cluster = cluster
         record = self._read()
         if (record.get("topic"), record.get("cluster")) != (self._topic, cluster):

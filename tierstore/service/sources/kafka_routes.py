@@ -1,4 +1,7 @@
-"""Which topics have rows, whose they are and how they are written: what the settings `kafka_rows…` say. Pure functions and values."""
+"""Which topics have rows, whose they are and how they are written: what the settings `kafka_rows…` say.
+
+Pure functions and values.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,7 @@ def check_row_topics(settings: Settings) -> None:
         raise ConfigError(f"kafka_rows and kafka_topic: {settings.kafka_topic} has deltas or rows, not both")
     if settings.remote is not None:
         raise ConfigError(
-            "kafka_rows and remote: a cluster's log does not keep the positions of the topic, so that rows would be lost or repeated; "
-            "write deltas to a topic (kafka_topic), or follow the rows on machines that have them"
+            "kafka_rows and remote: a cluster's log does not keep the positions of the topic, so that rows would be "
+            "lost or repeated; write deltas to a topic (kafka_topic), or follow the rows on machines that have them"
         )
     make_row_reader(settings)

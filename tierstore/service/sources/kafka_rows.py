@@ -1,8 +1,9 @@
 """Rows from Kafka topics, one a message, gathered into deltas: each row counts once, in the order of its partition.
 
-A thread a topic reads all partitions. The rows of a model wait for `kafka_rows_gather_s`; then they become the next delta of that model's log,
-which is logged with the positions of the model in the same step. So a start goes on behind what the log holds, and a crash neither
-loses nor repeats a row (docs/decisions/kafka.md). What is no row, or does not fit its table, is parked.
+A thread a topic reads all partitions. The rows of a model wait for `kafka_rows_gather_s`; then they become the next
+delta of that model's log, which is logged with the positions of the model in the same step. So a start goes on
+behind what the log holds, and a crash neither loses nor repeats a row (docs/decisions/kafka.md). What is no row, or
+does not fit its table, is parked.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ class RowTopic:
         return self.stats.status(self._parked.count(self._topic))
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Finish the delta that is being applied, note the positions, and end. Rows that wait are read again by the next start."""
+        """Finish the delta that is being applied, note the positions, and end. Rows that wait are
+        read again by the next start."""
         self._thread.close(timeout_s)
 
     # --- the thread
@@ -177,7 +179,8 @@ class RowTopic:
     # --- messages
 
     def _receive(self, message: KafkaMessage) -> None:
-        """Have a row wait with those of its model. StorageError where it had to be parked and could not be; Unreachable."""
+        """Have a row wait with those of its model. StorageError where it had to be parked and
+        could not be; Unreachable."""
         self.stats.topic.read(message.timestamp_ms)
         model: str | None = None
         try:
@@ -202,7 +205,8 @@ class RowTopic:
         digest = digest_of(b"\0".join((self._topic.encode(), key, message.value)))
         now = datetime.now(UTC).isoformat(timespec="seconds")
         record = Parked(
-            f"{message.partition}-{message.offset}-{digest}", self._topic, message.partition, message.offset, 1, model, None,
+            f"{message.partition}-{message.offset}-{digest}", self._topic, message.partition, message.offset, 1, model,
+            None,
             True, reason, message.timestamp_ms, now, digest_of(message.value), len(message.value), kind="row",
         )  # fmt: skip
         if self._parked.add(record, message.value):
@@ -385,7 +389,8 @@ class RowTopic:
         held_up = dict(self._why)
         if self._too_many_parked():
             held_up[self._topic] = (
-                f"{MOST_PARKED} messages are parked: mend what writes them, or the settings of rows; then skip these (tierstore parked)"
+                f"{MOST_PARKED} messages are parked: mend what writes them, or the settings of rows; then skip these "
+                "(tierstore parked)"
             )
         elif not self._models:
             held_up[self._route.model or self._topic] = (

@@ -1,4 +1,7 @@
-"""What a topic of rows reports: as a topic of deltas does, and its counts of rows. Written by its thread, read by any."""
+"""What a topic of rows reports: as a topic of deltas does, and its counts of rows.
+
+Written by its thread, read by any.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,10 @@ class RowStats:
         """The document."""
         whole = self.topic.status(parked)
         if self.lost:
-            lost = f"kafka topic {self.topic.topic}: {self.lost:,} offsets were deleted before they were read: load a snapshot, or produce those rows again"
+            lost = (
+                f"kafka topic {self.topic.topic}: {self.lost:,} offsets were deleted before they were read: load a "
+                "snapshot, or produce those rows again"
+            )
             whole["problem"] = lost if whole["problem"] is None else f"{whole['problem']}; {lost}"
         own = {"rows": self.rows, "deleted": self.deleted, "deltas": self.deltas}
         return {**{name: whole[name] for name in _OF_TOPIC}, **own, "pending": self.pending, "lost": self.lost}
@@ -74,9 +80,15 @@ def row_families(topics: Sequence[tuple[RowStats, dict[str, Any]]]) -> Iterator[
         for _, status in topics:
             gauge.add_metric([status["topic"]], status[name])
         yield gauge
-    lag = GaugeMetricFamily("tierstore_kafka_rows_lag_messages", "Messages that were not read yet.", labels=["topic", "partition"])  # fmt: skip
-    state = GaugeMetricFamily("tierstore_kafka_rows_state", "1 for the state that the topic is in.", labels=["topic", "state"])  # fmt: skip
-    fresh = HistogramMetricFamily("tierstore_kafka_rows_freshness_seconds", "From the event time of a row until it is visible.", labels=["topic"])  # fmt: skip
+    lag = GaugeMetricFamily(
+        "tierstore_kafka_rows_lag_messages", "Messages that were not read yet.", labels=["topic", "partition"]
+    )
+    state = GaugeMetricFamily(
+        "tierstore_kafka_rows_state", "1 for the state that the topic is in.", labels=["topic", "state"]
+    )
+    fresh = HistogramMetricFamily(
+        "tierstore_kafka_rows_freshness_seconds", "From the event time of a row until it is visible.", labels=["topic"]
+    )
     for stats, status in topics:
         for partition, one in (status["partitions"] or {}).items():
             lag.add_metric([status["topic"], partition], one["lag"])

@@ -1,7 +1,8 @@
-"""What became of the snapshots of watched locations, by model; it survives a restart as `watch_snapshots.json` in the data directory.
+"""What became of the snapshots of watched locations, by model; it survives a restart as
+`watch_snapshots.json` in the data directory.
 
-Any thread, under `lock`. A change is durable when `save` has returned. The record is written before what it announces is begun: after
-a crash a version that is `pending` is gone on with.
+Any thread, under `lock`. A change is durable when `save` has returned. The record is written before what it announces
+is begun: after a crash a version that is `pending` is gone on with.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ FORMAT = 1
 
 @dataclass(slots=True)
 class ModelRecord:
-    """What became of one model's snapshots in watched locations: versions up to `seen` are not loaded any more, as they were loaded, or as newer ones were active."""
+    """What became of one model's snapshots in watched locations: versions up to `seen` are not loaded any more, as
+    they were loaded, or as newer ones were active.
+    """
 
     seen: int = 0
     pending: int | None = None  # is being loaded, or is loaded and has not become what the policy says

@@ -1,10 +1,11 @@
-"""Snapshots from watched locations: the newest of each model is loaded once it is complete, and becomes what the policy says.
+"""Snapshots from watched locations: the newest of each model is loaded once complete, and becomes what a policy says.
 
-A thread for each location looks there, and loads by the jobs of the service; one more judges canaries. They start with the service
-and end with it. What became of a version is recorded before the next step (`location_record.py`), so a restart goes on where it was.
+A thread for each location looks there, and loads by the jobs of the service; one more judges canaries. They start with
+the service and end with it. What became of a version is recorded before the next step (`location_record.py`), so a
+restart goes on where it was.
 
-No version is loaded twice. None is activated that is older than one which was active, or next to a change that a person made meanwhile:
-then it is kept, and the status says so.
+No version is loaded twice. None is activated that is older than one which was active, or next to a change that a person
+made meanwhile: then it is kept, and the status says so.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _LONGEST_WAIT_S = 60.0  # for one that something else stands in the way of
 
 @dataclass(slots=True)
 class _Failure:
-    """Why a snapshot was not loaded, or did not become what it should; it is tried again when it changes, or after the pause."""
+    """Why a snapshot was not loaded, or did not become what it should; tried again when it changes, or later."""
 
     error: str
     source: Path | str
@@ -78,7 +79,7 @@ class _Hold(Exception):
 
 
 class Locations(Observer):
-    """Follows the locations of `settings` until closed. `status`, `families` and `close` may be called from any thread."""
+    """Follows the locations of `settings` until closed. `status`, `families` and `close`: any thread."""
 
     def __init__(
         self, store: Any, jobs: Jobs, stats: InferenceStats, settings: Settings, *, poll_s: float | None = None
@@ -153,7 +154,7 @@ class Locations(Observer):
             "Failed tries to load or activate a snapshot of watched locations, or to look there.",
             self.errors,
         )
-        text = "What keeps watched locations from being followed at this moment, and canaries that they brought and that were withdrawn."
+        text = "What keeps watched locations from being followed now, and their canaries that were withdrawn."
         yield gauge(f"{name}_problems", text, len(self.problems()))
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -309,7 +310,7 @@ class Locations(Observer):
             self.loaded += 1
 
     def _activate(self, model: str, version: int) -> str:
-        """Have a version that is loaded become what the policy says. Returns what it is now; _Hold where it stays kept."""
+        """Have a loaded version become what the policy says. Returns what it is now; _Hold where it stays kept."""
         policy = self._settings.snapshot_policy(model)
         record, active = self._records.of(model), self._active(model)
         if active == version:
@@ -354,7 +355,7 @@ class Locations(Observer):
                     logger.warning("the canary of %s: %s", model, error)
 
     def _judge(self, model: str, version: int) -> None:
-        """Promote or withdraw the canary that a location brought, if it is time; forget it where a person did either."""
+        """Promote or withdraw the canary that a location brought, if it is time; forget it where a person did."""
         held = self._store.model(model)
         served, on_record = held.served, held.routes.canary
         active = None if served.active is None else served.active.version

@@ -1,8 +1,8 @@
 """What this node lacks, from peers: nodes that serve the same models.
 
-One thread looks at the logs of all peers once a second. Models that are not here are copied as the node starts, until it has caught up; deltas are
-fetched whenever a peer has more of them, in the order of their seqs, and what a peer has undone is undone. A peer whose deltas, or whose
-rollbacks, are others than this node's is refused, and named.
+One thread looks at the logs of all peers once a second. Models that are not here are copied as the node starts, until
+it has caught up; deltas are fetched whenever a peer has more of them, in the order of their seqs, and what a peer has
+undone is undone. A peer whose deltas, or whose rollbacks, are others than this node's is refused, and named.
 
 After a crash: what was applied is in the log, and a copy goes on from what it has read.
 """
@@ -62,7 +62,10 @@ def make_peers(settings: Settings) -> list[Peer]:
 
 
 class Peers:
-    """Follows the peers until closed. The attributes that have no underscore, `status` and `families` may be read from any thread."""
+    """Follows the peers until closed.
+
+    The attributes that have no underscore, `status` and `families` may be read from any thread.
+    """
 
     def __init__(self, store: Store, settings: Settings, own: str) -> None:
         """`own`: how this node names itself to peers."""
@@ -221,8 +224,9 @@ class Peers:
         ours, there = (log.start or 0, log.last or 0), (theirs.start or 0, theirs.last or 0)
         if there[0] > ours[1]:
             raise TooFarBehind(
-                f"model {model.name!r} lacks delta {ours[1] + 1}, and the log of {peer} begins after {there[0]}: load a newer snapshot, or "
-                f"stop this node, move {model.where.root} away, and start it: the model is then copied from there"
+                f"model {model.name!r} lacks delta {ours[1] + 1}, and the log of {peer} begins after {there[0]}: load "
+                f"a newer snapshot, or stop this node, move {model.where.root} away, and start it: the model is then "
+                "copied from there"
             )
         self._compare(model, peer, theirs.rollbacks, ours, there)
         while (last := log.last or 0) < there[1]:
@@ -259,8 +263,9 @@ class Peers:
                 if _extends(here, there) and theirs[1] <= ours[1]:
                     return  # it is to follow this node
                 raise Differs(
-                    f"{peer}: its rollbacks of {model.name!r} are others than here: it went back {_shown(there)}, and this node {_shown(here)}. "
-                    "Nothing is taken from it; `tierstore rollback --to-seq` on one of both makes them equal, or a newer snapshot on both"
+                    f"{peer}: its rollbacks of {model.name!r} are others than here: it went back {_shown(there)}, and "
+                    f"this node {_shown(here)}. Nothing is taken from it; `tierstore rollback --to-seq` on one of "
+                    "both makes them equal, or a newer snapshot on both"
                 )
             logger.warning("model %s: %s went back %s, and so does this node", model.name, peer, _shown(there))
             older = tuple(each for each in log.undone.rollbacks if each[1] <= begin)
@@ -269,7 +274,10 @@ class Peers:
         self._equal[key] = compared
 
     def _name_difference(self, model: Model, peer: Peer, begin: int, end: int) -> None:
-        """Differs, naming the first delta that is another one there. RemoteUnavailable where one of both has just forgotten some."""
+        """Differs, naming the first delta that is another one there.
+
+        RemoteUnavailable where one of both has just forgotten some.
+        """
         low, high, at = begin, end, end  # up to `low` they are equal, up to `high` not
         while True:
             theirs, ours = peer.digest(model.name, begin, at), model.log.digest_of(begin, at)
@@ -282,8 +290,9 @@ class Peers:
                 break
             at = (low + high) // 2
         raise Differs(
-            f"{peer}: delta {high} of {model.name!r} is another one there than here. Nothing is taken from it; load a snapshot whose delta_seq is {end} "
-            f"or larger on both, or stop the node that is wrong, move {model.where.root} away there, and start it with --peer"
+            f"{peer}: delta {high} of {model.name!r} is another one there than here. Nothing is taken from it; load a "
+            f"snapshot whose delta_seq is {end} or larger on both, or stop the node that is wrong, move "
+            f"{model.where.root} away there, and start it with --peer"
         )
 
 

@@ -1,4 +1,6 @@
-"""The sources that the settings name: checked before the store opens, started once the service answers, closed before the store."""
+"""The sources that the settings name: checked before the store opens, started once the service
+answers, closed before the store.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def check_sources(settings: Settings) -> None:
         for name, value in others.items():
             if value:
                 raise ConfigError(
-                    f"{name} and upstream: a node in front changes nothing; set {name} on the nodes upstream, {settings.upstream}"
+                    f"{name} and upstream: a node in front changes nothing; set {name} on the nodes upstream, "
+                    f"{settings.upstream}"
                 )
     if settings.kafka is not None:
         check_row_topics(settings)
@@ -40,7 +43,8 @@ def check_sources(settings: Settings) -> None:
     if settings.peer:
         if settings.kafka_rows:
             raise ConfigError(
-                "peer and kafka_rows: each node makes deltas of its own from such rows, so no two have the same; set one of the two"
+                "peer and kafka_rows: each node makes deltas of its own from such rows, so no two have the same; set "
+                "one of the two"
             )
         make_peers(settings)
 

@@ -1,6 +1,8 @@
-"""A thread that follows a topic, whatever is read from it: it connects, works step by step, and connects again after a failure.
+"""A thread that follows a topic, whatever is read from it: it connects, works step by step, and
+connects again after a failure.
 
-Beside it what every follower of a topic does: connect by the settings, find how far back to read, look for new partitions.
+Beside it what every follower of a topic does: connect by the settings, find how far back to
+read, look for new partitions.
 """
 
 from __future__ import annotations
@@ -93,7 +95,10 @@ def far_back(reader: TopicReader, settings: Settings) -> dict[int, int]:
 
 
 def new_partitions(reader: TopicReader, cluster: str) -> list[int]:
-    """Partitions that the topic has and that are not read yet. Unreachable where the brokers are of another cluster now."""
+    """Partitions that the topic has and that are not read yet.
+
+    Unreachable where the brokers are of another cluster now.
+    """
     try:
         now, partitions = reader.partitions()
     except Unreachable:

@@ -21,8 +21,8 @@ STATE_NUMBERS = {"UNKNOWN": 0, "START": 10, "LOADING": 20, "AVAILABLE": 30, "UNL
 def version_states(store: Any, name: str, version: int | str | None) -> list[tuple[int, str]]:
     """(version, state) of a model's versions, or of the requested one, the newest first.
 
-    A kept version that does not answer is END; one whose load has not started is not listed. NotFound for an unknown model,
-    version or label.
+    A kept version that does not answer is END; one whose load has not started is not listed. NotFound for an
+    unknown model, version or label.
     """
     if isinstance(version, str):
         with store.model(name).view(version) as view:
@@ -48,7 +48,10 @@ def status_document(store: Any, name: str, version: int | str | None) -> dict[st
 
 
 def metadata(model: Any, version: int | str | None) -> dict[str, Any]:
-    """The response to GetModelMetadata in its JSON form. NotReady where no version serves, NotFound for an unknown version."""
+    """The response to GetModelMetadata in its JSON form.
+
+    NotReady where no version serves, NotFound for an unknown version.
+    """
     with model.view(STABLE if version is None else version) as view:
         signature = signature_of(view)
         number = view.version

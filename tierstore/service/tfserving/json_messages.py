@@ -1,10 +1,10 @@
 """Predict requests and responses of TensorFlow Serving in JSON: rows (`instances`) or columns (`inputs`).
 
-Pure functions; any thread. A malformed request is InvalidInput. Like TensorFlow Serving, and unlike JSON, the numbers NaN,
-Infinity and -Infinity are allowed in both.
+Pure functions; any thread. A malformed request is InvalidInput. Like TensorFlow Serving, and unlike JSON, the numbers
+NaN, Infinity and -Infinity are allowed in both.
 
-In the row form the values of one input are stacked along a first dimension. Where they are lists of different lengths, and
-keys of a feature whose bags are pooled, they are flattened, and their starts become the feature's offsets.
+In the row form the values of one input are stacked along a first dimension. Where they are lists of different lengths,
+and keys of a feature whose bags are pooled, they are flattened, and their starts become the feature's offsets.
 
 Source: the RESTful API page of TensorFlow Serving, and the behaviour of its server.
 """
@@ -39,7 +39,10 @@ _decode64: Callable[[str], bytes] = partial(binascii.a2b_base64, strict_mode=Tru
 
 @dataclass(slots=True)
 class PredictBody:
-    """A request's JSON, its values not parsed further. `rows`: the row form. `picked`: requested outputs by name, or None."""
+    """A request's JSON, its values not parsed further. `rows`: the row form.
+
+    `picked`: requested outputs by name, or None.
+    """
 
     signature: str
     picked: list[str] | None
@@ -202,7 +205,8 @@ def encode_answer(rows: bool, specs: Sequence[OutputSpec], arrays: Sequence[npt.
         if len(set(sizes)) != 1 or sizes[0] < 0:
             named = ", ".join(f"{spec.name} {list(array.shape)}" for spec, array in zip(specs, arrays, strict=True))
             raise InvalidInput(
-                f"the outputs do not have a first dimension in common, so they make no rows: {named}; ask in the column form ('inputs')"
+                f"the outputs do not have a first dimension in common, so they make no rows: {named}; ask in the "
+                "column form ('inputs')"
             )
     names = [spec.name for spec in specs]
     if all(array.dtype.kind != "f" or bool(np.isfinite(array).all()) for array in arrays):

@@ -1,7 +1,7 @@
 """TensorFlow Serving's predict requests as requests of the data plane, from JSON or protobuf.
 
-Both forms name their inputs, so the order means nothing: in the plan cache a request has its tensors in the order of their
-names. Any thread.
+Both forms name their inputs, so the order means nothing: in the plan cache a request has its tensors in the
+order of their names. Any thread.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     lookup             a vector for every feature given
     lookup_float16     the same in DT_HALF
 
-All signatures have the same inputs. A request that picks outputs by name may have any output of the model in any signature.
-Values are not changed once made; any thread may use them, and `Signatures`.
+All signatures have the same inputs. A request that picks outputs by name may have any output of the model in any
+signature. Values are not changed once made; any thread may use them, and `Signatures`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class ServedSignatures:
         if len(names) == 1:
             return names[0]
         raise InvalidInput(
-            f"values without a name need a model with one input; this one has {listed(sorted(names))}: send an object of input name to value"
+            f"values without a name need a model with one input; this one has {listed(sorted(names))}: send an object "
+            "of input name to value"
         )
 
     def input(self, name: str) -> TensorInfo:

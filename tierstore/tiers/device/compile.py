@@ -1,9 +1,9 @@
 """Machine code of the kernels, by NVRTC.
 
-It takes about a second and writes no file. CuPy's own way to compile (`RawModule`) is not used: it adds `-ftz=true`, so
-that numbers below 2^-126 would become zeros and answers differ from the CPU's; it needs CUDA's headers, which the kernels
-do not; and its cache on disk fails where the home directory cannot be written. Any thread may
-call; nothing survives the process.
+It takes about a second and writes no file. CuPy's own way to compile (`RawModule`) is not used: it adds
+`-ftz=true`, so that numbers below 2^-126 would become zeros and answers differ from the CPU's; it needs CUDA's
+headers, which the kernels do not; and its cache on disk fails where the home directory cannot be written. Any
+thread may call; nothing survives the process.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The only importer of CuPy: finds GPUs, and implements `backend.py` with their memory, streams and kernels.
 
-`find_devices` imports CuPy, and nothing before it. A machine without CuPy, or without a GPU, has no device tier, and the
-reason is reported. Driver errors become `DeviceError` here. Any thread may call anything; CUDA's current device, which each
-thread has its own, is set around every call and restored. Kernels are compiled when a device's first stream is made, while
-a store opens. Nothing survives the process.
+`find_devices` imports CuPy, and nothing before it. A machine without CuPy, or without a GPU, has no device tier, and
+the reason is reported. Driver errors become `DeviceError` here. Any thread may call anything; CUDA's current device,
+which each thread has its own, is set around every call and restored. Kernels are compiled when a device's first stream
+is made, while a store opens. Nothing survives the process.
 
 Not run on a GPU by this revision. The tests run the kernels and all logic above on the CPU, compile the kernels with
 NVRTC where it is installed, and compare what is called here with what CuPy has, where that is installed.
@@ -200,4 +200,7 @@ class CudaDevice:
 
 
 def _captured(number: int) -> str:
-    return f"device {number}: a CUDA graph is being captured, and a look-up cannot be part of it; look up after the capture"
+    return (
+        f"device {number}: a CUDA graph is being captured, and a look-up cannot be part of it; look up after the "
+        "capture"
+    )

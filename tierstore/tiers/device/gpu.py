@@ -1,7 +1,7 @@
 """The GPU of a store, the memory used of it, and the reason where there is no device tier.
 
-It is the first that CUDA shows: `CUDA_VISIBLE_DEVICES` chooses another. Constant after construction; any thread may call
-anything. Nothing survives the process.
+It is the first that CUDA shows: `CUDA_VISIBLE_DEVICES` chooses another. Constant after construction; any thread may
+call anything. Nothing survives the process.
 """
 
 from __future__ import annotations

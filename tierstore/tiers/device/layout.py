@@ -1,4 +1,7 @@
-"""Where a table's sets are in device memory, for the CPU side; `cuda/layout.cuh` has it for kernels. Immutable values."""
+"""Where a table's sets are in device memory, for the CPU side; `cuda/layout.cuh` has it for kernels.
+
+Immutable values.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,9 @@ class DeviceLayout:
         return table
 
     def by_set(self, keys: Keys, depth: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """(order, sets): positions of `keys` sorted by set, equal ones in their own order, and the sets in that order."""
+        """(order, sets): positions of `keys` sorted by set, equal ones in their own
+        order, and the sets in that order.
+        """
         hashed = mix_all(keys)
         within = ((hashed >> np.uint64(32)) * np.uint64(self.sets_per_region)) >> np.uint64(32)
         region = hashed & np.uint64((1 << depth) - 1)

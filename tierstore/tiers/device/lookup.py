@@ -1,10 +1,10 @@
-"""Look-ups whose answer stays on the device: keys are uploaded once, only misses are downloaded, their rows are uploaded in
-one copy.
+"""Look-ups whose answer stays on the device: keys are uploaded once, only misses are downloaded, their
+rows are uploaded in one copy.
 
 One call is one look-up, on the caller's thread, with one workspace for each chunk; any number of threads may call. The
 kernels that read the table are put into its stream together, so that no row moves after it is found and before it is
-read. Misses are downloaded on the workspace's own stream while resident rows are still being gathered. Later kernels use
-only the workspace and the answer.
+read. Misses are downloaded on the workspace's own stream while resident rows are still being gathered. Later kernels
+use only the workspace and the answer.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ def answer(
     fetch: Fetch,
     bags: Pooling | None = None,
 ) -> Any:
-    """A new array of `dtype` on the device with the answer, [n, dim] or [bags, dim]; None where the device cannot. See `look_up`."""
+    """A new array of `dtype` on the device with the answer, [n, dim] or [bags, dim]; None where the device cannot.
+
+    See `look_up`.
+    """
     shape = (len(keys) if bags is None else len(bags.offsets), table.spec.dim)
     try:
         out = table.device.backend.empty(shape, dtype)

@@ -35,7 +35,10 @@ class GivenUp(DeviceError):
 
 
 class TableMemory:
-    """Segments of sets, of which `depth` + 1 are in use; the smallest first. Not in use any more once `table` is None."""
+    """Segments of sets, of which `depth` + 1 are in use; the smallest first.
+
+    Not in use any more once `table` is None.
+    """
 
     def __init__(self, spec: TableSpec, layout: DeviceLayout, device: DeviceMemory, default: np.ndarray) -> None:
         # constant after construction
@@ -172,7 +175,10 @@ class TableMemory:
             self.table = None
 
     def free(self) -> None:
-        """Give the memory back, once kernels under way have ended. May be repeated. Raises DeviceError, but frees it."""
+        """Give the memory back, once kernels under way have ended. May be repeated.
+
+        Raises DeviceError, but frees it.
+        """
         with self.order:
             self.table = None
             segments, self._segments = self._segments, []
@@ -191,7 +197,8 @@ def stage_keys(
 ) -> tuple[list[int], int]:
     """Put keys that are sorted by set, and where each run of equal sets begins, into `ws`.
 
-    Returns the offsets of (keys, runs, each of `sizes`, the end of what goes up, each of `extra`) and the number of runs.
+    Returns the offsets of (keys, runs, each of `sizes`, the end of what goes up, each of
+    `extra`) and the number of runs.
     """
     runs = runs_of(sets)
     at = ws.cut(len(keys) * 8, len(runs) * 4, *sizes, 0, *extra)

@@ -17,7 +17,10 @@ from tierstore.tiers.device.memory import TableMemory
 
 
 def peek(memory: TableMemory | None, layout: DeviceLayout, key: int, give_up: Callable[[DeviceError], None]) -> Peek:
-    """What the table holds of `key`, a code. `heat`: its hits lately (0 to 3). `give_up` is told where the device fails."""
+    """What the table holds of `key`, a code. `heat`: its hits lately (0 to 3).
+
+    `give_up` is told where the device fails.
+    """
     if memory is None or memory.table is None:
         return Peek()
     _, sets = layout.by_set(np.array([key], np.int64), memory.depth)

@@ -1,12 +1,12 @@
-"""The device tier: one table's hottest rows in GPU memory.
+"""The device tier: one table's hottest rows in GPU memory (docs/decisions/device-tier.md).
 
-Any number of threads may call anything. All kernels of a table run in one stream: **the order of that stream is what makes rows whole and
-deltas visible**. A kernel that reads never runs beside one that writes, and a look-up that is put in after `update` has returned sees
-what it wrote. So kernels need no versions, no fences and no second tries. The price: kernels of one table do not overlap, which a program
-that launches them from Python does not notice. Copies do overlap, in the workspaces' own streams. See docs/decisions/device-tier.md.
+Any thread may call anything. All kernels of a table run in one stream: **the order of that stream is what makes rows
+whole and deltas visible**. A kernel that reads never runs beside one that writes, and a look-up put in after `update`
+has returned sees what it wrote. So kernels need no versions, fences or second tries. The price: kernels of one table do
+not overlap, which Python, that launches them, does not notice. Copies do, in the workspaces' own streams.
 
-`_lock` is held by one writer at a time; `insert` and `insert_absent` do not wait for it. A device that fails is not used
-from then on: look-ups leave every key to the next tier. Nothing survives the process.
+`_lock` is held by one writer at a time; `insert` and `insert_absent` do not wait for it. A device that fails is not
+used from then on: look-ups leave every key to the next tier. Nothing survives the process.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class DeviceTable:
     # --- look-ups
 
     def lookup(self, keys: Keys, out: Vectors, state: States) -> int:
-        """Answer keys whose state is PENDING: row and DEVICE, or the default and ABSENT; other keys stay as they are.
+        """Answer keys whose state is PENDING: row and DEVICE, or the default and ABSENT; others stay as they are.
 
         `keys` int64[n], `out` float32 or float16 [n, dim], `state` uint8[n], all contiguous, in CPU memory. Rows of
         `out` whose keys stay PENDING hold anything. Counts heat. Returns how many were answered with a row.
@@ -171,7 +171,7 @@ class DeviceTable:
         return self.exchange(keys, rows, seq, keep=False)[0]
 
     def exchange(self, keys: Keys, rows: Rows, seq: int, *, keep: bool = True) -> tuple[int, Keys, Rows]:
-        """`insert`, and with `keep` also (keys, rows) of those that were evicted for it, current in a view of `seq`."""
+        """`insert`, and with `keep` also (keys, rows) of those evicted for it, current in a view of `seq`."""
         rows = check_rows(self.spec, keys, rows)
         nobody = np.empty(0, np.int64), np.empty((0, self.spec.row_bytes), np.uint8)
         if not self._begin_promotion(seq):
@@ -185,7 +185,7 @@ class DeviceTable:
             self._lock.release()
 
     def insert_absent(self, keys: Keys, seq: int) -> int:
-        """Remember distinct keys that do not exist in a view of `seq`; dropped as by `insert`. Returns the keys admitted."""
+        """Remember distinct keys that a view of `seq` lacks; dropped as by `insert`. Returns the keys admitted."""
         if not self._begin_promotion(seq):
             return 0
         try:
@@ -219,7 +219,7 @@ class DeviceTable:
         return True
 
     def raise_floor(self, seq: int) -> None:
-        """From now on promotions read under a view older than `seq` are dropped. To be called before the fold writes to disk."""
+        """From now on promotions read under a view older than `seq` are dropped. Call it before the fold writes."""
         with self._lock:
             self._floor_seq = max(self._floor_seq, seq)
 
@@ -335,7 +335,7 @@ class DeviceTable:
                 if memory.table is not None:
                     self.problem = None  # of an earlier try to grow
             except OutOfDeviceMemory as error:
-                self.problem = f"the device has no memory for more than {self.bytes_in_use:,} bytes of table {self.spec.name}: {error}"
+                self.problem = f"no device memory beyond {self.bytes_in_use:,} bytes of table {self.spec.name}: {error}"
                 log.warning("%s", self.problem)
             except DeviceError as error:
                 self.give_up(error)

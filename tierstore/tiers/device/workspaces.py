@@ -1,8 +1,8 @@
 """A device's workspaces: fixed memory in which look-ups and writers stage what is uploaded and downloaded.
 
-A workspace is a piece of device memory, as much page-locked CPU memory (its staging buffer), and a stream for the copies
-between them. Their number and size are fixed, so staging memory is bounded: larger requests are cut into chunks, and a
-thread that finds all workspaces in use waits for one. Any thread may use one.
+A workspace is a piece of device memory, as much page-locked CPU memory (its staging buffer), and a stream for the
+copies between them. Their number and size are fixed, so staging memory is bounded: larger requests are cut into chunks,
+and a thread that finds all workspaces in use waits for one. Any thread may use one.
 
 Half of them are for answers that stay on the device. A thread that holds one of those may wait for a read
 of the disk. A thread that holds one of the other half waits for nothing.

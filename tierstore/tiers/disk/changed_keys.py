@@ -1,7 +1,8 @@
-"""The keys of a table that deltas may have changed: a Bloom filter that grows, so that other keys are not read from RocksDB.
+"""The keys of a table that deltas may have changed: a Bloom filter that grows, so that other
+keys are not read from RocksDB.
 
-One writer at a time adds; any thread reads. `changed_keys_file.py` keeps what was added on disk. A key that was added is
-always found. About one in a hundred others is found too, and costs a look-up in RocksDB.
+One writer at a time adds; any thread reads. `changed_keys_file.py` keeps what was added on disk. A key that was added
+is always found. About one in a hundred others is found too, and costs a look-up in RocksDB.
 """
 
 from __future__ import annotations
@@ -32,12 +33,16 @@ class ChangedKeys:
     def __init__(self) -> None:
         # replaced whole by the writer, so that readers need no lock
         self._layers: tuple[_Layer, ...] = ()
-        # for kernels: the address of the number of layers, followed by the address and the number of words of each; or 0
+        # for kernels: the address of the number of layers, followed by the address and the
+        # number of words of each; or 0
         self.place = np.zeros(1, np.int64)
         self._published: list[npt.NDArray[np.int64]] = []  # kernels may read them still; they are few
 
     def add(self, keys: Keys) -> Keys:
-        """Add `keys` (int64 [n]). Readers that begin after this has returned find them. Returns the keys that were not found before."""
+        """Add `keys` (int64 [n]). Readers that begin after this has returned find them.
+
+        Returns the keys that were not found before.
+        """
         keys = np.ascontiguousarray(keys)
         found = self.maybe_changed(keys)
         new = keys if found is None else keys[~found]  # the others are found already, by chance or not

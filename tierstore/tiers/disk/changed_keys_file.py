@@ -1,13 +1,15 @@
-"""The filters of changed keys (`changed_keys.py`) in a file next to RocksDB, so that a start need not read all of RocksDB's keys.
+"""The filters of changed keys (`changed_keys.py`) in a file next to RocksDB, so that a start need
+not read all of RocksDB's keys.
 
     header (16 bytes) | entries
 
 An entry is what one delta has added to the filters: for each table, the keys that its filter did not find. Replayed in
-order, entries give the same filters, bit by bit. That matters: a key that a filter found by chance is in no entry, and the
-filter must go on finding it. An entry is durable before RocksDB has the delta, and has the delta's watermark. So a file that
-reaches RocksDB's watermark lacks nothing; any other file is written again. schema/layout.md has the bytes.
+order, entries give the same filters, bit by bit. That matters: a key that a filter found by chance is in no entry, and
+the filter must go on finding it. An entry is durable before RocksDB has the delta, and has the delta's watermark. So a
+file that reaches RocksDB's watermark lacks nothing; any other file is written again. schema/layout.md has the bytes.
 
-For the one writer of a tier. A crash leaves whole entries, and perhaps a part of a last one, whose delta is not in RocksDB.
+For the one writer of a tier. A crash leaves whole entries, and perhaps a part of a last one,
+whose delta is not in RocksDB.
 """
 
 from __future__ import annotations

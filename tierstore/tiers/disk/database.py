@@ -3,7 +3,8 @@
 RocksDB crashes the process if it is used after it is closed. So every use is within `entered`, and `close` waits until
 nobody is within it. Any thread may call anything, but `ingest` is for one writer.
 
-Full disk: RocksDB cannot open a directory for writing then. It is opened for reading, and the next `ingest` tries again.
+Full disk: RocksDB cannot open a directory for writing then. It is opened for reading, and
+the next `ingest` tries again.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ class Database:
     def scan(
         self, doing: str, first: bytes, end: bytes, entries: int, *, values: bool = True
     ) -> Iterator[tuple[list[bytes], list[bytes]]]:
-        """(stored keys, values) from `first` to before `end`, at most `entries` at a time, as they were at the beginning.
+        """(stored keys, values) from `first` to before `end`, at most `entries` at a time,
+        as they were at the beginning.
 
         Without `values` they are empty. Raises Closed where the database is closed meanwhile; `doing` is for errors.
         """
@@ -111,7 +113,10 @@ class Database:
                 self._cursors.discard(cursor)
 
     def ingest(self, paths: Sequence[Path]) -> None:
-        """Take sorted files in by moving them, all or none; of files with the same key the later wins. Raises StorageError."""
+        """Take sorted files in by moving them, all or none; of files with the same key the later wins.
+
+        Raises StorageError.
+        """
         options = rocksdict.IngestExternalFileOptions()
         options.set_move_files(True)
         self._prepare_writing()
@@ -120,7 +125,10 @@ class Database:
             db.ingest_external_file(list(map(str, paths)), options)
 
     def checkpoint(self, path: Path) -> None:
-        """Make a directory `path` with what is in files at this moment, sorted files by second names. Raises StorageError."""
+        """Make a directory `path` with what is in files at this moment, sorted files by second names.
+
+        Raises StorageError.
+        """
         yield_to_requests()  # with the interpreter lock held, it takes milliseconds
         with self.entered() as db, driver_errors(f"copying {self._path} to {path}"):
             rocksdict.Checkpoint(db).create_checkpoint(str(path))
@@ -147,7 +155,10 @@ class Database:
                 self._gate.wait(_MERGE_POLL_S)
 
     def close(self) -> None:
-        """Wait for calls under way, then close the files and give the lock back. Scans end with Closed. May be repeated."""
+        """Wait for calls under way, then close the files and give the lock back. Scans end with Closed.
+
+        May be repeated.
+        """
         with self._gate:
             if self._closed:
                 return
@@ -169,5 +180,6 @@ class Database:
             with driver_errors(f"closing {self._path}"):
                 db.close()
         except StorageError as error:
-            # it says again how a merge failed, and is closed all the same; nothing that was ingested waits to be written
+            # it says again how a merge failed, and is closed all the same; nothing that was
+            # ingested waits to be written
             log.warning("%s", error)

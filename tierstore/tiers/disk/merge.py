@@ -1,4 +1,7 @@
-"""Rows in ascending order of keys, with later changes of some of them merged in. Pure functions over immutable arrays; any thread."""
+"""Rows in ascending order of keys, with later changes of some of them merged in.
+
+Pure functions over immutable arrays; any thread.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ def merged_blocks(
 ) -> Iterator[tuple[Keys, Rows, int]]:
     """The rows of `base` as `changes` leave them: keys, rows, and how many deleted keys were among them.
 
-    Keys ascend from batch to batch in both, and no batch is empty. Batches that come out have at most `entries` rows where
-    those of `base` and `changes` do. The first batch of changes is read before the first of `base`.
+    Keys ascend from batch to batch in both, and no batch is empty. Batches that come out have at most `entries` rows
+    where those of `base` and `changes` do. The first batch of changes is read before the first of `base`.
     """
     pending = next(changes, None)
     for keys, rows in base:

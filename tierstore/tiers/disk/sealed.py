@@ -1,9 +1,10 @@
 """The disk tier over sealed base files: loaded rows are in files of our own, rows that deltas changed are in RocksDB.
 
-A key is looked up in RocksDB only if a filter in memory says that a delta may have changed it. All others are read from the
-base by kernels (`kernels/sealed.py`), without the interpreter lock and without an object for each row. RocksDB's record
-`base` names the base's files, so that one that is missing, cut off or replaced is refused when the tier is opened. The
-filter is kept in a file (`changed_keys_file.py`), and is filled from RocksDB where that file is not up to date.
+A key is looked up in RocksDB only if a filter in memory says that a delta may have changed it. All others are
+read from the base by kernels (`kernels/sealed.py`), without the interpreter lock and without an object for each
+row. RocksDB's record `base` names the base's files, so that one that is missing, cut off or replaced is refused
+when the tier is opened. The filter is kept in a file (`changed_keys_file.py`), and is filled from RocksDB where
+that file is not up to date.
 
 Threads and crashes: as in `tier.py`. The base never changes after a load.
 
@@ -12,11 +13,11 @@ ingests, and then returns. A look-up
 
     - that read the filter before the key was added reads the base: it began before the ingest ended, so nothing
       relies on the delta being here yet;
-    - that finds the key in the filter reads RocksDB, which has the delta's row, or, until the ingest is done, what it had
-      before. If that is nothing, the base has the newest row.
+    - that finds the key in the filter reads RocksDB, which has the delta's row, or, until the ingest is done, what it
+      had before. If that is nothing, the base has the newest row.
 
-Of two look-ups, one after the other, the second sees the filter and RocksDB as the first saw them, or later. If the filter
-were filled after the ingest, a look-up in between would miss a row that another thread has read already.
+Of two look-ups, one after the other, the second sees the filter and RocksDB as the first saw them, or later. If the
+filter were filled after the ingest, a look-up in between would miss a row that another thread has read already.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ BASE = "base"
 
 
 def base_record(files: Sequence[SealedFile | SstFile], parts: int = 1) -> dict[str, bytes]:
-    """The record that names the sealed files of a tier's base, and of how many partitions they are where each is of one."""
+    """The record that names the sealed files of a tier's base, and of how many partitions
+    they are where each is of one.
+    """
     entries = [{"name": file.path.name, "bytes": file.bytes, "xxh3": file.xxh3} for file in files]
     return {BASE: json.dumps(entries if parts == 1 else {"partitions": parts, "files": entries}).encode()}
 
@@ -85,7 +88,10 @@ class SealedTier(DiskTier):
         return tier
 
     def _fill_changed(self, *, keep: bool) -> None:
-        """Fill the filters from their file, or else from RocksDB's keys. With `keep`, that file is kept up to date from now on."""
+        """Fill the filters from their file, or else from RocksDB's keys.
+
+        With `keep`, that file is kept up to date from now on.
+        """
         path, watermark = self.path / changed_keys_file.NAME, self.watermark()
         replayed = None if watermark is None else changed_keys_file.replay(path, watermark)
         size: int | None = None
@@ -142,7 +148,8 @@ class SealedTier(DiskTier):
             seq = int(watermark) if watermark is not None and watermark.isdigit() else -1
             if not self._changed_file.add(seq, new) and seq == self.watermark():
                 raise StorageError(
-                    f"{self.path / changed_keys_file.NAME} can be neither written nor removed, and would pass for up to date"
+                    f"{self.path / changed_keys_file.NAME} can be neither written nor removed, and would pass for up "
+                    "to date"
                 )
 
     def _move_in(self, sealed: list[SealedFile]) -> None:
@@ -170,7 +177,10 @@ class SealedTier(DiskTier):
             raise _joined(failures)
 
     def peek(self, table_id: int, row_bytes: int, key: int) -> dict[str, Peek]:
-        """As DiskTier.peek: `changes`, what deltas have brought, and `base`. Changes that the filter denies are `filtered`: no look-up reads them."""
+        """As DiskTier.peek: `changes`, what deltas have brought, and `base`.
+
+        Changes that the filter denies are `filtered`: no look-up reads them.
+        """
         keys, rows, state = np.array([key], np.int64), np.empty((1, row_bytes), np.uint8), np.zeros(1, np.uint8)
         with self._database.entered():
             changed, table = self._changed.get(table_id), self._base.get(table_id)
@@ -202,7 +212,9 @@ class SealedTier(DiskTier):
     def _get_both(
         self, table: SealedTable, table_id: int, keys: Keys, rows: Rows, state: States, maybe: npt.NDArray[np.bool_]
     ) -> list[StorageError]:
-        """Read keys that deltas may have changed from RocksDB, and from the base all keys that RocksDB does not have."""
+        """Read keys that deltas may have changed from RocksDB, and from the base all
+        keys that RocksDB does not have.
+        """
         failures: list[StorageError] = []
         maybe_changed = np.flatnonzero(maybe)
         found, got = np.zeros(len(maybe_changed), np.uint8), np.empty((len(maybe_changed), rows.shape[1]), np.uint8)
@@ -217,7 +229,10 @@ class SealedTier(DiskTier):
         return failures + table.get(keys, rows, state, self._readers, wanted=~maybe)
 
     def stats(self) -> dict[str, int]:
-        """RocksDB's, whose `bytes` and `files` are of deltas, and the base's. `…_memory_bytes` are held while it is open."""
+        """RocksDB's, whose `bytes` and `files` are of deltas, and the base's.
+
+        `…_memory_bytes` are held while it is open.
+        """
         return super().stats() | {
             "base_files": sum(len(table.files) for table in self._base.values()),
             "base_bytes": self._base_bytes(),

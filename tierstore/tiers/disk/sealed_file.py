@@ -182,7 +182,9 @@ def _opened(path: Path, fd: int, xxh3: str, size: int) -> Opened:
 
 
 def check_still(file: Opened) -> None:
-    """Corruption where another sealed file was copied over an open one, in place: its blocks are whole, so no read notices it."""
+    """Corruption where another sealed file was copied over an open one, in place: its blocks are
+    whole, so no read notices it.
+    """
     try:
         trailer = _read(file.fd, file.size - _TRAILER.size, _TRAILER.size)
     except OSError as error:

@@ -32,8 +32,8 @@ _READ_BYTES = 4 << 20  # of a scan
 class SealedTable:
     """The base files of one table, whose keys ascend from file to file.
 
-    Or in `parts`: then each file has keys of one partition of so many, files are in the order of their partitions, and keys
-    ascend within each.
+    Or in `parts`: then each file has keys of one partition of so many, files are in the order of their partitions,
+    and keys ascend within each.
     """
 
     def __init__(self, files: list[Opened], parts: int = 1) -> None:
@@ -66,7 +66,8 @@ class SealedTable:
         """Where its parts are, for kernels; `changed_at` is the filter's."""
         ends, rows, fds = self._numbers
         return BASE.make(
-            fences_at=address_of(self.first_keys), fences=len(self.first_keys), part_starts_at=address_of(self.part_starts), parts=self.parts,
+            fences_at=address_of(self.first_keys), fences=len(self.first_keys),
+            part_starts_at=address_of(self.part_starts), parts=self.parts,
             ends_at=address_of(ends), rows_at=address_of(rows), fds_at=address_of(fds), files=len(fds),
             per_block=self.per_block, block_bytes=self.block_bytes, changed_at=changed_at,
         )  # fmt: skip
@@ -127,7 +128,10 @@ class SealedTable:
         number = int(np.searchsorted(self._numbers[0], block, "right"))
         block -= int(self._numbers[0][number - 1]) if number else 0
         shown = ", ".join(map(str, codes[:5])) + (", …" if len(codes) > 5 else "")
-        where = f"reading {len(codes)} keys of table {self.files[0].table_id} ({shown}): {self.files[number].path}, block {block}"
+        where = (
+            f"reading {len(codes)} keys of table {self.files[0].table_id} ({shown}): {self.files[number].path}, "
+            f"block {block}"
+        )
         if what > 0:
             return StorageError(f"{where}: {os.strerror(what)}", keys=codes)
         words = {
@@ -138,7 +142,9 @@ class SealedTable:
         return Corruption(f"{where}: {words[what]}", keys=codes)
 
     def runs(self, low: int | None, high: int | None, entries: int, part: int) -> Iterator[tuple[Opened, int, int]]:
-        """(file, first block, last block + 1) of pieces that together hold every key in [low, high) of a part, ascending."""
+        """(file, first block, last block + 1) of pieces that together hold every key in
+        [low, high) of a part, ascending.
+        """
         at_once = max(1, min(_READ_BYTES // self.block_bytes, entries // self.per_block))
         begin, end = self.part_starts[part : part + 2]
         those = np.searchsorted(self._numbers[0], (begin, end), "right")

@@ -5,9 +5,9 @@ Every row and every record enters a disk tier as such a file. Layout of a file's
     key    table id (2 bytes, big-endian) + key code (8 bytes, big-endian, sign bit flipped)
     value  the row in its storage dtype; empty means that the key is deleted
 
-so that byte order is (table, numeric key). Where a table has a ttl, the times of its rows are a table of its own, whose id
-has the highest bit set. Table id 0 holds the store's own records; their keys are
-two zero bytes and the record's name in UTF-8.
+so that byte order is (table, numeric key). Where a table has a ttl, the times of its rows are a table of its
+own, whose id has the highest bit set. Table id 0 holds the store's own records; their keys are two zero bytes
+and the record's name in UTF-8.
 
 Free functions; any thread may call them, several files may be written at once. RocksDB holds the
 interpreter lock while it writes. So the entries of a delta, which is folded while requests are served, are
@@ -51,7 +51,10 @@ Records = Mapping[str, bytes]
 
 @dataclass(frozen=True, slots=True)
 class SstFile:
-    """A finished file. `xxh3` is the XXH3-64 (16 hex digits) of its bytes as built; of a delta, `keys` of its tables and its records."""
+    """A finished file.
+
+    `xxh3` is the XXH3-64 (16 hex digits) of its bytes as built; of a delta, `keys` of its tables and its records.
+    """
 
     path: Path
     xxh3: str

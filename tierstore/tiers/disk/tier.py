@@ -1,7 +1,7 @@
 """The disk tier: one version's rows in one RocksDB directory, read in sorted batches.
 
-Nothing is written through RocksDB's log: rows and records come in as finished sorted files (`sst.py`) that are ingested by
-moving them. Each ingest is one atomic step. A value of no bytes marks a deleted key.
+Nothing is written through RocksDB's log: rows and records come in as finished sorted files (`sst.py`) that are ingested
+by moving them. Each ingest is one atomic step. A value of no bytes marks a deleted key.
 
 Threads: `get`, `scan`, `record`, `watermark`, `stats` and `verify` may be called from many threads at once, also while
 `ingest` runs; they see each ingest as a whole or not at all. `ingest` is for one writer. `close` waits until the calls
@@ -63,7 +63,9 @@ _PROPERTIES = {
 
 @dataclass(frozen=True, slots=True)
 class TableContent:
-    """What a table holds: live rows, keys marked as deleted, and the digest of the live rows (see `kernels/digest.py`)."""
+    """What a table holds: live rows, keys marked as deleted, and the digest of the live
+    rows (see `kernels/digest.py`).
+    """
 
     rows: int
     deleted: int
@@ -89,7 +91,8 @@ class DiskTier:
     def open(cls, path: Path, *, block_cache_bytes: int, reader: ReaderPool, read_only: bool = False) -> Self:
         """Open the tier in `path`. Raises StorageError if there is none, Locked if it is open already, Corruption.
 
-        Any number of processes may open a tier with `read_only`, if none of them writes it; then nothing can be ingested.
+        Any number of processes may open a tier with `read_only`, if none of them writes it;
+        then nothing can be ingested.
         """
         return cls._open(path, block_cache_bytes, reader, read_only=read_only)
 
@@ -124,7 +127,10 @@ class DiskTier:
         self._get(table_id, keys, rows, state, unknown=Tier.ABSENT)
 
     def peek(self, table_id: int, row_bytes: int, key: int) -> dict[str, Peek]:
-        """What each part of the tier holds of a key, by name, the one that answers first; no cache is filled. Errors as `get`."""
+        """What each part of the tier holds of a key, by name, the one that answers first; no cache is filled.
+
+        Errors as `get`.
+        """
         return {"disk": self._peek(table_id, row_bytes, key)}
 
     def _peek(self, table_id: int, row_bytes: int, key: int) -> Peek:
@@ -190,7 +196,10 @@ class DiskTier:
         return np.concatenate(found)[:count] if found else np.empty(0, np.int64)
 
     def check_base(self) -> None:
-        """Notice, without reading rows, where a file of the base is not the one that was opened. Corruption, StorageError, Closed."""
+        """Notice, without reading rows, where a file of the base is not the one that was opened.
+
+        Corruption, StorageError, Closed.
+        """
 
     def verify(
         self, row_bytes: Mapping[int, int], progress: Callable[[int], None] | None = None
@@ -223,7 +232,9 @@ class DiskTier:
         *,
         report: Callable[[int], None],
     ) -> TableContent:
-        """What a table holds of the keys in [low, high) (None: no limit), read as by `verify`; `report(more entries)`."""
+        """What a table holds of the keys in [low, high) (None: no limit), read as by
+        `verify`; `report(more entries)`.
+        """
         count = deleted = digest = 0
         for keys, rows, gone in self._live_blocks(table_id, row_bytes, _DIGEST_BLOCK, low, high):
             digest = (digest + digest_rows(keys, rows)) % 2**64
@@ -261,20 +272,28 @@ class DiskTier:
             return int(db.property_int_value("rocksdb.total-sst-files-size") or 0)
 
     def close(self) -> None:
-        """Wait for calls under way, then close the files and give the lock back. Scans end with Closed. May be repeated."""
+        """Wait for calls under way, then close the files and give the lock back. Scans end with Closed.
+
+        May be repeated.
+        """
         self._database.close()
 
     def _live_blocks(
         self, table_id: int, row_bytes: int, entries: int, low: int | None = None, high: int | None = None
     ) -> Iterator[tuple[Keys, Rows, int]]:
-        """Keys and rows that are not deleted, at most `entries` at a time, and how many deleted keys were among them."""
+        """Keys and rows that are not deleted, at most `entries` at a time, and how many
+        deleted keys were among them.
+        """
         for keys, deleted, rows in self._entries(table_id, row_bytes, entries, low, high):
             yield (keys[~deleted], rows, int(np.count_nonzero(deleted))) if deleted.any() else (keys, rows, 0)
 
     def _entries(
         self, table_id: int, row_bytes: int, entries: int, low: int | None = None, high: int | None = None
     ) -> Iterator[tuple[Keys, npt.NDArray[np.bool_], Rows]]:
-        """Keys, which of them are deleted, and the rows of the others. Raises Corruption for a row of another length."""
+        """Keys, which of them are deleted, and the rows of the others.
+
+        Raises Corruption for a row of another length.
+        """
         for stored, values in self._blocks(table_id, entries, low, high):
             keys = unpack_keys(stored)
             deleted = ~np.fromiter(map(bool, values), np.bool_, len(values))
@@ -283,7 +302,8 @@ class DiskTier:
             if wrong.any():
                 codes, first = keys[~deleted][wrong].tolist(), len(live[int(np.argmax(wrong))])
                 raise Corruption(
-                    f"{self.path}: table {table_id}, key {codes[0]}: expected a row of {row_bytes} bytes, found {first}",
+                    f"{self.path}: table {table_id}, key {codes[0]}: expected a row of {row_bytes} bytes, found "
+                    f"{first}",
                     keys=codes,
                 )
             yield keys, deleted, np.frombuffer(b"".join(live), np.uint8).reshape(len(live), row_bytes)
@@ -297,7 +317,9 @@ class DiskTier:
         return self._database.scan(f"scanning table {table_id} of {self.path}", first, end, entries)
 
     def _table_keys(self) -> Iterator[tuple[int, Keys]]:
-        """(table id, keys in ascending order) of every entry that is no record, including deleted keys; values are not read."""
+        """(table id, keys in ascending order) of every entry that is no record, including
+        deleted keys; values are not read.
+        """
         first, end = _prefix(META_TABLE + 1), _prefix(MAX_TABLE_ID + 1)
         doing = f"reading the keys of {self.path}"
         for stored, _ in self._database.scan(doing, first, end, _DIGEST_BLOCK, values=False):

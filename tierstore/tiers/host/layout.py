@@ -11,7 +11,7 @@ from tierstore.kernels.host_cache.heat import POLICY_BYTES
 from tierstore.kernels.host_cache.layout import ABSENT_BYTES, ABSENTS, CONTROL_BYTES, LINE_BYTES, LINES, WAYS, Areas
 from tierstore.types import TableSpec
 
-ALL_ROWS = 1.5  # of the bytes that rows need, so that all of them stay: sets fill unevenly, and of 56 ways a third is spare then
+ALL_ROWS = 1.5  # of the bytes that rows need, so that all stay: sets fill unevenly, with a third of 56 ways spare
 # halvings: a table can shrink to 1/256; further bits of a hash say which line of its set a key belongs to
 _MAX_DEPTH = 8
 
@@ -47,7 +47,8 @@ class Layout:
         control, lines, absent, rows, policy = parts
         return Areas(
             control.view(np.int64), lines, lines.view(np.uint32), lines.view(np.int64), policy, policy.view(np.uint16),
-            absent, absent.view(np.uint32), absent.view(np.int64), address_of(rows), self.row_bytes, self.sets_per_region,
+            absent, absent.view(np.uint32), absent.view(np.int64), address_of(rows), self.row_bytes,
+            self.sets_per_region,
         )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """The memory of a host table: one mapping, how much of it is in use, and how that grows and shrinks in place.
 
-Linux only: pages that are given back come back as zeros, which makes them empty sets. Any thread may read; `resize` is for
-one thread at a time, `void` for one that holds all of the table's locks. Nothing survives the process.
+Linux only: pages that are given back come back as zeros, which makes them empty sets. Any thread may read; `resize` is
+for one thread at a time, `void` for one that holds all of the table's locks. Nothing survives the process.
 """
 
 from __future__ import annotations
@@ -98,10 +98,12 @@ class HostMemory:
         return [out[start[rank] : at[rank]] for rank in reversed(range(resize_kernels.RANKS))]
 
     def populate(self) -> None:
-        """Have the memory of all sets in use, a huge page at a time, in between of requests. Before anybody else uses it.
+        """Have the memory of all sets in use, a huge page at a time, in between of requests.
 
-        Where a huge page takes long (4.5 ms from a hypervisor that has to find the memory itself), those that remain are small
-        ones, taken as rows come; `allow_huge_pages` then has the kernel make huge ones of them.
+        Before anybody else uses it.
+
+        Where a huge page takes long (4.5 ms from a hypervisor that has to find the memory itself), those that remain
+        are small ones, taken as rows come; `allow_huge_pages` then has the kernel make huge ones of them.
         """
         start = address_of(self.areas.control)
         for begin, end in self._parts(0, self.sets_spanned):

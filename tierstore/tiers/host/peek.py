@@ -1,6 +1,7 @@
 """What a host table holds of one key, read in Python where it lies: for a person who asks, so nothing is counted.
 
-`kernels/host_cache/layout.py` and `heat.py` say where everything is. For a thread that holds the lock of the table's writers.
+`kernels/host_cache/layout.py` and `heat.py` say where everything is. For a thread that holds the
+lock of the table's writers.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from tierstore.tiers.base import Peek
 
 
 def peek(areas: Areas, key: int) -> Peek:
-    """What the table holds of `key`, a code. `heat`: its hits lately (0 to 3) and its queue, or whether it was evicted lately."""
+    """What the table holds of `key`, a code.
+
+    `heat`: its hits lately (0 to 3) and its queue, or whether it was evicted lately.
+    """
     hashed = int(mix_all(np.array([key], np.int64))[0])
     home = _set_of(areas, hashed)
     way = _way(areas, home, key)

@@ -19,7 +19,9 @@ ALL = (1 << 64) - 1  # a bound that all hashes are below
 
 
 class Sampled(NamedTuple):
-    """What look-ups noted since the sample before: keys int64[n] in about the order of the look-ups, out of `seen` keys."""
+    """What look-ups noted since the sample before: keys int64[n] in about the order of the
+    look-ups, out of `seen` keys.
+    """
 
     keys: Keys
     seen: int
@@ -42,12 +44,17 @@ class AccessSample:
         return self._words.nbytes
 
     def end_if_busy(self, most: int) -> None:
-        """Have look-ups note nothing more until the next `collect`, if more than so many keys were looked up since the last one."""
+        """Have look-ups note nothing more until the next `collect`, if more than so many keys were
+        looked up since the last one.
+        """
         if self._words[SEEN] > most:
             self._words[BELOW] = 0
 
     def collect(self, bound: int, most: int = SAMPLE_KEYS) -> Sampled:
-        """What was noted since the last call. From now on keys are noted whose hash is below `bound`, `most` at most; 0 for none."""
+        """What was noted since the last call.
+
+        From now on keys are noted whose hash is below `bound`, `most` at most; 0 for none.
+        """
         words = self._words
         words[BELOW] = 0
         noted = words[FIRST_KEY : FIRST_KEY + min(int(words[NOTED]), int(words[MOST]))].view(np.int64).copy()

@@ -1,8 +1,8 @@
 """The host tier: one table's hottest rows in CPU memory.
 
-Any number of threads may call `lookup` and `hot_keys` at any time; they take no lock. Writers hold the table's own lock for a
-short time. `insert` and `insert_absent` give up if it is held, because no request should wait for a promotion; other writers
-wait. Nothing survives the process.
+Any number of threads may call `lookup` and `hot_keys` at any time; they take no lock. Writers hold the table's own lock
+for a short time. `insert` and `insert_absent` give up if it is held, because no request should wait for a promotion;
+other writers wait. Nothing survives the process.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _NO_WEIGHTS = np.empty(0, np.float32)
 class HostTable:
     """A set-associative cache of one table of one version (see `kernels/host_cache/layout.py`) in one mapping.
 
-    The mapping is never larger than `budget_bytes` and includes all bookkeeping; its pages become real as
-    they are touched. `fraction` (0 to 1) says how much of it may be in use; `resize` changes that. With a
-    budget too small for one set the table holds nothing, and the next tier answers every key. Look-ups are noted in `sample`.
+    The mapping is never larger than `budget_bytes` and includes all bookkeeping; its pages become real as they are
+    touched. `fraction` (0 to 1) says how much of it may be in use; `resize` changes that. With a budget too small for
+    one set the table holds nothing, and the next tier answers every key. Look-ups are noted in `sample`.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class HostTable:
         self.spec, self.budget_bytes, self._sample = spec, int(budget_bytes), sample
         self._defaults = [np.ascontiguousarray(default_vector, dtype) for dtype in (np.float32, np.float16)]
         self._layout = Layout(spec, self.budget_bytes)
-        # the mapping, and its addresses; a thread that uses the addresses holds the areas meanwhile. None where the table
-        # holds nothing, or no longer
+        # the mapping, and its addresses; a thread that uses the addresses holds the areas meanwhile. None where the
+        # table holds nothing, or no longer
         self._memory: HostMemory | None = None
         self._areas: Areas | None = None  # of `_memory`
         self._where = lookup_kernels.HOST_TABLE.new()
@@ -80,7 +80,8 @@ class HostTable:
         areas = self._memory.areas
         self._where[...] = (
             address_of(areas.control), address_of(areas.lines), address_of(areas.absent), areas.rows,
-            self.spec.row_bytes, self._layout.sets_per_region, self.spec.dtype.code, self.spec.dim, address_of(self._defaults[0]),
+            self.spec.row_bytes, self._layout.sets_per_region, self.spec.dtype.code, self.spec.dim,
+            address_of(self._defaults[0]),
             self._sample.address,
         )  # fmt: skip
         self._areas = areas
@@ -102,7 +103,9 @@ class HostTable:
 
     @property
     def words_at(self) -> int:
-        """The address of the words by which kernels look up here (`host_cache/lookup.py`), or 0 where the table holds nothing."""
+        """The address of the words by which kernels look up here (`host_cache/lookup.py`), or 0
+        where the table holds nothing.
+        """
         return 0 if self._areas is None else self._where_at
 
     def lookup(self, keys: Keys, out: Vectors, state: States) -> int:
@@ -154,7 +157,10 @@ class HostTable:
         return hits
 
     def stored(self, keys: Keys) -> tuple[Rows, States]:
-        """(rows uint8[n, row_bytes], states) of keys, as stored; the state is HOST for those that are here. Counts heat."""
+        """(rows uint8[n, row_bytes], states) of keys, as stored; the state is HOST for those that are here.
+
+        Counts heat.
+        """
         size = self.spec.row_bytes
         rows, state, absent = (
             np.zeros((len(keys), size), np.uint8),
@@ -205,7 +211,8 @@ class HostTable:
     def insert(self, keys: Keys, rows: Rows, seq: int) -> int:
         """Promote distinct keys with rows uint8[n, row_bytes] read under a view of `seq`. Returns the rows admitted.
 
-        Dropped as a whole (0) if `seq` is below the floor, another writer is at work, or the kernel is not compiled yet.
+        Dropped as a whole (0) if `seq` is below the floor, another writer is at work, or
+        the kernel is not compiled yet.
         """
         areas = self._begin_promotion(seq)
         if areas is None:
@@ -217,7 +224,10 @@ class HostTable:
             self._lock.release()
 
     def insert_absent(self, keys: Keys, seq: int) -> int:
-        """Remember distinct keys that do not exist in a view of `seq`; dropped as by `insert`. Returns the keys admitted."""
+        """Remember distinct keys that do not exist in a view of `seq`; dropped as by `insert`.
+
+        Returns the keys admitted.
+        """
         areas = self._begin_promotion(seq)
         if areas is None:
             return 0
@@ -248,7 +258,10 @@ class HostTable:
         return self._areas
 
     def raise_floor(self, seq: int) -> None:
-        """From now on promotions read under a view older than `seq` are dropped. To be called before the fold writes to disk."""
+        """From now on promotions read under a view older than `seq` are dropped.
+
+        To be called before the fold writes to disk.
+        """
         with self._lock:
             self._floor_seq = max(self._floor_seq, seq)
 
@@ -272,7 +285,9 @@ class HostTable:
 
     @contextlib.contextmanager
     def gently_warmed(self, keys: int) -> Iterator[None]:
-        """In the block so many keys come by `warm`, beside requests, before anybody looks here: memory is taken a little at a time."""
+        """In the block so many keys come by `warm`, beside requests, before anybody looks here: memory
+        is taken a little at a time.
+        """
         memory = self._memory
         if memory is None or memory.bytes_in_use > keys * _BYTES_A_KEY:  # else rows touch hardly any of it
             yield
@@ -305,7 +320,9 @@ class HostTable:
         return self._hottest(limit, None)
 
     def sample_keys(self, limit: int) -> Keys:
-        """Some resident keys int64[m], m <= limit, from so few sets that it takes no time, however large the table is."""
+        """Some resident keys int64[m], m <= limit, from so few sets that it takes no
+        time, however large the table is.
+        """
         return self._hottest(limit, limit)
 
     def _hottest(self, limit: int, sets: int | None) -> Keys:
@@ -321,8 +338,8 @@ class HostTable:
     def hot_keys_by_part(self) -> Iterator[list[Keys]]:
         """All resident keys, part by part: for each part int64 arrays, one for each degree of heat, hottest first.
 
-        Uses memory for one part only, and lets everything else go on between two. During a `resize` a key may be missing
-        or appear twice.
+        Uses memory for one part only, and lets everything else go on between two. During a `resize` a key
+        may be missing or appear twice.
         """
         first = 0
         while True:

@@ -1,11 +1,11 @@
 """How often the host tier would answer with less or more memory: small caches of its kind, tried with sampled look-ups.
 
-A cache of C rows and look-ups of all keys behave like one of C/k rows and the look-ups of one key of k (Waldspurger, Saemundsson,
-Ahmad, Park, USENIX ATC 2017). So for each size there is a cache of about `TRIAL_ROWS` times its scale, by the same kernels
-and with the same policy, that is asked for the sampled keys alone.
+A cache of C rows and look-ups of all keys behave like one of C/k rows and the look-ups of one key of k (Waldspurger,
+Saemundsson, Ahmad, Park, USENIX ATC 2017). So for each size there is a cache of about `TRIAL_ROWS` times its scale, by
+the same kernels and with the same policy, that is asked for the sampled keys alone.
 
-The share of misses is taken of all keys that were looked up while the sample was, sampled or not: the few keys that nearly
-all look-ups ask for are hardly ever missing, and whether one of them is in the sample must not matter.
+The share of misses is taken of all keys that were looked up while the sample was, sampled or not: the few keys that
+nearly all look-ups ask for are hardly ever missing, and whether one of them is in the sample must not matter.
 
 For one thread. Nothing survives the process.
 """

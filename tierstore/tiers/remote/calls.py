@@ -1,6 +1,9 @@
-"""Commands to the server that has a slot, tried again where the cluster has changed. For writes and admin, not for look-ups.
+"""Commands to the server that has a slot, tried again where the cluster has changed.
 
-Any thread may call anything. Whatever is sent here may arrive twice: every write of ours is such that this changes nothing.
+For writes and admin, not for look-ups.
+
+Any thread may call anything. Whatever is sent here may arrive twice: every write of ours is
+such that this changes nothing.
 """
 
 from __future__ import annotations
@@ -29,8 +32,9 @@ def command(*words: bytes) -> bytes:
 def call(cluster: Cluster, slot: int, packed: Sequence[Packed], *, timeout_s: float) -> list[Any]:
     """Send commands (see `command`) to the master of `slot` over one connection. Returns their replies.
 
-    Follows the slot to another server, and waits for a new master, for at most `timeout_s`; it then raises RemoteUnavailable.
-    Raises StorageError with the server's words where it refuses a command (no memory, no permission, wrong type).
+    Follows the slot to another server, and waits for a new master, for at most `timeout_s`; it then
+    raises RemoteUnavailable. Raises StorageError with the server's words where it refuses a command (no
+    memory, no permission, wrong type).
     """
     redis = driver()
     deadline_s = time.monotonic() + timeout_s

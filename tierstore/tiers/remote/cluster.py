@@ -1,7 +1,7 @@
 """A cluster that is connected: which server has which slot, and connections to them. redis-py's own client is `client`.
 
-Any thread may call anything. A map of slots is replaced as a whole when the cluster has changed; nobody waits for that but those
-whose keys have moved.
+Any thread may call anything. A map of slots is replaced as a whole when the cluster has changed; nobody waits for that
+but those whose keys have moved.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Topology = dict[int, tuple[ServerAddress, ...]]  # slot → its master, then its
 def connect(urls: str, options: Options | None = None) -> Cluster:
     """Connect to the cluster that has any of these servers (`redis://h1:6379,h2:6379`, see `parse_server_urls`).
 
-    Raises ConfigError (addresses, user, password, TLS; a server without cluster mode), RemoteUnavailable (none answers),
-    MissingExtra.
+    Raises ConfigError (addresses, user, password, TLS; a server without cluster mode), RemoteUnavailable
+    (none answers), MissingExtra.
     """
     return Cluster(parse_server_urls(urls), options or Options())
 
@@ -116,12 +116,15 @@ class Cluster:
         self.refresh()
         if missing := SLOTS - len(self._topology):
             raise RemoteUnavailable(
-                f"the cluster at {self.endpoints} does not serve {missing} of its {SLOTS} slots: repair it before a load"
+                f"the cluster at {self.endpoints} does not serve {missing} of its {SLOTS} slots: repair it before a "
+                "load"
             )
         return choose_tags(list(self.masters().values()), per_master)
 
     def refresh(self, seen: Topology | None = None, deadline_s: float | None = None) -> None:
-        """Read anew which server has which slot. With `seen`: unless that was done, or has failed, since `seen` was the map.
+        """Read anew which server has which slot.
+
+        With `seen`: unless that was done, or has failed, since `seen` was the map.
 
         Keeps the old map and raises RemoteUnavailable if no server answers by the deadline, ConfigError if they refuse.
         """

@@ -51,7 +51,10 @@ class ServerConnection:
         return len(self.buffer) - _SLACK
 
     def send(self, request: npt.NDArray[np.uint8], until_s: float) -> bool:
-        """Send all of it, by the socket's own methods. Raises OSError, TimeoutError after `until_s` of `time.monotonic`."""
+        """Send all of it, by the socket's own methods.
+
+        Raises OSError, TimeoutError after `until_s` of `time.monotonic`.
+        """
         self.socket.settimeout(max(0.001, until_s - time.monotonic()))
         self.socket.sendall(request.data)
         return True

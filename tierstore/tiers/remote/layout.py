@@ -41,7 +41,9 @@ def rows_key(tag: bytes, model: str, version: int, table: str) -> bytes:
 
 
 def choose_tags(slots: Sequence[Sequence[int]], per_master: int) -> list[bytes]:
-    """Tags for a new version: `per_master` for each master, whose slots `slots` has. Those of a master are spread over its slots.
+    """Tags for a new version: `per_master` for each master, whose slots `slots` has.
+
+    Those of a master are spread over its slots.
 
     Raises InvalidInput for a number of tags that is not between 1 and MOST_TAGS.
     """

@@ -1,7 +1,9 @@
-"""One batch of keys of one table, read from all servers at once, with another try where a server failed or a slot has moved.
+"""One batch of keys of one table, read from all servers at once, with another try where a
+server failed or a slot has moved.
 
-For one thread. The first try goes to the masters, by kernels over sockets (`kernels/resp.py`). What failed is tried again: where
-the slots are now, or at a replica; a slot that is just being migrated is read through redis-py's own client, which knows how.
+For one thread. The first try goes to the masters, by kernels over sockets (`kernels/resp.py`). What failed is
+tried again: where the slots are now, or at a replica; a slot that is just being migrated is read through
+redis-py's own client, which knows how.
 """
 
 from __future__ import annotations
@@ -58,13 +60,17 @@ class Failure:
 
 
 _BY_WORD = {
-    "CLUSTERDOWN": Cause.BUSY, "LOADING": Cause.BUSY, "MASTERDOWN": Cause.BUSY, "BUSY": Cause.BUSY, "TRYAGAIN": Cause.MIGRATING,
+    "CLUSTERDOWN": Cause.BUSY, "LOADING": Cause.BUSY, "MASTERDOWN": Cause.BUSY, "BUSY": Cause.BUSY,
+    "TRYAGAIN": Cause.MIGRATING,
     "ASK": Cause.MIGRATING, "MOVED": Cause.MOVED,
 }  # fmt: skip
 
 
 class Read:
-    """A read of the places `wanted` of `codes`, into the same places of `rows` and `state`. A replica without the delta `floor` is of no use."""
+    """A read of the places `wanted` of `codes`, into the same places of `rows` and `state`.
+
+    A replica without the delta `floor` is of no use.
+    """
 
     def __init__(
         self, cluster: Cluster, table: TableLayout, codes: Keys, wanted: Keys, rows: Rows, state: States, floor: int = 0
@@ -82,7 +88,10 @@ class Read:
         self._failures: dict[int, Failure] = {}
 
     def run(self, deadline_s: float) -> Watermarks:
-        """Until the deadline (of `time.monotonic`). Raises RemoteUnavailable for keys that were not read, after all others were."""
+        """Until the deadline (of `time.monotonic`).
+
+        Raises RemoteUnavailable for keys that were not read, after all others were.
+        """
         pending = np.flatnonzero(np.diff(self._starts)).tolist()
         read = list(pending)
         attempts = 0
@@ -187,7 +196,8 @@ class Read:
     ) -> None:
         table, rows = self._table, self._rows
         targets = resp.TARGETS.make(
-            commands=address_of(commands), order_at=address_of(self._order), rows_at=address_of(rows), stride=rows.strides[0],
+            commands=address_of(commands), order_at=address_of(self._order), rows_at=address_of(rows),
+            stride=rows.strides[0],
             row_bytes=table.row_bytes, head=table.head, head_bytes=table.head_bytes, states_at=address_of(self._state),
             marks_at=address_of(self._marks), errors_at=address_of(self._errors),
         )  # fmt: skip

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 APPLIED, ALREADY, GAP, FENCED, MISSING, FORKED = range(6)  # what it returns first
 
-# KEYS: the watermark, then the rows of a table for each piece. ARGV: epoch, seq, the seq before it, digest ('': not known), chunk, whether
-# it is the last; then for each piece: bytes of a row, codes, rows, codes of deleted keys. Returns an outcome, and the epoch or seq that
-# it is about. Seqs are compared as text: Lua's numbers are doubles, which end at 2⁵³.
+# KEYS: the watermark, then the rows of a table for each piece. ARGV: epoch, seq, the seq before it, digest ('':
+# not known), chunk, whether it is the last; then for each piece: bytes of a row, codes, rows, codes of deleted
+# keys. Returns an outcome, and the epoch or seq that it is about. Seqs are compared as text: Lua's numbers are
+# doubles, which end at 2⁵³.
 APPLY = b"""
 local mark = redis.call('HMGET', KEYS[1], 'seq', 'applying', 'epoch', 'chunk', 'digest')
 if not mark[1] then return {4, 0} end

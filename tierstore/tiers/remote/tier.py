@@ -12,7 +12,10 @@ from tierstore.types import Keys, Rows, States
 
 
 class RemoteTable(JoinedTable):
-    """One table of one version. `tags` are the version's, in the order of its manifest, and the parts of its watermarks."""
+    """One table of one version.
+
+    `tags` are the version's, in the order of its manifest, and the parts of its watermarks.
+    """
 
     def __init__(
         self, cluster: Cluster, model: str, version: int, table: str, tags: Sequence[bytes], row_bytes: int

@@ -1,12 +1,12 @@
 """Rows into the cluster: a version's load, deltas tag by tag, and the removal of a version.
 
-A version can be read from the moment on at which its tags have watermarks (`finish`), which is after all its rows. A delta goes
-to each tag by a script on the server, which refuses an epoch that is too low and a seq that is not the next, and changes
-rows, watermark and epoch as one. A large delta goes in chunks; the watermark then says which delta is being applied, and moves
-with the last chunk.
+A version can be read from the moment on at which its tags have watermarks (`finish`), which is after all its rows. A
+delta goes to each tag by a script on the server, which refuses an epoch that is too low and a seq that is not the next,
+and changes rows, watermark and epoch as one. A large delta goes in chunks; the watermark then says which delta is being
+applied, and moves with the last chunk.
 
-A `Writer` is for one thread; it sends to several servers at once. Everything may be done again after a crash: rows are the
-same rows, a delta that is there is left alone, and one that is half there is applied from its beginning.
+A `Writer` is for one thread; it sends to several servers at once. Everything may be done again after a crash: rows are
+the same rows, a delta that is there is left alone, and one that is half there is applied from its beginning.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ T = TypeVar("T")
 
 
 class Change(NamedTuple):
-    """What a delta does to one table: distinct codes int64 [n], rows uint8 [n, row_bytes], and bool [n] where a key goes."""
+    """What a delta does to one table: distinct codes int64 [n], rows uint8 [n, row_bytes],
+    and bool [n] where a key goes.
+    """
 
     table: str
     codes: Keys
@@ -57,7 +59,10 @@ class TagState(NamedTuple):
 
 
 class Writer:
-    """Writes rows and watermarks of one version to the cluster. `row_bytes` is of each table. `wait_replicas`: a write counts once so many replicas have it (`WAIT`)."""
+    """Writes rows and watermarks of one version to the cluster. `row_bytes` is of each table.
+
+    `wait_replicas`: a write counts once so many replicas have it (`WAIT`).
+    """
 
     def __init__(
         self, cluster: Cluster, model: str, version: int, row_bytes: Mapping[str, int], tags: Sequence[bytes],
@@ -81,8 +86,10 @@ class Writer:
     # ---- a load
 
     def write_rows(self, table: str, codes: Keys, rows: Rows) -> None:
-        """Put `rows` uint8 [n, row_bytes] of `codes` int64 [n] into the cluster, over what is there. Raises RemoteUnavailable,
-        StorageError (the cluster has no memory, for one)."""
+        """Put `rows` uint8 [n, row_bytes] of `codes` int64 [n] into the cluster, over what is there.
+
+        Raises RemoteUnavailable, StorageError (the cluster has no memory, for one).
+        """
         rows = self._checked(table, codes, rows)
         order, starts = self._grouped(codes)
 
@@ -125,8 +132,8 @@ class Writer:
             wrong = (state != Tier.REMOTE) | (got != sample[start : start + _FIRST_STEP]).any(axis=1)
             if wrong.any():
                 raise Corruption(
-                    f"{self._model}, version {self.version}: {int(wrong.sum())} of {len(part)} sampled rows of table {table} "
-                    f"differ in the cluster, code {int(part[wrong.argmax()])} first"
+                    f"{self._model}, version {self.version}: {int(wrong.sum())} of {len(part)} sampled rows of table "
+                    f"{table} differ in the cluster, code {int(part[wrong.argmax()])} first"
                 )
 
     # ---- deltas
@@ -150,10 +157,13 @@ class Writer:
         self._on_tags(lambda tag: self._run(tag, epoch, 0, "", 0, True, []))
 
     def apply_delta(self, epoch: int, seq: int, changes: Sequence[Change], digest: str = "") -> list[bool]:
-        """Put delta `seq` into every tag, those included that it does not change. Returns for each whether it was new there.
+        """Put delta `seq` into every tag, those included that it does not change.
 
-        Raises Fenced, SequenceGap (a tag lacks deltas before this one; `expected_seq` is the lowest), RemoteUnavailable. Some
-        tags may have it then: apply it again. Corruption where a tag has rows of this seq from a delta with another digest.
+        Returns for each whether it was new there.
+
+        Raises Fenced, SequenceGap (a tag lacks deltas before this one; `expected_seq` is the lowest),
+        RemoteUnavailable. Some tags may have it then: apply it again. Corruption where a tag has rows of this seq from
+        a delta with another digest.
         """
         grouped = [
             (change, self._checked(change.table, change.codes, change.rows), *self._grouped(change.codes))
@@ -209,8 +219,8 @@ class Writer:
             raise SequenceGap(f"{what}: expected delta {int(value) + 1}, got {seq}", expected_seq=int(value) + 1)
         if outcome == FORKED:
             raise Corruption(
-                f"{what}: it has rows of another delta {seq} than the log has: the cluster has lost that one, and no node had it any "
-                "more; load a newer snapshot"
+                f"{what}: it has rows of another delta {seq} than the log has: the cluster has lost that one, and no "
+                "node had it any more; load a newer snapshot"
             )
         if outcome not in (APPLIED, ALREADY):
             raise StorageError(f"{what}: there is no watermark: the version is not complete, or was dropped")
@@ -221,8 +231,8 @@ class Writer:
     def drop(self, *, pause_s: float = 0.1, check: Callable[[], None] | None = None) -> None:
         """Remove the version: first its watermarks, so that nobody reads half of it, then its rows, one hash at a time.
 
-        The server frees a hash beside its work (UNLINK); `pause_s` between two keeps that from piling up. `check` is called
-        between them and may raise. May be called again.
+        The server frees a hash beside its work (UNLINK); `pause_s` between two keeps that from piling up. `check` is
+        called between them and may raise. May be called again.
         """
         self._on_tags(lambda tag: self._call(tag, [command(b"UNLINK", self._watermark_key(tag))]))
         for table in self._row_bytes:

@@ -1,8 +1,11 @@
-"""The cache on the local SSD of a node whose rows are on other machines: all tables of all versions in one file, within one budget.
+"""The cache on the local SSD of a node whose rows are on other machines: all tables of all versions in
+one file, within one budget.
 
-Rows that look-ups have read elsewhere wait in a bounded queue; one thread writes them. Each table fills a segment of the file at a time. Where
-no segment is free, the one that was filled first makes room, whichever table has it: rows in it that were asked for since are written
-again, the others go; where most were asked for it stays, and the next one makes room (a clock of segments). So the budget goes to the tables and versions that are asked, and the disk is written in long pieces.
+Rows that look-ups have read elsewhere wait in a bounded queue; one thread writes them. Each table fills a segment
+of the file at a time. Where no segment is free, the one that was filled first makes room, whichever table has it:
+rows in it that were asked for since are written again, the others go; where most were asked for it stays, and the
+next one makes room (a clock of segments). So the budget goes to the tables and versions that are asked, and the
+disk is written in long pieces.
 
 Any thread may call anything. A disk that fails, or is full, switches the cache off; look-ups go on without it.
 """
@@ -112,7 +115,10 @@ class SsdCache:
         self._append(table, table.pack(offer.keys, offer.rows), lambda keys, first: table.admit(keys, first, offer.seq))
 
     def _append(self, table: SsdTable, slots: Bytes, admit: Callable[[Keys, int], None]) -> None:
-        """Write slots of a table. `admit` is called with their keys and the first slot's number, once they are there to be read."""
+        """Write slots of a table.
+
+        `admit` is called with their keys and the first slot's number, once they are there to be read.
+        """
         done = 0
         while done < len(slots):
             while table.open is None:  # making room may have opened one, for rows that are kept

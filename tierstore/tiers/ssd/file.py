@@ -1,7 +1,8 @@
 """The file of the cache on SSD: segments of equal size, of which each belongs to one table at a time, or to none.
 
-Any thread may read; one thread reserves, writes and frees segments. The file has no name, so that nothing of it is there after the process,
-however that ends. What the disk cannot do switches the cache off for good: `problem` says why, and the file's bytes are given back.
+Any thread may read; one thread reserves, writes and frees segments. The file has no name, so that nothing of it is
+there after the process, however that ends. What the disk cannot do switches the cache off for good: `problem` says why,
+and the file's bytes are given back.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class CacheFile:
-    """At most `budget_bytes`. `check_room` raises StorageError where the file system has no room for so many more bytes."""
+    """At most `budget_bytes`.
+
+    `check_room` raises StorageError where the file system has no room for so many more bytes.
+    """
 
     def __init__(
         self, directory: Path, budget_bytes: int, readers: ReaderPool, check_room: Callable[[int], None]

@@ -1,8 +1,8 @@
 """The rows of one table of one version that are on the local SSD.
 
-Any thread may look up and offer; one thread writes (`cache.py`). A row is held under the rules of every cache: what was read under a view
-from before a fold is not let in (`raise_floor`), and what a fold changes goes (`forget`). So what is held is right for every view that is
-read. Nothing survives the process.
+Any thread may look up and offer; one thread writes (`cache.py`). A row is held under the rules of every cache: what was
+read under a view from before a fold is not let in (`raise_floor`), and what a fold changes goes (`forget`). So what is
+held is right for every view that is read. Nothing survives the process.
 """
 
 from __future__ import annotations
@@ -43,10 +43,13 @@ class Kept(NamedTuple):
 
 
 class SsdTable:
-    """`rows`: how many the table has, as far as is known. `put` gives an offer to the thread that writes; it does not wait.
+    """`rows`: how many the table has, as far as is known.
 
-    `number`: no other table of the file has it, or had. A segment may get into other hands between the moment at which a look-up finds
-    a slot in the index and the one at which it reads it; what it reads then does not match the checksum.
+    `put` gives an offer to the thread that writes; it does not wait.
+
+    `number`: no other table of the file has it, or had. A segment may get into other hands between the
+    moment at which a look-up finds a slot in the index and the one at which it reads it; what it reads then
+    does not match the checksum.
     """
 
     def __init__(self, file: CacheFile, number: int, rows: int, row_bytes: int, put: Callable[[Offer], None]) -> None:
@@ -117,7 +120,9 @@ class SsdTable:
             self._put(Offer(self, keys, rows, seq))
 
     def raise_floor(self, seq: int) -> None:
-        """From now on rows that were read under a view older than `seq` are not let in; before the delta `seq` is folded."""
+        """From now on rows that were read under a view older than `seq` are not let in;
+        before the delta `seq` is folded.
+        """
         with self._lock:
             self._floor_seq = max(self._floor_seq, seq)
             self._changes += 1
@@ -148,7 +153,10 @@ class SsdTable:
                 self._admitted += len(keys)
 
     def admit_again(self, keys: Keys, first: int, changes: int) -> None:
-        """The keys of `Kept` are in slots from `first` on. A fold since then may have changed them: then none is held."""
+        """The keys of `Kept` are in slots from `first` on.
+
+        A fold since then may have changed them: then none is held.
+        """
         with self._lock:
             if changes == self._changes and not self.closed:
                 ssd_cache.put(self._index, keys, first, self._counters)

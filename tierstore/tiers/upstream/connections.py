@@ -1,4 +1,5 @@
-"""HTTP to one node: connections that are kept, each for one user at a time, and requests whose answers are waited for later.
+"""HTTP to one node: connections that are kept, each for one user at a time, and requests whose
+answers are waited for later.
 
 Any thread. A connection on which something failed is closed and never used again.
 """
@@ -134,7 +135,8 @@ class UpstreamNode:
     """One node, as a front sees it. `machines` has all of them."""
 
     def __init__(
-        self, address: NodeAddress, machines: Machines[NodeAddress, NodeConnection], token: str | None, tls: ssl.SSLContext | None
+        self, address: NodeAddress, machines: Machines[NodeAddress, NodeConnection], token: str | None,
+        tls: ssl.SSLContext | None
     ) -> None:  # fmt: skip
         # constant after construction
         self.address, self.machines, self._tls = address, machines, tls

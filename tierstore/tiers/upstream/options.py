@@ -1,4 +1,6 @@
-"""Where the nodes are that this one asks, and how to talk to them: the addresses of `--upstream` and `--peer`, token and TLS."""
+"""Where the nodes are that this one asks, and how to talk to them: the addresses of `--upstream`
+and `--peer`, token and TLS.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def parse_node_urls(urls: str, setting: str = "upstream") -> tuple[NodeAddress, 
     """`http://host:port,…` or `https://host:port,…`, of a setting. Raises ConfigError."""
     if "@" in urls:  # said without them: it may be a password
         raise ConfigError(
-            f"{setting}: expected addresses such as {_EXAMPLE}, got a user or a password: give the nodes' token as upstream_token"
+            f"{setting}: expected addresses such as {_EXAMPLE}, got a user or a password: give the nodes' token as "
+            "upstream_token"
         )
     addresses = []
     for part in map(str.strip, urls.split(",")):
@@ -53,7 +56,10 @@ def check_token(addresses: tuple[NodeAddress, ...]) -> None:
 
 
 def tls_context(addresses: tuple[NodeAddress, ...], ca: str | None) -> ssl.SSLContext | None:
-    """What checks the certificates of nodes; None where none speaks TLS. ConfigError for a file that has no authorities."""
+    """What checks the certificates of nodes; None where none speaks TLS.
+
+    ConfigError for a file that has no authorities.
+    """
     if not any(address.tls for address in addresses):
         return None
     try:

@@ -1,6 +1,8 @@
-"""What a node asks of a peer, which serves the same models: what its logs hold, deltas of them, and models file by file.
+"""What a node asks of a peer, which serves the same models: what its logs hold, deltas of
+them, and models file by file.
 
-Any thread. Errors are those of `Node.get`: RemoteUnavailable where the peer does not answer, or answers what is no answer of our service.
+Any thread. Errors are those of `Node.get`: RemoteUnavailable where the peer does not answer, or answers what
+is no answer of our service.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ class PeerLog(NamedTuple):
 
 
 class PeerLogs(NamedTuple):
-    """What a peer says of the delta logs of all its models. `node`: how the peer names itself. `copying`: it is bringing models to itself, so these may not be all."""
+    """What a peer says of the delta logs of all its models. `node`: how the peer names itself.
+
+    `copying`: it is bringing models to itself, so these may not be all.
+    """
 
     node: str
     copying: bool
@@ -72,7 +77,10 @@ class Peer:
         return document.get("digest")
 
     def deltas(self, model: str, after: int, count: int) -> list[LoggedDelta]:
-        """At most `count` deltas from `after + 1` on, checked by their digests; none where the log begins later. Corruption."""
+        """At most `count` deltas from `after + 1` on, checked by their digests; none where the log begins later.
+
+        Corruption.
+        """
         query = urlencode({"after": after, "count": count})
         entries = decode_entries(self.node.get(f"{PREFIX}/models/{model}/deltas?{query}", timeout_s=TIMEOUT_S))
         for at, entry in enumerate(entries, after + 1):

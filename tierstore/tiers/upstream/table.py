@@ -1,8 +1,8 @@
 """One table of one version, read from the nodes that have its rows: each key from a node that owns its partition.
 
 Any thread. Kernels send all requests before they wait for an answer, and put the rows into their places
-(`kernels/upstream_reads.py`). What a node does not answer is asked from another one that owns the same partitions; what nobody
-answers fails, and the other keys do not.
+(`kernels/upstream_reads.py`). What a node does not answer is asked from another one that owns the same partitions; what
+nobody answers fails, and the other keys do not.
 """
 
 from __future__ import annotations
@@ -46,14 +46,20 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Which node can be asked for which partition of a version: `owns` bool [nodes, partitions]. `line`: what requests name."""
+    """Which node can be asked for which partition of a version: `owns` bool [nodes, partitions].
+
+    `line`: what requests name.
+    """
 
     owns: npt.NDArray[np.bool_]
     line: str
 
 
 class OwnerSource(NamedTuple):
-    """What a table's reads need to know, at each moment. `refresh` is called with a node that is not as it was said to be."""
+    """What a table's reads need to know, at each moment.
+
+    `refresh` is called with a node that is not as it was said to be.
+    """
 
     ownership: Callable[[], Ownership]
     refresh: Callable[[int], None]
@@ -267,7 +273,8 @@ class _Read:
             self._note(
                 number,
                 Corruption(
-                    f"expected rows of {self._table.row_bytes} bytes for {len(places)} keys, got {len(body)} bytes that are none"
+                    f"expected rows of {self._table.row_bytes} bytes for {len(places)} keys, got {len(body)} bytes "
+                    "that are none"
                 ),
             )
             return places

@@ -1,9 +1,10 @@
 """What a node in front and the nodes that have the rows send each other: paths, and rows as bytes. Pure functions.
 
-A request for rows is a POST with the body `<line: 16 characters> <upto: int64> <floor: int64> <codes: int64[n], ascending>`, all
-little-endian: rows as of `upto`, of no use without the delta `floor`. Its answer is `<seq: int64> <n: int64> <states: uint8[n]>
-<zeros up to a multiple of 64 bytes> <rows>`: the seq that all of the rows have, one state a code, and the rows of the codes that
-are there, one after the other, as stored. Kernels write and read both (`kernels/front_rows.py`, `kernels/upstream_reads.py`).
+A request for rows is a POST with the body `<line: 16 characters> <upto: int64> <floor: int64> <codes: int64[n],
+ascending>`, all little-endian: rows as of `upto`, of no use without the delta `floor`. Its answer is `<seq: int64> <n:
+int64> <states: uint8[n]> <zeros up to a multiple of 64 bytes> <rows>`: the seq that all of the rows have, one state a
+code, and the rows of the codes that are there, one after the other, as stored. Kernels write and read both
+(`kernels/front_rows.py`, `kernels/upstream_reads.py`).
 """
 
 from __future__ import annotations

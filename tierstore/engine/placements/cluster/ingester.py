@@ -1,9 +1,10 @@
 """The node with a model's lease brings acknowledged deltas into the rows in the cluster, and cleans up there.
 
-Every node has one of these threads; the lease says whose works. The others only look whether the rows are there. It has an epoch, which each tag compares as it changes rows: a
-node that lost the lease and does not know it is refused. A delta goes to all tags of a version before the next one does. It
-waits until every node that reports has the delta and reads no view from before it, so that no request finds rows that are newer
-than its view. A node that has gone silent is not waited for: what it reads tells it.
+Every node has one of these threads; the lease says whose works. The others only look whether the rows are there. It has
+an epoch, which each tag compares as it changes rows: a node that lost the lease and does not know it is refused. A
+delta goes to all tags of a version before the next one does. It waits until every node that reports has the delta and
+reads no view from before it, so that no request finds rows that are newer than its view. A node that has gone silent is
+not waited for: what it reads tells it.
 
 After a crash another node goes on from what the tags say; a delta that only some of them have is sent to all again.
 """
@@ -225,8 +226,8 @@ class Ingester:
         states = writer.states()
         if missing := sum(state is None for state in states):
             raise StorageError(
-                f"version {number} of {self._model.name!r}: {missing} of its {len(states)} tags are gone from the cluster: a server "
-                "has lost its rows; load the snapshot again under a new version"
+                f"version {number} of {self._model.name!r}: {missing} of its {len(states)} tags are gone from the "
+                "cluster: a server has lost its rows; load the snapshot again under a new version"
             )
         return min(state.seq for state in states if state is not None)
 

@@ -95,19 +95,23 @@ class ClusterModel:
         applied = self._append(delta, data)
         if not self.follower.wait_for(delta.seq, VISIBLE_S):
             raise Overloaded(
-                f"delta {delta.seq} of {self.model.name!r} is in the cluster's log, and this node does not serve it yet: "
-                f"{self.follower.problem or 'it is behind'}; sending it again does no harm"
+                f"delta {delta.seq} of {self.model.name!r} is in the cluster's log, and this node does not serve it "
+                f"yet: {self.follower.problem or 'it is behind'}; sending it again does no harm"
             )
         return DeltaResult(self.model.name, delta.seq, applied=applied)
 
     def _append(self, delta: Delta, data: bytes | memoryview) -> bool:
-        """Append a delta to the cluster's log, where that has all that this node has. Waits for what was lost to be put back."""
+        """Append a delta to the cluster's log, where that has all that this node has.
+
+        Waits for what was lost to be put back.
+        """
         seq, mine, until_s = delta.seq, self.model.log, time.monotonic() + VISIBLE_S
         while True:
             held, newest = mine.digest(seq), mine.last or 0
             if held not in (None, delta.digest):
                 raise Conflict(
-                    f"delta {seq} of {self.model.name!r} is held with other content; give new content a new seq, {newest + 1} is next"
+                    f"delta {seq} of {self.model.name!r} is held with other content; give new content a new seq, "
+                    f"{newest + 1} is next"
                 )
             try:
                 return self.shared.append(seq, delta.digest, data, mine.digest(seq - 1))
@@ -133,7 +137,8 @@ class ClusterModel:
     def _recover(self) -> bool:
         """After another server has taken over: have new deltas taken again, once nodes have put back what they have.
 
-        Where no node had what all rows have, the log goes on after that; of a delta that only some rows have, nothing else is taken.
+        Where no node had what all rows have, the log goes on after that; of a delta that only some rows
+        have, nothing else is taken.
         """
         pointer = self.shared.pointer()
         if pointer.recovering is None or pointer.current is None:
@@ -160,19 +165,19 @@ class ClusterModel:
             smallest, node = min([(total, name) for name, total in budgets.items()] + [(budget.total, self._node)])
             if nbytes > smallest:
                 raise TooLarge(
-                    f"a delta of {nbytes:,} bytes in memory is beyond overlay_budget of node {node}, {smallest:,}; split it or raise the "
-                    "setting there"
+                    f"a delta of {nbytes:,} bytes in memory is beyond overlay_budget of node {node}, {smallest:,}; "
+                    "split it or raise the setting there"
                 )
             if budget.used + nbytes > budget.total:
                 raise Overloaded(
-                    f"deltas come faster than the cluster takes them: {budget.used:,} of {budget.total:,} overlay bytes are in use; "
-                    "send it again"
+                    f"deltas come faster than the cluster takes them: {budget.used:,} of {budget.total:,} overlay "
+                    "bytes are in use; send it again"
                 )
         if colliding := [table for overlay in overlays for table in overlay.colliding]:
             table = colliding[0]
             raise DeltaError(
-                f"delta {delta.seq}: two keys of table {table!r} have one hash, and a model in a cluster cannot keep them apart: "
-                "rename one of them"
+                f"delta {delta.seq}: two keys of table {table!r} have one hash, and a model in a cluster cannot keep "
+                "them apart: rename one of them"
             )
 
     # --- versions
@@ -210,8 +215,8 @@ class ClusterModel:
             entries = self.shared.read(mark, 1)
             if not entries or entries[0].seq != mark + 1:
                 raise Conflict(
-                    f"version {number} of {self.model.name!r} is stale: it holds deltas up to {mark}, and the log begins later; load a "
-                    "newer snapshot"
+                    f"version {number} of {self.model.name!r} is stale: it holds deltas up to {mark}, and the log "
+                    "begins later; load a newer snapshot"
                 )
 
     def _announce(self, number: int, expected_active: int | None) -> Pointer | None:
@@ -299,7 +304,10 @@ class ClusterModel:
     # --- the canary
 
     def canary(self, number: int, share: float, *, force: bool, progress: ProgressFn) -> None:
-        """Have every node make a version ready, then serve it as the canary. Errors as `Store.canary`; Conflict where one cannot."""
+        """Have every node make a version ready, then serve it as the canary.
+
+        Errors as `Store.canary`; Conflict where one cannot.
+        """
         share = check_share(share)
         with self._switching:
             pointer = self.shared.pointer()

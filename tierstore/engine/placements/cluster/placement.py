@@ -96,7 +96,10 @@ class ClusterPlacement:
             self.problem = str(error)
 
     def _forget(self, name: str) -> None:
-        """End a model that is not on the cluster's list: its only load has failed. One that is served was lost from the list."""
+        """End a model that is not on the cluster's list: its only load has failed.
+
+        One that is served was lost from the list.
+        """
         with self.followed.lock:
             member = self.followed.existing(name)
             if member.follower.pointer.current is not None:
@@ -145,7 +148,8 @@ class ClusterPlacement:
         }
         rows = RemoteRows(
             f"version {info.number} of {name!r}", tables, info.watermark, self._settings.remote_on_failure,
-            cache=self.followed.ssd_cache, find_places=lambda table, codes, seq: self._places(rows, info, table, codes, seq),
+            cache=self.followed.ssd_cache, find_places=lambda table, codes, seq: self._places(rows, info, table, codes,
+            seq),
         )  # fmt: skip
         for table, spec in info.specs.items():
             rows.keep(info.tables[table]["id"], info.tables[table]["rows"], spec.row_bytes)

@@ -10,9 +10,10 @@ RECOVERY_MS = (
 )
 NODE_GONE_MS = 5000  # a node that has not reported for so long is waited for no more
 
-# `notice` notices that another server answers than before (`server`: the id of its replication history, which a failover and a restart
-# change): it may lack what was acknowledged. From then on the model is `recovering`, and all nodes that were there are waited for.
-# `less` and `of` are for seqs as text, and for the digest of one ("<seq> <digest>").
+# `notice` notices that another server answers than before (`server`: the id of its replication history,
+# which a failover and a restart change): it may lack what was acknowledged. From then on the model is
+# `recovering`, and all nodes that were there are waited for. `less` and `of` are for seqs as text, and for
+# the digest of one ("<seq> <digest>").
 _NOTICE = """
 local t = redis.call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
@@ -37,10 +38,10 @@ local function of(seq, text)
 end
 """
 
-# KEYS: current, log, nodes, alive. ARGV: seq, the seq before it, digest, milliseconds now, bytes, the digest of the delta before it ('':
-# not known), '1' where the log had it before. Returns a word, the seq of the newest entry, and its digest ('': not known):
-# `appended`; `none`: the log has not begun; `at`: another one is next; `forked`: the delta before it is another one here;
-# `owed`: of this seq there are rows of other content; `recovering`.
+# KEYS: current, log, nodes, alive. ARGV: seq, the seq before it, digest, milliseconds now, bytes, the digest of the
+# delta before it ('': not known), '1' where the log had it before. Returns a word, the seq of the newest entry, and its
+# digest ('': not known): `appended`; `none`: the log has not begun; `at`: another one is next; `forked`: the delta
+# before it is another one here; `owed`: of this seq there are rows of other content; `recovering`.
 APPEND = (
     _NOTICE
     + """
@@ -62,8 +63,9 @@ return {'appended', ARGV[1], ARGV[3]}
 """
 )
 
-# KEYS: current, nodes, alive. ARGV: `recovering` as it was read; the seq that all rows have, its digest ('': not known); the delta of which
-# some rows are there, as `owed` has it ('': none). Returns 1 where new deltas are taken from now on, 0 where nodes are waited for.
+# KEYS: current, nodes, alive. ARGV: `recovering` as it was read; the seq that all rows have, its digest ('': not
+# known); the delta of which some rows are there, as `owed` has it ('': none). Returns 1 where new deltas are taken from
+# now on, 0 where nodes are waited for.
 RECOVERED = (
     _NOTICE
     + f"""
@@ -85,8 +87,8 @@ return 1
 """
 )
 
-# KEYS: lease, epochs. ARGV: owner, milliseconds, an epoch that is over. Returns the epoch, which is above that one, or 0 where another
-# node holds the lease.
+# KEYS: lease, epochs. ARGV: owner, milliseconds, an epoch that is over. Returns the epoch, which is above that one, or
+# 0 where another node holds the lease.
 ACQUIRE = """
 local held = redis.call('GET', KEYS[1])
 local above = tonumber(ARGV[3])
@@ -149,8 +151,8 @@ redis.call('HINCRBY', KEYS[2], 'generation', 1)
 return 1
 """
 
-# KEYS: lease, current, log. ARGV: epoch, field of `current`, its value, the seq below which the log is cut off ('' for none).
-# Returns 1, or 0 where the lease is another's by now.
+# KEYS: lease, current, log. ARGV: epoch, field of `current`, its value, the seq below which the log is cut off ('' for
+# none). Returns 1, or 0 where the lease is another's by now.
 PROGRESS = """
 local held = redis.call('GET', KEYS[1])
 if not held or string.match(held, ' (%d+)$') ~= ARGV[1] then return 0 end

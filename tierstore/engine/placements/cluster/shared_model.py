@@ -1,7 +1,8 @@
 """One model as the cluster has it: its versions, the pointer to the current one, its delta log, the lease, its nodes.
 
-All of its keys have one hash tag, so a step that touches several of them is one script (`scripts.py`). Any thread of any node
-may call anything. What a call that returned has changed is there as far as the cluster is durable (docs/remote.md).
+All of its keys have one hash tag, so a step that touches several of them is one script (`scripts.py`). Any
+thread of any node may call anything. What a call that returned has changed is there as far as the cluster
+is durable (docs/remote.md).
 """
 
 from __future__ import annotations
@@ -149,10 +150,12 @@ class SharedModel:
     # --- the log
 
     def append(self, seq: int, digest: str, data: bytes | memoryview, after: str | None) -> bool:
-        """Acknowledge a delta: it is in the log. False where the log has it already. Conflict and SequenceGap as for any delta.
+        """Acknowledge a delta: it is in the log. False where the log has it already.
 
-        `after` is the digest of the delta before it, where the caller has that one. Forked where the log has another one there.
-        Recovering where the log may lack what was acknowledged: nodes are putting it back.
+        Conflict and SequenceGap as for any delta.
+
+        `after` is the digest of the delta before it, where the caller has that one. Forked where the log has another
+        one there. Recovering where the log may lack what was acknowledged: nodes are putting it back.
         """
         return self._append(seq, digest, data, after, again=False)
 
@@ -181,8 +184,8 @@ class SharedModel:
         newest = int(last)
         if outcome == "owed":
             raise Conflict(
-                f"{what} was acknowledged with other content, of which rows are in the cluster, before its log was lost: send that "
-                "content, or load a newer snapshot"
+                f"{what} was acknowledged with other content, of which rows are in the cluster, before its log was "
+                "lost: send that content, or load a newer snapshot"
             )
         if seq > newest:
             raise SequenceGap(f"{what} came out of turn; {newest + 1} is next", expected_seq=newest + 1)
@@ -196,8 +199,8 @@ class SharedModel:
     def recovered(self, recovering: str, reached: int | None, digest: str, owed: tuple[int, str] | None) -> bool:
         """Take new deltas again, once every node has put back what it has. False where some are still waited for.
 
-        `reached` is what all rows have, `digest` that of its delta: the log goes on after it, though it may not have it any more.
-        `owed`: the delta, with its digest, of which some rows are there and others not.
+        `reached` is what all rows have, `digest` that of its delta: the log goes on after it, though it may not have it
+        any more. `owed`: the delta, with its digest, of which some rows are there and others not.
         """
         keys = [self._current, self._nodes, self._alive]
         words = (

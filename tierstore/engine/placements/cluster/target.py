@@ -1,8 +1,9 @@
 """The rows of a load, brought into a cluster: from the files that were built, one after another, to all tags at a time.
 
-On the thread of the load. After a crash, or where the load was cancelled, one of the same snapshot goes on:
-the built files are kept on this machine (`ingest/`), and the cluster knows how many rows of each of them were written. Rows that are
-written twice do no harm. A server may have lost what was written, so the rows of each tag are counted before the load ends. The version is not there for anybody before its record says that it is ready.
+On the thread of the load. After a crash, or where the load was cancelled, one of the same snapshot goes on: the built
+files are kept on this machine (`ingest/`), and the cluster knows how many rows of each of them were written. Rows that
+are written twice do no harm. A server may have lost what was written, so the rows of each tag are counted before the
+load ends. The version is not there for anybody before its record says that it is ready.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ class ClusterTarget:
         if before is not None and before["state"] != LOADING:
             do = "activate it, or drop it first" if before["state"] == READY else "try again once its rows are gone"
             raise Conflict(
-                f"version {manifest.version} of {shared.name!r} is in the cluster already ({before['state']}); {do}, or give the snapshot "
-                "a new version"
+                f"version {manifest.version} of {shared.name!r} is in the cluster already ({before['state']}); {do}, "
+                "or give the snapshot a new version"
             )
         if not shared.claim_load(manifest.version, self._node, CLAIM_S):
             raise Conflict(f"version {manifest.version} of {shared.name!r} is being loaded by another node")
@@ -109,8 +110,8 @@ class ClusterTarget:
         if not entries or entries[0].seq != manifest.delta_seq + 1:
             begins = entries[0].seq - 1 if entries else newest
             raise SnapshotError(
-                f"delta_seq is {manifest.delta_seq}, but the cluster's log begins after {begins}, so what came between is gone; "
-                f"export a snapshot with delta_seq {begins} or later",
+                f"delta_seq is {manifest.delta_seq}, but the cluster's log begins after {begins}, so what came "
+                f"between is gone; export a snapshot with delta_seq {begins} or later",
                 file="snapshot.json",
             )
 
@@ -132,8 +133,8 @@ class ClusterTarget:
         for name, table in build.tables.items():
             if table.colliding:
                 raise SnapshotError(
-                    f"table {name!r}: the key {table.colliding[0][0]!r} has the hash of another key, and a model in a cluster cannot "
-                    "keep such keys apart: rename one of them"
+                    f"table {name!r}: the key {table.colliding[0][0]!r} has the hash of another key, and a model in a "
+                    "cluster cannot keep such keys apart: rename one of them"
                 )
         names = dict(enumerate(manifest.table_specs(), 1))
         built = [file for file in build.files if isinstance(file, SealedFile)]
@@ -152,7 +153,10 @@ class ClusterTarget:
     def _upload(
         self, writer: Writer, manifest: Manifest, names: dict[int, str], built: list[SealedFile], progress: ProgressFn
     ) -> tuple[dict[str, list[tuple[Keys, Rows]]], dict[str, Keys]]:
-        """Write what the cluster does not have yet. Returns by table some rows of each file, and how many there are of each tag."""
+        """Write what the cluster does not have yet.
+
+        Returns by table some rows of each file, and how many there are of each tag.
+        """
         shared, number, total = self._shared, manifest.version, sum(table.rows for table in manifest.tables)
         kept = shared.checkpoints(number)
         done, pace = 0, Pace(self._share)
@@ -180,13 +184,16 @@ class ClusterTarget:
     def _write_missing(
         self, writer: Writer, names: dict[int, str], built: list[SealedFile], per_tag: Mapping[str, Keys]
     ) -> None:
-        """Write again what a server has lost since, with a failover: its rows are counted, whatever the checkpoints say."""
+        """Write again what a server has lost since, with a failover: its rows are counted,
+        whatever the checkpoints say.
+        """
         number, pace, tags = int(writer.version), Pace(self._share), len(self._record["tags"])
         short = {table: np.flatnonzero(np.array(writer.counts(table)) != count) for table, count in per_tag.items()}
         for table, missing in short.items():
             if len(missing):
                 log.warning(
-                    "model %s: %d of %d tags of version %d lack rows of table %s that were written; they are written again",
+                    "model %s: %d of %d tags of version %d lack rows of table %s that were written; they are written "
+                    "again",
                     self._shared.name, len(missing), tags, number, table,
                 )  # fmt: skip
         for file in built:
@@ -228,7 +235,10 @@ class ClusterTarget:
 
 
 class _Part(NamedTuple):
-    """Some rows of a built file, the last of which is its row `upto` - 1. `is_sample`: the first or the last of them."""
+    """Some rows of a built file, the last of which is its row `upto` - 1.
+
+    `is_sample`: the first or the last of them.
+    """
 
     table: str
     keys: Keys

@@ -19,8 +19,8 @@ def check_no_local_models(root: DataDirectory, option: str) -> None:
         for number, line in where.versions_on_disk():
             if files.exists(where.version(number, line).db):
                 raise ConfigError(
-                    f"{root.root} has version {number} of model {name!r}, whose rows are on this machine: with {option}, use a data "
-                    "directory of its own"
+                    f"{root.root} has version {number} of model {name!r}, whose rows are on this machine: with "
+                    f"{option}, use a data directory of its own"
                 )
 
 

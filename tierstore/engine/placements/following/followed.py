@@ -1,4 +1,6 @@
-"""What a node follows of a model whose rows are on other machines: which version is current, and the deltas that come."""
+"""What a node follows of a model whose rows are on other machines: which version is
+current, and the deltas that come.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,12 @@ from tierstore.errors import Conflict
 class Pointer:
     """What holds of a model at one moment. `generation` moves with each change of it but those of `seq` and `marks`.
 
-    `current` is the version that serves, `previous` the one before it, `canary` one that gets `share` (0 to 1) of the requests,
-    `wanted` one that all nodes are to make ready. `seq` is the newest delta of the log. `marks`: by version, the seq that every one
-    of its rows has reached. `line` is of the current version: it changes where its rows are replaced by others that no delta brings.
-    `digest` is that of the delta `seq`, None where it is not known. `server` changes where another server has the pointer, which may
-    lack what was acknowledged; it is `recovering` then until all nodes have put back what they have.
+    `current` is the version that serves, `previous` the one before it, `canary` one that gets `share` (0 to 1) of the
+    requests, `wanted` one that all nodes are to make ready. `seq` is the newest delta of the log. `marks`: by version,
+    the seq that every one of its rows has reached. `line` is of the current version: it changes where its rows are
+    replaced by others that no delta brings. `digest` is that of the delta `seq`, None where it is not known. `server`
+    changes where another server has the pointer, which may lack what was acknowledged; it is `recovering` then until
+    all nodes have put back what they have.
     """
 
     generation: int = 0
@@ -64,7 +67,10 @@ class Followed(Protocol):
         """At most `count` entries above `after`, ascending. The first is not `after + 1` where the log begins later."""
 
     def put_back(self, seq: int, digest: str, data: bytes, after: str | None) -> bool:
-        """Append again what was lost; `after` is the digest of the delta before it. Forked where others have come since."""
+        """Append again what was lost; `after` is the digest of the delta before it.
+
+        Forked where others have come since.
+        """
 
     def beat(self, node: str, report: Mapping[str, Any]) -> object:
         """Say what this node serves."""

@@ -1,10 +1,12 @@
-"""One model whose rows are on other machines, as this node serves it: versions, pointer and log, followed by one thread.
+"""One model whose rows are on other machines, as this node serves it: versions, pointer and log, by one thread.
 
-It is written for a cluster; nodes upstream are another `Followed`. A delta in the cluster's log is put into the node's own log and overlays, as if a client had sent it here, and becomes visible;
-its overlay is folded (dropped) once all rows in the cluster have it. A version that all nodes are to make ready is opened and
-warmed next to the one that serves, and served when the pointer moves to it.
+It is written for a cluster; nodes upstream are another `Followed`. A delta in the cluster's log is put into the node's
+own log and overlays, as if a client had sent it here, and becomes visible; its overlay is folded (dropped) once all
+rows in the cluster have it. A version that all nodes are to make ready is opened and warmed next to the one that
+serves, and served when the pointer moves to it.
 
-The node's own log is a copy of the end of the cluster's, begun again at each start. Nothing here survives a crash but hot keys.
+The node's own log is a copy of the end of the cluster's, begun again at each start. Of it all
+hot keys alone survive a crash.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ BATCH = 64  # entries of the log that are read at once
 
 
 class Follower:
-    """Follows one model whose rows are on other machines, for the node `node`. `start` before anything else; `close` before the model is closed."""
+    """Follows a model whose rows are on other machines. `start` before anything else; `close` before the model is."""
 
     def __init__(self, model: Model, shared: Followed, node: str) -> None:
         self.model, self.shared, self._node = model, shared, node
@@ -102,7 +104,7 @@ class Follower:
 
     @property
     def silent(self) -> str | None:
-        """Why this node does not know what the cluster says; None where it does. A call may hang for long before it fails."""
+        """Why this node does not know what the cluster says; None where it does. A call may hang for long."""
         silent_s = time.monotonic() - self._looked_s
         return self.problem or (f"it has not answered for {silent_s:.0f} s" if silent_s > SILENT_S else None)
 
@@ -210,7 +212,7 @@ class Follower:
             raise Forked(f"delta {pointer.seq} of {self.model.name!r} is another one in the cluster")
 
     def _follow_instead(self, pointer: Pointer) -> None:
-        """Serve what the cluster has, where this node has other deltas: it was cut off while they were lost, and others came since."""
+        """Serve what the cluster has, where this node, cut off meanwhile, has deltas that were lost there."""
         local = self.model.state.log
         lost = local.last
         after = max(0, (local.start or 0))
@@ -222,8 +224,8 @@ class Follower:
                 break
         deltas = f"delta {lost}" if lost == local.last else f"deltas {lost} to {local.last}"
         why = (
-            f"the cluster has lost {deltas}, which this node had, and has other content there by now, which this node serves from now "
-            "on: send again under new seqs what was lost"
+            f"the cluster has lost {deltas}, which this node had, and has other content there by now, which this node "
+            "serves from now on: send again under new seqs what was lost"
         )
         self._lost = pointer.current, why
         log.error("model %s: %s", self.model.name, why)
@@ -246,7 +248,7 @@ class Follower:
                     return
 
     def _apply_one(self, entry: LogEntry, pointer: Pointer) -> bool:
-        """Make a delta visible. False where there is no room for it in memory yet, or was none, and its rows have it."""
+        """Make a delta visible. False where memory has no room for it yet, or had none, and its rows have it."""
         delta = read_delta(entry.data)
         try:
             self.model.deltas.apply(delta, entry.data, lenient=True)
@@ -264,7 +266,7 @@ class Follower:
         return True
 
     def _begin(self, pointer: Pointer) -> None:
-        """Begin the node's log at what all rows of the current version have, with all that the cluster's log has above."""
+        """Begin the node's log at what all rows of the current version have, with what the cluster's has above."""
         assert pointer.current is not None
         state, mark = self.model.state, self._mark(pointer, pointer.current)
         with state.live.write:
@@ -273,8 +275,8 @@ class Follower:
                 entries = self.shared.read(state.log.last, BATCH)
                 if not entries or entries[0].seq != state.log.last + 1:
                     raise StorageError(
-                        f"model {self.model.name!r}: version {pointer.current} has deltas up to {state.log.last}, and the log in the "
-                        f"cluster lacks those that follow: load a newer snapshot"
+                        f"model {self.model.name!r}: version {pointer.current} has deltas up to {state.log.last}, and "
+                        "the log in the cluster lacks those that follow: load a newer snapshot"
                     )
                 for entry in entries:
                     state.log.append(entry.seq, entry.data, entry.digest)
@@ -351,7 +353,7 @@ class Follower:
         self.model.switcher.follow(number, ready, start=start, progress=report)
 
     def _await_turn(self, number: int) -> float | None:
-        """Wait until the pointer is at a version that is ready. Returns its share as the canary, None where it is current.
+        """Wait until the pointer is at a ready version. Returns its share as the canary, None where it is current.
 
         Conflict where it is not wanted any more.
         """

@@ -1,4 +1,5 @@
-"""The models of other machines on this node: each is begun once, found by its name, and followed until the store closes.
+"""The models of other machines on this node: each is begun once, found by its name, and
+followed until the store closes.
 
 Any thread. One thread looks for new ones. The data directory has only copies and caches.
 """
@@ -36,10 +37,14 @@ M = TypeVar("M", bound=FollowedModel)
 
 
 class FollowedModels(Generic[M]):
-    """The followers of one store's models. `make` gives a begun model what follows it; `look` is called every `every_s` seconds, by the thread `name`."""
+    """The followers of one store's models.
+
+    `make` gives a begun model what follows it; `look` is called every `every_s` seconds, by the thread `name`.
+    """
 
     def __init__(
-        self, shared: Shared, models: Models, make: Callable[[Model], M], look: Callable[[], None], every_s: float, name: str
+        self, shared: Shared, models: Models, make: Callable[[Model], M], look: Callable[[], None], every_s: float,
+        name: str
     ) -> None:  # fmt: skip
         # constant after construction
         self.models, self._make, self._look, self._every_s = models, make, look, every_s
@@ -96,7 +101,10 @@ class FollowedModels(Generic[M]):
     def close(
         self, close_models: Callable[[], None], disconnect: Callable[[], None], *watched: Callable[[], None]
     ) -> None:
-        """Stop following, end what is `watched`, close the models, then what reads their rows. What fails keeps nothing else open."""
+        """Stop following, end what is `watched`, close the models, then what reads their rows.
+
+        What fails keeps nothing else open.
+        """
         self.stopping.set()
         if self._thread.ident is not None:
             self._thread.join()

@@ -1,11 +1,12 @@
-"""The row store of a version whose rows are on other machines: reads them, and refuses what does not fit the view that asks.
+"""The row store of a version whose rows are on other machines: reads them, and refuses what
+does not fit the view that asks.
 
-Of what was read it is known up to which seq it has every delta, and above which it has none (`Watermarks`): from a cluster each tag
-of a version says it, from nodes upstream each answer. Any thread may read; `trust` is for the thread that
-folds, `reached` for the one that follows the cluster.
+Of what was read it is known up to which seq it has every delta, and above which it has none (`Watermarks`): from a
+cluster each tag of a version says it, from nodes upstream each answer. Any thread may read; `trust` is for the thread
+that folds, `reached` for the one that follows the cluster.
 
-Where the node has a cache on its SSD, a look-up reads there first. What is held there is right for every view, so that it needs no
-comparing.
+Where the node has a cache on its SSD, a look-up reads there first. What is held there is right for every view,
+so that it needs no comparing.
 """
 
 from __future__ import annotations
@@ -41,9 +42,12 @@ class FetchTable(Protocol):
 
 
 class RemoteRows:
-    """Rows of one version that are on other machines. `tables` by id. `reached`: the seq that all of its rows have reached, as far as this node has heard.
+    """Rows of one version that are on other machines. `tables` by id.
 
-    `where` the rows are is for messages. `line`: see `Pointer`. `cache`: rows of its tables are kept there. `find_places`: for `explain`.
+    `reached`: the seq that all of its rows have reached, as far as this node has heard.
+
+    `where` the rows are is for messages. `line`: see `Pointer`. `cache`: rows of its tables are kept there.
+    `find_places`: for `explain`.
     """
 
     disk = None
@@ -93,7 +97,10 @@ class RemoteRows:
         return seq <= self.reached
 
     def keep(self, table_id: int, rows: int, row_bytes: int) -> None:
-        """Have rows of a table kept on this machine's SSD, where the node has a cache there. Before anything is read."""
+        """Have rows of a table kept on this machine's SSD, where the node has a cache there.
+
+        Before anything is read.
+        """
         if self._cache is not None and (table := self._cache.table(rows, row_bytes)) is not None:
             self._cached[table_id] = table
 
@@ -141,20 +148,23 @@ class RemoteRows:
             state[:] = Tier.PENDING  # another thread's read, which was joined, may have begun before that
         else:
             raise StorageError(
-                f"{self._name}: {self._where} has deltas up to {marks.lowest}, and had them up to {trusted}: a server has lost what it "
-                "acknowledged; they are applied again from the log if that has them",
+                f"{self._name}: {self._where} has deltas up to {marks.lowest}, and had them up to {trusted}: a server "
+                "has lost what it acknowledged; they are applied again from the log if that has them",
                 keys=keys.tolist(),
             )
         if seq is not None and marks.highest > seq:
             state[:] = Tier.PENDING
             raise Overloaded(
-                f"{self._name}: {self._where} has rows of delta {marks.highest}, this node answers as of {seq} and is catching up; send "
-                "it again",
+                f"{self._name}: {self._where} has rows of delta {marks.highest}, this node answers as of {seq} and is "
+                "catching up; send it again",
                 retry_after_s=RETRY_S,
             )
 
     def peek(self, table_id: int, row_bytes: int, key: int, seq: int) -> Peek:
-        """What the other machines hold of a key for a view of `seq`, read beside the cache. StorageError, Overloaded."""
+        """What the other machines hold of a key for a view of `seq`, read beside the cache.
+
+        StorageError, Overloaded.
+        """
         rows, state = np.empty((1, row_bytes), np.uint8), np.zeros(1, np.uint8)
         self._read(table_id, np.array([key], np.int64), rows, state, seq)
         return Peek(rows.tobytes()) if state[0] == Tier.REMOTE else Peek(absent=True)

@@ -33,7 +33,8 @@ class VersionCopies:
     def update(self, records: Mapping[int, Mapping[str, Any]], pointer: Pointer) -> Pointer:
         """Have a copy of every version that is ready, and of no other but those that are still served.
 
-        Returns the pointer by which new copies may be opened: dense parts may be of deltas that came since `pointer` was read.
+        Returns the pointer by which new copies may be opened: dense parts may be of deltas that
+        came since `pointer` was read.
         """
         fetched: list[int] = []
         model, catalogue = self._model, self._model.catalogue
@@ -60,8 +61,8 @@ class VersionCopies:
     def update_dense(self, number: int) -> Pointer:
         """Have the dense part of a version as the other machines have it. Returns the pointer as of then.
 
-        A delta's dense part is there before its rows are, and its seq is in the log before. So with all deltas of that pointer there
-        are no rows of a delta whose dense part is missing, and no dense part whose rows are.
+        A delta's dense part is there before its rows are, and its seq is in the log before. So with all deltas of that
+        pointer there are no rows of a delta whose dense part is missing, and no dense part whose rows are.
         """
         info = self._model.catalogue.info(number)
         dense = read_regular(info.where.dense) if files.exists(info.where.dense) else None

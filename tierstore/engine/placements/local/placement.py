@@ -70,14 +70,16 @@ class LocalPlacement:
         return ModelPlacement(
             leads=lambda: True, load=lambda: LocalTarget(model, self._base), held=model.deltas.held,
             apply_delta=model.apply_delta, activate=switcher.activate, rollback=switcher.rollback,
-            rollback_to=switcher.rollback_to, canary=switcher.canary, promote=switcher.promote, withdraw=routes.withdraw,
+            rollback_to=switcher.rollback_to, canary=switcher.canary, promote=switcher.promote,
+            withdraw=routes.withdraw,
             label=routes.label, unlabel=routes.unlabel, deactivate=switcher.deactivate, drop=model.drops.drop,
         )  # fmt: skip
 
     def open_rows(self, name: str, info: VersionInfo) -> LocalRows:
         if info.base == "remote":
             raise ConfigError(
-                f"the rows of version {info.number} of {name!r} are in a cluster: start with --remote, or drop the version"
+                f"the rows of version {info.number} of {name!r} are in a cluster: start with --remote, or drop the "
+                "version"
             )
         opened = BASES[info.base].open(info.where.db, block_cache_bytes=BLOCK_CACHE_BYTES, reader=self._shared.readers)
         return LocalRows(opened)

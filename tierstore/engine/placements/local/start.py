@@ -1,7 +1,7 @@
 """The start of a model: open what CURRENT and the routes name, replay the log onto it, and serve.
 
-On the thread that opens the store. It is warmed once it serves (`warm.py`). A version that cannot be opened is reported by
-`problem`, and the model waits for another; the other models serve in any case.
+On the thread that opens the store. It is warmed once it serves (`warm.py`). A version that cannot be opened is reported
+by `problem`, and the model waits for another; the other models serve in any case.
 """
 
 from __future__ import annotations
@@ -101,7 +101,10 @@ class Starter:
             state.live.set(active)
 
     def _serve_mended(self, info: VersionInfo, recorded: RoutingRecord, why: StorageError) -> None:
-        """Serve the active version of a copy that tore: built again from its base and the log. What it cannot be raises `why`."""
+        """Serve the active version of a copy that tore: built again from its base and the log.
+
+        What it cannot be raises `why`.
+        """
         try:
             self._switcher.serve_again(info, _labels_of(info, recorded))
         except TierstoreError as error:

@@ -1,6 +1,7 @@
 """The rows of a load, brought to this machine's disk: a directory of the version, which the load has claimed.
 
-On the thread of the load. A crash leaves the directory without its record; a load of the same snapshot goes on from there.
+On the thread of the load. A crash leaves the directory without its record; a load of the same
+snapshot goes on from there.
 """
 
 from __future__ import annotations

@@ -66,7 +66,10 @@ def problem_of(states: States) -> str | None:
     """Why the nodes cannot be read together; None where they can."""
     counts = sorted({len(state.own) for state in states if state is not None} - {1})
     if len(counts) > 1:
-        return f"the nodes have different numbers of partitions: {', '.join(map(str, counts))}; load the same built version on all"
+        return (
+            f"the nodes have different numbers of partitions: {', '.join(map(str, counts))}; load the same built "
+            "version on all"
+        )
     return None
 
 
@@ -88,7 +91,10 @@ def _covers(owners: Partitions, needed: Partitions) -> bool:
 
 
 def line_of(states: States, number: int, before: str | None = None) -> str | None:
-    """The line of a version that covers the most partitions; among equals the one of `before`. None where nobody has it."""
+    """The line of a version that covers the most partitions; among equals the one of `before`.
+
+    None where nobody has it.
+    """
     lines = sorted({state.versions[number].line for state in states if state is not None and number in state.versions})
     if not lines:
         return None
@@ -104,7 +110,10 @@ def ownership(states: States, number: int, line: str) -> Ownership:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`current` is to be served, `wanted` to be made ready. `marks` and `lines` by version; `complete`: can be asked for wholly."""
+    """`current` is to be served, `wanted` to be made ready.
+
+    `marks` and `lines` by version; `complete`: can be asked for wholly.
+    """
 
     current: int | None
     wanted: int | None

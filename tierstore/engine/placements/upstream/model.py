@@ -99,8 +99,8 @@ class UpstreamModel:
         record = dict(document["record"])
         if any(table.get("colliding") for table in record["tables"].values()) or document["colliding"]:
             raise StorageError(
-                f"version {number} of {self.name!r} has string keys with equal hashes, and a node in front cannot keep such keys "
-                "apart: rename one of them"
+                f"version {number} of {self.name!r} has string keys with equal hashes, and a node in front cannot "
+                "keep such keys apart: rename one of them"
             )
         rows = {table["name"]: int(table["rows"]) for table in record["manifest"]["tables"]}
         for name, table in record["tables"].items():
@@ -145,7 +145,10 @@ class UpstreamModel:
         return found
 
     def _keys_of_all(self, number: int, target: str, first: bytes) -> bytes:
-        """The keys that the nodes have in a file, each once. What a node does not give is not warmed, and no more than that."""
+        """The keys that the nodes have in a file, each once.
+
+        What a node does not give is not warmed, and no more than that.
+        """
         parts = [first]
         for watch, state in zip(self._watches, self.states(), strict=True):
             if state is not None and number in state.versions:
@@ -219,7 +222,9 @@ class UpstreamModel:
     # --- for the status
 
     def coverage(self) -> dict[str, Any]:
-        """How many partitions there are, and which no node answers for in the version that is current, as [first, last]."""
+        """How many partitions there are, and which no node answers for in the version that
+        is current, as [first, last].
+        """
         states = self.states()
         with self._lock:
             current = self._pointer.current

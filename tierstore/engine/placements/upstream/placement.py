@@ -1,4 +1,6 @@
-"""Rows on nodes upstream: this node is a front, whose models are those that the nodes serve, begun here and followed. Any thread."""
+"""Rows on nodes upstream: this node is a front, whose models are those that the nodes serve, begun
+here and followed. Any thread.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +140,9 @@ class UpstreamPlacement:
         self._complete = self._complete or heard
 
     def _served(self) -> dict[str, tuple[int, int]]:
-        """(the version that is served here, the lowest seq that is read) by model: nodes hold for this front what it needs."""
+        """(the version that is served here, the lowest seq that is read) by model: nodes hold
+        for this front what it needs.
+        """
         served = {}
         for name, member in self.followed.by_name.items():
             number, seq = member.model.active_version, member.model.publisher.lowest_seq()

@@ -25,7 +25,10 @@ SILENT_S = 3.0
 
 
 class Watch:
-    """Watches one node, for the front `name`. `serves`: the version that it serves and its seq, by model. `changed`: there is news."""
+    """Watches one node, for the front `name`. `serves`: the version that it serves and its seq, by model.
+
+    `changed`: there is news.
+    """
 
     def __init__(
         self,
