@@ -30,6 +30,8 @@ from tierstore.types import Tier
 
 JOB = define("Job", "a request that a reactor leaves to readers of cold rows, or to a thread that predicts", {
     "fd serial": "the connection that waits for it",
+    "stream": "the stream of it that waits; 0: it is one of HTTP/1.1",
+    "request request_bytes": "of a stream: its head and body, which are the job's while it lasts",
     "announced": "the generation that the reactor had announced: its view is kept; 0: there is no job",
     "variant": (plan_records.VARIANT, "of its plan"),
     "of_view": (plan_records.VIEW, "what it reads"),

@@ -51,7 +51,7 @@ BLOCK = define("OutgoingBlock", "what is to leave on a stream: a header block, d
 block_at, BLOCK_BYTES = at(BLOCK), BLOCK.bytes
 STREAM = define("Stream", "a request over HTTP/2, and its answer; its places of text count from `at`", {
     "id": "its number, or 0: the row is free",
-    "state": "ENDED, AWAY, DELIVERING, END_DELIVERED, TOO_LARGE, FINAL",
+    "state": "ENDED, AWAY, DELIVERING, END_DELIVERED, TOO_LARGE, FINAL, HAS_JOB",
     "window receive": "bytes that the client takes, and that it may send",
     "credit": "bytes that it may send more, which it was not told yet",
     "at bytes room": "head and body, as far as they have come",
@@ -107,8 +107,8 @@ HAS_SETTINGS, GOING, BROKEN, GREETED, TABLE_SHRUNK, NO_TABLE = 1, 2, 4, 8, 16, 3
 
 FIRST_ROOM = 4  # streams that a new session has room for
 # of a stream's `state`: the client sends no more; its request is Python's; data of it are on their way there; its end was told there; its
-# request was too large; the last block of the answer is there
-ENDED, AWAY, DELIVERING, END_DELIVERED, TOO_LARGE, FINAL = 1, 2, 4, 8, 16, 32
+# request was too large; the last block of the answer is there; readers of cold rows have its request
+ENDED, AWAY, DELIVERING, END_DELIVERED, TOO_LARGE, FINAL, HAS_JOB = 1, 2, 4, 8, 16, 32, 64
 # of its `kind`: a call of ModelInfer that is answered here, perhaps; a request that is given on whole; one that is given on as it comes
 CALL, WHOLE, STREAMING = range(3)
 

@@ -38,6 +38,7 @@ import numpy as np
 
 from tierstore.kernels import LAST, compiled, h2out, h2words
 from tierstore.kernels.atomics import add_at, copy_bytes, relaxed_i64, stack_bytes
+from tierstore.kernels.coldread import job_at
 from tierstore.kernels.httpdate import write_date_at
 from tierstore.kernels.raw import call_at, load_i64, load_u32
 from tierstore.kernels.reactor_connections import (
@@ -66,6 +67,7 @@ from tierstore.kernels.reactor_words import (
     FRAMES,
     FREE,
     HTTP2,
+    JOB_ENDED,
     MAKE_ROOM,
     MAY_READ,
     MESSAGE,
@@ -276,7 +278,12 @@ def serve(at: Any) -> Any:
             elif fd == 2:
                 got = read(me.job_inbox, me.messages, MESSAGES * 8)
                 for k in range(max(got, 0) // 8):
-                    fd = finish_job(me, load_i64(me.messages, k))
+                    number = load_i64(me.messages, k)
+                    job = job_at(me.jobs, number)
+                    if job.stream != 0:
+                        call_at(me.http2, me, JOB_ENDED, job.fd, now, number, 0)
+                        continue
+                    fd = finish_job(me, number)
                     if fd >= 0 and continue_sending(me, fd, now):
                         read_requests(me, fd, now)
             else:

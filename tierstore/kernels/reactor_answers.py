@@ -21,10 +21,11 @@ from tierstore.kernels import (
     request_record,
 )
 from tierstore.kernels.atomics import acquire_i64, copy_bytes
+from tierstore.kernels.coldread import job_at
 from tierstore.kernels.httpdate import DATE_BYTES
 from tierstore.kernels.raw import call_at, store_u8
 from tierstore.kernels.reactor_connections import has_room, send_first
-from tierstore.kernels.reactor_jobs import count, make_job
+from tierstore.kernels.reactor_jobs import await_job, count, make_job
 from tierstore.kernels.reactor_predictions import expected_ns, make_prediction, timeout_of
 from tierstore.kernels.reactor_words import (
     ACCESS,
@@ -90,7 +91,7 @@ def _may_draw(me, plan, now):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _draw(me, plan, now, keys):  # type: ignore[no-untyped-def]
+def draw(me, plan, now, keys):  # type: ignore[no-untyped-def]
     """Charge a request with so many keys."""
     size = me.found.body_bytes
     rates.draw_at(reactor_access.bucket_of(me.found.caller), now, 1, keys, size)
@@ -215,7 +216,7 @@ def _refuse(me, fd, plan, variant, last, began):  # type: ignore[no-untyped-def]
     else:
         counts.refusals += 1
     counts.refusal_ns += monotonic_ns() - began
-    _draw(me, plan, began, 0)
+    draw(me, plan, began, 0)
     _send_ready(me, fd, variant, _is_closing(me, last), 0)
     return ANSWERED
 
@@ -265,7 +266,7 @@ def look_up(me, plan, variant, view, tail, began, planned):  # type: ignore[no-u
     """Do the run in `me.bound`: its rows are where the answer's data belong, and it is charged and counted. Returns what comes of it, as the run does."""
     came = call_at(me.run, me.bound, view, tail, me.answer + HEAD_ROOM, me.states, me.scratch)
     if came == lookupplan.ANSWERED:
-        _draw(me, plan, began, me.bound.keys)
+        draw(me, plan, began, me.bound.keys)
         ran = monotonic_ns()
         lookupplan.count_keys(me.bound, tail, me.states, me.table_counts, TABLE_COUNT_WORDS)
         count(me, variant, began, planned, ran, monotonic_ns())  # before it leaves: who has the answer finds it counted
@@ -310,16 +311,22 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
         if why == MAY:
             made = make_prediction(me, fd, plan, variant, view, tail, closing, timeout_of(me), began)
         if made == MADE_A_JOB:
-            _draw(me, plan, began, keys)
+            draw(me, plan, began, keys)
         return made
     came = lookupplan.COLD
     if why == MAY:
         came = look_up(me, plan, variant, view, tail, began, planned)
     if came == lookupplan.COLD:
-        made = make_job(me, fd, plan, variant, view, closing, why == MAY, began, planned)
-        if made == MADE_A_JOB:
-            _draw(me, plan, began, keys)
-        return made
+        begin = binding.write_head(
+            variant, me.record, me.values, me.bound.answer_bytes, closing, me.date, me.answer + HEAD_ROOM
+        )
+        number = make_job(me, fd, plan, variant, view, begin, why == MAY, began, planned)
+        if number < 0:
+            return BUSY
+        job_at(me.jobs, number).tail = found.head_bytes + text_bytes
+        await_job(me, fd, number, closing)
+        draw(me, plan, began, keys)
+        return MADE_A_JOB
     if came != lookupplan.ANSWERED:
         return VALUES
     data, end = me.bound.answer_bytes, me.answer + HEAD_ROOM
@@ -359,7 +366,7 @@ def answer_rows(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
     if data == front_rows.CANNOT:
         return ROWS_ON_DISK
     ran = monotonic_ns()
-    _draw(me, plan, began, n)
+    draw(me, plan, began, n)
     plan.last_used = began
     counts = me.table_counts + 8 * TABLE_COUNT_WORDS * variant.table_counts
     front_rows.count_codes(n, me.scratch, counts)

@@ -12,13 +12,15 @@ from numba import types
 
 from tierstore.kernels import LAST, compiled_c, lookupplan, plan_records, protoscan
 from tierstore.kernels.protowrite import write_message
-from tierstore.kernels.reactor_answers import LONG, MAY, bind_plan, look_up, plan_for, why_not
+from tierstore.kernels.reactor_answers import LONG, MAY, bind_plan, draw, look_up, plan_for, why_not
+from tierstore.kernels.reactor_jobs import make_job
 from tierstore.kernels.reactor_words import (
     ANSWERED,
+    BUSY,
     DESCRIPTION,
     HEAD_ROOM,
+    MADE_A_JOB,
     PREDICTION,
-    ROWS_ON_DISK,
     SIZE,
     VALUES,
     here_at,
@@ -32,8 +34,9 @@ def answer_call(me, fd, text, message, message_bytes, began):  # type: ignore[no
     """Answer the ModelInferRequest of `message_bytes` at `message`, if a plan is known.
 
     `me.found` says of its headers what it says of a head (`httphead.py`), by places from `text` on; its body is the message. `me.call` has
-    SINCE_NS. ANSWERED: `me.call` says where the ModelInferResponse is; before it is room for 512 bytes. Else nothing was done, and what is
-    returned is the reason why it is for Python: ROWS_ON_DISK, and SIZE where it would keep others waiting, too.
+    SINCE_NS. ANSWERED: `me.call` says where the ModelInferResponse is; before it is room for 512 bytes.
+    MADE_A_JOB, where memory lacks rows: `me.call` has its number, and its tail counts from the message on. Else nothing was done, and what is
+    returned is the reason why it is for Python, SIZE where it would keep others waiting, too.
     """
     call = me.call
     why = why_not(me, fd, text, call.since_ns, began)
@@ -50,11 +53,19 @@ def answer_call(me, fd, text, message, message_bytes, began):  # type: ignore[no
         why = bind_plan(me, variant, view, message, call.since_ns, message_bytes, began)
     if why != MAY:
         return SIZE if why == LONG else why
-    came = look_up(me, plan, variant, view, message, began, monotonic_ns())
-    if came != lookupplan.ANSWERED:
-        return ROWS_ON_DISK if came == lookupplan.COLD else VALUES
+    planned = monotonic_ns()
+    came = look_up(me, plan, variant, view, message, began, planned)
+    if came != lookupplan.ANSWERED and came != lookupplan.COLD:
+        return VALUES
     data = me.answer + HEAD_ROOM
     begin = write_message(variant, me.record, me.values, data)
+    if came == lookupplan.COLD:
+        number = make_job(me, fd, plan, variant, view, begin, True, began, planned)
+        if number < 0:
+            return BUSY
+        call.job = number
+        draw(me, plan, began, me.bound.keys)
+        return MADE_A_JOB
     call.answer_at, call.answer_bytes = begin, data + me.bound.answer_bytes - begin
     me.line.answers += 1
     return ANSWERED

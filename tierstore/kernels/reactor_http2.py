@@ -19,17 +19,19 @@ from numba import types
 
 from tierstore.kernels import LAST, compiled_c, h2core, h2out, h2words
 from tierstore.kernels.atomics import add_at, copy_bytes
+from tierstore.kernels.coldread import job_at
 from tierstore.kernels.h2request import give_credit
 from tierstore.kernels.reactor_connections import end, has_room, hold, wait_for_turn
 from tierstore.kernels.reactor_frames import KEPT_BYTES, bind_frames, flush, push_all, push_row, set_deadline
 from tierstore.kernels.reactor_sockets import receive
-from tierstore.kernels.reactor_streams import lose, on_event, report_data, shed
+from tierstore.kernels.reactor_streams import lose, on_event, on_job, report_data, shed
 from tierstore.kernels.reactor_words import (
     BUFFER_BYTES,
     ENDED,
     FINISH,
     FRAMES,
     HTTP2,
+    JOB_ENDED,
     LARGE_TURN,
     MAY_READ,
     MESSAGE,
@@ -188,6 +190,20 @@ def _on_message(me, fd, message, now):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
+def _on_job(me, fd, number, now):  # type: ignore[no-untyped-def]
+    """A job that is done, of a stream which may be there no more. The connection may be closed afterwards."""
+    job, conn = job_at(me.jobs, number), connection_at(me.conns, fd)
+    s = conn.session if conn.state == HTTP2 and conn.serial == job.serial else 0
+    row = h2words.stream_at(0) if s == 0 else h2out.row_of(s, job.stream)
+    if row == 0:
+        on_job(me, fd, s, row, number)
+        return
+    bind_frames(me, fd, s)
+    on_job(me, fd, s, row, number)
+    _finish_turn(me, fd, s, now)
+
+
+@nb.njit
 def _sweep(me, fd, now, stall):  # type: ignore[no-untyped-def]
     """Reset streams that are late, and end a connection that is late or idle, or has nothing to be answered at the end."""
     conn = connection_at(me.conns, fd)
@@ -231,13 +247,16 @@ def _sweep(me, fd, now, stall):  # type: ignore[no-untyped-def]
 def run(at: Any, what: Any, fd: Any, now: Any, more: Any, _: Any) -> Any:
     """Serve a connection of HTTP/2 of the reactor whose Here is at an address, which is compiled apart.
 
-    FRAMES: read what has come; MESSAGE: take Python's at `more`; SWEEP: end what is late, `more`: how long nothing may leave.
+    FRAMES: read what has come; MESSAGE: take Python's at `more`; JOB_ENDED: take the job `more` back; SWEEP: end what is late, `more`: how long
+    nothing may leave.
     """
     me = here_at(at)
     if what == FRAMES:
         _read_frames(me, fd, now)
     elif what == MESSAGE:
         _on_message(me, fd, message_at(more), now)
+    elif what == JOB_ENDED:
+        _on_job(me, fd, more, now)
     else:
         _sweep(me, fd, now, more)
     return 0

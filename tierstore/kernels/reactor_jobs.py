@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import numba as nb
 
-from tierstore.kernels import binding, coldread, lookupplan, plan_records, rates, reactor_access
+from tierstore.kernels import coldread, lookupplan, plan_records, rates, reactor_access
 from tierstore.kernels.atomics import add_at, copy_bytes, release_i64
 from tierstore.kernels.reactor_connections import end, hold, notify, set_send_deadline
 from tierstore.kernels.reactor_words import (
     BOUNDS,
-    BUSY,
     CLOSES,
     HEAD_ROOM,
-    MADE_A_JOB,
     PREDICTION,
     REQUEST,
     ROWS_ON_DISK,
@@ -53,7 +51,9 @@ def acquire_job(me):  # type: ignore[no-untyped-def]
     """(the number of a job that is free, the job). There is one."""
     me.free_jobs.count -= 1
     number = me.free_jobs.numbers[me.free_jobs.count]
-    return number, coldread.job_at(me.jobs, number)
+    job = coldread.job_at(me.jobs, number)
+    job.stream = job.request = job.request_bytes = 0
+    return number, job
 
 
 @nb.njit
@@ -63,24 +63,23 @@ def _free_job(me, number):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def make_job(me, fd, plan, variant, view, closing, probed, began, planned):  # type: ignore[no-untyped-def]
-    """Leave the request whose run is at `me.bound` to the readers, theirs once its bytes have their place.
+def make_job(me, fd, plan, variant, view, begin, probed, began, planned):  # type: ignore[no-untyped-def]
+    """Make a job for the readers of the request whose run is at `me.bound`. What the answer has before its data is at `begin`.
 
-    `probed`: memory has answered what it holds, and they add what is on disk; else they do all of it. Returns MADE_A_JOB or a reason.
+    `probed`: memory has answered what it holds, and they add what is on disk; else they do all of it. Returns its number, or -1: there is no room.
+    Its `tail` is the caller's to set.
     """
     if me.free_jobs.count == 0:
-        return BUSY
+        return nb.int64(-1)
     data, keys = me.bound.answer_bytes, me.bound.keys
-    end = me.answer + HEAD_ROOM
-    begin = binding.write_head(variant, me.record, me.values, data, closing, me.date, end)
-    head, found = end - begin, me.found
+    head = me.answer + HEAD_ROOM - begin
     run_bytes = lookupplan.run_bytes(me.bound)
     states = head + data
     run = (states + keys + 7) & ~7
     codes = run + run_bytes
     block = allocate(codes + (8 * keys if probed else 0))
     if block == 0:
-        return BUSY
+        return nb.int64(-1)
     copy_bytes(block, begin, head + (data if probed else 0))
     copy_bytes(block + run, me.bound, run_bytes)
     if probed:
@@ -92,20 +91,25 @@ def make_job(me, fd, plan, variant, view, closing, probed, began, planned):  # t
     job.fd, job.serial, job.reactor = fd, connection_at(me.conns, fd).serial, me.number
     job.variant, job.of_view, job.run = variant, view, block + run
     job.block, job.head_bytes, job.data_bytes, job.held_bytes = block, head, data, head + data
-    job.states, job.keys, job.tail = block + states, keys, found.head_bytes + found.json_bytes
+    job.states, job.keys = block + states, keys
     job.probed, job.scoring, job.began_ns, job.planned_ns = 1 if probed else 0, 0, began, planned
-    give_away(me, fd, plan, number, closing)
-    return MADE_A_JOB
+    give_away(me, plan, number)
+    return number
 
 
 @nb.njit
-def give_away(me, fd, plan, number, closing):  # type: ignore[no-untyped-def]
-    """Note in a job who asks and what holds its view, and in the connection which job it waits for."""
+def give_away(me, plan, number):  # type: ignore[no-untyped-def]
+    """Note in a job who asks, and what holds its view."""
     found, job = me.found, coldread.job_at(me.jobs, number)
     job.caller_rates = reactor_access.bucket_of(found.caller)
     job.model_rates = plan.rates_at
     job.body_bytes = found.body_bytes
     release_i64(place(job, "announced"), me.line.announced)  # before the reactor's own is cleared
+
+
+@nb.njit
+def await_job(me, fd, number, closing):  # type: ignore[no-untyped-def]
+    """Note in a connection of HTTP/1.1 which job it waits for. The job is given to those who do it once the request's bytes have their place."""
     connection_at(me.conns, fd).job = number + 1
     if closing:
         connection_at(me.conns, fd).flags |= CLOSES
@@ -140,36 +144,36 @@ def _give_back(job):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def finish_job(me, number):  # type: ignore[no-untyped-def]
-    """A job that is done. Returns its connection if there is an answer to be sent, or -1."""
+def end_job(me, number):  # type: ignore[no-untyped-def]
+    """Count a job that is done, or give back what it has drawn, and free its number; what it has in memory stays. Returns whether there is an answer."""
     job = coldread.job_at(me.jobs, number)
-    fd, variant = job.fd, job.variant
-    row = connection_at(me.conns, fd)
-    block, size = (
-        job.block,
-        job.head_bytes + job.data_bytes,
-    )
     answered = job.outcome == coldread.DONE
-    predicted, held = job.scoring != 0, job.held_bytes
-    if answered and not predicted:  # of a prediction the keys are counted, and Python counts the answer
-        began, planned = job.began_ns, job.planned_ns
-        tail, states = job.tail, job.states
-        run = job.run
-        lookupplan.count_keys(run, tail, states, me.table_counts, TABLE_COUNT_WORDS)
+    if answered and job.scoring == 0:  # of a prediction the keys are counted, and Python counts the answer
+        lookupplan.count_keys(job.run, job.tail, job.states, me.table_counts, TABLE_COUNT_WORDS)
         now = monotonic_ns()
-        count(me, variant, began, planned, now, now)
+        count(me, job.variant, job.began_ns, job.planned_ns, now, now)
     if answered:
         me.line.answers += 1
     else:
         _give_back(job)
     release_i64(place(job, "announced"), 0)
     _free_job(me, number)
+    return answered
+
+
+@nb.njit
+def finish_job(me, number):  # type: ignore[no-untyped-def]
+    """A job of HTTP/1.1 that is done. Returns its connection if there is an answer to be sent, or -1."""
+    job = coldread.job_at(me.jobs, number)
+    answered = end_job(me, number)
+    fd, block, size, held = job.fd, job.block, job.head_bytes + job.data_bytes, job.held_bytes
+    row = connection_at(me.conns, fd)
     row.job = 0
     if not answered:
         hold(me, fd, 0)  # Python counts it
         release(block)
         add_at(place(me.shared, "inflight"), -held)
-        why = PREDICTION if predicted else ROWS_ON_DISK
+        why = PREDICTION if job.scoring != 0 else ROWS_ON_DISK
         me.line.reasons[why] += 1
         if row.lost != 0 or not notify(me, REQUEST, fd, row.serial | (why << 32), row.in_at, row.needed):
             end(me, fd, True)
@@ -184,11 +188,8 @@ def finish_job(me, number):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def drop_job(me, fd):  # type: ignore[no-untyped-def]
+def drop_job(me, number):  # type: ignore[no-untyped-def]
     """Take a job back that nobody was given: its request cannot be kept."""
-    row = connection_at(me.conns, fd)
-    number = row.job - 1
-    row.job = 0
     job = coldread.job_at(me.jobs, number)
     release(job.block)
     add_at(place(me.shared, "inflight"), -job.held_bytes)

@@ -15,7 +15,7 @@ from tierstore.kernels import binding, coldread, lookupplan, request_record, sco
 from tierstore.kernels.atomics import add_at, copy_bytes, relaxed_i64
 from tierstore.kernels.raw import call_at
 from tierstore.kernels.reactor_connections import has_room
-from tierstore.kernels.reactor_jobs import acquire_job, give_away
+from tierstore.kernels.reactor_jobs import acquire_job, await_job, give_away
 from tierstore.kernels.reactor_words import (
     BUSY,
     FULL,
@@ -91,7 +91,8 @@ def make_prediction(me, fd, plan, variant, view, tail, closing, timeout_ns, bega
     job.began_ns, job.planned_ns, job.queued_ns = began, planned, monotonic_ns()
     job.arrived_ns, job.deadline_ns = since, since + timeout_ns if timeout_ns > 0 else 0
     job.outcome = coldread.FOR_PYTHON
-    give_away(me, fd, plan, number, closing)
+    give_away(me, plan, number)
+    await_job(me, fd, number, closing)
     return MADE_A_JOB
 
 

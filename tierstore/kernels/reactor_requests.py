@@ -193,7 +193,8 @@ def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
         left = have - at
         if (row.in_at != 0 or left > 0) and not _keep(me, fd, base, at, left):
             if row.job != 0:
-                drop_job(me, fd)
+                drop_job(me, row.job - 1)
+                row.job = 0
             end(me, fd, True)
             return
         if row.state == READING:

@@ -9,16 +9,20 @@ import numba as nb
 
 from tierstore.kernels import h2calls, h2core, h2out, h2words, httphead
 from tierstore.kernels.atomics import acquire_i64, add_at, fence_all, release_i64
+from tierstore.kernels.coldread import FOR_PYTHON, job_at
 from tierstore.kernels.h2errors import read_u32
 from tierstore.kernels.h2request import keep_body
 from tierstore.kernels.raw import call_at, load_u8
 from tierstore.kernels.reactor_connections import notify
 from tierstore.kernels.reactor_frames import flush, push_all, push_row, set_deadline
+from tierstore.kernels.reactor_jobs import drop_job, end_job
 from tierstore.kernels.reactor_words import (
     ANSWERED,
     DESCRIPTION,
     DRAIN,
+    MADE_A_JOB,
     OTHER,
+    ROWS_ON_DISK,
     SIZE,
     STREAM_DATA,
     STREAM_LOST,
@@ -27,7 +31,7 @@ from tierstore.kernels.reactor_words import (
     connection_at,
 )
 from tierstore.kernels.records import place
-from tierstore.kernels.sysio import monotonic_ns
+from tierstore.kernels.sysio import monotonic_ns, release, write
 
 MOST_AWAY = 2048  # streams of all connections that Python has: each has a few messages in its pipe at most
 
@@ -120,8 +124,61 @@ def _call(me, fd, row, body, size, now):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
+def _answer(me, fd, s, row, message, size):  # type: ignore[no-untyped-def]
+    """Answer a call with a message, which may change afterwards."""
+    if not h2calls.answer_call(s, row, message, size, row.at + row.request_id_at, row.request_id_bytes):
+        h2out.write_reset(s, row.id, h2words.ENHANCE_YOUR_CALM)
+        h2out.close_row(s, row)
+    elif row.first_out != 0:
+        h2out.drop_request(s, row)
+        set_deadline(me, row)
+        push_row(me, fd, s, row)
+    elif s.pieces_used > 0:
+        flush(me, fd, s)
+
+
+@nb.njit
+def on_job(me, fd, s, row, number):  # type: ignore[no-untyped-def]
+    """Take a job back that is done. `row`: its stream, or 0: it is open no more."""
+    job = job_at(me.jobs, number)
+    answered = end_job(me, number)
+    block, request, request_bytes = job.block, job.request, job.request_bytes
+    message_bytes = job.head_bytes + job.data_bytes
+    add_at(place(me.shared, "inflight"), -job.held_bytes)
+    if row == 0:
+        release(request)
+    else:
+        row.state &= ~h2words.HAS_JOB
+        row.at = request
+        row.bytes = row.room = request_bytes
+        h2out.hold(s, request_bytes)
+        if answered:
+            _answer(me, fd, s, row, block, message_bytes)
+        else:
+            _give(me, fd, s, row, STREAM_REQUEST, ROWS_ON_DISK)
+    release(block)
+
+
+@nb.njit
+def _submit(me, fd, s, row, number):  # type: ignore[no-untyped-def]
+    """Give the job of a stream's call to the readers, with the request, which may outlive the stream."""
+    job = job_at(me.jobs, number)
+    job.stream, job.request, job.request_bytes = row.id, row.at, row.bytes
+    job.tail = row.at + row.head_bytes + h2calls.PREFIX
+    job.held_bytes += row.bytes
+    add_at(place(me.shared, "inflight"), row.bytes)
+    h2out.hold(s, -row.bytes)
+    row.at = row.bytes = row.room = row.deadline_ns = 0
+    row.state |= h2words.HAS_JOB
+    me.message.what = number
+    if write(me.job_outbox, me.message, 8) != 8:  # there is room for all of them
+        job.outcome = FOR_PYTHON
+        on_job(me, fd, s, row, number)
+
+
+@nb.njit
 def _on_request(me, fd, s, row, body, size, now):  # type: ignore[no-untyped-def]
-    """Answer a whole request, or give it to Python."""
+    """Answer a whole request, or give it to readers of cold rows or to Python."""
     if row.state & h2words.TOO_LARGE:
         _give(me, fd, s, row, STREAM_REQUEST, SIZE)
         return
@@ -129,23 +186,16 @@ def _on_request(me, fd, s, row, body, size, now):  # type: ignore[no-untyped-def
     if row.kind == h2words.CALL:
         reason = _call(me, fd, row, body, size, now)
         if reason == ANSWERED:
-            request_id = row.at + row.request_id_at
-            if not h2calls.answer_call(
-                s, row, me.call.answer_at, me.call.answer_bytes, request_id, row.request_id_bytes
-            ):
-                h2out.write_reset(s, row.id, h2words.ENHANCE_YOUR_CALM)
-                h2out.close_row(s, row)
-            elif row.first_out != 0:
-                h2out.drop_request(s, row)
-                set_deadline(me, row)
-                push_row(me, fd, s, row)
-            elif s.pieces_used > 0:  # the next answer is made where this one is
-                flush(me, fd, s)
+            _answer(me, fd, s, row, me.call.answer_at, me.call.answer_bytes)
             return
     if row.bytes == row.head_bytes and not keep_body(s, row, body, size, -1):
+        if reason == MADE_A_JOB:
+            drop_job(me, me.call.job)
         _refuse(me, s, row)
-        return
-    _give(me, fd, s, row, STREAM_REQUEST, reason)
+    elif reason == MADE_A_JOB:
+        _submit(me, fd, s, row, me.call.job)
+    else:
+        _give(me, fd, s, row, STREAM_REQUEST, reason)
 
 
 @nb.njit

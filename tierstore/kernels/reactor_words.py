@@ -103,7 +103,7 @@ LINE = define("ReactorLine", "what one reactor says of itself", {
 ANSWER, COME_BACK, DROP, WAKE, BLOCK, MAKE_ROOM, STREAM_BLOCK, STREAM_CONSUMED, STREAM_RESET = range(9)
 STREAM_SHIFT = 32  # where the number of a stream begins in the first word of a message
 FIRST_PART = (1 << STREAM_SHIFT) - 1
-FRAMES, MESSAGE, SWEEP = range(3)  # what `reactor_http2.run` is to do
+FRAMES, MESSAGE, SWEEP, JOB_ENDED = range(4)  # what `reactor_http2.run` is to do
 
 MESSAGE_RECORD = define("Message", "a message to Python or back", {
     "what": "its kind, from bit 8 on a descriptor, from bit 32 on the number of a stream",
@@ -122,6 +122,7 @@ TABLE_COUNT_WORDS = 8  # one a tier
 ANSWERED_CALL = define("AnsweredCall", "a call of gRPC", {
     "answer_at answer_bytes": "the answer's message, until the next one is made",
     "since_ns": "when the call's first bytes came; 0: all came at once",
+    "job": "the number of the job that was made of it",
 })  # fmt: skip
 
 # what comes of a request

@@ -100,8 +100,9 @@ class ColdReaders:
             os.write(self._offers, _END)
             promoter.join()
         self._epochs.remove_readers(self.jobs)
-        for block in self.jobs["block"][(self.jobs["announced"] != 0) & (self.jobs["scoring"] == 0)].tolist():
-            free(block)
+        left = self.jobs[(self.jobs["announced"] != 0) & (self.jobs["scoring"] == 0)]
+        for memory in (*left["block"].tolist(), *left["request"].tolist()):
+            free(memory)
 
     @property
     def idle(self) -> bool:
