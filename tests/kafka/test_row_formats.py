@@ -175,12 +175,12 @@ def test_a_registry_with_a_password_and_references(schemas: Schemas) -> None:
     }  # fmt: skip
     schemas.answers["/subjects/shop%2FVector/versions/3"] = {"schema": json.dumps(vector)}
     options = {"schema.registry.url": schemas.url, "schema.registry.basic.auth.user.info": "reader:secret"}
-    decode = decoder("avro", NAMES, registry=registry_of(None, {**options, "security.protocol": "ssl"}), schema=None)
+    decode = decoder("avro", NAMES, registry=registry_of({**options, "security.protocol": "ssl"}), schema=None)
     assert decode(framed(9, b"\x04ab")) == {"vector": {"numbers": b"ab"}}
     with pytest.raises(Unreachable, match="401"):
         decoder("avro", NAMES, registry=Registry(schemas.url), schema=None)(framed(9, b""))
     with pytest.raises(ConfigError, match="no such property"):
-        registry_of(None, {**options, "schema.registry.ssl.keystore": "x"})
+        registry_of({**options, "schema.registry.ssl.keystore": "x"})
 
 
 def test_protobuf_by_a_registry(schemas: Schemas) -> None:
