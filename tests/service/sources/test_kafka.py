@@ -22,6 +22,7 @@ from tests.service.scenes import delta, rows, write_small, write_snapshot
 from tests.service.sources.kafka_scenes import TopicScene, confluent_kafka
 from tierstore.engine.store import Store
 from tierstore.errors import Conflict, NotFound, Overloaded
+from tierstore.kafka import reader
 from tierstore.kafka.messages import split
 from tierstore.kafka.window import Held
 from tierstore.service.server import ServerThread
@@ -354,7 +355,9 @@ def test_a_service_follows_a_topic_and_says_how_it_stands(tmp_path: Path, broker
             eventually(lambda: not client.status()["service"]["problems"], "no problem")
 
 
-def test_a_topic_that_is_not_there(tmp_path: Path) -> None:
+def test_a_topic_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not REAL:
+        monkeypatch.setattr(reader, "METADATA_S", 0.5)  # no broker is there to answer
     name = REAL or "127.0.0.1:1"
     with Store(settings_for(tmp_path, kafka=name, kafka_topic="tierstore-no-such-topic")) as store:
         source = KafkaSource(store, store.settings)
