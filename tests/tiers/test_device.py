@@ -101,7 +101,7 @@ def test_a_device_that_is_full_makes_a_smaller_cache_and_says_so() -> None:
     memory = DeviceMemory(device, 1 << 19)
     table = DeviceTable(SPEC, 1 << 20, memory, default_vector=DEFAULT)
     assert 0 < table.bytes_in_use <= device.total - WORKSPACES * memory.workspace_bytes
-    assert "no memory for more" in table.stats()["problem"]
+    assert "no device memory beyond" in table.stats()["problem"]
     keys = np.arange(200, dtype=np.int64)
     assert table.insert(keys, rows_of(keys), 1) == 200
     np.testing.assert_array_equal(ask(table, keys)[0], vectors_of(keys))

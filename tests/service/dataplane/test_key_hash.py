@@ -15,7 +15,7 @@ import tierstore
 from tests.hashed_keys import FEATURES, IDS, PADDING, ROWS, UNSIGNED, vectors, write_hashed, xxh3
 from tests.service.conftest import GRPC, eventually, settings_for
 from tests.service.upstream.scenes import Scene
-from tests.service.wires import GrpcWire, HttpWire, Wire
+from tests.service.wires import Wire
 from tierstore.engine.store import Store
 from tierstore.formats.key_hash import rows_of
 from tierstore.formats.keys import as_codes
@@ -32,15 +32,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThread]:
             eventually(lambda: server.service.reactors_state == "running", "the reactors")
             store.model("ctr").lookup("row", np.arange(ROWS))  # all rows are in memory from here on
             yield server
-
-
-@pytest.fixture(params=[HttpWire, GrpcWire])
-def wire(request: pytest.FixtureRequest, server: ServerThread) -> Iterator[Wire]:
-    if request.param is GrpcWire:
-        pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
-    wire: Wire = request.param(server)
-    yield wire
-    wire.client.close()
 
 
 def tensor(wire: Wire, name: str, keys: Any) -> Any:
