@@ -161,6 +161,15 @@ def test_a_taken_port_frees_the_others(tmp_path: Path, monkeypatch: pytest.Monke
     assert [sock.fileno() for sock in bound] == [-1]
 
 
+def is_answered(admin: Path) -> bool:
+    """Whether the operator's socket answers."""
+    with socket.socket(socket.AF_UNIX) as made:
+        made.settimeout(20)
+        made.connect(str(admin))
+        made.sendall(b"GET /admin/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        return made.recv(64).startswith(b"HTTP/1.1 200 ")
+
+
 def test_connections_leave_descriptors_for_the_operator(tmp_path: Path) -> None:
     """As many prefaces of HTTP/2 as the process may open files: health and the operator's socket are answered all the same."""
     command = [sys.executable, "-m", "tierstore", "serve", "--data", "data", "--port", "0", "--grpc-port", "off"]
@@ -174,17 +183,14 @@ def test_connections_leave_descriptors_for_the_operator(tmp_path: Path) -> None:
         stack.callback(process.terminate)
         assert process.stdout is not None
         port = int(process.stdout.readline().split()[-1].rpartition(":")[2])
+        assert is_answered(tmp_path / "admin")  # what it needs is imported from here on
         for _ in range(FEW_FILES):
             one = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
             with contextlib.suppress(OSError):  # it was refused
                 one.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
         files = f"/proc/{process.pid}/fd"
         eventually(lambda: len(os.listdir(files)) < FEW_FILES - 32, "those that are too many are ended")
-        admin = stack.enter_context(socket.socket(socket.AF_UNIX))
-        admin.settimeout(20)
-        admin.connect(str(tmp_path / "admin"))
-        admin.sendall(b"GET /admin/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert admin.recv(64).startswith(b"HTTP/1.1 200 ")
+        assert is_answered(tmp_path / "admin")
         health = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
         health.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert health.recv(64).startswith((b"HTTP/1.1 200 ", b"HTTP/1.1 503 "))

@@ -295,7 +295,7 @@ def test_what_cannot_be_says_why(tmp_path, open_store):
     store.load_snapshot(scenes.write_snapshot(tmp_path))
     for seq in (1, 2):
         store.apply_delta(delta(seq))
-    for seq, why in ((3, "expected a seq from 0 to 2, got 3"), (1, 'loaded with base="rocksdb"')):
+    for seq, why in ((3, "expected a seq from 0 to 2, got 3"), (1, "loaded with base=rocksdb")):
         with pytest.raises(Conflict, match=why):
             store.rollback("ctr", to_seq=seq)
     with pytest.raises(InvalidInput, match="expected the seq of a delta"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -21,6 +22,7 @@ from tests.service.scenes import delta, rows, write_snapshot
 from tierstore.engine.store import Store
 from tierstore.engine.versions.version import Version
 from tierstore.errors import InvalidInput, Overloaded
+from tierstore.service.admin import routes
 from tierstore.service.admin.sources import check_still_there, resolve_source
 from tierstore.service.context import ADMIN_THREADS
 from tierstore.service.server import ServerThread
@@ -388,3 +390,21 @@ def test_a_source_that_becomes_a_link_while_its_load_waits_is_not_loaded(tmp_pat
         snapshot.unlink()
     with pytest.raises(InvalidInput):
         check_still_there(found, [root])
+
+
+def test_what_could_not_be_made_for_want_of_descriptors_is_made_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = list[OSError]()
+
+    def make_app(service: Any) -> Any:
+        if not failed:
+            failed.append(OSError(errno.EMFILE, "Too many open files"))
+            raise failed[0]
+        return made(service)
+
+    made = routes.make_app
+    monkeypatch.setattr(routes, "make_app", make_app)
+    with ServerThread(FakeStore(settings_for(tmp_path))) as server:  # type: ignore[arg-type]
+        eventually(lambda: httpx.get(f"{server.url}/admin/models").status_code == 200, "it is made")
+    assert failed

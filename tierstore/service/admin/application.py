@@ -21,10 +21,11 @@ class AdminApplication:
         self._making: asyncio.Task[FastAPI] | None = None
 
     def begin(self) -> asyncio.Task[FastAPI]:
-        """Begin to make it, unless that has begun."""
-        if self._making is None:
-            self._making = asyncio.create_task(asyncio.to_thread(self._make))
-        return self._making
+        """Begin to make it, unless that has begun. Where it failed, for want of descriptors, say, it is tried again."""
+        making = self._making
+        if making is None or (making.done() and (making.cancelled() or making.exception() is not None)):
+            making = self._making = asyncio.create_task(asyncio.to_thread(self._make))
+        return making
 
     async def __call__(self, scope: Scope, receive: Receive) -> Response:
         app = await asyncio.shield(self.begin())
