@@ -81,6 +81,7 @@ def test_backups_of_a_store_that_works_are_each_of_one_moment(tmp_path: Path) ->
     known, _, report = test._moments[4]
     test._moments[4] = known, [], report
     known.moved_to(known.last + 1000)
+    known.unfinished = []  # a delta that was under way may be the last one instead
     with pytest.raises(Wrong):
         test._check(4)
 
