@@ -31,11 +31,10 @@ from benchmarks.options import parser_of
 from benchmarks.ready import wait_until_warm
 from benchmarks.wire_lookup import CONNECTIONS, VARIANTS, Server, child, connect, cpu_s, over_http, read_exactly, turn
 from benchmarks.wire_table import DIM, FEATURE, MODEL, ROW_BYTES, keys_of, vectors_of
+from tests.service import http2_client as h2
 from tierstore.service.rpc.protobuf import message_class
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_DATA, _HEADERS, _SETTINGS, _WINDOW_UPDATE = 0, 1, 4, 8
-_FRAME_BYTES, MOST_WINDOW = 1 << 14, (1 << 31) - 1
+_FRAME_BYTES = 1 << 14
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
 BOUND = 64 << 20
 OPTIONS = [("grpc.max_receive_message_length", BOUND), ("grpc.use_local_subchannel_pool", 1)]
@@ -117,17 +116,13 @@ class GrpcServer:
         return used / total * 1e6, elapsed / total * 1e6
 
 
-def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
-
-
 class Frames:
     """One connection on which calls are frames that the client has made before, and answers bytes that it counts."""
 
     def __init__(self, port: int) -> None:
         self._socket, self._stream, self._credit, self._space = connect(port), -1, b"", memoryview(b"")
-        window = frame(_SETTINGS, 0, 0, struct.pack(">HI", 4, MOST_WINDOW))
-        self._socket.sendall(PREFACE + window + frame(_WINDOW_UPDATE, 0, 0, struct.pack(">I", MOST_WINDOW >> 1)))
+        window = h2.settings((h2.INITIAL_WINDOW_SIZE, h2.MOST_WINDOW))
+        self._socket.sendall(h2.PREFACE + window + h2.credit(0, h2.MOST_WINDOW >> 1))
         encoder = hpack.Encoder()
         said = {":method": "POST", ":scheme": "http", ":path": METHOD, ":authority": "localhost",
                 "te": "trailers", "content-type": "application/grpc", "user-agent": "grpc-benchmark"}  # fmt: skip
@@ -140,8 +135,8 @@ class Frames:
         self._stream += 2
         data = struct.pack(">BI", 0, len(message)) + message
         parts = [data[at : at + _FRAME_BYTES] for at in range(0, len(data), _FRAME_BYTES)]
-        frames = [frame(_DATA, part is parts[-1], self._stream, part) for part in parts]
-        head = frame(_HEADERS, 4, self._stream, self._heads[self._stream > 1])
+        frames = [h2.frame(h2.DATA, part is parts[-1], self._stream, part) for part in parts]
+        head = h2.frame(h2.HEADERS, h2.END_HEADERS, self._stream, self._heads[self._stream > 1])
         self._socket.sendall(b"".join([self._credit, head, *frames]))
 
     def measure(self) -> None:
@@ -154,10 +149,10 @@ class Frames:
             read_exactly(self._socket, payload)
             if int.from_bytes(head[5:], "big") == self._stream:
                 size += 9 + len(payload)
-                if head[3] == _HEADERS and head[4] & 1:
+                if head[3] == h2.HEADERS and head[4] & h2.END_STREAM:
                     break
         self._space = memoryview(bytearray(size))
-        self._credit = frame(_WINDOW_UPDATE, 0, 0, struct.pack(">I", size))
+        self._credit = h2.credit(0, size)
 
     def read(self) -> None:
         read_exactly(self._socket, self._space)

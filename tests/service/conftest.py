@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -102,3 +103,16 @@ def own(tmp_path: Path) -> Iterator[tuple[Store, ServerThread, httpx.Client]]:
         httpx.Client(base_url=server.url, timeout=60) as client,
     ):
         yield store, server, client
+
+
+def ask_while_versions_change(store: Store, ask: Callable[[int, threading.Event], None]) -> None:
+    """Activate versions 2 and 1 of `ctr` in turn, while four threads `ask(seed, over)` until the event is set."""
+    over = threading.Event()
+    askers = [threading.Thread(target=ask, args=(seed, over)) for seed in range(4)]
+    for asker in askers:
+        asker.start()
+    for version in (2, 1) * 5:
+        store.activate("ctr", version)
+    over.set()
+    for asker in askers:
+        asker.join()

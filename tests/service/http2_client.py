@@ -52,6 +52,15 @@ def head(path: str, method: str = "GET", *more: tuple[str, str]) -> bytes:
     return block([(":method", method), (":scheme", "http"), (":path", path), (":authority", "localhost"), *more])
 
 
+def call(stream: int, path: str, message: bytes) -> bytes:
+    """The frames of a call of gRPC, none larger than any server takes."""
+    data = struct.pack(">BI", 0, len(message)) + message
+    fields = head(path, "POST", ("content-type", "application/grpc"), ("te", "trailers"))
+    parts = [data[at : at + (1 << 14)] for at in range(0, len(data), 1 << 14)]
+    frames = [frame(DATA, END_STREAM if part is parts[-1] else 0, stream, part) for part in parts]
+    return b"".join([frame(HEADERS, END_HEADERS, stream, fields), *frames])
+
+
 def get(stream: int, path: str) -> bytes:
     return frame(HEADERS, END_HEADERS | END_STREAM, stream, head(path))
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import tierstore
-from tests.service.conftest import eventually, load
+from tests.service.conftest import ask_while_versions_change, eventually, load
 from tests.service.raw_clients import request
 from tests.service.scenes import write_small
 from tierstore.engine.store import Store
@@ -574,9 +574,9 @@ def test_many_ask_for_cold_rows_at_once_while_the_version_is_switched(
     store = server.service.store
     expected = {key: store.model("ctr").lookup("item_id", [key])[0] for key in range(100)}
     store.load_snapshot(write_small(tmp_path, "ctr", "item", 2), activate=False)
-    over, wrong = threading.Event(), []
+    wrong = []
 
-    def look_up(seed: int) -> None:
+    def look_up(seed: int, over: threading.Event) -> None:
         random = np.random.default_rng(seed)
         with connection(server) as mine:
             while not over.is_set():
@@ -587,13 +587,6 @@ def test_many_ask_for_cold_rows_at_once_while_the_version_is_switched(
                 ):
                     wrong.append(keys)
 
-    askers = [threading.Thread(target=look_up, args=(seed,)) for seed in range(4)]
-    for asker in askers:
-        asker.start()
-    for version in (2, 1) * 5:
-        store.activate("ctr", version)
-    over.set()
-    for asker in askers:
-        asker.join()
+    ask_while_versions_change(store, look_up)
     assert not wrong
     eventually(lambda: server.service.inflight.used_bytes == 0, "nothing is held")

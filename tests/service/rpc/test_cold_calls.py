@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -16,7 +15,7 @@ grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
 
 import tierstore  # noqa: E402
 from tests.service import http2_client as h2  # noqa: E402
-from tests.service.conftest import GRPC, eventually, settings_for  # noqa: E402
+from tests.service.conftest import GRPC, ask_while_versions_change, eventually, settings_for  # noqa: E402
 from tierstore.engine.store import Store  # noqa: E402
 from tierstore.service.rpc.protobuf import message_class  # noqa: E402
 from tierstore.service.server import ServerThread  # noqa: E402
@@ -67,14 +66,6 @@ def message_of(keys: np.ndarray, feature: str = "item_id", offsets: np.ndarray |
     if feature != "bag":
         made.outputs.add(name=f"{feature}.found")
     return made
-
-
-def call(stream: int, message: Any) -> bytes:
-    """The frames of a call."""
-    data = message.SerializeToString()
-    head = h2.head(INFER, "POST", ("content-type", "application/grpc"), ("te", "trailers"))
-    body = struct.pack(">BI", 0, len(data)) + data
-    return h2.frame(h2.HEADERS, h2.END_HEADERS, stream, head) + h2.frame(h2.DATA, h2.END_STREAM, stream, body)
 
 
 def tensors(answer: Any) -> list[np.ndarray]:
@@ -139,7 +130,7 @@ def test_streams_and_connections_that_end_before_their_rows_are_read(
     for _ in range(12):
         with h2.Client(server.grpc_port, h2.settings((h2.INITIAL_WINDOW_SIZE, window))) as client:
             for stream in range(1, 41, 2):
-                asked = call(stream, message_of(rng.integers(0, ROWS, 800)))
+                asked = h2.call(stream, INFER, message_of(rng.integers(0, ROWS, 800)).SerializeToString())
                 client.send(asked, h2.reset(stream) if stream % 4 == 1 else b"")
             assert client.is_alive()
     eventually(lambda: service.reactors.cold_readers.idle, "no job is left")
@@ -154,22 +145,15 @@ def test_many_ask_while_versions_change(served: tuple[Store, ServerThread], infe
     """Every answer is right, and versions that were left are closed all the same."""
     store, server = served
     store.load_snapshot(write(tmp_path, 2), activate=False)
-    over, wrong = threading.Event(), list[Any]()
+    wrong = list[Any]()
 
-    def ask(seed: int) -> None:
+    def ask(seed: int, over: threading.Event) -> None:
         rng = np.random.default_rng(seed)
         while not over.is_set():
             keys = rng.integers(0, ROWS, 200)
             if not np.array_equal(tensors(infer(message_of(keys)))[0], rows_of(keys)):
                 wrong.append(keys)
 
-    askers = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
-    for asker in askers:
-        asker.start()
-    for version in (2, 1) * 5:
-        store.activate("ctr", version)
-    over.set()
-    for asker in askers:
-        asker.join()
+    ask_while_versions_change(store, ask)
     assert not wrong
     eventually(lambda: server.service.inflight.used_bytes == 0, "nothing is held")

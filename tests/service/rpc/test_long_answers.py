@@ -50,12 +50,7 @@ def call(stream: int, asked: np.ndarray) -> bytes:
     """The frames of a call for rows."""
     message = Request(model_name="wide", raw_input_contents=[asked.tobytes()])
     message.inputs.add(name="item_id", datatype="INT64", shape=asked.shape)
-    data = message.SerializeToString()
-    data = struct.pack(">BI", 0, len(data)) + data
-    head = h2.head(INFER, "POST", ("content-type", "application/grpc"), ("te", "trailers"))
-    parts = [data[at : at + (1 << 14)] for at in range(0, len(data), 1 << 14)]
-    frames = [h2.frame(h2.DATA, h2.END_STREAM if part is parts[-1] else 0, stream, part) for part in parts]
-    return b"".join([h2.frame(h2.HEADERS, h2.END_HEADERS, stream, head), *frames])
+    return h2.call(stream, INFER, message.SerializeToString())
 
 
 @pytest.mark.parametrize("receive_buffer", [0, 4096])
