@@ -91,7 +91,7 @@ class Ours:
         self.tier.get(1, keys, rows, state)
 
     def change(self, keys: Keys, rows: Rows, number: int) -> None:
-        self.tier.ingest([write_sst(self.path.with_suffix(f".{number}"), tables=[(1, keys, rows, None)], delta=True)])
+        self.tier.change(self.path.with_suffix(f".{number}"), {}, [(1, keys, rows, None)])
 
     def close(self) -> None:
         self.tier.close()

@@ -14,7 +14,6 @@ from tests.tiers.test_disk import CACHE, complete, ingest, open_again
 from tierstore.errors import Closed, DiskFull
 from tierstore.tiers.disk.reader_pool import ReaderPool
 from tierstore.tiers.disk.sealed import SealedTier
-from tierstore.tiers.disk.sst import write_sst
 from tierstore.tiers.disk.tier import DiskTier
 
 KEYS = np.arange(500)
@@ -46,7 +45,6 @@ def test_it_is_read_until_there_is_room_and_scans_go_on_beyond(
     whole: DiskTier, readers: ReaderPool, tmp_path: Path
 ) -> None:
     with full_disk() as disk:
-        late = write_sst(tmp_path / "late.sst", tables=[(1, KEYS[:3], some_rows(KEYS[:3], 7), None)], delta=True)
         disk.full = True
         tier = open_again(whole, readers)
         assert holds(tier, 0)
@@ -54,10 +52,10 @@ def test_it_is_read_until_there_is_room_and_scans_go_on_beyond(
         scan = tier.scan(1, ROW_BYTES, batch_rows=100)
         seen = [next(scan)]
         with pytest.raises(DiskFull, match="free some space"):
-            tier.ingest([late])
+            ingest(tier, KEYS[:3], some_rows(KEYS[:3], 7))
         assert holds(tier, 0)
         disk.full = False
-        tier.ingest([late])
+        ingest(tier, KEYS[:3], some_rows(KEYS[:3], 7))
         assert holds(tier, 7)
         for salt in (8, 9):
             ingest(tier, KEYS[:3], some_rows(KEYS[:3], salt), records={"watermark": b"%d" % salt})

@@ -203,6 +203,7 @@ def bind(variant, view, record, tail, codes, most_bytes, run, values):  # type: 
     keys, bags, work, scratch, made = nb.int64(0), nb.int64(0), nb.int64(0), nb.int64(0), nb.int64(0)
     run.calls = variant.planned_calls
     run.codes_at = codes
+    run.window = 0
     for _ in range(variant.planned_calls):
         n = _bind_call(record, planned, call)
         if n < 0:

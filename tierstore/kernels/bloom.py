@@ -43,6 +43,15 @@ def _bit(key: Any, word: Any) -> Any:
     return _U32(_U32(1) << (product >> _U32(27)))
 
 
+@compiled("boolean(int64, uint32[::1])", inner=True)
+def holds(key: Any, words: Any) -> Any:
+    """Whether one key may have been added."""
+    at, there = _block_of(key, len(words) // WORDS), True
+    for j in range(WORDS):
+        there &= (words[at + j] & _bit(key, j)) != 0
+    return there
+
+
 @compiled(types.int64(_KEYS, types.uint32[::1]))
 def _add(keys: Any, words: Any) -> Any:
     blocks, new = len(words) // WORDS, 0
@@ -67,11 +76,8 @@ def probe(keys: Any, words: Any, maybe: Any) -> Any:
             prefetch(base + 4 * _block_of(keys[i + _AHEAD], blocks))
         if maybe[i]:
             continue
-        at, there = _block_of(keys[i], blocks), True
-        for j in range(WORDS):
-            there &= (words[at + j] & _bit(keys[i], j)) != 0
-        maybe[i] = there
-        found += there
+        maybe[i] = holds(keys[i], words)
+        found += maybe[i]
     return found
 
 

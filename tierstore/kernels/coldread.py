@@ -1,11 +1,12 @@
-"""Reader threads without the interpreter: they read rows that memory does not hold from the sealed base.
+"""Rows that memory does not hold, read from disk without the interpreter: beside a request where the system's cache has them, else by reader threads.
 
-A reactor that needs such rows, or has a request that would keep it from others for long, makes a job of it and writes its number to
-a pipe, from which all reader threads read. One of them completes the answer in the job's own memory and writes the number to the reactor's pipe. A job keeps the
+`finish` answers what a run has left. A reactor calls it for a few keys and waits for no drive. Where that is not enough, or a request would keep it from
+others for long, it makes a job of the request and writes its number to a pipe, from which all reader threads read. One of them completes the rows in the job's
+own memory, and writes the number to the reactor's pipe, or, of a prediction, to the pipe of the threads that run graphs. A job keeps the
 generation that the reactor had announced, and so its view, until the reactor reclaims it.
 
-Keys that the filter of changed keys cannot rule out are for RocksDB, and keys that the drive could not read, or that are in
-another node's partitions, need an error from Python: such a job ends as FOR_PYTHON, and Python answers the request from the start. Rows that were read are
+Keys that RocksDB alone has (`disk_rows.SOME`), that the drive could not read, or that are in another node's partitions are for Python:
+such a job ends as FOR_PYTHON, and Python answers the request from the start. Rows that were read are
 offered to the cache through a pipe to Python, which writes them; an offer that finds no room is dropped.
 
 Free functions of records and addresses, nogil. Nothing here survives a crash.
@@ -19,13 +20,13 @@ import numba as nb
 import numpy as np
 from numba import types
 
-from tierstore.kernels import LAST, bloom, compiled, lookupplan, plan_records, sealed
-from tierstore.kernels.atomics import acquire_i64, add_at, copy_bytes
+from tierstore.kernels import LAST, compiled, compiled_c, disk_rows, lookupplan, plan_records
+from tierstore.kernels.atomics import add_at, copy_bytes, stack_bytes
 from tierstore.kernels.codec import decode_row
 from tierstore.kernels.partitions import group, partition_at
-from tierstore.kernels.raw import call_at, i64_at, load_i64, load_u8, store_u8, u32_at
+from tierstore.kernels.raw import call_at, load_i64, load_u8, store_i64, store_u8
 from tierstore.kernels.records import at, define, place
-from tierstore.kernels.sysio import EINTR, allocate, read, release, write
+from tierstore.kernels.sysio import EINTR, allocate, monotonic_ns, read, release, write
 from tierstore.types import Tier
 
 JOB = define("Job", "a request that a reactor leaves to readers of cold rows, or to a thread that predicts", {
@@ -37,13 +38,15 @@ JOB = define("Job", "a request that a reactor leaves to readers of cold rows, or
     "of_view": (plan_records.VIEW, "what it reads"),
     "tail": "the request's data; until it is submitted, counted from the request's first byte",
     "block": "the answer's head and data; what else it needs lies behind them",
+    "rows": "where the rows go that are looked up: the answer's data, or the rows of a prediction",
     "run": (plan_records.RUN, "what is asked"),
     "head_bytes data_bytes": "of the answer",
     "states": "a byte for each key: the tier that answered it",
     "reactor": "its number",
-    "outcome": "DONE or FOR_PYTHON",
+    "outcome": "DONE, FOR_PYTHON or RETURNED",
     "began_ns planned_ns": "when it came, and when it was planned",
     "probed": "1: memory has answered what it holds",
+    "cold": "1: rows are to be read before anything else is done",
     "caller_rates model_rates": "what it has drawn from, or 0",
     "body_bytes keys": "what it has drawn",
     "held_bytes": "what counts as held while it lasts",
@@ -52,7 +55,8 @@ JOB = define("Job", "a request that a reactor leaves to readers of cold rows, or
     "queued_ns arrived_ns deadline_ns": "when it was queued and came, and when it is late, or 0",
 }, size=256)  # fmt: skip
 job_at = at(JOB)
-DONE, FOR_PYTHON = 0, 1  # of `outcome`
+DONE, FOR_PYTHON, RETURNED = range(3)  # of `outcome`; RETURNED: by a thread that was to run a graph
+LEFT = 3  # of `finish`: rows that the drive would have to be waited for
 
 OFFER = define("Offer", "rows for the cache; behind it keys int64[n], states uint8[n] up to a multiple of 8, rows", {
     "bytes": "of all of it",
@@ -64,26 +68,14 @@ MOST_OFFERED = 64 << 20  # bytes that wait for Python
 
 READERS = define("Readers", "what all readers share", {
     "offered": "bytes that wait for Python",
-    "run_at": "the address of `lookupplan.run`",
+    "run_at finish_at": "the addresses of `lookupplan.run` and `finish`",
+    "offers": "a descriptor: the pipe of offers to the cache",
+    "predictions queued_at": "the descriptor of the pipe of those who run graphs, or -1, and the address of how many wait there",
 }, apart=True)  # fmt: skip
 readers_at = at(READERS)
 
 _WINDOW = 32  # blocks on their way for one job
 _PENDING, _ABSENT, _DISK = int(Tier.PENDING), int(Tier.ABSENT), int(Tier.DISK)
-
-
-@nb.njit
-def _perhaps_changed(changed, keys):  # type: ignore[no-untyped-def]
-    """Whether a delta may have changed one of `keys`; `changed` is the address of the address of the filter's layers."""
-    layers = acquire_i64(changed)
-    if layers == 0:
-        return False
-    perhaps = np.zeros(keys.size, np.bool_)
-    found = 0
-    for i in range(load_i64(layers, 0)):
-        words = nb.carray(u32_at(load_i64(layers, 1 + 2 * i)), (load_i64(layers, 2 + 2 * i),))
-        found += bloom.probe(keys, words, perhaps)
-    return found > 0
 
 
 @nb.njit
@@ -98,7 +90,7 @@ def _are_own(table, keys):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _offer(shared, outbox, table, seq, keys, state, rows, row_bytes):  # type: ignore[no-untyped-def]
+def _offer(shared, table, seq, keys, state, rows, row_bytes):  # type: ignore[no-untyped-def]
     """Offer rows that were read to the cache."""
     n = keys.size
     padded = (n + 7) & ~7
@@ -111,21 +103,24 @@ def _offer(shared, outbox, table, seq, keys, state, rows, row_bytes):  # type: i
             at = block + _OFFER_BYTES
             copy_bytes(at, nb.int64(keys.ctypes.data), 8 * n)
             copy_bytes(at + 8 * n, nb.int64(state.ctypes.data), n)
-            copy_bytes(at + 8 * n + padded, nb.int64(rows.ctypes.data), n * row_bytes)
+            copy_bytes(at + 8 * n + padded, rows, n * row_bytes)
             message = np.empty(1, np.int64)
             message[0] = block
-            if write(outbox, nb.int64(message.ctypes.data), 8) == 8:
+            if write(shared.offers, nb.int64(message.ctypes.data), 8) == 8:
                 return
             release(block)
     add_at(place(shared, "offered"), -size)
 
 
 @nb.njit
-def _fetch(shared, outbox, table, seq, keys_at, n, state_at, out_code, out):  # type: ignore[no-untyped-def]
-    """Answer the keys that are PENDING from the base: rows to `out`, states. False if it cannot answer all."""
+def _fetch(shared, table, seq, keys_at, n, state_at, out_code, out, window):  # type: ignore[no-untyped-def]
+    """Answer the keys that are PENDING from disk: rows to `out`, states. What the drive has yet to read stays PENDING with a window of 0.
+
+    Returns DONE, LEFT where keys are PENDING still, or FOR_PYTHON.
+    """
     base, dim, code = table.base, table.dim, table.code
     if base == 0:
-        return False
+        return FOR_PYTHON
     row_bytes = table.row_bytes
     pending = 0
     for i in range(n):
@@ -151,23 +146,27 @@ def _fetch(shared, outbox, table, seq, keys_at, n, state_at, out_code, out):  # 
             distinct += 1
         which[k] = distinct - 1
     keys = keys[:distinct]
-    if not _are_own(table, keys) or _perhaps_changed(base.changed_at, keys):
-        return False
-    files = base.files
-    fences = nb.carray(i64_at(base.fences_at), (base.fences,))
-    part_starts = nb.carray(i64_at(base.part_starts_at), (parts + 1,))
-    ends = nb.carray(i64_at(base.ends_at), (files,))
-    counts = nb.carray(i64_at(base.rows_at), (files,))
-    fds = nb.carray(i64_at(base.fds_at), (files,))
-    block_bytes = base.block_bytes
-    rows, buffer = np.empty(distinct * row_bytes, np.uint8), np.empty(block_bytes, np.uint8)
-    state, trouble = np.zeros(distinct, np.uint8), np.zeros(distinct, np.int32)
-    failed = sealed._look_up(
-        keys, np.ones(distinct, np.bool_), nb.int64(rows.ctypes.data), row_bytes, row_bytes, state, trouble, fences, part_starts,
-        ends, counts, fds, base.per_block, block_bytes, nb.int64(buffer.ctypes.data), _WINDOW,
-    )  # fmt: skip
-    if failed != 0 or buffer.size == 0:
-        return False
+    if not _are_own(table, keys):
+        return FOR_PYTHON
+    rows, state, trouble = (
+        np.empty(distinct * row_bytes, np.uint8),
+        np.zeros(distinct, np.uint8),
+        np.zeros(distinct, np.int32),
+    )
+    failed = disk_rows.read(
+        base,
+        table.patches_at,
+        table.patches,
+        table.changes,
+        keys,
+        nb.int64(rows.ctypes.data),
+        row_bytes,
+        state,
+        trouble,
+        window,
+    )
+    if failed != 0:
+        return FOR_PYTHON
     default = table.half_default_at if out_code == 1 else table.default_at
     out_bytes = dim * (4 >> out_code)
     for k in range(pending):
@@ -175,51 +174,46 @@ def _fetch(shared, outbox, table, seq, keys_at, n, state_at, out_code, out):  # 
         store_u8(state_at, i, state[of])
         if state[of] == _DISK:
             decode_row(code, out_code, nb.int64(rows.ctypes.data) + of * row_bytes, out + i * out_bytes, dim)
-        else:
+        elif state[of] == _ABSENT:
             copy_bytes(out + i * out_bytes, default, out_bytes)
-    _offer(shared, outbox, table, seq, keys, state, rows, row_bytes)
-    return True
+    read = 0
+    for k in range(distinct):
+        if state[k] != _PENDING:
+            if read < k:
+                keys[read], state[read] = keys[k], state[k]
+                copy_bytes(
+                    nb.int64(rows.ctypes.data) + read * row_bytes, nb.int64(rows.ctypes.data) + k * row_bytes, row_bytes
+                )
+            read += 1
+    if read > 0:
+        _offer(shared, table, seq, keys[:read], state[:read], nb.int64(rows.ctypes.data), row_bytes)
+    return DONE if read == distinct and rows.size >= 0 else LEFT
 
 
 @nb.njit
-def _finish_bags(shared, outbox, call, table, seq, keys, n, state, tail, out):  # type: ignore[no-untyped-def]
+def _finish_bags(shared, call, table, seq, keys, n, state, tail, out, window):  # type: ignore[no-untyped-def]
     """Look all keys of a call's bags up as rows, and pool those."""
     dim = table.dim
     size = lookupplan.bag_scratch(call, n, dim)
     scratch = allocate(size)
     if scratch == 0:
-        return False
+        return FOR_PYTHON
     rows = lookupplan.probe_for_bags(call, table, keys, n, state, tail, scratch)
-    done = _fetch(shared, outbox, table, seq, keys, n, state, 0, rows)
-    if done:
+    came = _fetch(shared, table, seq, keys, n, state, 0, rows, window)
+    if came == DONE:
         lookupplan.pool_probed(call, table, keys, n, tail, rows, out, scratch)
-    release(scratch)
-    return done
-
-
-@nb.njit
-def _probe_all(shared, job):  # type: ignore[no-untyped-def]
-    """Do what a reactor does with a small request: what comes of it, as `lookupplan.run` says."""
-    run, data = job.run, job.block + job.head_bytes
-    scratch = allocate(run.scratch + 64)
-    if scratch == 0:
-        return lookupplan.DOUBTFUL
-    came = call_at(shared.run_at, run, job.of_view, job.tail, data, job.states, scratch)
     release(scratch)
     return came
 
 
-@compiled(types.int64(types.int64, types.int64, types.int64), when=LAST)
-def finish(shared: Any, outbox: Any, job: Any) -> Any:
-    """Complete the answer of a job: DONE or FOR_PYTHON."""
-    shared, job = readers_at(shared), job_at(job)
-    run, view, tail = job.run, job.of_view, job.tail
-    data = job.block + job.head_bytes
-    call, state, seq = lookupplan.first_call(run), job.states, view.seq
-    if job.probed == 0:
-        came = _probe_all(shared, job)
-        if came != lookupplan.COLD:
-            return DONE if came == lookupplan.ANSWERED else FOR_PYTHON
+@compiled_c(types.int64(*[types.int64] * 6), when=LAST)
+def finish(shared: Any, run: Any, view: Any, tail: Any, data: Any, states: Any) -> Any:
+    """Answer from disk what a run has left PENDING: DONE, LEFT where the drive would have to be waited for, or FOR_PYTHON.
+
+    `data`: where the rows of the run go; the other addresses as for `lookupplan.run`. The run's `window` says what may be waited for.
+    """
+    shared, run, view = readers_at(shared), plan_records.run_at(run), plan_records.view_at(view)
+    call, state, seq, window, outcome = lookupplan.first_call(run), states, view.seq, run.window, DONE
     for _ in range(run.calls):
         table = plan_records.table_at(view.tables, call.table)
         keys, n, kind = lookupplan.keys_of(run, call, tail), call.keys_n, call.kind
@@ -229,30 +223,57 @@ def finish(shared: Any, outbox: Any, job: Any) -> Any:
         if lookupplan.is_cold(state, n):
             out = data + call.out_at
             if kind == plan_records.BAGS_OF_ROWS:
-                done = _finish_bags(shared, outbox, call, table, seq, keys, n, state, tail, out)
+                came = _finish_bags(shared, call, table, seq, keys, n, state, tail, out, window)
             elif kind == plan_records.ROWS:
-                done = _fetch(shared, outbox, table, seq, keys, n, state, call.out_code, out)
+                came = _fetch(shared, table, seq, keys, n, state, call.out_code, out, window)
             else:
                 rows = np.empty(n * table.dim, np.float32)
-                done = (
-                    _fetch(shared, outbox, table, seq, keys, n, state, 0, nb.int64(rows.ctypes.data)) and rows.size >= 0
-                )
-            if not done:
+                came = _fetch(shared, table, seq, keys, n, state, 0, nb.int64(rows.ctypes.data), window)
+                if rows.size < 0:
+                    return FOR_PYTHON
+            if came == FOR_PYTHON:
                 return FOR_PYTHON
+            if came == LEFT:
+                outcome = LEFT
             if call.found_at >= 0:
                 found = data + call.found_at
                 for i in range(n):
                     store_u8(found, i, nb.uint8(load_u8(state, i) != _ABSENT))
         state += n
         call = plan_records.run_call_at(call, 1)
-    return DONE
+    return outcome
 
 
-@compiled(types.void(*[types.int64] * 5), when=LAST)
-def serve(shared: Any, jobs: Any, inbox: Any, outbox: Any, done: Any) -> Any:
-    """Take jobs from `inbox` (descriptors of pipes) until one below 0 comes. `done`: address of the reactors' own pipes."""
+@nb.njit
+def _probe_all(shared, job):  # type: ignore[no-untyped-def]
+    """Do what a reactor does with a small request: what comes of it, as `lookupplan.run` says."""
+    scratch = allocate(job.run.scratch + 64)
+    if scratch == 0:
+        return lookupplan.DOUBTFUL
+    came = call_at(shared.run_at, job.run, job.of_view, job.tail, job.rows, job.states, scratch)
+    release(scratch)
+    return came
+
+
+@compiled(types.int64(types.int64, types.int64), when=LAST)
+def complete(shared: Any, job: Any) -> Any:
+    """Complete the rows of a job: DONE or FOR_PYTHON."""
+    shared, job = readers_at(shared), job_at(job)
+    if job.probed == 0:
+        came = _probe_all(shared, job)
+        if came != lookupplan.COLD:
+            return DONE if came == lookupplan.ANSWERED else FOR_PYTHON
+    job.run.window = _WINDOW
+    came = call_at(shared.finish_at, shared, job.run, job.of_view, job.tail, job.rows, job.states)
+    return DONE if came == DONE else FOR_PYTHON
+
+
+@compiled(types.void(*[types.int64] * 4), when=LAST)
+def serve(shared: Any, jobs: Any, inbox: Any, done: Any) -> Any:
+    """Take jobs from `inbox`, a pipe's descriptor, until one below 0 comes. `done`: address of the reactors' own pipes."""
     message = np.empty(1, np.int64)
     at = nb.int64(message.ctypes.data)
+    readers = readers_at(shared)
     while True:
         got = read(inbox, at, 8)
         if got == -EINTR:
@@ -260,5 +281,22 @@ def serve(shared: Any, jobs: Any, inbox: Any, outbox: Any, done: Any) -> Any:
         if got != 8 or message[0] < 0:
             return
         job = job_at(jobs, message[0])
-        job.outcome = finish(shared, outbox, job)
+        came = complete(shared, job)
+        if came == DONE and job.scoring != 0 and queue(job, message[0], readers.predictions, readers.queued_at):
+            continue
+        job.outcome = came if job.scoring == 0 else FOR_PYTHON
         write(load_i64(done, job.reactor), at, 8)
+
+
+@nb.njit
+def queue(job, number, predictions, queued_at):  # type: ignore[no-untyped-def]
+    """Give a prediction whose rows are there to the threads that run graphs. False: there is no room in their pipe."""
+    message = stack_bytes(8)
+    store_i64(message, 0, number)
+    job.queued_ns = monotonic_ns()
+    job.outcome = FOR_PYTHON  # until a thread is done with it
+    add_at(queued_at, 1)
+    if write(predictions, message, 8) == 8:
+        return True
+    add_at(queued_at, -1)
+    return False

@@ -35,7 +35,7 @@ from tierstore.kernels.sysio import clear_bytes
 from tierstore.types import Tier
 
 # what comes of a run
-ANSWERED, COLD, DOUBTFUL = 0, 1, 2
+ANSWERED, COLD, DOUBTFUL, ELSEWHERE = range(4)  # ELSEWHERE: of what comes behind a run that is COLD
 
 MOST_KEYS = 16384
 MOST_BAGS = 16384
@@ -100,6 +100,15 @@ def is_cold(state, n):  # type: ignore[no-untyped-def]
         if load_u8(state, i) == _PENDING:
             return True
     return False
+
+
+@nb.njit
+def pending(state, n):  # type: ignore[no-untyped-def]
+    """How many keys are left for the disk."""
+    count = 0
+    for i in range(n):
+        count += load_u8(state, i) == _PENDING
+    return count
 
 
 @nb.njit

@@ -17,13 +17,18 @@ BASE = define("Base", "a sealed base: its block index and files, as `sealed.look
     "per_block block_bytes": "of a block: its rows and bytes",
     "changed_at": "where the filter of changed keys is told",
 })  # fmt: skip
+PATCH = define("Patch", "a sealed file of rows that deltas have changed (`disk_rows.py`)", {
+    "files": (BASE, "the file, as a base of one part; its filter of changed keys is not used"),
+    "filter_at filter_words": "the filter of its keys",
+})  # fmt: skip
 TABLE = define("Table", "a table under a view", {
     "host": (HOST_TABLE, "its host tier, or 0"),
     "overlays overlays_at": "rows of deltas that lie over it: how many, and the addresses of their words",
     "default_at half_default_at": "the default row, as float32 and as float16",
     "dim code row_bytes": "of a row: its length, its dtype, its bytes as stored",
     "id": "its number among all tables",
-    "base": (BASE, "or 0: it has none"),
+    "base": (BASE, "or 0: its rows are not in sealed files here"),
+    "changes patches patches_at": "`disk_rows.SOME` or ALL: whether patches have all changed rows; how many, and the addresses of them",
     "own_at partitions": "which partitions are this node's, bool[partitions]; 0: it has every key",
     "colliding colliding_at": "how many hashes are shared by keys, and these",
 })  # fmt: skip
@@ -58,6 +63,7 @@ RUN = define("Run", "one request, bound by a variant and its own sizes; its call
     "codes_at": "codes of keys that are strings or hashed",
     "scratch": "bytes of memory to work in",
     "work_bytes": "of rows, beside those of the answer",
+    "window": "blocks that may be waited for at a time where memory lacks rows (`sealed.look_up`); 0: none",
 })  # fmt: skip
 PLANNED = define("PlannedCall", "a call of a variant, filled where all requests have the same", CALL_FIELDS | {
     "keys_of offsets_of weights_of": "which inputs of the request are its own, or NONE",
@@ -121,6 +127,7 @@ ENTRY = define(
     "an entry of the index of plans",
     {"hash": "of path, structure and form", "plan": (PLAN, "or 0: it is free")},
 )
+base_at, patch_at = map(at, (BASE, PATCH))
 table_at, view_at, served_at, entry_at, plan_at, variant_at = map(at, (TABLE, VIEW, SERVED, ENTRY, PLAN, VARIANT))
 planned_at, run_at, run_call_at, piece_at = map(at, (PLANNED, RUN, CALL, PIECE))
 check_at, graph_input_at, score_at = map(at, (CHECK, GRAPH_INPUT, SCORE))

@@ -25,7 +25,7 @@ from tierstore.kernels.coldread import job_at
 from tierstore.kernels.httpdate import DATE_BYTES
 from tierstore.kernels.raw import call_at, store_u8
 from tierstore.kernels.reactor_connections import has_room, send_first
-from tierstore.kernels.reactor_jobs import await_job, count, make_job
+from tierstore.kernels.reactor_jobs import await_job, count, make_job, read_cached
 from tierstore.kernels.reactor_predictions import expected_ns, make_prediction, timeout_of
 from tierstore.kernels.reactor_words import (
     ACCESS,
@@ -263,8 +263,11 @@ def bind_plan(me, variant, view, tail, since, more, began):  # type: ignore[no-u
 
 @nb.njit
 def look_up(me, plan, variant, view, tail, began, planned):  # type: ignore[no-untyped-def]
-    """Do the run in `me.bound`: its rows are where the answer's data belong, and it is charged and counted. Returns what comes of it, as the run does."""
-    came = call_at(me.run, me.bound, view, tail, me.answer + HEAD_ROOM, me.states, me.scratch)
+    """Do the run in `me.bound`: its rows are where the answer's data belong, and it is charged and counted. Returns what comes of it (`lookupplan`)."""
+    data = me.answer + HEAD_ROOM
+    came = call_at(me.run, me.bound, view, tail, data, me.states, me.scratch)
+    if came == lookupplan.COLD:
+        came = read_cached(me, view, tail, data)
     if came == lookupplan.ANSWERED:
         draw(me, plan, began, me.bound.keys)
         ran = monotonic_ns()
@@ -307,10 +310,9 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
     planned, closing = monotonic_ns(), _is_closing(me, last)
     keys = me.bound.keys
     if predicts:
-        made = PREDICTION
-        if why == MAY:
-            made = make_prediction(me, fd, plan, variant, view, tail, closing, timeout_of(me), began)
+        made = make_prediction(me, fd, plan, variant, view, tail, why == MAY, closing, timeout_of(me), began)
         if made == MADE_A_JOB:
+            job_at(me.jobs, connection_at(me.conns, fd).job - 1).tail = found.head_bytes + text_bytes
             draw(me, plan, began, keys)
         return made
     came = lookupplan.COLD
@@ -328,7 +330,7 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
         draw(me, plan, began, keys)
         return MADE_A_JOB
     if came != lookupplan.ANSWERED:
-        return VALUES
+        return ROWS_ON_DISK if came == lookupplan.ELSEWHERE else VALUES
     data, end = me.bound.answer_bytes, me.answer + HEAD_ROOM
     begin = binding.write_head(variant, me.record, me.values, data, closing, me.date, end)
     _send(me, fd, begin, end + data - begin, closing)

@@ -21,6 +21,7 @@ from tierstore.kernels.reactor_words import (
     HEAD_ROOM,
     MADE_A_JOB,
     PREDICTION,
+    ROWS_ON_DISK,
     SIZE,
     VALUES,
     here_at,
@@ -56,7 +57,7 @@ def answer_call(me, fd, text, message, message_bytes, began):  # type: ignore[no
     planned = monotonic_ns()
     came = look_up(me, plan, variant, view, message, began, planned)
     if came != lookupplan.ANSWERED and came != lookupplan.COLD:
-        return VALUES
+        return ROWS_ON_DISK if came == lookupplan.ELSEWHERE else VALUES
     data = me.answer + HEAD_ROOM
     begin = write_message(variant, me.record, me.values, data)
     if came == lookupplan.COLD:

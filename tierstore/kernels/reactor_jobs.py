@@ -9,12 +9,14 @@ import numba as nb
 
 from tierstore.kernels import coldread, lookupplan, plan_records, rates, reactor_access
 from tierstore.kernels.atomics import add_at, copy_bytes, release_i64
+from tierstore.kernels.raw import call_at
 from tierstore.kernels.reactor_connections import end, hold, notify, set_send_deadline
 from tierstore.kernels.reactor_words import (
     BOUNDS,
     CLOSES,
     HEAD_ROOM,
     PREDICTION,
+    READ_HERE,
     REQUEST,
     ROWS_ON_DISK,
     SENDING,
@@ -63,6 +65,20 @@ def _free_job(me, number):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
+def read_cached(me, view, tail, data):  # type: ignore[no-untyped-def]
+    """Answer what memory lacks of the run at `me.bound`, if it is little and the system's cache has it; its rows go to `data`.
+
+    Returns `lookupplan.ANSWERED`, COLD, or ELSEWHERE, where compiled readers cannot get at some.
+    """
+    if lookupplan.pending(me.states, me.bound.keys) > READ_HERE:
+        return lookupplan.COLD
+    came = call_at(me.finish, me.readers, me.bound, view, tail, data, me.states)
+    if came == coldread.DONE:
+        return lookupplan.ANSWERED
+    return lookupplan.COLD if came == coldread.LEFT else lookupplan.ELSEWHERE
+
+
+@nb.njit
 def make_job(me, fd, plan, variant, view, begin, probed, began, planned):  # type: ignore[no-untyped-def]
     """Make a job for the readers of the request whose run is at `me.bound`. What the answer has before its data is at `begin`.
 
@@ -91,6 +107,7 @@ def make_job(me, fd, plan, variant, view, begin, probed, began, planned):  # typ
     job.fd, job.serial, job.reactor = fd, connection_at(me.conns, fd).serial, me.number
     job.variant, job.of_view, job.run = variant, view, block + run
     job.block, job.head_bytes, job.data_bytes, job.held_bytes = block, head, data, head + data
+    job.rows, job.cold = block + head, 1
     job.states, job.keys = block + states, keys
     job.probed, job.scoring, job.began_ns, job.planned_ns = 1 if probed else 0, 0, began, planned
     give_away(me, plan, number)
@@ -124,12 +141,11 @@ def submit(me, fd):  # type: ignore[no-untyped-def]
     job.tail = row.in_at + job.tail
     message = me.message
     message.what = number
-    predicts = job.scoring != 0
-    if predicts:
-        add_at(place(me.shared, "queued"), 1)
-    if write(me.prediction_outbox if predicts else me.job_outbox, message, 8) != 8:  # there is room for all of them
-        if predicts:
-            add_at(place(me.shared, "queued"), -1)
+    if job.cold == 0:
+        given = coldread.queue(job, number, me.prediction_outbox, place(me.shared, "queued"))
+    else:
+        given = write(me.job_outbox, message, 8) == 8
+    if not given:  # there is room for all of them
         job.outcome = coldread.FOR_PYTHON
         finish_job(me, number)
 
@@ -148,8 +164,9 @@ def end_job(me, number):  # type: ignore[no-untyped-def]
     """Count a job that is done, or give back what it has drawn, and free its number; what it has in memory stays. Returns whether there is an answer."""
     job = coldread.job_at(me.jobs, number)
     answered = job.outcome == coldread.DONE
-    if answered and job.scoring == 0:  # of a prediction the keys are counted, and Python counts the answer
+    if answered and job.cold != 0:
         lookupplan.count_keys(job.run, job.tail, job.states, me.table_counts, TABLE_COUNT_WORDS)
+    if answered and job.scoring == 0:  # of a prediction Python counts the answer
         now = monotonic_ns()
         count(me, job.variant, job.began_ns, job.planned_ns, now, now)
     if answered:
@@ -173,7 +190,7 @@ def finish_job(me, number):  # type: ignore[no-untyped-def]
         hold(me, fd, 0)  # Python counts it
         release(block)
         add_at(place(me.shared, "inflight"), -held)
-        why = PREDICTION if job.scoring != 0 else ROWS_ON_DISK
+        why = PREDICTION if job.outcome == coldread.RETURNED else ROWS_ON_DISK
         me.line.reasons[why] += 1
         if row.lost != 0 or not notify(me, REQUEST, fd, row.serial | (why << 32), row.in_at, row.needed):
             end(me, fd, True)

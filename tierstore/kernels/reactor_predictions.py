@@ -1,8 +1,8 @@
 """How a reactor begins a prediction: it looks all rows up into a block, and leaves the graph to a thread of Python. See `reactor.py`.
 
-The block has the head of the answer, room for the scores behind it, and then what `scoring.write_table` writes, and the rows. The
-thread reads its inputs there, writes the scores, and gives the job back as readers of cold rows do. Where it cannot, the
-request is Python's.
+The block has the head of the answer, room for the scores behind it, and then what `scoring.write_table` writes, and the rows; where rows are
+left to readers of cold rows, what those need lies behind them. The thread reads its inputs there, writes the scores, and gives the job back as
+those readers do. Where it cannot, the request is Python's.
 
 Kernels for the thread of one reactor.
 """
@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import numba as nb
 
-from tierstore.kernels import binding, coldread, lookupplan, request_record, scoring
+from tierstore.kernels import binding, coldread, lookupplan, plan_records, request_record, scoring
 from tierstore.kernels.atomics import add_at, copy_bytes, relaxed_i64
 from tierstore.kernels.raw import call_at
 from tierstore.kernels.reactor_connections import has_room
-from tierstore.kernels.reactor_jobs import acquire_job, await_job, give_away
+from tierstore.kernels.reactor_jobs import acquire_job, await_job, give_away, read_cached
 from tierstore.kernels.reactor_words import (
     BUSY,
     FULL,
@@ -23,6 +23,7 @@ from tierstore.kernels.reactor_words import (
     KEPT_JOBS,
     MADE_A_JOB,
     PREDICTION,
+    ROWS_ON_DISK,
     TABLE_COUNT_WORDS,
     VALUES,
     connection_at,
@@ -46,10 +47,11 @@ def expected_ns(me):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def make_prediction(me, fd, plan, variant, view, tail, closing, timeout_ns, began):  # type: ignore[no-untyped-def]
+def make_prediction(me, fd, plan, variant, view, tail, short, closing, timeout_ns, began):  # type: ignore[no-untyped-def]
     """Begin the prediction whose run is at `me.bound`; `timeout_ns` is the time that it has from its first byte on, or 0.
 
-    Returns MADE_A_JOB, then `reactor_jobs.submit` gives it to the threads; or a reason, and nothing was done.
+    Where memory lacks rows, or it is not `short`, readers of cold rows complete the block before a graph is run on it. Returns MADE_A_JOB, then
+    `reactor_jobs.submit` gives it to those or to the threads, once its `tail` is set; or a reason, and nothing was done.
     """
     if me.prediction_outbox < 0:
         return PREDICTION
@@ -67,7 +69,8 @@ def make_prediction(me, fd, plan, variant, view, tail, closing, timeout_ns, bega
     begin = binding.write_head(variant, me.record, me.values, data, closing, me.date, end)
     head = end - begin
     more = scoring.table_bytes(wanted, me.record)
-    size = head + data + 63 + more + answered
+    run_bytes = lookupplan.run_bytes(run)
+    size = head + data + 63 + more + answered + 7 + run_bytes + 9 * keys
     if not has_room(me, size + me.found.head_bytes + me.found.body_bytes - connection_at(me.conns, fd).held):
         return BUSY
     block = allocate(size)
@@ -75,11 +78,17 @@ def make_prediction(me, fd, plan, variant, view, tail, closing, timeout_ns, bega
         return BUSY
     table = (block + head + data + 63) & ~63
     rows, planned = table + more, monotonic_ns()
-    came = call_at(me.run, run, view, tail, rows, me.states, me.scratch)
-    if came != lookupplan.ANSWERED:
+    came = lookupplan.COLD
+    if short:
+        came = call_at(me.run, run, view, tail, rows, me.states, me.scratch)
+        if came == lookupplan.COLD:
+            came = read_cached(me, view, tail, rows)
+    cold = came == lookupplan.COLD
+    if not cold and came != lookupplan.ANSWERED:
         release(block)
-        return PREDICTION if came == lookupplan.COLD else VALUES
-    lookupplan.count_keys(run, tail, me.states, me.table_counts, TABLE_COUNT_WORDS)
+        return ROWS_ON_DISK if came == lookupplan.ELSEWHERE else VALUES
+    if not cold:
+        lookupplan.count_keys(run, tail, me.states, me.table_counts, TABLE_COUNT_WORDS)
     copy_bytes(block, begin, head)
     scoring.write_table(wanted, me.record, run, tail, me.values, rows, block + head, table)
     add_at(place(me.shared, "inflight"), size)
@@ -88,7 +97,15 @@ def make_prediction(me, fd, plan, variant, view, tail, closing, timeout_ns, bega
     job.fd, job.serial, job.reactor, job.variant = fd, connection_at(me.conns, fd).serial, me.number, variant
     job.block, job.head_bytes, job.data_bytes, job.held_bytes = block, head, data, size
     job.table, job.keys, job.scoring = table, keys, wanted.number
-    job.began_ns, job.planned_ns, job.queued_ns = began, planned, monotonic_ns()
+    job.rows, job.cold, job.of_view = rows, 1 if cold else 0, view
+    if cold:
+        kept = (rows + answered + 7) & ~7
+        job.run, job.states, job.probed = kept, kept + run_bytes + 8 * keys, 1 if short else 0
+        copy_bytes(kept, run, run_bytes)
+        copy_bytes(kept + run_bytes, me.codes, 8 * keys if short else 0)
+        copy_bytes(job.states, me.states, keys)
+        plan_records.run_at(kept).codes_at = kept + run_bytes
+    job.began_ns, job.planned_ns = began, planned
     job.arrived_ns, job.deadline_ns = since, since + timeout_ns if timeout_ns > 0 else 0
     job.outcome = coldread.FOR_PYTHON
     give_away(me, plan, number)

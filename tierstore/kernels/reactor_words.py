@@ -133,6 +133,7 @@ ACCEPTED = 64  # connections of one turn
 PIPELINED = 16  # requests of one connection, before others have their turn
 JOBS = 512  # of one reactor, that readers or threads that predict are at or have before them
 KEPT_JOBS = 128  # that predictions leave to others
+READ_HERE = 64  # keys that memory lacks and a reactor reads itself, where the system's cache has them: 0.1 ms
 AGAIN_WORDS = 1 << 16  # connections that have their next turn at once: there is room for all
 MESSAGES = 64  # of Python, of one turn
 LISTENER, INBOX, JOB_INBOX, GRPC_LISTENER = (k - (1 << 32) for k in range(4))  # in events: no serial is so high
@@ -165,8 +166,9 @@ HERE = define("Here", "what one reactor works with, in memory that Python keeps 
     "shared": (SHARED, ""), "limits": (LIMITS, ""), "lines": (LINE, "of all reactors"), "line": (LINE, "its own"),
     "conns": (CONNECTION_RECORD, "by descriptor"),
     "jobs": (coldread.JOB, "of all reactors"), "free_jobs": (FREE_JOBS, "its own"),
+    "readers": (coldread.READERS, "what reads rows from disk"),
     "counts": (VERSION_COUNTS, "of versions"), "table_counts": "of tables: TABLE_COUNT_WORDS for each",
-    "run run_rows": "addresses of `lookupplan.run` and `front_rows.run`",
+    "run finish run_rows": "addresses of `lookupplan.run`, `coldread.finish` and `front_rows.run`",
     "http2 run_call": "addresses of `reactor_http2.run` and `reactor_calls.run`",
     "found": (httphead.HEAD, "what a head says"),
     "call": (ANSWERED_CALL, "what has become of a call of gRPC"),

@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from tierstore.kernels import FIRST, compiled
+from tierstore.kernels import compiled
 from tierstore.kernels.atomics import copy_bytes
 from tierstore.kernels.partitions import partition_at
 from tierstore.kernels.raw import fold_multiply, load_u64, store_u64
 from tierstore.kernels.sysio import NOWAIT, WILL_NEED, advise, read_at
-from tierstore.types import Keys, Rows, States, Tier
+from tierstore.types import Keys, Rows, Tier
 
 # what may be wrong with a block; positive numbers are those of the system (errno)
 DAMAGED = -1  # the checksum does not match
@@ -126,13 +126,13 @@ def _last_at_most(sorted_keys: Any, key: Any, start: Any, end: Any) -> Any:
 
 @compiled(
     types.int64(
-        _KEYS, _WANTED, types.int64, types.int64, types.int64, types.uint8[::1], types.int32[::1],
+        _KEYS, _WANTED, types.int64, types.int64, types.uint8[::1], types.int32[::1],
         types.int64, types.int64, types.int64, types.int64, types.int64, types.int64, types.int64, types.int64,
     ),
     inner=True,
 )  # fmt: skip
 def _answer(
-    keys: Any, wanted: Any, rows: Any, stride: Any, row_bytes: Any, state: Any, trouble: Any,
+    keys: Any, wanted: Any, rows: Any, row_bytes: Any, state: Any, trouble: Any,
     first: Any, last: Any, buffer: Any, per_block: Any, block_bytes: Any, number: Any, count: Any, fence: Any,
 ) -> Any:  # fmt: skip
     """Answer keys[first:last], which belong into the block in `buffer`. Returns 1 if they cannot be, 0 otherwise."""
@@ -156,7 +156,7 @@ def _answer(
             else:
                 high = middle
         if np.int64(load_u64(buffer, at)) == key:
-            copy_bytes(rows + i * stride, buffer + 8 * per_block + at * row_bytes, row_bytes)
+            copy_bytes(rows + i * row_bytes, buffer + 8 * per_block + at * row_bytes, row_bytes)
             state[i] = _DISK
         else:
             state[i] = _ABSENT
@@ -165,17 +165,31 @@ def _answer(
 
 @compiled(
     types.int64(
-        _KEYS, _WANTED, types.int64, types.int64, types.int64, types.uint8[::1], types.int32[::1],
-        _KEYS, _KEYS, _KEYS, _KEYS, _KEYS, types.int64, types.int64, types.int64, types.int64,
+        _KEYS, _WANTED, types.int64, types.int64, types.uint8[::1], types.int32[::1],
+        _KEYS, _KEYS, _KEYS, _KEYS, _KEYS, types.int64, types.int64, types.int64,
     ),
-    when=FIRST,
+    inner=True,
 )  # fmt: skip
-def _look_up(
-    keys: Any, wanted: Any, rows: Any, stride: Any, row_bytes: Any, state: Any, trouble: Any,
+def look_up(
+    keys: Any, wanted: Any, rows: Any, row_bytes: Any, state: Any, trouble: Any,
     fences: Any, part_starts: Any, file_ends: Any, file_rows: Any, fds: Any,
-    per_block: Any, block_bytes: Any, buffer: Any, window: Any,
+    per_block: Any, block_bytes: Any, window: Any,
 ) -> Any:  # fmt: skip
-    waiting = np.empty((len(keys), 4), np.int64)  # first key, last key, block, file: of blocks that are not in memory
+    """Answer the `wanted` of `keys` (int64[n], distinct, by part and then ascending): rows[i] and state[i] DISK, or ABSENT.
+
+    `fences` is the first key of each block of all files in order. With one part keys ascend from file to file; else part p has
+    the keys of partition p, and the blocks part_starts[p] to part_starts[p + 1] - 1. With one part keys may also ascend in runs. `file_ends`, `file_rows`
+    and `fds`, one for each file: the blocks up to its end, counted over all files, its rows, its descriptor. `rows`: the address of
+    n rows of `row_bytes`.
+
+    Blocks that are in the system's cache are read at once; the others afterwards, `window` of them on their way at a time. With a window of 0
+    nothing waits for the drive: their keys stay as they are. Returns how many blocks failed; `trouble` says for their keys what was wrong.
+    """
+    buffer_array = np.empty(block_bytes, np.uint8)
+    buffer = np.int64(buffer_array.ctypes.data)
+    waiting = np.empty(
+        (len(keys) if window > 0 else 0, 4), np.int64
+    )  # first key, last key, block, file: of blocks that are not in memory
     waits, failed, first, block, file = 0, 0, 0, 0, 0
     parts, part, end = len(part_starts) - 1, -1, 0
     while first < len(keys):
@@ -183,7 +197,7 @@ def _look_up(
             first += 1
             continue
         of = 0 if parts == 1 else partition_at(keys[first], parts)
-        if of != part:
+        if of != part or (first > 0 and keys[first] < keys[first - 1]):  # another part, or another run of keys
             part, block, end = of, part_starts[of], part_starts[of + 1]
         if block == end or keys[first] < fences[block]:  # before all keys of its part
             state[first] = _ABSENT
@@ -195,6 +209,8 @@ def _look_up(
             if parts > 1 and partition_at(keys[last], parts) != part:
                 break
             last += 1
+        if file > 0 and block < file_ends[file - 1]:
+            file = 0
         while block >= file_ends[file]:
             file += 1
         start = 0 if file == 0 else file_ends[file - 1]
@@ -202,10 +218,10 @@ def _look_up(
         if read_at(fds[file], buffer, block_bytes, offset, NOWAIT) == block_bytes:
             count = min(per_block, file_rows[file] - (block - start) * per_block)
             failed += _answer(
-                keys, wanted, rows, stride, row_bytes, state, trouble,
+                keys, wanted, rows, row_bytes, state, trouble,
                 first, last, buffer, per_block, block_bytes, block - start, count, fences[block],
             )  # fmt: skip
-        else:  # whatever the reason is, the read that waits will tell
+        elif window > 0:  # whatever the reason is, the read that waits will tell
             waiting[waits, 0], waiting[waits, 1], waiting[waits, 2], waiting[waits, 3] = first, last, block, file
             waits += 1
             if waits <= window:
@@ -226,10 +242,10 @@ def _look_up(
         else:
             count = min(per_block, file_rows[file] - (block - start) * per_block)
             failed += _answer(
-                keys, wanted, rows, stride, row_bytes, state, trouble,
+                keys, wanted, rows, row_bytes, state, trouble,
                 first, last, buffer, per_block, block_bytes, block - start, count, fences[block],
             )  # fmt: skip
-    return failed
+    return failed if buffer_array.size >= 0 else 0
 
 
 def pack(keys: Keys, rows: Rows, per_block: int, block_bytes: int, first_block: int) -> npt.NDArray[np.uint8]:
@@ -268,37 +284,3 @@ def unpack(
         keys, rows.ctypes.data, row_bytes, blocks.ctypes.data, per_block, block_bytes, first_block, before
     )  # fmt: skip
     return keys, rows, int(bad)
-
-
-def look_up(
-    keys: Keys,
-    wanted: npt.NDArray[np.bool_],
-    rows: Rows,
-    state: States,
-    fences: Keys,
-    part_starts: npt.NDArray[np.int64],
-    files: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]],
-    per_block: int,
-    block_bytes: int,
-    window: int,
-) -> npt.NDArray[np.int32] | None:
-    """Answer the `wanted` of `keys` (int64 [n], distinct, by part and then ascending): rows[i] and state[i] DISK, or ABSENT.
-
-    `fences` is the first key of each block of all files in order. With one part keys ascend from file to file; else part p has
-    the keys of partition p, and the blocks part_starts[p] to part_starts[p + 1] - 1. `files` are, one for each: the blocks up to its end,
-    counted over all files, its rows, its descriptor. `rows` is uint8 [n, row_bytes], a row without gaps.
-
-    Blocks that are in the system's cache are read at once; the others afterwards, `window` of them on their way at a
-    time. Returns None if every wanted key was answered, else int32 [n]: 0, or what was wrong with the key's block.
-    """
-    trouble = np.zeros(len(keys), np.int32)
-    buffer = np.empty(block_bytes, np.uint8)
-    ends, counts, fds = files
-    failed = _look_up(
-        keys, wanted, rows.ctypes.data, rows.strides[0], rows.shape[1], state, trouble,
-        fences, part_starts, ends, counts, fds, per_block, block_bytes, buffer.ctypes.data, window,
-    )  # fmt: skip
-    if not failed:
-        return None
-    trouble[~wanted] = 0
-    return trouble

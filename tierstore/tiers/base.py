@@ -37,6 +37,20 @@ class Peek(NamedTuple):
         return "row" if self.row is not None else "absent" if self.absent else "nothing"
 
 
+class ReadBy(NamedTuple):
+    """What kernels read a table of a row store by. Its addresses are valid until the store is closed, and as long as it
+    is kept.
+
+    `base_at`: of `plan_records.BASE`. `changes`, `patches`: `disk_rows.SOME` or ALL, and the addresses of patches,
+    int64, the newest first.
+    """
+
+    base_at: int
+    changes: int
+    patches: npt.NDArray[np.int64]
+    kept: object
+
+
 class RowStore(Protocol):
     """The last tier: holds every row of every table of one version. Any thread may read."""
 
@@ -46,10 +60,8 @@ class RowStore(Protocol):
         `keys` are ascending and distinct.
         """
 
-    def words_at(self, table_id: int, row_bytes: int) -> int:
-        """The address of the words by which kernels read a table (`plan_records.BASE`), valid
-        until `close`; 0: they cannot.
-        """
+    def read_by(self, table_id: int, row_bytes: int) -> ReadBy | None:
+        """What kernels read a table by, as it is now; None: they cannot."""
 
     def close(self) -> None: ...
 

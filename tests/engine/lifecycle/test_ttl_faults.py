@@ -181,21 +181,21 @@ def test_a_step_that_fails_leaves_every_row_whole_and_is_done_next_time(
     store = open_store()
     store.load_snapshot(write(tmp_path))
     disk = store.model("ctr").publisher.current.open_version.disk  # type: ignore[union-attr]
-    search, ingest, calls = steps.old_keys, disk.ingest, [0]
+    search, make_change, calls = steps.old_keys, disk.change, [0]
 
     def in_small_steps(*arguments: Any) -> Any:
         for keys in search(*arguments):
             yield from np.array_split(keys, max(1, len(keys) // 50))
 
-    def failing(files: Any) -> None:
+    def failing(*change: Any) -> None:
         calls[0] += 1
         if calls[0] == nth:
             raise StorageError("injected failure")
-        ingest(files)
+        make_change(*change)
 
     monkeypatch.setattr(expiry, "old_keys", in_small_steps)
     with monkeypatch.context() as patch:
-        patch.setattr(disk, "ingest", failing)
+        patch.setattr(disk, "change", failing)
         days_later(20)
         check(store)
         assert store.model("ctr").problem == "expired rows are not removed: injected failure"
@@ -265,13 +265,8 @@ def test_verify_notices_a_row_without_a_time(open_store: OpenStore, tmp_path: Pa
     store = open_store()
     store.load_snapshot(write(tmp_path))
     version = store.model("ctr").publisher.current.open_version  # type: ignore[union-attr]
-    lone = steps.write_sst(
-        tmp_path / "data" / "lone.sst",
-        records={"watermark": b"0"},
-        tables=[(version.info.times_ids["user"], np.array([5]), np.zeros((1, TIME_BYTES), np.uint8), np.array([True]))],
-        delta=True,
-    )
-    version.disk.ingest([lone])  # type: ignore[arg-type]
+    gone = version.info.times_ids["user"], np.array([5]), np.zeros((1, TIME_BYTES), np.uint8), np.array([True])
+    version.disk.change(tmp_path / "data" / "lone.sst", {"watermark": b"0"}, [gone])
     assert store.verify().problems == ("ctr version 1: table 'user' has 400 rows and 399 times of rows",)
     with pytest.raises(tierstore.TierstoreError, match="not of the same keys"):
         store.export("ctr", tmp_path / "out")

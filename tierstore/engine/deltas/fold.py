@@ -88,5 +88,22 @@ class Folder:
                 live.publisher.publish(live.served.with_views([View(version, newer, now.seq)]))
                 live.overlay_budget.release(oldest.nbytes)
 
+    def tidy(self, stopping: Callable[[], bool]) -> None:
+        """Put the files of changed rows of what serves in order. It is broken off where deltas need the fold more.
+
+        StorageError, Corruption.
+        """
+        live, budget = self._live, self._live.overlay_budget
+        for version in [view.open_version for view in live.served.views if view.open_version.rows.needs_tidying()]:
+
+            def give_up(version: Version = version) -> bool:
+                return stopping() or live.served.view_of(version) is None or 2 * budget.used > budget.total
+
+            in_background(lambda version=version, give_up=give_up: version.tidy(give_up))  # type: ignore[misc]
+            with live.write:
+                now = live.served.view_of(version)
+                if now is not None:  # for compiled readers to let go of what it replaced
+                    live.publisher.publish(live.served.with_views([View(version, now.overlays, now.seq)]))
+
     def _other_due(self, version: Version) -> bool:
         return any(view.open_version is not version and self._is_due(view) for view in self._live.served.views)

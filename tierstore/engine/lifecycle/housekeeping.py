@@ -25,6 +25,7 @@ EVERY_S = 30.0
 MAX_BACKOFF_S = 30.0
 _LONGEST_PAUSE_S = 0.5  # after a fold
 FOLDING, CLOSING = "deltas are not folded", "what was replaced is not closed"
+TIDYING = "changed rows are not put in order"
 
 
 class Housekeeping:
@@ -121,6 +122,7 @@ class Housekeeping:
                     return
             closed = self._try(CLOSING, self._close_unread)
             folded = self._try(FOLDING, self._fold_oldest)
+            self._try(TIDYING, lambda: self._folder.tidy(lambda: self._stopping))
             backoff_s = 0.0 if closed and folded else min(MAX_BACKOFF_S, max(0.5, backoff_s * 2))
 
     def _interrupted(self) -> bool:

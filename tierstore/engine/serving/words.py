@@ -57,7 +57,8 @@ class PublishedWords:
         overlays = np.array([address_of(overlay.words) for overlay in view.overlays_of(name)], np.int64)
         default, half = np.ascontiguousarray(table.default, np.float32), np.ascontiguousarray(table.default, np.float16)
         shared = self._hashes_shared(view, table)
-        self._kept += [overlays, default, half]
+        on_disk = table.store.read_by(table.table_id, table.spec.row_bytes)
+        self._kept += [overlays, default, half, on_disk]
         return layout.TABLE.make(
             host=0 if table.host is None else table.host.words_at,
             overlays=len(overlays),
@@ -68,7 +69,10 @@ class PublishedWords:
             code=table.spec.dtype.code,
             row_bytes=table.spec.row_bytes,
             id=self._epochs.table_id(table),
-            base=table.store.words_at(table.table_id, table.spec.row_bytes),
+            base=0 if on_disk is None else on_disk.base_at,
+            changes=0 if on_disk is None else on_disk.changes,
+            patches=0 if on_disk is None else len(on_disk.patches),
+            patches_at=0 if on_disk is None else address_of(on_disk.patches),
             own_at=0 if table.own is None else address_of(table.own.is_own),
             partitions=0 if table.own is None else table.own.count,
             colliding=len(shared),

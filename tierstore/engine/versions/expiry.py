@@ -23,7 +23,6 @@ from tierstore.engine.versions.info import EXPIRED, watermark_record
 from tierstore.engine.versions.version import Version
 from tierstore.formats import files
 from tierstore.formats.row_times import TIME_BYTES, from_rows
-from tierstore.tiers.disk.sst import write_sst
 from tierstore.types import Keys, Tier
 
 _MOST_KEYS, _ROW_BYTES = 32768, 16 << 20  # of one step
@@ -62,20 +61,9 @@ def expire(version: Version, table: str, keys: Keys, oldest_s: int) -> Keys:
         records = watermark_record(version.watermark) | rowcount.record(version.watermark, counts)
         records |= {EXPIRED: json.dumps(expired).encode()}
         gone = np.ones(len(keys), np.bool_)
-        table_id, times_id = info.tables[table]["id"], info.times_ids[table]
-        sst = write_sst(
-            files.make_dir(info.where.build) / "expired.sst",
-            records=records,
-            tables=[
-                (number, keys, np.zeros((len(keys), TIME_BYTES), np.uint8), gone) for number in (table_id, times_id)
-            ],
-            delta=True,
-        )
-        try:
-            disk.ingest([sst])
-        except BaseException:
-            sst.path.unlink(missing_ok=True)
-            raise
+        sizes = (info.tables[table]["id"], version.specs[table].row_bytes), (info.times_ids[table], TIME_BYTES)
+        none = [(number, keys, np.zeros((len(keys), size), np.uint8), gone) for number, size in sizes]
+        disk.change(files.make_dir(info.where.build) / "expired.sst", records, none)
         info.set_counts(counts, version.watermark)
         info.expired = expired
         _erase(version, table, keys)

@@ -58,6 +58,12 @@ class VersionRows(VersionStore, Records, Protocol):
     def fold(self, info: VersionInfo, overlay: Overlay) -> None:
         """Have the rows be those with an overlay, and `info` say so. One thread at a time."""
 
+    def needs_tidying(self) -> bool:
+        """Whether `tidy` has anything to do."""
+
+    def tidy(self, info: VersionInfo, give_up: Callable[[], bool]) -> None:
+        """Put files of changed rows in order; `give_up` is asked again and again. The thread that folds."""
+
     def may_fold(self, seq: int) -> bool:
         """Whether deltas up to `seq` may be folded: another node may have to bring them into the rows first."""
 

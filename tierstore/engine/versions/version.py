@@ -187,6 +187,14 @@ class Version:
         with self.writing:
             self._fold(overlay)
 
+    def tidy(self, give_up: Callable[[], bool]) -> None:
+        """Put the files of changed rows in order, on the thread that folds; `give_up` is asked again and again.
+
+        StorageError, Corruption.
+        """
+        with self.writing:
+            self.rows.tidy(self.info, give_up)
+
     def _fold(self, overlay: Overlay) -> None:
         for name in overlay.tables:
             self.tables[name].raise_floor(overlay.hi)

@@ -47,7 +47,7 @@ class ColdReaders:
         self.free_jobs["count"] = kernel.JOBS
         self.free_jobs["numbers"] = np.arange(reactors * kernel.JOBS).reshape(reactors, kernel.JOBS)
         self._epochs = epochs
-        self._shared = coldread.READERS.make(run_at=lookupplan.run.address)
+        self.shared = coldread.READERS.make(run_at=lookupplan.run.address, finish_at=coldread.finish.address)
         self.done_at = np.zeros(reactors, np.int64)  # of each reactor: where to write what is done
         self._thread_count = threads
         # from `start` on: descriptors of pipes
@@ -57,22 +57,30 @@ class ColdReaders:
         self._promoter: _Promoter | None = None  # guarded by _marking
         self._marking = threading.Lock()
 
-    def start(self, open_pipe: Callable[[], tuple[int, int]]) -> None:
-        """Begin to read. `open_pipe` gives (end to read, end to write); the caller closes both after `stop`."""
+    def start(self, open_pipe: Callable[[], tuple[int, int]], predictions: int, queued_at: int) -> None:
+        """Begin to read. `open_pipe` gives (end to read, end to write); the caller closes both after `stop`.
+
+        `predictions`: the pipe for those whose rows are there, or -1; `queued_at`: the address of how many wait in it.
+        """
         self._epochs.add_readers(self.jobs)
         inbox, self.outbox = open_pipe()
         offers, self._offers = open_pipe()
         os.set_blocking(inbox, True)
         os.set_blocking(offers, True)
+        self.shared["offers"], self.shared["predictions"], self.shared["queued_at"] = (
+            self._offers,
+            predictions,
+            queued_at,
+        )
         for number in range(len(self.done_at)):
             done, self.done_at[number] = open_pipe()
             self.inboxes.append(done)
-        arguments = (address_of(self._shared), address_of(self.jobs), inbox, self._offers, address_of(self.done_at))
+        arguments = (address_of(self.shared), address_of(self.jobs), inbox, address_of(self.done_at))
         self._threads = [
             threading.Thread(target=coldread.serve, args=arguments, name=f"tierstore-cold-{number}", daemon=True)
             for number in range(self._thread_count)
         ]
-        self._promoter = _Promoter(self._epochs, self._shared, offers)
+        self._promoter = _Promoter(self._epochs, self.shared, offers)
         for thread in (*self._threads, self._promoter):
             thread.start()
         self._epochs.add_offers(self._await_offers)

@@ -45,9 +45,8 @@ logger = logging.getLogger(__name__)
 _NUMBER = struct.Struct("<q")
 _ID = re.compile(rb"\r\n(?i:x-request-id):[ \t]*([^\r]*?)[ \t]*\r\n")
 _MEMORY = [ctypes.c_char * (1 << bits) for bits in range(48)]  # blocks by their size, rounded up
-_DONE, _FOR_PYTHON = job_words.DONE, job_words.FOR_PYTHON
+_DONE, _FOR_PYTHON, _RETURNED = job_words.DONE, job_words.FOR_PYTHON, job_words.RETURNED
 _FIELDS = job_words.JOB.dtype.names or ()
-_RETURNED = 2  # as FOR_PYTHON, of a job that was given back
 
 
 class Counted(Protocol):

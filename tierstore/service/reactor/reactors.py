@@ -31,8 +31,8 @@ from prometheus_client.core import Metric
 
 from tierstore.config import Settings
 from tierstore.engine.serving.epochs import Epochs
+from tierstore.kernels import coldread, front_rows, lookupplan, reactor, reactor_calls, reactor_http2, sysio
 from tierstore.kernels import epochs as atomics
-from tierstore.kernels import front_rows, lookupplan, reactor, reactor_calls, reactor_http2, sysio
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.service.openssl import Session
@@ -118,7 +118,10 @@ class Reactors:
         ports = [listener.fileno() for listener in listeners] + [-1, -1]
         self._outbox, outbox = self._pipe()
         self._epochs.add_readers(self._lines)
-        self.cold_readers.start(self._pipe)  # after the reactors' own: an announcement passes from them to their jobs
+        queued_at = kernel.SHARED.place(self.words, "queued")
+        self.cold_readers.start(
+            self._pipe, self._prediction_outbox, queued_at
+        )  # after the reactors' own: an announcement passes from them to their jobs
         for number in range(self.threads):
             inbox, far = self._pipe()
             self._inboxes.append(far)
@@ -163,9 +166,9 @@ class Reactors:
         for worker in self._workers:
             if worker.ident is not None:
                 worker.join()
+        self.cold_readers.stop()
         if self._predictions is not None:
             self._predictions.close()
-        self.cold_readers.stop()
         self._epochs.remove_readers(self._lines)
         for fd in np.flatnonzero(self.conns["state"] != kernel.FREE).tolist():
             self.tls.close(fd)
@@ -246,10 +249,10 @@ class Reactors:
             job_inbox=cold.inboxes[number], job_outbox=cold.outbox, prediction_outbox=self._prediction_outbox,
             shared=address_of(self.words), limits=address_of(self._limits), conns=address_of(self.conns),
             lines=address_of(self._lines), line=address_of(self._lines[number:]),
-            jobs=address_of(cold.jobs), free_jobs=address_of(cold.free_jobs[number:]),
+            jobs=address_of(cold.jobs), free_jobs=address_of(cold.free_jobs[number:]), readers=address_of(cold.shared),
             counts=self.counts_at[number], table_counts=self.table_counts_at[number],
-            run=lookupplan.run.address, run_rows=front_rows.run.address, http2=reactor_http2.run.address,
-            run_call=reactor_calls.run.address, **places,
+            run=lookupplan.run.address, finish=coldread.finish.address, run_rows=front_rows.run.address,
+            http2=reactor_http2.run.address, run_call=reactor_calls.run.address, **places,
         )  # fmt: skip
 
     def count_in(self, versions: npt.NDArray[np.int64], tables: npt.NDArray[np.int64]) -> None:

@@ -1,23 +1,21 @@
 """The disk tier over sealed base files: loaded rows are in files of our own, rows that deltas changed are in RocksDB.
 
-A key is looked up in RocksDB only if a filter in memory says that a delta may have changed it. All others are
-read from the base by kernels (`kernels/sealed.py`), without the interpreter lock and without an object for each
-row. RocksDB's record `base` names the base's files, so that one that is missing, cut off or replaced is refused
-when the tier is opened. The filter is kept in a file (`changed_keys_file.py`), and is filled from RocksDB where
-that file is not up to date.
+Kernels (`kernels/disk_rows.py`) read, without the interpreter lock and without an object for each row: a key from the
+base, if a filter in memory says that no delta has changed it, else from a copy of the changes (`patches.py`), as long
+as that has all of them, else from RocksDB. RocksDB's record `base` names the base's files, so that one that is missing,
+cut off or replaced is refused when the tier is opened. The filter is kept in a file (`changed_keys_file.py`), and is
+filled from RocksDB where that file is not up to date.
 
 Threads and crashes: as in `tier.py`. The base never changes after a load.
 
-Why a look-up never answers an older row than an earlier look-up: `ingest` adds a delta's keys to the filter first, then
-ingests, and then returns. A look-up
-
-    - that read the filter before the key was added reads the base: it began before the ingest ended, so nothing
-      relies on the delta being here yet;
-    - that finds the key in the filter reads RocksDB, which has the delta's row, or, until the ingest is done, what it
-      had before. If that is nothing, the base has the newest row.
-
-Of two look-ups, one after the other, the second sees the filter and RocksDB as the first saw them, or later. If the
-filter were filled after the ingest, a look-up in between would miss a row that another thread has read already.
+Why a look-up never answers an older row than an earlier look-up: `change` adds its keys to the filter first, then has
+RocksDB take in the rows, and then publishes the patches that have them, in one step. A look-up takes the patches that
+there are, and then reads the filter. Without a key of a change in its patches it answers what was there before, from an
+older patch or the base, as if it had begun earlier; one that begins later has the same patches or newer ones. Where
+patches do not have all changes, a key in the filter that they lack is read from RocksDB, which has the newest row, or,
+until the change is there, what it had before; if that is nothing, the base has it. If the filter were filled
+afterwards, a look-up in between would miss a row that another thread has read already. Nobody relies on a change before
+`change` has returned.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ import json
 import logging
 import os
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,23 +33,33 @@ import numpy.typing as npt
 
 from tierstore.errors import Corruption, StorageError
 from tierstore.formats.files import make_dir, rename_all
+from tierstore.kernels import disk_rows
 from tierstore.kernels.codec import address_of
-from tierstore.tiers.base import Peek
+from tierstore.kernels.partitions import group
+from tierstore.kernels.plan_records import BASE as BASE_WORDS
+from tierstore.tiers.background import yield_to_requests
+from tierstore.tiers.base import Peek, ReadBy
 from tierstore.tiers.disk import changed_keys_file
 from tierstore.tiers.disk.changed_keys import ChangedKeys
 from tierstore.tiers.disk.changed_keys_file import ChangedFile
 from tierstore.tiers.disk.database import Database
 from tierstore.tiers.disk.merge import ascending, merged_blocks
+from tierstore.tiers.disk.patches import RECORD as PATCHES
+from tierstore.tiers.disk.patches import Patches
 from tierstore.tiers.disk.reader_pool import ReaderPool
 from tierstore.tiers.disk.sealed_file import Opened, SealedFile, check_still, open_sealed, read_blocks
 from tierstore.tiers.disk.sealed_table import SealedTable, scatter
-from tierstore.tiers.disk.sst import SstFile
-from tierstore.tiers.disk.tier import WATERMARK, DiskTier
+from tierstore.tiers.disk.sst import Entries, Records, SstFile
+from tierstore.tiers.disk.tier import WATERMARK, DiskTier, TableContent
 from tierstore.types import MAX_PARTITIONS, BaseKind, Keys, Rows, States, Tier
 
 log = logging.getLogger(__name__)
 
 BASE = "base"
+_CHUNK_KEYS = 1024  # of one task: 2 ms warm
+_WINDOW = 32  # reads that a task has under way
+_COPY_ROWS = 16384  # at a time
+_NO_BLOCKS = np.zeros(2, np.int64)  # where the parts of no base begin
 
 
 def base_record(files: Sequence[SealedFile | SstFile], parts: int = 1) -> dict[str, bytes]:
@@ -74,6 +82,7 @@ class SealedTier(DiskTier):
         self._changed: dict[int, ChangedKeys] = {}
         self._words: dict[int, npt.NDArray[np.int64]] = {}  # for kernels, by table
         self._changed_file: ChangedFile | None = None  # of the writer
+        self._patches = Patches(path)
 
     @classmethod
     def open(cls, path: Path, *, block_cache_bytes: int, reader: ReaderPool, read_only: bool = False) -> Self:
@@ -82,6 +91,8 @@ class SealedTier(DiskTier):
         try:
             tier._open_base()
             tier._fill_changed(keep=not read_only)
+            changed = any(changed.keys for changed in tier._changed.values())
+            tier._patches.open(tier.record, changed=changed, tidy=not read_only)
         except BaseException:
             tier.close()
             raise
@@ -124,23 +135,18 @@ class SealedTier(DiskTier):
         self._have_filters()
 
     def ingest(self, files: Sequence[SstFile | SealedFile | Path]) -> None:
-        """Ingest the base's files, once, with their `base_record`; or a delta, as DiskTier does.
-
-        A delta's files must be as `write_sst(delta=True)` returned them, with their keys.
-        """
+        """Ingest the base's files, once, with a file of records, `base_record` among them. Rows come by `change`."""
         sealed = [file for file in files if isinstance(file, SealedFile)]
         sorted_files = [file for file in files if not isinstance(file, SealedFile)]
+        for file in sorted_files:
+            if not isinstance(file, SstFile) or file.entries != len(file.records):
+                raise ValueError(f"{file}: expected a file of records alone; rows come by `change`")
         if sealed:
             self._move_in(sealed)
-        for file in sorted_files:
-            if not isinstance(file, SstFile) or file.keys is None:
-                raise ValueError(f"{file}: expected a file of a delta with its keys")
-            self._change(
-                file.keys, file.records.get(WATERMARK)
-            )  # before the rows are there: see the module's docstring
         super().ingest(sorted_files)
         if sealed:
             self._open_base()
+            self._patches.open(self.record, changed=False, tidy=False)
 
     def _change(self, keys: Sequence[tuple[int, Keys]], watermark: bytes | None) -> None:
         new = {table_id: self._changed_in(table_id).add(changed) for table_id, changed in keys}
@@ -158,23 +164,108 @@ class SealedTier(DiskTier):
         folder = make_dir(self.path / BASE)
         rename_all([(file.path, folder / file.path.name) for file in sealed])
 
+    def change(self, path: Path, records: Records, tables: Sequence[Entries]) -> None:
+        """As DiskTier.change, with the patches of the change."""
+        patches, all_records = self._patches.write(tables, records)
+        try:
+            yield_to_requests()
+            watermark = records.get(WATERMARK)
+            self._change([(table_id, keys) for table_id, keys, _, _ in tables], watermark)  # before the rows are there
+            super().change(path, all_records, tables)
+            self._patches.add(patches)
+        except BaseException:
+            self._patches.distrust()  # the change may be there: RocksDB says so
+            if self.record(PATCHES) == all_records[PATCHES]:
+                self._patches.add(patches)
+            else:
+                self._patches.remove(patches)
+            self._patches.trust()
+            raise
+
+    @property
+    def needs_tidying(self) -> bool:
+        """As in DiskTier."""
+        return not self._patches.is_whole or self._patches.is_due
+
+    def tidy(self, path: Path, records: Records, row_bytes: Mapping[int, int], give_up: Callable[[], bool]) -> None:
+        """As in DiskTier: patches that do not have all changes are made again, and those of like size merged."""
+        if not self._patches.is_whole:
+            new = self._patches.rebuild(
+                (table_id, size, self._entries(table_id, size, _COPY_ROWS)) for table_id, size in row_bytes.items()
+            )
+            try:
+                super().change(path, self._patches.records_of(new, records), [])
+            except BaseException:
+                self._patches.remove(new)
+                raise
+            self._patches.replace_all(new)
+        self._patches.merge(give_up)
+
     def get(self, table_id: int, keys: Keys, rows: Rows, state: States) -> None:
         """As DiskTier.get. A table whose rows are of another length than `rows` is Corruption, for all keys."""
         keys = np.ascontiguousarray(keys)
         with self._database.entered():
-            changed, table = self._changed.get(table_id), self._base.get(table_id)
-            maybe = None if changed is None else changed.maybe_changed(keys)
-            failures: list[StorageError] = []
-            if table is None and maybe is None:
+            table = self._base.get(table_id)
+            if table is not None:
+                table.check_row_bytes(rows.shape[1], keys)
+            if (by := self.read_by(table_id, rows.shape[1])) is None:  # a table without rows, and without changes
                 state[:] = Tier.ABSENT
-            elif table is None:
-                super().get(table_id, keys, rows, state)
-            elif maybe is None:
-                failures += table.get(keys, rows, state, self._readers, wanted=np.ones(len(keys), np.bool_))
-            else:
-                failures += self._get_both(table, table_id, keys, rows, state, maybe)
+                return
+            parts = 1 if table is None else table.parts
+            if parts == 1 and rows.flags.c_contiguous:
+                failures = self._get_by(by, table_id, keys, rows, state)
+            else:  # kernels want keys by part, and rows without gaps
+                order, starts = np.empty(len(keys), np.int64), np.empty(parts + 1, np.int64)
+                group(keys, np.arange(len(keys)), np.arange(parts), order, starts)
+                whole, found = np.empty(rows.shape, np.uint8), np.zeros(len(keys), np.uint8)
+                failures = self._get_by(by, table_id, keys[order], whole, found)
+                scatter(order, whole, found, rows, state)
         if failures:
             raise _joined(failures)
+
+    def _get_by(self, by: ReadBy, table_id: int, keys: Keys, rows: Rows, state: States) -> list[StorageError]:
+        """`get` of keys by part and then ascending. Returns errors, with the keys that could not be read."""
+        failures = self._read(by, by.changes, table_id, keys, rows, state)
+        lost = np.isin(keys, [key for failure in failures for key in failure.keys]) if failures else False
+        left = np.flatnonzero((state == Tier.PENDING) & ~np.asarray(lost))
+        if not len(left):
+            return failures
+        if by.changes == disk_rows.ALL:
+            self._patches.damaged = True
+        order = left[np.argsort(keys[left])]
+        some, found = keys[order], np.zeros(len(left), np.uint8)
+        got = np.empty((len(left), rows.shape[1]), np.uint8)
+        lost = np.zeros(len(left), np.bool_)
+        try:
+            self._get(table_id, some, got, found, unknown=Tier.PENDING)
+        except StorageError as error:
+            failures.append(error)
+            lost = np.isin(some, error.keys)
+        scatter(order, got, found, rows, state)
+        left = np.sort(order[(found == Tier.PENDING) & ~lost])  # RocksDB does not have them
+        if len(left):
+            got, found = np.empty((len(left), rows.shape[1]), np.uint8), np.zeros(len(left), np.uint8)
+            failures += self._read(by, disk_rows.BASE_ALONE, table_id, keys[left], got, found)
+            scatter(left, got, found, rows, state)
+        return failures
+
+    def _read(
+        self, by: ReadBy, changes: int, table_id: int, keys: Keys, rows: Rows, state: States
+    ) -> list[StorageError]:
+        """Have kernels read keys by part and then ascending, into rows without gaps. Returns at most one error."""
+        lost: list[tuple[int, npt.NDArray[np.int32]]] = []
+        at, count, row_bytes = address_of(by.patches), len(by.patches), rows.shape[1]
+
+        def read(start: int, stop: int) -> None:
+            trouble = np.zeros(stop - start, np.int32)
+            if disk_rows.look_up(
+                by.base_at, at, count, changes, keys[start:stop], address_of(rows) + start * row_bytes, row_bytes,
+                state[start:stop], trouble, _WINDOW,
+            ):  # fmt: skip
+                lost.append((start, trouble))
+
+        self._readers.run(len(keys), read, _CHUNK_KEYS)
+        return [self._base[table_id].why(keys, lost)] if lost else []
 
     def peek(self, table_id: int, row_bytes: int, key: int) -> dict[str, Peek]:
         """As DiskTier.peek: `changes`, what deltas have brought, and `base`.
@@ -183,15 +274,13 @@ class SealedTier(DiskTier):
         """
         keys, rows, state = np.array([key], np.int64), np.empty((1, row_bytes), np.uint8), np.zeros(1, np.uint8)
         with self._database.entered():
-            changed, table = self._changed.get(table_id), self._base.get(table_id)
+            changed, by = self._changed.get(table_id), self.read_by(table_id, row_bytes)
             changes = self._peek(table_id, row_bytes, key)
             maybe = changed is not None and changed.maybe_changed(keys) is not None
             if changes.holds != "nothing" and not maybe:
                 changes = changes._replace(heat={"filtered": True})
-            if table is not None:
-                failures = table.get(keys, rows, state, self._readers, wanted=np.ones(1, np.bool_))
-                if failures:
-                    raise _joined(failures)
+            if by is not None and (failures := self._read(by, disk_rows.BASE_ALONE, table_id, keys, rows, state)):
+                raise _joined(failures)
         return {"changes": changes, "base": Peek(rows.tobytes()) if state[0] == Tier.DISK else Peek()}
 
     def check_base(self) -> None:
@@ -201,32 +290,18 @@ class SealedTier(DiskTier):
                 for file in table.files:
                     check_still(file)
 
-    def words_at(self, table_id: int, row_bytes: int) -> int:
-        """As in RowStore; 0 where there is no base, or where its rows have another length."""
+    def read_by(self, table_id: int, row_bytes: int) -> ReadBy | None:
+        """As in RowStore; None for a table without rows and changes, or where its rows have another length."""
         table, changed = self._base.get(table_id), self._changed.get(table_id)
-        if table is None or changed is None or table.row_bytes != row_bytes:
-            return 0
-        words = self._words.setdefault(table_id, table.words(address_of(changed.place)))
-        return address_of(words)
-
-    def _get_both(
-        self, table: SealedTable, table_id: int, keys: Keys, rows: Rows, state: States, maybe: npt.NDArray[np.bool_]
-    ) -> list[StorageError]:
-        """Read keys that deltas may have changed from RocksDB, and from the base all
-        keys that RocksDB does not have.
-        """
-        failures: list[StorageError] = []
-        maybe_changed = np.flatnonzero(maybe)
-        found, got = np.zeros(len(maybe_changed), np.uint8), np.empty((len(maybe_changed), rows.shape[1]), np.uint8)
-        lost = np.zeros(len(maybe_changed), np.bool_)
-        try:
-            self._get(table_id, keys[maybe_changed], got, found, unknown=Tier.PENDING)
-        except StorageError as error:
-            failures.append(error)
-            lost = np.isin(keys[maybe_changed], error.keys)
-        scatter(maybe_changed, got, found, rows, state)
-        maybe[maybe_changed[(found == Tier.PENDING) & ~lost]] = False  # RocksDB does not have them
-        return failures + table.get(keys, rows, state, self._readers, wanted=~maybe)
+        if changed is None or (table is not None and table.row_bytes != row_bytes):
+            return None
+        words = self._words.get(table_id)
+        if words is None:
+            changed_at = address_of(changed.place)
+            words = _without_base(changed_at) if table is None else table.words(changed_at)
+            words = self._words.setdefault(table_id, words)
+        patched = self._patches.of(table_id, row_bytes)
+        return ReadBy(address_of(words), patched.changes, patched.addresses, patched)
 
     def stats(self) -> dict[str, int]:
         """RocksDB's, whose `bytes` and `files` are of deltas, and the base's.
@@ -239,16 +314,25 @@ class SealedTier(DiskTier):
             "base_index_memory_bytes": sum(table.first_keys.nbytes for table in self._base.values()),
             "changed_keys": sum(changed.keys for changed in self._changed.values()),
             "changed_filter_memory_bytes": sum(changed.nbytes for changed in self._changed.values()),
+            **self._patches.stats(),
         }
 
     def bytes_on_disk(self) -> int:
-        """Bytes of the base and of RocksDB's sorted files."""
-        return super().bytes_on_disk() + self._base_bytes()
+        """Bytes of the base, of RocksDB's sorted files and of patches."""
+        return super().bytes_on_disk() + self._base_bytes() + self._patches.stats()["patch_bytes"]
+
+    def verify(
+        self, row_bytes: Mapping[int, int], progress: Callable[[int], None] | None = None
+    ) -> dict[int, TableContent]:
+        """As DiskTier.verify; patches are read back too. Corruption of one is mended by `copy_changes`."""
+        self._patches.check()
+        return super().verify(row_bytes, progress)
 
     def close(self) -> None:
         """As DiskTier.close, and close the base."""
         super().close()  # waits for calls under way: after this none uses a file descriptor
         self._close_base()
+        self._patches.close()
         if self._changed_file is not None:
             self._changed_file.close()
 
@@ -300,6 +384,11 @@ class SealedTier(DiskTier):
 
 
 BASES: dict[BaseKind, type[DiskTier]] = {"sealed": SealedTier, "rocksdb": DiskTier}
+
+
+def _without_base(changed_at: int) -> npt.NDArray[Any]:
+    """The words of a table that the base has no rows of."""
+    return BASE_WORDS.make(part_starts_at=address_of(_NO_BLOCKS), parts=1, changed_at=changed_at)
 
 
 def _open_tables(path: Path, record: bytes | None) -> dict[int, SealedTable]:

@@ -18,14 +18,10 @@ from tierstore.errors import Corruption, StorageError
 from tierstore.formats.keys import partition_of
 from tierstore.kernels import sealed as kernel
 from tierstore.kernels.codec import address_of
-from tierstore.kernels.partitions import group
 from tierstore.kernels.plan_records import BASE
-from tierstore.tiers.disk.reader_pool import ReaderPool
 from tierstore.tiers.disk.sealed_file import Opened
 from tierstore.types import Keys, Rows, States, Tier
 
-_CHUNK_KEYS = 1024  # of one task: 2 ms warm
-_WINDOW = 32  # reads that a task has under way
 _READ_BYTES = 4 << 20  # of a scan
 
 
@@ -80,43 +76,8 @@ class SealedTable:
                 keys=keys.tolist(),
             )
 
-    def get(
-        self, keys: Keys, rows: Rows, state: States, readers: ReaderPool, *, wanted: npt.NDArray[np.bool_]
-    ) -> list[StorageError]:
-        """Answer those of `keys` (int64 [n], ascending, distinct) that are `wanted` (bool [n]).
-
-        Returns at most one error, with the keys that could not be read; they and the unwanted keys stay as they were.
-        """
-        self.check_row_bytes(rows.shape[1], keys)
-        if not len(keys):
-            return []
-        if self.parts > 1 or rows.strides[1] != 1:  # the kernel copies whole rows, and wants keys by part
-            order, starts = np.empty(len(keys), np.int64), np.empty(self.parts + 1, np.int64)
-            group(keys, np.arange(len(keys)), np.arange(self.parts), order, starts)
-            whole, found = np.empty(rows.shape, np.uint8), np.zeros(len(keys), np.uint8)
-            failures = self._get(keys[order], whole, found, readers, wanted[order])
-            scatter(order, whole, found, rows, state)
-            return failures
-        return self._get(keys, rows, state, readers, wanted)
-
-    def _get(
-        self, keys: Keys, rows: Rows, state: States, readers: ReaderPool, wanted: npt.NDArray[np.bool_]
-    ) -> list[StorageError]:
-        """`get` of keys by part and then ascending, into rows without gaps."""
-        lost: list[tuple[int, npt.NDArray[np.int32]]] = []
-
-        def read(start: int, stop: int) -> None:
-            trouble = kernel.look_up(
-                keys[start:stop], wanted[start:stop], rows[start:stop], state[start:stop],
-                self.first_keys, self.part_starts, self._numbers, self.per_block, self.block_bytes, _WINDOW,
-            )  # fmt: skip
-            if trouble is not None:
-                lost.append((start, trouble))
-
-        readers.run(len(keys), read, _CHUNK_KEYS)
-        return [self._why(keys, lost)] if lost else []
-
-    def _why(self, keys: Keys, lost: list[tuple[int, npt.NDArray[np.int32]]]) -> StorageError:
+    def why(self, keys: Keys, lost: list[tuple[int, npt.NDArray[np.int32]]]) -> StorageError:
+        """The error that tells what was wrong: from which place in `keys` on, `trouble` of `disk_rows.read`."""
         trouble = np.zeros(len(keys), np.int32)
         for start, wrong in lost:
             trouble[start : start + len(wrong)] = wrong

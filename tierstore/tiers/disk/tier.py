@@ -26,7 +26,8 @@ import numpy.typing as npt
 
 from tierstore.errors import Corruption, StorageError
 from tierstore.kernels.digest import digest_rows
-from tierstore.tiers.base import Peek
+from tierstore.tiers.background import yield_to_requests
+from tierstore.tiers.base import Peek, ReadBy
 from tierstore.tiers.disk.database import Database
 from tierstore.tiers.disk.reader_pool import ReaderPool
 from tierstore.tiers.disk.rocks import driver_errors, scan_options, translate
@@ -35,11 +36,14 @@ from tierstore.tiers.disk.sst import (
     KEY_BYTES,
     MAX_TABLE_ID,
     META_TABLE,
+    Entries,
+    Records,
     SstFile,
     pack_keys,
     record_key,
     sst_keys,
     unpack_keys,
+    write_sst,
 )
 from tierstore.types import Keys, Rows, States, Tier
 
@@ -117,6 +121,17 @@ class DiskTier:
             raise ValueError(f"{sealed[0]} is a sealed file; a base of RocksDB alone cannot ingest it")
         self._database.ingest([file if isinstance(file, Path) else file.path for file in files])
 
+    @property
+    def needs_tidying(self) -> bool:
+        """Whether `tidy` has anything to do."""
+        return False
+
+    def tidy(self, path: Path, records: Records, row_bytes: Mapping[int, int], give_up: Callable[[], bool]) -> None:
+        """Put the files of changed rows in order, by the thread that changes. Readers go on; `give_up` is asked often.
+
+        `records` and `row_bytes`, by table id, are those of a change, `path` as for it. StorageError, Corruption.
+        """
+
     def get(self, table_id: int, keys: Keys, rows: Rows, state: States) -> None:
         """Read `keys` (int64 [n], ascending, distinct) into `rows` (uint8 [n, row_bytes]).
 
@@ -143,9 +158,22 @@ class DiskTier:
             )
         return Peek(value or None, absent=value == b"")
 
-    def words_at(self, table_id: int, row_bytes: int) -> int:
-        """0: only the driver reads its files."""
-        return 0
+    def read_by(self, table_id: int, row_bytes: int) -> ReadBy | None:
+        """Only the driver reads its files."""
+        return None
+
+    def change(self, path: Path, records: Records, tables: Sequence[Entries]) -> None:
+        """Take in a change of rows and records in one atomic step, by way of a file at `path`. One thread at a time.
+
+        `tables` as for `write_sst`. StorageError; then nothing has changed, and no file is left.
+        """
+        file = write_sst(path, records=records, tables=tables, delta=True)
+        yield_to_requests()
+        try:
+            DiskTier.ingest(self, [file])
+        except BaseException:
+            file.path.unlink(missing_ok=True)
+            raise
 
     def _get(self, table_id: int, keys: Keys, rows: Rows, state: States, *, unknown: Tier) -> None:
         """`get`, with ABSENT only for keys that are marked as deleted, and `unknown` for keys that are in no file."""

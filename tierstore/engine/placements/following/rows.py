@@ -12,7 +12,7 @@ so that it needs no comparing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
 import numpy as np
@@ -204,9 +204,14 @@ class RemoteRows:
         if self._closed:
             raise Closed(f"{self._name} was closed")
 
-    def words_at(self, table_id: int, row_bytes: int) -> int:
-        """0: kernels have no address to read them at."""
-        return 0
+    def needs_tidying(self) -> bool:
+        return False
+
+    def tidy(self, info: VersionInfo, give_up: Callable[[], bool]) -> None:
+        """Changed rows are in no files here."""
+
+    def read_by(self, table_id: int, row_bytes: int) -> None:
+        """Kernels have no address to read them at."""
 
     def tier_bytes(self, table_id: int, table_bytes: int, of_all: int) -> dict[str, int]:
         return {"disk": self.cache_stats(table_id).get("bytes", 0), "remote": table_bytes}

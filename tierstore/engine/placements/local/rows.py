@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -11,16 +11,21 @@ import numpy as np
 from tierstore.engine.data import row_count as rowcount
 from tierstore.engine.data.overlay import Overlay
 from tierstore.engine.versions.dense_files import finish_dense, stage_dense
-from tierstore.engine.versions.info import VersionInfo, watermark_record
+from tierstore.engine.versions.info import EXPIRED, VersionInfo, watermark_record
 from tierstore.engine.versions.rows import Beneath, Place
 from tierstore.errors import TierstoreError
 from tierstore.formats import colliding, files
 from tierstore.formats.row_times import TIME_BYTES, as_rows, from_rows
 from tierstore.tiers.background import yield_to_requests
 from tierstore.tiers.base import Peek
-from tierstore.tiers.disk.sst import write_sst
-from tierstore.tiers.disk.tier import DiskTier
+from tierstore.tiers.disk.tier import WATERMARK, DiskTier
 from tierstore.types import Keys, Rows, States
+
+_COUNTED = (
+    WATERMARK,
+    rowcount.RECORD,
+    EXPIRED,
+)  # records that every change writes, of this release and of earlier ones
 
 
 class LocalRows:
@@ -28,7 +33,7 @@ class LocalRows:
 
     def __init__(self, disk: DiskTier) -> None:
         self.disk = disk
-        self.words_at, self.record, self.watermark = disk.words_at, disk.record, disk.watermark
+        self.read_by, self.record, self.watermark = disk.read_by, disk.record, disk.watermark
         self.bytes_on_disk, self.stats, self.close = disk.bytes_on_disk, disk.stats, disk.close
 
     def get(self, table_id: int, keys: Keys, rows: Rows, state: States) -> None:
@@ -66,22 +71,20 @@ class LocalRows:
             for name, t in overlay.tables.items()
             if t.times is not None and name in info.times_ids
         ]
-        sst = write_sst(
-            where.build / f"delta-{overlay.hi}.sst",
-            records=records,
-            tables=sorted([*rows, *times], key=itemgetter(0)),
-            delta=True,
-        )
-        yield_to_requests()
-        try:
-            disk.ingest([sst])
-        except BaseException:
-            sst.path.unlink(missing_ok=True)  # the next try may have another name
-            raise
+        disk.change(where.build / f"delta-{overlay.hi}.sst", records, sorted([*rows, *times], key=itemgetter(0)))
         info.colliding = now_colliding
         info.set_counts(counts, overlay.hi)
         if overlay.dense is not None:
             files.rename(where.dense_to_come(overlay.hi), where.dense)
+
+    def needs_tidying(self) -> bool:
+        return self.disk.needs_tidying
+
+    def tidy(self, info: VersionInfo, give_up: Callable[[], bool]) -> None:
+        records = {name: value for name in _COUNTED if (value := self.disk.record(name)) is not None}
+        row_bytes = {int(of["id"]): info.specs[name].row_bytes for name, of in info.tables.items()}
+        row_bytes |= dict.fromkeys(info.times_ids.values(), TIME_BYTES)
+        self.disk.tidy(files.make_dir(info.where.build) / "patches.sst", records, row_bytes, give_up)
 
     def places(self, table: str, codes: Keys, seq: int) -> Sequence[Place | None]:
         return [None] * len(codes)

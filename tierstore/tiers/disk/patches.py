@@ -1,0 +1,472 @@
+"""Sealed patches: rows that deltas have changed, in files that kernels read as they read the base.
+
+RocksDB is where changes are durable, and a key costs a call of its driver under the interpreter lock there. So each
+change is also written as a patch: one sealed file a table, sorted, whose rows have a mark behind them that says whether
+the key is deleted, and the filter of its keys beside it. RocksDB's record `patches` names those that hold, in the same
+atomic step as the rows: a patch that it does not name is what a crash has left. Four patches of like size become one,
+up to a size, so a day has a few dozen.
+
+Patches are a copy. Where one is missing or damaged, as after a restore, RocksDB answers, until they are made again from
+it.
+
+`Patches` is for the one writer of a tier; any thread may use what `of` gives, whose files stay open for as long as it
+is kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from tierstore.errors import Corruption, StorageError
+from tierstore.formats import files
+from tierstore.kernels import bloom, disk_rows, overlay_index
+from tierstore.kernels.codec import address_of
+from tierstore.kernels.plan_records import PATCH
+from tierstore.tiers.disk.merge import Changes
+from tierstore.tiers.disk.sealed_file import check_still, open_sealed, read_blocks, write_sealed_parts
+from tierstore.tiers.disk.sealed_table import SealedTable
+from tierstore.tiers.disk.sst import Entries, Records
+from tierstore.types import Keys, Rows
+
+log = logging.getLogger(__name__)
+
+FOLDER = "patches"
+RECORD = "patches"
+BITS_A_KEY = 10
+LIKE_SIZED = 4  # patches that become one
+MOST_BYTES = 512 << 20  # of a patch that others are merged into: some ten seconds of a background thread
+_SMALLEST = 1024  # keys: smaller patches are of one size
+_PIECE_BYTES = 4 << 20  # of rows that are merged at a time
+_NONE = np.empty(0, np.int64)
+
+Marked = tuple[Keys, Rows]  # rows with the mark behind them
+
+
+class Patch:
+    """An open patch. Constant; its file is closed when nothing refers to it any more."""
+
+    def __init__(self, path: Path, xxh3: str, size: int, words: bloom.Filter) -> None:
+        """StorageError, Corruption: it is not the file that was written."""
+        opened = open_sealed(path, xxh3=xxh3, size=size)
+        weakref.finalize(self, os.close, opened.fd)
+        self.path, self.bytes, self.keys = path, size, opened.rows
+        self.table_id, self.row_bytes = opened.table_id, opened.row_bytes - disk_rows.MARK_BYTES
+        self._table, self._filter = SealedTable([opened]), words
+        self._base = self._table.words(0)
+        self._words = PATCH.make(files=address_of(self._base), filter_at=address_of(words), filter_words=len(words))
+        self.address = address_of(self._words)
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._filter.nbytes + self._table.first_keys.nbytes
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """What the record says of it."""
+        file = self._table.files[0]
+        return {"name": self.path.name, "bytes": file.size, "xxh3": file.xxh3, "filter": _digest(self._filter)}
+
+    def parts(self, rows_at_once: int) -> Iterator[Marked]:
+        """All its keys, ascending, with their marked rows. Corruption, StorageError."""
+        (file,), floor = self._table.files, None
+        at_once = max(1, rows_at_once // file.per_block)
+        for first in range(0, len(file.first_keys), at_once):
+            keys, rows = read_blocks(file, first, min(first + at_once, len(file.first_keys)), floor)
+            floor = int(keys[-1])
+            yield keys, rows
+
+    def check(self) -> None:
+        """Read all of it back. Corruption, StorageError."""
+        check_still(self._table.files[0])
+        for _ in self.parts(max(1, _PIECE_BYTES // self.row_bytes)):
+            pass
+
+
+class Patched(NamedTuple):
+    """What kernels read a table's changed rows by: `disk_rows.SOME` or ALL, and the addresses of patches, the newest
+    first.
+
+    `row_bytes` is that of all of them; None: they differ. Valid as long as it is kept.
+    """
+
+    changes: int
+    addresses: npt.NDArray[np.int64]
+    kept: tuple[Patch, ...]
+    row_bytes: int | None
+
+
+NO_PATCHES = Patched(disk_rows.SOME, _NONE, (), None)
+
+
+class Patches:
+    """The patches of one tier, in a folder of its directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._folder = directory / FOLDER
+        self._patches: tuple[Patch, ...] = ()  # the newest first, of all tables
+        self._next = 1
+        self._unnamed: list[Path] = []  # files that the next record does not name any more
+        self._whole = False  # whether they have all changed rows
+        self._served: tuple[bool, dict[int, Patched]] = False, {}  # replaced whole, as readers take no lock
+        self.damaged = False  # set by any thread that could not read one
+
+    def open(self, record_of: Callable[[str], bytes | None], *, changed: bool, tidy: bool) -> None:
+        """Open those that a tier's record names; `record_of` reads its records. `changed`: whether deltas have changed
+        a row.
+
+        `tidy`: remove files that it does not name. What cannot be opened is RocksDB's to answer, until `rebuild`.
+        """
+        record, whole = record_of(RECORD), not changed
+        entries: list[dict[str, Any]] = []
+        opened: tuple[Patch, ...] = ()
+        if record is not None:
+            try:
+                document = json.loads(record)
+                if any(_digest_of(record_of(name)) != digest for name, digest in document["with"].items()):
+                    raise ValueError("an earlier release has changed rows since")
+                self._next, entries = int(document["next"]), document["files"]
+                opened, whole = tuple(self._open(entry) for entry in entries), bool(document["whole"])
+            except (StorageError, ValueError, KeyError, TypeError, AttributeError) as error:
+                log.info("%s: changed rows are read from RocksDB until they are copied again: %s", self._folder, error)
+                whole, opened, entries = False, (), []
+        self._whole = whole
+        self._publish(opened)
+        if tidy and files.exists(self._folder):
+            named = {name for entry in entries for name in (entry["name"], _filter_name(entry["name"]))}
+            numbers = [int(path.stem) for path in self._folder.iterdir() if path.stem.isdigit()]
+            self._next = max([self._next, *(number + 1 for number in numbers)])
+            for path in self._folder.iterdir():
+                if path.name not in named:
+                    files.remove_file(path)
+
+    def _open(self, entry: dict[str, Any]) -> Patch:
+        path = self._folder / str(entry["name"])
+        data = files.read_bytes(self._folder / _filter_name(path.name))
+        if data is None or len(data) % 4 or not data:
+            raise Corruption(f"{path}: its filter is missing")
+        words = np.frombuffer(data, np.uint32).copy()
+        if _digest(words) != entry["filter"]:
+            raise Corruption(f"{path}: its filter does not match its checksum")
+        return Patch(path, str(entry["xxh3"]), int(entry["bytes"]), words)
+
+    def of(self, table_id: int, row_bytes: int) -> Patched:
+        """A table's, as they are now, for rows of so many bytes. Any thread."""
+        whole, tables = self._served
+        found = tables.get(table_id) or (_ALL if whole else NO_PATCHES)
+        return found if found.row_bytes == row_bytes or not found.kept else NO_PATCHES
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether they have all changed rows, as far as is known; if not, they are to be made again."""
+        return self._whole and not self.damaged
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `merge` has anything to do."""
+        return any(map(_alike, self._by_table().values()))
+
+    def _by_table(self) -> dict[int, list[Patch]]:
+        of: dict[int, list[Patch]] = {}
+        for patch in self._patches:
+            of.setdefault(patch.table_id, []).append(patch)
+        return of
+
+    def _drop(self) -> None:
+        """Have RocksDB answer what they have."""
+        self._unnamed += [patch.path for patch in self._patches]
+        self._whole = self.damaged = False
+        self._publish(())
+
+    def distrust(self) -> None:
+        """Have RocksDB answer all that was changed, until `trust`."""
+        self._served = False, {}
+
+    def trust(self) -> None:
+        self._publish(self._patches)
+
+    # --- changes, by the one writer
+
+    def write(self, tables: Sequence[Entries], records: Records) -> tuple[list[Patch], Records]:
+        """Write the patches of a change. Returns them, and the records that go into RocksDB with it; then call `add`,
+        or `remove`.
+
+        `records` are those of the change. By them it is noticed where another release has changed rows since.
+        StorageError.
+        """
+        if self.damaged:
+            self._drop()
+        new: list[Patch] = []
+        try:
+            for table_id, keys, rows, deleted in tables:
+                if len(keys):
+                    new.append(self._write(table_id, [(keys, _marked(rows, deleted))]))
+        except BaseException as error:
+            self.remove(new)
+            if not isinstance(error, StorageError):
+                raise
+            log.warning("changed rows are read from RocksDB until they can be copied: %s", error)
+            new = []
+            self._drop()
+        return new, self._records((*new[::-1], *self._patches), records, self._whole)
+
+    def add(self, new: list[Patch]) -> None:
+        """RocksDB has the change that these were written for. May be repeated."""
+        self._publish((*new[::-1], *(patch for patch in self._patches if patch not in new)))
+        unnamed, self._unnamed = self._unnamed, []
+        self.remove_files(unnamed)
+
+    def remove(self, patches: Iterable[Patch]) -> None:
+        self.remove_files([patch.path for patch in patches])
+
+    def remove_files(self, paths: Iterable[Path]) -> None:
+        """Remove patches by their path; one that stays is removed by the next start."""
+        for path in paths:
+            for file in (path, path.with_name(_filter_name(path.name))):
+                try:
+                    files.remove_file(file)
+                except StorageError as error:
+                    log.warning("%s", error)
+
+    def merge(self, give_up: Callable[[], bool]) -> None:
+        """Make one of patches of like size, of each table, until there are no four of them. Readers go on.
+
+        The files that it makes dead are removed with the next change, whose record does not name them. `give_up` is
+        asked again and again: once it says so nothing comes of the merge that is under way. StorageError; Corruption,
+        then they are `damaged`.
+        """
+        for table_id in self._by_table():
+            while run := _alike(self._by_table()[table_id]):
+                try:
+                    merged = self._merged(run, give_up)
+                except Corruption:
+                    self.damaged = True
+                    raise
+                if merged is None:
+                    return
+                self._replace(run, merged)
+
+    def _merged(self, run: Sequence[Patch], give_up: Callable[[], bool]) -> Patch | None:
+        row_bytes = run[0].row_bytes
+        rows_at_once = max(1024, _PIECE_BYTES // row_bytes)
+
+        def parts() -> Iterator[Marked]:
+            for part in _merge([patch.parts(rows_at_once) for patch in run]):
+                if give_up():
+                    raise _GivenUp
+                yield part
+
+        try:
+            return self._write(run[0].table_id, parts())
+        except _GivenUp:
+            return None
+
+    def _replace(self, run: Sequence[Patch], by: Patch) -> None:
+        at = self._patches.index(run[0])
+        left = [patch for patch in self._patches if patch not in run]
+        self._unnamed += [patch.path for patch in run]
+        self._publish((*left[:at], by, *left[at:]))
+
+    def rebuild(self, tables: Iterable[tuple[int, int, Iterator[Changes]]]) -> list[Patch]:
+        """Patches of all that RocksDB has: of each table its id, the bytes of a row, and its entries. To be given to
+        `replace_all`.
+
+        StorageError; no file is left then.
+        """
+        new: list[Patch] = []
+        try:
+            for table_id, row_bytes, entries in tables:
+                new += (self._write(table_id, part) for part in _pieces(entries, row_bytes))
+        except BaseException:
+            self.remove(new)
+            raise
+        return new
+
+    def records_of(self, patches: Sequence[Patch], records: Records) -> Records:
+        """The records by which these are all there are, and whole."""
+        return self._records(patches, records, whole=True)
+
+    def replace_all(self, patches: Sequence[Patch]) -> None:
+        """RocksDB has `records_of` them."""
+        self._unnamed += [patch.path for patch in self._patches]
+        self._whole, self.damaged = True, False
+        self._publish(tuple(patches))
+
+    def _write(self, table_id: int, parts: Iterable[Marked]) -> Patch:
+        """Write a patch of at least one key, and its filter."""
+        path = files.make_dir(self._folder) / f"{self._next}.rows"
+        self._next += 1
+        written: list[Keys] = []
+
+        def noted() -> Iterator[Marked]:
+            for part_keys, rows in parts:
+                written.append(np.ascontiguousarray(part_keys))
+                yield part_keys, rows
+
+        first = next(source := noted())
+        built = write_sealed_parts(path, table_id, first[1].shape[1], itertools.chain([first], source))
+        words = bloom.empty(built.entries, BITS_A_KEY)
+        for part in written:
+            bloom.add(words, part)
+        try:
+            files.publish_bytes(path.with_name(_filter_name(path.name)), words.data)
+            return Patch(path, built.xxh3, built.bytes, words)
+        except BaseException:
+            self.remove_files([path])
+            raise
+
+    def _records(self, patches: Sequence[Patch], records: Records, whole: bool) -> Records:
+        document = {
+            "whole": whole,
+            "next": self._next,
+            "files": [patch.entry for patch in patches],
+            "with": {name: _digest_of(value) for name, value in records.items()},
+        }
+        return {**records, RECORD: json.dumps(document).encode()}
+
+    def _publish(self, patches: tuple[Patch, ...]) -> None:
+        self._patches, changes = patches, disk_rows.ALL if self._whole else disk_rows.SOME
+        tables = {
+            table_id: Patched(
+                changes, np.array([patch.address for patch in own], np.int64), tuple(own), _row_bytes(own)
+            )
+            for table_id, own in self._by_table().items()
+        }
+        self._served = self._whole, tables
+
+    # --- what there is
+
+    def check(self) -> None:
+        """Read all of them back. Corruption, then they are `damaged`; StorageError."""
+        try:
+            for patch in self._patches:
+                patch.check()
+        except Corruption:
+            self.damaged = True
+            raise
+
+    def stats(self) -> dict[str, int]:
+        return {
+            "patches": len(self._patches),
+            "patch_keys": sum(patch.keys for patch in self._patches),
+            "patch_bytes": sum(patch.bytes for patch in self._patches),
+            "patch_memory_bytes": sum(patch.memory_bytes for patch in self._patches),
+        }
+
+    def close(self) -> None:
+        """Let go of them; who reads them still has them."""
+        self._whole = False
+        self._publish(())
+
+
+_ALL = Patched(disk_rows.ALL, _NONE, (), None)
+
+
+class _GivenUp(Exception):
+    """A merge is broken off."""
+
+
+def _filter_name(name: str) -> str:
+    return f"{name.split('.')[0]}.filter"
+
+
+def _digest_of(record: bytes | None) -> str:
+    return xxhash.xxh3_64_hexdigest(record or b"")
+
+
+def _digest(words: bloom.Filter) -> str:
+    return xxhash.xxh3_64_hexdigest(words.data)
+
+
+def _marked(rows: Rows, deleted: npt.NDArray[np.bool_] | None) -> Rows:
+    marked = np.zeros((len(rows), rows.shape[1] + disk_rows.MARK_BYTES), np.uint8)
+    marked[:, :-1] = rows
+    if deleted is not None:
+        marked[deleted] = 0
+        marked[:, -1] = deleted
+    return marked
+
+
+def _row_bytes(patches: Sequence[Patch]) -> int | None:
+    one, *others = {patch.row_bytes for patch in patches}
+    return None if others else one
+
+
+def _level(patch: Patch) -> int:
+    """How often four patches of the smallest size had to become one for one of its size."""
+    return max(0, (patch.keys // _SMALLEST).bit_length() - 1) // 2
+
+
+def _alike(patches: Sequence[Patch]) -> list[Patch]:
+    """The newest patches, up to the last of four of like size or smaller ones; none where there are not so many."""
+    run: list[Patch] = []
+    if not patches or _row_bytes(patches) is None:
+        return run
+    for count in range(LIKE_SIZED, len(patches) + 1):
+        level = _level(patches[count - 1])
+        alike = [patch for patch in patches[:count] if _level(patch) >= level]
+        if len(alike) >= LIKE_SIZED and sum(patch.bytes for patch in patches[:count]) <= MOST_BYTES:
+            run = list(patches[:count])
+    return run
+
+
+def _pieces(entries: Iterator[tuple[Keys, npt.NDArray[np.bool_], Rows]], row_bytes: int) -> Iterator[Iterator[Marked]]:
+    """Entries as parts of patches of at most MOST_BYTES each; none where there are no entries."""
+    most = max(1, MOST_BYTES // (row_bytes + 9))
+    pending = next(entries, None)
+    while pending is not None:
+
+        def part() -> Iterator[Marked]:
+            nonlocal pending
+            count = 0
+            while pending is not None and count < most:
+                keys, deleted, live = pending
+                rows = np.zeros((len(keys), row_bytes), np.uint8)
+                rows[~deleted] = live
+                count += len(keys)
+                yield keys, _marked(rows, deleted)
+                pending = next(entries, None)
+
+        yield part()
+
+
+def _merge(sources: Sequence[Iterator[Marked]]) -> Iterator[Marked]:
+    """The keys of all, ascending; of one that several have, the row of the first that has it."""
+    merged = sources[-1]
+    for newer in sources[-2::-1]:
+        merged = _merge_two(merged, newer)
+    return merged
+
+
+def _merge_two(old: Iterator[Marked], new: Iterator[Marked]) -> Iterator[Marked]:
+    a, b = next(old, None), next(new, None)
+    while a is not None and b is not None:
+        upto = min(int(a[0][-1]), int(b[0][-1]))
+        i, j = (int(np.searchsorted(part[0], upto, "right")) for part in (a, b))
+        yield _merge_parts((a[0][:i], a[1][:i]), (b[0][:j], b[1][:j]))
+        a = (a[0][i:], a[1][i:]) if i < len(a[0]) else next(old, None)
+        b = (b[0][j:], b[1][j:]) if j < len(b[0]) else next(new, None)
+    if a is not None:
+        yield a
+        yield from old
+    if b is not None:
+        yield b
+        yield from new
+
+
+def _merge_parts(old: Marked, new: Marked) -> Marked:
+    if not len(old[0]) or not len(new[0]):
+        return old if len(old[0]) else new
+    parts = (overlay_index.Part(keys, rows, np.zeros(len(keys), np.bool_)) for keys, rows in (old, new))
+    both = overlay_index.merge(*parts)
+    return both.keys, both.rows
