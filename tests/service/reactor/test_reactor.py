@@ -559,7 +559,7 @@ def test_what_readers_have_offered_to_the_cache_can_be_waited_for(
             waiting.result(0.2)
         go_on.set()
         waiting.result(30)
-        assert cold._shared["offered"] == 0
+        assert cold.shared["offered"] == 0
     server.stop()
     epochs.await_offers()  # there is nobody to wait for
 
