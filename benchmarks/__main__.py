@@ -45,6 +45,7 @@ ARGUMENTS: dict[str, dict[str, list[str] | None]] = {
         "default": ["--rows", "1000000", "--host-budget", "32MiB", "--zipf-calls", "400"],
         "full": [],
     },
+    "tier_costs": {"tiny": ["--tiny"], "default": ["--quick"], "full": []},
     "wire_grpc": {"tiny": None, "default": ["--quick"], "full": []},
     "wire_lookup": {"tiny": None, "default": ["--quick"], "full": []},
 }

@@ -276,6 +276,11 @@ def counters(port: int) -> dict[str, float]:
     with socket.create_connection(("127.0.0.1", port), timeout=60) as link:
         link.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         text = b"".join(iter(lambda: link.recv(1 << 16), b"")).decode()
+    return of_reactors(text)
+
+
+def of_reactors(text: str) -> dict[str, float]:
+    """The same, of the text of its metrics."""
     found: dict[str, float] = {"answers": 0.0}
     for name, labels, value in re.findall(r"^tierstore_reactor_(answers|handed_on)_total\{([^}]*)\} (\S+)", text, re.M):
         reason = re.search(r'reason="([^"]*)"', labels)

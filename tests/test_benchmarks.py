@@ -224,6 +224,24 @@ def test_wild_traffic_is_what_it_says(tmp_path: Path) -> None:
         assert row["requests"] == "Redis MGET" or 0 <= row["by_reactors"] <= 1, row
 
 
+@pytest.mark.thorough
+def test_costs_by_where_rows_are_are_measured_in_the_states_that_they_name(tmp_path: Path) -> None:
+    results = of(tiny_run(tmp_path, "tier_costs"), "tier_costs")["results"]
+    assert {row["part"] for row in results} == {
+        f"{what}, {way}" for what in ("look-up of 64 keys", "prediction of 100 items") for way in ("HTTP", "gRPC")
+    }
+    on_disk = {"memory": 0.0, "1% disk": 0.01, "5% disk": 0.05, "20% disk": 0.2, "1% changed": 0.01}
+    for row in results:
+        assert row["cpu_us"] > 0, row
+        assert 0 < row["p50_us"] <= row["p99_us"], row
+        assert 0 <= row["compiled"] <= 1, row
+        if row["state"] in on_disk:
+            assert row["from_disk"] == pytest.approx(on_disk[row["state"]], abs=0.004), row
+        else:
+            assert row["from_disk"] + row["from_overlay"] == pytest.approx(0.01, abs=0.004), row
+            assert row["delta_us"] > 0, row
+
+
 def test_sizes_of_wild_traffic_are_spread_and_within_bounds() -> None:
     rng = np.random.default_rng(5)
     drawn = wild_lookup.at_random(rng, 3000, 400)
