@@ -9,10 +9,12 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import select
 import struct
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,13 +25,14 @@ from tierstore.kernels import coldread, lookupplan
 from tierstore.kernels import epochs as atomics
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
-from tierstore.types import Tier
+from tierstore.types import Keys, Rows, States, Tier
 
 logger = logging.getLogger(__name__)
 
 _READ_BYTES = 1 << 16
 _ADDRESS = struct.Struct("<q")
 _END, _MARK = _ADDRESS.pack(-1), _ADDRESS.pack(-2)
+_GATHER_S = 0.004  # that offers are gathered
 _OFFERS_S = 10.0  # that offers may be on their way; longer only where the threads are being ended
 
 _libc = ctypes.CDLL(None)
@@ -131,34 +134,47 @@ class _Promoter(threading.Thread):
 
     def run(self) -> None:
         while True:
-            for (block,) in _ADDRESS.iter_unpack(os.read(self._inbox, _READ_BYTES)):
-                if block == -1:
-                    return
-                if block < 0:
+            select.select([self._inbox], [], [])
+            time.sleep(
+                _GATHER_S
+            )  # what one request offers is little, and a turn of the interpreter costs as much as many rows
+            messages = [block for (block,) in _ADDRESS.iter_unpack(os.read(self._inbox, _READ_BYTES))]
+            try:
+                self._offer([block for block in messages if block > 0])
+            except Exception:
+                logger.exception("rows that were read are not cached")
+            for mark in messages:
+                if mark == -2:
                     self.marks.popleft().set()
-                    continue
-                try:
-                    self._offer(block)
-                except Exception:
-                    logger.exception("rows that were read are not cached")
+            if -1 in messages:
+                return
 
-    def _offer(self, block: int) -> None:
-        offer = coldread.OFFER.view(block)
-        size, n, row_bytes = offer.bytes, offer.keys, offer.row_bytes
+    def _offer(self, blocks: Sequence[int]) -> None:
+        of: dict[tuple[int, int, int], list[npt.NDArray[np.uint8]]] = {}  # by table, seq and bytes of a row
+        size = 0
         try:
-            data = np.frombuffer(_memory(block, size), np.uint8)
-            at = coldread.OFFER.bytes
-            keys = data[at : at + 8 * n].view(np.int64)
-            state = data[at + 8 * n : at + 9 * n]
-            at += 8 * n + -(-n // 8) * 8
-            table = self._epochs.table(offer.table)
-            if table is not None:
-                table.promote(offer.seq, keys, data[at : at + n * row_bytes].reshape(n, row_bytes), state == Tier.DISK)
+            for block in blocks:
+                offer = coldread.OFFER.view(block)
+                size += offer.bytes
+                data = np.frombuffer((ctypes.c_char * offer.bytes).from_address(block), np.uint8)
+                of.setdefault((offer.table, offer.seq, offer.row_bytes), []).append(data)
+            for (number, seq, row_bytes), offers in of.items():
+                table = self._epochs.table(number)
+                if table is not None:
+                    keys, state, rows = map(
+                        np.concatenate, zip(*(_parts(data, row_bytes) for data in offers), strict=True)
+                    )
+                    table.promote(seq, keys, rows, state == Tier.DISK)
         finally:
-            free(block)
+            for block in blocks:
+                free(block)
             atomics.add(coldread.READERS.place(self._shared, "offered"), -size)
 
 
-def _memory(address: int, size: int) -> Any:
-    """`size` bytes at an address, as a buffer."""
-    return (ctypes.c_char * size).from_address(address)
+def _parts(offer: npt.NDArray[np.uint8], row_bytes: int) -> tuple[Keys, States, Rows]:
+    """Keys, states and rows of an offer."""
+    at = coldread.OFFER.bytes
+    n = int(offer[:at].view(coldread.OFFER.dtype)["keys"][0])
+    rows = at + 8 * n + -(-n // 8) * 8
+    states = offer[at + 8 * n : at + 9 * n]
+    return offer[at : at + 8 * n].view(np.int64), states, offer[rows : rows + n * row_bytes].reshape(n, row_bytes)
