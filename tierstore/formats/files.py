@@ -106,12 +106,13 @@ def _storage_error(what: str, error: OSError) -> StorageError:
 class Publication:
     """A file that is being written: write to `file`, then `commit()`. A `with` block commits unless it raises.
 
-    One thread at a time. `path`'s directory must exist. Until `commit` has renamed it, `path` is
-    untouched. Errors of the disk are StorageError.
+    Without `durable` nothing is flushed to the drive: what power takes from it must be noticed, and be no loss. One
+    thread at a time. `path`'s directory must exist. Until `commit` has renamed it, `path` is untouched. Errors of the
+    disk are StorageError.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, durable: bool = True) -> None:
+        self.path, self._durable = Path(path), durable
         self._temporary = self.path.with_name(f"{TEMPORARY}{self.path.name}-{secrets.token_hex(4)}")
         with _translated("create", self.path):
             self.file = _file_system.create(self._temporary)
@@ -120,13 +121,15 @@ class Publication:
         """Make the file durable, then visible under its name. On an error the temporary file is removed."""
         try:
             with _translated("publish", self.path):
-                _file_system.fsync(self.file)
+                if self._durable:
+                    _file_system.fsync(self.file)
                 self.file.close()
                 _file_system.rename(self._temporary, self.path)
         except BaseException:
             self.abort()
             raise
-        fsync_dir(self.path.parent)
+        if self._durable:
+            fsync_dir(self.path.parent)
 
     def abort(self) -> None:
         """Remove the temporary file. Safe to call twice, but not after `commit`."""
@@ -147,9 +150,9 @@ class Publication:
             raise _storage_error(f"cannot write {self.path}", error) from error
 
 
-def publish(path: str | Path) -> Publication:
+def publish(path: str | Path, *, durable: bool = True) -> Publication:
     """`with publish(path) as file: file.write(…)`: the file appears whole, and durable, at the end of the block."""
-    return Publication(path)
+    return Publication(path, durable)
 
 
 def scratch(directory: str | Path) -> BinaryIO:
@@ -327,12 +330,13 @@ def link_all(pairs: Sequence[tuple[Path, Path]]) -> None:
         fsync_dir(folder)
 
 
-def remove_file(path: str | Path) -> None:
+def remove_file(path: str | Path, *, durable: bool = True) -> None:
     """Remove a file, durably, if it exists."""
     path = Path(path)
     with _translated("remove", path), contextlib.suppress(FileNotFoundError):
         _file_system.unlink(path)
-    fsync_dir(path.parent)
+    if durable:
+        fsync_dir(path.parent)
 
 
 def remove_tree(path: str | Path) -> None:

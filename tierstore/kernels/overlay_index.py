@@ -5,8 +5,8 @@ number of threads may look keys up in it. It is rebuilt from its keys after a re
 
 An index is uint64[capacity], a power of two and at least twice the keys, probed linearly. A slot holds the upper
 half of the key's hash as a tag and the row number in its lower half; a slot of all ones is empty. No key value is
-reserved. A key that is not there, the usual case, costs one cache line; one that is there costs a second, where
-its key is compared.
+reserved. A key that is not there, the usual case, is told by a filter that the processor's caches hold longer than the index: two bits of
+one word. One that passes costs a line of the index, and one that is there another, where its key is compared.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ _BLOCK_BYTES = 8 * _BLOCK
 _PREFETCH_BYTES = 512  # of a row
 OVERLAY = define("Overlay", "rows of a delta, by key", {
     "index_at slots": "the index, and how many slots it has",
+    "filter_at filter_words": "a filter of the keys, uint64, and how many words it has, a power of two",
     "keys_at deleted_at rows_at": "by row number: the keys, which are deleted, the rows as stored",
     "row_bytes code": "of a row: its bytes, its dtype",
 })  # fmt: skip
@@ -76,6 +77,20 @@ def _build(keys: Any, index: Any) -> Any:
     return -1
 
 
+@njit(inline="always")
+def _bits(h: Any) -> Any:
+    """Which two bits of its word in the filter a key of this hash sets."""
+    return (np.uint64(1) << (h >> np.uint64(58))) | (np.uint64(1) << ((h >> np.uint64(52)) & np.uint64(63)))
+
+
+@compiled(types.void(_KEYS, types.uint64[::1]))
+def _fill_filter(keys: Any, words: Any) -> Any:
+    mask = np.uint64(len(words) - 1)
+    for key in keys:
+        h = mix(key)
+        words[(h >> np.uint64(8)) & mask] |= _bits(h)
+
+
 @njit
 def answer_at(overlay: Any, out_code: Any, dim: Any, default: Any, out: Any, keys: Any, n: Any, state: Any) -> Any:
     """`Answering.answer` of `n` keys and states at addresses of any alignment, of an overlay.
@@ -84,28 +99,35 @@ def answer_at(overlay: Any, out_code: Any, dim: Any, default: Any, out: Any, key
     """
     index, table_keys, deleted, rows = overlay.index_at, overlay.keys_at, overlay.deleted_at, overlay.rows_at
     row_bytes, code, mask = overlay.row_bytes, overlay.code, np.uint64(overlay.slots - 1)
+    words, word_mask = overlay.filter_at, np.uint64(overlay.filter_words - 1)
     out_bytes = row_bytes if out_code == AS_STORED else dim * (4 >> out_code)
     prefetch_bytes: Any = min(row_bytes, _PREFETCH_BYTES)
-    hashes, found = stack_bytes(_BLOCK_BYTES), stack_bytes(_BLOCK_BYTES)
+    hashes, places, found = stack_bytes(_BLOCK_BYTES), stack_bytes(_BLOCK_BYTES), stack_bytes(_BLOCK_BYTES)
     answered = 0
     for start in range(0, n, _BLOCK):
         stop = min(start + _BLOCK, n)
+        perhaps = 0
         for i in range(start, stop):
             h = mix(np.int64(load_u64(keys, i)))
-            store_u64(hashes, i - start, h)
-            prefetch(index + np.int64((h & mask) << np.uint64(3)))
-        hits = 0
-        for i in range(start, stop):
+            bits = _bits(h)
             store_u64(found, i - start, _EMPTY)
-            if load_u8(state, i) != _PENDING:
-                continue
-            h = load_u64(hashes, i - start)
+            if (
+                load_u64(words, np.int64((h >> np.uint64(8)) & word_mask)) & bits == bits
+                and load_u8(state, i) == _PENDING
+            ):
+                store_u64(hashes, perhaps, h)
+                store_u64(places, perhaps, np.uint64(i))
+                prefetch(index + np.int64((h & mask) << np.uint64(3)))
+                perhaps += 1
+        hits = 0
+        for k in range(perhaps):
+            here, h = np.int64(load_u64(places, k)), load_u64(hashes, k)
             at, tag = h & mask, h & _TAG
             slot = load_u64(index, np.int64(at))
             while slot != _EMPTY:
                 row = np.int64(slot & _ROW)
-                if slot & _TAG == tag and load_u64(table_keys, row) == load_u64(keys, i):
-                    store_u64(found, i - start, np.uint64(row))
+                if slot & _TAG == tag and load_u64(table_keys, row) == load_u64(keys, here):
+                    store_u64(found, here - start, np.uint64(row))
                     hits += 1
                     for ahead in range(0, prefetch_bytes, 64):
                         prefetch(rows + row * row_bytes + ahead)
@@ -255,12 +277,21 @@ class Answering:
             )
         rows, keys = np.ascontiguousarray(rows), np.ascontiguousarray(keys)
         marks = np.ascontiguousarray(deleted).view(np.uint8)
-        self._arrays, self._dim = (index, keys, rows, marks), dim  # they keep the memory that the words lie in
+        words = np.zeros(max(1, len(index) >> 3), np.uint64)  # 16 to 32 bits a key
+        _fill_filter(keys, words)
+        self._arrays, self._dim = (index, words, keys, rows, marks), dim  # they keep the memory that the words lie in
         # for kernels: where the parts lie, see `answer_at`
         self.words = OVERLAY.make(
-            index_at=address_of(index), slots=len(index), keys_at=address_of(keys), deleted_at=address_of(marks),
+            index_at=address_of(index), slots=len(index), filter_at=address_of(words), filter_words=len(words),
+            keys_at=address_of(keys), deleted_at=address_of(marks),
             rows_at=address_of(rows), row_bytes=rows.shape[1], code=dtype.code,
         )  # fmt: skip
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of memory that finding keys takes."""
+        index, words, *_ = self._arrays
+        return index.nbytes + words.nbytes
 
     def answer(self, keys: Keys, out: Vectors, state: States, default: Vectors) -> int:
         """For every i whose state is PENDING and whose key is held: the row and OVERLAY, or where deleted `default` and ABSENT.

@@ -38,7 +38,8 @@ class OverlayTable:
         self.spec, self.keys, self.rows, self.deleted, self.times = spec, keys, rows, deleted, times
         index = overlay_index.build(keys)
         self._answering = overlay_index.Answering(index, keys, rows, deleted, spec.dtype, spec.dim)
-        self.nbytes = keys.nbytes + index.nbytes + rows.nbytes + deleted.nbytes + (0 if times is None else times.nbytes)
+        kept = (keys, rows, deleted) if times is None else (keys, rows, deleted, times)
+        self.nbytes = self._answering.index_bytes + sum(array.nbytes for array in kept)
 
     @property
     def words(self) -> np.ndarray:

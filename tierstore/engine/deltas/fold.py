@@ -32,8 +32,16 @@ class Folder:
     def _is_due(self, view: View) -> bool:
         return bool(view.overlays) and not self._live.publisher.read_below(view.open_version, view.overlays[-1].hi)
 
-    def fold_oldest(self, interrupted: Callable[[], bool]) -> None:
+    @property
+    def pressed(self) -> bool:
+        """Whether what is not folded takes much of the memory that it may."""
+        budget = self._live.overlay_budget
+        return 4 * budget.used > budget.total
+
+    def fold_oldest(self, interrupted: Callable[[], bool]) -> float:
         """Fold the oldest overlay into the tiers, then publish a view without it. Producers and look-ups go on.
+
+        Returns the seconds that the fold took.
 
         Waits for requests that read beneath it, until its version is not served any more, another one can be folded, or
         `interrupted` (called under the publisher's condition) is true: one slow reader must not keep the caller from
@@ -44,7 +52,7 @@ class Folder:
             waiting = sorted((v for v in live.served.views if v.overlays), key=lambda v: v.overlays[-1].born_s)
             view = next(filter(self._is_due, waiting), waiting[0] if waiting else None)
         if view is None:
-            return
+            return 0.0
         version = view.open_version
 
         def off() -> bool:
@@ -53,19 +61,19 @@ class Folder:
         wait_s = view.overlays[-1].born_s + self._grace_s - time.monotonic()
         with changed:
             if wait_s > 0 and changed.wait_for(off, timeout=wait_s):
-                return
+                return 0.0
         with live.write:
             view = live.served.view_of(version)
             if view is None or not view.overlays:
-                return
+                return 0.0
             live.folding = view.overlays[-1]  # from here on no delta merges into it
         try:
-            self._fold(view, off)
+            return self._fold(view, off)
         finally:
             with live.write:
                 live.folding = None
 
-    def _fold(self, view: View, off: Callable[[], bool]) -> None:
+    def _fold(self, view: View, off: Callable[[], bool]) -> float:
         live, changed = self._live, self._live.publisher.changed
         version, oldest = view.open_version, view.overlays[-1]
 
@@ -75,7 +83,8 @@ class Folder:
         with changed:
             changed.wait_for(lambda: off() or ready() or self._other_due(version))
             if off() or not ready():
-                return
+                return 0.0
+        began_s = time.monotonic()
         if len(view.overlays) > 1:  # deltas arrive faster than they are folded
             with without_yielding(True):
                 version.fold(oldest)
@@ -87,17 +96,18 @@ class Folder:
                 newer = tuple(overlay for overlay in now.overlays if overlay is not oldest)
                 live.publisher.publish(live.served.with_views([View(version, newer, now.seq)]))
                 live.overlay_budget.release(oldest.nbytes)
+        return time.monotonic() - began_s
 
     def tidy(self, stopping: Callable[[], bool]) -> None:
         """Put the files of changed rows of what serves in order. It is broken off where deltas need the fold more.
 
         StorageError, Corruption.
         """
-        live, budget = self._live, self._live.overlay_budget
+        live = self._live
         for version in [view.open_version for view in live.served.views if view.open_version.rows.needs_tidying()]:
 
             def give_up(version: Version = version) -> bool:
-                return stopping() or live.served.view_of(version) is None or 2 * budget.used > budget.total
+                return stopping() or live.served.view_of(version) is None or self.pressed
 
             in_background(lambda version=version, give_up=give_up: version.tidy(give_up))  # type: ignore[misc]
             with live.write:

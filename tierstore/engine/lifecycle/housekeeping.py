@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping
 
 from tierstore.engine.deltas.fold import Folder
@@ -17,13 +16,12 @@ from tierstore.engine.events.changes import REQUESTER
 from tierstore.engine.lifecycle.retiring import RetiringVersions
 from tierstore.engine.lifecycle.throttle import LEAST_OF_A_SWITCH
 from tierstore.engine.versions.version import Version
-from tierstore.tiers.background import Pace
 
 log = logging.getLogger(__name__)
 
 EVERY_S = 30.0
 MAX_BACKOFF_S = 30.0
-_LONGEST_PAUSE_S = 0.5  # after a fold
+_MOST_FOLDING, _LONGEST_PAUSE_S = 0.1, 2.0  # of the time, and after a fold
 FOLDING, CLOSING = "deltas are not folded", "what was replaced is not closed"
 TIDYING = "changed rows are not put in order"
 
@@ -130,12 +128,13 @@ class Housekeeping:
         return self._stopping or bool(self._retiring.unread())
 
     def _fold_oldest(self) -> None:
-        pace = Pace(lambda: max(LEAST_OF_A_SWITCH, self._share()), most_s=_LONGEST_PAUSE_S, clock=time.thread_time)
-        self._folder.fold_oldest(self._interrupted)
+        took_s = self._folder.fold_oldest(self._interrupted)
+        share = _MOST_FOLDING * max(LEAST_OF_A_SWITCH, self._share())
         with self._changed:
-            late = self._folder.due()  # deltas arrive faster than they are folded
-        if not late:
-            pace.sleep()
+            # what comes meanwhile is merged in memory: a fold costs much the same, be it of one delta or of fifty
+            self._changed.wait_for(
+                lambda: self._interrupted() or self._folder.pressed, timeout=min(took_s / share, _LONGEST_PAUSE_S)
+            )
 
     def _close_unread(self) -> None:
         unread = self._retiring.unread()

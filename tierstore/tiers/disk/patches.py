@@ -6,8 +6,8 @@ the key is deleted, and the filter of its keys beside it. RocksDB's record `patc
 atomic step as the rows: a patch that it does not name is what a crash has left. Four patches of like size become one,
 up to a size, so a day has a few dozen.
 
-Patches are a copy. Where one is missing or damaged, as after a restore, RocksDB answers, until they are made again from
-it.
+Patches are a copy, and nothing waits for the drive to have them. Where one is missing or damaged, as after a restore,
+RocksDB answers, until they are made again from it.
 
 `Patches` is for the one writer of a tier; any thread may use what `of` gives, whose files stay open for as long as it
 is kept.
@@ -234,7 +234,7 @@ class Patches:
         for path in paths:
             for file in (path, path.with_name(_filter_name(path.name))):
                 try:
-                    files.remove_file(file)
+                    files.remove_file(file, durable=False)
                 except StorageError as error:
                     log.warning("%s", error)
 
@@ -314,12 +314,13 @@ class Patches:
                 yield part_keys, rows
 
         first = next(source := noted())
-        built = write_sealed_parts(path, table_id, first[1].shape[1], itertools.chain([first], source))
+        built = write_sealed_parts(path, table_id, first[1].shape[1], itertools.chain([first], source), durable=False)
         words = bloom.empty(built.entries, BITS_A_KEY)
         for part in written:
             bloom.add(words, part)
         try:
-            files.publish_bytes(path.with_name(_filter_name(path.name)), words.data)
+            with files.publish(path.with_name(_filter_name(path.name)), durable=False) as file:
+                file.write(words.data)
             return Patch(path, built.xxh3, built.bytes, words)
         except BaseException:
             self.remove_files([path])

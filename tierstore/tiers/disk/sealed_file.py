@@ -69,15 +69,17 @@ def write_sealed(path: Path, table_id: int, keys: Keys, rows: Rows) -> SealedFil
     return write_sealed_parts(path, table_id, rows.shape[1], [(keys, rows)])
 
 
-def write_sealed_parts(path: Path, table_id: int, row_bytes: int, parts: Iterable[tuple[Keys, Rows]]) -> SealedFile:
-    """`write_sealed`, of rows in parts of any length. One part is held at a time."""
+def write_sealed_parts(
+    path: Path, table_id: int, row_bytes: int, parts: Iterable[tuple[Keys, Rows]], *, durable: bool = True
+) -> SealedFile:
+    """`write_sealed`, of rows in parts of any length. One part is held at a time. `durable` as for `files.publish`."""
     block_bytes, per_block = block_shape(row_bytes)
     content = xxhash.xxh3_64()
     first_keys: list[Keys] = []
     count = blocks = 0
     last_key: int | None = None
     partial: tuple[Keys, Rows] = np.empty(0, np.int64), np.empty((0, row_bytes), np.uint8)  # less than a block
-    with files.publish(path) as file:
+    with files.publish(path, durable=durable) as file:
 
         def put(keys: Keys, rows: Rows) -> None:
             nonlocal blocks
