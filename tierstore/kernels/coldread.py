@@ -59,9 +59,9 @@ DONE, FOR_PYTHON, RETURNED = range(3)  # of `outcome`; RETURNED: by a thread tha
 LEFT = 3  # of `finish`: rows that the drive would have to be waited for
 
 OFFER = define("Offer", "rows for the cache; behind it keys int64[n], states uint8[n] up to a multiple of 8, rows", {
+    "table seq row_bytes": "of which table, read under which sequence number, and the bytes of a row",
+    "keys": "n",
     "bytes": "of all of it",
-    "table seq": "of which table, read under which sequence number",
-    "keys row_bytes": "n, and the bytes of a row",
 })  # fmt: skip
 offer_at, _OFFER_BYTES = at(OFFER), OFFER.bytes
 MOST_OFFERED = 64 << 20  # bytes that wait for Python
@@ -76,6 +76,26 @@ readers_at = at(READERS)
 
 _WINDOW = 32  # blocks on their way for one job
 _PENDING, _ABSENT, _DISK = int(Tier.PENDING), int(Tier.ABSENT), int(Tier.DISK)
+
+
+@compiled(types.void(types.int64[::1], types.int64[:, ::1]), when=LAST)
+def read_heads(blocks: Any, heads: Any) -> Any:
+    """Read the fields of the offers at `blocks`, in their order, to `heads`."""
+    for i in range(blocks.size):
+        copy_bytes(nb.int64(heads[i].ctypes.data), blocks[i], _OFFER_BYTES)
+
+
+@compiled(types.void(types.int64[::1], types.int64[::1], types.uint8[::1], types.int64), when=LAST)
+def gather(blocks: Any, keys: Any, states: Any, rows: Any) -> Any:
+    """Put keys, states and rows of the offers at `blocks` end to end; `rows` is an address."""
+    at = 0
+    for i in range(blocks.size):
+        offer, data = offer_at(blocks[i]), blocks[i] + _OFFER_BYTES
+        n, row_bytes, padded = offer.keys, offer.row_bytes, (offer.keys + 7) & ~7
+        copy_bytes(nb.int64(keys.ctypes.data) + 8 * at, data, 8 * n)
+        copy_bytes(nb.int64(states.ctypes.data) + at, data + 8 * n, n)
+        copy_bytes(rows + row_bytes * at, data + 8 * n + padded, n * row_bytes)
+        at += n
 
 
 @nb.njit
@@ -191,8 +211,61 @@ def _fetch(shared, table, seq, keys_at, n, state_at, out_code, out, window):  # 
 
 
 @nb.njit
+def _finish_left_bags(shared, call, table, seq, keys, n, state, tail, out, window):  # type: ignore[no-untyped-def]
+    """Answer the bags of a call that have a key that is PENDING; the others have their answer. Without DONE nothing has changed."""
+    dim, bags, keys_a_bag = table.dim, call.bags, call.bag_keys
+    weights = 0 if call.weights_at < 0 else tail + call.weights_at
+    given = 0 if call.starts_at < 0 else tail + call.starts_at
+    which, ends, starts = np.empty(bags, np.int64), np.empty(bags, np.int64), np.empty(bags, np.int64)
+    left, some, end = 0, 0, 0
+    for bag in range(bags):
+        begin, end = end, n
+        if bag + 1 < bags:
+            end = load_i64(given, bag + 1) if given != 0 else begin + keys_a_bag
+        if lookupplan.is_cold(state + begin, end - begin):
+            which[left], ends[left], starts[left] = bag, end, some
+            some += end - begin
+            left += 1
+    some_keys, some_weights, some_state = np.empty(some, np.int64), np.empty(some, np.float32), np.zeros(some, np.uint8)
+    rows, pooled = np.empty(some * dim, np.float32), np.empty(left * dim, np.float32)
+    keys_at, state_at, rows_at = (
+        nb.int64(some_keys.ctypes.data),
+        nb.int64(some_state.ctypes.data),
+        nb.int64(rows.ctypes.data),
+    )
+    for j in range(left):
+        count = (starts[j + 1] if j + 1 < left else some) - starts[j]
+        copy_bytes(keys_at + 8 * starts[j], keys + 8 * (ends[j] - count), 8 * count)
+        if weights != 0:
+            copy_bytes(nb.int64(some_weights.ctypes.data) + 4 * starts[j], weights + 4 * (ends[j] - count), 4 * count)
+    if call.padded != 0:
+        lookupplan.set_padding(call, keys_at, some, state_at, 0, 0)
+    lookupplan.probe(table, keys_at, some, state_at, 0, rows_at)
+    came = _fetch(shared, table, seq, keys_at, some, state_at, 0, rows_at, window)
+    if came != DONE:
+        return came
+    pooled_at, factors = nb.int64(pooled.ctypes.data), nb.int64(some_weights.ctypes.data) if weights != 0 else 0
+    lookupplan.pool_rows(call, rows_at, keys_at, some, nb.int64(starts.ctypes.data), left, factors, dim, pooled_at)
+    for j in range(left):
+        count = (starts[j + 1] if j + 1 < left else some) - starts[j]
+        copy_bytes(state + ends[j] - count, state_at + starts[j], count)
+        if call.out_code == 1:
+            lookupplan.store_half(pooled_at + 4 * dim * j, dim, out + 2 * dim * which[j])
+        else:
+            copy_bytes(out + 4 * dim * which[j], pooled_at + 4 * dim * j, 4 * dim)
+    # the arrays last until here
+    return (
+        DONE
+        if rows.size + pooled.size + some_keys.size + some_state.size + some_weights.size + starts.size >= 0
+        else LEFT
+    )
+
+
+@nb.njit
 def _finish_bags(shared, call, table, seq, keys, n, state, tail, out, window):  # type: ignore[no-untyped-def]
-    """Look all keys of a call's bags up as rows, and pool those."""
+    """Answer a call's bags."""
+    if call.pooled != 0:
+        return _finish_left_bags(shared, call, table, seq, keys, n, state, tail, out, window)
     dim = table.dim
     size = lookupplan.bag_scratch(call, n, dim)
     scratch = allocate(size)

@@ -59,7 +59,7 @@ def run_bytes(run):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _probe(table, keys, n, state, out_code, out):  # type: ignore[no-untyped-def]
+def probe(table, keys, n, state, out_code, out):  # type: ignore[no-untyped-def]
     """Answer what memory holds of `n` keys: rows to `out`. Returns how many the host tier answered."""
     dim = table.dim
     default = table.half_default_at if out_code == 1 else table.default_at
@@ -73,7 +73,7 @@ def _probe(table, keys, n, state, out_code, out):  # type: ignore[no-untyped-def
 
 
 @nb.njit
-def _set_padding(call, keys, n, state, out, row_bytes):  # type: ignore[no-untyped-def]
+def set_padding(call, keys, n, state, out, row_bytes):  # type: ignore[no-untyped-def]
     """Answer padding keys: zeros, as absent. Returns how many there are."""
     padding, padded = call.padding, 0
     for i in range(n):
@@ -112,7 +112,7 @@ def pending(state, n):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _pool_rows(call, rows, keys, n, starts, bags, weights, dim, out):  # type: ignore[no-untyped-def]
+def pool_rows(call, rows, keys, n, starts, bags, weights, dim, out):  # type: ignore[no-untyped-def]
     """Pool `n` rows (float32[n, dim] at `rows`) as `pool.pool_bags` does; padding keys count for nothing."""
     combiner, padded, padding = call.combiner, call.padded, call.padding
     for bag in range(bags):
@@ -190,8 +190,8 @@ def probe_for_bags(call, table, keys, n, state, tail, scratch):  # type: ignore[
     rows = _bag_places(call, n, dim, scratch)[2]
     clear_bytes(state, n)
     if call.padded != 0:
-        _set_padding(call, keys, n, state, rows, 4 * dim)
-    _probe(table, keys, n, state, 0, rows)
+        set_padding(call, keys, n, state, rows, 4 * dim)
+    probe(table, keys, n, state, 0, rows)
     return rows
 
 
@@ -201,13 +201,13 @@ def pool_probed(call, table, keys, n, tail, rows, out, scratch):  # type: ignore
     dim, bags = table.dim, call.bags
     weights = 0 if call.weights_at < 0 else tail + call.weights_at
     pooled = _bag_places(call, n, dim, scratch)[3] if call.out_code == 1 else out
-    _pool_rows(call, rows, keys, n, _starts(call, tail, scratch), bags, weights, dim, pooled)
+    pool_rows(call, rows, keys, n, _starts(call, tail, scratch), bags, weights, dim, pooled)
     if pooled != out:
-        _store_half(pooled, bags * dim, out)
+        store_half(pooled, bags * dim, out)
 
 
 @nb.njit
-def _store_half(values, count, out):  # type: ignore[no-untyped-def]
+def store_half(values, count, out):  # type: ignore[no-untyped-def]
     for k in range(count):
         store_f16(out, k, load_f32(values, k))
 
@@ -225,16 +225,15 @@ def _run_bags(call, table, keys, n, state, tail, out, scratch):  # type: ignore[
     hits = -1
     if table.overlays == 0 and table.host != 0:
         if call.padded != 0:
-            _set_padding(call, keys, n, state, 0, 0)
+            set_padding(call, keys, n, state, 0, 0)
         clear_bytes(left, bags)
         host, combiner = values_of(table.host), call.combiner
         hits = pool_at(host, keys, n, state, starts, bags, weights, combiner, pooled, left, row)
     if hits >= 0:
-        if is_cold(state, n):
-            return COLD
         if pooled != out:
-            _store_half(pooled, bags * dim, out)
-        return ANSWERED
+            store_half(pooled, bags * dim, out)
+        call.pooled = 1
+        return COLD if is_cold(state, n) else ANSWERED
     # rows of deltas lie over the table, or it changed its size just now
     rows = probe_for_bags(call, table, keys, n, state, tail, scratch)
     if is_cold(state, n):
@@ -287,8 +286,8 @@ def _run(run, view, tail, answer, states, scratch):  # type: ignore[no-untyped-d
                 out = scratch
             padded = 0
             if call.padded != 0:
-                padded = _set_padding(call, keys, n, state, out, table.dim * (4 >> code))
-            if _probe(table, keys, n, state, code, out) + padded < n and is_cold(state, n):
+                padded = set_padding(call, keys, n, state, out, table.dim * (4 >> code))
+            if probe(table, keys, n, state, code, out) + padded < n and is_cold(state, n):
                 outcome = COLD
         if call.found_at >= 0:
             found = answer + call.found_at

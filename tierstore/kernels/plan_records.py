@@ -55,6 +55,7 @@ CALL_FIELDS = {
     "padded padding": "whether there is a padding key, and its code",
     "table_counts": "the row of counts of the table",
     "key_form": "AS_CODES, NO_NEGATIVE, STRINGS or HASHED",
+    "pooled": "1, of bags: those have their answer of whose keys memory has all",
 }
 CALL = define("Call", "one look-up of a run", CALL_FIELDS)
 RUN = define("Run", "one request, bound by a variant and its own sizes; its calls lie behind it", {

@@ -14,7 +14,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from tierstore.kernels import coldread, lookupplan
 from tierstore.kernels import epochs as atomics
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
-from tierstore.types import Keys, Rows, States, Tier
+from tierstore.types import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -138,43 +138,30 @@ class _Promoter(threading.Thread):
             time.sleep(
                 _GATHER_S
             )  # what one request offers is little, and a turn of the interpreter costs as much as many rows
-            messages = [block for (block,) in _ADDRESS.iter_unpack(os.read(self._inbox, _READ_BYTES))]
+            messages = np.frombuffer(os.read(self._inbox, _READ_BYTES), np.int64)
             try:
-                self._offer([block for block in messages if block > 0])
+                if (offers := messages[messages > 0]).size:
+                    self._offer(offers)
             except Exception:
                 logger.exception("rows that were read are not cached")
-            for mark in messages:
-                if mark == -2:
-                    self.marks.popleft().set()
+            for _ in range(np.count_nonzero(messages == -2)):
+                self.marks.popleft().set()
             if -1 in messages:
                 return
 
-    def _offer(self, blocks: Sequence[int]) -> None:
-        of: dict[tuple[int, int, int], list[npt.NDArray[np.uint8]]] = {}  # by table, seq and bytes of a row
-        size = 0
+    def _offer(self, blocks: npt.NDArray[np.int64]) -> None:
+        heads = np.empty((len(blocks), coldread.OFFER.bytes // 8), np.int64)
+        coldread.read_heads(blocks, heads)
         try:
-            for block in blocks:
-                offer = coldread.OFFER.view(block)
-                size += offer.bytes
-                data = np.frombuffer((ctypes.c_char * offer.bytes).from_address(block), np.uint8)
-                of.setdefault((offer.table, offer.seq, offer.row_bytes), []).append(data)
-            for (number, seq, row_bytes), offers in of.items():
+            for number, seq, row_bytes in np.unique(heads[:, :3], axis=0).tolist():
+                mine = (heads[:, :3] == (number, seq, row_bytes)).all(1)
+                n = int(heads[mine, 3].sum())
+                keys, state, rows = np.empty(n, np.int64), np.empty(n, np.uint8), np.empty((n, row_bytes), np.uint8)
+                coldread.gather(blocks[mine], keys, state, address_of(rows))
                 table = self._epochs.table(number)
                 if table is not None:
-                    keys, state, rows = map(
-                        np.concatenate, zip(*(_parts(data, row_bytes) for data in offers), strict=True)
-                    )
                     table.promote(seq, keys, rows, state == Tier.DISK)
         finally:
-            for block in blocks:
+            for block in blocks.tolist():
                 free(block)
-            atomics.add(coldread.READERS.place(self._shared, "offered"), -size)
-
-
-def _parts(offer: npt.NDArray[np.uint8], row_bytes: int) -> tuple[Keys, States, Rows]:
-    """Keys, states and rows of an offer."""
-    at = coldread.OFFER.bytes
-    n = int(offer[:at].view(coldread.OFFER.dtype)["keys"][0])
-    rows = at + 8 * n + -(-n // 8) * 8
-    states = offer[at + 8 * n : at + 9 * n]
-    return offer[at : at + 8 * n].view(np.int64), states, offer[rows : rows + n * row_bytes].reshape(n, row_bytes)
+            atomics.add(coldread.READERS.place(self._shared, "offered"), -int(heads[:, 4].sum()))
