@@ -52,7 +52,7 @@ def acquire_job(me):  # type: ignore[no-untyped-def]
     me.free_jobs.count -= 1
     number = me.free_jobs.numbers[me.free_jobs.count]
     job = coldread.job_at(me.jobs, number)
-    job.stream = job.request = job.request_bytes = 0
+    job.stream = job.request = job.request_bytes = job.lost = 0
     return number, job
 
 
@@ -116,21 +116,29 @@ def await_job(me, fd, number, closing):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
+def hand_out(me, number):  # type: ignore[no-untyped-def]
+    """Give a job to those who do it. False: it is over, and for Python."""
+    job, message = coldread.job_at(me.jobs, number), me.message
+    predicts = job.scoring != 0
+    message.what = number
+    if predicts:
+        add_at(place(me.shared, "queued"), 1)
+    if write(me.prediction_outbox if predicts else me.job_outbox, message, 8) == 8:  # there is room for all of them
+        return True
+    if predicts:
+        add_at(place(me.shared, "queued"), -1)
+    job.outcome = coldread.FOR_PYTHON
+    return False
+
+
+@nb.njit
 def submit(me, fd):  # type: ignore[no-untyped-def]
     """Give a connection's job to those who do it. Its request stays where it is until they are done."""
     row = connection_at(me.conns, fd)
     number = row.job - 1
     job = coldread.job_at(me.jobs, number)
     job.tail = row.in_at + job.tail
-    message = me.message
-    message.what = number
-    predicts = job.scoring != 0
-    if predicts:
-        add_at(place(me.shared, "queued"), 1)
-    if write(me.prediction_outbox if predicts else me.job_outbox, message, 8) != 8:  # there is room for all of them
-        if predicts:
-            add_at(place(me.shared, "queued"), -1)
-        job.outcome = coldread.FOR_PYTHON
+    if not hand_out(me, number):
         finish_job(me, number)
 
 
@@ -162,6 +170,12 @@ def end_job(me, number):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
+def reason_of(job):  # type: ignore[no-untyped-def]
+    """Why the request of a job that has no answer is Python's."""
+    return PREDICTION if job.scoring != 0 else ROWS_ON_DISK
+
+
+@nb.njit
 def finish_job(me, number):  # type: ignore[no-untyped-def]
     """A job of HTTP/1.1 that is done. Returns its connection if there is an answer to be sent, or -1."""
     job = coldread.job_at(me.jobs, number)
@@ -173,7 +187,7 @@ def finish_job(me, number):  # type: ignore[no-untyped-def]
         hold(me, fd, 0)  # Python counts it
         release(block)
         add_at(place(me.shared, "inflight"), -held)
-        why = PREDICTION if job.scoring != 0 else ROWS_ON_DISK
+        why = reason_of(job)
         me.line.reasons[why] += 1
         if row.lost != 0 or not notify(me, REQUEST, fd, row.serial | (why << 32), row.in_at, row.needed):
             end(me, fd, True)
