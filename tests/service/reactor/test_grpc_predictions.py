@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 
 import tierstore
 from tests.engine.quick_build import in_process
+from tests.kernels.test_protoscan import spoil
 from tests.predict import onnx_models as om
 from tests.service import http2_client as h2
 from tests.service.conftest import ask_while_versions_change, eventually, settings_for
@@ -81,8 +83,10 @@ class Asker:
         self.client.socket.close()
 
     def send(self, asked: Any, *headers: tuple[str, str]) -> None:
+        """`asked`: a message, or its bytes."""
         self.stream += 2
-        self.client.send(h2.call(self.stream, INFER, asked.SerializeToString(), *headers))
+        message = asked if isinstance(asked, bytes) else asked.SerializeToString()
+        self.client.send(h2.call(self.stream, INFER, message, *headers))
 
     def answer(self) -> Answer:
         return Answer(*self.client.answer(self.stream))
@@ -143,6 +147,23 @@ def test_reactors_and_python_predict_alike(both: tuple[Served, Served]) -> None:
     assert right > COUNT // 2
     assert other.by_reactors == python
     assert here.by_reactors - before > COUNT // 2
+    idle(here)
+
+
+def test_whatever_comes_reactors_and_python_answer_alike(both: tuple[Served, Served]) -> None:
+    here, other = both
+    rng, before = np.random.default_rng(9), here.by_reactors
+    spoiling = random.Random(9)
+    with Asker(here) as mine, Asker(other) as theirs:
+        for _ in range(COUNT // 2):
+            wanted = drawn(rng)
+            message = request(wanted.inputs, wanted.outputs, model_name=wanted.model).SerializeToString()
+            spoiled = spoil(spoiling, message)
+            mine.send(spoiled)
+            theirs.send(spoiled)
+            got, expected = mine.answer(), theirs.answer()
+            assert (got.code, got.text, got.response) == (expected.code, expected.text, expected.response), spoiled
+    assert here.by_reactors > before
     idle(here)
 
 
