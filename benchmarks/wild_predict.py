@@ -1,4 +1,4 @@
-"""Predictions over HTTP beside the work they are made of: `python -m benchmarks.wild_predict [--tiny | --full] [--json FILE]`.
+"""Predictions over HTTP and gRPC beside the work they are made of: `python -m benchmarks.wild_predict [--tiny | --full] [--json FILE]`.
 
 Requests of 1 to 199 items at random, each with an id of its own, for four models: one hidden layer of 128, trees and a
 factorisation machine over 8 features of dim 16, and a deep network (512, 256, 128) over 16. All rows are in memory.
@@ -6,16 +6,18 @@ factorisation machine over 8 features of dim 16, and a deep network (512, 256, 1
     alone       in this process: `lookup_many` into arrays, and a session with the service's options run on them
     in process  in this process: `Model.predict`
     http        the service in a process of its own, one connection; and eight, with a request on each
+    grpc        the same requests to the same service as calls, from a client of frames (`wire_frames.py`)
 
 They take turns, each with requests drawn anew, some keys much more often than others. CPU is processor time a
 prediction, of the service's process or of this one, as the median over the rounds; `over alone` is the median of each
-round's ratio. p50 and p99 are over all rounds, of one caller. Every answer's size is checked, and one in 20 score by
+round's ratio, and of gRPC `over http` too. p50 and p99 are over all rounds, of one caller. Every answer's size is checked, and one in 20 score by
 score with what `alone` says.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
 import statistics
 import tempfile
@@ -34,12 +36,16 @@ from benchmarks.options import parser_of
 from benchmarks.predict_service import Served
 from benchmarks.ready import wait_for_reactors
 from benchmarks.wild_traffic import Clients, Request, Spent, counters, rest_of, tensor
+from benchmarks.wire_frames import Frames
+from tierstore.service.rpc.protobuf import message_class
 
 ITEMS = 199  # at most
 AT_MOST = {"http, 1 connection": 2.5, "in process": 1.4}  # times `alone`
+OVER_HTTP = 1.5  # gRPC, at most
 TOLERANCE = 1e-4
 WARM_UP = 8  # predictions before a turn
 Inputs = Mapping[str, np.ndarray]
+_Request, _Response = (message_class(f"inference.ModelInfer{kind}") for kind in ("Request", "Response"))
 
 
 def write(root: Path, rows: int) -> None:
@@ -90,13 +96,37 @@ def draw(rng: np.random.Generator, features: Sequence[str], rows: int, count: in
     return [{name: rng.zipf(1.2, n).astype(np.int64) % rows for name in features} for n in sizes]
 
 
-def request(name: str, inputs: Inputs, alone: Alone) -> Request:
+def request(kind: type[Request], name: str, inputs: Inputs, alone: Alone) -> Request:
     given = [tensor(feature, "INT64", len(keys), keys.nbytes) for feature, keys in inputs.items()]
     rest = rest_of(given, [{"name": "score", "parameters": {"binary_data": True}}])
     items = len(next(iter(inputs.values())))
     data = b"".join(keys.tobytes() for keys in inputs.values())
-    made = Request(rest, data, items * len(inputs), items * 4, lambda: [alone(inputs)], name)
+    made = kind(rest, data, items * len(inputs), items * 4, lambda: [alone(inputs)], name)
     return replace(made, tolerance=TOLERANCE)
+
+
+class Call(Request):
+    """A request as a call of gRPC."""
+
+    def bytes(self, id: str | None) -> bytes:
+        described = json.loads(b"{" + self.rest)
+        made, at = _Request(model_name=self.model, id=id or ""), 0
+        for given in described["inputs"]:
+            made.inputs.add(name=given["name"], datatype=given["datatype"], shape=given["shape"])
+            size = given["parameters"]["binary_data_size"]
+            made.raw_input_contents.append(self.tensors[at : at + size])
+            at += size
+        for wanted in described["outputs"]:
+            made.outputs.add(name=wanted["name"])
+        message: bytes = made.SerializeToString()
+        return message
+
+
+class CallLink(Frames):
+    """A connection of calls, as a `Link`."""
+
+    def answer(self) -> memoryview:
+        return memoryview(b"".join(_Response.FromString(self.message()).raw_output_contents))
 
 
 def here(call: Callable[[Inputs], Any], asked: Sequence[Inputs]) -> Spent:
@@ -114,13 +144,18 @@ def measure(store: Any, served: Served, name: str, rows: int, rounds: int, count
     alone, model = Alone(store, name), store.model(name)
     for inputs in draw(rng, alone.features, rows, 5):
         np.testing.assert_allclose(model.predict(inputs), alone(inputs), rtol=TOLERANCE)
-    clients = {f"http, {n} connection{'s' * (n > 1)}": Clients(served.pid, served.port, n) for n in (1, 8)}
+    clients: dict[str, Clients] = {}
+    for n in (1, 8):
+        at_once = f"{n} connection{'s' * (n > 1)}"
+        clients[f"http, {at_once}"] = Clients(served.pid, served.port, n)
+        clients[f"grpc, {at_once}"] = Clients(served.pid, served.port, n, link=CallLink)  # type: ignore[arg-type]
     ways: dict[str, Callable[[list[Inputs]], Spent]] = {
         "alone": lambda asked: here(alone, asked),
         "in process": lambda asked: here(model.predict, asked),
     }
     for way, one in clients.items():
-        ways[way] = lambda asked, one=one: one.turn([request(name, inputs, alone) for inputs in asked])  # type: ignore[misc]
+        kind = Call if way.startswith("grpc") else Request
+        ways[way] = lambda asked, one=one, kind=kind: one.turn([request(kind, name, inputs, alone) for inputs in asked])  # type: ignore[misc]
     spent: dict[str, list[Spent]] = {way: [] for way in ways}
     answers = dict.fromkeys(ways, 0.0)
     for number in range(-1, rounds):  # one to warm up
@@ -139,6 +174,9 @@ def measure(store: Any, served: Served, name: str, rows: int, rounds: int, count
         ratios = [one.us_a_request / floor.us_a_request for one, floor in zip(of, spent["alone"], strict=True)]
         row: dict[str, Any] = {"part": name, "way": way, "cpu_us": statistics.median(one.us_a_request for one in of)}
         row["over_alone"] = statistics.median(ratios)
+        if way.startswith("grpc"):
+            beside = zip(of, spent[way.replace("grpc", "http")], strict=True)
+            row["over_http"] = statistics.median(one.us_a_request / other.us_a_request for one, other in beside)
         waits_us = [wait_s * 1e6 for one in of for wait_s in one.waits_s]
         if waits_us:
             row["p50_us"], row["p99_us"] = (float(at) for at in np.percentile(waits_us, (50, 99)))
@@ -180,6 +218,12 @@ def main() -> None:
                 "look-ups and ONNX Runtime alone", row["over_alone"], at_most=AT_MOST[row["way"]],
             )
             for row in results if row["way"] in AT_MOST
+        ] + [
+            report.headline(
+                f"prediction, 1 to {ITEMS} items, {row['part'].replace('_', ' ')}, {row['way']}, CPU",
+                "the same over HTTP", row["over_http"], at_most=OVER_HTTP,
+            )
+            for row in results if "over_http" in row
         ]  # fmt: skip
         document["results"] = results
     report.write(options.json, document)

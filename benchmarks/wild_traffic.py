@@ -224,10 +224,19 @@ class Spent:
 class Clients:
     """Connections to one server. `new_share` of the requests come on a new connection, which takes the place of another."""
 
-    def __init__(self, pid: int, port: int, connections: int, *, ids: bool = True, new_share: float = 0.0) -> None:
-        self._pid, self._port, self._ids, self._new_share = pid, port, ids, new_share
+    def __init__(
+        self,
+        pid: int,
+        port: int,
+        connections: int,
+        *,
+        ids: bool = True,
+        new_share: float = 0.0,
+        link: Callable[[int], Link] = Link,
+    ) -> None:
+        self._pid, self._port, self._ids, self._new_share, self._link = pid, port, ids, new_share, link
         self._rng = np.random.default_rng(connections)
-        self._links = [Link(port) for _ in range(connections)]
+        self._links = [link(port) for _ in range(connections)]
         self._numbers = count(1)
 
     def turn(self, requests: Sequence[Request]) -> Spent:
@@ -239,7 +248,7 @@ class Clients:
             for at, one in enumerate(wave):
                 if self._new_share and self._rng.random() < self._new_share:
                     self._links[at].close()
-                    self._links[at] = Link(self._port)
+                    self._links[at] = self._link(self._port)
                 message = one.bytes(self._id())
                 began = time.perf_counter()
                 self._links[at].send(message)

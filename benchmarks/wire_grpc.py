@@ -13,7 +13,6 @@ pays for waking up, so "frames" are the same calls from a client as quick as tha
 from __future__ import annotations
 
 import statistics
-import struct
 import sys
 import tempfile
 import time
@@ -22,20 +21,17 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 import grpc
-import hpack
 import numpy as np
 
 from benchmarks import report
 from benchmarks.machine import describe
 from benchmarks.options import parser_of
 from benchmarks.ready import wait_until_warm
-from benchmarks.wire_lookup import CONNECTIONS, VARIANTS, Server, child, connect, cpu_s, over_http, read_exactly, turn
+from benchmarks.wire_frames import METHOD, Frames
+from benchmarks.wire_lookup import CONNECTIONS, VARIANTS, Server, child, cpu_s, over_http, turn
 from benchmarks.wire_table import DIM, FEATURE, MODEL, ROW_BYTES, keys_of, vectors_of
-from tests.service import http2_client as h2
 from tierstore.service.rpc.protobuf import message_class
 
-_FRAME_BYTES = 1 << 14
-METHOD = "/inference.GRPCInferenceService/ModelInfer"
 BOUND = 64 << 20
 OPTIONS = [("grpc.max_receive_message_length", BOUND), ("grpc.use_local_subchannel_pool", 1)]
 _Request = message_class("inference.ModelInferRequest")
@@ -114,48 +110,6 @@ class GrpcServer:
             elapsed, used = time.perf_counter() - began, cpu_s(self.pid) - cpu
         total = rounds * connections
         return used / total * 1e6, elapsed / total * 1e6
-
-
-class Frames:
-    """One connection on which calls are frames that the client has made before, and answers bytes that it counts."""
-
-    def __init__(self, port: int) -> None:
-        self._socket, self._stream, self._credit, self._space = connect(port), -1, b"", memoryview(b"")
-        window = h2.settings((h2.INITIAL_WINDOW_SIZE, h2.MOST_WINDOW))
-        self._socket.sendall(h2.PREFACE + window + h2.credit(0, h2.MOST_WINDOW >> 1))
-        encoder = hpack.Encoder()
-        said = {":method": "POST", ":scheme": "http", ":path": METHOD, ":authority": "localhost",
-                "te": "trailers", "content-type": "application/grpc", "user-agent": "grpc-benchmark"}  # fmt: skip
-        self._heads = [encoder.encode(said) for _ in range(2)]  # the second one is of names in the table
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def send(self, message: bytes) -> None:
-        self._stream += 2
-        data = struct.pack(">BI", 0, len(message)) + message
-        parts = [data[at : at + _FRAME_BYTES] for at in range(0, len(data), _FRAME_BYTES)]
-        frames = [h2.frame(h2.DATA, part is parts[-1], self._stream, part) for part in parts]
-        head = h2.frame(h2.HEADERS, h2.END_HEADERS, self._stream, self._heads[self._stream > 1])
-        self._socket.sendall(b"".join([self._credit, head, *frames]))
-
-    def measure(self) -> None:
-        """Read an answer to its end. Those that follow are as long."""
-        size = 0
-        while True:
-            head = bytearray(9)
-            read_exactly(self._socket, memoryview(head))
-            payload = memoryview(bytearray(int.from_bytes(head[:3], "big")))
-            read_exactly(self._socket, payload)
-            if int.from_bytes(head[5:], "big") == self._stream:
-                size += 9 + len(payload)
-                if head[3] == h2.HEADERS and head[4] & h2.END_STREAM:
-                    break
-        self._space = memoryview(bytearray(size))
-        self._credit = h2.credit(0, size)
-
-    def read(self) -> None:
-        read_exactly(self._socket, self._space)
 
 
 class FramesServer(GrpcServer):

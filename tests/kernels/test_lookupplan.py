@@ -189,7 +189,8 @@ def write_head(variant, record, values, size, date, end):  # type: ignore[no-unt
 
 @nb.njit
 def write_message(variant, record, values, data):  # type: ignore[no-untyped-def]
-    return protowrite.write_message(variant_at(variant), record_at(record), values_at(values), data)
+    protowrite.frame_outputs(variant_at(variant), values_at(values), data)
+    return protowrite.describe(variant_at(variant), record_at(record), values_at(values), data)
 
 
 def planned(view: View, asked: Asked, form: int) -> tuple[Plan, Lesson]:

@@ -22,10 +22,10 @@ from tests.service.fake_store import FakeStore
 from tierstore.engine.store import Store
 from tierstore.service import app
 from tierstore.service import server as server_module
+from tierstore.service.error_status import CUT_OFF
 from tierstore.service.exchange import Exchange
 from tierstore.service.http import server as http_server
 from tierstore.service.http.handoff import Handoff
-from tierstore.service.http.middleware import CUT_OFF
 from tierstore.service.process import EXIT_CODE
 from tierstore.service.server import ServerThread
 

@@ -53,9 +53,8 @@ OUTPUT = define("OutputValues", "numbers of an output of one answer", {
     "bytes at": "its bytes, and where they are, from the answer's data on",
 })  # fmt: skip
 VALUES = define("Values", "numbers of one answer; pieces name them by their place, counted in words", {
-    "outputs": ((OUTPUT.dtype, (MOST_TENSORS,)), "of each output"),
+    "outputs": ((OUTPUT.dtype, (MOST_TENSORS,)), "of each output; of a prediction those of its rows until its scores take their place"),
     "named": ((np.int64, (MOST_NAMES,)), "of predictions: sizes that have names"),
-    "scores": ((np.int64, (MOST_TENSORS,)), "of predictions: bytes of each score"),
 })  # fmt: skip
 values_at, value_at = at(VALUES), at(OUTPUT)
 
@@ -258,7 +257,8 @@ def _place_outputs(variant, record, run, values):  # type: ignore[no-untyped-def
             value.bytes = n
         planned = planned_at(planned, 1)
         call = run_call_at(call, 1)
-    at, framed, alignment = nb.int64(0), variant.framed != 0, variant.alignment
+    at, alignment = nb.int64(0), variant.alignment
+    framed = variant.framed != 0 and variant.scoring == 0  # rows for a graph are not the answer
     for i in range(variant.outputs):
         value = value_at(values, i)
         size = value.bytes

@@ -50,6 +50,7 @@ JOB = define("Job", "a request that a reactor leaves to readers of cold rows, or
     "caller_rates model_rates": "what it has drawn from, or 0",
     "body_bytes keys": "what it has drawn",
     "held_bytes": "what counts as held while it lasts",
+    "lost": "1: nobody waits for it any more, as the client is gone or has reset its stream",
     "scoring": "of a prediction: the number of its graph; else 0. What follows is a prediction's",
     "table": "where its tensors lie (`scoring.py`)",
     "queued_ns arrived_ns deadline_ns": "when it was queued and came, and when it is late, or 0",

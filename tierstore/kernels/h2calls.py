@@ -82,6 +82,23 @@ def _write_call(s, row, message, size, request_id, request_id_bytes, most, stays
 
 
 @nb.njit
+def refuse_call(s, row, head, size, request_id, request_id_bytes):  # type: ignore[no-untyped-def]
+    """Answer a call with a header block alone, which says its status, and the request's id where it has one; as a block. False: no memory."""
+    room = _REQUEST_ID.size + request_id_bytes + hpack.MOST_ADDED
+    block = allocate(block_bytes(size + room, 0, 0))
+    if block == 0:
+        return False
+    at = block + h2words.BLOCK_BYTES
+    copy_bytes(at, head, size)
+    if request_id_bytes > 0:
+        name = nb.int64(_REQUEST_ID.ctypes.data)
+        size += hpack.encode_field(at + size, name, _REQUEST_ID.size, request_id, request_id_bytes)
+    begin_block(block, h2words.ENDS, size, 0, 0)
+    queue(s, row, block)
+    return True
+
+
+@nb.njit
 def answer_call(s, row, message, size, request_id, request_id_bytes):  # type: ignore[no-untyped-def]
     """Answer a call with a message: at once where windows and room allow, else as a block. False: no memory.
 

@@ -66,6 +66,7 @@ STREAM = define("Stream", "a request over HTTP/2, and its answer; its places of 
     "first_out last_out": (BLOCK, "what waits to leave"),
     "path_at path_bytes": "in the head",
     "seen": "for who ends what is late",
+    "job": "for who does not answer at once: with HAS_JOB, the number of what is done elsewhere",
 })  # fmt: skip
 stream_at, STREAM_BYTES = at(STREAM), STREAM.bytes
 PATHS = define(
@@ -107,7 +108,7 @@ HAS_SETTINGS, GOING, BROKEN, GREETED, TABLE_SHRUNK, NO_TABLE = 1, 2, 4, 8, 16, 3
 
 FIRST_ROOM = 4  # streams that a new session has room for
 # of a stream's `state`: the client sends no more; its request is Python's; data of it are on their way there; its end was told there; its
-# request was too large; the last block of the answer is there; readers of cold rows have its request
+# request was too large; the last block of the answer is there; its request is a job's
 ENDED, AWAY, DELIVERING, END_DELIVERED, TOO_LARGE, FINAL, HAS_JOB = 1, 2, 4, 8, 16, 32, 64
 # of its `kind`: a call of ModelInfer that is answered here, perhaps; a request that is given on whole; one that is given on as it comes
 CALL, WHOLE, STREAMING = range(3)

@@ -74,7 +74,7 @@ PLANNED = define("PlannedCall", "a call of a variant, filled where all requests 
 })  # fmt: skip
 PIECE = define("Piece", "a text of the answer", {
     "at bytes": "the text",
-    "value": "which number of the values comes behind it, or NONE",
+    "value": "which number of the values comes behind it, or NONE; in messages also how many pieces or outputs there are (`protowrite.py`)",
 })  # fmt: skip
 CHECK = define("Check", "what size an input of a prediction must have", {
     "input axis": "of which input, along which axis",
@@ -103,10 +103,10 @@ VARIANT = define("Variant", "how requests of a structure are answered under one 
     "token": "of the views that it fits",
     "counts": "the row of counts of the version",
     "head_at head_bytes": "an answer's head that is ready, of refusals and of rows; or 0",
-    "date_at": "where in it the date is",
+    "date_at": "where in it the date is; a header block of gRPC has none",
     "digits_at": "of rows for a front: where in it the digits of the length are",
     "table table_counts": "of rows for a front: which table, and the row of its counts",
-    "framed": "1: each output has a tag and its length before its bytes (`protowrite.py`)",
+    "framed": "1: each output of the answer has a tag and its length before its bytes (`protowrite.py`)",
     "planned_calls": "how many", "calls": (PLANNED, "where they are"),
     "outputs output_bytes": "how many, and of each the bytes of an element, a row or one `found`",
     "pieces": "how many", "texts": (PIECE, "where they are"),

@@ -1,10 +1,10 @@
 """The writer of answers over gRPC: a serialized ModelInferResponse around rows that the run has put in their places.
 
-Each output's elements have a tag and their length before them; `binding.bind` keeps that room. Before all of them comes the
+Each output's elements have a tag and their length before them; `binding.bind` keeps that room, or `scoring.bind`. Before all of them comes the
 description, which is written from its end to its beginning, as each length stands before what it counts.
 
-The pieces of a variant: the fields of the model, then two for each output: its name and datatype, with how many of its sizes are
-values of the request; and its other sizes.
+The pieces of a variant: the fields of the model, with how many outputs there are; then, for each output, those of its shape,
+which are sizes that all answers have, with which value is the size behind them; and its name and datatype, with how many those are.
 
 Free functions of addresses, nogil.
 """
@@ -14,9 +14,7 @@ from __future__ import annotations
 import numba as nb
 
 from tierstore.kernels.atomics import copy_bytes
-from tierstore.kernels.binding import (
-    value_at,
-)
+from tierstore.kernels.binding import NONE, value_at
 from tierstore.kernels.plan_records import piece_at
 from tierstore.kernels.raw import load_i64, store_u8
 from tierstore.kernels.request_record import NO_ID
@@ -41,21 +39,33 @@ def _piece_before(end, piece):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def write_message(variant, record, values, data):  # type: ignore[no-untyped-def]
-    """Complete the message whose elements are at the address `data`: write all but those. Returns where it begins.
+def frame_outputs(variant, values, data):  # type: ignore[no-untyped-def]
+    """Write the tag and the length of each output before its elements, whose places count from the address `data` on."""
+    for i in range(variant.texts.value):
+        value = value_at(values, i)
+        begin = data + value.at
+        _length_before(begin, begin + value.bytes, RAW_OUTPUT)
+
+
+@nb.njit
+def describe(variant, record, values, end):  # type: ignore[no-untyped-def]
+    """Write the description, which ends at the address `end`, where the first output follows. Returns where it begins.
 
     `values` are those of `bind`, `record` has the id.
     """
-    pieces, end = variant.texts, data
-    for i in range(variant.outputs - 1, -1, -1):
-        value, piece = value_at(values, i), piece_at(pieces, 1 + 2 * i)
-        begin = data + value.at
-        _length_before(begin, begin + value.bytes, RAW_OUTPUT)
-        at = _piece_before(end, piece_at(piece, 1))
-        for k in range(piece.value - 1, -1, -1):
-            at = varint_before(at, load_i64(value, k))
-        at = _piece_before(_length_before(at, end, SHAPE), piece)
-        end = _length_before(at, end, OUTPUT)
+    pieces, k = variant.texts, variant.pieces - 1
+    for _ in range(pieces.value):
+        named, at = piece_at(pieces, k), end
+        for _ in range(named.value):
+            k -= 1
+            piece = piece_at(pieces, k)
+            if piece.value != NONE:
+                at = varint_before(at, load_i64(values, piece.value))
+            at = _piece_before(at, piece)
+        if named.value > 0:
+            at = _length_before(at, end, SHAPE)
+        end = _length_before(_piece_before(at, named), end, OUTPUT)
+        k -= 1
     size = record.id_bytes
     if size != NO_ID:
         copy_bytes(end - size, record.id_at, size)

@@ -135,6 +135,8 @@ def _on_connection(me, fd, mask, now):  # type: ignore[no-untyped-def]
         return True
     if state == AWAY:
         if mask & (HALF_CLOSED | FAILED | HUNG_UP):
+            if row.job != 0:
+                job_at(me.jobs, row.job - 1).lost = 1
             row.lost = 1
         return False
     if mask & (FAILED | HUNG_UP):

@@ -26,7 +26,7 @@ from tierstore.kernels.httpdate import DATE_BYTES
 from tierstore.kernels.raw import call_at, store_u8
 from tierstore.kernels.reactor_connections import has_room, send_first
 from tierstore.kernels.reactor_jobs import await_job, count, make_job, read_cached
-from tierstore.kernels.reactor_predictions import expected_ns, make_prediction, timeout_of
+from tierstore.kernels.reactor_predictions import bind_scores, expected_ns, make_prediction, timeout_of
 from tierstore.kernels.reactor_words import (
     ACCESS,
     ANSWERED,
@@ -185,31 +185,30 @@ def _find(me, path, path_bytes, structure, structure_bytes, form):  # type: igno
 
 
 @nb.njit
-def _may_wait_ns(me, fd, began):  # type: ignore[no-untyped-def]
+def _may_wait_ns(me, since, began):  # type: ignore[no-untyped-def]
     """How long the request, whose head is in `found` and whose description in the record, may wait, as `Waits.admit` has it.
 
-    Less than 0: Python says.
+    `since` as for `why_not`. Less than 0: Python says.
     """
     if request_record.row_at(me.record, 0).timeout_us > _MOST_TIMEOUT_US:
         return -1
     timeout, most = timeout_of(me), me.limits.most_wait_ns
     if timeout == 0:
         return most
-    since = connection_at(me.conns, fd).began_ns
     remaining = timeout - (began - since if since > 0 else 0)
     return min(most, remaining >> 1) if remaining > 0 else -1
 
 
 @nb.njit
-def _refuse(me, fd, plan, variant, last, began):  # type: ignore[no-untyped-def]
-    """ANSWERED where a prediction would wait too long for a thread and was refused; else PREDICTION.
+def is_refused(me, plan, variant, since, began):  # type: ignore[no-untyped-def]
+    """Whether a prediction would wait too long for a thread; then it is counted, and the variant has the answer. `since` as for `why_not`.
 
     What is refused here costs its reading and a ready
     answer; by Python, which finds its caches full of the dense part's weights, it costs thirty times as much.
     """
-    wait, may_wait = expected_ns(me), _may_wait_ns(me, fd, began)
+    wait, may_wait = expected_ns(me), _may_wait_ns(me, since, began)
     if wait == 0 or may_wait < 0 or wait <= may_wait:
-        return PREDICTION
+        return False
     counts = version_counts_at(me.counts, variant.counts)
     if wait == FULL:
         counts.full_refusals += 1
@@ -217,8 +216,7 @@ def _refuse(me, fd, plan, variant, last, began):  # type: ignore[no-untyped-def]
         counts.refusals += 1
     counts.refusal_ns += monotonic_ns() - began
     draw(me, plan, began, 0)
-    _send_ready(me, fd, variant, _is_closing(me, last), 0)
-    return ANSWERED
+    return True
 
 
 @nb.njit
@@ -299,20 +297,28 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
     why, plan, variant, view = plan_for(me, path, path_bytes, plan_records.TENSORS, began)
     if why != MAY:
         return why
-    predicts = variant.head_at != 0
-    if predicts:
-        came = _refuse(me, fd, plan, variant, last, began)
-        if came == ANSWERED or variant.scoring == 0:
-            return came
-    why = bind_plan(me, variant, view, tail, since, whole - connection_at(me.conns, fd).held, began)
+    predicts, more = variant.head_at != 0, whole - connection_at(me.conns, fd).held
+    if predicts and is_refused(me, plan, variant, since, began):
+        _send_ready(me, fd, variant, _is_closing(me, last), 0)
+        return ANSWERED
+    if predicts and variant.scoring == 0:
+        return PREDICTION
+    why = bind_plan(me, variant, view, tail, since, more, began)
     if why >= 0:
         return why
     planned, closing = monotonic_ns(), _is_closing(me, last)
     keys = me.bound.keys
     if predicts:
-        made = make_prediction(me, fd, plan, variant, view, tail, why == MAY, closing, timeout_of(me), began)
+        data = bind_scores(me, variant)
+        if data < 0:
+            return VALUES
+        begin = binding.write_head(variant, me.record, me.values, data, closing, me.date, me.answer + HEAD_ROOM)
+        made, number = make_prediction(
+            me, fd, plan, variant, view, tail, why == MAY, begin, data, more, since, timeout_of(me), began
+        )
         if made == MADE_A_JOB:
-            job_at(me.jobs, connection_at(me.conns, fd).job - 1).tail = found.head_bytes + text_bytes
+            job_at(me.jobs, number).tail = found.head_bytes + text_bytes
+            await_job(me, fd, number, closing)
             draw(me, plan, began, keys)
         return made
     came = lookupplan.COLD

@@ -1,4 +1,4 @@
-"""How a reactor answers a look-up over gRPC: by its plan, from memory, a message for a message. See `reactor.py`.
+"""How a reactor answers a look-up over gRPC: by its plan, from memory, a message for a message; and how it begins a prediction. See `reactor.py`.
 
 What comes before it, and how the answer leaves, is HTTP/2's. Kernels for the thread of one reactor.
 """
@@ -11,9 +11,12 @@ import numba as nb
 from numba import types
 
 from tierstore.kernels import LAST, compiled_c, lookupplan, plan_records, protoscan
-from tierstore.kernels.protowrite import write_message
-from tierstore.kernels.reactor_answers import LONG, MAY, bind_plan, draw, look_up, plan_for, why_not
+from tierstore.kernels.atomics import copy_bytes
+from tierstore.kernels.coldread import job_at
+from tierstore.kernels.protowrite import describe, frame_outputs
+from tierstore.kernels.reactor_answers import LONG, MAY, bind_plan, draw, is_refused, look_up, plan_for, why_not
 from tierstore.kernels.reactor_jobs import make_job
+from tierstore.kernels.reactor_predictions import bind_scores, make_prediction, timeout_of
 from tierstore.kernels.reactor_words import (
     ANSWERED,
     BUSY,
@@ -21,8 +24,8 @@ from tierstore.kernels.reactor_words import (
     HEAD_ROOM,
     MADE_A_JOB,
     PREDICTION,
+    REFUSED,
     ROWS_ON_DISK,
-    SIZE,
     VALUES,
     here_at,
 )
@@ -31,13 +34,41 @@ from tierstore.kernels.sysio import monotonic_ns
 
 
 @nb.njit
+def _refuse(me, variant):  # type: ignore[no-untyped-def]
+    """Refuse a prediction with the header block that its variant has, which may change afterwards."""
+    me.call.answer_at, me.call.answer_bytes = me.answer, variant.head_bytes
+    copy_bytes(me.answer, variant.head_at, variant.head_bytes)
+    me.line.answers += 1
+    return REFUSED
+
+
+@nb.njit
+def _predict(me, fd, plan, variant, view, message, message_bytes, short, began):  # type: ignore[no-untyped-def]
+    """Begin a prediction: MADE_A_JOB, or a reason. `short`: it takes little time."""
+    call, keys = me.call, me.bound.keys
+    data = bind_scores(me, variant)
+    if data < 0:
+        return VALUES
+    begin = describe(variant, me.record, me.values, me.answer + HEAD_ROOM)
+    made, number = make_prediction(
+        me, fd, plan, variant, view, message, short, begin, data, message_bytes, call.since_ns, timeout_of(me), began
+    )
+    if made == MADE_A_JOB:
+        job = job_at(me.jobs, number)
+        frame_outputs(variant, me.values, job.block + job.head_bytes)
+        call.job = number
+        draw(me, plan, began, keys)
+    return made
+
+
+@nb.njit
 def answer_call(me, fd, text, message, message_bytes, began):  # type: ignore[no-untyped-def]
     """Answer the ModelInferRequest of `message_bytes` at `message`, if a plan is known.
 
     `me.found` says of its headers what it says of a head (`httphead.py`), by places from `text` on; its body is the message. `me.call` has
     SINCE_NS. ANSWERED: `me.call` says where the ModelInferResponse is; before it is room for 512 bytes.
-    MADE_A_JOB, where memory lacks rows: `me.call` has its number, and its tail counts from the message on. Else nothing was done, and what is
-    returned is the reason why it is for Python, SIZE where it would keep others waiting, too.
+    REFUSED: it says where the header block of the status is. MADE_A_JOB, of a prediction, or where memory lacks rows: it has its number, and the job's
+    tail counts from the message on. Else nothing was done, and what is returned is the reason why it is for Python.
     """
     call = me.call
     why = why_not(me, fd, text, call.since_ns, began)
@@ -48,25 +79,35 @@ def answer_call(me, fd, text, message, message_bytes, began):  # type: ignore[no
     own, form = row_at(me.record, 0), plan_records.MESSAGE
     model, model_bytes = own.name_at, own.name_bytes
     why, plan, variant, view = plan_for(me, model, model_bytes, form, began)
-    if why == MAY and variant.head_at != 0:
+    predicts = why == MAY and variant.head_at != 0
+    if predicts and is_refused(me, plan, variant, call.since_ns, began):
+        return _refuse(me, variant)
+    if predicts and variant.scoring == 0:
         return PREDICTION
     if why == MAY:
         why = bind_plan(me, variant, view, message, call.since_ns, message_bytes, began)
-    if why != MAY:
-        return SIZE if why == LONG else why
-    planned = monotonic_ns()
-    came = look_up(me, plan, variant, view, message, began, planned)
+    if why != MAY and why != LONG:
+        return why
+    short = why == MAY
+    if predicts:
+        return _predict(me, fd, plan, variant, view, message, message_bytes, short, began)
+    planned, came = monotonic_ns(), lookupplan.COLD
+    if short:
+        came = look_up(me, plan, variant, view, message, began, planned)
     if came != lookupplan.ANSWERED and came != lookupplan.COLD:
         return ROWS_ON_DISK if came == lookupplan.ELSEWHERE else VALUES
     data = me.answer + HEAD_ROOM
-    begin = write_message(variant, me.record, me.values, data)
+    begin = describe(variant, me.record, me.values, data)
     if came == lookupplan.COLD:
-        number = make_job(me, fd, plan, variant, view, begin, True, began, planned)
+        number = make_job(me, fd, plan, variant, view, begin, short, began, planned)
         if number < 0:
             return BUSY
+        job = job_at(me.jobs, number)
+        frame_outputs(variant, me.values, job.block + job.head_bytes)
         call.job = number
         draw(me, plan, began, me.bound.keys)
         return MADE_A_JOB
+    frame_outputs(variant, me.values, data)
     call.answer_at, call.answer_bytes = begin, data + me.bound.answer_bytes - begin
     me.line.answers += 1
     return ANSWERED

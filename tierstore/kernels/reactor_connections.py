@@ -9,6 +9,7 @@ import numba as nb
 
 from tierstore.kernels import h2core, h2words
 from tierstore.kernels.atomics import acquire_i64, add_at, copy_bytes, raise_at, relaxed_i64, release_i64
+from tierstore.kernels.coldread import job_at
 from tierstore.kernels.reactor_sockets import end_tls, send
 from tierstore.kernels.reactor_words import (
     ACCEPTED,
@@ -111,7 +112,7 @@ def free_session(s):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _end_session(me, fd):  # type: ignore[no-untyped-def]
-    """Free the session of a connection of HTTP/2. Python hears that those of its streams that it has are lost."""
+    """Free the session of a connection of HTTP/2. Python hears that those of its streams that it has are lost; and of jobs whoever does them."""
     conn = connection_at(me.conns, fd)
     s, away = conn.session, 0
     conn.session = 0
@@ -119,6 +120,8 @@ def _end_session(me, fd):  # type: ignore[no-untyped-def]
     for _ in range(s.streams_room):
         if row.id != 0 and row.state & h2words.AWAY:
             away += 1
+        if row.id != 0 and row.state & h2words.HAS_JOB:
+            job_at(me.jobs, row.job).lost = 1
         row = h2words.stream_at(row, 1)
     if away > 0:
         add_at(place(me.shared, "streams_away"), -away)

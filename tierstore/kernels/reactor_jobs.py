@@ -54,7 +54,7 @@ def acquire_job(me):  # type: ignore[no-untyped-def]
     me.free_jobs.count -= 1
     number = me.free_jobs.numbers[me.free_jobs.count]
     job = coldread.job_at(me.jobs, number)
-    job.stream = job.request = job.request_bytes = 0
+    job.stream = job.request = job.request_bytes = job.lost = 0
     return number, job
 
 
@@ -133,13 +133,9 @@ def await_job(me, fd, number, closing):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def submit(me, fd):  # type: ignore[no-untyped-def]
-    """Give a connection's job to those who do it. Its request stays where it is until they are done."""
-    row = connection_at(me.conns, fd)
-    number = row.job - 1
-    job = coldread.job_at(me.jobs, number)
-    job.tail = row.in_at + job.tail
-    message = me.message
+def hand_out(me, number):  # type: ignore[no-untyped-def]
+    """Give a job to those who do it. False: it is over, and for Python."""
+    job, message = coldread.job_at(me.jobs, number), me.message
     message.what = number
     if job.cold == 0:
         given = coldread.queue(job, number, me.prediction_outbox, place(me.shared, "queued"))
@@ -147,6 +143,17 @@ def submit(me, fd):  # type: ignore[no-untyped-def]
         given = write(me.job_outbox, message, 8) == 8
     if not given:  # there is room for all of them
         job.outcome = coldread.FOR_PYTHON
+    return given
+
+
+@nb.njit
+def submit(me, fd):  # type: ignore[no-untyped-def]
+    """Give a connection's job to those who do it. Its request stays where it is until they are done."""
+    row = connection_at(me.conns, fd)
+    number = row.job - 1
+    job = coldread.job_at(me.jobs, number)
+    job.tail = row.in_at + job.tail
+    if not hand_out(me, number):
         finish_job(me, number)
 
 
@@ -179,6 +186,12 @@ def end_job(me, number):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
+def reason_of(job):  # type: ignore[no-untyped-def]
+    """Why the request of a job that has no answer is Python's."""
+    return PREDICTION if job.outcome == coldread.RETURNED else ROWS_ON_DISK
+
+
+@nb.njit
 def finish_job(me, number):  # type: ignore[no-untyped-def]
     """A job of HTTP/1.1 that is done. Returns its connection if there is an answer to be sent, or -1."""
     job = coldread.job_at(me.jobs, number)
@@ -190,7 +203,7 @@ def finish_job(me, number):  # type: ignore[no-untyped-def]
         hold(me, fd, 0)  # Python counts it
         release(block)
         add_at(place(me.shared, "inflight"), -held)
-        why = PREDICTION if job.outcome == coldread.RETURNED else ROWS_ON_DISK
+        why = reason_of(job)
         me.line.reasons[why] += 1
         if row.lost != 0 or not notify(me, REQUEST, fd, row.serial | (why << 32), row.in_at, row.needed):
             end(me, fd, True)

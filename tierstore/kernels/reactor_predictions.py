@@ -2,7 +2,7 @@
 
 The block has the head of the answer, room for the scores behind it, and then what `scoring.write_table` writes, and the rows; where rows are
 left to readers of cold rows, what those need lies behind them. The thread reads its inputs there, writes the scores, and gives the job back as
-those readers do. Where it cannot, the request is Python's.
+those readers do. Where it cannot, the request is Python's. What differs by protocol is the head and what lies between scores, which the caller writes.
 
 Kernels for the thread of one reactor.
 """
@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import numba as nb
 
-from tierstore.kernels import binding, coldread, lookupplan, plan_records, request_record, scoring
+from tierstore.kernels import coldread, lookupplan, plan_records, request_record, scoring
 from tierstore.kernels.atomics import add_at, copy_bytes, relaxed_i64
 from tierstore.kernels.raw import call_at
 from tierstore.kernels.reactor_connections import has_room
-from tierstore.kernels.reactor_jobs import acquire_job, await_job, give_away, read_cached
+from tierstore.kernels.reactor_jobs import acquire_job, give_away, read_cached
 from tierstore.kernels.reactor_words import (
     BUSY,
     FULL,
@@ -47,37 +47,41 @@ def expected_ns(me):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def make_prediction(me, fd, plan, variant, view, tail, short, closing, timeout_ns, began):  # type: ignore[no-untyped-def]
-    """Begin the prediction whose run is at `me.bound`; `timeout_ns` is the time that it has from its first byte on, or 0.
+def bind_scores(me, variant):  # type: ignore[no-untyped-def]
+    """Check the sizes of the prediction whose run is at `me.bound`. Returns the bytes of the answer's data; -1: it is for the full check."""
+    run = me.bound
+    data = scoring.bind(variant, me.record, me.values)
+    work = run.work_bytes + run.answer_bytes
+    if variant.scoring.half != 0:
+        work += run.answer_bytes
+    return data if data >= 0 and data + work <= me.limits.most_answer else nb.int64(-1)
 
-    Where memory lacks rows, or it is not `short`, readers of cold rows complete the block before a graph is run on it. Returns MADE_A_JOB, then
-    `reactor_jobs.submit` gives it to those or to the threads, once its `tail` is set; or a reason, and nothing was done.
+
+@nb.njit
+def make_prediction(me, fd, plan, variant, view, tail, short, begin, data, more, since, timeout_ns, began):  # type: ignore[no-untyped-def]
+    """Begin the prediction whose run is at `me.bound`. What its answer has before its `data` bytes is at `begin`, up to HEAD_ROOM.
+
+    `more` are bytes of the request that are not counted as held; `since` is when its first bytes came, 0: all came at once; `timeout_ns` is
+    the time that it has from then on, or 0. Where memory lacks rows, or it is not `short`, readers of cold rows complete the block before a
+    graph is run on it. Returns (MADE_A_JOB, the number of the job), which is not given to them or to the threads yet; or (a reason, -1), and
+    nothing was done.
     """
     if me.prediction_outbox < 0:
-        return PREDICTION
+        return PREDICTION, nb.int64(-1)
     if me.free_jobs.count <= KEPT_JOBS:
-        return BUSY
+        return BUSY, nb.int64(-1)
     wanted, run = variant.scoring, me.bound
-    data = scoring.bind(wanted, me.record, me.values)
     answered, keys = run.answer_bytes, run.keys
-    work = run.work_bytes + answered
-    if wanted.half != 0:
-        work += answered
-    if data < 0 or data + work > me.limits.most_answer:
-        return VALUES
-    end = me.answer + HEAD_ROOM
-    begin = binding.write_head(variant, me.record, me.values, data, closing, me.date, end)
-    head = end - begin
-    more = scoring.table_bytes(wanted, me.record)
-    run_bytes = lookupplan.run_bytes(run)
-    size = head + data + 63 + more + answered + 7 + run_bytes + 9 * keys
-    if not has_room(me, size + me.found.head_bytes + me.found.body_bytes - connection_at(me.conns, fd).held):
-        return BUSY
+    head = me.answer + HEAD_ROOM - begin
+    table_bytes, run_bytes = scoring.table_bytes(wanted, me.record), lookupplan.run_bytes(run)
+    size = head + data + 63 + table_bytes + answered + 7 + run_bytes + 9 * keys
+    if not has_room(me, size + more):
+        return BUSY, nb.int64(-1)
     block = allocate(size)
     if block == 0:
-        return BUSY
+        return BUSY, nb.int64(-1)
     table = (block + head + data + 63) & ~63
-    rows, planned = table + more, monotonic_ns()
+    rows, planned = table + table_bytes, monotonic_ns()
     came = lookupplan.COLD
     if short:
         came = call_at(me.run, run, view, tail, rows, me.states, me.scratch)
@@ -86,14 +90,14 @@ def make_prediction(me, fd, plan, variant, view, tail, short, closing, timeout_n
     cold = came == lookupplan.COLD
     if not cold and came != lookupplan.ANSWERED:
         release(block)
-        return ROWS_ON_DISK if came == lookupplan.ELSEWHERE else VALUES
+        return ROWS_ON_DISK if came == lookupplan.ELSEWHERE else VALUES, nb.int64(-1)
     if not cold:
         lookupplan.count_keys(run, tail, me.states, me.table_counts, TABLE_COUNT_WORDS)
     copy_bytes(block, begin, head)
     scoring.write_table(wanted, me.record, run, tail, me.values, rows, block + head, table)
     add_at(place(me.shared, "inflight"), size)
     number, job = acquire_job(me)
-    since = connection_at(me.conns, fd).began_ns if connection_at(me.conns, fd).began_ns > 0 else began
+    arrived = since if since > 0 else began
     job.fd, job.serial, job.reactor, job.variant = fd, connection_at(me.conns, fd).serial, me.number, variant
     job.block, job.head_bytes, job.data_bytes, job.held_bytes = block, head, data, size
     job.table, job.keys, job.scoring = table, keys, wanted.number
@@ -106,11 +110,10 @@ def make_prediction(me, fd, plan, variant, view, tail, short, closing, timeout_n
         copy_bytes(job.states, me.states, keys)
         plan_records.run_at(kept).codes_at = kept + run_bytes
     job.began_ns, job.planned_ns = began, planned
-    job.arrived_ns, job.deadline_ns = since, since + timeout_ns if timeout_ns > 0 else 0
+    job.arrived_ns, job.deadline_ns = arrived, arrived + timeout_ns if timeout_ns > 0 else 0
     job.outcome = coldread.FOR_PYTHON
     give_away(me, plan, number)
-    await_job(me, fd, number, closing)
-    return MADE_A_JOB
+    return MADE_A_JOB, number
 
 
 @nb.njit

@@ -9,20 +9,20 @@ import numba as nb
 
 from tierstore.kernels import h2calls, h2core, h2out, h2words, httphead
 from tierstore.kernels.atomics import acquire_i64, add_at, fence_all, release_i64
-from tierstore.kernels.coldread import FOR_PYTHON, job_at
+from tierstore.kernels.coldread import job_at
 from tierstore.kernels.h2errors import read_u32
 from tierstore.kernels.h2request import keep_body
 from tierstore.kernels.raw import call_at, load_u8
 from tierstore.kernels.reactor_connections import notify
 from tierstore.kernels.reactor_frames import flush, push_all, push_row, set_deadline
-from tierstore.kernels.reactor_jobs import drop_job, end_job
+from tierstore.kernels.reactor_jobs import drop_job, end_job, hand_out, reason_of
 from tierstore.kernels.reactor_words import (
     ANSWERED,
     DESCRIPTION,
     DRAIN,
     MADE_A_JOB,
     OTHER,
-    ROWS_ON_DISK,
+    REFUSED,
     SIZE,
     STREAM_DATA,
     STREAM_LOST,
@@ -31,7 +31,7 @@ from tierstore.kernels.reactor_words import (
     connection_at,
 )
 from tierstore.kernels.records import place
-from tierstore.kernels.sysio import monotonic_ns, release, write
+from tierstore.kernels.sysio import monotonic_ns, release
 
 MOST_AWAY = 2048  # streams of all connections that Python has: each has a few messages in its pipe at most
 
@@ -90,6 +90,8 @@ def report_data(me, fd, s, row):  # type: ignore[no-untyped-def]
 @nb.njit
 def lose(me, fd, s, row):  # type: ignore[no-untyped-def]
     """A stream was reset, by its client or for its error."""
+    if row.state & h2words.HAS_JOB:
+        job_at(me.jobs, row.job).lost = 1
     if row.state & h2words.AWAY:
         add_at(place(me.shared, "streams_away"), -1)
         if not notify(me, STREAM_LOST, fd | row.id << 24, connection_at(me.conns, fd).serial, 0, 0):
@@ -102,7 +104,7 @@ def lose(me, fd, s, row):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _call(me, fd, row, body, size, now):  # type: ignore[no-untyped-def]
-    """Answer the call whose body is `size` bytes: ANSWERED, and `call` says where its message is; or why it is for Python."""
+    """Answer the call whose body is `size` bytes, as `reactor_calls.answer_call` does."""
     if size < h2calls.PREFIX or load_u8(body, 0) != 0 or read_u32(body + 1) != size - h2calls.PREFIX:
         return DESCRIPTION
     found, began = me.found, monotonic_ns()
@@ -124,9 +126,14 @@ def _call(me, fd, row, body, size, now):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _answer(me, fd, s, row, message, size):  # type: ignore[no-untyped-def]
-    """Answer a call with a message, which may change afterwards."""
-    if not h2calls.answer_call(s, row, message, size, row.at + row.request_id_at, row.request_id_bytes):
+def _answer(me, fd, s, row, came, at, size):  # type: ignore[no-untyped-def]
+    """Answer a call with a message, or with the header block of a status (REFUSED). What is at an address may change afterwards."""
+    request_id, request_id_bytes = row.at + row.request_id_at, row.request_id_bytes
+    if came == REFUSED:
+        there = h2calls.refuse_call(s, row, at, size, request_id, request_id_bytes)
+    else:
+        there = h2calls.answer_call(s, row, at, size, request_id, request_id_bytes)
+    if not there:
         h2out.write_reset(s, row.id, h2words.ENHANCE_YOUR_CALM)
         h2out.close_row(s, row)
     elif row.first_out != 0:
@@ -143,7 +150,7 @@ def on_job(me, fd, s, row, number):  # type: ignore[no-untyped-def]
     job = job_at(me.jobs, number)
     answered = end_job(me, number)
     block, request, request_bytes = job.block, job.request, job.request_bytes
-    message_bytes = job.head_bytes + job.data_bytes
+    message_bytes, reason = job.head_bytes + job.data_bytes, reason_of(job)
     add_at(place(me.shared, "inflight"), -job.held_bytes)
     if row == 0:
         release(request)
@@ -153,15 +160,15 @@ def on_job(me, fd, s, row, number):  # type: ignore[no-untyped-def]
         row.bytes = row.room = request_bytes
         h2out.hold(s, request_bytes)
         if answered:
-            _answer(me, fd, s, row, block, message_bytes)
+            _answer(me, fd, s, row, ANSWERED, block, message_bytes)
         else:
-            _give(me, fd, s, row, STREAM_REQUEST, ROWS_ON_DISK)
+            _give(me, fd, s, row, STREAM_REQUEST, reason)
     release(block)
 
 
 @nb.njit
 def _submit(me, fd, s, row, number):  # type: ignore[no-untyped-def]
-    """Give the job of a stream's call to the readers, with the request, which may outlive the stream."""
+    """Give the job of a stream's call to those who do it, with the request, which may outlive the stream."""
     job = job_at(me.jobs, number)
     job.stream, job.request, job.request_bytes = row.id, row.at, row.bytes
     job.tail = row.at + row.head_bytes + h2calls.PREFIX
@@ -170,23 +177,22 @@ def _submit(me, fd, s, row, number):  # type: ignore[no-untyped-def]
     h2out.hold(s, -row.bytes)
     row.at = row.bytes = row.room = row.deadline_ns = 0
     row.state |= h2words.HAS_JOB
-    me.message.what = number
-    if write(me.job_outbox, me.message, 8) != 8:  # there is room for all of them
-        job.outcome = FOR_PYTHON
+    row.job = number
+    if not hand_out(me, number):
         on_job(me, fd, s, row, number)
 
 
 @nb.njit
 def _on_request(me, fd, s, row, body, size, now):  # type: ignore[no-untyped-def]
-    """Answer a whole request, or give it to readers of cold rows or to Python."""
+    """Answer a whole request, or give it to those who do jobs or to Python."""
     if row.state & h2words.TOO_LARGE:
         _give(me, fd, s, row, STREAM_REQUEST, SIZE)
         return
     reason = OTHER
     if row.kind == h2words.CALL:
         reason = _call(me, fd, row, body, size, now)
-        if reason == ANSWERED:
-            _answer(me, fd, s, row, me.call.answer_at, me.call.answer_bytes)
+        if reason in (ANSWERED, REFUSED):
+            _answer(me, fd, s, row, reason, me.call.answer_at, me.call.answer_bytes)
             return
     if row.bytes == row.head_bytes and not keep_body(s, row, body, size, -1):
         if reason == MADE_A_JOB:

@@ -120,13 +120,13 @@ VERSION_COUNTS = define("VersionCounts", "what one reactor has counted of a vers
 TABLE_COUNT_WORDS = 8  # one a tier
 
 ANSWERED_CALL = define("AnsweredCall", "a call of gRPC", {
-    "answer_at answer_bytes": "the answer's message, until the next one is made",
+    "answer_at answer_bytes": "the answer's message, or the header block of a refusal, until the next one is made",
     "since_ns": "when the call's first bytes came; 0: all came at once",
     "job": "the number of the job that was made of it",
 })  # fmt: skip
 
 # what comes of a request
-ANSWERED, MADE_A_JOB = -1, -2  # else a reason
+ANSWERED, MADE_A_JOB, REFUSED = -1, -2, -3  # else a reason; REFUSED: a call of gRPC, with a status
 
 EVENTS = 256  # of one turn
 ACCEPTED = 64  # connections of one turn

@@ -16,6 +16,7 @@ from tierstore.kernels import binding, lookupplan, plan_records
 from tierstore.kernels.atomics import copy_bytes
 from tierstore.kernels.records import at, define
 from tierstore.kernels.request_record import row_at
+from tierstore.kernels.varint import varint_bytes
 
 OWN = -1  # of an input's `call`
 GRAPH_ROW = define("GraphRow", "where a tensor of a graph lies, and its shape", {
@@ -33,8 +34,12 @@ def _size(values, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def bind(scoring, record, values):  # type: ignore[no-untyped-def]
-    """Check a request's sizes, and note those that have names and the bytes of each score in `values`. Returns the bytes of all scores, or -1."""
+def bind(variant, record, values):  # type: ignore[no-untyped-def]
+    """Check a request's sizes, and note in `values` those that have names, and of each score its bytes and where in the answer's data they are.
+
+    Returns the bytes of all scores, with what an answer that is framed has between them; or -1.
+    """
+    scoring, framed = variant.scoring, variant.framed != 0
     for i in range(binding.MOST_NAMES):
         values.named[i] = -1
     check = scoring.first_check
@@ -53,7 +58,10 @@ def bind(scoring, record, values):  # type: ignore[no-untyped-def]
             count *= _size(values, score.sizes[axis])
             if count > _MOST_BYTES:
                 return nb.int64(-1)
-        values.scores[i] = count
+        if framed:
+            total += 1 + varint_bytes(count)
+        value = binding.value_at(values, i)
+        value.bytes, value.at = count, total
         total += count
         score = plan_records.score_at(score, 1)
     return total
@@ -80,7 +88,7 @@ def table_bytes(scoring, record):  # type: ignore[no-untyped-def]
 def write_table(scoring, record, run, tail, values, rows, scores, at):  # type: ignore[no-untyped-def]
     """Write the table of a request, and its own tensors behind it: first inputs, then scores. All but `scoring` are addresses of one request.
 
-    `rows`: of those that `run` has looked up; `scores`: where those go; `tail`: of the request's binary data.
+    `rows`: of those that `run` has looked up; `scores`: the answer's data; `tail`: of the request's binary data.
     """
     table, inputs, count = graph_row_at(at), scoring.first_input, scoring.inputs
     own = table + _aligned(_ROW_BYTES * (count + scoring.scores))
@@ -104,9 +112,8 @@ def write_table(scoring, record, run, tail, values, rows, scores, at):  # type: 
         table = graph_row_at(table, 1)
     score = scoring.first_score
     for i in range(scoring.scores):
-        table.at = scores
+        table.at = scores + binding.value_at(values, i).at
         for axis in range(score.rank):
             table.sizes[axis] = _size(values, score.sizes[axis])
-        scores += values.scores[i]
         score = plan_records.score_at(score, 1)
         table = graph_row_at(table, 1)

@@ -30,6 +30,9 @@ from tierstore.errors import (
 logger = logging.getLogger(__name__)
 
 
+CUT_OFF = "the service stopped before this request was finished, which may have had its effect; send it again"
+
+
 class HttpError(TierstoreError):
     """An error of the HTTP transport itself, which has a status of its own (method, media type, host)."""
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.service.reactor.test_traffic import Answer, Served, message
 from tierstore.engine.store import Store
 from tierstore.predict.session import DenseSession
 from tierstore.service import server as server_module
-from tierstore.service.http.middleware import CUT_OFF
+from tierstore.service.error_status import CUT_OFF
 from tierstore.service.server import ServerThread
 
 COUNT = int(os.environ.get("PREDICTIONS", 1500))
@@ -127,17 +128,33 @@ def one(n: int, *headers: str, **more: Any) -> bytes:
 # --- the same answers
 
 
-def drawn(rng: np.random.Generator) -> bytes:
+@dataclass
+class Drawn:
+    """A request, in any protocol. No outputs: those of the graph."""
+
+    inputs: dict[str, Any]
+    outputs: list[str]
+    model: str = "ctr"
+    id: str | None = None
+
+    def over_http(self) -> bytes:
+        more: dict[str, Any] = {} if self.id is None else {"id": self.id}
+        if not self.outputs:
+            more["parameters"] = {"binary_data_output": True}
+        return message(self.inputs, self.outputs, path=f"/v2/models/{self.model}/infer", **more)
+
+
+def drawn(rng: np.random.Generator) -> Drawn:
     """A request for one of the models; some of them are wrong."""
     n, kind = int(rng.integers(0, 12)), rng.integers(0, 10)
     keys = lambda *shape: rng.integers(-2, ROWS + 3, shape)  # noqa: E731
-    more: dict[str, Any] = {"id": f"i{rng.integers(99)}"} if rng.integers(2) else {}
+    ident = f"i{rng.integers(99)}" if rng.integers(2) else None
     if kind == 0:
         inputs: dict[str, Any] = {"many": keys(n, 3 if rng.integers(5) else 2)}
-        return message(inputs, ["score"], path="/v2/models/flat/infer", **more)
+        return Drawn(inputs, ["score"], "flat", ident)
     if kind == 1:
         words = [b"w%d" % key if key % 7 else b"\xff" * (key % 2) for key in rng.integers(0, 60, n)]
-        return message({"word": words}, ["score"], path="/v2/models/word/infer", **more)
+        return Drawn({"word": words}, ["score"], "word", ident)
     inputs = {"one": keys(n), "many": keys(n, 2), "hour": rng.normal(size=(n, 1)).astype(np.float32)}
     inputs["scale"] = rng.normal(size=1).astype(np.float32)
     if rng.integers(2):
@@ -168,9 +185,7 @@ def drawn(rng: np.random.Generator) -> bytes:
     outputs = [["score"], ["score", "whole"], ["whole", "score"], ["score", "one"], []][
         rng.choice(5, p=[0.4, 0.3, 0.2, 0.05, 0.05])
     ]
-    if not outputs:
-        more["parameters"] = {"binary_data_output": True}
-    return message({name: inputs[name] for name in names}, outputs, **more)
+    return Drawn({name: inputs[name] for name in names}, outputs, id=ident)
 
 
 def test_reactors_and_python_predict_alike(both: tuple[Served, Served]) -> None:
@@ -181,7 +196,7 @@ def test_reactors_and_python_predict_alike(both: tuple[Served, Served]) -> None:
     right = 0
     with here.connect() as mine, other.connect() as theirs:
         for _ in range(COUNT):
-            data = drawn(rng)
+            data = drawn(rng).over_http()
             mine.sendall(data)
             theirs.sendall(data)
             got, wanted = Answer(mine), Answer(theirs)

@@ -14,6 +14,7 @@ class SomeStream:
         self.arrived_ns, self.reason, self.peer_names = 0, reason, ()
         self.client: tuple[str, int] | None = ("192.0.2.7", 4711)
         self.lost = self.too_large = False
+        self.error: BaseException | None = None
         self.sent: list[Any] = []
         self.taken = 0
 

@@ -100,7 +100,9 @@ def test_rows_bags_and_hashed_keys_from_disk(served: tuple[Store, ServerThread],
     assert served[0].status()["models"]["ctr"]["tables"]["item"]["lookup_keys"]["disk"] > 1000
 
 
-def test_rows_that_deltas_changed_are_read_as_unchanged_ones_are(served: tuple[Store, ServerThread], infer: Any, tmp_path: Path) -> None:
+def test_rows_that_deltas_changed_are_read_as_unchanged_ones_are(
+    served: tuple[Store, ServerThread], infer: Any, tmp_path: Path
+) -> None:
     store, server = served
     changed, path = np.arange(500, 600), tmp_path / "one.arrow"
     with tierstore.DeltaWriter(path, model="ctr", seq=1, event_time=datetime.now(UTC)) as writer:

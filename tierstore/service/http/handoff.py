@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from tierstore.errors import Closed, TooLarge
 from tierstore.kernels import reactor_words as kernel
 from tierstore.service.addresses import is_on_host
+from tierstore.service.error_status import CUT_OFF
 from tierstore.service.http.messages import (
     ARRIVED,
     CONNECTION,
@@ -41,17 +42,16 @@ from tierstore.service.http.messages import (
     response_head,
     scope_of,
 )
-from tierstore.service.http.middleware import CUT_OFF, DataApp
+from tierstore.service.http.middleware import DataApp
 from tierstore.service.limits.worker_pool import ByteBudget
 from tierstore.service.openssl import Session
 from tierstore.service.reactor.reactors import Reactors
-from tierstore.service.reactor.reply import Reply
+from tierstore.service.reactor.reply import Reply, head_of
 from tierstore.service.reactor.streams import Stream, StreamReceiver
 
 logger = logging.getLogger(__name__)
 
 _JOINED_BYTES = 16 << 10  # answers up to here are copied
-Head = list[tuple[bytes, bytes]]
 
 
 class ConnectionServer(Protocol):
@@ -167,12 +167,7 @@ class Handoff:
         self._server.adopt(sock, b"", refused=True)
 
     def request(self, reply: Reply, data: bytes) -> None:
-        end = data.index(b"\r\n\r\n")
-        first, *lines = data[:end].split(b"\r\n")
-        headers: Head = []
-        for line in lines:
-            name, _, value = line.partition(b":")
-            headers.append((name.lower(), value.strip(b" \t")))
+        first, headers, body_at = head_of(data)
         scope: Scope = {
             "type": "http",
             "http_version": first[-3:].decode(),
@@ -187,7 +182,7 @@ class Handoff:
         }
         if reply.error is not None:
             scope[FAILED] = reply.error
-        self._begin(Answer(self, reply), scope, memoryview(data)[end + 4 :])
+        self._begin(Answer(self, reply), scope, memoryview(data)[body_at:])
 
     def stream(self, stream: Stream, body: bytes) -> None:
         """Answer a whole request of HTTP/2."""
@@ -246,9 +241,7 @@ class Handoff:
         for scope in list(self._left.values()):
             error = scope[ERROR] = Closed(CUT_OFF)
             scope[LATER](error_for_path(scope["path"], error))
-        for reply, data in self._reactors.cut_off():
-            reply.error = Closed(CUT_OFF)
-            self.request(reply, data)
+        self._reactors.cut_off(Closed(CUT_OFF))
 
     async def _answer_later(self, reply: Answer, scope: Scope, body: memoryview) -> None:
         """Have the application answer what `at_once` did not."""

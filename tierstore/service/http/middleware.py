@@ -25,7 +25,7 @@ from tierstore.engine.events.changes import REQUESTER, requester
 from tierstore.errors import Closed, Forbidden, Unauthorized
 from tierstore.service.access import Access, Allow, caller_key
 from tierstore.service.addresses import host_name
-from tierstore.service.error_status import message_of
+from tierstore.service.error_status import CUT_OFF, message_of
 from tierstore.service.forwarded import Proxies
 from tierstore.service.http.messages import (
     ARRIVED,
@@ -47,7 +47,6 @@ from tierstore.service.http.messages import (
 from tierstore.service.http.request import App
 from tierstore.service.request_log import RequestLog, one_line
 
-CUT_OFF = "the service stopped before this request was finished, which may have had its effect; send it again"
 _HOST_CACHE, _LONGEST_HOST = 256, 300  # values, and bytes of one: whoever reaches the port can send others
 _ADMIN_PATHS = "/admin/"
 _HEALTH = ("/v2/health/live", "/v2/health/ready")

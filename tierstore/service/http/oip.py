@@ -56,7 +56,7 @@ from tierstore.service.oip.json_response import ResponseBody, ResponseLayout
 from tierstore.service.oip.parameters import version_of
 from tierstore.service.oip.shared_memory import CudaRegions
 from tierstore.service.reactor.lessons import HttpLesson
-from tierstore.service.reactor.scorings import can_score
+from tierstore.service.reactor.scorings import may_learn
 
 _BINARY = b"application/octet-stream"
 _REFUSAL = ready_response(error_response(Overloaded(WAITS_TOO_LONG)))
@@ -152,15 +152,13 @@ class InferMessage:
         """Have reactors answer requests such as this one, or begin them; or at least refuse them
         where they would wait too long.
         """
-        plan, view, batches = inference.plan, inference.view, self._service.batches
+        plan, view = inference.plan, inference.view
         if b"content-encoding" in self._headers:
             return
         text = self._body[: len(self._body) - len(tail)]
         lesson = HttpLesson(self.model, self.version, text, self._parsed, self._layout)
-        fits = not batches.waits and can_score(lesson, plan, view.predictor)
-        if plan.dense is not None and batches.max_items and not fits:  # what is joined in Python waits in another way
-            return
-        plans.learn(self.model, view, self.version, plan, lesson, None if plan.dense is None else _REFUSAL)
+        if may_learn(lesson, plan, view.predictor, self._service.batches):
+            plans.learn(self.model, view, self.version, plan, lesson, None if plan.dense is None else _REFUSAL)
 
     def read(self, plan: Plan, inference: Inference | None) -> tuple[list[Elements], list[Any]]:
         parsed, joined = self._parsed, None

@@ -16,6 +16,8 @@ from tierstore.service.oip.json_request import InBody, InferRequest
 from tierstore.service.oip.json_response import VALUE, ResponseLayout
 from tierstore.service.reactor.plan_words import Pieces, has_room, leading_sizes
 
+Logged = tuple[str, str, str | None]  # a method, a path, and the name of the status of success where it is not HTTP's
+
 
 class Lesson(Protocol):
     """A request that Python has planned: what of its plan in a reactor depends on the protocol."""
@@ -32,6 +34,10 @@ class Lesson(Protocol):
     def path(self) -> bytes:
         """By which a plan is found, beside the structure."""
 
+    @property
+    def logged(self) -> Logged:
+        """How the log names such requests."""
+
     def scan(self, record: int, structure: int) -> int:
         """Scan it as a reactor does, to these addresses. Returns the bytes of the structure; 0 where it is not of the form."""
 
@@ -45,8 +51,36 @@ class Lesson(Protocol):
     def pieces(self, plan: Plan) -> Pieces | None:
         """The text of a look-up's answer, as its writer has it; None where it is too long for a reactor."""
 
-    def score_pieces(self, scores: npt.NDArray[Any]) -> Pieces | None:
+    def score_pieces(self, plan: Plan, scores: npt.NDArray[Any]) -> Pieces | None:
         """As `pieces`, of a prediction; `scores` are those of its scoring (`kernels/scoring.py`)."""
+
+
+def size_value(output: int, which: int) -> int:
+    """The number of the value that is a size of an output: its first (0) or its second one (1)."""
+    return binding.OUTPUT.bytes // 8 * output + which
+
+
+def bytes_value(output: int) -> int:
+    """The number of the value that is how many bytes an output has."""
+    return size_value(output, binding.OUTPUT.offset("bytes") // 8)
+
+
+def row_shapes(plan: Plan) -> list[list[int]] | None:
+    """The shape of each output of a look-up: sizes, or ~ the number of the value that is one. None: one has more sizes than there are values."""
+    shapes = []
+    for i, spec in enumerate(plan.specs):
+        lead = leading_sizes(spec)
+        if lead not in (1, 2):
+            return None
+        shapes.append([*(~size_value(i, k) for k in range(lead)), *spec.shape[lead:]])
+    return shapes
+
+
+def score_shapes(scores: npt.NDArray[Any]) -> list[list[int]]:
+    """The shape of each score: sizes, or ~ the number of the value that is one."""
+    named = binding.VALUES.offset("named") // 8
+    sizes = [row["sizes"][: row["rank"]].tolist() for row in scores]
+    return [[size if size >= 0 else ~(named + ~size) for size in shape] for shape in sizes]
 
 
 class HttpLesson:
@@ -59,7 +93,8 @@ class HttpLesson:
     ) -> None:
         """`text` is its JSON, `version` the one that its path names, `answer` the layout of its outputs."""
         of = "" if version is None else f"versions/{version}/"
-        self.path = f"/v2/models/{model}/{of}infer".encode()
+        path = f"/v2/models/{model}/{of}infer"
+        self.path, self.logged = path.encode(), ("POST", path, None)
         self._text, self._parsed, self._answer = text, parsed, answer
 
     def scan(self, record: int, structure: int) -> int:
@@ -80,22 +115,16 @@ class HttpLesson:
 
     def pieces(self, plan: Plan) -> Pieces | None:
         """Texts with the values behind them, as `binding.write_head` has them. The brace that ends it is not in it: an id may come before that."""
-        shapes: list[list[Any]] = []
-        values: list[int] = []
-        for i, spec in enumerate(plan.specs):
-            first, lead = binding.OUTPUT.bytes // 8 * i, leading_sizes(spec)
-            shapes.append([*[VALUE] * lead, *spec.shape[lead:]])
-            values += [*range(first, first + lead), first + binding.OUTPUT.offset("bytes") // 8]
-        return None if any(len(shape) > 3 for shape in shapes) else self._pieces(shapes, values)
+        return self._pieces(row_shapes(plan))
 
-    def score_pieces(self, scores: npt.NDArray[Any]) -> Pieces | None:
-        named, sizes = binding.VALUES.offset("named") // 8, binding.VALUES.offset("scores") // 8
-        shapes = [row["sizes"][: row["rank"]].tolist() for row in scores]
+    def score_pieces(self, plan: Plan, scores: npt.NDArray[Any]) -> Pieces | None:
+        return self._pieces(score_shapes(scores))
+
+    def _pieces(self, shapes: list[list[int]] | None) -> Pieces | None:
+        if shapes is None:
+            return None
         values: list[int] = []
         for i, shape in enumerate(shapes):
-            values += [*(named + ~size for size in shape if size < 0), sizes + i]
-        return self._pieces([[VALUE if size < 0 else size for size in shape] for shape in shapes], values)
-
-    def _pieces(self, shapes: list[list[Any]], values: list[int]) -> Pieces | None:
-        texts = self._answer.texts_around(shapes)
+            values += [*(~size for size in shape if size < 0), bytes_value(i)]
+        texts = self._answer.texts_around([[VALUE if size < 0 else size for size in shape] for shape in shapes])
         return list(zip(texts, [*values, binding.NONE], strict=True)) if has_room(texts, len(values)) else None

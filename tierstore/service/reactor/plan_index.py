@@ -144,7 +144,8 @@ class PlanIndex:
         `view`, if a reactor can do it.
 
         `version` is the one that the request names. `refusal`: of a prediction, which a reactor refuses with these
-        bytes where it would wait too long; `DATE_PLACE` is in them for the date. Else it begins it, if it can.
+        bytes where it would wait too long; over HTTP `DATE_PLACE` is in them for the date. Else it begins it, if it
+        can.
         """
         if plan.dense is not None and refusal is None:
             return
@@ -312,15 +313,15 @@ class PlanIndex:
             scoring, parts = scoring_words(number, lesson.request, plan, session)
         except Unfit:
             return None
-        pieces = lesson.score_pieces(parts[2])
+        pieces = lesson.score_pieces(plan, parts[2])
         counts = [tables[call.table.name].counts for call in plan.calls]
         rows = None if pieces is None else self._count_rows(version, counts)
         if pieces is None or rows is None:
             return None
-        words, kept = prediction_words(token, plan, pieces, view, rows, _refusal_words(refusal), scoring)
+        words, kept = prediction_words(token, plan, lesson.form, pieces, view, rows, _refusal_words(refusal), scoring)
         new = _Variant(words, version, counts, refusal, parts, *kept)
         new.scoring = number
-        self.scorings[number] = scoring_of(lesson.path.decode(), version[1], plan, session, parts)
+        self.scorings[number] = scoring_of(lesson, version[1], plan, session, parts)
         return new
 
     def _variant(self, token: int, view: Any, plan: Plan, lesson: Lesson, version: Version) -> _Variant | None:
@@ -351,7 +352,7 @@ def _add_keys(counts: LookupCounts, new: Counts, _: Counts) -> None:
 
 
 def _refusal_words(refusal: bytes) -> dict[str, int]:
-    return {"head_at": address(refusal), "head_bytes": len(refusal), "date_at": refusal.index(DATE_PLACE)}
+    return {"head_at": address(refusal), "head_bytes": len(refusal), "date_at": refusal.find(DATE_PLACE)}
 
 
 def _wanted(version: int | str | None) -> int:

@@ -49,6 +49,7 @@ def variant_words(
 def prediction_words(
     token: int,
     plan: Plan,
+    form: int,
     pieces: Pieces,
     view: Any,
     counts: list[int],
@@ -63,7 +64,7 @@ def prediction_words(
     for call in plan.calls:
         rows.append(None if call.feeds is None else (len(elements), call.feeds.dtype == "float16"))
         elements += [] if call.feeds is None else [call.feeds.row_bytes]
-    more = {"alignment": ALIGNMENT, "scoring": address_of(scoring), **refusal}
+    more = {"alignment": ALIGNMENT, "framed": int(form == layout.MESSAGE), "scoring": address_of(scoring), **refusal}
     words, kept = _variant_words(token, plan, pieces, view, counts, rows, elements, more)
     return words, [*kept, scoring]
 

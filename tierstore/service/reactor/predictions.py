@@ -2,9 +2,9 @@
 
 A reactor has looked the rows up, written the head of the answer, and put the number of a job into the pool's queue
 (`kernels/reactor_predictions.py`). A thread runs the graph, writes the scores behind the head, and gives the job back
-to its reactor, which sends the answer: two wake-ups. A job keeps the view, and so the dense part, of its rows. What
-goes wrong is told to Python's way, which answers with the error, counts and logs it; a job that has to be planned anew
-is that way's from the start.
+to its reactor, which sends the answer: two wake-ups. A job keeps the view, and so the dense part, of its rows. Its
+words say who waits for it: a connection of HTTP/1.1, or a stream of gRPC. What goes wrong is told to Python's way,
+which answers with the error, counts and logs it; a job that has to be planned anew is that way's from the start.
 
 `serve` runs on the pool's threads; `cut_off` and `error_of` on the event loop, `close` on any thread,
 once. Nothing survives a crash.
@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import re
 import struct
 import threading
 import time
@@ -26,16 +25,16 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.addresses import host_port
 from tierstore.errors import TierstoreError
 from tierstore.kernels import coldread as job_words
 from tierstore.kernels.httphead import MOST_HEAD_BYTES
 from tierstore.kernels.scoring import GRAPH_ROW
 from tierstore.service.dataplane.batching import Batcher
+from tierstore.service.forwarded import Proxies
 from tierstore.service.limits.shedding import Caller, Gone
 from tierstore.service.limits.worker_pool import WorkerPool
 from tierstore.service.reactor.cold_reads import ColdReaders, free
-from tierstore.service.reactor.reply import Pipes, Reply
+from tierstore.service.reactor.reply import Pipes, Reply, head_of
 from tierstore.service.reactor.scorings import Scoring
 from tierstore.service.request_log import RequestLog
 from tierstore.service.stats import InferenceStats, RequestTimes, Timings
@@ -43,10 +42,12 @@ from tierstore.service.stats import InferenceStats, RequestTimes, Timings
 logger = logging.getLogger(__name__)
 
 _NUMBER = struct.Struct("<q")
-_ID = re.compile(rb"\r\n(?i:x-request-id):[ \t]*([^\r]*?)[ \t]*\r\n")
 _MEMORY = [ctypes.c_char * (1 << bits) for bits in range(48)]  # blocks by their size, rounded up
 _DONE, _FOR_PYTHON, _RETURNED = job_words.DONE, job_words.FOR_PYTHON, job_words.RETURNED
 _FIELDS = job_words.JOB.dtype.names or ()
+_REQUEST_ID = b"x-request-id"
+_MOST_ERRORS = 4096  # more than Python is told of at a time: those beyond it nobody will ask for
+Words = dict[str, int]
 
 
 class Counted(Protocol):
@@ -57,6 +58,7 @@ class Counted(Protocol):
     inference_stats: InferenceStats
     request_times: RequestTimes
     request_log: RequestLog
+    proxies: Proxies
 
 
 class _Job:
@@ -64,7 +66,7 @@ class _Job:
 
     __slots__ = ("feed", "number", "scoring", "targets", "words")
 
-    def __init__(self, number: int, words: dict[str, int], scoring: Scoring) -> None:
+    def __init__(self, number: int, words: Words, scoring: Scoring) -> None:
         self.number, self.words, self.scoring = number, words, scoring
         block, inputs, outputs = words["block"], scoring.inputs, scoring.outputs
         memory: Any = _MEMORY[words["held_bytes"].bit_length()].from_address(block)
@@ -100,8 +102,9 @@ class Predictions:
         self._pool, self._most_items = service.lookup_pool, service.batches.max_items
         self._lock = threading.Lock()
         # guarded by _lock
-        self._running: dict[int, int] = {}  # numbers of jobs, and their blocks
-        self._errors: dict[int, tuple[int, BaseException]] = {}  # by connection, with its serial, until Python answers
+        self._running: set[int] = set()  # numbers of jobs
+        # by connection and stream, with the connection's serial, until Python answers
+        self._errors: dict[tuple[int, int], tuple[int, BaseException]] = {}
         self._cut = False  # whether nothing is answered any more
 
     # --- on threads of the pool
@@ -120,7 +123,7 @@ class Predictions:
         try:
             for one in jobs:
                 try:
-                    waits.check(one.words["queued_ns"], self._caller(one.words))
+                    waits.check(one.words["queued_ns"], self._caller(one))
                     ready.append(one)
                 except Exception as error:  # noqa: BLE001 - Python tells it
                     self._end(one, error)
@@ -142,11 +145,11 @@ class Predictions:
 
     def _begin(self, number: int) -> _Job | None:
         """A job that a thread has taken from the queue; None where it is over already."""
-        words = dict(zip(_FIELDS, self._jobs[number].tolist(), strict=True))
+        words = _words(self._jobs[number])
         with self._lock:
             cut = self._cut
             if not cut:
-                self._running[number] = words["block"]
+                self._running.add(number)
         if cut:
             self._pool.jobs_done(1)
             return None
@@ -157,7 +160,8 @@ class Predictions:
         assert self._pool.jobs is not None
         others, back, items = [], [], first.items
         for number in self._pool.jobs.jobs(self._most_items):
-            if self._jobs["scoring"][number] == first.words["scoring"]:
+            scoring = self._scorings.get(int(self._jobs["scoring"][number]))
+            if scoring is not None and scoring.runs_as(first.scoring):
                 job = self._begin(number)
                 if job is None:
                     continue
@@ -167,18 +171,18 @@ class Predictions:
                     items += more
                     continue
                 with self._lock:
-                    self._running.pop(number, None)
+                    self._running.discard(number)
             back.append(number)
         self._pool.jobs.give_back(back)
         return others
 
-    def _caller(self, words: dict[str, int]) -> Caller:
-        caller = Caller(words["arrived_ns"], partial(self._is_lost, words["fd"]))
-        caller.deadline_ns = words["deadline_ns"] or None
+    def _caller(self, job: _Job) -> Caller:
+        caller = Caller(job.words["arrived_ns"], partial(self._is_lost, job.number))
+        caller.deadline_ns = job.words["deadline_ns"] or None
         return caller
 
-    def _is_lost(self, fd: int) -> bool:
-        return bool(self._pipes.conns["lost"][fd])
+    def _is_lost(self, number: int) -> bool:
+        return bool(self._jobs["lost"][number])
 
     def _run(self, job: _Job) -> None:
         scoring, began_ns = job.scoring, time.perf_counter_ns()
@@ -230,67 +234,80 @@ class Predictions:
         )  # fmt: skip
         if not self._cut:  # counted before it leaves: who has the answer finds it counted
             service.inference_stats.succeeded(scoring.model, scoring.version, now_ns - came_ns, spent)
-            service.request_times.add("oip_http", "ok", (now_ns - words["arrived_ns"]) / 1e9)
+            service.request_times.add(scoring.protocol, "ok", (now_ns - words["arrived_ns"]) / 1e9)
             if service.request_log.logs(words["arrived_ns"]):
                 self._log(job, spent)
         self._give_back(job, _DONE)
 
     def _log(self, job: _Job, spent: Timings) -> None:
-        reactor, fd, serial = (job.words[field] for field in ("reactor", "fd", "serial"))
-        reply = Reply(self._pipes, reactor, fd, serial)
         with self._lock:
             if self._cut:  # its bytes may be gone
                 return
-            request_id, client = self._id_of(fd), reply.client
-        self._service.request_log.note(
-            "POST", job.scoring.path, 200, job.words["arrived_ns"],
-            request_id=request_id, client=lambda: None if client is None else host_port(*client), spent=spent,
+            headers, peer = self._sender(job.words)
+        service, (method, path, said) = self._service, job.scoring.logged
+        request_id = next((value.decode("latin-1") for name, value in headers if name == _REQUEST_ID), None)
+        service.request_log.note(
+            method, path, 200, job.words["arrived_ns"], request_id=request_id,
+            client=lambda: service.proxies.client(peer, headers), spent=spent, said=said,
         )  # fmt: skip
 
-    def _id_of(self, fd: int) -> str | None:
-        """The id that a request, which is not answered yet, has in its head."""
-        at, size = self._pipes.conns[["in_at", "needed"]][fd].tolist()
-        found = _ID.search(ctypes.string_at(at, min(size, MOST_HEAD_BYTES)))
-        return None if found is None else found[1].decode("latin-1")
+    def _sender(self, words: Words) -> tuple[list[tuple[bytes, bytes]], tuple[str, int] | None]:
+        """(headers, address and port) of a request that is not answered yet."""
+        if words["stream"]:
+            stream, _ = self._pipes.streams.of_job(words, self._request(words))
+            return stream.headers, stream.client
+        reply = Reply(self._pipes, words["reactor"], words["fd"], words["serial"])
+        return head_of(self._request(words, MOST_HEAD_BYTES))[1], reply.client
+
+    def _request(self, words: Words, most: int = 1 << 62) -> bytes:
+        """A copy of the head and the body of a request that is not answered yet, or of its first bytes."""
+        at, size = words["request"], words["request_bytes"]
+        if not words["stream"]:
+            at, size = self._pipes.conns[["in_at", "needed"]][words["fd"]].tolist()
+        return ctypes.string_at(at, min(size, most))
 
     def _end(self, job: _Job, error: BaseException | None) -> None:
         """Leave a job to Python, which answers with an error; None: from the start."""
-        if error is not None and not isinstance(error, Gone):  # of one whose client is gone the reactor knows
+        words, scoring = job.words, job.scoring
+        if isinstance(error, Gone):  # of which the reactor knows
+            if words["stream"]:  # a call is counted whatever becomes of it
+                seconds = (time.perf_counter_ns() - words["arrived_ns"]) / 1e9
+                self._service.request_times.add(scoring.protocol, "cancelled", seconds)
+        elif error is not None:
             if isinstance(error, TierstoreError) and error.version is None:
-                error.version = job.scoring.version
+                error.version = scoring.version
             with self._lock:
-                self._errors[job.words["fd"]] = job.words["serial"], error
+                if len(self._errors) == _MOST_ERRORS:
+                    del self._errors[next(iter(self._errors))]
+                self._errors[words["fd"], words["stream"]] = words["serial"], error
         self._give_back(job, _RETURNED)
 
     def _give_back(self, job: _Job, outcome: int) -> None:
         """Give a job back to its reactor, unless somebody has answered in its place."""
         with self._lock:
-            block = self._running.pop(job.number)
+            self._running.remove(job.number)
             if self._cut:
-                free(block)
+                _free(job.words)
                 return
             self._jobs["outcome"][job.number] = outcome
             os.write(int(self._done[job.words["reactor"]]), _NUMBER.pack(job.number))
 
     # --- on the event loop
 
-    def error_of(self, fd: int, serial: int) -> BaseException | None:
+    def error_of(self, fd: int, serial: int, stream: int) -> BaseException | None:
         """What has to be told in answer to a request that came back from here."""
         if not self._errors:
             return None
         with self._lock:
-            of, error = self._errors.pop(fd, (serial, None))
+            of, error = self._errors.pop((fd, stream), (serial, None))
         return error if of == serial else None
 
-    def cut_off(self) -> list[tuple[int, int, int]]:
-        """From now on nothing is answered.
-
-        Returns (reactor, connection, serial) of each prediction that is left, to be answered.
-        """
+    def cut_off(self) -> list[tuple[Words, bytes]]:
+        """From now on nothing is answered. Returns the words and the request of each job that is left."""
         with self._lock:
             self._cut = True
             left = self._jobs[self._mine() & (self._jobs["outcome"] == _FOR_PYTHON)]
-            return [(reactor, fd, serial) for reactor, fd, serial in left[["reactor", "fd", "serial"]].tolist()]
+            return [(words, self._request(words)) for words in map(_words, left)]
 
     def _mine(self) -> npt.NDArray[np.bool_]:
         jobs = self._jobs
@@ -303,4 +320,15 @@ class Predictions:
             self._cut = True
             for number in np.flatnonzero(self._mine()).tolist():
                 if number not in self._running:
-                    free(int(self._jobs["block"][number]))
+                    _free(_words(self._jobs[number]))
+
+
+def _words(row: Any) -> Words:
+    """The words of a job by their names."""
+    return dict(zip(_FIELDS, row.tolist(), strict=True))
+
+
+def _free(words: Words) -> None:
+    """Free what a job has in memory."""
+    free(words["block"])
+    free(words["request"] or None)

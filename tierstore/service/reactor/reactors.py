@@ -278,11 +278,19 @@ class Reactors:
         if failed:
             raise OSError(-failed, os.strerror(-failed))
 
-    def cut_off(self) -> Iterator[tuple[Reply, bytes]]:
-        """Predictions that threads are not to answer any more, each with its request. Event loop only."""
-        for number, fd, serial in [] if self._predictions is None else self._predictions.cut_off():
-            at, size = self.conns[["in_at", "needed"]][fd].tolist()
-            yield Reply(self, number, fd, serial), ctypes.string_at(at, size)
+    def cut_off(self, error: BaseException) -> None:
+        """Have predictions answered with an error in place of the threads that have them. Event loop only."""
+        for words, request in [] if self._predictions is None else self._predictions.cut_off():
+            if words["stream"]:
+                self.streams.fail(words, request, error)
+                continue
+            reply = Reply(self, words["reactor"], words["fd"], words["serial"])
+            reply.error = error
+            assert self._receiver is not None
+            self._receiver.request(reply, request)
+
+    def error_of(self, fd: int, serial: int, stream: int = 0) -> BaseException | None:
+        return None if self._predictions is None else self._predictions.error_of(fd, serial, stream)
 
     def send_stream(self, reactor_number: int, write: Callable[[int], int]) -> None:
         """Have `write` write to a reactor's pipe; nothing, once that is closed."""
@@ -351,8 +359,7 @@ class Reactors:
         if kind == kernel.REQUEST:
             owner = int(self.conns["owner"][fd])
             reply = Reply(self, owner, fd, serial)
-            if self._predictions is not None:
-                reply.error = self._predictions.error_of(fd, serial & kernel.SERIALS)
+            reply.error = self.error_of(fd, serial & kernel.SERIALS)
             receiver.request(reply, ctypes.string_at(value, more))
         elif kind == kernel.CONNECTION:
             data = ctypes.string_at(value, more) if more else b""

@@ -15,10 +15,22 @@ import numpy.typing as npt
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.service.addresses import peer_of
+from tierstore.service.reactor.streams import Streams
 from tierstore.service.reactor.tls_rows import TlsRows
 
 _CLOSES = 1 << 31  # a flag next to a serial
 Sending = tuple[npt.NDArray[np.int64], list[npt.NDArray[np.uint8]], Callable[[], None]]
+
+
+def head_of(data: bytes) -> tuple[bytes, list[tuple[bytes, bytes]], int]:
+    """(the first line, the headers, where its body begins) of a request whose head a reactor has checked."""
+    end = data.index(b"\r\n\r\n")
+    first, *lines = data[:end].split(b"\r\n")
+    headers = []
+    for line in lines:
+        name, _, value = line.partition(b":")
+        headers.append((name.lower(), value.strip(b" \t")))
+    return first, headers, end + 4
 
 
 class Pipes(Protocol):
@@ -29,6 +41,7 @@ class Pipes(Protocol):
     conns: npt.NDArray[Any]
     tls: TlsRows
     sending: dict[tuple[int, int], Sending]
+    streams: Streams
 
     def notify(self, reactor: int, kind: int, fd: int, serial: int, address: int, count: int) -> None: ...
     def reply(self, number: int, what: int, serial: int, data: npt.NDArray[np.uint8]) -> None: ...

@@ -19,10 +19,11 @@ from tierstore.kernels.codec import address_of
 from tierstore.predict.binding import FeatureInput
 from tierstore.predict.session import DenseSession
 from tierstore.predict.signature import BYTES, Dim, Tensor
+from tierstore.service.dataplane.batching import Batcher
 from tierstore.service.dataplane.inference import AnyRequest
 from tierstore.service.dataplane.joining import can_join
 from tierstore.service.dataplane.plan import Call, OutputSpec, Plan, Request
-from tierstore.service.reactor.lessons import Lesson
+from tierstore.service.reactor.lessons import Lesson, Logged
 
 Tensors = list[tuple[str, np.dtype[Any], int]]
 
@@ -34,15 +35,21 @@ class Scoring:
     `loose` is what was known of the session's outputs when it was made; `joins`: whether requests may be joined.
     """
 
+    protocol: str
+    logged: Logged
     model: str
     version: int
-    path: str
     session: DenseSession
     loose: frozenset[str]
     inputs: Tensors
     outputs: Tensors
     names: list[str]
     joins: bool
+
+    def runs_as(self, other: Scoring) -> bool:
+        """Whether it is the same run of a graph, so that requests of both, in whatever protocol, may be joined."""
+        mine, its = ((one.inputs, one.outputs, one.loose, one.joins) for one in (self, other))
+        return self is other or (self.session is other.session and mine == its)
 
 
 class Unfit(Exception):
@@ -62,6 +69,13 @@ def can_score(lesson: Lesson, plan: Plan, session: DenseSession | None) -> bool:
         return False
     # strings that nothing is asked of are checked by Python
     return not any(call.spec.datatype == BYTES and call.feeds is None for call in plan.calls)
+
+
+def may_learn(lesson: Lesson, plan: Plan, session: DenseSession | None, batches: Batcher) -> bool:
+    """Whether reactors are to learn from a request: not from predictions that Python joins, which wait otherwise."""
+    if plan.dense is None or not batches.max_items:
+        return True
+    return not batches.waits and can_score(lesson, plan, session)
 
 
 class _Shapes:
@@ -157,7 +171,7 @@ def scoring_words(
     return words, parts
 
 
-def scoring_of(path: str, model: str, plan: Plan, session: DenseSession, parts: list[npt.NDArray[Any]]) -> Scoring:
+def scoring_of(lesson: Lesson, model: str, plan: Plan, session: DenseSession, parts: list[npt.NDArray[Any]]) -> Scoring:
     """What a thread needs, of the structure that `scoring_words` was called with and gave `parts`."""
     inputs: Tensors = []
     for tensor, row in zip(session.signature.inputs, parts[1], strict=True):
@@ -167,4 +181,6 @@ def scoring_of(path: str, model: str, plan: Plan, session: DenseSession, parts: 
     ]
     names = [spec.name for spec in plan.specs]
     assert plan.loose is not None
-    return Scoring(model, plan.version, path, session, plan.loose, inputs, outputs, names, can_join(plan))
+    return Scoring(
+        lesson.protocol, lesson.logged, model, plan.version, session, plan.loose, inputs, outputs, names, can_join(plan)
+    )  # fmt: skip

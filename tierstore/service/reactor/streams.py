@@ -14,14 +14,14 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from tierstore.config import Settings
-from tierstore.kernels import h2words, reactor
+from tierstore.kernels import h2calls, h2words, reactor
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.records import TEXT
@@ -80,6 +80,7 @@ class Stream:
             name, _, value = line.partition(b":")
             self.headers.append((name, value))
         self.reason = reason  # why the reactor has not answered, one of `kernel.REASONS` by its place
+        self.error: BaseException | None = None  # to be told in answer: why what was begun has failed
         self.too_large = False  # the body was larger than `most_message`, and is not there
         self.peer_names: tuple[str, ...] = ()  # of the client's certificate
         self._lock = threading.Lock()
@@ -193,12 +194,15 @@ class StreamPipes(Protocol):
     tls: TlsRows
     words: npt.NDArray[Any]
 
+    def error_of(self, fd: int, serial: int, stream: int = 0) -> BaseException | None:
+        """What has to be told in answer to a request that came back from a thread that predicts; see `Predictions`."""
+
     def send_stream(self, reactor_number: int, write: Callable[[int], int]) -> None:
         """Have `write` write to a reactor's pipe, unless that is closed; it returns 0, or minus an error number."""
 
 
 class Streams:
-    """The streams that Python has. Event loop only, but `send`, `notify` and `forget`."""
+    """The streams that Python has. Event loop only, but `of_job`, `send`, `notify` and `forget`."""
 
     def __init__(self, pipes: StreamPipes) -> None:
         self._pipes = pipes
@@ -235,6 +239,7 @@ class Streams:
             stream.too_large = flags == kernel.SIZE and not body
             stream.peer_names = self._pipes.tls.names_of(fd, serial)
             if kind == kernel.STREAM_REQUEST:
+                stream.error = self._pipes.error_of(fd, serial, number)
                 receiver.request(stream, body)
             else:
                 receiver.opened(stream)
@@ -256,6 +261,19 @@ class Streams:
             receiver.data(found, data)
         if flags:
             receiver.ended(found)
+
+    def of_job(self, words: Mapping[str, int], request: bytes) -> tuple[Stream, bytes]:
+        """The stream that waits for a job, which is the reactor's still, and its body. Any thread."""
+        head_bytes, reason = words["tail"] - h2calls.PREFIX - words["request"], kernel.PREDICTION
+        stream = Stream(self, words["fd"], words["serial"], words["stream"], request[:head_bytes], reason)
+        return stream, request[head_bytes:]
+
+    def fail(self, words: Mapping[str, int], request: bytes, error: BaseException) -> None:
+        """Have a job's stream answered with an error, in place of who has the job."""
+        assert self._receiver is not None
+        stream, body = self.of_job(words, request)
+        stream.peer_names, stream.error = self._pipes.tls.names_of(words["fd"], words["serial"]), error
+        self._receiver.request(stream, body)
 
     def lose_unreported(self) -> None:
         """Lose streams whose connections have ended without a word: the pipe was full."""

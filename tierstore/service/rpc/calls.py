@@ -22,14 +22,14 @@ from tierstore.errors import Closed, Forbidden, Overloaded, TierstoreError
 from tierstore.service.access import Allow, caller_key
 from tierstore.service.addresses import host_name
 from tierstore.service.context import Service
-from tierstore.service.error_status import MessageTooLarge, Unserved
+from tierstore.service.error_status import CUT_OFF, MessageTooLarge, Unserved
 from tierstore.service.families import gauge
 from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.reactor.streams import Stream, most_message
 from tierstore.service.rpc.caller import RpcCaller, acting_for, sent_back
 from tierstore.service.rpc.flow import HEADERS, Flow
 from tierstore.service.rpc.health import MAX_WATCHERS, Health
-from tierstore.service.rpc.messages import CONTENT_TYPE, ENDS, IDLE, Messages, prefix_of, status_of
+from tierstore.service.rpc.messages import ENDS, IDLE, Messages, prefix_of, status_alone
 from tierstore.service.rpc.methods import Accounts, Method, Servicer, look_up
 from tierstore.service.rpc.oip import InferenceService
 from tierstore.service.rpc.reflection import reflection_of
@@ -39,7 +39,6 @@ from tierstore.service.stats import Timings
 READY_POLL_S = 0.1
 MOST_STREAMS = 1024  # of messages, open at a time
 IDLE_S = 1.0  # how long one has to be idle before it makes room for another
-CUT_OFF = "the service stopped before this call was finished, which may have had its effect; send it again"
 _NO_MESSAGE = "the call has one request message; got none"
 
 
@@ -215,7 +214,7 @@ class Calls:
 
 def refuse(stream: Stream, code: str, details: str, request_id: str | None = None) -> None:
     """Answer with a status alone."""
-    stream.respond(200, [(b"content-type", CONTENT_TYPE), *status_of(code, details), *sent_back(request_id)])
+    stream.respond(200, [*status_alone(code, details), *sent_back(request_id)])
 
 
 class _Call:
@@ -237,13 +236,14 @@ class _Call:
                 raise MessageTooLarge(
                     f"the message is larger than the {self._calls.most_message} bytes that are allowed (max_request)"
                 )
-            service.shed.check(caller.waiting)
+            if stream.error is None:
+                service.shed.check(caller.waiting)
             message = Messages(caller.coding, self._calls.most_message, holding.reserve).only(body)
             if message is None:
                 raise Unserved(_NO_MESSAGE)
             if method.receive is not None:
                 holding.release()
-                look_up(service, method.receive, message, caller, self._looked_up)
+                look_up(service, method.receive, message, caller, self._looked_up, failed=stream.error)
             elif method.pool is not None:
                 method.pool.start(self._ran, self._run, message, caller, caller=caller.waiting)
             else:

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.kernels import binding, protoscan
+from tierstore.kernels import binding, h2head, protoscan
 from tierstore.kernels import plan_records as layout
 from tierstore.kernels.codec import address_of
 from tierstore.service.dataplane.plan import Plan, Request
-from tierstore.service.reactor.plan_words import Pieces, has_room, leading_sizes
+from tierstore.service.reactor.lessons import row_shapes, score_shapes
+from tierstore.service.reactor.plan_words import Pieces, has_room
 from tierstore.service.rpc.oip_messages import Raw, RpcRequest
 from tierstore.service.rpc.protobuf import message_class, varint
 
@@ -23,6 +24,7 @@ class MessageLesson:
     """A request of the Open Inference Protocol over gRPC, as a `Lesson` (`reactor/lessons.py`)."""
 
     protocol, form = "oip_grpc", layout.MESSAGE
+    logged = "gRPC", h2head.INFER_PATH.tobytes().decode(), "OK"
 
     def __init__(self, message: bytes | memoryview, parsed: RpcRequest) -> None:
         """`message` is a whole serialized ModelInferRequest."""
@@ -42,19 +44,28 @@ class MessageLesson:
         return all(type(source) is Raw for source in parsed.sources) and not any(parsed.targets)
 
     def pieces(self, plan: Plan) -> Pieces | None:
-        """The pieces of an answer as `kernels/protowrite.py` has them."""
-        head = _Response(model_name=self._parsed.model, model_version=str(plan.version))
-        pieces: Pieces = [(head.SerializeToString(), binding.NONE)]
-        values = 0
-        for spec in plan.specs:
-            lead = leading_sizes(spec)
-            if lead not in (1, 2):
-                return None
-            described = _Output(name=spec.name, datatype=spec.datatype)
-            pieces.append((described.SerializeToString(), lead))
-            pieces.append((b"".join(map(varint, spec.shape[lead:])), binding.NONE))
-            values += lead
-        return pieces if has_room((text for text, _ in pieces), values) else None
+        return self._pieces(plan, row_shapes(plan))
 
-    def score_pieces(self, scores: npt.NDArray[Any]) -> None:
-        """None: predictions over gRPC are begun by Python."""
+    def score_pieces(self, plan: Plan, scores: npt.NDArray[Any]) -> Pieces | None:
+        return self._pieces(plan, score_shapes(scores))
+
+    def _pieces(self, plan: Plan, shapes: list[list[int]] | None) -> Pieces | None:
+        """The pieces of an answer as `kernels/protowrite.py` has them."""
+        if shapes is None:
+            return None
+        head = _Response(model_name=self._parsed.model, model_version=str(plan.version))
+        pieces: Pieces = [(head.SerializeToString(), len(shapes))]
+        for spec, shape in zip(plan.specs, shapes, strict=True):
+            sizes, text = list[tuple[bytes, int]](), b""
+            for size in shape:
+                if size >= 0:
+                    text += varint(size)
+                else:
+                    sizes.append((text, ~size))
+                    text = b""
+            if text:
+                sizes.append((text, binding.NONE))
+            described = _Output(name=spec.name, datatype=spec.datatype)
+            pieces += [*sizes, (described.SerializeToString(), len(sizes))]
+        values = sum(size < 0 for shape in shapes for size in shape)
+        return pieces if has_room((text for text, _ in pieces), values) else None

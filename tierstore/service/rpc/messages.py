@@ -67,6 +67,11 @@ def status_of(code: str, details: str) -> list[tuple[bytes, bytes]]:
     return trailers
 
 
+def status_alone(code: str, details: str) -> list[tuple[bytes, bytes]]:
+    """The headers of an answer that is a status alone."""
+    return [(b"content-type", CONTENT_TYPE), *status_of(code, details)]
+
+
 def _encoded(text: bytes) -> bytes:
     """Percent-encoded: what is not printable ASCII, and the sign itself."""
     return b"".join(b"%c" % byte if 0x20 <= byte < 0x7F and byte != 0x25 else b"%%%02X" % byte for byte in text)

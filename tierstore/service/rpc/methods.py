@@ -103,8 +103,15 @@ def by_message(kind: Any, method: Callable[[Any, RpcCaller], Any]) -> Unary:
     return call
 
 
-def look_up(service: Service, receive: Receive, message: bytes, caller: RpcCaller, done: LookedUp) -> None:
-    """Answer a look-up at once, or have a thread do so. Event loop only."""
+def look_up(
+    service: Service,
+    receive: Receive,
+    message: bytes,
+    caller: RpcCaller,
+    done: LookedUp,
+    failed: BaseException | None = None,
+) -> None:
+    """Answer a look-up at once, or have a thread do so. Event loop only. `failed`: as for `Exchange.begin`."""
     holding = Reservation(service.inflight)
     exchange: Exchange[bytes] | None = None
 
@@ -116,7 +123,7 @@ def look_up(service: Service, receive: Receive, message: bytes, caller: RpcCalle
     try:
         holding.reserve(len(message))
         exchange = Exchange(service, receive(message, caller, holding), caller.waiting, caller.request_id)
-        answer = exchange.begin()
+        answer = exchange.begin(failed=failed)
         pending = None if answer is not None else exchange.hand_over(ended)
     except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
         ended(None, error)
