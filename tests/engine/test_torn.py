@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,7 @@ class Before:
         self._heads = {str(module.__file__): self._heads_in(str(module.__file__)) for module in modules}
 
     @staticmethod
+    @functools.cache
     def _heads_in(path: str) -> set[int]:
         heads: set[int] = set()
         for node in ast.walk(ast.parse(Path(path).read_text())):

@@ -276,7 +276,7 @@ def test_what_is_not_in_the_systems_cache_is_read_as_well(tier: SealedTier) -> N
 
 def test_keys_that_no_delta_changed_do_not_ask_rocksdb(tier: SealedTier, monkeypatch: pytest.MonkeyPatch) -> None:
     change(tier, KEYS[:3], 5)
-    tier._patches.distrust()
+    tier._patches._drop()
 
     def refuse(*args: Any, **options: Any) -> None:
         raise AssertionError("RocksDB was asked")

@@ -63,7 +63,7 @@ def memory(status: dict[str, Any], service: Service) -> Iterator[Metric]:
         ),
         "overlays": status["overlay_budget"]["used"],
         "block_index": sum(one.get("base_index_memory_bytes", 0) for one in disks),
-        "filters": sum(one.get("changed_filter_memory_bytes", 0) for one in disks),
+        "filters": sum(one.get("changed_filter_memory_bytes", 0) + one.get("patch_memory_bytes", 0) for one in disks),
         "rocksdb": sum(one.get("index_bytes", 0) + one.get("block_cache_bytes", 0) for one in disks),
         "ssd_cache": cache.get("waiting_bytes", 0),
         "dense_buffers": sum((document.get("dense") or {}).get("buffer_bytes",

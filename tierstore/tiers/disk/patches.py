@@ -33,6 +33,7 @@ from tierstore.formats import files
 from tierstore.kernels import bloom, disk_rows, overlay_index
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.plan_records import PATCH
+from tierstore.tiers.background import yield_to_requests
 from tierstore.tiers.disk.merge import Changes
 from tierstore.tiers.disk.sealed_file import check_still, open_sealed, read_blocks, write_sealed_parts
 from tierstore.tiers.disk.sealed_table import SealedTable
@@ -51,6 +52,7 @@ _PIECE_BYTES = 4 << 20  # of rows that are merged at a time
 _NONE = np.empty(0, np.int64)
 
 Marked = tuple[Keys, Rows]  # rows with the mark behind them
+Trust = tuple[bool, tuple["Patch", ...]]  # what holds
 
 
 class Patch:
@@ -188,12 +190,16 @@ class Patches:
         self._whole = self.damaged = False
         self._publish(())
 
-    def distrust(self) -> None:
-        """Have RocksDB answer all that was changed, until `trust`."""
-        self._served = False, {}
+    def distrust(self) -> Trust:
+        """Have RocksDB answer all that was changed. Returns what `trust` takes this back with."""
+        before = self._whole, self._patches
+        self._whole = False
+        self._publish(())
+        return before
 
-    def trust(self) -> None:
-        self._publish(self._patches)
+    def trust(self, before: Trust) -> None:
+        self._whole, patches = before
+        self._publish(patches)
 
     # --- changes, by the one writer
 
@@ -260,14 +266,8 @@ class Patches:
         row_bytes = run[0].row_bytes
         rows_at_once = max(1024, _PIECE_BYTES // row_bytes)
 
-        def parts() -> Iterator[Marked]:
-            for part in _merge([patch.parts(rows_at_once) for patch in run]):
-                if give_up():
-                    raise _GivenUp
-                yield part
-
         try:
-            return self._write(run[0].table_id, parts())
+            return self._write(run[0].table_id, _until(_merge([patch.parts(rows_at_once) for patch in run]), give_up))
         except _GivenUp:
             return None
 
@@ -277,16 +277,21 @@ class Patches:
         self._unnamed += [patch.path for patch in run]
         self._publish((*left[:at], by, *left[at:]))
 
-    def rebuild(self, tables: Iterable[tuple[int, int, Iterator[Changes]]]) -> list[Patch]:
+    def rebuild(
+        self, tables: Iterable[tuple[int, int, Iterator[Changes]]], give_up: Callable[[], bool]
+    ) -> list[Patch] | None:
         """Patches of all that RocksDB has: of each table its id, the bytes of a row, and its entries. To be given to
-        `replace_all`.
+        `replace_all`; None where `give_up` has said so.
 
         StorageError; no file is left then.
         """
         new: list[Patch] = []
         try:
             for table_id, row_bytes, entries in tables:
-                new += (self._write(table_id, part) for part in _pieces(entries, row_bytes))
+                new += (self._write(table_id, _until(part, give_up)) for part in _pieces(entries, row_bytes))
+        except _GivenUp:
+            self.remove(new)
+            return None
         except BaseException:
             self.remove(new)
             raise
@@ -374,7 +379,15 @@ _ALL = Patched(disk_rows.ALL, _NONE, (), None)
 
 
 class _GivenUp(Exception):
-    """A merge is broken off."""
+    """What is being written is broken off."""
+
+
+def _until(parts: Iterator[Marked], give_up: Callable[[], bool]) -> Iterator[Marked]:
+    for part in parts:
+        if give_up():
+            raise _GivenUp
+        yield part
+        yield_to_requests()
 
 
 def _filter_name(name: str) -> str:

@@ -166,6 +166,7 @@ class SealedTier(DiskTier):
 
     def change(self, path: Path, records: Records, tables: Sequence[Entries]) -> None:
         """As DiskTier.change, with the patches of the change."""
+        _allow_descriptors(len(tables))
         patches, all_records = self._patches.write(tables, records)
         try:
             yield_to_requests()
@@ -174,12 +175,13 @@ class SealedTier(DiskTier):
             super().change(path, all_records, tables)
             self._patches.add(patches)
         except BaseException:
-            self._patches.distrust()  # the change may be there: RocksDB says so
-            if self.record(PATCHES) == all_records[PATCHES]:
+            before = self._patches.distrust()  # the change may be there: RocksDB knows
+            is_there = self.record(PATCHES) == all_records[PATCHES]
+            self._patches.trust(before)
+            if is_there:
                 self._patches.add(patches)
             else:
                 self._patches.remove(patches)
-            self._patches.trust()
             raise
 
     @property
@@ -190,9 +192,10 @@ class SealedTier(DiskTier):
     def tidy(self, path: Path, records: Records, row_bytes: Mapping[int, int], give_up: Callable[[], bool]) -> None:
         """As in DiskTier: patches that do not have all changes are made again, and those of like size merged."""
         if not self._patches.is_whole:
-            new = self._patches.rebuild(
-                (table_id, size, self._entries(table_id, size, _COPY_ROWS)) for table_id, size in row_bytes.items()
-            )
+            entries = ((number, size, self._entries(number, size, _COPY_ROWS)) for number, size in row_bytes.items())
+            new = self._patches.rebuild(entries, give_up)
+            if new is None:
+                return
             try:
                 super().change(path, self._patches.records_of(new, records), [])
             except BaseException:
