@@ -112,6 +112,16 @@ def test_an_overloaded_node_is_skipped_until_it_says() -> None:
     assert one.wake_at() >= NOW + 7, "nobody is asked before the time"
 
 
+@pytest.mark.parametrize("value", ["999999999", "inf", "nan"])
+def test_no_node_is_skipped_for_longer_than_the_longest_pause(value: str) -> None:
+    balancer = Balancer(2)
+    one = group(balancer)
+    first = next_of(one)
+    answer(one, first, 503, retry_after=value)
+    assert balancer.pauses(NOW)[first.node] <= PAUSE_S[1]
+    assert first.node in {balancer.choose("/x", NOW + PAUSE_S[1]) for _ in range(2)}
+
+
 def test_what_a_node_lacks_is_asked_of_the_others_without_a_retry() -> None:
     balancer = Balancer(3)
     one = group(balancer, retries=0, budget=0.0)

@@ -133,6 +133,28 @@ def test_other_framings_of_an_answer_are_read_too(make: Make, service: FakeServi
         same(client.lookup("m", "f", np.arange(40)), rows(np.arange(40)))
 
 
+@pytest.mark.parametrize(
+    "raw",
+    [
+        "HTTP/1.1 200 OK\r\nContent-Length: ²\r\n\r\n{}".encode("latin-1"),
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 2\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999999\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: notchunked\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n+0x2\r\n{}\r\n0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n{}",
+        "HTTP/1.1 200 OK\r\nContent-Length: 2\r\nInference-Header-Content-Length: ²\r\n\r\n{}".encode("latin-1"),
+    ],
+)
+def test_an_answer_that_is_none_is_an_error_of_ours(make: Make, service: FakeService, raw: bytes) -> None:
+    service.script = [Act(raw=raw)]
+    client = make(service.url, **QUICK)
+    with pytest.raises(TierstoreError) as raised:
+        client.lookup("m", "f", [1], timeout_s=5)
+    assert not isinstance(raised.value, Unreachable), "the service did answer"
+    assert len(service.seen) == 1
+    same(client.lookup("m", "f", [1]), rows(np.array([1])))
+
+
 def test_a_refused_lookup_of_a_model_that_does_not_serve_is_not_ready(make: Make, service: FakeService) -> None:
     service.script = [Act(status=400)] * 2
     client = make(service.url)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tierstore.client.attempts import Attempt, CallGroup, NodeCall, RetryBudget
@@ -116,16 +116,18 @@ class _Connection(asyncio.BufferedProtocol):
         return self._scratch if self._incoming.idle else self._incoming.buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
+        self._took(lambda: self._incoming.received(nbytes))
+
+    def eof_received(self) -> bool:
+        self._took(self._incoming.closed)
+        return False
+
+    def _took(self, completes: Callable[[], bool]) -> None:
         try:
-            if self._incoming.received(nbytes):
+            if completes():
                 self._end(None)
         except TierstoreError as error:
             self._end(error)
-
-    def eof_received(self) -> bool:
-        if self._incoming.closed():
-            self._end(None)
-        return False
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True

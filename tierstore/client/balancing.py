@@ -79,7 +79,10 @@ class Balancer:
                 self._lacking.pop((node, path), None)
 
     def failed(self, node: int, now: float, at_least_s: float = 0.0) -> None:
-        """The node cannot be reached, or is too busy: skip it. Of attempts that fail at once only the first counts."""
+        """The node cannot be reached, or is too busy: skip it, but for no longer than the longest pause.
+
+        Of attempts that fail at once only the first counts.
+        """
         if self.count == 1:
             return
         with self._lock:
@@ -87,7 +90,7 @@ class Balancer:
             if state.skip_until <= now or state.trying:
                 state.failures, state.trying = state.failures + 1, False
                 state.skip_until = now + _pause_s(state.failures)
-            state.skip_until = max(state.skip_until, now + at_least_s)
+            state.skip_until = max(state.skip_until, now + min(at_least_s, PAUSE_S[1]))
 
     def silent(self, node: int, since: float, now: float) -> None:
         """An attempt that began at `since` got no answer in time; the node has failed if nobody else got one either."""
