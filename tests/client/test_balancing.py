@@ -187,6 +187,19 @@ def test_a_node_that_is_silent_while_others_would_answer_has_failed() -> None:
     assert balancer.pauses(NOW + 6) == [0.0, 0.0], "it answered another request meanwhile"
 
 
+def test_a_node_that_says_the_time_is_over_has_failed_only_if_it_answered_nobody() -> None:
+    balancer = Balancer(2)
+    one = group(balancer, calls=2)
+    first, second = next_of(one), next_of(one)
+    answer(one, first, 200, NOW + 1)
+    answer(one, second, 504, NOW + 2)
+    assert balancer.pauses(NOW + 2) == [0.0, 0.0], "it was the request's own time"
+    third = next_of(one, NOW + 2)
+    assert third.node != second.node
+    answer(one, third, 504, NOW + 3)
+    assert balancer.pauses(NOW + 3)[third.node] > 0
+
+
 def test_a_copy_goes_to_another_node() -> None:
     one = group(Balancer(2), hedge_after_s=1.0)
     first = next_of(one)

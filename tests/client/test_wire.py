@@ -28,6 +28,7 @@ from tierstore.errors import (
     TierstoreError,
     TooLarge,
     Unauthorized,
+    Unreachable,
 )
 
 # --- tensors as bytes
@@ -271,6 +272,7 @@ def test_parts_of_plain_keys_are_full_but_the_last(n: int, most: int) -> None:
         (503, {"Retry-After": "2"}, {"error": "e"}, Overloaded),
         (503, {}, {"error": "e"}, NotReady),
         (500, {}, {"error": "e"}, TierstoreError),
+        (502, {}, {"error": "e"}, Unreachable),
         (504, {}, {"error": "e"}, DeadlineExceeded),
     ],
 )

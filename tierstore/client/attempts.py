@@ -4,7 +4,7 @@ A `NodeCall` is one HTTP exchange. A `CallGroup` holds the calls of one request,
 asks the group for attempts that are due, carries them out and reports how they ended. Times are seconds of a monotonic
 clock, passed in by the transport.
 
-A call that may be repeated is repeated when its connection fails or the service is overloaded: after an exponential
+A call that may be repeated is repeated when its connection fails, or a status says that this node cannot now: after an exponential
 backoff with full jitter ("Exponential Backoff And Jitter", AWS Architecture Blog), not before Retry-After, never beyond
 its deadline, and only within the retry budget. All calls of a client share that budget and each adds a share of one
 attempt to it ("Retry throttling", gRPC proposal A6), so that retries do not multiply an overload. Where there are
@@ -29,7 +29,6 @@ from tierstore.errors import (
     DeadlineExceeded,
     InvalidInput,
     NotFound,
-    NotReady,
     Overloaded,
     TierstoreError,
     Unreachable,
@@ -38,6 +37,7 @@ from tierstore.http1 import request_head
 from tierstore.trace_context import current_trace, header_lines
 
 Buffer = bytes | memoryview
+TEMPORARY = (429, 500, 502, 503, 504)  # statuses after which another node, or the same one later, may answer
 
 
 class RetryBudget:
@@ -194,7 +194,7 @@ class PendingCall:
         """Report that the whole answer was received."""
         if self._forget(attempt):
             return
-        temporary = attempt.reply.status in (429, 503)
+        temporary = attempt.reply.status in TEMPORARY
         if not temporary:
             self._nodes.answered(attempt.node, self.call.path, now)
         try:
@@ -202,15 +202,17 @@ class PendingCall:
             if attempt.reply.status < 300:
                 self._drop_all()
             attempt.reply.finish()
-        except (Overloaded, NotReady) as error:
-            retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 0.0
-            if temporary:
-                self._nodes.failed(attempt.node, now, retry_after_s)
-            self._retry(attempt, error, now, retry_after_s, temporary)
         except (NotFound, InvalidInput) as error:
             self._try_others(attempt, error, now)
         except TierstoreError as error:
-            self._fail(error)
+            if not temporary:
+                return self._fail(error)
+            retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 0.0
+            if isinstance(error, DeadlineExceeded):
+                self._nodes.silent(attempt.node, attempt.began_at, now)
+            else:
+                self._nodes.failed(attempt.node, now, retry_after_s)
+            self._retry(attempt, error, now, retry_after_s)
         else:
             self.reply = attempt.reply
 
@@ -228,7 +230,7 @@ class PendingCall:
             self._attempts -= 1
         else:
             self._nodes.failed(attempt.node, now)
-            self._retry(attempt, error, now, 0.0, True)
+            self._retry(attempt, error, now)
 
     def expire(self, now: float) -> None:
         """Fail the call if its deadline has passed."""
@@ -264,7 +266,7 @@ class PendingCall:
             return None
         return self._fail(error)
 
-    def _retry(self, attempt: Attempt, error: TierstoreError, now: float, at_least_s: float, temporary: bool) -> None:
+    def _retry(self, attempt: Attempt, error: TierstoreError, now: float, at_least_s: float = 0.0) -> None:
         """Plan another attempt where one is allowed; else the call ends with `error`."""
         self._tried.add(attempt.node)
         if self.running:
@@ -276,13 +278,7 @@ class PendingCall:
             self._tried.clear()
             longest_s = min(self._policy.backoff_limit_s, self._policy.backoff_s * 2 ** (number - 1))
             start_at = now + at_least_s + random.uniform(0.0, longest_s)
-        if (
-            temporary
-            and self.call.repeat
-            and number <= self._policy.retries
-            and start_at < self.deadline
-            and self._budget.reserve()
-        ):
+        if self.call.repeat and number <= self._policy.retries and start_at < self.deadline and self._budget.reserve():
             self._start_at, self._hedge_at = start_at, None
         else:
             self._fail(error)

@@ -27,6 +27,7 @@ from tierstore.errors import (
     TierstoreError,
     TooLarge,
     Unauthorized,
+    Unreachable,
     WrongPartition,
 )
 from tierstore.http1 import body_memory, decimal
@@ -178,6 +179,8 @@ def error_of(status: int, headers: Mapping[str, str], body: bytes) -> TierstoreE
             return Overloaded(message)
         case 503:
             return NotReady(message)
+        case 502:  # only a proxy says that
+            return Unreachable(message)
         case 504:
             return DeadlineExceeded(message)
         case _ if 400 <= status < 500:
