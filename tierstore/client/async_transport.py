@@ -7,17 +7,21 @@ into the arrays (`asyncio.BufferedProtocol`). A cancelled operation closes the c
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tierstore.client.aio_connecting import first_connected
 from tierstore.client.attempts import Attempt, CallGroup, NodeCall, RetryBudget
 from tierstore.client.balancing import Balancer
+from tierstore.client.forks import renew_in_child
 from tierstore.client.inference import Operation, Pause, T
 from tierstore.client.replies import DocumentReply
 from tierstore.client.settings import CONNECT_TIMEOUT_S, ClientSettings, Node
 from tierstore.client.transport import sum_stats
+from tierstore.client.unreachable import connection_lost, not_connected
 from tierstore.errors import Closed, InvalidInput, TierstoreError, Unreachable
 from tierstore.http1 import Incoming
 
@@ -131,8 +135,7 @@ class _Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
-        why = "the service closed the connection before it answered" if exc is None else f"the connection failed: {exc}"
-        self._end(Unreachable(why))
+        self._end(connection_lost(exc))
 
     def _end(self, error: TierstoreError | None) -> None:
         exchange, attempt = self._exchange, self.attempt
@@ -153,6 +156,11 @@ class _Pool:
         self._busy = 0
         self._waiting: deque[_Exchange] = deque()
         self._closed = False
+        renew_in_child(self)
+
+    def renew(self) -> None:
+        """The loop and its connections are the parent's."""
+        self._loop, self._idle, self._busy, self._waiting = None, [], 0, deque()
 
     def stats(self) -> dict[str, int]:
         return {"busy": self._busy, "idle": len(self._idle), "limit": self.limit, "waiting": len(self._waiting)}
@@ -214,12 +222,14 @@ class _Pool:
                 if address.socket is not None:
                     _, connection = await loop.create_unix_connection(lambda: _Connection(self), address.socket)
                 else:
+                    found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+                    sock = await first_connected(loop, found)
                     name = None if tls is None else address.host
                     _, connection = await loop.create_connection(
-                        lambda: _Connection(self), address.host, address.port, ssl=tls, server_hostname=name
+                        lambda: _Connection(self), sock=sock, ssl=tls, server_hostname=name
                     )
         except (OSError, UnicodeError) as error:  # TimeoutError is an OSError
-            raise Unreachable(f"no service answers at {address.url}: {error}") from error
+            raise not_connected(address, error) from error
         return connection
 
     def close(self) -> None:

@@ -13,6 +13,8 @@ import threading
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from tierstore.client.forks import renew_in_child
+
 PAUSE_S = (0.5, 30.0)  # the first, and the longest
 LACK_S = 5.0
 _LACKING_LIMIT = 1024
@@ -39,6 +41,13 @@ class Balancer:
         self._states = [_State() for _ in range(count)]
         self._lacking: dict[tuple[int, str], float] = {}  # (node, path) → skipped until
         self._turn = 0
+        renew_in_child(self)
+
+    def renew(self) -> None:
+        """Nothing is under way in a child."""
+        self._lock = threading.Lock()
+        for state in self._states:
+            state.running, state.trying = 0, False
 
     def choose(self, path: str, now: float, avoid: Collection[int] = ()) -> int:
         """The node for an attempt; one of `avoid` only where there is no other."""
