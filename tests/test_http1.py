@@ -155,6 +155,8 @@ def test_a_connection_that_ends_early_is_no_answer(cut: int) -> None:
     "raw",
     [
         b"SSH-2.0-OpenSSH\r\n\r\n",
+        b"SSH-2.0-OpenSSH\r\n",
+        b"\x15\x03\x01\0\x02\x02F",
         b"HTTP/2 200\r\n\r\n",
         b"HTTP/1.1 abc\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n",

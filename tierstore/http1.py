@@ -23,6 +23,8 @@ from tierstore.errors import TierstoreError
 HEAD_BYTES = 32 << 10  # of an answer: status line and headers
 _LINE_BYTES = 4 << 10  # of a chunk's size and extensions, or a trailer
 _NO_BODY = (204, 304)
+_BEGINNING = b"HTTP/1."
+_TLS = ("\x15\x03", "\x16\x03")  # records of alerts and handshakes
 _STATUS_LINE = re.compile(r"(HTTP/1\.[01]) ([1-9][0-9]{2})(?: [\t -~\x80-\xff]*)?")
 _TOKEN = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _FIELD = re.compile(rf"({_TOKEN}):([\t -~\x80-\xff]*)")
@@ -128,6 +130,8 @@ class Incoming:
         while True:
             end = self._memory.find(b"\r\n\r\n", since, self._filled)
             if end < 0:
+                if not _BEGINNING.startswith(self._memory[: min(self._filled, len(_BEGINNING))]):
+                    raise _no_http(self._memory[: self._filled].decode("latin-1"))
                 if self._filled == HEAD_BYTES:
                     raise MalformedAnswer(f"expected an answer's head of at most {HEAD_BYTES} bytes, got more")
                 return False
@@ -204,13 +208,17 @@ class Incoming:
         return True
 
 
+def _no_http(got: str) -> MalformedAnswer:
+    tls = ": that is TLS, is it an https url?" if got.startswith(_TLS) else ""
+    return MalformedAnswer(f"expected an answer of HTTP/1.1, got {got[:80]!r}{tls}")
+
+
 def _parse(head: str) -> tuple[str, int, dict[str, str]]:
     """(version, status, headers by lower-case name) of an answer's head; lines of one name are one list."""
     first, *lines = head.split("\r\n")
     status_line = _STATUS_LINE.fullmatch(first)
     if status_line is None:
-        tls = ": that is TLS, is it an https url?" if first.startswith(("\x15\x03", "\x16\x03")) else ""
-        raise MalformedAnswer(f"expected an answer of HTTP/1.1, got {first[:80]!r}{tls}")
+        raise _no_http(first)
     headers: dict[str, str] = {}
     for line in lines:
         field = _FIELD.fullmatch(line)

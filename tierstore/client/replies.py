@@ -160,7 +160,7 @@ def error_of(status: int, headers: Mapping[str, str], body: bytes) -> TierstoreE
     )
     match status:
         case 401:
-            return Unauthorized(message)
+            return Unauthorized(f"{message} (token= of the client; TIERSTORE_TOKEN on the command line)")
         case 403:
             return Forbidden(message)
         case 404:
