@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Sequence
 from typing import Any
 
-from tierstore.client.connecting import STAGGER_S
+from tierstore.client.connecting import STAGGER_S, Found, resolver, without_resolver
+from tierstore.client.settings import Address
+
+
+async def addresses_of(address: Address, loop: asyncio.AbstractEventLoop) -> Found:
+    """The addresses of a service, as of `getaddrinfo`. OSError.
+
+    Not `loop.getaddrinfo`, for whose thread a loop waits as it ends, after the deadline has passed.
+    """
+    found = without_resolver(address)
+    if found is not None:
+        return found
+    resolution, resolved = resolver.start(address.host, address.port), asyncio.Event()
+
+    def wake() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(resolved.set)
+
+    resolution.when_done(wake)
+    await resolved.wait()
+    return resolution.found()
 
 
 async def first_connected(loop: asyncio.AbstractEventLoop, addresses: Sequence[tuple[Any, ...]]) -> socket.socket:

@@ -7,13 +7,12 @@ into the arrays (`asyncio.BufferedProtocol`). A cancelled operation closes the c
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tierstore.client.aio_connecting import first_connected
+from tierstore.client.aio_connecting import addresses_of, first_connected
 from tierstore.client.attempts import Attempt, CallGroup, NodeCall, RetryBudget
 from tierstore.client.balancing import Balancer
 from tierstore.client.forks import renew_in_child
@@ -222,8 +221,7 @@ class _Pool:
                 if address.socket is not None:
                     _, connection = await loop.create_unix_connection(lambda: _Connection(self), address.socket)
                 else:
-                    found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-                    sock = await first_connected(loop, found)
+                    sock = await first_connected(loop, await addresses_of(address, loop))
                     name = None if tls is None else address.host
                     _, connection = await loop.create_connection(
                         lambda: _Connection(self), sock=sock, ssl=tls, server_hostname=name

@@ -14,6 +14,7 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from tierstore.client.forks import renew_in_child
@@ -38,12 +39,23 @@ def open_socket(address: Address, tls: ssl.SSLContext | None, until: float) -> s
 
 
 def _addresses(address: Address, until: float) -> Found:
+    found = without_resolver(address)
+    if found is not None:
+        return found
+    resolution = resolver.start(address.host, address.port)
+    if not resolution.done.wait(max(0.0, until - time.monotonic())):
+        raise TimeoutError("its name is not resolved: timed out")
+    return resolution.found()
+
+
+def without_resolver(address: Address) -> Found | None:
+    """The addresses that are known at once; None for a name."""
     if address.socket is not None:
         return [(socket.AF_UNIX, socket.SOCK_STREAM, 0, "", address.socket)]
     try:
         return socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except socket.gaierror:
-        return _resolver.addresses(address.host, address.port, until)
+        return None
 
 
 def _first_connected(addresses: Found, until: float) -> socket.socket:
@@ -106,56 +118,76 @@ def _secured(sock: socket.socket, tls: ssl.SSLContext, host: str, until: float) 
         raise
 
 
-class _Resolution:
-    """One name that is being resolved."""
+class Resolution:
+    """One name that is being resolved. Any thread."""
 
     def __init__(self) -> None:
         self.began_at = time.monotonic()
         self.done = threading.Event()
+        self._lock = threading.Lock()
+        self._calls: list[Callable[[], object]] = []  # guarded by _lock
         # set before `done`
-        self.found: Found = []
-        self.error: Exception | None = None
+        self._found: Found = []
+        self._error: Exception | None = None
 
     def run(self, host: str, port: int) -> None:
         try:
-            self.found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            self._found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
-            self.error = error
+            self._error = error
         finally:
-            self.done.set()
+            with self._lock:
+                self.done.set()
+                calls, self._calls = self._calls, []
+            for call in calls:
+                call()
+
+    def when_done(self, call: Callable[[], object]) -> None:
+        """Call that once it is done, in the thread that has resolved it, or now."""
+        with self._lock:
+            if not self.done.is_set():
+                self._calls.append(call)
+                return
+        call()
+
+    def found(self) -> Found:
+        """The addresses, once it is done. OSError."""
+        if self._error is not None:
+            raise OSError(str(self._error)) from self._error
+        return self._found
 
 
-class _Resolver:
+class Resolver:
     """Resolves names, each in one thread at a time; any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._under_way: dict[tuple[str, int], _Resolution] = {}  # guarded by _lock
+        self._under_way: dict[tuple[str, int], Resolution] = {}  # guarded by _lock
         renew_in_child(self)
 
     def renew(self) -> None:
         self._lock, self._under_way = threading.Lock(), {}
 
-    def addresses(self, host: str, port: int, until: float) -> Found:
-        """The addresses of a name. OSError; TimeoutError at `until`, the name is then still being resolved."""
+    def start(self, host: str, port: int) -> Resolution:
+        """The resolution of a name that is under way, or a new one. OSError where no thread can be started."""
         with self._lock:
             one = self._under_way.get((host, port))
-            if one is None or one.done.is_set() or time.monotonic() - one.began_at > _RESOLVING_S:
-                one = _Resolution()
-                try:
-                    # not `threading.Thread`, whose start waits for a thread that may die before it begins
-                    _thread.start_new_thread(one.run, (host, port))
-                except RuntimeError as error:
-                    raise OSError(f"its name cannot be resolved: {error}") from error
-                self._under_way[host, port] = one
-        if not one.done.wait(max(0.0, until - time.monotonic())):
-            raise TimeoutError("its name is not resolved: timed out")
+            if one is not None and time.monotonic() - one.began_at < _RESOLVING_S:
+                return one
+            one = Resolution()
+            try:
+                # not `threading.Thread`, whose start waits for a thread that may die before it begins
+                _thread.start_new_thread(one.run, (host, port))
+            except RuntimeError as error:
+                raise OSError(f"its name cannot be resolved: {error}") from error
+            self._under_way[host, port] = one
+        one.when_done(lambda: self._forget((host, port), one))
+        return one
+
+    def _forget(self, name: tuple[str, int], one: Resolution) -> None:
         with self._lock:
-            if self._under_way.get((host, port)) is one:
-                del self._under_way[host, port]
-        if one.error is not None:
-            raise OSError(str(one.error)) from one.error
-        return one.found
+            if self._under_way.get(name) is one:
+                del self._under_way[name]
 
 
-_resolver = _Resolver()
+resolver = Resolver()
