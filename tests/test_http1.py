@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import resource
+
+import httptools
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from tierstore.client.replies import DocumentReply
 from tierstore.http1 import HEAD_BYTES, Incoming, MalformedAnswer, request_head
@@ -49,6 +54,63 @@ def test_an_answer_may_arrive_in_any_pieces(raw: bytes, step: int) -> None:
         incoming.expect(reply)
 
 
+def test_interim_answers_are_passed_over_however_many_come_at_once() -> None:
+    incoming, reply = expecting()
+    assert take(incoming, b"HTTP/1.1 103 x\r\n\r\n" * 1500 + PLAIN, HEAD_BYTES - len(PLAIN))
+    assert bytes(reply.body) == BODY
+
+
+def test_a_field_in_several_lines_is_one_list() -> None:
+    incoming, reply = expecting()
+    take(incoming, PLAIN.replace(b"X-One", b"X-One: 1\r\nConnection: close\r\nConnection: x\r\nx-one"), 1 << 20)
+    assert reply.headers["x-one"] == "1, a b"
+    assert not incoming.reusable
+
+
+def test_a_length_is_no_memory_until_its_bytes_come() -> None:
+    """A node may say what it likes; what it has not sent costs nothing."""
+    before = resident_bytes()
+    for _ in range(3):
+        incoming, _ = expecting()
+        assert not take(incoming, b"HTTP/1.1 200 OK\r\nContent-Length: 300000000\r\n\r\nabc", 1 << 20)
+        assert resident_bytes() < before + (64 << 20)
+
+
+@given(st.data())
+def test_an_answer_that_is_taken_is_taken_by_another_parser_too(data: st.DataObject) -> None:
+    raw = bytearray(data.draw(st.sampled_from([PLAIN, CHUNKED])))
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, raw.index(b"\r\n\r\n") + 12 if b"\r\n\r\n" in raw else len(raw) - 1))
+        some = data.draw(
+            st.sampled_from([b"", b"\r", b"\n", b" ", b"\t", b"\0", b"\xb2", b"+", b"0x", b"_", b":", b",", b"9"])
+        )
+        raw[at : at + data.draw(st.integers(0, 1))] = some
+    incoming, reply = expecting()
+    try:
+        assume(take(incoming, bytes(raw), 1 << 20) and incoming.reusable and reply.status not in (204, 304))
+    except (MalformedAnswer, AssertionError):
+        return
+    other = Other()
+    parser = httptools.HttpResponseParser(other)
+    parser.feed_data(bytes(raw))
+    assert bytes(other.body) == bytes(reply.body)
+
+
+class Other:
+    """What httptools makes of an answer."""
+
+    def __init__(self) -> None:
+        self.body = bytearray()
+
+    def on_body(self, part: bytes) -> None:
+        self.body += part
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
 def test_headers_go_by_lower_case_names() -> None:
     incoming, reply = expecting()
     take(incoming, PLAIN, 1 << 20)
@@ -93,11 +155,59 @@ def test_a_connection_that_ends_early_is_no_answer(cut: int) -> None:
     "raw",
     [
         b"SSH-2.0-OpenSSH\r\n\r\n",
+        b"SSH-2.0-OpenSSH\r\n",
+        b"\x15\x03\x01\0\x02\x02F",
         b"HTTP/2 200\r\n\r\n",
         b"HTTP/1.1 abc\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n",
+        b"HTTP/1.1 \xb2\xb2\xb2 OK\r\n\r\n",
+        b"HTTP/1.1 2000 OK\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: h2c\r\n\r\n",
+        *(
+            b"HTTP/1.1 200 OK\r\n" + fields + b"\r\n\r\nabcde"
+            for fields in (
+                "Content-Length: ²".encode("latin-1"),
+                b"Content-Length: 5\xa0",
+                b"Content-Length: +5",
+                b"Content-Length: 1_0",
+                b"Content-Length:",
+                b"Content-Length: 5, 5",
+                b"Content-Length: 5\r\nContent-Length: 5",
+                b"Content-Length: 5\r\nContent-Length: 4",
+                b"Content-Length: 5\r\nTransfer-Encoding: chunked",
+                b"Content-Length: " + b"9" * 18,
+                b"Content-Length: " + b"9" * 5000,
+                b"Content-Length : 5",
+                b"X: a\r\n b\r\nContent-Length: 5",
+                b"X: a\nContent-Length: 5",
+                b"X: a\rb\r\nContent-Length: 5",
+                b"X: \0\r\nContent-Length: 5",
+                b"no colon\r\nContent-Length: 5",
+                b": x\r\nContent-Length: 5",
+                b"Transfer-Encoding: notchunked",
+                b"Transfer-Encoding: chunked, gzip",
+                b"Transfer-Encoding: gzip",
+                b"Transfer-Encoding:",
+                b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked",
+            )
+        ),
+        *(
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + body
+            for body in (
+                b"+0x2\r\nab\r\n0\r\n\r\n",
+                b"0x2\r\nab\r\n0\r\n\r\n",
+                b"1_0\r\n",
+                b" 2\r\n",
+                b"\r\n",
+                b"2\nab\r\n0\r\n\r\n",
+                b"2\r\nabXX\r\n0\r\n\r\n",
+                b"2\r\nab\n0\r\n\r\n",
+                b"f" * 17 + b"\r\n",
+                b"0\r\n" + b"Trailer: t\r\n" * 5000,
+            )
+        ),
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"0" * 5000,
         b"HTTP/1.1 200 OK\r\n" + b"x" * HEAD_BYTES,
     ],

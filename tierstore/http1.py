@@ -1,22 +1,35 @@
 """HTTP/1.1 on the side of who asks, without a socket: heads of requests, and answers parsed as their bytes arrive.
 
 The body of an answer is received straight into the memory that its receiver names. The owner of the connection calls
-`buffer` for the place of the next bytes, and then `received` with their number. Source: RFC 9112. A chunked body, or
+`buffer` for the place of the next bytes, and then `received` with their number. A chunked body, or
 one that ends with the connection, is collected first; our service sends neither, proxies may.
+
+Source: RFC 9112, and as strict as a server is with requests: what two readers could take for two things is malformed.
+Lines end with CR LF, a length is digits alone and comes once, `chunked` is the only transfer coding.
 
 One connection, one `Incoming`, one thread at a time.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Protocol
+
+import numpy as np
 
 from tierstore.errors import TierstoreError
 
 HEAD_BYTES = 32 << 10  # of an answer: status line and headers
 _LINE_BYTES = 4 << 10  # of a chunk's size and extensions, or a trailer
 _NO_BODY = (204, 304)
+_BEGINNING = b"HTTP/1."
+_TLS = ("\x15\x03", "\x16\x03")  # records of alerts and handshakes
+_STATUS_LINE = re.compile(r"(HTTP/1\.[01]) ([1-9][0-9]{2})(?: [\t -~\x80-\xff]*)?")
+_TOKEN = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+_FIELD = re.compile(rf"({_TOKEN}):([\t -~\x80-\xff]*)")
+_CHUNK_SIZE = re.compile(rf'([0-9A-Fa-f]{{1,15}})(?:;{_TOKEN}(?:=(?:{_TOKEN}|"[^"\\\x00-\x1f]*"))?)*')
+_MOST_DIGITS = 18
 
 
 class Receiver(Protocol):
@@ -29,6 +42,18 @@ class Receiver(Protocol):
 
 class MalformedAnswer(TierstoreError):
     """The answer is not HTTP/1.1."""
+
+
+def decimal(text: str) -> int | None:
+    """A number of ASCII digits alone, of at most 18; None for anything else, such as `+5`, `1_0` or `²`."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS else None
+
+
+def body_memory(nbytes: int) -> memoryview:
+    """Memory for a body, of which the system gives each page once it is written to: a length that is only
+    announced costs nothing. MemoryError.
+    """
+    return np.empty(nbytes, np.uint8).data
 
 
 def request_head(method: str, target: str, fields: str, body_bytes: int) -> bytes:
@@ -73,7 +98,16 @@ class Incoming:
         return self._view[self._filled :]
 
     def received(self, n: int) -> bool:
-        """Report that `n` bytes were written to `buffer`. True when the answer is complete. Raises Malformed."""
+        """Report that `n` bytes were written to `buffer`. True when the answer is complete.
+
+        Raises MalformedAnswer, and what the receiver raises; also where there is no memory for what it announces.
+        """
+        try:
+            return self._received(n)
+        except MemoryError as error:
+            raise MalformedAnswer("there is no memory for as many bytes as the answer says it has") from error
+
+    def _received(self, n: int) -> bool:
         if self._receiver is None:
             raise MalformedAnswer("the service sent bytes that no request asked for")
         self.started = True
@@ -93,38 +127,52 @@ class Incoming:
         return False
 
     def _head(self, since: int) -> bool:
-        end = self._memory.find(b"\r\n\r\n", since, self._filled)
-        if end < 0:
-            if self._filled == HEAD_BYTES:
-                raise MalformedAnswer(f"expected an answer's head of at most {HEAD_BYTES} bytes, got more")
-            return False
-        status, version, headers = _parse(bytes(self._view[:end]).decode("latin-1"))
-        remainder = bytes(self._view[end + 4 : self._filled])
-        self._filled = 0
-        if 100 <= status < 200:  # an interim answer: the final one follows
+        while True:
+            end = self._memory.find(b"\r\n\r\n", since, self._filled)
+            if end < 0:
+                if not _BEGINNING.startswith(self._memory[: min(self._filled, len(_BEGINNING))]):
+                    raise _no_http(self._memory[: self._filled].decode("latin-1"))
+                if self._filled == HEAD_BYTES:
+                    raise MalformedAnswer(f"expected an answer's head of at most {HEAD_BYTES} bytes, got more")
+                return False
+            version, status, headers = _parse(bytes(self._view[:end]).decode("latin-1"))
+            remainder = bytes(self._view[end + 4 : self._filled])
+            self._filled = 0
+            if status >= 200:
+                break
+            if status == 101:
+                raise MalformedAnswer("the service changes to another protocol, which no request asked for")
+            since, self._filled = 0, len(remainder)  # an interim answer: the final one follows
             self._view[: len(remainder)] = remainder
-            self._filled = len(remainder)
-            return bool(remainder) and self._head(0)
-        connection = headers.get("connection", "").lower()
+        connection = [word.strip() for word in headers.get("connection", "").lower().split(",")]
         self.reusable = "close" not in connection and (version != "HTTP/1.0" or "keep-alive" in connection)
         self._status, self._headers = status, headers
-        assert self._receiver is not None
         if status in _NO_BODY:
-            self._receiver.start(status, headers, 0)
+            self._start(0)
             self.reusable = self.reusable and not remainder
             return self._end()
-        if "chunked" in headers.get("transfer-encoding", "").lower():
+        coding, length = headers.get("transfer-encoding"), headers.get("content-length")
+        if coding is not None:
+            if coding.lower() != "chunked" or length is not None:
+                raise MalformedAnswer(
+                    f"expected Transfer-Encoding chunked without Content-Length, got {coding[:40]!r}"
+                    + ("" if length is None else f" and Content-Length {length[:40]!r}")
+                )
             self._collected, self._chunks = bytearray(), _Chunks()
             return self._collect(memoryview(remainder))
-        length = headers.get("content-length")
         if length is None:
             self._collected, self.reusable = bytearray(remainder), False
             return False
-        if not length.isdigit():
-            raise MalformedAnswer(f"expected a number in Content-Length, got {length!r}")
-        self._remaining = int(length)
-        self._receiver.start(status, headers, self._remaining)
+        nbytes = decimal(length)
+        if nbytes is None:
+            raise MalformedAnswer(f"expected one number in Content-Length, got {length[:40]!r}")
+        self._start(nbytes)
         return self._feed(memoryview(remainder))
+
+    def _start(self, nbytes: int) -> None:
+        assert self._receiver is not None
+        self._receiver.start(self._status, self._headers, nbytes)
+        self._remaining = nbytes
 
     def _feed(self, data: memoryview) -> bool:
         """Give the receiver the bytes that arrived together with the head."""
@@ -149,12 +197,10 @@ class Incoming:
         return self._chunks.decode(data, self._collected) and self._deliver()
 
     def _deliver(self) -> bool:
-        assert self._receiver is not None
         assert self._collected is not None
         if self._chunks is not None and self._chunks.surplus:
             self.reusable = False
-        self._remaining = len(self._collected)
-        self._receiver.start(self._status, self._headers, self._remaining)
+        self._start(len(self._collected))
         return self._feed(memoryview(self._collected))
 
     def _end(self) -> bool:
@@ -162,18 +208,25 @@ class Incoming:
         return True
 
 
-def _parse(head: str) -> tuple[int, str, dict[str, str]]:
-    """(status, version, headers by lower-case name) of an answer's head."""
+def _no_http(got: str) -> MalformedAnswer:
+    tls = ": that is TLS, is it an https url?" if got.startswith(_TLS) else ""
+    return MalformedAnswer(f"expected an answer of HTTP/1.1, got {got[:80]!r}{tls}")
+
+
+def _parse(head: str) -> tuple[str, int, dict[str, str]]:
+    """(version, status, headers by lower-case name) of an answer's head; lines of one name are one list."""
     first, *lines = head.split("\r\n")
-    version, _, remainder = first.partition(" ")
-    status = remainder[:3]
-    if version not in ("HTTP/1.1", "HTTP/1.0") or len(status) != 3 or not status.isdigit():
-        raise MalformedAnswer(f"expected an answer of HTTP/1.1, got {first[:80]!r}")
-    headers = {}
+    status_line = _STATUS_LINE.fullmatch(first)
+    if status_line is None:
+        raise _no_http(first)
+    headers: dict[str, str] = {}
     for line in lines:
-        name, _, value = line.partition(":")
-        headers[name.lower()] = value.strip()
-    return int(status), version, headers
+        field = _FIELD.fullmatch(line)
+        if field is None:
+            raise MalformedAnswer(f"expected a header `name: value`, got {line[:80]!r}")
+        name, value = field[1].lower(), field[2].strip(" ")
+        headers[name] = f"{headers[name]}, {value}" if name in headers else value
+    return status_line[1], int(status_line[2]), headers
 
 
 class _Chunks:
@@ -182,6 +235,7 @@ class _Chunks:
     def __init__(self) -> None:
         self._line = bytearray()
         self._remaining = 0  # of the chunk
+        self._trailer_bytes = 0
         self._state = "size"
         self.surplus = False
 
@@ -204,22 +258,31 @@ class _Chunks:
                 raise MalformedAnswer(f"expected a chunk's size within {_LINE_BYTES} bytes, got a longer line")
             if end < 0:
                 continue
-            line, self._line = bytes(self._line).strip(), bytearray()
-            if self._state == "end":
-                self._state = "size"
-            elif self._state == "trailer":
-                if not line:
-                    self.surplus = bool(data)
-                    return True
-            else:
-                self._size(line)
+            if self._line[-2:] != b"\r\n":
+                raise MalformedAnswer(
+                    f"expected CR LF at the end of a line between chunks, got {bytes(self._line[-40:])!r}"
+                )
+            line, self._line = self._line[:-2].decode("latin-1"), bytearray()
+            if self._took(line):
+                self.surplus = bool(data)
+                return True
         return False
 
-    def _size(self, line: bytes) -> None:
-        try:
-            self._remaining = int(line.partition(b";")[0], 16)
-        except ValueError:
-            raise MalformedAnswer(f"expected a chunk's size, got {line[:40]!r}") from None
-        if self._remaining < 0:
-            raise MalformedAnswer("a chunk's size is negative")
-        self._state = "data" if self._remaining else "trailer"
+    def _took(self, line: str) -> bool:
+        """Take a line between chunks. True for the last one."""
+        if self._state == "end":
+            if line:
+                raise MalformedAnswer(f"expected the end of a chunk, got {line[:40]!r}")
+            self._state = "size"
+        elif self._state == "trailer":
+            self._trailer_bytes += len(line)
+            if self._trailer_bytes > HEAD_BYTES or (line and _FIELD.fullmatch(line) is None):
+                raise MalformedAnswer(f"expected trailers of at most {HEAD_BYTES} bytes, got {line[:40]!r}")
+            return not line
+        else:
+            size = _CHUNK_SIZE.fullmatch(line)
+            if size is None:
+                raise MalformedAnswer(f"expected a chunk's size, got {line[:40]!r}")
+            self._remaining = int(size[1], 16)
+            self._state = "data" if self._remaining else "trailer"
+        return False

@@ -57,6 +57,33 @@ def check_sequence(keys: object, kind: str) -> None:
         raise InvalidInput(f"expected a sequence of {kind} keys, got a single {type(keys).__name__}")
 
 
+def check_end(feature: str, offsets: Any, n_keys: int) -> None:
+    """Raise InvalidInput unless `offsets`, of one entry more than bags, end where the keys do."""
+    last = int(offsets[-1]) if len(offsets) else None
+    if last != n_keys:
+        raise InvalidInput(
+            f"{feature!r}: offsets with an end: expected {n_keys} as the last, the number of keys, got "
+            f"{'none' if last is None else last}"
+        )
+
+
+def as_bags(feature: str, value: Any) -> Any:
+    """A feature's `value`; of a JaggedTensor of TorchRec, told by its methods, `(keys, offsets, weights or None)`.
+
+    Its offsets have one entry more than there are bags, ours have not. InvalidInput for a KeyedJaggedTensor, which has
+    several features.
+    """
+    if not hasattr(value, "weights_or_none"):
+        return value
+    if hasattr(value, "to_dict"):
+        raise InvalidInput(
+            f"{feature!r}: expected the JaggedTensor of one feature, got a KeyedJaggedTensor: its to_dict() has them"
+        )
+    keys, offsets = value.values(), value.offsets()
+    check_end(feature, offsets, len(keys))
+    return keys, offsets[:-1], value.weights_or_none()
+
+
 class KeyType(StrEnum):
     INT64 = "int64"
     UINT64 = "uint64"

@@ -38,6 +38,7 @@ class Act:
     headers: dict[str, str] = field(default_factory=dict)
     how: str = ""  # "reset", "hang", "cut", "chunked", "until_close", "wait"
     version: int | None = None
+    raw: bytes = b""  # the whole answer as it is sent; the connection ends with it
 
 
 @dataclass
@@ -183,6 +184,11 @@ class FakeService:
             handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             handler.close_connection = True
             handler.connection.close()
+            return
+        if act.raw:
+            handler.wfile.write(act.raw)
+            handler.wfile.flush()
+            handler.close_connection = True
             return
         if act.status != 200:
             self._send(handler, act.status, {"error": f"refused with {act.status}"}, act.headers)

@@ -112,6 +112,16 @@ def test_an_overloaded_node_is_skipped_until_it_says() -> None:
     assert one.wake_at() >= NOW + 7, "nobody is asked before the time"
 
 
+@pytest.mark.parametrize("value", ["999999999", "inf", "nan"])
+def test_no_node_is_skipped_for_longer_than_the_longest_pause(value: str) -> None:
+    balancer = Balancer(2)
+    one = group(balancer)
+    first = next_of(one)
+    answer(one, first, 503, retry_after=value)
+    assert balancer.pauses(NOW)[first.node] <= PAUSE_S[1]
+    assert first.node in {balancer.choose("/x", NOW + PAUSE_S[1]) for _ in range(2)}
+
+
 def test_what_a_node_lacks_is_asked_of_the_others_without_a_retry() -> None:
     balancer = Balancer(3)
     one = group(balancer, retries=0, budget=0.0)
@@ -175,6 +185,19 @@ def test_a_node_that_is_silent_while_others_would_answer_has_failed() -> None:
     answer(slow, attempts[0], 200, NOW + 4.5)
     slow.expire(NOW + 6)
     assert balancer.pauses(NOW + 6) == [0.0, 0.0], "it answered another request meanwhile"
+
+
+def test_a_node_that_says_the_time_is_over_has_failed_only_if_it_answered_nobody() -> None:
+    balancer = Balancer(2)
+    one = group(balancer, calls=2)
+    first, second = next_of(one), next_of(one)
+    answer(one, first, 200, NOW + 1)
+    answer(one, second, 504, NOW + 2)
+    assert balancer.pauses(NOW + 2) == [0.0, 0.0], "it was the request's own time"
+    third = next_of(one, NOW + 2)
+    assert third.node != second.node
+    answer(one, third, 504, NOW + 3)
+    assert balancer.pauses(NOW + 3)[third.node] > 0
 
 
 def test_a_copy_goes_to_another_node() -> None:

@@ -105,6 +105,43 @@ def test_many_features_and_bags_are_one_request(make: Make, service: FakeService
     same(got["bag"], sums(keys, offsets, None))
 
 
+class Jagged:
+    """The faces of TorchRec's JaggedTensor: offsets have an end."""
+
+    def __init__(self, keys: Any, offsets: Any, weights: Any = None) -> None:
+        self._parts = keys, offsets, weights
+
+    def values(self) -> Any:
+        return self._parts[0]
+
+    def offsets(self) -> Any:
+        return self._parts[1]
+
+    def weights_or_none(self) -> Any:
+        return self._parts[2]
+
+
+class KeyedJagged(Jagged):
+    def to_dict(self) -> dict[str, Any]:
+        return {"bag": Jagged(*self._parts)}
+
+
+def test_a_jagged_tensor_is_as_many_bags_as_it_has(make: Make, service: FakeService) -> None:
+    keys, ends = np.arange(10), np.array([0, 4, 4, 10])
+    client = make(service.url)
+    for weights in (None, np.full(10, 0.5, np.float32)):
+        wanted = sums(keys, ends[:-1], weights)
+        jagged = KeyedJagged(keys, ends, weights)
+        same(client.lookup_many("m", jagged.to_dict())["bag"], wanted)
+        got = client.predict("m", {**jagged.to_dict(), "hour": np.zeros(3, np.float32)})
+        same(got, wanted[:, 0])
+    for verb in (client.lookup_many, client.predict):
+        with pytest.raises(InvalidInput, match=r"'bag': offsets with an end: expected 10 as the last.*got 4"):
+            verb("m", {"bag": Jagged(keys, ends[:-1])})
+        with pytest.raises(InvalidInput, match=r"'bag': expected the JaggedTensor of one feature.*to_dict\(\)"):
+            verb("m", {"bag": jagged})
+
+
 def test_many_features_are_cut_each_by_itself(make: Make, service: FakeService) -> None:
     f, keys, offsets = np.arange(70), np.arange(50), np.arange(0, 50, 5)
     client = make(service.url, split_keys=20)

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from tests.client.conftest import Make, same
+from tests.client.conftest import Make, fake, same
 from tests.client.fake_service import Act, FakeService, rows
 from tierstore.errors import (
     Closed,
@@ -35,6 +35,9 @@ QUICK = {"backoff_s": 0.001}
         Act(status=503, headers={"Retry-After": "0"}),
         Act(status=429, headers={"Retry-After": "0"}),
         Act(status=503),
+        Act(status=500),
+        Act(status=502),
+        Act(status=504),
     ],
 )
 @pytest.mark.parametrize("split_keys", [None, 20])
@@ -58,6 +61,32 @@ def test_it_is_sent_again_only_so_often(make: Make, service: FakeService, act: A
     assert len(service.seen) == 3
 
 
+@pytest.mark.parametrize(
+    ("status", "kind"), [(500, TierstoreError), (502, Unreachable), (503, NotReady), (504, DeadlineExceeded)]
+)
+def test_a_node_that_fails_for_a_while_is_failed_over_from_and_skipped(
+    make: Make, service: FakeService, status: int, kind: type[TierstoreError]
+) -> None:
+    """Behind a proxy these are a node that starts again."""
+    with fake() as other:
+        service.script, other.script = [Act(status=status)] * 100, []
+        client = make([service.url, other.url], backoff_s=60.0)
+        for key in range(8):
+            same(client.lookup("m", "f", [key]), rows(np.array([key])))
+        assert len(service.seen) == 1, "it is skipped after the first"
+        assert client.figures()["nodes"][service.url] > 0
+    with pytest.raises(kind, match=f"refused with {status}"):
+        make(service.url, retries=0).lookup("m", "f", [1])
+
+
+@pytest.mark.parametrize("status", [500, 502, 504])
+def test_a_change_that_failed_is_not_sent_again(make: Make, service: FakeService, status: int) -> None:
+    service.documents = lambda method, path, body: (status, {"error": "no"})
+    with pytest.raises(TierstoreError):
+        make(service.url, **QUICK).activate("m", 1)
+    assert len(service.paths) == 1
+
+
 def test_a_wait_beyond_the_deadline_does_not_start(make: Make, service: FakeService) -> None:
     service.script = [Act(status=503, headers={"Retry-After": "7"})]
     with pytest.raises(Overloaded) as refused:
@@ -79,7 +108,7 @@ def test_all_calls_together_repeat_only_so_much(make: Make, service: FakeService
     assert figures["left"] < 1
 
 
-@pytest.mark.parametrize("status", [400, 404, 413, 500])
+@pytest.mark.parametrize("status", [400, 404, 413, 501])
 def test_a_lasting_refusal_is_not_retried(make: Make, service: FakeService, status: int) -> None:
     service.script = [Act(status=status)]
     with pytest.raises(TierstoreError, match=f"refused with {status}"):
@@ -131,6 +160,28 @@ def test_other_framings_of_an_answer_are_read_too(make: Make, service: FakeServi
     client = make(service.url)
     for _ in range(3):
         same(client.lookup("m", "f", np.arange(40)), rows(np.arange(40)))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        "HTTP/1.1 200 OK\r\nContent-Length: ²\r\n\r\n{}".encode("latin-1"),
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 2\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999999\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: notchunked\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n+0x2\r\n{}\r\n0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n{}",
+        "HTTP/1.1 200 OK\r\nContent-Length: 2\r\nInference-Header-Content-Length: ²\r\n\r\n{}".encode("latin-1"),
+    ],
+)
+def test_an_answer_that_is_none_is_an_error_of_ours(make: Make, service: FakeService, raw: bytes) -> None:
+    service.script = [Act(raw=raw)]
+    client = make(service.url, **QUICK)
+    with pytest.raises(TierstoreError) as raised:
+        client.lookup("m", "f", [1], timeout_s=5)
+    assert not isinstance(raised.value, Unreachable), "the service did answer"
+    assert len(service.seen) == 1
+    same(client.lookup("m", "f", [1]), rows(np.array([1])))
 
 
 def test_a_refused_lookup_of_a_model_that_does_not_serve_is_not_ready(make: Make, service: FakeService) -> None:

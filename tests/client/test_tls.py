@@ -15,7 +15,8 @@ from tests.certificates import Authority
 from tests.client.conftest import Make
 from tests.client.fake_service import FakeService, rows
 from tierstore.client.settings import Address
-from tierstore.errors import InvalidInput, Unreachable
+from tierstore.client.unreachable import not_connected
+from tierstore.errors import InvalidInput, TierstoreError, Unreachable
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,8 @@ def test_a_service_may_ask_for_the_clients_own_certificate(make: Make, tmp_path:
     with FakeService(context) as service:
         assert make(service.url, ca=authority.ca, cert=mine.cert, key=mine.key).ready()
         assert make(service.url, ca=authority.ca, cert=both).ready()
-        with pytest.raises(Unreachable):
+        # an alert, which a reset may overtake
+        with pytest.raises(Unreachable, match=r"asks for a certificate that it trusts: cert= and key=|connection"):
             make(service.url, ca=authority.ca, retries=0).ready()
 
 
@@ -111,5 +113,31 @@ def test_a_socket_in_the_file_system_is_an_address(url: str, path: str) -> None:
 
 
 def test_a_certificate_that_nobody_vouches_for_is_refused(make: Make, secure: FakeService) -> None:
-    with pytest.raises(Unreachable, match="certificate"):
+    with pytest.raises(
+        Unreachable, match=rf"the certificate of {secure.url} is not trusted: self.signed.*ca=.*SSL_CERT_FILE"
+    ):
         make(secure.url, retries=0).lookup("m", "f", [1])
+
+
+def test_a_certificate_of_another_name_or_time_says_so(make: Make, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*authority.issue("other", "DNS:other.example"))
+    with (
+        FakeService(context) as service,
+        pytest.raises(Unreachable, match=r"IP address mismatch.*; use a name in the url"),
+    ):
+        make(service.url, ca=authority.ca, retries=0).ready()
+    expired = ssl.SSLCertVerificationError(1, "certificate verify failed")
+    expired.verify_code, expired.verify_message = 10, "certificate has expired"
+    error = not_connected(Address.parse("https://a.example"), expired)
+    assert "the certificate of https://a.example is not trusted: certificate has expired; the service needs" in str(
+        error
+    )
+
+
+def test_tls_at_one_end_alone_says_which_url_it_wants(make: Make, secure: FakeService, service: FakeService) -> None:
+    with pytest.raises(Unreachable, match="it does not speak TLS there: is it an http url"):
+        make(service.url.replace("http:", "https:"), retries=0).ready()
+    with pytest.raises(TierstoreError):  # Python's server closes without a word
+        make(secure.url.replace("https:", "http:"), retries=0).ready()

@@ -28,6 +28,7 @@ from tierstore.errors import (
     TierstoreError,
     TooLarge,
     Unauthorized,
+    Unreachable,
 )
 
 # --- tensors as bytes
@@ -153,6 +154,14 @@ def test_labels_and_numbers_in_json_are_arrays_too() -> None:
         lambda body, length: (body + b"x", length),
         lambda body, length: (body.replace(b"FP32", b"FP99"), length),
         lambda body, length: (body.replace(b"[2, 2]", b"[2, 3]"), length),
+        lambda body, length: (body.replace(b"[2, 2]", b"[-2, -2]"), length + 2),
+        lambda body, length: (body.replace(b"[2, 2]", b"[2.0, 2]"), length + 2),
+        lambda body, length: (body.replace(b": 16}", b": -16}"), length + 1),
+        lambda body, length: (body.replace(b'"FP32", "shape": [2, 2]', b'"BYTES", "shape": [-1]'), length - 1),
+        lambda body, length: (
+            body.replace(b"[2, 2]", b"[0, 999999999999, 999999999999]").replace(b": 16}", b": 0}")[:-16],
+            length + 23,
+        ),
         lambda body, length: (b"", 0),
         lambda body, length: (b"[1]", 3),
     ],
@@ -263,6 +272,7 @@ def test_parts_of_plain_keys_are_full_but_the_last(n: int, most: int) -> None:
         (503, {"Retry-After": "2"}, {"error": "e"}, Overloaded),
         (503, {}, {"error": "e"}, NotReady),
         (500, {}, {"error": "e"}, TierstoreError),
+        (502, {}, {"error": "e"}, Unreachable),
         (504, {}, {"error": "e"}, DeadlineExceeded),
     ],
 )
@@ -276,6 +286,21 @@ def test_a_refusal_comes_back_as_the_error_it_was(
         assert error.expected_seq == 5
     if isinstance(error, Overloaded):
         assert error.retry_after_s == 2.0
+
+
+@pytest.mark.parametrize(
+    "value", ["inf", "nan", "1e400", "-1", "\xb2", "1_0", "Wed, 21 Oct 2026 07:28:00 GMT", "1, 2", ""]
+)
+def test_a_retry_after_that_is_no_number_of_seconds_is_one_second(value: str) -> None:
+    error = error_of(503, {"retry-after": value}, b"")
+    assert isinstance(error, Overloaded)
+    assert error.retry_after_s == 1.0
+
+
+@pytest.mark.parametrize("length", ["\xb2", "-1", "+5", "1_0", "9" * 5000])
+def test_a_length_of_the_json_that_is_no_number_is_an_error_of_ours(length: str) -> None:
+    with pytest.raises(TierstoreError, match="not one of the Open Inference Protocol"):
+        Tensors().start(200, {wire.HEADER_LENGTH: length}, 100)
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[1]", b"\xff", b'{"detail": [{"msg": "x"}]}'])

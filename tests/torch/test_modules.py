@@ -92,6 +92,18 @@ def test_bags_of_every_form(net: Net, store: Store, mode: str, dtype: str) -> No
         )
 
 
+def test_offsets_with_an_end_have_the_end_of_the_keys(store: Store) -> None:
+    """Without one, `[0, 2]` of three keys would be one bag, of which the last key is not."""
+    model, keys = store.model("ctr"), torch.tensor([1, 2, 3])
+    bag = EmbeddingBag(model, "clicked", include_last_offset=True).eval()
+    collection = EmbeddingBagCollection(model, ["clicked"]).eval()
+    for offsets in (torch.tensor([0, 2]), torch.tensor([0, 2, 4]), torch.tensor([], dtype=torch.int64)):
+        with pytest.raises(InvalidInput, match=r"offsets with an end: expected 3 as the last, the number of keys, got"):
+            bag(keys, offsets)
+        with pytest.raises(InvalidInput, match=r"'clicked': offsets with an end: expected 3 as the last"):
+            collection(KeyedJagged(clicked=Jagged(keys, offsets)))
+
+
 def test_rows_of_keys_of_any_shape(net: Net, store: Store) -> None:
     module = Embedding(store.model("ctr"), "user_id").eval()
     for shape in ((), (3,), (2, 3), (2, 1, 2), (0,), (0, 4)):

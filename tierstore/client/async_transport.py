@@ -9,15 +9,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from tierstore.client.aio_connecting import addresses_of, first_connected
 from tierstore.client.attempts import Attempt, CallGroup, NodeCall, RetryBudget
 from tierstore.client.balancing import Balancer
+from tierstore.client.forks import renew_in_child
 from tierstore.client.inference import Operation, Pause, T
 from tierstore.client.replies import DocumentReply
 from tierstore.client.settings import CONNECT_TIMEOUT_S, ClientSettings, Node
 from tierstore.client.transport import sum_stats
+from tierstore.client.unreachable import connection_lost, not_connected
 from tierstore.errors import Closed, InvalidInput, TierstoreError, Unreachable
 from tierstore.http1 import Incoming
 
@@ -116,21 +119,22 @@ class _Connection(asyncio.BufferedProtocol):
         return self._scratch if self._incoming.idle else self._incoming.buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
+        self._took(lambda: self._incoming.received(nbytes))
+
+    def eof_received(self) -> bool:
+        self._took(self._incoming.closed)
+        return False
+
+    def _took(self, completes: Callable[[], bool]) -> None:
         try:
-            if self._incoming.received(nbytes):
+            if completes():
                 self._end(None)
         except TierstoreError as error:
             self._end(error)
 
-    def eof_received(self) -> bool:
-        if self._incoming.closed():
-            self._end(None)
-        return False
-
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
-        why = "the service closed the connection before it answered" if exc is None else f"the connection failed: {exc}"
-        self._end(Unreachable(why))
+        self._end(connection_lost(exc))
 
     def _end(self, error: TierstoreError | None) -> None:
         exchange, attempt = self._exchange, self.attempt
@@ -151,6 +155,11 @@ class _Pool:
         self._busy = 0
         self._waiting: deque[_Exchange] = deque()
         self._closed = False
+        renew_in_child(self)
+
+    def renew(self) -> None:
+        """The loop and its connections are the parent's."""
+        self._loop, self._idle, self._busy, self._waiting = None, [], 0, deque()
 
     def stats(self) -> dict[str, int]:
         return {"busy": self._busy, "idle": len(self._idle), "limit": self.limit, "waiting": len(self._waiting)}
@@ -212,12 +221,13 @@ class _Pool:
                 if address.socket is not None:
                     _, connection = await loop.create_unix_connection(lambda: _Connection(self), address.socket)
                 else:
+                    sock = await first_connected(loop, await addresses_of(address, loop))
                     name = None if tls is None else address.host
                     _, connection = await loop.create_connection(
-                        lambda: _Connection(self), address.host, address.port, ssl=tls, server_hostname=name
+                        lambda: _Connection(self), sock=sock, ssl=tls, server_hostname=name
                     )
         except (OSError, UnicodeError) as error:  # TimeoutError is an OSError
-            raise Unreachable(f"no service answers at {address.url}: {error}") from error
+            raise not_connected(address, error) from error
         return connection
 
     def close(self) -> None:

@@ -4,11 +4,11 @@ A `NodeCall` is one HTTP exchange. A `CallGroup` holds the calls of one request,
 asks the group for attempts that are due, carries them out and reports how they ended. Times are seconds of a monotonic
 clock, passed in by the transport.
 
-A call that may be repeated is repeated when its connection fails or the service is overloaded: after an exponential
-backoff with full jitter ("Exponential Backoff And Jitter", AWS Architecture Blog), not before Retry-After, never beyond
-its deadline, and only within the retry budget. All calls of a client share that budget and each adds a share of one
-attempt to it ("Retry throttling", gRPC proposal A6), so that retries do not multiply an overload. Where there are
-several nodes the next attempt goes to another one, at once.
+A call that may be repeated is repeated when its connection fails, or a status says that this node cannot now: after an
+exponential backoff with full jitter ("Exponential Backoff And Jitter", AWS Architecture Blog), not before Retry-After,
+never beyond its deadline, and only within the retry budget. All calls of a client share that budget and each adds a
+share of one attempt to it ("Retry throttling", gRPC proposal A6), so that retries do not multiply an overload. Where
+there are several nodes the next attempt goes to another one, at once.
 
 A group belongs to one thread at a time; any thread may use a `RetryBudget`.
 """
@@ -23,13 +23,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tierstore.client.balancing import Balancer, NodeRoute
+from tierstore.client.forks import renew_in_child
 from tierstore.client.replies import DocumentReply
 from tierstore.client.settings import Node, RetryPolicy
 from tierstore.errors import (
     DeadlineExceeded,
     InvalidInput,
     NotFound,
-    NotReady,
     Overloaded,
     TierstoreError,
     Unreachable,
@@ -38,6 +38,7 @@ from tierstore.http1 import request_head
 from tierstore.trace_context import current_trace, header_lines
 
 Buffer = bytes | memoryview
+TEMPORARY = (429, 500, 502, 503, 504)  # statuses after which another node, or the same one later, may answer
 
 
 class RetryBudget:
@@ -48,6 +49,10 @@ class RetryBudget:
         self._lock = threading.Lock()
         self._remaining = limit  # guarded by _lock
         self.reserved = self.refused = 0  # guarded by _lock
+        renew_in_child(self)
+
+    def renew(self) -> None:
+        self._lock = threading.Lock()
 
     @property
     def remaining(self) -> float:
@@ -194,7 +199,7 @@ class PendingCall:
         """Report that the whole answer was received."""
         if self._forget(attempt):
             return
-        temporary = attempt.reply.status in (429, 503)
+        temporary = attempt.reply.status in TEMPORARY
         if not temporary:
             self._nodes.answered(attempt.node, self.call.path, now)
         try:
@@ -202,23 +207,30 @@ class PendingCall:
             if attempt.reply.status < 300:
                 self._drop_all()
             attempt.reply.finish()
-        except (Overloaded, NotReady) as error:
-            retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 0.0
-            if temporary:
-                self._nodes.failed(attempt.node, now, retry_after_s)
-            self._retry(attempt, error, now, retry_after_s, temporary)
         except (NotFound, InvalidInput) as error:
             self._try_others(attempt, error, now)
         except TierstoreError as error:
-            self._fail(error)
+            if temporary:
+                self._failed_for_a_while(attempt, error, now)
+            else:
+                self._fail(error)
         else:
             self.reply = attempt.reply
+
+    def _failed_for_a_while(self, attempt: Attempt, error: TierstoreError, now: float) -> None:
+        retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 0.0
+        if isinstance(error, DeadlineExceeded):  # of the request, which may be short
+            self._nodes.silent(attempt.node, attempt.began_at, now)
+        else:
+            self._nodes.failed(attempt.node, now, retry_after_s)
+        self._retry(attempt, error, now, retry_after_s)
 
     def failed(self, attempt: Attempt, error: TierstoreError, now: float, *, stale: bool = False) -> None:
         """Report that the connection failed.
 
         `stale`: it was reused and not a byte arrived, so it had been closed before.
         """
+        self.expire(now, error)
         if self._forget(attempt):
             return
         if not isinstance(error, Unreachable):
@@ -228,16 +240,15 @@ class PendingCall:
             self._attempts -= 1
         else:
             self._nodes.failed(attempt.node, now)
-            self._retry(attempt, error, now, 0.0, True)
+            self._retry(attempt, error, now)
 
-    def expire(self, now: float) -> None:
-        """Fail the call if its deadline has passed."""
+    def expire(self, now: float, why: TierstoreError | None = None) -> None:
+        """Fail the call if its deadline has passed. `why`: what came last in place of an answer."""
         if not self.done and now >= self.deadline:
             for attempt in self.running:
                 self._nodes.silent(attempt.node, attempt.began_at, now)
-            self._fail(
-                DeadlineExceeded(f"{self.call.method} {self.call.path}: no answer within {self.call.timeout_s:.2g} s")
-            )
+            within = f"{self.call.method} {self.call.path}: no answer within {self.call.timeout_s:.2g} s"
+            self._fail(DeadlineExceeded(within if why is None else f"{within}: {why}"))
 
     def abandon(self) -> None:
         """Drop all attempts: nobody waits for an answer any more."""
@@ -264,7 +275,7 @@ class PendingCall:
             return None
         return self._fail(error)
 
-    def _retry(self, attempt: Attempt, error: TierstoreError, now: float, at_least_s: float, temporary: bool) -> None:
+    def _retry(self, attempt: Attempt, error: TierstoreError, now: float, at_least_s: float = 0.0) -> None:
         """Plan another attempt where one is allowed; else the call ends with `error`."""
         self._tried.add(attempt.node)
         if self.running:
@@ -276,13 +287,7 @@ class PendingCall:
             self._tried.clear()
             longest_s = min(self._policy.backoff_limit_s, self._policy.backoff_s * 2 ** (number - 1))
             start_at = now + at_least_s + random.uniform(0.0, longest_s)
-        if (
-            temporary
-            and self.call.repeat
-            and number <= self._policy.retries
-            and start_at < self.deadline
-            and self._budget.reserve()
-        ):
+        if self.call.repeat and number <= self._policy.retries and start_at < self.deadline and self._budget.reserve():
             self._start_at, self._hedge_at = start_at, None
         else:
             self._fail(error)

@@ -13,6 +13,8 @@ import threading
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from tierstore.client.forks import renew_in_child
+
 PAUSE_S = (0.5, 30.0)  # the first, and the longest
 LACK_S = 5.0
 _LACKING_LIMIT = 1024
@@ -39,6 +41,13 @@ class Balancer:
         self._states = [_State() for _ in range(count)]
         self._lacking: dict[tuple[int, str], float] = {}  # (node, path) → skipped until
         self._turn = 0
+        renew_in_child(self)
+
+    def renew(self) -> None:
+        """Nothing is under way in a child."""
+        self._lock = threading.Lock()
+        for state in self._states:
+            state.running, state.trying = 0, False
 
     def choose(self, path: str, now: float, avoid: Collection[int] = ()) -> int:
         """The node for an attempt; one of `avoid` only where there is no other."""
@@ -79,7 +88,10 @@ class Balancer:
                 self._lacking.pop((node, path), None)
 
     def failed(self, node: int, now: float, at_least_s: float = 0.0) -> None:
-        """The node cannot be reached, or is too busy: skip it. Of attempts that fail at once only the first counts."""
+        """The node cannot be reached, or is too busy: skip it, but for no longer than the longest pause.
+
+        Of attempts that fail at once only the first counts.
+        """
         if self.count == 1:
             return
         with self._lock:
@@ -87,7 +99,7 @@ class Balancer:
             if state.skip_until <= now or state.trying:
                 state.failures, state.trying = state.failures + 1, False
                 state.skip_until = now + _pause_s(state.failures)
-            state.skip_until = max(state.skip_until, now + at_least_s)
+            state.skip_until = max(state.skip_until, now + min(at_least_s, PAUSE_S[1]))
 
     def silent(self, node: int, since: float, now: float) -> None:
         """An attempt that began at `since` got no answer in time; the node has failed if nobody else got one either."""

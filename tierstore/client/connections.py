@@ -1,12 +1,11 @@
 """Connections for threads: non-blocking sockets in a bounded pool, each with one request at a time.
 
 Any thread may use a `ConnectionPool`; a `ServiceConnection` belongs to the thread that acquired it until it is
-released. After a fork the child starts without connections.
+released. A forked child starts without connections.
 """
 
 from __future__ import annotations
 
-import os
 import select
 import socket
 import ssl
@@ -14,8 +13,11 @@ import threading
 import time
 
 from tierstore.client.attempts import Attempt
-from tierstore.client.settings import CONNECT_TIMEOUT_S, Address, Node
-from tierstore.errors import Closed, TierstoreError, Unreachable
+from tierstore.client.connecting import open_socket
+from tierstore.client.forks import renew_in_child
+from tierstore.client.settings import CONNECT_TIMEOUT_S, Node
+from tierstore.client.unreachable import connection_lost, not_connected
+from tierstore.errors import Closed, TierstoreError
 from tierstore.http1 import Incoming
 
 _NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -34,6 +36,10 @@ class ServiceConnection:
         self._poll.register(sock, select.POLLIN)
         self.uses = 0
         self.attempt: Attempt | None = None
+        renew_in_child(self)
+
+    def renew(self) -> None:
+        self._socket.close()
 
     @property
     def poll_events(self) -> int:
@@ -83,7 +89,7 @@ class ServiceConnection:
                 if n == 0:
                     if self._incoming.closed():
                         return True
-                    raise Unreachable("the service closed the connection before it answered")
+                    raise connection_lost(None)
                 if self._incoming.received(n):
                     return True
                 if n < len(buffer) and not self._tls:
@@ -91,7 +97,7 @@ class ServiceConnection:
         except OSError as error:
             if isinstance(error, TierstoreError):
                 raise
-            raise Unreachable(f"the connection failed: {error}") from error
+            raise connection_lost(error) from error
 
     def _send(self) -> None:
         try:
@@ -111,7 +117,7 @@ class ServiceConnection:
             # Without one, reading fails.
             self._out = []
             if not isinstance(error, (BrokenPipeError, ConnectionResetError)):
-                raise Unreachable(f"the connection failed: {error}") from error
+                raise connection_lost(error) from error
 
     def close(self) -> None:
         self._incoming.forget()
@@ -129,28 +135,24 @@ class ConnectionPool:
         self._idle: list[ServiceConnection] = []  # the one used last is used first
         self._busy = 0
         self._closed = False
-        self._process = os.getpid()
+        renew_in_child(self)
+
+    def renew(self) -> None:
+        self._changed, self._idle, self._busy = threading.Condition(), [], 0
 
     def stats(self) -> dict[str, int]:
         """How full the pool is."""
         with self._changed:
             return {"busy": self._busy, "idle": len(self._idle), "limit": self.limit}
 
-    def acquire(self, *, fresh: bool, wait_s: float, timeout_s: float) -> ServiceConnection | None:
-        """A connection; None if none is free within `wait_s`.
-
-        Unreachable where none can be opened within `timeout_s`.
-        """
-        deadline = time.monotonic() + wait_s
+    def acquire(self, *, fresh: bool, wait: bool, until: float) -> ServiceConnection | None:
+        """A connection; None if none is free, with `wait` until then. Unreachable where none can be opened by then."""
         old: list[ServiceConnection] = []
         try:
             with self._changed:
                 while True:
                     if self._closed:
                         raise Closed("the client was closed")
-                    if self._process != os.getpid():  # forked: the sockets belong to the parent
-                        self._process, self._busy = os.getpid(), 0
-                        old, self._idle = self._idle, []
                     if fresh:
                         old, self._idle = [*old, *self._idle], []
                     while self._idle:
@@ -162,14 +164,14 @@ class ConnectionPool:
                     if self._busy < self.limit:
                         self._busy += 1
                         break
-                    remaining_s = deadline - time.monotonic()
+                    remaining_s = until - time.monotonic() if wait else 0.0
                     if remaining_s <= 0 or not self._changed.wait(remaining_s):
                         return None
         finally:
             for connection in old:
                 connection.close()
         try:
-            return ServiceConnection(self._connect(timeout_s), self)
+            return ServiceConnection(self._connect(until), self)
         except BaseException:
             self._forget()
             raise
@@ -206,33 +208,9 @@ class ConnectionPool:
             self._busy -= 1
             self._changed.notify()
 
-    def _connect(self, timeout_s: float) -> socket.socket:
-        address, tls, timeout_s = self.node.address, self.node.tls, max(0.001, min(timeout_s, CONNECT_TIMEOUT_S))
+    def _connect(self, until: float) -> socket.socket:
+        address = self.node.address
         try:
-            sock = _connected(address, timeout_s)
-            try:
-                if tls is not None:
-                    sock = tls.wrap_socket(sock, server_hostname=address.host)
-                sock.setblocking(False)
-            except BaseException:
-                sock.close()
-                raise
+            return open_socket(address, self.node.tls, min(until, time.monotonic() + CONNECT_TIMEOUT_S))
         except (OSError, UnicodeError) as error:
-            raise Unreachable(f"no service answers at {address.url}: {error}") from error
-        return sock
-
-
-def _connected(address: Address, timeout_s: float) -> socket.socket:
-    """A connected socket with that timeout. Raises OSError."""
-    if address.socket is None:
-        sock = socket.create_connection((address.host, address.port), timeout_s)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return sock
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.settimeout(timeout_s)
-        sock.connect(address.socket)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+            raise not_connected(address, error) from error

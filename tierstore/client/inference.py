@@ -23,6 +23,7 @@ import orjson
 
 from tierstore.client import wire
 from tierstore.client.attempts import NodeCall, Outgoing, new_request_id
+from tierstore.client.forks import renew_in_child
 from tierstore.client.replies import DocumentReply, Tensors
 from tierstore.client.splitting import JoinedOutputs, Split
 from tierstore.errors import DeadlineExceeded, InvalidInput, MissingExtra, NotFound, NotReady, TierstoreError
@@ -63,7 +64,7 @@ class Deadline:
         return remaining_s
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class ModelCache:
     """What earlier answers showed of the service's models; bounded.
 
@@ -73,6 +74,12 @@ class ModelCache:
     metadata: dict[tuple[str, Version], dict[str, Any]] = field(default_factory=dict)
     unsplittable: set[str] = field(default_factory=set)  # models whose answers cannot be joined from parts
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        renew_in_child(self)
+
+    def renew(self) -> None:
+        self._lock = threading.Lock()
 
     def add_metadata(self, model: str, version: Version, document: dict[str, Any]) -> None:
         with self._lock:

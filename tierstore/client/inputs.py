@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from tierstore.client import wire
 from tierstore.errors import InvalidInput
-from tierstore.types import KeysLike, check_sequence
+from tierstore.types import KeysLike, as_bags, check_sequence
 
 _PARTS = (".offsets", ".weights")
 
@@ -33,7 +33,8 @@ class Batch:
 
     @staticmethod
     def from_value(feature: str, value: Any) -> Batch:
-        """`value` is keys, or for bags a tuple `(keys, offsets)` or `(keys, offsets, weights)`."""
+        """`value` is keys, or for bags a tuple `(keys, offsets)` or `(keys, offsets, weights)`, or a JaggedTensor."""
+        value = as_bags(feature, value)
         if not isinstance(value, tuple) or (value and all(np.ndim(one) == 0 for one in value)):
             return Batch.of(feature, value)
         if len(value) not in (2, 3):
@@ -135,8 +136,8 @@ class Bags:
 def predict_inputs(inputs: Mapping[str, Any], metadata: Mapping[str, Any]) -> list[Plain | Bags]:
     """Inputs by name, converted to the datatypes that `metadata` (the protocol's, of the model) declares.
 
-    A value is an array, or `(keys, offsets)` or `(keys, offsets, weights)` for a ragged feature. Names that are not in
-    `metadata` are sent as they are; the service checks them. InvalidInput for values that cannot be converted.
+    A value is an array; for a ragged feature `(keys, offsets)`, `(keys, offsets, weights)` or a JaggedTensor. Names
+    that are not in `metadata` are sent as they are; the service checks them. InvalidInput for values that do not fit.
     """
     if not isinstance(inputs, Mapping) or not inputs:
         raise InvalidInput("expected inputs by name, such as {'user_id': keys}")
@@ -146,6 +147,7 @@ def predict_inputs(inputs: Mapping[str, Any], metadata: Mapping[str, Any]) -> li
         base, _, part = name.rpartition(".")
         if f".{part}" in _PARTS and base in inputs and f"{base}.offsets" in inputs:
             continue  # sent with its feature
+        value = as_bags(name, value)
         if isinstance(value, tuple):
             tensors.append(Bags(Batch.from_value(name, value)))
         elif f"{name}.offsets" in inputs:

@@ -27,8 +27,10 @@ from tierstore.errors import (
     TierstoreError,
     TooLarge,
     Unauthorized,
+    Unreachable,
     WrongPartition,
 )
+from tierstore.http1 import body_memory, decimal
 
 Destination = Callable[[str, tuple[int, ...], np.dtype[Any]], npt.NDArray[Any] | None]
 
@@ -39,14 +41,13 @@ class DocumentReply:
     def __init__(self) -> None:
         self.status = 0
         self.headers: Mapping[str, str] = {}
-        self.body = bytearray()
+        self.body = memoryview(b"")
         self.order = 0  # of arrival among the replies of one request, from 1
-        self._unfilled = memoryview(self.body)
+        self._unfilled = self.body
 
     def start(self, status: int, headers: Mapping[str, str], nbytes: int) -> None:
         self.status, self.headers = status, headers
-        self.body = bytearray(nbytes)
-        self._unfilled = memoryview(self.body)
+        self.body = self._unfilled = body_memory(nbytes)
 
     def buffer(self) -> memoryview:
         return self._unfilled
@@ -81,7 +82,7 @@ class Tensors(DocumentReply):
         super().__init__()
         self._destination, self._direct = destination, direct
         self._segments: list[memoryview] = []  # still to be received, the last one first
-        self._raw: dict[str, bytearray] = {}  # bytes of BYTES outputs
+        self._raw: dict[str, memoryview] = {}  # bytes of BYTES outputs
         self._described: list[wire.Described] | None = None
         self._in_json = False
         self._tail_bytes = 0
@@ -92,12 +93,12 @@ class Tensors(DocumentReply):
         super().start(status, headers, 0)
         length = headers.get(wire.HEADER_LENGTH)
         self._in_json = 200 <= status < 300
-        json_bytes = nbytes if length is None or not self._in_json else int(length) if length.isdigit() else -1
-        if not 0 <= json_bytes <= nbytes:
+        json_bytes = nbytes if length is None or not self._in_json else decimal(length)
+        if json_bytes is None or json_bytes > nbytes:
             raise wire.not_of_the_protocol(f"{wire.HEADER_LENGTH} is {length!r}, the body has {nbytes} bytes")
-        self.body = bytearray(json_bytes)
+        self.body = body_memory(json_bytes)
         self._tail_bytes = nbytes - json_bytes
-        self._segments = [memoryview(self.body)]
+        self._segments = [self.body]
         if not json_bytes and self._in_json:
             raise wire.not_of_the_protocol("it has no JSON")
 
@@ -114,24 +115,23 @@ class Tensors(DocumentReply):
 
     def _lay_out(self) -> None:
         self.version, self._described = wire.described(self.body)
-        total = 0
+        total = sum(output.nbytes or 0 for output in self._described)
+        if total != self._tail_bytes:
+            raise wire.not_of_the_protocol(f"{self._tail_bytes} bytes follow the JSON, which describes {total}")
         for output in self._described:
             if output.nbytes is None:
                 continue
-            total += output.nbytes
             if output.dtype is wire.OBJECT:
-                raw = self._raw[output.name] = bytearray(output.nbytes)
-                self._segments.append(memoryview(raw))
+                self._raw[output.name] = raw = body_memory(output.nbytes)
+                self._segments.append(raw)
                 continue
             array = None
             if self._destination is not None and self._direct:
                 array = self._destination(output.name, output.shape, output.dtype)
             if array is None:
-                array = np.empty(output.shape, output.dtype)
+                array = wire.empty(output)
             self.outputs[output.name] = array
             self._segments.append(array.reshape(-1).view(np.uint8).data)
-        if total != self._tail_bytes:
-            raise wire.not_of_the_protocol(f"{self._tail_bytes} bytes follow the JSON, which describes {total}")
         self._segments = [segment for segment in reversed(self._segments) if len(segment)]
 
     def finish(self) -> None:
@@ -160,7 +160,7 @@ def error_of(status: int, headers: Mapping[str, str], body: bytes) -> TierstoreE
     )
     match status:
         case 401:
-            return Unauthorized(message)
+            return Unauthorized(f"{message} (token= of the client; TIERSTORE_TOKEN on the command line)")
         case 403:
             return Forbidden(message)
         case 404:
@@ -179,6 +179,8 @@ def error_of(status: int, headers: Mapping[str, str], body: bytes) -> TierstoreE
             return Overloaded(message)
         case 503:
             return NotReady(message)
+        case 502:  # only a proxy says that
+            return Unreachable(message)
         case 504:
             return DeadlineExceeded(message)
         case _ if 400 <= status < 500:
@@ -197,7 +199,5 @@ def _document(body: bytes) -> dict[str, Any]:
 
 
 def _seconds(value: str) -> float:
-    try:
-        return max(0.0, float(value))
-    except ValueError:
-        return 1.0  # a date, the other form of the header, which our service does not send
+    seconds = decimal(value)
+    return 1.0 if seconds is None else float(seconds)  # None: a date, which our service does not send, or nonsense

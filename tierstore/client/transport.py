@@ -81,9 +81,9 @@ class Transport:
 
     def _start(self, group: CallGroup, attempt: Attempt, *, wait: bool) -> ServiceConnection | None:
         """Send the attempt. Returns its connection; None if there is none."""
-        remaining_s, pool = max(0.0, attempt.pending.deadline - time.monotonic()), self._pools[attempt.node]
+        pool = self._pools[attempt.node]
         try:
-            connection = pool.acquire(fresh=attempt.fresh, wait_s=remaining_s if wait else 0.0, timeout_s=remaining_s)
+            connection = pool.acquire(fresh=attempt.fresh, wait=wait, until=attempt.pending.deadline)
         except TierstoreError as error:
             group.failed(attempt, error, time.monotonic())
             return None

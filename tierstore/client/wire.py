@@ -146,6 +146,8 @@ def described(text: bytes | bytearray | memoryview) -> tuple[int | None, list[De
         for output in header["outputs"]:
             nbytes = (output.get("parameters") or {}).get("binary_data_size")
             one = Described(output["name"], output["datatype"], tuple(output["shape"]), nbytes, output.get("data"))
+            if not all(type(size) is int and size >= 0 for size in (0 if nbytes is None else nbytes, *one.shape)):
+                raise ValueError(f"{nbytes} bytes of shape {list(one.shape)}")
             if nbytes is None:
                 if one.data is None and one.datatype not in _DTYPES:
                     raise ValueError(f"output {one.name!r} has neither bytes nor data")
@@ -162,11 +164,19 @@ def not_of_the_protocol(why: object) -> TierstoreError:
     return TierstoreError(f"the service's answer is not one of the Open Inference Protocol: {why}")
 
 
+def empty(output: Described) -> npt.NDArray[Any]:
+    """An array for the bytes of an output."""
+    try:
+        return np.empty(output.shape, output.dtype)
+    except ValueError as error:  # a shape that no array can have
+        raise not_of_the_protocol(error) from error
+
+
 def from_json(output: Described) -> npt.NDArray[Any]:
     """An output whose elements are in the JSON."""
     try:
         return np.array(output.data, dtype=output.dtype).reshape(output.shape)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise not_of_the_protocol(error) from error
 
 

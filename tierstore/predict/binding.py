@@ -272,8 +272,10 @@ def _unify(tensor: Tensor, shape: Shape, sizes: dict[str, tuple[int, str]]) -> N
         if isinstance(dim, str):
             first, owner = sizes.setdefault(dim, (size, tensor.name))
             if first != size:
+                ends = "; offsets of bags have no end entry: give [:-1] of TorchRec's" if abs(first - size) == 1 else ""
                 raise InvalidInput(
                     f"inputs {owner!r} and {tensor.name!r} must agree in dimension {dim!r}: got {first} and {size}"
+                    + ends
                 )
 
 

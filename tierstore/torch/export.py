@@ -20,7 +20,7 @@ from tierstore.formats.snapshot.writer import SnapshotWriter
 from tierstore.torch.hashing import HashKeys
 from tierstore.torch.tables import BATCH_ROWS, Collection, check_mode, checked_keys, collections_of, tables_of
 from tierstore.torch.touched import TouchedRows
-from tierstore.types import KeyHash, check_name
+from tierstore.types import KeyHash, as_bags, check_name
 
 _TOLERANCE = 1e-3  # between scores of the module and of ONNX Runtime, relative and absolute
 
@@ -249,8 +249,7 @@ def _request(features: Mapping[str, _Feature], inputs: Mapping[str, Any], keys: 
         if feature.bags is None:
             rows, others = arrays[name], [arrays[part] for part in feature.parts]
         else:
-            rows, offsets, weights = feature.bags.values(), feature.bags.offsets()[:-1], feature.bags.weights_or_none()
-            rows, *others = (one.numpy(force=True) for one in (rows, offsets, weights) if one is not None)
+            rows, *others = (one.numpy(force=True) for one in as_bags(name, feature.bags) if one is not None)
         its = keys[feature.table][rows] if feature.table in keys else rows
         request[name] = (its, *others) if others else its
     return request

@@ -23,6 +23,7 @@ from torch import nn
 from tierstore.errors import InvalidInput
 from tierstore.torch.hashing import HashKeys
 from tierstore.torch.tables import check_mode, tables_of
+from tierstore.types import as_bags, check_end
 
 _DTYPES = ("float32", "float16")
 
@@ -121,6 +122,7 @@ class EmbeddingBag(_Rows):
         if offsets is None:
             offsets = torch.arange(len(input)) * input.shape[1]
         elif self.include_last_offset:
+            check_end(f"feature {self.feature}", offsets, len(input))
             offsets = offsets[:-1]
         weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
         return self._bags(self.feature, input.reshape(-1), offsets, weights, self.mode)
@@ -151,8 +153,8 @@ class EmbeddingBagCollection(_Rows):
             return PooledRows({name: self._pooled(name, jagged[name]) for name in self.features})
 
     def _pooled(self, name: str, one: Any) -> torch.Tensor:
-        """`one` is a JaggedTensor, whose offsets have an end."""
-        return self._bags(name, one.values(), one.offsets()[:-1], one.weights_or_none(), None)
+        keys, offsets, weights = as_bags(name, one)
+        return self._bags(name, keys, offsets, weights, None)
 
 
 class PooledRows:

@@ -93,7 +93,22 @@ def test_keys_in_rows_are_bags_of_a_pooled_feature_and_stay_apart_in_another(sto
     np.testing.assert_array_equal(ones["bags"], model.lookup("item_id", [1, 2]))
     weighted = model.predict({"item_id": keys, "clicked": (keys, None, [[1, 0, 0], [0, 0, 1]])}, outputs=["bags"])
     np.testing.assert_array_equal(weighted["bags"], model.lookup("item_id", [1, 6]))
+    jagged = model.predict({"item_id": keys, "clicked": Jagged()}, outputs=["bags"])
+    np.testing.assert_allclose(jagged["bags"], model.lookup_bags("clicked", [1, 2, 3], [0, 1]))
     assert [tensor.name for tensor in model.signature.inputs] == ["item_id", "clicked"]
+
+
+class Jagged:
+    """The faces of TorchRec's JaggedTensor: two bags, whose offsets have an end."""
+
+    def values(self):
+        return np.array([1, 2, 3])
+
+    def offsets(self):
+        return np.array([0, 1, 3])
+
+    def weights_or_none(self):
+        return None
 
 
 @pytest.mark.parametrize(
@@ -101,6 +116,7 @@ def test_keys_in_rows_are_bags_of_a_pooled_feature_and_stay_apart_in_another(sto
     [
         ({"user_id": [1]}, "needs the inputs clicked, hour as well; got user_id"),
         ({"user_id": [1], "clicked": [1, 2], "hour": [[0.0]]}, "'user_id' and 'clicked' must agree in dimension 'batch': got 1 and 2"),
+        ({"user_id": [1, 2], "clicked": ([1, 2, 3], [0, 2, 3]), "hour": [[0.0]] * 2}, "got 2 and 3; offsets of bags have no end entry"),
         ({"user_id": [1], "clicked": [1], "hour": [[0.0, 1.0]]}, r"'hour': the dense part takes shape \[batch, 1\], got \[1, 2\]"),
         ({"user_id": [1], "clicked": [1], "hour": [["x"]]}, "'hour': expected FP32"),
         ({"user_id": [1], "clicked": [1], "hour": [[0.0]], "day": [1]}, "no input 'day'; its inputs are user_id, clicked, hour"),

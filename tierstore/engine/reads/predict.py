@@ -19,7 +19,7 @@ from tierstore.errors import InvalidInput
 from tierstore.predict.binding import Bindings
 from tierstore.predict.session import DenseSession
 from tierstore.predict.signature import BYTES, Shape, Tensor
-from tierstore.types import FeatureSpec
+from tierstore.types import FeatureSpec, as_bags
 
 Array = npt.NDArray[Any]
 
@@ -109,6 +109,7 @@ def predict(
 
 def _keys(view: PredictionView, name: str, value: Any) -> tuple[Shape, Any, dict[str, Any]]:
     """The shape of a feature's answer before its last dimension, its keys, and how `View.begin` is to pool them."""
+    value = as_bags(name, value)
     keys, offsets, weights = value, None, None
     if isinstance(value, tuple):
         if len(value) not in (2, 3):

@@ -19,6 +19,7 @@ from tierstore.errors import SnapshotError, StorageError
 from tierstore.formats import files
 from tierstore.formats.objects import Location
 from tierstore.formats.regular import open_regular
+from tierstore.types import as_bags
 
 MAX_REQUEST_BYTES = 64 << 20  # of the arrays of one
 _PARTS = ("offsets", "weights")  # of a ragged value, in this order after its keys
@@ -30,6 +31,7 @@ def flatten(inputs: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
     """
     arrays: dict[str, npt.NDArray[Any]] = {}
     for name, value in inputs.items():
+        value = as_bags(name, value)
         if not isinstance(value, tuple):
             arrays[name] = _plain(name, value)
             continue
