@@ -24,7 +24,8 @@ from tests.formats.shards import save_hugectr
 from tests.formats.test_directories import DIM, DIRECTORIES, KEYS, VECTORS, N, as_spark, frame
 from tierstore.errors import InvalidInput, SnapshotError
 from tierstore.formats.snapshot.reader import Snapshot, open_snapshot
-from tierstore.imports.tables import LeftOut, TablesFile, import_table, import_tables
+from tierstore.imports.tables import LeftOut, import_table, import_tables
+from tierstore.imports.tables_file import TablesFile
 from tierstore.types import KeyHash, KeyType
 
 COLUMNS = {"key": "item_id", "vector": "embedding"}
@@ -238,7 +239,9 @@ def test_parts_that_do_not_agree_are_refused_by_file(tmp_path: Path) -> None:
     with pytest.raises(SnapshotError, match=r"1.parquet: expected int64 keys, as in earlier blocks, got string"):
         imported(paths, tmp_path / "s")
     pq.write_table(pa.table({"item_id": [3], "embedding": [[1.0, 2.0]]}), paths[1])
-    with pytest.raises(SnapshotError, match=r"1.parquet: expected vectors of 1 numbers, as in earlier blocks, got 2"):
+    with pytest.raises(
+        SnapshotError, match=r"1.parquet, row 0: expected vectors of 1 numbers, as in earlier blocks, got 2"
+    ):
         imported(paths, tmp_path / "s")
     assert not (tmp_path / "s").exists(), "nothing is left of it"
 
@@ -249,12 +252,21 @@ ITEMS = {"item_id": [1, 2, 3], "embedding": [[1.0], [2.0], [3.0]]}
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"item_id": [1, None, 3]}, "row 1: expected a key, got null"),
+        (
+            {"item_id": [1, None, 3]},
+            r"row 1: expected a key in column 'item_id', got null; --on-null skip .*counted from 0",
+        ),
         ({"item_id": [1.0, 2.0, 3.0]}, "column 'item_id': expected keys that are integers or strings, got double"),
         ({"item_id": [[1], [2], [3]]}, "column 'item_id': expected keys that are integers or strings, got list"),
-        ({"embedding": [[1.0], None, [3.0]]}, "vector 1 is null"),
-        ({"embedding": [[1.0], [2.0], [None]]}, "number 0 of vector 2 is null"),
-        ({"embedding": [[1.0], [2.0, 2.5], [3.0]]}, "vector 1 has 2 numbers, those before it 1"),
+        ({"embedding": [[1.0], None, [3.0]]}, "row 1: column 'embedding': the vector is null; --on-null skip"),
+        (
+            {"embedding": [[1.0], [2.0], [None]]},
+            "row 2: column 'embedding': number 0 of the vector is null; --on-null skip",
+        ),
+        (
+            {"embedding": [[1.0], [2.0, 2.5], [3.0]]},
+            "row 1: column 'embedding': the vector has 2 numbers, those before it 1",
+        ),
         ({"embedding": [[1.0], [float("nan")], [3.0]]}, "row 1: the vector holds NaN or Inf, or overflows float32"),
         ({"embedding": ["[1.0]", "[2.0]", "[3.0]"]}, "column 'embedding': expected lists of numbers, got string"),
         ({"embedding": [[[1.0]], [[2.0]], [[3.0]]]}, "column 'embedding': expected lists of numbers, got list<"),
