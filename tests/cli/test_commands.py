@@ -15,6 +15,7 @@ import pytest
 import tierstore
 from tests.cli.conftest import DIM, ROWS, Cli, row, write_delta, write_snapshot
 from tests.formats.test_directories import as_spark
+from tests.imports.make_corpus import CORPUS
 from tests.imports.test_hps import hps
 from tierstore.engine.store import Store
 from tierstore.predict import runtime
@@ -106,6 +107,26 @@ def test_rows_with_nulls_and_keys_that_come_again_are_left_out_and_counted(cli: 
     assert done.code == 0, done.err
     assert "2 rows of item, dim 1 (left out: 2 with a null, 1 whose key comes again)" in done.out
     assert "expected fail, last, got 'first'" in cli(*words, "--on-duplicate", "first").err
+
+
+def test_the_working_directory_is_imported_though_the_data_directory_is_in_it(
+    cli: Cli, tmp_path: Path, place: list[str]
+) -> None:
+    as_spark(tmp_path / "items")
+    words = ["import", ".", "--model", "ctr", "--table", "item", "--key", "item_id", "--vector", "embedding"]
+    for version in (1, 2):
+        done = cli(*words, "--version", version, *place, "--json")
+        assert done.code == 0, done.err
+        assert (done.document["rows"], done.document["dims"]) == ({"item": 100}, {"item": 4})
+
+
+def test_sizes_of_raw_files_are_said_and_compared_with_a_dim(cli: Cli) -> None:
+    words = ["import", CORPUS / "pairs/tfra_int32_keys", "--model", "ctr", "--table", "item", "--out", "s"]
+    done = cli(*words, "--dim", 3)
+    assert done.code == 1
+    assert "right for keys of 32 bits: write int64 keys" in done.err
+    assert "1 rows of item, dim 6 (" in cli(*words).out
+    assert "--dim" in cli("import", "--help").out
 
 
 def test_an_import_goes_to_where_the_service_reads_or_says_so_first(

@@ -119,6 +119,12 @@ def test_a_shard_of_ours_is_taken_too(tmp_path: Path) -> None:
     assert imported(tmp_path, file) == dict(zip([5, 4, 3, 2], ROWS.tolist(), strict=True))
 
 
+def test_word2vecs_binary_form_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "vectors.bin").write_bytes(b"4 3\nthe " + ROWS[0].tobytes())
+    with pytest.raises(SnapshotError, match=r"word2vec's binary form: save it as text.*binary=False"):
+        imported(tmp_path, tmp_path / "vectors.bin")
+
+
 def test_without_pytorch_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
