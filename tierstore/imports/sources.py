@@ -254,8 +254,12 @@ def _of_file(place: RowsPlace, wanted: Wanted) -> Iterator[Block]:
         if rows and not (isinstance(error, NullColumn) and wanted.skip_nulls):
             raise
         return iter([Block(str(place.path), 0, KeyType.INT64, [], np.empty((0, 0)), left_out=rows)])
-    batches = data.to_batches(columns=chosen.to_read, batch_size=_BATCH_ROWS, batch_readahead=2)
-    return _of_batches(str(place.path), chosen, batches, wanted.skip_nulls)
+    return _of_batches(str(place.path), chosen, _scanned(data, chosen), wanted.skip_nulls)
+
+
+def _scanned(data: ds.Dataset, chosen: Chosen) -> Iterator[pa.RecordBatch]:
+    """The batches of a file; Arrow begins to read ahead when the first is asked for."""
+    yield from data.to_batches(columns=chosen.to_read, batch_size=_BATCH_ROWS, batch_readahead=2)
 
 
 def _dataset(file: Path) -> ds.Dataset:
