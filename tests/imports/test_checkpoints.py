@@ -148,6 +148,36 @@ def test_a_state_dict_that_pytorch_has_saved(tmp_path: Path) -> None:
     assert rows == dict(enumerate(half["item.weight"].float().numpy().tolist()))
 
 
+def test_codes_that_pytorch_has_saved_are_refused(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed: make trainers")
+    codes, scale = torch.arange(12).reshape(4, 3).to(torch.uint8), torch.ones(4)
+    narrow = torch.ones(4, 3).to(torch.float8_e4m3fn)
+    refused = {
+        r"got uint8: the codes .*w_qscale \[4\], w_qbias \[4\] beside it": {
+            "w": codes,
+            "w_qscale": scale,
+            "w_qbias": scale,
+        },
+        "got quint8; save the numbers": {"w": torch.quantize_per_tensor(torch.ones(4, 3), 0.5, 0, torch.quint8)},
+        r"got float8_e4m3fn: the codes .*w_scale_inv \[4\] beside it": {"w": narrow, "w_scale_inv": scale},
+    }
+    for reason, tensors in refused.items():
+        torch.save(tensors, tmp_path / "model.pt")
+        with pytest.raises(SnapshotError, match=reason):
+            imported(tmp_path, tmp_path / "model.pt", vector="w")
+    torch.save({"w": narrow}, tmp_path / "model.pt")
+    assert imported(tmp_path, tmp_path / "model.pt", vector="w") == dict.fromkeys(range(4), [1.0] * 3)
+
+
+def test_a_folder_of_files_that_pytorch_has_saved(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed: make trainers")
+    (tmp_path / "model").mkdir()
+    torch.save({"item.weight": torch.tensor(ROWS)}, tmp_path / "model/pytorch_model-1.bin")
+    torch.save({"head.weight": torch.ones(1, 3)}, tmp_path / "model/pytorch_model-2.bin")
+    (tmp_path / "model/config.json").write_text("{}")
+    assert imported(tmp_path, tmp_path / "model", vector="item.weight") == dict(enumerate(ROWS.tolist()))
+
+
 def test_a_pickle_with_more_than_tensors_is_refused(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch", reason="PyTorch is not installed: make trainers")
     torch.save({"item.weight": torch.ones(2, 2), "path": Path("x")}, tmp_path / "model.pt")

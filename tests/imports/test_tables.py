@@ -246,7 +246,7 @@ def test_what_tierstore_has_written_below_a_directory_is_passed_over(tmp_path: P
         imported(tmp_path / "data", tmp_path / "s")
     with pytest.raises(SnapshotError, match="snapshots/1: is a snapshot of tierstore: `tierstore load` loads it"):
         imported(tmp_path / "snapshots/1", tmp_path / "s")
-    with pytest.raises(SnapshotError, match="got none; passed over: .*snapshots/1, which is a snapshot of tierstore"):
+    with pytest.raises(SnapshotError, match=r"got none; passed over: .*snapshots/1, which is a snapshot of tierstore"):
         imported(tmp_path / "snapshots", tmp_path / "s")
 
 
