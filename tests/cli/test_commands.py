@@ -15,6 +15,7 @@ import pytest
 import tierstore
 from tests.cli.conftest import DIM, ROWS, Cli, row, write_delta, write_snapshot
 from tests.formats.test_directories import as_spark
+from tests.imports.make_corpus import CORPUS
 from tests.imports.test_hps import hps
 from tierstore.engine.store import Store
 from tierstore.predict import runtime
@@ -85,7 +86,7 @@ def test_a_directory_of_parquet_is_served_by_one_command(cli: Cli, tmp_path: Pat
     as_spark(tmp_path / "items")
     where = ["items", "--model", "ctr", "--table", "item", "--key", "item_id", "--vector", "embedding"]
     done = cli("import", *where, "--feature", "clicked", "--combiner", "mean", *place)
-    assert re.fullmatch(r"ctr version \d{14} is active: 100 rows of item \(.*\)\n", done.out), done.err
+    assert re.fullmatch(r"ctr version \d{14} is active: 100 rows of item, dim 4 \(.*\)\n", done.out), done.err
     rows = cli("lookup", "ctr", "clicked", 7, 8, *place, "--json").document["rows"]
     assert rows == [
         {"key": 7, "found": True, "row": [0.5, 0.625, 0.75, 0.875]},
@@ -101,11 +102,31 @@ def test_rows_with_nulls_and_keys_that_come_again_are_left_out_and_counted(cli: 
     columns = {"key": [1, None, 2, 1, 3], "vector": [[1.0], [2.0], None, [3.0], [4.0]]}
     pq.write_table(pa.table(columns), tmp_path / "items.parquet")
     words = ["import", "items.parquet", "--model", "ctr", "--table", "item", "--out", "s"]
-    assert "expected a key, got null" in cli(*words).err
+    assert "expected a key in column 'key', got null; --on-null skip" in cli(*words).err
     done = cli(*words, "--on-null", "skip", "--on-duplicate", "last")
     assert done.code == 0, done.err
-    assert "2 rows of item (left out: 2 with a null, 1 whose key comes again)" in done.out
+    assert "2 rows of item, dim 1 (left out: 2 with a null, 1 whose key comes again)" in done.out
     assert "expected fail, last, got 'first'" in cli(*words, "--on-duplicate", "first").err
+
+
+def test_the_working_directory_is_imported_though_the_data_directory_is_in_it(
+    cli: Cli, tmp_path: Path, place: list[str]
+) -> None:
+    as_spark(tmp_path / "items")
+    words = ["import", ".", "--model", "ctr", "--table", "item", "--key", "item_id", "--vector", "embedding"]
+    for version in (1, 2):
+        done = cli(*words, "--version", version, *place, "--json")
+        assert done.code == 0, done.err
+        assert (done.document["rows"], done.document["dims"]) == ({"item": 100}, {"item": 4})
+
+
+def test_sizes_of_raw_files_are_said_and_compared_with_a_dim(cli: Cli) -> None:
+    words = ["import", CORPUS / "pairs/tfra_int32_keys", "--model", "ctr", "--table", "item", "--out", "s"]
+    done = cli(*words, "--dim", 3)
+    assert done.code == 1
+    assert "right for keys of 32 bits: write int64 keys" in done.err
+    assert "1 rows of item, dim 6 (" in cli(*words).out
+    assert "--dim" in cli("import", "--help").out
 
 
 def test_an_import_goes_to_where_the_service_reads_or_says_so_first(

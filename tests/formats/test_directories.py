@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from tests.formats.test_manifest import SCHEMA
+from tests.imports.make_corpus import CORPUS
 from tierstore.errors import SnapshotError
 from tierstore.formats.snapshot.checksum import checksum
 from tierstore.formats.snapshot.reader import Snapshot, open_snapshot
@@ -129,6 +131,13 @@ def test_a_file_of_another_kind_in_the_directory_is_refused(tmp_path: Path) -> N
     (tmp_path / "items" / "README.txt").touch()
     manifest(tmp_path)
     with pytest.raises(SnapshotError, match=r"^items/README.txt: expected .parquet, .*got .txt"):
+        open_snapshot(tmp_path)
+
+
+def test_a_directory_that_a_log_describes_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(CORPUS / "delta", tmp_path / "items")
+    manifest(tmp_path, dim=3, rows=4, shards=[{"path": "items", "rows": 4}])
+    with pytest.raises(SnapshotError, match=r"^items: items is a Delta table \(_delta_log\): .* deleted rows back"):
         open_snapshot(tmp_path)
 
 

@@ -11,7 +11,7 @@ import pytest
 import tierstore
 from tierstore.errors import MissingExtra, SnapshotError
 from tierstore.formats.snapshot.reader import open_snapshot
-from tierstore.imports.checkpoints import is_state_dict, pairs_in, read_state_dict
+from tierstore.imports.raw_pairs import pairs_in
 
 HERE = Path(__file__).parent / "checkpoints"
 ROWS = np.arange(12, dtype=np.float32).reshape(4, 3) / 4
@@ -119,14 +119,19 @@ def test_a_shard_of_ours_is_taken_too(tmp_path: Path) -> None:
     assert imported(tmp_path, file) == dict(zip([5, 4, 3, 2], ROWS.tolist(), strict=True))
 
 
+def test_word2vecs_binary_form_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "vectors.bin").write_bytes(b"4 3\nthe " + ROWS[0].tobytes())
+    with pytest.raises(SnapshotError, match=r"word2vec's binary form: save it as text.*binary=False"):
+        imported(tmp_path, tmp_path / "vectors.bin")
+
+
 def test_without_pytorch_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "torch", None)
     (tmp_path / "model.pt").write_bytes(b"")
-    assert is_state_dict(tmp_path / "model.pt")
     with pytest.raises(MissingExtra, match=r"pip install torch; or save as \.safetensors"):
-        next(read_state_dict(tmp_path / "model.pt", "key", "vector"))
+        imported(tmp_path, tmp_path / "model.pt")
 
 
 def test_a_state_dict_that_pytorch_has_saved(tmp_path: Path) -> None:
@@ -141,6 +146,36 @@ def test_a_state_dict_that_pytorch_has_saved(tmp_path: Path) -> None:
     torch.save(half, tmp_path / "half.pt")
     rows = imported(tmp_path, tmp_path / "half.pt", vector="item.weight")
     assert rows == dict(enumerate(half["item.weight"].float().numpy().tolist()))
+
+
+def test_codes_that_pytorch_has_saved_are_refused(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed: make trainers")
+    codes, scale = torch.arange(12).reshape(4, 3).to(torch.uint8), torch.ones(4)
+    narrow = torch.ones(4, 3).to(torch.float8_e4m3fn)
+    refused = {
+        r"got uint8: the codes .*w_qscale \[4\], w_qbias \[4\] beside it": {
+            "w": codes,
+            "w_qscale": scale,
+            "w_qbias": scale,
+        },
+        "got quint8; save the numbers": {"w": torch.quantize_per_tensor(torch.ones(4, 3), 0.5, 0, torch.quint8)},
+        r"got float8_e4m3fn: the codes .*w_scale_inv \[4\] beside it": {"w": narrow, "w_scale_inv": scale},
+    }
+    for reason, tensors in refused.items():
+        torch.save(tensors, tmp_path / "model.pt")
+        with pytest.raises(SnapshotError, match=reason):
+            imported(tmp_path, tmp_path / "model.pt", vector="w")
+    torch.save({"w": narrow}, tmp_path / "model.pt")
+    assert imported(tmp_path, tmp_path / "model.pt", vector="w") == dict.fromkeys(range(4), [1.0] * 3)
+
+
+def test_a_folder_of_files_that_pytorch_has_saved(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed: make trainers")
+    (tmp_path / "model").mkdir()
+    torch.save({"item.weight": torch.tensor(ROWS)}, tmp_path / "model/pytorch_model-1.bin")
+    torch.save({"head.weight": torch.ones(1, 3)}, tmp_path / "model/pytorch_model-2.bin")
+    (tmp_path / "model/config.json").write_text("{}")
+    assert imported(tmp_path, tmp_path / "model", vector="item.weight") == dict(enumerate(ROWS.tolist()))
 
 
 def test_a_pickle_with_more_than_tensors_is_refused(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ from tests.formats.shards import save_hugectr
 from tests.formats.test_directories import DIM, DIRECTORIES, KEYS, VECTORS, N, as_spark, frame
 from tierstore.errors import InvalidInput, SnapshotError
 from tierstore.formats.snapshot.reader import Snapshot, open_snapshot
-from tierstore.imports.tables import LeftOut, TablesFile, import_table, import_tables
+from tierstore.imports.tables import LeftOut, import_table, import_tables
+from tierstore.imports.tables_file import TablesFile
 from tierstore.types import KeyHash, KeyType
 
 COLUMNS = {"key": "item_id", "vector": "embedding"}
@@ -186,6 +187,8 @@ KEY_COLUMNS: dict[str, tuple[Any, KeyType, list[Any]]] = {
     "text": (pa.array(["a", "ß"]), KeyType.STRING, ["a", "ß"]),
     "views of text": (pa.array(["a", "ß"], pa.string_view()), KeyType.STRING, ["a", "ß"]),
     "categories": (pd.Series(["a", "b"], dtype="category"), KeyType.STRING, ["a", "b"]),
+    "categories of Polars": (pl.Series(["a", "ß"], dtype=pl.Categorical), KeyType.STRING, ["a", "ß"]),
+    "categories of numbers": (pd.Series([5, 6], dtype="category"), KeyType.INT64, [5, 6]),
     "pandas' own integers": (pd.Series([5, 6], dtype="Int64"), KeyType.INT64, [5, 6]),
 }
 
@@ -197,13 +200,72 @@ def test_kinds_of_keys(tmp_path: Path, keys: Any, kind: KeyType, expected: list[
     assert rows_of(tmp_path / "s") == dict(zip(expected, [[1.0], [2.0]], strict=True))
 
 
+@pytest.mark.parametrize("kind", [pl.Categorical, pl.Enum(["a", "ß", "c"]), pl.String])
+def test_rows_of_a_polars_frame_with_nulls_are_left_out(tmp_path: Path, kind: Any) -> None:
+    words = pl.Series(["a", None, "ß", "a", "c"], dtype=pl.String).cast(kind)
+    vectors = [[1.0], [2.0], [3.0], [4.0], None]
+    left: list[LeftOut] = []
+    frame = pl.DataFrame({"item_id": words, "embedding": vectors})
+    imported(frame, tmp_path / "s", on_null="skip", on_duplicate="last", left_out=left.append)
+    assert rows_of(tmp_path / "s") == {"a": [4.0], "ß": [3.0]}
+    assert left == [LeftOut("item", nulls=2, duplicates=1)]
+
+
+def test_a_key_that_comes_again_in_another_width_is_found(tmp_path: Path) -> None:
+    for part, kind in enumerate((pa.int32(), pa.int64(), pa.decimal128(20, 0))):
+        column = pa.array([7, 100 + part], pa.int64()).cast(kind)
+        pq.write_table(pa.table({"item_id": column, "embedding": [[float(part)]] * 2}), tmp_path / f"{part}.parquet")
+    imported(sorted(tmp_path.glob("*.parquet")), tmp_path / "s", on_duplicate="last")
+    assert rows_of(tmp_path / "s") == {7: [2.0], 100: [0.0], 101: [1.0], 102: [2.0]}
+
+
+def test_a_frame_with_columns_of_128_bits_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    keys = pl.Series([1, 2], dtype=pl.Int128)
+    with pytest.raises(SnapshotError, match="cast columns of 128 bits to Int64"):
+        imported(pl.DataFrame({"item_id": keys, "embedding": [[1.0], [2.0]]}), tmp_path / "s")
+
+
+def test_a_number_that_cannot_be_stored_is_named_by_row_and_value(tmp_path: Path) -> None:
+    rows = pa.array([[1.0, 2.0], [3.0, 70000.0]], pa.list_(pa.float32()))
+    pq.write_table(pa.table({"item_id": [1, 2], "embedding": rows}), tmp_path / "items.parquet")
+    with pytest.raises(
+        SnapshotError, match=r"items.parquet, row 1: .*overflows float16: its number 1 is 70000.0 \(rows"
+    ):
+        imported(tmp_path / "items.parquet", tmp_path / "s", dtype="float16")
+
+
+def test_what_tierstore_has_written_below_a_directory_is_passed_over(tmp_path: Path) -> None:
+    """As `tierstore import .` finds its own data directory, and the snapshots of earlier imports."""
+    as_spark(tmp_path / "items")
+    with tierstore.open(tmp_path / "data", host_budget="4MiB", load_workers=1) as store:
+        imported(tmp_path, tmp_path / "snapshots/1")
+        store.load_snapshot(tmp_path / "snapshots/1")
+        imported(tmp_path, tmp_path / "snapshots/2")
+    assert rows_of(tmp_path / "snapshots/2") == ROWS
+    with pytest.raises(SnapshotError, match="data: is a data directory of tierstore: `tierstore export`"):
+        imported(tmp_path / "data", tmp_path / "s")
+    with pytest.raises(SnapshotError, match="snapshots/1: is a snapshot of tierstore: `tierstore load` loads it"):
+        imported(tmp_path / "snapshots/1", tmp_path / "s")
+    with pytest.raises(SnapshotError, match=r"got none; passed over: .*snapshots/1, which is a snapshot of tierstore"):
+        imported(tmp_path / "snapshots", tmp_path / "s")
+
+
+def test_a_lock_of_another_tool_hides_nothing(tmp_path: Path) -> None:
+    as_spark(tmp_path / "items")
+    (tmp_path / "items/LOCK").touch()
+    with pytest.raises(SnapshotError, match=r"items/LOCK: expected \.parquet"):
+        imported(tmp_path / "items", tmp_path / "s")
+
+
 def test_keys_may_be_turned_into_another_type(tmp_path: Path) -> None:
     table = pa.table({"item_id": [5, 6], "embedding": [[1.0], [2.0]]})
     imported(table, tmp_path / "s", key_type="string")
     assert rows_of(tmp_path / "s") == {"5": [1.0], "6": [2.0]}
     assert imported(table, tmp_path / "u", key_type="uint64").manifest.table("item").key is KeyType.UINT64
     words = table.set_column(0, "item_id", [["5", "six"]])
-    with pytest.raises(SnapshotError, match=r"column 'item_id': expected int64 keys: .*six"):
+    with pytest.raises(
+        SnapshotError, match=r"row 1: column 'item_id': expected int64 keys: .*six.*; --key-type string"
+    ):
         imported(words, tmp_path / "bad", key_type="int64")
 
 
@@ -238,7 +300,9 @@ def test_parts_that_do_not_agree_are_refused_by_file(tmp_path: Path) -> None:
     with pytest.raises(SnapshotError, match=r"1.parquet: expected int64 keys, as in earlier blocks, got string"):
         imported(paths, tmp_path / "s")
     pq.write_table(pa.table({"item_id": [3], "embedding": [[1.0, 2.0]]}), paths[1])
-    with pytest.raises(SnapshotError, match=r"1.parquet: expected vectors of 1 numbers, as in earlier blocks, got 2"):
+    with pytest.raises(
+        SnapshotError, match=r"1.parquet, row 0: expected vectors of 1 numbers, as in earlier blocks, got 2"
+    ):
         imported(paths, tmp_path / "s")
     assert not (tmp_path / "s").exists(), "nothing is left of it"
 
@@ -249,12 +313,21 @@ ITEMS = {"item_id": [1, 2, 3], "embedding": [[1.0], [2.0], [3.0]]}
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"item_id": [1, None, 3]}, "row 1: expected a key, got null"),
+        (
+            {"item_id": [1, None, 3]},
+            r"row 1: expected a key in column 'item_id', got null; --on-null skip .*counted from 0",
+        ),
         ({"item_id": [1.0, 2.0, 3.0]}, "column 'item_id': expected keys that are integers or strings, got double"),
         ({"item_id": [[1], [2], [3]]}, "column 'item_id': expected keys that are integers or strings, got list"),
-        ({"embedding": [[1.0], None, [3.0]]}, "vector 1 is null"),
-        ({"embedding": [[1.0], [2.0], [None]]}, "number 0 of vector 2 is null"),
-        ({"embedding": [[1.0], [2.0, 2.5], [3.0]]}, "vector 1 has 2 numbers, those before it 1"),
+        ({"embedding": [[1.0], None, [3.0]]}, "row 1: column 'embedding': the vector is null; --on-null skip"),
+        (
+            {"embedding": [[1.0], [2.0], [None]]},
+            "row 2: column 'embedding': number 0 of the vector is null; --on-null skip",
+        ),
+        (
+            {"embedding": [[1.0], [2.0, 2.5], [3.0]]},
+            "row 1: column 'embedding': the vector has 2 numbers, those before it 1",
+        ),
         ({"embedding": [[1.0], [float("nan")], [3.0]]}, "row 1: the vector holds NaN or Inf, or overflows float32"),
         ({"embedding": ["[1.0]", "[2.0]", "[3.0]"]}, "column 'embedding': expected lists of numbers, got string"),
         ({"embedding": [[[1.0]], [[2.0]], [[3.0]]]}, "column 'embedding': expected lists of numbers, got list<"),

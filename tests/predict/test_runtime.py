@@ -77,6 +77,16 @@ def test_a_classifier_that_gives_maps_alone_is_told_what_to_do(load):
         load(model)
 
 
+def test_outputs_of_a_type_that_no_protocol_has_are_refused_with_a_cast(load):
+    graph = om.build(
+        [om.helper.make_node("Cast", ["x"], ["y"], to=om.TensorProto.BFLOAT16)],
+        {"x": (om.FLOAT, ["n", 2])},
+        {"y": (om.TensorProto.BFLOAT16, ["n", 2])},
+    )
+    with pytest.raises(InvalidInput, match=r"'y' is tensor\(bfloat16\); end the graph with a Cast to float32$"):
+        load(graph)
+
+
 def test_inputs_that_are_no_tensors_are_refused(load):
     sequence = om.helper.make_value_info(
         "s", om.helper.make_sequence_type_proto(om.helper.make_tensor_type_proto(om.FLOAT, [1]))

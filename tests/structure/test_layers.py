@@ -214,7 +214,7 @@ DOORS: dict[str, set[str]] = {
     "typer": {"cli"},
     "click": {"cli"},
     "rich": {"cli", "demo"},
-    "torch": {"torch", "imports.checkpoints"},
+    "torch": {"torch", "imports.torch_tensors"},
     "onnxscript": {"torch"},
     "httpx": set(),  # tests and benchmarks ask with it; the client has a transport of its own
     "grpc": {"service.rpc"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from tierstore.cli.triton import Batch, write_hps
 from tierstore.errors import ConfigError, SnapshotError
 
 if TYPE_CHECKING:
+    from tierstore.formats.snapshot.manifest import TableEntry
     from tierstore.imports.tables import TableSource
     from tierstore.types import ProgressFn
 
@@ -30,12 +31,21 @@ Ttl = Annotated[str | None, option("TIME", "Rows that were not written for so lo
 TimeColumn = Annotated[
     str | None, option("COLUMN", "When each row was written (default: the time of the import for all).")
 ]
-Key = Annotated[str, typer.Option(metavar="COLUMN", help="The column, or tensor, of the keys.")]
+Key = Annotated[str, typer.Option(metavar="COLUMN", help="The column, field (a.b) or tensor of the keys.")]
 Vector = Annotated[
     str,
     typer.Option(
         metavar="COLUMN",
-        help="The column, or tensor, of the vectors; or a pattern, such as 'f*', of columns of numbers.",
+        help="The column, field or tensor of the vectors; or a pattern, such as 'f*', of columns of numbers.",
+    ),
+]
+Dim = Annotated[
+    int | None,
+    typer.Option(
+        "--dim",
+        min=1,
+        metavar="N",
+        help="Numbers of a vector: others are refused, and files that do not say it (HugeCTR, TFRA) compared with it.",
     ),
 ]
 OnNull = Annotated[str | None, option("WHAT", "Rows with a null: fail (default), or skip.")]
@@ -51,13 +61,14 @@ def import_(
         argument(
             "PATH",
             "Parquet, Arrow or ORC files, directories of them, a HugeCTR folder, a checkpoint of PyTorch, TFRA or "
-            "dynamicemb; or one tables.toml.",
+            "dynamicemb, .npz, .npy of keys and of vectors, word2vec's text; or one tables.toml.",
         ),
     ],
     model: Annotated[str | None, option("MODEL", "Name of the model.")] = None,
     table: Annotated[str | None, option("TABLE", "Name of the table.")] = None,
     key: Key = "key",
     vector: Vector = "vector",
+    dim: Dim = None,
     feature: Annotated[str | None, option("NAME", "Its name in requests (default: the table's).")] = None,
     combiner: Annotated[str | None, option("HOW", "Pool bags of it: sum, mean or sqrtn.")] = None,
     key_type: Annotated[str | None, option("TYPE", "int64, uint64 or string (default: as the column has it).")] = None,
@@ -80,8 +91,9 @@ def import_(
     They are made into a snapshot, of what pandas, Spark, Ray, DuckDB, trainers of PyTorch or HugeCTR have written.
     With --out it is written there. Otherwise it is loaded into --data, or through --url.
     """
-    from tierstore.imports.checkpoints import pairs_in
-    from tierstore.imports.tables import Feature, TablesFile, TableSource
+    from tierstore.imports.raw_pairs import pairs_in
+    from tierstore.imports.tables import Feature, TableSource
+    from tierstore.imports.tables_file import TablesFile
 
     for path in paths:
         if not path.exists() and not pairs_in(path):
@@ -100,9 +112,8 @@ def import_(
         tables = [TableSource(table, paths, key, vector, key_type, dtype, default, features, ttl, time_column)]
     if model is None:
         raise typer.BadParameter("expected --model, the name for the model")
-    tables = [
-        replace(one, on_null=on_null or one.on_null, on_duplicate=on_duplicate or one.on_duplicate) for one in tables
-    ]
+    given: dict[str, Any] = {"on_null": on_null, "on_duplicate": on_duplicate, "dim": dim}
+    tables = [replace(one, **{name: value for name, value in given.items() if value is not None}) for one in tables]
     _say(json, [_imported(model, tables, dense, out, version, delta_seq, data, url)])
 
 
@@ -187,11 +198,12 @@ def _imported(
                 raise (duplicate_in(tables, error) or error) from None
         else:
             write()
-        rows = _rows(where)
+        written = _written(where)
     return {
         "model": model,
         "version": number,
-        "rows": rows,
+        "rows": {table.name: table.rows for table in written},
+        "dims": {table.name: table.dim for table in written},
         "left_out": {one.table: {"nulls": one.nulls, "duplicates": one.duplicates} for one in left_out},
         "active": loads,
         "snapshot": None if out is None else str(out),
@@ -254,10 +266,10 @@ def _data_directory(data: Path | None) -> Path:
     return load_settings(data=data).data
 
 
-def _rows(where: Path) -> dict[str, int]:
+def _written(where: Path) -> Sequence[TableEntry]:
     from tierstore.formats.snapshot.reader import open_snapshot
 
-    return {table.name: table.rows for table in open_snapshot(where).manifest.tables}
+    return open_snapshot(where).manifest.tables
 
 
 def _say(json: bool, results: list[dict[str, Any]]) -> None:
@@ -268,7 +280,8 @@ def _say(json: bool, results: list[dict[str, Any]]) -> None:
         return
     for result in results:
         rows = ", ".join(
-            f"{count:,} rows of {name}{_without(result['left_out'][name])}" for name, count in result["rows"].items()
+            f"{count:,} rows of {name}, dim {result['dims'][name]}{_without(result['left_out'][name])}"
+            for name, count in result["rows"].items()
         )
         done = "is active" if result["active"] else f"is in {result['snapshot']}"
         typer.echo(f"{result['model']} version {result['version']} {done}: {rows} ({result['seconds']:.1f} s)")

@@ -19,6 +19,15 @@ from tierstore.errors import InvalidInput
 from tierstore.formats.columns import key_type_of
 from tierstore.types import KeyType
 
+
+class UnfitRow(InvalidInput):
+    """A row that does not fit. Attributes: `row` (0-based, in what was passed), `reason`, which does not name it."""
+
+    def __init__(self, row: int, reason: str, message: str | None = None) -> None:
+        super().__init__(message or f"row {row}: {reason}")
+        self.row, self.reason = row, reason
+
+
 _EXPECTED = "expected vectors of shape [n, dim], or a column of n lists of dim numbers"
 
 
@@ -71,7 +80,7 @@ def is_list(kind: pa.DataType) -> bool:
 
 
 def list_rows(column: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any]:
-    """[n, dim] of an Arrow column of lists, or of fixed-shape tensors. InvalidInput names the row that does not fit."""
+    """[n, dim] of an Arrow column of lists, or of fixed-shape tensors. UnfitRow for one that does not fit."""
     if not is_list(column.type):
         raise InvalidInput(f"{_EXPECTED}; got an Arrow column of {column.type}")
     if isinstance(column, pa.ChunkedArray):
@@ -79,17 +88,20 @@ def list_rows(column: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any]:
     if isinstance(column, pa.ExtensionArray):
         column = column.storage
     if column.null_count:
-        raise InvalidInput(f"vector {_first(column.is_null())} is null")
+        row = _first(column.is_null())
+        raise UnfitRow(row, "the vector is null", f"vector {row} is null")
     if not len(column):
         return np.empty((0, 0), np.float32)
     lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
     other = np.flatnonzero(lengths != lengths[0])
     if len(other):
-        raise InvalidInput(f"vector {other[0]} has {lengths[other[0]]} numbers, those before it {lengths[0]}")
+        row = int(other[0])
+        what = f"has {lengths[row]} numbers, those before it {lengths[0]}"
+        raise UnfitRow(row, f"the vector {what}", f"vector {row} {what}")
     values = column.flatten()
     if values.null_count:
-        at = _first(values.is_null())
-        raise InvalidInput(f"number {at % lengths[0]} of vector {at // lengths[0]} is null")
+        row, number = divmod(_first(values.is_null()), int(lengths[0]))
+        raise UnfitRow(row, f"number {number} of the vector is null", f"number {number} of vector {row} is null")
     return np.asarray(values.to_numpy(zero_copy_only=False)).reshape(len(column), -1)
 
 

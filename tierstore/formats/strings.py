@@ -48,11 +48,22 @@ def plain_strings(array: pa.Array | pa.ChunkedArray) -> pa.Array:
         array = array.combine_chunks()
     if isinstance(array, pa.DictionaryArray):
         _check_text(_lengths(array.dictionary)[array.indices.fill_null(0).to_numpy(zero_copy_only=False)])
-        array = array.dictionary_decode()
+        array = without_dictionary(array)
     if array.null_count:
         row = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
         raise InvalidInput(f"key {row} is null: every row needs a key")
     return array
+
+
+def without_dictionary(array: pa.Array) -> pa.Array:
+    """An array that is not dictionary-encoded: Arrow decodes no dictionary of views, as Polars' categories are."""
+    if not isinstance(array, pa.DictionaryArray):
+        return array
+    if _is_view(array.dictionary.type):
+        text = pa.types.is_string_view(array.dictionary.type)
+        values = array.dictionary.cast(pa.large_string() if text else pa.large_binary())
+        array = pa.DictionaryArray.from_arrays(array.indices, values)
+    return array.dictionary_decode()
 
 
 def validate(array: pa.Array) -> None:

@@ -1,16 +1,17 @@
 """Keys and vectors in the columns of other tools' tables: choosing the columns, and reading them as arrays.
 
-Pure functions; any thread may call them. InvalidInput says what was expected, what was there,
-and which columns there are.
+A column is named as it is, or by the path of a field within a structure, such as `features.embedding`. What the names
+of hive's folders say (`day=2026-11-20/`) are columns too. Pure functions; any thread may call them. InvalidInput says
+what was expected, what was there, and which columns there are; UnfitRow names the row as well.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,75 +20,185 @@ import pyarrow.compute as pc
 
 from tierstore.errors import InvalidInput
 from tierstore.formats.columns import key_type_of
-from tierstore.formats.normalize import is_list, list_rows
+from tierstore.formats.normalize import UnfitRow, is_list, list_rows
+from tierstore.formats.strings import without_dictionary
+from tierstore.imports.codes import companions
 from tierstore.types import KeyType
 
-_ARROW_KEYS = {KeyType.INT64: pa.int64(), KeyType.UINT64: pa.uint64(), KeyType.STRING: pa.large_string()}
+ARROW_KEYS = {KeyType.INT64: pa.int64(), KeyType.UINT64: pa.uint64(), KeyType.STRING: pa.large_string()}
+SKIP_NULLS = "--on-null skip (on_null='skip') leaves such rows out"
 _SHOWN = 12  # columns in an error
+
+
+class NullColumn(InvalidInput):
+    """A column without a type, as all of its rows are null."""
+
+
+class _Column(NamedTuple):
+    """A column, or a field of one: its type, and its name in each structure on the way; no names of a folder's."""
+
+    kind: pa.DataType
+    steps: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
     """The columns that are read: the key's, the vector's or those of its numbers in order, and
     the time's, if there is one.
+
+    `steps` says for each where it is; those without are `folders`, the same for all rows of a file.
     """
 
     key: str
     vectors: tuple[str, ...]
     key_type: KeyType
     time: str | None
+    steps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    folders: Mapping[str, pa.Scalar] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
         return list(dict.fromkeys([self.key, *self.vectors, *([] if self.time is None else [self.time])]))
 
+    @property
+    def to_read(self) -> list[str]:
+        """The columns of the file that hold them."""
+        return list(dict.fromkeys(steps[0] for steps in map(self.steps.__getitem__, self.names) if steps))
+
 
 def choose_columns(
-    schema: pa.Schema, key: str, vector: str | Sequence[str], key_type: KeyType | None, time: str | None = None
+    schema: pa.Schema,
+    key: str,
+    vector: str | Sequence[str],
+    key_type: KeyType | None,
+    time: str | None = None,
+    *,
+    dim: int | None = None,
+    folders: Mapping[str, pa.Scalar] | None = None,
 ) -> Chosen:
     """The columns named `key` and `vector`: a column of lists, a pattern such as `f*`, or the
     names of one column per number.
 
     key_type: None for the type of the key's column; else its keys are converted to this type. `time`: the column
-    of times. Raises InvalidInput.
+    of times. `folders`: columns by the names of the file's folders. `dim`: numbers of a vector, where that is said.
+    Raises InvalidInput.
     """
-    if time is not None and schema.get_field_index(time) < 0:
-        raise InvalidInput(f"expected one column {time!r} for times; {_listed(schema)}")
-    if schema.get_field_index(key) < 0:
-        raise InvalidInput(f"expected one column {key!r} for keys; {_listed(schema)}; name it with `key`")
-    kind = schema.field(key).type
-    own = KeyType.INT64 if _is_whole_decimal(kind) else key_type_of(kind)
+    folders = folders or {}
+    columns = _columns_in(schema, folders)
+    listed = _listed(schema, folders)
+    if time is not None and time not in columns:
+        raise InvalidInput(f"expected one column {time!r} for times; {listed}")
+    if key not in columns:
+        raise InvalidInput(f"expected one column {key!r} for keys; {listed}; name it with --key (key=)")
+    own = _key_type(key, columns[key].kind)
+    names = _vectors(columns, vector, listed, dim)
+    chosen = Chosen(key, names, key_type or own, time, folders=folders)
+    return replace(chosen, steps={name: columns[name].steps for name in chosen.names})
+
+
+def _key_type(name: str, kind: pa.DataType) -> KeyType:
+    if pa.types.is_null(kind):
+        raise NullColumn(f"column {name!r}: expected a key, got null in every row; {SKIP_NULLS}")
+    own = KeyType.INT64 if pa.types.is_decimal(kind) and kind.scale == 0 else key_type_of(kind)
     if own is None:
-        raise InvalidInput(f"column {key!r}: expected keys that are integers or strings, got {kind}; cast them first")
-    if isinstance(vector, str) and schema.get_field_index(vector) >= 0 and _is_vector(schema.field(vector).type):
-        return Chosen(key, (vector,), key_type or own, time)
-    names = _matching(schema, vector) if isinstance(vector, str) else list(vector)
+        floats = " (integers beside nulls in pandas, and HUGEINT in DuckDB, become such)"
+        raise InvalidInput(
+            f"column {name!r}: expected keys that are integers or strings, got {kind}"
+            f"{floats if pa.types.is_floating(kind) else ''}; cast them first, where they are made"
+        )
+    return own
+
+
+def _vectors(
+    columns: Mapping[str, _Column], vector: str | Sequence[str], listed: str, dim: int | None
+) -> tuple[str, ...]:
+    """The columns of the vectors: one of lists, or those of their numbers."""
+    if isinstance(vector, str) and vector in columns and _is_vector(columns[vector].kind):
+        _refuse_codes(vector, _lists_in(columns[vector].kind), columns)
+        return (vector,)
+    names = _matching(columns, vector) if isinstance(vector, str) else list(vector)
     if not names:
-        raise InvalidInput(f"expected one column {vector!r} for vectors; {_listed(schema)}; name it with `vector`")
+        raise InvalidInput(f"expected one column {vector!r} for vectors; {listed}; name it with --vector (vector=)")
     for name in names:
-        if schema.get_field_index(name) < 0:
-            raise InvalidInput(f"expected one column {name!r} for vectors; {_listed(schema)}")
-        kind = schema.field(name).type
+        if name not in columns:
+            raise InvalidInput(f"expected one column {name!r} for vectors; {listed}")
+        kind = columns[name].kind
+        if pa.types.is_null(kind):
+            raise NullColumn(f"column {name!r}: expected numbers, got null in every row; {SKIP_NULLS}")
         if not (pa.types.is_floating(kind) or pa.types.is_integer(kind)):
             what = "lists of numbers" if len(names) == 1 else "numbers"
             raise InvalidInput(f"column {name!r}: expected {what}, got {kind}")
-    return Chosen(key, tuple(names), key_type or own, time)
+    if names == [vector] and dim != 1:
+        _refuse_one_of_many(names[0], columns)
+    return tuple(names)
 
 
-def _matching(schema: pa.Schema, pattern: str) -> list[str]:
-    """The columns that match a name or pattern, `f2` before `f10`."""
-    names = [name for name in schema.names if fnmatch.fnmatchcase(name, pattern)]
+def _refuse_one_of_many(name: str, columns: Mapping[str, _Column]) -> None:
+    """Raise InvalidInput for one column of numbers beside others of its kind: `e0` where `e*` is meant."""
+    stem = name.rstrip("0123456789")
+    if not stem or stem == name:
+        return
+    numbers = (pa.types.is_floating, pa.types.is_integer)
+    alike = [
+        one
+        for one, column in columns.items()
+        if one.startswith(stem) and one[len(stem) :].isdecimal() and any(is_kind(column.kind) for is_kind in numbers)
+    ]
+    if len(alike) > 1:
+        raise InvalidInput(
+            f"column {name!r} is one number a row, and one of {len(alike)} such columns: --vector '{stem}[0-9]*' reads "
+            "them all as one vector, --dim 1 this one alone"
+        )
+
+
+def _refuse_codes(name: str, kind: pa.DataType, columns: Mapping[str, _Column]) -> None:
+    """Raise InvalidInput for lists of integers with what their numbers are made of beside them."""
+    beside = companions(name, columns) if pa.types.is_integer(kind.value_type) else []
+    if beside:
+        raise InvalidInput(
+            f"column {name!r}: expected lists of floats, got {kind} with {', '.join(map(repr, beside))} beside it: "
+            "these are codes of a quantized table; write the numbers that they stand for"
+        )
+
+
+def _columns_in(schema: pa.Schema, folders: Mapping[str, pa.Scalar]) -> dict[str, _Column]:
+    """Columns, those of folders, and the fields of structures by their paths; none of a name that is there twice."""
+    columns = {one.name: _Column(one.type, (one.name,)) for one in schema if schema.names.count(one.name) == 1}
+    for name, value in folders.items():
+        columns.setdefault(name, _Column(value.type, ()))
+    for column in list(columns.values()):
+        for path, inner in _fields(column):
+            columns.setdefault(path, inner)
+    return columns
+
+
+def _fields(column: _Column) -> Iterator[tuple[str, _Column]]:
+    if pa.types.is_struct(column.kind):
+        for i in range(column.kind.num_fields):
+            one = column.kind.field(i)
+            inner = _Column(one.type, (*column.steps, one.name))
+            yield ".".join(inner.steps), inner
+            yield from _fields(inner)
+
+
+def _matching(columns: Mapping[str, _Column], pattern: str) -> list[str]:
+    """The columns that match a name or pattern, `f2` before `f10`; fields of structures where it has a dot."""
+    names = [
+        name
+        for name, column in columns.items()
+        if fnmatch.fnmatchcase(name, pattern) and (len(column.steps) == 1 or "." in pattern)
+    ]
     return sorted(names, key=lambda name: [int(x) if x.isdecimal() else x for x in re.split(r"([0-9]+)", name)])
 
 
-def _listed(schema: pa.Schema) -> str:
-    shown = ", ".join(f"{field.name} ({field.type})" for field in list(schema)[:_SHOWN])
-    others = f" and {len(schema) - _SHOWN} more" if len(schema) > _SHOWN else ""
-    return f"there are {shown or 'none'}{others}"
+def _listed(schema: pa.Schema, folders: Mapping[str, pa.Scalar]) -> str:
+    there = [f"{one.name} ({one.type})" for one in schema]
+    there += [f"{name} ({value.type}, of folders)" for name, value in folders.items() if name not in schema.names]
+    others = f" and {len(there) - _SHOWN} more" if len(there) > _SHOWN else ""
+    return f"there are {', '.join(there[:_SHOWN]) or 'none'}{others}"
 
 
-def _is_whole_decimal(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_decimal(kind) and kind.scale == 0)
+# --- lists, and what stands for them
 
 
 def _is_spark_vector(kind: pa.DataType) -> bool:
@@ -95,43 +206,124 @@ def _is_spark_vector(kind: pa.DataType) -> bool:
     return bool(pa.types.is_struct(kind) and {"type", "values"} <= {kind.field(i).name for i in range(kind.num_fields)})
 
 
+def _only_field(kind: pa.DataType) -> pa.DataType | None:
+    return kind.field(0).type if pa.types.is_struct(kind) and kind.num_fields == 1 else None
+
+
+def _lists_in(kind: pa.DataType) -> pa.DataType:
+    """The lists that a column holds: BigQuery wraps them, and each number in them, in structures of one field."""
+    if _is_spark_vector(kind):
+        return kind.field("values").type
+    inner = _only_field(kind)
+    kind = kind if inner is None else inner
+    if pa.types.is_list(kind) and (number := _only_field(kind.value_type)) is not None:
+        return pa.list_(number)
+    return kind
+
+
 def _is_vector(kind: pa.DataType) -> bool:
-    return is_list(kind) or _is_spark_vector(kind)
+    return is_list(_lists_in(kind))
+
+
+def _unwrapped(column: pa.Array) -> pa.Array:
+    """The lists of BigQuery as plain ones; other columns as they are."""
+    if _is_spark_vector(column.type) or not _is_vector(column.type):
+        return column
+    if pa.types.is_struct(column.type):
+        column = pc.struct_field(column, [0])
+    if pa.types.is_list(column.type) and _only_field(column.type.value_type) is not None:
+        numbers = pc.struct_field(column.values, [0])
+        kind, buffers = pa.list_(numbers.type), column.buffers()[:2]
+        column = pa.Array.from_buffers(kind, len(column), buffers, -1, column.offset, [numbers])
+    return column
+
+
+# --- batches
+
+
+def picked(batch: pa.RecordBatch, chosen: Chosen) -> pa.RecordBatch:
+    """The chosen columns under their names: fields out of their structures, keys as plain values of `chosen.key_type`.
+
+    InvalidInput for a key that is not of this type.
+    """
+    columns = {name: _unwrapped(_column(batch, name, chosen)) for name in chosen.names}
+    columns[chosen.key] = converted(columns[chosen.key], chosen.key_type, chosen.key)
+    return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
+
+
+def _column(batch: pa.RecordBatch, name: str, chosen: Chosen) -> pa.Array:
+    steps = chosen.steps[name]
+    if not steps:
+        return pa.repeat(chosen.folders[name], len(batch))
+    column = batch.column(steps[0])
+    return column if len(steps) == 1 else pc.struct_field(column, list(steps[1:]))
+
+
+def converted(keys: pa.Array, key_type: KeyType, name: str) -> pa.Array:
+    """Keys as the Arrow type of `key_type`, nulls kept. UnfitRow for one that is none, InvalidInput where all are."""
+    keys = without_dictionary(keys)
+    try:
+        return keys.cast(ARROW_KEYS[key_type])
+    except pa.ArrowException as error:
+        own = key_type_of(keys.type)
+        hint = "" if own in (None, key_type) else f"; --key-type {own} (key_type=) reads them as they are"
+        reason = f"column {name!r}: expected {key_type} keys: {error}{hint}"
+        row = _first_that_fails(keys, key_type)
+        if row is None:
+            raise InvalidInput(reason) from error
+        raise UnfitRow(row, reason) from error
+
+
+def _first_that_fails(keys: pa.Array, key_type: KeyType) -> int | None:
+    """The first key that cannot be converted; None where none can. Halves until one remains."""
+
+    def fails(low: int, high: int) -> bool:
+        try:
+            keys.slice(low, high - low).cast(ARROW_KEYS[key_type])
+        except pa.ArrowException:
+            return True
+        return False
+
+    low, high = 0, len(keys)
+    if fails(0, 0):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fails(low, middle) else (middle, high)
+    return low
 
 
 def keys_of(batch: pa.RecordBatch, chosen: Chosen) -> pa.Array:
-    """The keys, as the Arrow type of `chosen.key_type`. InvalidInput names the row of a null."""
+    """The keys of a batch that was `picked`. UnfitRow for a null."""
     column = batch.column(chosen.key)
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
     if column.null_count:
-        raise InvalidInput(f"row {_first_null(column)}: expected a key, got null")
-    if key_type_of(column.type) is chosen.key_type:
-        return column
-    try:
-        return pc.cast(column, _ARROW_KEYS[chosen.key_type])
-    except pa.ArrowException as error:
-        raise InvalidInput(f"column {chosen.key!r}: expected {chosen.key_type} keys: {error}") from error
+        raise UnfitRow(_first_null(column), f"expected a key in column {chosen.key!r}, got null; {SKIP_NULLS}")
+    return column
 
 
 def vectors_of(batch: pa.RecordBatch, chosen: Chosen) -> npt.NDArray[Any]:
-    """The vectors, numbers [n, dim]. InvalidInput names the row that does not fit."""
+    """The vectors, numbers [n, dim], of a batch that was `picked`. UnfitRow for one that does not fit."""
     if len(chosen.vectors) > 1 or not _is_vector(batch.column(chosen.vectors[0]).type):
         parts = []
         for name in chosen.vectors:
             column = batch.column(name)
             if column.null_count:
-                raise InvalidInput(f"row {_first_null(column)}: column {name!r} is null")
+                raise UnfitRow(_first_null(column), f"column {name!r} is null; {SKIP_NULLS}")
             parts.append(column.to_numpy(zero_copy_only=False))
         return np.stack(parts, axis=1)
-    column = batch.column(chosen.vectors[0])
+    name = chosen.vectors[0]
+    column = batch.column(name)
     if _is_spark_vector(column.type):
-        column = _dense(column, chosen.vectors[0])
-    return list_rows(column)
+        column = _dense(column, name)
+    try:
+        return list_rows(column)
+    except UnfitRow as error:
+        hint = f"; {SKIP_NULLS}" if "null" in error.reason else ""
+        raise UnfitRow(error.row, f"column {name!r}: {error.reason}{hint}") from error
 
 
 def without_nulls(batch: pa.RecordBatch, chosen: Chosen) -> tuple[pa.RecordBatch, npt.NDArray[np.int64] | None]:
-    """The rows that hold no null in the chosen columns, nor within a list there, and their numbers; None for all."""
+    """The rows of a batch that was `picked` with no null, nor within a list, and their numbers; None for all."""
     valid = np.ones(len(batch), bool)
     for name in chosen.names:
         column = batch.column(name)
@@ -149,12 +341,12 @@ def without_nulls(batch: pa.RecordBatch, chosen: Chosen) -> tuple[pa.RecordBatch
 
 def _dense(column: pa.StructArray, name: str) -> pa.Array:
     if column.null_count:
-        raise InvalidInput(f"row {_first_null(column)}: column {name!r} is null")
+        raise UnfitRow(_first_null(column), f"column {name!r} is null; {SKIP_NULLS}")
     sparse = pc.not_equal(pc.struct_field(column, "type"), 1)
     if pc.any(sparse).as_py():
         row = int(np.argmax(sparse.to_numpy(zero_copy_only=False)))
-        raise InvalidInput(
-            f"row {row}: column {name!r}: expected dense vectors, got a sparse one; convert it with vector_to_array"
+        raise UnfitRow(
+            row, f"column {name!r}: expected dense vectors, got a sparse one; convert it with vector_to_array"
         )
     return pc.struct_field(column, "values")
 

@@ -74,10 +74,10 @@ def _tables(model: _Model, path: Path, root: Path) -> list[TableSource]:
     tables = []
     for i, (name, file) in enumerate(zip(names, model.sparse_files, strict=True)):
         folder = _located(Path(file), root)
-        dim = model.embedding_vecsize_per_table[i] if model.embedding_vecsize_per_table else _dim(folder)
+        declared = model.embedding_vecsize_per_table[i] if model.embedding_vecsize_per_table else None
         value = model.default_value_for_each_table[i] if model.default_value_for_each_table else 0.0
-        default: Any = "zeros" if value == 0 else [value] * dim
-        tables.append(TableSource(name, folder, default=default))
+        default: Any = "zeros" if value == 0 else [value] * (declared or _dim(folder))
+        tables.append(TableSource(name, folder, default=default, dim=declared))
     return tables
 
 

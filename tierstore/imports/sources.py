@@ -19,14 +19,41 @@ import pyarrow.dataset as ds
 from tierstore.errors import InvalidInput, SnapshotError
 from tierstore.formats.columns import Malformed
 from tierstore.formats.names import HUGECTR_KEYS
-from tierstore.formats.normalize import guessed_key_type, vector_rows
+from tierstore.formats.normalize import UnfitRow, guessed_key_type, vector_rows
 from tierstore.formats.row_times import Times, as_times
-from tierstore.formats.snapshot.checksum import is_hugectr, parts
-from tierstore.imports.checkpoints import RowsPart, is_state_dict, pairs_in, read_hugectr, read_pairs, read_state_dict
-from tierstore.imports.columns import Chosen, choose_columns, keys_of, vectors_of, without_nulls
+from tierstore.formats.snapshot.reader import naming
+from tierstore.imports.columns import (
+    Chosen,
+    NullColumn,
+    choose_columns,
+    converted,
+    keys_of,
+    picked,
+    vectors_of,
+    without_nulls,
+)
+from tierstore.imports.named_tensors import (
+    NamedTensors,
+    read_npy_files,
+    read_npz_file,
+    read_safetensors_file,
+    rows_in_tensors,
+)
+from tierstore.imports.places import (
+    FORMATS,
+    NPY,
+    NPZ,
+    SAFETENSORS,
+    RowsKind,
+    RowsPlace,
+    npy_folders,
+    places_of,
+)
+from tierstore.imports.raw_pairs import RowsPart, read_hugectr, read_pairs
+from tierstore.imports.text_vectors import read_text
+from tierstore.imports.torch_tensors import read_distributed, read_saved
 from tierstore.types import KeyType
 
-_FORMATS = {".parquet": "parquet", ".arrow": "ipc", ".feather": "ipc", ".ipc": "ipc", ".orc": "orc"}
 _BATCH_ROWS = 1 << 15
 
 
@@ -65,7 +92,7 @@ class Block:
 class Wanted:
     """Names of the columns of keys, vectors and times (None: there are none), and the type to convert keys to, if any.
 
-    skip_nulls: pass over rows that hold a null; else they are errors.
+    skip_nulls: pass over rows that hold a null; else they are errors. dim: numbers of a vector, where that is said.
     """
 
     key: str
@@ -73,6 +100,7 @@ class Wanted:
     key_type: KeyType | None
     time: str | None
     skip_nulls: bool = False
+    dim: int | None = None
 
 
 def blocks(source: Any, wanted: Wanted) -> Iterator[Block]:
@@ -82,8 +110,8 @@ def blocks(source: Any, wanted: Wanted) -> Iterator[Block]:
     """
     paths = as_paths(source)
     if paths is not None:
-        for path in paths:
-            yield from _of_path(path, wanted)
+        for place in places_of(paths):
+            yield from _opened(place, wanted)
         return
     with _errors_naming("the table"):
         if isinstance(source, Mapping):
@@ -94,16 +122,21 @@ def blocks(source: Any, wanted: Wanted) -> Iterator[Block]:
 
 
 def check(source: Any, wanted: Wanted) -> None:
-    """SnapshotError where files do not have the columns. Reads their schemas alone; other sources are passed over."""
-    for path in as_paths(source) or ():
-        if not (pairs_in(path) or is_state_dict(path) or (path.is_dir() and is_hugectr(path))):
-            for file in _files(path) if path.exists() else ():
-                with _errors_naming(str(file)):
-                    _chosen(_dataset(file).schema, wanted)
+    """SnapshotError where files do not have what is wanted. Reads their schemas and headers alone; other sources are
+    passed over.
+    """
+    for place in places_of(as_paths(source) or ()):
+        _opened(place, wanted)
 
 
-def _chosen(schema: pa.Schema, wanted: Wanted) -> Chosen:
-    return choose_columns(schema, wanted.key, wanted.vector, wanted.key_type, wanted.time)
+def bad_row(reason: str, file: str, row: int) -> SnapshotError:
+    """What is wrong with one row of a file."""
+    return SnapshotError(f"{reason} (rows are counted from 0)", file=file, row=row)
+
+
+def _chosen(schema: pa.Schema, wanted: Wanted, folders: Mapping[str, pa.Scalar] | None = None) -> Chosen:
+    names = wanted.key, wanted.vector, wanted.key_type, wanted.time
+    return choose_columns(schema, *names, dim=wanted.dim, folders=folders)
 
 
 def as_paths(source: Any) -> list[Path] | None:
@@ -120,89 +153,127 @@ def rows_in(source: Any) -> int:
     paths = as_paths(source)
     if paths is None:
         return len(source) if hasattr(source, "__len__") and not isinstance(source, Mapping) else 0
+    total = 0
     try:
-        folders = [path for path in paths if path.is_dir() and is_hugectr(path)]
-        total = sum((path / HUGECTR_KEYS).stat().st_size // 8 for path in folders)
-        for path in paths:
-            if path not in folders:
-                total += sum(_dataset(file).count_rows() for file in _files(path))
+        for place in places_of(paths):
+            if place.kind is RowsKind.HUGECTR:
+                total += (place.path / HUGECTR_KEYS).stat().st_size // 8
+            elif place.kind is RowsKind.COLUMNS:
+                total += _dataset(place.path).count_rows()
+            else:
+                return 0
     except (OSError, pa.ArrowException, SnapshotError):
         return 0  # reading it reports what is wrong
     return total
 
 
-def _files(path: Path) -> list[Path]:
-    return [path / name for name, _ in parts(path)]
-
-
 @contextmanager
 def _errors_naming(file: str) -> Iterator[None]:
-    """Turns every error into a SnapshotError that names the file."""
+    """Turns every error into a SnapshotError that names the file, and the row if it is one row's fault."""
     try:
-        yield
-    except SnapshotError:
+        with naming(file):
+            try:
+                yield
+            except UnfitRow as error:
+                raise bad_row(error.reason, file, error.row) from error
+            except Malformed as error:
+                if error.row is None:
+                    raise
+                raise bad_row(error.reason, file, error.row) from error
+    except SnapshotError as error:
+        if any(sign in error.reason for sign in ("more than 64 bits", "_pli128", "_plu128")):
+            raise SnapshotError(
+                f"{error.reason}; cast columns of 128 bits to Int64 where they are made", file=file
+            ) from error
         raise
-    except Malformed as error:
-        raise SnapshotError(error.reason, file=file, row=error.row) from error
-    except InvalidInput as error:
-        raise SnapshotError(str(error), file=file) from error
-    except (pa.ArrowException, OSError, ValueError, TypeError) as error:
-        raise SnapshotError(f"cannot be read: {error}", file=file) from error
 
 
-def _of_path(path: Path, wanted: Wanted) -> Iterator[Block]:
-    if pairs_in(path):
-        yield from _of_parts(path, read_pairs(path), wanted)
-        return
-    if is_state_dict(path):
-        if not isinstance(wanted.vector, str):
-            raise SnapshotError(f"expected one tensor of rows, got {len(wanted.vector)} names", file=str(path))
-        yield from _of_parts(path, read_state_dict(path, wanted.key, wanted.vector), wanted)
-        return
-    if not path.exists():
-        raise SnapshotError("is missing", file=str(path))
-    if path.is_dir() and is_hugectr(path):
-        yield from _of_parts(path, read_hugectr(path), replace(wanted, key_type=KeyType.INT64))
-        return
-    files = _files(path)
-    if not files:
-        raise SnapshotError("expected a directory with Parquet, Arrow or ORC files; got none", file=str(path))
-    for file in files:
-        with _errors_naming(str(file)):
-            data = _dataset(file)
-            chosen = _chosen(data.schema, wanted)
-            batches = data.to_batches(columns=chosen.names, batch_size=_BATCH_ROWS, batch_readahead=2)
-            yield from _of_batches(str(file), chosen, batches, wanted.skip_nulls)
-
-
-def _of_parts(path: Path, parts: Iterator[RowsPart], wanted: Wanted) -> Iterator[Block]:
+def _opened(place: RowsPlace, wanted: Wanted) -> Iterator[Block]:
+    """The blocks of a place. What names and headers show is checked at once, rows when they are read."""
+    file = str(place.path)
+    if place.kind is RowsKind.COLUMNS:
+        with _errors_naming(file):
+            return _named(file, _of_file(place, wanted))
     if wanted.time is not None:
         raise SnapshotError(
             f"expected a column {wanted.time!r} for times, which a checkpoint does not have: without it all rows have "
             "the time of the import",
-            file=str(path),
+            file=file,
         )
-    with _errors_naming(str(path)):
+    if place.kind is RowsKind.TENSORS:
+        if not isinstance(wanted.vector, str):
+            raise SnapshotError(f"expected one tensor of rows, got {len(wanted.vector)} names", file=file)
+        return _of_parts(file, rows_in_tensors(_tensors(place.files), wanted.key, wanted.vector), wanted)
+    with _errors_naming(file):
+        read = {RowsKind.PAIRS: read_pairs, RowsKind.HUGECTR: read_hugectr, RowsKind.TEXT: read_text}[place.kind]
+        return _of_parts(file, read(place.path, wanted.dim), wanted)
+
+
+def _tensors(files: Sequence[Path]) -> list[NamedTensors]:
+    """The tensors of files, in order; arrays of one folder are together."""
+    found = [_tensors_of(file) for file in files if file.suffix.lower() != NPY]
+    for folder in npy_folders(files):
+        with _errors_naming(str(folder[0])):
+            found.append(read_npy_files(folder))
+    return found
+
+
+def _named(file: str, blocks_of: Iterator[Block]) -> Iterator[Block]:
+    with _errors_naming(file):
+        yield from blocks_of
+
+
+def _tensors_of(file: Path) -> NamedTensors:
+    ending = file.suffix.lower()
+    if ending in (SAFETENSORS, NPZ):
+        with _errors_naming(str(file)):
+            return read_safetensors_file(file) if ending == SAFETENSORS else read_npz_file(file)
+    return read_distributed(file) if file.is_dir() else read_saved(file)
+
+
+def _of_parts(file: str, parts: Iterator[RowsPart], wanted: Wanted) -> Iterator[Block]:
+    """Blocks of rows that are arrays."""
+    with _errors_naming(file):
         for part in parts:
-            yield Block(part.place, part.first, wanted.key_type or guessed_key_type(part.keys), part.keys, part.vectors)
+            keys, key_type = part.keys, wanted.key_type or guessed_key_type(part.keys)
+            if isinstance(keys, pa.Array) or guessed_key_type(keys) is not key_type:
+                try:
+                    keys = converted(pa.array(keys), key_type, wanted.key)
+                except UnfitRow as error:
+                    raise bad_row(error.reason, part.place, part.first + error.row) from error
+            yield Block(part.place, part.first, key_type, keys, part.vectors)
+
+
+def _of_file(place: RowsPlace, wanted: Wanted) -> Iterator[Block]:
+    """Blocks of a file of columns. One without rows has none, whatever its columns: their types are then often null."""
+    data = _dataset(place.path)
+    try:
+        chosen = _chosen(data.schema, wanted, dict(place.folders))
+    except InvalidInput as error:
+        rows = data.count_rows()
+        if rows and not (isinstance(error, NullColumn) and wanted.skip_nulls):
+            raise
+        return iter([Block(str(place.path), 0, KeyType.INT64, [], np.empty((0, 0)), left_out=rows)])
+    return _of_batches(str(place.path), chosen, _scanned(data, chosen), wanted.skip_nulls)
+
+
+def _scanned(data: ds.Dataset, chosen: Chosen) -> Iterator[pa.RecordBatch]:
+    """The batches of a file; Arrow begins to read ahead when the first is asked for."""
+    yield from data.to_batches(columns=chosen.to_read, batch_size=_BATCH_ROWS, batch_readahead=2)
 
 
 def _dataset(file: Path) -> ds.Dataset:
-    if file.suffix not in _FORMATS:
-        raise SnapshotError(
-            f"expected {', '.join(_FORMATS)}, a checkpoint (.safetensors, .pt, …) or a HugeCTR folder, got "
-            f"{file.suffix or 'no ending'}; DuckDB or pandas can convert other formats to Parquet",
-            file=str(file),
-        )
-    return ds.dataset(file, format=_FORMATS[file.suffix])
+    return ds.dataset(file, format=FORMATS[file.suffix.lower()])
 
 
 def _of_batches(file: str, chosen: Chosen, batches: Any, skip_nulls: bool) -> Iterator[Block]:
     first = 0
     for whole in batches:
-        batch, kept = without_nulls(whole, chosen) if skip_nulls else (whole, None)
-        left_out = len(whole) - len(batch)
+        kept = None
         try:
+            all_rows = picked(whole, chosen)
+            batch, kept = without_nulls(all_rows, chosen) if skip_nulls else (all_rows, None)
+            left_out = len(whole) - len(batch)
             if len(batch):
                 times = None if chosen.time is None else as_times(batch.column(chosen.time))
                 keys, vectors = keys_of(batch, chosen), vectors_of(batch, chosen)
@@ -210,15 +281,13 @@ def _of_batches(file: str, chosen: Chosen, batches: Any, skip_nulls: bool) -> It
             elif left_out:
                 yield Block(file, first, chosen.key_type, keys_of(batch, chosen), np.empty((0, 0)), left_out=left_out)
         except Malformed as error:
-            row = "" if error.row is None else f"row {error.row}: "
-            raise InvalidInput(f"{row}column {chosen.time!r}: {error.reason}{_place(first)}") from error
-        except InvalidInput as error:
-            raise InvalidInput(f"{error}{_place(first)}") from error
+            reason = f"column {chosen.time!r}: {error.reason}"
+            if error.row is None:
+                raise InvalidInput(reason) from error
+            raise bad_row(reason, file, first + (error.row if kept is None else int(kept[error.row]))) from error
+        except UnfitRow as error:  # of all rows, or of those that are kept
+            raise bad_row(error.reason, file, first + (error.row if kept is None else int(kept[error.row]))) from error
         first += len(whole)
-
-
-def _place(first: int) -> str:
-    return "" if not first else f", in the batch that begins with row {first}"
 
 
 def _of_columns(columns: Mapping[str, Any], wanted: Wanted) -> Iterator[Block]:

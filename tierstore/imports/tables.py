@@ -1,4 +1,4 @@
-"""Tables of other tools as snapshots: `import_table` for one, `import_tables` for several, and `tables.toml`.
+"""Tables of other tools as snapshots: `import_table` for one, `import_tables` for several.
 
 One thread at a time. A failed import writes no snapshot.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import re
-import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -18,7 +17,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tierstore.errors import InvalidInput, SnapshotError
 from tierstore.formats import files
@@ -27,7 +25,7 @@ from tierstore.formats.keys import as_codes
 from tierstore.formats.names import SNAPSHOT_MANIFEST
 from tierstore.formats.row_times import TIME
 from tierstore.formats.snapshot.writer import SnapshotWriter, TableWriter
-from tierstore.imports.sources import Wanted, blocks, check, rows_in
+from tierstore.imports.sources import Wanted, bad_row, blocks, check, rows_in
 from tierstore.types import Combiner, KeyType, Progress, ProgressFn, StorageDtype
 
 Paths = str | PathLike[str]
@@ -52,6 +50,7 @@ class TableSource:
         key: column of the keys, as for `import_table`; so are `vector` and `time_column`.
         ttl_s: rows that were not written for so long expire.
         features: by default one with the table's name.
+        dim: numbers of a vector, as for `import_table`.
         on_null: as for `import_table`; so is `on_duplicate`.
     """
 
@@ -67,12 +66,13 @@ class TableSource:
     time_column: str | None = None
     on_null: str = "fail"
     on_duplicate: str = "fail"
+    dim: int | None = None
 
     @property
     def wanted(self) -> Wanted:
         """What is read of the source."""
         key_type = None if self.key_type is None else KeyType(self.key_type)
-        return Wanted(self.key, self.vector, key_type, self.time_column, self.on_null == "skip")
+        return Wanted(self.key, self.vector, key_type, self.time_column, self.on_null == "skip", self.dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +101,7 @@ def import_table(
     time_column: str | None = None,
     on_null: str = "fail",
     on_duplicate: str = "fail",
+    dim: int | None = None,
     dense: Paths | bytes | None = None,
     out: Paths | None = None,
     version: int | None = None,
@@ -114,9 +115,9 @@ def import_table(
 
     Args:
         source: a path or paths of Parquet, Arrow or ORC files, of directories of them (as Spark, Ray, DuckDB and pandas
-            write them), or of a HugeCTR folder; or a data frame (pandas, Polars, DuckDB), Arrow data, or a mapping of
-            columns that are arrays.
-        key: the column of the keys: integers of any width, or strings.
+            write them), of checkpoints, `.npz` or `.npy` arrays, word2vec's text, or of a HugeCTR folder; or a frame
+            (pandas, Polars, DuckDB), Arrow data, or a mapping of columns that are arrays.
+        key: the column of the keys: integers of any width, or strings; as `meta.id`, a field of a structure.
         vector: the column of the vectors (lists, fixed-size lists, arrays), or the columns of one number each: their
             names, or a pattern such as `f*` (`f2` comes before `f10`).
         feature: its name in requests; default the table's. combiner: how its bags are pooled.
@@ -130,17 +131,17 @@ def import_table(
         on_null: `skip` leaves out rows with a null in one of these columns, or within a vector; `fail` refuses them.
         on_duplicate: `last` keeps the last row of a key, in the order of files and rows; `fail` has the load refuse it.
             It reads the keys first, and holds them in memory.
-        dense: an ONNX file that scores the rows.
-        left_out: called at the end of the table with what was left out.
+        dim: numbers of a vector: other vectors are refused. Files that do not say it (HugeCTR, TFRA, dynamicemb) are
+            compared with it.
+        dense: an ONNX file that scores the rows. left_out: called at the end of the table with what was left out.
         out: the directory; default `snapshots/<model>/<version>`. version: default the time, as 20261120093000.
         delta_seq: deltas up to this one are in the rows already.
 
     SnapshotError names file, row and reason.
     """
     features = (Feature(feature or table, combiner, padding_key),)
-    one = TableSource(
-        table, source, key, vector, key_type, dtype, default, features, ttl_s, time_column, on_null, on_duplicate
-    )
+    columns = (key, vector, key_type, dtype, default, features, ttl_s, time_column, on_null, on_duplicate, dim)
+    one = TableSource(table, source, *columns)
     calls: dict[str, Any] = {"progress": progress, "left_out": left_out}
     return import_tables([one], model=model, dense=dense, out=out, version=version, delta_seq=delta_seq, **calls)
 
@@ -216,6 +217,9 @@ def _import_one(snapshot: SnapshotWriter, table: TableSource, done: int, report:
         if not len(block.vectors):
             continue
         dim = block.vectors.shape[1]
+        expected, of = (table.dim, "--dim (dim=) says") if writer is None else (writer.dim, "in earlier blocks")
+        if expected not in (None, dim):
+            raise bad_row(f"expected vectors of {expected} numbers, as {of}, got {dim}", block.file, block.row(0))
         if writer is None:
             dtype = dtype or (StorageDtype.FLOAT16 if block.vectors.dtype == np.float16 else StorageDtype.FLOAT32)
             writer = snapshot.table(
@@ -229,23 +233,18 @@ def _import_one(snapshot: SnapshotWriter, table: TableSource, done: int, report:
             )
         if writer.key_type is not block.key_type:
             raise SnapshotError(
-                f"expected {writer.key_type} keys, as in earlier blocks, got {block.key_type}", file=block.file
-            )
-        if writer.dim != dim:
-            raise SnapshotError(
-                f"expected vectors of {writer.dim} numbers, as in earlier blocks, got {dim}", file=block.file
+                f"expected {writer.key_type} keys, as in earlier blocks, got {block.key_type}; --key-type string "
+                "(key_type=) reads all as strings",
+                file=block.file,
             )
         try:
             writer.write(block.keys, block.vectors, block.times)
         except InvalidInput as error:
-            with np.errstate(over="ignore"):
-                stored = block.vectors.astype(np.float16) if dtype == "float16" else as_vectors(block.vectors)
-                row = first_not_finite(stored)
-            if row is None:
+            found = _not_finite(block.vectors, dtype)
+            if found is None:
                 raise SnapshotError(str(error), file=block.file) from error
-            raise SnapshotError(
-                f"the vector holds NaN or Inf, or overflows {dtype}", file=block.file, row=block.row(row)
-            ) from error
+            row, reason = found
+            raise bad_row(reason, block.file, block.row(row)) from error
         report(done + seen + nulls)
     if writer is None:
         raise SnapshotError(
@@ -254,11 +253,22 @@ def _import_one(snapshot: SnapshotWriter, table: TableSource, done: int, report:
     return done + seen + nulls, LeftOut(table.name, nulls, duplicates)
 
 
+def _not_finite(vectors: npt.NDArray[Any], dtype: str | None) -> tuple[int, str] | None:
+    """The first row with a number that cannot be stored, and what is wrong with it; None where there is none."""
+    with np.errstate(over="ignore"):
+        stored = vectors.astype(np.float16) if dtype == "float16" else as_vectors(vectors)
+    row = first_not_finite(stored)
+    if row is None:
+        return None
+    number = int(np.argmin(np.isfinite(stored[row])))
+    return row, f"the vector holds NaN or Inf, or overflows {dtype}: its number {number} is {vectors[row, number]}"
+
+
 def _last_rows(table: TableSource) -> npt.NDArray[np.bool_]:
     """Which rows of a table are the last of their key, of all that are read. Reads the source once."""
     if isinstance(table.source, pa.RecordBatchReader):
         raise InvalidInput("expected a source that can be read twice to find duplicate keys, got a reader of batches")
-    read = (block.keys for block in blocks(table.source, table.wanted))
+    read = (block.keys for block in blocks(table.source, table.wanted) if len(block.keys))
     keys = [one if isinstance(one, pa.Array) else pa.array(np.asarray(one)) for one in read]
     if len({one.type for one in keys}) != 1:  # which the import refuses
         return np.ones(sum(map(len, keys)), bool)
@@ -289,10 +299,10 @@ def duplicate_in(tables: Iterable[TableSource], error: SnapshotError) -> Snapsho
             place = block.file, block.row(int(row))
             if first is not None:
                 reason = (
-                    f"duplicate key {found[2]}: it is also in {first[0]}, row {first[1]}; on_duplicate `last` "
-                    "keeps the last"
+                    f"duplicate key {found[2]}: it is also in {first[0]}, row {first[1]}; --on-duplicate last "
+                    "(on_duplicate='last') keeps the last row of a key"
                 )
-                return SnapshotError(reason, file=place[0], row=place[1])
+                return bad_row(reason, *place)
             first = place
     return None
 
@@ -309,74 +319,3 @@ def _check_words(table: TableSource) -> None:
     for what, word, words in given:
         if word is not None and word not in list(words):
             raise SnapshotError(f"table {table.name!r}: {what}: expected {', '.join(words)}, got {word!r}")
-
-
-# --- tables.toml
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class _FeatureEntry(_Strict):
-    combiner: str | None = None
-    padding_key: int | str | None = None
-    hash: dict[str, int | str] | None = None
-
-
-class _TableEntry(_Strict):
-    path: str | list[str]
-    key: str = "key"
-    vector: str | list[str] = "vector"
-    key_type: str | None = None
-    dtype: str | None = None
-    default: str | list[float] = "zeros"
-    ttl_s: int | str | None = None
-    time_column: str | None = None
-    on_null: str = "fail"
-    on_duplicate: str = "fail"
-    features: dict[str, _FeatureEntry] = Field(default_factory=dict)
-
-
-class TablesFile(_Strict):
-    """`tables.toml`: the tables of a model. Made by `TablesFile.read`."""
-
-    model: str | None = None
-    version: int | None = None
-    delta_seq: int = 0
-    dense: str | None = None
-    tables: dict[str, _TableEntry]
-
-    @classmethod
-    def read(cls, path: Path) -> TablesFile:
-        """Read and check the file. SnapshotError names the file and the entry."""
-        try:
-            return cls.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise SnapshotError(f"cannot be read: {error}", file=str(path)) from error
-        except ValidationError as error:
-            shown = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
-            raise SnapshotError(shown, file=str(path)) from error
-
-    def sources(self, root: Path) -> list[TableSource]:
-        """The tables; relative paths start from the directory `root`."""
-        return [_source(name, entry, root) for name, entry in self.tables.items()]
-
-
-def _source(name: str, entry: _TableEntry, root: Path) -> TableSource:
-    paths = [entry.path] if isinstance(entry.path, str) else entry.path
-    features = tuple(Feature(feature, it.combiner, it.padding_key, it.hash) for feature, it in entry.features.items())
-    return TableSource(
-        name,
-        [root / path for path in paths],
-        entry.key,
-        entry.vector,
-        entry.key_type,
-        entry.dtype,
-        entry.default,
-        features,
-        entry.ttl_s,
-        entry.time_column,
-        entry.on_null,
-        entry.on_duplicate,
-    )

@@ -40,7 +40,7 @@ from tierstore.formats.snapshot.reader import Snapshot, open_snapshot
 from tierstore.formats.snapshot.writer import SnapshotWriter
 from tierstore.formats.targets import Target, target_at
 from tierstore.formats.uploads import scratch_directory
-from tierstore.imports.columns import Chosen, keys_of
+from tierstore.imports.columns import converted
 from tierstore.imports.sources import Wanted, blocks
 from tierstore.ingest.build import built_file, finish_folder
 from tierstore.ingest.journal import Journal
@@ -77,7 +77,7 @@ class PartitionedBuild:
         key_type = self._entry(table).key
         if isinstance(keys, (pa.Array, pa.ChunkedArray)):
             keys = keys.combine_chunks() if isinstance(keys, pa.ChunkedArray) else keys
-            keys = keys_of(pa.record_batch({"key": keys}), Chosen("key", (), key_type, None))
+            keys = converted(keys, key_type, "key")
         return partition_of(as_codes(keys, key_type), self.partitions)
 
     def pending(self, table: str) -> list[int]:
@@ -115,7 +115,7 @@ class PartitionedBuild:
             return done.rows
         if not kernels.is_complete(kernels.SOON):
             ahead.prepare(until=kernels.SOON)
-        wanted = Wanted(key, vector, entry.key, time_column)
+        wanted = Wanted(key, vector, entry.key, time_column, dim=entry.dim)
         with scratch_directory(scratch, _SCRATCH) as where:
             try:
                 snapshot = self._spool(where / "rows", entry, partition, batches, wanted)

@@ -211,8 +211,10 @@ def _signature(session: Any, scalars: frozenset[str]) -> Signature:
     for node in session.get_inputs():
         datatype = datatype_of(node.type)
         if datatype is None:
+            hint = "; begin the graph with a Cast from float32" if node.type.startswith("tensor(") else ""
             raise InvalidInput(
-                f"input {node.name!r} is {node.type}; the dense part's inputs are tensors of numbers or strings"
+                f"input {node.name!r} is {node.type}; the dense part's inputs are tensors of numbers or strings of the "
+                f"protocol's types{hint}"
             )
         inputs.append(Tensor(node.name, datatype, _shape(node, scalars)))
     outputs, unserved = [], []
@@ -224,6 +226,8 @@ def _signature(session: Any, scalars: frozenset[str]) -> Signature:
             outputs.append(Tensor(node.name, datatype, _shape(node, frozenset())))
     if not outputs:
         listed = ", ".join(f"{name!r} is {kind}" for name, kind in unserved) or "it has none"
+        if unserved and all(kind.startswith("tensor(") for _, kind in unserved):
+            raise InvalidInput(f"no output has a type of the protocol: {listed}; end the graph with a Cast to float32")
         raise InvalidInput(
             f"no output is a tensor: {listed}; convert a classifier with the option zipmap=False, so that it gives "
             "arrays"

@@ -26,13 +26,14 @@ from tierstore.formats.buckets import EXTRAS
 from tierstore.formats.columns import Malformed
 from tierstore.formats.keys import as_codes
 from tierstore.formats.names import BUILT_MANIFEST, SNAPSHOT_MANIFEST
-from tierstore.formats.objects import Location, ObjectPath, is_inside, is_url, revision_of, size_of
+from tierstore.formats.objects import Location, ObjectPath, is_inside, is_url, names_below, revision_of, size_of
 from tierstore.formats.onnx_file import read_onnx
 from tierstore.formats.regular import open_regular
 from tierstore.formats.row_times import Times, seconds_of
 from tierstore.formats.snapshot.arrow_shards import read_arrow, read_parquet
 from tierstore.formats.snapshot.checksum import checksum, checksum_while_read, is_hugectr, parts
 from tierstore.formats.snapshot.manifest import Manifest, ShardEntry, TableEntry
+from tierstore.formats.snapshot.table_logs import reason_of_log
 from tierstore.formats.snapshot.tensor_shards import npy_header, read_hugectr_shard, read_npz, read_safetensors
 from tierstore.types import Keys, TableSpec, Vectors
 
@@ -278,6 +279,9 @@ class Snapshot:
             return [(shard.path, path, read_hugectr_shard)]
         files = [shard.path]
         if path.is_dir():
+            reason = reason_of_log(PurePosixPath(shard.path), names_below(path))
+            if reason is not None:
+                raise SnapshotError(reason, file=shard.path)
             files = [f"{shard.path}/{part}" for part, _ in parts(path)]
             if not files:
                 raise SnapshotError(

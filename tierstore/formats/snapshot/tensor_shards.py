@@ -68,9 +68,14 @@ def read_npz(
     Raises Malformed.
     """
     _refuse_strings(spec)
-    with open_regular(path) as file, zipfile.ZipFile(file) as archive:
-        members = [_npy_member(archive, name) for name in _names(time)]
-        yield from _blocks(members, spec, batch_rows, with_vectors)
+    (tensors, unreadable), names = npz_header(path), _names(time)
+    for name in names:
+        if name in unreadable:
+            raise Malformed(f"{name}.npy: {unreadable[name]}")
+        if name not in tensors:
+            wanted = "'keys' and 'vectors'" if name in ("keys", "vectors") else f"{name!r}, the table's time_column"
+            raise Malformed(f"expected arrays {wanted}, got {', '.join(f'{one}.npy' for one in tensors) or 'none'}")
+    yield from _blocks([tensors[name] for name in names], spec, batch_rows, with_vectors)
 
 
 def read_safetensors(
@@ -121,11 +126,22 @@ def raw_pair(keys: Location, vectors: Location, dim: int | None = None) -> tuple
         raise Malformed(f"{keys.name}: expected a whole number of int64 keys, got {key_bytes} bytes")
     expected = rows * dim * 4
     if vector_bytes != expected:
-        raise Malformed(f"{vectors.name}: expected {expected} bytes ({rows} rows of {dim} float32), got {vector_bytes}")
+        raise Malformed(
+            f"{vectors.name}: expected {expected} bytes ({rows} rows of {dim} float32), got "
+            f"{vector_bytes}{_narrower(key_bytes, vector_bytes, dim)}"
+        )
     return (
         ShardTensor(keys.name, np.dtype("<i8"), (rows,), partial(_stream_at, keys, 0)),
         ShardTensor(vectors.name, np.dtype("<f4"), (rows, dim), partial(_stream_at, vectors, 0)),
     )
+
+
+def _narrower(key_bytes: int, vector_bytes: int, dim: int) -> str:
+    """What the sizes of a pair speak for, where they do not fit int64 keys and float32 numbers."""
+    for keys, numbers, what in ((4, 4, "keys of 32 bits"), (8, 2, "float16 numbers")):
+        if key_bytes and key_bytes % keys == 0 and key_bytes // keys * dim * numbers == vector_bytes:
+            return f", which is right for {what}: write int64 keys and float32 numbers"
+    return ""
 
 
 def safetensors_header(path: Location) -> dict[str, ShardTensor]:
@@ -205,24 +221,38 @@ def npy_header(stream: IO[bytes]) -> tuple[np.dtype[Any], tuple[int, ...]]:
     return dtype, shape
 
 
-def _npy_member(archive: zipfile.ZipFile, name: str) -> ShardTensor:
-    member = name + ".npy"
-    if member not in archive.namelist():
-        wanted = "'keys' and 'vectors'" if name in ("keys", "vectors") else f"{name!r}, the table's time_column"
-        raise Malformed(f"expected arrays {wanted}, got {', '.join(archive.namelist()) or 'none'}")
-    try:
-        with archive.open(member) as stream:
-            dtype, shape = npy_header(stream)
-    except Malformed as error:
-        raise Malformed(f"{member}: {error.reason}") from error
+def npz_header(path: Location) -> tuple[dict[str, ShardTensor], dict[str, str]]:
+    """The arrays of a `.npz` file, and why others in it cannot be read. Raises what zipfile raises."""
+    tensors, unreadable = {}, {}
+    with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+        for member in archive.namelist():
+            name = member.removesuffix(".npy")
+            try:
+                with archive.open(member) as stream:
+                    dtype, shape = npy_header(stream)
+            except Malformed as error:
+                unreadable[name] = error.reason
+            else:
+                tensors[name] = ShardTensor(name, dtype, shape, partial(_stream_of_member, path, member))
+    return tensors, unreadable
 
-    @contextlib.contextmanager
-    def open_at_data() -> Iterator[IO[bytes]]:
-        with archive.open(member) as stream:
-            npy_header(stream)
-            yield stream
 
-    return ShardTensor(name, dtype, shape, open_at_data)
+@contextlib.contextmanager
+def _stream_of_member(path: Location, member: str) -> Iterator[IO[bytes]]:
+    with open_regular(path) as file, zipfile.ZipFile(file) as archive, archive.open(member) as stream:
+        npy_header(stream)
+        yield stream
+
+
+def npy_tensor(path: Location, name: str) -> ShardTensor:
+    """The array of a `.npy` file, under the name `name`. Raises Malformed."""
+    with open_regular(path) as file:
+        dtype, shape = npy_header(file)
+        begin, size = file.tell(), size_of(path)
+    expected = begin + math.prod(shape) * dtype.itemsize
+    if size != expected:
+        raise Malformed(f"expected {expected} bytes for {list(shape)} of {dtype}, got {size}")
+    return ShardTensor(name, dtype, shape, partial(_stream_at, path, begin))
 
 
 def _refuse_strings(spec: TableSpec) -> None:

@@ -1,0 +1,178 @@
+"""What lies where a source points to: files of columns, checkpoints, pairs, arrays, text; told apart by their names.
+
+Directories are searched to their bottom. What begins with `_` or a dot is passed over, and so are data directories and
+snapshots of tierstore. Tables that a log describes are refused. Any thread; nothing is read but names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import date
+from enum import Enum
+from itertools import groupby
+from pathlib import Path, PurePosixPath
+from urllib.parse import unquote
+
+import pyarrow as pa
+
+from tierstore.errors import SnapshotError
+from tierstore.formats.names import BUILT_MANIFEST, DIRECTORY_FORMAT, LOCK, SNAPSHOT_MANIFEST
+from tierstore.formats.objects import names_below
+from tierstore.formats.snapshot.checksum import is_hugectr
+from tierstore.formats.snapshot.table_logs import log_above, reason_of_log
+from tierstore.imports.raw_pairs import pairs_in
+
+TORCH_FILES = (".pt", ".pth", ".bin")
+SAFETENSORS, NPZ, NPY = ".safetensors", ".npz", ".npy"
+FORMATS = {".parquet": "parquet", ".arrow": "ipc", ".feather": "ipc", ".ipc": "ipc", ".orc": "orc"}
+_TENSORS = (*TORCH_FILES, SAFETENSORS, NPZ, NPY)
+_TEXT = (".txt", ".vec")
+_DISTRIBUTED = ".metadata"  # of torch.distributed.checkpoint, in its directory
+_HIVE = re.compile(r"([^=]+)=(.*)")
+_HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
+_NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")
+
+
+class RowsKind(Enum):
+    """How rows lie in a file, or in files that belong together."""
+
+    COLUMNS = "Parquet, Arrow or ORC"
+    PAIRS = "pairs of TFRA or dynamicemb"
+    HUGECTR = "a HugeCTR folder"
+    TENSORS = "tensors"
+    TEXT = "text"
+
+
+@dataclass(frozen=True, slots=True)
+class RowsPlace:
+    """Rows at `path`: one file or folder, or of tensors all `files`. `folders`: columns by names of hive's folders."""
+
+    kind: RowsKind
+    path: Path
+    files: tuple[Path, ...] = ()
+    folders: tuple[tuple[str, pa.Scalar], ...] = ()
+
+
+def is_distributed(path: Path) -> bool:
+    """Whether a directory is a torch.distributed.checkpoint."""
+    return (path / _DISTRIBUTED).is_file()
+
+
+def kind_of(path: Path) -> RowsKind | None:
+    """The kind of a file, by the ending of its name; None for one that is not read."""
+    ending = path.suffix.lower()
+    if ending in FORMATS:
+        return RowsKind.COLUMNS
+    return RowsKind.TENSORS if ending in _TENSORS else RowsKind.TEXT if ending in _TEXT else None
+
+
+def places_of(paths: Iterable[Path]) -> list[RowsPlace]:
+    """What there is to read, in order; all files of tensors are one. SnapshotError names a path without."""
+    found = [place for path in paths for place in _places(path)]
+    tensors = [place for place in found if place.kind is RowsKind.TENSORS]
+    if not tensors:
+        return found
+    together = RowsPlace(RowsKind.TENSORS, tensors[0].path, tuple(file for place in tensors for file in place.files))
+    return [*(place for place in found if place.kind is not RowsKind.TENSORS), together]
+
+
+def _places(path: Path) -> list[RowsPlace]:
+    if pairs_in(path):
+        return [RowsPlace(RowsKind.PAIRS, path)]
+    if not path.exists():
+        raise SnapshotError("is missing", file=str(path))
+    if path.is_dir():
+        if is_distributed(path):
+            return [RowsPlace(RowsKind.TENSORS, path, (path,))]
+        if is_hugectr(path):
+            return [RowsPlace(RowsKind.HUGECTR, path)]
+        return _in_directory(path)
+    reason = reason_of_log(path.parent, [PurePosixPath(path.name)]) or log_above(path)
+    if reason is not None:
+        raise SnapshotError(reason, file=str(path))
+    return [_of_file(path)]
+
+
+def _of_file(path: Path) -> RowsPlace:
+    kind = kind_of(path)
+    if kind is None:
+        raise SnapshotError(
+            f"expected {', '.join(FORMATS)}, a checkpoint ({SAFETENSORS}, .pt, …), arrays ({NPZ}, {NPY}), vectors as "
+            f"text ({', '.join(_TEXT)}) or a HugeCTR folder, got {path.suffix or 'no ending'}; DuckDB or pandas can "
+            "convert other formats to Parquet",
+            file=str(path),
+        )
+    return RowsPlace(kind, path, (path,), tuple(_folders(path)) if kind is RowsKind.COLUMNS else ())
+
+
+def _in_directory(path: Path) -> list[RowsPlace]:
+    names = names_below(path)
+    reason = reason_of_log(path, names) or log_above(path / "file")
+    if reason is not None:
+        raise SnapshotError(reason, file=str(path))
+    own = _own_directories(names)
+    if PurePosixPath() in own:
+        raise SnapshotError(own[PurePosixPath()], file=str(path))
+    files = [
+        path / name
+        for name in sorted(names)
+        if not any(part.startswith(("_", ".")) for part in name.parts) and not own.keys() & set(name.parents)
+    ]
+    kinds = {kind: file for file in reversed(files) if (kind := kind_of(file)) is not None}
+    if RowsKind.TENSORS in kinds and RowsKind.COLUMNS not in kinds:  # with a checkpoint lie its settings and words
+        files = [file for file in files if kind_of(file) is RowsKind.TENSORS]
+    elif len(kinds) > 1:
+        one, other = list(kinds.values())[:2]
+        raise SnapshotError(
+            f"holds files of several kinds, as {one.relative_to(path)} and {other.relative_to(path)}: name the files, "
+            "or a directory of one kind",
+            file=str(path),
+        )
+    if not files:
+        beside = "".join(f"; passed over: {path / where}, which {what}" for where, what in own.items())
+        raise SnapshotError(f"expected a directory with Parquet, Arrow or ORC files; got none{beside}", file=str(path))
+    return [_of_file(file) for file in files]
+
+
+def _own_directories(names: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:
+    """Directories among these files that tierstore has written, and what they are."""
+    there = set(names)
+    own = {}
+    for name in names:
+        if name.name == LOCK and name.parent / DIRECTORY_FORMAT in there:
+            own[name.parent] = (
+                "is a data directory of tierstore: `tierstore export` writes a snapshot of what it serves"
+            )
+        elif name.name == SNAPSHOT_MANIFEST:
+            own[name.parent] = "is a snapshot of tierstore: `tierstore load` loads it"
+        elif name.name == BUILT_MANIFEST:
+            own[name.parent] = "is a built version of tierstore: `tierstore load` loads it"
+    return own
+
+
+def _folders(path: Path) -> Iterable[tuple[str, pa.Scalar]]:
+    """What the names of a file's folders say, as Spark, DuckDB and pandas partition: `day=2026-11-20/bucket=7/`."""
+    for folder in path.parts[:-1]:
+        if (found := _HIVE.fullmatch(folder)) is not None:
+            name, text = unquote(found[1]), unquote(found[2])
+            if text == _HIVE_NULL:
+                yield name, pa.scalar(None, pa.string())
+            elif _NUMBER.fullmatch(text):
+                yield name, pa.scalar(int(text), pa.int64())
+            else:
+                yield name, pa.scalar(_date(text) or text)
+
+
+def _date(text: str) -> date | None:
+    with contextlib.suppress(ValueError):
+        return date.fromisoformat(text)
+    return None
+
+
+def npy_folders(files: Iterable[Path]) -> list[tuple[Path, ...]]:
+    """The `.npy` files among `files`, those of one folder together."""
+    arrays = sorted(file for file in files if file.suffix.lower() == NPY)
+    return [tuple(group) for _, group in groupby(arrays, key=lambda file: file.parent)]

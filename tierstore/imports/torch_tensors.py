@@ -1,0 +1,118 @@
+"""Tensors of PyTorch's files: what `torch.save` wrote, and directories of torch.distributed.checkpoint.
+
+Nothing is unpickled but by `torch.load(weights_only=True)`. One thread at a time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tierstore.errors import MissingExtra, SnapshotError
+from tierstore.imports.named_tensors import NamedTensors, TensorKind
+from tierstore.imports.raw_pairs import BATCH_ROWS
+
+_WORD2VEC = re.compile(rb"[0-9]+ [0-9]+\n")
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise MissingExtra(
+            "PyTorch's checkpoints are read by PyTorch: pip install torch; or save as .safetensors"
+        ) from error
+    return torch
+
+
+def read_saved(path: Path) -> NamedTensors:
+    """Tensors of a file that `torch.save` wrote, by their names; those of nested dictionaries by dotted ones."""
+    with path.open("rb") as file:
+        if _WORD2VEC.match(file.read(64)):
+            raise SnapshotError(
+                "is word2vec's binary form: save it as text, save_word2vec_format(…, binary=False)", file=str(path)
+            )
+    torch = _torch()
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, ValueError):
+        content = _unmapped(torch, path)
+    except Exception as error:
+        raise SnapshotError(_unreadable(error), file=str(path)) from error
+    tensors: dict[str, Any] = {}
+    _collect(torch, "", content, tensors)
+    return NamedTensors(
+        path,
+        {name: _kind(tensor.shape, tensor.dtype) for name, tensor in tensors.items()},
+        lambda names: _slices([tensors[name] for name in names]),
+    )
+
+
+def read_distributed(path: Path) -> NamedTensors:
+    """The tensors of a torch.distributed.checkpoint directory, put together from all
+    ranks' shards when they are read.
+    """
+    torch = _torch()
+    from torch.distributed import checkpoint
+
+    def failure(error: Exception) -> SnapshotError:
+        return SnapshotError(f"cannot be read as a distributed checkpoint: {error}", file=str(path))
+
+    try:
+        entries = checkpoint.FileSystemReader(str(path)).read_metadata().state_dict_metadata
+    except Exception as error:
+        raise failure(error) from error
+    kinds = {
+        name: _kind(entry.size, entry.properties.dtype) for name, entry in entries.items() if hasattr(entry, "size")
+    }
+
+    def read(names: list[str]) -> Iterator[tuple[np.ndarray, ...]]:
+        state = {name: torch.empty(kinds[name].shape, dtype=entries[name].properties.dtype) for name in names}
+        try:
+            checkpoint.load(state, checkpoint_id=str(path), no_dist=True)
+        except Exception as error:
+            raise failure(error) from error
+        return _slices([state[name] for name in names])
+
+    return NamedTensors(path, kinds, read)
+
+
+def _kind(shape: Any, dtype: Any) -> TensorKind:
+    return TensorKind(tuple(shape), str(dtype).removeprefix("torch."))
+
+
+def _slices(tensors: Sequence[Any]) -> Iterator[tuple[np.ndarray, ...]]:
+    for first in range(0, len(tensors[0]), BATCH_ROWS):
+        yield tuple(_as_numpy(tensor[first : first + BATCH_ROWS]) for tensor in tensors)
+
+
+def _as_numpy(tensor: Any) -> np.ndarray:
+    """NumPy lacks bfloat16 and narrower floats: they become float32."""
+    narrow = tensor.is_floating_point() and tensor.dtype.itemsize < 4 and str(tensor.dtype) != "torch.float16"
+    array: np.ndarray = (tensor.float() if narrow else tensor).numpy()
+    return array
+
+
+def _unmapped(torch: Any, path: Path) -> Any:
+    """Read a file in PyTorch's format before 1.6, which cannot be mapped."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise SnapshotError(_unreadable(error), file=str(path)) from error
+
+
+def _unreadable(error: Exception) -> str:
+    first = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return f"cannot be read as a file of tensors alone (torch.load with weights_only): {first}; save model.state_dict()"
+
+
+def _collect(torch: Any, prefix: str, content: Any, tensors: dict[str, Any]) -> None:
+    if isinstance(content, torch.Tensor):
+        tensors[prefix] = content.detach()
+    elif isinstance(content, Mapping):
+        for name, one in content.items():
+            _collect(torch, f"{prefix}.{name}" if prefix else str(name), one, tensors)
