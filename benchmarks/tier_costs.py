@@ -18,6 +18,7 @@ why they did not. Answers are checked: the size of each, and the values of one i
 
 from __future__ import annotations
 
+import functools
 import shutil
 import statistics
 import tempfile
@@ -32,7 +33,7 @@ import numpy as np
 
 import tierstore
 from benchmarks import networks, report
-from benchmarks.changing import Changing, Counts, Service, difference, told
+from benchmarks.changing import Changing, Counts, Service, difference, small_vectors, told
 from benchmarks.machine import describe
 from benchmarks.options import parser_of
 from benchmarks.predict_service import Served
@@ -50,6 +51,7 @@ DELTA_ROWS, DELTA_EVERY = 1000, 20
 WARM_UP = 3  # requests before a turn
 TOLERANCE = 1e-4
 _ROW_BYTES = 4 * DIM + 16  # in memory, with its key and bookkeeping, and some more
+vectors = functools.partial(small_vectors, dim=DIM)
 _Message = message_class("inference.ModelInferRequest")
 _Answer = message_class("inference.ModelInferResponse")
 
@@ -67,19 +69,11 @@ class Plan:
 
 
 PLANS = {
-    "tiny": Plan(20_000, 1, (64,), 40),
+    "tiny": Plan(100_000, 1, (64,), 40),
     "quick": Plan(400_000, 3, (64, 1024, 4096), 320),
     "default": Plan(2_000_000, 7, (64, 1024, 4096), 480),
     "full": Plan(4_000_000, 15, (64, 1024, 4096), 640),
 }
-
-
-def vectors(rows: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """float32[n, DIM] from -1 to 1, known from a row's number and how often it was changed."""
-    with np.errstate(over="ignore"):
-        mixed = (rows.astype(np.int64) + times * 1_000_003)[:, None] * (np.arange(DIM) * 2 + 2_654_435_761)
-    made: np.ndarray = (((mixed >> 7) & 0xFFFF).astype(np.float32) - 32768) / 32768
-    return made
 
 
 def write(root: Path, plan: Plan) -> None:
