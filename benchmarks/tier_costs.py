@@ -10,8 +10,7 @@ and 4,096 keys and predictions of 100 items (8 features into 128 into 1), over H
 
 States take turns, a round each. CPU is the processor time of the service's process for a request, with all that it does behind it
 (reading, putting rows into its cache, folding), as the median of the rounds; `over memory` is the median of each round's ratio.
-`delta us` is what of `1% new` is the deltas' own, a twentieth of what one costs: as many of them sent alone, as far apart; `without delta` is
-`over memory` without it. p50 and p99 are over all rounds, of the client, and leave out the wait for the deltas themselves. `from disk` and
+`delta us` is what of `1% new` is the deltas' own, a twentieth of what one costs: as many of them sent alone, as far apart. p50 and p99 are over all rounds, of the client, and leave out the wait for the deltas themselves. `from disk` and
 `from overlay` are shares of the keys by the service's count, `compiled` is the share of requests that reactors answered, and `handed on` says
 why they did not. Answers are checked: the size of each, and the values of one in 20.
 """
@@ -331,9 +330,7 @@ class Bench:
                     row = {"part": f"{name}, {way.name}", "state": state_name, "cpu_us": statistics.median(one.cpu_us)}
                     row["over_memory"] = statistics.median(over)
                     if one.delta_us:
-                        of_all = zip(one.cpu_us, one.delta_us, taken["memory"].cpu_us, strict=True)
                         row["delta_us"] = statistics.median(one.delta_us)
-                        row["without_delta"] = statistics.median((all - own) / base for all, own, base in of_all)
                     row |= {"p50_us": float(p50), "p99_us": float(p99)}
                     results.append(row | told(one.counts, len(one.waits_s)))
         return results
