@@ -10,9 +10,10 @@ and 4,096 keys and predictions of 100 items (8 features into 128 into 1), over H
 
 States take turns, a round each. CPU is the processor time of the service's process for a request, with all that it does behind it
 (reading, putting rows into its cache, folding), as the median of the rounds; `over memory` is the median of each round's ratio.
-`delta us` is what of `1% new` is the deltas' own, a twentieth of what one costs: as many of them sent alone, as far apart. p50 and p99 are over all rounds, of the client, and leave out the wait for the deltas themselves. `from disk` and
-`from overlay` are shares of the keys by the service's count, `compiled` is the share of requests that reactors answered, and `handed on` says
-why they did not. Answers are checked: the size of each, and the values of one in 20.
+`delta us` is what of `1% new` is the deltas' own, a twentieth of what one costs: as many of them sent alone, as far apart.
+p50 and p99 are over all rounds, of the client, and leave out the wait for the deltas themselves. `from disk` and `from overlay` are shares of
+the keys by the service's count, `compiled` is the share of requests that reactors answered, and `handed on` says why they did not.
+Answers are checked: the size of each, and the values of one in 20.
 """
 
 from __future__ import annotations
