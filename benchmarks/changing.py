@@ -1,7 +1,7 @@
 """Rows that deltas change while they are asked for, and what the service itself counts of it.
 
 `Changing` sends deltas to a service of this machine and remembers how often it has changed each row, so that answers can be
-checked. It may be used from one thread at a time.
+checked. One thread at a time may change rows; another may ask meanwhile what they are, if it looks at `stamp` before and after.
 """
 
 from __future__ import annotations
@@ -76,9 +76,10 @@ class Changing:
     def __init__(
         self, service: Service, model: str, table: str, rows: int, keys_of: Callable[[np.ndarray], np.ndarray], vectors: Vectors
     ) -> None:  # fmt: skip
-        self._service, self._model, self._table, self._keys_of, self._vectors = service, model, table, keys_of, vectors
+        self.service, self._model, self._table, self._keys_of, self._vectors = service, model, table, keys_of, vectors
         self.times = np.zeros(rows, np.int64)
         self.seq = 0
+        self.stamp = 0  # odd while a delta is under way: either of two rows is right then
 
     def expected(self, rows: np.ndarray) -> np.ndarray:
         return self._vectors(rows, self.times[rows])
@@ -89,8 +90,18 @@ class Changing:
         sink = io.BytesIO()
         with tierstore.DeltaWriter(sink, model=self._model, seq=self.seq) as delta:
             delta.upsert(self._table, self._keys_of(rows), self._vectors(rows, self.times[rows] + 1))
-        self._service.post(f"/admin/models/{self._model}/deltas", sink.getvalue())
+        self.stamp += 1
+        self.service.post(f"/admin/models/{self._model}/deltas", sink.getvalue())
         self.times[rows] += 1
+        self.stamp += 1
+
+
+def small_vectors(rows: np.ndarray, times: np.ndarray, dim: int) -> np.ndarray:
+    """float32[n, dim] from -1 to 1, known from a row's number and how often it was changed."""
+    with np.errstate(over="ignore"):
+        mixed = (rows.astype(np.int64) + times * 1_000_003)[:, None] * (np.arange(dim) * 2 + 2_654_435_761)
+    made: np.ndarray = (((mixed >> 7) & 0xFFFF).astype(np.float32) - 32768) / 32768
+    return made
 
 
 def difference(after: Counts, before: Counts) -> Counts:

@@ -1,6 +1,6 @@
 """Look-ups from disk: sealed base files, a base of RocksDB, one row a key in RocksDB through rocksdict, and raw reads.
 
-    python -m benchmarks.disk_lookup [--rows 3_000_000] [--row-bytes 64] [--batch 4096] [--rounds 5] [--json FILE]
+    python -m benchmarks.disk_lookup [--rows 3_000_000] [--row-bytes 64] [--batch 4096] [--rounds 5] [--changed] [--json FILE]
 
 All hold the same rows and are asked for the same batches of sorted, distinct keys, in turn, in one run; a table gives
 medians over the rounds, and ratios. "warm" has every file in the system's cache. "cold" drops a store's files from it
@@ -49,6 +49,8 @@ FILE_ROWS = 1_000_000
 PEER_BATCH = 512
 DEEP = "cold raw 4 threads × 32 ahead"  # what a batch of 4,096 keys has on its way
 PAGE = 4096
+
+CHANGED = (0.01, 0.1, 0.3)
 
 Call = Callable[[Keys, Rows, np.ndarray], None]
 
@@ -256,7 +258,8 @@ def measure(root: Path, args: argparse.Namespace) -> dict[str, Any]:
         "rocksdb": Ours(DiskTier, root / "rocksdb", keys, rows, 0),
     }
     peers = {
-        f"rocksdict{'-mapped' if m else ''}": Peer(root / f"peer-{m}", keys, rows, mapped=m) for m in (False, True)
+        f"rocksdict{'-mapped' if m else ''}": Peer(root / f"peer-{m}", keys, rows, mapped=m)
+        for m in (() if args.changed else (False, True))
     }
     figures = Figures()
     facts: dict[str, Any] = {f"{name} build rows/s": args.rows / ours.build_s for name, ours in alone.items()}
@@ -278,13 +281,14 @@ def measure(root: Path, args: argparse.Namespace) -> dict[str, Any]:
 
     for path in (root / "sealed", root / "rocksdb", *(peer.path for peer in peers.values())):
         warm_cache(path)
-    for _ in range(args.rounds):
+    for _ in range(0 if args.changed else args.rounds):
         for threads in (1, 2):
             asked = batches(args.warm_batches)
             for name, call in calls.items():
                 figures.note(f"warm {threads} {name}", keys_per_s(call, asked, args.row_bytes, threads))
 
-    cold(root, args, alone, peers, figures, facts, batches)
+    if not args.changed:
+        cold(root, args, alone, peers, figures, facts, batches)
     changed_share(root, args, alone, keys, rows, figures, facts, batches)
     for store in (*alone.values(), *peers.values()):
         store.close()
@@ -296,7 +300,7 @@ def measure(root: Path, args: argparse.Namespace) -> dict[str, Any]:
         "row_bytes": args.row_bytes,
         "batch": args.batch,
         "rounds": args.rounds,
-        "headlines": headlines(medians),
+        "headlines": [] if args.changed else headlines(medians),
         "results": [{"part": "medians", "what": name, "keys_per_s": value} for name, value in medians.items()],
         "facts": facts,
         "samples": figures.samples,
@@ -378,10 +382,13 @@ def changed_share(
     facts: dict[str, Any],
     batches: Callable[[int], list[Keys]],
 ) -> None:
-    """Warm, one thread, after deltas of 20,000 rows have changed some of the keys."""
+    """Warm, one thread, after deltas of 20,000 rows have changed some of the keys; beside a base of which none were."""
     order = np.random.default_rng(3).permutation(args.rows)
+    unchanged = Ours(SealedTier, root / "unchanged", keys, rows, 0)
+    warm_cache(unchanged.path)
+    over: dict[str, list[float]] = {}
     done = number = 0
-    for share in (0.01, 0.1):
+    for share in CHANGED:
         while done < share * args.rows:
             some = np.sort(order[done : done + 20_000])
             for ours in alone.values():
@@ -394,8 +401,16 @@ def changed_share(
             warm_cache(ours.path)
         for _ in range(args.rounds):
             asked = batches(args.warm_batches)
+            none = keys_per_s(unchanged.get, asked, args.row_bytes)
             for name, ours in alone.items():
-                figures.note(f"changed {share:.0%} {name}", keys_per_s(ours.get, asked, args.row_bytes))
+                found = keys_per_s(ours.get, asked, args.row_bytes)
+                figures.note(f"changed {share:.0%} {name}", found)
+                over.setdefault(f"{name}, {share:.0%} changed, keys a CPU second over none changed", []).append(
+                    found[1] / none[1]
+                )
+            figures.note("changed 0% sealed", none)
+    unchanged.close()
+    facts |= {name: median(ratios) for name, ratios in over.items()}
     stats = alone["sealed"].tier.stats()
     facts["changed keys"], facts["filter bytes"] = stats["changed_keys"], stats["changed_filter_memory_bytes"]
 
@@ -417,8 +432,10 @@ def show(result: dict[str, Any]) -> str:
         "warm 1": "warm, 1 thread",
         "warm 2": "warm, 2 threads",
         "cold": "cold, one batch",
+        "changed 0%": "warm, 1 thread, none changed, beside these:",
         "changed 1%": "warm, 1 thread, 1% changed by deltas",
         "changed 10%": "warm, 1 thread, 10% changed by deltas",
+        "changed 30%": "warm, 1 thread, 30% changed by deltas",
     }
     for prefix, title in titles.items():
         cells = []
@@ -443,8 +460,9 @@ def show(result: dict[str, Any]) -> str:
 
 def main() -> int:
     args = parser_of(
-        __file__, __doc__, "tiny", rows=3_000_000, row_bytes=64, batch=4096, warm_batches=12, rounds=5
-    ).parse_args()
+        __file__, __doc__, "tiny", rows=3_000_000, row_bytes=64, batch=4096, warm_batches=12, rounds=5,
+        changed=(False, "only what reading rows costs once deltas have changed some"),
+    ).parse_args()  # fmt: skip
     if args.tiny:
         args.rows, args.batch, args.warm_batches, args.rounds = 30_000, 512, 2, 1
     root = Path(tempfile.mkdtemp(prefix="tierstore-bench-", dir=os.environ.get("TIERSTORE_BENCH_DIR")))

@@ -10,14 +10,15 @@ and 4,096 keys and predictions of 100 items (8 features into 128 into 1), over H
 
 States take turns, a round each. CPU is the processor time of the service's process for a request, with all that it does behind it
 (reading, putting rows into its cache, folding), as the median of the rounds; `over memory` is the median of each round's ratio.
-`delta us` is what of `1% new` is the deltas' own, a twentieth of what one costs: as many of them sent alone, as far apart; `without delta` is
-`over memory` without it. p50 and p99 are over all rounds, of the client, and leave out the wait for the deltas themselves. `from disk` and
-`from overlay` are shares of the keys by the service's count, `compiled` is the share of requests that reactors answered, and `handed on` says
-why they did not. Answers are checked: the size of each, and the values of one in 20.
+`delta us` is what of `1% new` is the deltas' own, a twentieth of what one costs: as many of them sent alone, as far apart.
+p50 and p99 are over all rounds, of the client, and leave out the wait for the deltas themselves. `from disk` and `from overlay` are shares of
+the keys by the service's count, `compiled` is the share of requests that reactors answered, and `handed on` says why they did not.
+Answers are checked: the size of each, and the values of one in 20.
 """
 
 from __future__ import annotations
 
+import functools
 import shutil
 import statistics
 import tempfile
@@ -32,7 +33,7 @@ import numpy as np
 
 import tierstore
 from benchmarks import networks, report
-from benchmarks.changing import Changing, Counts, Service, difference, told
+from benchmarks.changing import Changing, Counts, Service, difference, small_vectors, told
 from benchmarks.machine import describe
 from benchmarks.options import parser_of
 from benchmarks.predict_service import Served
@@ -50,6 +51,7 @@ DELTA_ROWS, DELTA_EVERY = 1000, 20
 WARM_UP = 3  # requests before a turn
 TOLERANCE = 1e-4
 _ROW_BYTES = 4 * DIM + 16  # in memory, with its key and bookkeeping, and some more
+vectors = functools.partial(small_vectors, dim=DIM)
 _Message = message_class("inference.ModelInferRequest")
 _Answer = message_class("inference.ModelInferResponse")
 
@@ -67,19 +69,11 @@ class Plan:
 
 
 PLANS = {
-    "tiny": Plan(20_000, 1, (64,), 40),
+    "tiny": Plan(100_000, 1, (64,), 40),
     "quick": Plan(400_000, 3, (64, 1024, 4096), 320),
     "default": Plan(2_000_000, 7, (64, 1024, 4096), 480),
     "full": Plan(4_000_000, 15, (64, 1024, 4096), 640),
 }
-
-
-def vectors(rows: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """float32[n, DIM] from -1 to 1, known from a row's number and how often it was changed."""
-    with np.errstate(over="ignore"):
-        mixed = (rows.astype(np.int64) + times * 1_000_003)[:, None] * (np.arange(DIM) * 2 + 2_654_435_761)
-    made: np.ndarray = (((mixed >> 7) & 0xFFFF).astype(np.float32) - 32768) / 32768
-    return made
 
 
 def write(root: Path, plan: Plan) -> None:
@@ -337,9 +331,7 @@ class Bench:
                     row = {"part": f"{name}, {way.name}", "state": state_name, "cpu_us": statistics.median(one.cpu_us)}
                     row["over_memory"] = statistics.median(over)
                     if one.delta_us:
-                        of_all = zip(one.cpu_us, one.delta_us, taken["memory"].cpu_us, strict=True)
                         row["delta_us"] = statistics.median(one.delta_us)
-                        row["without_delta"] = statistics.median((all - own) / base for all, own, base in of_all)
                     row |= {"p50_us": float(p50), "p99_us": float(p99)}
                     results.append(row | told(one.counts, len(one.waits_s)))
         return results

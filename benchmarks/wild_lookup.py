@@ -1,8 +1,13 @@
-"""Look-ups over HTTP with traffic as in the wild: `python -m benchmarks.wild_lookup [--tiny | --full] [--json FILE]`.
+"""Look-ups over HTTP with traffic as in the wild: `python -m benchmarks.wild_lookup [--tiny | --quick | --full] [--json FILE]`.
 
 Ranking services send requests of which hardly one is as long as another, each with an id of its own, with few or all of
-a model's features, with bags, and now and then on a new connection. Four parts, each against the same number of keys in
-requests that are all alike, or against another server; all rows are in memory:
+a model's features, with bags, and now and then on a new connection. The first part is the state that production is in
+(`benchmarks/production.py`): memory for a tenth of the rows, an hour of deltas folded, a delta beside each turn; by two traces, and beside a
+service that gets the same requests, has all rows in memory and never changes. With `--quick` it is the only one.
+
+    production  1 to 26 features, items and clicks of heavy-tailed numbers, bags, an id each, a tenth on new connections
+
+In four more all rows are in memory. Each is against the same number of keys in requests that are all alike, or against another server:
 
     sizes     1 to 3,000 keys, one feature, an id each, against always 1,500 without an id
     wild      1 to 26 features, items and clicks of heavy-tailed numbers, bags with offsets, an id each, a tenth on new
@@ -27,20 +32,34 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks import production
 from benchmarks.machine import describe
 from benchmarks.options import parser_of
 from benchmarks.ready import wait_for_reactors, wait_until_warm
 from benchmarks.report import headline, markdown, write
-from benchmarks.wild_traffic import MANY, Clients, Request, Spent, counters, heavy_tailed, named, ranking, single
+from benchmarks.wild_traffic import (
+    MANY,
+    Clients,
+    Request,
+    Spent,
+    counters,
+    heavy_tailed,
+    named,
+    ranking,
+    single,
+    write_features,
+)  # fmt: skip
 from benchmarks.wire_lookup import Server, child, connect, cpu_s, mget, read_exactly, redis
-from benchmarks.wire_table import ROW_BYTES, keys_of
+from benchmarks.wire_table import MODEL, ROW_BYTES, keys_of, vectors_of
 
 REDIS = {64: 2.5, 1024: 12.0, 4096: 20.0}  # at least so many times our processor time
 NEW_SHARE = 0.1
+PARTS = ("production", "sizes", "wild", "redis", "strings")
 
 
 @dataclass(frozen=True)
@@ -52,7 +71,8 @@ class Plan:
 
 
 PLANS = {
-    "tiny": Plan(5_000, 1, 40),
+    "tiny": Plan(20_000, 1, 40),
+    "quick": Plan(300_000, 5, 150),
     "default": Plan(1_000_000, 7, 400),
     "full": Plan(1_000_000, 21, 800),
 }
@@ -85,12 +105,17 @@ def at_random(rng: np.random.Generator, most: int, count: int) -> list[int]:
     return rng.permutation(drawn).tolist()
 
 
-def wild(keys: Keys, rng: np.random.Generator, count: int) -> list[Request]:
+def wild(
+    keys: Callable[[int], np.ndarray],
+    rng: np.random.Generator,
+    count: int,
+    vectors: Callable[[np.ndarray], np.ndarray] = vectors_of,
+) -> list[Request]:
     """Requests as the world sends them: most short, some very long."""
     features = rng.permutation(np.resize(np.arange(1, MANY + 1), count))
     items, clicks = heavy_tailed(rng, 50, 1500, count), heavy_tailed(rng, 30, 250, count)
     return [
-        ranking(keys, int(f), int(i), int(c), rng.geometric(0.4, i) - 1)
+        ranking(keys, int(f), int(i), int(c), rng.geometric(0.4, i) - 1, vectors)
         for f, i, c in zip(features, items, clicks, strict=True)
     ]
 
@@ -272,10 +297,28 @@ def strings_part(service: Server, plan: Plan) -> list[dict[str, Any]]:
     return rows
 
 
+def changed_vectors(rows: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """Whole numbers, as those of rows that were never changed."""
+    return vectors_of(keys_of(rows) + 7919 * times)
+
+
+def production_part(where: Path, plan: Plan, *, compiled: bool) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(4)
+
+    def draw(keys: Callable[[int], np.ndarray], vectors: Callable[[np.ndarray], np.ndarray]) -> list[Request]:
+        return wild(keys, rng, plan.requests, vectors)
+
+    return production.measure(
+        where, plan.rows, MODEL, write_features, changed_vectors, draw, plan.rounds, compiled=compiled, new_share=NEW_SHARE
+    )  # fmt: skip
+
+
 def headlines(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The figures that have a mark."""
     made = []
     for row in results:
+        if row["part"] == "production":
+            continue
         what, by = row["requests"], f"{row['connections']} connection{'s' * (row['connections'] > 1)}, server CPU a key"
         if what == "wild":
             made.append(
@@ -293,34 +336,47 @@ def headlines(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return made
 
 
+def resident_parts(
+    stack: ExitStack, where: str, plan: Plan, chosen: Sequence[str], skipped: list[str], *, compiled: bool
+) -> list[dict[str, Any]]:
+    """The parts whose rows are all in memory."""
+    results: list[dict[str, Any]] = []
+    command = [sys.executable, "-m", "benchmarks.wire_servers", "wild", "--where", where, "--rows", str(plan.rows)]
+    pid, (port, *_) = stack.enter_context(child(*command))
+    wait_until_warm(port)
+    if compiled:
+        wait_for_reactors(port)
+    service = Server("tierstore", pid, port, lambda *_: [])
+    if "sizes" in chosen:
+        results += sizes_part(service, plan)
+    if "wild" in chosen:
+        results += wild_part(service, plan)
+    if "strings" in chosen:
+        results += strings_part(service, plan)
+    if "redis" in chosen:
+        if shutil.which("redis-server") is None:
+            skipped.append("redis: redis-server is not installed")
+        else:
+            results += redis_part(service, stack.enter_context(redis(plan.rows)), plan)
+    return results
+
+
 def main() -> None:
-    parser = parser_of(__file__, __doc__, "tiny", "full", rounds=int)
-    parser.add_argument("--part", nargs="+", choices=["sizes", "wild", "redis", "strings"], help="some of the parts")
+    parser = parser_of(__file__, __doc__, "tiny", "quick", "full", rounds=int)
+    parser.add_argument("--part", nargs="+", choices=PARTS, help="some of the parts")
     options = parser.parse_args()
-    plan = PLANS["tiny" if options.tiny else "full" if options.full else "default"]
+    plan = PLANS[next((name for name in ("tiny", "quick", "full") if getattr(options, name)), "default")]
     if options.rounds:
         plan = Plan(plan.rows, options.rounds, plan.requests, plan.connections)
-    chosen = options.part or ["sizes", "wild", "redis", "strings"]
-    skipped, results = [], []
+    chosen = options.part or (PARTS[:1] if options.quick else PARTS)
+    skipped: list[str] = []
+    results: list[dict[str, Any]] = []
     with ExitStack() as stack:
         where = stack.enter_context(tempfile.TemporaryDirectory(prefix="wild-"))
-        command = [sys.executable, "-m", "benchmarks.wire_servers", "wild", "--where", where, "--rows", str(plan.rows)]
-        pid, (port, *_) = stack.enter_context(child(*command))
-        wait_until_warm(port)
-        if not options.tiny:
-            wait_for_reactors(port)
-        service = Server("tierstore", pid, port, lambda *_: [])
-        if "sizes" in chosen:
-            results += sizes_part(service, plan)
-        if "wild" in chosen:
-            results += wild_part(service, plan)
-        if "strings" in chosen:
-            results += strings_part(service, plan)
-        if "redis" in chosen:
-            if shutil.which("redis-server") is None:
-                skipped.append("redis: redis-server is not installed")
-            else:
-                results += redis_part(service, stack.enter_context(redis(plan.rows)), plan)
+        if "production" in chosen:
+            results += production_part(Path(where), plan, compiled=not options.tiny)
+        if set(chosen) != {"production"}:
+            results += resident_parts(stack, where, plan, chosen, skipped, compiled=not options.tiny)
     document = {
         "benchmark": "wild_lookup", "machine": describe(), "rows": plan.rows, "rounds": plan.rounds, "requests_a_turn": plan.requests,
         "headlines": headlines(results), "results": results, "skipped": skipped,

@@ -1,7 +1,12 @@
-"""Predictions over HTTP and gRPC beside the work they are made of: `python -m benchmarks.wild_predict [--tiny | --full] [--json FILE]`.
+"""Predictions over HTTP and gRPC beside the work they are made of: `python -m benchmarks.wild_predict [--tiny | --quick | --full] [--json FILE]`.
 
-Requests of 1 to 199 items at random, each with an id of its own, for four models: one hidden layer of 128, trees and a
-factorisation machine over 8 features of dim 16, and a deep network (512, 256, 128) over 16. All rows are in memory.
+Requests of 1 to 199 items at random, each with an id of its own. The first part is the state that production is in (`benchmarks/production.py`):
+one hidden layer of 128 over 8 features of dim 16, all of a table that memory has a tenth of, an hour of deltas folded, and a delta beside
+each turn; by two traces, and beside a service that gets the same requests, has all rows in memory and never changes. With
+`--quick` it is the only one.
+
+The others are four models whose rows are all in memory: one hidden layer of 128, trees and a factorisation machine over 8 features of
+dim 16, and a deep network (512, 256, 128) over 16.
 
     alone       in this process: `lookup_many` into arrays, and a session with the service's options run on them
     in process  in this process: `Model.predict`
@@ -16,6 +21,7 @@ score with what `alone` says.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import shutil
@@ -30,7 +36,8 @@ from typing import Any
 import numpy as np
 
 import tierstore
-from benchmarks import networks, report
+from benchmarks import networks, production, report
+from benchmarks.changing import small_vectors
 from benchmarks.machine import describe
 from benchmarks.options import parser_of
 from benchmarks.predict_service import Served
@@ -40,6 +47,7 @@ from benchmarks.wire_frames import Frames
 from tierstore.service.rpc.protobuf import message_class
 
 ITEMS = 199  # at most
+PRODUCTION, NETWORK = "production", "hidden_layer"  # the first part, and its network
 AT_MOST = {"http, 1 connection": 2.5, "in process": 1.4}  # times `alone`
 OVER_HTTP = 1.5  # gRPC, at most
 TOLERANCE = 1e-4
@@ -96,7 +104,7 @@ def draw(rng: np.random.Generator, features: Sequence[str], rows: int, count: in
     return [{name: rng.zipf(1.2, n).astype(np.int64) % rows for name in features} for n in sizes]
 
 
-def request(kind: type[Request], name: str, inputs: Inputs, alone: Alone) -> Request:
+def request(kind: type[Request], name: str, inputs: Inputs, alone: Callable[[Inputs], np.ndarray]) -> Request:
     given = [tensor(feature, "INT64", len(keys), keys.nbytes) for feature, keys in inputs.items()]
     rest = rest_of(given, [{"name": "score", "parameters": {"binary_data": True}}])
     items = len(next(iter(inputs.values())))
@@ -186,13 +194,61 @@ def measure(store: Any, served: Served, name: str, rows: int, rounds: int, count
     return made
 
 
+def production_part(root: Path, rows: int, rounds: int, count: int, *, compiled: bool) -> list[dict[str, Any]]:
+    import onnxruntime
+
+    features, network = networks.NETWORKS[NETWORK]
+    rng, session = np.random.default_rng(5), onnxruntime.InferenceSession(network(features))
+
+    def write_more(writer: tierstore.SnapshotWriter) -> None:
+        for feature in features:
+            writer.feature(feature, table=production.TABLE)
+        writer.dense(network(features))
+
+    def draw(keys: Callable[[int], np.ndarray], vectors: Callable[[np.ndarray], np.ndarray]) -> list[Request]:
+        def scores(inputs: Inputs) -> np.ndarray:
+            found: np.ndarray = session.run(["score"], {name: vectors(mine) for name, mine in inputs.items()})[0]
+            return found
+
+        sizes = rng.integers(1, ITEMS + 1, count).tolist()
+        return [request(Request, NETWORK, {name: keys(n) for name in features}, scores) for n in sizes]
+
+    vectors = functools.partial(small_vectors, dim=networks.DIM)
+    return production.measure(root, rows, NETWORK, write_more, vectors, draw, rounds, compiled=compiled)
+
+
+def resident_parts(
+    root: Path, rows: int, rounds: int, count: int, names: Sequence[str], *, compiled: bool
+) -> list[dict[str, Any]]:
+    """Each of these models, with all its rows in memory."""
+    write(root, rows)
+    shutil.copytree(root / "data", root / "copy", ignore=shutil.ignore_patterns("LOCK"))
+    results: list[dict[str, Any]] = []
+    with (
+        Served(root / "data", host_budget="1GiB") as served,
+        tierstore.open(root / "copy", host_budget="1GiB", warm_rate=10**9) as store,
+    ):
+        if compiled:
+            wait_for_reactors(served.port)
+        while store.warm_share() < 1:
+            time.sleep(0.05)
+        for name in names:
+            results += measure(store, served, name, rows, rounds, count)
+    return results
+
+
 def main() -> None:
-    parser = parser_of(__file__, __doc__, "tiny", "full", rounds=int)
-    parser.add_argument("--only", nargs="+", choices=sorted(networks.NETWORKS), help="some of the models")
+    parser = parser_of(__file__, __doc__, "tiny", "quick", "full", rounds=int)
+    parser.add_argument("--only", nargs="+", choices=[PRODUCTION, *networks.NETWORKS], help="some of the parts")
     options = parser.parse_args()
     rows, rounds, count = (500, 1, 24) if options.tiny else (50_000, 21, 600) if options.full else (50_000, 9, 300)
+    large = 20_000 if options.tiny else 300_000 if options.quick else 1_000_000
+    if options.quick:
+        rounds, count = 5, 150
     rounds = options.rounds or rounds
-    document: dict[str, Any] = {"benchmark": "wild_predict", "machine": describe(), "rows": rows, "rounds": rounds}
+    chosen = options.only or ([PRODUCTION] if options.quick else [PRODUCTION, *networks.NETWORKS])
+    document: dict[str, Any] = {"benchmark": "wild_predict", "machine": describe(), "rows": rows, "rounds": rounds,
+                                "rows_in_production": large}  # fmt: skip
     missing = [name for name in ("onnx", "onnxruntime") if importlib.util.find_spec(name) is None]
     if missing:
         document["skipped"] = [f"needs {', '.join(missing)}: pip install 'tierstore[dense]'"]
@@ -200,24 +256,16 @@ def main() -> None:
         results: list[dict[str, Any]] = []
         with tempfile.TemporaryDirectory(prefix="wild-predict-") as folder:
             root = Path(folder)
-            write(root, rows)
-            shutil.copytree(root / "data", root / "copy", ignore=shutil.ignore_patterns("LOCK"))
-            with (
-                Served(root / "data", host_budget="1GiB") as served,
-                tierstore.open(root / "copy", host_budget="1GiB", warm_rate=10**9) as store,
-            ):
-                if not options.tiny:
-                    wait_for_reactors(served.port)
-                while store.warm_share() < 1:
-                    time.sleep(0.05)
-                for name in options.only or networks.NETWORKS:
-                    results += measure(store, served, name, rows, rounds, count)
+            if PRODUCTION in chosen:
+                results += production_part(root, large, rounds, count, compiled=not options.tiny)
+            if names := [name for name in chosen if name != PRODUCTION]:
+                results += resident_parts(root, rows, rounds, count, names, compiled=not options.tiny)
         document["headlines"] = [
             report.headline(
                 f"prediction, 1 to {ITEMS} items, {row['part'].replace('_', ' ')}, {row['way']}, CPU",
                 "look-ups and ONNX Runtime alone", row["over_alone"], at_most=AT_MOST[row["way"]],
             )
-            for row in results if row["way"] in AT_MOST
+            for row in results if row.get("way") in AT_MOST
         ] + [
             report.headline(
                 f"prediction, 1 to {ITEMS} items, {row['part'].replace('_', ' ')}, {row['way']}, CPU",

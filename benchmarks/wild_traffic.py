@@ -14,13 +14,14 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
+import tierstore
 from benchmarks.wire_lookup import connect, cpu_s
 from benchmarks.wire_table import DIM, FEATURE, MODEL, ROW_BYTES, vectors_of
 
@@ -60,6 +61,7 @@ class Asked:
     name: str
     keys: np.ndarray
     offsets: np.ndarray | None = None
+    vectors: Callable[[np.ndarray], np.ndarray] = vectors_of  # of keys
 
     @property
     def rows(self) -> int:
@@ -68,7 +70,7 @@ class Asked:
 
     def expected(self) -> np.ndarray:
         """What plain NumPy says. Sums of up to 255 rows are whole numbers that float32 has exactly."""
-        rows = vectors_of(self.keys)
+        rows = self.vectors(self.keys)
         if self.offsets is None:
             return rows
         sums = np.concatenate([np.zeros((1, DIM)), np.cumsum(rows, axis=0, dtype=np.float64)])
@@ -129,8 +131,21 @@ def pools(number: int) -> bool:
     return number % 4 in (0, 3)
 
 
-def ranking(draw: Callable[[int], np.ndarray], features: int, items: int, clicks: int, tags: np.ndarray) -> Request:
-    """A request to rank `items`, with the first `features` of the model. `draw` gives so many keys.
+def write_features(writer: tierstore.SnapshotWriter) -> None:
+    """The features of `ranking`, all of the table `item`."""
+    for number in range(MANY):
+        writer.feature(feature(number), table="item", combiner="sum" if pools(number) else None)
+
+
+def ranking(
+    draw: Callable[[int], np.ndarray],
+    features: int,
+    items: int,
+    clicks: int,
+    tags: np.ndarray,
+    vectors: Callable[[np.ndarray], np.ndarray] = vectors_of,
+) -> Request:
+    """A request to rank `items`, with the first `features` of the model. `draw` gives so many keys, `vectors` their rows.
 
     By the feature's number: tags of each item (bags of the lengths `tags`, some of them empty), a key of the user, a
     key of each item, clicks of the user (one bag).
@@ -147,7 +162,7 @@ def ranking(draw: Callable[[int], np.ndarray], features: int, items: int, clicks
                 asked.append(Asked(name, draw(items)))
             case _:
                 asked.append(Asked(name, draw(clicks), np.zeros(1, np.int64)))
-    return request(asked)
+    return request([replace(one, vectors=vectors) for one in asked])
 
 
 def heavy_tailed(rng: np.random.Generator, median: float, most: int, size: int) -> np.ndarray:
@@ -222,7 +237,10 @@ class Spent:
 
 
 class Clients:
-    """Connections to one server. `new_share` of the requests come on a new connection, which takes the place of another."""
+    """Connections to one server. `new_share` of the requests come on a new connection, which takes the place of another.
+
+    Values are compared where `stamp` gave the same even number before a request and after its answer.
+    """
 
     def __init__(
         self,
@@ -233,8 +251,10 @@ class Clients:
         ids: bool = True,
         new_share: float = 0.0,
         link: Callable[[int], Link] = Link,
+        stamp: Callable[[], int] = int,
     ) -> None:
         self._pid, self._port, self._ids, self._new_share, self._link = pid, port, ids, new_share, link
+        self._stamp = stamp
         self._rng = np.random.default_rng(connections)
         self._links = [link(port) for _ in range(connections)]
         self._numbers = count(1)
@@ -245,6 +265,7 @@ class Clients:
         before = cpu_s(self._pid)
         for first in range(0, len(requests), len(self._links)):
             wave = requests[first : first + len(self._links)]
+            stamp = self._stamp()
             for at, one in enumerate(wave):
                 if self._new_share and self._rng.random() < self._new_share:
                     self._links[at].close()
@@ -255,7 +276,8 @@ class Clients:
             for number, (link, one) in enumerate(zip(self._links, wave, strict=False), first):
                 tensors = link.answer()
                 waits_s.append(time.perf_counter() - began)
-                self._check(tensors, one, values=number % CHECKED == 0)
+                is_settled = stamp % 2 == 0 and self._stamp() == stamp
+                self._check(tensors, one, values=number % CHECKED == 0 and is_settled)
         used = cpu_s(self._pid) - before
         alone = len(self._links) == 1  # else an answer was read after those of other connections
         return Spent(used, len(requests), sum(one.keys for one in requests), tuple(waits_s) if alone else ())

@@ -52,10 +52,9 @@ def answer_ready_bytes() -> None:
 
 def write_wild(writer: tierstore.SnapshotWriter, keys: np.ndarray, warm: int) -> None:
     """Many features of the table of the one, and as many rows under keys that are strings, the first of them `warm`."""
-    from benchmarks.wild_traffic import MANY, NAMED, feature, name_of, pools
+    from benchmarks.wild_traffic import NAMED, name_of, write_features
 
-    for number in range(MANY):
-        writer.feature(feature(number), table="item", combiner="sum" if pools(number) else None)
+    write_features(writer)
     names = [name_of(row) for row in range(len(keys))]
     writer.table("named", dim=DIM, key="string").write(names, vectors_of(keys))
     writer.feature(NAMED, table="named")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import http.server
 import json
 import math
+import os
 import runpy
 import subprocess
 import sys
+import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +19,13 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as suite
-from benchmarks import device_lookup, engine_build, report, triton_peer, wild_lookup
+from benchmarks import device_lookup, engine_build, networks, production, report, triton_peer, wild_lookup
 from benchmarks.alternation import Samples, Taken, alternate, one_thread, ratio, threads
 from benchmarks.contenders import Rows, Take, Tierstore, keys_of
 from benchmarks.lookup_peers import PLANS, WORKLOADS, Bench, check
 from benchmarks.wild_traffic import MANY, Asked, Clients, heavy_tailed, ranking, single
-from benchmarks.wire_table import vectors_of
+from benchmarks.wire_table import keys_of as keys_of_wire
+from benchmarks.wire_table import rows_of, vectors_of
 from tests.tiers.cuda_shim.backend import ShimDevice
 from tests.triton import backend
 from tierstore.types import StorageDtype
@@ -47,6 +52,33 @@ def tiny_run(folder: Path, *names: str) -> dict[str, Any]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The report of a tiny run of two benchmarks."""
     return tiny_run(tmp_path_factory.mktemp("bench"), *REPORTED)
+
+
+class Answering:
+    """A server that answers every look-up with the same tensors."""
+
+    def __init__(self, tensors: bytes) -> None:
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["content-length"]))
+                self.send_response(200)
+                self.send_header("Inference-Header-Content-Length", "2")
+                self.send_header("Content-Length", str(2 + len(tensors)))
+                self.end_headers()
+                self.wfile.write(b"{}" + tensors)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.port = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
 
 
 def of(run: dict[str, Any], name: str) -> dict[str, Any]:
@@ -214,11 +246,62 @@ def test_taking_and_decoding_with_numpy_is_what_answers_are_compared_with() -> N
     np.testing.assert_array_equal(out, rows.answer(np.array([4, 40, 4])))
 
 
+def in_production(results: list[dict[str, Any]]) -> None:
+    """The first part of `wild_lookup` and `wild_predict` has both services, by both traces, and one of them lacks rows."""
+    rows = [row for row in results if row["part"] == "production"]
+    assert [(row["trace"], row["service"]) for row in rows] == [
+        (trace, service) for trace in production.TRACES for service in ("production", "memory")
+    ]
+    for row in rows:
+        assert row["cpu_ns_a_key"] > 0, row
+        assert 0 < row["p50_us"] <= row["p99_us"], row
+        assert 0 <= row["compiled"] <= 1, row
+        if row["service"] == "memory":
+            assert (row["cpu_ratio"], row["p50_ratio"], row["p99_ratio"]) == (1, 1, 1), row
+            assert (row["from_disk"], row["from_overlay"]) == (pytest.approx(0, abs=0.001), 0), row
+        else:
+            assert 0.8 < row["hit_rate"] < 0.98, row
+            assert row["from_overlay"] > 0, row
+            assert row["s_between_deltas"] > 0, row
+
+
+@pytest.mark.thorough
+def test_wild_predictions_are_measured_in_production_and_beside_what_they_are_made_of(tmp_path: Path) -> None:
+    results = of(tiny_run(tmp_path, "wild_predict"), "wild_predict")["results"]
+    in_production(results)
+    assert {row["part"] for row in results} == {"production", *networks.NETWORKS}
+
+
+def test_rows_asked_for_often_are_those_that_are_warm_and_that_deltas_change() -> None:
+    trace = production.Trace("ads reuse", 5000)
+    assert sorted(trace.hottest) == list(range(5000))
+    asked, warm = trace(20_000), trace.hottest[:500]
+    assert np.isin(asked, warm).mean() > 0.5
+    changed = trace.changed()
+    assert len(set(changed)) == len(changed) <= 5000 // production.DELTA_SHARE
+    assert np.isin(changed, asked).mean() > 0.9
+    np.testing.assert_array_equal(rows_of(keys_of_wire(np.arange(100))), np.arange(100))
+
+
+def test_values_are_compared_unless_a_delta_came_between() -> None:
+    service, changes = Answering(b"\0" * 128), iter([0, 1, 2, 2])
+    with pytest.raises(AssertionError), closing(Clients(os.getpid(), service.port, 1)) as clients:
+        clients.turn([single(np.arange(1, 2))])
+    with closing(Clients(os.getpid(), service.port, 1, stamp=lambda: next(changes))) as clients:
+        clients.turn([single(np.arange(1, 2))])  # 0 before it and 1 after it
+        with pytest.raises(AssertionError):
+            clients.turn([single(np.arange(1, 2))])
+    service.close()
+
+
 @pytest.mark.thorough
 def test_wild_traffic_is_what_it_says(tmp_path: Path) -> None:
     results = of(tiny_run(tmp_path, "wild_lookup"), "wild_lookup")["results"]
     assert {row["part"] for row in results} >= {"sizes", "wild", "strings"}
+    in_production(results)
     for row in results:
+        if row["part"] == "production":
+            continue
         assert row["cpu_us"] > 0, row
         assert 0 < row["ratio_a_key"] < math.inf, row
         assert row["requests"] == "Redis MGET" or 0 <= row["by_reactors"] <= 1, row
@@ -238,7 +321,7 @@ def test_costs_by_where_rows_are_are_measured_in_the_states_that_they_name(tmp_p
         if row["state"] in on_disk:
             assert row["from_disk"] == pytest.approx(on_disk[row["state"]], abs=0.004), row
         else:
-            assert row["from_disk"] + row["from_overlay"] == pytest.approx(0.01, abs=0.004), row
+            assert 0 < row["from_disk"] + row["from_overlay"] < 0.014, row  # some of them have come into memory since
             assert row["delta_us"] > 0, row
 
 
