@@ -22,6 +22,7 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 
@@ -30,8 +31,9 @@ import xxhash
 from tierstore.engine.deltas import origin as origins
 from tierstore.engine.deltas.origin import Origin
 from tierstore.engine.serving.undone_record import Undone
-from tierstore.errors import Corruption, NotFound, StorageError
+from tierstore.errors import Corruption, DeltaError, NotFound, StorageError
 from tierstore.formats import files
+from tierstore.formats.delta.head import read_event_time
 from tierstore.formats.names import MAX_ORDINAL, ModelDirectory
 from tierstore.formats.regular import read_regular
 
@@ -269,6 +271,23 @@ class DeltaLog:
             if origin is not None and origin.get("source") == source:
                 return origin
         return None
+
+    def is_passed_over(self, seq: int, version: int) -> bool:
+        """Whether a version did not accept the dense part of an entry that was applied all the same."""
+        digest = self._entries.get(seq)
+        try:
+            origin = None if digest is None else origins.read(self._where.log_entry(seq, digest))
+        except OSError:  # `read` reports it
+            return False
+        return version in origins.passed_over_by(origin)
+
+    def event_time(self, seq: int) -> datetime | None:
+        """When an entry happened, by its first message alone; None where it is not held, or is damaged."""
+        digest = self._entries.get(seq)
+        try:
+            return None if digest is None else read_event_time(self._where.log_entry(seq, digest))
+        except DeltaError:  # pruned meanwhile, or `read` reports it
+            return None
 
     def restart(self, seq: int) -> None:
         """Begin again after `seq`; every entry held is forgotten."""

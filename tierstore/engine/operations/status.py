@@ -125,10 +125,8 @@ def _dense(model: Model, info: VersionInfo, view: View | None) -> str | None:
 
 
 def _passed_over(info: VersionInfo, view: View | None) -> str | None:
-    """Why a newer dense part than a version has is not served; as far as deltas are folded."""
-    if view is not None and any(overlay.dense is not None for overlay in view.overlays):
-        return None
-    return info.passed_over
+    """Why a newer dense part than a version has is not served."""
+    return info.passed_over if view is None else view.passed_over
 
 
 def _versions(model: Model, served: Routing) -> list[dict[str, Any]]:

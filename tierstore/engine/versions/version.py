@@ -193,8 +193,8 @@ class Version:
         self.rows.fold(self.info, overlay)
         if overlay.dense is not None:
             self.info.has_dense, self.info.dense_digest = True, xxhash.xxh3_64_hexdigest(overlay.dense)
-            self.predictor, self.unserved = overlay.predictor, None
-        if overlay.dense is not None or overlay.passed_over is not None:
+            self.predictor, self.unserved = overlay.predictor, overlay.unserved
+        if overlay.says_of_dense:
             self.info.passed_over = overlay.passed_over
         for name, rows in overlay.tables.items():
             yield_to_requests()
