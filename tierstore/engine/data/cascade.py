@@ -80,12 +80,11 @@ class Cascade:
         spec: TableSpec,
         table_id: int,
         default: np.ndarray,
-        rows: int,
         store: VersionStore,
         counts: LookupCounts,
         own: Partitions | None = None,
     ) -> None:
-        self.spec, self.table_id, self.default, self.rows, self.store = spec, table_id, default, rows, store
+        self.spec, self.table_id, self.default, self.store = spec, table_id, default, store
         self.own = own
         self.host: HostTable | None = None
         self.device: DeviceTable | None = None

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable
 
 from tierstore.engine.lifecycle.state import ModelState
-from tierstore.engine.reads.view import View
 from tierstore.engine.versions.expiry import expire, forget, old_keys
 from tierstore.engine.versions.version import Version
 from tierstore.errors import StorageError
@@ -87,11 +86,8 @@ class Expiry:
         if version not in self._to_forget:
             return
         live, changed = self._state.live, self._state.live.publisher.changed
-        with live.write:
-            view = live.served.view_of(version)
-            if view is None:
-                raise _Ended
-            live.publisher.publish(live.served.with_views([View(version, view.overlays, view.seq)]))
+        if not live.renew(version):
+            raise _Ended
         with changed:
             changed.wait_for(lambda: self._ends(version) or not live.publisher.read_before(version), timeout=_READERS_S)
             if live.publisher.read_before(version) and not self._ends(version):

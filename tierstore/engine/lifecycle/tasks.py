@@ -16,11 +16,13 @@ from tierstore.engine.lifecycle.opening import Opener
 from tierstore.engine.lifecycle.state import ModelState
 from tierstore.engine.placement import Act
 from tierstore.engine.versions.info import VersionInfo
+from tierstore.engine.versions.version import Version
 from tierstore.errors import Closed, DeltaError, TierstoreError
 from tierstore.formats import files
 
 log = logging.getLogger(__name__)
 
+_READERS_S = 1.0  # to wait for requests that began before
 KEPT_LAG = 256  # deltas a kept version may fall behind before it is caught up in the background
 
 
@@ -51,6 +53,24 @@ class Tasks:
     def _rebalance_memory(self) -> None:
         self._state.shared.host_budget.rebalance(self._stopping)
         self._state.shared.devices.budget.rebalance(self._stopping)
+        for view in self._state.live.served.views:
+            self._close_outgrown(view.open_version)
+
+    def _close_outgrown(self, version: Version) -> None:
+        """Free the host tables of a version that larger ones have replaced, once no reader is at them."""
+        live, changed, outgrown = self._state.live, self._state.live.publisher.changed, version.hosts.outgrown
+        if not outgrown or not live.renew(version):
+            return
+
+        def are_left() -> bool:
+            return not live.publisher.read_before(version)
+
+        with changed:
+            changed.wait_for(lambda: self._stopping() or are_left(), timeout=_READERS_S)
+            if not are_left():  # the next try goes on
+                return
+        version.hosts.close_outgrown(outgrown)
+        self._opener.freed.set()
 
     def _prune_log(self) -> None:
         state, log_ = self._state, self._state.log

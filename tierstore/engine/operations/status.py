@@ -172,7 +172,7 @@ def _versions(model: Model, served: Routing) -> list[dict[str, Any]]:
 
 def _host_bytes(view: View) -> dict[str, int]:
     """What the host tier may use for all tables, and how much it would need to hold every row."""
-    return {"budget": view.open_version.host_budget_bytes, "need": view.open_version.host_need_bytes}
+    return {"budget": view.open_version.hosts.budget_bytes, "need": view.open_version.host_need_bytes}
 
 
 def _partitions(info: VersionInfo) -> dict[str, Any] | None:
