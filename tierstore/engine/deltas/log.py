@@ -12,7 +12,7 @@ lost, and nothing is added or forgotten until it is back, or `restart` begins th
 
 `log.end`, next to the log's directory, names the newest entry: where the log ends before it, what lies between is lost.
 It is written once an entry is durable, in place and without a flush of its own. So it never names an entry that is not
-durable, and after a power failure it may name an earlier one.
+durable, and after a power failure it may name an earlier one. Where the log begins again earlier, it is durable first.
 """
 
 from __future__ import annotations
@@ -292,10 +292,15 @@ class DeltaLog:
     def restart(self, seq: int) -> None:
         """Begin again after `seq`; every entry held is forgotten."""
         if seq < self._end:
-            self._note_end(seq)  # not after the beginning is moved: a crash in between must not look like a loss
+            # durable before the beginning is moved, or a crash in between would look like a loss
+            files.publish_bytes(self._where.log_end, files.checked_number(seq, digits=END_DIGITS))
+            self._end = seq
+        beyond = [self._where.log_entry(other, digest) for other, digest in self._entries.items() if other > seq]
         self._forget_to(seq, list(self._entries))
         self.last = seq
         self._note_end(seq)
+        for path in beyond:  # the next start would take these for what came after
+            files.remove_file(path)
 
     def ages(self) -> Iterator[tuple[int, float]]:
         """(seq, when it was written, in seconds since 1970) of each entry, ascending."""

@@ -105,9 +105,9 @@ class Tasks:
                 files.remove_leftover(trash)
 
     def _catch_up_kept(self) -> None:
-        """A kept version never falls far behind, so that rollback is quick. A damaged one keeps no other from it."""
+        """A kept version never falls far behind, so that rollback is quick. One that cannot keeps no other from it."""
         state = self._state
-        failed: TierstoreError | None = None
+        failed: list[str] = []
         with state.switch.if_free() as held:
             for info in state.catalogue.infos() if held else []:
                 if not self._is_behind(info):
@@ -116,11 +116,14 @@ class Tasks:
                     with self._opener.opened(info) as version:
                         catch_up(version, state.log, state.dense, lag=KEPT_LAG // 2)
                 except DeltaError as error:
-                    log.warning("model %s: version %d cannot be caught up: %s", state.name, info.number, error)
+                    failed.append(
+                        f"version {info.number}: {error}; the log is kept for it from delta {info.watermark + 1} on: "
+                        "drop it, or activate it with force, by which it passes over what does not fit"
+                    )
                 except TierstoreError as error:
-                    failed = error
-        if failed is not None:
-            raise failed
+                    failed.append(f"version {info.number}: {error}")
+        if failed:
+            raise TierstoreError("; ".join(failed))
 
     def _is_behind(self, info: VersionInfo) -> bool:
         """Whether a version is to be caught up: it lacks many deltas, can have them, and nothing uses it."""

@@ -124,7 +124,7 @@ class View:
         return self._feature(feature)[1].spec
 
     def _feature(self, name: str) -> tuple[FeatureSpec, Cascade]:
-        feature = self._version.features.get(name)
+        feature = self._version.features.get(name) if isinstance(name, str) else None
         if feature is None:
             raise NotFound(
                 f"no feature {name!r}; version {self.version} has {', '.join(sorted(self._version.features))}"
