@@ -33,7 +33,7 @@ from tierstore.formats.columns import (
     vector_column,
 )
 from tierstore.formats.delta.frames import BadFrames, split_streams
-from tierstore.formats.delta.head import Head, head_of
+from tierstore.formats.delta.head import DeltaWords, words_of
 from tierstore.formats.names import DENSE_TABLE
 from tierstore.formats.regular import read_regular
 from tierstore.formats.strings import validate
@@ -127,7 +127,7 @@ def read_head(data: bytes | memoryview, *, max_decoded_bytes: int = MAX_DECODED_
     def read() -> DeltaHead:
         streams, decoded = split_streams(view, max_decoded_bytes)
         start, end = streams[0]
-        head = head_of(pa.ipc.open_stream(pa.py_buffer(view[start:end])).schema.metadata or {})
+        head = words_of(pa.ipc.open_stream(pa.py_buffer(view[start:end])).schema.metadata or {})
         return DeltaHead(head.model, head.seq, str(xxhash.xxh3_64_hexdigest(view)), decoded)
 
     return _as_delta(read, view)
@@ -154,7 +154,7 @@ def read_changes(data: bytes | memoryview, table: str, codes: Keys, as_codes: Ca
         streams, _ = split_streams(view, MAX_DECODED_BYTES)
         for start, end in streams:
             reader = pa.ipc.open_stream(pa.py_buffer(view[start:end]))
-            head = head_of(reader.schema.metadata or {})
+            head = words_of(reader.schema.metadata or {})
             while True:
                 try:
                     batch, metadata = reader.read_next_batch_with_custom_metadata()
@@ -184,13 +184,13 @@ def _as_delta(read: Callable[[], T], view: memoryview) -> T:
 
 
 def _read(view: memoryview, max_decoded_bytes: int, reserve: Callable[[int], None]) -> Delta:
-    heads: list[Head] = []
+    heads: list[DeltaWords] = []
     tables: dict[str, _Collected] = {}
     dense: bytes | None = None
     streams, _ = split_streams(view, max_decoded_bytes)
     for start, end in streams:
         reader = pa.ipc.open_stream(pa.py_buffer(view[start:end]))
-        heads.append(head_of(reader.schema.metadata or {}))
+        heads.append(words_of(reader.schema.metadata or {}))
         while True:
             try:
                 batch, metadata = reader.read_next_batch_with_custom_metadata()
