@@ -103,7 +103,7 @@ class Tierstore:
         for keys, stored in rows.chunks():
             self.host.warm(keys, stored)
         self.memory = anonymous_bytes() - before
-        table = Cascade(spec, 1, default, rows.count, NoDisk(), LookupCounts())  # type: ignore[arg-type]
+        table = Cascade(spec, 1, default, NoDisk(), LookupCounts())  # type: ignore[arg-type]
         table.host = self.host
         holder: Any = SimpleNamespace(
             number=1, specs={spec.name: spec}, tables={spec.name: table}, features={FEATURE: FeatureSpec(FEATURE, spec.name)}, padding={},

@@ -31,6 +31,7 @@ def open_store(tmp_path: Path) -> Iterator[Callable[..., Store]]:
 
     def open_(**settings: object) -> Store:
         options = {"host_budget": "4MiB", "load_workers": 1, "disk_threads": 2, "fold_grace_s": 0.0} | settings
+        options = {"ttl_most_share": 1} | options  # tests move clocks
         opened.append(tierstore.open(tmp_path / "data", **options))
         return opened[-1]
 

@@ -119,9 +119,22 @@ def test_bad_lookups_say_what_is_wrong(store, tmp_path):
         (lambda: ctr.lookup("nope", [1]), NotFound, "clicked, item_id, user_id"),
         (lambda: ctr.lookup("item_id", [1.5]), InvalidInput, "int64"),
         (lambda: ctr.lookup("item_id", [1], dtype="float64"), InvalidInput, "float16"),
+        (lambda: ctr.lookup("item_id", [1], dtype=["float32"]), InvalidInput, "float16"),
+        (lambda: ctr.lookup(["item_id"], [1]), NotFound, "clicked, item_id, user_id"),
+        (lambda: ctr.lookup("item_id", [1], version=["stable"]), NotFound, "no label"),
         (lambda: ctr.lookup("item_id", [1], out=np.empty((2, 8), np.float32)), InvalidInput, r"\(1, 8\)"),
         (lambda: ctr.lookup_bags("clicked", [1], [0], weights=[1, 2]), InvalidInput, "weights"),
         (lambda: ctr.lookup_bags("clicked", [1], [0], combiner="max"), InvalidInput, "sqrtn"),
+        (
+            lambda: ctr.lookup_bags("clicked", [1, 2], [0], weights=[1, np.nan]),
+            InvalidInput,
+            "weights: the one at 1 is",
+        ),
+        (
+            lambda: ctr.lookup_bags("clicked", [1, 2], [0], weights=[-np.inf, 1]),
+            InvalidInput,
+            "weights: the one at 0 is",
+        ),
         (lambda: store.model("nope"), NotFound, "ctr"),
         (lambda: ctr.view(99), NotFound, "99"),
     ]:

@@ -103,6 +103,13 @@ class StoreSettings(BaseModel):
         "versions that serve; there is one soon after a version begins to; 0: none, rows then expire only when a "
         "snapshot is loaded",
     )
+    ttl_most_share: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="share of a table's rows that one search may delete for their age; where it finds more it deletes "
+        "none and says so in `problems`, since the machine's clock may be wrong; 1: whatever it finds is deleted",
+    )
     fold_grace_s: float = Field(
         0.05, ge=0, description="least seconds a delta stays in its overlay, so that small deltas are folded together"
     )

@@ -105,6 +105,7 @@ class Holding:
     def __init__(self, need: int, least: int = 0) -> None:
         self.host_need_bytes, self._least = need, least
         self.host_reserved_bytes = self.limit_bytes = 0
+        self.host_is_uneven = False
 
     def attach_host(self, budget_bytes, limit_bytes, like):
         assert budget_bytes <= limit_bytes

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,10 @@ import pytest
 import xxhash
 
 import tierstore
+from tests.engine.scenes import eventually
 from tierstore.engine.data.insight import CacheInsight
 from tierstore.engine.data.key_counts import PLACES, KeyCounts
+from tierstore.engine.lifecycle import sampler
 from tierstore.errors import InvalidInput, NotFound
 
 ROWS = 3_000
@@ -167,3 +171,31 @@ def test_what_was_hot_fades() -> None:
     counts.add(np.full(1000, 1), 0.0)
     counts.add(np.full(1000, 2), 1200.0)
     assert counts.hottest(2) == [(2, pytest.approx(0.8)), (1, pytest.approx(0.2))]
+
+
+def test_the_hottest_keys_stay_so_wherever_the_clock_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Back by years, and on again, beside look-ups; and an error ends no more than one look."""
+    turns = itertools.count()
+
+    def clock() -> float:
+        turn = next(turns)
+        if turn == 5:
+            raise RuntimeError("injected failure")
+        return time.time() - (turn % 4) * 1e9
+
+    monkeypatch.setattr(sampler, "time", SimpleNamespace(time=clock, monotonic=time.monotonic, thread_time=lambda: 0.0))
+    monkeypatch.setattr(sampler, "_RETRY_S", 0.0)
+    monkeypatch.setattr(sampler, "_EVERY_S", sampler._NOTED_S)
+    with tierstore.open(tmp_path / "data", host_budget="64KiB", load_workers=1) as store:
+        store.shared.sampler._every_s = sampler._NOTED_S
+        store.load_snapshot(snapshot(tmp_path, 1))
+
+        def share() -> float:
+            store.model("m").lookup("f", np.full(16, 7))
+            return dict(store.model("m").served.active.open_version.tables["t"].counts.insight.counts.hottest(1)).get(
+                7, 0.0
+            )
+
+        eventually(
+            lambda: share() == 1.0 and next(turns) > 40, "key 7 has all look-ups, after ten settings of the clock"
+        )

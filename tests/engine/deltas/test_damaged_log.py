@@ -12,7 +12,11 @@ import tierstore
 from tests.engine import scenes
 from tests.engine.lifecycle.test_start import SMALL, item, loaded
 from tests.engine.test_store import folded
+from tests.formats.disks import ForgetfulDisk
+from tierstore.engine.deltas.log import DeltaLog
 from tierstore.errors import Corruption, NotReady, SnapshotError, TierstoreError
+from tierstore.formats import files
+from tierstore.formats.names import ModelDirectory
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 
@@ -221,3 +225,23 @@ def test_where_the_beginning_of_the_log_is_lost_a_version_that_was_stale_is_not_
     with pytest.raises(Corruption, match=r"base\.json"):
         store.rollback("ctr")
     assert item(store, 3) == scenes.vector("item", 2, 3)[0]
+
+
+def test_a_log_that_begins_again_earlier_looks_whole_after_power_failed(tmp_path):
+    """Though the system has written what the end was before by itself."""
+    where = ModelDirectory(tmp_path / "ctr")
+    disk = ForgetfulDisk(tmp_path)
+    with files.use(disk):
+        files.make_dir(where.log)
+        log = DeltaLog(where)
+        log.restart(0)
+        for seq in range(1, 6):
+            log.append(seq, b"delta", f"{seq:016x}")
+        with open(where.log_end, "rb") as end:
+            disk.fsync(end)
+        for folder in (tmp_path, *(path for path in tmp_path.rglob("*") if path.is_dir())):
+            disk.fsync_dir(folder)
+        log.restart(2)
+        disk.lose_power()
+        again = DeltaLog(where)
+    assert (again.damage, again.last) == ([], 2)

@@ -11,9 +11,11 @@ import pytest
 
 import tierstore
 from tests.engine import scenes
-from tests.engine.reads.test_dense import state
+from tests.engine.reads.test_dense import folded, state
 from tests.predict import onnx_models as om
-from tierstore.engine.data.overlay import encode_delta
+from tests.tiers.full_disk import full_disk
+from tierstore.engine.data.overlay import Overlay, encode_delta
+from tierstore.engine.operations.from_peers import follow_delta
 from tierstore.errors import DeltaError, InvalidInput, StorageError
 from tierstore.formats import files
 from tierstore.formats.delta.reader import read_delta
@@ -262,6 +264,74 @@ def test_what_was_accepted_by_the_version_that_served_is_not_passed_over_at_a_st
         assert state(store) == "kept, not served: another release of the runtime refuses it"
         store.close()
     assert scores(open_store()) == [DIM + 50, DIM + 50]
+
+
+@pytest.mark.parametrize("folds_after_s", [0, 3600], ids=["folded", "in memory"])
+def test_a_dense_part_of_a_peer_that_does_not_fit_stays_passed_over_at_every_start(open_store, tmp_path, folds_after_s):
+    """The peer acknowledged it, so its rows are taken; the version goes on with the dense part that it has."""
+    store = open_store(fold_grace_s=folds_after_s)
+    store.load_snapshot(snapshot(tmp_path, 1, {"user_id": None}, OLD))
+    follow_delta(store.model("ctr"), rows(1, dense=om.linear({"user_id": np.ones(DIM + 1)})), 1)
+
+    def check(key_2: float = 1.0, *, more: float = 0.0) -> None:
+        assert scores(store) == [DIM + more, key_2 * DIM + more]
+        assert state(store).startswith("served; a newer one was passed over: delta 1:")
+
+    check()
+    for _ in range(2):
+        store.close()
+        store = open_store(fold_grace_s=folds_after_s)
+        check()
+    follow_delta(store.model("ctr"), scenes.delta(2, {"user": ([2], np.full((1, DIM), 2, np.float32))}), 2)
+    check(2)
+    store.close()
+    store = open_store(fold_grace_s=folds_after_s)
+    check(2)
+    fits = om.linear({"user_id": np.ones(DIM)}, 50.0)
+    follow_delta(store.model("ctr"), scenes.delta(3, dense=fits), 3)
+    follow_delta(store.model("ctr"), rows(4, dense=om.linear({"user_id": np.ones(DIM + 1)})), 4)
+    for _ in range(2):
+        assert scores(store) == [4 * DIM + 50, 2 * DIM + 50], "what fits is taken, before and after what does not"
+        assert "passed over: delta 4:" in state(store)
+        store.close()
+        store = open_store(fold_grace_s=folds_after_s)
+
+
+def test_deltas_that_merge_in_memory_say_what_the_newest_of_them_passes_over():
+    none = Overlay(1, 1, {})
+    refused = Overlay(2, 2, {}, passed_over="delta 2: why")
+    fits = Overlay(3, 3, {}, dense=b"d")
+    other = Overlay(4, 4, {}, passed_over="delta 4: why")
+    assert none.merged(refused).passed_over == "delta 2: why"
+    assert refused.merged(none).passed_over == "delta 2: why"
+    assert refused.merged(fits).passed_over is None
+    both = fits.merged(other)
+    assert (both.dense, both.passed_over) == (b"d", "delta 4: why")
+    assert both.merged(none).passed_over == "delta 4: why"
+
+
+def test_why_a_dense_part_is_not_served_is_said_as_well_once_its_delta_is_folded(open_store, tmp_path, monkeypatch):
+    """Not that something has to be installed, which is."""
+    store = open_store(fold_grace_s=60)
+    store.load_snapshot(snapshot(tmp_path, 1, {"user_id": None}, OLD))
+    store.apply_delta(rows(1, dense=om.linear({"user_id": np.ones(DIM)}, 50.0)))
+    store.close()
+    load, why = type(store.shared.dense).load, "another release of the runtime refuses it"
+
+    def choosy(self, model, *args, **options):
+        if model != OLD:
+            raise InvalidInput(why)
+        return load(self, model, *args, **options)
+
+    monkeypatch.setattr("tierstore.predict.runtime.Runtime.load", choosy)
+    with full_disk() as disk:
+        disk.full = True
+        store = open_store()  # the delta is served from memory
+        assert store.model("ctr").served.active.overlays
+        assert state(store) == "kept, not served: delta 1: the dense part cannot be served: " + why
+        disk.full = False
+        folded(store)
+    assert state(store) == "kept, not served: delta 1: the dense part cannot be served: " + why
 
 
 def test_folds_that_fail_leave_one_dense_part_on_its_way_at_most(open_store, tmp_path, monkeypatch):

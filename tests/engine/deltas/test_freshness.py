@@ -10,6 +10,7 @@ import pytest
 
 import tierstore
 from tests.engine import scenes
+from tests.engine.test_store import folded
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 
@@ -64,3 +65,33 @@ def test_a_model_may_have_a_limit_of_its_own(tmp_path, open_store, own, fresh):
     store.load_snapshot(snapshot(tmp_path, timedelta(days=1)))
     assert status(store)["fresh"] is fresh
     assert (status(store)["problem"] is None) == (fresh is not False)
+
+
+def test_to_say_how_old_the_newest_delta_is_nothing_of_it_is_decoded(tmp_path, open_store, monkeypatch):
+    store = open_store()
+    store.load_snapshot(snapshot(tmp_path, timedelta(days=30)))
+    store.apply_delta(delta(1, timedelta(days=2)))
+    folded(store)
+    store.close()
+    store = open_store()
+    with monkeypatch.context() as patch:
+
+        def refuse(*_: object, **__: object) -> None:
+            raise AssertionError("the whole delta is read")
+
+        patch.setattr("tierstore.formats.delta.reader._read", refuse)
+        patch.setattr("tierstore.engine.deltas.log.read_regular", refuse)
+        assert status(store)["last_event_time"] == (NOW - timedelta(days=2)).isoformat()
+
+
+@pytest.mark.parametrize("content", [b"", b"no Arrow at all"])
+def test_a_newest_delta_that_is_damaged_has_no_time(tmp_path, open_store, content):
+    store = open_store()
+    store.load_snapshot(snapshot(tmp_path, timedelta(days=30)))
+    store.apply_delta(delta(1, timedelta(days=2)))
+    folded(store)
+    store.close()
+    store = open_store()
+    (entry,) = (tmp_path / "data/models/ctr/log").glob("*.arrow")
+    entry.write_bytes(content)
+    assert status(store)["last_event_time"] is None

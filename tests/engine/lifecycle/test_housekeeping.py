@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
 
 import tierstore
@@ -110,3 +111,26 @@ def test_a_version_that_is_being_removed_holds_up_no_switch(open_store, tmp_path
             go_on.set()
             thread.join()
     assert not any(path.name.startswith(".trash-1-") for path in (tmp_path / "data/models/ctr").iterdir())
+
+
+def test_a_kept_version_that_a_delta_does_not_fit_is_a_problem_until_it_is_dropped(open_store, tmp_path, monkeypatch):
+    """The log is kept for it, and grows."""
+    monkeypatch.setattr("tierstore.engine.lifecycle.tasks.KEPT_LAG", 0)
+    store = open_store(log_retention_s=0)
+    loaded(store, tmp_path, 1)
+    with tierstore.SnapshotWriter(tmp_path / "wide", model="ctr", version=2) as writer:
+        writer.table("item", dim=3).write([1], [[1, 1, 1]])
+        writer.feature("item_id", table="item")
+    store.load_snapshot(tmp_path / "wide")
+    for seq in (1, 2):
+        store.apply_delta(scenes.delta(seq, {"item": ([1], np.full((1, 3), seq, np.float32))}))
+    folded(store)
+    ctr = store.model("ctr")
+    scenes.housekeep(store)
+    assert ctr.log.status()["entries"] == 2
+    assert "version 1: delta 1: table 'item' has vectors of 8 numbers, the delta brings 3" in ctr.problem
+    assert "the log is kept for it from delta 1 on: drop it, or activate it with force" in ctr.problem
+    assert [one["kind"] for one in store.status()["problems"]] == ["background_work"]
+    store.drop("ctr", 1)
+    scenes.housekeep(store)
+    assert (ctr.problem, ctr.log.status()["entries"]) == (None, 0)

@@ -159,6 +159,7 @@ def test_any_order_of_writes_searches_and_restarts(
 ) -> None:
     root, days, seq, version = tmp_path_factory.mktemp("any"), 0, 0, 1
     options: dict[str, Any] = {"host_budget": "4MiB", "disk_threads": 1, "fold_grace_s": 60.0, "keep_versions": 0}
+    options["ttl_most_share"] = 1
     days_later(0)
     expected = {key: -key for key in range(30)}  # the day on which it was written
     with tierstore.SnapshotWriter(root / "s", model="ctr", version=1) as snapshot:
@@ -286,7 +287,7 @@ def test_an_export_has_the_times_of_its_rows(
     expected = (set(range(301)) - {3}) | {405}
     assert found(store) == expected
     store.export("ctr", tmp_path / "exported", as_version=7)
-    with tierstore.open(tmp_path / "other", host_budget="4MiB", disk_threads=2) as other:
+    with tierstore.open(tmp_path / "other", host_budget="4MiB", disk_threads=2, ttl_most_share=1) as other:
         other.load_snapshot(tmp_path / "exported")
         assert found(other) == expected
         days_later(41)
@@ -377,3 +378,63 @@ def test_a_sample_counts_rows_as_absent_that_are_expired_by_then(
     before = sampled(6)
     check(store)
     assert sampled(6) == before
+
+
+# --- a clock that is wrong
+
+
+def test_a_clock_that_is_a_year_ahead_for_one_check_deletes_nothing_and_is_a_problem(
+    open_store: OpenStore, tmp_path: Path, days_later: Any
+) -> None:
+    store = open_store(ttl_most_share=0.5)
+    store.load_snapshot(write(tmp_path))
+    days_later(365)
+    check(store)
+    for _ in range(2):
+        assert found(store) == set(range(ROWS))
+        assert user(store)["rows"] == ROWS
+        (problem,) = store.status()["problems"]
+        assert problem["kind"] == "background_work"
+        assert "expired rows are not removed: version 1: 400 of about 400 rows of table 'user'" in problem["text"]
+        assert "set ttl_most_share to 1" in problem["text"]
+        scenes.housekeep(store)
+    days_later(11)  # it is set: 20 rows have expired
+    scenes.housekeep(store)
+    assert found(store) == set(range(381))
+    assert store.status()["problems"] == []
+
+
+def test_where_the_clock_is_right_the_setting_says_that_all_may_go(
+    open_store: OpenStore, tmp_path: Path, days_later: Any
+) -> None:
+    store = open_store(ttl_most_share=0.5)
+    store.load_snapshot(write(tmp_path))
+    days_later(365)
+    check(store)
+    store.close()
+    store = open_store(ttl_most_share=1)
+    check(store)
+    assert (found(store), store.status()["problems"]) == (set(), [])
+
+
+def test_what_expires_evenly_between_two_searches_that_are_far_apart_is_deleted(
+    open_store: OpenStore, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Of rows that come evenly and live as long as it takes to the next search, half have expired then."""
+    clock = SimpleNamespace(now=float(NOW))
+    clock.time = clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(expiry, "time", clock)
+    store = open_store(ttl_most_share=0.1, ttl_check_s=35 * DAY)
+    store.load_snapshot(write(tmp_path))
+    scenes.housekeep(store)
+    clock.now += 20 * DAY
+    scenes.housekeep(store)
+    assert len(found(store)) == ROWS, "no search is due"
+    clock.now += 15 * DAY - 5 * DAY  # not yet
+    scenes.housekeep(store)
+    store.apply_delta(delta(1, range(200), days=20))
+    folded(store)
+    clock.now += 5 * DAY
+    scenes.housekeep(store)
+    assert found(store) == set(range(200)), "half of them, after 35 days, of rows that live for 30"
+    assert store.status()["problems"] == []

@@ -230,7 +230,7 @@ CRASH = """
         if calls[0] == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    store = tierstore.open(sys.argv[1], host_budget="4MiB", disk_threads=2, fold_grace_s=60)
+    store = tierstore.open(sys.argv[1], host_budget="4MiB", disk_threads=2, fold_grace_s=60, ttl_most_share=1)
     DiskTier.ingest = dying
     expiry.old_keys = lambda *of: (part for keys in search(*of) for part in np.array_split(keys, max(1, len(keys) // 50)))
     expiry.time = SimpleNamespace(time=lambda: float(sys.argv[3]), monotonic=lambda: 0.0)

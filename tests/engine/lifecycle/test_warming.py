@@ -18,6 +18,7 @@ from tierstore.config import Settings
 from tierstore.engine.lifecycle import warm as warming
 from tierstore.engine.placements.local.start import Starter
 from tierstore.engine.versions import hot_keys
+from tierstore.engine.versions.version import Version
 from tierstore.errors import StorageError
 from tierstore.formats import files
 from tierstore.formats.files import FileSystem
@@ -143,6 +144,33 @@ def test_what_the_disk_does_not_give_ends_no_warm_up(open_store, root, monkeypat
     store = scenes.warmed(open_store())
     assert failed
     assert len(resident(store)) > 100
+
+
+def test_an_error_that_nobody_expects_ends_neither_a_warm_up_nor_the_saving_of_hot_keys(open_store, root, monkeypatch):
+    monkeypatch.setattr(Settings, "hot_keys_every_s", 0.01)
+    raised = []
+
+    def once(kind, name):
+        work = getattr(kind, name)
+
+        def failing(self, *args):
+            if threading.current_thread().name == "tierstore-warmer" and name not in raised:
+                raised.append(name)
+                raise RuntimeError("injected failure")
+            return work(self, *args)
+
+        monkeypatch.setattr(kind, name, failing)
+
+    once(warming.WarmUp, "step")
+    once(Version, "save_hot_keys")
+    store = scenes.warmed(open_store())
+    assert store.warm_share() == 1.0
+    assert len(resident(store)) > 100
+    for _ in range(4):
+        store.model("ctr").lookup("item_id", np.arange(800, 850))
+    file = root / "1/hot/item.npy"
+    eventually(lambda: set(range(800, 850)) <= set(np.load(file).tolist()), "they are saved all the same")
+    assert sorted(raised) == ["save_hot_keys", "step"]
 
 
 def test_a_disk_that_gives_nothing_ends_it(open_store, root, monkeypatch):

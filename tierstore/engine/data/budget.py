@@ -52,6 +52,11 @@ class MemoryUser(Protocol):
     def host_need_bytes(self) -> int: ...
     @property
     def host_reserved_bytes(self) -> int: ...  # what it may use now
+    @property
+    def host_is_uneven(self) -> bool:
+        """Whether it would use what it has otherwise, once it is told to."""
+        return False
+
     def attach_host(self, budget_bytes: int, limit_bytes: int, like: MemoryUser | None) -> None:
         """Use `budget_bytes`; it may be allowed `limit_bytes` later."""
 
@@ -126,8 +131,8 @@ class HostBudget:
         with self._lock:
             shares = [(user, share) for user, share in self._deal(self._models).items() if user not in stuck]
             for user, share in shares:
-                if (has := user.host_reserved_bytes) > share:
-                    user.resize_host(share)
+                if (has := user.host_reserved_bytes) > share or user.host_is_uneven:
+                    user.resize_host(min(has, share))
                     if user.host_reserved_bytes > share:
                         stuck.add(user)
                     return True

@@ -80,12 +80,11 @@ class Cascade:
         spec: TableSpec,
         table_id: int,
         default: np.ndarray,
-        rows: int,
         store: VersionStore,
         counts: LookupCounts,
         own: Partitions | None = None,
     ) -> None:
-        self.spec, self.table_id, self.default, self.rows, self.store = spec, table_id, default, rows, store
+        self.spec, self.table_id, self.default, self.store = spec, table_id, default, store
         self.own = own
         self.host: HostTable | None = None
         self.device: DeviceTable | None = None
@@ -199,13 +198,7 @@ class Cascade:
         distinct, inverse = np.unique(keys[pending], return_inverse=True)
         if self.own is not None:
             check_own(distinct, self.own, self.spec.name)
-        rows, found, there = self._read(distinct, seq)
-        if not found.all():  # some could not be read, and defaults are wanted for them
-            read = found != _PENDING
-            self.promote(seq, distinct[read], rows[read], there[read])
-            found[~read] = Tier.ABSENT
-        else:
-            self.promote(seq, distinct, rows, there)
+        rows, found, there = self._read_and_promote(seq, distinct)
         hit = there[inverse]
         codec.decode_scatter(rows, inverse[hit], pending[hit], self.spec.dtype, out)
         out[pending[~hit]] = self.default
@@ -231,10 +224,21 @@ class Cascade:
         """Read what is PENDING after `stored`, under the same view, of `seq`, and count."""
         pending = np.flatnonzero(state == _PENDING)
         if pending.size:
-            read, found, there = self._read(keys[pending], seq)
-            self.promote(seq, keys[pending], read, there)
-            rows[pending], state[pending] = read, found
+            rows[pending], state[pending], _ = self._read_and_promote(seq, keys[pending])
         self.count(state, 0)
+
+    def _read_and_promote(self, seq: int, distinct: Keys) -> tuple[Rows, States, np.ndarray]:
+        """`_read`; keys that could not be read, where defaults are wanted for them, are ABSENT, and are promoted as
+        nothing.
+        """
+        rows, found, there = self._read(distinct, seq)
+        if found.all():
+            self.promote(seq, distinct, rows, there)
+        else:
+            read = found != _PENDING
+            self.promote(seq, distinct[read], rows[read], there[read])
+            found[~read] = Tier.ABSENT
+        return rows, found, there
 
     def promote(self, seq: int, distinct: Keys, rows: Rows, there: np.ndarray) -> None:
         """Offer to the host tier what was read of distinct keys under a view of `seq`; it may have been left since."""

@@ -35,8 +35,11 @@ class CacheInsight:
         trials = self._trials
         return self.sample.nbytes + self.counts.nbytes + self._hour.nbytes + (0 if trials is None else trials.nbytes)
 
-    def step(self, host: HostTable, now_s: float) -> None:
-        """Take what was sampled since the last step from the table that serves, and sample on."""
+    def step(self, host: HostTable, clock_s: float) -> None:
+        """Take what was sampled since the last step from the table that serves, and sample on.
+
+        `clock_s` never goes back.
+        """
         trials, rows = self._trials, host.capacity_rows
         if trials is None or not 1 / _AFRESH <= rows / trials.rows <= _AFRESH:
             if trials is not None:
@@ -47,7 +50,7 @@ class CacheInsight:
         counted, self._counting = self._counting, not self._counting
         keys, seen = self.sample.collect(ALL, _COUNTED) if self._counting else self.sample.collect(trials.bound)
         if counted:
-            self.counts.add(keys, now_s)
+            self.counts.add(keys, clock_s)
         elif seen:
             trials.add(keys[~host.absent_among(keys)], seen)
 

@@ -77,14 +77,20 @@ class Overlay:
     hi: int
     tables: Mapping[str, OverlayTable]
     dense: bytes | None = field(default=None, repr=False)
-    predictor: DenseSession | None = None  # of `dense`; None where it cannot be served here
+    predictor: DenseSession | None = None  # of `dense`; None where it cannot be served here,
+    unserved: str | None = None  # for this reason
     colliding: Mapping[str, CollidingKeys] = field(default_factory=dict)
-    passed_over: str | None = None  # of catch-ups alone: the newest dense part that does not fit the version, and why
+    passed_over: str | None = None  # the newest dense part that does not fit the version, and why; newer than `dense`
     born_s: float = field(default_factory=time.monotonic)
 
     @property
     def nbytes(self) -> int:
         return sum(table.nbytes for table in self.tables.values()) + len(self.dense or b"")
+
+    @property
+    def says_of_dense(self) -> bool:
+        """Whether its deltas brought a dense part, which fits the version or is passed over."""
+        return self.dense is not None or self.passed_over is not None
 
     def merged(self, newer: Overlay) -> Overlay:
         """This overlay and the one that follows it as one."""
@@ -92,8 +98,17 @@ class Overlay:
         for name, table in newer.tables.items():
             tables[name] = tables[name].merged(table) if name in tables else table
         dense = newer if newer.dense is not None else self
-        colliding = {**self.colliding, **newer.colliding}
-        return Overlay(self.lo, newer.hi, tables, dense.dense, dense.predictor, colliding, born_s=self.born_s)
+        return Overlay(
+            self.lo,
+            newer.hi,
+            tables,
+            dense.dense,
+            dense.predictor,
+            dense.unserved,
+            {**self.colliding, **newer.colliding},
+            newer.passed_over if newer.says_of_dense else self.passed_over,
+            self.born_s,
+        )
 
 
 def stack(overlays: tuple[Overlay, ...], new: Overlay, *, frozen: Overlay | None) -> tuple[Overlay, ...]:

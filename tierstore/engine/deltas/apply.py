@@ -22,7 +22,7 @@ from tierstore.engine.deltas.dense import DenseParts
 from tierstore.engine.deltas.incoming import gently
 from tierstore.engine.deltas.log import DeltaLog
 from tierstore.engine.deltas.newest_event import NewestEvent
-from tierstore.engine.deltas.origin import Origin
+from tierstore.engine.deltas.origin import Origin, with_passed_over
 from tierstore.engine.deltas.replay import missing, unfolded
 from tierstore.engine.events.observer import Observer
 from tierstore.engine.reads.view import View
@@ -144,14 +144,20 @@ class DeltaPath:
 
     def _fitting(self, delta: Delta, view: View, served: Routing, sessions: Sessions) -> Overlay:
         """What of a delta fits one version."""
+        why: str | None = None
         for part in (delta, replace(delta, dense=None)):
             try:
-                return self._overlays(part, [view], served, sessions)[0]
+                overlay = self._overlays(part, [view], served, sessions)[0]
             except DeltaError as error:
+                why = why or str(error)
                 log.warning(
                     "model %s: version %d passes over what does not fit of delta %d: %s",
                     self._live.model, view.version, delta.seq, error,
                 )  # fmt: skip
+                continue
+            if delta.dense is not None and delta.base_version in (None, view.version):
+                overlay.passed_over = why
+            return overlay
         return Overlay(delta.seq, delta.seq, {})
 
     def _overlays(self, delta: Delta, views: Sequence[View], served: Routing, sessions: Sessions) -> list[Overlay]:
@@ -167,7 +173,7 @@ class DeltaPath:
             if overlay.dense is not None:
                 if view.open_version not in sessions:  # a switch or another delta came first
                     sessions[view.open_version] = self._session(delta, view, served)
-                overlay.predictor = sessions[view.open_version]
+                overlay.predictor, overlay.unserved = sessions[view.open_version], self._dense.missing
         return overlays
 
     def _log_and_publish(
@@ -181,9 +187,11 @@ class DeltaPath:
     ) -> None:
         def log_it() -> None:
             self._record.repair()  # else the next start might serve another version, without this delta
-            self._log.append(delta.seq, data, delta.digest, origin)
-            if delta.dense is not None:
-                for view in views:
+            by_view = list(zip(views, overlays, strict=True))
+            passed_over = [view.version for view, overlay in by_view if overlay.passed_over is not None]
+            self._log.append(delta.seq, data, delta.digest, with_passed_over(origin, passed_over))
+            for view, overlay in by_view:
+                if overlay.dense is not None:
                     view.open_version.info.dense_accepted_upto = delta.seq
 
         fits_memory = overlays[0].nbytes <= self._live.overlay_budget.total

@@ -59,6 +59,11 @@ class DenseParts:
         self.counts = DenseCounts()
 
     @property
+    def missing(self) -> str | None:
+        """Why no dense part can be served here; None where they can."""
+        return self._runtime.missing
+
+    @property
     def kept(self) -> str:
         """What a status document says of the dense part of a version that is not open."""
         return "kept" if self._runtime.missing is None else f"kept, not served: {self._runtime.missing}"

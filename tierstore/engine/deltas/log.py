@@ -12,7 +12,7 @@ lost, and nothing is added or forgotten until it is back, or `restart` begins th
 
 `log.end`, next to the log's directory, names the newest entry: where the log ends before it, what lies between is lost.
 It is written once an entry is durable, in place and without a flush of its own. So it never names an entry that is not
-durable, and after a power failure it may name an earlier one.
+durable, and after a power failure it may name an earlier one. Where the log begins again earlier, it is durable first.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 
@@ -30,8 +31,9 @@ import xxhash
 from tierstore.engine.deltas import origin as origins
 from tierstore.engine.deltas.origin import Origin
 from tierstore.engine.serving.undone_record import Undone
-from tierstore.errors import Corruption, NotFound, StorageError
+from tierstore.errors import Corruption, DeltaError, NotFound, StorageError
 from tierstore.formats import files
+from tierstore.formats.delta.head import read_event_time
 from tierstore.formats.names import MAX_ORDINAL, ModelDirectory
 from tierstore.formats.regular import read_regular
 
@@ -270,13 +272,35 @@ class DeltaLog:
                 return origin
         return None
 
+    def is_passed_over(self, seq: int, version: int) -> bool:
+        """Whether a version did not accept the dense part of an entry that was applied all the same."""
+        digest = self._entries.get(seq)
+        try:
+            origin = None if digest is None else origins.read(self._where.log_entry(seq, digest))
+        except OSError:  # `read` reports it
+            return False
+        return version in origins.passed_over_by(origin)
+
+    def event_time(self, seq: int) -> datetime | None:
+        """When an entry happened, by its first message alone; None where it is not held, or is damaged."""
+        digest = self._entries.get(seq)
+        try:
+            return None if digest is None else read_event_time(self._where.log_entry(seq, digest))
+        except DeltaError:  # pruned meanwhile, or `read` reports it
+            return None
+
     def restart(self, seq: int) -> None:
         """Begin again after `seq`; every entry held is forgotten."""
         if seq < self._end:
-            self._note_end(seq)  # not after the beginning is moved: a crash in between must not look like a loss
+            # durable before the beginning is moved, or a crash in between would look like a loss
+            files.publish_bytes(self._where.log_end, files.checked_number(seq, digits=END_DIGITS))
+            self._end = seq
+        beyond = [self._where.log_entry(other, digest) for other, digest in self._entries.items() if other > seq]
         self._forget_to(seq, list(self._entries))
         self.last = seq
         self._note_end(seq)
+        for path in beyond:  # the next start would take these for what came after
+            files.remove_file(path)
 
     def ages(self) -> Iterator[tuple[int, float]]:
         """(seq, when it was written, in seconds since 1970) of each entry, ascending."""

@@ -10,8 +10,6 @@ from datetime import datetime
 
 from tierstore.engine.deltas.log import DeltaLog
 from tierstore.engine.serving.undone_record import Undone
-from tierstore.errors import TierstoreError
-from tierstore.formats.delta.reader import read_delta
 
 
 class NewestEvent:
@@ -35,7 +33,4 @@ class NewestEvent:
     def _read(self, seq: int, undone: Undone) -> datetime | None:
         while (first := undone.begin_of_range(seq)) is not None:
             seq = first - 1
-        try:
-            return None if self._log.digest(seq) is None else read_delta(self._log.read(seq)).event_time
-        except TierstoreError:  # pruned meanwhile, or damaged, which others report
-            return None
+        return self._log.event_time(seq)

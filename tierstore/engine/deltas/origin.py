@@ -1,4 +1,5 @@
-"""Where a logged delta came from, as the end of its file in the delta log: written with the delta, in one step.
+"""Where a logged delta came from, and who passed over its dense part, as the end of its file in the delta log:
+written with the delta, in one step.
 
 Pure functions over bytes. The layout is in `schema/layout.md`.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import xxhash
 
 from tierstore.errors import Corruption
 
-Origin = Mapping[str, Any]  # a JSON object; its source knows what is in it
+Origin = Mapping[str, Any]  # a JSON object; its source knows what is in it, but for the field below
+
+PASSED_OVER_BY = "dense_passed_over_by"  # versions that served and did not accept the delta's dense part
 
 _MAGIC = b"TIERORIG"  # no delta ends with it: a delta ends with the end mark of its last Arrow stream
 _END = struct.Struct("<QQ8s")  # XXH3-64 of the document, its length, the magic
@@ -26,6 +29,17 @@ def encode(origin: Origin) -> bytes:
     """What follows the bytes of a delta in its file."""
     document = json.dumps(origin, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
     return document + _END.pack(xxhash.xxh3_64_intdigest(document), len(document), _MAGIC)
+
+
+def with_passed_over(origin: Origin | None, versions: Collection[int]) -> Origin | None:
+    """`origin` with the versions that did not accept the delta's dense part."""
+    return {**(origin or {}), PASSED_OVER_BY: sorted(versions)} if versions else origin
+
+
+def passed_over_by(origin: Origin | None) -> Collection[int]:
+    """The versions that did not accept the dense part of a delta of that origin."""
+    versions = (origin or {}).get(PASSED_OVER_BY)
+    return versions if isinstance(versions, list) else ()
 
 
 def split(data: bytes, path: Path) -> tuple[bytes, Origin | None]:

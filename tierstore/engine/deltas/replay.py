@@ -64,7 +64,7 @@ def catch_up(
                 version, deltas, held, last, FOLD_BYTES, lenient, undone or deltas.undone, version.colliding
             )
             yield_to_requests()
-            _add_dense(merged, version, dense_parts, dense)
+            _add_dense(merged, version, dense_parts, dense, deltas)
             version.fold(merged)
 
 
@@ -86,7 +86,7 @@ def unfolded(view: View, deltas: DeltaLog, dense: DenseParts, *, limit: int) -> 
     merged, dense_parts = _gather(version, deltas, held, last, limit, True, deltas.undone, view.colliding)
     if merged.hi < last:
         raise TooLarge(f"deltas {merged.lo} to {last} take more than {limit:,} bytes of memory")
-    _add_dense(merged, version, dense_parts, dense, serve=True)
+    _add_dense(merged, version, dense_parts, dense, deltas, serve=True)
     return merged
 
 
@@ -133,6 +133,7 @@ def _add_dense(
     version: Version,
     dense_parts: Sequence[tuple[Delta, bytes]],
     dense: DenseParts,
+    deltas: DeltaLog,
     *,
     serve: bool = False,
 ) -> None:
@@ -142,17 +143,19 @@ def _add_dense(
     """
     for delta, model in reversed(dense_parts):
         accepted = delta.seq <= version.info.dense_accepted_upto
+        accepted = accepted and not deltas.is_passed_over(delta.seq, version.number)
         try:
             if serve or not accepted:
                 overlay.predictor = dense.of_delta(
                     delta, model, View(version, (), version.watermark), accepted=accepted
                 )
+                overlay.unserved = dense.missing
         except DeltaError as error:
             if not accepted:
                 overlay.passed_over = overlay.passed_over or str(error)
                 log.warning("version %d passes over the dense part of %s", version.number, error)
                 continue
-            version.unserved = str(error)
+            overlay.unserved = str(error)
         overlay.dense = model
         return
 

@@ -86,9 +86,10 @@ class DeviceShare(MemoryUser):
         return sum(self._needs())
 
     def _needs(self) -> list[int]:
+        rows = self.version.info.most_rows
         return [
-            max(MIN_TABLE_BUDGET, int(table.rows * (-(-table.spec.row_bytes // 16) * 16 + _A_ROW) * 1.25))
-            for table in self.version.tables.values()
+            max(MIN_TABLE_BUDGET, int(rows[name] * (-(-table.spec.row_bytes // 16) * 16 + _A_ROW) * 1.25))
+            for name, table in self.version.tables.items()
         ]
 
     @property
@@ -103,7 +104,7 @@ class DeviceShare(MemoryUser):
         fraction, self._limit = 0.5**halvings, budget_bytes << halvings
         tables = self.version.tables.values()
         needs = self._needs()
-        weights = self.version.weights(needs, like.version if isinstance(like, DeviceShare) else None)
+        weights = self.version.hosts.weights(needs, like.version.tables if isinstance(like, DeviceShare) else {})
         for table, share in zip(tables, deal(self._limit, needs, weights), strict=True):
             cache = self._gpu.cache(table.spec, share, table.default, fraction)
             if not cache.capacity_rows or cache.bytes_in_use > share * fraction:

@@ -146,10 +146,11 @@ class Opener:
         may_lack = (DiskFull,) if start else ()
         version = self.open(info)
         try:
-            self._shared.host_budget.admit(version, *replaced)
-            self._shared.devices.admit(version, replaced, live.publisher)
             with contextlib.suppress(*may_lack):
                 self._catch_up(version, lag=SWITCH_LAG, force=force, undone=undone, progress=progress)
+            # of tables as they are by now
+            self._shared.host_budget.admit(version, *replaced)
+            self._shared.devices.admit(version, replaced, live.publisher)
             if start:
                 self._shared.warmer.add(version, live.publisher)
             else:

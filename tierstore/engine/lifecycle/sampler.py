@@ -8,7 +8,6 @@ Nothing survives the process.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ log = logging.getLogger(__name__)
 
 MOST_TABLES = 64  # that are sampled, half a megabyte each; others have no curve and no hottest keys
 _EVERY_S, _NOTED_S = 0.5, 0.05  # a turn; how much of it look-ups of a busy table are noted
+_RETRY_S = 60.0  # after a step that failed
 _BUSY_KEYS = 50_000  # looked up in that time
 _PART = 400
 
@@ -63,10 +63,10 @@ class CacheSampler:
                 continue
             began_s = time.thread_time()
             try:
-                self.step(time.time())
+                self.step(time.time(), time.monotonic())
             except Exception:
-                log.exception("host tiers are not looked at; look-ups go on")
-                next_step_s = math.inf
+                log.exception("host tiers are not looked at for %.0f s; look-ups go on", _RETRY_S)
+                next_step_s = time.monotonic() + _RETRY_S
                 continue
             self._stopping.wait(_NOTED_S)
             for insight in self._sampled:
@@ -81,24 +81,24 @@ class CacheSampler:
                 log.exception("%s is not told of the time any more", type(observer).__name__)
                 self._failed.append(observer)
 
-    def step(self, now_s: float) -> None:
-        """Take what was noted by all tables that are served."""
+    def step(self, now_s: float, clock_s: float | None = None) -> None:
+        """Take what was noted by all tables that are served. `clock_s`: on a clock that never goes back, if another."""
         self._refresh()
         sampled: list[CacheInsight] = []
         for publisher in self._publishers():
             with publisher.pinned() as version:  # the active one; look-ups of a canary are noted in the same place
                 if version is not None:
-                    self._step(version, now_s, sampled)
+                    self._step(version, now_s, now_s if clock_s is None else clock_s, sampled)
         for insight in self._sampled:
             if insight not in sampled:
                 insight.forget()
         self._sampled = sampled
 
-    def _step(self, version: Version, now_s: float, sampled: list[CacheInsight]) -> None:
+    def _step(self, version: Version, now_s: float, clock_s: float, sampled: list[CacheInsight]) -> None:
         for table in version.tables.values():
             insight, host = table.counts.insight, table.host
             insight.note_minute(now_s, table.counts.as_dict(), version.number, version.watermark)
             wanted = insight in self._sampled or table.counts.total
             if host is not None and host.capacity_rows and wanted and len(sampled) < MOST_TABLES:
-                insight.step(host, now_s)
+                insight.step(host, clock_s)
                 sampled.append(insight)

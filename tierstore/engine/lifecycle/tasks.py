@@ -16,11 +16,13 @@ from tierstore.engine.lifecycle.opening import Opener
 from tierstore.engine.lifecycle.state import ModelState
 from tierstore.engine.placement import Act
 from tierstore.engine.versions.info import VersionInfo
+from tierstore.engine.versions.version import Version
 from tierstore.errors import Closed, DeltaError, TierstoreError
 from tierstore.formats import files
 
 log = logging.getLogger(__name__)
 
+_READERS_S = 1.0  # to wait for requests that began before
 KEPT_LAG = 256  # deltas a kept version may fall behind before it is caught up in the background
 
 
@@ -51,6 +53,24 @@ class Tasks:
     def _rebalance_memory(self) -> None:
         self._state.shared.host_budget.rebalance(self._stopping)
         self._state.shared.devices.budget.rebalance(self._stopping)
+        for view in self._state.live.served.views:
+            self._close_outgrown(view.open_version)
+
+    def _close_outgrown(self, version: Version) -> None:
+        """Free the host tables of a version that larger ones have replaced, once no reader is at them."""
+        live, changed, outgrown = self._state.live, self._state.live.publisher.changed, version.hosts.outgrown
+        if not outgrown or not live.renew(version):
+            return
+
+        def are_left() -> bool:
+            return not live.publisher.read_before(version)
+
+        with changed:
+            changed.wait_for(lambda: self._stopping() or are_left(), timeout=_READERS_S)
+            if not are_left():  # the next try goes on
+                return
+        version.hosts.close_outgrown(outgrown)
+        self._opener.freed.set()
 
     def _prune_log(self) -> None:
         state, log_ = self._state, self._state.log
@@ -85,9 +105,9 @@ class Tasks:
                 files.remove_leftover(trash)
 
     def _catch_up_kept(self) -> None:
-        """A kept version never falls far behind, so that rollback is quick. A damaged one keeps no other from it."""
+        """A kept version never falls far behind, so that rollback is quick. One that cannot keeps no other from it."""
         state = self._state
-        failed: TierstoreError | None = None
+        failed: list[str] = []
         with state.switch.if_free() as held:
             for info in state.catalogue.infos() if held else []:
                 if not self._is_behind(info):
@@ -96,11 +116,14 @@ class Tasks:
                     with self._opener.opened(info) as version:
                         catch_up(version, state.log, state.dense, lag=KEPT_LAG // 2)
                 except DeltaError as error:
-                    log.warning("model %s: version %d cannot be caught up: %s", state.name, info.number, error)
+                    failed.append(
+                        f"version {info.number}: {error}; the log is kept for it from delta {info.watermark + 1} on: "
+                        "drop it, or activate it with force, by which it passes over what does not fit"
+                    )
                 except TierstoreError as error:
-                    failed = error
-        if failed is not None:
-            raise failed
+                    failed.append(f"version {info.number}: {error}")
+        if failed:
+            raise TierstoreError("; ".join(failed))
 
     def _is_behind(self, info: VersionInfo) -> bool:
         """Whether a version is to be caught up: it lacks many deltas, can have them, and nothing uses it."""

@@ -169,20 +169,16 @@ class Warmer:
                 at_work.close()
                 self._stopping.wait(remaining_s)
                 continue
-            try:
-                self._pace_of_work.begin()
-                self._step(min(self._warm_ups, key=lambda each: each.done / max(1, each.total)))
-            except Exception:
-                log.exception("warming failed; look-ups go on")
-                return
+            self._pace_of_work.begin()
+            self._step(min(self._warm_ups, key=lambda each: each.done / max(1, each.total)))
 
     def _step(self, warm_up: WarmUp) -> None:
         try:
             with warm_up.publisher.hold_all() as served:  # no longer than this: it holds folds back
                 view = served.view_of(warm_up.version)
                 rows = 0 if view is None else warm_up.step(view, SHORT_BATCH)
-        except TierstoreError as error:
-            log.warning("warming version %d: %s", warm_up.version.number, error)
+        except Exception as error:  # whatever it is, the other keys are read, and other versions warmed
+            log.warning("warming version %d: %s", warm_up.version.number, error, exc_info=_unexpected(error))
             warm_up.failures += 1
             rows = 0 if warm_up.failures == _MOST_FAILURES else SHORT_BATCH
         if not rows:
@@ -209,6 +205,13 @@ class Warmer:
                         continue
                     try:
                         version.save_hot_keys(self._stopping.is_set)
-                    except TierstoreError as error:
-                        log.warning("hot keys of version %d are not saved: %s", number, error)
+                    except Exception as error:  # whatever it is, the next try is made
+                        log.warning(
+                            "hot keys of version %d are not saved: %s", number, error, exc_info=_unexpected(error)
+                        )
         self._saved_s = time.monotonic()
+
+
+def _unexpected(error: Exception) -> bool:
+    """Whether the log is to say where an error came from."""
+    return not isinstance(error, TierstoreError)

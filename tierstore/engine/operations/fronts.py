@@ -245,14 +245,12 @@ class Fronts(Observer):
         model = self._model(name)
         model.state.shared.placement.refusals.check("serve_fronts")
         with self._lock:
+            if self._closed:
+                raise NotFound("the service is being closed")
             held = self._of.get(name)
             if held is None or held._model is not model:
                 held = self._of[name] = HeldViews(model)
-        held.touch(front, serves)
-        with self._lock:
-            if self._closed:
-                held.expire(all_of_them=True)
-                raise NotFound("the service is being closed")
+            held.touch(front, serves)
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="tierstore-fronts", daemon=True)
                 thread.start()  # before it counts as there
@@ -263,8 +261,9 @@ class Fronts(Observer):
         while True:
             time.sleep(_LOOK_S)
             with self._lock:
-                still = [held.expire() for held in self._of.values()]
-                if not any(still):
+                # others are forgotten: the models may be gone
+                self._of = {name: held for name, held in self._of.items() if held.expire() or held.in_use}
+                if not self._of:
                     self._thread = None
                     return
 

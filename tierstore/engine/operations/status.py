@@ -125,10 +125,8 @@ def _dense(model: Model, info: VersionInfo, view: View | None) -> str | None:
 
 
 def _passed_over(info: VersionInfo, view: View | None) -> str | None:
-    """Why a newer dense part than a version has is not served; as far as deltas are folded."""
-    if view is not None and any(overlay.dense is not None for overlay in view.overlays):
-        return None
-    return info.passed_over
+    """Why a newer dense part than a version has is not served."""
+    return info.passed_over if view is None else view.passed_over
 
 
 def _versions(model: Model, served: Routing) -> list[dict[str, Any]]:
@@ -174,7 +172,7 @@ def _versions(model: Model, served: Routing) -> list[dict[str, Any]]:
 
 def _host_bytes(view: View) -> dict[str, int]:
     """What the host tier may use for all tables, and how much it would need to hold every row."""
-    return {"budget": view.open_version.host_budget_bytes, "need": view.open_version.host_need_bytes}
+    return {"budget": view.open_version.hosts.budget_bytes, "need": view.open_version.host_need_bytes}
 
 
 def _partitions(info: VersionInfo) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ import numpy as np
 from tierstore.engine.data.cascade import Cascade
 from tierstore.engine.data.overlay import OverlayTable
 from tierstore.errors import InvalidInput
+from tierstore.kernels.codec import all_finite
 from tierstore.tiers.device.lookup import Pooling
 from tierstore.types import Combiner, FeatureSpec, Keys, Vectors
 
@@ -57,7 +58,7 @@ class KeyBatch:
 
 def answer_dtype(name: str) -> np.dtype[Any]:
     """The dtype of an answer by its name. InvalidInput for another one."""
-    wanted = _ANSWER_DTYPES.get(name)
+    wanted = _ANSWER_DTYPES.get(name) if isinstance(name, str) else None
     if wanted is None:
         raise InvalidInput(f"dtype {name!r} is not known: answers are 'float32' or 'float16'")
     return wanted
@@ -84,6 +85,8 @@ def checked_weights(weights: Any, n: int) -> np.ndarray:
         raise InvalidInput(f"weights: expected {n} numbers: {error}") from error
     if array.shape != (n,):
         raise InvalidInput(f"weights: expected one a key, shape ({n},), got {array.shape}")
+    if not all_finite(array):
+        raise InvalidInput(f"weights: the one at {int(np.flatnonzero(~np.isfinite(array))[0])} is NaN or infinite")
     return array
 
 

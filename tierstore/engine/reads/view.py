@@ -60,9 +60,7 @@ class View:
         self._padding = version.padding
         if self.colliding:
             self._padding = self._padding | _padding_among(self.colliding, version)
-        # of the newest delta that has one, else of the version
-        newest = next((overlay for overlay in overlays if overlay.dense is not None), None)
-        self.predictor: DenseSession | None = version.predictor if newest is None else newest.predictor
+        self.predictor: DenseSession | None = self._dense_of().predictor
         self._gatherings: dict[tuple[str, ...], Gathering] = {}  # threads that race set equal ones
         self.readers = 0  # guarded by the publisher's lock
 
@@ -101,7 +99,17 @@ class View:
         """Why the dense part that is kept is not served; None where it is, and where there is none."""
         if self.predictor is not None or not self.has_dense:
             return None
-        return self._version.unserved or INSTALL
+        return self._dense_of().unserved or INSTALL
+
+    @property
+    def passed_over(self) -> str | None:
+        """The newest dense part that does not fit the version, and why; None where a newer one does."""
+        newest = next((overlay for overlay in self.overlays if overlay.says_of_dense), self._version.info)
+        return newest.passed_over
+
+    def _dense_of(self) -> Overlay | Version:
+        """What has the dense part: the newest delta that brought one, else the version."""
+        return next((overlay for overlay in self.overlays if overlay.dense is not None), self._version)
 
     @property
     def overlay_bytes(self) -> int:
@@ -116,7 +124,7 @@ class View:
         return self._feature(feature)[1].spec
 
     def _feature(self, name: str) -> tuple[FeatureSpec, Cascade]:
-        feature = self._version.features.get(name)
+        feature = self._version.features.get(name) if isinstance(name, str) else None
         if feature is None:
             raise NotFound(
                 f"no feature {name!r}; version {self.version} has {', '.join(sorted(self._version.features))}"

@@ -58,6 +58,17 @@ class LiveViews:
         self.overlay_budget.release(sum(view.overlay_bytes for view in gone))
         return [view.open_version for view in gone]
 
+    def renew(self, version: Version) -> bool:
+        """Publish the view of a version anew, so that the readers of the one before come to an end.
+
+        False where it is not served.
+        """
+        with self.write:
+            view = self.served.view_of(version)
+            if view is not None:
+                self.publisher.publish(self.served.with_views([View(version, view.overlays, view.seq)]))
+            return view is not None
+
     def check_open(self) -> None:
         """Closed once the model was closed; its directory may be another process's then."""
         if self._closed:

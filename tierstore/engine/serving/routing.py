@@ -92,7 +92,7 @@ class Routing:
             return active
         if canary is not None and wanted == CANARY:
             return canary
-        number = wanted if isinstance(wanted, int) else self.labels.get(wanted)
+        number = wanted if isinstance(wanted, int) else self.labels.get(wanted) if isinstance(wanted, str) else None
         if number is None:
             raise NotFound(f"model {model!r} has no label {str(wanted)[:80]!r}; it has {', '.join(self.all_labels())}")
         if active.version == number:

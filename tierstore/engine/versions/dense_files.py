@@ -34,7 +34,7 @@ def stage_dense(where: VersionDirectory, overlay: Overlay, disk: Records) -> dic
         files.publish_bytes(where.dense_to_come(overlay.hi), overlay.dense)
         records[DENSE_SEQ] = str(overlay.hi).encode()
         records[DENSE_DIGEST] = f"{overlay.hi} {xxhash.xxh3_64_hexdigest(overlay.dense)}".encode()
-    if overlay.dense is not None or overlay.passed_over is not None:
+    if overlay.says_of_dense:
         records[PASSED_OVER] = (overlay.passed_over or "").encode()
     return records
 

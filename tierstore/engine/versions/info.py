@@ -189,6 +189,8 @@ class VersionInfo:
         # guarded by _counting; the counts are replaced whole, so that readers need no lock
         self.counts = {name: RowCount(int(table["rows"]), exact=True) for name, table in self.tables.items()}
         self._counts_at = self.watermark
+        # by table, since the load or the start: memory is dealt by it, and is not to follow rows that come and go
+        self.most_rows = {name: count.rows for name, count in self.counts.items()}
 
     def loaded_records(self) -> dict[str, bytes] | None:
         """`first_records` again, of a version that deltas have changed since; None where an
@@ -223,8 +225,7 @@ class VersionInfo:
             if watermark != self._counts_at or self.expired != before:
                 delta_seq = self.manifest.delta_seq
                 loaded = {name: RowCount(int(table["rows"]), exact=True) for name, table in self.tables.items()}
-                self.counts = rowcount.recorded(disk, watermark, loaded, delta_seq)
-                self._counts_at = watermark
+                self._count(rowcount.recorded(disk, watermark, loaded, delta_seq), watermark)
         self.passed_over = finish_dense(self.where, disk)
         self.dense_digest = digest_of_dense(disk, self.loaded_dense_digest)
         self.has_dense = self.where.dense.exists()
@@ -259,7 +260,11 @@ class VersionInfo:
     def set_counts(self, counts: Mapping[str, RowCount], watermark: int) -> None:
         """From now on these hold: a fold has brought the disk tier to `watermark`."""
         with self._counting:
-            self.counts, self._counts_at = dict(counts), watermark
+            self._count(counts, watermark)
+
+    def _count(self, counts: Mapping[str, RowCount], watermark: int) -> None:
+        self.counts, self._counts_at = dict(counts), watermark
+        self.most_rows = {name: max(rows, counts[name].rows) for name, rows in self.most_rows.items()}
 
     def recounted(self, rows: Mapping[str, int], watermark: int) -> None:
         """All rows were counted, in a disk tier of that watermark; of no use if it has moved on since."""
@@ -269,12 +274,13 @@ class VersionInfo:
 
     def host_needs(self) -> list[int]:
         """Bytes of the host tier with which every row would be resident, table by table."""
+        rows = self.most_rows
         # 16 bytes of bookkeeping a row at most
         return [
             max(
                 MIN_TABLE_BUDGET,
                 least_budget(spec),  # few wide rows are less than a set
-                int(self.tables[name]["rows"] * (spec.row_bytes + 16) * ALL_ROWS),
+                int(rows[name] * (spec.row_bytes + 16) * ALL_ROWS),
             )
             for name, spec in self.specs.items()
         ]

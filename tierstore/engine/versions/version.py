@@ -7,17 +7,18 @@ Look-ups come from any thread through a view; `fold`, `attach_host` and `close` 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from tierstore.engine.data.budget import MemoryUser, deal
+from tierstore.engine.data.budget import MemoryUser
 from tierstore.engine.data.cascade import Cascade, LookupCounts
 from tierstore.engine.data.overlay import Overlay
+from tierstore.engine.versions.host_tables import HostTables
 from tierstore.engine.versions.hot_keys import distinct_keys, load_keys, save_keys
-from tierstore.engine.versions.info import MIN_TABLE_BUDGET, VersionInfo
+from tierstore.engine.versions.info import VersionInfo
 from tierstore.engine.versions.rows import VersionRows
 from tierstore.errors import Closed
 from tierstore.formats.colliding import CollidingKeys
@@ -26,7 +27,6 @@ from tierstore.predict.session import DenseSession
 from tierstore.tiers.background import yield_to_requests
 from tierstore.tiers.device.gpu import Gpu
 from tierstore.tiers.disk.tier import DiskTier
-from tierstore.tiers.host.table import HostTable
 from tierstore.types import Keys
 
 
@@ -43,7 +43,6 @@ class Version:
                 spec,
                 info.tables[name]["id"],
                 np.asarray(info.tables[name]["default"], np.float32),
-                info.tables[name]["rows"],
                 rows,
                 counts(name),
                 info.own,
@@ -58,9 +57,7 @@ class Version:
         info.learn(rows)
         self.watermark = info.watermark
         self.writing = threading.Lock()  # held by what writes the disk tier, a fold or `expiry.py`
-        # what the host tier may have, and by what it is dealt to the tables
-        self.host_budget_bytes = 0
-        self._host_weights: list[float] = []
+        self.hosts = HostTables(info, self.tables, self.writing)
         # the dense part as of the watermark, ready to run; `unserved` says why one that is kept is not
         self.predictor: DenseSession | None = None
         self.unserved: str | None = None
@@ -84,58 +81,22 @@ class Version:
     @property
     def host_need_bytes(self) -> int:
         """Bytes with which every row of every table would be resident."""
-        return sum(self.info.host_needs())
+        return self.hosts.need_bytes
 
     @property
     def host_reserved_bytes(self) -> int:
-        # a table of few, large sets cannot always be made as small as is asked
-        used = sum(host.bytes_in_use for table in self.tables.values() if (host := table.host) is not None)
-        return max(used, self.host_budget_bytes)
+        return self.hosts.reserved_bytes
 
-    def weights(self, needs: Sequence[int], like: Version | None) -> list[float]:
-        """What a budget is dealt to the tables by: the traffic on the version `like` where there is some, else size."""
-        traffic = [
-            like.tables[name].counts.total * table.spec.row_bytes if like is not None and name in like.tables else 0
-            for name, table in self.tables.items()
-        ]
-        if sum(traffic) <= 100_000:
-            return [float(need) for need in needs]
-        return [
-            max(float(keys), need / sum(needs) * sum(traffic) * 0.05) for keys, need in zip(traffic, needs, strict=True)
-        ]
+    @property
+    def host_is_uneven(self) -> bool:
+        return self.hosts.are_uneven
 
     def attach_host(self, budget_bytes: int, limit_bytes: int, like: MemoryUser | None) -> None:
-        """Give every table its host tier, dealt by traffic on the version `like` where there is one, else by size.
-
-        Each reserves addresses for what it could use of `limit_bytes`, and may use its part of `budget_bytes`.
-        """
-        needs = self.info.host_needs()
-        self._host_weights = self.weights(needs, like if isinstance(like, Version) else None)
-        for table, need, share in zip(self.tables.values(), needs, self._host_shares(budget_bytes), strict=True):
-            if share >= MIN_TABLE_BUDGET / 2:
-                limit = min(need, limit_bytes)
-                sample = table.counts.insight.sample
-                host = HostTable(table.spec, limit, default_vector=table.default, fraction=share / limit, sample=sample)
-                if host.bytes_in_use > share:  # of sets so large that they cannot be so few
-                    host.close()
-                    host = HostTable(table.spec, share, default_vector=table.default, sample=sample)
-                if not host.capacity_rows:
-                    host.close()
-                    continue
-                host.raise_floor(self.watermark)
-                table.host = host
-        self.host_budget_bytes = budget_bytes
-
-    def _host_shares(self, budget_bytes: int) -> list[int]:
-        return deal(budget_bytes, self.info.host_needs(), self._host_weights)
+        """As `HostTables.attach`."""
+        self.hosts.attach(budget_bytes, limit_bytes, like.tables if isinstance(like, Version) else {}, self.watermark)
 
     def resize_host(self, budget_bytes: int) -> None:
-        """Make do with so much, or use it, in place."""
-        self.host_budget_bytes = max(self.host_budget_bytes, budget_bytes)
-        for table, share in zip(self.tables.values(), self._host_shares(budget_bytes), strict=True):
-            if (host := table.host) is not None:  # another thread may be freeing the version
-                host.resize(min(1.0, share / host.budget_bytes))
-        self.host_budget_bytes = budget_bytes
+        self.hosts.resize(budget_bytes)
 
     def warm(self, like: Version | None, progress: Callable[[int, int], None]) -> None:
         """Fill the caches: with what is hot in `like`, else with the keys saved when last
@@ -201,8 +162,8 @@ class Version:
         self.rows.fold(self.info, overlay)
         if overlay.dense is not None:
             self.info.has_dense, self.info.dense_digest = True, xxhash.xxh3_64_hexdigest(overlay.dense)
-            self.predictor, self.unserved = overlay.predictor, None
-        if overlay.dense is not None or overlay.passed_over is not None:
+            self.predictor, self.unserved = overlay.predictor, overlay.unserved
+        if overlay.says_of_dense:
             self.info.passed_over = overlay.passed_over
         for name, rows in overlay.tables.items():
             yield_to_requests()
@@ -213,11 +174,11 @@ class Version:
 
     def drop_caches(self) -> None:
         """Free the host and device tables. No look-up may be running."""
+        self.hosts.close()
         for table in self.tables.values():
-            caches, table.host, table.device, table.offer = table.caches, None, None, None
-            for cache in caches:
-                cache.close()
-        self.host_budget_bytes = 0
+            device, table.device, table.offer = table.device, None, None
+            if device is not None:
+                device.close()
 
     def close(self) -> None:
         """Free all memory and close the files. No look-up may be running."""
@@ -230,16 +191,17 @@ class Version:
         bytes a tier holds and may hold.
         """
         tables = {}
-        all_bytes = sum(t.rows * t.spec.row_bytes for t in self.tables.values()) or 1
+        counts = self.info.counts
+        all_bytes = sum(counts[name].rows * t.spec.row_bytes for name, t in self.tables.items()) or 1
         for name, table in self.tables.items():
             host, device = table.host, table.device
-            table_bytes = table.rows * table.spec.row_bytes
+            table_bytes = counts[name].rows * table.spec.row_bytes
             tables[name] = {
                 "key": table.spec.key.value,
                 "dim": table.spec.dim,
                 "dtype": table.spec.dtype.value,
-                "rows": self.info.counts[name].rows,
-                "rows_exact": self.info.counts[name].exact,
+                "rows": counts[name].rows,
+                "rows_exact": counts[name].exact,
                 "colliding_keys": len(colliding.get(name, ())),
                 "ttl": self.info.ttl_status(table.spec),
                 "lookup_keys": table.counts.as_dict(),

@@ -7,8 +7,7 @@ returns a delta or raises DeltaError, within the memory that it was allowed.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -34,10 +33,10 @@ from tierstore.formats.columns import (
     vector_column,
 )
 from tierstore.formats.delta.frames import BadFrames, split_streams
-from tierstore.formats.names import DENSE_TABLE, MAX_ORDINAL
+from tierstore.formats.delta.head import DeltaWords, words_of
+from tierstore.formats.names import DENSE_TABLE
 from tierstore.formats.regular import read_regular
 from tierstore.formats.strings import validate
-from tierstore.formats.times import parse_time
 from tierstore.kernels.codec import all_finite
 from tierstore.kernels.overlay_index import dedup_last
 from tierstore.types import Keys, KeyType, Vectors, check_name
@@ -45,7 +44,6 @@ from tierstore.types import Keys, KeyType, Vectors, check_name
 ONNX = "onnx"
 MAX_DECODED_BYTES = 1 << 30
 T = TypeVar("T")
-_DECIMAL = re.compile(r"[0-9]{1,19}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,15 +98,6 @@ class DeltaHead:
     decoded_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Head:
-    model: str
-    seq: int
-    event_time: datetime
-    base_version: int | None
-    parts: int
-
-
 def read_delta(
     data: bytes | bytearray | memoryview | str | Path,
     *,
@@ -138,7 +127,7 @@ def read_head(data: bytes | memoryview, *, max_decoded_bytes: int = MAX_DECODED_
     def read() -> DeltaHead:
         streams, decoded = split_streams(view, max_decoded_bytes)
         start, end = streams[0]
-        head = _head(pa.ipc.open_stream(pa.py_buffer(view[start:end])).schema.metadata or {})
+        head = words_of(pa.ipc.open_stream(pa.py_buffer(view[start:end])).schema.metadata or {})
         return DeltaHead(head.model, head.seq, str(xxhash.xxh3_64_hexdigest(view)), decoded)
 
     return _as_delta(read, view)
@@ -165,7 +154,7 @@ def read_changes(data: bytes | memoryview, table: str, codes: Keys, as_codes: Ca
         streams, _ = split_streams(view, MAX_DECODED_BYTES)
         for start, end in streams:
             reader = pa.ipc.open_stream(pa.py_buffer(view[start:end]))
-            head = _head(reader.schema.metadata or {})
+            head = words_of(reader.schema.metadata or {})
             while True:
                 try:
                     batch, metadata = reader.read_next_batch_with_custom_metadata()
@@ -195,13 +184,13 @@ def _as_delta(read: Callable[[], T], view: memoryview) -> T:
 
 
 def _read(view: memoryview, max_decoded_bytes: int, reserve: Callable[[int], None]) -> Delta:
-    heads: list[_Head] = []
+    heads: list[DeltaWords] = []
     tables: dict[str, _Collected] = {}
     dense: bytes | None = None
     streams, _ = split_streams(view, max_decoded_bytes)
     for start, end in streams:
         reader = pa.ipc.open_stream(pa.py_buffer(view[start:end]))
-        heads.append(_head(reader.schema.metadata or {}))
+        heads.append(words_of(reader.schema.metadata or {}))
         while True:
             try:
                 batch, metadata = reader.read_next_batch_with_custom_metadata()
@@ -231,37 +220,6 @@ def _read(view: memoryview, max_decoded_bytes: int, reserve: Callable[[int], Non
         digest=str(xxhash.xxh3_64_hexdigest(view)),
         nbytes=len(view),
     )
-
-
-def _head(metadata: Mapping[bytes, bytes]) -> _Head:
-    def text(name: str) -> str | None:
-        value = metadata.get(name.encode())
-        try:
-            return None if value is None else value.decode()
-        except UnicodeDecodeError:
-            raise DeltaError(f"bad delta: schema metadata {name!r} is not UTF-8") from None
-
-    def number(name: str) -> int | None:
-        value = text(name)
-        if value is None:
-            return None
-        if _DECIMAL.fullmatch(value) is None or not 1 <= int(value) <= MAX_ORDINAL:
-            raise DeltaError(
-                f"bad delta: schema metadata {name!r}: expected a decimal number from 1 to {MAX_ORDINAL}, got {value!r}"
-            )
-        return int(value)
-
-    model, seq, event_time = text("model"), number("seq"), text("event_time")
-    if model is None or seq is None or event_time is None:
-        raise DeltaError("bad delta: expected schema metadata `model`, `seq` and `event_time`")
-    try:
-        return _Head(
-            check_name("model", model), seq, parse_time(event_time), number("base_version"), number("parts") or 1
-        )
-    except DeltaError:
-        raise
-    except ValueError as error:
-        raise DeltaError(f"bad delta: {error}") from error
 
 
 def _table_name(metadata: Any) -> str:

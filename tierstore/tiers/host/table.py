@@ -156,10 +156,10 @@ class HostTable:
         hits: int = pool_kernels.pool(self._where_at, keys, state, starts, pool_weights, code, out, unpooled)
         return hits
 
-    def stored(self, keys: Keys) -> tuple[Rows, States]:
+    def stored(self, keys: Keys, *, noted: bool = True) -> tuple[Rows, States]:
         """(rows uint8[n, row_bytes], states) of keys, as stored; the state is HOST for those that are here.
 
-        Counts heat.
+        Counts heat, and is `noted` as a look-up.
         """
         size = self.spec.row_bytes
         rows, state, absent = (
@@ -169,8 +169,10 @@ class HostTable:
         )
         areas = self._areas  # keeps the mapping until this returns
         if areas is not None:
-            keys = np.ascontiguousarray(keys)
-            lookup_kernels.lookup(self._where_at, keys, state, AS_STORED, address_of(rows), address_of(absent))
+            where, keys = self._where.copy(), np.ascontiguousarray(keys)
+            if not noted:
+                where["sample"] = NOTHING.address
+            lookup_kernels.lookup(address_of(where), keys, state, AS_STORED, address_of(rows), address_of(absent))
         return rows, state
 
     def try_accesses(self, keys: Keys) -> int:

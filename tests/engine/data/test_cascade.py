@@ -1,0 +1,44 @@
+"""What is read from a row store that gives defaults for what it cannot read."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tierstore.engine.data.cascade import Cascade, LookupCounts
+from tierstore.tiers.host.table import HostTable
+from tierstore.types import KeyType, StorageDtype, TableSpec, Tier
+
+SPEC = TableSpec("item", KeyType.INT64, 2, StorageDtype.FLOAT32, "zeros")
+
+
+class Failing:
+    """Has the even keys and not the odd ones; those from 10 on cannot be read, and defaults are wanted for them."""
+
+    def get_at(self, table_id, keys, rows, state, seq):
+        rows[:] = np.repeat(keys[:, None], 2, axis=1).astype(np.float32).view(np.uint8)
+        state[:] = np.where(keys >= 10, Tier.PENDING, np.where(keys % 2, Tier.ABSENT, Tier.REMOTE))
+
+
+@pytest.mark.parametrize("way", ["looked up", "as stored"])
+def test_a_key_that_could_not_be_read_is_not_remembered_as_absent(way):
+    default = np.full(2, -1, np.float32)
+    table = Cascade(SPEC, 1, default, Failing(), LookupCounts())
+    table.host = HostTable(SPEC, 1 << 20, default_vector=default)
+    keys = np.array([2, 3, 10, 11])
+    state = np.zeros(4, np.uint8)
+    if way == "looked up":
+        out = np.empty((4, 2), np.float32)
+        table.lookup((), 1, keys, out, state)
+        assert out[:, 0].tolist() == [2, -1, -1, -1]
+    else:
+        rows, state = table.stored((), keys)
+        table.finish_stored(1, keys, rows, state)
+    assert state.tolist() == [Tier.REMOTE, Tier.ABSENT, Tier.ABSENT, Tier.ABSENT]
+    peeks = [table.host.peek(int(key)) for key in keys]
+    assert [(peek.row is not None, peek.absent) for peek in peeks] == [
+        (True, False),
+        (False, True),
+        (False, False),
+        (False, False),
+    ]

@@ -1,0 +1,187 @@
+"""The host tables of one open version: made within a budget, resized in place, and replaced where rows outgrow them.
+
+A table reserves addresses for the rows that it is to hold, so what can hold many more is another one, which takes over
+what the first has in memory. Readers of older views may be at the first: it is kept until `close_outgrown`, and counts
+until then.
+
+`resize` and `close` may be called from any thread, while look-ups and folds go on; what deals a budget calls one at a
+time. Nothing survives the process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+
+from tierstore.engine.data.budget import deal
+from tierstore.engine.data.cascade import READ_BATCH, Cascade
+from tierstore.engine.versions.info import MIN_TABLE_BUDGET, VersionInfo
+from tierstore.tiers.background import yield_to_requests
+from tierstore.tiers.host.table import HostTable
+from tierstore.types import Tier
+
+_OUTGROWN = 1.5  # of what a table was made for: then a set gets as many keys as it has ways
+_TRAFFIC_KEYS = 100_000  # looked up, from which on they say more than sizes
+
+
+class HostTables:
+    """The host tier of a version's `tables`. `writing` is held by what changes rows on disk, and so in memory."""
+
+    def __init__(self, info: VersionInfo, tables: Mapping[str, Cascade], writing: threading.Lock) -> None:
+        self._info, self._tables, self._writing = info, tables, writing
+        self._lock = threading.Lock()
+        # guarded by _lock
+        self.budget_bytes = 0
+        self._open = False
+        self._limit = 0
+        self._weights: list[float] = []  # by which the budget is dealt to the tables
+        self._weighed: list[int] = []  # what they needed then
+        self._outgrown: list[tuple[Cascade, HostTable]] = []
+
+    @property
+    def need_bytes(self) -> int:
+        """Bytes with which every row of every table would be resident."""
+        return sum(self._info.host_needs())
+
+    @property
+    def reserved_bytes(self) -> int:
+        # a table of few, large sets cannot always be made as small as is asked
+        used = sum(host.bytes_in_use for table in self._tables.values() if (host := table.host) is not None)
+        return max(used + sum(host.bytes_in_use for _, host in self._outgrown), self.budget_bytes)
+
+    @property
+    def are_uneven(self) -> bool:
+        """Whether a table has grown so much that the budget is to be dealt to the tables anew."""
+        needs = zip(self._info.host_needs(), self._weighed, strict=False)
+        return self._open and any(need > before * _OUTGROWN for need, before in needs)
+
+    def weights(self, needs: Sequence[int], like: Mapping[str, Cascade]) -> list[float]:
+        """What a budget is dealt to the tables by: the traffic on those `like` them where there is some, else size."""
+        traffic = [
+            like[name].counts.total * table.spec.row_bytes if name in like else 0
+            for name, table in self._tables.items()
+        ]
+        if sum(traffic) <= _TRAFFIC_KEYS:
+            return [float(need) for need in needs]
+        return [
+            max(float(keys), need / sum(needs) * sum(traffic) * 0.05) for keys, need in zip(traffic, needs, strict=True)
+        ]
+
+    def attach(self, budget_bytes: int, limit_bytes: int, like: Mapping[str, Cascade], seq: int) -> None:
+        """Give every table its host tier, dealt by traffic on the tables `like` them where there are some, else by
+        size. What was read beneath `seq` does not come in.
+
+        Each reserves addresses for what it could use of `limit_bytes`, and may use its part of `budget_bytes`.
+        """
+        with self._lock:
+            self._open, self._limit = True, limit_bytes
+            self._weigh(like)
+            for table, need, share in self._shares(budget_bytes):
+                if (host := self._made(table, min(need, limit_bytes), share)) is not None:
+                    host.raise_floor(seq)
+                    table.host = host
+            self.budget_bytes = budget_bytes
+
+    def _weigh(self, like: Mapping[str, Cascade]) -> None:
+        self._weighed = self._info.host_needs()
+        self._weights = self.weights(self._weighed, like)
+
+    def _shares(self, budget_bytes: int) -> list[tuple[Cascade, int, int]]:
+        """(table, what it needs, what it may have)."""
+        needs = self._info.host_needs()
+        return list(zip(self._tables.values(), needs, deal(budget_bytes, needs, self._weights), strict=True))
+
+    def _made(self, table: Cascade, limit: int, share: int) -> HostTable | None:
+        """A host table that may use `share` bytes, and `limit` later; None where it could hold nothing of use."""
+        if share < MIN_TABLE_BUDGET / 2:
+            return None
+        sample = table.counts.insight.sample
+        host = HostTable(table.spec, limit, default_vector=table.default, fraction=share / limit, sample=sample)
+        if host.bytes_in_use > share:  # of sets so large that they cannot be so few
+            host.close()
+            host = HostTable(table.spec, share, default_vector=table.default, sample=sample)
+        if host.capacity_rows:
+            return host
+        host.close()
+        return None
+
+    def resize(self, budget_bytes: int) -> None:
+        """Make do with so much, or use it, in place or by larger tables."""
+        with self._lock:
+            if not self._open:  # another thread has freed the version
+                return
+            if self.are_uneven:
+                self._weigh(self._tables)
+            self.budget_bytes = max(self.budget_bytes, budget_bytes)
+            shares = self._shares(budget_bytes)
+            for table, need, share in sorted(shares, key=_growth):  # what shrinks first
+                room, host = share - self._outgrown_bytes(table), table.host
+                if host is None or room > host.budget_bytes * _OUTGROWN:
+                    self._replace(table, need, room)
+                else:
+                    host.resize(min(1.0, room / host.budget_bytes))
+            self.budget_bytes = budget_bytes
+
+    def _replace(self, table: Cascade, need: int, room: int) -> None:
+        """Have a larger host table, within `room` together with the one that there is, whose rows it takes over."""
+        old = table.host
+        kept = 0 if old is None else min(old.bytes_in_use, room // 2)
+        limit = min(need, max(self._limit, room), 2 * (room - kept))  # most tables can be half as large as that
+        new = self._made(table, limit, room - kept)
+        if new is None:
+            return
+        if old is not None:
+            if new.budget_bytes <= old.budget_bytes * _OUTGROWN:  # of sets so large that it cannot be
+                new.close()
+                return
+            old.resize(min(1.0, kept / old.budget_bytes))
+            new.resize(min(1.0, (room - old.bytes_in_use) / new.budget_bytes))
+        with self._writing:
+            new.raise_floor(self._info.watermark)
+            if old is not None:
+                _copy(old, new)
+                self._outgrown.append((table, old))
+            table.host = new
+
+    def _outgrown_bytes(self, table: Cascade) -> int:
+        return sum(host.bytes_in_use for of, host in self._outgrown if of is table)
+
+    @property
+    def outgrown(self) -> list[HostTable]:
+        """Tables that were replaced, and that readers of views from before may be at."""
+        return [host for _, host in self._outgrown]
+
+    def close_outgrown(self, hosts: Sequence[HostTable]) -> None:
+        """Free these: no reader is at them any more. Their memory is for whoever a budget is dealt to next."""
+        with self._lock:
+            for host in hosts:
+                self.budget_bytes -= host.bytes_in_use
+                host.close()
+            self._outgrown = [each for each in self._outgrown if each[1] not in hosts]
+
+    def close(self) -> None:
+        """Free all of it. No look-up may be running."""
+        with self._lock:
+            self._open = False
+            hosts = [*self.outgrown, *(table.host for table in self._tables.values() if table.host is not None)]
+            for table in self._tables.values():
+                table.host = None
+            for host in hosts:
+                host.close()
+            self._outgrown, self.budget_bytes = [], 0
+
+
+def _copy(old: HostTable, new: HostTable) -> None:
+    """Bring the hottest rows of `old`, which nothing changes meanwhile, into `new`, which nobody reads yet."""
+    keys = old.hot_keys(new.capacity_rows)
+    for begin in range(0, len(keys), READ_BATCH):
+        part = keys[begin : begin + READ_BATCH]
+        rows, state = old.stored(part, noted=False)
+        there = state == Tier.HOST
+        new.warm(part[there], rows[there])
+        yield_to_requests()
+
+
+def _growth(each: tuple[Cascade, int, int]) -> int:
+    table, _, share = each
+    return share - (0 if table.host is None else table.host.allowed_bytes)
