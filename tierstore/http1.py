@@ -9,6 +9,7 @@ One connection, one `Incoming`, one thread at a time.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -48,6 +49,7 @@ class Incoming:
         self._remaining: int | None = None  # bytes of the body, where the receiver gets it directly
         self._collected: bytearray | None = None  # a body whose length the head does not say
         self._chunks: _Chunks | None = None
+        self._most = sys.maxsize
         self._status = 0
         self._headers: dict[str, str] = {}
         self.started = False  # whether a byte of the answer was received
@@ -57,8 +59,9 @@ class Incoming:
     def idle(self) -> bool:
         return self._receiver is None
 
-    def expect(self, receiver: Receiver) -> None:
-        """Name the receiver of the next answer; called before each request."""
+    def expect(self, receiver: Receiver, most: int = sys.maxsize) -> None:
+        """Name the receiver of the next answer, whose body may have `most` bytes; called before each request."""
+        self._most = most
         self._receiver, self._filled, self._remaining, self._collected, self._chunks = receiver, 0, None, None, None
         self.started, self.reusable = False, False
 
@@ -93,18 +96,20 @@ class Incoming:
         return False
 
     def _head(self, since: int) -> bool:
-        end = self._memory.find(b"\r\n\r\n", since, self._filled)
-        if end < 0:
-            if self._filled == HEAD_BYTES:
-                raise MalformedAnswer(f"expected an answer's head of at most {HEAD_BYTES} bytes, got more")
-            return False
-        status, version, headers = _parse(bytes(self._view[:end]).decode("latin-1"))
-        remainder = bytes(self._view[end + 4 : self._filled])
-        self._filled = 0
-        if 100 <= status < 200:  # an interim answer: the final one follows
-            self._view[: len(remainder)] = remainder
-            self._filled = len(remainder)
-            return bool(remainder) and self._head(0)
+        while (end := self._memory.find(b"\r\n\r\n", since, self._filled)) >= 0:
+            status, version, headers = _parse(bytes(self._view[:end]).decode("latin-1"))
+            remainder = bytes(self._view[end + 4 : self._filled])
+            if not 100 <= status < 200:
+                self._filled = 0
+                return self._begin(status, version, headers, remainder)
+            self._view[: len(remainder)] = remainder  # behind an interim answer: the final one follows
+            self._filled, since = len(remainder), 0
+        if self._filled == HEAD_BYTES:
+            raise MalformedAnswer(f"expected an answer's head of at most {HEAD_BYTES} bytes, got more")
+        return False
+
+    def _begin(self, status: int, version: str, headers: dict[str, str], remainder: bytes) -> bool:
+        """The head of the final answer was read, and `remainder` of what is behind it."""
         connection = headers.get("connection", "").lower()
         self.reusable = "close" not in connection and (version != "HTTP/1.0" or "keep-alive" in connection)
         self._status, self._headers = status, headers
@@ -118,11 +123,12 @@ class Incoming:
             return self._collect(memoryview(remainder))
         length = headers.get("content-length")
         if length is None:
-            self._collected, self.reusable = bytearray(remainder), False
-            return False
+            self._collected, self.reusable = bytearray(), False
+            return self._collect(memoryview(remainder))
         if not length.isdigit():
             raise MalformedAnswer(f"expected a number in Content-Length, got {length!r}")
         self._remaining = int(length)
+        self._check(self._remaining)
         self._receiver.start(status, headers, self._remaining)
         return self._feed(memoryview(remainder))
 
@@ -145,8 +151,15 @@ class Incoming:
         assert self._collected is not None
         if self._chunks is None:
             self._collected += data
-            return False
-        return self._chunks.decode(data, self._collected) and self._deliver()
+            done = False
+        else:
+            done = self._chunks.decode(data, self._collected)
+        self._check(len(self._collected))
+        return done and self._deliver()
+
+    def _check(self, nbytes: int) -> None:
+        if nbytes > self._most:
+            raise MalformedAnswer(f"expected an answer of at most {self._most} bytes, got {nbytes} or more")
 
     def _deliver(self) -> bool:
         assert self._receiver is not None
