@@ -242,7 +242,7 @@ class UpstreamNode:
             ) from error
 
     def deltas(self, model: str, after: int, count: int, *, timeout_s: float, largest: int) -> list[LoggedDelta]:
-        """At most `count` deltas from `after + 1` on; none where the log begins later. A delta may have `largest` bytes.
+        """At most `count` deltas from `after + 1` on; none where the log begins later. One may have `largest` bytes.
 
         Errors as `get`; Corruption.
         """
