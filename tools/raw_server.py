@@ -15,7 +15,7 @@ _LONGEST_S = 30.0  # that a client may take with a request
 
 
 class RawServer:
-    """A context manager. One connection after the other, each until its client or an answer ends it."""
+    """A context manager. One connection after the other, each until an answer ends it; those that it keeps, at once."""
 
     def __init__(
         self, answer: Callable[[bytes], bytes], whole: Callable[[bytes], bool], *, keeps: bool = False
@@ -42,19 +42,22 @@ class RawServer:
                 connection, _ = self._socket.accept()
             except OSError:
                 return
-            with connection, contextlib.suppress(OSError):
-                connection.settimeout(_LONGEST_S)
+            if self._keeps:
+                threading.Thread(target=self._serve, args=[connection], name="raw-connection", daemon=True).start()
+            else:
                 self._serve(connection)
 
     def _serve(self, connection: socket.socket) -> None:
         request = b""
-        while got := connection.recv(1 << 16):
-            request += got
-            if self._whole(request):
-                connection.sendall(self._answer(request))
-                if not self._keeps:
-                    return
-                request = b""
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(_LONGEST_S)
+            while got := connection.recv(1 << 16):
+                request += got
+                if self._whole(request):
+                    connection.sendall(self._answer(request))
+                    if not self._keeps:
+                        return
+                    request = b""
 
 
 def is_whole_http(request: bytes) -> bool:
@@ -67,3 +70,73 @@ def is_whole_http(request: bytes) -> bool:
 def http_answer(body: bytes, status: int = 200) -> bytes:
     """An answer of HTTP/1.1."""
     return b"HTTP/1.1 %d OK\r\nContent-Length: %d\r\n\r\n" % (status, len(body)) + body
+
+
+def words_of(request: bytes) -> list[list[bytes]] | None:
+    """The commands of a request to Redis; None where it is not whole."""
+    commands, at = [], 0
+    while at < len(request):
+        words: list[bytes] = []
+        end = request.find(b"\r\n", at)
+        if end < 0:
+            return None
+        count, at = int(request[at + 1 : end]), end + 2
+        for _ in range(count):
+            end = request.find(b"\r\n", at)
+            if end < 0:
+                return None
+            size = int(request[at + 1 : end])
+            if len(request) < end + 4 + size:
+                return None
+            words.append(request[end + 2 : end + 2 + size])
+            at = end + 4 + size
+        commands.append(words)
+    return commands
+
+
+_KEYS_AT = {
+    "HGETALL": 1,
+    "HMGET": 1,
+    "HSET": 1,
+    "XRANGE": 1,
+    "GET": 1,
+    "SMEMBERS": 1,
+    "EVAL": 0,
+}  # of commands: the first
+
+
+class RawRedis:
+    """A server that says that it is a cluster of one, and answers all that is asked of it with `answer`. A context manager.
+
+    `slots`: what it says of slots, where that is other.
+    """
+
+    def __init__(self) -> None:
+        self.answer = b""
+        self.slots: bytes | None = None
+        self.server = RawServer(self._answer, lambda request: words_of(request) is not None, keeps=True)
+        self.port = self.server.port
+
+    def __enter__(self) -> RawRedis:
+        self.server.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.__exit__()
+
+    def _answer(self, request: bytes) -> bytes:
+        commands = words_of(request) or []
+        match commands[0][0].upper() if commands else b"":
+            case b"CLIENT" | b"READONLY" | b"AUTH" | b"HELLO":
+                return b"+OK\r\n" * len(commands)
+            case b"COMMAND":
+                of = [
+                    b"*6\r\n$%d\r\n%s\r\n:-2\r\n*1\r\n+readonly\r\n:%d\r\n:%d\r\n:%d\r\n"
+                    % (len(name), name.encode(), at, at, at)
+                    for name, at in _KEYS_AT.items()
+                ]
+                return b"*%d\r\n" % len(of) + b"".join(of)
+            case b"CLUSTER":
+                one = b"*1\r\n*3\r\n:0\r\n:16383\r\n*3\r\n$9\r\n127.0.0.1\r\n:%d\r\n$2\r\nid\r\n" % self.port
+                return one if self.slots is None else self.slots
+        return self.answer

@@ -6,15 +6,15 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tierstore.errors import Corruption, TierstoreError
+from tierstore.errors import RemoteUnavailable, TierstoreError
 
 _SHOWN = 300  # characters of what was wrong
 
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Corruption, naming `what` is read, for whatever its reader fails by: numbers that are none, things that are
-    missing, of another kind, too large, or nested too deep.
+    """RemoteUnavailable, naming `what` is read, for whatever its reader fails by: numbers that are none, things that
+    are missing, of another kind, too large, or nested too deep.
     """
     try:
         yield
@@ -30,4 +30,4 @@ def reading(what: str) -> Iterator[None]:
         ValueError,
         struct.error,
     ) as error:
-        raise Corruption(f"{what} makes no sense: {type(error).__name__}: {str(error)[:_SHOWN]}") from error
+        raise RemoteUnavailable(f"{what} makes no sense: {type(error).__name__}: {str(error)[:_SHOWN]}") from error
