@@ -18,9 +18,12 @@ class RawServer:
     """A context manager. One connection after the other, each until an answer ends it; those that it keeps, at once."""
 
     def __init__(
-        self, answer: Callable[[bytes], bytes], whole: Callable[[bytes], bool], *, keeps: bool = False
+        self,
+        answer: Callable[[bytes], bytes],
+        whole: Callable[[bytes], bool],
+        keeps: Callable[[bytes], bool] | None = None,
     ) -> None:
-        """`whole`: whether these bytes are a whole request."""
+        """`whole`: whether these bytes are a whole request; `keeps`: whether the connection goes on after its answer."""
         self._answer, self._whole, self._keeps = answer, whole, keeps
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port: int = self._socket.getsockname()[1]
@@ -42,7 +45,7 @@ class RawServer:
                 connection, _ = self._socket.accept()
             except OSError:
                 return
-            if self._keeps:
+            if self._keeps is not None:
                 threading.Thread(target=self._serve, args=[connection], name="raw-connection", daemon=True).start()
             else:
                 self._serve(connection)
@@ -55,7 +58,7 @@ class RawServer:
                 request += got
                 if self._whole(request):
                     connection.sendall(self._answer(request))
-                    if not self._keeps:
+                    if self._keeps is None or not self._keeps(request):
                         return
                     request = b""
 
@@ -105,16 +108,29 @@ _KEYS_AT = {
 }  # of commands: the first
 
 
+_OF_CONNECTIONS = (b"CLIENT", b"READONLY", b"AUTH", b"HELLO")
+
+
+def _verb(request: bytes) -> bytes:
+    commands = words_of(request)
+    return commands[0][0].upper() if commands and commands[0] else b""
+
+
 class RawRedis:
     """A server that says that it is a cluster of one, and answers all that is asked of it with `answer`. A context manager.
 
     `slots`: what it says of slots, where that is other.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, closes: bool = False) -> None:
+        """`closes`: after each answer of that kind."""
         self.answer = b""
         self.slots: bytes | None = None
-        self.server = RawServer(self._answer, lambda request: words_of(request) is not None, keeps=True)
+        self.server = RawServer(
+            self._answer,
+            lambda request: words_of(request) is not None,
+            lambda request: not closes or _verb(request) in _OF_CONNECTIONS,
+        )
         self.port = self.server.port
 
     def __enter__(self) -> RawRedis:
@@ -126,8 +142,8 @@ class RawRedis:
 
     def _answer(self, request: bytes) -> bytes:
         commands = words_of(request) or []
-        match commands[0][0].upper() if commands else b"":
-            case b"CLIENT" | b"READONLY" | b"AUTH" | b"HELLO":
+        match _verb(request):
+            case verb if verb in _OF_CONNECTIONS:
                 return b"+OK\r\n" * len(commands)
             case b"COMMAND":
                 of = [
