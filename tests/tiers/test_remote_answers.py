@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -17,9 +18,10 @@ from tierstore.tiers.machines import Options
 from tierstore.tiers.remote.calls import call, command
 from tierstore.tiers.remote.cluster import Cluster, connect
 from tierstore.tiers.remote.layout import slot_of
+from tierstore.tiers.remote.requests import MOST_FIELDS
 from tierstore.tiers.remote.tier import RemoteTable
 from tierstore.tiers.remote.write import Writer
-from tools.raw_server import RawRedis
+from tools.raw_server import RawRedis, RawServer, words_of
 
 pytest.importorskip("redis", reason="the extra `redis` is not installed")
 
@@ -185,3 +187,31 @@ def test_what_makes_sense_is_read(server: RawRedis, cluster: Cluster) -> None:
     assert [(of.seq, of.data, of.ms) for of in shared.read(1, 4)] == [(2, b"abc", 5)]
     server.answer = fields(**{"10": b'{"state": "loading"}', "9": b'{"state": "ready", "record": {"loaded_at_s": 5}}'})
     assert list(shared.versions()) == [9, 10]
+
+
+def test_a_reply_that_comes_before_its_request_was_sent_ends_the_connection() -> None:
+    keys = np.arange(1_000_000)
+    marks, nil = bulk(b"5", b"5"), b"$-1\r\n"
+    steps = [min(MOST_FIELDS, len(keys) - at) for at in range(0, len(keys), MOST_FIELDS)]
+    replies = [marks + b"".join(b"*%d\r\n" % step + nil * step for step in steps) + marks]
+    is_over = threading.Event()
+
+    def is_whole(request: bytes) -> bool:
+        if not replies:
+            is_over.wait(30)  # and reads no more of it meanwhile
+        return bool(replies) and (b"HMGET" in request or words_of(request) is not None)
+
+    redis = RawRedis()
+    redis.server = RawServer(
+        lambda request: replies.pop() if b"HMGET" in request else redis._answer(request), is_whole, lambda _: True
+    )
+    redis.port = redis.server.port
+    with redis:
+        made = connect(f"redis://127.0.0.1:{redis.port}", OPTIONS)
+        table = RemoteTable(made, "ctr", 1, "item", [b"0"], 8)
+        state = np.zeros(len(keys), np.uint8)
+        with pytest.raises(RemoteUnavailable, match="its answer is not rows"):
+            table.fetch(keys, np.zeros((len(keys), 8), np.uint8), state, deadline_s=time.monotonic() + 20.0)
+        assert not state.any()
+        is_over.set()
+        made.close()

@@ -6,17 +6,21 @@ import json
 import struct
 import tracemalloc
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import xxhash
 
 from tierstore.errors import Corruption, RemoteUnavailable, TierstoreError
+from tierstore.kernels import upstream_reads as kernel
 from tierstore.tiers.machines import Machines, Options
 from tierstore.tiers.upstream import wire
 from tierstore.tiers.upstream.connections import UpstreamNode
 from tierstore.tiers.upstream.options import NodeAddress
 from tierstore.tiers.upstream.peer import Peer
+from tierstore.tiers.upstream.table import _Read
 from tierstore.tiers.upstream.wire import LoggedDelta, decode_entries, encode_entries
 from tools.raw_server import RawServer, http_answer, is_whole_http
 
@@ -184,3 +188,12 @@ def test_deltas_that_are_none_name_the_node(node: Node) -> None:
     with pytest.raises(TierstoreError, match=r"127\.0\.0\.1.*whole deltas"):
         node.peer.deltas("ctr", 1, 8, 1 << 20)
     assert wire.DIGEST_BYTES == 16
+
+
+@pytest.mark.parametrize("sent", [99, 100])
+def test_a_connection_is_kept_only_where_its_request_was_sent_whole(sent: int) -> None:
+    (node,), noted = kernel.NODE.new(1), list[bool]()
+    node["status"], node["send_bytes"], node["sent"] = kernel.DONE, 100, sent
+    connection: Any = SimpleNamespace(answered=lambda *, closes: noted.append(closes))
+    _Read._reply(connection, node, np.empty(0, np.uint8))
+    assert noted == [sent < 100]

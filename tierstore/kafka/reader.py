@@ -211,8 +211,8 @@ class TopicReader:
             return
         self._next_look_s = now_s + LOOK_S
         try:
-            asked = [self._at(one, self._kafka.OFFSET_END) for one in still]
-            found = self._consumer.offsets_for_times(asked, LOOK_TIMEOUT_S)
+            ends = [self._at(one, self._kafka.OFFSET_END) for one in still]
+            found = self._consumer.offsets_for_times(ends, LOOK_TIMEOUT_S)
         except self._kafka.KafkaException as error:
             self._next_look_s += LOOK_S  # nothing is read while one waits for it
             for partition in still:

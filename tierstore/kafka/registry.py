@@ -101,17 +101,17 @@ class Registry:
         self._collect(found, query, until_s, references, set())
         return Schema(found.kind, found.text, references)
 
-    def _collect(self, schema: _Answer, query: str, until_s: float, found: dict[str, str], asked: set[str]) -> None:
+    def _collect(self, schema: _Answer, query: str, until_s: float, found: dict[str, str], requested: set[str]) -> None:
         for of in schema.references or ():
-            if of.name in asked:
+            if of.name in requested:
                 continue
-            if len(asked) == MOST_REFERENCES:
+            if len(requested) == MOST_REFERENCES:
                 raise DeltaError(f"the schema needs more than {MOST_REFERENCES} references")
-            asked.add(of.name)
+            requested.add(of.name)
             inner = self._get(f"/subjects/{quote(of.subject, safe='')}/versions/{of.version}{query}", until_s)
             if inner is None:
                 raise DeltaError(f"the schema registry has no version {of.version} of {of.subject!r}")
-            self._collect(inner, query, until_s, found, asked)
+            self._collect(inner, query, until_s, found, requested)
             found[of.name] = inner.text
 
     def _get(self, path: str, until_s: float) -> _Answer | None:

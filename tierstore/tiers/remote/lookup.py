@@ -206,6 +206,8 @@ class Read:
         if not self._cluster.endpoints.tls:
             polled = np.empty(len(servers), np.int64)
             resp.exchange(address_of(servers), polled, int(until_s * 1e9), address_of(targets))
+            early = (servers["status"] == resp.DONE) & (servers["sent"] < servers["send_bytes"])
+            servers["status"][early] = resp.UNEXPECTED  # of what follows nobody would know whose reply it is
             return
         for connection, server, request in zip(connections, servers, requests, strict=True):
             server["status"] = _status_of(lambda c=connection, r=request: c.send(r, until_s))

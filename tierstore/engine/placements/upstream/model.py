@@ -143,9 +143,9 @@ class UpstreamModel:
         return record
 
     def _document(self, number: int) -> VersionDocument:
-        return self._any(number, lambda watch: self._ask(watch, number))
+        return self._any(number, lambda watch: self._request(watch, number))
 
-    def _ask(self, watch: Watch, number: int) -> VersionDocument:
+    def _request(self, watch: Watch, number: int) -> VersionDocument:
         query = urlencode({"line": self._lines.get(number, "")})
         target = f"{PREFIX}/models/{self.name}/versions/{number}?{query}"
         return watch.node.document(VersionDocument, target, timeout_s=FILE_TIMEOUT_S)
@@ -156,7 +156,7 @@ class UpstreamModel:
 
         def fetch(watch: Watch) -> dict[str, bytes]:
             found: dict[str, bytes] = {}
-            for name in self._ask(watch, number).files:
+            for name in self._request(watch, number).files:
                 left = FILES_BYTES - sum(map(len, found.values()))
                 found[name] = bytes(
                     watch.node.get(f"{base}/{quote(name)}?{query}", timeout_s=FILE_TIMEOUT_S, most=left)
