@@ -46,6 +46,7 @@ from tools.raw_server import RawRedis, RawServer, http_answer, is_whole_http
 
 KEYS, ROW_BYTES, TIMEOUT_S = np.arange(6), 16, 2.0
 OPTIONS = Options(timeout_s=TIMEOUT_S, connect_timeout_s=TIMEOUT_S, suspect_s=0.0)
+QUICK = Options(timeout_s=0.2, connect_timeout_s=0.2, suspect_s=0.0)  # answers are whole at once, or never
 _HEAD_END = b"\r\n\r\n"
 _HEADS = [
     b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked",
@@ -340,8 +341,9 @@ class RedisAnswers(_Answers):
         stack.enter_context(self._server)
         for module, name in ((lookup, "_PAUSE_S"), (calls, "_PAUSE_S"), (cluster, "_REFRESH_EVERY_S")):
             stack.enter_context(mock.patch.object(module, name, 0.0))
-        self._cluster = cluster.connect(f"redis://127.0.0.1:{self._server.port}", OPTIONS)
+        self._cluster = cluster.connect(f"redis://127.0.0.1:{self._server.port}", QUICK)
         stack.callback(self._cluster.close)
+        self._topology = self._cluster.topology
         self._cluster._client = mock.Mock(execute_command=self._parse)
         shared = SharedModel(self._cluster, "ctr")
         self.questions = {
@@ -392,6 +394,7 @@ class RedisAnswers(_Answers):
         self._server.answer, self._server.slots = answer, None
         for address in self._cluster.masters():
             self._cluster.machines.forget(address)
+        self._cluster._topology = self._topology  # not what the answer before has said of it
 
     def spoil_answer(self, answer: bytes, rng: random.Random) -> bytes:
         """Bytes other, or one of the numbers of sizes."""
@@ -421,7 +424,7 @@ class RedisAnswers(_Answers):
 
     def _slots(self) -> object:
         self._server.slots = self._server.answer
-        made = cluster.connect(f"redis://127.0.0.1:{self._server.port}", OPTIONS)
+        made = cluster.connect(f"redis://127.0.0.1:{self._server.port}", QUICK)
         made.close()
         if not all(0 <= slot < 16384 for slot in made.topology):
             raise Failure("a slot that there is not")
