@@ -20,6 +20,10 @@ COUNT = int(os.environ.get("FUZZ_INPUTS", 250))  # a target
 def test_whatever_is_read_is_answered_or_refused_by_name(name: str) -> None:
     if name == "grpc" and not all(importlib.util.find_spec(module) for module in ("grpc", "tritonclient")):
         pytest.skip("needs the extra `grpc` and tritonclient")
+    if name == "redis":
+        pytest.importorskip("redis", reason="needs the extra `redis`")
+    if name == "registry":
+        pytest.importorskip("fastavro", reason="needs the extra `kafka`")
     run = fuzz(targets()[name], COUNT, seed=20)
     assert run.faults == {}
     assert run.inputs >= COUNT

@@ -13,6 +13,7 @@ One connection, one `Incoming`, one thread at a time.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -73,6 +74,7 @@ class Incoming:
         self._remaining: int | None = None  # bytes of the body, where the receiver gets it directly
         self._collected: bytearray | None = None  # a body whose length the head does not say
         self._chunks: _Chunks | None = None
+        self._most = sys.maxsize
         self._status = 0
         self._headers: dict[str, str] = {}
         self.started = False  # whether a byte of the answer was received
@@ -82,8 +84,9 @@ class Incoming:
     def idle(self) -> bool:
         return self._receiver is None
 
-    def expect(self, receiver: Receiver) -> None:
-        """Name the receiver of the next answer; called before each request."""
+    def expect(self, receiver: Receiver, most: int = sys.maxsize) -> None:
+        """Name the receiver of the next answer, whose body may have `most` bytes; called before each request."""
+        self._most = most
         self._receiver, self._filled, self._remaining, self._collected, self._chunks = receiver, 0, None, None, None
         self.started, self.reusable = False, False
 
@@ -161,13 +164,18 @@ class Incoming:
             self._collected, self._chunks = bytearray(), _Chunks()
             return self._collect(memoryview(remainder))
         if length is None:
-            self._collected, self.reusable = bytearray(remainder), False
-            return False
+            self._collected, self.reusable = bytearray(), False
+            return self._collect(memoryview(remainder))
         nbytes = decimal(length)
         if nbytes is None:
             raise MalformedAnswer(f"expected one number in Content-Length, got {length[:40]!r}")
+        self._check(nbytes)
         self._start(nbytes)
         return self._feed(memoryview(remainder))
+
+    def _check(self, nbytes: int) -> None:
+        if nbytes > self._most:
+            raise MalformedAnswer(f"expected an answer of at most {self._most} bytes, got {nbytes} or more")
 
     def _start(self, nbytes: int) -> None:
         assert self._receiver is not None
@@ -193,8 +201,11 @@ class Incoming:
         assert self._collected is not None
         if self._chunks is None:
             self._collected += data
-            return False
-        return self._chunks.decode(data, self._collected) and self._deliver()
+            done = False
+        else:
+            done = self._chunks.decode(data, self._collected)
+        self._check(len(self._collected))
+        return done and self._deliver()
 
     def _deliver(self) -> bool:
         assert self._collected is not None

@@ -224,8 +224,11 @@ class Partitions:
     def of_document(cls, document: Any) -> Self:
         """From what `document` gave. ValueError, TypeError or LookupError."""
         count, own = int(document["count"]), [(int(first), int(last)) for first, last in document["own"]]
-        if not all(0 <= first <= last < count <= MAX_PARTITIONS for first, last in own):
-            raise ValueError(f"expected ranges of at most {MAX_PARTITIONS} partitions, got {document}")
+        ends = [(0, -2), *own]  # ranges that ascend and do not touch are never more than there are partitions
+        if not all(
+            before + 1 < first <= last < count <= MAX_PARTITIONS for (_, before), (first, last) in pairwise(ends)
+        ):
+            raise ValueError(f"expected ranges of at most {MAX_PARTITIONS} partitions, got {str(document)[:200]}")
         return cls.of(count, (number for first, last in own for number in range(first, last + 1)))
 
     def document(self) -> dict[str, Any]:

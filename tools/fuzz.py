@@ -2,11 +2,11 @@
 
 `python -m tools.fuzz --count 100000 [--only manifest --only grpc]`, from the root of the repository; `make fuzz` runs all.
 
-A target (`tools/fuzz_files.py`, `tools/fuzz_service.py`) has whole inputs to begin with, and the files of
+A target (`tools/fuzz_files.py`, `tools/fuzz_service.py`, `tools/fuzz_answers.py`) has whole inputs to begin with, and the files of
 `tests/corpus/<target>`. They are changed at random: bytes, and where they are JSON or have parts, those. An input whose outcome
 (an error's kind and words, a status) was not seen before is changed further in its turn; `--keep` adds those that are
 small to the corpus. An outcome that is no answer to give (an exception that is not ours, a 500, a traceback in the log,
-more than SLOWEST_S) is printed, and the input kept in `tests/corpus/<target>`, where the tests run it from then on.
+more than SLOWEST_S, more than MOST_BYTES of memory) is printed, and the input kept in `tests/corpus/<target>`, where the tests run it from then on.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ import argparse
 import contextlib
 import random
 import re
+import resource
+import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import xxhash
 
+from tools.fuzz_answers import NodeAnswers, RedisAnswers, RegistryAnswers
 from tools.fuzz_files import TARGETS
 from tools.fuzz_kafka import KafkaMessages
 from tools.fuzz_service import Grpc, Http
@@ -30,12 +33,36 @@ from tools.fuzz_target import Failure, Target
 
 CORPUS = Path(__file__).parents[1] / "tests/corpus"
 SLOWEST_S = 20.0  # of one input, on a machine that has other things to do
+MOST_BYTES = 512 << 20  # by which the process may grow for one input
 LARGEST_KEPT, MOST_KEPT = 4096, 24  # bytes of an input in the corpus, inputs of a target
 
 
 def signature(outcome: str) -> str:
     """What kind of outcome it is: without names, numbers and bytes."""
     return re.sub(r"'[^']*'|\"[^\"]*\"|b?[0-9]+|\\x..|/\S*", "?", outcome)[:100]
+
+
+def _peak_bytes() -> int:
+    """The most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+@contextlib.contextmanager
+def _interrupted_after(seconds: float) -> Iterator[None]:
+    """Failure in what takes longer, where it is Python; the main thread alone can be interrupted."""
+
+    def interrupt(*_: object) -> None:
+        raise Failure(f"it took more than {seconds:.0f} s")
+
+    began_s, before = time.monotonic(), signal.signal(signal.SIGALRM, interrupt)
+    remaining_s, _ = signal.setitimer(signal.ITIMER_REAL, seconds)  # of somebody else, such as the tests' own
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, max(0.1, remaining_s - time.monotonic() + began_s) if remaining_s else 0)
+        signal.signal(signal.SIGALRM, before)
+    if time.monotonic() - began_s > seconds:
+        raise Failure(f"it took {time.monotonic() - began_s:.0f} s")
 
 
 @dataclass
@@ -62,11 +89,12 @@ class Run:
         self.attempt(self.target.spoil(self.rng.choice(self.pool), self.rng))
 
     def attempt(self, data: bytes) -> None:
-        began = time.monotonic()
+        before = _peak_bytes()
         try:
-            outcome = self.target.run(data)
-            if time.monotonic() - began > SLOWEST_S:
-                raise Failure(f"it took {time.monotonic() - began:.0f} s")
+            with _interrupted_after(SLOWEST_S):
+                outcome = self.target.run(data)
+            if (grown := _peak_bytes() - before) > MOST_BYTES:
+                raise Failure(f"it took {grown >> 20} MiB of memory")
         except Exception as error:  # noqa: BLE001 - whatever it is, it is what this program looks for
             self.faults.setdefault(signature(f"{type(error).__name__}: {error}"), data)
             outcome = f"FAULT {type(error).__name__}: {error}"
@@ -89,7 +117,7 @@ def save(name: str, inputs: list[bytes], most: int) -> None:
 
 def targets() -> dict[str, Callable[[], Target]]:
     """What is attacked, by name, and what makes each."""
-    more = (KafkaMessages, Http, Grpc)
+    more = (KafkaMessages, Http, Grpc, NodeAnswers, RegistryAnswers, RedisAnswers)
     return {target.name: target for target in TARGETS} | {target.name: target for target in more}
 
 

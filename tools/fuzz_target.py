@@ -68,6 +68,21 @@ def spoil_bytes(data: bytes, rng: random.Random) -> bytes:
     return bytes(whole)
 
 
+ODD_NUMBERS = [0, 1, -1, -32, 31, 255, 1 << 16, 1 << 31, 1 << 32, 1 << 62, (1 << 63) - 1, -(1 << 63), -(1 << 31)]
+
+
+def spoil_numbers(data: bytes, rng: random.Random) -> bytes:
+    """A number of 8 bytes, or of 4, other: a size, a count, a seq."""
+    size = rng.choice([8, 8, 8, 4])
+    if len(data) < size:
+        return spoil_bytes(data, rng)
+    at = rng.randrange(0, len(data) - size + 1, 4) if rng.random() < 0.7 else rng.randrange(len(data) - size + 1)
+    number = rng.choice([*ODD_NUMBERS, len(data), len(data) - at, -at, at])
+    if rng.random() < 0.3:
+        number = int.from_bytes(data[at : at + size], "little") + rng.choice([-1, 1])
+    return data[:at] + (number & ((1 << 8 * size) - 1)).to_bytes(size, "little") + data[at + size :]
+
+
 def spoil_json(data: bytes, rng: random.Random) -> bytes:
     """One value of a document other, missing, twice or nested; or its bytes spoiled."""
     try:

@@ -54,7 +54,7 @@ class Schemas:
     """A registry of the documented API: answers what it was given, counts, and may fail or want a password."""
 
     def __init__(self) -> None:
-        self.answers: dict[str, dict[str, Any]] = {}
+        self.answers: dict[str, Any] = {}  # documents, or bytes as they are
         self.asked: list[str] = []
         self.failing = False
         self.user: str | None = None
@@ -68,7 +68,8 @@ class Schemas:
                 if outer.user is not None:
                     expected = f"Basic {base64.b64encode(outer.user.encode()).decode()}"
                     status = status if self.headers["Authorization"] == expected else 401
-                body = json.dumps(found or {"error_code": 40403}).encode()
+                found = {"error_code": 40403} if found is None else found
+                body = found if isinstance(found, bytes) else json.dumps(found).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
@@ -164,6 +165,127 @@ def test_a_registry_that_fails_is_not_the_rows_fault(schemas: Schemas) -> None:
     assert decode(framed(5, b"\x0e")) == 7
     with pytest.raises(Unreachable, match="does not answer"):
         decoder("avro", NAMES, registry=Registry("http://127.0.0.1:1"), schema=None)(framed(5, b""))
+
+
+def chain(schemas: Schemas, count: int) -> dict[str, Any]:
+    """A schema that refers to one that refers to one, and so on."""
+    refers = [{"name": f"n{n}", "subject": f"s{n}", "version": 1} for n in range(count)]
+    for n in range(count):
+        schemas.answers[f"/subjects/s{n}/versions/1"] = {"schema": '"long"', "references": refers[n + 1 : n + 2]}
+    return {"schema": '"long"', "references": refers[:1]}
+
+
+NONSENSE: dict[str, Any] = {
+    "deep": b"[" * 100_000,
+    "deep within": b'{"schema": "x", "references": ' + b"[" * 100_000,
+    "no object": [1],
+    "nothing": {},
+    "a schema that is no text": {"schema": {"type": "long"}},
+    "a type that is no text": {"schema": '"long"', "schemaType": 5},
+    "references that are none": {"schema": '"long"', "references": 5},
+    "a reference without a name": {"schema": '"long"', "references": [{"subject": "s", "version": 1}]},
+    "a reference with a name that is none": {
+        "schema": '"long"', "references": [{"name": [], "subject": "s", "version": 1}],
+    },
+    "a subject that is none": {"schema": '"long"', "references": [{"name": "n", "subject": 7, "version": 1}]},
+    "a version that leads elsewhere": {
+        "schema": '"long"', "references": [{"name": "n", "subject": "s", "version": "1/../../../ids/5"}],
+    },
+    "a reference to itself": {"schema": '"long"', "references": [{"name": "s0", "subject": "s0", "version": 1}]},
+    "more bytes than a schema has": b'{"schema": "' + b"x" * (17 << 20) + b'"}',
+    "deep as a schema": {"schema": '{"type": "array", "items": ' * 5000},
+    "half a character": {"schema": '"\ud800"'},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["avro", "protobuf"])
+@pytest.mark.parametrize("answer", NONSENSE.values(), ids=NONSENSE)
+def test_what_a_registry_says_and_is_no_schema_is_the_fault_of_that_row(
+    schemas: Schemas, kind: str, answer: Any
+) -> None:
+    schemas.answers["/schemas/ids/5"] = schemas.answers["/schemas/ids/5?format=serialized"] = answer
+    schemas.answers["/subjects/s0/versions/1"] = {**answer, "schema": '"x"'} if isinstance(answer, dict) else answer
+    reader = RowReader(decoder(kind, NAMES, registry=Registry(schemas.url), schema=None), text_decoder, {})
+    with pytest.raises(DeltaError):
+        reader.read("item", message(framed(5, b"\0\x0e")))
+    assert len(schemas.asked) < 4
+
+
+@pytest.mark.parametrize("count", [100, 979, 5000])
+def test_a_chain_of_references_is_followed_up_to_a_bound(schemas: Schemas, count: int) -> None:
+    schemas.answers["/schemas/ids/5"] = chain(schemas, count)
+    decode = decoder("avro", NAMES, registry=Registry(schemas.url), schema=None)
+    if count == 100:
+        assert decode(framed(5, b"\x0e")) == 7
+        return
+    with pytest.raises(DeltaError, match="more than 200 references"):
+        decode(framed(5, b"\x0e"))
+    assert len(schemas.asked) <= 202
+
+
+def record(name: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "record", "name": name, "fields": [{"name": one, "type": kind} for one, kind in fields.items()]}
+
+
+def laughs(depth: int) -> dict[str, Any]:
+    """A record of two records of two records, and so on, which is no byte in all."""
+    inner: Any = record("R0")
+    for number in range(1, depth):
+        inner = record(f"R{number}", first=inner, second=f"R{number - 1}")
+    return inner
+
+
+@pytest.mark.parametrize(
+    ("schema", "data"),
+    [
+        (record("N", next=["null", "N"]), b"\x02" * 300_000 + b"\0"),
+        (record("N", next={"type": "array", "items": "N"}), b"\x02" * 300_000 + b"\0"),
+        ({"type": "array", "items": "null"}, b"\xfe" + b"\xff" * 7 + b"\x7f\0"),
+        ({"type": "array", "items": record("E")}, b"\xfe" + b"\xff" * 7 + b"\x7f\0"),
+        ({"type": "array", "items": {"type": "fixed", "name": "F", "size": 0}}, b"\xfe" + b"\xff" * 7 + b"\x7f\0"),
+        ({"type": "array", "items": record("I", one="boolean", none="null")}, b"\x02\x01\0"),
+        (laughs(60), b""),
+    ],
+    ids=["itself", "itself in a list", "nulls", "empty records", "no bytes", "a part of no bytes", "twice each"],
+)
+def test_a_schema_by_which_a_few_bytes_are_without_end_is_refused(schemas: Schemas, schema: Any, data: bytes) -> None:
+    schemas.answers["/schemas/ids/5"] = {"schema": json.dumps(schema)}
+    decode = decoder("avro", NAMES, registry=Registry(schemas.url), schema=None)
+    with pytest.raises(DeltaError, match="Avro schema"):
+        decode(framed(5, data))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ["null", {"type": "array", "items": ["null", "float"]}],
+        {"type": "array", "items": {"type": "array", "items": "double"}},
+        {"type": "map", "values": "null"},
+        {"type": "array", "items": record("Pair", left=["null", "long"], right={"type": "map", "values": "bytes"})},
+        record("Deep", one=record("Deeper", two={"type": "fixed", "name": "F", "size": 4}, three="F")),
+        "null",
+        {"type": "long", "logicalType": "timestamp-millis"},
+        {"type": "enum", "name": "E", "symbols": ["A", "B"]},
+    ],
+)
+def test_a_schema_as_trainers_have_them_is_taken(schemas: Schemas, kind: Any) -> None:
+    schemas.answers["/schemas/ids/5"] = {"schema": json.dumps(record("Row", key="long", vector=kind))}
+    decode = decoder("avro", NAMES, registry=Registry(schemas.url), schema=None)
+    with pytest.raises(DeltaError, match="expected Avro"):
+        decode(framed(5, b""))  # its content is none, which is looked at after the schema
+
+
+def test_what_its_decoder_did_not_expect_is_the_fault_of_that_row(schemas: Schemas) -> None:
+    file = row_file()
+    file.message_type[1].field[1].type, file.message_type[1].field[1].label = 11, 1
+    file.message_type[1].field[1].type_name = ".shop.Other"  # no list, and no moment
+    schemas.answers["/schemas/ids/5"] = {
+        "schemaType": "PROTOBUF", "schema": base64.b64encode(file.SerializeToString()).decode(),
+    }  # fmt: skip
+    schemas.answers["/schemas/ids/5?format=serialized"] = schemas.answers["/schemas/ids/5"]
+    reader = RowReader(decoder("protobuf", NAMES, registry=Registry(schemas.url), schema=None), text_decoder, {})
+    with pytest.raises(DeltaError, match="cannot be read"):
+        reader.read("item", message(framed(5, b"\x02\x02" + b"\x08\x07\x12\0")))
 
 
 def test_a_registry_with_a_password_and_references(schemas: Schemas) -> None:

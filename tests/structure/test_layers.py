@@ -97,6 +97,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "choose": 3,
     },
     "tiers": {
+        "answers": 0,
         "base": 0,
         "background": 0,
         "checks": 0,

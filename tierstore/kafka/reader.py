@@ -8,9 +8,10 @@ One thread: librdkafka's consumer is not to be called from another one, not even
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from tierstore.errors import NotFound
 from tierstore.kafka import client
@@ -22,6 +23,16 @@ logger = logging.getLogger(__name__)
 METADATA_S = 5.0  # that a request for metadata may take
 BATCH = 64  # messages that are handed over at a time
 QUEUED_KBYTES = 64 << 10  # that librdkafka reads ahead
+LOOK_S = 5.0  # between questions how far partitions go of which nothing is read
+LOOK_TIMEOUT_S = 1.0
+STANDS_S = 10.0  # without a message of a partition that has some, after which it stands still
+
+
+class _Stood(NamedTuple):
+    """Since when nothing was read of a partition, and what is known of it."""
+
+    since_s: float
+    why: str
 
 
 class TopicReader:
@@ -58,6 +69,10 @@ class TopicReader:
         self._at_end: set[int] = set()
         self._out_of_range: list[int] = []
         self._paused = False
+        self._next_look_s = 0.0
+        self._looked_at: dict[int, int] = {}  # partition → its position at the last look
+        self._ends: dict[int, int] = {}  # partition → where it ended when the brokers were asked
+        self._stood: dict[int, _Stood] = {}  # partitions of which nothing was read since the look before
 
     def _on_error(self, error: Any) -> None:
         codes = self._kafka.KafkaError
@@ -80,11 +95,12 @@ class TopicReader:
         return str(metadata.cluster_id), sorted(topic.partitions)
 
     def assign(self, positions: Mapping[int, int]) -> None:
-        """Read these partitions, each from its offset."""
+        """Read these partitions, each from its offset. A reader that is paused stays so."""
         self.positions = dict(positions)
         self._at_end.clear()
         self._consumer.assign([self._at(partition, offset) for partition, offset in positions.items()])
-        self._paused = False
+        if self._paused:  # librdkafka keeps it for the partitions that there were, and begins to read new ones
+            self._hold()
 
     def poll(self, timeout_s: float) -> list[KafkaMessage]:
         """What was read, in the order of each partition; empty where nothing comes in time."""
@@ -146,6 +162,7 @@ class TopicReader:
                 "kafka: %s, partition %d goes on at %d: it was truncated, or made anew", self._topic, partition, offset
             )
             self.went_back.add(partition)
+            self._ends.pop(partition, None)
         self.positions[partition] = offset if after is None else after
 
     def seek(self, positions: Mapping[int, int]) -> None:
@@ -155,9 +172,13 @@ class TopicReader:
     def pause(self, paused: bool) -> None:
         """Read no more, or go on."""
         if paused is not self._paused:
-            partitions = [self._at(partition) for partition in self.positions]
-            (self._consumer.pause if paused else self._consumer.resume)(partitions)
             self._paused = paused
+            self._stood.clear()
+            self._hold()
+
+    def _hold(self) -> None:
+        partitions = [self._at(partition) for partition in self.positions]
+        (self._consumer.pause if self._paused else self._consumer.resume)(partitions)
 
     @property
     def at_end(self) -> bool:
@@ -179,15 +200,61 @@ class TopicReader:
         oldest = self.beginning()
         return {one.partition: one.offset if one.offset >= 0 else oldest[one.partition] for one in found}
 
-    def lag(self) -> dict[int, int]:
-        """Partition → messages that the broker has and that were not read yet, as far as is known.
+    def look(self) -> None:
+        """Ask the brokers, now and then, how far those partitions go of which nothing is read: what librdkafka
+        has heard of them is as old as what it fetched last.
+        """
+        now_s, before, self._looked_at = time.monotonic(), self._looked_at, dict(self.positions)
+        still = [one for one, position in self.positions.items() if before.get(one, position) == position]
+        self._stood = {one: since for one, since in self._stood.items() if one in still}
+        if now_s < self._next_look_s or not still:
+            return
+        self._next_look_s = now_s + LOOK_S
+        try:
+            ends = [self._at(one, self._kafka.OFFSET_END) for one in still]
+            found = self._consumer.offsets_for_times(ends, LOOK_TIMEOUT_S)
+        except self._kafka.KafkaException as error:
+            self._next_look_s += LOOK_S  # nothing is read while one waits for it
+            for partition in still:
+                self._note(partition, now_s, client.text_of(error))
+            return
+        for one in found:
+            if one.error is not None:
+                self._note(one.partition, now_s, client.text_of(one.error))
+                continue
+            self._ends[one.partition] = one.offset
+            self._note(one.partition, now_s, None)
 
-        Where the end was read there are none, though offsets may follow: those of aborted transactions.
+    def _note(self, partition: int, now_s: float, error: str | None) -> None:
+        """Nothing was read of a partition since the look before."""
+        more = self._ends.get(partition, 0) - self.positions[partition]
+        if self._paused or (error is None and more <= 0):
+            self._stood.pop(partition, None)
+            return
+        why = f"{more} messages more are there" if error is None else f"the brokers do not say what is there: {error}"
+        since_s = self._stood[partition].since_s if partition in self._stood else now_s
+        self._stood[partition] = _Stood(since_s, why)
+
+    def standing(self) -> str | None:
+        """What stands still though nobody has paused it, as `look` has found."""
+        now_s = time.monotonic()
+        texts = [
+            f"partition {one} stands still at {self.positions[one]}: {stood.why}"
+            for one, stood in sorted(self._stood.items())
+            if now_s - stood.since_s >= STANDS_S
+        ]
+        return "; ".join(texts[:3]) or None
+
+    def lag(self) -> dict[int, int]:
+        """Partition → messages that the brokers have and that were not read yet, as far as is known.
+
+        Where the end was read there are none, though offsets may follow, those of aborted transactions, until the
+        brokers have more.
         """
         lags = {}
         for partition, position in list(self.positions.items()):
-            high = position if partition in self._at_end else self._watermarks(partition, cached=True)[1]
-            lags[partition] = max(0, high - position)
+            fetched = position if partition in self._at_end else self._watermarks(partition, cached=True)[1]
+            lags[partition] = max(0, fetched - position, self._ends.get(partition, 0) - position)
         return lags
 
     def _watermarks(self, partition: int, *, cached: bool) -> tuple[int, int]:

@@ -27,6 +27,8 @@ Decode = Callable[[bytes], Any]  # the content of a message → an object or a s
 _MAGIC = b"\0"
 _HEAD = 5  # bytes: the magic one and the id
 _OF_GOOGLE = "google/protobuf/"
+_MOST_PARTS, _DEEPEST = 10_000, 64  # of an Avro schema, each as often as it is named
+_LEAST_BYTES = {"null": 0, "float": 4, "double": 8}  # of Avro's types that take other than at least one
 
 
 def json_decoder(data: bytes) -> Any:
@@ -80,6 +82,7 @@ def avro_decoder(schema: str, references: Iterable[str] = ()) -> Decode:
         for text in references:
             fastavro.parse_schema(json.loads(text), named)
         parsed = fastavro.parse_schema(json.loads(schema), named)
+        _Sizes(named).least(parsed)
     except Exception as error:
         raise DeltaError(f"the Avro schema cannot be used: {error}") from error
 
@@ -94,6 +97,49 @@ def avro_decoder(schema: str, references: Iterable[str] = ()) -> Decode:
         return found
 
     return decode
+
+
+class _Sizes:
+    """Checks that what an Avro schema reads is no deeper than the stack, and no larger than memory, however few the
+    bytes are: no type contains itself, and what is repeated takes bytes. ValueError.
+    """
+
+    def __init__(self, named: Mapping[str, Any]) -> None:
+        self._named, self._parts = named, 0
+
+    def least(self, kind: Any, *, repeated: bool = False, depth: int = 0) -> int:
+        """The fewest bytes that a value of a type may have. `repeated`: it may come any number of times."""
+        self._parts += 1
+        if self._parts > _MOST_PARTS or depth > _DEEPEST:
+            raise ValueError(
+                f"it contains itself, or it has more than {_MOST_PARTS} parts, or one in more than {_DEEPEST} others"
+            )
+        if isinstance(kind, str) and kind in self._named:
+            kind = self._named[kind]
+        name, of = (kind["type"], kind) if isinstance(kind, dict) else (kind, {})
+        size = _LEAST_BYTES.get(name, 1) if isinstance(name, str) else 0
+        if isinstance(name, dict):
+            size = self.least(name, repeated=repeated, depth=depth + 1)
+        elif isinstance(name, list):  # a union, which says in a byte which of its types follows
+            for inner in name:
+                self._beside_a_byte(inner, repeated, depth)
+            size = 1
+        elif name in ("record", "error"):
+            fields = [self.least(field["type"], repeated=repeated, depth=depth + 1) for field in of["fields"]]
+            size = sum(fields)
+        elif name == "array":
+            self.least(of["items"], repeated=True, depth=depth + 1)
+        elif name == "map":
+            self._beside_a_byte(of["values"], True, depth)
+        elif name == "fixed":
+            size = of["size"]
+        if repeated and size <= 0:
+            raise ValueError("what comes in a list takes no bytes, so that a few bytes may be a list without end")
+        return size
+
+    def _beside_a_byte(self, kind: Any, repeated: bool, depth: int) -> None:
+        if kind not in ("null", {"type": "null"}):
+            self.least(kind, repeated=repeated, depth=depth + 1)
 
 
 class ProtobufFiles:

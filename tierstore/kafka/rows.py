@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.errors import ConfigError, DeltaError, InvalidInput
+from tierstore.errors import ConfigError, DeltaError, InvalidInput, TierstoreError
 from tierstore.formats.delta.writer import DeltaWriter
 from tierstore.formats.keys import as_codes
 from tierstore.formats.times import parse_time
@@ -52,6 +52,14 @@ class RowReader:
 
     def read(self, table: str, message: KafkaMessage) -> Row:
         """DeltaError for a message that is no row; Unreachable where its schema cannot be had now."""
+        try:
+            return self._read(table, message)
+        except (TierstoreError, MemoryError):
+            raise
+        except Exception as error:  # what its decoder, or its schema, makes of it is that row's alone
+            raise DeltaError(f"it cannot be read: {type(error).__name__}: {str(error)[:_SHOWN]}") from error
+
+    def _read(self, table: str, message: KafkaMessage) -> Row:
         if message.is_null:
             return Row(table, self._own_key(message), None, message.timestamp_ms, message)
         found = self._value(message.value)

@@ -24,11 +24,15 @@ class TopicScene:
 
     source: Any = None
 
-    def __init__(self, root: Path, brokers: Any, topic: str, **settings: Any) -> None:
+    def __init__(self, root: Path, brokers: Any, topic: str, *, empty: bool = False, **settings: Any) -> None:
         self.root, self.brokers, self.topic, self.settings = root, brokers, topic, settings
         self.producer = confluent_kafka.Producer({"bootstrap.servers": brokers.address})
         self.store = self.open()
-        self.store.load_snapshot(write_snapshot(root, 1, delta_seq=3))
+        if not empty:
+            self.load()
+
+    def load(self) -> None:
+        self.store.load_snapshot(write_snapshot(self.root, 1, delta_seq=3))
 
     def open(self, **settings: Any) -> Store:
         return Store(settings_for(self.root, **{"kafka": self.brokers.address} | self.settings | settings))

@@ -115,6 +115,30 @@ def test_a_delta_needs_no_headers(scene: Scene) -> None:
     scene.expect(1, 40.0)
 
 
+def test_what_a_new_model_needs_is_read_though_the_reading_pauses_meanwhile(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = scene.follow()
+    scene.put(delta(1, {1: 10.0}, model="late"), model="late", seq=1)
+    scene.delta(4, {1: 40.0})
+    scene.reaches(4)
+    accept, refused = scene.store.apply_delta, []
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        refused.append(1)
+        raise Overloaded("too many deltas are not folded", retry_after_s=0.5)
+
+    monkeypatch.setattr(scene.store, "apply_delta", refuse)
+    scene.delta(5, {1: 50.0})
+    scene.is_in("waiting", "not folded")
+    scene.store.load_snapshot(write_small(tmp_path, "late", "item"))
+    eventually(lambda: source.stats.rewinds == 1, "it is read again for the new model")
+    assert refused
+    monkeypatch.setattr(scene.store, "apply_delta", accept)
+    scene.reaches(1, "late")
+    scene.reaches(5)
+
+
 def test_a_start_goes_on_where_the_log_says(scene: Scene) -> None:
     scene.follow()
     for seq in (4, 5, 6):

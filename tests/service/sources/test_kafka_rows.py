@@ -242,6 +242,41 @@ def test_headers_say_model_and_table(tmp_path: Path, brokers: Brokers) -> None:
     scene.close()
 
 
+def test_a_model_that_is_loaded_after_its_topic_is_followed_gets_its_rows(tmp_path: Path, brokers: Brokers) -> None:
+    scene = RowScene(tmp_path, brokers, empty=True)
+    scene.row(1, 10.0)
+    scene.row(2, 20.0)
+    scene.follow()
+    waits = scene.is_in("held up", "no such model is loaded yet")
+    eventually(lambda: scene.status()["lag_messages"] == 2, f"what waits is counted; {waits}")
+    scene.load()
+    scene.expect(1, 10.0)
+    scene.expect(2, 20.0)
+    scene.row(3, 30.0)
+    scene.expect(3, 30.0)
+    scene.is_in("caught up", rows=3)
+    eventually(lambda: scene.status()["lag_messages"] == 0, "nothing waits any more")
+    scene.close()
+
+
+def test_a_topic_that_stands_still_is_a_problem(scene: RowScene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierstore.kafka.reader.STANDS_S", 0.5)
+    monkeypatch.setattr("tierstore.kafka.reader.LOOK_S", 0.1)
+    source = scene.follow()
+    scene.row(1, 10.0)
+    scene.expect(1, 10.0)
+    scene.is_in("caught up", rows=1)
+    read = type(source._current()).poll
+    monkeypatch.setattr(type(source._current()), "poll", lambda *_: time.sleep(0.05) or [])
+    scene.row(2, 20.0)
+    scene.row(3, 30.0)
+    status = scene.is_in("held up", f"{scene.topic}: partition 0 stands still at 1: 2 messages more are there")
+    assert status["lag_messages"] == 2
+    monkeypatch.setattr(type(source._current()), "poll", read)
+    scene.expect(3, 30.0)
+    scene.is_in("caught up", rows=3)
+
+
 def test_deltas_of_another_sender_go_between(scene: RowScene) -> None:
     scene.follow()
     scene.row(1, 10.0)

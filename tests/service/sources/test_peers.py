@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import struct
 from typing import Any
 
 import httpx
@@ -16,6 +18,7 @@ from tierstore.engine.operations.from_peers import follow_undone
 from tierstore.errors import ConfigError
 from tierstore.service.server import check_settings
 from tierstore.service.sources import peers
+from tools.raw_server import RawServer, http_answer, is_whole_http
 
 from ..conftest import eventually
 from ..upstream.scenes import Scene
@@ -311,3 +314,87 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], why: 
     pytest.importorskip("confluent_kafka") if "kafka" in settings else None
     with pytest.raises(ConfigError, match=why):
         check_settings(load_settings(None, **settings))
+
+
+INFINITE = b'{"node": "x", "copying": false, "models": {"ctr": {"active": 1, "start": 0, "last": Infinity, "damage": null, "rollbacks": []}}}'
+NONSENSE = {
+    "a number that is none": http_answer(INFINITE),
+    "deep": http_answer(b"[" * 100_000),
+    "a length": b"HTTP/1.1 200 OK\r\nContent-Length: 999999999999999999\r\n\r\n",
+    "another kind": http_answer(b"[1]"),
+}
+
+
+@pytest.mark.parametrize("answer", NONSENSE.values(), ids=NONSENSE)
+def test_a_peer_that_answers_nonsense_keeps_no_new_node_from_its_other_peers(scene: Scene, answer: bytes) -> None:
+    first = scene.node()
+    first.load(1, 0)
+    first.store.apply_delta(stamped(1))
+    with RawServer(lambda _: answer, is_whole_http) as bad:
+        url = f"http://127.0.0.1:{bad.port}"
+        second = scene.node(peer=[url, first.url])
+        await_ready(second)
+        assert_equal(first, second)
+        assert url in await_problem(second, url)
+        first.store.apply_delta(stamped(2))
+        eventually(lambda: last(second) == 2, "later deltas come")
+        second.stop()
+
+
+def test_a_peer_that_causes_what_nobody_expected_is_named_and_the_others_are_followed(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = scene.node()
+    first.load(1, 0)
+    third = scene.node()
+    third.load(1, 0)
+    ask = peers.Peer.logs
+
+    def fails(peer: peers.Peer) -> object:
+        if str(peer) == third.url:
+            raise MemoryError
+        return ask(peer)
+
+    monkeypatch.setattr(peers.Peer, "logs", fails)
+    second = scene.node(peer=[third.url, first.url])
+    await_ready(second)
+    assert await_problem(second, "internal error").startswith(third.url)
+    first.store.apply_delta(stamped(1))
+    eventually(lambda: last(second) == 1, "deltas of the other one come")
+
+
+@pytest.mark.parametrize("question", ["deltas", "image"])
+def test_a_peer_that_has_what_it_does_not_give_keeps_nobody_from_the_others(scene: Scene, question: str) -> None:
+    """Its logs are sound, and what is fetched then is not."""
+    first = scene.node()
+    first.load(1, 0)
+    for seq in (1, 2):
+        first.store.apply_delta(stamped(seq))
+    logs = {"active": 1, "start": 0, "last": 9, "damage": None, "rollbacks": []}
+    document = http_answer(json.dumps({"node": "x", "copying": False, "models": {"ctr": logs}}).encode())
+    bad_entry = http_answer(struct.pack("<qq", 3, -32) + b"0" * 16)
+
+    def answer(request: bytes) -> bytes:
+        line = request.split(b"\r\n")[0]
+        if b"/logs" in line:
+            return document
+        if b"/log?" in line:
+            after, upto = (int(one) for one in re.findall(rb"(?:after|upto)=(\d+)", line))
+            held = first.store.model("ctr").log.digest_of(after, upto)
+            return http_answer(json.dumps({"digest": held}).encode())
+        return bad_entry
+
+    with RawServer(answer, is_whole_http) as bad:
+        url = f"http://127.0.0.1:{bad.port}"
+        second = scene.node() if question == "deltas" else scene.node(peer=[url, first.url])
+        if question == "deltas":
+            second.load(1, 0)
+            second.stop()
+            second.settings["peer"] = [url, first.url]
+            second.start()
+        eventually(
+            lambda: "ctr" in second.store.models() and last(second) == 2, f"what the other one has; {status(second)}"
+        )
+        assert_equal(first, second)
+        await_problem(second, f"{url}.*whole deltas")
+        second.stop()

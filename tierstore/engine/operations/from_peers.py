@@ -9,6 +9,7 @@ it ends. One thread a data directory.
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import xxhash
@@ -29,6 +30,8 @@ SCRATCH = f"{TEMPORARY}copy-"
 CHUNK_BYTES = 4 << 20  # of a file that are asked for at once
 _BLOCK = 4 << 20
 _IMAGE_POLL_S = 0.1
+IMAGE_S = 600.0  # that an image may take for a file; each is read as a whole first
+_TRIES = 10  # of a copy whose image is replaced meanwhile
 
 
 def follow_delta(model: Model, data: bytes, seq: int) -> None:
@@ -67,7 +70,7 @@ def copy_model(
     """
     where = root.root / f"{SCRATCH}{model}"
     image = _await_image(peer, model, progress, stopping)
-    while True:
+    for _ in range(_TRIES):
         assert image.backup is not None
         _check(image.backup, model, peer)
         _remove_others(where, image.backup)
@@ -77,10 +80,19 @@ def copy_model(
         before, image = image, _await_image(peer, model, progress, stopping)
         if image.number == before.number:  # else it was replaced meanwhile: most of the files are the same
             return where
+    raise RemoteUnavailable(f"{peer}: its image of model {model!r} is another one each time; it is tried again")
 
 
 def _await_image(peer: Peer, model: str, progress: ProgressFn, stopping: threading.Event) -> PeerImage:
+    done, moved_s = -1, time.monotonic()
     while (image := peer.image(model)).backup is None:
+        now_s = time.monotonic()
+        if image.done > done:
+            done, moved_s = image.done, now_s
+        elif now_s - moved_s > IMAGE_S:
+            raise RemoteUnavailable(
+                f"{peer}: its image of model {model!r} stands still at {image.done} of {image.total} bytes"
+            )
         progress(Progress("image", image.done, image.total))
         if stopping.wait(_IMAGE_POLL_S):
             raise _ended(model)

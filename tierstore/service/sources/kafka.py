@@ -191,6 +191,7 @@ class KafkaSource:
             reader.commit(self._positions.saved)
         if now - self._checked_s >= (RETRY_S if reader.problem else METADATA_S):
             self._check_partitions()
+        reader.look()
 
     def _follow_models(self) -> None:
         """A model that is new here, or that was dropped and loaded again, is read from earlier messages."""
@@ -270,7 +271,7 @@ class KafkaSource:
         for record in self._parked.list():
             if record.model is not None and record.seq == (self._applier.last(record.model) or -2) + 1:
                 held_up[record.model] = f"delta {record.seq} is parked as {record.id}: {record.reason}"
-        stats.update(reader.problem, reader.at_end, waiting, held_up)
+        stats.update(reader, waiting, held_up)
 
     def _why_held_up(self, model: str, seq: int) -> str | None:
         if any(held.complete for held in self._window.at(model, seq)):

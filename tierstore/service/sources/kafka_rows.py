@@ -307,6 +307,7 @@ class RowTopic:
             )
         if now - self._checked_s >= (RETRY_S if reader.problem else METADATA_S):
             self._check_partitions()
+        reader.look()
         self._update_stats()
         self._maintained_s = time.monotonic()
 
@@ -396,4 +397,4 @@ class RowTopic:
             held_up[self._route.model or self._topic] = (
                 "no such model is loaded yet" if self._route.model else "no model is loaded yet"
             )
-        stats.topic.update(reader.problem, reader.at_end, time.monotonic() < self._resume_s, held_up)
+        stats.topic.update(reader, time.monotonic() < self._resume_s, held_up)

@@ -9,6 +9,7 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
+from tierstore.kafka.reader import TopicReader
 from tierstore.service.families import counter, gauge, gauges
 
 STATES = (
@@ -24,7 +25,7 @@ class KafkaStats:
         self.topic = topic
         self.state = "starting"
         self.problem: str | None = None
-        self.held_up: dict[str, str] = {}  # model → why
+        self.held_up: dict[str, str] = {}  # model, or topic → why
         self.passed_over: Counter[str] = Counter()  # by model that the store does not have; at most MOST_MODELS of them
         self.applied = self.duplicates = self.parked = self.abandoned = 0
         self.errors = self.rewinds = self.rebalances = 0
@@ -63,19 +64,21 @@ class KafkaStats:
         self.rebalances += 1
         self.state = "rebalancing"
 
-    def update(self, unreachable: str | None, at_end: bool, waiting: bool, held_up: dict[str, str]) -> None:
-        """Say how things stand, after each step."""
+    def update(self, reader: TopicReader, waiting: bool, held_up: dict[str, str]) -> None:
+        """Say how things stand, after each step. `held_up`: why, by model, or by topic where it is no single one's."""
+        if (standing := reader.standing()) is not None:
+            held_up = {**held_up, self.topic: standing}
         self.held_up = held_up
         if not waiting:
             self._waits = None
-        if unreachable is not None:
-            self.state, self.problem = "broker unreachable", unreachable
+        if reader.problem is not None:
+            self.state, self.problem = "broker unreachable", reader.problem
         elif waiting:
             self.state, self.problem = "waiting", self._waits
         elif held_up:
             self.state, self.problem = "held up", "; ".join(f"{model}: {why}" for model, why in held_up.items())
         else:
-            self.state, self.problem = "caught up" if at_end else "reading", None
+            self.state, self.problem = "caught up" if reader.at_end else "reading", None
 
     def place(self, positions: Mapping[int, int], lag: Mapping[int, int]) -> None:
         """Where each partition is read, and how many messages are behind that."""

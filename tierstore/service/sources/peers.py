@@ -32,7 +32,7 @@ from tierstore.tiers.machines import Machines, Options
 from tierstore.tiers.upstream.connections import NodeConnection, UpstreamNode
 from tierstore.tiers.upstream.options import NodeAddress, check_token, parse_node_urls, tls_context
 from tierstore.tiers.upstream.peer import Peer, PeerLog, PeerLogs
-from tierstore.types import NAME, Progress
+from tierstore.types import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -120,12 +120,14 @@ class Peers:
             try:
                 self._round(problems)
             except Exception as error:  # noqa: BLE001 - the thread must outlive whatever it meets
-                self._note(problems, "peers", error)
+                self._note(problems, "peers", "peers", error)
             self._problems = problems
             self._stop.wait(POLL_S)
 
-    def _note(self, problems: dict[str, str], key: str, error: Exception) -> None:
+    def _note(self, problems: dict[str, str], key: str, whose: str, error: Exception) -> None:
+        """Have a problem of `whose`, a peer's, by its name."""
         text = message_of(error)
+        text = text if isinstance(error, TierstoreError) else f"{whose}: {text}"
         problems[key] = text
         if self._stop.is_set():
             return
@@ -144,8 +146,8 @@ class Peers:
                 logs = peer.logs()
                 if logs.node != self._own:  # a list that is the same on all nodes has this one as well
                     found[peer] = logs
-            except TierstoreError as error:
-                self._note(problems, str(peer), error)
+            except Exception as error:  # noqa: BLE001 - whatever one peer causes is no other's
+                self._note(problems, str(peer), str(peer), error)
         before, copied = self.applied, self.copied
         if not self._complete:
             self._complete = self._copy_all(found, problems)
@@ -171,15 +173,15 @@ class Peers:
     def _copy_all(self, found: dict[Peer, PeerLogs], problems: dict[str, str]) -> bool:
         """Copy the models that are not here. Whether all are here, by what peers say that have all of theirs."""
         names = {name for logs in found.values() for name, log in logs.models.items() if log.active is not None}
-        missing = sorted(name for name in names - set(self._store.models()) if NAME.fullmatch(name))
+        missing = sorted(names - set(self._store.models()))
         for name in missing:
             havers = {peer: log for peer, logs in found.items() if (log := logs.models.get(name)) is not None}
             for peer in sorted(havers, key=lambda peer: -(havers[peer].last or 0)):
                 try:
                     self._copy(peer, name)
                     break
-                except TierstoreError as error:
-                    self._note(problems, f"{peer} {name}", error)
+                except Exception as error:  # noqa: BLE001 - as above
+                    self._note(problems, f"{peer} {name}", str(peer), error)
                 finally:
                     self._copies.pop(name, None)
         self.copying = bool(names - set(self._store.models()))
@@ -210,8 +212,8 @@ class Peers:
         for peer in sorted(logs, key=lambda peer: -(logs[peer].last or 0)):
             try:
                 self._follow_one(self._store.model(name), peer, logs[peer])
-            except TierstoreError as error:
-                self._note(problems, f"{peer} {name}", error)
+            except Exception as error:  # noqa: BLE001 - as above
+                self._note(problems, f"{peer} {name}", str(peer), error)
                 done = done and isinstance(error, (Differs, TooFarBehind))  # others may pass
         return done
 
@@ -230,7 +232,7 @@ class Peers:
             )
         self._compare(model, peer, theirs.rollbacks, ours, there)
         while (last := log.last or 0) < there[1]:
-            entries = peer.deltas(model.name, last, BATCH)
+            entries = peer.deltas(model.name, last, BATCH, int(self._settings.max_delta))
             if not entries:
                 raise RemoteUnavailable(
                     f"{peer} does not give delta {last + 1} of {model.name!r}: it has just forgotten it"

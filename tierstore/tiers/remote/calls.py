@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from tierstore.errors import ConfigError, RemoteUnavailable, StorageError
+from tierstore.tiers.answers import reading
 from tierstore.tiers.remote.cluster import Cluster
 from tierstore.tiers.remote.connections import driver
 from tierstore.tiers.remote.options import ServerAddress
@@ -39,16 +40,19 @@ def call(cluster: Cluster, slot: int, packed: Sequence[Packed], *, timeout_s: fl
     redis = driver()
     deadline_s = time.monotonic() + timeout_s
     target: ServerAddress | None = None
+    problem: Exception
     while True:
         seen = cluster.topology
         try:
-            with cluster.connections.borrowed(target or cluster.master_of(slot)) as connection:
+            address = target or cluster.master_of(slot)
+            with reading(f"what {address} answers"), cluster.connections.borrowed(address) as connection:
                 return _send(connection, packed, asking=target is not None)
         except redis.exceptions.AskError as error:
-            target = ServerAddress(error.host, error.port)
-            continue
+            target, problem = ServerAddress(error.host, error.port), error
+            if time.monotonic() <= deadline_s:
+                continue
         except redis.exceptions.MovedError as error:
-            problem: Exception = error
+            problem = error
             with suppress(RemoteUnavailable):
                 cluster.refresh(seen)
             cluster.moved(slot, ServerAddress(error.host, error.port))

@@ -13,14 +13,16 @@ from collections.abc import Iterable
 from typing import Any
 
 from tierstore.errors import ConfigError, RemoteUnavailable, StorageError
+from tierstore.tiers.answers import reading
 from tierstore.tiers.machines import Options
 from tierstore.tiers.remote.connections import Connections, driver, explain_error
 from tierstore.tiers.remote.layout import SLOTS, choose_tags
-from tierstore.tiers.remote.options import Endpoints, ServerAddress, parse_server_urls
+from tierstore.tiers.remote.options import Endpoints, ServerAddress, parse_server_urls, port_of
 
 log = logging.getLogger(__name__)
 
 _REFRESH_EVERY_S = 0.1  # at most
+_MOST_SERVERS = 100  # of a slot
 
 Topology = dict[int, tuple[ServerAddress, ...]]  # slot → its master, then its replicas
 
@@ -71,11 +73,14 @@ class Cluster:
         module, redis = driver("redis.cluster"), driver()
         nodes = [module.ClusterNode(one.host, one.port) for one in self._servers()]
         try:
-            return module.RedisCluster(
-                startup_nodes=nodes, ssl=self.endpoints.tls, protocol=2, require_full_coverage=False,
-                socket_timeout=max(5.0, self.options.timeout_s), socket_connect_timeout=self.options.connect_timeout_s,
-                **self.endpoints.credentials,
-            )  # fmt: skip
+            with reading(f"what the cluster at {self.endpoints} answers"):
+                return module.RedisCluster(
+                    startup_nodes=nodes, ssl=self.endpoints.tls, protocol=2, require_full_coverage=False,
+                    socket_timeout=max(5.0, self.options.timeout_s),
+                    socket_connect_timeout=self.options.connect_timeout_s, **self.endpoints.credentials,
+                )  # fmt: skip
+        except StorageError:
+            raise
         except (redis.RedisError, OSError) as error:
             raise explain_error(self.endpoints, error) from error
 
@@ -86,7 +91,8 @@ class Cluster:
         """
         redis = driver()
         try:
-            return self.client.execute_command(*words)
+            with reading(f"what the cluster at {self.endpoints} answers"):
+                return self.client.execute_command(*words)
         except StorageError:
             raise
         except (redis.RedisError, OSError) as error:
@@ -193,22 +199,30 @@ class Cluster:
     def _read_topology(self, address: ServerAddress, timeout_s: float) -> Topology:
         redis = driver()
         try:
-            with self.connections.borrowed(address, timeout_s=timeout_s) as connection:
+            with (
+                reading(f"what {address} says of slots"),
+                self.connections.borrowed(address, timeout_s=timeout_s) as connection,
+            ):
                 connection.send_command("CLUSTER", "SLOTS")
-                reply = connection.read_response()
+                found = _topology(connection.read_response(), address.host)
         except (redis.RedisError, OSError) as error:
             raise error if isinstance(error, StorageError) else explain_error(address, error) from error
-        found: Topology = {}
-        for low, high, *servers in reply:
-            addresses = tuple(
-                ServerAddress(server[0].decode() if server[0] else address.host, int(server[1])) for server in servers
-            )
-            found.update(dict.fromkeys(range(low, high + 1), addresses))
         if not found:
             raise RemoteUnavailable(
                 f"{address} knows of no slots: the cluster was not created yet, or the server was reset"
             )
         return found
+
+
+def _topology(reply: Any, host: str) -> Topology:
+    """The map that `CLUSTER SLOTS` is answered with. A server without a name is the one that was asked, `host`."""
+    found: Topology = {}
+    for low, high, *servers in reply:
+        if not (0 <= int(low) <= int(high) < SLOTS and 1 <= len(servers) <= _MOST_SERVERS):
+            raise ValueError(f"expected slots of 0 to {SLOTS - 1} and their servers, got {low} to {high}")
+        addresses = tuple(ServerAddress(of[0].decode() if of[0] else host, port_of(of[1])) for of in servers)
+        found.update(dict.fromkeys(range(low, high + 1), addresses))
+    return found
 
 
 def _remaining(deadline_s: float | None) -> float:

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.errors import ConfigError, MissingExtra, RemoteUnavailable
+from tierstore.errors import ConfigError, MissingExtra, RemoteUnavailable, StorageError
+from tierstore.tiers.answers import reading
 from tierstore.tiers.machines import Machines, Options
 from tierstore.tiers.remote.options import Endpoints, ServerAddress
 
@@ -119,14 +120,15 @@ class Connections:
             socket_keepalive=True, **self._endpoints.credentials,
         )  # fmt: skip
         try:
-            opened.connect()
-            if replica:
-                opened.send_command("READONLY")
-                opened.read_response()
+            with reading(f"what {address} answers"):
+                opened.connect()
+                if replica:
+                    opened.send_command("READONLY")
+                    opened.read_response()
         except (redis.RedisError, OSError) as error:
             with suppress(OSError, redis.RedisError):
                 opened.disconnect()
-            raise explain_error(address, error) from error
+            raise error if isinstance(error, StorageError) else explain_error(address, error) from error
         return ServerConnection(address, opened, self._endpoints.tls)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -21,11 +22,12 @@ import numpy.typing as npt
 from tierstore.errors import ConfigError, RemoteUnavailable
 from tierstore.kernels import partitions, resp
 from tierstore.kernels.codec import address_of
+from tierstore.tiers.answers import reading
 from tierstore.tiers.joining import Watermarks
 from tierstore.tiers.remote.cluster import Cluster
 from tierstore.tiers.remote.connections import ServerConnection, driver
 from tierstore.tiers.remote.layout import APPLYING, SEQ
-from tierstore.tiers.remote.options import ServerAddress
+from tierstore.tiers.remote.options import ServerAddress, port_of
 from tierstore.tiers.remote.requests import TableLayout
 from tierstore.types import Keys, Rows, States, Tier
 
@@ -204,6 +206,8 @@ class Read:
         if not self._cluster.endpoints.tls:
             polled = np.empty(len(servers), np.int64)
             resp.exchange(address_of(servers), polled, int(until_s * 1e9), address_of(targets))
+            early = (servers["status"] == resp.DONE) & (servers["sent"] < servers["send_bytes"])
+            servers["status"][early] = resp.UNEXPECTED  # of what follows nobody would know whose reply it is
             return
         for connection, server, request in zip(connections, servers, requests, strict=True):
             server["status"] = _status_of(lambda c=connection, r=request: c.send(r, until_s))
@@ -245,7 +249,8 @@ class Read:
             target = None
             if word == "MOVED":
                 host, _, port = details.rpartition(" ")[2].rpartition(":")
-                target = ServerAddress(host or address.host, int(port)) if port.isdigit() else None
+                with suppress(ValueError):
+                    target = ServerAddress(host or address.host, port_of(port))
             return Failure(_BY_WORD.get(word, Cause.REFUSED), address, text, self._table.slots[tag], target)
         if self._marks[tag, 0] < 0 or self._marks[tag, 1] < 0:
             return Failure(
@@ -296,11 +301,20 @@ class Read:
             places = self._places(tag)
             fields = np.ascontiguousarray(self._codes[places]).view("V8").tolist()
             try:
-                (low, _), values, marks = (
-                    client.execute_command("HMGET", table.watermark_keys[tag], SEQ, APPLYING),
-                    client.execute_command("HMGET", table.rows_keys[tag], *fields),
-                    client.execute_command("HMGET", table.watermark_keys[tag], SEQ, APPLYING),
-                )
+                with reading(f"what the cluster answers for slot {table.slots[tag]}"):
+                    (low, _), values, marks = (
+                        client.execute_command("HMGET", table.watermark_keys[tag], SEQ, APPLYING),
+                        client.execute_command("HMGET", table.rows_keys[tag], *fields),
+                        client.execute_command("HMGET", table.watermark_keys[tag], SEQ, APPLYING),
+                    )
+                    found = np.array([value is not None for value in values], np.bool_)
+                    joined = np.frombuffer(b"".join(value for value in values if value is not None), np.uint8)
+                    there = joined.reshape(int(np.count_nonzero(found)), table.row_bytes)
+                    if len(found) != len(places):
+                        raise ValueError(f"expected {len(places)} rows, got {len(found)}")
+                    bounds = int(low or 0), max(int(mark or 0) for mark in marks)
+                    if not 0 <= bounds[0] <= bounds[1] < 1 << 63:
+                        raise ValueError(f"expected a watermark, got {bounds}")
             except (redis.RedisError, OSError) as error:
                 self._failures[tag] = Failure(Cause.BUSY, None, f"slot {table.slots[tag]} is being migrated: {error}")
                 continue
@@ -310,11 +324,9 @@ class Read:
                 )
                 continue
             del self._failures[tag]
-            found = np.fromiter((value is not None for value in values), np.bool_, len(values))
-            joined = b"".join(value for value in values if value is not None)
-            self._rows[places[found]] = np.frombuffer(joined, np.uint8).reshape(-1, table.row_bytes)
+            self._rows[places[found]] = there
             self._state[places] = np.where(found, Tier.REMOTE, Tier.ABSENT)
-            self._marks[tag] = int(low), max(int(mark or 0) for mark in marks)
+            self._marks[tag] = bounds
 
     def _error(self, pending: list[int]) -> RemoteUnavailable:
         keys = np.sort(np.concatenate([self._codes[self._places(tag)] for tag in pending]))

@@ -27,6 +27,14 @@ class ServerAddress(NamedTuple):
         return host_port(self.host, self.port)
 
 
+def port_of(value: Any) -> int:
+    """The port that a server has said. ValueError, TypeError."""
+    port = int(value)
+    if not 0 < port < 1 << 16:
+        raise ValueError(f"expected a port of 1 to 65535, got {port}")
+    return port
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoints:
     """What `parse_server_urls` found: where to begin, and what redis-py needs for a connection."""

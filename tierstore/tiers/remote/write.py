@@ -22,6 +22,7 @@ import numpy.typing as npt
 from tierstore.errors import Corruption, Fenced, RemoteUnavailable, SequenceGap, StorageError
 from tierstore.kernels import partitions, resp
 from tierstore.kernels.codec import address_of
+from tierstore.tiers.answers import reading
 from tierstore.tiers.remote.calls import call, command
 from tierstore.tiers.remote.cluster import Cluster
 from tierstore.tiers.remote.layout import APPLYING, CHUNK, DIGEST, EPOCH, SEQ, rows_key, slot_of, watermark_key
@@ -35,6 +36,7 @@ _THREADS = 8
 _FIRST_STEP = 10_000
 
 T = TypeVar("T")
+_reading = reading("what the cluster answers")
 
 
 class Change(NamedTuple):
@@ -106,6 +108,7 @@ class Writer:
         fields = (SEQ, b"%d" % seq, APPLYING, b"%d" % seq, EPOCH, b"%d" % epoch, CHUNK, b"0")
         self._on_tags(lambda tag: self._call(tag, [command(b"HSET", self._watermark_key(tag), *fields)]))
 
+    @_reading
     def counts(self, table: str) -> list[int]:
         """Rows of a table that each tag has."""
         return self._on_tags(lambda tag: int(self._call(tag, [command(b"HLEN", self._rows_key(tag, table))])[0]))
@@ -138,6 +141,7 @@ class Writer:
 
     # ---- deltas
 
+    @_reading
     def states(self) -> list[TagState | None]:
         """The watermark of each tag; None where there is none, because the version is not complete or was dropped."""
 
@@ -200,6 +204,7 @@ class Writer:
                     change.codes[gone[start : start + _DELTA_BYTES // 8]].tobytes(),
                 )
 
+    @_reading
     def _run(
         self, tag: int, epoch: int, seq: int, digest: str, chunk: int, last: bool, pieces: Sequence[_Piece]
     ) -> int:
@@ -244,6 +249,7 @@ class Writer:
 
     # ---- in common
 
+    @_reading
     def _call(self, tag: int, packed: list[Any]) -> list[Any]:
         if not self._wait_replicas:
             return call(self._cluster, self._slots[tag], packed, timeout_s=self._timeout_s)

@@ -12,21 +12,39 @@ import socket
 import ssl
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple, TypeVar
+from urllib.parse import urlencode
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tierstore.addresses import host_port
-from tierstore.errors import NotFound, Overloaded, RemoteUnavailable, StorageError
+from tierstore.errors import Corruption, NotFound, Overloaded, RemoteUnavailable, StorageError
 from tierstore.http1 import Incoming, MalformedAnswer, request_head
 from tierstore.tiers.machines import Machines
 from tierstore.tiers.upstream.options import NodeAddress
+from tierstore.tiers.upstream.wire import MOST_LOG_BYTES, PREFIX, LoggedDelta, decode_entries
+from tierstore.types import NAME
 
+DOCUMENT_BYTES = 64 << 20  # of an answer in JSON, at most
 _HEAD_BYTES = 64 << 10
 _LEAST_S = 0.001
 _KEPT_BYTES = 1 << 20  # of the memory for answers of a connection that is idle
 _NOTHING = np.empty(0, np.uint8)
+_SHOWN = 500  # characters of what a node says is wrong
+
+Seq = Annotated[int, Field(ge=0, lt=1 << 63)]
+ModelName = Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
+
+
+class Document(BaseModel):
+    """The form of an answer in JSON. What a later release adds is passed over."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+
+D = TypeVar("D", bound=Document)
 
 
 class Broken(OSError):
@@ -39,14 +57,14 @@ class Broken(OSError):
 
 class NodeReply(NamedTuple):
     status: int
-    body: bytearray | memoryview  # the latter in the connection's buffer
+    body: memoryview  # where a kernel has read it, in the connection's buffer
 
     @property
     def problem(self) -> str:
         """What an error says."""
-        with contextlib.suppress(ValueError, TypeError, AttributeError):
+        with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
             document = json.loads(bytes(self.body))
-            return str(document.get("error") or document.get("detail"))
+            return str(document.get("error") or document.get("detail"))[:_SHOWN]
         return bytes(self.body[:200]).decode(errors="replace")
 
 
@@ -54,10 +72,11 @@ class _Answer:
     """The `Receiver` of one answer."""
 
     def start(self, status: int, headers: Mapping[str, str], nbytes: int) -> None:
-        self.status, self.body, self._filled = status, bytearray(nbytes), 0
+        # not written to beforehand: what does not come takes no memory
+        self.status, self.body, self._filled = status, np.empty(nbytes, np.uint8).data, 0
 
     def buffer(self) -> memoryview:
-        return memoryview(self.body)[self._filled :]
+        return self.body[self._filled :]
 
     def received(self, n: int) -> None:
         self._filled += n
@@ -104,10 +123,13 @@ class NodeConnection:
         except OSError as error:
             raise Broken(str(error), unanswered=True) from error
 
-    def receive(self, until_s: float) -> NodeReply:
-        """The answer to what was sent last. TimeoutError; Broken; ValueError for what is no answer of our service."""
+    def receive(self, until_s: float, most: int) -> NodeReply:
+        """The answer to what was sent last, with a body of at most `most` bytes.
+
+        TimeoutError; Broken; ValueError for what is no answer of our service.
+        """
         answer = _Answer()
-        self._incoming.expect(answer)
+        self._incoming.expect(answer, most)
         try:
             while True:
                 self._socket.settimeout(max(_LEAST_S, until_s - time.monotonic()))
@@ -161,8 +183,13 @@ class UpstreamNode:
         """The head of a request."""
         return request_head(method, target, self._headers, length)
 
-    def request(self, method: str, target: str, body: bytes = b"", *, timeout_s: float) -> NodeReply:
-        """Send a request and wait for its answer. RemoteUnavailable where it does not answer."""
+    def request(
+        self, method: str, target: str, body: bytes = b"", *, timeout_s: float, most: int = DOCUMENT_BYTES
+    ) -> NodeReply:
+        """Send a request and wait for its answer, a body of at most `most` bytes.
+
+        RemoteUnavailable where it does not answer.
+        """
         until_s = time.monotonic() + timeout_s
         whole = self.head(method, target, len(body)) + body
         try:
@@ -170,7 +197,7 @@ class UpstreamNode:
                 connection = self.acquire()
                 try:
                     connection.send(whole, until_s)
-                    reply = connection.receive(until_s)
+                    reply = connection.receive(until_s, most)
                 except Broken as error:
                     connection.close()
                     if not (connection.used and error.unanswered):
@@ -187,29 +214,42 @@ class UpstreamNode:
                 raise
             raise RemoteUnavailable(f"{self.address} does not answer: {error or type(error).__name__}") from error
 
-    def get(self, target: str, *, timeout_s: float) -> bytearray:
+    def get(self, target: str, *, timeout_s: float, most: int = DOCUMENT_BYTES) -> memoryview:
         """The body of what is at `target`. NotFound, Overloaded, RemoteUnavailable, with what the node says."""
-        return self._body("GET", target, timeout_s)
+        return self._body("GET", target, timeout_s, most)
 
-    def _body(self, method: str, target: str, timeout_s: float) -> bytearray:
-        reply = self.request(method, target, timeout_s=timeout_s)
+    def _body(self, method: str, target: str, timeout_s: float, most: int) -> memoryview:
+        reply = self.request(method, target, timeout_s=timeout_s, most=most)
         if reply.status == 200:
-            assert isinstance(reply.body, bytearray)
             return reply.body
         kind = {404: NotFound, 429: Overloaded, 503: Overloaded}.get(reply.status, RemoteUnavailable)
         raise kind(f"{self.address} answers {reply.status}: {reply.problem}")
 
-    def get_json(self, target: str, *, timeout_s: float) -> dict[str, Any]:
-        """The object at `target`. Errors as `get`."""
-        return self._object("GET", target, timeout_s)
+    def document(self, form: type[D], target: str, *, timeout_s: float, method: str = "GET") -> D:
+        """The document at `target`. Errors as `get`; RemoteUnavailable for one of another form."""
+        return self.parse(form, self._body(method, target, timeout_s, DOCUMENT_BYTES), target)
 
-    def post_json(self, target: str, *, timeout_s: float) -> dict[str, Any]:
-        """What a POST of nothing is answered with, an object. Errors as `get`."""
-        return self._object("POST", target, timeout_s)
-
-    def _object(self, method: str, target: str, timeout_s: float) -> dict[str, Any]:
+    def parse(self, form: type[D], body: memoryview, target: str) -> D:
+        """A document that is here."""
         try:
-            document: dict[str, Any] = json.loads(self._body(method, target, timeout_s))
-        except ValueError as error:
-            raise RemoteUnavailable(f"{self.address}: {target.partition('?')[0]} is no JSON: {error}") from error
-        return document
+            return form.model_validate_json(bytes(body))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            place = ".".join(map(str, first["loc"])) or "it"
+            raise RemoteUnavailable(
+                f"{self.address}: expected {target.partition('?')[0]} as this release writes it, got something else: "
+                f"{place[:_SHOWN]}: {first['msg'][:_SHOWN]}"
+            ) from error
+
+    def deltas(self, model: str, after: int, count: int, *, timeout_s: float, largest: int) -> list[LoggedDelta]:
+        """At most `count` deltas from `after + 1` on; none where the log begins later. One may have `largest` bytes.
+
+        Errors as `get`; Corruption.
+        """
+        query = urlencode({"after": after, "count": count})
+        target = f"{PREFIX}/models/{model}/deltas?{query}"
+        body = self.get(target, timeout_s=timeout_s, most=MOST_LOG_BYTES + largest)
+        try:
+            return decode_entries(body, after, count)
+        except Corruption as error:
+            raise Corruption(f"{self}: model {model!r}: {error}") from error

@@ -7,33 +7,36 @@ is no answer of our service.
 
 from __future__ import annotations
 
-import json
-from typing import Any, NamedTuple
+from typing import Self
 from urllib.parse import urlencode
 
-import xxhash
-from pydantic import ValidationError
+from pydantic import model_validator
 
-from tierstore.errors import Corruption, RemoteUnavailable
 from tierstore.formats.backups import Backup
-from tierstore.tiers.upstream.connections import UpstreamNode
-from tierstore.tiers.upstream.wire import PREFIX, LoggedDelta, decode_entries
+from tierstore.tiers.upstream.connections import Document, ModelName, Seq, UpstreamNode
+from tierstore.tiers.upstream.wire import PREFIX, LoggedDelta
 
 TIMEOUT_S = 30.0  # for what a peer has to read first
 QUICK_TIMEOUT_S = 5.0
 
 
-class PeerLog(NamedTuple):
+class PeerLog(Document):
     """What the log of a peer's model holds: deltas `start + 1` to `last`; both None where it has not begun."""
 
     active: int | None
-    start: int | None
-    last: int | None
+    start: Seq | None
+    last: Seq | None
     damage: str | None
-    rollbacks: tuple[tuple[int, int], ...]
+    rollbacks: tuple[tuple[Seq, Seq], ...]
+
+    @model_validator(mode="after")
+    def _check_range(self) -> Self:
+        if self.start is not None and self.last is not None and self.start > self.last:
+            raise ValueError(f"expected `start` up to `last`, got {self.start} and {self.last}")
+        return self
 
 
-class PeerLogs(NamedTuple):
+class PeerLogs(Document):
     """What a peer says of the delta logs of all its models. `node`: how the peer names itself.
 
     `copying`: it is bringing models to itself, so these may not be all.
@@ -41,16 +44,20 @@ class PeerLogs(NamedTuple):
 
     node: str
     copying: bool
-    models: dict[str, PeerLog]
+    models: dict[ModelName, PeerLog]
 
 
-class PeerImage(NamedTuple):
+class PeerImage(Document):
     """A model as it was at one moment: `backup` once the peer has read it, which is `done` of `total` bytes before."""
 
     number: int
-    backup: Backup | None
+    backup: Backup | None = None
     done: int = 0
     total: int = 0
+
+
+class _Digest(Document):
+    digest: str | None
 
 
 class Peer:
@@ -63,56 +70,24 @@ class Peer:
         return str(self.node)
 
     def logs(self) -> PeerLogs:
-        document = self.node.get_json(f"{PREFIX}/logs", timeout_s=QUICK_TIMEOUT_S)
-        try:
-            models = {str(name): _log_of(log) for name, log in document["models"].items()}
-            return PeerLogs(str(document["node"]), bool(document["copying"]), models)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise self._no_answer("logs", error) from error
+        return self.node.document(PeerLogs, f"{PREFIX}/logs", timeout_s=QUICK_TIMEOUT_S)
 
     def digest(self, model: str, after: int, upto: int) -> str | None:
         """One digest of deltas `after + 1` to `upto`; None where the peer does not hold them all (any more)."""
         query = urlencode({"after": after, "upto": upto})
-        document = self.node.get_json(f"{PREFIX}/models/{model}/log?{query}", timeout_s=TIMEOUT_S)
-        return document.get("digest")
+        return self.node.document(_Digest, f"{PREFIX}/models/{model}/log?{query}", timeout_s=TIMEOUT_S).digest
 
-    def deltas(self, model: str, after: int, count: int) -> list[LoggedDelta]:
-        """At most `count` deltas from `after + 1` on, checked by their digests; none where the log begins later.
-
-        Corruption.
-        """
-        query = urlencode({"after": after, "count": count})
-        entries = decode_entries(self.node.get(f"{PREFIX}/models/{model}/deltas?{query}", timeout_s=TIMEOUT_S))
-        for at, entry in enumerate(entries, after + 1):
-            if entry.seq != at or xxhash.xxh3_64_hexdigest(entry.data) != entry.digest:
-                raise Corruption(
-                    f"{self}: delta {at} of {model!r} was damaged on its way: it does not match its digest"
-                )
-        return entries
+    def deltas(self, model: str, after: int, count: int, largest: int) -> list[LoggedDelta]:
+        """See `UpstreamNode.deltas`."""
+        return self.node.deltas(model, after, count, timeout_s=TIMEOUT_S, largest=largest)
 
     def image(self, model: str) -> PeerImage:
         """The image of a model that the peer holds for us from now on, while we read it."""
-        document = self.node.post_json(f"{PREFIX}/models/{model}/image", timeout_s=TIMEOUT_S)
-        try:
-            number, backup = int(document["number"]), document.get("backup")
-            if backup is None:
-                return PeerImage(number, None, int(document["done"]), int(document["total"]))
-            return PeerImage(number, Backup.model_validate_json(json.dumps(backup)))
-        except (KeyError, TypeError, ValueError, ValidationError) as error:
-            raise self._no_answer("an image", error) from error
+        target = f"{PREFIX}/models/{model}/image"
+        return self.node.document(PeerImage, target, timeout_s=TIMEOUT_S, method="POST")
 
-    def read(self, model: str, content: str, begin: int, count: int) -> bytearray:
+    def read(self, model: str, content: str, begin: int, count: int) -> memoryview:
         """At most `count` bytes of a content of the image, from `begin` on. NotFound where the image is gone."""
         query = urlencode({"begin": begin, "count": count})
-        return self.node.get(f"{PREFIX}/models/{model}/image/{content}?{query}", timeout_s=TIMEOUT_S)
-
-    def _no_answer(self, what: str, error: Exception) -> RemoteUnavailable:
-        return RemoteUnavailable(f"{self}: expected {what} as this release writes them, got something else: {error}")
-
-
-def _log_of(document: dict[str, Any]) -> PeerLog:
-    rollbacks = tuple((int(to), int(last)) for to, last in document["rollbacks"])
-    active, start, last = (
-        None if document[name] is None else int(document[name]) for name in ("active", "start", "last")
-    )
-    return PeerLog(active, start, last, document["damage"], rollbacks)
+        target = f"{PREFIX}/models/{model}/image/{content}?{query}"
+        return self.node.get(target, timeout_s=TIMEOUT_S, most=count)

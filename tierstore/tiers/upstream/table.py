@@ -28,6 +28,7 @@ from tierstore.tiers.upstream.options import NodeAddress
 from tierstore.types import Keys, Rows, States
 
 _ATTEMPTS = 4
+_ERROR_BYTES = 64 << 10  # of an answer that has no rows
 _PAUSE_S = 0.05  # in which a node that refused is looked at again
 
 
@@ -211,7 +212,8 @@ class _Read:
         for at in coded:
             if at not in replies:
                 try:
-                    replies[at] = requests[at].connection.receive(until_s)
+                    most = wire.answer_bytes(len(requests[at].places), self._table.row_bytes)
+                    replies[at] = requests[at].connection.receive(until_s, max(most, _ERROR_BYTES))
                 except (OSError, ValueError) as error:
                     replies[at] = error
         return [replies[at] for at in range(len(requests))]
@@ -237,7 +239,7 @@ class _Read:
         status = int(node["status"])
         if status == kernel.DONE:
             begin = int(node["body_at"])
-            connection.answered(closes=bool(node["closes"]))
+            connection.answered(closes=bool(node["closes"] or node["sent"] < node["send_bytes"]))
             return NodeReply(int(node["http_status"]), buffer[begin : begin + int(node["body_bytes"])].data)
         if status == kernel.TIMED_OUT:
             return TimeoutError("timed out")

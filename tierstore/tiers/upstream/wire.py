@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from tierstore.errors import Corruption
 from tierstore.kernels.front_rows import ANSWER_HEAD_BYTES, LINE_BYTES, ROWS_STEP
@@ -25,8 +26,9 @@ MOST_KEYS = 65536  # of a request
 MOST_BYTES = 16 << 20  # of the rows of an answer
 _HEAD = struct.Struct("<qq")
 _REQUEST = struct.Struct(f"<{LINE_BYTES}sqq")
-_ENTRY = struct.Struct("<qq")  # of a delta: seq, bytes; its digest and its bytes follow
+_ENTRY = struct.Struct("<qQ")  # of a delta: seq, bytes; its digest and its bytes follow
 DIGEST_BYTES = 16
+MOST_LOG_BYTES = 16 << 20  # of an answer with deltas, beside its last delta
 
 
 def keys_at_once(row_bytes: int) -> int:
@@ -108,15 +110,20 @@ def encode_entries(entries: list[LoggedDelta]) -> list[bytes | memoryview]:
     return parts
 
 
-def decode_entries(body: bytearray) -> list[LoggedDelta]:
-    """Corruption where the last one is cut short."""
-    entries, at, text = [], 0, memoryview(body)
+def decode_entries(body: bytes | bytearray | memoryview, after: int, count: int) -> list[LoggedDelta]:
+    """At most `count` deltas, from `after + 1` on, each compared with its digest. Corruption for anything else."""
+    entries = list[LoggedDelta]()
+    at, text = 0, memoryview(body)
     while at < len(body):
-        data_at = at + _ENTRY.size + DIGEST_BYTES
+        data_at, expected = at + _ENTRY.size + DIGEST_BYTES, after + 1 + len(entries)
         seq, size = _ENTRY.unpack_from(body, at) if data_at <= len(body) else (0, 0)
-        if data_at + size > len(body):
+        if size > len(body) - data_at:
             raise Corruption(f"expected whole deltas, got {len(body)} bytes that end within one")
-        digest = bytes(text[at + _ENTRY.size : data_at]).decode().strip()
-        entries.append(LoggedDelta(seq, digest, bytes(text[data_at : data_at + size])))
+        if len(entries) == count or seq != expected:
+            raise Corruption(f"expected delta {expected}, and at most {count} from {after + 1} on, got delta {seq}")
+        data, digest = bytes(text[data_at : data_at + size]), xxhash.xxh3_64_hexdigest(text[data_at : data_at + size])
+        if digest.encode() != text[at + _ENTRY.size : data_at]:
+            raise Corruption(f"delta {seq} was damaged on its way: it does not match its digest")
+        entries.append(LoggedDelta(seq, digest, data))
         at = data_at + size
     return entries

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
-from tierstore.engine.placements.upstream.choice import ReportedModel, choose, ownership, problem_of
-from tierstore.errors import Corruption
+from tierstore.engine.placements.upstream.choice import ModelDocument, ReportedModel, choose, ownership, problem_of
 
 
 def node(
@@ -26,7 +27,7 @@ def node(
         "versions": {str(number): {"line": line, "seq": seq} for number, seq in seqs.items()},
         "partitions": None if own is None else {"count": count, "own": own},
     }
-    return ReportedModel.parse(document)
+    return ReportedModel.of(ModelDocument.model_validate_json(json.dumps(document)))
 
 
 def halves(
@@ -94,6 +95,33 @@ def test_a_node_with_everything_stands_beside_shares() -> None:
 def test_what_makes_no_sense_is_said() -> None:
     assert problem_of([node(1, [1], [[0, 1]]), node(1, [1], [[0, 1]], count=8), None]) is not None
     assert problem_of([node(1, [1]), node(1, [1], [[0, 1]], count=8)]) is None
-    for partitions in ({"count": 4, "own": [[0, 4]]}, {"count": "x", "own": []}, {"own": [[0, 1]]}):
-        with pytest.raises(Corruption, match="makes no sense"):
-            ReportedModel.parse({"active": 1, "log": None, "versions": {}, "partitions": partitions})
+
+
+OF_MODEL = {"active": 1, "log": [0, 3], "versions": {"1": {"line": "a", "seq": 3}}, "partitions": None}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"partitions": {"count": 4, "own": [[0, 4]]}},
+        {"partitions": {"count": "x", "own": []}},
+        {"partitions": {"own": [[0, 1]]}},
+        {"partitions": {"count": 4, "own": [[0, 1], [1, 2]]}},
+        {"partitions": {"count": 1024, "own": [[0, 1023]] * 200_000}},
+        {"partitions": {"count": float("inf"), "own": [[0, 1]]}},
+        {"partitions": {"count": 1 << 70, "own": [[0, 1]]}},
+        {"partitions": [[]]},
+        {"active": [1]},
+        {"active": -1},
+        {"log": [0, 1 << 63]},
+        {"log": [0]},
+        {"versions": {"one": {"line": "a", "seq": 3}}},
+        {"versions": {"1": {"line": "a", "seq": 1e300}}},
+        {"versions": {"1": {"line": "a" * 1000, "seq": 3}}},
+        {"versions": [1]},
+    ],
+)
+def test_what_a_node_reports_in_another_form_is_refused(other: dict[str, Any]) -> None:
+    assert ModelDocument.model_validate_json(json.dumps(OF_MODEL)).log == (0, 3)
+    with pytest.raises(ValidationError):
+        ModelDocument.model_validate_json(json.dumps(OF_MODEL | other))

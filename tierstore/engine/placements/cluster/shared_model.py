@@ -12,11 +12,18 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import xxhash
+
 from tierstore.engine.placements.cluster import scripts
 from tierstore.engine.placements.following.followed import Forked, LogEntry, Pointer
-from tierstore.errors import Conflict, Corruption, NotFound, NotReady, Overloaded, SequenceGap
+from tierstore.engine.placements.following.version_copies import READY
+from tierstore.errors import Conflict, NotFound, NotReady, Overloaded, SequenceGap
+from tierstore.tiers.answers import reading
 
 MODELS = b"ts:models"  # a set: the names of all models
+
+
+_reading = reading("what the cluster has of a model")
 
 
 class Recovering(Overloaded):
@@ -47,18 +54,22 @@ class SharedModel:
 
     # --- the pointer
 
+    @_reading
     def pointer(self) -> Pointer:
         """What holds now."""
         fields = _pairs(self._cluster.call("HGETALL", self._current))
 
         def number(name: str) -> int | None:
             text = fields.get(name, b"")
-            return int(text) if text else None
+            return _natural(text) if text else None
 
-        marks = {int(name[5:]): int(value) for name, value in fields.items() if name.startswith("mark:")}
+        marks = {_natural(name[5:]): _natural(value) for name, value in fields.items() if name.startswith("mark:")}
+        share = float(fields.get("share") or 0.0)
+        if not 0 <= share <= 1:
+            raise ValueError(f"expected a share of 0 to 1, got {share}")
         return Pointer(
             number("generation") or 0, number("current"), number("previous"), number("wanted"), number("seq"), marks,
-            canary=number("canary"), share=float(fields.get("share") or 0.0), digest=_digest_of(fields),
+            canary=number("canary"), share=share, digest=_digest_of(fields),
             server=fields.get("server", b"").decode(), recovering=fields.get("recovering", b"").decode() or None,
         )  # fmt: skip
 
@@ -70,13 +81,16 @@ class SharedModel:
 
     # --- versions
 
+    @_reading
     def versions(self) -> dict[int, dict[str, Any]]:
         """The record of every version, ascending by number; see docs/decisions/remote-models.md."""
         records = _pairs(self._cluster.call("HGETALL", self._versions))
-        try:
-            return {int(number): json.loads(text) for number, text in sorted(records.items(), key=lambda e: int(e[0]))}
-        except ValueError as error:
-            raise Corruption(f"{self._versions} in the cluster makes no sense: {error}") from error
+        found = {_natural(number): _object(text) for number, text in records.items()}
+        for number, of in found.items():
+            ready = of["record"]["loaded_at_s"] if of["state"] == READY else 0.0
+            if not isinstance(ready, (int, float)):
+                raise ValueError(f"version {number}: expected when it was loaded, got {ready!r}")
+        return dict(sorted(found.items()))
 
     def version(self, number: int) -> dict[str, Any]:
         """NotFound, naming the versions there are, for an unknown one."""
@@ -115,13 +129,17 @@ class SharedModel:
     def put_file(self, number: int, name: str, data: bytes) -> None:
         self._cluster.call("HSET", f"{self._base}files:{number}", name, data)
 
+    @_reading
     def files(self, number: int) -> dict[str, bytes]:
         """Side files of a version (dense part, warm-up keys, recorded requests) by their paths in its directory."""
         return _pairs(self._cluster.call("HGETALL", f"{self._base}files:{number}"))
 
+    @_reading
     def checkpoints(self, number: int) -> dict[str, int]:
         """How many rows of each built file are in the cluster, by the file's digest."""
-        return {name: int(rows) for name, rows in _pairs(self._cluster.call("HGETALL", self._load_key(number))).items()}
+        return {
+            name: _natural(rows) for name, rows in _pairs(self._cluster.call("HGETALL", self._load_key(number))).items()
+        }
 
     def checkpoint(self, number: int, file: str, rows: int) -> None:
         self._cluster.call("HSET", self._load_key(number), file, rows)
@@ -168,6 +186,7 @@ class SharedModel:
         except Conflict as error:
             raise Forked(str(error)) from error
 
+    @_reading
     def _append(self, seq: int, digest: str, data: bytes | memoryview, after: str | None, *, again: bool) -> bool:
         keys = [self._current, self._log, self._nodes, self._alive]
         words = (seq, seq - 1, digest, int(time.time() * 1000), bytes(data), after or "", int(again))
@@ -211,17 +230,23 @@ class SharedModel:
         )
         return bool(self._run(scripts.RECOVERED, keys, *words))
 
+    @_reading
     def read(self, after: int, count: int) -> list[LogEntry]:
         """At most `count` entries above `after`, ascending. The first is not `after + 1` where the log begins later."""
-        entries = []
+        entries: list[LogEntry] = []
         for name, fields in self._cluster.call("XRANGE", self._log, f"({after}-0", "+", "COUNT", count) or ():
             of = _pairs(fields)
-            seq, before = int(name.split(b"-")[0]), of.get("after", b"").decode()
-            entries.append(LogEntry(seq, of["digest"].decode(), of["data"], int(of["ms"]), before))
+            seq, before = _natural(name.split(b"-")[0]), of.get("after", b"").decode()
+            if seq <= (entries[-1].seq if entries else after) or len(entries) == count:
+                raise ValueError(f"expected at most {count} deltas above {after}, ascending, got delta {seq}")
+            if xxhash.xxh3_64_hexdigest(of["data"]).encode() != of["digest"]:
+                raise ValueError(f"delta {seq} does not match its digest")
+            entries.append(LogEntry(seq, of["digest"].decode(), of["data"], _natural(of["ms"]), before))
         return entries
 
     # --- the lease, and the nodes
 
+    @_reading
     def acquire(self, owner: str, ttl_s: float, above: int = 0) -> int | None:
         """The fencing epoch, where `owner` has the lease for `ttl_s` more; None where another node has it.
 
@@ -232,13 +257,14 @@ class SharedModel:
     def release(self, owner: str) -> None:
         self._run(scripts.RELEASE, [self._lease], owner)
 
+    @_reading
     def lease(self) -> tuple[str, int] | None:
         """(owner, epoch) of the lease; None where nobody has it."""
         held = self._cluster.call("GET", self._lease)
         if not held:
             return None
         owner, epoch = held.decode().split(" ")
-        return owner, int(epoch)
+        return owner, _natural(epoch)
 
     def progress(self, epoch: int, number: int, mark: int, trim_below: int | None) -> bool:
         """Report that all rows of a version have reached `mark`, and cut the log off. False where the lease is lost."""
@@ -247,11 +273,12 @@ class SharedModel:
             self._run(scripts.PROGRESS, [self._lease, self._current, self._log], epoch, f"mark:{number}", mark, below)
         )
 
+    @_reading
     def beat(self, node: str, report: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
         """Say that a node is there (None: only look), and return the reports of all that are, by node."""
         keys = [self._nodes, self._alive, self._current]
         found = self._run(scripts.BEAT, keys, node, "" if report is None else json.dumps(report))
-        return {name: json.loads(text) for name, text in _pairs(found).items()}
+        return {name: _object(text) for name, text in _pairs(found).items()}
 
     def withdraw_node(self, node: str) -> None:
         """The node goes, and nobody is to wait for it."""
@@ -259,9 +286,26 @@ class SharedModel:
         self._cluster.call("ZREM", self._alive, node)
 
 
+@_reading
 def model_names(cluster: Commands) -> list[str]:
     """The models that a cluster has, sorted."""
     return sorted(name.decode() for name in cluster.call("SMEMBERS", MODELS))
+
+
+def _natural(text: Any) -> int:
+    """A number that fits into 63 bits."""
+    number = int(text)
+    if not 0 <= number < 1 << 63:
+        raise ValueError(f"expected a number of 0 to {(1 << 63) - 1}, got {str(text)[:40]}")
+    return number
+
+
+def _object(text: Any) -> dict[str, Any]:
+    """An object in JSON."""
+    document = json.loads(text)
+    if not isinstance(document, dict):
+        raise TypeError(f"expected an object, got {type(document).__name__}")
+    return document
 
 
 def _digest_of(fields: Mapping[str, bytes]) -> str | None:

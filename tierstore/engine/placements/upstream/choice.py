@@ -7,16 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field, PlainValidator
 
 from tierstore import types
-from tierstore.errors import Corruption
+from tierstore.tiers.upstream.connections import Document, ModelName, Seq
 from tierstore.tiers.upstream.table import Ownership
 
 Partitions = npt.NDArray[np.bool_]
+
+
+def _partitions(document: Any) -> types.Partitions:
+    try:
+        return types.Partitions.of_document(document)
+    except (LookupError, TypeError, OverflowError) as error:
+        raise ValueError(f"expected a count and ranges, got something else: {error!r}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,26 +45,30 @@ class ReportedModel:
     own: Partitions
 
     @classmethod
-    def parse(cls, document: Mapping[str, Any]) -> ReportedModel:
-        """Corruption where it makes no sense."""
-        try:
-            log = document["log"]
-            versions = {
-                int(number): VersionState(str(of["line"]), int(of["seq"]))
-                for number, of in document["versions"].items()
-            }
-            return cls(
-                document["active"],
-                None if log is None else (int(log[0]), int(log[1])),
-                versions,
-                _own(document.get("partitions")),
-            )
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise Corruption(f"what a node reports of a model makes no sense: {error!r}") from error
+    def of(cls, model: ModelDocument) -> ReportedModel:
+        versions = {number: VersionState(of.line, of.seq) for number, of in model.versions.items()}
+        own = np.ones(1, np.bool_) if model.partitions is None else model.partitions.is_own
+        return cls(model.active, model.log, versions, own)
 
 
-def _own(partitions: Mapping[str, Any] | None) -> Partitions:
-    return np.ones(1, np.bool_) if partitions is None else types.Partitions.of_document(partitions).is_own
+class _VersionDocument(Document):
+    line: str = Field(max_length=64)
+    seq: Seq
+
+
+class ModelDocument(Document):
+    """See `ReportedModel`."""
+
+    active: Seq | None
+    log: tuple[Seq, Seq] | None
+    versions: dict[Seq, _VersionDocument]
+    partitions: Annotated[types.Partitions, PlainValidator(_partitions)] | None = None
+
+
+class ModelsDocument(Document):
+    """What a node reports of all its models."""
+
+    models: dict[ModelName, ModelDocument]
 
 
 States = Sequence[ReportedModel | None]  # by node; None where it does not answer, or does not have the model

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
 
 import numpy as np
+import numpy.typing as npt
+from pydantic import Field
 
 from tierstore.engine.placements.following.followed import LogEntry, Pointer
 from tierstore.engine.placements.upstream.choice import (
@@ -25,14 +27,28 @@ from tierstore.engine.placements.upstream.choice import (
     problem_of,
 )
 from tierstore.engine.placements.upstream.watch import Watch
-from tierstore.errors import Corruption, NotFound, RemoteUnavailable, StorageError, TierstoreError
+from tierstore.errors import NotFound, Overloaded, RemoteUnavailable, StorageError, TierstoreError
+from tierstore.formats.columns import Malformed
 from tierstore.formats.names import KEYS_SUFFIX
+from tierstore.formats.snapshot.tensor_shards import npy_header
+from tierstore.tiers.answers import reading
+from tierstore.tiers.upstream.connections import Document
 from tierstore.tiers.upstream.table import Ownership
-from tierstore.tiers.upstream.wire import PREFIX, decode_entries
+from tierstore.tiers.upstream.wire import PREFIX
 
 FILE_TIMEOUT_S = 60.0
+MOST_FILES = 10_000
+FILES_BYTES = 4 << 30  # of all side files of a version: the dense part is the largest
 T = TypeVar("T")
 REMOTE_FORMAT = 3  # of `version.json`: rows are on other machines
+
+
+class VersionDocument(Document):
+    """What a front needs to open a version: its record, and the names of its side files."""
+
+    record: dict[str, Any]
+    files: list[str] = Field(max_length=MOST_FILES)
+    colliding: bool
 
 
 class UpstreamModel:
@@ -40,9 +56,11 @@ class UpstreamModel:
 
     forgetful = False
 
-    def __init__(self, name: str, watches: Sequence[Watch], served: Callable[[], int | None]) -> None:
+    def __init__(
+        self, name: str, watches: Sequence[Watch], served: Callable[[], int | None], largest_delta: int
+    ) -> None:
         # constant after construction
-        self.name, self._watches, self._served = name, watches, served
+        self.name, self._watches, self._served, self._largest_delta = name, watches, served, largest_delta
         # guarded by _lock
         self._lock = threading.Lock()
         self._pointer = Pointer()
@@ -96,8 +114,17 @@ class UpstreamModel:
         if kept is not None:
             return kept
         document = self._document(number)
-        record = dict(document["record"])
-        if any(table.get("colliding") for table in record["tables"].values()) or document["colliding"]:
+        with reading(f"what a node says of version {number} of {self.name!r}"):
+            record = self._made_of(document, number, line)
+        with self._lock:
+            self._records = {key: of for key, of in self._records.items() if key[0] in self._lines} | {
+                (number, line): record
+            }
+        return record
+
+    def _made_of(self, document: VersionDocument, number: int, line: str) -> dict[str, Any]:
+        record = dict(document.record)
+        if any(table.get("colliding") for table in record["tables"].values()) or document.colliding:
             raise StorageError(
                 f"version {number} of {self.name!r} has string keys with equal hashes, and a node in front cannot "
                 "keep such keys apart: rename one of them"
@@ -113,29 +140,28 @@ class UpstreamModel:
             "tags": [],
             "loaded_at_s": float(int.from_bytes(digest[:6])),
         }
-        with self._lock:
-            self._records = {key: of for key, of in self._records.items() if key[0] in self._lines} | {
-                (number, line): record
-            }
         return record
 
-    def _document(self, number: int) -> dict[str, Any]:
-        line = self._lines.get(number, "")
-        target = f"{PREFIX}/models/{self.name}/versions/{number}?{urlencode({'line': line})}"
-        return self._any(number, lambda watch: watch.node.get_json(target, timeout_s=FILE_TIMEOUT_S))
+    def _document(self, number: int) -> VersionDocument:
+        return self._any(number, lambda watch: self._request(watch, number))
+
+    def _request(self, watch: Watch, number: int) -> VersionDocument:
+        query = urlencode({"line": self._lines.get(number, "")})
+        target = f"{PREFIX}/models/{self.name}/versions/{number}?{query}"
+        return watch.node.document(VersionDocument, target, timeout_s=FILE_TIMEOUT_S)
 
     def files(self, number: int) -> dict[str, bytes]:
         query = urlencode({"line": self._lines.get(number, "")})
         base = f"{PREFIX}/models/{self.name}/versions/{number}/files"
 
         def fetch(watch: Watch) -> dict[str, bytes]:
-            names = watch.node.get_json(
-                f"{PREFIX}/models/{self.name}/versions/{number}?{query}", timeout_s=FILE_TIMEOUT_S
-            )
-            return {
-                name: bytes(watch.node.get(f"{base}/{quote(name)}?{query}", timeout_s=FILE_TIMEOUT_S))
-                for name in names["files"]
-            }
+            found: dict[str, bytes] = {}
+            for name in self._request(watch, number).files:
+                left = FILES_BYTES - sum(map(len, found.values()))
+                found[name] = bytes(
+                    watch.node.get(f"{base}/{quote(name)}?{query}", timeout_s=FILE_TIMEOUT_S, most=left)
+                )
+            return found
 
         found = self._any(number, fetch)
         if partitions_of(self.states()) > 1:  # each node has the warm-up keys of its own partitions
@@ -149,12 +175,15 @@ class UpstreamModel:
 
         What a node does not give is not warmed, and no more than that.
         """
-        parts = [first]
+        parts = [_keys(first)]
         for watch, state in zip(self._watches, self.states(), strict=True):
             if state is not None and number in state.versions:
-                with contextlib.suppress(StorageError, NotFound):
-                    parts.append(bytes(watch.node.get(target, timeout_s=FILE_TIMEOUT_S)))
-        keys = np.concatenate([np.load(io.BytesIO(part), allow_pickle=False) for part in parts])
+                with contextlib.suppress(StorageError, NotFound, Overloaded):
+                    parts.append(_keys(bytes(watch.node.get(target, timeout_s=FILE_TIMEOUT_S))))
+        there = [part for part in parts if part is not None]
+        if not there:
+            return first
+        keys = np.concatenate([part for part in there if part.dtype.kind == there[0].dtype.kind])
         _, at = np.unique(keys, return_index=True)
         out = io.BytesIO()
         np.save(out, keys[np.sort(at)], allow_pickle=False)
@@ -169,7 +198,7 @@ class UpstreamModel:
                 continue
             try:
                 return fetch(watch)
-            except (StorageError, NotFound) as error:
+            except (StorageError, NotFound, Overloaded) as error:
                 problems.append(str(error))
         raise RemoteUnavailable(
             f"no node gives version {number} of {self.name!r}: {'; '.join(problems) or 'none serves it'}"
@@ -180,10 +209,11 @@ class UpstreamModel:
         for watch, state in zip(self._watches, self.states(), strict=True):
             if state is None or state.log is None or not state.log[0] <= after < state.log[1]:
                 continue
-            target = f"{PREFIX}/models/{self.name}/deltas?{urlencode({'after': after, 'count': count})}"
             try:
-                entries = decode_entries(watch.node.get(target, timeout_s=FILE_TIMEOUT_S))
-            except (TierstoreError, Corruption) as error:
+                entries = watch.node.deltas(
+                    self.name, after, count, timeout_s=FILE_TIMEOUT_S, largest=self._largest_delta
+                )
+            except TierstoreError as error:
                 problems.append(str(error))
                 continue
             if entries:
@@ -234,3 +264,16 @@ class UpstreamModel:
             covered = np.asarray(ownership(states, current, line).owns.any(0))
         edges = np.flatnonzero(np.diff(np.concatenate([[True], covered, [True]]).astype(np.int8)))
         return {"count": len(covered), "missing": [[int(a), int(b) - 1] for a, b in edges.reshape(-1, 2)]}
+
+
+def _keys(data: bytes) -> npt.NDArray[Any] | None:
+    """The keys of a `.npy` file; None for one that has none."""
+    stream = io.BytesIO(data)
+    try:
+        dtype, shape = npy_header(stream)
+    except Malformed:
+        return None
+    nbytes = len(data) - stream.tell()
+    if len(shape) != 1 or dtype.kind not in "iuSU" or not dtype.itemsize or shape[0] * dtype.itemsize != nbytes:
+        return None
+    return np.frombuffer(data, dtype, offset=stream.tell())

@@ -30,6 +30,7 @@ from tierstore.engine.versions.rows import Place
 from tierstore.errors import RemoteUnavailable, TierstoreError
 from tierstore.formats.keys import partition_of
 from tierstore.kernels import upstream_reads
+from tierstore.tiers.answers import reading
 from tierstore.tiers.base import Peek
 from tierstore.tiers.machines import Machines, Options
 from tierstore.tiers.upstream import wire
@@ -67,7 +68,9 @@ class FrontModel:
         }
 
 
-def _fill(node: UpstreamNode, target: str, request: bytes, places: list[Place], timeout_s: float) -> None:
+def _fill(
+    node: UpstreamNode, target: str, request: bytes, places: list[Place], row_bytes: int, timeout_s: float
+) -> None:
     """Fill in what a node says of some keys, or why it does not."""
     for place in places:
         place.node = str(node)
@@ -75,16 +78,20 @@ def _fill(node: UpstreamNode, target: str, request: bytes, places: list[Place], 
         reply = node.request("POST", target, request, timeout_s=timeout_s)
         if reply.status != 200:
             raise RemoteUnavailable(f"{node} answers {reply.status}: {reply.problem}")
-        for place, entry in zip(places, json.loads(bytes(reply.body))["keys"], strict=True):
-            if entry["tier"] is None:
-                place.error = f"{node}: {entry['why']}"
-                continue
-            stored = entry.pop("stored")
-            place.peek = Peek(absent=True) if stored is None else Peek(bytes.fromhex(stored))
-            place.error, place.explained = None, entry
-    except (TierstoreError, ValueError, KeyError, TypeError) as error:
+        with reading(f"what {node} says of the keys"):
+            for place, entry in zip(places, json.loads(bytes(reply.body))["keys"], strict=True):
+                if entry["tier"] is None:
+                    place.error = f"{node}: {entry['why']}"
+                    continue
+                stored = entry.pop("stored")
+                row = None if stored is None else bytes.fromhex(stored)
+                if row is not None and len(row) != row_bytes:
+                    raise ValueError(f"expected rows of {row_bytes} bytes, got {len(row)}")
+                place.peek = Peek(absent=True) if row is None else Peek(row)
+                place.error, place.explained = None, entry
+    except TierstoreError as error:
         for place in places:
-            place.error = str(error)
+            place.error, place.peek = str(error), None
 
 
 class UpstreamPlacement:
@@ -110,7 +117,7 @@ class UpstreamPlacement:
         self._complete = False  # whether every node has answered once, and the models that there were then are begun
 
     def _member(self, model: Model) -> FrontModel:
-        upstream = UpstreamModel(model.name, self.watches, lambda: model.active_version)
+        upstream = UpstreamModel(model.name, self.watches, lambda: model.active_version, int(self._settings.max_delta))
         return FrontModel(model, upstream, self.node, self.refusals)
 
     def start(self) -> None:
@@ -194,14 +201,14 @@ class UpstreamPlacement:
             f"version {number} of {name!r}", tables, info.watermark, self._settings.remote_on_failure,
             where="a node upstream", line=line, cache=self.followed.ssd_cache,
             find_places=lambda table, codes, seq: self._places(
-                source.ownership(), wire.explain_path(name, number, table), codes, seq
+                source.ownership(), wire.explain_path(name, number, table), codes, seq, info.specs[table].row_bytes
             ),
         )  # fmt: skip
         for table, spec in info.specs.items():
             rows.keep(info.tables[table]["id"], info.tables[table]["rows"], spec.row_bytes)
         return rows
 
-    def _places(self, owned: Ownership, target: str, codes: Keys, seq: int) -> list[Place]:
+    def _places(self, owned: Ownership, target: str, codes: Keys, seq: int, row_bytes: int) -> list[Place]:
         """`FindPlaces`: each key is explained by a node that owns it."""
         count, until_s = owned.owns.shape[1], time.monotonic() + PLACES_S
         parts = partition_of(codes, count).tolist()
@@ -210,7 +217,7 @@ class UpstreamPlacement:
             at = [i for i, part in enumerate(parts) if owned.owns[number, part] and places[i].peek is None]
             if at and (left_s := until_s - time.monotonic()) > 0:
                 request = {"line": owned.line, "upto": seq, "codes": codes[at].tolist()}
-                _fill(node, target, json.dumps(request).encode(), [places[i] for i in at], left_s)
+                _fill(node, target, json.dumps(request).encode(), [places[i] for i in at], row_bytes, left_s)
         return places
 
     def add_status(self, document: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from urllib.parse import urlencode
 
-from tierstore.engine.placements.upstream.choice import ReportedModel
+from tierstore.engine.placements.upstream.choice import ModelsDocument, ReportedModel
 from tierstore.errors import Overloaded, TierstoreError
 from tierstore.tiers.upstream.connections import UpstreamNode
 from tierstore.tiers.upstream.wire import PREFIX
@@ -47,7 +47,7 @@ class Watch:
         self._reported_s = -SILENT_S
         self.problem: str | None = None
         self.heard = False  # whether it has ever answered
-        self._document = b""
+        self._document: bytes | memoryview = b""
 
     def start(self) -> None:
         self._thread.start()
@@ -94,12 +94,11 @@ class Watch:
 
     def _look(self) -> None:
         serves = urlencode({"front": self._name, "serves": json.dumps(dict(self._serves()))})
-        document = bytes(
-            self.node.get(f"{PREFIX}/models?{serves}", timeout_s=self.node.machines.options.connect_timeout_s)
-        )
+        target = f"{PREFIX}/models?{serves}"
+        document = self.node.get(target, timeout_s=self.node.machines.options.connect_timeout_s)
         if document != self._document:
-            models = json.loads(document)["models"]
-            self._models = {name: ReportedModel.parse(of) for name, of in models.items()}
+            models = self.node.parse(ModelsDocument, document, target).models
+            self._models = {name: ReportedModel.of(model) for name, model in models.items()}
             self._document = document
             self._reported_s = time.monotonic()
             self._changed()
