@@ -32,6 +32,7 @@ from tierstore.access.roles import Role
 from tierstore.access.tokens import TokenFile
 from tierstore.engine.operations import fronts
 from tierstore.engine.store import Store
+from tierstore.errors import StorageError
 from tierstore.service.server import ServerThread
 from tierstore.service.sources.start import check_sources
 
@@ -366,6 +367,33 @@ def test_the_default_of_a_version_that_was_loaded_again_comes_with_its_rows(scen
     check(front, "item", KEYS, 9)
     mean = scenes.vectors("item", 9, KEYS).mean(0)
     np.testing.assert_allclose(front.model("ctr").lookup("item_id", [99_999])[0], mean, rtol=1e-6)
+
+
+def test_a_version_that_goes_while_it_is_made_ready_is_a_failure_that_is_told_and_tried_again(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = scene.node()
+    node.load(1, 0)
+    front = scene.front()
+    follower = front.placement.followed.by_name["ctr"].follower  # type: ignore[attr-defined]
+    follow, failures = front.model("ctr").switcher.follow, list[object]()
+
+    def goes(number: int, *arguments: object, **options: object) -> None:
+        if not failures:
+            failures.append(number)
+            front.model("ctr").catalogue.forget(number)  # as where the other machines have lost its record for a while
+            raise StorageError("its rows are gone")
+        follow(number, *arguments, **options)  # type: ignore[arg-type]
+
+    told: list[object] = []
+    beat = follower.shared.beat
+    monkeypatch.setattr(follower.shared, "beat", lambda of, report: told.append(report["failed"]) or beat(of, report))
+    monkeypatch.setattr(front.model("ctr").switcher, "follow", goes)
+    node.load(2, 7)
+    scenes.eventually(lambda: front.model("ctr").active_version == 2, "the front serves version 2")
+    assert failures == [2]
+    assert any(of is not None and of["version"] == 2 and "rows are gone" in of["why"] for of in told), told  # type: ignore[index]
+    check(front, "item", KEYS, 7)
 
 
 def test_changes_are_refused_with_where_to_send_them(scene: Scene, tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ class Follower:
         self._looked_s = time.monotonic()
         moved = pointer != self.pointer
         seen = pointer.server, pointer.generation
-        if seen != self._seen:
+        if seen != self._seen or self._copies.lacks(pointer):
             pointer = self._copies.update(self.shared.versions(), pointer)
         self._note_marks(pointer)
         with self.changed:
@@ -335,9 +335,10 @@ class Follower:
         try:
             self._serve(number, lambda: self._await_turn(number))
         except Exception as error:
+            info = self.model.catalogue.get(number)  # none where that is why: then it is tried again once it is back
             with self.changed:
                 self._failed = number, self.pointer.generation, str(error)
-                self._failed_at = self.model.catalogue.info(number).watermark
+                self._failed_at = -1 if info is None else info.watermark
             if not isinstance(error, (Closed, Conflict)):
                 log.exception("model %s: version %d is not ready", self.model.name, number)
         with self.changed:
