@@ -302,9 +302,8 @@ class Store(ParkedMessages):
         """Read every version and every logged delta back and check them."""
         self._check_open()
         refuse_inside()
-        return verify_store(
-            [self.model(name) for name in self.models()], guarded(progress or ignore), self.shared.throttle
-        )
+        models = [self.model(name) for name in self.models()]
+        return verify_store(models, self.root.root, guarded(progress or ignore), self.shared.throttle)
 
     def export(
         self, model: str, directory: str | Path, *, version: int | str | None = None, as_version: int | None = None,

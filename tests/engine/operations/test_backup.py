@@ -301,6 +301,22 @@ def test_a_backup_can_be_cancelled(loaded, tmp_path) -> None:
 # --- refused
 
 
+def test_a_restore_that_fails_leaves_nothing_behind(loaded, tmp_path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NotFound, match="empty has no backup; expected the directory"):
+        restore(tmp_path / "empty", tmp_path / "new/other")
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "there").mkdir()
+    loaded.backup("ctr", tmp_path / "out")
+    for damaged in (tmp_path / "out/ctr/files").iterdir():
+        damaged.write_bytes(b"")
+    with pytest.raises(Corruption, match="is damaged"):
+        restore(tmp_path / "out", tmp_path / "there")
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["LOCK"]
+    with tierstore.open(tmp_path / "there", **OPTIONS) as store:
+        store.load_snapshot(scenes.write_snapshot(tmp_path / "again", 1, stamp=1))
+
+
 def test_a_damaged_file_of_a_backup_is_named_and_nothing_is_restored(loaded, tmp_path) -> None:
     loaded.backup("ctr", tmp_path / "out")
     path = max((tmp_path / "out/ctr/files").iterdir(), key=lambda path: path.stat().st_size)
@@ -310,7 +326,7 @@ def test_a_damaged_file_of_a_backup_is_named_and_nothing_is_restored(loaded, tmp
     path.write_bytes(content)
     with pytest.raises(Corruption, match=f"{path.name} is damaged.* it is [12]/db/base/base-item of model 'ctr'"):
         restore(tmp_path / "out", tmp_path / "other")
-    assert list((tmp_path / "other/models").iterdir()) == []
+    assert not (tmp_path / "other").exists()
     record = next((tmp_path / "out/ctr").glob("*.json"))
     record.write_bytes(record.read_bytes().replace(b'"seq": 3', b'"seq": 2'))
     with pytest.raises(Corruption, match="does not match its checksum"):
@@ -326,7 +342,7 @@ def test_a_backup_cannot_lead_out_of_the_model(loaded, tmp_path) -> None:
         files.publish_record(record, {name: value for name, value in document.items() if name not in ("xxh3",)})
         with pytest.raises(Corruption, match="makes no sense"):
             restore(tmp_path / "out", tmp_path / "other")
-    assert list((tmp_path / "other/models").iterdir()) == []
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_restore_overwrites_nothing_and_needs_the_directory_for_itself(loaded, tmp_path) -> None:
