@@ -43,6 +43,7 @@ from tierstore.formats.names import DataDirectory
 from tierstore.formats.snapshot.built import open_source
 from tierstore.kafka.parked import ParkedFiles
 from tierstore.status import StoreStatus
+from tierstore.threads import Thread
 from tierstore.types import BackupReport, DeltaResult, ExportReport, ProgressFn, VerifyReport
 
 SWEEP_S = 5.0  # that `close` waits for the removal of a leftover
@@ -72,7 +73,7 @@ class Store(ParkedMessages):
             self.shared.copied = copied.prepare(self.root, self._lock_file)
             self._models = Models(self.root, self.shared)
             self.parked_files = ParkedFiles(self.root.parked)  # of messages that a source could not apply
-            self._sweeping = threading.Thread(
+            self._sweeping = Thread(
                 target=sweep, args=(self._leftovers, lambda: self._models.closed), name="tierstore-sweeper", daemon=True
             )
             try:

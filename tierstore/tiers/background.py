@@ -21,8 +21,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
+
+from tierstore.threads import Call
 
 T = TypeVar("T")
 
@@ -134,30 +135,20 @@ def in_background(work: Callable[[], T]) -> T:
 
     Where no thread can be started, the caller works itself.
     """
-    with ThreadPoolExecutor(1, "tierstore-background", initializer=become_background) as thread:
-        try:
-            result = thread.submit(contextvars.copy_context().run, work)
-        except RuntimeError:  # no thread can be started
-            result = None
-        if result is not None:
-            return result.result()
-    return work()
+    context = contextvars.copy_context()
 
+    def lowly() -> T:
+        become_background()
+        return context.run(work)
 
-def start_threads(pool: ThreadPoolExecutor, count: int) -> None:
-    """Start all threads of a pool that has run nothing yet. RuntimeError where one cannot be started.
-
-    By itself it starts them as calls come. Where there is no memory for one by then, `submit` raises and leaves its
-    call in the queue all the same.
-    """
-    together = threading.Barrier(count + 1)
     try:
-        for _ in range(count):
-            ThreadPoolExecutor.submit(pool, together.wait)
-        together.wait()
-    except BaseException:
-        together.abort()
-        raise
+        call = Call("tierstore-background", lowly)
+    except RuntimeError:  # no thread can be started
+        return work()
+    try:
+        return call.result()
+    finally:
+        call.wait()  # also where Ctrl-C came
 
 
 class Pace:

@@ -31,6 +31,7 @@ from tierstore.formats.keys import are_own
 from tierstore.formats.names import DENSE
 from tierstore.formats.regular import read_regular
 from tierstore.kernels.front_rows import ABSENT, FOREIGN, THERE
+from tierstore.threads import Thread
 from tierstore.tiers.upstream import wire
 from tierstore.types import Keys, Partitions, Tier
 
@@ -259,7 +260,7 @@ class Fronts(Observer):
                 held.expire(all_of_them=True)
                 raise NotFound("the service is being closed")
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name="tierstore-fronts", daemon=True)
+                thread = Thread(target=self._run, name="tierstore-fronts", daemon=True)
                 thread.start()  # before it counts as there
                 self._thread = thread
         return held

@@ -31,6 +31,7 @@ from tierstore.service.families import counter, gauge
 from tierstore.service.limits.jobs import Jobs
 from tierstore.service.sources.location_record import LocationRecords
 from tierstore.service.stats import InferenceStats
+from tierstore.threads import Thread
 from tierstore.verdicts import Trial
 
 logger = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ class Locations(Observer):
 
     @staticmethod
     def _thread(work: Callable[..., None], *args: Any) -> threading.Thread:
-        return threading.Thread(target=work, args=args, name="tierstore-locations", daemon=True)
+        return Thread(target=work, args=args, name="tierstore-locations", daemon=True)
 
     def version_switched(self, model: str, old: int | None, new: int | None) -> None:
         """As Observer: what was active once is not gone behind by itself."""

@@ -26,6 +26,7 @@ from tierstore.engine.serving.routing import Routing
 from tierstore.engine.versions.version import Version
 from tierstore.errors import Closed, Conflict, Overloaded, StorageError, TierstoreError, TooLarge
 from tierstore.formats.delta.reader import read_delta
+from tierstore.threads import Thread
 from tierstore.types import Progress
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class Follower:
     def __init__(self, model: Model, shared: Followed, node: str) -> None:
         self.model, self.shared, self._node = model, shared, node
         self._copies = VersionCopies(model, shared)
-        self._thread = threading.Thread(target=self._run, name=f"tierstore-follow-{model.name}", daemon=True)
+        self._thread = Thread(target=self._run, name=f"tierstore-follow-{model.name}", daemon=True)
         self._switch: threading.Thread | None = None  # of the version that is made ready
         self._wake = threading.Event()
         # guarded by changed, which is notified whenever something of it is new
@@ -319,7 +320,7 @@ class Follower:
                 self._begin(replace(pointer, current=number))
             if self._mark(pointer, number) < (local.start or 0):
                 continue  # it is caught up first
-            self._switch = threading.Thread(
+            self._switch = Thread(
                 target=self._make_ready, args=(number,), name=f"tierstore-switch-{self.model.name}", daemon=True
             )
             self._switch.start()
