@@ -12,7 +12,7 @@ import pytest
 import tierstore
 from tierstore import threads
 from tierstore.engine.operations.aside import aside
-from tierstore.threads import Call, Pool, Thread, Timer
+from tierstore.threads import OwnThreadCall, Pool, Thread, Timer
 from tierstore.tiers.background import in_background, is_background
 from tierstore.tiers.disk.reader_pool import ReaderPool
 
@@ -99,9 +99,9 @@ def test_calls_that_wait_are_cancelled_with_the_pool() -> None:
 
 def test_a_call_returns_and_raises_and_a_timer_can_be_cancelled() -> None:
     assert in_background(is_background)
-    assert Call("call", lambda: 7).result() == 7
+    assert OwnThreadCall("call", lambda: 7).result() == 7
     with pytest.raises(ZeroDivisionError):
-        Call("call", lambda: 1 // 0).result()
+        OwnThreadCall("call", lambda: 1 // 0).result()
     rung = threading.Event()
     cancelled, timer = Timer(60, rung.set), Timer(0, rung.set)
     for each in (cancelled, timer):

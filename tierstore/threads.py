@@ -23,16 +23,16 @@ T = TypeVar("T")
 A = TypeVar("A")
 
 
-class _NotBegun(RuntimeError):
+class _NotStarted(RuntimeError):
     pass
 
 
-class _Begun(threading.Event):
+class _Started(threading.Event):
     """What `threading.Thread.start` waits for."""
 
     def wait(self, timeout: float | None = None) -> bool:
         if not super().wait(START_S if timeout is None else timeout):
-            raise _NotBegun(
+            raise _NotStarted(
                 f"can't start new thread: it did not begin within {START_S:.0f} s; there may be no memory left"
             )
         return True
@@ -43,23 +43,23 @@ class Thread(threading.Thread):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._started = _Begun()
-        self._deciding = threading.Lock()
-        # guarded by _deciding
-        self._runs = self._given_up = False
+        self._started = _Started()
+        self._lock = threading.Lock()
+        # guarded by _lock
+        self._runs = self._abandoned = False
 
     def start(self) -> None:
         try:
             super().start()
-        except _NotBegun:
-            with self._deciding:
-                self._given_up = not self._runs
-            if self._given_up:
+        except _NotStarted:
+            with self._lock:
+                self._abandoned = not self._runs
+            if self._abandoned:
                 raise
 
     def run(self) -> None:
-        with self._deciding:
-            self._runs = not self._given_up
+        with self._lock:
+            self._runs = not self._abandoned
         if self._runs:
             super().run()
 
@@ -75,7 +75,7 @@ class Timer(Thread):
         self._cancelled.set()
 
 
-class Call(Generic[T]):
+class OwnThreadCall(Generic[T]):
     """A function that runs on a thread of its own, from now on. RuntimeError where that cannot be started."""
 
     def __init__(self, name: str, work: Callable[[], T]) -> None:
@@ -84,7 +84,7 @@ class Call(Generic[T]):
         self._thread.start()
 
     def _run(self) -> None:
-        _settle(self._done, self._work)
+        _finish(self._done, self._work)
 
     def wait(self) -> None:
         """Return when it has ended, however."""
@@ -162,11 +162,11 @@ class Pool:
         while (call := self._calls.get()) is not None:
             done, work = call
             if done.set_running_or_notify_cancel():
-                _settle(done, work)
+                _finish(done, work)
             del call, done, work  # an idle thread keeps nothing alive
 
 
-def _settle(done: Future[T], work: Callable[[], T]) -> None:
+def _finish(done: Future[T], work: Callable[[], T]) -> None:
     try:
         result = work()
     except BaseException as error:  # noqa: BLE001 - raised where it is waited for

@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Protocol, TypeVar
 
-from tierstore.threads import Call
+from tierstore.threads import OwnThreadCall
 
 T = TypeVar("T")
 
@@ -109,7 +109,7 @@ def yield_to_requests() -> None:
     """Pause: let waiting threads run, and requests that are under way be answered.
 
     Without it, a thread that waits for the interpreter lock gets it only after the switch interval (5 ms), and a
-    request takes that lock many times. Call it after half a millisecond of work, or less.
+    request takes that lock many times. OwnThreadCall it after half a millisecond of work, or less.
     """
     start = time.monotonic()
     earned_s = _EARNED_BY_WORK * (time.thread_time() - _thread.cpu_s) + _EARNED_BY_TIME * (start - _thread.paused_until)
@@ -129,7 +129,7 @@ def yield_if_background() -> None:
 
 
 def in_background(work: Callable[[], T]) -> T:
-    """Call `work` on a background thread, in the caller's context, and wait for it.
+    """OwnThreadCall `work` on a background thread, in the caller's context, and wait for it.
 
     Returns what it returns, raises what it raises.
 
@@ -142,7 +142,7 @@ def in_background(work: Callable[[], T]) -> T:
         return context.run(work)
 
     try:
-        call = Call("tierstore-background", lowly)
+        call = OwnThreadCall("tierstore-background", lowly)
     except RuntimeError:  # no thread can be started
         return work()
     try:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from tierstore.engine.lifecycle.throttle import Throttle
-from tierstore.threads import Call
+from tierstore.threads import OwnThreadCall
 from tierstore.tiers.background import become_background
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ def aside(
         return work(stops)
 
     with throttle.at_work(name):
-        call = Call(f"tierstore-{name}", lowly)
+        call = OwnThreadCall(f"tierstore-{name}", lowly)
         try:
             return call.result()
         except BaseException:  # Ctrl-C: the thread is waited for

@@ -96,8 +96,7 @@ class Locations(Observer):
         self._counts = threading.Lock()
         self.loaded = self.errors = 0  # under _counts
         store.observers.append(self)
-        self._threads = [self._thread(self._follow, place) for place in self._places]
-        self._threads.append(self._thread(self._judge_all))
+        self._threads = [*(self._thread(self._follow, of) for of in self._places), self._thread(self._judge_all)]
         for thread in self._threads:
             thread.start()
 

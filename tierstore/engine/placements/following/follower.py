@@ -328,18 +328,17 @@ class Follower:
 
     def _failed_before(self, number: int, pointer: Pointer) -> bool:
         """It may succeed once more deltas are in its rows: then fewer have to be in memory."""
-        if self._failed is None or self._failed[:2] != (number, pointer.generation):
-            return False
-        return self._failed_at >= self.model.catalogue.info(number).watermark
+        info, failed = self.model.catalogue.info(number), self._failed
+        return failed is not None and failed[:2] == (number, pointer.generation) and self._failed_at >= info.watermark
 
     def _make_ready(self, number: int) -> None:
         try:
             self._serve(number, lambda: self._await_turn(number))
         except Exception as error:
-            info = self.model.catalogue.get(number)  # none where that is why: then it is tried again once it is back
             with self.changed:
                 self._failed = number, self.pointer.generation, str(error)
-                self._failed_at = -1 if info is None else info.watermark
+                info = self.model.catalogue.get(number)  # none where that is why: it is tried again once it is back
+                self._failed_at = info.watermark if info else -1
             if not isinstance(error, (Closed, Conflict)):
                 log.exception("model %s: version %d is not ready", self.model.name, number)
         with self.changed:
