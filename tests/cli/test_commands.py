@@ -379,7 +379,7 @@ def test_verify_reads_everything_back(cli: Cli, tmp_path: Path) -> None:
 
 def test_verify_finds_a_flipped_bit_and_exits_with_1(cli: Cli, tmp_path: Path) -> None:
     cli("load", write_snapshot(tmp_path, 1))
-    largest = max((tmp_path / "data").rglob("*.sst"), key=lambda path: path.stat().st_size)
+    largest = max((tmp_path / "data").rglob("*.sealed"), key=lambda path: path.stat().st_size)
     content = bytearray(largest.read_bytes())
     content[len(content) // 4] ^= 1
     largest.write_bytes(content)

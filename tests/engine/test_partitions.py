@@ -16,6 +16,7 @@ import pytest
 
 import tierstore
 from tests.collisions import digest, family
+from tests.engine import scenes
 from tests.engine.test_store import folded
 from tierstore.engine.operations.sample import sample
 from tierstore.errors import ConfigError, LoadCancelled, SnapshotError, StorageError, WrongPartition
@@ -375,3 +376,27 @@ def test_ranges_of_partitions_as_text() -> None:
     for wrong in ("0-15", "64", "16-0/64", "0-64/64", "a/64", "0-15/0", "0/2000", "", "-1/4", "1-2-3/8", "0-15/64/2"):
         with pytest.raises(ConfigError, match="partition"):
             tierstore.open("unused", partition=wrong)
+
+
+def test_one_content_is_the_same_wherever_it_is_loaded_and_however_it_was_built(tmp_path: Path) -> None:
+    snapshot = scenes.write_snapshot(tmp_path, 1, stamp=1)
+    built, partitions = tmp_path / "built", tmp_path / "partitions"
+    tierstore.build_snapshot(snapshot, built)
+    tierstore.build_snapshot(snapshot, partitions, partitions=2)
+    again = scenes.write_snapshot(tmp_path / "again", 1, stamp=1)
+    other = scenes.write_snapshot(tmp_path / "other", 1, stamp=2)
+
+    def content(source: Path, name: str, **settings: object) -> str:
+        with tierstore.open(tmp_path / name, host_budget="4MiB", load_workers=1, **settings) as store:
+            store.load_snapshot(source)
+        return str(json.loads((tmp_path / name / "models/ctr/1/version.json").read_text())["content"])
+
+    first = content(snapshot, "a")
+    assert [
+        content(built, "b"),
+        content(partitions, "c", partition="0-1/2"),
+        content(partitions, "d", partition="1-1/2"),
+        content(snapshot, "e", partition="0-0/2"),
+        content(again, "f"),
+    ] == [first] * 5
+    assert content(other, "g") != first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import socket
@@ -13,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -24,6 +26,7 @@ from tests.certificates import Authority
 from tests.mounts import ROOT, bare, needs_mounts, read_only
 from tests.service.conftest import eventually, settings_for
 from tests.service.scenes import write_small
+from tierstore import kernels
 from tierstore.engine.store import Store
 from tierstore.kernels import ahead
 from tierstore.service import server as server_module
@@ -261,3 +264,17 @@ def other_user() -> list[str]:
         if subprocess.run([*user, sys.executable, "-c", ""], check=False, capture_output=True).returncode == 0:
             return user
     return []
+
+
+def test_who_may_not_raise_a_priority_again_compiles_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the process was started by `nice`, without the right to be less nice."""
+
+    def refused(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    compilation = object.__new__(ahead.Compilation)
+    compilation.first, compilation._is_first, compilation.nice = threading.Event(), False, 0
+    compilation._running = [SimpleNamespace(pid=os.getpid())]  # type: ignore[list-item]
+    monkeypatch.setattr(os, "setpriority", refused)
+    compilation._reach(kernels.FIRST)
+    assert compilation.first.is_set()

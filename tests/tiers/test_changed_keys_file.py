@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -116,7 +117,7 @@ def test_what_seemed_to_be_there_by_chance_goes_on_seeming_so(reopen):
 def test_a_file_that_was_cut_off_anywhere_holds_its_whole_entries(tmp_path, batches, cut):
     path = tmp_path / "file"
     filters, sizes, states = ChangedKeys(), [], []
-    size = changed_keys_file.rewrite(path, [])
+    size = changed_keys_file.rewrite(path, [], None)
     sizes.append(size)
     states.append(words({1: filters}))
     open_file = changed_keys_file.ChangedFile(path, size)
@@ -127,8 +128,8 @@ def test_a_file_that_was_cut_off_anywhere_holds_its_whole_entries(tmp_path, batc
     open_file.close()
     os.truncate(path, max(0, sizes[-1] - cut))
     left = [i for i, size in enumerate(sizes) if size <= sizes[-1] - cut]
-    found = changed_keys_file.replay(path, len(left) - 2)
-    assert changed_keys_file.replay(path, len(left) - 1) is None
+    found = changed_keys_file.replay(path, len(left) - 2, None)
+    assert changed_keys_file.replay(path, len(left) - 1, None) is None
     if left and len(left) > 1:
         replayed, end = found
         assert end == sizes[left[-1]]
@@ -272,10 +273,24 @@ def plain_filter(keys: list[int]) -> bytes:
 
 def test_the_golden_file_gives_the_filters_that_the_layout_says():
     """Where this fails because filters are made otherwise, old files mean something else: they need another format number."""
-    filters, size = changed_keys_file.replay(GOLDEN, 41822)
+    filters, size = changed_keys_file.replay(GOLDEN, 41822, None)
     assert size == GOLDEN.stat().st_size
-    assert changed_keys_file.replay(GOLDEN, 41823) is None
+    assert changed_keys_file.replay(GOLDEN, 41823, None) is None
     of_one, of_three = [-(2**63), -1, 0, 1, 2**63 - 1, 7, 8], [5]
     assert words(filters) == {1: [plain_filter(of_one)], 3: [plain_filter(of_three)]}
     body = changed_keys_file.entry(41821, {1: np.array([7, 8]), 3: np.array([5])})
     assert body in GOLDEN.read_bytes()
+
+
+def test_a_file_beside_a_version_that_says_what_it_is_says_it_too(tmp_path):
+    """By the layout: format 2, and the hash of the record after the header; of no other record, and of none, it is taken."""
+    path, identity = tmp_path / changed_keys_file.NAME, b'{"model": "ctr"}'
+    body = changed_keys_file.entry(7, {1: np.array([7, 8])})
+    changed_keys_file.rewrite(path, [body], identity)
+    head = GOLDEN.read_bytes()[:16]
+    assert path.read_bytes() == head[:8] + b"\2\0" + head[10:] + xxhash.xxh3_64_digest(identity)[::-1] + body
+    filters, size = changed_keys_file.replay(path, 7, identity)
+    assert (filters[1].keys, size) == (2, path.stat().st_size)
+    for other in (None, b'{"model": "cvr"}'):
+        assert changed_keys_file.replay(path, 7, other) is None
+    assert changed_keys_file.replay(GOLDEN, 41822, identity) is None

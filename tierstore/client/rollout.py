@@ -16,7 +16,6 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +35,7 @@ from tierstore.errors import (
     TierstoreError,
     explained,
 )
+from tierstore.threads import Pool
 from tierstore.verdicts import Requests, Trial, judge
 
 Policy = Literal["one-by-one", "all-at-once"]
@@ -121,7 +121,7 @@ def rollout(
     version = version or snapshot_version(source)
     waiting = options | {"timeout_s": max(max_wait_s, 1.0)}
     members = [_Node(url, Client(url, **options), Client(url, **waiting)) for url in urls]
-    with ThreadPoolExecutor(len(members), "tierstore-rollout") as threads:
+    with Pool(len(members), "tierstore-rollout") as threads:
         run = _Rollout(members, threads, source, model, version, max_wait_s, check_s, say or _silent)
         try:
             return run.run(policy, canary, canary_s)
@@ -137,7 +137,7 @@ class _Rollout:
     def __init__(
         self,
         nodes: list[_Node],
-        threads: ThreadPoolExecutor,
+        threads: Pool,
         source: str,
         model: str,
         version: int,

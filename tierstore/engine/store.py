@@ -43,6 +43,7 @@ from tierstore.formats.names import DataDirectory
 from tierstore.formats.snapshot.built import open_source
 from tierstore.kafka.parked import ParkedFiles
 from tierstore.status import StoreStatus
+from tierstore.threads import Thread
 from tierstore.types import BackupReport, DeltaResult, ExportReport, ProgressFn, VerifyReport
 
 SWEEP_S = 5.0  # that `close` waits for the removal of a leftover
@@ -72,7 +73,7 @@ class Store(ParkedMessages):
             self.shared.copied = copied.prepare(self.root, self._lock_file)
             self._models = Models(self.root, self.shared)
             self.parked_files = ParkedFiles(self.root.parked)  # of messages that a source could not apply
-            self._sweeping = threading.Thread(
+            self._sweeping = Thread(
                 target=sweep, args=(self._leftovers, lambda: self._models.closed), name="tierstore-sweeper", daemon=True
             )
             try:
@@ -302,9 +303,8 @@ class Store(ParkedMessages):
         """Read every version and every logged delta back and check them."""
         self._check_open()
         refuse_inside()
-        return verify_store(
-            [self.model(name) for name in self.models()], guarded(progress or ignore), self.shared.throttle
-        )
+        models = [self.model(name) for name in self.models()]
+        return verify_store(models, self.root.root, guarded(progress or ignore), self.shared.throttle)
 
     def export(
         self, model: str, directory: str | Path, *, version: int | str | None = None, as_version: int | None = None,

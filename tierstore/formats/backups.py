@@ -4,7 +4,7 @@
     <place>/<model>/<number>-<time>.json    one backup: which files a model's directory consists of; written last
 
 So a backup counts once all that it names is there, and what a crash has left is used by the next one, or removed by it.
-`schema/backup.md` has the format. One writer of a model at a time; any number may read.
+`schema/backup.md` has the format. One writer of a model at a time, see `only_backup`; any number may read.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Collection
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, Protocol
@@ -22,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tierstore.errors import Corruption, NotFound, StorageError
 from tierstore.formats import files
 from tierstore.formats.objects import Location, ObjectPath, is_url, names_below, size_of
+from tierstore.formats.one_writer import StillAlone, only_writer
 from tierstore.formats.regular import open_regular
 from tierstore.formats.release import WRITER, of_another_release
 from tierstore.formats.snapshot.manifest import RelativePath
@@ -75,11 +77,21 @@ def content_of(path: Location, copy: Path | None = None) -> tuple[str, int]:
     return digest.hexdigest(), size
 
 
+def _place(place: str | Path) -> str | Path:
+    return place if isinstance(place, str) and is_url(place) else local_path(place).absolute()
+
+
+def only_backup(place: str | Path, model: str) -> AbstractContextManager[StillAlone]:
+    """Be the only writer of a model's backups at a place: `only_writer`. Before its backups are listed."""
+    where, what = _place(place), f"the backup of {model!r} into {place}"
+    return only_writer(where / model if isinstance(where, Path) else f"{where.rstrip('/')}/{model}", what)
+
+
 class Backups:
     """The backups at a place, as they are listed now. StorageError, SnapshotError, MissingExtra."""
 
     def __init__(self, place: str | Path) -> None:
-        self.place = place if isinstance(place, str) and is_url(place) else local_path(place).absolute()
+        self.place = _place(place)
         self._root: Location = ObjectPath.listed(self.place) if isinstance(self.place, str) else self.place
         self._sizes = {name.as_posix(): size_of(self._root / name.as_posix()) for name in names_below(self._root)}
 

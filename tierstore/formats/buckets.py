@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +118,18 @@ class Bucket:
         with self._translated():
             return self._library.get_range(self._store, name, start=begin, end=end)
 
-    def send(self, name: str, file: Path) -> None:
-        """Upload a file, in parts where it is large: 32 MiB of memory. The object is there whole or not at all."""
+    def written(self, begins: str) -> dict[str, datetime]:
+        """When objects right below `url` whose names begin so were written, by the storage's clock, listed now."""
+        with self._translated():
+            found = self._library.list_with_delimiter(self._store, self.key or None)["objects"]
+        names = ((one["path"].rpartition("/")[2], one["last_modified"]) for one in found)
+        return {name: written for name, written in names if name.startswith(begins)}
+
+    def send(self, name: str, file: Path | bytes) -> None:
+        """Upload a file, or what it is to have, in parts where it is large: 32 MiB of memory.
+
+        The object is there whole or not at all.
+        """
         with self._translated():
             self._library.put(self._store, name, file, chunk_size=_PART_BYTES, max_concurrency=_AT_ONCE)
 

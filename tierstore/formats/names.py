@@ -147,6 +147,11 @@ class VersionDirectory:
     root: Path
 
     @property
+    def line(self) -> int:
+        """Which line of the version it is: 0 as it was loaded."""
+        return int(self.root.name.partition(".")[2] or 0)
+
+    @property
     def record(self) -> Path:
         """`version.json`, written last: a directory without it is a leftover of a crash."""
         return self.root / VERSION_RECORD

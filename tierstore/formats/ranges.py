@@ -9,8 +9,10 @@ import io
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
+
+from tierstore.threads import Pool
 
 BLOCK_BYTES = 4 << 20  # of one request
 _AHEAD = 4  # blocks that are requested before they are read
@@ -31,7 +33,7 @@ class Ranges:
         self._blocks: OrderedDict[int, Future[bytes]] = OrderedDict()  # the one that was used last is the last
         self._came: set[int] = set()  # numbers of those that `seen` has, or is being given
         self._lock = threading.Lock()  # of `_came`
-        self._threads = ThreadPoolExecutor(_AHEAD, thread_name_prefix="tierstore-ranges")
+        self._threads = Pool(_AHEAD, "tierstore-ranges")
         self._ended = threading.Event()
 
     def reader(self, *, closes: bool) -> io.BufferedReader:
@@ -60,8 +62,7 @@ class Ranges:
         """Have `seen` get the blocks that were not read as well. Nothing is read after that."""
         for block in self._blocks.values():
             block.result()
-        for _ in self._threads.map(self._see, sorted(set(range(self._count)) - self._came)):
-            pass
+        self._threads.map(self._see, sorted(set(range(self._count)) - self._came))
         self._threads.shutdown()  # one that was given up may be on its way to `seen`
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ import logging
 import tempfile
 import threading
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 
 from tierstore.errors import Conflict, SnapshotError, StorageError
@@ -22,6 +22,7 @@ from tierstore.formats import files
 from tierstore.formats.buckets import Bucket
 from tierstore.formats.objects import entries
 from tierstore.formats.patience import PATIENCE_S, QUICK_PATIENCE_S, until_done
+from tierstore.threads import Pool
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class Uploads:
         """
         self._url, self._directory = url.rstrip("/"), directory
         self._bucket = Bucket(self._url, sends=True)
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tierstore-uploads")
+        self._threads = Pool(_THREADS, "tierstore-uploads")
         self._pending: set[Future[None]] = set()
         self._started: list[str] = []  # keys that may be there by now, in order
         self._ended = threading.Event()

@@ -222,6 +222,7 @@ def _lower_priority(pid: int) -> None:
     """Give a helper the lowest priority, from its first import on: look-ups come first."""
     with contextlib.suppress(OSError):  # where that is refused, look-ups are slower during the load
         os.setpriority(os.PRIO_PROCESS, pid, NICENESS)
+    with contextlib.suppress(OSError):
         # not SCHED_IDLE: where other programs keep all processors busy, a load would come to a halt
         os.sched_setscheduler(pid, os.SCHED_BATCH, os.sched_param(0))
 

@@ -28,6 +28,7 @@ from numba.core.caching import NullCache
 from tierstore import kernels
 from tierstore.errors import StorageError
 from tierstore.machine import processors
+from tierstore.threads import Thread
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class Compilation:
         self._running: list[subprocess.Popen[bytes]] = []
         self._is_first = not kernels.is_complete(kernels.SOON)
         kernels.awaited = self._is_first
-        threading.Thread(target=self._run, name="tierstore-compile", daemon=True).start()
+        Thread(target=self._run, name="tierstore-compile", daemon=True).start()
 
     def _run(self) -> None:
         try:
@@ -119,7 +120,7 @@ class Compilation:
                 self._say(f"kernels of look-ups are compiled ({time.monotonic() - self._start_s:.1f} s); others follow")
             self.first.set()
             for process in self._running:
-                with suppress(ProcessLookupError):
+                with suppress(OSError):  # it has ended; or who has no right to may not raise a priority again
                     os.setpriority(os.PRIO_PROCESS, process.pid, self.nice)
         elif level == kernels.SOON:
             kernels.set_complete(kernels.SOON)
@@ -301,5 +302,5 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    Thread(target=_end_with_parent, daemon=True).start()
     compile_share(*map(int, sys.argv[1:]))

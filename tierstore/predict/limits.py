@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tierstore.errors import Closed, RunLimit, TooLarge
+from tierstore.threads import Thread
 
 
 class LimitedRun:
@@ -74,7 +75,7 @@ class RunLimits:
                 raise Closed("the store was closed")
             self._running[run] = None
             if self._thread is None:
-                thread = threading.Thread(target=self._watch, name="tierstore-dense-limits", daemon=True)
+                thread = Thread(target=self._watch, name="tierstore-dense-limits", daemon=True)
                 thread.start()  # before it counts as there
                 self._thread = thread
             elif self._waits:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tierstore.errors import ConfigError, Overloaded
+from tierstore.threads import Timer
 
 CREATE_S = 60.0  # to make a graph ready; after that ONNX Runtime stops before its next pass over the graph
 _TICK_S = 0.1
@@ -58,7 +59,7 @@ def make_session(
             # then all sessions share the first one, and its limit
             with suppress(Exception):
                 _register_arena(onnxruntime, plan.memory_bytes)
-        timer = threading.Timer(CREATE_S, lambda: options.set_load_cancellation_flag(True))
+        timer = Timer(CREATE_S, lambda: options.set_load_cancellation_flag(True))
         timer.daemon = True
         timer.start()
         try:

@@ -20,6 +20,8 @@ import struct
 import sys
 import threading
 
+from tierstore.threads import Timer
+
 logger = logging.getLogger(__name__)
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
@@ -83,9 +85,9 @@ def request_short_slices() -> None:
     number = _SCHED_SETATTR.get(platform.machine())
     if number is None:
         return
-    nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    attributes = _ATTRIBUTES.pack(_ATTRIBUTES.size, 0, 0, nice, 0, _SLICE_NS, 0, 0, 0, 0)
     with contextlib.suppress(OSError, AttributeError):
+        nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        attributes = _ATTRIBUTES.pack(_ATTRIBUTES.size, 0, 0, nice, 0, _SLICE_NS, 0, 0, 0, 0)
         ctypes.CDLL(None).syscall(number, 0, attributes, 0)
 
 
@@ -103,7 +105,7 @@ class ExitBound:
     """
 
     def __init__(self) -> None:
-        self._timers: list[threading.Timer] = []
+        self._timers: list[Timer] = []
         self._alarmed = False
 
     def signalled(self, seconds: float) -> None:
@@ -118,7 +120,7 @@ class ExitBound:
 
     def start(self, seconds: float) -> None:
         """The stop begins, and may last so long, and `CLOSE_S`. Any thread."""
-        timer = threading.Timer(seconds + CLOSE_S, _exit_at_once, [seconds + CLOSE_S])
+        timer = Timer(seconds + CLOSE_S, lambda: _exit_at_once(seconds + CLOSE_S))
         timer.daemon = True
         timer.start()
         self._timers.append(timer)

@@ -46,6 +46,7 @@ from tierstore.service.rpc.calls import Calls
 from tierstore.service.sources.start import check_sources, start_sources
 from tierstore.service.tls import tls_of
 from tierstore.service.traces import check_traces
+from tierstore.threads import Thread
 
 logger = logging.getLogger(__name__)
 
@@ -331,7 +332,7 @@ class ServerThread:
         self._http = HttpService(store, settings, Ports(settings), awaits_grpc=isinstance(settings.grpc_port, int))
         self._up = threading.Event()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="tierstore-http", daemon=True)
+        self._thread = Thread(target=self._run, name="tierstore-http", daemon=True)
 
     @property
     def url(self) -> str:

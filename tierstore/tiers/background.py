@@ -21,8 +21,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
+
+from tierstore.threads import OwnThreadCall
 
 T = TypeVar("T")
 
@@ -108,7 +109,7 @@ def yield_to_requests() -> None:
     """Pause: let waiting threads run, and requests that are under way be answered.
 
     Without it, a thread that waits for the interpreter lock gets it only after the switch interval (5 ms), and a
-    request takes that lock many times. Call it after half a millisecond of work, or less.
+    request takes that lock many times. OwnThreadCall it after half a millisecond of work, or less.
     """
     start = time.monotonic()
     earned_s = _EARNED_BY_WORK * (time.thread_time() - _thread.cpu_s) + _EARNED_BY_TIME * (start - _thread.paused_until)
@@ -128,36 +129,26 @@ def yield_if_background() -> None:
 
 
 def in_background(work: Callable[[], T]) -> T:
-    """Call `work` on a background thread, in the caller's context, and wait for it.
+    """OwnThreadCall `work` on a background thread, in the caller's context, and wait for it.
 
     Returns what it returns, raises what it raises.
 
     Where no thread can be started, the caller works itself.
     """
-    with ThreadPoolExecutor(1, "tierstore-background", initializer=become_background) as thread:
-        try:
-            result = thread.submit(contextvars.copy_context().run, work)
-        except RuntimeError:  # no thread can be started
-            result = None
-        if result is not None:
-            return result.result()
-    return work()
+    context = contextvars.copy_context()
 
+    def lowly() -> T:
+        become_background()
+        return context.run(work)
 
-def start_threads(pool: ThreadPoolExecutor, count: int) -> None:
-    """Start all threads of a pool that has run nothing yet. RuntimeError where one cannot be started.
-
-    By itself it starts them as calls come. Where there is no memory for one by then, `submit` raises and leaves its
-    call in the queue all the same.
-    """
-    together = threading.Barrier(count + 1)
     try:
-        for _ in range(count):
-            ThreadPoolExecutor.submit(pool, together.wait)
-        together.wait()
-    except BaseException:
-        together.abort()
-        raise
+        call = OwnThreadCall("tierstore-background", lowly)
+    except RuntimeError:  # no thread can be started
+        return work()
+    try:
+        return call.result()
+    finally:
+        call.wait()  # also where Ctrl-C came
 
 
 class Pace:

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from tests.engine import scenes
-from tierstore.engine.deltas import incoming
+from tierstore.engine.deltas import apply, incoming
 from tierstore.errors import Conflict, Overloaded, TooLarge
 from tierstore.formats.delta.reader import read_head
 
@@ -59,10 +59,42 @@ def test_deleted_rows_are_reserved_as_well(store, tmp_path):
     store.load_snapshot(scenes.write_snapshot(tmp_path))
     data = scenes.delta(1, {"item": ([1], scenes.vectors("item", 1, [1]))}, {"item": range(2, 100_000)})
     head, decoding = read_head(data), store.shared.decoding
-    more = 99_998 * 4 * scenes.DIM["item"]
+    more = 99_999 * 4 * scenes.DIM["item"]
     with decoding.reserved(decoding.total - head.decoded_bytes - more + 1), pytest.raises(Overloaded):
         store.apply_delta(data)
     assert store.apply_delta(data).applied
     with pytest.raises(TooLarge), decoding.reserved(decoding.total + 1):
         pytest.fail("beyond all bounds")
     assert decoding.used == 0
+
+
+def test_rows_that_are_gathered_and_encoded_are_reserved_as_well(store, tmp_path, monkeypatch):
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    keys = range(100_000)
+    data = scenes.delta(1, {"item": (keys, scenes.vectors("item", 1, keys))})
+    rows = 100_000 * 4 * scenes.DIM["item"]
+    head, decoding, used = read_head(data), store.shared.decoding, []
+    encode = apply.encode_delta
+
+    def counted(*args, **options):
+        used.append(decoding.used)
+        return encode(*args, **options)
+
+    monkeypatch.setattr(apply, "encode_delta", counted)
+    with (
+        decoding.reserved(decoding.total - head.decoded_bytes - rows),
+        pytest.raises(Overloaded, match="being decoded"),
+    ):
+        store.apply_delta(data)
+    assert used == []
+    assert store.apply_delta(data).applied
+    assert used[0] >= head.decoded_bytes + 2 * rows
+    assert decoding.used == 0
+
+
+def test_a_delta_that_is_alone_may_have_what_it_takes(store, tmp_path, monkeypatch):
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    data = scenes.delta(1, {"item": (range(1000), scenes.vectors("item", 1, range(1000)))})
+    monkeypatch.setattr(store.shared.decoding, "total", read_head(data).decoded_bytes)
+    assert store.apply_delta(data).applied
+    assert store.shared.decoding.used == 0

@@ -22,7 +22,7 @@ from tierstore.engine.operations.restore import restore
 from tierstore.engine.placement import Refusals
 from tierstore.engine.placements.refusals import refusals_of
 from tierstore.errors import Closed, Conflict, Corruption, InvalidInput, Locked, NotFound, StorageError, TierstoreError
-from tierstore.formats import files
+from tierstore.formats import files, one_writer
 from tools.backup_check import BackupCheck
 from tools.crash_check import Wrong
 
@@ -253,6 +253,44 @@ def test_a_restore_that_ends_at_any_step_leaves_a_whole_model_or_none(disk, load
     assert list(to.glob(".t*")) == []
 
 
+def held_up(store: tierstore.Store, place: str | Path) -> tuple[threading.Thread, threading.Event, list[Any]]:
+    """A backup that is being sent, until the event is set; then the list has its report, or why there is none."""
+    begun, goes_on, ended = threading.Event(), threading.Event(), list[Any]()
+
+    def progress(step: Any) -> None:
+        if step.phase == "backup" and not begun.is_set():
+            begun.set()
+            assert goes_on.wait(60)
+
+    def work() -> None:
+        try:
+            ended.append(store.backup("ctr", place, progress=progress))
+        except TierstoreError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert begun.wait(60)
+    return thread, goes_on, ended
+
+
+def test_of_two_backups_at_once_the_second_is_refused_and_the_first_is_whole(loaded, tmp_path) -> None:
+    loaded.backup("ctr", tmp_path / "out")
+    thread, goes_on, ended = held_up(loaded, tmp_path / "out")
+    loaded.apply_delta(scenes.stamped(4, {"item": range(50)}))
+    try:
+        with pytest.raises(Conflict, match=r"the backup of 'ctr' into .*: another one is under way there"):
+            loaded.backup("ctr", tmp_path / "out")
+        assert loaded.backup("ctr", tmp_path / "elsewhere").seq == 4
+    finally:
+        goes_on.set()
+        thread.join(60)
+    assert ended[0].seq == 3
+    restore(tmp_path / "out", tmp_path / "other")
+    assert loaded.backup("ctr", tmp_path / "out").seq == 4
+    check_restored(tmp_path / "out", tmp_path / "again", answers(loaded), 4)
+
+
 def test_a_backup_can_be_cancelled(loaded, tmp_path) -> None:
     cancelled = threading.Event()
     cancelled.set()
@@ -261,6 +299,22 @@ def test_a_backup_can_be_cancelled(loaded, tmp_path) -> None:
 
 
 # --- refused
+
+
+def test_a_restore_that_fails_leaves_nothing_behind(loaded, tmp_path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NotFound, match="empty has no backup; expected the directory"):
+        restore(tmp_path / "empty", tmp_path / "new/other")
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "there").mkdir()
+    loaded.backup("ctr", tmp_path / "out")
+    for damaged in (tmp_path / "out/ctr/files").iterdir():
+        damaged.write_bytes(b"")
+    with pytest.raises(Corruption, match="is damaged"):
+        restore(tmp_path / "out", tmp_path / "there")
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["LOCK"]
+    with tierstore.open(tmp_path / "there", **OPTIONS) as store:
+        store.load_snapshot(scenes.write_snapshot(tmp_path / "again", 1, stamp=1))
 
 
 def test_a_damaged_file_of_a_backup_is_named_and_nothing_is_restored(loaded, tmp_path) -> None:
@@ -272,7 +326,7 @@ def test_a_damaged_file_of_a_backup_is_named_and_nothing_is_restored(loaded, tmp
     path.write_bytes(content)
     with pytest.raises(Corruption, match=f"{path.name} is damaged.* it is [12]/db/base/base-item of model 'ctr'"):
         restore(tmp_path / "out", tmp_path / "other")
-    assert list((tmp_path / "other/models").iterdir()) == []
+    assert not (tmp_path / "other").exists()
     record = next((tmp_path / "out/ctr").glob("*.json"))
     record.write_bytes(record.read_bytes().replace(b'"seq": 3', b'"seq": 2'))
     with pytest.raises(Corruption, match="does not match its checksum"):
@@ -288,7 +342,7 @@ def test_a_backup_cannot_lead_out_of_the_model(loaded, tmp_path) -> None:
         files.publish_record(record, {name: value for name, value in document.items() if name not in ("xxh3",)})
         with pytest.raises(Corruption, match="makes no sense"):
             restore(tmp_path / "out", tmp_path / "other")
-    assert list((tmp_path / "other/models").iterdir()) == []
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_restore_overwrites_nothing_and_needs_the_directory_for_itself(loaded, tmp_path) -> None:
@@ -354,4 +408,33 @@ def test_backups_in_object_storage(loaded: tierstore.Store, tmp_path: Path, monk
         assert not any(str(size) in name for name in server.written for size in [first.bytes])
         assert server.written[-1].endswith("Z.json")
         assert [name[4:10] for name in server.names("backups") if name.endswith(".json")] == ["000002"]
+        check_restored(url, tmp_path / "other", answers(loaded), 4)
+
+
+def test_of_two_backups_at_once_in_object_storage_one_is_whole(
+    loaded: tierstore.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore", reason="the extra s3 is not installed")
+    pytest.importorskip("moto.server", reason="moto's server is not installed")
+
+    from tests.formats.object_server import BUCKET, ObjectServer
+
+    with ObjectServer() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        url = f"s3://{BUCKET}/backups"
+        thread, goes_on, ended = held_up(loaded, url)
+        loaded.apply_delta(scenes.stamped(4, {"item": range(50)}))
+        try:
+            with pytest.raises(Conflict, match=r"another one is under way there, which wrote s3://.*/ctr/WRITER-"):
+                loaded.backup("ctr", url)
+            with monkeypatch.context() as patched:
+                patched.setattr(one_writer, "GONE_S", -1.0)  # the first one counts as gone
+                assert loaded.backup("ctr", url).seq == 4
+        finally:
+            goes_on.set()
+            thread.join(60)
+        with pytest.raises(Conflict, match="another one took its place"):
+            raise ended[0]
+        assert not any("WRITER" in name for name in server.names("backups"))
         check_restored(url, tmp_path / "other", answers(loaded), 4)

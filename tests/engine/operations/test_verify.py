@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +45,14 @@ class Blocked:
         self._thread.join(WAIT_S)
         assert self.outcome
         return self.outcome[0]
+
+
+def test_nothing_verified_is_no_success(store: tierstore.Store, tmp_path: Path) -> None:
+    report = store.verify()
+    assert not report.ok
+    assert report.problems == (f"nothing was verified: {tmp_path / 'data'} has no complete version of any model",)
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    assert store.verify().ok
 
 
 def meanwhile(work: Callable[[], object]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +21,7 @@ from tests.service.upstream.scenes import (
     KEYS,
     NO_CACHE,
     Scene,
+    Upstream,
     await_watermark,
     check,
     of_share,
@@ -29,6 +32,7 @@ from tierstore.access.roles import Role
 from tierstore.access.tokens import TokenFile
 from tierstore.engine.operations import fronts
 from tierstore.engine.store import Store
+from tierstore.errors import StorageError
 from tierstore.service.server import ServerThread
 from tierstore.service.sources.start import check_sources
 
@@ -311,6 +315,85 @@ def test_copies_answer_for_each_other(scene: Scene) -> None:
     scenes.eventually(lambda: front.model("ctr").active_version == 2 or bool(load.errors), "the front serves version 2")
     load.stop()
     check(front, "item", KEYS, 5)
+
+
+def loaded_anew(node: Upstream, stamp: int, **options: object) -> None:
+    """The node comes back with another snapshot under the number 1."""
+    node.stop()
+    shutil.rmtree(node.data)
+    node.start()
+    node.load(1, stamp, **options)
+
+
+def test_two_contents_under_one_number_are_never_in_one_answer(scene: Scene) -> None:
+    nodes = [scene.node(), scene.node()]
+    for node in nodes:
+        node.load(1, 0)
+    front = scene.front(host_budget=NO_CACHE)
+    load = Load(front, {0, 7})
+    loaded_anew(nodes[0], 7)
+    before = load.count
+    scenes.eventually(lambda: load.count > before + 50 or bool(load.errors), "more look-ups")
+    check(front, "item", KEYS, 0)
+    loaded_anew(nodes[1], 7)
+
+    def serves_the_new_one() -> bool:
+        try:
+            rows = front.model("ctr").lookup("item_id", [1])
+        except tierstore.TierstoreError:
+            return False
+        return bool((rows == scenes.vectors("item", 7, [1])).all())
+
+    with contextlib.suppress(tierstore.TierstoreError):  # while no node had the old one
+        load.stop()
+    scenes.eventually(serves_the_new_one, "the front serves what both nodes have")
+    check(front, "item", KEYS, 7)
+    assert set(load.seen) <= {0, 7}
+
+
+def test_the_default_of_a_version_that_was_loaded_again_comes_with_its_rows(scene: Scene) -> None:
+    node = scene.node()
+    node.store.load_snapshot(scenes.write_snapshot(node.data, 1, stamp=1, default="mean"))
+    front = scene.front()
+    before = scenes.vectors("item", 1, KEYS).mean(0)
+    np.testing.assert_allclose(front.model("ctr").lookup("item_id", [99_999])[0], before, rtol=1e-6)
+    node.load(2, 1)
+    scenes.eventually(lambda: front.model("ctr").active_version == 2, "the front serves version 2")
+    scenes.eventually(lambda: not node.store.model("ctr").state.retiring, "version 1 is closed")
+    node.store.drop("ctr", 1)
+    shutil.rmtree(node.data / "ctr-1")
+    node.store.load_snapshot(scenes.write_snapshot(node.data, 1, stamp=9, default="mean"))
+    scenes.eventually(lambda: front.model("ctr").active_version == 1, "the front serves version 1 again")
+    check(front, "item", KEYS, 9)
+    mean = scenes.vectors("item", 9, KEYS).mean(0)
+    np.testing.assert_allclose(front.model("ctr").lookup("item_id", [99_999])[0], mean, rtol=1e-6)
+
+
+def test_a_version_that_goes_while_it_is_made_ready_is_a_failure_that_is_told_and_tried_again(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = scene.node()
+    node.load(1, 0)
+    front = scene.front()
+    follower = front.placement.followed.by_name["ctr"].follower  # type: ignore[attr-defined]
+    follow, failures = front.model("ctr").switcher.follow, list[object]()
+
+    def goes(number: int, *arguments: object, **options: object) -> None:
+        if not failures:
+            failures.append(number)
+            front.model("ctr").catalogue.forget(number)  # as where the other machines have lost its record for a while
+            raise StorageError("its rows are gone")
+        follow(number, *arguments, **options)  # type: ignore[arg-type]
+
+    told: list[object] = []
+    beat = follower.shared.beat
+    monkeypatch.setattr(follower.shared, "beat", lambda of, report: told.append(report["failed"]) or beat(of, report))
+    monkeypatch.setattr(front.model("ctr").switcher, "follow", goes)
+    node.load(2, 7)
+    scenes.eventually(lambda: front.model("ctr").active_version == 2, "the front serves version 2")
+    assert failures == [2]
+    assert any(of is not None and of["version"] == 2 and "rows are gone" in of["why"] for of in told), told  # type: ignore[index]
+    check(front, "item", KEYS, 7)
 
 
 def test_changes_are_refused_with_where_to_send_them(scene: Scene, tmp_path: Path) -> None:

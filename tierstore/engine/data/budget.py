@@ -169,18 +169,17 @@ class DecodeBudget:
     def reserved(self, nbytes: int) -> Iterator[Callable[[int], None]]:
         """Have so many bytes for the length of the block, and more with what it yields.
 
-        Overloaded where others have them.
-
-        TooLarge for what could never fit.
+        Overloaded where others have them. TooLarge for what could never fit; what is reserved later is beyond that, and
+        a delta that is alone may have it.
         """
         held = 0
+        if nbytes > self.total:
+            raise TooLarge(f"a delta of {nbytes:,} bytes once decoded; {self.total:,} are allowed: split it")
 
         def more(nbytes: int) -> None:
             nonlocal held
-            if held + nbytes > self.total:
-                raise TooLarge(f"a delta of {held + nbytes:,} bytes once decoded; {self.total:,} are allowed: split it")
             with self._lock:
-                if self._used + nbytes > self.total:
+                if self._used > held and self._used + nbytes > self.total:
                     raise Overloaded(
                         f"deltas that are being decoded take {self._used:,} of {self.total:,} bytes, and this one "
                         f"would take {held + nbytes:,}; send it again"

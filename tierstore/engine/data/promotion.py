@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
@@ -23,6 +22,7 @@ import numpy as np
 from tierstore.engine.data.cascade import Cascade
 from tierstore.engine.data.overlay import OverlayTable
 from tierstore.kernels.hashing import mix_all
+from tierstore.threads import Thread
 from tierstore.types import Keys, Tier
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class Promoter:
 
     def __init__(self) -> None:
         self._queue: queue.Queue[tuple[Offers, Keys] | Callable[[], None] | None] = queue.Queue(QUEUE_JOBS)
-        self._thread = threading.Thread(target=self._run, name="tierstore-promoter", daemon=True)
+        self._thread = Thread(target=self._run, name="tierstore-promoter", daemon=True)
         self.dropped = 0  # offers, because the queue was full
         self._thread.start()
 

@@ -20,6 +20,7 @@ from tierstore.tiers.background import in_background
 Source = bytes | bytearray | memoryview | str | Path
 
 LARGE_BYTES = 1 << 20  # deltas from here on take milliseconds of a processor, which look-ups would wait for
+_KEY_BYTES = 32  # of a row in an overlay beside its numbers, at most: key, index, marks
 T = TypeVar("T")
 
 
@@ -36,9 +37,14 @@ class IncomingDelta:
 
     @contextmanager
     def decoded(self, decoding: DecodeBudget, unfolded: OverlayBudget) -> Iterator[Delta]:
-        """The delta, whose bytes are reserved for the length of the block. Overloaded where others have them."""
+        """The delta, whose bytes are reserved for the length of the block. Overloaded where others have them.
+
+        They are those of its batches, of the rows that are gathered from them, and of these as they are stored.
+        """
         with decoding.reserved(self.head.decoded_bytes) as more:
-            yield gently(self.data, unfolded, lambda: read_delta(self.data, reserve=more))
+            delta = gently(self.data, unfolded, lambda: read_delta(self.data, reserve=more))
+            more(sum(len(table.keys) * (4 * (table.dim or 0) + _KEY_BYTES) for table in delta.tables.values()))
+            yield delta
 
 
 def gently(data: bytes | memoryview, unfolded: OverlayBudget, work: Callable[[], T]) -> T:

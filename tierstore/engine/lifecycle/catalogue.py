@@ -234,8 +234,11 @@ class Catalogue:
         for folder in (where.root, where.hot_keys):
             self._find_leftovers(folder)
         info = VersionInfo(where)
-        if info.number != number:
-            raise Corruption(f"{where.record} is of version {info.number}: expected {number}")
+        if (info.manifest.model, info.number) != (self._name, number):
+            raise Corruption(
+                f"{where.record} is of version {info.number} of {info.manifest.model!r}: expected version {number} of "
+                f"{self._name!r}; put back what belongs here, or drop the version and load it again"
+            )
         return info
 
     def _find_leftovers(self, folder: Path) -> None:

@@ -16,6 +16,7 @@ from tierstore.engine.events.changes import REQUESTER
 from tierstore.engine.lifecycle.retiring import RetiringVersions
 from tierstore.engine.lifecycle.throttle import LEAST_OF_A_SWITCH
 from tierstore.engine.versions.version import Version
+from tierstore.threads import Thread
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +48,8 @@ class Housekeeping:
         self._model, self._folder, self._retiring, self._changed = model, folder, retiring, changed
         self._free, self._due, self._share = free, due, share
         self._tasks: Mapping[str, Callable[[], None]] = {}
-        self._fold_thread = threading.Thread(target=self._fold_and_close, name=f"tierstore-fold-{model}", daemon=True)
-        self._task_thread = threading.Thread(target=self._run_tasks, name=f"tierstore-tasks-{model}", daemon=True)
+        self._fold_thread = Thread(target=self._fold_and_close, name=f"tierstore-fold-{model}", daemon=True)
+        self._task_thread = Thread(target=self._run_tasks, name=f"tierstore-tasks-{model}", daemon=True)
         self._running_tasks = threading.Lock()
         # replaced whole, guarded by _reporting
         self._reporting = threading.Lock()

@@ -118,6 +118,8 @@ class Rebuilder:
 
     def _fill(self, info: VersionInfo, where: VersionDirectory, disk: DiskTier | None) -> None:
         """`disk` is None where it is torn: then the base's own files say what it consists of."""
+        if disk is not None:
+            info.check_identity(disk)
         records, base = info.loaded_records(), _base_on_disk(info) if disk is None else disk.record(BASE)
         if records is None or base is None:
             raise Conflict(
@@ -138,7 +140,7 @@ class Rebuilder:
         for folder in dict.fromkeys(new.parent for _, new in pairs):
             files.make_dir(folder)
         files.link_all(pairs)
-        self._begin_disk(where, records | {BASE: base})
+        self._begin_disk(where, records | info.identity_record(where) | {BASE: base})
         files.link_all([(info.where.record, where.record)])
 
     def _begin_disk(self, where: VersionDirectory, records: dict[str, bytes]) -> None:

@@ -17,6 +17,7 @@ from tierstore.engine.data.insight import CacheInsight
 from tierstore.engine.events.observer import Observer
 from tierstore.engine.serving.publisher import Publisher
 from tierstore.engine.versions.version import Version
+from tierstore.threads import Thread
 from tierstore.tiers.background import become_background
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class CacheSampler:
         """`refresh` brings the counts of look-ups up to now."""
         self._publishers, self._refresh, self._observers, self._every_s = publishers, refresh, observers, every_s
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="tierstore-cache-sampler", daemon=True)
+        self._thread = Thread(target=self._run, name="tierstore-cache-sampler", daemon=True)
         self._sampled: list[CacheInsight] = []  # replaced whole
         self._failed: list[Observer] = []  # that have raised
 

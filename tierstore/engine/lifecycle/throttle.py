@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.kernels.latency import BOUNDS_NS, BUCKETS
+from tierstore.threads import Thread
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +147,7 @@ class Throttle:
         # constant after construction
         self.times, self._refresh, self.window_s = times, refresh, window_s
         self.control = Control(most)  # of the thread; others read
-        self._thread = threading.Thread(target=self._run, name="tierstore-throttle", daemon=True)
+        self._thread = Thread(target=self._run, name="tierstore-throttle", daemon=True)
         self._changed = threading.Condition()
         # guarded by _changed
         self._work: Counter[str] = Counter()

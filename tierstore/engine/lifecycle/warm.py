@@ -25,6 +25,7 @@ from tierstore.engine.reads.view import View
 from tierstore.engine.serving.publisher import Publisher
 from tierstore.engine.versions.version import Version
 from tierstore.errors import TierstoreError
+from tierstore.threads import Thread
 from tierstore.tiers.background import Pace, become_background
 from tierstore.types import Keys
 
@@ -105,7 +106,7 @@ class Warmer:
         self._throttle = throttle
         self._publishers, self._rate, self._save_every_s = publishers, rate, save_every_s
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="tierstore-warmer", daemon=True)
+        self._thread = Thread(target=self._run, name="tierstore-warmer", daemon=True)
         # guarded by _lock
         self._lock = threading.Lock()
         self._warm_ups: tuple[WarmUp, ...] = ()  # replaced whole, so that readers need no lock

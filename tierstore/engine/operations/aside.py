@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from tierstore.engine.lifecycle.throttle import Throttle
+from tierstore.threads import OwnThreadCall
 from tierstore.tiers.background import become_background
 
 T = TypeVar("T")
@@ -22,12 +22,15 @@ def aside(
     def stops() -> bool:
         return interrupted.is_set() or (cancelled is not None and cancelled.is_set())
 
-    with (
-        throttle.at_work(name),
-        ThreadPoolExecutor(1, f"tierstore-{name}", initializer=become_background) as thread,
-    ):
+    def lowly() -> T:
+        become_background()
+        return work(stops)
+
+    with throttle.at_work(name):
+        call = OwnThreadCall(f"tierstore-{name}", lowly)
         try:
-            return thread.submit(work, stops).result()
+            return call.result()
         except BaseException:  # Ctrl-C: the thread is waited for
             interrupted.set()
+            call.wait()
             raise

@@ -25,8 +25,9 @@ from tierstore.engine.operations.aside import aside
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import Closed, Conflict, Corruption, InvalidInput, StorageError
 from tierstore.formats import files
-from tierstore.formats.backups import Backup, BackupFile, Backups, content_of, record_name, sender
+from tierstore.formats.backups import Backup, BackupFile, Backups, content_of, only_backup, record_name, sender
 from tierstore.formats.names import BUILD, DB, DELTA_SUFFIX, TEMPORARY, ModelDirectory, is_scratch
+from tierstore.formats.one_writer import StillAlone
 from tierstore.formats.uploads import scratch_directory
 from tierstore.tiers.background import Pace
 from tierstore.tiers.disk.sealed import BASE
@@ -67,14 +68,18 @@ def _backup(
         model.state.live.check_open()
         if stops():
             raise Closed(f"the backup of {model.name!r} was cancelled")
+        still_alone(False)
         progress(step)
         pace.sleep()
 
-    goes_on(Progress("image"))
-    with scratch_directory(model.where.root, SCRATCH) as scratch:
+    with (
+        only_backup(target, model.name) as still_alone,
+        scratch_directory(model.where.root, SCRATCH) as scratch,
+    ):
+        goes_on(Progress("image"))
         image = ModelDirectory(scratch / "image")
         active, seq = make_image(model, image)
-        work = _Sending(Backups(target), model.name, scratch, goes_on)
+        work = _Sending(Backups(target), model.name, scratch, goes_on, still_alone)
         report = work.send(image.root, active, seq, keep)
     log.info(
         "model %s: backed up at seq %d in %s: %d of %d bytes were new",
@@ -188,6 +193,7 @@ class _Sending:
     model: str
     scratch: Path
     goes_on: Callable[[Progress], None]
+    still_alone: StillAlone
 
     def send(self, image: Path, active: int | None, seq: int, keep: int) -> BackupReport:
         """Send what the place does not have, then the backup, and remove those that are not kept."""
@@ -213,6 +219,7 @@ class _Sending:
             made = Backup(model=self.model, version=active, seq=seq, files=tuple(entries))
             record = self.scratch / record_name(self.backups.numbers(self.model))
             files.publish_record(record, made.model_dump(mode="json"))
+            self.still_alone(True)
             to.finish_with(record)
             self._remove_older(made, keep, to.remove)
         except BaseException:

@@ -27,6 +27,7 @@ from tierstore.formats import files
 from tierstore.formats.backups import Backup, BackupFile
 from tierstore.formats.names import ModelDirectory
 from tierstore.formats.uploads import scratch_directory
+from tierstore.threads import Thread
 from tierstore.tiers.background import Pace
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class Image:
         self.error: Exception | None = None
         self._paths: dict[str, Path] = {}  # of contents
         self._ended = threading.Event()
-        threading.Thread(target=self._run, name="tierstore-image", daemon=True).start()
+        Thread(target=self._run, name="tierstore-image", daemon=True).start()
 
     @property
     def usable(self) -> bool:

@@ -31,6 +31,7 @@ from tierstore.formats.keys import are_own
 from tierstore.formats.names import DENSE
 from tierstore.formats.regular import read_regular
 from tierstore.kernels.front_rows import ABSENT, FOREIGN, THERE
+from tierstore.threads import Thread
 from tierstore.tiers.upstream import wire
 from tierstore.types import Keys, Partitions, Tier
 
@@ -50,7 +51,9 @@ def partitions_of(model: Model) -> Partitions | None:
 
 
 def line_of(model: Model, view: View) -> str:
-    """What tells rows of one version number from other ones: tables, features, and which of its deltas were undone."""
+    """What tells one content of a version number from others: what was loaded, tables, features, and which of its
+    deltas were undone.
+    """
     info = view.open_version.info
     tables = [(s.name, s.key.value, s.dim, s.dtype.value, s.default) for s in info.specs.values()]
     features = sorted(
@@ -58,7 +61,10 @@ def line_of(model: Model, view: View) -> str:
         for f in info.features.values()
     )
     undone = [each for each in model.state.log.undone.ranges if each[1] > info.manifest.delta_seq]
-    return xxhash.xxh3_64_hexdigest(json.dumps([tables, features, undone]).encode())
+    parts = [tables, features, undone]
+    if info.content is not None:  # else an earlier release has loaded it, and nodes of that one say the same of it
+        parts += [info.content, info.loaded_dense_digest]
+    return xxhash.xxh3_64_hexdigest(json.dumps(parts).encode())
 
 
 @dataclass(slots=True, eq=False)
@@ -252,7 +258,7 @@ class Fronts(Observer):
                 held = self._of[name] = HeldViews(model)
             held.touch(front, serves)
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name="tierstore-fronts", daemon=True)
+                thread = Thread(target=self._run, name="tierstore-fronts", daemon=True)
                 thread.start()  # before it counts as there
                 self._thread = thread
         return held

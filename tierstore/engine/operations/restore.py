@@ -6,7 +6,8 @@ by one rename a model; what a crash leaves is removed by the next start.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -39,15 +40,13 @@ def restore(
     Locked where a process has `data` open; then nothing is restored.
     """
     root = DataDirectory(Path(data).absolute())
-    files.make_dir(root.models)
-    held = lock(root.lock)
-    try:
+    with _own(root):
         for path in leftovers_of(root.root):
             files.remove_leftover(path)
         backups = Backups(source)
         wanted = list(dict.fromkeys(models)) or backups.models()
         if not wanted:
-            raise NotFound(f"{source} has no backup")
+            raise NotFound(f"{source} has no backup; expected the directory or URL that `tierstore backup` was given")
         for model in wanted:
             if files.exists(root.model(model).root):
                 raise Conflict(
@@ -61,8 +60,6 @@ def restore(
                 done = fetch_files(backups, backup, scratch / model, done, total, progress or ignore)
             for model in wanted:
                 files.rename(scratch / model, root.model(model).root)
-    finally:
-        unlock(held)
     audit = Audit(root.root)
     reports = []
     for model, backup in found.items():
@@ -70,6 +67,25 @@ def restore(
         reports.append(BackupReport(model, backup.version, backup.seq, len(backup.files), nbytes, nbytes))
         audit.change("restore", requester(), "done", model=model, source=str(source), seq=backup.seq)
     return reports
+
+
+@contextlib.contextmanager
+def _own(root: DataDirectory) -> Iterator[None]:
+    """Have a data directory for the block, made where there is none; if the block fails, nothing of that stays."""
+    made = [folder for folder in (root.models, *root.models.parents) if not folder.exists()]
+    files.make_dir(root.models)
+    held = lock(root.lock)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            if root.root in made:
+                root.lock.unlink()
+            for folder in made:
+                folder.rmdir()  # but for one that somebody else has put something into
+        raise
+    finally:
+        unlock(held)
 
 
 def leftovers_of(root: Path) -> list[Path]:

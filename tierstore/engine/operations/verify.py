@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from tierstore.engine.deltas.dense import check_dense
 from tierstore.engine.lifecycle.throttle import Throttle
@@ -26,10 +28,17 @@ from tierstore.types import Progress, ProgressFn, VerifyReport
 _PAUSE_S = 0.01
 
 
-def verify_store(models: Sequence[Model], progress: ProgressFn, throttle: Throttle) -> VerifyReport:
-    """Check every block of every version against its checksum, row lengths and row counts, and every logged delta."""
+def verify_store(models: Sequence[Model], where: Path, progress: ProgressFn, throttle: Throttle) -> VerifyReport:
+    """Check every block of every version against its checksum, row lengths and row counts, and every logged delta.
+
+    Where there is no version in the data directory `where`, that is a problem: nothing was checked.
+    """
     with throttle.at_work("verify"):
-        return _verify(models, progress, Pace(lambda: throttle.share))
+        report = _verify(models, progress, Pace(lambda: throttle.share))
+    elsewhere = any(not model.state.shared.placement.refusals.allow("verify_rows") for model in models)
+    if report.versions or report.problems or elsewhere:
+        return report
+    return replace(report, problems=(f"nothing was verified: {where} has no complete version of any model",))
 
 
 def _verify(models: Sequence[Model], progress: ProgressFn, pace: Pace) -> VerifyReport:

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from tierstore.kernels import epochs as kernel
 from tierstore.kernels.codec import address_of
+from tierstore.threads import Thread
 
 MOST_MODELS = 1 << 16  # that compiled readers can serve; further ones are served by Python alone
 _LOOK_S = 0.0005
@@ -121,7 +122,7 @@ class Epochs:
                 return False
             self._retired.append((generation, kept, then))
             if self._thread is None:
-                thread = threading.Thread(target=self._look, name="tierstore-epochs", daemon=True)
+                thread = Thread(target=self._look, name="tierstore-epochs", daemon=True)
                 with contextlib.suppress(
                     RuntimeError
                 ):  # no thread can be started: the next one that is retired tries again

@@ -22,6 +22,7 @@ from tierstore.engine.data import row_count as rowcount
 from tierstore.engine.data.overlay import Overlay
 from tierstore.engine.data.row_count import RowCount
 from tierstore.engine.versions.dense_files import digest_of_dense, finish_dense
+from tierstore.engine.versions.identity import CONTENT, check_identity, content_digest, identity_record
 from tierstore.errors import Corruption
 from tierstore.formats import colliding, files
 from tierstore.formats.colliding import CollidingKeys
@@ -54,10 +55,11 @@ def watermark_record(seq: int) -> dict[str, bytes]:
     return {WATERMARK: str(seq).encode()}
 
 
-def first_records(manifest: Manifest, build: BaseBuild) -> dict[str, bytes]:
+def first_records(where: VersionDirectory, manifest: Manifest, build: BaseBuild) -> dict[str, bytes]:
     """The store's own records of a version as it is loaded."""
     tables = {name: CollidingKeys(table.colliding) for name, table in build.tables.items()}
-    return watermark_record(manifest.delta_seq) | colliding.to_record(tables)
+    identity = identity_record(where, manifest, content_digest(manifest, build), build.own)
+    return watermark_record(manifest.delta_seq) | colliding.to_record(tables) | identity
 
 
 def default_vector(spec: TableSpec, mean: np.ndarray) -> np.ndarray:
@@ -92,6 +94,7 @@ def make_record(
         "loaded_at_s": time.time(),
         "dense": checksum(where.dense) if manifest.dense is not None else None,
         "manifest": manifest.to_document(),
+        CONTENT: content_digest(manifest, build),
         "tables": tables,
     }
     if own is not None:
@@ -160,6 +163,7 @@ class VersionInfo:
             self.base = RECORD_FORMATS[form] if self.partitions is None else _local_base(record["base"])
             document, self.tables = record["manifest"], dict[str, dict[str, Any]](record["tables"])
             self.loaded_dense_digest: str | None = record.get("dense")
+            self.content: str | None = record.get(CONTENT)  # None where an earlier release has loaded it
             self.tags = [
                 str(tag).encode() for tag in record.get("tags", ())
             ]  # of a version whose rows are in a cluster
@@ -193,7 +197,7 @@ class VersionInfo:
         self.most_rows = {name: count.rows for name, count in self.counts.items()}
 
     def loaded_records(self) -> dict[str, bytes] | None:
-        """`first_records` again, of a version that deltas have changed since; None where an
+        """`first_records` again, but for the identity, of a version that deltas have changed since; None where an
         earlier release did not keep them.
         """
         if self.colliding and any("colliding" not in table for table in self.tables.values()):
@@ -201,13 +205,25 @@ class VersionInfo:
         tables = {name: CollidingKeys(map(tuple, table.get("colliding", ()))) for name, table in self.tables.items()}
         return watermark_record(self.manifest.delta_seq) | colliding.to_record(tables)
 
+    def identity_record(self, where: VersionDirectory) -> dict[str, bytes]:
+        """What RocksDB is to say of itself in the directory `where`, of this version or of a line of it."""
+        return identity_record(where, self.manifest, self.content, self.partitions)
+
+    def check_identity(self, disk: Records) -> None:
+        """Corruption where a RocksDB says that it is of something else than this directory."""
+        check_identity(self.where, self.identity_record(self.where), disk)
+
     @property
     def own(self) -> Partitions | None:
         """The partitions that it has, where it has not all of them."""
         return None if self.partitions is None or self.partitions.are_all else self.partitions
 
     def learn(self, disk: Records) -> None:
-        """Take over what the records in its disk tier say. Corruption if they make no sense."""
+        """Take over what the records in its disk tier say.
+
+        Corruption if they make no sense, or are of another version.
+        """
+        self.check_identity(disk)
         watermark = disk.watermark()
         if watermark is None:
             raise Corruption(

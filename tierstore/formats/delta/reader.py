@@ -334,7 +334,7 @@ class _Collected:
             raise DeltaError(
                 f"table {self.name!r}: its {n} rows of {dim} numbers would take more than {max_bytes} bytes: split it"
             )
-        reserve(int(deleted.sum()) * dim * dtype.itemsize)
+        reserve(sum(part.nbytes for part in self.vectors if len(self.vectors) > 1) + n * dim * dtype.itemsize)
         vectors = _joined(self.vectors)
         if kept.all():
             vectors = vectors.take(last, axis=0)

@@ -24,6 +24,7 @@ from cachetools import LRUCache
 from tierstore.engine.events.changes import REQUESTER
 from tierstore.errors import Closed, Conflict, NotFound, Overloaded, RateLimited, TierstoreError
 from tierstore.service.error_status import as_text, log_failure, message_of
+from tierstore.threads import Thread
 from tierstore.types import Progress
 
 logger = logging.getLogger(__name__)
@@ -127,7 +128,7 @@ class Jobs:
         self._closed = False
         self._threads: dict[str, threading.Thread] = {}  # of running jobs, by id
         self._changed = threading.Condition(self._lock)
-        self._thread = threading.Thread(target=self._work, name="tierstore-jobs", daemon=True)
+        self._thread = Thread(target=self._work, name="tierstore-jobs", daemon=True)
         self._thread.start()
 
     @property
@@ -223,9 +224,7 @@ class Jobs:
                     self._changed.wait(_POLL_S if self._threads else None)
                     continue
                 job.moved_s = time.monotonic()
-                thread = threading.Thread(
-                    target=self._run, args=(job,), name=f"tierstore-{job.kind}-{job.id}", daemon=True
-                )
+                thread = Thread(target=self._run, args=(job,), name=f"tierstore-{job.kind}-{job.id}", daemon=True)
                 try:
                     thread.start()
                 except RuntimeError as error:  # no memory for its stack, or too many of them

@@ -23,6 +23,7 @@ from tierstore.kernels import epochs as atomics
 from tierstore.kernels import reactor_words as kernel
 from tierstore.service.limits.call_queue import CallQueue
 from tierstore.service.limits.shedding import Caller, Waits
+from tierstore.threads import Thread
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class WorkerPool:
         # synchronized by itself
         self.jobs = CallQueue(2 * (threads + queue_limit)) if with_jobs else None
         self._queue: Any = self.jobs or queue.SimpleQueue()  # of _Item, and of None, which ends a thread
-        self._workers = [threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True) for i in range(threads)]
+        self._workers = [Thread(target=self._work, name=f"{name}-{i}", daemon=True) for i in range(threads)]
         for worker in self._workers:
             worker.start()
 

@@ -25,6 +25,7 @@ from tierstore.kernels import coldread, lookupplan
 from tierstore.kernels import epochs as atomics
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
+from tierstore.threads import Thread
 from tierstore.types import Tier
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class ColdReaders:
             self.inboxes.append(done)
         arguments = (address_of(self.shared), address_of(self.jobs), inbox, address_of(self.done_at))
         self._threads = [
-            threading.Thread(target=coldread.serve, args=arguments, name=f"tierstore-cold-{number}", daemon=True)
+            Thread(target=coldread.serve, args=arguments, name=f"tierstore-cold-{number}", daemon=True)
             for number in range(self._thread_count)
         ]
         self._promoter = _Promoter(self._epochs, self.shared, offers)
@@ -121,18 +122,18 @@ class ColdReaders:
         return not self.jobs["announced"].any()
 
 
-class _Promoter(threading.Thread):
+class _Promoter(Thread):
     """Offers rows that readers have read to the caches of their tables, until it pops the end mark.
 
     Whoever puts another mark into the pipe has appended an event to `marks` before; it is set once the mark is popped.
     """
 
     def __init__(self, epochs: Epochs, shared: npt.NDArray[Any], inbox: int) -> None:
-        super().__init__(name="tierstore-promote", daemon=True)
+        super().__init__(target=self._offer_all, name="tierstore-promote", daemon=True)
         self._epochs, self._shared, self._inbox = epochs, shared, inbox
         self.marks: deque[threading.Event] = deque()
 
-    def run(self) -> None:
+    def _offer_all(self) -> None:
         while True:
             select.select([self._inbox], [], [])
             time.sleep(

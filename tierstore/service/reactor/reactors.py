@@ -47,6 +47,7 @@ from tierstore.service.reactor.scorings import Scoring
 from tierstore.service.reactor.silent import SilentConnections
 from tierstore.service.reactor.streams import StreamReceiver, Streams
 from tierstore.service.reactor.tls_rows import TlsRows
+from tierstore.threads import Thread
 
 logger = logging.getLogger(__name__)
 
@@ -136,9 +137,7 @@ class Reactors:
                 if port >= 0:
                     register(epoll.fileno(), port, sysio.READABLE | sysio.EXCLUSIVE, what)
             here = self._here(number, ports, inbox, outbox)
-            self._workers.append(
-                threading.Thread(target=_serve, args=(here,), name=f"tierstore-reactor-{number}", daemon=True)
-            )
+            self._workers.append(Thread(target=_serve, args=(here,), name=f"tierstore-reactor-{number}", daemon=True))
         self._loop.add_reader(self._outbox, self._on_messages)
         for worker in self._workers:
             worker.start()

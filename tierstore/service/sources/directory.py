@@ -22,6 +22,7 @@ from tierstore.errors import NotFound, NotReady, Overloaded, SequenceGap, Tierst
 from tierstore.formats.names import parse_delta_file
 from tierstore.service.error_status import log_failure
 from tierstore.service.families import counter
+from tierstore.threads import Thread
 from tierstore.types import NAME
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class Watcher:
         self.applied = 0
         self.errors = 0
         self._problem: str | None = None
-        self._thread = threading.Thread(target=self._work, name="tierstore-watch", daemon=True)
+        self._thread = Thread(target=self._work, name="tierstore-watch", daemon=True)
         self._thread.start()
 
     def status(self) -> dict[str, Any]:

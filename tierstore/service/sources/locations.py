@@ -31,6 +31,7 @@ from tierstore.service.families import counter, gauge
 from tierstore.service.limits.jobs import Jobs
 from tierstore.service.sources.location_record import LocationRecords
 from tierstore.service.stats import InferenceStats
+from tierstore.threads import Thread
 from tierstore.verdicts import Trial
 
 logger = logging.getLogger(__name__)
@@ -95,14 +96,13 @@ class Locations(Observer):
         self._counts = threading.Lock()
         self.loaded = self.errors = 0  # under _counts
         store.observers.append(self)
-        self._threads = [self._thread(self._follow, place) for place in self._places]
-        self._threads.append(self._thread(self._judge_all))
+        self._threads = [*(self._thread(self._follow, of) for of in self._places), self._thread(self._judge_all)]
         for thread in self._threads:
             thread.start()
 
     @staticmethod
     def _thread(work: Callable[..., None], *args: Any) -> threading.Thread:
-        return threading.Thread(target=work, args=args, name="tierstore-locations", daemon=True)
+        return Thread(target=work, args=args, name="tierstore-locations", daemon=True)
 
     def version_switched(self, model: str, old: int | None, new: int | None) -> None:
         """As Observer: what was active once is not gone behind by itself."""

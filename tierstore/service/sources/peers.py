@@ -28,6 +28,7 @@ from tierstore.errors import Conflict, RemoteUnavailable, TierstoreError
 from tierstore.formats import files
 from tierstore.service.error_status import log_failure, message_of
 from tierstore.service.families import counter, gauge
+from tierstore.threads import Thread
 from tierstore.tiers.machines import Machines, Options
 from tierstore.tiers.upstream.connections import NodeConnection, UpstreamNode
 from tierstore.tiers.upstream.options import NodeAddress, check_token, parse_node_urls, tls_context
@@ -82,7 +83,7 @@ class Peers:
         self._problems: dict[str, str] = {}  # by peer, or by peer and model, in the last round
         self._complete = False  # once all models that peers have are here: others come by loads from then on
         self._equal: dict[tuple[str, str], _Compared] = {}  # by peer and model
-        self._thread = threading.Thread(target=self._run, name="tierstore-peers", daemon=True)
+        self._thread = Thread(target=self._run, name="tierstore-peers", daemon=True)
         self._thread.start()
 
     def status(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from tierstore.kafka.reader import BATCH, TopicReader
 from tierstore.service.error_status import log_failure
 from tierstore.service.sources.kafka_apply import LONGEST_RETRY_S, RETRY_S
 from tierstore.service.sources.kafka_status import KafkaStats
+from tierstore.threads import Thread
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class TopicThread:
     def __init__(self, name: str, topic: str, stats: KafkaStats, work: Work) -> None:
         self._topic, self._stats, self._work = topic, stats, work
         self.stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         self._thread.start()

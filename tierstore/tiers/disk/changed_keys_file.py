@@ -1,12 +1,14 @@
 """The filters of changed keys (`changed_keys.py`) in a file next to RocksDB, so that a start need
 not read all of RocksDB's keys.
 
-    header (16 bytes) | entries
+    header (16 bytes, and 8 of the identity) | entries
 
 An entry is what one delta has added to the filters: for each table, the keys that its filter did not find. Replayed in
 order, entries give the same filters, bit by bit. That matters: a key that a filter found by chance is in no entry, and
 the filter must go on finding it. An entry is durable before RocksDB has the delta, and has the delta's watermark. So a
-file that reaches RocksDB's watermark lacks nothing; any other file is written again. schema/layout.md has the bytes.
+file that reaches RocksDB's watermark lacks nothing; any other file is written again. Where RocksDB says of which
+version it is, so does the file, and one of another version or line is written again too. schema/layout.md has the
+bytes.
 
 For the one writer of a tier. A crash leaves whole entries, and perhaps a part of a last one,
 whose delta is not in RocksDB.
@@ -32,11 +34,16 @@ from tierstore.types import Keys
 log = logging.getLogger(__name__)
 
 NAME = "changed.keys"
-FORMAT = 1
+FORMATS = (1, 2)  # without and with the identity
 _HEADER = struct.Struct("<8sHHI")  # magic, format, bits a key, keys of the smallest layer
 _ENTRY = struct.Struct("<QqQ")  # bytes of its tables, watermark, checksum of both and of the tables
 _TABLE = struct.Struct("<IIQ")  # id, 0, keys
-_HEAD = _HEADER.pack(b"TIERCHGD", FORMAT, BITS_A_KEY, SMALLEST)
+
+
+def _head(identity: bytes | None) -> bytes:
+    """The header of a file beside a RocksDB with that record of its identity, if it has one."""
+    head = _HEADER.pack(b"TIERCHGD", FORMATS[identity is not None], BITS_A_KEY, SMALLEST)
+    return head if identity is None else head + xxhash.xxh3_64_intdigest(identity).to_bytes(8, "little")
 
 
 def entry(watermark: int, tables: Mapping[int, Keys]) -> bytes:
@@ -52,8 +59,9 @@ def _checksum(watermark: int, body: bytes | memoryview) -> int:
     return int(digest.intdigest())
 
 
-def replay(path: Path, watermark: int) -> tuple[dict[int, ChangedKeys], int] | None:
-    """(filters by table id, bytes of the file up to its last whole entry), or None for a file that is behind RocksDB.
+def replay(path: Path, watermark: int, identity: bytes | None) -> tuple[dict[int, ChangedKeys], int] | None:
+    """(filters by table id, bytes of the file up to its last whole entry), or None for a file that is behind RocksDB,
+    or of another one.
 
     StorageError where it cannot be read.
     """
@@ -63,10 +71,11 @@ def replay(path: Path, watermark: int) -> tuple[dict[int, ChangedKeys], int] | N
         return None
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
-    if bytes(data[: len(_HEAD)]) != _HEAD:
+    head = _head(identity)
+    if bytes(data[: len(head)]) != head:
         return None
     filters: dict[int, ChangedKeys] = {}
-    at, reached = len(_HEAD), -1
+    at, reached = len(head), -1
     while at + _ENTRY.size <= len(data):
         size, upto, checksum = _ENTRY.unpack_from(data, at)
         body = data[at + _ENTRY.size : at + _ENTRY.size + size]
@@ -87,10 +96,10 @@ def _put(body: memoryview, filters: dict[int, ChangedKeys]) -> None:
         at += keys.nbytes
 
 
-def rewrite(path: Path, entries: Iterable[bytes]) -> int:
+def rewrite(path: Path, entries: Iterable[bytes], identity: bytes | None) -> int:
     """Publish a file of these entries. Returns its bytes. Raises StorageError, and what `entries` raises."""
     with files.publish(path) as file:
-        file.write(_HEAD)
+        file.write(_head(identity))
         for each in entries:
             file.write(each)
         return file.tell()

@@ -14,9 +14,10 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
-from tierstore.tiers.background import become_background, is_background, start_threads, yield_if_background
+from tierstore.threads import Pool
+from tierstore.tiers.background import become_background, is_background, yield_if_background
 
 CHUNK_KEYS = 128  # keys a task: 0.4 ms if cached, against 20 µs for a hand-over; and enough tasks if not cached
 
@@ -82,9 +83,7 @@ class ReaderPool:
 class _Helpers:
     def __init__(self, threads: int, name: str, begin: Callable[[], None] | None) -> None:
         self._threads = threads
-        self._executor = ThreadPoolExecutor(threads, name, initializer=begin) if threads else None
-        if self._executor is not None:
-            start_threads(self._executor, threads)  # later there may be no memory for them
+        self._executor = Pool(threads, name, begin) if threads else None
 
     def start(self, wanted: int, work: Callable[[], None]) -> list[Future[None]]:
         """Let up to so many helpers call `work`, once each."""
@@ -97,4 +96,4 @@ class _Helpers:
 
     def close(self) -> None:
         if self._executor is not None:
-            self._executor.shutdown(wait=True)
+            self._executor.shutdown()

@@ -50,7 +50,7 @@ from tierstore.tiers.disk.reader_pool import ReaderPool
 from tierstore.tiers.disk.sealed_file import Opened, SealedFile, check_still, open_sealed, read_blocks
 from tierstore.tiers.disk.sealed_table import SealedTable, scatter
 from tierstore.tiers.disk.sst import Entries, Records, SstFile
-from tierstore.tiers.disk.tier import WATERMARK, DiskTier, TableContent
+from tierstore.tiers.disk.tier import IDENTITY, WATERMARK, DiskTier, TableContent
 from tierstore.types import MAX_PARTITIONS, BaseKind, Keys, Rows, States, Tier
 
 log = logging.getLogger(__name__)
@@ -103,14 +103,14 @@ class SealedTier(DiskTier):
 
         With `keep`, that file is kept up to date from now on.
         """
-        path, watermark = self.path / changed_keys_file.NAME, self.watermark()
-        replayed = None if watermark is None else changed_keys_file.replay(path, watermark)
+        path, watermark, identity = self.path / changed_keys_file.NAME, self.watermark(), self.record(IDENTITY)
+        replayed = None if watermark is None else changed_keys_file.replay(path, watermark, identity)
         size: int | None = None
         if replayed is not None:
             self._changed, size = replayed
         elif keep and watermark is not None:
             try:
-                size = changed_keys_file.rewrite(path, self._entries_from_rocksdb(watermark))
+                size = changed_keys_file.rewrite(path, self._entries_from_rocksdb(watermark), identity)
             except StorageError as error:
                 log.warning("%s; the next start fills the filters again", error)
         if size is None:

@@ -48,6 +48,7 @@ from tierstore.tiers.disk.sst import (
 from tierstore.types import Keys, Rows, States, Tier
 
 WATERMARK = "watermark"
+IDENTITY = "identity"  # the record of which version the tier is of, if there is one
 _RECORDS = 2048  # read at a time
 _RECORDS_CACHE_BYTES = 1 << 20
 _DIGEST_BLOCK = 65536

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -22,6 +21,7 @@ import numpy.typing as npt
 from tierstore.errors import Corruption, Fenced, RemoteUnavailable, SequenceGap, StorageError
 from tierstore.kernels import partitions, resp
 from tierstore.kernels.codec import address_of
+from tierstore.threads import Pool
 from tierstore.tiers.answers import reading
 from tierstore.tiers.remote.calls import call, command
 from tierstore.tiers.remote.cluster import Cluster
@@ -74,10 +74,10 @@ class Writer:
         self._row_bytes, self._tags = dict(row_bytes), list(tags)
         self._slots = [slot_of(tag) for tag in tags]
         self._timeout_s, self._wait_replicas = timeout_s, wait_replicas
-        self._threads = ThreadPoolExecutor(min(_THREADS, len(tags)), "tierstore-remote-write")
+        self._threads = Pool(min(_THREADS, len(tags)), "tierstore-remote-write")
 
     def close(self) -> None:
-        self._threads.shutdown(wait=True)
+        self._threads.shutdown()
 
     def __enter__(self) -> Writer:
         return self

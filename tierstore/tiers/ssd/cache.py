@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.kernels import ssd_cache
+from tierstore.threads import Thread
 from tierstore.tiers.disk.reader_pool import ReaderPool
 from tierstore.tiers.ssd.file import Bytes, CacheFile
 from tierstore.tiers.ssd.table import Offer, SsdTable, slot_keys
@@ -42,7 +43,7 @@ class SsdCache:
         # constant after construction
         self.file = CacheFile(directory, budget_bytes, readers, check_room)
         self._queue: queue.SimpleQueue[Offer | SsdTable | threading.Event | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="tierstore-ssd", daemon=True)
+        self._thread = Thread(target=self._run, name="tierstore-ssd", daemon=True)
         # guarded by _lock
         self._lock = threading.Lock()
         self._waiting_bytes = self._dropped = self._tables = 0

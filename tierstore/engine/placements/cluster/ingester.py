@@ -29,6 +29,7 @@ from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import DeltaError, Fenced, SequenceGap, StorageError, TierstoreError
 from tierstore.formats.delta.reader import read_delta
 from tierstore.formats.names import DENSE
+from tierstore.threads import Thread
 from tierstore.tiers.remote.write import Change, Writer
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class Ingester:
             settings,
             open_writer,
         )
-        self._thread = threading.Thread(target=self._run, name=f"tierstore-ingest-{model.name}", daemon=True)
+        self._thread = Thread(target=self._run, name=f"tierstore-ingest-{model.name}", daemon=True)
         self._stopping = threading.Event()
         # of the thread; others may read
         self.epoch: int | None = None  # while this node has the lease

@@ -26,6 +26,7 @@ from tierstore.engine.serving.routing import Routing
 from tierstore.engine.versions.version import Version
 from tierstore.errors import Closed, Conflict, Overloaded, StorageError, TierstoreError, TooLarge
 from tierstore.formats.delta.reader import read_delta
+from tierstore.threads import Thread
 from tierstore.types import Progress
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class Follower:
     def __init__(self, model: Model, shared: Followed, node: str) -> None:
         self.model, self.shared, self._node = model, shared, node
         self._copies = VersionCopies(model, shared)
-        self._thread = threading.Thread(target=self._run, name=f"tierstore-follow-{model.name}", daemon=True)
+        self._thread = Thread(target=self._run, name=f"tierstore-follow-{model.name}", daemon=True)
         self._switch: threading.Thread | None = None  # of the version that is made ready
         self._wake = threading.Event()
         # guarded by changed, which is notified whenever something of it is new
@@ -150,7 +151,7 @@ class Follower:
         self._looked_s = time.monotonic()
         moved = pointer != self.pointer
         seen = pointer.server, pointer.generation
-        if seen != self._seen:
+        if seen != self._seen or self._copies.lacks(pointer):
             pointer = self._copies.update(self.shared.versions(), pointer)
         self._note_marks(pointer)
         with self.changed:
@@ -319,7 +320,7 @@ class Follower:
                 self._begin(replace(pointer, current=number))
             if self._mark(pointer, number) < (local.start or 0):
                 continue  # it is caught up first
-            self._switch = threading.Thread(
+            self._switch = Thread(
                 target=self._make_ready, args=(number,), name=f"tierstore-switch-{self.model.name}", daemon=True
             )
             self._switch.start()
@@ -327,9 +328,8 @@ class Follower:
 
     def _failed_before(self, number: int, pointer: Pointer) -> bool:
         """It may succeed once more deltas are in its rows: then fewer have to be in memory."""
-        if self._failed is None or self._failed[:2] != (number, pointer.generation):
-            return False
-        return self._failed_at >= self.model.catalogue.info(number).watermark
+        info, failed = self.model.catalogue.info(number), self._failed
+        return failed is not None and failed[:2] == (number, pointer.generation) and self._failed_at >= info.watermark
 
     def _make_ready(self, number: int) -> None:
         try:
@@ -337,7 +337,8 @@ class Follower:
         except Exception as error:
             with self.changed:
                 self._failed = number, self.pointer.generation, str(error)
-                self._failed_at = self.model.catalogue.info(number).watermark
+                info = self.model.catalogue.get(number)  # none where that is why: it is tried again once it is back
+                self._failed_at = info.watermark if info else -1
             if not isinstance(error, (Closed, Conflict)):
                 log.exception("model %s: version %d is not ready", self.model.name, number)
         with self.changed:

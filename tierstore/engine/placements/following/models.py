@@ -17,6 +17,7 @@ from tierstore.engine.operations.together import Models
 from tierstore.engine.placement import ModelPlacement
 from tierstore.engine.placements.following.directory import clear, open_ssd_cache
 from tierstore.errors import unknown_model
+from tierstore.threads import Thread
 
 
 class FollowedModel(Protocol):
@@ -49,7 +50,7 @@ class FollowedModels(Generic[M]):
         # constant after construction
         self.models, self._make, self._look, self._every_s = models, make, look, every_s
         self.ssd_cache = open_ssd_cache(shared, models.root)
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = Thread(target=self._run, name=name, daemon=True)
         self.stopping = threading.Event()
         # guarded by lock; replaced in one step
         self.lock = threading.RLock()

@@ -58,6 +58,11 @@ class VersionCopies:
             pointer = self.update_dense(number)
         return pointer
 
+    def lacks(self, pointer: Pointer) -> bool:
+        """Whether a version that is to be served is not here: its record may have been lost for a while."""
+        named = {pointer.current, pointer.canary, pointer.wanted} - {None}
+        return not named <= set(self._model.catalogue.numbers)
+
     def update_dense(self, number: int) -> Pointer:
         """Have the dense part of a version as the other machines have it. Returns the pointer as of then.
 

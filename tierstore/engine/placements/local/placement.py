@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from tierstore.engine.placements.local.target import LocalTarget
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import ConfigError, unknown_model
 from tierstore.formats import files
+from tierstore.threads import Pool
 from tierstore.tiers.disk.sealed import BASES
 
 START_THREADS = 8  # models that start at once
@@ -37,13 +37,11 @@ class LocalPlacement:
     def start(self) -> None:
         """In parallel, because each model waits for its own files most of the time."""
         every = self._models.find()
-        with ThreadPoolExecutor(max(1, min(START_THREADS, len(every))), "tierstore-start") as threads:
-            for _ in threads.map(lambda model: model.catalogue.find(), every):
-                pass
+        with Pool(max(1, min(START_THREADS, len(every))), "tierstore-start") as threads:
+            threads.map(lambda model: model.catalogue.find(), every)
             starters = list(map(Starter, every))
             with self._shared.host_budget.awaiting(sum(starter.host_need_bytes for starter in starters)):
-                for _ in threads.map(Starter.start, starters):
-                    pass
+                threads.map(Starter.start, starters)
 
     def close(self, close_models: Callable[[], None]) -> None:
         close_models()

@@ -32,7 +32,7 @@ class LocalTarget:
         self, bulk: BulkLoad, build: BaseBuild, where: VersionDirectory, snapshot: Snapshot, progress: ProgressFn
     ) -> None:
         """Move the files in, and read everything back."""
-        bulk.ingest(build, where.db, first_records(snapshot.manifest, build))
+        bulk.ingest(build, where.db, first_records(where, snapshot.manifest, build))
         bulk.read_back(where.db)
 
     def publish(self, where: VersionDirectory, build: BaseBuild, manifest: Manifest) -> None:

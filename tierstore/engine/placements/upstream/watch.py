@@ -14,6 +14,7 @@ from urllib.parse import urlencode
 
 from tierstore.engine.placements.upstream.choice import ModelsDocument, ReportedModel
 from tierstore.errors import Overloaded, TierstoreError
+from tierstore.threads import Thread
 from tierstore.tiers.upstream.connections import UpstreamNode
 from tierstore.tiers.upstream.wire import PREFIX
 
@@ -39,7 +40,7 @@ class Watch:
     ) -> None:
         # constant after construction
         self.node, self._name, self._serves, self._changed = node, name, serves, changed
-        self._thread = threading.Thread(target=self._run, name=f"tierstore-upstream-{node}", daemon=True)
+        self._thread = Thread(target=self._run, name=f"tierstore-upstream-{node}", daemon=True)
         self._wake, self._stopping = threading.Event(), threading.Event()
         self.first = threading.Event()  # set once it has answered, or not
         # written by the thread, each in one step
