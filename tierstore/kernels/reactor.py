@@ -22,6 +22,10 @@ An answer that leaves at once never enters SENDING, and bytes of a request that 
 idle connection holds no memory. One connection is read again only when its answer has left, so a client that does not
 read is not served more.
 
+A client that ends its side of a connection is answered what it has asked, and one that is gone ends it the same way: what tells them apart is that
+only the first takes what it is sent. So while a request waits the second is found out by an interim answer (`ask_whether_there`), which resets the
+connection. With TLS an end is that of both sides.
+
 Time: a request has one to arrive whole, an answer to leave and to go on leaving, and a connection between them. At the
 end all of these are short. Bytes: a head is bounded by
 `httphead`, a body and an answer by the limits; answers that wait to leave count in INFLIGHT, which is shared with Python's
@@ -43,6 +47,7 @@ from tierstore.kernels.httpdate import write_date_at
 from tierstore.kernels.raw import call_at, load_i64, load_u32
 from tierstore.kernels.reactor_connections import (
     accept_new,
+    ask_whether_there,
     end,
     listen,
     set_send_deadline,
@@ -55,6 +60,7 @@ from tierstore.kernels.reactor_jobs import finish_job
 from tierstore.kernels.reactor_requests import continue_sending, read_requests
 from tierstore.kernels.reactor_sockets import end_tls, send
 from tierstore.kernels.reactor_words import (
+    ASK_NS,
     AWAY,
     BLOCK,
     CLOSES,
@@ -121,7 +127,7 @@ _TOO_SLOW = np.frombuffer(
 def _on_connection(me, fd, mask, now):  # type: ignore[no-untyped-def]
     """Note what an event says. True if the connection is to be read now."""
     row = connection_at(me.conns, fd)
-    state = row.state
+    state, has_ended = row.state, mask & HALF_CLOSED != 0 and row.flags & ENDED == 0
     if mask & (READABLE | HALF_CLOSED | FAILED | HUNG_UP):
         row.flags |= MAY_READ
     if mask & HALF_CLOSED:
@@ -134,8 +140,10 @@ def _on_connection(me, fd, mask, now):  # type: ignore[no-untyped-def]
             return False
         return True
     if state == AWAY:
-        if mask & (HALF_CLOSED | FAILED | HUNG_UP):
+        if mask & (FAILED | HUNG_UP) or (mask & HALF_CLOSED and row.tls != 0):
             row.lost = 1
+        elif has_ended and now - row.moved_ns > ASK_NS:
+            ask_whether_there(me, fd)
         return False
     if mask & (FAILED | HUNG_UP):
         end(me, fd, True)
@@ -227,6 +235,8 @@ def _sweep(me, now):  # type: ignore[no-untyped-def]
             continue
         if row.state == HTTP2:
             call_at(me.http2, me, SWEEP, fd, now, stall, 0)
+        elif row.state == AWAY and row.flags & ENDED and row.tls == 0:
+            ask_whether_there(me, fd)
         elif finishing and row.state == READING and row.in_bytes == 0:
             end(me, fd, False)
         elif (row.deadline_ns != 0 and now > row.deadline_ns) or (row.state == SENDING and now - row.moved_ns > stall):

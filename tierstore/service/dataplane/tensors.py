@@ -137,7 +137,11 @@ def elements_from_list(name: str, datatype: str, shape: tuple[int, ...], flat: l
         raise _beyond(name, datatype, shape, flat) from None
     except (ValueError, pa.ArrowException) as error:
         raise InvalidInput(f"input {shown(name)}: a value does not fit {datatype}: {error}") from error
-    if dtype.kind == "f" and (infinite := np.isinf(elements)).any() and not np.isinf(np.array(flat, np.float64))[infinite].all():
+    if (
+        dtype.kind == "f"
+        and (infinite := np.isinf(elements)).any()
+        and not np.isinf(np.array(flat, np.float64))[infinite].all()
+    ):
         raise _beyond(name, datatype, shape, flat)
     return elements
 
