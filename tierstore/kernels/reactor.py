@@ -23,7 +23,7 @@ idle connection holds no memory. One connection is read again only when its answ
 read is not served more.
 
 A client that ends its side of a connection is answered what it has asked, and one that is gone ends it the same way: what tells them apart is that
-only the first takes what it is sent. So while a request waits the second is found out by an interim answer (`ask_whether_there`), which resets the
+only the first takes what it is sent. So while a request waits the second is found out by an interim answer (`probe_client`), which resets the
 connection. With TLS an end is that of both sides.
 
 Time: a request has one to arrive whole, an answer to leave and to go on leaving, and a connection between them. At the
@@ -47,9 +47,9 @@ from tierstore.kernels.httpdate import write_date_at
 from tierstore.kernels.raw import call_at, load_i64, load_u32
 from tierstore.kernels.reactor_connections import (
     accept_new,
-    ask_whether_there,
     end,
     listen,
+    probe_client,
     set_send_deadline,
     start_serving,
 )
@@ -60,7 +60,6 @@ from tierstore.kernels.reactor_jobs import finish_job
 from tierstore.kernels.reactor_requests import continue_sending, read_requests
 from tierstore.kernels.reactor_sockets import end_tls, send
 from tierstore.kernels.reactor_words import (
-    ASK_NS,
     AWAY,
     BLOCK,
     CLOSES,
@@ -79,6 +78,7 @@ from tierstore.kernels.reactor_words import (
     MESSAGE,
     MESSAGE_BYTES,
     MESSAGES,
+    PROBE_NS,
     READING,
     RUN,
     SENDING,
@@ -142,8 +142,8 @@ def _on_connection(me, fd, mask, now):  # type: ignore[no-untyped-def]
     if state == AWAY:
         if mask & (FAILED | HUNG_UP) or (mask & HALF_CLOSED and row.tls != 0):
             row.lost = 1
-        elif has_ended and now - row.moved_ns > ASK_NS:
-            ask_whether_there(me, fd)
+        elif has_ended and now - row.moved_ns > PROBE_NS:
+            probe_client(me, fd)
         return False
     if mask & (FAILED | HUNG_UP):
         end(me, fd, True)
@@ -236,7 +236,7 @@ def _sweep(me, now):  # type: ignore[no-untyped-def]
         if row.state == HTTP2:
             call_at(me.http2, me, SWEEP, fd, now, stall, 0)
         elif row.state == AWAY and row.flags & ENDED and row.tls == 0:
-            ask_whether_there(me, fd)
+            probe_client(me, fd)
         elif finishing and row.state == READING and row.in_bytes == 0:
             end(me, fd, False)
         elif (row.deadline_ns != 0 and now > row.deadline_ns) or (row.state == SENDING and now - row.moved_ns > stall):

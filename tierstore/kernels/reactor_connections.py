@@ -264,7 +264,7 @@ def send_first(me, fd, at, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def ask_whether_there(me, fd):  # type: ignore[no-untyped-def]
+def probe_client(me, fd):  # type: ignore[no-untyped-def]
     """Send an interim answer (RFC 9110, 15.2) to a client whose request is away: if it is gone, that resets the connection. HTTP/1.0 has none."""
     row = connection_at(me.conns, fd)
     at = row.in_at

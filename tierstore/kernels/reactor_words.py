@@ -141,7 +141,7 @@ LARGE_TURN = 1 << 20  # bytes of one connection that are read before others have
 HEAD_ROOM = 1 << 15  # before the answer's data
 FRAMES_BYTES = 1 << 18
 SWEEP_NS = 1_000_000_000
-ASK_NS = 50_000_000  # that a request has been away when an end of its client's side most likely means that it is gone
+PROBE_NS = 50_000_000  # that a request has been away when an end of its client's side most likely means that it is gone
 
 SERIALS = 0x7FFFFFFF
 BOUNDS = np.array(BOUNDS_NS, np.int64)

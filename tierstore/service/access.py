@@ -129,9 +129,9 @@ class Access:
 
         Forbidden for one under which the service may not be asked.
         """
-        known = self._passed.get(host)
-        if known is not None:
-            return known
+        passed = self._passed.get(host)
+        if passed is not None:
+            return passed
         name = (host_name(host.decode("latin-1")) or "").lower()
         if not (is_loopback(name) or name in self.names or (name and self.any_name)) and not (
             self._beyond and is_address(name)

@@ -129,7 +129,7 @@ def test_what_is_cut_short_by_the_end_takes_no_answer_away(ctr: Own, before: byt
 @pytest.fixture
 def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FakeStore, ServerThread]]:
     """A store whose look-ups wait for its gate, with one thread."""
-    monkeypatch.setattr(connection, "ASK_S", 0.05)
+    monkeypatch.setattr(connection, "PROBE_S", 0.05)
     store = FakeStore(settings_for(tmp_path, lookup_threads=1))
     with ServerThread(store) as server:  # type: ignore[arg-type]
         store.model("ctr").gate.clear()

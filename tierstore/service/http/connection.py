@@ -25,7 +25,7 @@ from tierstore.service.openssl import Session
 
 Back: TypeAlias = Callable[[], Callable[[int, Session | None], None] | None]
 HEAD_BYTES = 64 << 10
-ASK_S = 0.5  # between questions whether a client that has ended its side still waits
+PROBE_S = 0.5  # between questions whether a client that has ended its side still waits
 PIPELINED = 64  # requests that a client may send ahead of their answers
 _UNREAD_BYTES = 64 << 10  # of a body, that the application has not taken: no more is read then
 _HEALTH = {"/v2/health/live", "/v2/health/ready"}
@@ -118,19 +118,19 @@ class HttpConnection(asyncio.Protocol):
         self._requests[-1].keeps = False
         if not self._ended:
             self._ended = True
-            asyncio.get_running_loop().call_later(ASK_S, self._ask_whether_there)
+            asyncio.get_running_loop().call_later(PROBE_S, self._probe_client)
         return True
 
-    def _ask_whether_there(self) -> None:
+    def _probe_client(self) -> None:
         """Send an interim answer to a client that has ended its side.
 
         If it is gone, that resets the connection, which the next one finds out.
         """
         if self._lost or not self._requests or self.transport.is_closing():
             return
-        if self._requests[0].takes_interim and self.writable.is_set():
+        if self._requests[0].has_interim and self.writable.is_set():
             self.transport.write(CONTINUE)
-        asyncio.get_running_loop().call_later(ASK_S, self._ask_whether_there)
+        asyncio.get_running_loop().call_later(PROBE_S, self._probe_client)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True

@@ -32,8 +32,8 @@ class HttpRequest:
     def __init__(self, connection: RequestConnection, scope: Scope, *, keeps: bool) -> None:
         self._connection, self.scope = connection, scope
         self.keeps = keeps  # whether the connection stays open after the response
-        self.takes_interim = scope["http_version"] >= "1.1"  # an expectation of HTTP/1.0 is passed over
-        self._awaits_continue = self.takes_interim and any(
+        self.has_interim = scope["http_version"] >= "1.1"  # an expectation of HTTP/1.0 is passed over
+        self._awaits_continue = self.has_interim and any(
             name == b"expect" and value.lower() == b"100-continue" for name, value in scope["headers"]
         )
         self._body, self.has_come = bytearray(), False

@@ -142,8 +142,8 @@ class Calls:
     def authorise(self, method: Method, stream: Stream, caller: RpcCaller) -> None:
         """Find out who calls, and under which name. Forbidden where they may not."""
         access = self.service.access
-        asked = method.action, stream.authority, caller.authorizations, stream.peer_names
-        name, principal = access.of_call(*asked)
+        checked = method.action, stream.authority, caller.authorizations, stream.peer_names
+        name, principal = access.of_call(*checked)
         caller.waiting.principal = principal
         if method.receive is None or not caller.unplanned:
             return
