@@ -5,7 +5,8 @@
 One server over a real store has two ports. One is its own, behind which the reactors are; what comes in through the
 other is adopted by the full server as if a reactor had handed it over, and never goes back. An exchange is a few
 requests (`fuzz_requests.py`), whole or spoiled, cut into packets; it is a function of the seed and its number. Behind each comes a question
-that names it, so it shows whether the connection still stands, and where the next request was taken to begin.
+that names it, so it shows whether the connection still stands, and where the next request was taken to begin. In a share of them the client ends
+its side (`--half-closes`): it gets what it would have got otherwise, and then the end of the connection.
 
 What may differ, and why, is in `Fuzzer._look_again`.
 """
@@ -42,6 +43,7 @@ from tools.fuzz_requests import ROWS, Exchange, Template, make_exchange
 QUIET_S = 0.4  # without a byte: nothing more is coming
 PATIENCE_S = 20.0  # where the other side has more
 AT_ONCE = 24  # exchanges
+HALF_CLOSES = 0.15  # the share of exchanges whose client ends its side
 DIMS = {"item": 16, "half": 5, "big": 4, "one": 8, "user": 4}
 COMPILING_S = 1800.0  # at most, until there are reactors
 
@@ -268,9 +270,20 @@ def _begins_alike(few: Seen, all_of_them: Seen) -> bool:
     return answers == all_of_them.answers[: len(answers)]
 
 
+def _are_refused_alike(*sides: Seen) -> bool:
+    """Whether all answered the same, but that some have refused the last request as well, of which a part had come."""
+    longest = max(sides, key=lambda seen: len(seen.answers)).answers
+    few = min(len(seen.answers) for seen in sides)
+    return (
+        len(longest) - few <= 1
+        and (len(longest) == few or longest[-1][0] >= 400)
+        and all(seen.answers == longest[: len(seen.answers)] and seen.end == "closed" for seen in sides)
+    )
+
+
 def _ends(answer: Answer) -> bool:
     """Whether it is what the full server says to bytes that are no request."""
-    return answer[0] == 400 and ("connection", "close") in answer[1]
+    return answer[0] == 400 and ("content-type", "text/plain; charset=utf-8") in answer[1]
 
 
 class Side:
@@ -299,7 +312,7 @@ class Side:
             await loop.sock_connect(self._socket, ("127.0.0.1", self._port))
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         made, data = self._socket, b""
-        sending = asyncio.ensure_future(self._send(made, exchange.packets, exchange.pause_s))
+        sending = asyncio.ensure_future(self._send(made, exchange))
         receiving: asyncio.Future[bytes] | None = None
         until = time.monotonic() + PATIENCE_S
         behind = b"behind-%d'" % exchange.number
@@ -318,11 +331,11 @@ class Side:
                 more = b"" if receiving.exception() else receiving.result()
                 receiving = None
                 data += more
-                data = _parse_answers(seen, data, ended=not more)
+                data = _parse_answers(seen, data, ended=not more, half_closes=exchange.half_closes)
                 if not more:
                     seen.end = "closed"
                     break
-                if seen.answers and behind in seen.answers[-1][2] and not data:
+                if seen.answers and behind in seen.answers[-1][2] and not data and not exchange.half_closes:
                     seen.end = "open"
                     break
         finally:
@@ -334,17 +347,24 @@ class Side:
             seen.answers.append((0, (), data))
 
     @staticmethod
-    async def _send(made: socket.socket, packets: list[bytes], pause_s: float) -> None:
+    async def _send(made: socket.socket, exchange: Exchange) -> None:
         loop = asyncio.get_running_loop()
         with contextlib.suppress(OSError):
-            for i, packet in enumerate(packets):
+            for i, packet in enumerate(exchange.packets):
                 if i:
-                    await asyncio.sleep(pause_s)
+                    await asyncio.sleep(exchange.pause_s)
                 await loop.sock_sendall(made, packet)
+            if exchange.half_closes:
+                if exchange.pause_s:
+                    await asyncio.sleep(exchange.pause_s)
+                made.shutdown(socket.SHUT_WR)
 
 
-def _parse_answers(seen: Seen, data: bytes, *, ended: bool) -> bytes:
-    """Move whole answers from `data` to `seen`, and return what is left."""
+def _parse_answers(seen: Seen, data: bytes, *, ended: bool, half_closes: bool) -> bytes:
+    """Move whole answers from `data` to `seen`, and return what is left.
+
+    That the connection closes is not kept of answers to a client which `half_closes`: it depends on whether its end has come by then.
+    """
     while True:
         head, found, remainder = data.partition(b"\r\n\r\n")
         if not found or not (match := re.match(rb"HTTP/1.1 (\d{3}) ", head)):
@@ -357,6 +377,8 @@ def _parse_answers(seen: Seen, data: bytes, *, ended: bool) -> bytes:
         headers = {name.decode().lower(): value.decode("latin-1") for name, _, value in lines}
         headers.pop("date", None)
         headers.pop("x-request-id", None)  # which a reactor does not send back
+        if half_closes:
+            headers.pop("connection", None)
         length = headers.get("content-length")
         if length is None and not ended:
             return data
@@ -370,8 +392,8 @@ def _parse_answers(seen: Seen, data: bytes, *, ended: bool) -> bytes:
 class Fuzzer:
     """Counts what was the same, and keeps what was not."""
 
-    def __init__(self, ports: tuple[int, int], seed: int) -> None:
-        self._ports, self._seed = ports, seed
+    def __init__(self, ports: tuple[int, int], seed: int, half_closes: float = HALF_CLOSES) -> None:
+        self._ports, self._seed, self._half_closes = ports, seed, half_closes
         rng = random.Random(f"templates {seed}")
         self.templates = [Template(rng) for _ in range(150)]
         self.counts: Counter[str] = Counter()
@@ -400,7 +422,7 @@ class Fuzzer:
         sides = [Side(port) for port in self._ports]
         try:
             for number in numbers:
-                await self._compare(make_exchange(self._seed, number, self.templates), sides)
+                await self._compare(make_exchange(self._seed, number, self.templates, self._half_closes), sides)
         finally:
             for side in sides:
                 side.drop()
@@ -415,7 +437,10 @@ class Fuzzer:
                 sides[1].ask(exchange, full, ours, quiet_s=quiet_s),
             )
             await asyncio.gather(*requests)
-            how = "the same" if ours == full else await self._look_again(exchange, ours, full)
+            if exchange.half_closes and (ours.end, full.end) != ("closed", "closed"):  # whatever was answered
+                how = self._differ(exchange, ours, full, Seen())
+            else:
+                how = "the same" if ours == full else await self._look_again(exchange, ours, full)
             if ours != full or ours.end != "open":
                 for side in sides:
                     side.drop()
@@ -423,6 +448,7 @@ class Fuzzer:
                 break
             del self.different[exchange.number]
         self.counts[how] += 1
+        self.counts["half-closed"] += exchange.half_closes
         self.counts[ours.end] += 1
         for status, *_ in ours.answers:
             self.counts[f"status {status}"] += 1
@@ -434,19 +460,23 @@ class Fuzzer:
         before it. Whether a head is first found too long or wrong depends on how its bytes come.
         A request may have been refused for its head when its body turns out to be none.
         A wish for another protocol it passes over only where a packet begins with that head; else it closes.
-        A head whose body has not come it may refuse at once.
+        A head whose body has not come it may refuse at once, before it sees that the client has ended its side.
         """
         data = b"".join(exchange.messages)
         one_by_one, alone, parts = Seen(), Side(self._ports[1]), split_requests(data)
         try:
             for i, part in enumerate(parts):
-                await alone.ask(Exchange(exchange.number, [part], [], [part]), one_by_one, None, least=i + 1)
+                ends = exchange.half_closes and i == len(parts) - 1
+                asked = Exchange(exchange.number, [part], [], [part], half_closes=ends)
+                await alone.ask(asked, one_by_one, None, least=i + 1)
                 if one_by_one.end == "closed":
                     break
         finally:
             alone.drop()
         if _WISH.search(data) and full.end == "closed":
             same = _begins_alike(ours, one_by_one)
+        elif exchange.is_cut and _are_refused_alike(ours, full, one_by_one):
+            same = True
         elif full.end == ours.end == "waiting":  # a head may be refused before its body has come; reactors wait for it
             same = full.answers[:-1] == ours.answers and full == one_by_one and full.answers[-1][0] >= 400
         else:
@@ -473,6 +503,9 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=int, help="one exchange, by its number")
+    parser.add_argument(
+        "--half-closes", type=float, default=HALF_CLOSES, help="share of exchanges whose client ends its side"
+    )
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin none after that")
     options = parser.parse_args()
     logging.disable()  # most of what is sent is an error to somebody
@@ -485,7 +518,7 @@ def main() -> None:
             yield number
 
     with tempfile.TemporaryDirectory() as root, Server(Path(root)) as server:
-        fuzzer = Fuzzer(server.ports, options.seed)
+        fuzzer = Fuzzer(server.ports, options.seed, options.half_closes)
         began = time.monotonic()
         fuzzer.run(numbers())
         for line in fuzzer.different.values():

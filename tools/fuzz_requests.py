@@ -519,16 +519,22 @@ SPOIL: dict[Callable[[random.Random, Request], None], int] = {
 
 @dataclass
 class Exchange:
-    """`messages` are what the requests are meant to be; `packets` what is sent, with pauses of `pause_s` between them."""
+    """`messages` are what the requests are meant to be; `packets` what is sent, with pauses of `pause_s` between them.
+
+    `half_closes`: behind them, and a pause, the client ends its side; `is_cut`: it does so before all of them.
+    """
 
     number: int
     messages: list[bytes]
     spoiled: list[str]
     packets: list[bytes] = field(default_factory=list)
     pause_s: float = 0.0
+    half_closes: bool = False
+    is_cut: bool = False
 
 
-def make_exchange(seed: int, number: int, templates: list[Template]) -> Exchange:
+def make_exchange(seed: int, number: int, templates: list[Template], half_closes: float = 0.0) -> Exchange:
+    """`half_closes`: the share of exchanges in which the client ends its side."""
     rng = random.Random(f"{seed}-{number}")
     exchange = Exchange(number, [], [])
     for _ in range(1 if rng.random() < 0.7 else rng.randint(2, 8)):
@@ -557,4 +563,22 @@ def make_exchange(seed: int, number: int, templates: list[Template]) -> Exchange
     if not together:
         exchange.packets.append(behind)
     exchange.messages.append(behind)
+    of_end = random.Random(f"end {seed}-{number}")
+    if of_end.random() < half_closes:
+        _end_side(of_end, exchange)
     return exchange
+
+
+def _end_side(rng: random.Random, exchange: Exchange) -> None:
+    """Have the client end its side, now and then in the middle of what it sends."""
+    exchange.half_closes, exchange.is_cut = True, rng.random() < 0.3
+    exchange.spoiled.append("cut short" if exchange.is_cut else "half-closed")
+    exchange.pause_s = rng.choice([exchange.pause_s, 0.0, 0.002, 0.02])
+    if exchange.is_cut:
+        left, packets = rng.randrange(sum(map(len, exchange.packets))), exchange.packets
+        exchange.packets = []
+        for packet in packets:
+            exchange.packets.append(packet[:left])
+            left -= len(exchange.packets[-1])
+        exchange.packets = [packet for packet in exchange.packets if packet]
+        exchange.messages = [b"".join(exchange.packets), b""]

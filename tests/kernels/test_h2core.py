@@ -261,6 +261,47 @@ def test_resets_of_another_second_do_not_count(machine: Machine) -> None:
     assert not machine.failed
 
 
+def began(stream: int) -> bytes:
+    return frame(h2words.HEADERS, 5, stream, HEAD)
+
+
+def test_a_client_whose_calls_are_answered_may_take_others_back(machine: Machine) -> None:
+    """As one does whose deadlines pass while the service is busy: more of its calls than in any flood, but not of them all."""
+    machine.feed(SETTINGS)
+    for k in range(4 * h2words.MOST_RESETS):
+        machine.feed(began(2 * k + 1))
+        if k % 4:
+            machine.feed(frame(h2words.RST_STREAM, 0, 2 * k + 1, b"\0\0\0\x08"))
+        else:
+            machine.answer(2 * k + 1, 200, [], b"")
+    assert not machine.failed
+
+
+def test_what_was_answered_before_counts_for_a_while(machine: Machine) -> None:
+    machine.feed(SETTINGS)
+    for k in range(h2words.MOST_RESETS):
+        machine.feed(began(2 * k + 1))
+        machine.answer(2 * k + 1, 200, [], b"")
+    machine.now += 10 * SECOND
+    first = 2 * h2words.MOST_RESETS + 1
+    for k in range(3 * h2words.MOST_RESETS):
+        machine.feed(began(first + 2 * k) + frame(h2words.RST_STREAM, 0, first + 2 * k, b"\0\0\0\x08"))
+    assert not machine.failed
+
+
+def test_however_many_were_answered_a_flood_of_resets_ends_the_connection(machine: Machine) -> None:
+    machine.feed(SETTINGS)
+    for k in range(20_000):
+        machine.feed(began(2 * k + 1))
+        machine.answer(2 * k + 1, 200, [], b"")
+    first, most = 40_001, h2words.MOST_RESETS + h2words.MOST_SAVED_RESETS
+    for k in range(most):
+        machine.feed(began(first + 2 * k) + frame(h2words.RST_STREAM, 0, first + 2 * k, b"\0\0\0\x08"))
+    assert not machine.failed
+    machine.feed(began(first + 2 * most) + frame(h2words.RST_STREAM, 0, first + 2 * most, b"\0\0\0\x08"))
+    assert goodbye(machine.take_sent()) == h2words.ENHANCE_YOUR_CALM
+
+
 @pytest.mark.parametrize(
     "one",
     [

@@ -35,11 +35,14 @@ def fail(s, code):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def count_often(s, counter, most, now):  # type: ignore[no-untyped-def]
-    """Count what a client may not do without end, `resets` or `controls`, whose address is `counter`. True where that was too often in this second."""
+    """Count what a client may not do without end, `resets` or `controls`, whose address is `counter`. True where that was too often in this second.
+
+    Streams that were answered (`h2out.finish`) pay for resets, then or later: a client whose deadlines pass while the service is busy is no flood.
+    """
     second = now // 1_000_000_000
     if s.second != second:
         s.second = second
-        s.resets = 0
+        s.resets = min(s.resets, 0)
         s.controls = 0
     store_i64(counter, 0, load_i64(counter, 0) + 1)
     return load_i64(counter, 0) > most

@@ -26,19 +26,20 @@ from tierstore.kernels.raw import load_u8, store_u8, store_u64
 from tierstore.kernels.records import text_at
 from tierstore.kernels.sysio import allocate, same_bytes
 
-GOOD, MALFORMED, NO_MEMORY = range(3)
+GOOD, EXPECTS, MALFORMED, NO_MEMORY = range(4)  # EXPECTS: good, and its client waits to be told to go on
 
 # names by their first place in HPACK's static table; those that it lacks by their place in a list, from _OTHERS on
 _AUTHORITY, _METHOD, _PATH, _SCHEME, _STATUS = 1, 2, 4, 6, 8
-_AUTHORIZATION, _CONTENT_ENCODING, _CONTENT_LENGTH, _CONTENT_TYPE, _HOST, _TRANSFER_ENCODING = 23, 26, 28, 31, 38, 57
+_AUTHORIZATION, _CONTENT_ENCODING, _CONTENT_LENGTH, _CONTENT_TYPE, _EXPECT, _HOST = 23, 26, 28, 31, 35, 38
+_TRANSFER_ENCODING = 57
 _OTHERS = 100
 _NAMES, _NAMES_FROM = names_of(
     "te", "connection", "keep-alive", "proxy-connection", "upgrade", "x-request-id", "grpc-timeout", "grpc-encoding", "origin", "traceparent",
 )  # fmt: skip
 _TE, _CONNECTION, _UPGRADE, _REQUEST_ID, _TIMEOUT, _GRPC_ENCODING, _ORIGIN, _TRACEPARENT = 100, 101, *range(104, 110)
 
-_TRAILERS, _IDENTITY, _GRPC = (
-    np.frombuffer(text, np.uint8) for text in (b"trailers", b"identity", b"application/grpc")
+_TRAILERS, _IDENTITY, _GRPC, _CONTINUE = (
+    np.frombuffer(text, np.uint8) for text in (b"trailers", b"identity", b"application/grpc", b"100-continue")
 )
 INFER_PATH = np.frombuffer(b"/inference.GRPCInferenceService/ModelInfer", np.uint8)
 _COLON, _LF, _SPACE, _TAB, _SLASH, _STAR = 58, 10, 32, 9, 47, 42
@@ -128,11 +129,12 @@ def _write(target, n, at, size, end):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def read_head(row, text, fields, count, streaming, now):  # type: ignore[no-untyped-def]
-    """Keep `count` decoded fields as the head of a stream. GOOD, MALFORMED or NO_MEMORY."""
+    """Keep `count` decoded fields as the head of a stream. GOOD, EXPECTS, MALFORMED or NO_MEMORY."""
     method = path = scheme = authority = host = nb.int64(0)
     method_bytes = path_bytes = authority_bytes = host_bytes = nb.int64(0)
     authorization = request_id = -1
     declared, timeout, unusual, is_grpc, regular = nb.int64(-1), nb.int64(0), 0, False, False
+    came = GOOD
     size = 8 + 16
     for i in range(count):
         field = field_at(fields, i)
@@ -175,6 +177,9 @@ def read_head(row, text, fields, count, streaming, now):  # type: ignore[no-unty
             if authorization >= 0:
                 unusual |= httphead.ODD_VALUE
             authorization = i
+        elif which == _EXPECT:
+            if httphead.is_word(value, value_bytes, _CONTINUE):
+                came = EXPECTS
         elif which == _HOST:
             host, host_bytes = value, value_bytes
         elif which in (_CONTENT_ENCODING, _GRPC_ENCODING):
@@ -240,7 +245,7 @@ def read_head(row, text, fields, count, streaming, now):  # type: ignore[no-unty
     row.timeout_ms = timeout
     row.unusual = unusual
     row.kind = _kind(streaming, path, path_bytes, is_grpc)
-    return GOOD
+    return came
 
 
 @nb.njit

@@ -343,4 +343,5 @@ def finish(s, row):  # type: ignore[no-untyped-def]
     """Close a stream whose answer was written to its end."""
     if not row.state & h2words.ENDED:
         write_reset(s, row.id, h2words.NO_ERROR)  # the remainder of the request is not wanted
+    s.resets = max(s.resets - h2words.ANSWER_RESETS, -h2words.MOST_SAVED_RESETS)
     close_row(s, row)

@@ -6,6 +6,7 @@ What comes of a frame is what `h2core.step` returns. Free functions of addresses
 from __future__ import annotations
 
 import numba as nb
+import numpy as np
 
 from tierstore.kernels import h2head, h2words, hpack
 from tierstore.kernels.atomics import copy_bytes
@@ -17,11 +18,12 @@ from tierstore.kernels.h2out import (
     write_credit,
     write_headers,
 )
-from tierstore.kernels.raw import load_u8, store_u8
+from tierstore.kernels.raw import load_u8
 from tierstore.kernels.records import place
 from tierstore.kernels.sysio import allocate, release
 
-_LIST_TOO_LARGE = (0x08, 3, 52, 51, 49)  # :status 431, literal, for a header list that is too large
+_LIST_TOO_LARGE = np.frombuffer(b"\x08\x03431", np.uint8)  # :status, literal, for a header list that is too large
+_CONTINUE = np.frombuffer(b"\x08\x03100", np.uint8)
 _PRIORITY_BYTES = 5
 MOST_ID = (1 << 31) - 1
 
@@ -80,15 +82,13 @@ def _on_block(s, at, size, stream, flags, work, now):  # type: ignore[no-untyped
     if s.open >= h2words.MOST_STREAMS:
         return reset_stream(s, stream, h2words.REFUSED_STREAM, now)
     if count < 0:
-        for i, byte in enumerate(_LIST_TOO_LARGE):
-            store_u8(work, i, nb.uint8(byte))
-        write_headers(s, stream, work, len(_LIST_TOO_LARGE), h2words.END_STREAM)
+        write_headers(s, stream, nb.int64(_LIST_TOO_LARGE.ctypes.data), _LIST_TOO_LARGE.size, h2words.END_STREAM)
         return h2words.NOTHING if flags & h2words.END_STREAM else reset_stream(s, stream, 0, now)
     row = new_row(s, stream)
     if row == 0:
         return reset_stream(s, stream, h2words.REFUSED_STREAM, now)
     came = h2head.read_head(row, text, fields, count, s.streaming_at, now)
-    if came != h2head.GOOD:
+    if came not in (h2head.GOOD, h2head.EXPECTS):
         return reset_stream(
             s, stream, h2words.PROTOCOL_ERROR if came == h2head.MALFORMED else h2words.REFUSED_STREAM, now
         )
@@ -99,17 +99,17 @@ def _on_block(s, at, size, stream, flags, work, now):  # type: ignore[no-untyped
     s.event_row = row
     s.event_at = row.at + row.head_bytes
     s.event_bytes = 0
+    if row.declared > s.most_body and row.kind != h2words.STREAMING and not flags & h2words.END_STREAM:
+        return _too_large(s, row)
+    if came == h2head.EXPECTS and not flags & h2words.END_STREAM:
+        write_headers(s, stream, nb.int64(_CONTINUE.ctypes.data), _CONTINUE.size, 0)
     if row.kind == h2words.STREAMING:
         if flags & h2words.END_STREAM:
             row.state = h2words.ENDED
             if row.declared > 0:
                 return reset_stream(s, stream, h2words.PROTOCOL_ERROR, now)
         return h2words.OPENED
-    if flags & h2words.END_STREAM:
-        return _ended(s, row, now)
-    if row.declared > s.most_body:
-        return _too_large(s, row)
-    return h2words.NOTHING
+    return _ended(s, row, now) if flags & h2words.END_STREAM else h2words.NOTHING
 
 
 @nb.njit

@@ -35,6 +35,8 @@ MOST_FIELDS = 256
 MOST_BLOCK_BYTES = 1 << 15  # of a header block, as it comes
 MOST_CONTINUATIONS = 16
 MOST_RESETS = 400  # of streams, by the client or for its errors, in a second
+ANSWER_RESETS = 4  # that it may have beside them for each stream that was answered, in that second or later
+MOST_SAVED_RESETS = 4_000  # of those that it has not had yet
 MOST_CONTROLS = 20_000  # PING, SETTINGS, PRIORITY, frames without meaning and empty ones, in a second
 STREAM_WINDOW = 1 << 20  # what a client may send ahead on a stream
 CONNECTION_WINDOW = 1 << 24  # and on a connection
@@ -89,7 +91,7 @@ SESSION = define("Session", "a connection of HTTP/2; the table of the peer's enc
     "pieces_used": "of PIECES, for data that stay and the parts before them",
     "piece_from": "the end of those parts",
     "held": "bytes that all streams hold",
-    "second resets controls": "a second, and what the peer has done in it that it may not do without end",
+    "second resets controls": "a second, and what the peer has done in it that it may not do without end; `resets` below 0: what it has saved of them",
     "waiting": "streams whose blocks wait to leave",
     "next": "the row that has the next turn",
     "event_row": (STREAM, "of what the last frame came to"),

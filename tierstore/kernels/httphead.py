@@ -240,7 +240,7 @@ def _line(at, n, begin):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _is_word(at, size, word):  # type: ignore[no-untyped-def]
+def is_word(at, size, word):  # type: ignore[no-untyped-def]
     """Whether `size` bytes at an address spell a word of small letters, in any case."""
     if size != word.size:
         return False
@@ -267,13 +267,13 @@ def _options(at, size):  # type: ignore[no-untyped-def]
         while end > begin and load_u8(at, end - 1) == _SPACE:
             end -= 1
         word, length = at + begin, end - begin
-        if _is_word(word, length, _CLOSE):
+        if is_word(word, length, _CLOSE):
             closing = 1
         elif not (
-            _is_word(word, length, _KEEP_ALIVE)
-            or _is_word(word, length, _TE)
-            or _is_word(word, length, _UPGRADE)
-            or _is_word(word, length, _HTTP2_SETTINGS)
+            is_word(word, length, _KEEP_ALIVE)
+            or is_word(word, length, _TE)
+            or is_word(word, length, _UPGRADE)
+            or is_word(word, length, _HTTP2_SETTINGS)
         ):
             return -1
         i += 1
@@ -296,7 +296,7 @@ def _may_be_refused(at, size):  # type: ignore[no-untyped-def]
     for i in range(size):
         byte = load_u8(at, i)
         weighed = weighed or byte == _SEMICOLON
-        named = named or byte == _STAR or (size - i >= _IDENTITY.size and _is_word(at + i, _IDENTITY.size, _IDENTITY))
+        named = named or byte == _STAR or (size - i >= _IDENTITY.size and is_word(at + i, _IDENTITY.size, _IDENTITY))
     return weighed and named
 
 
@@ -304,7 +304,7 @@ def _may_be_refused(at, size):  # type: ignore[no-untyped-def]
 def _is_own_page(at, found, origin, size):  # type: ignore[no-untyped-def]
     """Whether an Origin is a page of this service under the name that it is asked by."""
     host, host_bytes = at + found.host_at, found.host_bytes
-    if size != _HTTP.size + host_bytes or host_bytes == 0 or not _is_word(origin, _HTTP.size, _HTTP):
+    if size != _HTTP.size + host_bytes or host_bytes == 0 or not is_word(origin, _HTTP.size, _HTTP):
         return False
     for k in range(host_bytes):  # noqa: SIM110 - for the compiler
         if load_u8(origin, _HTTP.size + k) != load_u8(host, k):
@@ -374,10 +374,10 @@ def parse_at(at, n, found):  # type: ignore[no-untyped-def]
         elif number == _ORIGIN:
             origin, origin_bytes = at + value, size
         elif number == 10:  # content-encoding
-            if size > 0 and not _is_word(at + value, size, _IDENTITY):
+            if size > 0 and not is_word(at + value, size, _IDENTITY):
                 found.unusual |= CODED
         elif number == 11:  # upgrade
-            if not _is_word(at + value, size, _H2C):
+            if not is_word(at + value, size, _H2C):
                 return FOREIGN
         elif number == 12:  # traceparent
             if is_sampled(at + value, size):

@@ -22,6 +22,10 @@ An answer that leaves at once never enters SENDING, and bytes of a request that 
 idle connection holds no memory. One connection is read again only when its answer has left, so a client that does not
 read is not served more.
 
+A client that ends its side of a connection is answered what it has asked, and one that is gone ends it the same way: what tells them apart is that
+only the first takes what it is sent. So while a request waits the second is found out by an interim answer (`probe_client`), which resets the
+connection. With TLS an end is that of both sides.
+
 Time: a request has one to arrive whole, an answer to leave and to go on leaving, and a connection between them. At the
 end all of these are short. Bytes: a head is bounded by
 `httphead`, a body and an answer by the limits; answers that wait to leave count in INFLIGHT, which is shared with Python's
@@ -45,6 +49,8 @@ from tierstore.kernels.reactor_connections import (
     accept_new,
     end,
     listen,
+    lose_client,
+    probe_client,
     set_send_deadline,
     start_serving,
 )
@@ -73,6 +79,7 @@ from tierstore.kernels.reactor_words import (
     MESSAGE,
     MESSAGE_BYTES,
     MESSAGES,
+    PROBE_NS,
     READING,
     RUN,
     SENDING,
@@ -121,7 +128,7 @@ _TOO_SLOW = np.frombuffer(
 def _on_connection(me, fd, mask, now):  # type: ignore[no-untyped-def]
     """Note what an event says. True if the connection is to be read now."""
     row = connection_at(me.conns, fd)
-    state = row.state
+    state, has_ended = row.state, mask & HALF_CLOSED != 0 and row.flags & ENDED == 0
     if mask & (READABLE | HALF_CLOSED | FAILED | HUNG_UP):
         row.flags |= MAY_READ
     if mask & HALF_CLOSED:
@@ -134,10 +141,10 @@ def _on_connection(me, fd, mask, now):  # type: ignore[no-untyped-def]
             return False
         return True
     if state == AWAY:
-        if mask & (HALF_CLOSED | FAILED | HUNG_UP):
-            if row.job != 0:
-                job_at(me.jobs, row.job - 1).lost = 1
-            row.lost = 1
+        if mask & (FAILED | HUNG_UP) or (mask & HALF_CLOSED and row.tls != 0):
+            lose_client(me, fd)
+        elif has_ended and now - row.moved_ns > PROBE_NS:
+            probe_client(me, fd)
         return False
     if mask & (FAILED | HUNG_UP):
         end(me, fd, True)
@@ -229,6 +236,8 @@ def _sweep(me, now):  # type: ignore[no-untyped-def]
             continue
         if row.state == HTTP2:
             call_at(me.http2, me, SWEEP, fd, now, stall, 0)
+        elif row.state == AWAY and row.flags & ENDED and row.tls == 0:
+            probe_client(me, fd)
         elif finishing and row.state == READING and row.in_bytes == 0:
             end(me, fd, False)
         elif (row.deadline_ns != 0 and now > row.deadline_ns) or (row.state == SENDING and now - row.moved_ns > stall):

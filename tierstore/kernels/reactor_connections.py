@@ -6,10 +6,12 @@ Kernels for the thread of one reactor, which is the only one to write the rows o
 from __future__ import annotations
 
 import numba as nb
+import numpy as np
 
 from tierstore.kernels import h2core, h2words
 from tierstore.kernels.atomics import acquire_i64, add_at, copy_bytes, raise_at, relaxed_i64, release_i64
 from tierstore.kernels.coldread import job_at
+from tierstore.kernels.raw import load_u8
 from tierstore.kernels.reactor_sockets import end_tls, send
 from tierstore.kernels.reactor_words import (
     ACCEPTED,
@@ -48,6 +50,9 @@ from tierstore.kernels.sysio import (
     send_at_once,
     write,
 )
+
+_CONTINUE = np.frombuffer(b"HTTP/1.1 100 Continue\r\n\r\n", np.uint8)
+_ONE, _LF = b"1\n"
 
 # --- to Python
 
@@ -259,6 +264,28 @@ def send_first(me, fd, at, size):  # type: ignore[no-untyped-def]
     add_at(place(me.shared, "inflight"), left)
     row.out_base, row.out_at, row.out_bytes, row.pieces, row.state = kept, kept, left, 0, SENDING
     set_send_deadline(me, fd, left)
+
+
+@nb.njit
+def lose_client(me, fd):  # type: ignore[no-untyped-def]
+    """The client of a connection of HTTP/1.1 is gone, while its request is away."""
+    row = connection_at(me.conns, fd)
+    row.lost = 1
+    if row.job != 0:
+        job_at(me.jobs, row.job - 1).lost = 1
+
+
+@nb.njit
+def probe_client(me, fd):  # type: ignore[no-untyped-def]
+    """Send an interim answer (RFC 9110, 15.2) to a client whose request is away: if it is gone, that resets the connection. HTTP/1.0 has none."""
+    row = connection_at(me.conns, fd)
+    at = row.in_at
+    while load_u8(at, 1) != _LF:
+        at += 1
+    if load_u8(at, -1) == _ONE:
+        took = send(me, fd, nb.int64(_CONTINUE.ctypes.data), _CONTINUE.size, 0)
+        if took not in (_CONTINUE.size, -EAGAIN, -EINTR):
+            lose_client(me, fd)
 
 
 @nb.njit

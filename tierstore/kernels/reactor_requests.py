@@ -220,7 +220,7 @@ def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
                     end(me, fd, False)
                 return
         elif row.state == AWAY:
-            row.deadline_ns = 0
+            row.deadline_ns, row.moved_ns = 0, now
             if row.job != 0:
                 submit(me, fd)
                 return

@@ -27,7 +27,7 @@ CONNECTION_RECORD = define("Connection", "a client's connection, by its descript
     "lost": "1: the client is gone",
     "began_ns": "when the first bytes of the request came; 0: all came at once",
     "job": "the number of the job that it waits for, from 1 on; or 0",
-    "moved_ns": "when something has left",
+    "moved_ns": "when something has left, or the request was given away",
     "held": "bytes that count in `inflight`",
     "reason": "why its request is Python's",
     "session": (h2words.SESSION, "of HTTP/2, or 0"),
@@ -142,6 +142,7 @@ LARGE_TURN = 1 << 20  # bytes of one connection that are read before others have
 HEAD_ROOM = 1 << 15  # before the answer's data
 FRAMES_BYTES = 1 << 18
 SWEEP_NS = 1_000_000_000
+PROBE_NS = 50_000_000  # that a request has been away when an end of its client's side most likely means that it is gone
 
 SERIALS = 0x7FFFFFFF
 BOUNDS = np.array(BOUNDS_NS, np.int64)

@@ -22,11 +22,12 @@ from tierstore.config import Settings
 from tierstore.errors import ConfigError, Forbidden, Unauthorized
 from tierstore.formats import files
 from tierstore.formats.names import DataDirectory
-from tierstore.service.addresses import is_address, parse_listen
+from tierstore.service.addresses import host_name, is_address, parse_listen
 from tierstore.service.families import counters
 
 logger = logging.getLogger(__name__)
 ANY_NAME = "*"
+_PASSED, _LONGEST_HOST = 256, 300  # values that are kept, and bytes of one: whoever reaches the port can send others
 
 
 class Allow(Protocol):
@@ -36,7 +37,7 @@ class Allow(Protocol):
 
 
 class Access:
-    """Constant but for its tokens, which are read again when their file changes."""
+    """Constant but for its tokens, which are read again when their file changes, and what it keeps of names."""
 
     def __init__(self, settings: Settings) -> None:
         """Corruption or StorageError for a file of tokens that cannot be read, ConfigError
@@ -50,6 +51,7 @@ class Access:
         self.admin_apart = settings.admin_listen is not None  # whether admin requests have a listener of their own
         own = (socket.gethostname(), socket.getfqdn()) if self._beyond else ()
         self.names = frozenset(name.lower() for name in (*own, *settings.allowed_host))  # beside those of loopback
+        self._passed: dict[bytes, str] = {}  # values of Host that passed, and the names in them; bounded
         self._counting = threading.Lock()
         self._refused = {"no_token": 0, "forbidden": 0}  # guarded by _counting
 
@@ -93,14 +95,19 @@ class Access:
             return self.tokens.of_certificate(names)
         return self.tokens.principal(authorization)
 
-    def of_call(self, action: Action, authorizations: Sequence[bytes], names: Sequence[str]) -> Principal:
-        """The caller of a gRPC call that does `action`; Forbidden where it may not, whichever model it concerns.
+    def of_call(
+        self, action: Action, authority: bytes, authorizations: Sequence[bytes], names: Sequence[str]
+    ) -> tuple[str, Principal]:
+        """(the name that is asked, the caller) of a gRPC call that does `action`; Forbidden where it may not,
+        whichever model it concerns.
 
         `authorizations` are the values of that entry of its metadata, `names` those of its certificate.
         """
-        if action is Action.OPEN:
-            return NOBODY
         try:
+            # health is told without a name, as over HTTP
+            name = "" if action is Action.OPEN and not authority else self.name_of(authority)
+            if action is Action.OPEN:
+                return name, NOBODY
             if action is Action.ADMIN:
                 self.check_listener(admin=False)
             if len(authorizations) > 1:
@@ -110,23 +117,31 @@ class Access:
         except Forbidden as error:
             self.count(error)
             raise
-        return principal
+        return name, principal
 
     def check_listener(self, admin: bool) -> None:
         """Forbidden for an admin request that has not come by the listener of admin requests, where there is one."""
         if self.admin_apart and not admin:
             raise Forbidden("admin requests are served on the address of admin_listen alone")
 
-    def check_host(self, name: str | None) -> None:
-        """Forbidden for a name, without port or brackets, under which the service may not be asked; None is no name."""
-        if name is not None and (is_loopback(name) or name.lower() in self.names or self.any_name):
-            return
-        if name is not None and self._beyond and is_address(name):
-            return
-        raise Forbidden(
-            f"Host {'' if name is None else name[:80]!r} is not a name of this service; add it to allowed_host "
-            "(--allowed-host)"
-        )
+    def name_of(self, host: bytes) -> str:
+        """The name in a `Host` or an `:authority`, in small letters.
+
+        Forbidden for one under which the service may not be asked.
+        """
+        passed = self._passed.get(host)
+        if passed is not None:
+            return passed
+        name = (host_name(host.decode("latin-1")) or "").lower()
+        if not (is_loopback(name) or name in self.names or (name and self.any_name)) and not (
+            self._beyond and is_address(name)
+        ):
+            raise Forbidden(
+                f"Host {name[:80]!r} is not a name of this service; add it to allowed_host (--allowed-host)"
+            )
+        if len(self._passed) < _PASSED and len(host) <= _LONGEST_HOST:
+            self._passed[host] = name
+        return name
 
 
 def caller_key(names: Sequence[str]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tierstore.access.roles import Rates, Role
 from tierstore.access.tokens import TokenFile
 from tierstore.engine.store import Store
 from tierstore.formats.keys import partition_of
+from tierstore.service.admin.explain import MOST_BYTES, ExplainRequest
 from tierstore.service.server import ServerThread
 from tierstore.tiers.upstream.connections import UpstreamNode
 
@@ -100,6 +102,39 @@ def test_who_may_look_rows_up_may_ask_at_their_rate(tmp_path: Path) -> None:
             assert [status(secrets[role]) for role in (Role.READER, Role.WRITER, Role.METRICS)] == [200, 200, 403]
             assert (status(other), status(None)) == (403, 401)
             assert [status(slow), status(slow)] == [200, 429]
+
+
+@pytest.mark.parametrize("framing", ["length", "chunks"])
+def test_a_body_is_bounded_and_charged_before_it_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, framing: str
+) -> None:
+    parsed: list[int] = []
+    parse = ExplainRequest.model_validate_json
+    monkeypatch.setattr(ExplainRequest, "model_validate_json", lambda body: parsed.append(len(body)) or parse(body))
+    with Store(settings_for(tmp_path)) as store:
+        store.load_snapshot(write_snapshot(tmp_path, 1))
+        tokens = TokenFile(tmp_path / "data" / "tokens.json")
+        secrets = {size: tokens.create(Role.READER, rates=Rates(nbytes=float(size)))[1] for size in (3000, 1 << 20)}
+        with ServerThread(store) as server, httpx.Client(base_url=server.url) as http:
+
+            def ask(secret: str, keys: list[Any], name: str = "item_id") -> httpx.Response:
+                body = json.dumps({"feature": name, "keys": keys}).encode()
+                content: Any = body if framing == "length" else iter([body[:100], body[100:]])
+                headers = {"authorization": f"Bearer {secret}", "content-type": "application/json"}
+                return http.post("/admin/models/ctr/explain", content=content, headers=headers)
+
+            refused = ask(secrets[1 << 20], [1.5] * 150_000)
+            assert refused.status_code == 413
+            assert str(MOST_BYTES) in refused.text
+            assert parsed == []
+            assert [ask(secrets[3000], [1]).status_code, ask(secrets[3000], [1] * 2000).status_code] == [200, 400]
+            assert len(parsed) == 2
+            assert ask(secrets[3000], [1]).status_code == 429, "its bytes are used up by one that was wrong"
+            assert len(parsed) == 2
+            wrong = ask(secrets[1 << 20], [1.5] * 100)
+            assert (wrong.status_code, wrong.headers["content-type"]) == (400, "application/problem+json")
+            assert "body.keys.0" in wrong.json()["detail"]
+            assert len(wrong.text) < 1000
 
 
 # --- a front

@@ -9,10 +9,12 @@ from typing import Any
 
 import h2.config
 import h2.connection
+import hpack
 import httpx
 import pytest
 
 from tests.h2_answers import Answers
+from tests.service import http2_client as raw
 from tests.service.conftest import eventually
 from tierstore.service.server import ServerThread
 
@@ -168,3 +170,36 @@ def test_requests_before_and_after_a_preface_are_served_on_the_same_port(server:
     client = Client(server.port)
     assert client.get("GET", "/v2/health/live")[0][":status"] == "200"
     client.socket.close()
+
+
+def test_who_waits_to_be_told_to_go_on_is_told_so(server: ServerThread) -> None:
+    body = json.dumps(DOCUMENT).encode()
+    more = [("expect", "100-continue"), ("content-length", str(len(body)))]
+    with raw.Client(server.port) as client:
+        client.send(raw.frame(raw.HEADERS, raw.END_HEADERS, 1, raw.head(INFER, "POST", *more)))
+        came = client.until(raw.HEADERS, stream=1)
+        assert came is not None
+        assert came.flags == raw.END_HEADERS, "the answer is not over"
+        assert dict(hpack.Decoder().decode(came.payload)) == {":status": "100"}
+        client.send(raw.frame(raw.DATA, raw.END_STREAM, 1, body))
+        assert client.answer(1)[0][":status"] == "200"
+
+
+@pytest.mark.parametrize("path", ["/v2", INFER, "/inference.GRPCInferenceService/ModelInfer"])
+@pytest.mark.parametrize(
+    "kind", ["application/grpcfoo", "application/grpc-web", "application/grpc-web+proto", "application/json"]
+)
+def test_what_is_not_grpc_is_answered_as_http(client: Client, path: str, kind: str) -> None:
+    head, body = client.get("POST", path, json.dumps(DOCUMENT).encode(), content_type=kind)
+    assert "grpc-status" not in head
+    assert head[":status"] == {"/v2": "405", INFER: "200"}.get(path, "415")
+    if head[":status"] == "415":
+        assert "application/grpc" in json.loads(body)["detail"]
+
+
+@pytest.mark.parametrize("kind", ["application/grpc", "application/grpc+proto", "application/grpc;charset=utf-8"])
+def test_what_is_grpc_is_answered_as_grpc(client: Client, kind: str) -> None:
+    head, _ = client.get(
+        "POST", "/inference.GRPCInferenceService/ServerLive", bytes(5), content_type=kind, te="trailers"
+    )
+    assert head["content-type"] == "application/grpc"

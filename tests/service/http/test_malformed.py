@@ -116,6 +116,64 @@ def test_a_wish_for_another_protocol_is_passed_over(server: ServerThread, name: 
     assert answer.startswith(b"HTTP/1.1 200"), answer[:200]
 
 
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_who_waits_to_be_told_to_go_on_is_told_so_unless_its_protocol_lacks_that(
+    server: ServerThread, version: bytes
+) -> None:
+    """RFC 9110, 10.1.1: an expectation of HTTP/1.0 is passed over, and 15.2: it has no interim answers."""
+    body = b'{"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [1], "data": [1]}]}'
+    head = HEAD.replace(b"1.1", version) + b"Expect: 100-continue\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client, client.makefile("rb") as answer:
+        client.sendall(head % len(body))
+        if version == b"1.1":
+            assert answer.readline() == b"HTTP/1.1 100 Continue\r\n"
+            assert answer.readline() == b"\r\n"
+        else:
+            eventually(lambda: server.service.connection_limit.open > 0, "its head has come")  # type: ignore[union-attr]
+        client.sendall(body)
+        assert answer.read().startswith(b"HTTP/1.1 200"), "and nothing before it"
+
+
+# --- names
+
+
+@pytest.mark.parametrize("path", ["/v2", "/v2/models/ctr/infer"])
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [
+        ("http://localhost", "localhost", 200),
+        ("HTTP://127.0.0.1:8000", "localhost", 200),
+        ("http://[::1]:8000", "localhost", 200),
+        ("http://localhost", "evil.example", 200),  # it is the target that counts (RFC 9112, 3.2.2)
+        ("http://evil.example", "localhost", 403),
+        ("http://evil.example:80", "evil.example", 403),
+        ("http://localhost@evil.example", "localhost", 403),
+        ("http://evil.example@localhost", "localhost", 200),
+        ("https://evil.example", "localhost", 403),
+    ],
+)
+def test_the_name_in_the_target_is_the_one_that_a_service_is_asked_under(
+    server: ServerThread, path: str, target: str, host: str, status: int
+) -> None:
+    body = (
+        b'{"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [1], "data": [1]}]}' if "infer" in path else b""
+    )
+    method = "POST" if body else "GET"
+    head = (
+        f"{method} {target}{path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    answer = exchange(server, head.encode() + body, ends=False)
+    assert answer.startswith(b"HTTP/1.1 %d" % status), answer[:300]
+
+
+def test_a_target_with_a_name_takes_the_place_of_no_host(server: ServerThread) -> None:
+    for hosts in (b"", b"Host: localhost\r\nHost: localhost\r\n"):
+        answer = exchange(
+            server, b"GET http://localhost/v2 HTTP/1.1\r\n%bConnection: close\r\n\r\n" % hosts, ends=False
+        )
+        assert answer.startswith(b"HTTP/1.1 40"), answer[:300]
+
+
 def test_a_client_that_goes_away_in_the_middle_holds_nothing(server: ServerThread, http: httpx.Client) -> None:
     exchange(
         server,

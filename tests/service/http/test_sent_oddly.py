@@ -69,6 +69,26 @@ def test_half_a_character_is_bad_input(http: httpx.Client, path: str, body: str)
     assert answer.text.encode()
 
 
+@pytest.mark.parametrize(
+    "framing",
+    ["Transfer-Encoding: gzip", "Transfer-Encoding: chunked, gzip", "Transfer-Encoding: chunked\r\nContent-Length: 5"],
+)
+def test_a_body_that_nobody_can_find_the_end_of_is_refused_beside_a_wish_for_another_protocol(
+    http: httpx.Client, server: ServerThread, framing: str
+) -> None:
+    for wish in ("", "Connection: Upgrade\r\nUpgrade: websocket\r\n"):
+        head = f"POST /v2/repository/models/one/unload HTTP/1.1\r\nHost: localhost\r\n{wish}{framing}\r\n\r\n"
+        with (
+            socket.create_connection(("127.0.0.1", server.port), timeout=60) as client,
+            client.makefile("rb") as answer,
+        ):
+            client.sendall(head.encode())
+            said = answer.read()
+        assert said.startswith(b"HTTP/1.1 400"), said[:300]
+        assert said.count(b"HTTP/1.1 ") == 1, said[:600]
+    assert http.get("/v2/models/one/ready").status_code == 200, "nothing was done"
+
+
 def test_a_client_that_sends_requests_ahead_and_goes_away_is_no_defect(
     http: httpx.Client, server: ServerThread
 ) -> None:

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from tests.counts import few_or_many
 from tests.service.fake_store import ITEMS, USERS
 from tests.service.scenes import rows
+from tierstore.errors import InvalidInput
+from tierstore.service.oip.json_request import parse_request
 
 INFER = "/v2/models/ctr/infer"
 HEADER_LENGTH = "Inference-Header-Content-Length"
@@ -158,7 +160,11 @@ def test_offsets_that_do_not_fit(http: httpx.Client, offsets: list[int], words: 
             ["one a key"],
         ),
         ({}, {"name": "clicked.weights", "shape": [2], "data": [0, 1], "datatype": "FP64"}, ["FP32"]),
-        ({}, {"name": "clicked.weights", "shape": [2], "data": [0, 1e300], "datatype": "FP32"}, ["NaN or infinite"]),
+        (
+            {},
+            {"name": "clicked.weights", "shape": [2], "data": [0, 1e300], "datatype": "FP32"},
+            ["element 1", "1e+300", "FP32"],
+        ),
     ],
 )
 def test_parts_of_a_bag_that_do_not_fit(
@@ -332,6 +338,47 @@ def test_no_request_makes_the_server_fail(http: httpx.Client, document: Any, tai
     headers = {} if length is None and not tail else {HEADER_LENGTH: str(len(head) if length is None else length)}
     answer = http.post(INFER, content=head + tail, headers=headers)
     assert answer.status_code in (200, 400, 404, 413), (answer.status_code, answer.text)
+
+
+@pytest.mark.parametrize(
+    ("datatype", "data", "words"),
+    [
+        ("FP32", "[1, 1e39]", ["1e+39", "element 1", "FP32"]),
+        ("FP32", "[[1, 2], [3, -3.5e38]]", ["-3.5e+38", "element [1, 1]", "FP32"]),
+        # the first that rounds to no number
+        ("FP32", "[1, 340282356779733661637539395458142568448]", ["3.4028", "element 1"]),
+        ("FP16", "[65520, 1]", ["65520", "element 0", "FP16"]),
+        ("FP64", "[0, 1%s]" % ("0" * 400), ["element 1|JSON", "FP64|number"]),
+        ("INT8", "[1, 128]", ["128", "element 1", "INT8"]),
+        ("INT8", "[[1], [-129]]", ["-129", "element [1, 0]", "INT8"]),
+        ("UINT8", "[-1, 0]", ["-1", "element 0", "UINT8"]),
+        ("UINT64", "[0, 18446744073709551616]", ["1.8446744073709552e+19|18446744073709551616"]),
+        ("INT64", "[9223372036854775808, 0]", ["9223372036854775808", "element 0", "INT64"]),
+    ],
+)
+def test_a_number_beyond_its_datatype_is_refused_by_name_and_place(datatype: str, data: str, words: list[str]) -> None:
+    shape = [2, 2] if "2], [" in data else [2, 1] if "], [" in data else [2]
+    text = f'{{"inputs": [{{"name": "hour", "datatype": "{datatype}", "shape": {shape}, "data": {data}}}]}}'
+    with pytest.raises(InvalidInput) as caught:
+        parse_request(memoryview(text.encode()), None)
+    for word in words:
+        assert any(one in str(caught.value) for one in word.split("|")), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("datatype", "number"),
+    [
+        ("FP32", 3.4028235e38),
+        ("FP32", 340282356779733623858607532500980858880),
+        ("FP16", 65519),
+        ("FP64", 1.7e308),
+        ("FP32", 1e-60),
+    ],
+)
+def test_the_largest_numbers_of_a_datatype_are_taken(datatype: str, number: float) -> None:
+    text = json.dumps({"inputs": [{"name": "hour", "datatype": datatype, "shape": [1], "data": [number]}]})
+    (source,) = parse_request(memoryview(text.encode()), None).sources
+    assert np.isfinite(source.elements).all()  # type: ignore[union-attr]
 
 
 @fuzz

@@ -28,15 +28,26 @@ def test_reactors_and_the_full_server_answer_the_same_bytes_alike(server: Server
     assert fuzzer.counts["exchanges"] == COUNT
     # it is about something: both ways were taken, and every kind of end
     assert server.by_reactors > COUNT // 10
-    for kind in ("open", "closed", "waiting", "status 200", "status 400", "status 403", "status 404"):
+    for kind in ("open", "closed", "waiting", "half-closed", "status 200", "status 400", "status 403", "status 404"):
         assert fuzzer.counts[kind] > COUNT // 400, fuzzer.counts
     assert fuzzer.counts["the same"] > COUNT // 2
+
+
+@pytest.mark.counted
+def test_clients_that_end_their_side_are_answered_alike(server: Server) -> None:
+    count = COUNT // 3
+    fuzzer = Fuzzer(server.ports, seed=int(os.environ.get("FUZZ_SEED", 21)), half_closes=1.0)
+    fuzzer.run(iter(range(count)))
+    assert not fuzzer.different
+    assert fuzzer.counts["half-closed"] == fuzzer.counts["closed"] == count
+    assert fuzzer.counts["status 200"] > count // 4, fuzzer.counts
+    assert fuzzer.counts["the same"] > count // 2
 
 
 def test_what_may_differ() -> None:
     """What is let pass is no more than answers that were overtaken by the end of their connection."""
     ok, wrong, last = [(status, (), b"") for status in (200, 404, 400)]
-    closing = (400, (("connection", "close"),), b"")
+    closing = (400, (("content-type", "text/plain; charset=utf-8"),), b"")
     assert _is_overtaken(Seen([closing], "closed"), Seen([ok, wrong, closing], "closed"))
     assert _is_overtaken(Seen([ok, closing], "closed"), Seen([ok, wrong, closing], "closed"))
     assert not _is_overtaken(Seen([wrong, closing], "closed"), Seen([ok, wrong, closing], "closed"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -99,6 +99,33 @@ def test_health_and_reflection(target: str) -> None:
         assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
         watch.cancel()
         assert "inference.GRPCInferenceService" in ProtoReflectionDescriptorDatabase(channel).get_services()
+
+
+@pytest.mark.parametrize(
+    ("authority", "code"),
+    [("localhost:1", None), ("127.0.0.1", None), ("[::1]:8001", None), ("evil.example", Code.PERMISSION_DENIED), ("a b", Code.PERMISSION_DENIED)],
+)  # fmt: skip
+def test_the_names_of_the_service_are_those_of_http(
+    server: ServerThread, target: str, authority: str, code: Code | None
+) -> None:
+    over_http = httpx.get(f"{server.url}/v2", headers={"host": authority})
+    assert over_http.status_code == (200 if code is None else 403)
+    with grpc.insecure_channel(target, options=[("grpc.default_authority", authority)]) as channel:
+        stub, health = service_pb2_grpc.GRPCInferenceServiceStub(channel), health_pb2_grpc.HealthStub(channel)
+        request = service_pb2.ModelInferRequest.FromString(keys_request(8))
+        calls: list[Callable[[], Any]] = [
+            lambda: stub.ModelInfer(request, timeout=60),
+            lambda: stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=60),
+            lambda: [*stub.ModelStreamInfer(iter([request]), timeout=60)],
+            lambda: health.Check(health_pb2.HealthCheckRequest(), timeout=60),
+        ]
+        for call in calls:
+            if code is None:
+                assert call()
+                continue
+            with pytest.raises(grpc.RpcError, match="allowed_host") as caught:
+                call()
+            assert caught.value.code() == code
 
 
 def test_each_metric_comes_once(server: ServerThread) -> None:

@@ -159,6 +159,11 @@ def test_infinities_have_their_words(own: tuple[Store, ServerThread, httpx.Clien
         row = json.loads(answer.text)[key][0]
         assert row[:1] == [50016.0]
         assert row[1:] == [math.inf] * 3
+    # the Open Inference Protocol is JSON, which has none
+    tensor = {"name": "item_id", "datatype": "INT64", "shape": [1], "data": [1]}
+    wanted = {"inputs": [tensor], "outputs": [{"name": "item_id", "parameters": {"dtype": "FP16"}}]}
+    answer = http.post("/v2/models/ctr/infer", json=wanted)
+    assert json.loads(answer.text, parse_constant=pytest.fail)["outputs"][0]["data"] == [50016.0, None, None, None]
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
@@ -222,7 +227,11 @@ def test_a_large_request_is_answered(http: httpx.Client) -> None:
         ({"inputs": {"item_id": [[1], [2, 3]]}}, "unevenly"),
         ({"inputs": {"item_id": ["5"]}}, "holds str"),
         ({"inputs": {"item_id": [5.0]}}, "holds float"),
-        ({"inputs": {"item_id": [1 << 63]}}, "does not fit"),
+        ({"inputs": {"item_id": [1, 1 << 63]}}, "'item_id': element 1.*9223372036854775808.*does not fit INT64"),
+        ({"inputs": {"clicked": [1, 2], "clicked.weights": [1, 1e39]}}, r"'clicked.weights': element 1.*1e\+39.*does not fit FP32"),
+        ({"instances": [{"clicked": [1, 2], "clicked.weights": [1, 2]}, {"clicked": [1, 2], "clicked.weights": [-1e39, 2]}]}, r"'clicked.weights': element \[1, 0\].*-1e\+39"),
+        ('{"inputs": {"clicked": [1, 2], "clicked.weights": [1, 1e400]}}', "1e400|JSON.*infinity"),
+        ('{"inputs": {"clicked": [1, 2], "clicked.weights": [NaN, 1e400]}}', "1e400 is beyond FP64"),
         ({"inputs": {"item_id": [[[1]]]}}, "expected shape"),
         ({"inputs": {"user": [None]}}, "holds NoneType"),
         ({"instances": [{"item_id": 1}, 5]}, "got both"),

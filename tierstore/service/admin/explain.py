@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
-from pydantic import Field, StrictInt, StrictStr
+from fastapi.exceptions import RequestValidationError
+from pydantic import Field, StrictInt, StrictStr, ValidationError
 
 from tierstore.engine.operations.explain import MOST_KEYS
 from tierstore.service.admin.exports import ModelName, Strict
 from tierstore.service.context import Service
-from tierstore.service.http.messages import principal_of
+from tierstore.service.error_status import HttpError
+from tierstore.service.http.messages import Disconnected, principal_of, read_body
+from tierstore.service.limits.worker_pool import Reservation
+
+MOST_BYTES = 64 << 10  # of a body, which the event loop parses: readers send it, and look-ups wait for that loop
 
 
 class ExplainRequest(Strict):
@@ -25,19 +30,38 @@ class ExplainRequest(Strict):
     ] = None
 
 
+_BODY = {"required": True, "content": {"application/json": {"schema": ExplainRequest.model_json_schema()}}}
+
+
 def add_explain(app: FastAPI, service: Service) -> None:
     """Add the route that explains keys to the application."""
 
-    @app.post("/admin/models/{model}/explain", tags=["models"])
-    async def explain(model: ModelName, request: ExplainRequest, given: Request) -> dict[str, Any]:
+    @app.post("/admin/models/{model}/explain", tags=["models"], openapi_extra={"requestBody": _BODY})
+    async def explain(model: ModelName, given: Request) -> dict[str, Any]:
         """Why keys are answered as they are: what each tier holds, which delta wrote or deleted them last.
 
         Changes nothing.
         """
-        nbytes = int(given.headers.get("content-length", "0"))
-        if (charge := service.rates.admit(principal_of(given.scope), model, nbytes)) is not None:
+        holding = Reservation(service.inflight)
+        headers = {name.lower(): value for name, value in given.scope["headers"]}
+        try:
+            body = await read_body(given.receive, headers, MOST_BYTES, holding)
+            charge = service.rates.admit(principal_of(given.scope), model, len(body))
+            request = _parse(body)
+        except Disconnected:
+            raise HttpError(400, "the body ended early") from None
+        finally:
+            holding.release()
+        if charge is not None:
             charge.keys(len(request.keys))
         answer: dict[str, Any] = await service.explain_pool.run(
             lambda: service.store.explain(model, request.feature, request.keys, version=request.version)
         )
         return answer
+
+
+def _parse(body: memoryview) -> ExplainRequest:
+    try:
+        return ExplainRequest.model_validate_json(bytes(body))
+    except ValidationError as error:
+        raise RequestValidationError([{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors()]) from None

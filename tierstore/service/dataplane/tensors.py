@@ -114,24 +114,64 @@ def elements_from_json(name: str, datatype: str, shape: tuple[int, ...], data: o
         raise InvalidInput(
             f"input {shown(name)}: shape {shown(list(shape))} does not match data of {shown(list(nested))}"
         )
-    return elements_from_list(name, datatype, flat)
+    return elements_from_list(name, datatype, shape, flat)
 
 
-def elements_from_list(name: str, datatype: str, flat: list[Any]) -> Elements:
-    """Elements of a tensor from a list of JSON values, flat in row-major order."""
+def elements_from_list(name: str, datatype: str, shape: tuple[int, ...], flat: list[Any]) -> Elements:
+    """Elements of a tensor of `shape` from a list of JSON values, flat in row-major order."""
     kinds = set(map(type, flat))
     dtype = NUMPY_DTYPE.get(datatype)
     allowed = {str} if dtype is None else _JSON_KINDS[dtype.kind]
     if not kinds <= allowed:
         others = ", ".join(sorted(kind.__name__ for kind in kinds - allowed))
-        raise InvalidInput(f"input {shown(name)}: data of {datatype} holds {others}")
+        first = next(i for i, value in enumerate(flat) if type(value) not in allowed)
+        raise InvalidInput(
+            f"input {shown(name)}: data of {datatype} holds {others}: {_element(shape, first)} is {shown(flat[first])}"
+        )
     try:
         if dtype is None:
             return pa.array(flat, pa.large_string()).cast(pa.large_binary())
         with np.errstate(over="ignore"):
-            return np.array(flat, dtype)
-    except (OverflowError, ValueError, pa.ArrowException) as error:
+            elements = np.array(flat, dtype)
+    except OverflowError:
+        raise _beyond(name, datatype, shape, flat) from None
+    except (ValueError, pa.ArrowException) as error:
         raise InvalidInput(f"input {shown(name)}: a value does not fit {datatype}: {error}") from error
+    if (
+        dtype.kind == "f"
+        and (infinite := np.isinf(elements)).any()
+        and not np.isinf(np.array(flat, np.float64))[infinite].all()
+    ):
+        raise _beyond(name, datatype, shape, flat)
+    return elements
+
+
+def _beyond(name: str, datatype: str, shape: tuple[int, ...], flat: list[Any]) -> InvalidInput:
+    """The error of the first number that is beyond its datatype."""
+    dtype = NUMPY_DTYPE[datatype]
+    high: float = float(np.finfo(dtype).max) if dtype.kind == "f" else np.iinfo(dtype).max
+    low: float = -high if dtype.kind == "f" else np.iinfo(dtype).min
+
+    def is_beyond(value: Any) -> bool:
+        if low <= value <= high or abs(value) == math.inf:
+            return False
+        try:
+            return dtype.kind != "f" or bool(np.isinf(dtype.type(value)))  # what is rounded to the last one is not
+        except OverflowError:
+            return True
+
+    with np.errstate(over="ignore"):
+        first = next(i for i, value in enumerate(flat) if is_beyond(value))
+    return InvalidInput(
+        f"input {shown(name)}: {_element(shape, first)} is {shown(flat[first])}, which does not fit {datatype}, "
+        f"{shown(low)} to {shown(high)}"
+    )
+
+
+def _element(shape: tuple[int, ...], number: int) -> str:
+    """The place of an element of a tensor, for a message."""
+    place = [int(index) for index in np.unravel_index(number, shape)]
+    return f"element {place[0] if len(place) == 1 else place}, counted from 0,"
 
 
 def string_element(data: memoryview) -> pa.Array:

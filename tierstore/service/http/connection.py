@@ -19,12 +19,13 @@ from tierstore.service.addresses import is_on_host, peer_of
 from tierstore.service.http.connection_limit import ConnectionLimit
 from tierstore.service.http.deadlines import Deadlines
 from tierstore.service.http.messages import CONNECTION, PEER, OtherSide, response_head, scope_of
-from tierstore.service.http.request import TEXT, App, HttpRequest
+from tierstore.service.http.request import CONTINUE, TEXT, App, HttpRequest
 from tierstore.service.http.tls_transport import SESSION
 from tierstore.service.openssl import Session
 
 Back: TypeAlias = Callable[[], Callable[[int, Session | None], None] | None]
 HEAD_BYTES = 64 << 10
+PROBE_S = 0.5  # between questions whether a client that has ended its side still waits
 PIPELINED = 64  # requests that a client may send ahead of their answers
 _UNREAD_BYTES = 64 << 10  # of a body, that the application has not taken: no more is read then
 _HEALTH = {"/v2/health/live", "/v2/health/ready"}
@@ -70,6 +71,7 @@ class HttpConnection(asyncio.Protocol):
         self._requests: deque[HttpRequest] = deque()  # not answered; the first has begun, others were sent ahead
         self._newest: HttpRequest | None = None  # whose head has come last
         self._lost = False
+        self._ended = False  # the client sends nothing more
         self._served: bool | None = None  # False: it is refused
         self.writable = asyncio.Event()
         self.writable.set()
@@ -105,11 +107,30 @@ class HttpConnection(asyncio.Protocol):
             self.data_received(first)
 
     def eof_received(self) -> bool | None:
-        """A client that has sent a whole request and then ends only its own side is still answered."""
-        if len(self._requests) != 1 or not self._in_head or self._session is not None:  # TLS ends for both sides
+        """A client that ends only its own side is still answered all that has come whole.
+
+        A request that it has cut short is dropped.
+        """
+        if not self._requests or not self._requests[0].has_come or self._session is not None:  # TLS ends for both sides
             return None
-        self._requests[0].keeps = False
+        if not self._requests[-1].has_come:
+            self._requests.pop()
+        self._requests[-1].keeps = False
+        if not self._ended:
+            self._ended = True
+            asyncio.get_running_loop().call_later(PROBE_S, self._probe_client)
         return True
+
+    def _probe_client(self) -> None:
+        """Send an interim answer to a client that has ended its side.
+
+        If it is gone, that resets the connection, which the next one finds out.
+        """
+        if self._lost or not self._requests or self.transport.is_closing():
+            return
+        if self._requests[0].has_interim and self.writable.is_set():
+            self.transport.write(CONTINUE)
+        asyncio.get_running_loop().call_later(PROBE_S, self._probe_client)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
@@ -230,22 +251,20 @@ class HttpConnection(asyncio.Protocol):
                 self._parser.feed_data(data)
                 return
             except httptools.HttpParserUpgrade as upgrade:
-                data = data[upgrade.args[0] :]
-                self._ignore_upgrade()
+                data = self._ignore_upgrade() + data[upgrade.args[0] :]
             except httptools.HttpParserError:
                 self._refuse(b"Invalid HTTP request received.")
                 return
 
-    def _ignore_upgrade(self) -> None:
-        """Go on with the body of a request whose head has an `Upgrade`, such as the one to HTTP/2 that
-        Java's client sends by default.
+    def _ignore_upgrade(self) -> bytes:
+        """Begin another parser for the body of a request whose head has an `Upgrade`, such as the one to HTTP/2 that
+        Java's client sends by default. Returns the head that it is to be fed first.
 
         A server may ignore it (RFC 9110, 7.8); this parser has ended, as it takes what follows for that protocol.
         """
         framing = b"".join(b"%s: %s\r\n" % field for field in self._headers if field[0] in _FRAMING)
         self._parser, self._skips_head = httptools.HttpRequestParser(self), True
-        self._parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n" % framing)
-        self._skips_head = False
+        return b"POST / HTTP/1.1\r\n%s\r\n" % framing
 
     def _refuse(self, text: bytes) -> None:
         """Answer what cannot be parsed, and close the connection."""
@@ -283,13 +302,18 @@ class HttpConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         if self._skips_head:
+            self._skips_head = False
             return
         parser, url = self._parser, httptools.parse_url(self._url)
-        version = parser.get_http_version()
-        scope = scope_of(version, parser.get_method(), url.path, url.query or b"", self._headers)
+        version, headers = parser.get_http_version(), self._headers
+        if url.host is not None:  # the name in a target counts, and the one in Host does not (RFC 9112, 3.2.2)
+            name = b"[%b]" % url.host if b":" in url.host else url.host
+            name += b"" if url.port is None else b":%d" % url.port
+            headers = [(field, name if field == b"host" else value) for field, value in headers]
+        scope = scope_of(version, parser.get_method(), url.path or b"/", url.query or b"", headers)
         scope["scheme"], scope["client"] = "http" if self._session is None else "https", self.client
         scope[CONNECTION], scope[PEER] = self, self._peer
-        keeps = version != "1.0" and parser.should_keep_alive() and not self._limit.draining
+        keeps = version >= "1.1" and parser.should_keep_alive() and not self._limit.draining
         request = self._newest = HttpRequest(self, scope, keeps=keeps)
         self._requests.append(request)
         if len(self._requests) == 1:

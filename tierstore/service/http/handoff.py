@@ -39,6 +39,7 @@ from tierstore.service.http.messages import (
     Scope,
     date_now,
     error_for_path,
+    problem,
     response_head,
     scope_of,
 )
@@ -52,6 +53,11 @@ from tierstore.service.reactor.streams import Stream, StreamReceiver
 logger = logging.getLogger(__name__)
 
 _JOINED_BYTES = 16 << 10  # answers up to here are copied
+_GRPC = b"application/grpc"
+_NOT_GRPC = (
+    "this is a method of gRPC: expected the Content-Type application/grpc; gRPC-Web is not spoken here, have a proxy "
+    "translate it"
+)
 
 
 class ConnectionServer(Protocol):
@@ -99,15 +105,25 @@ class StreamAnswer(Answer):
         self._stream.respond(response.status, [(b"date", date_now()), *headers], chunks)
 
 
+class CallReceiver(StreamReceiver, Protocol):
+    """Receives the streams of gRPC."""
+
+    def has(self, path: bytes) -> bool:
+        """Whether a path is that of a method."""
+
+
 class RequestDispatch:
     """Receives streams: those of gRPC are for `calls`, the others are whole requests for `handoff`. Event loop only."""
 
-    def __init__(self, handoff: Handoff, calls: StreamReceiver | None) -> None:
+    def __init__(self, handoff: Handoff, calls: CallReceiver | None) -> None:
         self._handoff, self._calls = handoff, calls
 
     def request(self, stream: Stream, body: bytes) -> None:
         if not is_grpc(stream):
-            self._handoff.stream(stream, body)
+            if self._calls is not None and self._calls.has(stream.path):
+                StreamAnswer(self._handoff, stream).send(problem(415, _NOT_GRPC))
+            else:
+                self._handoff.stream(stream, body)
         elif self._calls is not None:
             self._calls.request(stream, body)
         else:
@@ -131,7 +147,12 @@ class RequestDispatch:
 
 
 def is_grpc(stream: Stream) -> bool:
-    return any(name == b"content-type" and value.startswith(b"application/grpc") for name, value in stream.headers)
+    """Whether a request is a call of gRPC, by the rule of the kernel `h2head.read_head`.
+
+    One of `application/grpcfoo` or `application/grpc-web` is none.
+    """
+    types = (value for name, value in stream.headers if name == b"content-type")
+    return any(value == _GRPC or value.startswith((_GRPC + b"+", _GRPC + b";")) for value in types)
 
 
 class Handoff:

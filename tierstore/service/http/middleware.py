@@ -24,7 +24,6 @@ from tierstore.access.rules import of_http
 from tierstore.engine.events.changes import REQUESTER, requester
 from tierstore.errors import Closed, Forbidden, Unauthorized
 from tierstore.service.access import Access, Allow, caller_key
-from tierstore.service.addresses import host_name
 from tierstore.service.error_status import CUT_OFF, message_of
 from tierstore.service.forwarded import Proxies
 from tierstore.service.http.messages import (
@@ -47,7 +46,6 @@ from tierstore.service.http.messages import (
 from tierstore.service.http.request import App
 from tierstore.service.request_log import RequestLog, one_line
 
-_HOST_CACHE, _LONGEST_HOST = 256, 300  # values, and bytes of one: whoever reaches the port can send others
 _ADMIN_PATHS = "/admin/"
 _HEALTH = ("/v2/health/live", "/v2/health/ready")
 _JOB = re.compile("/admin/jobs/[^/]+")
@@ -70,7 +68,6 @@ class AccessCheck:
 
     def __init__(self, app: DataApp, access: Access, allow: Allow, audit: Audit, proxies: Proxies) -> None:
         self._app, self._access, self._allow, self._audit, self._proxies = app, access, allow, audit, proxies
-        self._passed: dict[bytes, str] = {}  # values of Host that passed, and the names in them; bounded
 
     def at_once(self, scope: Scope, body: memoryview) -> Response | None:
         try:
@@ -135,13 +132,7 @@ class AccessCheck:
         if len(hosts) != 1:
             raise Forbidden("expected exactly one Host header")
         (host,) = hosts
-        name = self._passed.get(host)
-        if name is None:
-            found = host_name(host.decode("latin-1"))
-            self._access.check_host(found)
-            name = (found or "").lower()
-            if len(self._passed) < _HOST_CACHE and len(host) <= _LONGEST_HOST:
-                self._passed[host] = name
+        name = self._access.name_of(host)
         for origin in origins:
             if not _is_same_origin(origin.decode("latin-1"), host.decode("latin-1")):
                 raise Forbidden(

@@ -12,6 +12,7 @@ from tierstore.service.http.messages import CLOSE, Receive, Response, Scope, res
 logger = logging.getLogger(__name__)
 App: TypeAlias = Callable[[Scope, Receive], Awaitable[Response | None]]  # None: nobody waits for a response
 TEXT = b"text/plain; charset=utf-8"
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # an interim answer
 
 
 class RequestConnection(Protocol):
@@ -31,7 +32,8 @@ class HttpRequest:
     def __init__(self, connection: RequestConnection, scope: Scope, *, keeps: bool) -> None:
         self._connection, self.scope = connection, scope
         self.keeps = keeps  # whether the connection stays open after the response
-        self._awaits_continue = any(
+        self.has_interim = scope["http_version"] >= "1.1"  # an expectation of HTTP/1.0 is passed over
+        self._awaits_continue = self.has_interim and any(
             name == b"expect" and value.lower() == b"100-continue" for name, value in scope["headers"]
         )
         self._body, self.has_come = bytearray(), False
@@ -40,6 +42,8 @@ class HttpRequest:
 
     async def run(self, app: App) -> None:
         response: Response | None
+        if self._connection.transport.is_closing():  # what came right behind its head was no HTTP
+            return
         try:
             response = await app(self.scope, self.receive)
         except Exception:
@@ -71,7 +75,7 @@ class HttpRequest:
     async def receive(self) -> MutableMapping[str, Any]:
         connection = self._connection
         if self._awaits_continue and not connection.transport.is_closing():
-            connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            connection.transport.write(CONTINUE)
             self._awaits_continue = False
         if not connection.is_lost():
             connection.read_on()

@@ -11,16 +11,14 @@ Event loop only, but answers are sent by the threads that have made them. Nothin
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Iterator
 
 from prometheus_client.core import Metric
 
 from tierstore.access.roles import Action
 from tierstore.access.rules import of_grpc
-from tierstore.errors import Closed, Forbidden, Overloaded, TierstoreError
+from tierstore.errors import Closed, Overloaded, TierstoreError
 from tierstore.service.access import Allow, caller_key
-from tierstore.service.addresses import host_name
 from tierstore.service.context import Service
 from tierstore.service.error_status import CUT_OFF, MessageTooLarge, Unserved
 from tierstore.service.families import gauge
@@ -92,6 +90,10 @@ class Calls:
 
     # --- streams of HTTP/2
 
+    def has(self, path: bytes) -> bool:
+        """Whether a path is that of a method."""
+        return path in self._methods
+
     def request(self, stream: Stream, body: bytes) -> None:
         """A call with all of its messages."""
         method = self._methods.get(stream.path)
@@ -137,18 +139,17 @@ class Calls:
     # --- for calls
 
     def authorise(self, method: Method, stream: Stream, caller: RpcCaller) -> None:
-        """Find out who calls. Forbidden where they may not."""
+        """Find out who calls, and under which name. Forbidden where they may not."""
         access = self.service.access
-        principal = caller.waiting.principal = access.of_call(method.action, caller.authorizations, stream.peer_names)
+        checked = method.action, stream.authority, caller.authorizations, stream.peer_names
+        name, principal = access.of_call(*checked)
+        caller.waiting.principal = principal
         if method.receive is None or not caller.unplanned:
             return
-        name = host_name(stream.authority.decode("latin-1"))
-        with contextlib.suppress(Forbidden):  # then reactors leave its calls to Python
-            access.check_host(name)
-            if not access.required:
-                self._allow((name or "").lower(), None, principal)
-            elif key := caller.authorizations[0] if caller.authorizations else caller_key(stream.peer_names):
-                self._allow((name or "").lower(), key, principal)
+        if not access.required:
+            self._allow(name, None, principal)
+        elif key := caller.authorizations[0] if caller.authorizations else caller_key(stream.peer_names):
+            self._allow(name, key, principal)
 
     def make_room(self) -> None:
         """Make room for one more stream of messages.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import binascii
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -74,13 +75,23 @@ def _loads(body: bytes | memoryview) -> Any:
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raw = bytes(body)
+        raw, why = bytes(body), str(error)
         if b"NaN" in raw or b"Infinity" in raw:
             try:
-                return json.loads(raw)
+                return json.loads(raw, parse_float=_finite)
+            except OverflowError as beyond:
+                why = str(beyond)
             except (ValueError, RecursionError):
                 pass  # the first parser has said what is wrong
-        raise InvalidInput(f"the request is not valid JSON: {error}") from error
+        raise InvalidInput(f"the request is not valid JSON: {why}") from error
+
+
+def _finite(text: str) -> float:
+    """A number of JSON. OverflowError for one that is beyond every datatype, which is not the same as infinite."""
+    value = float(text)
+    if math.isinf(value):
+        raise OverflowError(f"the number {text[:40]} is beyond FP64")
+    return value
 
 
 def tensors_of(body: PredictBody, signature: ServedSignatures) -> list[Tensor]:
@@ -102,7 +113,7 @@ def _even(info: TensorInfo, value: Any) -> Tensor:
     if type(value) is not list:
         raise InvalidInput(f"input {shown(info.name)}: expected a list, got {shown(value)}")
     flat, shape = flatten(info.name, value, MAX_RANK)
-    return TensorSpec(info.name, info.datatype, shape), _elements(info, flat)
+    return TensorSpec(info.name, info.datatype, shape), _elements(info, shape, flat)
 
 
 # --- rows
@@ -163,16 +174,17 @@ def _ragged(values: list[Any], *, even_too: bool = False) -> npt.NDArray[np.int6
 
 def _flat(info: TensorInfo, values: list[list[Any]]) -> Tensor:
     flat = list(chain.from_iterable(values))
-    return TensorSpec(info.name, info.datatype, (len(flat),)), _elements(info, flat)
+    shape = (len(flat),)
+    return TensorSpec(info.name, info.datatype, shape), _elements(info, shape, flat)
 
 
 # --- elements
 
 
-def _elements(info: TensorInfo, flat: list[Any]) -> Elements:
+def _elements(info: TensorInfo, shape: tuple[int, ...], flat: list[Any]) -> Elements:
     if info.datatype == BYTES and dict in set(map(type, flat)):
         return _strings(info.name, flat)
-    return elements_from_list(info.name, info.datatype, flat)
+    return elements_from_list(info.name, info.datatype, shape, flat)
 
 
 def _is_base64(value: Any) -> bool:
