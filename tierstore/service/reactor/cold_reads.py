@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _READ_BYTES = 1 << 16
 _ADDRESS = struct.Struct("<q")
 _END, _MARK = _ADDRESS.pack(-1), _ADDRESS.pack(-2)
-_GATHER_S = 0.004  # that offers are gathered
+_GATHER_S = 0.02  # that offers are gathered
 _OFFERS_S = 10.0  # that offers may be on their way; longer only where the threads are being ended
 
 _libc = ctypes.CDLL(None)
@@ -154,7 +154,7 @@ class _Promoter(Thread):
         heads = np.empty((len(blocks), coldread.OFFER.bytes // 8), np.int64)
         coldread.read_heads(blocks, heads)
         try:
-            for number, seq, row_bytes in np.unique(heads[:, :3], axis=0).tolist():
+            for number, seq, row_bytes in set(map(tuple, heads[:, :3].tolist())):
                 mine = (heads[:, :3] == (number, seq, row_bytes)).all(1)
                 n = int(heads[mine, 3].sum())
                 keys, state, rows = np.empty(n, np.int64), np.empty(n, np.uint8), np.empty((n, row_bytes), np.uint8)
