@@ -14,7 +14,7 @@ from tools.make_client import made
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("tierstore", "tests", "benchmarks", "tools", "examples")
-LONGEST, LONGEST_OF_PACKAGE = 600, 400  # lines of a file
+LONGEST = 600  # lines of a file
 LONGEST_FUNCTION = 60  # lines; of the package, but for kernels
 MAY_PRINT = ("tierstore/cli", "tierstore/demo", "tools", "benchmarks")
 MARKERS = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
@@ -40,8 +40,7 @@ def markers(source: str) -> list[int]:
 
 def test_no_file_is_long() -> None:
     lengths = {shown(path): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
-    limits = {name: LONGEST_OF_PACKAGE if name.startswith("tierstore/") else LONGEST for name in lengths}
-    assert {name: length for name, length in lengths.items() if length > limits[name]} == {}
+    assert {name: length for name, length in lengths.items() if length > LONGEST} == {}
 
 
 def test_no_function_is_long() -> None:

@@ -105,10 +105,10 @@ def read(base, patches, count, changes, keys, rows, row_bytes, state, trouble, w
     if changes != BASE_ALONE:
         left = _perhaps_changed(base.changed_at, keys, wanted)
     if left > 0 and count > 0:
-        asked = wanted.copy()
+        perhaps = wanted.copy()
         left = _look_up_changed(patches, count, keys, wanted, rows, row_bytes, state, window)
         for k in range(n):  # what the patches did not have is the base's, or RocksDB's
-            wanted[k] = not asked[k] or (wanted[k] and changes == ALL)
+            wanted[k] = not perhaps[k] or (wanted[k] and changes == ALL)
     else:
         for k in range(n):
             wanted[k] = changes != SOME or not wanted[k]
