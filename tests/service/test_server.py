@@ -21,7 +21,7 @@ from tests.service.fake_store import FakeStore
 from tests.service.scenes import delta, write_snapshot
 from tierstore.addresses import is_loopback
 from tierstore.errors import ConfigError, Locked
-from tierstore.service.http.middleware import host_name
+from tierstore.service.addresses import host_name
 from tierstore.service.server import ServerThread, check_settings, serve
 
 ITEM = {"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [2], "data": [1, 100]}]}
