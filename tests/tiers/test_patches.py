@@ -263,6 +263,31 @@ def test_a_patch_that_is_damaged_is_read_from_rocksdb_and_made_again(
     opened.close()
 
 
+@pytest.mark.parametrize("patch_too", [False, True])
+def test_a_damaged_base_loses_no_key_that_deltas_changed(
+    tier: SealedTier, readers: ReaderPool, patch_too: bool
+) -> None:
+    twin: Twin = {}
+    file = tier._base[1].files[1]
+    block = KEYS[5000:][: file.per_block]
+    changed = block[10:40:2]
+    change(tier, twin, 1, changed, changed[:3])
+    tier.close()
+    flip(file.path, 4096 + 20)
+    if patch_too:
+        flip(next((tier.path / patches.FOLDER).glob("*.rows")), 4096 + 20)
+    opened = again(tier, readers)
+    rows, state = np.empty((len(block), ROW_BYTES), np.uint8), np.zeros(len(block), np.uint8)
+    with pytest.raises(Corruption, match=f"{file.path.name}, block 0") as damage:
+        opened.get(1, block, rows, state)
+    assert damage.value.keys == np.setdiff1d(block, changed).tolist()
+    there = np.isin(block, changed)
+    assert state[there].tolist() == [Tier.ABSENT] * 3 + [Tier.DISK] * (len(changed) - 3)
+    np.testing.assert_array_equal(rows[there][3:], some_rows(changed[3:], 1))
+    assert opened.needs_tidying is patch_too
+    opened.close()
+
+
 def test_unflushed_patches_that_lost_their_blocks_answer_nothing_wrong(tier: SealedTier, readers: ReaderPool) -> None:
     """Nothing waits for the drive to have a patch: after power has failed its blocks may be zeros."""
     twin = changed_much(tier, 3)

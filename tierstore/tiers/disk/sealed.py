@@ -228,13 +228,11 @@ class SealedTier(DiskTier):
 
     def _get_by(self, by: ReadBy, table_id: int, keys: Keys, rows: Rows, state: States) -> list[StorageError]:
         """`get` of keys by part and then ascending. Returns errors, with the keys that could not be read."""
-        failures = self._read(by, by.changes, table_id, keys, rows, state)
-        lost = np.isin(keys, [key for failure in failures for key in failure.keys]) if failures else False
-        left = np.flatnonzero((state == Tier.PENDING) & ~np.asarray(lost))
+        failures: list[StorageError] = []
+        damaged = bool(self._read(by, by.changes, table_id, keys, rows, state))
+        left = np.flatnonzero(state == Tier.PENDING)  # perhaps changed, or the base's and damaged: RocksDB knows
         if not len(left):
             return failures
-        if by.changes == disk_rows.ALL:
-            self._patches.damaged = True
         order = left[np.argsort(keys[left])]
         some, found = keys[order], np.zeros(len(left), np.uint8)
         got = np.empty((len(left), rows.shape[1]), np.uint8)
@@ -244,6 +242,8 @@ class SealedTier(DiskTier):
         except StorageError as error:
             failures.append(error)
             lost = np.isin(some, error.keys)
+        if by.changes == disk_rows.ALL and (not damaged or (found != Tier.PENDING).any()):
+            self._patches.damaged = True  # they could not answer what is theirs
         scatter(order, got, found, rows, state)
         left = np.sort(order[(found == Tier.PENDING) & ~lost])  # RocksDB does not have them
         if len(left):
@@ -327,7 +327,7 @@ class SealedTier(DiskTier):
     def verify(
         self, row_bytes: Mapping[int, int], progress: Callable[[int], None] | None = None
     ) -> dict[int, TableContent]:
-        """As DiskTier.verify; patches are read back too. Corruption of one is mended by `copy_changes`."""
+        """As DiskTier.verify; patches are read back too. One that is damaged is made again by `tidy`."""
         self._patches.check()
         return super().verify(row_bytes, progress)
 
