@@ -206,7 +206,7 @@ def look_up(
         block = _last_at_most(fences, keys[first], block, end)
         last = first + 1
         while last < len(keys) and (block + 1 == end or keys[last] < fences[block + 1]):
-            if parts > 1 and partition_at(keys[last], parts) != part:
+            if keys[last] < keys[last - 1] or (parts > 1 and partition_at(keys[last], parts) != part):
                 break
             last += 1
         if file > 0 and block < file_ends[file - 1]:
