@@ -288,6 +288,29 @@ def test_a_damaged_base_loses_no_key_that_deltas_changed(
     opened.close()
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3, 16])
+def test_changed_rows_over_a_base_of_several_partitions_are_the_newest(
+    tmp_path: Path, readers: ReaderPool, parts: int
+) -> None:
+    """Keys are asked for by partition, so that those of a patch ascend in runs."""
+    tier = make(tmp_path / "db", readers, {1: KEYS}, parts=parts)
+    twin: Twin = {}
+    rng = np.random.default_rng(1)
+    for seq in range(1, 8):
+        keys = rng.choice(np.arange(-12_000, 12_000), 300)
+        change(tier, twin, seq, keys, keys[::7])
+    for count in (1, 3, 17, 200):
+        some = np.sort(rng.choice(np.array(list(twin)), count, replace=False))
+        rows, state = get(tier, 1, some)
+        expected = [Tier.ABSENT if twin[key] is None else Tier.DISK for key in some.tolist()]
+        assert state.tolist() == expected
+        for i, key in enumerate(some.tolist()):
+            if (salt := twin[key]) is not None:
+                assert rows[i].tobytes() == some_rows(some[i : i + 1], salt)[0].tobytes()
+    check(tier, twin)
+    tier.close()
+
+
 def test_unflushed_patches_that_lost_their_blocks_answer_nothing_wrong(tier: SealedTier, readers: ReaderPool) -> None:
     """Nothing waits for the drive to have a patch: after power has failed its blocks may be zeros."""
     twin = changed_much(tier, 3)

@@ -106,6 +106,7 @@ class Predictions:
         # by connection and stream, with the connection's serial, until Python answers
         self._errors: dict[tuple[int, int], tuple[int, BaseException]] = {}
         self._cut = False  # whether nothing is answered any more
+        self._closed = False  # whether a thread is to free what it is at
 
     # --- on threads of the pool
 
@@ -286,8 +287,9 @@ class Predictions:
         """Give a job back to its reactor, unless somebody has answered in its place."""
         with self._lock:
             self._running.remove(job.number)
-            if self._cut:
+            if self._closed:
                 _free(job.words)
+            if self._cut:  # until then `close` frees it
                 return
             self._jobs["outcome"][job.number] = outcome
             os.write(int(self._done[job.words["reactor"]]), _NUMBER.pack(job.number))
@@ -303,10 +305,15 @@ class Predictions:
         return error if of == serial else None
 
     def cut_off(self) -> list[tuple[Words, bytes]]:
-        """From now on nothing is answered. Returns the words and the request of each job that is left."""
+        """From now on nothing is answered. Returns the words and the request of each job that is left.
+
+        Not of those that readers of cold rows may be at still: they read the request, which goes once it is answered.
+        """
         with self._lock:
             self._cut = True
-            left = self._jobs[self._mine() & (self._jobs["outcome"] == _FOR_PYTHON)]
+            ready = self._jobs["cold"] == 0
+            ready[list(self._running)] = True
+            left = self._jobs[self._mine() & (self._jobs["outcome"] == _FOR_PYTHON) & ready]
             return [(words, self._request(words)) for words in map(_words, left)]
 
     def _mine(self) -> npt.NDArray[np.bool_]:
@@ -317,7 +324,7 @@ class Predictions:
     def close(self) -> None:
         """Free what is left, once the reactors have ended: but for what a thread is at, which that one frees."""
         with self._lock:
-            self._cut = True
+            self._cut = self._closed = True
             for number in np.flatnonzero(self._mine()).tolist():
                 if number not in self._running:
                     _free(_words(self._jobs[number]))
