@@ -125,9 +125,9 @@ def _offer(shared, table, seq, keys, state, rows, row_bytes):  # type: ignore[no
             copy_bytes(at, nb.int64(keys.ctypes.data), 8 * n)
             copy_bytes(at + 8 * n, nb.int64(state.ctypes.data), n)
             copy_bytes(at + 8 * n + padded, rows, n * row_bytes)
-            message = np.empty(1, np.int64)
-            message[0] = block
-            if write(shared.offers, nb.int64(message.ctypes.data), 8) == 8:
+            message = stack_bytes(8)
+            store_i64(message, 0, block)
+            if write(shared.offers, message, 8) == 8:
                 return
             release(block)
     add_at(place(shared, "offered"), -size)
@@ -355,7 +355,7 @@ def serve(shared: Any, jobs: Any, inbox: Any, done: Any) -> Any:
         if got != 8 or message[0] < 0:
             return
         job = job_at(jobs, message[0])
-        came = complete(shared, job)
+        came = FOR_PYTHON if job.lost != 0 else complete(shared, job)
         if came == DONE and job.scoring != 0 and queue(job, message[0], readers.predictions, readers.queued_at):
             continue
         job.outcome = came if job.scoring == 0 else FOR_PYTHON

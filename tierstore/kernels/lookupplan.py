@@ -103,11 +103,14 @@ def is_cold(state, n):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def pending(state, n):  # type: ignore[no-untyped-def]
-    """How many keys are left for the disk."""
-    count = 0
+def pending(run, states):  # type: ignore[no-untyped-def]
+    """How many keys of a run are left for the disk."""
+    call, count, n = first_call(run), 0, 0
+    for _ in range(run.calls):
+        n += call.keys_n if call.kind != CHECKED else 0
+        call = run_call_at(call, 1)
     for i in range(n):
-        count += load_u8(state, i) == _PENDING
+        count += load_u8(states, i) == _PENDING
     return count
 
 

@@ -70,7 +70,7 @@ def read_cached(me, view, tail, data):  # type: ignore[no-untyped-def]
 
     Returns `lookupplan.ANSWERED`, COLD, or ELSEWHERE, where compiled readers cannot get at some.
     """
-    if lookupplan.pending(me.states, me.bound.keys) > READ_HERE:
+    if lookupplan.pending(me.bound, me.states) > READ_HERE:
         return lookupplan.COLD
     came = call_at(me.finish, me.readers, me.bound, view, tail, data, me.states)
     if came == coldread.DONE:

@@ -111,7 +111,7 @@ def make_prediction(me, fd, plan, variant, view, tail, short, begin, data, more,
         plan_records.run_at(kept).codes_at = kept + run_bytes
     job.began_ns, job.planned_ns = began, planned
     job.arrived_ns, job.deadline_ns = arrived, arrived + timeout_ns if timeout_ns > 0 else 0
-    job.outcome = coldread.FOR_PYTHON
+    job.outcome, job.queued_ns = coldread.FOR_PYTHON, 0  # `queue` says when
     give_away(me, plan, number)
     return MADE_A_JOB, number
 

@@ -193,11 +193,13 @@ def look_up(
     waits, failed, first, block, file = 0, 0, 0, 0, 0
     parts, part, end = len(part_starts) - 1, -1, 0
     while first < len(keys):
+        if parts == 1 and first > 0 and keys[first] < keys[first - 1]:
+            part = -1  # another run begins, be its first key wanted or not
         if not wanted[first]:
             first += 1
             continue
         of = 0 if parts == 1 else partition_at(keys[first], parts)
-        if of != part or (first > 0 and keys[first] < keys[first - 1]):  # another part, or another run of keys
+        if of != part:
             part, block, end = of, part_starts[of], part_starts[of + 1]
         if block == end or keys[first] < fences[block]:  # before all keys of its part
             state[first] = _ABSENT
@@ -206,7 +208,7 @@ def look_up(
         block = _last_at_most(fences, keys[first], block, end)
         last = first + 1
         while last < len(keys) and (block + 1 == end or keys[last] < fences[block + 1]):
-            if keys[last] < keys[last - 1] or (parts > 1 and partition_at(keys[last], parts) != part):
+            if (parts == 1 and keys[last] < keys[last - 1]) or (parts > 1 and partition_at(keys[last], parts) != part):
                 break
             last += 1
         if file > 0 and block < file_ends[file - 1]:

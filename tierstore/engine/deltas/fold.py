@@ -107,7 +107,11 @@ class Folder:
         for version in [view.open_version for view in live.served.views if view.open_version.rows.needs_tidying()]:
 
             def give_up(version: Version = version) -> bool:
-                return stopping() or live.served.view_of(version) is None or self.pressed
+                return (
+                    stopping()
+                    or live.served.view_of(version) is None
+                    or (self.pressed and not version.rows.must_tidy())
+                )
 
             in_background(lambda version=version, give_up=give_up: version.tidy(give_up))  # type: ignore[misc]
             with live.write:

@@ -98,10 +98,10 @@ class Expiry:
                 continue
             for keys in old_keys(version, table, oldest_s):
                 self._check_goes_on(version)
-                if len(keys := expire(version, table, keys, oldest_s) if len(keys) else keys):
-                    self._to_forget[version] = table, keys
+                if len(keys):
+                    self._to_forget[version] = table, keys  # before: where this fails it may have been done
+                    expired += len(expire(version, table, keys, oldest_s))
                     self._forget(version)
-                    expired += len(keys)
                 pace.sleep()
             if expired:
                 log.info(

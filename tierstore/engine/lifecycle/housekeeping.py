@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 
 from tierstore.engine.deltas.fold import Folder
@@ -110,7 +111,7 @@ class Housekeeping:
             self.run_tasks()
 
     def _fold_and_close(self) -> None:
-        backoff_s = 0.0
+        backoff_s = tidy_at_s = 0.0
         while True:
             with self._changed:
                 if backoff_s:
@@ -121,7 +122,8 @@ class Housekeeping:
                     return
             closed = self._try(CLOSING, self._close_unread)
             folded = self._try(FOLDING, self._fold_oldest)
-            self._try(TIDYING, lambda: self._folder.tidy(lambda: self._stopping))
+            if time.monotonic() >= tidy_at_s and not self._try(TIDYING, self._tidy):
+                tidy_at_s = time.monotonic() + EVERY_S
             backoff_s = 0.0 if closed and folded else min(MAX_BACKOFF_S, max(0.5, backoff_s * 2))
 
     def _interrupted(self) -> bool:
@@ -136,6 +138,9 @@ class Housekeeping:
             self._changed.wait_for(
                 lambda: self._interrupted() or self._folder.pressed, timeout=min(took_s / share, _LONGEST_PAUSE_S)
             )
+
+    def _tidy(self) -> None:
+        self._folder.tidy(lambda: self._stopping)
 
     def _close_unread(self) -> None:
         unread = self._retiring.unread()

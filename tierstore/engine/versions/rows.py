@@ -61,6 +61,9 @@ class VersionRows(VersionStore, Records, Protocol):
     def needs_tidying(self) -> bool:
         """Whether `tidy` has anything to do."""
 
+    def must_tidy(self) -> bool:
+        """Whether there are so many files that it must not wait for other work."""
+
     def tidy(self, info: VersionInfo, give_up: Callable[[], bool]) -> None:
         """Put files of changed rows in order; `give_up` is asked again and again. The thread that folds."""
 

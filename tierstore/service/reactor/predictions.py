@@ -307,13 +307,12 @@ class Predictions:
     def cut_off(self) -> list[tuple[Words, bytes]]:
         """From now on nothing is answered. Returns the words and the request of each job that is left.
 
-        Not of those that readers of cold rows may be at still: they read the request, which goes once it is answered.
+        Not of those that were not queued yet: readers of cold rows read the request, which goes once it is answered.
         """
         with self._lock:
             self._cut = True
-            ready = self._jobs["cold"] == 0
-            ready[list(self._running)] = True
-            left = self._jobs[self._mine() & (self._jobs["outcome"] == _FOR_PYTHON) & ready]
+            queued = self._jobs["queued_ns"] != 0
+            left = self._jobs[self._mine() & (self._jobs["outcome"] == _FOR_PYTHON) & queued]
             return [(words, self._request(words)) for words in map(_words, left)]
 
     def _mine(self) -> npt.NDArray[np.bool_]:

@@ -47,6 +47,7 @@ RECORD = "patches"
 BITS_A_KEY = 10
 LIKE_SIZED = 4  # patches that become one
 MOST_BYTES = 512 << 20  # of a patch that others are merged into: some ten seconds of a background thread
+_MANY = 32
 _SMALLEST = 1024  # keys: smaller patches are of one size
 _PIECE_BYTES = 4 << 20  # of rows that are merged at a time
 _NONE = np.empty(0, np.int64)
@@ -177,6 +178,11 @@ class Patches:
     def is_due(self) -> bool:
         """Whether `merge` has anything to do."""
         return any(map(_alike, self._by_table().values()))
+
+    @property
+    def are_many(self) -> bool:
+        """Whether there are so many of a table that reading and descriptors feel it."""
+        return any(len(own) > _MANY for own in self._by_table().values())
 
     def _by_table(self) -> dict[int, list[Patch]]:
         of: dict[int, list[Patch]] = {}

@@ -59,6 +59,7 @@ BASE = "base"
 _CHUNK_KEYS = 1024  # of one task: 2 ms warm
 _WINDOW = 32  # reads that a task has under way
 _COPY_ROWS = 16384  # at a time
+_PATCHES = 64  # that may be open; with more tables and changes there are more
 _NO_BLOCKS = np.zeros(2, np.int64)  # where the parts of no base begin
 
 
@@ -91,6 +92,7 @@ class SealedTier(DiskTier):
         try:
             tier._open_base()
             tier._fill_changed(keep=not read_only)
+            _allow_descriptors(_PATCHES)
             changed = any(changed.keys for changed in tier._changed.values())
             tier._patches.open(tier.record, changed=changed, tidy=not read_only)
         except BaseException:
@@ -188,6 +190,11 @@ class SealedTier(DiskTier):
     def needs_tidying(self) -> bool:
         """As in DiskTier."""
         return not self._patches.is_whole or self._patches.is_due
+
+    @property
+    def must_tidy(self) -> bool:
+        """As in DiskTier."""
+        return self._patches.are_many
 
     def tidy(self, path: Path, records: Records, row_bytes: Mapping[int, int], give_up: Callable[[], bool]) -> None:
         """As in DiskTier: patches that do not have all changes are made again, and those of like size merged."""
@@ -328,8 +335,9 @@ class SealedTier(DiskTier):
         self, row_bytes: Mapping[int, int], progress: Callable[[int], None] | None = None
     ) -> dict[int, TableContent]:
         """As DiskTier.verify; patches are read back too. One that is damaged is made again by `tidy`."""
+        content = super().verify(row_bytes, progress)
         self._patches.check()
-        return super().verify(row_bytes, progress)
+        return content
 
     def close(self) -> None:
         """As DiskTier.close, and close the base."""
@@ -416,7 +424,10 @@ def _open_tables(path: Path, record: bytes | None) -> dict[int, SealedTable]:
 def _allow_descriptors(more: int) -> None:
     """Raise this process's soft limit of open files, if so many more would use up half of it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    held = len(os.listdir("/proc/self/fd"))
+    try:
+        held = len(os.listdir("/proc/self/fd"))
+    except OSError:  # there is no descriptor left to look with
+        held = soft
     if soft != resource.RLIM_INFINITY and held + more > soft // 2:
         wanted = soft + 2 * (held + more)
         most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

@@ -127,6 +127,11 @@ class DiskTier:
         """Whether `tidy` has anything to do."""
         return False
 
+    @property
+    def must_tidy(self) -> bool:
+        """Whether there are so many files that it must not wait for other work."""
+        return False
+
     def tidy(self, path: Path, records: Records, row_bytes: Mapping[int, int], give_up: Callable[[], bool]) -> None:
         """Put the files of changed rows in order, by the thread that changes. Readers go on; `give_up` is asked often.
 

@@ -207,6 +207,9 @@ class RemoteRows:
     def needs_tidying(self) -> bool:
         return False
 
+    def must_tidy(self) -> bool:
+        return False
+
     def tidy(self, info: VersionInfo, give_up: Callable[[], bool]) -> None:
         """Changed rows are in no files here."""
 

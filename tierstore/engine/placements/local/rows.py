@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
@@ -61,6 +62,8 @@ class LocalRows:
         yield_to_requests()
         records = watermark_record(overlay.hi) | rowcount.record(overlay.hi, counts)
         records |= stage_dense(where, overlay, disk)
+        if info.times_ids:  # by it a change of an earlier release is noticed, which removed expired rows
+            records[EXPIRED] = json.dumps(info.expired).encode()
         now_colliding = {**info.colliding, **overlay.colliding}
         if overlay.colliding:
             records |= colliding.to_record(now_colliding)
@@ -79,6 +82,9 @@ class LocalRows:
 
     def needs_tidying(self) -> bool:
         return self.disk.needs_tidying
+
+    def must_tidy(self) -> bool:
+        return self.disk.must_tidy
 
     def tidy(self, info: VersionInfo, give_up: Callable[[], bool]) -> None:
         records = {name: value for name in _COUNTED if (value := self.disk.record(name)) is not None}
