@@ -217,6 +217,8 @@ def _import_one(snapshot: SnapshotWriter, table: TableSource, done: int, report:
         if not len(block.vectors):
             continue
         dim = block.vectors.shape[1]
+        if not dim:
+            raise bad_row("the vector has no numbers, expected at least one", block.file, block.row(0))
         expected, of = (table.dim, "--dim (dim=) says") if writer is None else (writer.dim, "in earlier blocks")
         if expected not in (None, dim):
             raise bad_row(f"expected vectors of {expected} numbers, as {of}, got {dim}", block.file, block.row(0))
@@ -232,9 +234,20 @@ def _import_one(snapshot: SnapshotWriter, table: TableSource, done: int, report:
                 time_column=None if table.time_column is None else TIME,
             )
         if writer.key_type is not block.key_type:
+            integers = KeyType.STRING not in (writer.key_type, block.key_type)
+            how = (
+                "uint64 (key_type=) reads all as such, or int64"
+                if integers
+                else "string (key_type=) reads all as strings"
+            )
             raise SnapshotError(
-                f"expected {writer.key_type} keys, as in earlier blocks, got {block.key_type}; --key-type string "
-                "(key_type=) reads all as strings",
+                f"expected {writer.key_type} keys, as in earlier blocks, got {block.key_type}; --key-type {how}",
+                file=block.file,
+            )
+        if table.dtype is None and dtype == StorageDtype.FLOAT16 and block.vectors.dtype != np.float16:
+            raise SnapshotError(
+                f"expected float16 numbers, as in earlier blocks, got {block.vectors.dtype}; --dtype float32 (dtype=) "
+                "stores all as such, --dtype float16 rounds them",
                 file=block.file,
             )
         try:
@@ -247,8 +260,9 @@ def _import_one(snapshot: SnapshotWriter, table: TableSource, done: int, report:
             raise bad_row(reason, block.file, block.row(row)) from error
         report(done + seen + nulls)
     if writer is None:
+        left = f": {nulls} rows with a null were left out" if nulls else ""
         raise SnapshotError(
-            f"table {table.name!r}: expected at least one row, to know the length of a vector; got none"
+            f"table {table.name!r}: expected at least one row, to know the length of a vector; got none{left}"
         )
     return done + seen + nulls, LeftOut(table.name, nulls, duplicates)
 
