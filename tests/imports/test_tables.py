@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import decimal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -457,6 +457,38 @@ def test_sources_that_cannot_be(tmp_path: Path, source: str, options: dict[str, 
 def test_data_that_cannot_be(tmp_path: Path, source: Any, reason: str) -> None:
     with pytest.raises(SnapshotError, match=reason):
         imported(source, tmp_path / "s")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"table": "a b"}, "table name 'a b' is not allowed"),
+        ({"feature": "имя"}, "feature name 'имя' is not allowed"),
+        ({"ttl_s": "30x"}, "ttl_s: expected seconds, or a time such as 30d"),
+        ({"default": "median"}, 'default: expected "zeros", "mean" or a list'),
+        ({"default": [1.0, 2.0], "dim": 1}, "default: expected 1 numbers, as dim says, got 2"),
+        ({"padding_key": "x", "key_type": "int64", "combiner": "sum"}, "padding_key: expected an int64 key, got 'x'"),
+        ({"version": 0}, "version: .*greater than or equal to 1, got 0"),
+        ({"version": 1 << 63}, "version: .*less than or equal to"),
+        ({"delta_seq": -1}, "delta_seq: .*greater than or equal to 0"),
+        ({"model": "a.b"}, "model name 'a.b' is not allowed"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_row_is_read(tmp_path: Path, options: dict[str, Any], reason: str) -> None:
+    read: list[pa.RecordBatch] = []
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        read.append(pa.record_batch({"item_id": [1], "embedding": [[1.0]]}))
+        yield from read
+
+    source = pa.RecordBatchReader.from_batches(
+        pa.record_batch({"item_id": [1], "embedding": [[1.0]]}).schema, batches()
+    )
+    named = {"model": "ctr", "table": "item", "out": tmp_path / "s", **COLUMNS, **options}
+    with pytest.raises(SnapshotError, match=reason):
+        import_table(source, **named)
+    assert not read
+    assert not (tmp_path / "s").exists()
 
 
 def test_an_import_never_writes_over_a_snapshot(tmp_path: Path) -> None:

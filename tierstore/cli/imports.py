@@ -103,7 +103,8 @@ def import_(
             raise typer.BadParameter(f"expected no --table with {paths[0]}, which names the tables")
         file = TablesFile.read(paths[0])
         tables = file.sources(paths[0].parent)
-        model, version, delta_seq = model or file.model, version or file.version, delta_seq or file.delta_seq
+        model, delta_seq = model or file.model, delta_seq or file.delta_seq
+        version = file.version if version is None else version
         dense = dense or (None if file.dense is None else paths[0].parent / file.dense)
     elif table is None:
         raise typer.BadParameter("expected --table, the name for the table, or one tables.toml")
@@ -173,10 +174,12 @@ def _imported(
     from tierstore.imports.tables import LeftOut, check_tables, duplicate_in, import_tables, version_of_now
 
     started_s = time.monotonic()
-    number = version or version_of_now()
+    number = version_of_now() if version is None else version
     loads = out is None or data is not None or url is not None
     left_out: list[LeftOut] = []
-    check_tables(tables)  # before anything is compiled, opened or read
+    check_tables(
+        tables, model=model, version=number, delta_seq=delta_seq
+    )  # before anything is compiled, opened or read
     with _directory(out, data, url, number) as where, shown_progress("import") as progress:
 
         def write() -> Path:

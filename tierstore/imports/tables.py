@@ -24,6 +24,7 @@ from tierstore.formats.columns import as_vectors, first_not_finite
 from tierstore.formats.keys import as_codes
 from tierstore.formats.names import SNAPSHOT_MANIFEST
 from tierstore.formats.row_times import TIME
+from tierstore.formats.snapshot.manifest import Manifest
 from tierstore.formats.snapshot.writer import SnapshotWriter, TableWriter
 from tierstore.imports.sources import Wanted, bad_row, blocks, check, rows_in
 from tierstore.types import Combiner, KeyType, Progress, ProgressFn, StorageDtype
@@ -159,8 +160,8 @@ def import_tables(
 ) -> Path:
     """Write a snapshot of one model from several tables."""
     tables = list(tables)
-    check_tables(tables)
-    number = version or version_of_now()
+    number = version_of_now() if version is None else version
+    check_tables(tables, model=model, version=number, delta_seq=delta_seq)
     where = Path(out) if out is not None else Path("snapshots") / model / str(number)
     report = progress or (lambda _: None)
     total = sum(rows_in(table.source) for table in tables) if progress is not None else 0
@@ -194,13 +195,47 @@ def version_of_now() -> int:
     return int(datetime.now(UTC).strftime("%Y%m%d%H%M%S"))
 
 
-def check_tables(tables: Iterable[TableSource]) -> None:
-    """SnapshotError for a word that is none of those expected, or columns that the files do
-    not have, before rows are read.
+def check_tables(tables: Sequence[TableSource], *, model: str, version: int, delta_seq: int) -> None:
+    """SnapshotError for names, words and numbers that no snapshot has, or columns that the files do not have,
+    before rows are read.
     """
     for table in tables:
         _check_words(table)
+    _check_declared(tables, model=model, version=version, delta_seq=delta_seq, created_at=datetime.now(UTC))
+    for table in tables:
         check(table.source, table.wanted)
+
+
+def _check_declared(tables: Sequence[TableSource], **head: Any) -> None:
+    """SnapshotError for what the manifest of these tables would not take.
+
+    What only rows tell, types of keys and lengths of vectors, is taken to fit.
+    """
+    entries: list[dict[str, Any]] = []
+    features: list[dict[str, Any]] = []
+    for table in tables:
+        of_table = table.features or (Feature(table.name),)
+        texts = any(isinstance(feature.padding_key, str) and feature.hash is None for feature in of_table)
+        default = table.default if isinstance(table.default, str) else [float(x) for x in table.default]
+        entries.append(
+            {
+                "name": table.name,
+                "key": table.key_type or (KeyType.STRING if texts else KeyType.INT64),
+                "dim": table.dim or (1 if isinstance(default, str) else len(default)),
+                "dtype": table.dtype or StorageDtype.FLOAT32,
+                "default": default,
+                "ttl_s": table.ttl_s,
+                "rows": 0,
+                "shards": (),
+            }
+        )
+        for feature in of_table:
+            padding = feature.padding_key
+            if padding is not None and not isinstance(padding, str):
+                padding = None if table.key_type is None else int(padding)
+            one = {"name": feature.name, "table": table.name, "combiner": feature.combiner, "padding_key": padding}
+            features.append(one if feature.hash is None else {**one, "hash": dict(feature.hash)})
+    Manifest.create(**head, tables=tuple(entries), features=tuple(features))
 
 
 def _import_one(snapshot: SnapshotWriter, table: TableSource, done: int, report: Any) -> tuple[int, LeftOut]:
