@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 
 Out = Annotated[Path | None, option("DIR", "Write the snapshot here; it is loaded only with --data or --url.")]
-Version = Annotated[int | None, option("VERSION", "Its number (default: the time, as 20261120093000).")]
+Version = Annotated[
+    int | None, typer.Option(metavar="VERSION", min=1, help="Its number (default: the time, as 20261120093000).")
+]
 DeltaSeq = Annotated[int, typer.Option("--delta-seq", min=0, help="Deltas up to this one are in the rows already.")]
 Ttl = Annotated[str | None, option("TIME", "Rows that were not written for so long expire: 30d, 12h, or seconds.")]
 TimeColumn = Annotated[
@@ -103,8 +105,7 @@ def import_(
             raise typer.BadParameter(f"expected no --table with {paths[0]}, which names the tables")
         file = TablesFile.read(paths[0])
         tables = file.sources(paths[0].parent)
-        model, delta_seq = model or file.model, delta_seq or file.delta_seq
-        version = file.version if version is None else version
+        model, version, delta_seq = model or file.model, version or file.version, delta_seq or file.delta_seq
         dense = dense or (None if file.dense is None else paths[0].parent / file.dense)
     elif table is None:
         raise typer.BadParameter("expected --table, the name for the table, or one tables.toml")

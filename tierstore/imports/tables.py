@@ -26,7 +26,7 @@ from tierstore.formats.names import SNAPSHOT_MANIFEST
 from tierstore.formats.row_times import TIME
 from tierstore.formats.snapshot.manifest import Manifest
 from tierstore.formats.snapshot.writer import SnapshotWriter, TableWriter
-from tierstore.imports.sources import Wanted, bad_row, blocks, check, rows_in
+from tierstore.imports.sources import Block, Wanted, bad_row, blocks, check, rows_in
 from tierstore.types import Combiner, KeyType, Progress, ProgressFn, StorageDtype
 
 Paths = str | PathLike[str]
@@ -251,39 +251,17 @@ def _import_one(snapshot: SnapshotWriter, table: TableSource, done: int, report:
         duplicates += len(whole.vectors) - len(block.vectors)
         if not len(block.vectors):
             continue
-        dim = block.vectors.shape[1]
-        if not dim:
-            raise bad_row("the vector has no numbers, expected at least one", block.file, block.row(0))
-        expected, of = (table.dim, "--dim (dim=) says") if writer is None else (writer.dim, "in earlier blocks")
-        if expected not in (None, dim):
-            raise bad_row(f"expected vectors of {expected} numbers, as {of}, got {dim}", block.file, block.row(0))
+        _check_block(block, table, writer, dtype)
         if writer is None:
             dtype = dtype or (StorageDtype.FLOAT16 if block.vectors.dtype == np.float16 else StorageDtype.FLOAT32)
             writer = snapshot.table(
                 table.name,
-                dim=dim,
+                dim=block.vectors.shape[1],
                 dtype=dtype,
                 key=block.key_type,
                 default=table.default,
                 ttl_s=table.ttl_s,
                 time_column=None if table.time_column is None else TIME,
-            )
-        if writer.key_type is not block.key_type:
-            integers = KeyType.STRING not in (writer.key_type, block.key_type)
-            how = (
-                "uint64 (key_type=) reads all as such, or int64"
-                if integers
-                else "string (key_type=) reads all as strings"
-            )
-            raise SnapshotError(
-                f"expected {writer.key_type} keys, as in earlier blocks, got {block.key_type}; --key-type {how}",
-                file=block.file,
-            )
-        if table.dtype is None and dtype == StorageDtype.FLOAT16 and block.vectors.dtype != np.float16:
-            raise SnapshotError(
-                f"expected float16 numbers, as in earlier blocks, got {block.vectors.dtype}; --dtype float32 (dtype=) "
-                "stores all as such, --dtype float16 rounds them",
-                file=block.file,
             )
         try:
             writer.write(block.keys, block.vectors, block.times)
@@ -300,6 +278,31 @@ def _import_one(snapshot: SnapshotWriter, table: TableSource, done: int, report:
             f"table {table.name!r}: expected at least one row, to know the length of a vector; got none{left}"
         )
     return done + seen + nulls, LeftOut(table.name, nulls, duplicates)
+
+
+def _check_block(block: Block, table: TableSource, writer: TableWriter | None, dtype: str | None) -> None:
+    """SnapshotError for rows that do not fit what is said of the table, or those that the writer has had."""
+    dim = block.vectors.shape[1]
+    if not dim:
+        raise bad_row("the vector has no numbers, expected at least one", block.file, block.row(0))
+    expected, of = (table.dim, "--dim (dim=) says") if writer is None else (writer.dim, "in earlier blocks")
+    if expected not in (None, dim):
+        raise bad_row(f"expected vectors of {expected} numbers, as {of}, got {dim}", block.file, block.row(0))
+    if writer is None:
+        return
+    if writer.key_type is not block.key_type:
+        texts = KeyType.STRING in (writer.key_type, block.key_type)
+        how = "string (key_type=) reads all as strings" if texts else "uint64 (key_type=) reads all as such, or int64"
+        raise SnapshotError(
+            f"expected {writer.key_type} keys, as in earlier blocks, got {block.key_type}; --key-type {how}",
+            file=block.file,
+        )
+    if table.dtype is None and dtype == StorageDtype.FLOAT16 and block.vectors.dtype != np.float16:
+        raise SnapshotError(
+            f"expected float16 numbers, as in earlier blocks, got {block.vectors.dtype}; --dtype float32 (dtype=) "
+            "stores all as such, --dtype float16 rounds them",
+            file=block.file,
+        )
 
 
 def _not_finite(vectors: npt.NDArray[Any], dtype: str | None) -> tuple[int, str] | None:
