@@ -112,6 +112,13 @@ def test_a_socket_in_the_file_system_is_an_address(url: str, path: str) -> None:
             Address.parse(wrong)
 
 
+def test_a_password_in_an_address_is_refused_and_not_shown(make: Make) -> None:
+    for url in ("http://ann:secret@127.0.0.1:8000", "https://secret@embeddings.example"):
+        with pytest.raises(InvalidInput, match=r"a user or a password.*token=.*TIERSTORE_TOKEN") as raised:
+            make(url)
+        assert "secret" not in str(raised.value)
+
+
 def test_a_certificate_that_nobody_vouches_for_is_refused(make: Make, secure: FakeService) -> None:
     with pytest.raises(
         Unreachable, match=rf"the certificate of {secure.url} is not trusted: self.signed.*ca=.*SSL_CERT_FILE"

@@ -308,3 +308,15 @@ def test_the_page_of_settings_is_up_to_date_and_tells_every_default() -> None:
         "none",
         "false",
     )
+
+
+def test_an_address_to_listen_on_may_be_in_brackets_and_has_no_port() -> None:
+    assert load_settings(host="[::1]").host == "::1"
+    for wrong, why in [
+        ("127.0.0.1:9000", "port"),
+        ("[::1]:9000", "port"),
+        ("http://127.0.0.1", "port"),
+        ("", "got ''"),
+    ]:
+        with pytest.raises(ConfigError, match=f"host.*expected an address.*{why}"):
+            load_settings(host=wrong)

@@ -412,3 +412,11 @@ def test_what_cannot_be_written_is_refused_at_once(call: Any, reason: str) -> No
 def test_a_head_that_cannot_be_is_refused_at_once(field: str, value: Any) -> None:
     with pytest.raises(InvalidInput, match=field):
         DeltaWriter(io.BytesIO(), **{"model": "ctr", "seq": 1, field: value})
+
+
+def test_keys_beyond_int64_in_a_list_are_uint64() -> None:
+    delta = DeltaWriter(io.BytesIO(), model="ctr", seq=1)
+    delta.upsert("item", [1, (1 << 64) - 1], [[1.0], [2.0]])
+    assert read_delta(delta.to_bytes()).tables["item"].key is KeyType.UINT64
+    with pytest.raises(InvalidInput, match="expected uint64 keys, 0 to 2"):
+        DeltaWriter(io.BytesIO(), model="ctr", seq=1).upsert("item", [-1, 1 << 63], [[1.0], [2.0]])

@@ -149,7 +149,7 @@ TENSORS: dict[str, tuple[Save, dict[str, Any], str]] = {
     "safetensors strings": (header("keys"), {"key": "string"}, "a table with string keys needs .parquet or .arrow shards"),
     "safetensors uint64": (header("keys"), {"key": "uint64"}, "tensor 'keys': expected uint64, as the table's keys are, got int64"),
     "safetensors bf16 keys": (save_safetensors({"keys": ("BF16", KEYS.astype("u2")), "vectors": ("F32", VECTORS)}), {}, "tensor 'keys': expected int64, as the table's keys are, got bfloat16"),
-    "safetensors dtype": (header("keys", dtype="I128"), {}, "tensor 'keys': dtype 'I128' is not known here"),
+    "safetensors dtype": (header("keys", dtype="I128"), {}, "tensor 'keys': is of dtype 'I128'; expected one of BOOL"),
     "safetensors dtype list": (header("keys", dtype=[]), {}, "tensor 'keys': expected dtype, shape and data_offsets"),
     "safetensors size": (header("keys", shape=[6]), {}, "tensor 'keys': expected 48 bytes for I64 [6], got 40"),
     "safetensors shape": (header("keys", shape=[-5]), {}, "tensor 'keys': expected dtype, shape and data_offsets"),

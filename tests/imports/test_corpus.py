@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -196,3 +197,44 @@ def test_the_files_are_small() -> None:
     sizes = {path: path.stat().st_size for path in CORPUS.rglob("*") if path.is_file()}
     assert max(sizes.values()) < 4096
     assert sum(sizes.values()) < 1 << 17
+
+
+@pytest.mark.parametrize(
+    ("arrays", "reason"),
+    [
+        ({"key": KEYS[:, None], "vector": VECTORS}, r"'key' has 2 dimensions, expected 1: key \[4, 1\]"),
+        ({"key": KEYS, "vector": VECTORS[:, 0]}, r"'vector' has 1 dimensions, expected 2: vector \[4\]"),
+        ({"key": KEYS, "vector": VECTORS[:, None]}, r"'vector' has 3 dimensions, expected 2: vector \[4, 1, 3\]"),
+        (
+            {"key": KEYS.astype(np.float64), "vector": VECTORS},
+            r"tensor 'key': expected integers or strings for keys, got float64",
+        ),
+    ],
+    ids=["a column of keys", "a row of numbers", "blocks", "floats for keys"],
+)
+def test_an_array_of_another_form_is_refused_by_its_form(tmp_path: Path, arrays: dict[str, Any], reason: str) -> None:
+    np.savez(tmp_path / "a.npz", **arrays)
+    with pytest.raises(SnapshotError, match=reason):
+        import_table(tmp_path / "a.npz", model="ctr", table="item", out=tmp_path / "s")
+
+
+def test_arrays_of_the_other_byte_order_are_read(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", key=KEYS.astype(">i8"), vector=VECTORS.astype(">f4"))
+    import_table(tmp_path / "a.npz", model="ctr", table="item", out=tmp_path / "s")
+    assert rows_of(tmp_path / "s") == ROWS
+    np.savez(tmp_path / "halves.npz", key=KEYS.astype(">i8"), vector=VECTORS.astype(">f2"))
+    out = import_table(tmp_path / "halves.npz", model="ctr", table="item", out=tmp_path / "halves")
+    assert open_snapshot(out).manifest.table("item").dtype == "float16"
+    assert rows_of(out) == ROWS
+
+
+def test_floats_of_8_bits_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    entries = {"w": ("F8_E4M3", [2, 3], [0, 6]), "item": ("F32", [1, 1], [6, 10])}
+    keys = "dtype", "shape", "data_offsets"
+    header = json.dumps({name: dict(zip(keys, entry, strict=True)) for name, entry in entries.items()}).encode()
+    file = tmp_path / "a.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(10))
+    with pytest.raises(SnapshotError, match=r"a.safetensors: 'w': is of dtype 'F8_E4M3'; .* I64, F16, F32"):
+        import_table(file, model="ctr", table="item", vector="w", out=tmp_path / "refused")
+    import_table(file, model="ctr", table="item", vector="item", out=tmp_path / "s")
+    assert rows_of(tmp_path / "s") == {0: [0.0]}, "it hinders no other tensor"

@@ -329,8 +329,23 @@ ITEMS = {"item_id": [1, 2, 3], "embedding": [[1.0], [2.0], [3.0]]}
             "row 1: column 'embedding': the vector has 2 numbers, those before it 1",
         ),
         ({"embedding": [[1.0], [float("nan")], [3.0]]}, "row 1: the vector holds NaN or Inf, or overflows float32"),
-        ({"embedding": ["[1.0]", "[2.0]", "[3.0]"]}, "column 'embedding': expected lists of numbers, got string"),
+        (
+            {"embedding": ["[1.0]", "[2.0]", "[3.0]"]},
+            r"column 'embedding': expected lists of numbers, got string; .*embedding::FLOAT\[\]",
+        ),
+        (
+            {"embedding": [np.float32([1]).tobytes()] * 3},
+            r"column 'embedding': expected lists of numbers, got binary; .*numpy.frombuffer",
+        ),
+        (
+            {"embedding": pa.array([[], [], []], pa.list_(pa.float32()))},
+            "row 0: the vector has no numbers, expected at least one",
+        ),
         ({"embedding": [[[1.0]], [[2.0]], [[3.0]]]}, "column 'embedding': expected lists of numbers, got list<"),
+        (
+            {"embedding": [[decimal.Decimal("1.5")]] * 3},
+            r"expected lists of numbers, got list<.*decimal.*; .*embedding::FLOAT\[\]",
+        ),
     ],
 )
 def test_rows_that_cannot_be(tmp_path: Path, change: dict[str, Any], reason: str) -> None:

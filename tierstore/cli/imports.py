@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 
 Out = Annotated[Path | None, option("DIR", "Write the snapshot here; it is loaded only with --data or --url.")]
-Version = Annotated[int | None, option("VERSION", "Its number (default: the time, as 20261120093000).")]
+Version = Annotated[
+    int | None, typer.Option(metavar="VERSION", min=1, help="Its number (default: the time, as 20261120093000).")
+]
 DeltaSeq = Annotated[int, typer.Option("--delta-seq", min=0, help="Deltas up to this one are in the rows already.")]
 Ttl = Annotated[str | None, option("TIME", "Rows that were not written for so long expire: 30d, 12h, or seconds.")]
 TimeColumn = Annotated[
@@ -173,10 +175,12 @@ def _imported(
     from tierstore.imports.tables import LeftOut, check_tables, duplicate_in, import_tables, version_of_now
 
     started_s = time.monotonic()
-    number = version or version_of_now()
+    number = version_of_now() if version is None else version
     loads = out is None or data is not None or url is not None
     left_out: list[LeftOut] = []
-    check_tables(tables)  # before anything is compiled, opened or read
+    check_tables(
+        tables, model=model, version=number, delta_seq=delta_seq
+    )  # before anything is compiled, opened or read
     with _directory(out, data, url, number) as where, shown_progress("import") as progress:
 
         def write() -> Path:

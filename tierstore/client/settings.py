@@ -42,11 +42,16 @@ class Address:
             host, port = parts.hostname, parts.port
         except ValueError as error:
             raise InvalidInput(f"expected a url such as http://127.0.0.1:8000, got {url!r}: {error}") from error
+        if parts.username is not None:  # said without them: it may be a password
+            raise InvalidInput(
+                "expected a url such as http://127.0.0.1:8000, got one with a user or a password: give a token as "
+                "token= (TIERSTORE_TOKEN)"
+            )
         plain = url.isascii() and url.isprintable() and " " not in url
         if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment or not plain:
             raise InvalidInput(f"expected a url such as http://127.0.0.1:8000, got {url!r}")
         tls = parts.scheme == "https"
-        shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}".rstrip("/")
+        shown = f"{parts.scheme}://{parts.netloc}{parts.path}".rstrip("/")
         return Address(shown, host, port or (443 if tls else 80), parts.path.rstrip("/"), tls)
 
     @property

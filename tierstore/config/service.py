@@ -10,6 +10,7 @@ from pydantic_settings import NoDecode
 
 from tierstore.config.values import (
     Size,
+    check_host,
     check_networks,
     split_names,
 )
@@ -58,7 +59,7 @@ class ServiceSettings(BaseModel):
         ge=0,
         description="microseconds a predict request waits for others to join; 0: only while it waits for a thread",
     )
-    host: str = Field("127.0.0.1", description="address to listen on")
+    host: Annotated[str, AfterValidator(check_host)] = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 picks a free one")
     grpc_port: Annotated[int, Field(ge=0, le=65535)] | Literal["off"] | None = Field(
         None,

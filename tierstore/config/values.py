@@ -34,6 +34,24 @@ def path_or_url(value: Any) -> Any:
     return Path(value) if isinstance(value, str) and "://" not in value else value
 
 
+def check_host(text: str) -> str:
+    """An address or a name to listen on; an IPv6 address may be in brackets."""
+    host = text[1:-1] if text[:1] == "[" and text[-1:] == "]" else text
+    if not host or "/" in host or (":" in host and not _is_address(host)):
+        raise ValueError(
+            f"expected an address such as 127.0.0.1 or ::1, with the port in its own setting, got {text!r}"
+        )
+    return host
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
 def check_networks(texts: list[str]) -> list[str]:
     for text in texts:
         try:

@@ -7,7 +7,7 @@ share memory with the argument.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ class UnfitRow(InvalidInput):
         self.row, self.reason = row, reason
 
 
+_INT64_MAX = (1 << 63) - 1
 _EXPECTED = "expected vectors of shape [n, dim], or a column of n lists of dim numbers"
 
 
@@ -57,7 +58,10 @@ def vector_rows(vectors: Any) -> npt.NDArray[Any]:
 
 
 def guessed_key_type(keys: Any) -> KeyType:
-    """The key type of a table for these keys, where it is not given: a list of int counts as int64."""
+    """The key type of a table for these keys, where it is not given.
+
+    A list of int counts as int64, unless it has one beyond that.
+    """
     if isinstance(keys, (pa.Array, pa.ChunkedArray)):
         return key_type_of(keys.type) or KeyType.INT64
     if not isinstance(keys, np.ndarray) and hasattr(keys, "__array__"):
@@ -67,7 +71,10 @@ def guessed_key_type(keys: Any) -> KeyType:
             KeyType.STRING if keys.dtype.kind in "UST" else KeyType.UINT64 if keys.dtype == np.uint64 else KeyType.INT64
         )
     first = next(iter(keys), None) if isinstance(keys, Iterable) else None
-    return KeyType.STRING if isinstance(first, (str, bytes)) else KeyType.INT64
+    if isinstance(first, (str, bytes)):
+        return KeyType.STRING
+    beyond = isinstance(keys, Sequence) and any(type(key) is int and key > _INT64_MAX for key in keys)
+    return KeyType.UINT64 if beyond else KeyType.INT64
 
 
 def is_list(kind: pa.DataType) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -127,10 +128,34 @@ def _vectors(
             raise NullColumn(f"column {name!r}: expected numbers, got null in every row; {SKIP_NULLS}")
         if not (pa.types.is_floating(kind) or pa.types.is_integer(kind)):
             what = "lists of numbers" if len(names) == 1 else "numbers"
-            raise InvalidInput(f"column {name!r}: expected {what}, got {kind}")
+            raise InvalidInput(f"column {name!r}: expected {what}, got {kind}{_cast(name, kind)}")
     if names == [vector] and dim != 1:
         _refuse_one_of_many(names[0], columns)
+    elif isinstance(vector, str):
+        _refuse_unlike(vector, names)
     return tuple(names)
+
+
+def _cast(name: str, kind: pa.DataType) -> str:
+    """How what stands for lists of floats is made such where it comes from; empty for what does not."""
+    decimals = pa.types.is_list(kind) and pa.types.is_decimal(kind.value_type)
+    if decimals or pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return f"; in DuckDB {name}::FLOAT[] makes such of it"
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind):
+        return "; of the bytes of float32 numbers numpy.frombuffer(…, 'float32') makes such"
+    return ""
+
+
+def _refuse_unlike(pattern: str, names: Sequence[str]) -> None:
+    """Raise InvalidInput for columns that a pattern takes in beside numbered ones: `event_time` with `e0`, `e1`."""
+    stems = Counter(name.rstrip("0123456789") for name in names if name[-1:].isdecimal())
+    stem, count = max(stems.items(), key=lambda one: one[1], default=("", 0))
+    others = [name for name in names if not (name.startswith(stem) and name[len(stem) :].isdecimal())]
+    if count > 1 and others:
+        raise InvalidInput(
+            f"--vector {pattern!r} names numbered columns and also {', '.join(map(repr, others[:3]))}: "
+            f"'{stem}[0-9]*' reads {count} numbered ones as one vector; or name each column (vector=[…])"
+        )
 
 
 def _refuse_one_of_many(name: str, columns: Mapping[str, _Column]) -> None:

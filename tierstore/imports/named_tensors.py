@@ -51,7 +51,8 @@ class NamedTensors(NamedTuple):
 
 def read_safetensors_file(path: Path) -> NamedTensors:
     """The tensors of a `.safetensors` file. Raises Malformed."""
-    return _named(path, safetensors_header(path))
+    tensors, unreadable = safetensors_header(path)
+    return _named(path, tensors)._replace(unreadable=unreadable)
 
 
 def read_npz_file(path: Path) -> NamedTensors:
@@ -119,6 +120,10 @@ def _with_keys(file: NamedTensors, rows: str, key: str) -> list[str]:
             raise SnapshotError(f"name the array of keys by --key (key=): {_shown(kinds, fitting)}", file=place)
         key = fitting[0]
     keys = _choose(place, kinds, key, 1)
+    if not _are_keys(kinds[keys]):
+        raise SnapshotError(
+            f"tensor {keys!r}: expected integers or strings for keys, got {kinds[keys].dtype}", file=place
+        )
     if kinds[keys].shape[0] != kinds[rows].shape[0]:
         raise SnapshotError(
             f"expected a key for each row, got {kinds[keys].shape[0]} keys and {kinds[rows].shape[0]} rows", file=place
@@ -127,7 +132,11 @@ def _with_keys(file: NamedTensors, rows: str, key: str) -> list[str]:
 
 
 def _may_be_keys(kind: TensorKind, rows: TensorKind) -> bool:
-    return kind.shape == rows.shape[:1] and (kind.is_text or kind.dtype.startswith(("int", "uint")))
+    return kind.shape == rows.shape[:1] and _are_keys(kind)
+
+
+def _are_keys(kind: TensorKind) -> bool:
+    return kind.is_text or kind.dtype.startswith(("int", "uint"))
 
 
 def _choose(place: str, kinds: Mapping[str, TensorKind], name: str, dimensions: int) -> str:
@@ -138,6 +147,11 @@ def _choose(place: str, kinds: Mapping[str, TensorKind], name: str, dimensions: 
     if name == _VECTOR and len(fitting) == 1:
         return fitting[0]
     what = "--vector (vector=)" if dimensions == 2 else "--key (key=)"
+    if name in kinds:
+        raise SnapshotError(
+            f"tensor {name!r} has {len(kinds[name].shape)} dimensions, expected {dimensions}: {_shown(kinds, [name])}",
+            file=place,
+        )
     raise SnapshotError(
         f"no tensor {name!r} of {dimensions} dimensions; name one by {what}: {_shown(kinds, fitting)}", file=place
     )

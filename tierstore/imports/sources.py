@@ -167,6 +167,15 @@ def rows_in(source: Any) -> int:
     return total
 
 
+_CAST_128 = "cast columns of 128 bits to Int64 where they are made"
+_WHAT_TO_DO = {  # by what Arrow says
+    "more than 64 bits": _CAST_128,
+    "_pli128": _CAST_128,
+    "_plu128": _CAST_128,
+    "duplicate field names": "rename columns of one name, or leave them out, where the file is made",
+}
+
+
 @contextmanager
 def _errors_naming(file: str) -> Iterator[None]:
     """Turns every error into a SnapshotError that names the file, and the row if it is one row's fault."""
@@ -181,10 +190,9 @@ def _errors_naming(file: str) -> Iterator[None]:
                     raise
                 raise bad_row(error.reason, file, error.row) from error
     except SnapshotError as error:
-        if any(sign in error.reason for sign in ("more than 64 bits", "_pli128", "_plu128")):
-            raise SnapshotError(
-                f"{error.reason}; cast columns of 128 bits to Int64 where they are made", file=file
-            ) from error
+        for sign, what_to_do in _WHAT_TO_DO.items():
+            if sign in error.reason:
+                raise SnapshotError(f"{error.reason}; {what_to_do}", file=file) from error
         raise
 
 

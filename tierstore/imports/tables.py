@@ -24,8 +24,9 @@ from tierstore.formats.columns import as_vectors, first_not_finite
 from tierstore.formats.keys import as_codes
 from tierstore.formats.names import SNAPSHOT_MANIFEST
 from tierstore.formats.row_times import TIME
+from tierstore.formats.snapshot.manifest import Manifest
 from tierstore.formats.snapshot.writer import SnapshotWriter, TableWriter
-from tierstore.imports.sources import Wanted, bad_row, blocks, check, rows_in
+from tierstore.imports.sources import Block, Wanted, bad_row, blocks, check, rows_in
 from tierstore.types import Combiner, KeyType, Progress, ProgressFn, StorageDtype
 
 Paths = str | PathLike[str]
@@ -159,8 +160,8 @@ def import_tables(
 ) -> Path:
     """Write a snapshot of one model from several tables."""
     tables = list(tables)
-    check_tables(tables)
-    number = version or version_of_now()
+    number = version_of_now() if version is None else version
+    check_tables(tables, model=model, version=number, delta_seq=delta_seq)
     where = Path(out) if out is not None else Path("snapshots") / model / str(number)
     report = progress or (lambda _: None)
     total = sum(rows_in(table.source) for table in tables) if progress is not None else 0
@@ -194,13 +195,47 @@ def version_of_now() -> int:
     return int(datetime.now(UTC).strftime("%Y%m%d%H%M%S"))
 
 
-def check_tables(tables: Iterable[TableSource]) -> None:
-    """SnapshotError for a word that is none of those expected, or columns that the files do
-    not have, before rows are read.
+def check_tables(tables: Sequence[TableSource], *, model: str, version: int, delta_seq: int) -> None:
+    """SnapshotError for names, words and numbers that no snapshot has, or columns that the files do not have,
+    before rows are read.
     """
     for table in tables:
         _check_words(table)
+    _check_declared(tables, model=model, version=version, delta_seq=delta_seq, created_at=datetime.now(UTC))
+    for table in tables:
         check(table.source, table.wanted)
+
+
+def _check_declared(tables: Sequence[TableSource], **head: Any) -> None:
+    """SnapshotError for what the manifest of these tables would not take.
+
+    What only rows tell, types of keys and lengths of vectors, is taken to fit.
+    """
+    entries: list[dict[str, Any]] = []
+    features: list[dict[str, Any]] = []
+    for table in tables:
+        of_table = table.features or (Feature(table.name),)
+        texts = any(isinstance(feature.padding_key, str) and feature.hash is None for feature in of_table)
+        default = table.default if isinstance(table.default, str) else [float(x) for x in table.default]
+        entries.append(
+            {
+                "name": table.name,
+                "key": table.key_type or (KeyType.STRING if texts else KeyType.INT64),
+                "dim": table.dim or (1 if isinstance(default, str) else len(default)),
+                "dtype": table.dtype or StorageDtype.FLOAT32,
+                "default": default,
+                "ttl_s": table.ttl_s,
+                "rows": 0,
+                "shards": (),
+            }
+        )
+        for feature in of_table:
+            padding = feature.padding_key
+            if padding is not None and not isinstance(padding, str):
+                padding = None if table.key_type is None else int(padding)
+            one = {"name": feature.name, "table": table.name, "combiner": feature.combiner, "padding_key": padding}
+            features.append(one if feature.hash is None else {**one, "hash": dict(feature.hash)})
+    Manifest.create(**head, tables=tuple(entries), features=tuple(features))
 
 
 def _import_one(snapshot: SnapshotWriter, table: TableSource, done: int, report: Any) -> tuple[int, LeftOut]:
@@ -216,26 +251,17 @@ def _import_one(snapshot: SnapshotWriter, table: TableSource, done: int, report:
         duplicates += len(whole.vectors) - len(block.vectors)
         if not len(block.vectors):
             continue
-        dim = block.vectors.shape[1]
-        expected, of = (table.dim, "--dim (dim=) says") if writer is None else (writer.dim, "in earlier blocks")
-        if expected not in (None, dim):
-            raise bad_row(f"expected vectors of {expected} numbers, as {of}, got {dim}", block.file, block.row(0))
+        _check_block(block, table, writer, dtype)
         if writer is None:
             dtype = dtype or (StorageDtype.FLOAT16 if block.vectors.dtype == np.float16 else StorageDtype.FLOAT32)
             writer = snapshot.table(
                 table.name,
-                dim=dim,
+                dim=block.vectors.shape[1],
                 dtype=dtype,
                 key=block.key_type,
                 default=table.default,
                 ttl_s=table.ttl_s,
                 time_column=None if table.time_column is None else TIME,
-            )
-        if writer.key_type is not block.key_type:
-            raise SnapshotError(
-                f"expected {writer.key_type} keys, as in earlier blocks, got {block.key_type}; --key-type string "
-                "(key_type=) reads all as strings",
-                file=block.file,
             )
         try:
             writer.write(block.keys, block.vectors, block.times)
@@ -247,10 +273,36 @@ def _import_one(snapshot: SnapshotWriter, table: TableSource, done: int, report:
             raise bad_row(reason, block.file, block.row(row)) from error
         report(done + seen + nulls)
     if writer is None:
+        left = f": {nulls} rows with a null were left out" if nulls else ""
         raise SnapshotError(
-            f"table {table.name!r}: expected at least one row, to know the length of a vector; got none"
+            f"table {table.name!r}: expected at least one row, to know the length of a vector; got none{left}"
         )
     return done + seen + nulls, LeftOut(table.name, nulls, duplicates)
+
+
+def _check_block(block: Block, table: TableSource, writer: TableWriter | None, dtype: str | None) -> None:
+    """SnapshotError for rows that do not fit what is said of the table, or those that the writer has had."""
+    dim = block.vectors.shape[1]
+    if not dim:
+        raise bad_row("the vector has no numbers, expected at least one", block.file, block.row(0))
+    expected, of = (table.dim, "--dim (dim=) says") if writer is None else (writer.dim, "in earlier blocks")
+    if expected not in (None, dim):
+        raise bad_row(f"expected vectors of {expected} numbers, as {of}, got {dim}", block.file, block.row(0))
+    if writer is None:
+        return
+    if writer.key_type is not block.key_type:
+        texts = KeyType.STRING in (writer.key_type, block.key_type)
+        how = "string (key_type=) reads all as strings" if texts else "uint64 (key_type=) reads all as such, or int64"
+        raise SnapshotError(
+            f"expected {writer.key_type} keys, as in earlier blocks, got {block.key_type}; --key-type {how}",
+            file=block.file,
+        )
+    if table.dtype is None and dtype == StorageDtype.FLOAT16 and block.vectors.dtype != np.float16:
+        raise SnapshotError(
+            f"expected float16 numbers, as in earlier blocks, got {block.vectors.dtype}; --dtype float32 (dtype=) "
+            "stores all as such, --dtype float16 rounds them",
+            file=block.file,
+        )
 
 
 def _not_finite(vectors: npt.NDArray[Any], dtype: str | None) -> tuple[int, str] | None:

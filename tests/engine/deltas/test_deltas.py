@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import tierstore
 from tests.engine import scenes
 from tests.engine.test_store import folded
 from tierstore.engine.data.overlay import OverlayTable
@@ -91,6 +93,14 @@ def test_order_duplicates_gaps_and_conflicts(store, tmp_path):
     with pytest.raises(Conflict, match="other content"):
         store.apply_delta(scenes.stamped(11, {"item": [2]}))
     assert first(store, "item_id", 2) == scenes.vector("item", 0, 2)[0]
+
+
+def test_a_delta_of_another_key_type_says_where_the_type_is_named(store, tmp_path):
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    delta = tierstore.DeltaWriter(io.BytesIO(), model="ctr", seq=1)
+    delta.upsert("item", [1 << 63], np.ones((1, 8), np.float32))
+    with pytest.raises(DeltaError, match="int64 keys, the delta brings uint64; `DeltaWriter` takes key='int64'"):
+        store.apply_delta(delta.to_bytes())
 
 
 @pytest.mark.parametrize(

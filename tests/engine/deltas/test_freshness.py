@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,23 @@ def test_the_age_is_that_of_the_newest_delta_that_is_visible(tmp_path, open_stor
     assert status(store)["last_event_time"] == NOW.isoformat(), "what is undone is not visible"
     store.rollback("ctr", to_seq=0)
     assert status(store)["last_event_time"] is None
+
+
+def test_a_trainer_whose_clock_is_ahead_hides_no_old_answer(tmp_path, open_store):
+    store = open_store(quotas={"*": {"freshness_max_s": 3600}})
+    store.load_snapshot(snapshot(tmp_path, timedelta(days=30)))
+    store.apply_delta(delta(1, timedelta(days=-365)))
+    assert status(store)["last_event_time"] == (NOW + timedelta(days=365)).isoformat(), "as the delta says"
+    assert (status(store)["fresh"], status(store)["problem"]) == (True, None)
+    folded(store)
+    store.close()
+    (entry,) = (tmp_path / "data/models/ctr/log").glob("*.arrow")
+    received = NOW - timedelta(hours=2)
+    os.utime(entry, (received.timestamp(), received.timestamp()))
+    store = open_store(quotas={"*": {"freshness_max_s": 3600}})
+    assert 7200 <= status(store)["delta_age_s"] < 86400, "nothing happened after it was received"
+    assert status(store)["fresh"] is False
+    assert f"{(NOW + timedelta(days=365)).isoformat()}, but came {received.isoformat()}" in status(store)["problem"]
 
 
 @pytest.mark.parametrize(("own", "fresh"), [(0, None), (1, False), (10**7, True)])

@@ -70,6 +70,15 @@ def test_paths_and_methods(http: httpx.Client, method: str, path: str, status: i
     refused(http.request(method, path), status)
 
 
+@pytest.mark.parametrize(
+    "path", [f"{INFER}/", "/v2//models/ctr/infer", "/v2/models/ctr/versions/1/2/", "/v2/no//thing"]
+)
+def test_a_path_that_is_none_is_named_as_it_was_sent(http: httpx.Client, path: str) -> None:
+    answer = http.post(path, json={"inputs": [given_input()]})
+    refused(answer, 404)
+    assert answer.json()["error"] == f"no such path: {path!r}"
+
+
 HEAD = b"POST /v2/models/ctr/infer HTTP/1.1\r\nHost: localhost\r\n"
 
 

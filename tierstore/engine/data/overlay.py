@@ -174,7 +174,10 @@ def _encode_rows(seq: int, name: str, table: DeltaTable, specs: Mapping[str, Tab
             f"delta {seq}: no table {name!r} in the version it is for; its tables are {', '.join(sorted(specs))}"
         )
     if table.key != spec.key:
-        raise DeltaError(f"delta {seq}: table {name!r} has {spec.key.value} keys, the delta brings {table.key.value}")
+        raise DeltaError(
+            f"delta {seq}: table {name!r} has {spec.key.value} keys, the delta brings {table.key.value}; "
+            f"`DeltaWriter` takes key={spec.key.value!r} where the keys alone do not say it"
+        )
     if table.dim is None:  # deletions only
         return spec, np.zeros((len(table.keys), spec.row_bytes), np.uint8)
     if table.dim != spec.dim:

@@ -1,36 +1,51 @@
 """The event time of the newest delta that a model shows: how fresh its answers are.
 
-A delta that is applied says so itself. After a start, and after a rollback to a delta, the log is read. Any thread;
-nothing here survives a crash.
+A delta that is applied says so itself. After a start, and after a rollback to a delta, the log is read. Nothing
+happened after it was received, whatever a clock that is ahead has written into a delta. Any thread; nothing here
+survives a crash.
 """
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import UTC, datetime
+from typing import NamedTuple
 
 from tierstore.engine.deltas.log import DeltaLog
 from tierstore.engine.serving.undone_record import Undone
 
 
+class Event(NamedTuple):
+    """When a delta happened, as it says, and when it was received."""
+
+    time: datetime
+    received: datetime
+
+    @property
+    def since(self) -> datetime:
+        """From when on it is counted how old it is."""
+        return min(self.time, self.received)
+
+
 class NewestEvent:
-    """The event time of the newest delta that a model shows."""
+    """The event of the newest delta that a model shows."""
 
     def __init__(self, log: DeltaLog) -> None:
         self._log = log
-        self._cached: tuple[int, Undone, datetime | None] | None = None  # as of a seq; replaced whole
+        self._cached: tuple[int, Undone, Event | None] | None = None  # as of a seq; replaced whole
 
     def applied(self, seq: int, event_time: datetime) -> None:
-        """Delta `seq` is visible. One thread at a time."""
-        self._cached = seq, self._log.undone, event_time
+        """Delta `seq`, which came just now, is visible. One thread at a time."""
+        self._cached = seq, self._log.undone, Event(event_time, datetime.now(UTC))
 
-    def at(self, seq: int) -> datetime | None:
-        """The event time of the newest delta up to `seq` that is not undone; None where the log does not have it."""
+    def at(self, seq: int) -> Event | None:
+        """The event of the newest delta up to `seq` that is not undone; None where the log does not have it."""
         cached, undone = self._cached, self._log.undone
         if cached is None or cached[0] != seq or cached[1] is not undone:
             cached = self._cached = seq, undone, self._read(seq, undone)
         return cached[2]
 
-    def _read(self, seq: int, undone: Undone) -> datetime | None:
+    def _read(self, seq: int, undone: Undone) -> Event | None:
         while (first := undone.begin_of_range(seq)) is not None:
             seq = first - 1
-        return self._log.event_time(seq)
+        time, received_s = self._log.event_time(seq), self._log.received_s(seq)
+        return None if time is None or received_s is None else Event(time, datetime.fromtimestamp(received_s, UTC))

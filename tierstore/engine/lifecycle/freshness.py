@@ -9,7 +9,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from tierstore.engine.deltas.newest_event import NewestEvent
+from tierstore.engine.deltas.newest_event import Event, NewestEvent
 from tierstore.engine.lifecycle.state import ModelState
 
 
@@ -21,15 +21,15 @@ class Freshness:
         self._max_s = state.shared.settings.quota_of(state.name).freshness_max_s
 
     def status(self) -> dict[str, Any]:
-        """`last_event_time` (ISO 8601) of the newest delta that is visible, `delta_age_s` since then,
-        and whether that is `fresh`.
+        """`last_event_time` (ISO 8601) of the newest delta that is visible, `delta_age_s` since then, or
+        since it was received where that was before, and whether that is `fresh`.
 
         Where the log has no such delta, the age is that of the active version's snapshot. None where it is not known,
         and for `fresh` where there is no limit.
         """
         event, age_s = self._event(), self._age_s()
         fresh = None if age_s is None or not self._max_s else age_s <= self._max_s
-        last = None if event is None else event.isoformat()
+        last = None if event is None else event.time.isoformat()
         return {"last_event_time": last, "delta_age_s": age_s, "freshness_max_s": self._max_s, "fresh": fresh}
 
     @property
@@ -41,10 +41,13 @@ class Freshness:
         if age_s is None or age_s <= self._max_s:
             return None
         event = self._event()
-        what = f"the newest delta is of {event.isoformat()}" if event else "there is no delta since the snapshot"
+        what = "there is no delta since the snapshot"
+        if event is not None:
+            ahead = f", but came {event.received.isoformat()}" if event.time > event.received else ""
+            what = f"the newest delta is of {event.time.isoformat()}{ahead}"
         return f"answers are not fresh: {what}, and freshness_max_s is {self._max_s:g}"
 
-    def _event(self) -> datetime | None:
+    def _event(self) -> Event | None:
         view = self._state.live.current
         return None if view is None else self._newest.at(view.seq)
 
@@ -52,7 +55,6 @@ class Freshness:
         view = self._state.live.current
         if view is None:
             return None
-        since = self._newest.at(view.seq)
-        if since is None:
-            since = view.open_version.info.manifest.created_at
+        event = self._newest.at(view.seq)
+        since = view.open_version.info.manifest.created_at if event is None else event.since
         return None if since is None else max(0.0, (datetime.now(UTC) - since).total_seconds())

@@ -55,7 +55,8 @@ class ShardTensor:
 
     @property
     def dtype_name(self) -> str:
-        return _BFLOAT16 if self.is_bfloat16 else str(self.dtype)
+        """As NumPy or PyTorch has it; the byte order is the file's, and read as it is."""
+        return _BFLOAT16 if self.is_bfloat16 else str(self.dtype.newbyteorder("="))
 
 
 def read_npz(
@@ -83,8 +84,10 @@ def read_safetensors(
 ) -> Iterator[Block]:
     """Read a shard of `.safetensors`."""
     _refuse_strings(spec)
-    tensors, names = safetensors_header(path), _names(time)
+    (tensors, unreadable), names = safetensors_header(path), _names(time)
     for name in names:
+        if name in unreadable:
+            raise Malformed(f"tensor {name!r}: {unreadable[name]}")
         if name not in tensors:
             wanted = " and ".join(map(repr, names))
             raise Malformed(f"expected tensors {wanted}, got {', '.join(map(repr, tensors)) or 'none'}")
@@ -144,8 +147,11 @@ def _narrower(key_bytes: int, vector_bytes: int, dim: int) -> str:
     return ""
 
 
-def safetensors_header(path: Location) -> dict[str, ShardTensor]:
-    """Every tensor of a safetensors file, after all of its header is checked. Raises Malformed."""
+def safetensors_header(path: Location) -> tuple[dict[str, ShardTensor], dict[str, str]]:
+    """The tensors of a safetensors file, and why others in it cannot be read. All of its header is checked.
+
+    Raises Malformed.
+    """
     size = size_of(path)
     with open_regular(path) as file:
         length = int.from_bytes(file.read(8), "little")
@@ -159,10 +165,13 @@ def safetensors_header(path: Location) -> dict[str, ShardTensor]:
         raise Malformed("not a safetensors file: its header is not a JSON object")
     header.pop("__metadata__", None)
     begin = 8 + length
-    tensors, ranges = {}, []
+    tensors, unreadable, ranges = {}, {}, []
     for name, entry in header.items():
         tensor, start, end = _safetensor(path, begin, name, entry)
-        tensors[name] = tensor
+        if isinstance(tensor, str):
+            unreadable[name] = tensor
+        else:
+            tensors[name] = tensor
         ranges.append((start, end, name))
     reached = 0
     for start, end, name in sorted(ranges):
@@ -171,16 +180,19 @@ def safetensors_header(path: Location) -> dict[str, ShardTensor]:
         reached = end
     if reached != size - begin:
         raise Malformed(f"expected {reached} bytes of data, as its header says, got {size - begin}")
-    return tensors
+    return tensors, unreadable
 
 
-def _safetensor(path: Location, begin: int, name: str, entry: Any) -> tuple[ShardTensor, int, int]:
+def _safetensor(path: Location, begin: int, name: str, entry: Any) -> tuple[ShardTensor | str, int, int]:
+    """A tensor, or why it cannot be read; and where its data begins and ends."""
     fields = entry if isinstance(entry, dict) else {}
     kind, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if not (_naturals(shape) and _naturals(offsets) and len(offsets) == 2 and isinstance(kind, str)):
         raise Malformed(f"tensor {name!r}: expected dtype, shape and data_offsets, got {str(entry)[:100]}")
     if kind not in _SAFETENSORS_DTYPES:
-        raise Malformed(f"tensor {name!r}: dtype {kind!r} is not known here")
+        if offsets[1] < offsets[0]:
+            raise Malformed(f"tensor {name!r}: its data ends at {offsets[1]}, before it begins at {offsets[0]}")
+        return f"is of dtype {kind!r}; expected one of {', '.join(_SAFETENSORS_DTYPES)}", offsets[0], offsets[1]
     dtype = np.dtype(_SAFETENSORS_DTYPES[kind])
     expected = math.prod(shape) * dtype.itemsize
     if offsets[1] - offsets[0] != expected:
@@ -315,4 +327,4 @@ def _read_array(stream: IO[bytes], tensor: ShardTensor, rows: int) -> npt.NDArra
     numbers = np.frombuffer(data, tensor.dtype).reshape(shape)
     if tensor.is_bfloat16:  # the upper half of a float32
         return (numbers.astype(np.uint32) << 16).view(np.float32)
-    return numbers
+    return numbers.astype(tensor.dtype.newbyteorder("="), copy=False)

@@ -125,6 +125,8 @@ def elements_from_list(name: str, datatype: str, shape: tuple[int, ...], flat: l
     if not kinds <= allowed:
         others = ", ".join(sorted(kind.__name__ for kind in kinds - allowed))
         first = next(i for i, value in enumerate(flat) if type(value) not in allowed)
+        if allowed == {int} and type(flat[first]) is float and abs(flat[first]) >= 1 << 63:
+            raise _misfit(name, datatype, shape, flat, first)  # as the parser has integers of more than 64 bits
         raise InvalidInput(
             f"input {shown(name)}: data of {datatype} holds {others}: {_element(shape, first)} is {shown(flat[first])}"
         )
@@ -149,8 +151,7 @@ def elements_from_list(name: str, datatype: str, shape: tuple[int, ...], flat: l
 def _beyond(name: str, datatype: str, shape: tuple[int, ...], flat: list[Any]) -> InvalidInput:
     """The error of the first number that is beyond its datatype."""
     dtype = NUMPY_DTYPE[datatype]
-    high: float = float(np.finfo(dtype).max) if dtype.kind == "f" else np.iinfo(dtype).max
-    low: float = -high if dtype.kind == "f" else np.iinfo(dtype).min
+    low, high = _bounds(dtype)
 
     def is_beyond(value: Any) -> bool:
         if low <= value <= high or abs(value) == math.inf:
@@ -162,10 +163,24 @@ def _beyond(name: str, datatype: str, shape: tuple[int, ...], flat: list[Any]) -
 
     with np.errstate(over="ignore"):
         first = next(i for i, value in enumerate(flat) if is_beyond(value))
+    return _misfit(name, datatype, shape, flat, first)
+
+
+def _misfit(name: str, datatype: str, shape: tuple[int, ...], flat: list[Any], number: int) -> InvalidInput:
+    """The error of element `number`, which is beyond its datatype."""
+    low, high = _bounds(NUMPY_DTYPE[datatype])
     return InvalidInput(
-        f"input {shown(name)}: {_element(shape, first)} is {shown(flat[first])}, which does not fit {datatype}, "
+        f"input {shown(name)}: {_element(shape, number)} is {shown(flat[number])}, which does not fit {datatype}, "
         f"{shown(low)} to {shown(high)}"
     )
+
+
+def _bounds(dtype: np.dtype[Any]) -> tuple[float, float]:
+    """The lowest and the highest number of a datatype; of integers exact."""
+    if dtype.kind == "f":
+        high = float(np.finfo(dtype).max)
+        return -high, high
+    return np.iinfo(dtype).min, np.iinfo(dtype).max
 
 
 def _element(shape: tuple[int, ...], number: int) -> str:

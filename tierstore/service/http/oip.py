@@ -217,7 +217,7 @@ class OipHttp(ProtocolApplication):
         if len(parts) < 3 or parts[0] != "models" or parts[-1] != "infer":
             return None
         allow(scope["method"], "POST")
-        name, version = _model_path(parts[1:-1])
+        name, version = _model_path(parts[1:-1], scope["path"])
         self._service.dataplane.model(name)  # an unknown one is refused before its body is read
         teaches = scope.get(UNPLANNED, False)
         return InferMessage(self._service, name, version, headers, holding, teaches=teaches)
@@ -243,7 +243,7 @@ class OipHttp(ProtocolApplication):
             case ["models", _, "trace", "setting"] | ["trace", "setting"] | ["logging"]:
                 raise InvalidInput(f"the {'logging' if parts == ['logging'] else 'trace'} extension is not served")
             case ["models", *path]:
-                return await self._model(method, path)
+                return await self._model(scope, path)
             case ["repository", "index"]:
                 allow(method, "POST")
                 only_ready = _json_object(body, headers).get("ready") is True
@@ -257,7 +257,7 @@ class OipHttp(ProtocolApplication):
                 return await self._region(scope, kind.removesuffix("sharedmemory"), name, verb, body, headers)
             case [("systemsharedmemory" | "cudasharedmemory") as kind, ("status" | "unregister") as verb]:
                 return await self._region(scope, kind.removesuffix("sharedmemory"), None, verb, body, headers)
-        raise NotFound(f"no such path: /v2/{shown('/'.join(parts))[1:-1]}")
+        raise NotFound(f"no such path: {shown(scope['path'])}")
 
     def _health(self, kind: str) -> Response:
         if kind == "live":
@@ -271,12 +271,12 @@ class OipHttp(ProtocolApplication):
         status = 200 if ready else 400
         return json_response({"ready": ready, **document}, status) if document else Response(status)
 
-    async def _model(self, method: str, path: list[str]) -> Response:
+    async def _model(self, scope: Scope, path: list[str]) -> Response:
         verb = ""
         if path and path[-1] in ("ready", "stats", "config") and len(path) in (2, 4):
             verb = path.pop()
-        name, version = _model_path(path)
-        allow(method, "GET")
+        name, version = _model_path(path, scope["path"])
+        allow(scope["method"], "GET")
         model = self._service.dataplane.model(name)
         if verb == "ready":
             return Response(200 if documents.is_ready(model, version) else 400)
@@ -327,12 +327,12 @@ class OipHttp(ProtocolApplication):
         return Response(200)
 
 
-def _model_path(parts: list[str]) -> tuple[str, int | str | None]:
-    """(model, version) of `{model}` or `{model}/versions/{number or label}`."""
+def _model_path(parts: list[str], path: str) -> tuple[str, int | str | None]:
+    """(model, version) of `{model}` or `{model}/versions/{number or label}`, the `parts` of a `path`."""
     if len(parts) == 1:
         return parts[0], None
     if len(parts) != 3 or parts[1] != "versions":
-        raise NotFound(f"no such path: /v2/models/{shown('/'.join(parts))[1:-1]}")
+        raise NotFound(f"no such path: {shown(path)}")
     return parts[0], version_of(parts[2])
 
 

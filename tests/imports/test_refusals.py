@@ -1,0 +1,101 @@
+"""What an import refuses rather than guesses: what no snapshot has, parts that do not agree, columns nobody meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.imports.test_tables import COLUMNS, imported, rows_of
+from tierstore.errors import SnapshotError
+from tierstore.imports.tables import import_table
+
+
+@pytest.mark.parametrize("types", [(pa.int64(), pa.uint64()), (pa.uint64(), pa.int64())], ids=["signed", "unsigned"])
+def test_parts_with_integers_of_two_types_are_read_as_one_of_them(tmp_path: Path, types: tuple[Any, Any]) -> None:
+    for i, kind in enumerate(types):
+        columns = {"item_id": pa.array([i + 1, 1 << 62], kind).slice(0, 1), "embedding": [[float(i)]]}
+        pq.write_table(pa.table(columns), tmp_path / f"{i}.parquet")
+    paths = sorted(tmp_path.glob("*.parquet"))
+    with pytest.raises(SnapshotError, match=r"1.parquet: expected u?int64 keys, .*; --key-type uint64 .*, or int64"):
+        imported(paths, tmp_path / "refused")
+    imported(paths, tmp_path / "s", key_type="uint64")
+    assert rows_of(tmp_path / "s") == {1: [0], 2: [1]}
+
+
+def test_numbers_are_never_stored_narrower_than_a_later_part_has_them(tmp_path: Path) -> None:
+    for i, kind in enumerate((pa.float16(), pa.float32())):
+        vectors = pa.array([[0.1]], pa.list_(pa.float32())).cast(pa.list_(kind))
+        pq.write_table(pa.table({"item_id": [i], "embedding": vectors}), tmp_path / f"{i}.parquet")
+    paths = sorted(tmp_path.glob("*.parquet"))
+    with pytest.raises(
+        SnapshotError, match=r"1.parquet: expected float16 numbers, as in earlier blocks, got float32; --dtype"
+    ):
+        imported(paths, tmp_path / "refused")
+    for dtype in ("float16", "float32"):
+        assert imported(paths, tmp_path / dtype, dtype=dtype).manifest.table("item").dtype == dtype
+    assert imported(paths[::-1], tmp_path / "s").manifest.table("item").dtype == "float32"
+    assert rows_of(tmp_path / "s")[1] == [np.float32(0.1)]
+
+
+def test_a_name_that_two_columns_have(tmp_path: Path) -> None:
+    columns = [pa.array([1]), pa.array([[2.0]]), pa.array([5]), pa.array([6])]
+    table = pa.table(columns, names=["item_id", "embedding", "price", "price"])
+    imported(table, tmp_path / "s")
+    assert rows_of(tmp_path / "s") == {1: [2]}, "it matters only where it is meant"
+    pq.write_table(table, tmp_path / "items.parquet")
+    with pytest.raises(SnapshotError, match=r"items.parquet: .*duplicate field names.*; rename columns of one name"):
+        imported(tmp_path / "items.parquet", tmp_path / "file")  # Arrow does not read such a file
+
+
+def test_a_pattern_for_numbered_columns_takes_no_other(tmp_path: Path) -> None:
+    table = {"item_id": [5], "e0": [0.5], "e1": [1.5], "event_time": [7.0]}
+    with pytest.raises(SnapshotError, match=r"'e\*' names numbered columns and also 'event_time': .*'e\[0-9\]\*'"):
+        imported(pa.table(table), tmp_path / "refused", vector="e*")
+    imported(pa.table(table), tmp_path / "s", vector="e[0-9]*")
+    assert rows_of(tmp_path / "s") == {5: [0.5, 1.5]}
+    imported(pa.table({"item_id": [5], "x_mean": [1.0], "x_std": [2.0]}), tmp_path / "words", vector="x_*")
+    assert rows_of(tmp_path / "words") == {5: [1, 2]}
+
+
+def test_where_every_row_was_left_out_the_error_says_so(tmp_path: Path) -> None:
+    table = pa.table({"item_id": [1, 2], "embedding": pa.array([None, [None]], pa.list_(pa.float32()))})
+    with pytest.raises(SnapshotError, match="got none: 2 rows with a null were left out"):
+        imported(table, tmp_path / "s", on_null="skip")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"table": "a b"}, "table name 'a b' is not allowed"),
+        ({"feature": "имя"}, "feature name 'имя' is not allowed"),
+        ({"ttl_s": "30x"}, "ttl_s: expected seconds, or a time such as 30d"),
+        ({"default": "median"}, 'default: expected "zeros", "mean" or a list'),
+        ({"default": [1.0, 2.0], "dim": 1}, "default: expected 1 numbers, as dim says, got 2"),
+        ({"padding_key": "x", "key_type": "int64", "combiner": "sum"}, "padding_key: expected an int64 key, got 'x'"),
+        ({"version": 0}, "version: .*greater than or equal to 1, got 0"),
+        ({"version": 1 << 63}, "version: .*less than or equal to"),
+        ({"delta_seq": -1}, "delta_seq: .*greater than or equal to 0"),
+        ({"model": "a.b"}, "model name 'a.b' is not allowed"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_row_is_read(tmp_path: Path, options: dict[str, Any], reason: str) -> None:
+    read: list[pa.RecordBatch] = []
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        read.append(pa.record_batch({"item_id": [1], "embedding": [[1.0]]}))
+        yield from read
+
+    source = pa.RecordBatchReader.from_batches(
+        pa.record_batch({"item_id": [1], "embedding": [[1.0]]}).schema, batches()
+    )
+    named = {"model": "ctr", "table": "item", "out": tmp_path / "s", **COLUMNS, **options}
+    with pytest.raises(SnapshotError, match=reason):
+        import_table(source, **named)
+    assert not read
+    assert not (tmp_path / "s").exists()
