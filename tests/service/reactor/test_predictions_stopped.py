@@ -18,7 +18,7 @@ class _FewJobs:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         self.freed: list[int] = []
         self.jobs = coldread.JOB.new(count)
-        self.jobs["announced"] = self.jobs["scoring"] = 1
+        self.jobs["announced"] = self.jobs["scoring"] = self.jobs["queued_ns"] = 1
         self.jobs["outcome"] = coldread.FOR_PYTHON
         self.jobs["block"] = np.arange(1, count + 1)
         self.jobs["stream"] = 1  # their requests are their own
@@ -53,6 +53,7 @@ def test_a_job_that_readers_of_cold_rows_are_at_is_not_cut_off(monkeypatch: pyte
     """They read the request, which goes with its connection once it is answered."""
     few = _FewJobs(monkeypatch, 3)
     few.jobs["cold"][1:] = 1
+    few.jobs["queued_ns"][1] = 0  # its rows are being read; those of the last one are there, and a thread has it
     few.of._begin(2)
     assert [words["block"] for words, _ in few.of.cut_off()] == [1, 3]
     few.of.close()
