@@ -68,7 +68,7 @@ STREAM = define("Stream", "a request over HTTP/2, and its answer; its places of 
     "first_out last_out": (BLOCK, "what waits to leave"),
     "path_at path_bytes": "in the head",
     "seen": "for who ends what is late",
-    "job": "for who does not answer at once: with HAS_JOB, the number of what is done elsewhere",
+    "job": "where it HAS_JOB: its number",
 })  # fmt: skip
 stream_at, STREAM_BYTES = at(STREAM), STREAM.bytes
 PATHS = define(

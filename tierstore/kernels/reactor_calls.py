@@ -24,8 +24,8 @@ from tierstore.kernels.reactor_words import (
     HEAD_ROOM,
     MADE_A_JOB,
     PREDICTION,
-    REFUSED,
     ROWS_ON_DISK,
+    TURNED_AWAY,
     VALUES,
     here_at,
 )
@@ -39,7 +39,7 @@ def _refuse(me, variant):  # type: ignore[no-untyped-def]
     me.call.answer_at, me.call.answer_bytes = me.answer, variant.head_bytes
     copy_bytes(me.answer, variant.head_at, variant.head_bytes)
     me.line.answers += 1
-    return REFUSED
+    return TURNED_AWAY
 
 
 @nb.njit
@@ -67,7 +67,7 @@ def answer_call(me, fd, text, message, message_bytes, began):  # type: ignore[no
 
     `me.found` says of its headers what it says of a head (`httphead.py`), by places from `text` on; its body is the message. `me.call` has
     SINCE_NS. ANSWERED: `me.call` says where the ModelInferResponse is; before it is room for 512 bytes.
-    REFUSED: it says where the header block of the status is. MADE_A_JOB, of a prediction, or where memory lacks rows: it has its number, and the job's
+    TURNED_AWAY: it says where the header block of the status is. MADE_A_JOB, of a prediction, or where memory lacks rows: it has its number, and the job's
     tail counts from the message on. Else nothing was done, and what is returned is the reason why it is for Python.
     """
     call = me.call

@@ -162,10 +162,10 @@ def _on_message(me, fd, message, now):  # type: ignore[no-untyped-def]
     conn = connection_at(me.conns, fd)
     s = conn.session if conn.state == HTTP2 and conn.serial == serial else 0
     row = h2words.stream_at(0) if s == 0 else h2out.row_of(s, stream)
-    waiting = h2words.AWAY | (
-        h2words.HAS_JOB if kind == STREAM_BLOCK else 0
-    )  # at the end Python answers for those who do jobs
-    if row == 0 or not row.state & waiting:
+    states = h2words.AWAY
+    if kind == STREAM_BLOCK:  # at the end Python answers for those who do jobs
+        states |= h2words.HAS_JOB
+    if row == 0 or not row.state & states:
         if kind == STREAM_BLOCK:
             release(value)
             add_at(place(me.shared, "inflight"), -size)

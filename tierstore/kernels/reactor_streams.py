@@ -22,12 +22,12 @@ from tierstore.kernels.reactor_words import (
     DRAIN,
     MADE_A_JOB,
     OTHER,
-    REFUSED,
     SIZE,
     STREAM_DATA,
     STREAM_LOST,
     STREAM_OPENED,
     STREAM_REQUEST,
+    TURNED_AWAY,
     connection_at,
 )
 from tierstore.kernels.records import place
@@ -127,9 +127,9 @@ def _call(me, fd, row, body, size, now):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _answer(me, fd, s, row, came, at, size):  # type: ignore[no-untyped-def]
-    """Answer a call with a message, or with the header block of a status (REFUSED). What is at an address may change afterwards."""
+    """Answer a call with a message, or with the header block of a status (TURNED_AWAY). What is at an address may change afterwards."""
     request_id, request_id_bytes = row.at + row.request_id_at, row.request_id_bytes
-    if came == REFUSED:
+    if came == TURNED_AWAY:
         there = h2calls.refuse_call(s, row, at, size, request_id, request_id_bytes)
     else:
         there = h2calls.answer_call(s, row, at, size, request_id, request_id_bytes)
@@ -191,7 +191,7 @@ def _on_request(me, fd, s, row, body, size, now):  # type: ignore[no-untyped-def
     reason = OTHER
     if row.kind == h2words.CALL:
         reason = _call(me, fd, row, body, size, now)
-        if reason in (ANSWERED, REFUSED):
+        if reason in (ANSWERED, TURNED_AWAY):
             _answer(me, fd, s, row, reason, me.call.answer_at, me.call.answer_bytes)
             return
     if row.bytes == row.head_bytes and not keep_body(s, row, body, size, -1):

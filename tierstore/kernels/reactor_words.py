@@ -126,7 +126,7 @@ ANSWERED_CALL = define("AnsweredCall", "a call of gRPC", {
 })  # fmt: skip
 
 # what comes of a request
-ANSWERED, MADE_A_JOB, REFUSED = -1, -2, -3  # else a reason; REFUSED: a call of gRPC, with a status
+ANSWERED, MADE_A_JOB, TURNED_AWAY = -1, -2, -3  # else a reason; TURNED_AWAY: a call of gRPC, with a status
 
 EVENTS = 256  # of one turn
 ACCEPTED = 64  # connections of one turn

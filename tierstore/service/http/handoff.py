@@ -47,7 +47,7 @@ from tierstore.service.http.middleware import DataApp
 from tierstore.service.limits.worker_pool import ByteBudget
 from tierstore.service.openssl import Session
 from tierstore.service.reactor.reactors import Reactors
-from tierstore.service.reactor.reply import Reply, request_head_of
+from tierstore.service.reactor.reply import Reply, split_head
 from tierstore.service.reactor.streams import Stream, StreamReceiver
 
 logger = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ class Handoff:
         self._server.adopt(sock, b"", refused=True)
 
     def request(self, reply: Reply, data: bytes) -> None:
-        first, headers, body_at = request_head_of(data)
+        first, headers, body_at = split_head(data)
         scope: Scope = {
             "type": "http",
             "http_version": first[-3:].decode(),

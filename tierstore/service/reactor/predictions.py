@@ -34,7 +34,7 @@ from tierstore.service.forwarded import Proxies
 from tierstore.service.limits.shedding import Caller, Gone
 from tierstore.service.limits.worker_pool import WorkerPool
 from tierstore.service.reactor.cold_reads import ColdReaders, free
-from tierstore.service.reactor.reply import Pipes, Reply, request_head_of
+from tierstore.service.reactor.reply import Pipes, Reply, split_head
 from tierstore.service.reactor.scorings import Scoring
 from tierstore.service.request_log import RequestLog
 from tierstore.service.stats import InferenceStats, RequestTimes, Timings
@@ -258,7 +258,7 @@ class Predictions:
             stream, _ = self._pipes.streams.of_job(words, self._request(words))
             return stream.headers, stream.client
         reply = Reply(self._pipes, words["reactor"], words["fd"], words["serial"])
-        return request_head_of(self._request(words, MOST_HEAD_BYTES))[1], reply.client
+        return split_head(self._request(words, MOST_HEAD_BYTES))[1], reply.client
 
     def _request(self, words: Words, most: int = 1 << 62) -> bytes:
         """A copy of the head and the body of a request that is not answered yet, or of its first bytes."""

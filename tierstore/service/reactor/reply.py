@@ -22,7 +22,7 @@ _CLOSES = 1 << 31  # a flag next to a serial
 Sending = tuple[npt.NDArray[np.int64], list[npt.NDArray[np.uint8]], Callable[[], None]]
 
 
-def request_head_of(data: bytes) -> tuple[bytes, list[tuple[bytes, bytes]], int]:
+def split_head(data: bytes) -> tuple[bytes, list[tuple[bytes, bytes]], int]:
     """(the first line, the headers, where its body begins) of a request whose head a reactor has checked."""
     end = data.index(b"\r\n\r\n")
     first, *lines = data[:end].split(b"\r\n")
