@@ -210,7 +210,7 @@ def test_a_fold_that_fails_is_made_again(
         raise StorageError("injected failure")
 
     with monkeypatch.context() as patch:
-        patch.setattr("tierstore.tiers.disk.sealed.SealedTier.ingest", refuse)
+        patch.setattr("tierstore.tiers.disk.tier.DiskTier.ingest", refuse)
         store.apply_delta(delta(1, {C: 78.0, D: 79.0, A: None}))
         scenes.eventually(lambda: "injected" in (store.model("ctr").problem or ""), "a fold has failed")
         assert version.colliding["word"].entries() != []

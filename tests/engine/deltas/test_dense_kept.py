@@ -20,6 +20,7 @@ from tierstore.errors import DeltaError, InvalidInput, StorageError
 from tierstore.formats import files
 from tierstore.formats.delta.reader import read_delta
 from tierstore.formats.files import FileSystem
+from tierstore.tiers.disk.tier import DiskTier
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 
@@ -202,7 +203,7 @@ def test_a_kept_version_has_rows_and_dense_part_of_a_delta_or_neither(open_store
     for version in (1, 2):
         store.load_snapshot(snapshot(tmp_path, version, {"user_id": None}, OLD))
     store.apply_delta(rows(1, dense=om.linear({"user_id": np.ones(DIM)}, 50.0)))
-    ingested = type(store.model("ctr").served.active.open_version.disk).ingest
+    ingested = DiskTier.ingest
 
     def ingest(self, parts):
         if "/1/" in str(self.path):
@@ -211,7 +212,7 @@ def test_a_kept_version_has_rows_and_dense_part_of_a_delta_or_neither(open_store
 
     with files.use(Refusing(what)), monkeypatch.context() as patch:
         if what == "ingest":
-            patch.setattr("tierstore.tiers.disk.sealed.SealedTier.ingest", ingest)
+            patch.setattr("tierstore.tiers.disk.tier.DiskTier.ingest", ingest)
         with pytest.raises(StorageError, match="injected"):
             store.rollback("ctr")
     assert store.model("ctr").active_version == 2
@@ -347,7 +348,7 @@ def test_folds_that_fail_leave_one_dense_part_on_its_way_at_most(open_store, tmp
         read_delta(rows(1, dense=om.linear({"user_id": np.ones(DIM)}, 50.0))), version.specs, {}, for_this_version=True
     )
     with monkeypatch.context() as patch:
-        patch.setattr("tierstore.tiers.disk.sealed.SealedTier.ingest", refuse)
+        patch.setattr("tierstore.tiers.disk.tier.DiskTier.ingest", refuse)
         for seq in range(1, 4):
             if seq > 1:
                 overlay = overlay.merged(encode_delta(read_delta(rows(seq)), version.specs, {}, for_this_version=True))
