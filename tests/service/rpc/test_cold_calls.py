@@ -138,7 +138,7 @@ def test_streams_and_connections_that_end_before_their_rows_are_read(
     eventually(lambda: service.reactors.cold_readers.idle, "no job is left")
     eventually(lambda: service.inflight.used_bytes == 0, "nothing is held")
     eventually(lambda: service.reactors.unsent_bytes == 0, "nothing waits to leave")
-    assert service.reactors.answers - before > 50
+    assert service.reactors.answers - before > 20  # rows are read for nobody whose stream was reset before
     keys = rng.integers(0, ROWS, 100)
     np.testing.assert_array_equal(tensors(infer(message_of(keys)))[0], rows_of(keys))
 
