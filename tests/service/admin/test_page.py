@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -100,7 +101,8 @@ def everything(document: dict[str, Any]) -> dict[str, Any]:
     kafka.connected()
     kafka.read(int(1000 * (time.time() - 300)))
     kafka.place({0: 1200, 1: 7}, {0: 34})
-    kafka.update(None, False, False, {"ctr": "delta 41822 is missing"})
+    reader: Any = SimpleNamespace(standing=lambda: None, problem=None, at_end=False)
+    kafka.update(reader, False, {"ctr": "delta 41822 is missing"})
     kafka.applied = 41
     name = "s3://a-bucket-with-a-long-name/snapshots/of/every/model/that/there/is"
     location = {"location": name, "state": "cannot be read", "looked_at": 1.0, "snapshots": 3, "problems": ["denied"]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -259,6 +260,9 @@ def test_a_model_that_is_loaded_after_its_topic_is_followed_gets_its_rows(tmp_pa
     scene.close()
 
 
+@pytest.mark.skipif(
+    "TIERSTORE_TEST_KAFKA" in os.environ, reason="Kafka itself may count the second message a look later"
+)
 def test_a_topic_that_stands_still_is_a_problem(scene: RowScene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tierstore.kafka.reader.STANDS_S", 0.5)
     monkeypatch.setattr("tierstore.kafka.reader.LOOK_S", 0.1)

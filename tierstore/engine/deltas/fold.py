@@ -33,6 +33,11 @@ class Folder:
         return bool(view.overlays) and not self._live.publisher.read_below(view.open_version, view.overlays[-1].hi)
 
     @property
+    def longest_pause_s(self) -> float:
+        """How long the next fold may wait for more deltas after one: forty times as long as each waits in any case."""
+        return min(40 * self._grace_s, 2.0)
+
+    @property
     def pressed(self) -> bool:
         """Whether what is not folded takes much of the memory that it may."""
         budget = self._live.overlay_budget

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 EVERY_S = 30.0
 MAX_BACKOFF_S = 30.0
-_MOST_FOLDING, _LONGEST_PAUSE_S = 0.1, 2.0  # of the time, and after a fold
+_MOST_FOLDING = 0.1  # of the time
 FOLDING, CLOSING = "deltas are not folded", "what was replaced is not closed"
 TIDYING = "changed rows are not put in order"
 
@@ -136,7 +136,8 @@ class Housekeeping:
         with self._changed:
             # what comes meanwhile is merged in memory: a fold costs much the same, be it of one delta or of fifty
             self._changed.wait_for(
-                lambda: self._interrupted() or self._folder.pressed, timeout=min(took_s / share, _LONGEST_PAUSE_S)
+                lambda: self._interrupted() or self._folder.pressed,
+                timeout=min(took_s / share, self._folder.longest_pause_s),
             )
 
     def _tidy(self) -> None:
