@@ -133,12 +133,10 @@ class Housekeeping:
     def _fold_oldest(self) -> None:
         took_s = self._folder.fold_oldest(self._interrupted)
         share = _MOST_FOLDING * max(LEAST_OF_A_SWITCH, self._share())
+        pause_s = min(took_s / share, self._folder.longest_pause_s)
         with self._changed:
             # what comes meanwhile is merged in memory: a fold costs much the same, be it of one delta or of fifty
-            self._changed.wait_for(
-                lambda: self._interrupted() or self._folder.pressed,
-                timeout=min(took_s / share, self._folder.longest_pause_s),
-            )
+            self._changed.wait_for(lambda: self._interrupted() or self._folder.pressed, timeout=pause_s)
 
     def _tidy(self) -> None:
         self._folder.tidy(lambda: self._stopping)
