@@ -93,7 +93,10 @@ class Ours:
         self.tier.get(1, keys, rows, state)
 
     def change(self, keys: Keys, rows: Rows, number: int) -> None:
+        """As a fold does, with what its thread does afterwards."""
         self.tier.change(self.path.with_suffix(f".{number}"), {}, [(1, keys, rows, None)])
+        if self.tier.needs_tidying:
+            self.tier.tidy(self.path.with_suffix(".tidy"), {}, {1: rows.shape[1]}, lambda: False)
 
     def close(self) -> None:
         self.tier.close()

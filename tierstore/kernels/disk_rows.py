@@ -59,33 +59,39 @@ def _look_up_changed(patches, count, keys, perhaps, rows, row_bytes, state, wind
     Returns how many are marked still.
     """
     n, left = keys.size, 0
-    tried, found, trouble = np.empty(n, np.bool_), np.empty(n, np.uint8), np.empty(n, np.int32)
-    marked = np.empty(n * (row_bytes + MARK_BYTES), np.uint8)
-    at = nb.int64(marked.ctypes.data)
+    asked, places = np.empty(n, np.int64), np.empty(n, np.int64)  # those that no patch has answered yet
     for i in range(n):
+        asked[left], places[left] = keys[i], i
         left += perhaps[i]
+    tried, found, trouble = np.empty(left, np.bool_), np.empty(left, np.uint8), np.empty(left, np.int32)
+    marked = np.empty(left * (row_bytes + MARK_BYTES), np.uint8)
+    at = nb.int64(marked.ctypes.data)
     for i in range(count):
         if left == 0:
             break
         patch, some = patch_at(load_i64(patches, i)), False
         words = nb.carray(u32_at(patch.filter_at), (patch.filter_words,))
-        for k in range(n):
-            tried[k] = perhaps[k] and bloom.holds(keys[k], words)
+        for k in range(left):
+            tried[k] = bloom.holds(asked[k], words)
             some |= tried[k]
             found[k] = _PENDING
         if not some:
             continue
-        _look_up(patch.files, keys, tried, at, row_bytes + MARK_BYTES, found, trouble, window)
-        for k in range(n):
+        _look_up(patch.files, asked[:left], tried, at, row_bytes + MARK_BYTES, found, trouble, window)
+        still = 0
+        for k in range(left):
             if tried[k] and found[k] != _ABSENT:
                 if found[k] == _DISK:
                     row = at + k * (row_bytes + MARK_BYTES)
                     deleted = load_u8(row, row_bytes) == DELETED
-                    state[k] = _ABSENT if deleted else _DISK
+                    state[places[k]] = _ABSENT if deleted else _DISK
                     if not deleted:
-                        copy_bytes(rows + k * row_bytes, row, row_bytes)
-                perhaps[k] = False
-                left -= 1
+                        copy_bytes(rows + places[k] * row_bytes, row, row_bytes)
+                perhaps[places[k]] = False
+            else:
+                asked[still], places[still] = asked[k], places[k]
+                still += 1
+        left = still
     return left if marked.size >= 0 else 0
 
 
