@@ -1,4 +1,4 @@
-"""For all tests: kernels are compiled before processes share them, helper processes are kept, long files come first.
+"""For all tests: kernels are compiled before processes share them, and long files come first.
 
 `make test` runs the files of tests in several processes (pytest-xdist); plain `pytest` runs in one.
 """
@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests import warm_helpers
 from tests.counts import few_or_many
+from tierstore.ingest import plan
 from tierstore.kernels import ahead
 
 settings.register_profile(
@@ -74,14 +74,7 @@ def _one_trust_store() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _kept_helpers() -> Iterator[None]:
-    with warm_helpers.kept():
-        yield
-
-
 @pytest.fixture
-def own_helpers() -> Iterator[None]:
-    """For tests that are about helper processes: each load starts its own, and ends them."""
-    with warm_helpers.not_kept():
-        yield
+def own_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that are about helper processes: small loads have them too."""
+    monkeypatch.setattr(plan, "SMALL_BYTES", -1)

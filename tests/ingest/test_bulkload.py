@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests import warm_helpers
 from tierstore.errors import Corruption, LoadCancelled, SnapshotError, StorageError
 from tierstore.formats.keys import as_codes
 from tierstore.formats.names import JOURNAL
@@ -510,8 +509,33 @@ def test_damage_on_the_device_is_found_though_the_cache_has_what_was_written(
 @pytest.mark.parametrize("aside", [False, True])
 def test_helpers_beside_what_serves_leave_half_of_the_processors_to_it(root: Path, tmp_path: Path, aside: bool) -> None:
     mine = os.sched_getaffinity(0)
-    with warm_helpers.as_in_a_service(), Helpers(open_snapshot(root), 2, tmp_path, aside=aside) as helpers:
+    with Helpers(open_snapshot(root), 2, tmp_path, aside=aside) as helpers:
         for pid in helpers.pids:
             theirs = os.sched_getaffinity(pid)
             assert os.getpriority(os.PRIO_PROCESS, pid) == NICENESS
             assert (len(theirs) == -(-len(mine) // 2) and theirs < mine) if aside else theirs == mine
+
+
+# ---- small loads ----------------------------------------------------------------------------------------------
+
+
+def test_a_small_load_starts_no_process_and_is_refused_and_cancelled_as_others_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, out: Path
+) -> None:
+    def start(*_: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr("tierstore.ingest.helpers.start", start)
+    steps: list[str] = []
+    root = one_table(tmp_path / "s", np.arange(1000), np.zeros((1000, 4), np.float32), shards=3)
+    assert load(root, out, progress=lambda step: steps.append(step.phase)).files
+    assert {"read", "write"} <= set(steps)
+    keys = np.arange(1000)
+    keys[900] = 17
+    twice = one_table(tmp_path / "twice", keys, np.zeros((1000, 4), np.float32), shards=3)
+    with pytest.raises(SnapshotError, match="17"):
+        load(twice, tmp_path / "out-of-twice")
+    cancelled = threading.Event()
+    cancelled.set()
+    with pytest.raises(LoadCancelled):
+        load(root, tmp_path / "out-of-cancelled", cancelled=cancelled)

@@ -25,7 +25,7 @@ from tierstore.ingest.merge import merge_runs
 from tierstore.ingest.runs import Run, RunWriter, merged, quantiles, run_keys
 from tierstore.ingest.sort import join_runs, sort_shards
 from tierstore.ingest.tasks import JoinRuns, Merged, MergeRuns, SortShards
-from tierstore.ingest.worker import _describe
+from tierstore.ingest.worker import describe
 from tierstore.kernels.digest import digest_rows
 from tierstore.tiers.disk.sealed_file import open_sealed, read_blocks
 from tierstore.types import BaseKind, Keys
@@ -264,8 +264,8 @@ def test_quantiles_weigh_runs_by_their_rows(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_in_a_helper_is_said_in_words() -> None:
-    answer = _describe(OSError(errno.ENOSPC, "No space left on device", "/data/runs/item-0.0"))
+    answer = describe(OSError(errno.ENOSPC, "No space left on device", "/data/runs/item-0.0"))
     assert answer == {"error": "full", "message": "/data/runs/item-0.0: the disk is full"}
-    assert _describe(MemoryError())["error"] == "storage"
-    assert "load_memory" in _describe(MemoryError())["message"]
-    assert "boom" in _describe(RuntimeError("boom"))["message"]
+    assert describe(MemoryError())["error"] == "storage"
+    assert "load_memory" in describe(MemoryError())["message"]
+    assert "boom" in describe(RuntimeError("boom"))["message"]

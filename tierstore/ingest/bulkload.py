@@ -159,7 +159,8 @@ class BulkLoad:
         began = time.monotonic()
         self._helpers = helpers = Helpers(
             self._snapshot,
-            self.plan.helpers,
+            self.plan.helpers
+            or int(not isinstance(self._snapshot.root, Path)),  # to cancel need not wait for a storage
             self._out_dir / _HELPERS,
             aside=self._aside,
             share=self._share,

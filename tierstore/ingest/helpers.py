@@ -1,5 +1,7 @@
 """Helper processes of a bulk load: start them, give each one task at a time, watch them, and end them whatever happens.
 
+A load of a few MB has none: its caller does the tasks, one after the other.
+
 They are new interpreters (`sys.executable -m tierstore.ingest.worker`), neither forked nor spawned from the caller. So any
 program may embed the store, whatever threads and locks it has, and a shard that crashes its reader crashes only a helper.
 The caller itself waits on pipes, during which the interpreter lock is free.
@@ -27,6 +29,7 @@ from tierstore.errors import Corruption, DiskFull, SnapshotError, StorageError, 
 from tierstore.formats.objects import ObjectPath
 from tierstore.formats.snapshot.reader import Snapshot
 from tierstore.ingest.tasks import RESULTS, Task
+from tierstore.ingest.worker import describe, run_task
 from tierstore.kernels import child_environment
 from tierstore.tiers.background import yield_to_requests
 
@@ -60,7 +63,7 @@ class Helpers:
         self._share, self._sent_share, self._waits = share, 1.0, waits
         self._selector = selectors.DefaultSelector()
         self._helpers: list[_Helper] = []
-        root = snapshot.root
+        self._snapshot, root = snapshot, snapshot.root
         hello = {
             "root": root.document() if isinstance(root, ObjectPath) else str(root),
             "manifest": snapshot.manifest.to_document(),
@@ -89,6 +92,8 @@ class Helpers:
         each that is done; what they raise ends the run. Raises SnapshotError or StorageError; do not use
         the helpers then.
         """
+        if not self._helpers:
+            return [self._do(task, tick, note) for task in tasks]
         waiting = deque(enumerate(tasks))
         results: dict[int, Any] = {}
         total = len(waiting)
@@ -116,6 +121,19 @@ class Helpers:
                         raise _error(answer)
             tick(rows)
         return [results[number] for number in range(total)]
+
+    def _do(self, task: Task, tick: Callable[[int], None], note: Callable[[Any, Any], None] | None) -> Any:
+        """Do a task on this thread."""
+        done: list[int] = []
+        yield_to_requests()
+        try:
+            result = run_task(self._snapshot, task, done.append)
+        except Exception as error:
+            raise _error(describe(error)) from error
+        if note is not None:
+            note(task, result)
+        tick(sum(done))
+        return result
 
     def _send_share(self) -> None:
         share = self._share()

@@ -23,6 +23,7 @@ MAX_FAN_IN = 400  # runs that one merge reads at the same time
 MAX_FILES = 2000  # of a table
 SAMPLES = 1024  # keys of a run from which ranges are chosen
 MIN_RANGE_BYTES = 4 << 20  # below it, another file costs more than a second helper gains
+SMALL_BYTES = 8 << 20  # a load of so many takes a fraction of the second that a process needs to start
 _FILE_BYTES = 256 << 20  # unless that gives too many files
 _LEAST_SHARE = 8 << 20
 _MAX_BATCH_BYTES = 16 << 20
@@ -108,9 +109,12 @@ class LoadPlan:
 
     @property
     def helpers(self) -> int:
-        """Helpers with enough work to be worth the start of a process; at least one, which makes the disk tier."""
+        """Helpers with enough work to be worth the start of a process; none for a small load, which its caller does."""
+        size = sum(plan.bytes for plan in self.tables)
+        if size <= SMALL_BYTES:
+            return 0
         work = max(sum(len(plan.groups) for plan in self.tables), sum(plan.files for plan in self.tables))
-        return max(1, min(self.workers, work, 1 + sum(plan.bytes for plan in self.tables) // MIN_RANGE_BYTES))
+        return max(1, min(self.workers, work, 1 + size // MIN_RANGE_BYTES))
 
 
 def run_row_bytes(spec: TableSpec) -> int:

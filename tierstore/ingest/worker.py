@@ -86,7 +86,7 @@ def main() -> None:
             reporter.flush()
             answer = {"done": asdict(result), "peak_bytes": reporter.peak_bytes}
         except Exception as error:  # noqa: BLE001 - whatever it is, the parent must hear of it
-            answer = _describe(error)
+            answer = describe(error)
         _send(answers, answer)
 
 
@@ -180,7 +180,8 @@ def _send(answers: TextIO, message: dict[str, Any]) -> None:
         os._exit(0)
 
 
-def _describe(error: Exception) -> dict[str, Any]:
+def describe(error: Exception) -> dict[str, Any]:
+    """What a task has raised, as an answer."""
     if isinstance(error, SnapshotError):
         return {"error": "snapshot", "reason": error.reason, "file": error.file, "row": error.row}
     if isinstance(error, MemoryError):

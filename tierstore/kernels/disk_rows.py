@@ -59,9 +59,9 @@ def _look_up_changed(patches, count, keys, perhaps, rows, row_bytes, state, wind
     Returns how many are marked still.
     """
     n, left = keys.size, 0
-    asked, places = np.empty(n, np.int64), np.empty(n, np.int64)  # those that no patch has answered yet
+    wanted, places = np.empty(n, np.int64), np.empty(n, np.int64)  # those that no patch has answered yet
     for i in range(n):
-        asked[left], places[left] = keys[i], i
+        wanted[left], places[left] = keys[i], i
         left += perhaps[i]
     tried, found, trouble = np.empty(left, np.bool_), np.empty(left, np.uint8), np.empty(left, np.int32)
     marked = np.empty(left * (row_bytes + MARK_BYTES), np.uint8)
@@ -72,12 +72,12 @@ def _look_up_changed(patches, count, keys, perhaps, rows, row_bytes, state, wind
         patch, some = patch_at(load_i64(patches, i)), False
         words = nb.carray(u32_at(patch.filter_at), (patch.filter_words,))
         for k in range(left):
-            tried[k] = bloom.holds(asked[k], words)
+            tried[k] = bloom.holds(wanted[k], words)
             some |= tried[k]
             found[k] = _PENDING
         if not some:
             continue
-        _look_up(patch.files, asked[:left], tried, at, row_bytes + MARK_BYTES, found, trouble, window)
+        _look_up(patch.files, wanted[:left], tried, at, row_bytes + MARK_BYTES, found, trouble, window)
         still = 0
         for k in range(left):
             if tried[k] and found[k] != _ABSENT:
@@ -89,7 +89,7 @@ def _look_up_changed(patches, count, keys, perhaps, rows, row_bytes, state, wind
                         copy_bytes(rows + places[k] * row_bytes, row, row_bytes)
                 perhaps[places[k]] = False
             else:
-                asked[still], places[still] = asked[k], places[k]
+                wanted[still], places[still] = wanted[k], places[k]
                 still += 1
         left = still
     return left if marked.size >= 0 else 0

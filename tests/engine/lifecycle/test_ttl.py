@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 import tierstore
 from tests.counts import few_or_many
-from tests.engine import quick_build, scenes
+from tests.engine import scenes
 from tests.engine.test_store import folded
 from tests.engine.ttl_scenes import (
     DAY,
@@ -30,6 +31,7 @@ from tests.engine.ttl_scenes import (
 from tierstore.engine.lifecycle import expiry
 from tierstore.engine.operations.sample import sample
 from tierstore.formats.row_times import TIME_BYTES, from_rows
+from tierstore.ingest import bulkload
 from tierstore.types import Tier
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
@@ -195,7 +197,8 @@ def test_any_order_of_writes_searches_and_restarts(
                 version += 1
                 store.export("ctr", root / f"s-{version}", as_version=version)
                 with pytest.MonkeyPatch.context() as patch:  # a load at that time, not now
-                    patch.setattr(quick_build, "time", SimpleNamespace(time=lambda now=NOW + days * DAY: now))
+                    now = SimpleNamespace(time=lambda now=NOW + days * DAY: now, monotonic=time.monotonic)
+                    patch.setattr(bulkload, "time", now)
                     store.load_snapshot(root / f"s-{version}")
                 expected = {key: day for key, day in expected.items() if day >= days - 30}
             assert found(store, np.arange(45)) == set(expected), (what, keys, of)

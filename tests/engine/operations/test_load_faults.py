@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests import warm_helpers
 from tests.engine import scenes
 from tests.formats.disks import FailingDisk
 from tierstore.engine.store import Store
 from tierstore.errors import StorageError
 from tierstore.formats import files
+from tierstore.ingest import plan
 
 KEYS = list(range(0, 500, 7))
 ROWS = {"user": 500, "item": 1000}
@@ -114,7 +114,8 @@ def test_a_file_operation_that_fails_in_a_helper_costs_that_load_alone(
     scene.snapshot(2)
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(IN_HELPERS)
-    with warm_helpers.not_kept(), monkeypatch.context() as patch:
+    with monkeypatch.context() as patch:
+        patch.setattr(plan, "SMALL_BYTES", -1)
         patch.syspath_prepend(tmp_path / "site")
         patch.setenv("FAIL_AT", str(at))
         assert not scene.load(2)
