@@ -219,7 +219,9 @@ def test_a_first_load_that_fails_leaves_no_model(tmp_path, open_store):
             with files.use(disk):
                 store.load_snapshot(where)
         except TierstoreError:
-            kept = store.models()  # with the version, if only the switch to it has failed; or with a load that can go on
+            kept = (
+                store.models()
+            )  # with the version, if only the switch to it has failed; or with a load that can go on
             store.close()
             store = open_store()
             assert store.models() == kept

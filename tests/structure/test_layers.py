@@ -36,6 +36,7 @@ FLOORS = {
     "kernels": 1,
     "formats": 1,
     "http1": 1,
+    "open_files": 1,
     "tiers": 2,
     "imports": 2,
     "access": 2,

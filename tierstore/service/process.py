@@ -20,6 +20,7 @@ import struct
 import sys
 import threading
 
+from tierstore.open_files import may_open
 from tierstore.threads import Timer
 
 logger = logging.getLogger(__name__)
@@ -66,8 +67,8 @@ def raise_file_limit() -> None:
 
 def allowed_connections(max_connections: int) -> int:
     """The setting, or half of the files that this process may open if that is less."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max_connections if soft == resource.RLIM_INFINITY else max(1, min(max_connections, soft // 2))
+    most = may_open()
+    return max_connections if most is None else max(1, min(max_connections, most // 2))
 
 
 _SLICE_NS = 100_000  # the least that Linux allows

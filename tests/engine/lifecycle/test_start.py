@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import select
 import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,6 +38,38 @@ def loaded(store: tierstore.Store, root: Path, *versions: int, model: str = "ctr
 
 def item(store: tierstore.Store, key: int, model: str = "ctr") -> float:
     return float(store.model(model).lookup("item_id", [key])[0, 0])
+
+
+# --- the limit of open files
+
+OPENED = """
+import resource, sys, tierstore
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), int(sys.argv[3])))
+with tierstore.open(sys.argv[1], host_budget="1MiB") as store:
+    store.model("a").lookup("item_id", [1]), store.model("c").lookup("item_id", [1])
+    print(len(store.models()), store.status()["problems"])
+"""
+
+
+def test_a_limit_of_open_files_that_is_too_low_is_one_error_and_nothing_opens(
+    open_store: Callable[..., tierstore.Store], tmp_path: Path
+) -> None:
+    store = open_store()
+    for model in "abc":
+        loaded(store, tmp_path, 1, model=model)
+    store.close()
+
+    def opened(soft: int, hard: int) -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, "-c", OPENED, str(tmp_path / "data"), str(soft), str(hard)]
+        return subprocess.run(words, capture_output=True, text=True, check=False)
+
+    refused = opened(80, 80)
+    assert refused.returncode == 1
+    assert re.search(
+        r"StorageError: what \S+/data serves needs about \d+ open files, and this process may have 80", refused.stderr
+    )
+    assert "Too many open files" not in refused.stderr
+    assert opened(48, 200).stdout == "3 []\n"  # the soft limit is the process's own to raise
 
 
 # --- the log

@@ -16,7 +16,6 @@ import fcntl
 import logging
 import mmap
 import os
-import resource
 import secrets
 import select
 import socket
@@ -35,6 +34,7 @@ from tierstore.kernels import coldread, front_rows, lookupplan, reactor, reactor
 from tierstore.kernels import epochs as atomics
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
+from tierstore.open_files import may_open
 from tierstore.service.openssl import Session
 from tierstore.service.process import request_short_slices
 from tierstore.service.reactor import metrics
@@ -72,8 +72,7 @@ class Reactors:
     def __init__(self, threads: int, settings: Settings, epochs: Epochs, most_connections: int) -> None:
         # constant after construction
         self.threads, self._epochs = threads, epochs
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = _MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else min(soft, _MOST_DESCRIPTORS)
+        most = min(may_open() or _MOST_DESCRIPTORS, _MOST_DESCRIPTORS)
         self.words, self.conns = kernel.SHARED.new(), kernel.CONNECTION_RECORD.new(most)
         self._lines = kernel.LINE.new(threads)
         self._limits = limits_of(settings, threads, most_connections, most)

@@ -5,13 +5,13 @@ Free functions; any thread may call them.
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import rocksdict
 
 from tierstore.errors import Closed, Corruption, DiskFull, Locked, StorageError, TierstoreError
+from tierstore.open_files import may_open
 
 BLOOM_BITS = 10
 _L0_TRIGGER = 4
@@ -70,8 +70,8 @@ def tier_options(block_cache: rocksdict.Cache, open_threads: int) -> rocksdict.O
 
 
 def _open_files() -> int:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 4096 if soft == resource.RLIM_INFINITY else max(64, min(4096, soft // 4))
+    most = may_open()
+    return 4096 if most is None else max(64, min(4096, most // 4))
 
 
 def scan_options() -> rocksdict.ReadOptions:
@@ -92,7 +92,9 @@ def translate(error: Exception, doing: str) -> TierstoreError:
         return Closed(f"{doing}: the disk tier was closed")
     if text.startswith("Corruption"):
         return Corruption(f"{doing}: {text}")
-    if ("LOCK" in text and "Permission denied" not in text) or "lock hold by" in text:
+    if (
+        "LOCK" in text and not any(why in text for why in ("Permission denied", "Too many open files"))
+    ) or "lock hold by" in text:
         return Locked(f"{doing}: the database is open in another process or twice in this one ({text})")
     if "No space left" in text or "quota exceeded" in text:
         return DiskFull(f"{doing}: the disk is full; free some space and try again ({text})")

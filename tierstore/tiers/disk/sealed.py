@@ -23,7 +23,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -31,6 +30,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from tierstore import open_files
 from tierstore.errors import Corruption, StorageError
 from tierstore.formats.files import make_dir, rename_all
 from tierstore.kernels import disk_rows
@@ -92,7 +92,7 @@ class SealedTier(DiskTier):
         try:
             tier._open_base()
             tier._fill_changed(keep=not read_only)
-            _allow_descriptors(_PATCHES)
+            open_files.allow(_PATCHES)
             changed = any(changed.keys for changed in tier._changed.values())
             tier._patches.open(tier.record, changed=changed, tidy=not read_only)
         except BaseException:
@@ -168,7 +168,7 @@ class SealedTier(DiskTier):
 
     def change(self, path: Path, records: Records, tables: Sequence[Entries]) -> None:
         """As DiskTier.change, with the patches of the change."""
-        _allow_descriptors(len(tables))
+        open_files.allow(len(tables))
         patches, all_records = self._patches.write(tables, records)
         try:
             yield_to_requests()
@@ -407,7 +407,7 @@ def _open_tables(path: Path, record: bytes | None) -> dict[int, SealedTable]:
         raise Corruption(f"{path}: the record of its base is missing; drop the version and load its snapshot again")
     opened: list[Opened] = []
     parts, entries = _entries_of(record, path)
-    _allow_descriptors(len(entries))
+    open_files.allow(len(entries))
     try:
         for entry in entries:
             opened.append(open_sealed(path / BASE / entry["name"], xxh3=entry["xxh3"], size=entry["bytes"]))  # noqa: PERF401
@@ -419,19 +419,6 @@ def _open_tables(path: Path, record: bytes | None) -> dict[int, SealedTable]:
         for file in opened:
             os.close(file.fd)
         raise
-
-
-def _allow_descriptors(more: int) -> None:
-    """Raise this process's soft limit of open files, if so many more would use up half of it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        held = len(os.listdir("/proc/self/fd"))
-    except OSError:  # there is no descriptor left to look with
-        held = soft
-    if soft != resource.RLIM_INFINITY and held + more > soft // 2:
-        wanted = soft + 2 * (held + more)
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _entries_of(record: bytes, path: Path) -> tuple[int, list[dict[str, Any]]]:

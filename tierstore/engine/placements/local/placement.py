@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tierstore import open_files
 from tierstore.engine.lifecycle.state import Shared
 from tierstore.engine.operations.together import Models
 from tierstore.engine.placement import ModelPlacement, Refusals
@@ -40,6 +41,7 @@ class LocalPlacement:
         with Pool(max(1, min(START_THREADS, len(every))), "tierstore-start") as threads:
             threads.map(lambda model: model.catalogue.find(), every)
             starters = list(map(Starter, every))
+            open_files.require(sum(starter.files for starter in starters), f"what {self._models.root.root} serves")
             with self._shared.host_budget.awaiting(sum(starter.host_need_bytes for starter in starters)):
                 threads.map(Starter.start, starters)
 

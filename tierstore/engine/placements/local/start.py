@@ -19,6 +19,8 @@ from tierstore.errors import Corruption, StorageError, TierstoreError
 
 log = logging.getLogger(__name__)
 
+_OF_A_DATABASE = 8  # files that RocksDB has open beside those of rows (.sst, .sealed), and the log's
+
 
 class Starter:
     """The start of one model; after `Catalogue.find`."""
@@ -35,6 +37,16 @@ class Starter:
             info = None if current is None else self._state.catalogue.get(current)
             if info is not None:
                 return sum(info.host_needs())
+        return 0
+
+    @property
+    def files(self) -> int:
+        """About how many files what is to be served has open."""
+        with contextlib.suppress(TierstoreError):
+            current = self._state.record.current()
+            served = [] if current is None else [current, self._state.record.routes().for_active(current).canary]
+            infos = [self._state.catalogue.get(number) for number in served if number is not None]
+            return sum(_OF_A_DATABASE + sum(1 for _ in info.where.db.rglob("*.s*")) for info in infos if info)
         return 0
 
     def start(self) -> None:

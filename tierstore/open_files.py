@@ -1,0 +1,45 @@
+"""How many files this process may have open: it raises the soft limit where that is needed, and cannot raise the hard one.
+
+Any thread.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+
+from tierstore.errors import StorageError
+
+_SPARE = 64  # for all that is not a store's files
+
+
+def may_open() -> int | None:
+    """How many files this process may have open, as its soft limit is now; None: as many as it likes."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def allow(more: int) -> None:
+    """Raise the soft limit, if so many more files would use up half of it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return
+    try:
+        held = len(os.listdir("/proc/self/fd"))
+    except OSError:  # there is no descriptor left to look with
+        held = soft
+    if held + more > soft // 2:
+        wanted = soft + 2 * (held + more)
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def require(needed: int, what: str) -> None:
+    """`allow` so many files for `what`. StorageError where this process can never have them open."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and needed + _SPARE > hard:
+        raise StorageError(
+            f"{what} needs about {needed + _SPARE} open files, and this process may have {hard}: raise the limit "
+            "(`ulimit -Hn` of a shell, `LimitNOFILE=` of systemd, `--ulimit nofile=` of a container) and start again"
+        )
+    allow(needed)
