@@ -1,4 +1,4 @@
-"""How many files this process may have open: it raises the soft limit where that is needed, and cannot raise the hard one.
+"""How many files this process may have open: the store raises the soft limit, and cannot raise the hard one.
 
 Any thread.
 """

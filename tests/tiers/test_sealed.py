@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from tests.counts import few_or_many
 from tests.tiers.backing_contract import LIMITS, ROW_BYTES, get, some_rows
+from tierstore import open_files
 from tierstore.errors import Corruption, StorageError
 from tierstore.formats.keys import partition_of
 from tierstore.kernels import disk_rows
 from tierstore.kernels.digest import digest_rows
-from tierstore.tiers.disk import sealed
 from tierstore.tiers.disk.block_shape import block_shape
 from tierstore.tiers.disk.changed_keys import ChangedKeys
 from tierstore.tiers.disk.reader_pool import ReaderPool
@@ -562,8 +562,8 @@ def test_files_that_the_process_has_open_already_count_for_its_limit(
     monkeypatch: pytest.MonkeyPatch, held: int, raised: bool
 ) -> None:
     limits: list[Any] = []
-    monkeypatch.setattr(sealed.resource, "getrlimit", lambda what: (100, 10_000))
-    monkeypatch.setattr(sealed.resource, "setrlimit", lambda what, limit: limits.append(limit))
-    monkeypatch.setattr(sealed.os, "listdir", lambda path: [""] * held)
-    sealed._allow_descriptors(20)
+    monkeypatch.setattr(open_files.resource, "getrlimit", lambda what: (100, 10_000))
+    monkeypatch.setattr(open_files.resource, "setrlimit", lambda what, limit: limits.append(limit))
+    monkeypatch.setattr(open_files.os, "listdir", lambda path: [""] * held)
+    open_files.allow(20)
     assert limits == ([(220, 10_000)] if raised else [])
