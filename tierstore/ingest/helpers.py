@@ -125,6 +125,7 @@ class Helpers:
     def _do(self, task: Task, tick: Callable[[int], None], note: Callable[[Any, Any], None] | None) -> Any:
         """Do a task on this thread."""
         done: list[int] = []
+        tick(0)
         yield_to_requests()
         try:
             result = run_task(self._snapshot, task, done.append)

@@ -32,9 +32,11 @@ def rows(seq: int, n: int = 100) -> bytes:
 def free(monkeypatch):
     """The free bytes that the file system reports, of 100 GiB."""
     state = SimpleNamespace(bytes=50 << 30)
-    monkeypatch.setattr(
-        disk_room.os, "statvfs", lambda path: SimpleNamespace(f_bavail=state.bytes, f_frsize=1, f_blocks=100 << 30)
-    )
+
+    def statvfs(path):
+        return SimpleNamespace(f_bavail=state.bytes, f_bfree=state.bytes, f_frsize=1, f_blocks=100 << 30)
+
+    monkeypatch.setattr(disk_room.os, "statvfs", statvfs)
     return state
 
 
@@ -75,7 +77,7 @@ def test_a_load_that_reaches_the_floor_ends_and_leaves_nothing(open_store, tmp_p
 
 
 def test_the_floor_is_at_most_a_share_of_a_small_disk_and_zero_is_none(open_store, tmp_path, monkeypatch):
-    small = SimpleNamespace(f_bavail=MIB, f_frsize=1, f_blocks=16 * MIB)
+    small = SimpleNamespace(f_bavail=MIB, f_bfree=MIB, f_frsize=1, f_blocks=16 * MIB)
     monkeypatch.setattr(disk_room.os, "statvfs", lambda path: small)
     store = open_store()
     store.load_snapshot(snapshot(tmp_path, 1))

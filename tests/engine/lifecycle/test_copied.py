@@ -104,7 +104,7 @@ def test_what_cannot_be_mended_says_what_to_do(serving, tmp_path, what: str) -> 
         for path in (model / "log").glob("*2-*.arrow"):
             path.unlink()
     else:
-        (model / "1/db/base/base-item").unlink()
+        (model / "1/db/base/base-item-0000.sealed").unlink()
     for _ in range(2):  # it stays a copy
         with tierstore.open(tmp_path / "copy", **OPTIONS) as other:
             problem = other.model("ctr").problem

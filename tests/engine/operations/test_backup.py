@@ -324,7 +324,9 @@ def test_a_damaged_file_of_a_backup_is_named_and_nothing_is_restored(loaded, tmp
     content[len(content) // 2] ^= 1
     path.unlink()
     path.write_bytes(content)
-    with pytest.raises(Corruption, match=f"{path.name} is damaged.* it is [12]/db/base/base-item of model 'ctr'"):
+    with pytest.raises(
+        Corruption, match=f"{path.name} is damaged.* it is [12]/db/base/base-item-0000.sealed of model 'ctr'"
+    ):
         restore(tmp_path / "out", tmp_path / "other")
     assert not (tmp_path / "other").exists()
     record = next((tmp_path / "out/ctr").glob("*.json"))
