@@ -39,7 +39,7 @@ def test_every_key_answers_its_row_and_others_the_default(store, tmp_path):
     assert ctr.active_version == 7
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8", "int4"])
 def test_storage_dtypes_answer_the_source_rows(store, tmp_path, dtype):
     store.load_snapshot(scenes.write_snapshot(tmp_path, dtype=dtype))
     keys = np.random.default_rng(0).integers(0, 1000, 300)

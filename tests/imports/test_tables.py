@@ -371,7 +371,7 @@ def test_a_sparse_vector_of_spark_is_refused(tmp_path: Path) -> None:
             r"expected one column 'id' for keys; there are item_id \(int64\), price \(double\), emb",
         ),
         ("items", {"vector": "vec"}, "expected one column 'vec' for vectors; there are item_id"),
-        ("items", {"dtype": "float8"}, "table 'item': dtype: expected float32, float16, bfloat16, int8, got 'float8'"),
+        ("items", {"dtype": "float8"}, "table 'item': dtype: expected float32, float16, bfloat16, int8, int4, got 'float8'"),
         ("items", {"combiner": "avg"}, "table 'item': combiner of feature '.*': expected sum, mean, sqrtn, got 'avg'"),
         ("items", {"key_type": "int32"}, "key_type: expected int64, uint64, string, got 'int32'"),
         ("nowhere", {}, "nowhere: is missing"),

@@ -54,6 +54,7 @@ OnNull = Annotated[str | None, option("WHAT", "Rows with a null: fail (default),
 OnDuplicate = Annotated[
     str | None, option("WHAT", "Keys that come again: fail (default), or last, which keeps the last row.")
 ]
+DType = Annotated[str | None, option("DTYPE", "How rows are stored: float32, float16, bfloat16, int8 or int4.")]
 Dense = Annotated[Path | None, option("FILE", "An ONNX model that scores the rows.", exists=True, dir_okay=False)]
 
 
@@ -74,7 +75,7 @@ def import_(
     feature: Annotated[str | None, option("NAME", "Its name in requests (default: the table's).")] = None,
     combiner: Annotated[str | None, option("HOW", "Pool bags of it: sum, mean or sqrtn.")] = None,
     key_type: Annotated[str | None, option("TYPE", "int64, uint64 or string (default: as the column has it).")] = None,
-    dtype: Annotated[str | None, option("DTYPE", "How rows are stored: float32, float16, bfloat16 or int8.")] = None,
+    dtype: DType = None,
     default: Annotated[str, typer.Option(metavar="WHAT", help="What absent keys get: zeros or mean.")] = "zeros",
     ttl: Ttl = None,
     time_column: TimeColumn = None,

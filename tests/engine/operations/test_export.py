@@ -66,7 +66,7 @@ changes = st.lists(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("base", ["sealed", "rocksdb"])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8", "int4"])
 @given(folded=changes, unfolded=changes, seed=st.integers(0, 1000))
 @settings(max_examples=few_or_many(2, 6))
 def test_every_row_is_equal_in_another_store(tmp_path_factory, base, dtype, folded, unfolded, seed):

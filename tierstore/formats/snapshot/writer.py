@@ -125,7 +125,7 @@ class SnapshotWriter:
         """A new table, to be filled by `write`.
 
         key: `int64`, `uint64`, or `string` for keys that are text. dtype: how rows are stored once loaded (float32,
-        float16, bfloat16, int8). default: the answer for
+        float16, bfloat16, int8, int4). default: the answer for
         keys it does not hold: "zeros", "mean", or `dim` numbers. ttl_s: rows that were not written for so long expire:
         seconds, or a time such as `30d`. time_column: the name for the times that `write` is given; without it all
         rows have `created_at`. format: of its shards; `arrow` loads
