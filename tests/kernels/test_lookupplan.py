@@ -418,7 +418,9 @@ def test_one_key_that_memory_lacks_makes_it_cold(view: View, name: str, *, rows:
             asked.want("item" if rows else "item.found")
         ran = answered(view, asked)
         assert ran.came == COLD
-        if name not in ("clicked", "scaled", "padded", "tinies") or not rows:  # else they are looked up again with their bags
+        if (
+            name not in ("clicked", "scaled", "padded", "tinies") or not rows
+        ):  # else they are looked up again with their bags
             of_it = ran.states[-len(keys) :]
             assert (of_it == Tier.PENDING).tolist() == [key == missing for key in keys]
 

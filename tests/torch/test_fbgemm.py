@@ -27,7 +27,11 @@ from tierstore.types import StorageDtype
 pytestmark = pytest.mark.thorough
 SHAPES = {"user": (300, 8), "item": (500, 16)}
 BAGS = 40
-DTYPES = {SparseType.INT8: ("int8", "float32"), SparseType.INT4: ("int4", "float32"), SparseType.FP16: ("float16", "float32")}
+DTYPES = {
+    SparseType.INT8: ("int8", "float32"),
+    SparseType.INT4: ("int4", "float32"),
+    SparseType.FP16: ("float16", "float32"),
+}
 
 
 def bags(seed: int) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], torch.Tensor, torch.Tensor]:
