@@ -43,12 +43,14 @@ from tierstore.kernels.raw import (
     load_bf16,
     load_f16,
     load_f32,
+    load_two_f16,
     load_u8,
     load_u64,
     magnitude,
     store_bf16,
     store_f16,
     store_f32,
+    store_scaled_halves_16,
     store_u8,
     store_u64,
 )
@@ -89,11 +91,13 @@ def copy_row(dest: Any, source: Any, size: Any) -> Any:
 
 @compiled("void(int64, int64, int64, int64)", inner=True)
 def _decode_int4(out_code: Any, source: Any, dest: Any, dim: Any) -> Any:
-    """`decode_row` of four bits a number: two of a byte at once, so that it is vectorized. The product is exact."""
-    scale, offset = load_f16(source, 0), load_f16(source, 1)
+    """`decode_row` of four bits a number: sixteen at once, or two, so that it is vectorized. The product is exact."""
+    scale, offset = load_two_f16(source)
     codes, pairs = source + 4, dim >> 1
     if out_code == _F32_CODE:
-        for i in range(pairs):
+        for i in range(dim >> 4):
+            store_scaled_halves_16(dest + 64 * i, codes + 8 * i, scale, offset)
+        for i in range(dim >> 4 << 3, pairs):
             two = load_u8(codes, i)
             store_f32(dest, 2 * i, fma(scale, np.float32(two & 15), offset))
             store_f32(dest, 2 * i + 1, fma(scale, np.float32(two >> 4), offset))
