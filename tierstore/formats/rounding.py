@@ -25,7 +25,7 @@ class Rounding:
 
     @property
     def mean(self) -> float:
-        """Of all numbers."""
+        """The mean over all numbers."""
         return self._sum / max(1, self.numbers)
 
     def add(self, vectors: Vectors) -> int | None:

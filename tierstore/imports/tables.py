@@ -79,9 +79,9 @@ class TableSource:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """What was left out of a table: how many rows with a null, and whose key comes again, and how far numbers are off.
+    """What was left out of a table: how many rows with a null, and how many whose key comes again.
 
-    The latter, once they are stored in the table's dtype: the largest, and the mean of all.
+    And how far numbers are off once they are stored in the table's dtype, at most and on average.
     """
 
     table: str
@@ -140,8 +140,7 @@ def import_table(
             It reads the keys first, and holds them in memory.
         dim: numbers of a vector: other vectors are refused. Files that do not say it (HugeCTR, TFRA, dynamicemb) are
             compared with it.
-        dense: an ONNX file that scores the rows. left_out: called at the end of the table with what was left out, and
-            with what the rounding to `dtype` costs.
+        dense: an ONNX file that scores the rows. left_out: called at the end of the table with what was left out.
         out: the directory; default `snapshots/<model>/<version>`. version: default the time, as 20261120093000.
         delta_seq: deltas up to this one are in the rows already.
 

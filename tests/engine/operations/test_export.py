@@ -112,6 +112,24 @@ def test_int8_rows_are_not_rounded_a_second_time(scale, offset, seed):
     np.testing.assert_array_equal(decoded(once), once)
 
 
+@given(scale=st.floats(-9, 4), offset=st.floats(-6e4, 6e4), dim=st.integers(1, 20), seed=st.integers(0, 10_000))
+@settings(max_examples=few_or_many(15, 60))
+def test_int4_rows_are_rounded_a_second_time_where_their_numbers_are_alike_alone(scale, offset, dim, seed):
+    from tierstore.kernels import codec
+    from tierstore.types import StorageDtype
+
+    def decoded(vectors: np.ndarray) -> np.ndarray:
+        out = np.empty_like(vectors)
+        codec.decode(codec.encode(vectors, StorageDtype.INT4), StorageDtype.INT4, out)
+        return out
+
+    vectors = np.random.default_rng(seed).normal(size=(500, dim)) * 10**scale + offset
+    once = decoded(vectors.clip(-65e3, 65e3).astype(np.float32))
+    changed, apart, size = np.abs(decoded(once) - once).max(axis=1), np.ptp(once, axis=1), np.abs(once).max(axis=1)
+    assert not changed[(apart > 0.015 * size) & (apart > 2e-5)].any()
+    assert (changed <= 2**-11 * size + 5e-7).all()
+
+
 # --- one moment
 
 
