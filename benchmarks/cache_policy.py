@@ -58,11 +58,17 @@ STREAMS = (
 )
 
 
-def table_for(capacity: int) -> HostTable:
-    """A host table of at most, and nearly, `capacity` rows."""
-    probe = HostTable(SPEC, 1 << 20, default_vector=np.zeros(1, np.float32))
+def row_bytes_of(spec: TableSpec) -> float:
+    """Bytes of memory that a row takes, with all that finds it."""
+    probe = HostTable(spec, 1 << 20, default_vector=np.zeros(spec.dim, np.float32))
     row_bytes = probe.bytes_in_use / probe.capacity_rows
     probe.close()
+    return row_bytes
+
+
+def table_for(capacity: int) -> HostTable:
+    """A host table of at most, and nearly, `capacity` rows."""
+    row_bytes = row_bytes_of(SPEC)
     table = HostTable(SPEC, int(capacity * row_bytes), default_vector=np.zeros(1, np.float32))
     assert 0.85 * capacity < table.capacity_rows <= capacity  # whole sets, of which a small table has few
     return table
@@ -70,7 +76,7 @@ def table_for(capacity: int) -> HostTable:
 
 def drive(table: HostTable, keys: npt.NDArray[np.int64], batch: int = BATCH) -> npt.NDArray[np.int64]:
     """Misses (distinct keys) of each batch."""
-    out, rows = np.empty((batch, 1), np.float32), np.zeros((batch, SPEC.row_bytes), np.uint8)
+    out, rows = np.empty((batch, table.spec.dim), np.float32), np.zeros((batch, table.spec.row_bytes), np.uint8)
     misses = np.zeros(len(keys) // batch, np.int64)
     for i in range(len(misses)):
         wanted = keys[i * batch : (i + 1) * batch]

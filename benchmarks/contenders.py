@@ -75,6 +75,10 @@ def decoded(stored: npt.NDArray[np.uint8], spec: TableSpec) -> npt.NDArray[np.fl
     if spec.dtype is StorageDtype.INT8:
         scale, offset = stored[:, :4].copy().view(np.float32), stored[:, 4:8].copy().view(np.float32)
         return offset + scale * stored[:, 8:].astype(np.float32)
+    if spec.dtype is StorageDtype.INT4:
+        scale, offset = (stored[:, at : at + 2].copy().view(np.float16).astype(np.float32) for at in (0, 2))
+        codes = np.stack([stored[:, 4:] & 15, stored[:, 4:] >> 4], axis=2).reshape(len(stored), -1)
+        return offset + scale * codes[:, : spec.dim].astype(np.float32)
     kind = {StorageDtype.FLOAT32: np.float32, StorageDtype.FLOAT16: np.float16}[spec.dtype]
     return stored.view(kind).astype(np.float32)
 

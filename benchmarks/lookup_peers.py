@@ -28,7 +28,7 @@ from benchmarks.options import parser_of
 from benchmarks.tfra_peer import Unavailable, tfra_table
 from tierstore.types import StorageDtype
 
-F32, F16, INT8 = StorageDtype.FLOAT32, StorageDtype.FLOAT16, StorageDtype.INT8
+F32, F16, INT8, INT4 = StorageDtype.FLOAT32, StorageDtype.FLOAT16, StorageDtype.INT8, StorageDtype.INT4
 WORKLOADS: dict[str, Callable[[int], np.ndarray] | None] = {
     "uniform": None,
     "Zipf 0.8": lambda universe: access_traces.zipf_weights(universe, 0.8),
@@ -56,16 +56,16 @@ class Plan:
     peer_workloads: tuple[str, ...] = ("uniform", "Zipf 1.05")
     workloads: tuple[str, ...] = tuple(WORKLOADS)
     shapes: tuple[tuple[int, StorageDtype], ...] = (
-        (16, F32), (32, F32), (64, F32), (128, F32), (32, F16), (32, INT8), (128, F16), (128, INT8),
+        (16, F32), (32, F32), (64, F32), (128, F32), (32, F16), (32, INT8), (32, INT4), (128, F16), (128, INT8), (128, INT4),
     )  # fmt: skip
     batch: int = 4096
 
 
-EVERY_SHAPE = tuple((dim, dtype) for dim in (16, 32, 64, 128) for dtype in (F32, F16, INT8))
+EVERY_SHAPE = tuple((dim, dtype) for dim in (16, 32, 64, 128) for dtype in (F32, F16, INT8, INT4))
 PLANS = {
     "tiny": Plan(
         rounds=2, block_s=0.001, pool=1 << 13, small=3_000, large=6_000, growth=(3_000, 6_000),
-        large_peers=("cachetools.LRUCache",), batches=(64, 1024), peer_batches=(64,), shapes=((16, F32), (32, INT8), (32, F16)), batch=1024,
+        large_peers=("cachetools.LRUCache",), batches=(64, 1024), peer_batches=(64,), shapes=((16, F32), (32, INT8), (32, INT4), (32, F16)), batch=1024,
     ),
     "default": Plan(
         rounds=15, block_s=0.008, pool=1 << 20, small=1_000_000, large=10_000_000, growth=(1_000_000, 10_000_000),

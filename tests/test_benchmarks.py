@@ -115,7 +115,7 @@ def test_look_ups_beside_peers_say_what_they_promise(run: dict[str, Any]) -> Non
         assert row["keys_per_s"] > 0, row
         assert 0 < row["ratio"] < math.inf, row
     assert {row["workload"] for row in timed} == set(WORKLOADS)
-    assert {row["dtype"] for row in timed} == {"float32", "float16", "int8"}
+    assert {row["dtype"] for row in timed} == {"float32", "float16", "int8", "int4"}
 
 
 def test_every_peer_is_measured_or_said_to_be_left_out(run: dict[str, Any]) -> None:
@@ -227,7 +227,7 @@ def test_keys_are_distinct_and_spread() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("dtype", [StorageDtype.FLOAT32, StorageDtype.FLOAT16, StorageDtype.INT8])
+@pytest.mark.parametrize("dtype", [StorageDtype.FLOAT32, StorageDtype.FLOAT16, StorageDtype.INT8, StorageDtype.INT4])
 def test_a_wrong_answer_stops_the_benchmark(dtype: StorageDtype) -> None:
     rows = Rows(500, 8, dtype)
     ours = Tierstore(rows)

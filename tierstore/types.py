@@ -91,12 +91,13 @@ class KeyType(StrEnum):
 
 
 class StorageDtype(StrEnum):
-    """How a row is stored. `int8` rows carry a float32 scale and a float32 offset before the codes."""
+    """How a row is stored. Before the codes, `int8` rows carry a float32 scale and offset, `int4` rows float16 ones."""
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"
     INT8 = "int8"
+    INT4 = "int4"
 
     @property
     def code(self) -> int:
@@ -105,11 +106,12 @@ class StorageDtype(StrEnum):
 
     def row_bytes(self, dim: int) -> int:
         """Bytes of one stored row of `dim` numbers."""
-        return _WIDTH[self] * dim + (8 if self is StorageDtype.INT8 else 0)
+        return _HEAD_BYTES.get(self, 0) + (_BITS[self] * dim + 7) // 8
 
 
-_CODES = {StorageDtype.FLOAT32: 0, StorageDtype.FLOAT16: 1, StorageDtype.BFLOAT16: 2, StorageDtype.INT8: 3}
-_WIDTH = {StorageDtype.FLOAT32: 4, StorageDtype.FLOAT16: 2, StorageDtype.BFLOAT16: 2, StorageDtype.INT8: 1}
+_CODES = dict(zip(StorageDtype, range(5), strict=True))  # the order of the members is on disk
+_BITS = dict(zip(StorageDtype, (32, 16, 16, 8, 4), strict=True))  # of a number
+_HEAD_BYTES = {StorageDtype.INT8: 8, StorageDtype.INT4: 4}
 
 
 class Combiner(StrEnum):

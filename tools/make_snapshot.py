@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--table", default="item")
     parser.add_argument("--rows", type=lambda text: int(float(text)), default=1_000_000, help="such as 1000000 or 1e6")
     parser.add_argument("--dim", type=int, default=32)
-    parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16", "int8"], default="float32")
+    parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16", "int8", "int4"], default="float32")
     parser.add_argument("--key", choices=["int64", "uint64", "string"], default="int64")
     parser.add_argument("--default", choices=["zeros", "mean"], default="zeros")
     parser.add_argument("--format", choices=["arrow", "parquet", "safetensors", "npz", "hugectr"], default="arrow")

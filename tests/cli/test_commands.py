@@ -109,6 +109,18 @@ def test_rows_with_nulls_and_keys_that_come_again_are_left_out_and_counted(cli: 
     assert "expected fail, last, got 'first'" in cli(*words, "--on-duplicate", "first").err
 
 
+def test_an_import_says_what_the_rounding_costs(cli: Cli, tmp_path: Path) -> None:
+    columns = {"key": [1, 2], "vector": [[0.0, 0.25, 15.0], [1.0, 1.0, 1.0]]}
+    pq.write_table(pa.table(columns), tmp_path / "items.parquet")
+    words = ["import", "items.parquet", "--model", "ctr", "--table", "item", "--dtype", "int4"]
+    done = cli(*words, "--out", "s")
+    assert done.code == 0, done.err
+    assert "2 rows of item, dim 3 as int4, which is off by 0.25 at most and 0.0417 on average (" in done.out
+    document = cli(*words, "--out", "t", "--json").document
+    assert document["rounding"] == {"item": {"largest": 0.25, "mean": pytest.approx(0.25 / 6)}}
+    assert document["dtypes"] == {"item": "int4"}
+
+
 def test_the_working_directory_is_imported_though_the_data_directory_is_in_it(
     cli: Cli, tmp_path: Path, place: list[str]
 ) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import tierstore
+from tests import int4_model
 from tests.engine import scenes
 from tierstore.engine.events.observer import Observer
 from tierstore.errors import Closed, Conflict, InvalidInput, Locked, NotFound, NotReady, SnapshotError
@@ -39,7 +40,7 @@ def test_every_key_answers_its_row_and_others_the_default(store, tmp_path):
     assert ctr.active_version == 7
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8", "int4"])
 def test_storage_dtypes_answer_the_source_rows(store, tmp_path, dtype):
     store.load_snapshot(scenes.write_snapshot(tmp_path, dtype=dtype))
     keys = np.random.default_rng(0).integers(0, 1000, 300)
@@ -48,6 +49,27 @@ def test_storage_dtypes_answer_the_source_rows(store, tmp_path, dtype):
             rows = store.model("ctr").lookup("item_id", keys, dtype=answer)
             assert rows.dtype == answer
             np.testing.assert_allclose(rows, scenes.vectors("item", 0, keys), rtol=0.01)
+
+
+@pytest.mark.parametrize("base", ["sealed", "rocksdb"])
+def test_rows_of_four_bits_are_answered_as_documented_from_every_tier(open_store, tmp_path, base):
+    model, store = int4_model.Model(), open_store(base=base)
+    store.load_snapshot(model.snapshot(tmp_path / "snapshot"))
+    for _ in range(2):  # from disk, then from memory
+        model.check(store.model("ctr"))
+    with store.model("ctr").view():  # so that nothing is folded
+        for seq in (1, 2, 3):
+            store.apply_delta(model.delta(seq))
+            model.check(store.model("ctr"))
+    folded(store)
+    for _ in range(2):
+        model.check(store.model("ctr"))
+    store.export("ctr", tmp_path / "exported")
+    store.close()
+    model.check(open_store(base=base).model("ctr"))
+    with tierstore.open(tmp_path / "other", host_budget="4MiB", load_workers=1) as other:
+        other.load_snapshot(tmp_path / "exported")
+        model.check(other.model("ctr"))
 
 
 def test_defaults_zeros_mean_and_list(store, tmp_path):

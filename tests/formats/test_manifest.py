@@ -104,6 +104,7 @@ GOOD_EDITS: dict[str, Edit] = {
     "a dot as a part": shard(path="./item/part.arrow"),
     "largest float16": item(default=[65504, -65519.99]),
     "int8 default of all the range": item(dtype="int8", default=[3e38, -3e38]),
+    "largest int4": item(dtype="int4", default=[65504, -65519.99]),
     "largest padding key": feature(1, padding_key=(1 << 63) - 1),
 }
 
@@ -254,6 +255,7 @@ def test_overflow_is_what_the_cast_would_do(value: float) -> None:
     with np.errstate(over="ignore"):
         assert overflows(value, StorageDtype.FLOAT32) == bool(np.isinf(np.float32(value)))
         assert overflows(value, StorageDtype.FLOAT16) == bool(np.isinf(np.float16(value)))
+        assert overflows(value, StorageDtype.INT4) == bool(np.isinf(np.float16(value)))
         as_float32 = np.float32(value)
         assert overflows(float(as_float32), StorageDtype.BFLOAT16) == bool(
             np.isinf(as_float32.astype(ml_dtypes.bfloat16))

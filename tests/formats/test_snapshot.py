@@ -52,7 +52,7 @@ def joined(keys: list[np.ndarray]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8", "int4"])
 def test_what_the_writer_writes_is_read_back(tmp_path: Path, format: Any, dtype: str) -> None:
     rng = np.random.default_rng(5)
     keys = rng.permutation(np.arange(-500, 500, dtype=np.int64))

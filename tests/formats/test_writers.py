@@ -17,6 +17,8 @@ from tierstore.errors import InvalidInput, SnapshotError, StorageError
 from tierstore.formats import files
 from tierstore.formats.snapshot.reader import open_snapshot
 from tierstore.formats.snapshot.writer import SnapshotWriter
+from tierstore.kernels import codec
+from tierstore.types import StorageDtype
 
 FORMATS = ["arrow", "parquet", "safetensors", "npz", "hugectr"]
 
@@ -155,6 +157,31 @@ def test_rows_that_cannot_be_are_refused_when_written(tmp_path: Path, keys: Any,
     table.write([0], [[0.0, 0.0]])
     with pytest.raises(InvalidInput, match=reason):
         table.write(keys, vectors)
+
+
+@pytest.mark.parametrize("dtype", list(StorageDtype))
+@pytest.mark.parametrize("given", [np.float32, np.float64, np.float16])
+def test_what_rounding_costs_is_said_by_the_table(tmp_path: Path, dtype: StorageDtype, given: Any) -> None:
+    table = SnapshotWriter(tmp_path, model="ctr", version=1).table("item", dim=33, dtype=dtype)
+    assert (table.rounding.largest, table.rounding.mean) == (0, 0)
+    vectors = np.random.default_rng(3).standard_normal((4500, 33)).astype(given)
+    for part in (vectors[:4000], vectors[4000:4000], vectors[4000:]):
+        table.write(np.arange(len(part)), part)
+    stored = np.empty(vectors.shape, np.float32)
+    codec.decode(codec.encode(vectors.astype(np.float32), dtype), dtype, stored)
+    off = np.abs(stored.astype(np.float64) - vectors.astype(np.float32))
+    assert table.rounding.largest == pytest.approx(off.max(), rel=1e-6)
+    assert table.rounding.mean == pytest.approx(off.mean(), rel=1e-6)
+    assert bool(off.any()) is (dtype != "float32" and dtype != np.dtype(given).name)
+
+
+@pytest.mark.parametrize(("dtype", "number"), [("bfloat16", 3.4e38), ("int4", 65520.0)])
+def test_a_number_beyond_the_dtype_is_refused_when_written(tmp_path: Path, dtype: str, number: float) -> None:
+    table = SnapshotWriter(tmp_path, model="ctr", version=1).table("item", dim=2, dtype=dtype)
+    vectors = np.zeros((40_000, 2), np.float32)
+    vectors[39_000, 1] = number
+    with pytest.raises(SnapshotError, match=f"row 39000: .*overflows {dtype}"):
+        table.write(np.arange(40_000), vectors)
 
 
 def test_a_feature_of_no_table_is_refused_at_the_end(tmp_path: Path) -> None:

@@ -225,13 +225,14 @@ def test_a_frame_with_columns_of_128_bits_is_refused_with_what_to_do(tmp_path: P
         imported(pl.DataFrame({"item_id": keys, "embedding": [[1.0], [2.0]]}), tmp_path / "s")
 
 
-def test_a_number_that_cannot_be_stored_is_named_by_row_and_value(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float16", "int4"])
+def test_a_number_that_cannot_be_stored_is_named_by_row_and_value(tmp_path: Path, dtype: str) -> None:
     rows = pa.array([[1.0, 2.0], [3.0, 70000.0]], pa.list_(pa.float32()))
     pq.write_table(pa.table({"item_id": [1, 2], "embedding": rows}), tmp_path / "items.parquet")
     with pytest.raises(
-        SnapshotError, match=r"items.parquet, row 1: .*overflows float16: its number 1 is 70000.0 \(rows"
+        SnapshotError, match=rf"items.parquet, row 1: .*overflows {dtype}: its number 1 is 70000.0 \(rows"
     ):
-        imported(tmp_path / "items.parquet", tmp_path / "s", dtype="float16")
+        imported(tmp_path / "items.parquet", tmp_path / "s", dtype=dtype)
 
 
 def test_what_tierstore_has_written_below_a_directory_is_passed_over(tmp_path: Path) -> None:
@@ -371,7 +372,11 @@ def test_a_sparse_vector_of_spark_is_refused(tmp_path: Path) -> None:
             r"expected one column 'id' for keys; there are item_id \(int64\), price \(double\), emb",
         ),
         ("items", {"vector": "vec"}, "expected one column 'vec' for vectors; there are item_id"),
-        ("items", {"dtype": "float8"}, "table 'item': dtype: expected float32, float16, bfloat16, int8, got 'float8'"),
+        (
+            "items",
+            {"dtype": "float8"},
+            "table 'item': dtype: expected float32, float16, bfloat16, int8, int4, got 'float8'",
+        ),
         ("items", {"combiner": "avg"}, "table 'item': combiner of feature '.*': expected sum, mean, sqrtn, got 'avg'"),
         ("items", {"key_type": "int32"}, "key_type: expected int64, uint64, string, got 'int32'"),
         ("nowhere", {}, "nowhere: is missing"),

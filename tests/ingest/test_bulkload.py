@@ -258,7 +258,13 @@ def test_a_uint64_key_and_a_string_given_twice_are_shown_as_the_user_wrote_them(
 
 @pytest.mark.parametrize(
     ("dtype", "value", "words"),
-    [("float32", np.nan, "NaN"), ("float32", -np.inf, "inf"), ("float16", 1e6, "large"), ("int8", np.nan, "NaN")],
+    [
+        ("float32", np.nan, "NaN"),
+        ("float32", -np.inf, "inf"),
+        ("float16", 1e6, "large"),
+        ("int8", np.nan, "NaN"),
+        ("int4", 65520.0, "large"),
+    ],
 )
 def test_a_number_that_cannot_be_stored_is_refused_with_file_and_row(
     tmp_path: Path, out: Path, dtype: str, value: float, words: str

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from tests import int4_rows
 from tierstore.kernels import codec
 from tierstore.types import Rows, StorageDtype
 
@@ -23,6 +24,7 @@ LIMITS = {
     StorageDtype.FLOAT16: 65519.0,
     StorageDtype.BFLOAT16: 3.38e38,
     StorageDtype.INT8: None,
+    StorageDtype.INT4: 65519.0,
 }
 DTYPES = pytest.mark.parametrize("dtype", list(StorageDtype))
 OUTPUTS = pytest.mark.parametrize("out_dtype", [np.float32, np.float16])
@@ -43,6 +45,8 @@ def matrices(draw: st.DrawFn, dtype: StorageDtype, width: int = 32) -> npt.NDArr
 
 def decode_twin(rows: Rows, dtype: StorageDtype, dim: int) -> npt.NDArray[np.float32]:
     """What rows hold, as float32."""
+    if dtype is StorageDtype.INT4:
+        return int4_rows.decode(rows, dim)
     if dtype is not StorageDtype.INT8:
         return np.ascontiguousarray(rows).view(FLOATS[dtype]).astype(np.float32)
     scale, offset = (np.ascontiguousarray(rows[:, a : a + 4]).view(np.float32).astype(np.float64) for a in (0, 4))
@@ -125,6 +129,38 @@ def test_int8_spans_the_whole_of_float32() -> None:
         assert (np.abs(out.astype(np.float64) - vectors) <= step * 0.51 + 1.5e-45).all(), (low, high)
 
 
+@given(matrices(StorageDtype.INT4))
+def test_int4_rows_are_rounded_as_documented(vectors: npt.NDArray[np.float32]) -> None:
+    rows = codec.encode(vectors, StorageDtype.INT4)
+    assert rows.shape == (len(vectors), 4 + (vectors.shape[1] + 1) // 2)
+    assert np.array_equal(rows, int4_rows.encode(vectors))
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3, 15, 16, 17, 64])
+@pytest.mark.parametrize("scale", [1e-40, 1e-8, 1e-6, 1e-3, 1.0, 3e3])
+@pytest.mark.parametrize("offset", [0.0, -1e-6, 0.1, 1000.0, -5e4])
+def test_int4_is_off_by_half_a_step_and_a_float16s_rounding_at_most(dim: int, scale: float, offset: float) -> None:
+    rng = np.random.default_rng(dim)
+    vectors = (rng.standard_normal((300, dim)) * scale + offset).clip(-65519, 65519).astype(np.float32)
+    vectors[rng.random(vectors.shape) < 0.1] *= 0  # of both signs
+    rows = codec.encode(vectors, StorageDtype.INT4)
+    assert np.array_equal(rows, int4_rows.encode(vectors))
+    out = np.empty_like(vectors)
+    codec.decode(rows, StorageDtype.INT4, out)
+    wide = vectors.astype(np.float64)
+    smallest = wide.min(axis=1, keepdims=True)
+    step = (wide.max(axis=1, keepdims=True) - smallest) / 15
+    assert (np.abs(out - wide) <= 0.51 * step + 2**-10.9 * np.abs(smallest) + 2**-21).all()
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -65504.0, 65504.0, 2.0**-24])
+def test_int4_keeps_rows_of_one_float16_exactly(value: float) -> None:
+    vectors = np.full((3, 5), value, np.float32)
+    out = np.empty_like(vectors)
+    codec.decode(codec.encode(vectors, StorageDtype.INT4), StorageDtype.INT4, out)
+    assert same(out, vectors + np.float32(0))
+
+
 def test_every_float16_is_read_and_written_back() -> None:
     halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)[None]
     as_float32 = np.empty(halves.shape, np.float32)
@@ -176,12 +212,14 @@ def test_nan_and_inf_are_refused_by_place(dtype: StorageDtype, bad: float, in_dt
             np.uint32(0x7F7F7FFF).view(np.float32),
             np.uint32(0x7F7F8000).view(np.float32),
         ),
+        (StorageDtype.INT4, np.nextafter(np.float32(65520), np.float32(0)), np.float32(65520)),
     ],
 )
 def test_a_number_that_rounds_to_inf_is_refused(dtype: StorageDtype, fits: np.float32, overflows: np.float32) -> None:
     with np.errstate(over="ignore"):
-        assert np.isfinite(fits.astype(FLOATS[dtype]))
-        assert np.isinf(overflows.astype(FLOATS[dtype]))
+        kind = FLOATS.get(dtype, np.dtype(np.float16))
+        assert np.isfinite(fits.astype(kind))
+        assert np.isinf(overflows.astype(kind))
     for sign in (1, -1):
         assert len(codec.encode(np.array([[0, sign * fits]], np.float32), dtype)) == 1
         with pytest.raises(codec.BadRow, match=f"too large for {dtype}") as refused:

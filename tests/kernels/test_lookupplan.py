@@ -104,13 +104,15 @@ class View:
     def __init__(self, *, overlaid: int) -> None:
         self.open_version = self
         kinds = [("item", 16, StorageDtype.FLOAT32, KeyType.INT64), ("half", 5, StorageDtype.FLOAT16, KeyType.INT64),
-                 ("big", 33, StorageDtype.FLOAT32, KeyType.UINT64), ("small", 7, StorageDtype.INT8, KeyType.INT64)]  # fmt: skip
+                 ("big", 33, StorageDtype.FLOAT32, KeyType.UINT64), ("small", 7, StorageDtype.INT8, KeyType.INT64),
+                 ("tiny", 21, StorageDtype.INT4, KeyType.INT64)]  # fmt: skip
         self.tables = {kind[0]: Table(*kind, seed, overlaid) for seed, kind in enumerate(kinds)}
         self.features = {
             name: FeatureSpec(name, table, None if combiner is None else Combiner(combiner), padding)
             for name, table, combiner, padding in [
                 ("item", "item", None, None), ("half", "half", None, 3), ("big", "big", None, None),
                 ("clicked", "item", "mean", None), ("padded", "half", "sum", 0), ("scaled", "small", "sqrtn", None),
+                ("tiny", "tiny", None, None), ("tinies", "tiny", "mean", None),
             ]
         }  # fmt: skip
         self.padding = {"half": 3, "padded": 0}
@@ -397,7 +399,7 @@ def test_rows_and_bags_are_those_of_numpy(view: View, seed: int) -> None:
         assert not (ran.states == Tier.PENDING).any()
 
 
-@pytest.mark.parametrize("name", ["item", "half", "clicked", "padded", "scaled", "big"])
+@pytest.mark.parametrize("name", ["item", "half", "clicked", "padded", "scaled", "big", "tiny", "tinies"])
 @pytest.mark.parametrize("rows", [True, False], ids=["rows", "found alone"])
 def test_one_key_that_memory_lacks_makes_it_cold(view: View, name: str, *, rows: bool) -> None:
     table = view.tables[view.features[name].table]
@@ -416,7 +418,9 @@ def test_one_key_that_memory_lacks_makes_it_cold(view: View, name: str, *, rows:
             asked.want("item" if rows else "item.found")
         ran = answered(view, asked)
         assert ran.came == COLD
-        if name not in ("clicked", "scaled", "padded") or not rows:  # else they are looked up again with their bags
+        if (
+            name not in ("clicked", "scaled", "padded", "tinies") or not rows
+        ):  # else they are looked up again with their bags
             of_it = ran.states[-len(keys) :]
             assert (of_it == Tier.PENDING).tolist() == [key == missing for key in keys]
 

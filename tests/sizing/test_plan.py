@@ -37,7 +37,9 @@ def test_bytes_and_hit_rate_of_a_real_store(tmp_path: Path) -> None:
         assert 0.5 < found.hit_rate < 0.95, "neither trivial"
 
 
-@pytest.mark.parametrize(("dim", "dtype", "ttl_s"), [(1, "int8", None), (300, "float32", None), (8, "int8", "30d")])
+@pytest.mark.parametrize(
+    ("dim", "dtype", "ttl_s"), [(1, "int8", None), (300, "float32", None), (8, "int8", "30d"), (64, "int4", None)]
+)
 def test_bytes_of_a_version_of_any_shape(tmp_path: Path, dim: int, dtype: str, ttl_s: str | None) -> None:
     rows = 6_000
     with tierstore.SnapshotWriter(tmp_path / "s", model="m", version=1, delta_seq=0) as snapshot:

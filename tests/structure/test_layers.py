@@ -134,6 +134,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "one_writer": 4,
         "normalize": 5,
         "row_times": 5,
+        "rounding": 0,
         "delta": 6,
         "snapshot": 7,
         "backups": 8,

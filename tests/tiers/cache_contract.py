@@ -25,7 +25,7 @@ DEFAULT = np.linspace(-1, 1, DIM).astype(np.float32)
 
 
 def vectors_of(keys: Keys, generation: int = 0) -> npt.NDArray[np.float32]:
-    """A vector that tells its key and generation, representable in every dtype but int8, which comes near."""
+    """A vector that tells its key and generation, representable in every dtype but int8 and int4, which come near."""
     base = (keys % 61).astype(np.float32) + generation * 64
     return base[:, None] + np.arange(DIM, dtype=np.float32) / 4
 

@@ -82,7 +82,7 @@ def test_rows_move_sixteen_bytes_at_a_time_and_small_numbers_are_no_zeros(compil
         assert re.search(r"ld(\.global)?\.v4\.[buf]32", code[name]), name
         assert re.search(r"st(\.global)?\.v4\.[buf]32", code[name]), name
     assert not [line for kernel in kernels for line in kernel.splitlines() if ".ftz" in line]
-    assert "fma.rn.f32" in code["gather"]  # rows of int8
+    assert "fma.rn.f32" in code["gather"]  # rows of int8 and int4
 
 
 class _Refusing(NvrtcStandIn):

@@ -103,7 +103,12 @@ def test_every_key_answers_its_row_from_wherever_it_comes(
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(
     ("dim", "dtype", "memory"),
-    [(8, StorageDtype.FLOAT32, 64 << 20), (33, StorageDtype.INT8, 2 << 20), (64, StorageDtype.FLOAT16, 4 << 20)],
+    [
+        (8, StorageDtype.FLOAT32, 64 << 20),
+        (33, StorageDtype.INT8, 2 << 20),
+        (64, StorageDtype.FLOAT16, 4 << 20),
+        (37, StorageDtype.INT4, 2 << 20),
+    ],
 )
 def test_bags_are_pooled_bit_for_bit_as_on_the_cpu(
     kind: str, combiner: Combiner, weighted: bool, dim: int, dtype: StorageDtype, memory: int

@@ -21,11 +21,17 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 
 import tierstore
+from tierstore.kernels.codec import encode
+from tierstore.types import StorageDtype
 
 pytestmark = pytest.mark.thorough
 SHAPES = {"user": (300, 8), "item": (500, 16)}
 BAGS = 40
-DTYPES = {SparseType.INT8: ("int8", "float32"), SparseType.INT4: ("float32",), SparseType.FP16: ("float16", "float32")}
+DTYPES = {
+    SparseType.INT8: ("int8", "float32"),
+    SparseType.INT4: ("int4", "float32"),
+    SparseType.FP16: ("float16", "float32"),
+}
 
 
 def bags(seed: int) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], torch.Tensor, torch.Tensor]:
@@ -103,6 +109,15 @@ def test_quantized_tables(tmp_path: Path, kind: Any, dtype: str) -> None:
     with tierstore.open(tmp_path / "data", host_budget="4MiB", load_workers=1) as store:
         store.load_snapshot(write(tmp_path / "s", tables, dtype))
         check(store, tables, lambda keys, offsets: of(keys.int(), offsets.int()))
+
+
+@pytest.mark.parametrize("dim", [4, 16, 64, 132])
+@pytest.mark.parametrize("scale", [1e-8, 1e-5, 0.01, 1.0, 1e4])
+@pytest.mark.parametrize("offset", [0.0, 1e-4, 100.0, -3000.0])
+def test_rows_of_four_bits_are_fbgemms_to_the_bit(dim: int, scale: float, offset: float) -> None:
+    rows = (torch.randn(500, dim) * scale + offset).clip(-65000, 65000)
+    codes, head = quantized(rows, SparseType.INT4)
+    np.testing.assert_array_equal(encode(rows.numpy(), StorageDtype.INT4), torch.cat([head, codes], 1).numpy())
 
 
 def quantized(rows: torch.Tensor, kind: Any) -> Any:

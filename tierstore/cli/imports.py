@@ -54,6 +54,7 @@ OnNull = Annotated[str | None, option("WHAT", "Rows with a null: fail (default),
 OnDuplicate = Annotated[
     str | None, option("WHAT", "Keys that come again: fail (default), or last, which keeps the last row.")
 ]
+DType = Annotated[str | None, option("DTYPE", "How rows are stored: float32, float16, bfloat16, int8 or int4.")]
 Dense = Annotated[Path | None, option("FILE", "An ONNX model that scores the rows.", exists=True, dir_okay=False)]
 
 
@@ -74,7 +75,7 @@ def import_(
     feature: Annotated[str | None, option("NAME", "Its name in requests (default: the table's).")] = None,
     combiner: Annotated[str | None, option("HOW", "Pool bags of it: sum, mean or sqrtn.")] = None,
     key_type: Annotated[str | None, option("TYPE", "int64, uint64 or string (default: as the column has it).")] = None,
-    dtype: Annotated[str | None, option("DTYPE", "How rows are stored: float32, float16, bfloat16 or int8.")] = None,
+    dtype: DType = None,
     default: Annotated[str, typer.Option(metavar="WHAT", help="What absent keys get: zeros or mean.")] = "zeros",
     ttl: Ttl = None,
     time_column: TimeColumn = None,
@@ -209,6 +210,8 @@ def _imported(
         "rows": {table.name: table.rows for table in written},
         "dims": {table.name: table.dim for table in written},
         "left_out": {one.table: {"nulls": one.nulls, "duplicates": one.duplicates} for one in left_out},
+        "dtypes": {table.name: table.dtype for table in written},
+        "rounding": {one.table: {"largest": one.largest_error, "mean": one.mean_error} for one in left_out},
         "active": loads,
         "snapshot": None if out is None else str(out),
         "seconds": round(time.monotonic() - started_s, 3),
@@ -285,10 +288,17 @@ def _say(json: bool, results: list[dict[str, Any]]) -> None:
     for result in results:
         rows = ", ".join(
             f"{count:,} rows of {name}, dim {result['dims'][name]}{_without(result['left_out'][name])}"
+            + _off(result["dtypes"][name], result["rounding"][name])
             for name, count in result["rows"].items()
         )
         done = "is active" if result["active"] else f"is in {result['snapshot']}"
         typer.echo(f"{result['model']} version {result['version']} {done}: {rows} ({result['seconds']:.1f} s)")
+
+
+def _off(dtype: str, rounding: dict[str, float]) -> str:
+    if not rounding["largest"]:
+        return ""
+    return f" as {dtype}, which is off by {rounding['largest']:.3g} at most and {rounding['mean']:.3g} on average"
 
 
 def _without(left_out: dict[str, int]) -> str:

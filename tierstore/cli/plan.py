@@ -49,7 +49,7 @@ def plan(
     rows: Annotated[str | None, option("N", "Rows of the table, such as 10e9.")] = None,
     dim: Annotated[int | None, option("N", "Numbers of a row.", min=1)] = None,
     dtype: Annotated[
-        Literal["float32", "float16", "bfloat16", "int8"] | None,
+        Literal["float32", "float16", "bfloat16", "int8", "int4"] | None,
         option("TYPE", "As rows are stored (default: float16)."),
     ] = None,
     qps: Annotated[str, typer.Option("--qps", metavar="N", help="Requests a second, on all nodes together.")] = "0",

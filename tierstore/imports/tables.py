@@ -20,13 +20,14 @@ import pyarrow as pa
 
 from tierstore.errors import InvalidInput, SnapshotError
 from tierstore.formats import files
-from tierstore.formats.columns import as_vectors, first_not_finite
+from tierstore.formats.columns import as_vectors
 from tierstore.formats.keys import as_codes
 from tierstore.formats.names import SNAPSHOT_MANIFEST
 from tierstore.formats.row_times import TIME
 from tierstore.formats.snapshot.manifest import Manifest
 from tierstore.formats.snapshot.writer import SnapshotWriter, TableWriter
 from tierstore.imports.sources import Block, Wanted, bad_row, blocks, check, rows_in
+from tierstore.kernels.codec import BadRow, encode
 from tierstore.types import Combiner, KeyType, Progress, ProgressFn, StorageDtype
 
 Paths = str | PathLike[str]
@@ -78,11 +79,16 @@ class TableSource:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """How many rows of a table were left out: those with a null, and those whose key comes again."""
+    """What was left out of a table: how many rows with a null, and how many whose key comes again.
+
+    And how far numbers are off once they are stored in the table's dtype, at most and on average.
+    """
 
     table: str
     nulls: int
     duplicates: int
+    largest_error: float = 0.0
+    mean_error: float = 0.0
 
 
 def import_table(
@@ -266,7 +272,7 @@ def _import_one(snapshot: SnapshotWriter, table: TableSource, done: int, report:
         try:
             writer.write(block.keys, block.vectors, block.times)
         except InvalidInput as error:
-            found = _not_finite(block.vectors, dtype)
+            found = _not_finite(block.vectors, writer.dtype)
             if found is None:
                 raise SnapshotError(str(error), file=block.file) from error
             row, reason = found
@@ -277,7 +283,8 @@ def _import_one(snapshot: SnapshotWriter, table: TableSource, done: int, report:
         raise SnapshotError(
             f"table {table.name!r}: expected at least one row, to know the length of a vector; got none{left}"
         )
-    return done + seen + nulls, LeftOut(table.name, nulls, duplicates)
+    rounding = writer.rounding
+    return done + seen + nulls, LeftOut(table.name, nulls, duplicates, rounding.largest, rounding.mean)
 
 
 def _check_block(block: Block, table: TableSource, writer: TableWriter | None, dtype: str | None) -> None:
@@ -305,15 +312,14 @@ def _check_block(block: Block, table: TableSource, writer: TableWriter | None, d
         )
 
 
-def _not_finite(vectors: npt.NDArray[Any], dtype: str | None) -> tuple[int, str] | None:
+def _not_finite(vectors: npt.NDArray[Any], dtype: StorageDtype) -> tuple[int, str] | None:
     """The first row with a number that cannot be stored, and what is wrong with it; None where there is none."""
-    with np.errstate(over="ignore"):
-        stored = vectors.astype(np.float16) if dtype == "float16" else as_vectors(vectors)
-    row = first_not_finite(stored)
-    if row is None:
-        return None
-    number = int(np.argmin(np.isfinite(stored[row])))
-    return row, f"the vector holds NaN or Inf, or overflows {dtype}: its number {number} is {vectors[row, number]}"
+    try:
+        encode(as_vectors(vectors), dtype)
+    except BadRow as bad:
+        number = vectors[bad.row, bad.column]
+        return bad.row, f"the vector holds NaN or Inf, or overflows {dtype}: its number {bad.column} is {number}"
+    return None
 
 
 def _last_rows(table: TableSource) -> npt.NDArray[np.bool_]:

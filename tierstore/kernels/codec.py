@@ -9,9 +9,12 @@ The layout of a row, little-endian, `StorageDtype.row_bytes(dim)` bytes, at any 
     float16    dim × binary16, rounded to nearest, ties to even
     bfloat16   dim × the upper half of a binary32, rounded likewise
     int8       scale (binary32), offset (binary32), dim × uint8; x = fma(scale, code, offset)
+    int4       scale (binary16), offset (binary16), dim × 4 bits, the lower half of a byte first; likewise
 
 An `int8` row spans its own minimum (code 0) to its maximum (code 255). The product is added before it is
-rounded, so a row may range from -3e38 to 3e38 although `scale * 255` alone would overflow.
+rounded, so a row may range from -3e38 to 3e38 although `scale * 255` alone would overflow. The rounding of `int4` rows is
+FBGEMM's to the bit (`FloatToFusedNBitRowwiseQuantizedSBHalf`, the head moved to the front, as its tables for inference have
+it); `schema/layout.md` has it step by step. A row of an odd dim ends with four zero bits.
 
 **From another kernel** (numba, nogil): one row is decoded by addresses, so arrays of any mutability share one
 compiled function::
@@ -40,12 +43,14 @@ from tierstore.kernels.raw import (
     load_bf16,
     load_f16,
     load_f32,
+    load_two_f16,
     load_u8,
     load_u64,
     magnitude,
     store_bf16,
     store_f16,
     store_f32,
+    store_scaled_halves_16,
     store_u8,
     store_u64,
 )
@@ -54,6 +59,7 @@ from tierstore.types import Keys, Rows, StorageDtype, Vectors
 _F32_CODE = StorageDtype.FLOAT32.code
 _F16_CODE = StorageDtype.FLOAT16.code
 _BF16_CODE = StorageDtype.BFLOAT16.code
+_INT4_CODE = StorageDtype.INT4.code
 
 AS_STORED = 8  # of what is answered, instead of 0 for float32 and 1 for float16: rows as they are stored
 
@@ -83,6 +89,29 @@ def copy_row(dest: Any, source: Any, size: Any) -> Any:
         store_u8(dest, k, load_u8(source, k))
 
 
+@compiled("void(int64, int64, int64, int64)", inner=True)
+def _decode_int4(out_code: Any, source: Any, dest: Any, dim: Any) -> Any:
+    """`decode_row` of four bits a number: sixteen at once, or two, so that it is vectorized. The product is exact."""
+    scale, offset = load_two_f16(source)
+    codes, pairs = source + 4, dim >> 1
+    if out_code == _F32_CODE:
+        for i in range(dim >> 4):
+            store_scaled_halves_16(dest + 64 * i, codes + 8 * i, scale, offset)
+        for i in range(dim >> 4 << 3, pairs):
+            two = load_u8(codes, i)
+            store_f32(dest, 2 * i, fma(scale, np.float32(two & 15), offset))
+            store_f32(dest, 2 * i + 1, fma(scale, np.float32(two >> 4), offset))
+        if dim & 1:
+            store_f32(dest, dim - 1, fma(scale, np.float32(load_u8(codes, pairs) & 15), offset))
+    else:
+        for i in range(pairs):
+            two = load_u8(codes, i)
+            store_f16(dest, 2 * i, fma(scale, np.float32(two & 15), offset))
+            store_f16(dest, 2 * i + 1, fma(scale, np.float32(two >> 4), offset))
+        if dim & 1:
+            store_f16(dest, dim - 1, fma(scale, np.float32(load_u8(codes, pairs) & 15), offset))
+
+
 @compiled("void(int64, int64, int64, int64, int64)", inner=True)
 def decode_row(code: Any, out_code: Any, source: Any, dest: Any, dim: Any) -> Any:
     """Decode one row of `dim` numbers from address `source` to address `dest`.
@@ -92,6 +121,8 @@ def decode_row(code: Any, out_code: Any, source: Any, dest: Any, dim: Any) -> An
     """
     if code == out_code:
         copy_row(dest, source, dim * (4 >> code))
+    elif code == _INT4_CODE:
+        _decode_int4(out_code, source, dest, dim)
     elif out_code == _F32_CODE:
         if code == _F16_CODE:
             for k in range(dim):
@@ -156,13 +187,19 @@ def _decode_all(code: Any, out_code: Any, rows: Any, n: Any, row_bytes: Any, out
         decode_row(code, out_code, rows + i * row_bytes, out + i * out_bytes, dim)
 
 
-@compiled("void(int64, int64, int64)", fastmath={"nnan", "nsz"}, inner=True)
-def _encode_int8(source: Any, dest: Any, dim: Any) -> Any:
-    """One row of finite float32 to scale, offset and codes. The arithmetic is in float64: a range may overflow float32."""
+@compiled("UniTuple(float32, 2)(int64, int64)", fastmath={"nnan", "nsz"}, inner=True)
+def _range_of(source: Any, dim: Any) -> Any:
     low = high = load_f32(source, 0)
     for k in range(1, dim):
         x = load_f32(source, k)
         low, high = min(low, x), max(high, x)
+    return low, high
+
+
+@compiled("void(int64, int64, int64)", fastmath={"nnan", "nsz"}, inner=True)
+def _encode_int8(source: Any, dest: Any, dim: Any) -> Any:
+    """One row of finite float32 to scale, offset and codes. The arithmetic is in float64: a range may overflow float32."""
+    low, high = _range_of(source, dim)
     step = (np.float64(high) - np.float64(low)) / 255.0
     if step < 1.1754943508222875e-38:  # below the normal range float32 is a fixed grid: go up to the next point of it
         step = np.ceil(step * 2.0**149) * 2.0**-149
@@ -177,6 +214,29 @@ def _encode_int8(source: Any, dest: Any, dim: Any) -> Any:
     for k in range(dim):
         code = np.int32((np.float64(load_f32(source, k)) - np.float64(low)) * inverse + 0.5)
         store_u8(dest + 8, k, np.uint8(min(code, np.int32(255))))
+
+
+@compiled("uint8(float32, float32, float32)", inner=True)
+def _int4_code(x: Any, offset: Any, inverse: Any) -> Any:
+    return np.uint8(np.rint(min(max((x - offset) * inverse, np.float32(0)), np.float32(15))))
+
+
+@compiled("void(int64, int64, int64)", inner=True)
+def _encode_int4(source: Any, dest: Any, dim: Any) -> Any:
+    """One row of float32 below 65520 to scale, offset and codes. The arithmetic is in float32, each step rounded: no fastmath."""
+    low, high = _range_of(source, dim)
+    store_f16(dest, 1, low + np.float32(0))  # a minimum of -0 is 0
+    offset = load_f16(dest, 1)
+    store_f16(dest, 0, (high - offset) / np.float32(15))
+    if load_f16(dest, 0) == np.float32(0):
+        store_f16(dest, 0, np.float32(1))
+    inverse = np.float32(1) / load_f16(dest, 0)
+    codes, pairs = dest + 4, dim >> 1
+    for i in range(pairs):
+        one, other = load_f32(source, 2 * i), load_f32(source, 2 * i + 1)
+        store_u8(codes, i, np.uint8(_int4_code(one, offset, inverse) | _int4_code(other, offset, inverse) << 4))
+    if dim & 1:
+        store_u8(codes, pairs, _int4_code(load_f32(source, dim - 1), offset, inverse))
 
 
 @compiled("boolean(boolean, int64, int64)", inner=True)
@@ -202,7 +262,9 @@ def _any_not_finite(half: Any, source: Any, size: Any) -> Any:
 @compiled("UniTuple(int64, 3)(int64, int64, int64, int64, int64, int64, int64)")
 def _encode(code: Any, in_code: Any, vectors: Any, n: Any, dim: Any, out: Any, row_bytes: Any) -> Any:
     """Returns (row, column, reason) of the first number that `code` cannot hold, or (-1, -1, 0)."""
-    limit = np.int32(_F16_LIMIT if code == _F16_CODE else _BF16_LIMIT if code == _BF16_CODE else _INFINITE)
+    limit = np.int32(
+        _F16_LIMIT if code in (_F16_CODE, _INT4_CODE) else _BF16_LIMIT if code == _BF16_CODE else _INFINITE
+    )
     width = 4 >> in_code
     wide = np.empty(dim, np.float32)
     for i in range(n):
@@ -229,6 +291,8 @@ def _encode(code: Any, in_code: Any, vectors: Any, n: Any, dim: Any, out: Any, r
         elif code == _BF16_CODE:
             for k in range(dim):
                 store_bf16(dest, k, load_f32(source, k))
+        elif code == _INT4_CODE:
+            _encode_int4(source, dest, dim)
         else:
             _encode_int8(source, dest, dim)
     return -1, -1, 0

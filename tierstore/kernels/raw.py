@@ -18,6 +18,7 @@ from numba.extending import intrinsic
 
 _I8, _I16, _I32, _I64, _I128 = (ir.IntType(bits) for bits in (8, 16, 32, 64, 128))
 _F32 = ir.FloatType()
+_16_F32 = ir.VectorType(_F32, 16)
 
 _INFINITE = 0x7F800000  # magnitude bits of binary32 from which on a value is Inf or NaN
 _F16_LIMIT = 0x477FF000  # 65520, the least magnitude that rounds to Inf in binary16
@@ -39,6 +40,13 @@ def _store(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, value: ir.Val
 
 def _const(value: int) -> ir.Constant:
     return ir.Constant(_I32, value)
+
+
+def _sixteen(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """A vector with a float32 in each of its 16 places."""
+    undefined = ir.Constant(_16_F32, ir.Undefined)
+    first = builder.insert_element(undefined, value, _const(0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_I32, 16), [0] * 16))
 
 
 def _loads(kind: ir.Type, returned: Any) -> Any:
@@ -119,23 +127,48 @@ def store_bf16(typingctx: Any, base: Any, index: Any, value: Any) -> Any:
     return types.void(types.int64, types.int64, types.float32), codegen
 
 
+def _widened(builder: ir.IRBuilder, halves: ir.Value) -> ir.Value:
+    """binary16 as binary32, one or a vector of them.
+
+    Exact, and free of subnormal binary32 arithmetic, which some libraries switch off for the process.
+    """
+
+    def of(kind: ir.Type) -> ir.Type:
+        return ir.VectorType(kind, halves.type.count) if isinstance(halves.type, ir.VectorType) else kind
+
+    def const(value: float, kind: ir.Type = _I32) -> ir.Constant:
+        return ir.Constant(of(kind), value if of(kind) is kind else [value] * halves.type.count)
+
+    bits = builder.zext(halves, of(_I32))
+    magnitude = builder.shl(builder.and_(bits, const(0x7FFF)), const(13))
+    sign = builder.shl(builder.and_(bits, const(0x8000)), const(16))
+    normal = builder.add(magnitude, const(112 << 23))
+    lifted = builder.bitcast(builder.add(magnitude, const(113 << 23)), of(_F32))
+    subnormal = builder.bitcast(builder.fsub(lifted, const(2.0**-14, _F32)), of(_I32))
+    value = builder.select(builder.icmp_unsigned("<", magnitude, const(1 << 23)), subnormal, normal)
+    special = builder.icmp_unsigned(">=", magnitude, const(0x7C00 << 13))
+    value = builder.select(special, builder.or_(magnitude, const(_INFINITE)), value)
+    return builder.bitcast(builder.or_(value, sign), of(_F32))
+
+
 @intrinsic
 def load_f16(typingctx: Any, base: Any, index: Any) -> Any:
-    """Exact, and free of subnormal binary32 arithmetic, which some libraries switch off for the process."""
-
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        bits = builder.zext(_load(builder, args[0], args[1], _I16), _I32)
-        magnitude = builder.shl(builder.and_(bits, _const(0x7FFF)), _const(13))
-        sign = builder.shl(builder.and_(bits, _const(0x8000)), _const(16))
-        normal = builder.add(magnitude, _const(112 << 23))
-        lifted = builder.bitcast(builder.add(magnitude, _const(113 << 23)), _F32)
-        subnormal = builder.bitcast(builder.fsub(lifted, ir.Constant(_F32, 2.0**-14)), _I32)
-        value = builder.select(builder.icmp_unsigned("<", magnitude, _const(1 << 23)), subnormal, normal)
-        special = builder.icmp_unsigned(">=", magnitude, _const(0x7C00 << 13))
-        value = builder.select(special, builder.or_(magnitude, _const(_INFINITE)), value)
-        return builder.bitcast(builder.or_(value, sign), _F32)
+        return _widened(builder, _load(builder, args[0], args[1], _I16))
 
     return types.float32(types.int64, types.int64), codegen
+
+
+@intrinsic
+def load_two_f16(typingctx: Any, base: Any) -> Any:
+    """The first two numbers, at the cost of one."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        both = _widened(builder, _load(builder, args[0], ir.Constant(_I64, 0), ir.VectorType(_I16, 2)))
+        numbers = [builder.extract_element(both, _const(i)) for i in range(2)]
+        return context.make_tuple(builder, signature.return_type, numbers)
+
+    return types.UniTuple(types.float32, 2)(types.int64), codegen
 
 
 @intrinsic
@@ -168,16 +201,29 @@ def add_scaled_16(typingctx: Any, target: Any, source: Any, factor: Any) -> Any:
     """`target += factor * source` of the 16 float32 at two addresses, the products rounded before they are added."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.VectorType(_F32, 16)
-        undefined = ir.Constant(kind, ir.Undefined)
-        first = builder.insert_element(undefined, args[2], _const(0))
-        factors = builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_I32, 16), [0] * 16))
         zero = ir.Constant(_I64, 0)
-        product = builder.fmul(factors, _load(builder, args[1], zero, kind))
-        _store(builder, args[0], zero, builder.fadd(_load(builder, args[0], zero, kind), product))
+        product = builder.fmul(_sixteen(builder, args[2]), _load(builder, args[1], zero, _16_F32))
+        _store(builder, args[0], zero, builder.fadd(_load(builder, args[0], zero, _16_F32), product))
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.float32), codegen
+
+
+@intrinsic
+def store_scaled_halves_16(typingctx: Any, target: Any, source: Any, scale: Any, offset: Any) -> Any:
+    """`offset + scale * code` as 16 float32 at `target`, of 16 codes of four bits at `source`, the lower half of a byte first."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind, zero = ir.VectorType(_I8, 8), ir.Constant(_I64, 0)
+        codes = _load(builder, args[1], zero, kind)
+        lower, upper = builder.and_(codes, ir.Constant(kind, [15] * 8)), builder.lshr(codes, ir.Constant(kind, [4] * 8))
+        in_turn = ir.Constant(ir.VectorType(_I32, 16), [k // 2 + 8 * (k % 2) for k in range(16)])
+        numbers = builder.uitofp(builder.shuffle_vector(lower, upper, in_turn), _16_F32)
+        product = builder.fmul(numbers, _sixteen(builder, args[2]))
+        _store(builder, args[0], zero, builder.fadd(product, _sixteen(builder, args[3])))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32, types.float32), codegen
 
 
 @intrinsic

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis.stateful import rule
 
+from tests import int4_model
 from tests.engine import scenes, ttl_scenes
 from tests.engine.model_based import Stores, StoresAgainstHistory, check
 from tests.engine.test_store import folded
@@ -88,6 +89,24 @@ def test_a_store_with_a_device_tier_keeps_its_promises(gpus: list[ShimDevice]) -
     check(WithADevice, histories=12, steps=25)
     launched = gpus[0].launched
     assert {"probe", "gather", "scatter", "pool", "update", "insert"} <= launched.keys()
+
+
+def test_rows_of_four_bits_are_answered_as_documented_by_the_device(
+    with_device: Callable[..., Store], tmp_path: Path
+) -> None:
+    model, store = int4_model.Model(), with_device()
+    store.load_snapshot(model.snapshot(tmp_path / "snapshot"))
+    store.apply_delta(model.delta(1))
+    for _ in range(3):  # from disk to the host tier; from there to the device
+        model.check(store.model("ctr"))
+        promoted(store)
+    model.check(store.model("ctr"), device="gpu")
+    store.apply_delta(model.delta(2))
+    model.check(store.model("ctr"), device="gpu")
+    folded(store)
+    model.check(store.model("ctr"), device="gpu")
+    counts = store.status()["models"]["ctr"]["tables"]
+    assert all(counts[table]["lookup_keys"]["device"] > int4_model.ROWS for table in int4_model.DIM)
 
 
 def test_what_the_host_tier_answers_moves_up_and_is_answered_by_the_device(

@@ -66,7 +66,7 @@ changes = st.lists(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("base", ["sealed", "rocksdb"])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8", "int4"])
 @given(folded=changes, unfolded=changes, seed=st.integers(0, 1000))
 @settings(max_examples=few_or_many(2, 6))
 def test_every_row_is_equal_in_another_store(tmp_path_factory, base, dtype, folded, unfolded, seed):
@@ -110,6 +110,24 @@ def test_int8_rows_are_not_rounded_a_second_time(scale, offset, seed):
     vectors = (np.random.default_rng(seed).normal(size=(500, 16)) * scale + offset).astype(np.float32)
     once = decoded(vectors)
     np.testing.assert_array_equal(decoded(once), once)
+
+
+@given(scale=st.floats(-9, 4), offset=st.floats(-6e4, 6e4), dim=st.integers(1, 20), seed=st.integers(0, 10_000))
+@settings(max_examples=few_or_many(15, 60))
+def test_int4_rows_are_rounded_a_second_time_where_their_numbers_are_alike_alone(scale, offset, dim, seed):
+    from tierstore.kernels import codec
+    from tierstore.types import StorageDtype
+
+    def decoded(vectors: np.ndarray) -> np.ndarray:
+        out = np.empty_like(vectors)
+        codec.decode(codec.encode(vectors, StorageDtype.INT4), StorageDtype.INT4, out)
+        return out
+
+    vectors = np.random.default_rng(seed).normal(size=(500, dim)) * 10**scale + offset
+    once = decoded(vectors.clip(-65e3, 65e3).astype(np.float32))
+    changed, apart, size = np.abs(decoded(once) - once).max(axis=1), np.ptp(once, axis=1), np.abs(once).max(axis=1)
+    assert not changed[(apart > 0.015 * size) & (apart > 2e-5)].any()
+    assert (changed <= 2**-11 * size + 5e-7).all()
 
 
 # --- one moment

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import tierstore
+from tests import int4_model
 from tests.hashed_keys import FEATURES, vectors, write_hashed
 from tests.kafka_broker import Brokers
 from tests.service.conftest import eventually, settings_for
@@ -115,6 +116,22 @@ def test_the_last_row_of_a_key_wins_within_a_delta(tmp_path: Path, brokers: Brok
     scene.expect(8, None)
     scene.expect(9, 9.0)
     scene.expect(10, 1.0)
+    scene.close()
+
+
+def test_rows_of_a_table_of_four_bits_are_rounded_as_documented(tmp_path: Path, brokers: Brokers) -> None:
+    model, scene = int4_model.Model(), RowScene(tmp_path, brokers, route="=ctr/even")
+    scene.store.load_snapshot(model.snapshot(tmp_path / "four", 2, delta_seq=3))
+    keys = np.arange(0, int4_model.ROWS + 20, 9)
+    scene.follow()
+    for key, row in zip(keys.tolist(), int4_model.vectors("even", 5, keys).tolist(), strict=True):
+        scene.put(key, json.dumps({"key": key, "vector": row}).encode())
+    scene.put(4, json.dumps({"key": 4, "vector": [65520.0] * 64}).encode())
+    assert "too large for int4" in str(scene.parked(1))
+    model.stamps["even"][keys] = 5
+    served, last = scene.store.model("ctr"), keys[-1:]
+    eventually(lambda: bool(np.array_equal(served.lookup("even", last), model.rows("even", last))), "the last row")
+    model.check(served)
     scene.close()
 
 

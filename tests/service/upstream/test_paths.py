@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import tierstore
+from tests import int4_model
 from tests.certificates import Authority
 from tests.engine import scenes
 from tests.service.conftest import settings_for
@@ -43,6 +44,22 @@ def counted(node: Upstream) -> tuple[int, dict[str, int]]:
     """(what its reactors have answered, the keys of `item` by tier)."""
     node.server.service.refresh()
     return reactor_answers(node.server), node.store.status()["models"]["ctr"]["tables"]["item"]["lookup_keys"]
+
+
+def test_rows_of_four_bits_are_answered_as_documented_over_the_wire(scene: Scene) -> None:
+    model, halves = int4_model.Model(), [scene.node((0, 3)), scene.node((4, 7))]
+    snapshot = model.snapshot(scene.root / "snapshot")
+    for node in halves:
+        node.store.load_snapshot(snapshot)
+    front = scene.front()
+    with ServerThread(front) as server, tierstore.Client(server.url) as client:
+        for seq in (1, 2):
+            for _ in range(2):  # from the nodes, then from memory
+                model.check(front.model("ctr"))
+                model.check(client.model("ctr"))
+            scene.apply(model.delta(seq))
+            await_watermark(front, seq)
+        model.check(client.model("ctr"))
 
 
 def test_reactors_answer_for_rows_that_are_in_memory(scene: Scene) -> None:

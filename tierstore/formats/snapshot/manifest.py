@@ -49,8 +49,12 @@ Default = Literal["zeros", "mean"] | tuple[float, ...]
 
 
 def overflows(value: float, dtype: StorageDtype) -> bool:
-    """Whether `value` would become infinite in `dtype` (`int8` rows carry a float32 scale and offset)."""
-    limit = {StorageDtype.FLOAT16: _OVERFLOW_FLOAT16, StorageDtype.BFLOAT16: _OVERFLOW_BFLOAT16}
+    """Whether `value` would become infinite in `dtype` (an `int8` row has a float32 offset, an `int4` one float16)."""
+    limit = {
+        StorageDtype.FLOAT16: _OVERFLOW_FLOAT16,
+        StorageDtype.INT4: _OVERFLOW_FLOAT16,
+        StorageDtype.BFLOAT16: _OVERFLOW_BFLOAT16,
+    }
     return abs(value) >= limit.get(dtype, _OVERFLOW_FLOAT32)
 
 

@@ -24,6 +24,7 @@ from tierstore.formats.names import DENSE, KEYS_SUFFIX, REQUEST_SUFFIX, REQUESTS
 from tierstore.formats.normalize import guessed_key_type, vector_rows
 from tierstore.formats.objects import is_url
 from tierstore.formats.onnx_file import read_dense
+from tierstore.formats.rounding import Rounding
 from tierstore.formats.row_times import TIME_BYTES, Times, given_times
 from tierstore.formats.snapshot.manifest import Manifest
 from tierstore.formats.snapshot.requests import write_request
@@ -125,7 +126,7 @@ class SnapshotWriter:
         """A new table, to be filled by `write`.
 
         key: `int64`, `uint64`, or `string` for keys that are text. dtype: how rows are stored once loaded (float32,
-        float16, bfloat16, int8). default: the answer for
+        float16, bfloat16, int8, int4). default: the answer for
         keys it does not hold: "zeros", "mean", or `dim` numbers. ttl_s: rows that were not written for so long expire:
         seconds, or a time such as `30d`. time_column: the name for the times that `write` is given; without it all
         rows have `created_at`. format: of its shards; `arrow` loads
@@ -250,7 +251,11 @@ class SnapshotWriter:
 
 
 class TableWriter:
-    """A table of a snapshot that is being written. Made by `SnapshotWriter.table`."""
+    """A table of a snapshot that is being written. Made by `SnapshotWriter.table`.
+
+    Attributes: `rows`, how many were written, and `rounding`, how far their numbers are off once they are stored in the
+    table's dtype: `rounding.largest` and `rounding.mean`.
+    """
 
     def __init__(
         self,
@@ -268,7 +273,9 @@ class TableWriter:
         self._shards: list[dict[str, Any]] = []
         self._shard: ShardFile | None = None
         self._shard_rows = 0
-        half = entry["dtype"] == StorageDtype.FLOAT16 and format != "hugectr"
+        self.dtype = StorageDtype(entry["dtype"])
+        self.rounding = Rounding(self.dtype)
+        half = self.dtype is StorageDtype.FLOAT16 and format != "hugectr"
         self._value_dtype = np.dtype(np.float16 if half else np.float32)
         self._time_column: str | None = entry["time_column"]
         row_bytes = 8 + self.dim * self._value_dtype.itemsize + (TIME_BYTES if self._time_column else 0)
@@ -287,7 +294,7 @@ class TableWriter:
         Both may be NumPy arrays, sequences, Arrow columns, pandas columns or tensors; vectors also columns of lists or
         arrays. times: when each row was written, for a table with a `time_column`: seconds since 1970, or timestamps.
         Raises InvalidInput for keys of another type, SnapshotError for vectors of another shape or that
-        hold NaN or Inf (in the shard's dtype, which is float16 for a float16 table and else float32).
+        hold NaN or Inf or a number that the table's dtype cannot hold.
         Duplicate keys are found when the snapshot is loaded.
         """
         column = self._column(keys)
@@ -346,14 +353,15 @@ class TableWriter:
         return written
 
     def _narrowed(self, values: np.ndarray) -> Any:
+        given = as_vectors(values)
         with np.errstate(over="ignore"):
-            vectors = np.ascontiguousarray(
-                as_vectors(values) if values.dtype.kind == "f" else values, self._value_dtype
-            )
+            vectors = np.ascontiguousarray(given, self._value_dtype)
         row = first_not_finite(vectors)
+        if row is None:
+            row = self.rounding.add(given)
         if row is not None:
             raise SnapshotError(
-                f"table {self.name!r}: the vector holds NaN or Inf, or overflows {self._value_dtype}",
+                f"table {self.name!r}: the vector holds NaN or Inf, or overflows {self.dtype}",
                 file=self._path(),
                 row=self._shard_rows + row,
             )

@@ -141,8 +141,12 @@ def find_absent(absent, absent_keys, a, key):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def prefetch_row(row, size):  # type: ignore[no-untyped-def]
-    """Ask for the row of `size` bytes at an address."""
-    at = row & ~63
-    while at < row + min(size, _PREFETCH_BYTES):
-        prefetch_far(at)
-        at += 64
+    """Ask for the row of `size` bytes at an address.
+
+    No branch depends on where within a line it begins: of rows of 36 bytes every other one reaches into a second line.
+    """
+    size = min(size, _PREFETCH_BYTES)
+    for offset in range(0, size, 64):
+        prefetch_far(row + offset)
+    if size & 63:
+        prefetch_far(row + size - 1)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import tierstore
+from tests import int4_model
 from tests.engine import scenes
 from tests.engine.placements.cluster.scenes import OpenNode, check, marks, member
 from tests.redis_cluster import RedisCluster
@@ -43,6 +44,17 @@ def test_a_model_is_loaded_served_changed_and_there_after_a_restart(open_node: O
     check(again, "item", range(10), 1)
     check(again, "user", range(4, 500), 0)
     assert again.status()["models"]["ctr"]["watermark"] == 1
+
+
+def test_rows_of_four_bits_are_answered_as_documented_by_every_node(open_node: OpenNode, tmp_path: Path) -> None:
+    model, store = int4_model.Model(), open_node()
+    store.load_snapshot(model.snapshot(tmp_path / "snapshot"))
+    model.check(store.model("ctr"))
+    store.apply_delta(model.delta(1))
+    model.check(store.model("ctr"))
+    scenes.eventually(lambda: store.status()["models"]["ctr"]["overlays"] == 0, "the delta is folded", 60)
+    for node in (store, open_node("b")):
+        model.check(node.model("ctr"))
 
 
 def test_errors_of_deltas_are_those_of_any_store(open_node: OpenNode, tmp_path: Path) -> None:

@@ -3,13 +3,19 @@
 // Rows start at multiples of 16 bytes. Four numbers are handled at a time, by the lane whose turn it is.
 #pragma once
 
-static const u32 FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2, INT8 = 3;
+static const u32 FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2, INT8 = 3, INT4 = 4;
+
+// A number of four bits, the lower ones of `codes`, by the scale and the offset that a row begins with.
+__device__ __forceinline__ float decode_int4(const u8* row, u32 codes) {
+  return __fmaf_rn(half_to_float(((const u16*)row)[0]), (float)(codes & 15), half_to_float(((const u16*)row)[1]));
+}
 
 __device__ __forceinline__ float decode_one(u32 code, const u8* row, u32 k) {
   if (code == FLOAT32) return ((const float*)row)[k];
   if (code == FLOAT16) return half_to_float(((const u16*)row)[k]);
   if (code == BFLOAT16) return __uint_as_float((u32)((const u16*)row)[k] << 16);
-  return __fmaf_rn(((const float*)row)[0], (float)row[8 + k], ((const float*)row)[1]);
+  if (code == INT8) return __fmaf_rn(((const float*)row)[0], (float)row[8 + k], ((const float*)row)[1]);
+  return decode_int4(row, row[4 + k / 2] >> 4 * (k & 1));
 }
 
 // Numbers k to k + 3 of a row; k is a multiple of 4. Where the row ends before, what is beyond its end is 0.
@@ -28,6 +34,11 @@ __device__ __forceinline__ float4 decode_four(u32 code, const u8* row, u32 k, u3
     return make_float4(
         __fmaf_rn(scale, (float)codes.x, offset), __fmaf_rn(scale, (float)codes.y, offset),
         __fmaf_rn(scale, (float)codes.z, offset), __fmaf_rn(scale, (float)codes.w, offset));
+  }
+  if (code == INT4) {
+    u32 codes = *(const u16*)(row + 4 + k / 2);
+    return make_float4(
+        decode_int4(row, codes), decode_int4(row, codes >> 4), decode_int4(row, codes >> 8), decode_int4(row, codes >> 12));
   }
   ushort4 bits = *(const ushort4*)(row + 2 * k);
   if (code == FLOAT16)
