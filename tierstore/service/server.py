@@ -222,7 +222,7 @@ class HttpService:
         self.service.reactors_state = "running"
 
     def _start_http2(self) -> None:
-        """Serve HTTP/2 by reactors as well, and gRPC on its port. OSError where another process listens there by now."""
+        """Serve HTTP/2 by reactors as well, and gRPC on its port. OSError where another process has taken it."""
         sock, tls = self._ports.grpc, self.service.tls
         if sock is not None and tls is None:
             sock.listen(BACKLOG)
@@ -234,8 +234,10 @@ class HttpService:
         self.service.awaits_grpc = False
 
     async def _start_compiled_after(self, compilation: ahead.Compilation, listener: Listener | None) -> None:
-        """Start reactors once their kernels are compiled, and HTTP/2 once the others are. Until then Python answers what
-        reactors would, and nobody gRPC; for good where that fails."""
+        """Start reactors once their kernels are compiled, and HTTP/2 once the others are.
+
+        Until then Python answers what reactors would, and nobody gRPC; for good where that fails.
+        """
         start_s = time.monotonic()
         logger.info("requests over HTTP are answered by Python, and none over gRPC, until their kernels are compiled")
         error = await self._compiled(compilation, compilation.http, kernels.HTTP)
@@ -271,7 +273,8 @@ class HttpService:
 
     @staticmethod
     async def _compiled(compilation: ahead.Compilation, event: threading.Event, when: int) -> str | None:
-        """Return once kernels up to those of `when` are compiled and read, so that no request waits for one; else why not."""
+        """Return once kernels up to those of `when` are compiled, and read, so that no request waits for one; else why
+        they are not."""
         while not event.is_set():
             await asyncio.sleep(COMPILED_POLL_S)
         if compilation.error is None:

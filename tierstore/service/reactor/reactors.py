@@ -1,9 +1,9 @@
 """The reactors of a service: threads that run `kernels/reactor.py`, their memory, and the
 pipes between them and Python.
 
-Made on any thread. `start`, `start_http2`, `finish` and everything that comes through the pipe run on the event loop; `close`
-may block, and runs on any thread, once. A compiled loop never takes the interpreter lock. A pipe carries messages
-of a fixed size, each in one write, so several threads may write to it without a lock; it has room for several
+Made on any thread. `start`, `start_http2`, `finish` and everything that comes through the pipe run on the event loop;
+`close` may block, and runs on any thread, once. A compiled loop never takes the interpreter lock. A pipe carries
+messages of a fixed size, each in one write, so several threads may write to it without a lock; it has room for several
 messages of every connection.
 """
 
@@ -157,9 +157,7 @@ class Reactors:
                 listener.setblocking(False)
                 here["grpc_listener"] = listener.fileno()
                 with contextlib.suppress(FileExistsError):  # the reactor has just begun to accept again
-                    register(
-                        epoll.fileno(), listener.fileno(), sysio.READABLE | sysio.EXCLUSIVE, kernel.GRPC_LISTENER
-                    )
+                    register(epoll.fileno(), listener.fileno(), sysio.READABLE | sysio.EXCLUSIVE, kernel.GRPC_LISTENER)
 
     def predict_with(self, service: Counted, scorings: Mapping[int, Scoring]) -> None:
         """Have the threads of a service's look-up pool run the graphs of predictions. Before `start`."""
