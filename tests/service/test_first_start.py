@@ -92,6 +92,24 @@ def test_python_answers_until_the_kernels_are_compiled(store: Store, compiling: 
         eventually(received, "a reactor has received the connection and a request on it")
 
 
+def test_a_service_that_starts_compiles_no_kernel_of_reactors_itself(
+    store: Store, compiling: Compiling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading an address would: other processes do that meanwhile."""
+    there = kernels.compiled_c.address.func
+
+    def address(self: kernels.compiled_c) -> int:
+        assert self._when < kernels.HTTP or compiling.http.is_set(), self._function
+        return int(there(self))
+
+    monkeypatch.setattr(kernels.compiled_c, "address", property(address))
+    with ServerThread(store) as server, tierstore.Client(server.url) as client:
+        look_up(client, store)
+        assert state(server) == "compiling"
+        compiling.end()
+        eventually(lambda: state(server) == "running", "reactors have started")
+
+
 def frame_of(server: ServerThread) -> bytes:
     """What a connection that speaks HTTP/2 from its start is sent first: the type of a frame, if it is answered by one."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
