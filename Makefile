@@ -24,6 +24,8 @@ PYTHON ?= python3
 VENV   := $(CURDIR)/.venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# what the demo needs of it, which other targets add to
+DEMO   := $(or $(wildcard $(STAMP)),$(VENV)/.installed-demo)
 BENCH  ?=
 FUZZ   ?= --count 20000
 FUZZ_REACTOR ?= --count 10000
@@ -58,7 +60,13 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP)
+# Compiled files of Python are made as modules are imported: a tenth of those that there are.
+$(VENV)/.installed-demo: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[dense]'
+	@touch $@
+
+demo: $(DEMO)
 	$(BIN)/python -m tierstore demo
 
 test: $(STAMP)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -275,6 +276,13 @@ def test_pytorch_programs(scene: Path) -> None:
     assert (scene / "snapshots/1/snapshot.json").exists()
 
 
+def alone(program: str) -> None:
+    """Run a program in a new process, in the working directory."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, f"{program}\n{done.stderr}"
+
+
 # --- commands
 
 
@@ -299,4 +307,14 @@ def test_readme_from_data_to_served(empty_url: str) -> None:
     command(f"{ran[0]} --url {empty_url}")
     command(ran[1].replace(SERVICE, empty_url))
     with tierstore.Client(empty_url) as client:
-        assert client.lookup("ctr", "item", [17])[0, 0] == np.float32(0.17)
+        assert client.lookup("ctr", "item_id", [17])[0, 0] == np.float32(0.17)
+
+
+def test_each_program_of_the_tutorial_runs_by_itself(scene: Path, empty_url: str) -> None:
+    """In a process of its own, as a reader has it who has closed the one before."""
+    first, *others = (program for _, program in blocks("docs/tutorial.md", "python"))
+    alone(first)
+    command(f"{next(line for line in lines('docs/tutorial.md') if ' import ' in line)} --url {empty_url}")
+    for program in others:
+        alone(program.replace(SERVICE, empty_url))
+    assert Path("deltas/1.arrow").exists()

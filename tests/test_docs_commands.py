@@ -32,7 +32,7 @@ from tests.imports.test_checkpoints import safetensors
 from tests.imports.test_hps import hps
 from tests.redis_cluster import SERVER as REDIS_SERVER
 from tests.redis_cluster import Server, free_ports, redis_cluster
-from tests.test_docs import ENV_PREFIX, ITEMS, ROOT, SMALL, blocks, command, data, names, snapshot, vectors
+from tests.test_docs import ENV_PREFIX, ITEMS, ROOT, SMALL, alone, blocks, command, data, names, snapshot, vectors
 from tierstore.config import load_settings
 from tierstore.service.server import ServerThread
 
@@ -499,7 +499,12 @@ def test_what_a_page_tells_to_do_works(page: str, scene: Scene) -> None:
         try:
             if not scene.as_left:
                 given |= readers
-            scene.shell(text) if kind == "sh" else scene.program(line, text, given)
+            if kind == "sh":
+                scene.shell(text)
+            elif scene.as_left:
+                alone(scene.here(text))
+            else:
+                scene.program(line, text, given)
         except BaseException as error:
             error.add_note(f"{page}:{line}: {text}")
             raise

@@ -8,25 +8,99 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import tierstore
-from tests.cli.conftest import ROOT, python, row, write_snapshot
+from tests.cli.conftest import ROOT, Cli, python, row, write_snapshot
 from tests.extras import has_grpc
+from tierstore.cli import progress
 from tierstore.cli.progress import shown_progress
 from tierstore.config import ENV_PREFIX
+from tierstore.engine.store import Store
+from tierstore.kernels import ahead
+from tierstore.service.server import ServerThread
 from tierstore.types import Progress
 
 
-def test_progress_in_lines_says_each_phase_once_in_a_while(capfd: pytest.CaptureFixture[str]) -> None:
-    with shown_progress("load") as report:
-        for done in range(100):
-            report(Progress("read", done, 100))
+def test_progress_in_lines_advances_and_says_each_phases_end(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock moves by a second whenever it is read."""
+    clock = iter(range(100))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    with shown_progress("load", "nothing is loaded") as report:
+        for done in range(0, 50, 10):
+            report(Progress("read", done, 50, "the storage" if done == 0 else None))
         report(Progress("warm"))
-    assert capfd.readouterr().err.splitlines() == ["load: read 0 of 100", "load: warm"]
+    assert capfd.readouterr().err.splitlines() == [
+        "load: read, waits: the storage …",
+        "load: read 30 of 50, 10 a second, 2.0 s left",
+        "load: read 40 done in 6.0 s, 7 a second",
+        "load: warm …",
+        "load: warm done in 2.0 s",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "phase", "says"),
+    [
+        (["import", "items", "--model", "m", "--table", "t", "--out", "o/m/1"], "import", "there is no new version"),
+        (["import", "items", "--model", "m", "--table", "t", "--data", "d/d"], "write", "there is no new version"),
+        (["load", "s/ctr-1", "--data", "d/d"], "read", "the same command goes on"),
+        (["build", "s/ctr-1", "o/b"], "read", "the same command goes on"),
+        (["backup", "ctr", "o/b", "--data", "old"], "image", "there is no new backup"),
+        (["compile", "--data", "d"], "compile kernels", "those that are compiled are kept"),
+    ],
+)
+def test_ctrl_c_says_what_becomes_of_the_work_and_leaves_nothing_empty(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], phase: str, says: str
+) -> None:
+    """The signal comes when the phase is reported first."""
+    (tmp_path / "s").mkdir()
+    (tmp_path / "items").mkdir()
+    write_snapshot(tmp_path / "s", 1)
+    rows = {"key": np.arange(500), "vector": list(np.zeros((500, 4), np.float32))}
+    pq.write_table(pa.table(rows), tmp_path / "items/part-0.parquet")
+    if words[0] == "backup":
+        cli("load", "s/ctr-1", "--data", "old")
+
+    def compile_all(_: int, __: object, report: Callable[[int, int], None]) -> float:
+        report(1, 9)
+        raise AssertionError("goes on")
+
+    def write(lines: object, progress: Progress, text: str) -> None:
+        sys.stderr.write(progress.phase + text)
+        if progress.phase == phase:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(ahead, "compile_all", compile_all)
+    monkeypatch.setattr(progress._Lines, "_write", write)
+    before = {path for path in tmp_path.rglob("*") if path.is_dir()}
+    run = cli(*words)
+    assert run.code == 130
+    assert f"tierstore: {'compile kernels' if words[0] == 'compile' else words[0]}: interrupted; " in run.err
+    assert says in run.err
+    assert "Traceback" not in run.err
+    made = [path for path in tmp_path.rglob("*") if path.is_dir() and path not in before]
+    assert [path for path in made if not any(path.iterdir())] == []
+    assert (made == []) == (words[0] != "backup")
+
+
+def test_ctrl_c_beside_a_service_says_that_it_goes_on(
+    cli: Cli, loaded: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress._Lines, "report", lambda *_: signal.raise_signal(signal.SIGINT))
+    with ServerThread(loaded) as server:
+        run = cli("load", loaded.settings.data.parent / "ctr-1", "--url", server.url)
+    assert run.code == 130
+    assert "`tierstore jobs` shows it" in run.err
 
 
 def test_progress_on_a_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +122,7 @@ def test_progress_on_a_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> Non
     with os.fdopen(theirs, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
         monkeypatch.setenv("TERM", "xterm-256color")
-        with shown_progress("load") as report:
+        with shown_progress("load", "nothing is loaded") as report:
             report(Progress("read", 50, 100))
     reader.join(10)
     os.close(ours)

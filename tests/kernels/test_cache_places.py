@@ -252,4 +252,4 @@ def test_kernels_are_compiled_where_this_process_imports_them_from(
     finally:
         os.close(stdin)
         os.close(ours)
-    assert (process.returncode, out) == (0, b"total 0\nlevel 0\nlevel 1\nlevel 2\n"), error.decode()
+    assert (process.returncode, out) == (0, b"total 0\nlevel 0\nlevel 1\nlevel 2\nlevel 3\n"), error.decode()

@@ -39,10 +39,11 @@ class Compiling:
     """Stands for the processes that compile; the test says when they end."""
 
     def __init__(self) -> None:
-        self.done, self.error = threading.Event(), None
+        self.http, self.done, self.error = threading.Event(), threading.Event(), None
 
     def end(self, error: str | None = None) -> None:
         self.error: str | None = error
+        self.http.set()
         self.done.set()
 
 
@@ -89,6 +90,66 @@ def test_python_answers_until_the_kernels_are_compiled(store: Store, compiling: 
             return opened > 0 and handed > 0
 
         eventually(received, "a reactor has received the connection and a request on it")
+
+
+def test_a_service_that_starts_compiles_no_kernel_of_reactors_itself(
+    store: Store, compiling: Compiling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading an address would: other processes do that meanwhile."""
+    there = kernels.compiled_c.address.func
+
+    def address(self: kernels.compiled_c) -> int:
+        assert self._when < kernels.HTTP or compiling.http.is_set(), self._function
+        return int(there(self))
+
+    monkeypatch.setattr(kernels.compiled_c, "address", property(address))
+    with ServerThread(store) as server, tierstore.Client(server.url) as client:
+        look_up(client, store)
+        assert state(server) == "compiling"
+        compiling.end()
+        eventually(lambda: state(server) == "running", "reactors have started")
+
+
+def frame_of(server: ServerThread) -> bytes:
+    """What a connection that speaks HTTP/2 from its start is sent first: the type of a frame, if it is answered by one."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\4" + bytes(5))
+        return connection.recv(9)[3:4]
+
+
+def test_reactors_serve_http1_before_the_kernels_of_http2_are_compiled(
+    compiling: Compiling, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        Store(settings_for(tmp_path, grpc_port=0)) as store,
+        ServerThread(store) as server,
+        tierstore.Client(server.url) as client,
+    ):
+        store.load_snapshot(write_small(tmp_path, "ctr", "item", 1))
+        compiling.http.set()
+        eventually(lambda: state(server) == "running", "reactors have started")
+        look_up(client, store)
+        assert of_reactors(server)[0] > 0
+        assert frame_of(server) != b"\4"
+        assert not is_open(server.grpc_port)
+        assert not server.service.ready, "the gRPC port that was asked for is not open"
+        compiling.end()
+        eventually(lambda: server.service.ready, "all is served")
+        assert is_open(server.grpc_port)
+        assert frame_of(server) == b"\4", "settings"
+        look_up(client, store)
+
+
+def test_http1_goes_on_where_http2_cannot_be_compiled(
+    compiling: Compiling, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ServerThread(store) as server, tierstore.Client(server.url) as client:
+        compiling.http.set()
+        eventually(lambda: state(server) == "running", "reactors have started")
+        compiling.end("no memory")
+        eventually(lambda: "no memory; gRPC is not served" in caplog.text, "the service has noticed")
+        look_up(client, store)
+        assert state(server) == "running"
 
 
 def test_python_goes_on_where_they_cannot_be_compiled(
@@ -278,3 +339,13 @@ def test_who_may_not_raise_a_priority_again_compiles_all_the_same(monkeypatch: p
     monkeypatch.setattr(os, "setpriority", refused)
     compilation._reach(kernels.FIRST)
     assert compilation.first.is_set()
+
+
+def test_a_start_waits_for_reactors_no_longer_once_theirs_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a stop while the kernels of HTTP/2 were compiled."""
+    compilation = object.__new__(ahead.Compilation)
+    compilation.http, compilation._running, compilation.nice = threading.Event(), [], 10
+    kept: list[int] = []
+    monkeypatch.setattr(kernels, "set_complete", kept.append)
+    compilation._reach(kernels.HTTP)
+    assert (kept, compilation.http.is_set()) == ([kernels.HTTP], True)

@@ -20,12 +20,13 @@ from tierstore.cli.fleet import compare_nodes, rollout
 from tierstore.cli.imports import import_, import_hps
 from tierstore.cli.jobs import jobs
 from tierstore.cli.log_level import log_level
-from tierstore.cli.options import AsJson, Data, KeysCommand, ModelName, Url, argument, option
+from tierstore.cli.options import AsJson, Command, Data, KeysCommand, ModelName, Url, argument, option
 from tierstore.cli.parked import parked
 from tierstore.cli.plan import plan
 from tierstore.cli.serve import ServeCommand, serve
 from tierstore.cli.target import (
     check_directory,
+    fate,
     key_type,
     open_data,
     open_target,
@@ -91,7 +92,8 @@ def load(
         check_directory(snapshot)
     # A path that exists here is sent as an absolute one: the working directory of the service may be another.
     source = str(Path(snapshot).resolve()) if Path(snapshot).is_dir() else snapshot
-    with open_target(data, url, create=True) as target, shown_progress("load") as progress:
+    kept = fate(data, url, "what served before does so; the same command goes on with the files that are whole")
+    with open_target(data, url, create=True) as target, shown_progress("load", kept) as progress:
         version = target.load_snapshot(source, activate=not no_activate, progress=progress, model=model)
         warn_of_dense(target, source, version)
     seconds, state = time.monotonic() - started_s, "kept" if no_activate else "active"
@@ -194,7 +196,7 @@ def verify(data: Data = None, json: AsJson = False) -> None:
     from tierstore.cli import show
     from tierstore.cli.progress import shown_progress
 
-    with open_data(data) as store, shown_progress("verify") as progress:
+    with open_data(data) as store, shown_progress("verify", "nothing was changed") as progress:
         report = store.verify(progress)
     if json:
         show.as_json({"ok": report.ok, **asdict(report)})
@@ -256,17 +258,17 @@ def demo(
 
 
 # in the order in which `--help` lists them: what comes first in a user's day is first
-app.command()(demo)
-app.command("import")(import_)
-app.command()(import_hps)
+app.command(cls=Command)(demo)
+app.command("import", cls=Command)(import_)
+app.command(cls=Command)(import_hps)
 app.command(cls=ServeCommand)(serve)
-app.command("compile")(compile_)
+app.command("compile", cls=Command)(compile_)
 _OTHERS: tuple[Callable[..., None], ...] = (
     *(load, delta, lookup, explain, status, hot, activate, rollback, canary, promote, withdraw, label, drop),
     *(build, export, rollout, jobs, backup, restore, verify, audit, plan, triton_model),
 )
 for _command in _OTHERS:
-    app.command(cls=KeysCommand if _command in (lookup, explain) else None)(_command)
+    app.command(cls=KeysCommand if _command in (lookup, explain) else Command)(_command)
 app.command("log-level")(log_level)
 app.add_typer(token, name="token")
 app.add_typer(parked, name="parked")

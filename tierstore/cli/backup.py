@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tierstore.cli.options import AsJson, Data, Url, argument, option
-from tierstore.cli.target import local_user, open_target, say
+from tierstore.cli.target import fate, local_user, open_target, say
 
 
 def backup(
@@ -39,7 +39,8 @@ def backup(
     if len(words) != (1 if all_models else 2):
         raise typer.BadParameter("expected MODEL OUT, or --all OUT")
     out = words[-1]
-    with open_target(data, url) as target, shown_progress("backup") as progress:
+    kept = fate(data, url, "there is no new backup; files that are copied are kept, for the next one")
+    with open_target(data, url) as target, shown_progress("backup", kept) as progress:
         models = target.models() if all_models else words[:1]
         reports = [target.backup(model, out, keep=keep, progress=progress) for model in models]
     lines = (
@@ -73,7 +74,7 @@ def restore(
     where: Path = load_settings(data=data).data
     before = REQUESTER.set(local_user())
     try:
-        with shown_progress("restore") as progress:
+        with shown_progress("restore", "nothing is restored, and nothing of it is left") as progress:
             reports = restored(out, where, models or (), number=number, progress=progress)
     finally:
         REQUESTER.reset(before)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tierstore.cli.options import AsJson, Data, ModelName, Url, argument, option
-from tierstore.cli.target import check_directory, open_target, ready_kernels, say
+from tierstore.cli.target import check_directory, fate, open_target, ready_kernels, say
 
 
 def build(
@@ -34,7 +34,7 @@ def build(
     check_directory(snapshot)
     started_s = time.monotonic()
     ready_kernels()
-    with shown_progress("build") as progress:
+    with shown_progress("build", "the same command goes on with the files that are whole") as progress:
         version = build_snapshot(snapshot, out, partitions=partitions, progress=progress)
     seconds, nbytes = time.monotonic() - started_s, None if is_url(out) else tree_bytes(local_path(out))
     size = "" if nbytes is None else f": {show.size(nbytes)}"
@@ -79,7 +79,8 @@ def export(
     if partitions > 1 and not built:
         raise typer.BadParameter("--partitions: expected --built as well, as a snapshot has no partitions")
     wanted = int(version) if version is not None and version.isdigit() else version
-    with open_target(data, url) as target, shown_progress("export") as progress:
+    kept = fate(data, url, "nothing is exported, and nothing of it is left")
+    with open_target(data, url) as target, shown_progress("export", kept) as progress:
         report = target.export(
             model,
             directory,

@@ -20,7 +20,15 @@ def rollout(
     snapshot: Annotated[
         str, argument("SNAPSHOT", "The directory of a snapshot, or of a built version, as the nodes see it.")
     ],
-    nodes: Annotated[str, option("URL,URL…", "The nodes, each reached directly and not through a load balancer.")],
+    nodes: Annotated[
+        list[str],
+        typer.Option(
+            "--nodes",
+            "--url",
+            metavar="URL,URL…",
+            help="The nodes, each reached directly and not through a load balancer; may be repeated.",
+        ),
+    ],
     policy: Annotated[
         Literal["one-by-one", "all-at-once"],
         typer.Option("--policy", help="Switch and check one node after the other, or all at the same time."),
@@ -53,7 +61,7 @@ def rollout(
     from tierstore.client.rollout import rollout as roll_out
     from tierstore.errors import RolloutFailed, explained
 
-    urls = [url.strip() for url in nodes.split(",")]
+    urls = [url.strip() for group in nodes for url in group.split(",")]
     try:
         report = roll_out(
             snapshot,

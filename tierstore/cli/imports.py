@@ -19,6 +19,8 @@ from tierstore.cli.triton import Batch, write_hps
 from tierstore.errors import ConfigError, SnapshotError
 
 if TYPE_CHECKING:
+    from tierstore.client import Client
+    from tierstore.engine.store import Store
     from tierstore.formats.snapshot.manifest import TableEntry
     from tierstore.imports.tables import TableSource
     from tierstore.types import ProgressFn
@@ -182,7 +184,8 @@ def _imported(
     check_tables(
         tables, model=model, version=number, delta_seq=delta_seq
     )  # before anything is compiled, opened or read
-    with _directory(out, data, url, number) as where, shown_progress("import") as progress:
+    kept = "there is no new version, what was read is removed, and what served before does so"
+    with _directory(out, data, url, number) as where, shown_progress("import", kept) as progress:
 
         def write() -> Path:
             return import_tables(
@@ -226,10 +229,23 @@ def _load(write: Callable[[], Path], data: Path | None, url: str | None, progres
         try:
             version = target.load_snapshot(where.resolve(), progress=progress)
             warn_of_dense(target, where, version)
+        except KeyboardInterrupt:
+            if service_url(data, url) is None:
+                _forget_unfinished(target, where)
+            raise
         except SnapshotError as error:
             if service_url(data, url) and "source root" in str(error):
                 raise SnapshotError(f"{error}; use --out to write it where the service reads") from error
             raise
+
+
+def _forget_unfinished(store: Store | Client, where: Path) -> None:
+    """Remove what the load of a snapshot has left to go on with: the snapshot goes as well."""
+    from tierstore.client.sources import snapshot_model, snapshot_version
+
+    model, version = snapshot_model(where), snapshot_version(where)
+    if str(version) in store.status(model)["models"][model]["unfinished"]:
+        store.drop(model, version)
 
 
 @contextmanager
@@ -240,8 +256,9 @@ def _directory(out: Path | None, data: Path | None, url: str | None, number: int
         return
     target = service_url(data, url)
     parent = _data_directory(data).absolute().parent if target is None else _source_directory(target)
-    parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".tmp-import-", dir=parent) as scratch:
+    from tierstore.formats import files
+
+    with files.new_dirs(parent), tempfile.TemporaryDirectory(prefix=".tmp-import-", dir=parent) as scratch:
         yield Path(scratch) / str(number)
 
 

@@ -9,8 +9,36 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+_UsageError: Any = typer.BadParameter.__mro__[1]  # click's, which newer releases of typer contain
+# commands without --url → why
+_WITHOUT_URL = {
+    "audit": "it reads the files of the audit, also beside a service: --data or --directory, on its machine",
+    "build": "it reads and writes files on this machine, and needs no service",
+    "compile": "it compiles for this machine, and needs no service",
+    "plan": "it reckons; --from URL takes a service's sizes and traffic",
+    "restore": "it writes a data directory that no service has open: --data",
+    "serve": "it is the service; --host and --port say where it listens",
+    "verify": "it reads all files of a data directory that no service has open: --data",
+}
 
-class KeysCommand(TyperCommand):
+
+class Command(TyperCommand):
+    """A command that says of a flag which it lacks why, or what to use."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return list(super().parse_args(ctx, args))
+        except _UsageError as error:
+            if type(error).__name__ == "NoSuchOption" and (hint := self.hint(error.option_name)):
+                error.message += f" ({hint})"
+            raise
+
+    def hint(self, flag: str) -> str:
+        """Why the command lacks `flag`; empty where there is nothing to say."""
+        return _WITHOUT_URL.get(self.name or "", "") if flag == "--url" else ""
+
+
+class KeysCommand(Command):
     """A command whose arguments are keys: a negative number is one, and no option."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Progress of a long command: a bar on a terminal, and now and then a line anywhere else.
+"""Progress of a long command: a bar on a terminal, and now and then a line anywhere else; what becomes of it on Ctrl-C.
 
 Written to standard error: standard output is for results. One thread at a time may report.
 """
@@ -14,17 +14,26 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tierstore.types import Progress, ProgressFn
 
-LINE_EVERY_S = 5.0
+LINE_EVERY_S = 3.0
 
 
 @contextmanager
-def shown_progress(what: str) -> Iterator[ProgressFn]:
-    """Yields the function to report progress to; it is shown under the title `what`."""
-    if sys.stderr.isatty():
-        with _bar(what) as report:
-            yield report
-    else:
-        yield _Lines(what).report
+def shown_progress(what: str, interrupted: str) -> Iterator[ProgressFn]:
+    """Yields the function to report progress to; it is shown under the title `what`.
+
+    interrupted: what becomes of the work where Ctrl-C ends it, which is printed then.
+    """
+    try:
+        if sys.stderr.isatty():
+            with _bar(what) as report:
+                yield report
+        else:
+            lines = _Lines(what)
+            yield lines.report
+            lines.end_phase()
+    except KeyboardInterrupt:
+        sys.stderr.write(f"tierstore: {what}: interrupted; {interrupted}\n")
+        raise
 
 
 @contextmanager
@@ -73,16 +82,53 @@ def _waits(progress: Progress) -> str:
 
 
 class _Lines:
-    """A line at each new phase, and one every few seconds during it."""
+    """A line as a phase begins, one every few seconds during it, with its rate and what is left, and one at its end."""
 
     def __init__(self, what: str) -> None:
-        self._what, self._phase, self._last_s = what, "", 0.0
+        self._what, self._last_s = what, 0.0
+        self._now: Progress | None = None  # the newest of the phase
+        self._began_s, self._began_at = 0.0, 0  # when the phase did, and how much was done then
 
     def report(self, progress: Progress) -> None:
         now_s = time.monotonic()
-        if progress.phase == self._phase and now_s - self._last_s < LINE_EVERY_S:
-            return
-        self._phase, self._last_s = progress.phase, now_s
-        amount = f" {progress.done:,} of {progress.total:,}" if progress.total else ""
-        sys.stderr.write(f"{_label(self._what, progress.phase)}{amount}{_waits(progress)}\n")
+        if self._now is None or progress.phase != self._now.phase:
+            self.end_phase()
+            self._began_s, self._began_at, self._last_s = now_s, progress.done, now_s
+            self._write(progress, f"{_waits(progress)} …")
+        elif now_s - self._last_s >= LINE_EVERY_S:
+            self._last_s = now_s
+            rate, left = self._rate(progress, now_s), progress.total - progress.done
+            ahead = f", {_time(left / rate)} left" if rate and left >= 0 and progress.total else ""
+            self._write(progress, f"{_amount(progress)}{_per_second(rate)}{ahead}{_waits(progress)}")
+        self._now = progress
+
+    def end_phase(self) -> None:
+        """What was reported last has ended well."""
+        if (last := self._now) is not None:
+            now_s = time.monotonic()
+            amount = f" {last.done:,}" if last.done else ""
+            self._write(last, f"{amount} done in {_time(now_s - self._began_s)}{_per_second(self._rate(last, now_s))}")
+        self._now = None
+
+    def _rate(self, progress: Progress, now_s: float) -> float:
+        """How much is done a second."""
+        took_s = now_s - self._began_s
+        return (progress.done - self._began_at) / took_s if took_s > 0 else 0.0
+
+    def _write(self, progress: Progress, text: str) -> None:
+        sys.stderr.write(f"{_label(self._what, progress.phase)}{text}\n")
         sys.stderr.flush()
+
+
+def _amount(progress: Progress) -> str:
+    return f" {progress.done:,} of {progress.total:,}" if progress.total else ""
+
+
+def _per_second(rate: float) -> str:
+    return f", {rate:,.0f} a second" if rate >= 1 else ""
+
+
+def _time(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min"

@@ -8,16 +8,23 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
-from tierstore.cli.options import option
+from tierstore.cli.options import Command, option
 from tierstore.cli.signals import end_at_once
 
 log = logging.getLogger("tierstore")
 
 
-class ServeCommand(TyperCommand):
+class ServeCommand(Command):
     """The command `serve`, whose `--help` ends with every setting, since most have no flag."""
+
+    def hint(self, flag: str) -> str:
+        from tierstore.config import ENV_PREFIX, described_settings
+
+        name = flag.lstrip("-").replace("-", "_")
+        if all(name != setting for setting, *_ in described_settings()):
+            return ""
+        return f"a setting without a flag, {ENV_PREFIX}{name.upper()} in the environment, {name} in tierstore.toml"
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:  # click's types, which newer releases of typer contain
         from tierstore.config import ENV_PREFIX, described_settings

@@ -51,6 +51,13 @@ def make_client(url: str) -> Client:
     return Client(url, **client_options([url]))
 
 
+def fate(data: Path | None, url: str | None, own: str) -> str:
+    """What becomes of the work of a command where Ctrl-C ends it; `own` where it is done here."""
+    if service_url(data, url) is None:
+        return own
+    return "the service goes on: `tierstore jobs` shows it, and stops it with --cancel"
+
+
 def service_url(data: Path | None, url: str | None) -> str | None:
     """The URL of the service that a command works through; None where it works on a data directory."""
     return (os.environ.get(URL_VARIABLE) or None) if url is None and data is None else url
@@ -64,21 +71,40 @@ def open_data(data: Path | None, *, create: bool = False) -> Iterator[Store]:
     settings = load_settings(data=data)
     if not create and not settings.data.is_dir():
         raise NotFound(f"no data directory at {settings.data}; name one with --data, or a running service with --url")
-    ready_kernels(settings.data)
-    from tierstore.engine.events.changes import REQUESTER
-    from tierstore.engine.store import Store
+    with _nothing_left(settings.data):
+        ready_kernels(settings.data)
+        from tierstore.engine.events.changes import REQUESTER
+        from tierstore.engine.store import Store
 
-    try:
-        store = Store(settings)
-    except Locked as error:
-        hint = "" if "--url" in str(error) else "; use the service that holds it with --url"
-        raise Locked(f"{error}{hint}") from error
-    before = REQUESTER.set(local_user())
-    try:
-        with store:
-            yield store
-    finally:
-        REQUESTER.reset(before)
+        try:
+            store = Store(settings)
+        except Locked as error:
+            hint = "" if "--url" in str(error) else "; use the service that holds it with --url"
+            raise Locked(f"{error}{hint}") from error
+        before = REQUESTER.set(local_user())
+        try:
+            with store:
+                yield store
+        finally:
+            REQUESTER.reset(before)
+
+
+@contextmanager
+def _nothing_left(data: Path) -> Iterator[None]:
+    """If the block fails, a data directory that it has made goes again, unless it has something of a model."""
+    from tierstore.formats import files
+    from tierstore.formats.names import AUDIT, DataDirectory
+
+    root, is_new = DataDirectory(data.absolute()), not data.exists()
+    with files.new_dirs(root.root.parent):
+        try:
+            yield
+        except BaseException:
+            own = {AUDIT, *(path.name for path in (root.models, root.lock, root.format))}
+            there = {path.name for path in data.iterdir()} if is_new and data.is_dir() else {""}
+            if there <= own and not any(path.is_file() for path in root.models.rglob("*")):
+                files.remove_tree(data)
+            raise
 
 
 def local_user() -> str:
@@ -113,7 +139,8 @@ def shown_kernels() -> Iterator[Callable[[int, int], None]]:
     from tierstore.cli.progress import shown_progress
     from tierstore.types import Progress
 
-    with shown_progress("compile kernels") as progress:
+    kept = "those that are compiled are kept, and the next command goes on with the others"
+    with shown_progress("compile kernels", kept) as progress:
         yield lambda done, total: progress(Progress("compile kernels", done, total)) if total else None
 
 

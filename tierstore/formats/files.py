@@ -312,6 +312,22 @@ def make_dir(path: str | Path) -> Path:
     return path
 
 
+@contextlib.contextmanager
+def new_dirs(path: str | Path) -> Iterator[list[Path]]:
+    """`make_dir` for the block, which gets those that were missing. If it fails, those that are empty go again."""
+    path = Path(path).absolute()
+    missing = [folder for folder in (path, *path.parents) if not exists(folder)]
+    make_dir(path)
+    try:
+        yield missing
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for folder in missing:
+                if exists(folder):
+                    folder.rmdir()
+        raise
+
+
 def rename(old: str | Path, new: str | Path) -> None:
     """Move a file or directory within one file system, durably. A file at `new` is replaced."""
     rename_all([(Path(old), Path(new))])

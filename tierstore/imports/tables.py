@@ -173,26 +173,29 @@ def import_tables(
     total = sum(rows_in(table.source) for table in tables) if progress is not None else 0
     done = 0
     created = not where.exists()
-    try:
-        with SnapshotWriter(where, model=model, version=number, delta_seq=delta_seq) as snapshot:
-            for table in tables:
-                done, left = _import_one(snapshot, table, done, lambda rows: report(Progress("import", rows, total)))
-                if left_out is not None:
-                    left_out(left)
-                for feature in table.features or (Feature(table.name),):
-                    snapshot.feature(
-                        feature.name,
-                        table=table.name,
-                        combiner=feature.combiner,
-                        padding_key=feature.padding_key,
-                        hash=feature.hash,
+    with files.new_dirs(where.parent):
+        try:
+            with SnapshotWriter(where, model=model, version=number, delta_seq=delta_seq) as snapshot:
+                for table in tables:
+                    done, left = _import_one(
+                        snapshot, table, done, lambda rows: report(Progress("import", rows, total))
                     )
-            if dense is not None:
-                snapshot.dense(dense if isinstance(dense, bytes) else Path(dense))
-    except BaseException:
-        if created and where.exists() and not (where / SNAPSHOT_MANIFEST).exists():
-            files.remove_tree(where)
-        raise
+                    if left_out is not None:
+                        left_out(left)
+                    for feature in table.features or (Feature(table.name),):
+                        snapshot.feature(
+                            feature.name,
+                            table=table.name,
+                            combiner=feature.combiner,
+                            padding_key=feature.padding_key,
+                            hash=feature.hash,
+                        )
+                if dense is not None:
+                    snapshot.dense(dense if isinstance(dense, bytes) else Path(dense))
+        except BaseException:
+            if created and where.exists() and not (where / SNAPSHOT_MANIFEST).exists():
+                files.remove_tree(where)
+            raise
     return where
 
 

@@ -127,23 +127,23 @@ def build_version(
 
 @contextmanager
 def _own(out: Path) -> Iterator[None]:
-    """Lock the directory for this process. Refuses one that holds something else."""
-    files.make_dir(out)
-    if files.exists(out / BUILT_MANIFEST):
-        raise Conflict(f"{out} holds a built version already; give another directory, or remove it first")
-    if not files.exists(out / BUILD) and any(out.iterdir()):
-        raise InvalidInput(f"{out} is not empty; give a directory that is, or one that does not exist")
-    try:
-        descriptor = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise StorageError(f"cannot use {out}: {error.strerror or error}") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise Locked(f"another process builds in {out}") from None
-    finally:
-        os.close(descriptor)
+    """Lock the directory for this process, made where there is none. Refuses one that holds something else."""
+    with files.new_dirs(out):
+        if files.exists(out / BUILT_MANIFEST):
+            raise Conflict(f"{out} holds a built version already; give another directory, or remove it first")
+        if not files.exists(out / BUILD) and any(out.iterdir()):
+            raise InvalidInput(f"{out} is not empty; give a directory that is, or one that does not exist")
+        try:
+            descriptor = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise StorageError(f"cannot use {out}: {error.strerror or error}") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        except BlockingIOError:
+            raise Locked(f"another process builds in {out}") from None
+        finally:
+            os.close(descriptor)
 
 
 def _gather(out: Path, build: Path) -> None:

@@ -3,7 +3,7 @@
     python -m tierstore.kernels.ahead SHARE SHARES UPTO    # one such process
 
 Each process compiles its share of the kernels into the cache: first those that every look-up needs, last those of the
-reactors, which a service alone needs. A store may be opened when the first are there (`prepare`), and the others follow beside it;
+reactors, which a service alone needs, HTTP/1.1 before HTTP/2. A store may be opened when the first are there (`prepare`), and the others follow beside it;
 a load waits for those that it needs. A kernel that is called before it is there is compiled where it is called. After a crash the next start compiles what is missing.
 """
 
@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 _LIMIT_S = 1800.0  # of all of it, on a machine that is very busy
 MOST = 8  # processes, of about 270 MB each
 _NICE = 10  # of processes beside a store that is open
+_NICEST = 19  # of those beside a service whose reactors run
 
 Say = Callable[[str], None]
 Report = Callable[[int, int], None]  # how many kernels are compiled, of how many
@@ -48,7 +49,9 @@ class Compilation:
     ) -> None:
         """Those up to `upto`, after another compilation where there is one. `nice`: of the processes, once the first are there."""
         self.error: str | None = None  # what failed, once `done`
-        self.first, self.soon, self.done = threading.Event(), threading.Event(), threading.Event()
+        self.first, self.soon, self.http, self.done = (threading.Event() for _ in range(4))
+        if kernels.is_complete(kernels.HTTP):
+            self.http.set()
         self.seconds = 0.0  # once `done`
         self.upto, self.nice = upto, nice
         self.compiled, self.total = 0, 0  # kernels
@@ -66,7 +69,7 @@ class Compilation:
         except (StorageError, OSError) as error:
             self.error = str(error)
         kernels.awaited = False
-        for event in (self.first, self.soon, self.done):
+        for event in (self.first, self.soon, self.http, self.done):
             event.set()
 
     def _compile(self) -> None:
@@ -119,14 +122,21 @@ class Compilation:
             if self._is_first:
                 self._say(f"kernels of look-ups are compiled ({time.monotonic() - self._start_s:.1f} s); others follow")
             self.first.set()
-            for process in self._running:
-                with suppress(OSError):  # it has ended; or who has no right to may not raise a priority again
-                    os.setpriority(os.PRIO_PROCESS, process.pid, self.nice)
+            self._give_way(self.nice)
         elif level == kernels.SOON:
             kernels.set_complete(kernels.SOON)
             kernels.load(kernels.SOON)
             kernels.awaited = False
             self.soon.set()
+        elif level == kernels.HTTP:
+            kernels.set_complete(kernels.HTTP)
+            self.http.set()
+            self._give_way(_NICEST if self.nice else 0)
+
+    def _give_way(self, nice: int) -> None:
+        for process in self._running:
+            with suppress(OSError):  # it has ended; or who has no right to may not raise a priority again
+                os.setpriority(os.PRIO_PROCESS, process.pid, nice)
 
 
 def _check(process: subprocess.Popen[bytes]) -> None:

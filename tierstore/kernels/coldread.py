@@ -20,7 +20,7 @@ import numba as nb
 import numpy as np
 from numba import types
 
-from tierstore.kernels import LAST, compiled, compiled_c, disk_rows, lookupplan, plan_records
+from tierstore.kernels import HTTP, compiled, compiled_c, disk_rows, lookupplan, plan_records
 from tierstore.kernels.atomics import add_at, copy_bytes, stack_bytes
 from tierstore.kernels.codec import decode_row
 from tierstore.kernels.partitions import group, partition_at
@@ -79,14 +79,14 @@ _WINDOW = 32  # blocks on their way for one job
 _PENDING, _ABSENT, _DISK = int(Tier.PENDING), int(Tier.ABSENT), int(Tier.DISK)
 
 
-@compiled(types.void(types.int64[::1], types.int64[:, ::1]), when=LAST)
+@compiled(types.void(types.int64[::1], types.int64[:, ::1]), when=HTTP)
 def read_heads(blocks: Any, heads: Any) -> Any:
     """Read the fields of the offers at `blocks`, in their order, to `heads`."""
     for i in range(blocks.size):
         copy_bytes(nb.int64(heads[i].ctypes.data), blocks[i], _OFFER_BYTES)
 
 
-@compiled(types.void(types.int64[::1], types.int64[::1], types.uint8[::1], types.int64), when=LAST)
+@compiled(types.void(types.int64[::1], types.int64[::1], types.uint8[::1], types.int64), when=HTTP)
 def gather(blocks: Any, keys: Any, states: Any, rows: Any) -> Any:
     """Put keys, states and rows of the offers at `blocks` end to end; `rows` is an address."""
     at = 0
@@ -280,7 +280,7 @@ def _finish_bags(shared, call, table, seq, keys, n, state, tail, out, window):  
     return came
 
 
-@compiled_c(types.int64(*[types.int64] * 6), when=LAST)
+@compiled_c(types.int64(*[types.int64] * 6), when=HTTP)
 def finish(shared: Any, run: Any, view: Any, tail: Any, data: Any, states: Any) -> Any:
     """Answer from disk what a run has left PENDING: DONE, LEFT where the drive would have to be waited for, or FOR_PYTHON.
 
@@ -329,7 +329,7 @@ def _probe_all(shared, job):  # type: ignore[no-untyped-def]
     return came
 
 
-@compiled(types.int64(types.int64, types.int64), when=LAST)
+@compiled(types.int64(types.int64, types.int64), when=HTTP)
 def complete(shared: Any, job: Any) -> Any:
     """Complete the rows of a job: DONE or FOR_PYTHON."""
     shared, job = readers_at(shared), job_at(job)
@@ -342,7 +342,7 @@ def complete(shared: Any, job: Any) -> Any:
     return DONE if came == DONE else FOR_PYTHON
 
 
-@compiled(types.void(*[types.int64] * 4), when=LAST)
+@compiled(types.void(*[types.int64] * 4), when=HTTP)
 def serve(shared: Any, jobs: Any, inbox: Any, done: Any) -> Any:
     """Take jobs from `inbox`, a pipe's descriptor, until one below 0 comes. `done`: address of the reactors' own pipes."""
     message = np.empty(1, np.int64)

@@ -22,7 +22,7 @@ from typing import Any
 import numba as nb
 from numba import types
 
-from tierstore.kernels import LAST, compiled
+from tierstore.kernels import HTTP, compiled
 from tierstore.kernels.jsontext import (
     CLOSE,
     CLOSE_LIST,
@@ -275,7 +275,7 @@ def scan_at(text, n, record):  # type: ignore[no-untyped-def]
     return SCANNED if _finish_inputs(record) else NOT_OF_FORM
 
 
-@compiled(types.int64(types.int64, types.int64, types.int64, types.int64), when=LAST)
+@compiled(types.int64(types.int64, types.int64, types.int64, types.int64), when=HTTP)
 def scan(text: Any, n: Any, record: Any, structure: Any) -> Any:
     """Scan `n` bytes of JSON at an address, for Python: the bytes of the structure, which is written; 0 where it is not of the form."""
     record = record_at(record)

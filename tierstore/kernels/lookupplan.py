@@ -13,7 +13,7 @@ import numba as nb
 import numpy as np
 from numba import types
 
-from tierstore.kernels import LAST, compiled_c
+from tierstore.kernels import HTTP, compiled_c
 from tierstore.kernels.host_cache.lookup import lookup_at, values_of
 from tierstore.kernels.host_cache.pool import add_f32_rows, close_bag, pool_at
 from tierstore.kernels.overlay_index import answer_at, overlay_at
@@ -301,7 +301,7 @@ def _run(run, view, tail, answer, states, scratch):  # type: ignore[no-untyped-d
     return outcome
 
 
-@compiled_c(types.int64(*[types.int64] * 6), when=LAST)
+@compiled_c(types.int64(*[types.int64] * 6), when=HTTP)
 def run(run: Any, view: Any, tail: Any, answer: Any, states: Any, scratch: Any) -> Any:
     """Answer all calls of a run under a view: ANSWERED, COLD where rows are left for the disk, or DOUBTFUL.
 

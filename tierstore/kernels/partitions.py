@@ -11,7 +11,7 @@ import numba as nb
 import numpy as np
 from numba import types
 
-from tierstore.kernels import FIRST, LAST, compiled
+from tierstore.kernels import FIRST, HTTP, compiled
 
 _U64 = np.uint64
 _CODES = types.Array(types.int64, 1, "C", readonly=True)
@@ -51,7 +51,7 @@ def group(codes: Any, wanted: Any, group_of: Any, order: Any, starts: Any) -> An
         at[g] += 1
 
 
-@compiled(types.int64(_CODES, _CODES, _I64S), when=LAST)
+@compiled(types.int64(_CODES, _CODES, _I64S), when=HTTP)
 def match_sorted(ours: Any, theirs: Any, where: Any) -> Any:
     """where[i]: the place of ours[i] in `theirs`, unless it is not there. Both ascending. Returns how many are there."""
     j = found = 0

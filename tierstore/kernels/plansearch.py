@@ -12,7 +12,7 @@ import numba as nb
 import numpy as np
 from numba import types
 
-from tierstore.kernels import LAST, compiled
+from tierstore.kernels import HTTP, compiled
 from tierstore.kernels.atomics import acquire_i64
 from tierstore.kernels.plan_records import (
     ANY_VERSION,
@@ -52,7 +52,7 @@ def place_at(path, path_bytes, structure, structure_bytes, form):  # type: ignor
     return hash_at(structure, structure_bytes, nb.int64(hash_at(path, path_bytes, form)))
 
 
-@compiled(types.int64(*[types.int64] * 5), when=LAST)
+@compiled(types.int64(*[types.int64] * 5), when=HTTP)
 def place_of(path: Any, path_bytes: Any, structure: Any, structure_bytes: Any, form: Any) -> Any:
     """`place_at` for Python, which fills the index."""
     return nb.int64(place_at(path, path_bytes, structure, structure_bytes, form))

@@ -40,7 +40,7 @@ from typing import Any
 import numba as nb
 import numpy as np
 
-from tierstore.kernels import LAST, compiled, h2out, h2words
+from tierstore.kernels import HTTP, compiled, h2out, h2words
 from tierstore.kernels.atomics import add_at, copy_bytes, relaxed_i64, stack_bytes
 from tierstore.kernels.coldread import job_at
 from tierstore.kernels.httpdate import write_date_at
@@ -248,7 +248,7 @@ def _sweep(me, now):  # type: ignore[no-untyped-def]
             row.deadline_ns = now + me.limits.finish_ns
 
 
-@compiled("void(int64)", when=LAST)
+@compiled("void(int64)", when=HTTP)
 def serve(at: Any) -> Any:
     """Serve until MODE is STOP, with the Here at an address."""
     me = here_at(at)
@@ -333,7 +333,7 @@ def _send_block(pipe, what, serial, block, size, inflight):  # type: ignore[no-u
     return failed
 
 
-@compiled("int64(int64, int64, int64, int64, int64, int64)", when=LAST)
+@compiled("int64(int64, int64, int64, int64, int64, int64)", when=HTTP)
 def reply(pipe: Any, what: Any, serial: Any, data: Any, size: Any, inflight: Any) -> Any:
     """Send a copy of `size` bytes at `data` to a reactor's pipe as the message `what`, for Python: a BLOCK, which it frees.
 
@@ -346,13 +346,13 @@ def reply(pipe: Any, what: Any, serial: Any, data: Any, size: Any, inflight: Any
     return _send_block(pipe, what, serial, block, size, inflight)
 
 
-@compiled("int64(int64, int64, int64, int64, int64)", when=LAST)
+@compiled("int64(int64, int64, int64, int64, int64)", when=HTTP)
 def write_message(pipe: Any, what: Any, serial: Any, value: Any, more: Any) -> Any:
     """Write a message to a reactor's pipe. Returns 0, or minus the error number."""
     return _write_message(pipe, what, serial, value, more)
 
 
-@compiled("int64(int64, int64, int64, int64[:, ::1], int64, int64, int64, int64, int64)", when=LAST)
+@compiled("int64(int64, int64, int64, int64[:, ::1], int64, int64, int64, int64, int64)", when=HTTP)
 def write_block(
     pipe: Any, what: Any, serial: Any, places: Any, flags: Any, headers: Any, data: Any, trailers: Any, inflight: Any
 ) -> Any:
@@ -371,13 +371,13 @@ def write_block(
     return _send_block(pipe, what, serial, block, size, inflight)
 
 
-@compiled("int64(int64, int64, int64, int64)", when=LAST)
+@compiled("int64(int64, int64, int64, int64)", when=HTTP)
 def watch(epoll: Any, fd: Any, mask: Any, data: Any) -> Any:
     """Have an epoll tell of events of `mask` on `fd`, with `data`. Returns 0, or minus the error number."""
     return epoll_set(epoll, EPOLL_ADD, fd, mask, data)
 
 
-@compiled("void(int64)", when=LAST)
+@compiled("void(int64)", when=HTTP)
 def free_session(session: Any) -> Any:
     """Free what a connection of HTTP/2 holds, once its reactor has ended."""
     release_session(h2words.session_at(session))

@@ -83,12 +83,12 @@ def _begin_http2(me, fd):  # type: ignore[no-untyped-def]
 def _request(me, fd, at, size):  # type: ignore[no-untyped-def]
     """Deal with the request that the `size` bytes at `at` begin with. Returns how many bytes are done with; 0: more must come first.
 
-    The state tells what became of it: AWAY, a whole request for Python; HTTP2, it was a preface; FREE, the connection itself is to be handed
+    The state tells what became of it: AWAY, a whole request for Python; HTTP2, it was a preface (foreign until that is compiled); FREE, the connection itself is to be handed
     over, and what is returned is minus the reason; else it was answered, or is not all there.
     """
     row, found, limits = connection_at(me.conns, fd), me.found, me.limits
     began = monotonic_ns()
-    preface = _preface(at, size)
+    preface = _preface(at, size) if me.http2 != 0 else 0
     if preface > 0:
         if preface == PREFACE.size and not _begin_http2(me, fd):
             row.lost = 1

@@ -160,7 +160,7 @@ FREE_JOBS = define("FreeJobs", "numbers of jobs of a reactor that are free", {
 })  # fmt: skip
 HERE = define("Here", "what one reactor works with, in memory that Python keeps while it runs", {
     "number": "its own",
-    "listener grpc_listener": "descriptors of the ports; -1: there is no second one",
+    "listener grpc_listener": "descriptors of the ports; -1: there is no second one, or not yet",
     "inbox outbox": "descriptors of pipes: from Python, and to it",
     "job_inbox job_outbox": "jobs that readers are done with, and jobs for them",
     "prediction_outbox": "predictions for threads of Python, which end where the others do; or -1",
@@ -170,7 +170,7 @@ HERE = define("Here", "what one reactor works with, in memory that Python keeps 
     "readers": (coldread.READERS, "what reads rows from disk"),
     "counts": (VERSION_COUNTS, "of versions"), "table_counts": "of tables: TABLE_COUNT_WORDS for each",
     "run finish run_rows": "addresses of `lookupplan.run`, `coldread.finish` and `front_rows.run`",
-    "http2 run_call": "addresses of `reactor_http2.run` and `reactor_calls.run`",
+    "http2 run_call": "addresses of `reactor_http2.run` and `reactor_calls.run`; 0 until they are compiled",
     "found": (httphead.HEAD, "what a head says"),
     "call": (ANSWERED_CALL, "what has become of a call of gRPC"),
     "again": (TURNS, ""),

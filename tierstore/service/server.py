@@ -197,10 +197,11 @@ class HttpService:
         self._admin.begin()
 
     def _begin_compiled(self) -> list[asyncio.Future[None]]:
-        """Begin with what needs all kernels, now or as soon as they are compiled. Returns what is to come."""
+        """Begin with what needs kernels of reactors, now or as soon as they are compiled. Returns what is to come."""
         compilation = ahead.start(logger.info)
         if compilation is None:
-            self._start_compiled()
+            self._start_reactors()
+            self._start_http2()
             return []
         listener = None
         if self.service.tls is None:
@@ -210,51 +211,75 @@ class HttpService:
             self._listeners.append(listener)
         return [asyncio.ensure_future(self._start_compiled_after(compilation, listener))]
 
-    def _start_compiled(self) -> None:
-        """Serve the ports by reactors; where there is TLS, its listeners accept for them, that of
-        the gRPC port from now on."""
-        ports, tls = self._ports, self.service.tls
-        listeners = ports.public if tls is None else ()
+    def _start_reactors(self) -> None:
+        """Serve HTTP/1.1 by reactors; where there is TLS, its listener accepts for them."""
+        listeners = [self._ports.http] if self.service.tls is None else []
         for sock in listeners:
             sock.listen(BACKLOG)
         self._reactors.start(listeners, self._handoff, self._requests, self._calls.streaming)
         self.service.plans = self._plans
         self.service.store.publish_words()
         self.service.reactors_state = "running"
-        if tls is not None and ports.grpc is not None:
-            listener = Listener(ports.grpc, self._server, self._connection_limit, tls, back=self._give_back)
+
+    def _start_http2(self) -> None:
+        """Serve HTTP/2 by reactors as well, and gRPC on its port. OSError where another process has taken it."""
+        sock, tls = self._ports.grpc, self.service.tls
+        if sock is not None and tls is None:
+            sock.listen(BACKLOG)
+        self._reactors.start_http2([] if sock is None or tls is not None else [sock])
+        if sock is not None and tls is not None:
+            listener = Listener(sock, self._server, self._connection_limit, tls, back=self._give_back)
             listener.start()
             self._listeners.append(listener)
         self.service.awaits_grpc = False
 
     async def _start_compiled_after(self, compilation: ahead.Compilation, listener: Listener | None) -> None:
-        """Until all kernels are compiled Python answers what reactors would, and nobody gRPC;
-        for good where that fails."""
+        """Start reactors once their kernels are compiled, and HTTP/2 once the others are.
+
+        Until then Python answers what reactors would, and nobody gRPC; for good where that fails.
+        """
         start_s = time.monotonic()
-        logger.info("requests over HTTP are answered by Python, and none over gRPC, until all kernels are compiled")
-        while not compilation.done.is_set():
-            await asyncio.sleep(COMPILED_POLL_S)
-        if (error := compilation.error) is None:
-            await asyncio.to_thread(kernels.load)  # so that no request waits for one that is read
+        logger.info("requests over HTTP are answered by Python, and none over gRPC, until their kernels are compiled")
+        error = await self._compiled(compilation, compilation.http, kernels.HTTP)
+        if error is None and not self._ends.is_set():
+            self._start_reactors()
+            if listener is not None:
+                listener.suspend()
+                self._listeners.remove(listener)
+            logger.info(
+                "requests over HTTP/1.1 are answered with compiled kernels, %.1f s after the start",
+                time.monotonic() - start_s,
+            )
+            error = await self._compiled(compilation, compilation.done, kernels.LAST)
         if self._ends.is_set():
             return
         if error is None:
             try:
-                self._start_compiled()
-            except OSError as caught:  # another process listens by now
+                self._start_http2()
+            except OSError as caught:
                 error = f"cannot listen for gRPC: {caught}"
-        if error is not None:
-            self.service.awaits_grpc = False  # HTTP is served
-            if listener is not None:
-                self.service.reactors_state = "failed"
-            logger.warning("look-ups over HTTP stay with Python: %s; gRPC is not served", error)
+        if error is None:
+            logger.info(
+                "all requests are answered with compiled kernels, %.1f s after the start", time.monotonic() - start_s
+            )
+            return
+        self.service.awaits_grpc = False  # HTTP is served
+        if self._reactors.running:
+            logger.warning("%s; gRPC is not served", error)
             return
         if listener is not None:
-            listener.suspend()
-            self._listeners.remove(listener)
-        logger.info(
-            "all requests are answered with compiled kernels, %.1f s after the start", time.monotonic() - start_s
-        )
+            self.service.reactors_state = "failed"
+        logger.warning("look-ups over HTTP stay with Python: %s; gRPC is not served", error)
+
+    @staticmethod
+    async def _compiled(compilation: ahead.Compilation, event: threading.Event, when: int) -> str | None:
+        """Return once kernels up to those of `when` are compiled, and read, so that no request waits for one; else why
+        they are not."""
+        while not event.is_set():
+            await asyncio.sleep(COMPILED_POLL_S)
+        if compilation.error is None:
+            await asyncio.to_thread(kernels.load, when)
+        return compilation.error
 
     async def _finish(self) -> None:
         """Wait until the reactors have answered the requests in progress, or what was cut off after a time."""

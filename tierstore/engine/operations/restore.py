@@ -72,20 +72,17 @@ def restore(
 @contextlib.contextmanager
 def _own(root: DataDirectory) -> Iterator[None]:
     """Have a data directory for the block, made where there is none; if the block fails, nothing of that stays."""
-    made = [folder for folder in (root.models, *root.models.parents) if not folder.exists()]
-    files.make_dir(root.models)
-    held = lock(root.lock)
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(OSError):
+    with files.new_dirs(root.models) as made:
+        held = lock(root.lock)
+        try:
+            yield
+        except BaseException:
             if root.root in made:
-                root.lock.unlink()
-            for folder in made:
-                folder.rmdir()  # but for one that somebody else has put something into
-        raise
-    finally:
-        unlock(held)
+                with contextlib.suppress(OSError):
+                    root.lock.unlink()
+            raise
+        finally:
+            unlock(held)
 
 
 def leftovers_of(root: Path) -> list[Path]:

@@ -285,7 +285,9 @@ class Manifest(_Entry):
             document = read_regular(path, MAX_DOCUMENT_BYTES)
         except FileNotFoundError:
             raise SnapshotError(
-                f"not found in {path.parent}: not a snapshot, or one that was not finished", file=path.name
+                f"not found in {path.parent}: not a snapshot, or one that was not finished; `tierstore import` takes "
+                "files of rows as they are, Parquet and others",
+                file=path.name,
             ) from None
         except StorageError:
             raise

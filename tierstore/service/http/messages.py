@@ -146,15 +146,23 @@ def date_now() -> bytes:
     return _date[1]
 
 
+# where others have their health → where it is here
+_HEALTH = {
+    **dict.fromkeys(("/healthz", "/livez"), "/v2/health/live"),
+    **dict.fromkeys(("/health", "/ready", "/readyz"), "/v2/health/ready"),
+}
+
+
 def scope_of(version: str, method: bytes, path: bytes, query: bytes, headers: list[tuple[bytes, bytes]]) -> Scope:
     """A request as ASGI has it, its connection apart."""
+    asked = unquote(path.decode("ascii"))
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
         "http_version": version,
         "scheme": "http",
         "method": method.decode("ascii"),
-        "path": unquote(path.decode("ascii")),
+        "path": _HEALTH.get(asked, asked),
         "raw_path": path,
         "root_path": "",
         "query_string": query,

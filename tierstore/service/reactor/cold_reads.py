@@ -51,7 +51,7 @@ class ColdReaders:
         self.free_jobs["count"] = kernel.JOBS
         self.free_jobs["numbers"] = np.arange(reactors * kernel.JOBS).reshape(reactors, kernel.JOBS)
         self._epochs = epochs
-        self.shared = coldread.READERS.make(run_at=lookupplan.run.address, finish_at=coldread.finish.address)
+        self.shared = coldread.READERS.make()
         self.done_at = np.zeros(reactors, np.int64)  # of each reactor: where to write what is done
         self._thread_count = threads
         # from `start` on: descriptors of pipes
@@ -62,10 +62,11 @@ class ColdReaders:
         self._marking = threading.Lock()
 
     def start(self, open_pipe: Callable[[], tuple[int, int]], predictions: int, queued_at: int) -> None:
-        """Begin to read. `open_pipe` gives (end to read, end to write); the caller closes both after `stop`.
+        """Begin to read, once the kernels are compiled: reading an address compiles. `open_pipe` gives (end to read, end to write); the caller closes both after `stop`.
 
         `predictions`: the pipe for those whose rows are there, or -1; `queued_at`: the address of how many wait in it.
         """
+        self.shared["run_at"], self.shared["finish_at"] = lookupplan.run.address, coldread.finish.address
         self._epochs.add_readers(self.jobs)
         inbox, self.outbox = open_pipe()
         offers, self._offers = open_pipe()

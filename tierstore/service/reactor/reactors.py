@@ -1,9 +1,9 @@
 """The reactors of a service: threads that run `kernels/reactor.py`, their memory, and the
 pipes between them and Python.
 
-Made on any thread. `start`, `finish` and everything that comes through the pipe run on the event loop; `close`
-may block, and runs on any thread, once. A compiled loop never takes the interpreter lock. A pipe carries messages
-of a fixed size, each in one write, so several threads may write to it without a lock; it has room for several
+Made on any thread. `start`, `start_http2`, `finish` and everything that comes through the pipe run on the event loop;
+`close` may block, and runs on any thread, once. A compiled loop never takes the interpreter lock. A pipe carries
+messages of a fixed size, each in one write, so several threads may write to it without a lock; it has room for several
 messages of every connection.
 """
 
@@ -92,6 +92,7 @@ class Reactors:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._workers: list[threading.Thread] = []
         self._epolls: list[select.epoll] = []
+        self._heres: list[npt.NDArray[Any]] = []
         self._pipes: list[int] = []
         self._writing = threading.Lock()
         self._inboxes: list[int] = []  # guarded by _writing once threads may answer
@@ -107,7 +108,7 @@ class Reactors:
         streams: StreamReceiver,
         streaming: Sequence[bytes] = (),
     ) -> None:
-        """Serve, on the running event loop, what connects to `listeners`, two at most, or is given back.
+        """Serve HTTP/1.1, on the running event loop, for what connects to `listeners`, one at most, or is given back.
 
         They listen already. `streaming`: paths of gRPC whose requests are given as they come.
         """
@@ -115,7 +116,7 @@ class Reactors:
         self._receiver, self._loop = receiver, asyncio.get_running_loop()
         for listener in listeners:
             listener.setblocking(False)
-        ports = [listener.fileno() for listener in listeners] + [-1, -1]
+        port = listeners[0].fileno() if listeners else -1
         self._outbox, outbox = self._pipe()
         self._epochs.add_readers(self._lines)
         queued_at = kernel.SHARED.place(self.words, "queued")
@@ -132,15 +133,30 @@ class Reactors:
             line["epoll"], line["dice"] = epoll.fileno(), secrets.randbits(62) | 1
             register(epoll.fileno(), inbox, sysio.READABLE, kernel.INBOX)
             register(epoll.fileno(), self.cold_readers.inboxes[number], sysio.READABLE, kernel.JOB_INBOX)
-            for port, what in zip(ports, (kernel.LISTENER, kernel.GRPC_LISTENER), strict=False):
-                if port >= 0:
-                    register(epoll.fileno(), port, sysio.READABLE | sysio.EXCLUSIVE, what)
-            here = self._here(number, ports, inbox, outbox)
+            if port >= 0:
+                register(epoll.fileno(), port, sysio.READABLE | sysio.EXCLUSIVE, kernel.LISTENER)
+            here = self._here(number, port, inbox, outbox)
+            self._heres.append(here)
             self._workers.append(Thread(target=_serve, args=(here,), name=f"tierstore-reactor-{number}", daemon=True))
         self._loop.add_reader(self._outbox, self._on_messages)
         for worker in self._workers:
             worker.start()
         self.running = True
+
+    def start_http2(self, listeners: Sequence[socket.socket] = ()) -> None:
+        """Serve HTTP/2 as well, and what connects to `listeners`, one at most, which listen already.
+
+        After `start`, once its kernels are compiled: reading an address compiles. Event loop only.
+        """
+        run, run_call = reactor_http2.run.address, reactor_calls.run.address
+        for here, epoll in zip(self._heres, self._epolls, strict=True):
+            here["run_call"] = run_call
+            here["http2"] = run
+            for listener in listeners:
+                listener.setblocking(False)
+                here["grpc_listener"] = listener.fileno()
+                with contextlib.suppress(FileExistsError):  # the reactor has just begun to accept again
+                    register(epoll.fileno(), listener.fileno(), sysio.READABLE | sysio.EXCLUSIVE, kernel.GRPC_LISTENER)
 
     def predict_with(self, service: Counted, scorings: Mapping[int, Scoring]) -> None:
         """Have the threads of a service's look-up pool run the graphs of predictions. Before `start`."""
@@ -236,21 +252,21 @@ class Reactors:
             self._limits["most_connections"] = fit
         return ends
 
-    def _here(self, number: int, ports: Sequence[int], inbox: int, outbox: int) -> npt.NDArray[Any]:
+    def _here(self, number: int, port: int, inbox: int, outbox: int) -> npt.NDArray[Any]:
         base = address_of(np.frombuffer(self._memory[number], np.uint8))
         cold, places = self.cold_readers, {}
         for field, size in areas().items():
             places[field] = base
             base += size
         return kernel.HERE.make(
-            number=number, listener=ports[0], grpc_listener=ports[1], inbox=inbox, outbox=outbox,
+            number=number, listener=port, grpc_listener=-1, inbox=inbox, outbox=outbox,
             job_inbox=cold.inboxes[number], job_outbox=cold.outbox, prediction_outbox=self._prediction_outbox,
             shared=address_of(self.words), limits=address_of(self._limits), conns=address_of(self.conns),
             lines=address_of(self._lines), line=address_of(self._lines[number:]),
             jobs=address_of(cold.jobs), free_jobs=address_of(cold.free_jobs[number:]), readers=address_of(cold.shared),
             counts=self.counts_at[number], table_counts=self.table_counts_at[number],
             run=lookupplan.run.address, finish=coldread.finish.address, run_rows=front_rows.run.address,
-            http2=reactor_http2.run.address, run_call=reactor_calls.run.address, **places,
+            **places,
         )  # fmt: skip
 
     def count_in(self, versions: npt.NDArray[np.int64], tables: npt.NDArray[np.int64]) -> None:
