@@ -122,10 +122,20 @@ def test_a_plan(cli: Cli, tmp_path: Path) -> None:
     document = cli(*words, "--zipf", "1.1", "--nodes", "4", "--json").document
     assert document["load"]["reuse"] == "Zipf 1.1"
     assert [design["nodes"] for design in document["designs"]] == [4, 4, 4]
+    (tmp_path / "p.toml").write_text('currency = "EUR"\nmemory = 3\n')
     small = cli("plan", "--rows", "1e6", "--dim", "16", "--memory", "8GiB")
     assert "chosen: one machine" in small.out
     assert "38.4 MiB a version" in small.out
     assert "49.9 MiB a version" in cli("plan", "--rows", "1e6", "--dim", "16", "--memory", "8GiB", "--expires").out
+    assert "USD a month" in small.out
+    assert (
+        "assumed      no requests (--qps), 1,000 keys a request (--keys), keys as uneven as of ads models" in small.out
+    )
+    assert "1,000,000 (100.00%)" in small.out
+    assert "200.00%" not in small.out, "rows that a machine has twice are not twice as many"
+    assert "takes about 3 s a node" in small.out
+    assert "\nassumed" not in cli("plan", "--rows", "1e9", "--dim", "32", "--qps", "9", "--keys", "9", "--zipf", "1", "--prices", "p.toml").out  # fmt: skip
+    assert "host_budget: memory for rows." in small.out
     assert cli("plan", "--rows", "1e12", "--dim", "64", "--memory", "1GiB").code == 1
     (tmp_path / "reuse.csv").write_text("rows,look-ups\n1,9\n9,1\n")
     assert "reuse.csv" in cli("plan", "--rows", "1e6", "--dim", "16", "--reuse", "reuse.csv").out

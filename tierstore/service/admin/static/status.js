@@ -242,13 +242,15 @@ function pollAnew() {
 
 // --- what the reader decides
 
+const ended = (canary, version) => canary == null || canary === version ? "" : ` The canary, version ${canary}, is withdrawn, and kept.`;
+
 const VERBS = {
-  activate: ({model, version, active}) => ({
-    title: `Activate version ${version} of ${model}?`, text: `It is opened, caught up and warmed, and then answers in place of version ${active ?? "none"}.`,
+  activate: ({model, version, active, canary}) => ({
+    title: `Activate version ${version} of ${model}?`, text: `It is opened, caught up and warmed, and then answers in place of version ${active ?? "none"}.${ended(canary, version)}`,
     path: `${of(model)}/activate`, body: {version, ...active != null && {expected_active: active}},
   }),
-  rollback: ({model, version, active}) => ({
-    title: `Roll ${model} back?`, text: `From version ${active} to version ${version}, the newest kept one before it. No delta is lost.`,
+  rollback: ({model, version, active, canary}) => ({
+    title: `Roll ${model} back?`, text: `From version ${active} to version ${version}, the newest kept one before it. No delta is lost.${ended(canary, version)}`,
     path: `${of(model)}/rollback`, body: {expected_active: active},
   }),
   canary: ({model, version}) => ({
