@@ -83,7 +83,6 @@ def plan(
     """
     from tierstore.sizing.plan import Load
     from tierstore.sizing.prices import ASSUMED, read_prices
-    from tierstore.sizing.reuse import ADS
     from tierstore.types import StorageDtype
 
     of_service = None if measured is None else _Served.read(measured, table, zipf, reuse)
@@ -100,18 +99,26 @@ def plan(
     machine = _machine(memory, disk, reads, network, cores)
     if given.nodes and machine != type(machine)():
         raise typer.BadParameter(f"expected --memory, --disk and the like, or kinds of nodes in {prices}; got both")
-    outlook = _Outlook.make(load, machine, nodes, given, grows, of_service)
+    assumed = _assumed(load, keys, prices)
+    outlook = _Outlook.make(load, machine, nodes, given, grows, of_service, assumed)
     if page is not None:
         _write_page(page, outlook, table)
-    if json:
-        _show_json(outlook)
-    else:
-        assumed = {"no requests (--qps)": not load.qps, "1,000 keys a request (--keys)": keys is None}
-        assumed["keys as uneven as of ads models (--zipf, --reuse, --from)"] = lookups is ADS
-        assumed["prices (--prices)"] = prices is None
-        _show(outlook, [what for what, is_so in assumed.items() if is_so])
+    (_show_json if json else _show)(outlook)
     if outlook.plan.chosen is None:
         raise typer.Exit(1)
+
+
+def _assumed(load: Load, keys: int | None, prices: Path | None) -> list[str]:
+    """What nobody has given."""
+    from tierstore.sizing.reuse import ADS
+
+    found = {
+        "no requests (--qps)": not load.qps,
+        "1,000 keys a request (--keys)": keys is None,
+        "keys as uneven as of ads models (--zipf, --reuse, --from)": load.reuse is ADS,
+        "prices (--prices)": prices is None,
+    }
+    return [what for what, is_so in found.items() if is_so]
 
 
 @dataclass(frozen=True)
@@ -122,11 +129,12 @@ class _Outlook:
     swings: list[Swing]
     growth: Growth | None
     compared: list[Compared]
+    assumed: list[str]  # what nobody has given
 
     @classmethod
     def make(
         cls, load: Load, machine: Machine, nodes: int | None, prices: Prices, grows: str | None,
-        of_service: _Served | None
+        of_service: _Served | None, assumed: list[str]
     ) -> _Outlook:  # fmt: skip
         from tierstore.sizing.outlook import growth, sensitivity
         from tierstore.sizing.plan import plan as make_plan
@@ -137,6 +145,7 @@ class _Outlook:
             sensitivity(made, machine, nodes),
             None if grows is None else growth(made, machine, parse_share(grows)),
             [] if of_service is None else of_service.compared(),
+            assumed,
         )
 
 
@@ -177,6 +186,7 @@ def _show_json(outlook: _Outlook) -> None:
     document["sensitivity"] = [asdict(swing) for swing in outlook.swings]
     document["growth"] = None if outlook.growth is None else asdict(outlook.growth)
     document["compared"] = [asdict(one) for one in outlook.compared]
+    document["assumed"] = outlook.assumed
     show.as_json(document)
 
 
@@ -187,8 +197,7 @@ _COLUMNS = (
 )
 
 
-def _show(outlook: _Outlook, assumed: list[str]) -> None:
-    """`assumed`: what nobody has given."""
+def _show(outlook: _Outlook) -> None:
     from rich.table import Table
 
     from tierstore.cli import show
@@ -210,8 +219,8 @@ def _show(outlook: _Outlook, assumed: list[str]) -> None:
         "is open"
     )
     say(f"look-ups     {load.qps:,.0f} requests a second of {load.keys:,.0f} keys, {load.reuse.name}")
-    if assumed:
-        say(f"assumed      {', '.join(assumed)}")
+    if outlook.assumed:
+        say(f"assumed      {', '.join(outlook.assumed)}")
     shown = Table(
         "design", "nodes", "host_budget", "rows in memory", "hit rate", "disk", "network out", "reads/s", "cores",
         "one away", f"{made.prices.currency} a month".strip(),
