@@ -99,8 +99,7 @@ def plan(
     machine = _machine(memory, disk, reads, network, cores)
     if given.nodes and machine != type(machine)():
         raise typer.BadParameter(f"expected --memory, --disk and the like, or kinds of nodes in {prices}; got both")
-    assumed = _assumed(load, keys, prices)
-    outlook = _Outlook.make(load, machine, nodes, given, grows, of_service, assumed)
+    outlook = _Outlook.make(load, machine, nodes, given, grows, of_service, _assumed(load, keys, prices))
     if page is not None:
         _write_page(page, outlook, table)
     (_show_json if json else _show)(outlook)

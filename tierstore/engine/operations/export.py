@@ -29,7 +29,7 @@ from tierstore.engine.versions.version import Version
 from tierstore.errors import Conflict, InvalidInput, StorageError
 from tierstore.formats import files
 from tierstore.formats.keys import from_codes
-from tierstore.formats.names import BUILT_MANIFEST, TEMPORARY
+from tierstore.formats.names import BUILT_MANIFEST, TEMPORARY, DataDirectory
 from tierstore.formats.objects import is_url
 from tierstore.formats.row_times import TIME
 from tierstore.formats.snapshot.built import open_source
@@ -82,14 +82,15 @@ def export(
 def new_target(target: str | Path, *, outside: Path, empty: bool = True) -> Path | str:
     """The path, absolute; or the URL, below which, if it is to be `empty`, there is nothing.
 
-    InvalidInput for a path in the data directory `outside`.
+    InvalidInput for a path in the data directory `outside`, but for its `exports`.
     """
     if isinstance(target, str) and is_url(target):
         if empty:
             check_nothing_at(target)
         return target
     path = local_path(target).absolute()
-    if path.resolve().is_relative_to(outside.resolve()):
+    resolved, exports = path.resolve(), DataDirectory(outside).exports.resolve()
+    if resolved.is_relative_to(outside.resolve()) and not (resolved != exports and resolved.is_relative_to(exports)):
         raise InvalidInput(f"{path} is in the data directory; expected a directory outside of it")
     return path
 
