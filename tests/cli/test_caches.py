@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.cli.conftest import DIM, ROWS, Cli
+import tierstore
+from tests.cli.conftest import DIM, ROWS, SMALL, Cli, write_snapshot
 from tierstore.cli import show
 from tierstore.engine.store import Store
 from tierstore.service.server import ServerThread
@@ -37,6 +38,29 @@ def test_the_hottest_keys(cli: Cli, url: str) -> None:
     assert any(line.split()[:2] == ["2", "times"] for line in lines)
     assert any("UTC" in line and line.rstrip().endswith("100.00%") for line in lines)
     assert "nothing was looked up yet" in cli("hot", "ctr", "word", "--url", url).out
+
+
+def test_hot_says_what_it_counts_over(cli: Cli, tmp_path: Path) -> None:
+    with tierstore.open(tmp_path / "data", port=0, **SMALL) as store, ServerThread(store) as server:
+        for version in (1, 2):
+            store.load_snapshot(write_snapshot(tmp_path, version))
+        store.shared.sampler.close()
+        step, look_up = store.shared.sampler.step, store.model("ctr").lookup
+
+        def text() -> str:
+            return cli("hot", "ctr", "item", "--url", server.url).out
+
+        for turn in range(20):
+            step(600.0 + turn)
+            look_up("item_id", np.arange(ROWS))
+        step(660.0)
+        assert "counts go on" not in text(), "one version in all that is counted"
+        store.activate("ctr", 1)
+        assert "version 1 serves for less than a minute; counts go on over a switch" in text()
+        step(720.0)
+        assert "version 1 serves since the minute until 00:12 UTC; counts go on" in text()
+    with tierstore.open(tmp_path / "data", port=0, **SMALL) as store, ServerThread(store) as server:
+        assert "nothing was counted since the start: these keys were hot" in cli("hot", "ctr", "item", "--url", server.url).out  # fmt: skip
 
 
 def test_a_table_that_is_not_there(cli: Cli, url: str) -> None:

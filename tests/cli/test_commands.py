@@ -17,6 +17,7 @@ from tests.cli.conftest import DIM, ROWS, Cli, row, write_delta, write_snapshot
 from tests.formats.test_directories import as_spark
 from tests.imports.make_corpus import CORPUS
 from tests.imports.test_hps import hps
+from tierstore.cli import show
 from tierstore.engine.store import Store
 from tierstore.predict import runtime
 from tierstore.service.server import ServerThread
@@ -302,6 +303,7 @@ def test_a_canary_from_its_first_share_to_its_promotion(cli: Cli, tmp_path: Path
     assert refused.code == 1
     assert "may only point to what is served" in refused.err
     assert cli("canary", "ctr", 2, *place).out.endswith("to 5% of the requests\n")
+    assert cli("activate", "ctr", 1, *place).out == "ctr serves version 1\n", "it does, so the canary goes on"
     assert cli("promote", "ctr", *place).out == "ctr serves version 2\n"
     assert cli("label", "ctr", "holdout", 2, *place).code == 0
     assert cli("label", "ctr", "holdout", "--remove", *place).out == "ctr label holdout is removed\n"
@@ -310,6 +312,34 @@ def test_a_canary_from_its_first_share_to_its_promotion(cli: Cli, tmp_path: Path
     again = cli("promote", "ctr", *place)
     assert again.code == 1
     assert "has no canary" in again.err
+
+
+def test_memory_that_has_room_for_every_row_does_not_look_full(cli: Cli, loaded: Store) -> None:
+    with ServerThread(loaded) as server:
+        lines = cli("status", "--url", server.url).out.splitlines()
+    (held,) = (line.split("host ")[1] for line in lines if line.strip().startswith("item "))
+    assert " of " not in held
+    assert "KiB, room for every row · disk" in held
+    table = loaded.status()["models"]["ctr"]["tables"]["item"]
+    table["host"]["capacity_rows"] = 100
+    assert show._room(table, "host") == ", room for 100 rows"
+
+
+def test_a_switch_that_ends_a_canary_says_so(cli: Cli, tmp_path: Path, place: list[str]) -> None:
+    for version in (1, 2, 3):
+        activate = ["--no-activate"] if version == 3 else []
+        assert cli("load", write_snapshot(tmp_path, version), *activate, *place).code == 0
+    assert cli("canary", "ctr", 3, *place).code == 0
+    assert cli("activate", "ctr", 2, *place, "--json").document == {"model": "ctr", "active_version": 2}
+    assert cli("rollback", "ctr", *place).out == "ctr serves version 1; the canary, version 3, is withdrawn, and kept\n"
+    assert cli("canary", "ctr", 3, *place).code == 0
+    assert cli("activate", "ctr", 2, *place, "--json").document == {"model": "ctr", "active_version": 2, "withdrawn": 3}
+    assert cli("canary", "ctr", 3, *place).code == 0
+    assert cli("activate", "ctr", 3, *place).out == "ctr serves version 3\n", "the canary is what serves"
+    assert cli("canary", "ctr", 2, *place).code == 0
+    assert cli("delta", write_delta(tmp_path, 11, 1), *place).code == 0
+    undone = cli("rollback", "ctr", "--to-seq", 10, *place).out
+    assert undone == "ctr serves version 3 as of delta 10; the canary, version 2, is withdrawn, and kept\n"
 
 
 @pytest.mark.parametrize("share", ["105%", "-1", "half", "%", "nan"])

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import tierstore
-from tests.cli.conftest import SMALL, Cli, write_delta, write_snapshot
+from tests.cli.conftest import DIM, SMALL, Cli, write_delta, write_snapshot
 from tierstore.engine.store import Store
 from tierstore.service.server import ServerThread
 
@@ -113,6 +114,55 @@ def test_wrong_use(cli: Cli, tmp_path: Path) -> None:
     assert len(away.document["unreachable"]) == 2
 
 
+def test_every_row_of_two_nodes_is_compared_and_the_keys_that_differ_are_named(
+    two: Two, cli: Cli, tmp_path: Path
+) -> None:
+    (first, second), urls = two
+    snapshot = write_snapshot(tmp_path, 1)
+    for store in (first, second):
+        store.load_snapshot(snapshot)
+    words = ["verify", "--url", urls[0], "--against", urls[1]]
+    equal = cli(*words)
+    assert (equal.code, equal.out.splitlines()) == (
+        0, ["ctr version 1 at seq 10: 302 rows of each node compared", "all is equal"]
+    )  # fmt: skip
+    for store, value in ((first, 1.0), (second, 2.0)):
+        with tierstore.DeltaWriter(tmp_path / "11.arrow", model="ctr", seq=11) as delta:
+            delta.upsert("item", [7], np.full((1, DIM), value, np.float32))
+            delta.upsert("word", ["only here"] if store is first else ["b"], np.ones((1, 2), np.float32))
+            delta.delete("item", [8] if store is first else [9])
+        store.apply_delta(tmp_path / "11.arrow")
+    differ = cli(*words)
+    assert differ.code == 1
+    lines = differ.out.splitlines()
+    assert "ctr version 1 at seq 11: 302 rows of each node compared" in lines
+    assert f"table item (299 on {urls[0]}, 299 on {urls[1]}): 3 keys differ" in lines
+    assert {"  7: another row", f"  8: only on {urls[1]}", f"  9: only on {urls[0]}"} <= set(lines)
+    assert f"table word (3 on {urls[0]}, 2 on {urls[1]}): 1 keys differ" in lines
+    assert lines[-3:] == [
+        "problem: ctr: rows of table 'item' differ at seq 11",
+        "problem: ctr: rows of table 'word' differ at seq 11",
+        "2 problems",
+    ]
+    document = cli(*words, "--json").document
+    (word,) = document["models"][0]["tables"]["word"]["differing"]
+    assert (word["on"], len(word["key"])) == ([urls[0]], 16), "the hash of a string, as strings are not kept"
+    second.load_snapshot(write_snapshot(tmp_path, 2))
+    assert f"expected one version on every node, got 1 on {urls[0]}, 2 on {urls[1]}" in cli(*words).err
+    assert "--url goes with --against" in cli("verify", "--url", urls[0]).err
+    assert "expected another node" in cli("verify", "--url", urls[0], "--against", urls[0]).err
+
+
+def test_a_data_directory_is_compared_with_a_node(two: Two, cli: Cli, tmp_path: Path) -> None:
+    (first, _), urls = two
+    with tierstore.open(tmp_path / "mine", **SMALL) as store:  # type: ignore[arg-type]
+        store.load_snapshot(write_snapshot(tmp_path, 1))
+    done = cli("verify", "--data", tmp_path / "mine", "--against", urls[0])
+    assert (done.code, done.out) == (1, f"problem: {urls[0]} has no model 'ctr'\n1 problems\n")
+    first.load_snapshot(tmp_path / "ctr-1")
+    assert cli("verify", "--data", tmp_path / "mine", "--against", urls[0]).out.endswith("all is equal\n")
+
+
 def test_a_plan(cli: Cli, tmp_path: Path) -> None:
     words = ["plan", "--rows", "10e9", "--dim", "32", "--dtype", "float16", "--qps", "20000"]
     run = cli(*words)
@@ -122,10 +172,20 @@ def test_a_plan(cli: Cli, tmp_path: Path) -> None:
     document = cli(*words, "--zipf", "1.1", "--nodes", "4", "--json").document
     assert document["load"]["reuse"] == "Zipf 1.1"
     assert [design["nodes"] for design in document["designs"]] == [4, 4, 4]
+    (tmp_path / "p.toml").write_text('currency = "EUR"\nmemory = 3\n')
     small = cli("plan", "--rows", "1e6", "--dim", "16", "--memory", "8GiB")
     assert "chosen: one machine" in small.out
     assert "38.4 MiB a version" in small.out
     assert "49.9 MiB a version" in cli("plan", "--rows", "1e6", "--dim", "16", "--memory", "8GiB", "--expires").out
+    assert "USD a month" in small.out
+    assert (
+        "assumed      no requests (--qps), 1,000 keys a request (--keys), keys as uneven as of ads models" in small.out
+    )
+    assert "1,000,000 (100.00%)" in small.out
+    assert "200.00%" not in small.out, "rows that a machine has twice are not twice as many"
+    assert "takes about 3 s a node" in small.out
+    assert "\nassumed" not in cli("plan", "--rows", "1e9", "--dim", "32", "--qps", "9", "--keys", "9", "--zipf", "1", "--prices", "p.toml").out  # fmt: skip
+    assert "host_budget: memory for rows." in small.out
     assert cli("plan", "--rows", "1e12", "--dim", "64", "--memory", "1GiB").code == 1
     (tmp_path / "reuse.csv").write_text("rows,look-ups\n1,9\n9,1\n")
     assert "reuse.csv" in cli("plan", "--rows", "1e6", "--dim", "16", "--reuse", "reuse.csv").out

@@ -193,6 +193,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "sync": 7,
         "aio": 7,
         "replicas": 8,
+        "whole": 9,
         "rollout": 9,
     },
 }

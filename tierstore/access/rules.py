@@ -60,7 +60,7 @@ HTTP: tuple[tuple[str, str, Action], ...] = (
     ("POST", "/admin/models/{model}/explain", Action.READ),
     ("GET", "/admin/models/{model}/tables/{table}/cache", Action.ADMIN),  # it lists keys
     ("POST", "/admin/models/{model}/deltas", Action.WRITE),
-    ("POST", "/admin/models/{model}/snapshots|exports|backups|sample", Action.ADMIN),
+    ("POST", "/admin/models/{model}/snapshots|exports|backups|sample|digests", Action.ADMIN),
     ("POST", "/admin/models/{model}/activate|rollback|canary|promote|withdraw", Action.ADMIN),
     ("DELETE", "/admin/models/{model}/versions/{version}", Action.ADMIN),
     ("PUT DELETE", "/admin/models/{model}/labels/{label}", Action.ADMIN),

@@ -188,14 +188,27 @@ def status(
         show.status(document)
 
 
-def verify(data: Data = None, json: AsJson = False) -> None:
-    """Read everything back and check it.
+def verify(
+    data: Data = None,
+    url: Url = None,
+    against: Annotated[
+        str | None, option("URL", "Compare every row that is served with this node, and say which keys differ.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Read everything back and check it, or compare two nodes.
 
-    Exit code 1 if something is wrong. Works on a data directory that no service has open.
+    Exit code 1 if something is wrong. Without --against it works on a data directory that no service has open; with it
+    on a service too, and every row of both is read while they serve.
     """
-    from tierstore.cli import show
+    from tierstore.cli import fleet, show
     from tierstore.cli.progress import shown_progress
 
+    if against is not None:
+        fleet.compare_whole(data, url, against, json)
+        return
+    if url is not None:
+        raise typer.BadParameter("--url goes with --against; stop the service, and verify its data directory")
     with open_data(data) as store, shown_progress("verify", "nothing was changed") as progress:
         report = store.verify(progress)
     if json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -47,6 +48,8 @@ def _show(document: dict[str, Any]) -> None:
     out.print(keys if document["hottest"] else "nothing was looked up yet")
     if document["key"] == "string" and document["hottest"]:
         out.print("keys are strings, of which the hash is shown: the strings are not kept")
+    for line in _since(document):
+        out.print(line)
     sizes = Table("memory", "rows", "from memory", box=None, header_style="dim")
     for point in document["curve"]:
         sizes.add_row(f"{point['scale']:g} times", f"{point['rows']:,}", _share(point["hit_rate"]))
@@ -57,6 +60,25 @@ def _show(document: dict[str, Any]) -> None:
         minutes.add_row(_clock(minute["at_s"]), f"{minute['keys']:,}", _share(_rate(minute)), _cause(minute))
     if document["history"]:
         out.print(minutes)
+
+
+def _since(document: dict[str, Any]) -> Iterator[str]:
+    """What the keys are counted over."""
+    if not (hottest := document["hottest"]):
+        return
+    if hottest[0]["share"] is None:
+        yield "nothing was counted since the start: these keys were hot when the table was last served"
+        return
+    *_, last = [None, *(minute for minute in document["history"] if minute["switch"])]
+    if document["history"] and document["history"][-1]["version"] != document["version"]:
+        yield f"version {document['version']} serves for less than a minute; {_GO_ON}"
+    elif last is not None:
+        yield f"version {last['version']} serves since the minute until {_clock(last['at_s'])}; {_GO_ON}"
+
+
+_GO_ON = (
+    "counts go on over a switch, so look-ups of the versions before are among them; after 10 minutes they count half"
+)
 
 
 def _rate(minute: dict[str, Any]) -> float | None:

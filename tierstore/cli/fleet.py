@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from tierstore.cli.options import AsJson, argument, option
-from tierstore.cli.target import say
+from tierstore.cli.target import make_client, open_target, say, service_url
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from tierstore.client import whole
     from tierstore.client.replicas import Comparison
 
 NOT_RESTORED = 3  # exit code
+_SHOWN_KEYS = 20
+_LASTS_S = 3600.0  # that a node may take to read every row
 
 
 def rollout(
@@ -142,3 +148,61 @@ def parse_seconds(text: str) -> float:
     if not 0 <= seconds < float("inf"):
         raise typer.BadParameter(f"expected a time such as 90s, 30m or 2h, got {text!r}")
     return seconds
+
+
+def compare_whole(data: Path | None, url: str | None, against: str, json: bool) -> None:
+    """Compare every row that a data directory or a service serves with another node. Ends with 1 where they differ."""
+    from tierstore.cli import show
+    from tierstore.client import whole
+
+    name = service_url(data, url) or "the data directory"
+    if name == against:
+        raise typer.BadParameter(f"--against: expected another node than {name}")
+    with open_target(data, url, timeout_s=_LASTS_S) as target, make_client(against, timeout_s=_LASTS_S) as other:
+        status, there = target.status(), set(other.status()["models"])
+        nodes: dict[str, whole.ComparedNode] = {name: target, against: other}
+        here, found = set(status["models"]), []
+        problems = [f"{against} has no model {model!r}" for model in sorted(here - there)]
+        problems += [f"only {against} has model {model!r}" for model in sorted(there - here)]
+        for model in sorted(here & there):
+            compared = whole.compare_whole(nodes, model)
+            found.append(_whole_document(compared, status["models"][model]["tables"]))
+            problems += [f"{model}: {problem}" for problem in compared.problems]
+    document = {"ok": not problems, "models": found, "problems": problems}
+    if json:
+        show.as_json(document)
+    else:
+        for line in _whole_lines(document):
+            typer.echo(line)
+    if problems:
+        raise typer.Exit(1)
+
+
+def _whole_document(compared: whole.WholeComparison, tables: Mapping[str, Any]) -> dict[str, Any]:
+    """A comparison with keys as a person knows them; of strings the hash, as they are not kept."""
+    document = asdict(compared)
+    for name, table in document["tables"].items():
+        kind = tables[name]["key"]
+        for entry in table["differing"]:
+            unsigned = entry["key"] & (1 << 64) - 1
+            entry["key"] = {"uint64": unsigned, "string": f"{unsigned:016x}"}.get(kind, entry["key"])
+    return document
+
+
+def _whole_lines(document: dict[str, Any]) -> Iterator[str]:
+    for model in document["models"]:
+        rows = sum(max(table["rows"].values()) for table in model["tables"].values())
+        yield f"{model['model']} version {model['version']} at seq {model['seq']}: {rows:,} rows of each node compared"
+        for name, table in model["tables"].items():
+            if not (differing := table["differing"]):
+                continue
+            held = ", ".join(f"{count:,} on {node}" for node, count in table["rows"].items())
+            least = "at least " if table["more"] else ""
+            yield f"table {name} ({held}): {least}{len(differing):,} keys differ"
+            for entry in differing[:_SHOWN_KEYS]:
+                both = len(entry["on"]) == len(table["rows"])
+                yield f"  {entry['key']}: " + ("another row" if both else f"only on {', '.join(entry['on'])}")
+            if len(differing) > _SHOWN_KEYS:
+                yield f"  and {len(differing) - _SHOWN_KEYS:,} more; --json has them"
+    yield from (f"problem: {problem}" for problem in document["problems"])
+    yield f"{len(document['problems'])} problems" if document["problems"] else "all is equal"

@@ -53,7 +53,7 @@ def plan(
         option("TYPE", "As rows are stored (default: float16)."),
     ] = None,
     qps: Annotated[str, typer.Option("--qps", metavar="N", help="Requests a second, on all nodes together.")] = "0",
-    keys: Annotated[int, typer.Option("--keys", metavar="N", min=1, help="Keys of a request.")] = 1000,
+    keys: Annotated[int | None, option("N", "Keys of a request (default: 1000).", min=1)] = None,
     answers: Annotated[Literal["float32", "float16"], typer.Option(help="Numbers of the answers.")] = "float32",
     zipf: Annotated[float | None, option("S", "Look-ups follow Zipf's law with this exponent.")] = None,
     reuse: ReuseFile = None,
@@ -82,7 +82,7 @@ def plan(
     and what is planned for it stands beside what the service measures.
     """
     from tierstore.sizing.plan import Load
-    from tierstore.sizing.prices import Prices, read_prices
+    from tierstore.sizing.prices import ASSUMED, read_prices
     from tierstore.types import StorageDtype
 
     of_service = None if measured is None else _Served.read(measured, table, zipf, reuse)
@@ -92,19 +92,32 @@ def plan(
         raise typer.BadParameter("expected --rows and --dim, or --from and --table")
     load = Load(
         _number("--rows", rows) if rows else served["rows"], dim or served["dim"],
-        StorageDtype(dtype or served.get("dtype", "float16")), lookups, _number("--qps", qps), keys,
+        StorageDtype(dtype or served.get("dtype", "float16")), lookups, _number("--qps", qps), keys or 1000,
         2 if answers == "float16" else 4, parse_share(changed), expires=expires,
     )  # fmt: skip
-    given = Prices() if prices is None else read_prices(prices)
+    given = ASSUMED if prices is None else read_prices(prices)
     machine = _machine(memory, disk, reads, network, cores)
     if given.nodes and machine != type(machine)():
         raise typer.BadParameter(f"expected --memory, --disk and the like, or kinds of nodes in {prices}; got both")
-    outlook = _Outlook.make(load, machine, nodes, given, grows, of_service)
+    outlook = _Outlook.make(load, machine, nodes, given, grows, of_service, _assumed(load, keys, prices))
     if page is not None:
         _write_page(page, outlook, table)
     (_show_json if json else _show)(outlook)
     if outlook.plan.chosen is None:
         raise typer.Exit(1)
+
+
+def _assumed(load: Load, keys: int | None, prices: Path | None) -> list[str]:
+    """What nobody has given."""
+    from tierstore.sizing.reuse import ADS
+
+    found = {
+        "no requests (--qps)": not load.qps,
+        "1,000 keys a request (--keys)": keys is None,
+        "keys as uneven as of ads models (--zipf, --reuse, --from)": load.reuse is ADS,
+        "prices (--prices)": prices is None,
+    }
+    return [what for what, is_so in found.items() if is_so]
 
 
 @dataclass(frozen=True)
@@ -115,11 +128,12 @@ class _Outlook:
     swings: list[Swing]
     growth: Growth | None
     compared: list[Compared]
+    assumed: list[str]  # what nobody has given
 
     @classmethod
     def make(
         cls, load: Load, machine: Machine, nodes: int | None, prices: Prices, grows: str | None,
-        of_service: _Served | None
+        of_service: _Served | None, assumed: list[str]
     ) -> _Outlook:  # fmt: skip
         from tierstore.sizing.outlook import growth, sensitivity
         from tierstore.sizing.plan import plan as make_plan
@@ -130,6 +144,7 @@ class _Outlook:
             sensitivity(made, machine, nodes),
             None if grows is None else growth(made, machine, parse_share(grows)),
             [] if of_service is None else of_service.compared(),
+            assumed,
         )
 
 
@@ -170,7 +185,15 @@ def _show_json(outlook: _Outlook) -> None:
     document["sensitivity"] = [asdict(swing) for swing in outlook.swings]
     document["growth"] = None if outlook.growth is None else asdict(outlook.growth)
     document["compared"] = [asdict(one) for one in outlook.compared]
+    document["assumed"] = outlook.assumed
     show.as_json(document)
+
+
+_COLUMNS = (
+    "host_budget: memory for rows. rows in memory: of the table, in one node. disk: at its peak, while a snapshot is "
+    "loaded. reads/s: of rows that memory lacks. cores: that are busy, and with one node away in those that remain. "
+    "(!): not possible"
+)
 
 
 def _show(outlook: _Outlook) -> None:
@@ -195,14 +218,17 @@ def _show(outlook: _Outlook) -> None:
         "is open"
     )
     say(f"look-ups     {load.qps:,.0f} requests a second of {load.keys:,.0f} keys, {load.reuse.name}")
+    if outlook.assumed:
+        say(f"assumed      {', '.join(outlook.assumed)}")
     shown = Table(
         "design", "nodes", "host_budget", "rows in memory", "hit rate", "disk", "network out", "reads/s", "cores",
-        "one away", "a month",
+        "one away", f"{made.prices.currency} a month".strip(),
         title="each node", box=None, header_style="bold",
     )  # fmt: skip
     for design in made.designs:
         shown.add_row(*_columns(design, load.rows))
     show.console().print(shown)
+    say(_COLUMNS)
     for design in made.designs:
         if design.behind:
             say(f"{design.name}: behind the nodes {design.behind}")

@@ -149,9 +149,8 @@ def _tables(tables: dict[str, dict[str, Any]]) -> Table:
         "table", "rows", "keys looked up", "answered by", "held", box=None, header_style="dim", padding=(0, 2)
     )
     for name, table in tables.items():
-        budgets = table["tier_budget_bytes"]
         held = (
-            f"{tier} {size(n)}" + (f" of {size(budgets[tier])}" if budgets.get(tier) else "")
+            f"{tier} {size(n)}" + _room(table, tier)
             for tier, n in table["tier_bytes"].items()
             if n or tier != "device"  # most machines have none
         )
@@ -161,6 +160,14 @@ def _tables(tables: dict[str, dict[str, Any]]) -> Table:
             rows += f", {ttl['expired_at_load'] + ttl['expired_since']:,} expired"
         shown.add_row(escape(name), rows, f"{sum(counts.values()):,}", shares(counts), " · ".join(held))
     return shown
+
+
+def _room(table: dict[str, Any], tier: str) -> str:
+    """How much more of a table a tier has room for; of memory in rows, as its bytes are taken before rows come."""
+    budget, rows = table["tier_budget_bytes"].get(tier), table.get("host", {}).get("capacity_rows")
+    if tier != "host" or rows is None:
+        return f" of {size(budget)}" if budget else ""
+    return ", room for every row" if rows >= table["rows"] else f", room for {rows:,} rows"
 
 
 def memory_line(cache: dict[str, Any]) -> str:

@@ -27,7 +27,9 @@ URL_VARIABLE = "TIERSTORE_URL"  # the default of --url where there is no --data
 
 
 @contextmanager
-def open_target(data: Path | None, url: str | None, *, create: bool = False) -> Iterator[Store | Client]:
+def open_target(
+    data: Path | None, url: str | None, *, create: bool = False, timeout_s: float | None = None
+) -> Iterator[Store | Client]:
     """Open the data directory, or connect to the service; closed at the end.
 
     create: make a data directory that does not exist; else it is NotFound. Locked where another process holds it.
@@ -36,19 +38,23 @@ def open_target(data: Path | None, url: str | None, *, create: bool = False) -> 
         raise typer.BadParameter("expected --data or --url, got both")
     url = service_url(data, url)
     if url is not None:
-        with make_client(url) as client:
+        with make_client(url, timeout_s) as client:
             yield client
         return
     with open_data(data, create=create) as store:
         yield store
 
 
-def make_client(url: str) -> Client:
-    """A client of the service, with the token and the certificates that the environment names."""
+def make_client(url: str, timeout_s: float | None = None) -> Client:
+    """A client of the service, with the token and the certificates that the environment names.
+
+    `timeout_s`: of one request, where the usual one is too short.
+    """
     from tierstore.client import Client
     from tierstore.client.environment import client_options
 
-    return Client(url, **client_options([url]))
+    options = client_options([url])
+    return Client(url, **options if timeout_s is None else options | {"timeout_s": timeout_s})
 
 
 def fate(data: Path | None, url: str | None, own: str) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tierstore.cli.options import AsJson, Data, Force, ModelName, Url, VersionNumber, argument
 from tierstore.cli.target import open_target, parse_share, say
+
+if TYPE_CHECKING:
+    from tierstore.client import Client
+    from tierstore.engine.store import Store
 
 
 def activate(
@@ -20,8 +24,10 @@ def activate(
 ) -> None:
     """Serve a kept version."""
     with open_target(data, url) as target:
+        before = _canary(target, model)
         target.activate(model, version, force=force)
-    say(json, {"model": model, "active_version": version}, f"{model} serves version {version}")
+        ended = _ended(target, model, before)
+    _say_switch(json, {"model": model, "active_version": version}, f"{model} serves version {version}", ended)
 
 
 def rollback(
@@ -46,12 +52,35 @@ def rollback(
     The kept version before the active one; with --to-seq the active one, without the deltas above that seq.
     """
     with open_target(data, url) as target:
+        before = _canary(target, model)
         version = target.rollback(model, to_seq=to_seq, force=force, expected_active=expected_active)
-    document = {"model": model, "active_version": version}
-    if to_seq is None:
-        say(json, document, f"{model} serves version {version}")
-    else:
-        say(json, {**document, "to_seq": to_seq}, f"{model} serves version {version} as of delta {to_seq}")
+        ended = _ended(target, model, before)
+    document = {"model": model, "active_version": version} | ({} if to_seq is None else {"to_seq": to_seq})
+    as_of = "" if to_seq is None else f" as of delta {to_seq}"
+    _say_switch(json, document, f"{model} serves version {version}{as_of}", ended)
+
+
+def _canary(target: Store | Client, model: str) -> int | None:
+    canary = target.status(model)["models"][model]["canary"]
+    return None if canary is None else canary["version"]
+
+
+def _ended(target: Store | Client, model: str, before: int | None) -> int | None:
+    """The version that was the canary before a switch, and is not served after it."""
+    if before is None:
+        return None
+    status = target.status(model)["models"][model]
+    canary = status["canary"]
+    return None if before in (status["active_version"], canary and canary["version"]) else before
+
+
+def _say_switch(json: bool, document: dict[str, Any], text: str, ended: int | None) -> None:
+    if ended is not None:
+        document, text = (
+            {**document, "withdrawn": ended},
+            f"{text}; the canary, version {ended}, is withdrawn, and kept",
+        )
+    say(json, document, text)
 
 
 def canary(

@@ -309,6 +309,22 @@ class AsyncClient(ClientBase[AsyncTransport]):
         """
         return await self._transport.run(self._operations.sample(model, version, keys, rows, expired_at_s))
 
+    async def digests(
+        self,
+        model: str,
+        *,
+        version: int | str | None = None,
+        seq: int | None = None,
+        buckets: int = 1024,
+        listed: Mapping[str, Sequence[int]] | None = None,
+        expired_at_s: int | None = None,
+    ) -> dict[str, Any]:
+        """Digests of all rows of a version at one seq, as `POST /admin/models/{m}/digests` answers; the node
+        reads every row for it.
+        """
+        wanted = {"version": version, "seq": seq, "buckets": buckets, "listed": listed, "expired_at_s": expired_at_s}
+        return await self._transport.run(self._operations.digests(model, wanted))
+
     async def explain(
         self, model: str, feature: str, keys: KeysLike, *, version: int | str | None = None
     ) -> dict[str, Any]:

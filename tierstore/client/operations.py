@@ -252,6 +252,10 @@ class Operations:
         body |= {} if at_s is None else {"expired_at_s": at_s}  # an earlier release does not know it
         return dict((yield from self._json("POST", f"{_admin(model)}/sample", body, repeat=True)))
 
+    def digests(self, model: str, wanted: Mapping[str, Any]) -> Operation[dict[str, Any]]:
+        self._one_node("a digest")
+        return dict((yield from self._json("POST", f"{_admin(model)}/digests", wanted, repeat=True)))
+
     def explain(self, model: str, feature: str, keys: Any, version: Version) -> Operation[dict[str, Any]]:
         self._one_node("an explanation")
         body = {"feature": feature, "keys": as_keys(keys).tolist(), "version": version}

@@ -33,7 +33,7 @@ class SourceSettings(BaseModel):
     export_root: Annotated[Path | str | None, BeforeValidator(path_or_url)] = Field(
         None,
         description="exports and backups that are requested over HTTP are written only under this directory or URL; "
-        "default: none, and they are refused",
+        "default: `exports` in the data directory",
     )
     max_delta: Size = Field(ByteSize(256 << 20), description="largest body of a delta")
     watch: Path | None = Field(

@@ -7,6 +7,7 @@ holds the directory (`lifecycle/directory_lock.py`).
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from tierstore.engine.lifecycle.sweep import sweep
 from tierstore.engine.lifecycle.throttle import LookupTimes
 from tierstore.engine.model import Model
 from tierstore.engine.operations.backup import backup
+from tierstore.engine.operations.digests import digests
 from tierstore.engine.operations.explain import explain
 from tierstore.engine.operations.export import ExportOptions, export, new_target
 from tierstore.engine.operations.from_peers import copies_of
@@ -305,6 +307,16 @@ class Store(ParkedMessages):
         refuse_inside()
         models = [self.model(name) for name in self.models()]
         return verify_store(models, self.root.root, guarded(progress or ignore), self.shared.throttle)
+
+    def digests(
+        self, model: str, *, version: int | str | None = None, seq: int | None = None, buckets: int = 1024,
+        listed: Mapping[str, Sequence[int]] | None = None, expired_at_s: int | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Digests of all rows that a model serves at one seq, by which nodes are compared; see `operations/digests.py`.
+
+        Look-ups and deltas go on.
+        """
+        return digests(self.model(model), version, seq, buckets, listed, expired_at_s)
 
     def export(
         self, model: str, directory: str | Path, *, version: int | str | None = None, as_version: int | None = None,

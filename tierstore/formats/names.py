@@ -13,6 +13,7 @@ the `…_on_disk` listings, which read directories and skip names that are not o
         (`service/sources/kafka_positions.py`)
     <data>/kafka/rows/<topic>/<model>.json        the same of a topic of rows, for each model
     <data>/kafka/parked/<id>.parked               a message that cannot be applied (`kafka/parked.py`)
+    <data>/exports/                               exports and backups asked for over HTTP, where no `export_root` is set
     <data>/kernels/                               compiled kernels, where they can be kept nowhere else (`kernels/`)
     <data>/.tmp-copy-<model>/                    a model that is being copied from a peer; a start goes on with it
     <data>/.tmp-copy-<model>/                     a model that is being copied from a peer; with
@@ -53,6 +54,7 @@ KAFKA = "kafka"
 KAFKA_POSITIONS = "positions.json"
 ROWS = "rows"
 PARKED = "parked"
+EXPORTS = "exports"
 MODELS = "models"
 CURRENT = "CURRENT"
 ROUTES = "routes.json"
@@ -289,6 +291,11 @@ class DataDirectory:
     @property
     def format(self) -> Path:
         return self.root / DIRECTORY_FORMAT
+
+    @property
+    def exports(self) -> Path:
+        """Where a service writes exports and backups that nobody gave another place."""
+        return self.root / EXPORTS
 
     @property
     def tokens(self) -> Path:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from tierstore.errors import InvalidInput
 from tierstore.formats.row_times import TIME_BYTES
-from tierstore.sizing.prices import Kind, Prices
+from tierstore.sizing.prices import ASSUMED, Kind, Prices
 from tierstore.sizing.reuse import ADS, Measured, Reuse, hit_rate
 from tierstore.tiers.disk.block_shape import block_shape
 from tierstore.tiers.host.layout import ALL_ROWS
@@ -41,6 +41,7 @@ REDIS_KEY_CPU_S = 0.95e-6  # of the cluster (same page)
 REDIS_ROW_BYTES = 72  # beyond the row, of a field of a hash with 8-byte fields: 136 for rows of 64 (same page)
 FRONT_SHARE = 0.25  # of the memory for rows of a machine that is an owner and a front
 LOAD_ROWS_S = 3.1e6  # rows a second of a load of 400 million (docs/benchmarks.md)
+LOAD_START_S = 2.0  # until helpers read, and until the version is on record; 10 million rows take 4.8 s in all (README)
 USED = 0.7  # of what a node can do while all are there, so that there is room for peaks
 MOST_SHARES = 4096  # that a table is cut into
 
@@ -190,7 +191,7 @@ def plan(load: Load, machine: Machine, nodes: int | None = None, prices: Prices 
     """
     if nodes is not None and nodes < 1:
         raise InvalidInput(f"nodes: expected at least 1, got {nodes}")
-    prices = prices or Prices()
+    prices = prices or ASSUMED
     machines = [Machine.of_kind(name, kind) for name, kind in prices.nodes.items()] or [machine]
     unfit = () if nodes is None else ("copies", "partitions") if nodes == 1 else (ONE,)
     names = [name for name in DESIGNS if name not in unfit]
@@ -243,7 +244,7 @@ def owner_of(load: Load, machine: Machine, pairs: int, *, one_away: bool = False
     # the hottest rows are in every front, so owners keep those that come next
     in_front = _rows_in(front, load, bytes_of(load).all_in_memory, load.rows)
     in_owner = _rows_in(own, load, table.all_in_memory, share)
-    in_memory = min(load.rows, in_front + in_owner * pairs)
+    in_one, in_memory = (min(load.rows, in_front + in_owner * owners) for owners in (1, pairs))
     missed = 1 - hit_rate(load.reuse, in_front, load.rows)
     lacking = load.keys * missed  # keys of a request, for owners
     hits = hit_rate(load.reuse, in_memory, load.rows)
@@ -258,7 +259,7 @@ def owner_of(load: Load, machine: Machine, pairs: int, *, one_away: bool = False
         requests * (lacking * KEY_BYTES + parts * PART_BYTES) + keys * (load.row_bytes + 1) + received * PART_BYTES
     )
     return PlannedNode(
-        own + front, in_owner + in_front, hits, _memory_of(machine, own + front, table.index, 2), table.disk_peak,
+        own + front, in_one, hits, _memory_of(machine, own + front, table.index, 2), table.disk_peak,
         requests * load.keys * load.dim * load.answer_bytes + between, between, received, reads,
         requests * (REQUEST_CPU_S + load.keys * KEY_CPU_S + front_s)
         + received * OWNER_PART_CPU_S + keys * OWNER_KEY_CPU_S + reads * READ_CPU_S,
@@ -327,7 +328,10 @@ def _copies(load: Load, machine: Machine, nodes: int | None, prices: Prices) -> 
     nodes = nodes or _enough(node_of(load, machine, 1.0), machine)
     node = node_of(load, machine, 1 / nodes)
     away = node_of(load, machine, 1 / (nodes - 1)) if nodes > 1 else None
-    notes = [f"a load of the snapshot takes about {_hours(load.rows / LOAD_ROWS_S / 3600)} a node, built versions less"]
+    notes = [
+        f"a load of the snapshot takes about {_span(LOAD_START_S + load.rows / LOAD_ROWS_S)} a node, at "
+        f"{LOAD_ROWS_S / 1e6:g} million rows a second; built versions less"
+    ]
     if nodes == 1:
         notes.append("while it is down nothing answers")
     limits, monthly = _all_limits(node, away, machine), _monthly(machine, node, nodes, prices)
@@ -393,5 +397,7 @@ def _shown(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def _hours(hours: float) -> str:
-    return f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.0f} minutes" if hours * 60 >= 1 else "a minute"
+def _span(seconds: float) -> str:
+    if seconds >= 2 * 3600:
+        return f"{seconds / 3600:.1f} hours"
+    return f"{seconds / 60:.0f} minutes" if seconds >= 2 * 60 else f"{max(1, math.ceil(seconds))} s"

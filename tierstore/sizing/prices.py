@@ -50,7 +50,7 @@ class Prices(_Entry):
 
     With `nodes` whole nodes are paid instead.
 
-    By default figures of the size that clouds ask, without a currency: only their ratio decides.
+    By default figures of the size that clouds ask: only their ratio decides.
     """
 
     currency: str = ""
@@ -58,6 +58,9 @@ class Prices(_Entry):
     disk: Price = 0.1
     core: Price = 15.0
     nodes: dict[str, Kind] = Field(default_factory=dict)
+
+
+ASSUMED = Prices(currency="USD")  # where none are given
 
 
 def read_prices(path: str | Path) -> Prices:

@@ -16,6 +16,7 @@ from tests.service.conftest import settings_for
 from tierstore.access.roles import Role
 from tierstore.access.tokens import TokenFile
 from tierstore.engine.store import Store
+from tierstore.errors import InvalidInput
 from tierstore.service.server import ServerThread
 
 
@@ -50,6 +51,26 @@ def test_a_backup_is_made_by_a_service_and_restored(own: tuple[Store, ServerThre
     assert made[0]["who"].startswith("job ")
     restored = json.loads((tmp_path / "other/audit/audit.jsonl").read_text().splitlines()[0])
     assert (restored["what"], restored["model"], restored["seq"]) == ("restore", "ctr", 1)
+
+
+def test_a_service_that_was_started_without_a_place_has_one(tmp_path: Path) -> None:
+    """In its data directory, where a backup takes no room until the store drops what is in it."""
+    with Store(settings_for(tmp_path, grpc_port="off")) as store, ServerThread(store) as server:
+        store.load_snapshot(scenes.write_snapshot(tmp_path))
+        with tierstore.Client(server.url) as client:
+            assert client.backup("ctr", "nightly").seq == 0
+            client.export("ctr", "ctr/1")
+            with pytest.raises(InvalidInput, match="not below export_root"):
+                client.backup("ctr", "../models/ctr/nightly")
+        with pytest.raises(InvalidInput, match="in the data directory"):
+            store.backup("ctr", tmp_path / "data/models/backup")
+    assert (tmp_path / "data/exports/ctr/1/snapshot.json").exists()
+    with tierstore.open(tmp_path / "data", host_budget="4MiB") as again:
+        assert again.models() == ["ctr"]
+        assert again.verify().ok
+    tierstore.restore(tmp_path / "data/exports/nightly", tmp_path / "other")
+    with tierstore.open(tmp_path / "other", host_budget="4MiB") as other:
+        np.testing.assert_array_equal(other.model("ctr").lookup("item_id", [5])[0], scenes.vector("item", 0, 5))
 
 
 def test_backups_that_are_refused(own: tuple[Store, ServerThread], tmp_path: Path) -> None:

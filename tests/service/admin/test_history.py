@@ -22,7 +22,7 @@ from tierstore.engine.store import Store
 from tierstore.service import history
 from tierstore.service.history import STEP_S
 from tierstore.service.server import ServerThread
-from tierstore.service.stats import REQUEST_BOUNDS_S, bucket_quantiles
+from tierstore.service.stats import REQUEST_BOUNDS_S, Timings, bucket_quantiles
 
 Own = tuple[Store, ServerThread, httpx.Client]
 
@@ -80,6 +80,67 @@ def test_each_step_has_the_requests_keys_and_deltas_that_came_in_it(own: Own, tu
     assert minute["seconds"] >= 3 * STEP_S
     assert (minute["requests"], minute["failed"]) == (9, 0)
     assert 0 < minute["p50_s"] <= minute["p99_s"]
+    assert (minute["at_s"], minute["keys"]) == (steps["at_s"][-1], 22)
+    assert 0 < minute["cpu_s"] < 60
+    assert {name: document["minute"][name] for name in hour} == hour, "less than a minute has passed"
+
+
+def test_versions_are_compared_over_one_time_since_there_is_a_canary(own: Own, turn: Callable[[int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    store, server, _ = own
+    for version in (1, 2):
+        store.load_snapshot(write_snapshot(tmp_path, version))
+    stats = server.service.inference_stats
+
+    def answer(version: int, requests: int, failed: int, ms: int) -> None:
+        for _ in range(requests - failed):
+            stats.succeeded("ctr", version, ms * 1_000_000, Timings())
+        stats.failed("ctr", version, 1000, "error", failed)
+
+    turn(0)
+    answer(2, 100, 0, 2)
+    turn(1)
+    steps = server.service.history.document("ctr", time.time(), to_admin=True)["steps"]
+    began_s = steps["at_s"][-1] + 1.0
+    store.canary("ctr", 1, 0.25)
+    latest = store.audit.latest
+
+    def lines(since_s: float) -> list[dict[str, Any]]:
+        return [line | ({"at_s": began_s} if line["what"] == "canary" else {}) for line in latest(since_s)]
+
+    monkeypatch.setattr(store.audit, "latest", lines)
+    answer(2, 30, 1, 2)
+    turn(2)
+    answer(1, 10, 2, 20)
+    turn(3)
+    document = server.service.history.document("ctr", time.time(), to_admin=True)
+    assert document["versions_since_s"] == began_s
+    active, canary = document["versions"]
+    shown = ("version", "state", "share", "requests", "failed")
+    assert [active[name] for name in shown] == [2, "active", 0.75, 30, 1]
+    assert [canary[name] for name in shown] == [1, "canary", 0.25, 10, 2]
+    assert canary["since_s"] == began_s > active["since_s"]
+    assert 0.001 < active["p50_s"] <= 0.0025 < 0.01 < canary["p50_s"] <= canary["p99_s"] <= 0.025
+    assert (active["steps"]["requests"], canary["steps"]["requests"]) == ([100, 30, 0], [None, None, 10])
+    assert (active["minute"]["requests"], canary["minute"]["requests"]) == (130, 10)
+
+
+def test_a_version_that_serves_no_more_and_a_canary_that_nobody_has_asked_are_told(own: Own, turn: Callable[[int], None], tmp_path: Path) -> None:  # fmt: skip
+    store, server, http = own
+    for version in (1, 2):
+        store.load_snapshot(write_snapshot(tmp_path, version))
+
+    def told() -> dict[int, tuple[str | None, float | None, int]]:
+        return {one["version"]: (one["state"], one["share"], one["requests"]) for one in of(http)["versions"]}
+
+    turn(0)
+    server.service.inference_stats.failed("ctr", 1, 1000, "error", 3)
+    turn(1)
+    assert told() == {2: ("active", 1.0, 0), 1: (None, None, 3)}
+    for step in range(2, HOUR_S // STEP_S + 2):
+        turn(step)
+    assert told() == {2: ("active", 1.0, 0)}
+    store.canary("ctr", 1, 0.0)
+    assert told() == {2: ("active", 1.0, 0), 1: ("canary", 0.0, 0)}
 
 
 def test_failures_of_the_service_are_told_apart_from_those_of_callers(own: Own, turn: Callable[[int], None], tmp_path: Path) -> None:  # fmt: skip

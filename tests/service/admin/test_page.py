@@ -65,7 +65,7 @@ def test_the_page_shows_models_versions_and_tables(
     assert http.post("/v2/models/ctr/infer", json={"inputs": [keys]}).status_code == 200
     page = tab()
     page.open(server.url + "/")
-    for words in ("ready", "ctr", "active", "float32", "host budget"):
+    for words in ("ready", "ctr", "active", "float32", "memory for rows"):
         page.wait_text(words)
     assert page.errors == []
 
@@ -113,7 +113,8 @@ def everything(document: dict[str, Any]) -> dict[str, Any]:
         "watch": {"directory": "/deltas", "applied": 9, "problem": None, "held_up": {"ctr": "8.arrow is no delta"}},
         "watch_snapshots": {"locations": [location], "models": {"ctr": watched}, "problems": []},
         "access": {"tokens": True, "tls": True},
-        "last_minute": {"seconds": 60, "requests": 100, "failed": 7, "p50_s": 0.00175, "p99_s": 0.0025},
+        "last_minute": document["service"]["last_minute"]
+        | {"at_s": 1, "seconds": 60, "requests": 120, "failed": 7, "p50_s": 0.00175, "p99_s": 0.0025},
     }
     (ctr, *others) = sorted(document["models"], key=lambda model: model["model"] != "ctr")
     ctr |= {
@@ -203,8 +204,11 @@ def hour() -> dict[str, Any]:
     ]
     return {
         "step_s": STEP_S,
+        "minute": {"seconds": 60, **{name: sum(steps[name][-4:]) for name in whole}, "p50_s": 0.0004, "p99_s": 0.004},
         "hour": {"seconds": 3600, **whole, "p50_s": 0.0004, "p99_s": 0.004},
         "steps": steps,
+        "versions": [],
+        "versions_since_s": None,
         "changes": changes,
     }
 
@@ -244,14 +248,15 @@ def test_the_page_shows_the_cluster_and_every_source_and_what_is_wrong(
     page.size(width)
     open_with(page, server, everything(http.get("/admin/models").json()))
     fits(page, width)
-    tiles, cards = page.text("#tiles"), page.text("#models")
+    tiles, cards = page.text("#headline") + page.text("#tiles"), page.text("#models")
     for words in (
-        "held up\nKafka, 34 messages behind",
-        "25.0 %\nof the time for load",
-        "reachable\ncluster h1:6379,h2:6379",
-        "by token\naccess, TLS",
-        "7 (7.0 %)\nerrors, last minute",
-        "1.8 ms\np50, last minute",
+        "Kafka\nheld up\n34 messages behind",
+        "background work\nload\n25.0 % of the time",
+        "cluster\nreachable\nh1:6379,h2:6379",
+        "access\nby token\nover TLS",
+        "requests a second\n2.0\n7 errors (5.8 %)",
+        "p99\n2.5 ms\np50 1.8 ms",
+        "newest event\n2 h ago\nctr, later than freshness_max_s allows",
     ):
         assert words in tiles, tiles
     for words in (
@@ -392,10 +397,10 @@ def test_the_hour_is_walked_through_by_arrow_keys_and_by_pointing(own_page: tupl
     for key in ("Home", "ArrowRight"):
         page.key(key)
     steps = page.evaluate("fetch('/admin/models/ctr/history').then(answer => answer.json())")["steps"]
-    page.wait_text("1 deltas, up to 1" if steps["deltas"][1] else f"0 deltas, up to {steps['seq'][1]}", ".hour")
-    assert page.text(".axis output") != ""
+    page.wait_text("1 delta, up to 1" if steps["deltas"][1] else f"0 deltas, up to {steps['seq'][1]}", ".hour")
+    assert "15 s up to" in page.text(".hour output")
     page.key("Escape")
-    page.wait("document.querySelector('.axis output').innerText === ''")
+    page.wait("document.querySelector('.hour output').innerText === 'the last minute'")
     page.point(".chart svg", 0.999)
     page.wait("document.querySelector('.cursor')")
     assert page.errors == []

@@ -57,13 +57,16 @@ def changing(audit: Audit, change: str, model: str, state: State, **fields: Any)
     `state` has the active version as `active`. `fields` that are None are not logged.
     """
     began_s = time.monotonic()
-    before = (state() or {}).get("active")
+    was = state() or {}
     with audited(audit, change, model, state, **fields) as noted:
         yield noted
-    after, seconds, by = (state() or {}).get("active"), time.monotonic() - began_s, REQUESTER.get()
+    now, seconds, by = state() or {}, time.monotonic() - began_s, REQUESTER.get()
+    before, after, canary = was.get("active"), now.get("active"), was.get("canary")
     reported = {name: value for name, value in noted.items() if value is not None}
     text = "".join(f", {name} {value}" for name, value in reported.items())
     moved = f"active version {before} → {after}" if before != after else f"active version {after}"
+    if canary is not None and canary not in (after, now.get("canary")):
+        moved += f", canary {canary} withdrawn"
     more = {"model": model, "change": change, "from": before, "to": after, "seconds": round(seconds, 3), **reported}
     logger.info(
         "model %s: %s%s: %s, in %.3f s%s", model, change, text, moved, seconds,

@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import FastAPI, Path
 from pydantic import BaseModel, ConfigDict, Field
 
-from tierstore.formats.names import MAX_ORDINAL
+from tierstore.formats.names import MAX_ORDINAL, DataDirectory
 from tierstore.service.admin.sources import resolve_target
 from tierstore.service.context import Service
 from tierstore.types import MAX_PARTITIONS, NAME
@@ -48,13 +48,15 @@ class JobStarted(BaseModel):
 
 
 def add_exports(app: FastAPI, service: Service) -> None:
-    """Exports and backups; what they write is below `export_root`."""
+    """Exports and backups; what they write is below `export_root`, by default in the data directory."""
+    settings = service.settings
+    root = settings.export_root or DataDirectory(settings.data).exports
 
     @app.post("/admin/models/{model}/exports", status_code=202, tags=["snapshots"])
     async def export(model: ModelName, request: ExportRequest) -> JobStarted:
         """Write what is served now, base and deltas at one seq, as a snapshot or a built version, in the background."""
         service.store.model(model)
-        where = await service.admin_pool.run(resolve_target, request.directory, service.settings.export_root)
+        where = await service.admin_pool.run(resolve_target, request.directory, root)
         wanted = {"version": request.version, "as_version": request.as_version, "partitions": request.partitions}
         return JobStarted(job=service.jobs.submit_export(model, where, wanted).id)
 
@@ -62,5 +64,5 @@ def add_exports(app: FastAPI, service: Service) -> None:
     async def backup(model: ModelName, request: BackupRequest) -> JobStarted:
         """Back a model up as it is at one moment, all its versions and its log, in the background."""
         service.store.model(model)
-        where = await service.admin_pool.run(backups_target, request.directory, service.settings.export_root)
+        where = await service.admin_pool.run(backups_target, request.directory, root)
         return JobStarted(job=service.jobs.submit_export(model, where, {"keep": request.keep}, "backup").id)

@@ -71,7 +71,7 @@ def memory(status: dict[str, Any], service: Service) -> Iterator[Metric]:
         "history": service.history.nbytes,
         "requests": service.inflight.used_bytes + service.delta_bytes.used_bytes,
     }  # fmt: skip
-    parts["other"] = max(0, _resident_bytes() - sum(parts.values()))
+    parts["other"] = max(0, resident_bytes() - sum(parts.values()))
     text = "Bytes of memory by what they are for; `other` is what the process takes beside them."
     yield gauges("tierstore_memory_bytes", text, "part", parts)
     text = "Bytes of memory that the machine or the container has."
@@ -89,7 +89,8 @@ def loads(service: Service) -> Iterator[Metric]:
     yield counters("tierstore_jobs_ended", "Loads and exports that have ended, by how.", "kind state", ended)
 
 
-def _resident_bytes() -> int:
+def resident_bytes() -> int:
+    """Memory of this process that is not swapped out; 0 where the system does not say."""
     try:
         return int(Path(f"/proc/{os.getpid()}/statm").read_text().split()[1]) * _PAGE_BYTES
     except (OSError, ValueError):

@@ -18,12 +18,13 @@ def add_history(app: FastAPI, service: Service) -> None:
 
     @app.get("/admin/models/{model}/history", tags=["models"])
     async def history(model: ModelName, request: Request) -> dict[str, Any]:
-        """Requests, latencies, errors, keys and deltas of the last hour, in steps, and what was changed in it."""
+        """Requests, latencies, errors, keys and deltas of the last hour, in steps, by version, and
+        what was changed in it.
+        """
         service.store.model(model)  # NotFound
         to_admin = principal_of(request.scope).may(Action.ADMIN, model)
 
         def document() -> dict[str, Any]:
-            changes = service.history.changes(model, time.time(), to_admin=to_admin)
-            return {"model": model, **service.history.document(model), "changes": changes}
+            return {"model": model, **service.history.document(model, time.time(), to_admin=to_admin)}
 
         return await service.status_pool.run(document)

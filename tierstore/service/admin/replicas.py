@@ -1,4 +1,4 @@
-"""The request by which nodes that should serve the same are compared."""
+"""The requests by which nodes that should serve the same are compared: of some rows, and of all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Annotated, Any
 from fastapi import Body, FastAPI, Path
 from pydantic import BaseModel, ConfigDict, Field
 
+from tierstore.engine.operations.digests import MOST_BUCKETS
 from tierstore.engine.operations.sample import MOST_KEYS, sample
+from tierstore.formats.names import MAX_ORDINAL
 from tierstore.service.context import Service
 from tierstore.types import NAME
 
@@ -31,8 +33,29 @@ class SampleRequest(BaseModel):
     ] = None
 
 
+class DigestsRequest(BaseModel):
+    """All rows of a version, and how their digests are to come."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    version: Annotated[
+        int | str | None, Field(description="number or label of a version that is served; default: active")
+    ] = None
+    seq: Annotated[int | None, Field(ge=0, le=MAX_ORDINAL, description="at which; at another one `tables` is null")] = (
+        None
+    )
+    buckets: Annotated[int, Field(ge=1, le=MOST_BUCKETS, description="into so many the rows of a table are put")] = 1024
+    listed: Annotated[
+        dict[str, list[int]] | None,
+        Field(description="by table, buckets whose keys are listed with a digest each; then no other rows are read"),
+    ] = None
+    expired_at_s: Annotated[
+        int | None, Field(ge=0, description="seconds since 1970; rows that are expired then count as absent")
+    ] = None
+
+
 def add_samples(app: FastAPI, service: Service) -> None:
-    """Add the route that samples rows to the application."""
+    """Add the routes to the application."""
 
     @app.post("/admin/models/{model}/sample", tags=["models"])
     async def sample_rows(
@@ -45,4 +68,14 @@ def add_samples(app: FastAPI, service: Service) -> None:
         answer: dict[str, Any] = await service.admin_pool.run(
             sample, held, wanted.version, wanted.keys, wanted.rows, wanted.expired_at_s
         )
+        return answer
+
+    @app.post("/admin/models/{model}/digests", tags=["models"])
+    async def digests_of_rows(
+        model: Annotated[str, Path(pattern=f"^{NAME.pattern}$", description="name of the model")],
+        request: Annotated[DigestsRequest | None, Body()] = None,
+    ) -> dict[str, Any]:
+        """Digests of all rows at one seq. Every row is read, beside what serves: the answer takes as long as that."""
+        wanted = (request or DigestsRequest()).model_dump()
+        answer: dict[str, Any] = await service.switch_pool.run(lambda: service.store.digests(model, **wanted))
         return answer

@@ -21,9 +21,11 @@ from tierstore import __version__
 from tierstore.access.roles import Role
 from tierstore.errors import Conflict, NotReady, Overloaded, TierstoreError
 from tierstore.formats.names import MAX_ORDINAL
+from tierstore.machine import memory_bytes, processors
 from tierstore.service.admin.caches import add_caches
 from tierstore.service.admin.explain import add_explain
 from tierstore.service.admin.exports import JobStarted, ModelName, Strict, add_exports
+from tierstore.service.admin.health_metrics import resident_bytes
 from tierstore.service.admin.history import add_history
 from tierstore.service.admin.log_level import add_log_level
 from tierstore.service.admin.metrics import CONTENT_TYPE, Exposition
@@ -374,6 +376,7 @@ def _service_state(service: Service, role: Role | None) -> dict[str, Any]:
         "requests": service.request_times.requests,
         "request_seconds": service.request_times.of_data_plane(),
         "last_minute": service.history.last_minute(),
+        "process": {"processors": processors(), "resident_bytes": resident_bytes(), "memory_bytes": memory_bytes()},
         "lookup_threads": {"busy": service.lookup_pool.busy, "total": service.lookup_pool.threads},
         "lookup_queue": {"used": service.lookup_pool.waiting, "total": service.lookup_pool.queue_limit},
         "inflight_bytes": {"used": service.inflight.used_bytes, "total": service.inflight.limit_bytes},

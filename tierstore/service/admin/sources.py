@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tierstore.errors import Conflict, Forbidden, InvalidInput
+from tierstore.errors import Conflict, InvalidInput
 from tierstore.formats.objects import is_url
 from tierstore.formats.snapshot.reader import local_path
 
@@ -54,19 +54,13 @@ def check_still_there(source: Path | str, roots: Sequence[Path | str]) -> None:
         raise InvalidInput(f"source {str(source)!r} was replaced by a link while its load waited")
 
 
-def resolve_target(directory: str, root: Path | str | None, *, new: bool = True) -> Path | str:
+def resolve_target(directory: str, root: Path | str, *, new: bool = True) -> Path | str:
     """The absolute, resolved path of a directory to be written: one below `root`, in which a relative one is.
 
     Or a URL below one.
 
-    Forbidden where there is no root, InvalidInput for another place, Conflict for a directory that exists
-    where a `new` one is expected.
+    InvalidInput for another place, Conflict for a directory that exists where a `new` one is expected.
     """
-    if root is None:
-        raise Forbidden(
-            "exports and backups over HTTP are written below export_root, which is not set: start the service with "
-            "TIERSTORE_EXPORT_ROOT, or export_root in tierstore.toml"
-        )
     if not directory or len(directory) > _LONGEST or "\0" in directory or "::" in directory:
         raise InvalidInput(f"directory: expected a path or a URL of 1 to {_LONGEST} characters, got {directory[:80]!r}")
     if isinstance(root, str):

@@ -14,6 +14,13 @@ function axisOf({steps}) {
 
 const marked = (document, axis) => document.changes.filter(one => MARKED[one.what] && one.outcome === "done" && one.at_s > axis.from);
 
+// The top of a chart, and the highest value where that is cut: a few peaks above all else would flatten it.
+function topOf(known) {
+  const sorted = [...known].sort((a, b) => a - b), highest = sorted.at(-1) ?? 0;
+  const usual = sorted[Math.floor(.95 * (sorted.length - 1))] ?? 0;
+  return usual > 0 && highest > 4 * usual ? [2 * usual, highest] : [highest, null];
+}
+
 // A line for each run of numbers between gaps; `low` to `high` is the height.
 function line(values, document, axis, low, high) {
   let path = "", pen = false;
@@ -22,7 +29,8 @@ function line(values, document, axis, low, high) {
       pen = false;
       return;
     }
-    const x = axis.x(document.steps.at_s[i]).toFixed(1), y = (HEIGHT - 1 - (HEIGHT - 2) * (value - low) / (high - low || 1)).toFixed(1);
+    const share = (Math.min(value, high) - low) / (high - low || 1);
+    const x = axis.x(document.steps.at_s[i]).toFixed(1), y = (HEIGHT - 1 - (HEIGHT - 2) * share).toFixed(1);
     path += pen ? `L${x} ${y}` : `M${axis.x(document.steps.at_s[i] - document.steps.seconds[i]).toFixed(1)} ${y}L${x} ${y}`;
     pen = true;
   });
@@ -39,32 +47,49 @@ function picture(document, axis, cursor, label, ...marks) {
     ...marks, changes, at != null && element("line", {class: "cursor", x1: at, x2: at, y1: 0, y2: HEIGHT}));
 }
 
-// `series` are [class, name, a value of each step]; `text` writes one; `least`: the bottom of the chart, by default 0.
-function chart(document, axis, cursor, title, series, text, least = 0, most = null) {
-  const known = series.flatMap(([, , values]) => values.filter(value => value != null));
-  const high = most ?? Math.max(0, ...known);
-  const at = cursor ?? document.steps.at_s.length - 1;
-  const now = series.map(([kind, name, values]) => element("span", {class: kind}, `${name} ${text(values[at])}`));
-  const scale = least ? `${text(least)} to ${text(high)}` : `up to ${text(high)}`;
-  return element("div", {class: "chart", "data-key": title},
-    element("div", {class: "legend"}, element("b", {}, title), ...now, element("span", {class: "scale"}, scale)),
-    picture(document, axis, cursor, `${title}: ${series.map(([, name, values]) => `${name} ${text(values.at(-1))}`).join(", ")}, ${scale}`,
-      ...series.map(([kind, , values]) => element("path", {class: kind, d: line(values, document, axis, least, high)}))));
+// A plot between its axes: what the top and the bottom are, and when its left, its middle and its right were.
+function plot(axis, top, bottom, ...content) {
+  const times = [clock(axis.from), clock((axis.from + axis.end) / 2), clock(axis.end)];
+  return element("div", {class: "plot"},
+    element("div", {class: "scale"}, element("span", {}, top), element("span", {}, bottom)),
+    element("div", {}, ...content, element("div", {class: "axis"}, times.map(time => element("span", {}, time)))));
 }
 
-const inMemory = (keys, read) => keys ? 1 - read / keys : null;
+// `series` are [class, name, a value of each step, that of the last minute]; `text` writes one; `least` and `most`: the bottom
+// and the top of the chart, by default 0 and what the values need.
+function chart(document, axis, cursor, title, series, text, least = 0, most = null) {
+  const {at_s: atS} = document.steps, known = series.flatMap(([, , values]) => values.filter(value => value != null));
+  const [high, cut] = most == null ? topOf(known) : [most, null];
+  const now = series.map(([kind, name, values, minute]) => element("span", {class: kind}, `${name} ${text(cursor == null ? minute : values[cursor])}`));
+  const peak = cut != null && series.map(([, , values]) => atS[values.indexOf(cut)]).find(at => at != null);
+  const peaks = cut != null && atS.filter((_, i) => series.some(([, , values]) => values[i] > high));
+  const note = cut != null && `cut at ${text(high)}: up to ${text(cut)} at ${clock(peak)}`;
+  return element("div", {class: "chart", "data-key": title},
+    element("div", {class: "legend"}, element("b", {}, title), ...now, note && element("span", {class: "cut"}, note)),
+    plot(axis, text(high), least ? text(least) : "0",
+      picture(document, axis, cursor, `${title}: ${series.map(([, name, , minute]) => `${name} ${text(minute)}`).join(", ")}, ${text(least)} to ${text(high)}`,
+        ...series.map(([kind, , values]) => element("path", {class: kind, d: line(values, document, axis, least, high)})),
+        peaks && element("path", {class: "cut", d: peaks.map(at => `M${axis.x(at).toFixed(1)} 0v7`).join("")}))));
+}
 
+const inMemory = ({keys, read}) => keys ? 1 - read / keys : null;
+
+// Lines of the canary beside those of all requests: [class, name, a value of each step, that of the last minute].
 function charts(document, axis, cursor) {
-  const {steps} = document;
-  const each = name => steps[name].map((n, i) => n / steps.seconds[i]);
-  const memory = steps.keys.map((n, i) => inMemory(n, steps.read[i]));
+  const {steps, minute, versions} = document, canary = versions.find(one => one.state === "canary");
+  const each = (name, of) => of[name].map((n, i) => n == null ? null : n / steps.seconds[i]);
+  const perSecond = (name, of) => of.seconds ? of[name] / of.seconds : null;
+  const memory = steps.keys.map((keys, i) => inMemory({keys, read: steps.read[i]}));
   const lowest = Math.floor(10 * Math.min(...memory.filter(value => value != null), 1) - 1e-9) / 10;
   const share = value => value == null ? "–" : percent(value, 1);
+  const beside = name => canary ? [["canary", `canary ${canary.version}`, each(name, canary.steps), perSecond(name, canary.minute)]] : [];
+  const slow = canary ? [["canary", `p99 of canary ${canary.version}`, canary.steps.p99_s, canary.minute.p99_s]] : [];
+  const all = canary ? "all" : "";
   return element("div", {class: "charts"},
-    chart(document, axis, cursor, "requests/s", [["line", "", each("requests")]], rate),
-    chart(document, axis, cursor, "latency", [["line soft", "p50", steps.p50_s], ["line", "p99", steps.p99_s]], milliseconds),
-    chart(document, axis, cursor, "errors/s", [["line bad", "", each("failed")]], rate),
-    chart(document, axis, cursor, "from memory", [["line good", "", memory]], share, Math.max(0, lowest), 1));
+    chart(document, axis, cursor, "requests a second", [["line", all, each("requests", steps), perSecond("requests", minute)], ...beside("requests")], rate),
+    chart(document, axis, cursor, "latency", [["line soft", "p50", steps.p50_s, minute.p50_s], ["line", "p99", steps.p99_s, minute.p99_s], ...slow], milliseconds),
+    chart(document, axis, cursor, "errors a second", [["line bad", all, each("failed", steps), perSecond("failed", minute)], ...beside("failed")], rate),
+    chart(document, axis, cursor, "keys from memory", [["line good", "", memory, inMemory(minute)]], share, Math.max(0, lowest), 1));
 }
 
 // --- the timeline: which version served when, how many deltas came, and what was changed
@@ -83,12 +108,12 @@ function versionBand({steps}, axis) {
 }
 
 function deltaBars(document, axis, cursor) {
-  const {steps} = document, most = Math.max(...steps.deltas);
+  const {steps} = document, most = Math.max(1, ...steps.deltas);
   const path = steps.deltas.map((n, i) => {
     const from = axis.x(steps.at_s[i] - steps.seconds[i]), to = axis.x(steps.at_s[i]), top = HEIGHT - HEIGHT * n / most;
     return n ? `M${from.toFixed(1)} ${HEIGHT}V${top.toFixed(1)}H${(to - .5).toFixed(1)}V${HEIGHT}Z` : "";
   }).join("");
-  return picture(document, axis, cursor, `${number(sum(steps.deltas))} deltas`, element("path", {class: "bars", d: path}));
+  return picture(document, axis, cursor, counted(sum(steps.deltas), "delta"), element("path", {class: "bars", d: path}));
 }
 
 function changeText(one) {
@@ -119,38 +144,47 @@ function changeList(model, changes) {
   const more = changes.slice(SHOWN_CHANGES);
   return element("div", {},
     element("ul", {class: "changes"}, changes.slice(0, SHOWN_CHANGES).map(changeRow)),
-    more.length > 0 && folding(`changes ${model}`, `${more.length} earlier changes`, false, element("ul", {class: "changes"}, more.map(changeRow))));
+    more.length > 0 && folding(`changes ${model}`, counted(more.length, "earlier change"), false, element("ul", {class: "changes"}, more.map(changeRow))));
 }
 
-function hourText({hour}) {
+const lastText = seconds => seconds > 3500 ? "the last hour" : seconds === 60 ? "the last minute" : `the last ${span(seconds)}`;
+
+function sumText(all) {
+  const {requests, failed, deltas, seconds} = all, memory = inMemory(all);
   const parts = [
-    `${number(hour.requests)} requests`, `p50 ${milliseconds(hour.p50_s)}`, `p99 ${milliseconds(hour.p99_s)}`,
-    `${number(hour.failed)} errors${hour.failed ? ` (${percent(hour.failed, hour.requests)})` : ""}`,
-    `${inMemory(hour.keys, hour.read) == null ? "–" : percent(hour.keys - hour.read, hour.keys)} from memory`,
-    `${number(hour.deltas)} deltas`,
+    counted(requests, "request"), `p50 ${milliseconds(all.p50_s)}`, `p99 ${milliseconds(all.p99_s)}`,
+    `${counted(failed, "error")}${failed ? ` (${percent(failed, requests)})` : ""}`,
+    `${memory == null ? "–" : percent(memory, 1)} from memory`, counted(deltas, "delta"),
   ];
-  return `${hour.seconds > 3500 ? "the last hour" : `the last ${span(hour.seconds)}`}: ${parts.join(" · ")}`;
+  return `${lastText(seconds)}: ${parts.join(" · ")}`;
 }
 
-// Of a model; nothing before the first step has ended.
-function hourOf(model, document) {
+const LEGEND = [["bars", "deltas"], ["load", "load, activation"], ["rollback", "rollback"], ["canary", "canary begins or ends"]];
+
+function timeline(document, axis, cursor) {
+  const {steps, step_s: stepS} = document;
+  const legend = LEGEND.map(([kind, text]) => element("span", {}, element("i", {class: kind}), text));
+  return element("div", {class: "chart", "data-key": "timeline"},
+    element("div", {class: "legend"}, element("b", {}, `version, and deltas in ${stepS} s`), ...legend,
+      cursor != null && element("span", {class: "line"}, `${counted(steps.deltas[cursor], "delta")}, up to ${number(steps.seq[cursor])}`)),
+    plot(axis, number(Math.max(1, ...steps.deltas)), "0", versionBand(document, axis), deltaBars(document, axis, cursor)));
+}
+
+// Of a model; nothing before the first step has ended. `traffic` is what stands above the charts.
+function hourOf(model, document, traffic) {
   if (!document?.steps.at_s.length) {
     return element("p", {class: "dim"}, document ? "the history begins within a quarter of a minute" : "…");
   }
   const axis = axisOf(document), last = document.steps.at_s.length - 1;
   const cursor = cursors[model] == null ? null : Math.min(last, cursors[model]);
-  const when = cursor == null ? "now" : clock(document.steps.at_s[cursor], {second: "2-digit"});
+  const when = cursor == null ? lastText(document.minute.seconds) : `${document.step_s} s up to ${clock(document.steps.at_s[cursor], {second: "2-digit"})}`;
   return element("div", {},
-    element("p", {class: "dim"}, hourText(document)),
+    element("p", {class: "dim"}, sumText(document.minute)),
+    document.hour.seconds > document.minute.seconds && element("p", {class: "dim"}, sumText(document.hour)),
+    traffic(document),
     element("div", {class: "hour", "data-hour": model, tabindex: 0, role: "group", "aria-label": `the last hour of ${model}; arrow keys move through it`},
-      charts(document, axis, cursor),
-      element("div", {class: "chart", "data-key": "timeline"},
-        element("div", {class: "legend"}, element("b", {}, "version, and deltas"),
-          cursor != null && element("span", {class: "line"}, `${document.steps.deltas[cursor]} deltas, up to ${number(document.steps.seq[cursor])}`),
-          element("span", {class: "scale"}, `up to ${number(Math.max(...document.steps.deltas))} in ${document.step_s} s`)),
-        versionBand(document, axis),
-        deltaBars(document, axis, cursor),
-        element("div", {class: "axis"}, element("span", {}, clock(axis.from)), element("output", {}, cursor == null ? "" : when), element("span", {}, "now")))),
+      element("h3", {}, "The last hour"), element("div", {class: "dim"}, "figures beside names: ", element("output", {}, when)),
+      charts(document, axis, cursor), timeline(document, axis, cursor)),
     changeList(model, document.changes));
 }
 

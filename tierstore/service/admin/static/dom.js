@@ -57,6 +57,7 @@ function removed(node) {
 
 const sum = numbers => numbers.reduce((total, n) => total + n, 0);
 const number = n => n == null ? "–" : Math.round(n).toLocaleString("en");
+const counted = (n, one) => `${number(n)} ${one}${Math.round(n) === 1 ? "" : "s"}`;
 
 function percent(part, whole) {
   const share = 100 * part / whole, fine = Math.min(share, 100 - share);  // 99.98 is not 100, and 0.02 not 0
@@ -95,13 +96,17 @@ const clock = (atS, options = {}) =>
 
 // --- parts of a page
 
+const problem = text => element("b", {class: "problem"}, text);
+
 const pill = (text, kind) => element("span", {class: `pill ${kind}`}, text);
 
-function tile(label, value, kind) {
-  return element("div", {class: "tile", "data-key": label}, element("b", {class: kind}, value), element("span", {}, label));
+// `more` is what stands below the value; `kind` is the class of what is wrong with one that has nothing below.
+function tile(label, value, more, kind) {
+  return element("div", {class: "tile", "data-key": label},
+    element("span", {}, label), element("b", {class: kind}, value), more && element("span", {}, more));
 }
 
-const budgetTile = (label, {used, total}) => tile(`of ${bytes(total)} ${label}`, bytes(used));
+const budgetTile = (label, {used, total}) => tile(label, bytes(used), `of ${bytes(total)}`);
 
 // Shares of a whole: [name, count] each, coloured by name.
 function shares(parts) {

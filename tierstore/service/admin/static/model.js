@@ -39,6 +39,27 @@ function versionsTable(model, isAdmin) {
   return table([...heads, ...isAdmin ? [""] : []], rows);
 }
 
+// --- which requests each version answered
+
+const shareText = share => share == null ? "–" : `${+(100 * share).toFixed(2)} %`;
+
+function trafficOf({versions, versions_since_s: since, hour}) {
+  const canary = versions.find(one => one.state === "canary");
+  const rows = versions.map(one => [one.version, [
+    [String(one.version), " ", one.state && pill(one.state, one.state)],
+    shareText(one.share),
+    one.since_s ? `${span(Date.now() / 1000 - one.since_s)} ago` : "–",
+    number(one.requests),
+    one.failed ? element("span", {class: "problem"}, `${number(one.failed)} (${percent(one.failed, one.requests)})`) : "0",
+    milliseconds(one.p50_s), milliseconds(one.p99_s),
+  ]]);
+  const when = canary && since === canary.since_s ? `since ${clock(since)}, when the canary began` : lastText(hour.seconds);
+  return [
+    element("h3", {}, "Traffic by version"), element("div", {class: "dim"}, `${when}; a version that was asked for by its number counts too`),
+    table(["version", "share", "serves since", "requests", "errors", "p50", "p99"], rows),
+  ];
+}
+
 // --- tables
 
 // What memory would answer with less and more of it than there is, as bars, and the points that half and twice of it make.
@@ -62,7 +83,7 @@ function tablesOf(model, rates) {
     return {name, entry, perSecond: since?.perSecond, byTier: since?.keys ? since.byTier : entry.lookup_keys};
   });
   const rows = entries.map(({name, entry, perSecond, byTier}) => {
-    const whole = sum(Object.values(byTier)), held = entry.tier_bytes.host, budget = entry.tier_budget_bytes.host;
+    const whole = sum(Object.values(byTier)), {rows: held = 0, capacity_rows: room = 0} = entry.host;
     return [name, [
       [name, element("div", {class: "dim"}, `${entry.dim} × ${entry.dtype}`)],
       (entry.rows_exact ? "" : "≈ ") + number(entry.rows),
@@ -70,18 +91,18 @@ function tablesOf(model, rates) {
       shares(TIERS.map(tier => [tier, byTier[tier] || 0])),
       percent(whole - readOf(byTier), whole),
       memoryCell(entry.cache || {}),
-      [fill(held, budget, "host"), element("div", {class: "dim"}, `${bytes(held)} of ${bytes(budget)}`)],
+      [fill(held, entry.rows, "host"), element("div", {class: "dim"}, `${bytes(entry.tier_bytes.host)}, room for ${room >= entry.rows ? "every row" : counted(room, "row")}`)],
       bytes(entry.tier_bytes.disk),
     ]];
   });
   const all = entries.flatMap(({byTier}) => Object.values(byTier)), read = sum(entries.map(({byTier}) => readOf(byTier)));
   const total = what => sum(entries.map(({entry}) => what(entry) || 0));
   const summary = [
-    entries.length === 1 ? "1 table" : `${entries.length} tables`, `${number(total(entry => entry.rows))} rows`,
+    counted(entries.length, "table"), counted(total(entry => entry.rows), "row"),
     `${rate(sum(entries.map(({perSecond}) => perSecond || 0)))} keys/s`, `${percent(sum(all) - read, sum(all))} from memory`,
     `${bytes(total(entry => entry.tier_bytes.host))} in memory`, `${bytes(total(entry => entry.tier_bytes.disk))} on disk`,
   ].join(" · ");
-  const heads = ["table", "rows", "keys/s", "answered by", "from memory", "with other memory", "host memory", "disk"];
+  const heads = ["table", "rows", "keys/s", "answered by", "from memory", "with other memory", "in memory", "disk"];
   const legend = TIERS.map(tier => element("span", {}, element("i", {style: `background:var(--${tier})`}), tier));
   return folding(`tables ${model.model}`, summary, entries.length <= FEW_TABLES, table(heads, rows), element("div", {class: "legend"}, legend));
 }
@@ -156,9 +177,9 @@ function modelLines(model) {
     const late = model.fresh === false;
     say(`newest event ${span(model.delta_age_s)} ago${late ? ", later than freshness_max_s allows" : ""}`, late ? "problem" : "dim");
   }
-  if (model.overlays) say(`${model.overlays} deltas not folded yet (${bytes(model.overlay_bytes)})`);
+  if (model.overlays) say(`${counted(model.overlays, "delta")} not folded yet (${bytes(model.overlay_bytes)})`);
   if (model.dense?.runs) {
-    say(`dense part: ${number(model.dense.runs)} runs, ${number(model.dense.failed)} of them failed`);
+    say(`dense part: ${counted(model.dense.runs, "run")}, ${number(model.dense.failed)} of them failed`);
   }
   return lines;
 }
@@ -190,7 +211,7 @@ function modelCard(model, state) {
     folding(`model ${name}`, summary, open,
       modelLines(model).map(([text, kind]) => element("div", {class: kind}, text)),
       isAdmin && modelActions(model),
-      hourOf(name, histories[name]),
+      hourOf(name, histories[name], trafficOf),
       model.versions.length > 0 && [element("h3", {}, "Versions"), versionsTable(model, isAdmin)],
       Object.keys(model.tables).length > 0 && [
         element("h3", {}, "Tables"), tablesOf(model, rates), inputsOf(model, inputs[name]), explainPart(model, explained[name]),

@@ -1,13 +1,13 @@
 "use strict";
 // Asks the service how it is, draws the page, and sends what its reader decides. A token is kept in this script's memory alone.
 
-const POLL_MS = 2000, HISTORY_MS = 15_000;
+const POLL_MS = 2000, MINUTE_MS = 60_000;
 
 let token = null;
-let last = null;  // the poll before: {at, status}
+let samples = [];  // polls of the last minute, oldest first: {at, tables}
 let jobs = null;  // null where the reader may not know them
 const histories = {}, inputs = {}, explained = {};  // by model
-let historyAt = -Infinity;  // when histories were read last
+let historyAt;  // the end of the last step that histories were read for
 
 class Refused extends Error {
   constructor(status, detail) {
@@ -29,60 +29,72 @@ async function call(method, path, body) {
 
 const of = name => `/admin/models/${encodeURIComponent(name)}`;
 
-// --- rates: what two polls differ by
+// --- keys of tables: what this poll and the first one of the last minute differ by
 
-function ratesSince(before, now) {
-  const rates = {requests: null, tables: {}};
+function keysOfTables(at, models) {
+  const tables = Object.fromEntries(models.flatMap(model =>
+    Object.entries(model.tables).map(([name, entry]) => [`${model.model}/${name}`, entry.lookup_keys])));
+  samples = samples.filter(one => at - one.at <= MINUTE_MS);
+  const before = samples[0], rates = {};
+  samples.push({at, tables});
   if (!before) return rates;
-  const seconds = (now.at - before.at) / 1000;
-  const requests = now.status.service.requests - before.status.service.requests;
-  if (requests >= 0) rates.requests = requests / seconds;  // else the service has restarted
-  const old = Object.fromEntries(before.status.models.map(model => [model.model, model]));
-  for (const model of now.status.models) {
-    for (const [name, entry] of Object.entries(model.tables)) {
-      const was = old[model.model]?.tables[name];
-      if (!was) continue;
-      const byTier = Object.fromEntries(Object.entries(entry.lookup_keys).map(([tier, keys]) =>
-        [tier, Math.max(0, keys - (was.lookup_keys[tier] || 0))]));
-      const keys = sum(Object.values(byTier));
-      rates.tables[`${model.model}/${name}`] = {perSecond: keys / seconds, byTier, keys};
-    }
+  for (const [name, now] of Object.entries(tables)) {
+    const was = before.tables[name];
+    if (!was) continue;
+    const byTier = Object.fromEntries(Object.entries(now).map(([tier, keys]) => [tier, Math.max(0, keys - (was[tier] || 0))]));
+    const keys = sum(Object.values(byTier));
+    rates[name] = {perSecond: 1000 * keys / (at - before.at), byTier, keys};
   }
   return rates;
 }
 
 // --- parts of the page that are of no model
 
-function summaryTiles(status, service, rates) {
-  const minute = service.last_minute;
-  const keys = sum(Object.values(rates.tables).map(one => one.perSecond));
-  const tiles = [
-    tile("requests/s", rate(rates.requests)),
-    tile("keys/s", last ? rate(keys) : "–"),
-    tile("p50, last minute", milliseconds(minute.p50_s)),
-    tile("p99, last minute", milliseconds(minute.p99_s)),
-    tile("errors, last minute", minute.failed ? `${number(minute.failed)} (${percent(minute.failed, minute.requests)})` : "0", minute.failed ? "problem" : null),
-    tile("look-ups waiting", `${service.lookup_queue.used} / ${service.lookup_queue.total}`),
-    tile("look-ups in flight", bytes(service.inflight_bytes.used)),
+// The newest event of the model whose one is oldest: how late what is served may be.
+function freshnessTile(models) {
+  const known = models.filter(model => model.delta_age_s != null && model.last_event_time).sort((a, b) => b.delta_age_s - a.delta_age_s);
+  const late = known.find(model => model.fresh === false), shown = late || known[0];
+  if (!shown) return tile("newest event", "–", "no delta has come");
+  return tile("newest event", `${span(shown.delta_age_s)} ago`, late ? problem(`${shown.model}, later than freshness_max_s allows`) : shown.model);
+}
+
+function headlineTiles({models}, {last_minute: minute}) {
+  const {seconds, requests, failed} = minute;
+  const errors = failed ? problem(`${counted(failed, "error")} (${percent(failed, requests)})`) : seconds ? "no errors" : "measured in a moment";
+  return [
+    tile("requests a second", seconds ? rate(requests / seconds) : "–", errors),
+    tile("p99", milliseconds(minute.p99_s), `p50 ${milliseconds(minute.p50_s)}`),
+    freshnessTile(models),
   ];
-  if (status.host_budget) tiles.push(budgetTile("host budget", status.host_budget));
-  if (status.device?.present) tiles.push(budgetTile("device budget", status.device_budget));
-  if (status.overlay_budget) tiles.push(budgetTile("for overlays", status.overlay_budget));
-  if (status.disk?.free != null) tiles.push(tile("free on disk", bytes(status.disk.free), status.disk.problem ? "problem" : null));
+}
+
+function summaryTiles(status, service) {
+  const {seconds, keys, cpu_s: cpu} = service.last_minute, {process} = service;
+  const tiles = [
+    tile("keys a second", seconds ? rate(keys / seconds) : "–"),
+    tile("processor", seconds ? `${(cpu / seconds).toFixed(2)} cores` : "–", `of ${process.processors}`),
+    tile("process memory", bytes(process.resident_bytes), `of ${bytes(process.memory_bytes)}`),
+    tile("look-ups waiting", number(service.lookup_queue.used), `of ${number(service.lookup_queue.total)} that may`),
+    tile("look-ups in progress", bytes(service.inflight_bytes.used), `of ${bytes(service.inflight_bytes.total)}`),
+  ];
+  if (status.host_budget) tiles.push(budgetTile("memory for rows", status.host_budget));
+  if (status.device?.present) tiles.push(budgetTile("device memory for rows", status.device_budget));
+  if (status.overlay_budget) tiles.push(budgetTile("memory for deltas", status.overlay_budget));
+  if (status.disk?.free != null) tiles.push(tile("free on disk", bytes(status.disk.free), null, status.disk.problem && "problem"));
   if (status.throttle) {
     const {work, share} = status.throttle;
-    tiles.push(tile(work.length ? `of the time for ${work.join(", ")}` : "background work", work.length ? percent(share, 1) : "none"));
+    tiles.push(tile("background work", work.join(", ") || "none", work.length > 0 && `${percent(share, 1)} of the time`));
   }
   if (status.remote) {
-    const {reachable, problem, cluster} = status.remote;
-    tiles.push(tile(`cluster ${cluster}`, reachable && !problem ? "reachable" : "unreachable"));
+    const {reachable, problem: why, cluster} = status.remote, well = reachable && !why;
+    tiles.push(tile("cluster", well ? "reachable" : problem("unreachable"), cluster));
   }
   if (service.kafka) {
     const lag = service.kafka.lag_messages;
-    tiles.push(tile(`Kafka${lag == null ? "" : `, ${number(lag)} messages behind`}`, service.kafka.state));
+    tiles.push(tile("Kafka", service.kafka.state, lag != null && `${counted(lag, "message")} behind`));
   }
-  if (service.watch) tiles.push(tile("deltas from a directory", number(service.watch.applied)));
-  tiles.push(tile(`access${service.access.tls ? ", TLS" : ""}`, service.access.tokens ? "by token" : "open"));
+  if (service.watch) tiles.push(tile("from a directory", counted(service.watch.applied, "delta")));
+  tiles.push(tile("access", service.access.tokens ? "by token" : "anybody", service.access.tls ? "over TLS" : "without TLS"));
   return tiles;
 }
 
@@ -95,8 +107,8 @@ function problemsCard(problems) {
 const heldUp = models => Object.entries(models || {}).map(([model, why]) => `${model}: ${why}`).join("; ");
 
 function topicRow(name, brought, {state, lag_messages, lag_seconds, parked, problem}) {
-  const lag = lag_messages == null ? "–" : `${number(lag_messages)} messages, ${span(lag_seconds)}`;
-  const waiting = parked ? `${number(parked)} messages parked: “tierstore parked list”. ` : "";
+  const lag = lag_messages == null ? "–" : `${counted(lag_messages, "message")}, ${span(lag_seconds)}`;
+  const waiting = parked ? `${counted(parked, "message")} parked: “tierstore parked list”. ` : "";
   const good = ["caught up", "reading"].includes(state);
   return [name, [name, pill(state, good ? "ready" : "stale"), brought, lag, waiting + (problem || "") || "–"]];
 }
@@ -105,11 +117,11 @@ function topicRow(name, brought, {state, lag_messages, lag_seconds, parked, prob
 function sourceRows({watch, kafka, kafka_rows: byRow, watch_snapshots: places}) {
   const rows = [];
   const add = (name, state, why, brought) => rows.push([name, [name, pill(state, why ? "stale" : "ready"), brought, "–", why || "–"]]);
-  if (kafka) rows.push(topicRow(`Kafka topic ${kafka.topic}`, `${number(kafka.applied)} deltas`, kafka));
-  for (const one of Object.values(byRow?.topics || {})) rows.push(topicRow(`rows of Kafka topic ${one.topic}`, `${number(one.rows)} rows`, one));
+  if (kafka) rows.push(topicRow(`Kafka topic ${kafka.topic}`, counted(kafka.applied, "delta"), kafka));
+  for (const one of Object.values(byRow?.topics || {})) rows.push(topicRow(`rows of Kafka topic ${one.topic}`, counted(one.rows, "row"), one));
   if (watch) {
     const why = [watch.problem, heldUp(watch.held_up)].filter(Boolean).join("; ");
-    add(`deltas in ${watch.directory}`, why ? "held up" : "followed", why, `${number(watch.applied)} deltas`);
+    add(`deltas in ${watch.directory}`, why ? "held up" : "followed", why, counted(watch.applied, "delta"));
   }
   for (const place of places?.locations || []) {
     add(`snapshots in ${place.location}`, place.state, place.problems.join("; "), `${number(place.snapshots)} found`);
@@ -162,13 +174,14 @@ function showState(status, service) {
   document.title = `${status.problems.length ? `(${status.problems.length}) ` : ""}tierstore`;
 }
 
-let shown = null;  // {status, rates}: what is drawn
+let shown = null;  // {status, tables}: what is drawn
 
 function draw() {
   if (!shown) return;
-  const {status, rates} = shown, {service} = status, {models} = status;
-  const state = {isAdmin: service.access.role === "admin", rates: rates.tables, histories, inputs, explained, open: models.length <= FEW_MODELS};
-  morph(byId("tiles"), element("div", {id: "tiles", class: "tiles"}, summaryTiles(status, service, rates)));
+  const {status, tables} = shown, {service} = status, {models} = status;
+  const state = {isAdmin: service.access.role === "admin", rates: tables, histories, inputs, explained, open: models.length <= FEW_MODELS};
+  morph(byId("headline"), element("div", {id: "headline", class: "tiles large"}, headlineTiles(status, service)));
+  morph(byId("tiles"), element("div", {id: "tiles", class: "tiles"}, summaryTiles(status, service)));
   morph(byId("models"), element("div", {id: "models"},
     problemsCard(status.problems),
     models.map(model => modelCard(model, state)),
@@ -178,13 +191,13 @@ function draw() {
 
 const isOpen = key => [...document.querySelectorAll("details[open]")].some(one => one.dataset.fold === key);
 
-// Histories of the models that are folded out, and jobs: less often, as they change less often.
-async function readMore(status, now) {
-  const running = jobs?.some(job => job.state === "running");
-  if (now - historyAt < HISTORY_MS && !running) return;
+// Histories of the models that are folded out, and jobs: as each step of the last hour ends, so that all is of one time.
+async function readMore(status) {
+  const running = jobs?.some(job => job.state === "running"), {at_s: at} = status.service.last_minute;
+  if (at === historyAt && !running) return;
   if (status.service.access.role === "admin") jobs = (await call("GET", "/admin/jobs")).jobs;
-  if (now - historyAt < HISTORY_MS) return;
-  historyAt = now;
+  if (at === historyAt) return;
+  historyAt = at;
   for (const {model} of status.models) {
     if (isOpen(`model ${model}`)) histories[model] = await call("GET", `${of(model)}/history`);
   }
@@ -198,7 +211,7 @@ function failed(error) {
   const needed = "This service takes a token: one of the role reader to look, of the role admin to change something.";
   byId("denied").textContent = denied ? token || error.status === 403 ? error.message : needed : "";
   if (denied) [shown, jobs] = [null, null];
-  if (denied) for (const part of ["tiles", "models"]) byId(part).replaceChildren();
+  if (denied) for (const part of ["headline", "tiles", "models"]) byId(part).replaceChildren();
 }
 
 let polling = 0;  // the poll that counts: a later one takes over
@@ -210,12 +223,10 @@ async function poll() {
       const status = await call("GET", "/admin/models"), at = performance.now();
       if (mine !== polling) return;
       byId("access").hidden = true;
-      const now = {at, status};
-      shown = {status, rates: ratesSince(last, now)};
+      shown = {status, tables: keysOfTables(at, status.models)};
       showState(status, status.service);
       draw();
-      last = now;
-      await readMore(status, at);
+      await readMore(status);
       draw();
     }
   } catch (error) {
@@ -225,19 +236,21 @@ async function poll() {
 }
 
 function pollAnew() {
-  historyAt = -Infinity;
+  historyAt = undefined;
   poll();
 }
 
 // --- what the reader decides
 
+const ended = (canary, version) => canary == null || canary === version ? "" : ` The canary, version ${canary}, is withdrawn, and kept.`;
+
 const VERBS = {
-  activate: ({model, version, active}) => ({
-    title: `Activate version ${version} of ${model}?`, text: `It is opened, caught up and warmed, and then answers in place of version ${active ?? "none"}.`,
+  activate: ({model, version, active, canary}) => ({
+    title: `Activate version ${version} of ${model}?`, text: `It is opened, caught up and warmed, and then answers in place of version ${active ?? "none"}.${ended(canary, version)}`,
     path: `${of(model)}/activate`, body: {version, ...active != null && {expected_active: active}},
   }),
-  rollback: ({model, version, active}) => ({
-    title: `Roll ${model} back?`, text: `From version ${active} to version ${version}, the newest kept one before it. No delta is lost.`,
+  rollback: ({model, version, active, canary}) => ({
+    title: `Roll ${model} back?`, text: `From version ${active} to version ${version}, the newest kept one before it. No delta is lost.${ended(canary, version)}`,
     path: `${of(model)}/rollback`, body: {expected_active: active},
   }),
   canary: ({model, version}) => ({
@@ -324,7 +337,7 @@ document.addEventListener("submit", event => {
   if (form.id === "access") {
     token = byId("token").value.trim() || null;
     byId("token").value = "";
-    last = null;
+    samples = [];
     pollAnew();
   }
 });

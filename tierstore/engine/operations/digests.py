@@ -1,0 +1,139 @@
+"""Digests of every row that is served, at one seq: by them two nodes are compared without sending their rows.
+
+The rows of a table are put into buckets by the hash of their keys, and a digest is made of each bucket; where those of
+two nodes differ, the digest of each row in it tells which keys do. As for `sample`, one of a bucket is the sum of those
+of its rows, so their order does not count.
+
+On a thread of low priority while the model serves; it only reads, at one `moment`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from tierstore.engine.model import Model
+from tierstore.engine.operations.aside import aside
+from tierstore.engine.operations.moment import ServedMoment, check_goes_on, moment_of
+from tierstore.errors import InvalidInput
+from tierstore.formats.keys import partition_of
+from tierstore.tiers.background import Pace
+from tierstore.types import Keys, Rows
+
+MOST_BUCKETS = 65536  # of a table
+MOST_LISTED = 1 << 20  # rows of a table whose digests are listed
+Digests = npt.NDArray[np.uint64]
+
+# odd multipliers and the closing mix are those of MurmurHash3's 64-bit finalizer (Appleby, public domain)
+_C1, _C2 = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
+_GOLDEN, _33, _29 = np.uint64(0x9E3779B97F4A7C15), np.uint64(33), np.uint64(29)
+
+
+def digests(
+    model: Model,
+    version: int | str | None,
+    seq: int | None,
+    buckets: int,
+    listed: Mapping[str, Sequence[int]] | None,
+    expired_at_s: int | None,
+) -> dict[str, Any]:
+    """Digests of all rows of a version (a number or a label; None: the active one).
+
+    Args:
+        seq: at which; where the version is at another one nothing is read. None: at whichever.
+        buckets: into so many the rows of each table are divided, 1 to `MOST_BUCKETS`.
+        listed: by table, the buckets whose rows are listed in place of digests of buckets; others are not read.
+        expired_at_s: seconds since 1970; rows that are expired then count as absent, removed or not.
+
+    Returns `{"model", "version", "seq", "dense", "tables"}`. `dense`: a hash of the dense part, None without one.
+    `tables`, None at another seq: of each `rows`, and `digests`, 16 hex digits for each bucket in a row; of one
+    whose rows are listed `keys`, their codes, and `digests` of each row.
+    """
+    if not 1 <= buckets <= MOST_BUCKETS:
+        raise InvalidInput(f"buckets: expected 1 to {MOST_BUCKETS}, got {buckets}")
+    throttle = model.state.shared.throttle
+
+    def work(stops: Any) -> dict[str, Any]:
+        pace = Pace(lambda: throttle.share)
+
+        def goes_on() -> None:
+            pace.sleep()
+            check_goes_on("comparison", model, moment.version.number, stops)
+
+        refusals = model.state.shared.placement.refusals
+        with moment_of(model, version, lambda view: refusals.check("compare_unnamed")) as moment:
+            found: dict[str, Any] = {"model": model.name, "version": moment.version.number, "seq": moment.seq}
+            found["dense"] = None if moment.dense is None else xxhash.xxh3_64_hexdigest(moment.dense)
+            at_another = seq is not None and moment.seq != seq
+            tables = None if at_another else _tables(moment, buckets, listed, expired_at_s, goes_on)
+            return found | {"tables": tables}
+
+    return aside(throttle, "comparison", work, None)
+
+
+def _tables(
+    moment: ServedMoment,
+    buckets: int,
+    listed: Mapping[str, Sequence[int]] | None,
+    expired_at_s: int | None,
+    goes_on: Any,
+) -> dict[str, dict[str, Any]]:
+    if unknown := set(listed or ()) - moment.tables.keys():
+        raise InvalidInput(f"no table {min(unknown)!r}; there are {', '.join(sorted(moment.tables))}")
+    found: dict[str, dict[str, Any]] = {}
+    for name, batches in moment.tables.items():
+        if listed is not None and name not in listed:
+            continue
+        ttl_s = moment.version.specs[name].ttl_s
+        wanted = None if listed is None else np.array(sorted(set(listed[name])), np.int64)
+        sums, rows, keys_listed, of_rows = np.zeros(buckets, np.uint64), 0, [_NO_KEYS], [_NO_DIGESTS]
+        for keys, stored, times in batches:
+            goes_on()
+            if expired_at_s is not None and times is not None and ttl_s is not None:
+                stays = times >= max(1, expired_at_s - ttl_s)
+                keys, stored = keys[stays], stored[stays]
+            bucket = partition_of(keys, buckets)
+            if wanted is not None:
+                there = np.isin(bucket, wanted)
+                keys_listed.append(keys[there].copy())
+                of_rows.append(row_digests(keys[there], stored[there]))
+                rows += int(np.count_nonzero(there))
+                if rows > MOST_LISTED:
+                    raise InvalidInput(f"expected buckets of at most {MOST_LISTED} rows, got more in table {name!r}")
+                continue
+            rows += len(keys)
+            np.add.at(sums, bucket, row_digests(keys, stored))
+        if wanted is None:
+            found[name] = {"rows": rows, "digests": as_hex(sums)}
+        else:
+            found[name] = {"rows": rows, "keys": np.concatenate(keys_listed).tolist(),
+                           "digests": as_hex(np.concatenate(of_rows))}  # fmt: skip
+    return found
+
+
+_NO_KEYS, _NO_DIGESTS = np.empty(0, np.int64), np.empty(0, np.uint64)
+
+
+def row_digests(keys: Keys, rows: Rows) -> Digests:
+    """A digest of each key (int64 [n]) with its row as stored (uint8 [n, row_bytes]): uint64 [n]."""
+    padded = np.zeros((len(rows), -(-rows.shape[1] // 8) * 8), np.uint8)
+    padded[:, : rows.shape[1]] = rows
+    digest = _mixed(keys.view(np.uint64) + _GOLDEN) ^ np.uint64(rows.shape[1])
+    for word in np.ascontiguousarray(padded.view(np.uint64).T):
+        digest = (digest ^ word) * _C1
+        digest ^= digest >> _29
+    return _mixed(digest)
+
+
+def _mixed(x: Digests) -> Digests:
+    x = (x ^ (x >> _33)) * _C1
+    x = (x ^ (x >> _33)) * _C2
+    return x ^ (x >> _33)
+
+
+def as_hex(values: Digests) -> str:
+    return values.astype(">u8").tobytes().hex()

@@ -1,0 +1,160 @@
+"""Every row that a model serves at one moment, to be read by whoever writes or compares them all.
+
+A view is held until every table has an iterator of that moment, a fraction of a second: until then no delta that comes
+later is folded. From then on deltas, folds and switches go on as ever. The version that is read stays open until the
+block ends, also where another one is switched to; but a switch back to it, or its drop, ends the work on it.
+
+On the caller's thread; it only reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import reduce
+from itertools import chain
+
+import numpy as np
+
+from tierstore.engine.data.overlay import OverlayTable
+from tierstore.engine.deltas.dense import check_dense
+from tierstore.engine.model import Model
+from tierstore.engine.reads.view import View
+from tierstore.engine.serving.routing import STABLE
+from tierstore.engine.versions.version import Version
+from tierstore.errors import Closed, Corruption, StorageError
+from tierstore.formats.regular import read_regular
+from tierstore.formats.row_times import TIME_BYTES, Times, as_rows, from_rows
+from tierstore.tiers.disk.merge import Changes, merged_blocks
+from tierstore.types import Keys, Rows
+
+_READ_BYTES = 64 << 20  # that all tables together may have read ahead
+_LEAST_ROWS, _MOST_ROWS = 2048, 65536  # of a batch
+
+
+@dataclass(frozen=True, slots=True)
+class ServedMoment:
+    """A version at one seq. `tables` has the rows of each by ascending code, of that moment, each to be read once.
+
+    With each batch are the times of its rows, where the table has some.
+    """
+
+    version: Version
+    seq: int
+    dense: bytes | None
+    tables: dict[str, Iterator[tuple[Keys, Rows, Times | None]]]
+
+
+def check_goes_on(what: str, model: Model, number: int | None, stops: Callable[[], bool]) -> None:
+    """Closed where the work `what` is to end, or version `number`, which it still reads, is needed otherwise."""
+    model.state.live.check_open()
+    if stops():
+        raise Closed(f"the {what} of {model.name!r} was cancelled")
+    if number is not None and model.state.retiring.is_awaited(number):
+        raise Closed(
+            f"the {what} of {model.name!r} ended: version {number} is being switched to or dropped; {what} again"
+        )
+
+
+@contextlib.contextmanager
+def moment_of(model: Model, wanted: int | str | None, check: Callable[[View], None]) -> Iterator[ServedMoment]:
+    """What is served now by a version (number or label; None: the active one), which `check` may refuse.
+
+    Its version stays open until the end of the block.
+    """
+    publisher = model.publisher
+    if isinstance(wanted, int):
+        model.catalogue.info(wanted)
+    with contextlib.ExitStack() as stack:
+        moment = None
+        while moment is None:
+            with publisher.hold_all() as served, contextlib.ExitStack() as pin:
+                view = served.choose(model.name, STABLE if wanted is None else wanted, None)
+                check(view)
+                if pin.enter_context(publisher.pinned(view.version)) is view.open_version:  # not switched meanwhile
+                    moment = _read(view, stack)
+                    stack.push(pin.pop_all())
+        yield moment
+
+
+def _read(view: View, stack: contextlib.ExitStack) -> ServedMoment:
+    """The moment of a view that is held. When this returns, all iterators stand, and the view may be released."""
+    version = view.open_version
+    row_bytes = sum(8 + spec.row_bytes for spec in version.specs.values())
+    batch = max(_LEAST_ROWS, min(_MOST_ROWS, _READ_BYTES // max(1, row_bytes)))
+
+    def standing(table_id: int, row_bytes: int) -> Iterator[tuple[Keys, Rows]]:
+        stored = version.disk.scan(table_id, row_bytes, batch)
+        stack.callback(stored.close)  # type: ignore[attr-defined]
+        first = next(stored, None)  # only now its iterator stands
+        return chain(() if first is None else (first,), stored)
+
+    tables: dict[str, Iterator[tuple[Keys, Rows, Times | None]]] = {}
+    with version.writing:  # else rows might expire between two of them
+        for name, table in version.tables.items():
+            overlays = view.overlays_of(name)
+            changed = reduce(OverlayTable.merged, reversed(overlays)) if overlays else None
+            rows = _with_changes(standing(table.table_id, table.spec.row_bytes), changed, None, batch)
+            number = version.info.times_ids.get(name)
+            if number is None:
+                tables[name] = ((keys, stored, None) for keys, stored in rows)
+            else:
+                of_overlays = None if changed is None or changed.times is None else as_rows(changed.times)
+                times = _with_changes(standing(number, TIME_BYTES), changed, of_overlays, batch)
+                tables[name] = _in_step(name, rows, times)
+    return ServedMoment(version, view.seq, _dense(view), tables)
+
+
+def _with_changes(
+    stored: Iterator[tuple[Keys, Rows]], changed: OverlayTable | None, rows: Rows | None, batch: int
+) -> Iterator[tuple[Keys, Rows]]:
+    """What is stored, as overlays have changed it; `rows` in place of those of the overlays."""
+    if changed is None:
+        yield from stored
+        return
+    for keys, merged, _ in merged_blocks(
+        stored, _changes(changed, changed.rows if rows is None else rows, batch), batch
+    ):
+        if len(keys):
+            yield keys, merged
+
+
+def _changes(changed: OverlayTable, rows: Rows, batch: int) -> Iterator[Changes]:
+    """What an overlay changes, by ascending code."""
+    for start in range(0, len(changed.keys), batch):
+        part = slice(start, start + batch)
+        deleted = changed.deleted[part].astype(np.bool_)
+        yield changed.keys[part], deleted, rows[part][~deleted]
+
+
+def _in_step(
+    table: str, rows: Iterator[tuple[Keys, Rows]], times: Iterator[tuple[Keys, Rows]]
+) -> Iterator[tuple[Keys, Rows, Times | None]]:
+    """Rows with the times of the same keys, in batches as the rows come. Corruption where the keys are not the same."""
+    ahead, ahead_times = np.empty(0, np.int64), np.empty((0, TIME_BYTES), np.uint8)
+    for keys, stored in rows:
+        n = len(keys)
+        while len(ahead) < n and (more := next(times, None)) is not None:
+            ahead, ahead_times = np.concatenate([ahead, more[0]]), np.concatenate([ahead_times, more[1]])
+        if not np.array_equal(ahead[:n], keys):
+            raise Corruption(f"table {table!r}: its rows and the times of its rows are not of the same keys")
+        yield keys, stored, from_rows(ahead_times[:n])
+        ahead, ahead_times = ahead[n:], ahead_times[n:]
+
+
+def _dense(view: View) -> bytes | None:
+    """The ONNX file that the view serves, or would serve where the extra is installed.
+
+    No fold replaces it while the view is held.
+    """
+    newest = next((overlay.dense for overlay in view.overlays if overlay.dense is not None), None)
+    info = view.open_version.info
+    if newest is not None or not info.has_dense:
+        return newest
+    try:
+        content = read_regular(info.where.dense)
+    except OSError as error:
+        raise StorageError(f"cannot read {info.where.dense}: {error.strerror or error}") from error
+    check_dense(info, content)
+    return content
