@@ -16,7 +16,7 @@ from tests.tiers.devices import over_stand_in
 from tierstore.tiers.device.backend import DeviceError, kernel_names, kernel_source
 from tierstore.tiers.device.compile import OPTIONS, compile_kernels
 
-ARCHS = pytest.mark.parametrize("arch", ["80", "90"])
+ARCHS = pytest.mark.parametrize("arch", ["80", "90", "100"])
 COMPILERS = pytest.mark.parametrize(
     "compiler",
     [

@@ -43,6 +43,7 @@ inline unsigned short float_to_half(float value) {
 }
 
 template <class T> inline T atomicAdd(T* at, T by) { return __atomic_fetch_add(at, by, __ATOMIC_RELAXED); }
+template <class T> inline T atomicOr(T* at, T bits) { return __atomic_fetch_or(at, bits, __ATOMIC_RELAXED); }
 template <class T> inline T atomicCAS(T* at, T expected, T wanted) {
   __atomic_compare_exchange_n(at, &expected, wanted, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   return expected;

@@ -25,8 +25,7 @@ extern "C" __global__ void probe(const __grid_constant__ Table t, const i64* key
     if (lane) return;
     source[i] = (i64)(set.rows + (u64)way * t.stride);
     state[i] = STATE_DEVICE;
-    u32 heat = heat_of(head, way);
-    if (heat < MAX_HEAT) atomicCAS(set.line, head, with_heat(head, way, heat + 1));
+    raise_heat(set.line, head, way);
     return;
   }
   int place = find_absent(set.absent, key, &head);
@@ -34,8 +33,8 @@ extern "C" __global__ void probe(const __grid_constant__ Table t, const i64* key
   if (place >= 0) {
     source[i] = SOURCE_ABSENT;
     state[i] = STATE_ABSENT;
-    u64 used = head | 16ull << place;
-    if (used != head) atomicCAS(set.absent, head, used);
+    u64 used = 16ull << place;
+    if (!(head & used)) atomicOr(set.absent, used);
     return;
   }
   source[i] = FIRST_UPLOAD;
