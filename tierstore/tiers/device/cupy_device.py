@@ -5,8 +5,8 @@ the reason is reported. Driver errors become `DeviceError` here. Any thread may 
 which each thread has its own, is set around every call and restored. Kernels are compiled when a device's first stream
 is made, while a store opens. Nothing survives the process.
 
-Not run on a GPU by this revision. The tests run the kernels and all logic above on the CPU, compile the kernels with
-NVRTC where it is installed, and compare what is called here with what CuPy has, where that is installed.
+Where there is no GPU, the tests run the kernels and all logic above on the CPU, compile the kernels with NVRTC where
+it is installed, and compare what is called here with what CuPy has, where that is installed.
 """
 
 from __future__ import annotations

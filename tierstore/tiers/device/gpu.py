@@ -55,7 +55,10 @@ class Gpu:
         backend, self.reason = find_backend()
         if backend is None:
             if self.reason == NOT_INSTALLED:
-                raise MissingExtra("device_budget is set and CuPy is not installed: pip install 'tierstore[gpu]'")
+                raise MissingExtra(
+                    "device_budget is set and CuPy is not installed: pip install 'tierstore[gpu]', or "
+                    "'tierstore[gpu-cuda13]' where the driver is of release 580 or newer"
+                )
             return
         try:
             self.memory = DeviceMemory(backend, settings.device_budget)
