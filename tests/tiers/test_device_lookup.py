@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.tiers.cuda_shim.backend import ShimDevice
+from tests.tiers.cuda_shim.backend import OnGpu, ShimDevice
 from tests.tiers.devices import either, open_device, to_host
 from tierstore.errors import StorageError
 from tierstore.kernels import codec
 from tierstore.kernels.pool import pool_bags
-from tierstore.tiers.device.lookup import PADDING, Pooling, look_up, to_device
+from tierstore.tiers.device.lookup import PADDING, Pooling, from_device, look_up, to_device
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import DeviceMemory
 from tierstore.types import Combiner, Keys, KeyType, States, StorageDtype, TableSpec, Tier, Vectors
@@ -232,3 +232,16 @@ def test_an_array_goes_up_in_pieces() -> None:
     memory = DeviceMemory(ShimDevice(), 1 << 16)
     array = np.random.default_rng(3).normal(size=(1000, 7)).astype(np.float32)
     np.testing.assert_array_equal(to_device(memory, array), array)
+
+
+@either
+def test_an_array_comes_down_in_pieces_after_the_work_that_is_in_the_callers_stream(kind: str) -> None:
+    device = open_device(kind)
+    memory = DeviceMemory(device, 1 << 18)
+    stream, made = device.stream(), device.pinned(80_000).view(np.int64)
+    made[:] = np.random.default_rng(3).integers(-(1 << 63), (1 << 63) - 1, 10_000)
+    array = device.empty((100, 100), np.int64)
+    stream.upload(device.address_of(array), made.view(np.uint8))
+    theirs = OnGpu(array) if isinstance(array, np.ndarray) else array
+    with device.in_stream(getattr(stream, "_stream", stream)):
+        np.testing.assert_array_equal(from_device(memory, theirs), made.reshape(100, 100))

@@ -128,6 +128,22 @@ def to_device(memory: DeviceMemory, array: np.ndarray) -> Any:
     return out
 
 
+def from_device(memory: DeviceMemory, array: Any) -> np.ndarray:
+    """A copy in CPU memory of an array on the device, of any library, made after the work in the caller's stream."""
+    mine = memory.backend.adopt(array)
+    out = np.empty(mine.shape, mine.dtype)
+    address, data = memory.backend.address_of(mine), out.reshape(-1).view(np.uint8)
+    for begin in range(0, len(data), max(1, memory.workspace_bytes)):
+        part = data[begin : begin + memory.workspace_bytes]
+        with memory.workspace(answers=True) as ws:
+            staged = ws.staging(0, len(part))
+            ws.stream.wait_for_caller()
+            ws.stream.download(staged, address + begin)
+            ws.stream.synchronize()
+            part[:] = staged
+    return out
+
+
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
