@@ -87,7 +87,7 @@ class WithADevice(StoresAgainstHistory):
 def test_a_store_with_a_device_tier_keeps_its_promises(gpus: list[ShimDevice]) -> None:
     check(WithADevice, histories=12, steps=25)
     launched = gpus[0].launched
-    assert {"probe", "gather", "scatter", "pool", "update", "insert"} <= launched.keys()
+    assert {"look_up", "put_rows", "pool", "pool_rest", "update", "insert"} <= launched.keys()
 
 
 def test_what_the_host_tier_answers_moves_up_and_is_answered_by_the_device(

@@ -34,11 +34,10 @@ static const u8 STATE_ABSENT = 6;
 static const u8 STATE_PADDING = 255;
 
 // `source` of a key: the address of its row in the table (above 0), or one of these; from FIRST_UPLOAD down, a row
-// that comes from the host, number FIRST_UPLOAD - source (until `resolve`, the place of its claim instead).
+// that comes from the host, number FIRST_UPLOAD - source.
 static const i64 SOURCE_ABSENT = 0;
 static const i64 SOURCE_PADDING = -1;
 static const i64 FIRST_UPLOAD = -2;
-static const i64 SOURCE_GIVEN = -9223372036854775807LL - 1;  // from the host, its number to be placed
 
 struct Table {
   u64 segments[7];  // addresses
