@@ -9,7 +9,8 @@
 #   make bench   measure this machine; a few minutes. `make bench BENCH=--full` takes tens of minutes
 #   make bench-tfra  look-ups beside TensorFlow Recommenders Addons, in a virtual environment of its own (2.4 GB)
 #   make bench-triton  look-ups beside Triton, asked by its own perf_analyzer, in a virtual environment of its own (0.4 GB), and an ensemble in it
-#   make bench-gpu   the device tier on this machine's GPU; without one it says so
+#   make gpu-test    the tests that take a GPU, in a virtual environment of its own that suits the driver (7 GB); without one they skip
+#   make bench-gpu   the device tier on this machine's GPU, in the same environment; without one it says so
 #   make client-venvs  environments for clients of other projects and for Triton, for tests/interop and tests/triton (2.4 GB, two minutes)
 #   make test-valkey  the tests of rows in a cluster, with Valkey's servers in place of Redis's
 #   make trainers  PyTorch, TorchRec, Keras, LightGBM and XGBoost in .venv, for the tests of what exports from them (1 GB)
@@ -39,6 +40,12 @@ TFRA   := $(CURDIR)/.bench/tfra
 TFRA_PYTHON ?= $(PYTHON)
 CLIENTS := $(CURDIR)/.clients
 TRAINERS := $(CURDIR)/.trainers
+GPU    := $(CURDIR)/.bench/gpu
+# CUDA 13's packages from driver 580 on, CUDA 12's before
+GPU_EXTRA ?= $(shell v=$$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 | cut -d. -f1); \
+  test "$${v:-0}" -ge 580 2>/dev/null && echo gpu-cuda13 || echo gpu)
+# where there is a driver; without one nothing is installed for it
+ON_GPU = $(if $(shell command -v nvidia-smi),$(GPU),$(VENV))
 DIST   := $(CURDIR)/.bench/dist
 LOCK   := $(CURDIR)/.bench/lock
 SOURCES := tierstore tests $(wildcard benchmarks tools examples)
@@ -47,7 +54,7 @@ SOURCES := tierstore tests $(wildcard benchmarks tools examples)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test thorough test-all check format-check lint types docs-test site site-tools fuzz bench bench-tools bench-tfra bench-triton bench-gpu client-venvs test-valkey trainers engines older-trainers dist lock sbom format clean
+.PHONY: help venv demo test thorough test-all check format-check lint types docs-test site site-tools fuzz bench bench-tools bench-tfra bench-triton gpu-test bench-gpu client-venvs test-valkey trainers engines older-trainers dist lock sbom format clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -125,9 +132,19 @@ bench-triton: bench-tools
 	@$(MAKE) --no-print-directory $(CLIENTS)/triton/.installed || echo 'Triton cannot be installed with $(PYTHON); Python 3.11 to 3.13 can'
 	$(BIN)/python -m benchmarks --only wire_triton triton_ensemble $(BENCH)
 
-bench-gpu: bench-tools
-	@! command -v nvidia-smi >/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[gpu]'
-	$(BIN)/python -m benchmarks --only device_lookup $(BENCH)
+gpu-test: $(ON_GPU)/.installed
+	$(ON_GPU)/bin/python -m pytest -m gpu -n $(TEST_PROCESSES) --dist loadfile -rs tests $(TESTS)
+
+bench-gpu: $(ON_GPU)/.installed
+	$(ON_GPU)/bin/python -m benchmarks --only device_lookup $(BENCH)
+
+# ONNX Runtime for a GPU takes the place of the one that `dev` brings: both are one module.
+$(GPU)/.installed: pyproject.toml
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev,$(GPU_EXTRA)]' 'torch==2.13.0'
+	$(@D)/bin/python -m pip uninstall --quiet --yes onnxruntime
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dense-gpu]'
+	@touch $@
 
 dist: $(STAMP)
 	rm -rf dist build

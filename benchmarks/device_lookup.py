@@ -106,19 +106,19 @@ def resident(backend: Backend, xp: Any, rows: int, dim: int, batch: int, rounds:
     keys = [to_device(scene.memory, scene.keys[at]) for at in places]
     indices = [to_device(scene.memory, at) for at in places]
     vectors = to_device(scene.memory, scene.vectors)
-    state, source = backend.empty((batch,), np.uint8), backend.empty((batch,), np.int64)
+    state, done = backend.empty((batch,), np.uint8), backend.empty((2,), np.uint32)
     mine, other = (backend.empty((batch, dim), np.float32) for _ in range(2))
     n, none = np.int64(batch), np.uint64(0)
-    state_at, source_at, out_at = (np.uint64(backend.address_of(array)) for array in (state, source, mine))
+    state_at, done_at, out_at = (np.uint64(backend.address_of(array)) for array in (state, done, mine))
 
     def ours(call: int) -> None:
         with scene.table.reading() as view:
             assert view is not None
-            stream, table, _ = view
-            stream.clear(int(state_at), batch)
             keys_at = np.uint64(backend.address_of(keys[call]))
-            stream.launch("probe", batch * TEAM, table, keys_at, state_at, n, source_at, none, none, none, none, none)
-            stream.launch("gather", batch * TEAM, table, source_at, n, out_at, np.uint32(0))
+            view.stream.launch(
+                "look_up", batch * TEAM, view.table, keys_at, none, state_at, n, none, none, out_at, np.uint32(0),
+                view.counters, done_at,
+            )  # fmt: skip
 
     def take(call: int) -> None:
         xp.take(vectors, indices[call], axis=0, out=other)

@@ -74,6 +74,25 @@ def test_a_peek_finds_every_resident_key_however_many_segments_there_are(fractio
         assert found.row in (None, rows_of(np.array([key]))[0].tobytes())
 
 
+def test_keys_of_one_set_that_are_looked_up_at_once_are_all_remembered() -> None:
+    """Four teams of a warp read the same line before any of them writes to it."""
+    table = open_table(ShimDevice())
+    keys, sets = np.arange(2000, dtype=np.int64), np.empty(2000, np.int64)
+    order, by_set = table.layout.by_set(keys, table._depth)
+    sets[order] = by_set
+    crowded = int(np.argmax(np.bincount(sets)))
+    together = keys[sets == crowded][:4]
+    assert len(together) == 4
+    table.insert(together, rows_of(together), 1)
+    gone = np.flatnonzero(sets == crowded + 1)[:3].astype(np.int64)
+    table.insert_absent(gone, 1)
+    ask(table, np.concatenate([together, gone]))
+    assert [table.peek(key).heat for key in together.tolist()] == [{"hits": 1}] * 4
+    assert table._memory is not None
+    _, absent, _ = table._memory.read_set(crowded + 1)
+    assert int(absent[0]) >> 4 & 7 == (1 << len(gone)) - 1
+
+
 @pytest.mark.parametrize("budget", [1000, 4096, 100_000, 1 << 20, (1 << 22) + 12345])
 @pytest.mark.parametrize("dtype", list(StorageDtype))
 @pytest.mark.parametrize("fraction", [1.0, 0.25])

@@ -16,7 +16,7 @@ from tests.tiers.devices import over_stand_in
 from tierstore.tiers.device.backend import DeviceError, kernel_names, kernel_source
 from tierstore.tiers.device.compile import OPTIONS, compile_kernels
 
-ARCHS = pytest.mark.parametrize("arch", ["80", "90"])
+ARCHS = pytest.mark.parametrize("arch", ["80", "90", "100"])
 COMPILERS = pytest.mark.parametrize(
     "compiler",
     [
@@ -77,12 +77,14 @@ def test_rows_move_sixteen_bytes_at_a_time_and_small_numbers_are_no_zeros(compil
     kernels = re.split(r"\.entry ", text(compiler, "90", tmp_path))[1:]
     code = {re.match(r"\w+", kernel).group(): kernel for kernel in kernels}  # type: ignore[union-attr]
     assert sorted(code) == sorted(kernel_names())
-    assert re.search(r"ld(\.global)?\.v2\.[bu]64", code["probe"])  # a way's key and its neighbour, of the line of a set
-    for name in ("gather", "scatter", "pool", "insert", "merge", "split"):
+    assert re.search(
+        r"ld(\.global)?\.v2\.[bu]64", code["look_up"]
+    )  # a way's key and its neighbour, of the line of a set
+    for name in ("look_up", "put_rows", "pool", "pool_rest", "insert", "merge", "split"):
         assert re.search(r"ld(\.global)?\.v4\.[buf]32", code[name]), name
         assert re.search(r"st(\.global)?\.v4\.[buf]32", code[name]), name
     assert not [line for kernel in kernels for line in kernel.splitlines() if ".ftz" in line]
-    assert "fma.rn.f32" in code["gather"]  # rows of int8 and int4
+    assert "fma.rn.f32" in code["look_up"]  # rows of int8 and int4
 
 
 class _Refusing(NvrtcStandIn):

@@ -7,17 +7,32 @@ import re
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
-from tests.tiers.cuda_shim.backend import ShimDevice
+from tests.tiers.cuda_shim.backend import OnGpu, ShimDevice
 from tests.tiers.cuda_shim.cupy_stand_in import CUDARuntimeError, CupyStandIn, OutOfMemoryError
 from tests.tiers.devices import over_stand_in
+from tierstore.errors import InvalidInput
 from tierstore.tiers.device import cupy_device
-from tierstore.tiers.device.backend import Captured, DeviceError, OutOfDeviceMemory
+from tierstore.tiers.device.backend import Captured, DeviceError, OutOfDeviceMemory, lies_on_gpu
 from tierstore.tiers.device.cupy_device import find_devices
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import WORKSPACES, DeviceMemory, Workspace
 from tierstore.types import KeyType, StorageDtype, TableSpec
+
+
+class Tensor:
+    """An array that speaks DLPack alone, on a device of that kind and number."""
+
+    def __init__(self, number: int, array: np.ndarray, kind: int = 2) -> None:
+        self.array, self.number, self.kind = array, number, kind
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.kind, self.number
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array
 
 
 @pytest.fixture
@@ -48,6 +63,36 @@ def test_a_look_up_within_a_capture_is_refused_before_it_can_end_it(cupy: CupySt
     cupy.capturing = True
     with pytest.raises(Captured, match="captured"):
         device.empty((2, 3), np.float32)
+
+
+def test_an_array_is_taken_from_another_library_on_this_device_only(cupy: CupyStandIn) -> None:
+    device = over_stand_in(cupy)
+    array = np.arange(5)
+    mine = device.adopt(OnGpu(array))
+    assert device.address_of(mine) == array.ctypes.data
+    with pytest.raises(InvalidInput, match="in the memory of GPU 0, got one on GPU 1"):
+        device.adopt(Tensor(1, array))
+
+    class Sparse(Tensor):
+        def __dlpack__(self, **options: Any) -> Any:
+            raise BufferError("it is sparse")
+
+    with pytest.raises(InvalidInput, match=r"a dense array in the memory of GPU 0: it is sparse"):
+        device.adopt(Sparse(0, array))
+    cupy.capturing = True
+    with pytest.raises(Captured, match="captured"):
+        device.adopt(OnGpu(array))
+
+
+@pytest.mark.parametrize(
+    ("values", "on_gpu"),
+    [
+        (np.arange(3), False), ([1], False), ("a", False), (np.float32(1), False), (pa.array([1]), False),
+        (OnGpu(np.arange(3)), True), (Tensor(0, np.arange(3)), True), (Tensor(0, np.arange(3), kind=1), False),
+    ],
+)  # fmt: skip
+def test_what_lies_on_a_gpu_is_told_by_what_it_says_of_itself(values: Any, on_gpu: bool) -> None:
+    assert lies_on_gpu(values) is on_gpu
 
 
 def test_while_others_capture_look_ups_pass_the_device_over_and_come_back_to_it(cupy: CupyStandIn) -> None:
@@ -157,7 +202,10 @@ def _pairs(ours: Any, theirs: Any, path: str) -> list[tuple[str, Any, Any]]:
 
 def test_cupy_has_all_that_is_used_of_it_under_these_names_and_with_these_parameters() -> None:
     real = pytest.importorskip("cupy", reason="CuPy is not installed")
-    assert callable(real.empty)
+    for name in ("empty", "asarray", "ascontiguousarray", "from_dlpack"):
+        assert callable(getattr(real, name))
+    assert hasattr(real.ndarray, "device")
+    assert hasattr(real.cuda.Stream, "__cuda_stream__")
     assert callable(real.get_default_memory_pool().free_all_blocks)
     compared = []
     for where, mine, theirs in _pairs(CupyStandIn(ShimDevice()).cuda, real.cuda, "cupy.cuda"):

@@ -1,4 +1,4 @@
-"""Answers that stay on the device: rows and pooled bags as the CPU gives them, with few copies and one read a miss."""
+"""Answers that stay on the device: rows and pooled bags as the CPU gives them, with few copies and one fetch a chunk."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.tiers.cuda_shim.backend import ShimDevice
+from tests.tiers.cuda_shim.backend import OnGpu, ShimDevice
 from tests.tiers.devices import either, open_device, to_host
 from tierstore.errors import StorageError
 from tierstore.kernels import codec
 from tierstore.kernels.pool import pool_bags
-from tierstore.tiers.device.lookup import PADDING, Pooling, look_up, to_device
+from tierstore.tiers.device.lookup import PADDING, Pooling, from_device, look_up, to_device
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import DeviceMemory
 from tierstore.types import Combiner, Keys, KeyType, States, StorageDtype, TableSpec, Tier, Vectors
@@ -150,21 +150,25 @@ def test_numbers_below_the_least_normal_one_are_not_taken_for_zeros(kind: str, d
     assert np.count_nonzero(pooled)
 
 
-def test_only_distinct_misses_come_down_and_their_rows_go_up_at_once() -> None:
+def test_all_misses_are_fetched_at_once_and_only_many_keys_are_copied() -> None:
     scene = Scene(16, StorageDtype.FLOAT32)
     keys = np.concatenate([np.repeat(RESIDENT, 3), np.repeat(BELOW, 4)])
     np.random.default_rng(1).shuffle(keys)
+    none = np.empty((0, 16), np.float32)
     scene.device.moved[:] = 0, 0
-    scene.look_up(keys, np.float32, np.zeros(len(keys), np.uint8), np.empty((0, 16), np.float32))
+    scene.look_up(keys, np.float32, np.zeros(len(keys), np.uint8), none)
+    assert sorted(scene.asked[0]) == np.repeat(BELOW, 4).tolist()
+    scene.look_up(RESIDENT, np.float32, np.zeros(len(RESIDENT), np.uint8), none)
     assert len(scene.asked) == 1
-    assert sorted(scene.asked[0]) == BELOW.tolist()
-    copies, nbytes = scene.device.moved
-    assert copies == 4  # keys up, misses down, rows up, states down
-    assert nbytes < len(keys) * (8 + 1 + 1) + 512 * 8 + len(BELOW) * (16 * 4 + 1) + 200
+    assert scene.device.moved == [0, 0]  # the kernels read and write page-locked memory
+    scene = Scene(16, StorageDtype.FLOAT32, 256 << 20)
+    many = np.tile(RESIDENT, 50)
     scene.device.moved[:] = 0, 0
-    scene.look_up(RESIDENT, np.float32, np.zeros(len(RESIDENT), np.uint8), np.empty((0, 16), np.float32))
-    assert len(scene.asked) == 1
-    assert scene.device.moved[0] == 3  # nothing to fetch, nothing more goes up
+    np.testing.assert_array_equal(
+        scene.look_up(many, np.float32, np.zeros(len(many), np.uint8), none), scene.rows(many, np.float32)
+    )
+    assert scene.device.moved[0] == 1
+    assert scene.device.moved[1] < len(many) * (8 + 1) + 100
 
 
 def test_every_key_value_may_be_asked_for() -> None:
@@ -173,15 +177,15 @@ def test_every_key_value_may_be_asked_for() -> None:
     keys = np.array([0, -1, limits.min, limits.max, -1, limits.min], np.int64)
     seen: list[Keys] = []
 
-    def fetch(distinct: Keys, dtype: Any) -> tuple[Vectors, States]:
-        seen.append(distinct)
-        return np.repeat((distinct % 1000).astype(dtype)[:, None], 4, 1), np.full(len(distinct), Tier.DISK, np.uint8)
+    def fetch(missing: Keys, dtype: Any) -> tuple[Vectors, States]:
+        seen.append(missing)
+        return np.repeat((missing % 1000).astype(dtype)[:, None], 4, 1), np.full(len(missing), Tier.DISK, np.uint8)
 
     scene.table.update(keys[:1], row_bytes_of(scene.spec, keys[:1]), np.ones(1, np.bool_))  # which forgets key 0
     out = scene.device.empty((len(keys), 4), np.float32)
     state = np.zeros(len(keys), np.uint8)
     assert look_up(scene.table, keys, state, np.empty((0, 4), np.float32), out, fetch)
-    assert sorted(seen[0]) == [limits.min, -1, limits.max]
+    assert sorted(seen[0]) == [limits.min, limits.min, -1, -1, limits.max]
     np.testing.assert_array_equal(out[1:, 0], (keys[1:] % 1000).astype(np.float32))
     np.testing.assert_array_equal(out[0], scene.default)
 
@@ -237,3 +241,16 @@ def test_an_array_goes_up_in_pieces() -> None:
     memory = DeviceMemory(ShimDevice(), 1 << 16)
     array = np.random.default_rng(3).normal(size=(1000, 7)).astype(np.float32)
     np.testing.assert_array_equal(to_device(memory, array), array)
+
+
+@either
+def test_an_array_comes_down_in_pieces_after_the_work_that_is_in_the_callers_stream(kind: str) -> None:
+    device = open_device(kind)
+    memory = DeviceMemory(device, 1 << 18)
+    stream, made = device.stream(), device.pinned(80_000).view(np.int64)
+    made[:] = np.random.default_rng(3).integers(-(1 << 63), (1 << 63) - 1, 10_000)
+    array = device.empty((100, 100), np.int64)
+    stream.upload(device.address_of(array), made.view(np.uint8))
+    theirs = OnGpu(array) if isinstance(array, np.ndarray) else array
+    with device.in_stream(getattr(stream, "_stream", stream)):
+        np.testing.assert_array_equal(from_device(memory, theirs), made.reshape(100, 100))

@@ -54,6 +54,7 @@ class LookupOptions(TypedDict, total=False):
     dtype: str
     out: Vectors | None
     device: str | None
+    stream: Any
     version: int | str | None
     route: bytes | str | None
 
@@ -266,6 +267,11 @@ class Model:
         """Several features at once, all of one version and one seq: {feature: what `lookup` returns}."""
         with self.view(version, route) as view:
             return {feature: view.lookup(feature, its, **options) for feature, its in keys.items()}
+
+    def answers_on_gpu(self, number: int) -> bool:
+        """`View.answers_on_gpu` of what serves now."""
+        with self.view(STABLE) as view:
+            return view.answers_on_gpu(number)
 
     def predict(
         self,

@@ -4,9 +4,9 @@
     swap_embeddings(net, store.model("ctr"))
     net(user_id, item_id)
 
-`source` is a model of a store in this process (`store.model("ctr")`) or of a service (`client.model("ctr")`). Rows come
-as CPU tensors over the memory that they were looked up into, and are copied only where the keys lie on another device.
-Any thread may call a module.
+`source` is a model of a store in this process (`store.model("ctr")`) or of a service (`client.model("ctr")`). Keys on
+the GPU of a store that has a device tier are answered there; otherwise rows come as CPU tensors over the memory that
+they were looked up into, and are copied only where the keys lie on another device. Any thread may call a module.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 
 from tierstore.errors import InvalidInput
+from tierstore.torch import operators
 from tierstore.torch.hashing import HashKeys
 from tierstore.torch.tables import check_mode, tables_of
 from tierstore.types import as_bags, check_end
@@ -44,8 +46,9 @@ class _Rows(nn.Module):  # type: ignore[misc, unused-ignore]
         super().__init__()
         if dtype not in _DTYPES:
             raise InvalidInput(f"dtype: expected float32 or float16, got {dtype!r}")
-        self.source, self.dtype = source, dtype
+        self.source, self.dtype, self.rows_dtype = source, dtype, getattr(torch, dtype)
         self.scope = _Scope()
+        self.number = operators.number_of(self)  # type: ignore[arg-type, unused-ignore]
 
     def _check(self) -> None:
         if self.training and torch.is_grad_enabled():
@@ -54,11 +57,28 @@ class _Rows(nn.Module):  # type: ignore[misc, unused-ignore]
                 "it within torch.inference_mode()"
             )
 
+    def _dim_of(self, feature: str) -> int:
+        """How many numbers a row has."""
+        return int(self.scope.of(self.source).lookup(feature, np.empty(0, np.int64)).shape[1])
+
+    def _rows(self, feature: str, keys: torch.Tensor) -> torch.Tensor:
+        """Rows, [n, dim], on the device of `keys`."""
+        source = self.scope.of(self.source)
+        if (number := _gpu_of(source, keys)) is not None:
+            return torch.from_dlpack(source.lookup(feature, keys.contiguous(), dtype=self.dtype, **_there(number)))
+        return _tensor(source.lookup(feature, _array(keys), dtype=self.dtype), keys)
+
     def _bags(self, feature: str, keys: torch.Tensor, offsets: Any, weights: Any, mode: str | None) -> torch.Tensor:
         """Pooled rows, [bags, dim], on the device of `keys`; mode None: as the feature's combiner says."""
-        options = {"dtype": self.dtype, "weights": None if weights is None else _array(weights), "combiner": mode}
-        rows = self.scope.of(self.source).lookup_bags(feature, _array(keys), _array(offsets), **options)
-        return _tensor(rows, keys)
+        source, options = self.scope.of(self.source), {"dtype": self.dtype, "combiner": mode}
+        factors = None if weights is None else weights.detach().contiguous()
+        if (number := _gpu_of(source, keys)) is not None:
+            options |= _there(number)
+            return torch.from_dlpack(
+                source.lookup_bags(feature, keys.contiguous(), offsets.contiguous(), weights=factors, **options)
+            )
+        options["weights"] = None if factors is None else _array(factors)
+        return _tensor(source.lookup_bags(feature, _array(keys), _array(offsets), **options), keys)
 
 
 class Embedding(_Rows):
@@ -72,12 +92,19 @@ class Embedding(_Rows):
         super().__init__(source, dtype)
         self.feature = feature
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows, `[*, dim]`, of integer keys of any shape `[*]`, on the device of the keys."""
         self._check()
-        rows = self.scope.of(self.source).lookup(self.feature, _array(input).reshape(-1), dtype=self.dtype)
-        return _tensor(rows, input).reshape(*input.shape, rows.shape[1])
+        return operators.rows(input, self.number)
+
+    @property
+    def dim(self) -> int:
+        return self._dim_of(self.feature)
+
+    def read(self, keys: torch.Tensor) -> torch.Tensor:
+        """What `forward` answers, when its operator runs."""
+        rows = self._rows(self.feature, keys.reshape(-1))
+        return rows.reshape(*keys.shape, rows.shape[1])
 
     def extra_repr(self) -> str:
         return f"feature={self.feature!r}, dtype={self.dtype!r}"
@@ -103,7 +130,6 @@ class EmbeddingBag(_Rows):
         check_mode(f"feature {feature!r}", mode)
         self.feature, self.mode, self.include_last_offset = feature, mode, include_last_offset
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
     def forward(
         self,
         input: torch.Tensor,
@@ -119,13 +145,25 @@ class EmbeddingBag(_Rows):
                 f"expected keys [bags, k] without offsets, or keys [n] with offsets; got keys {list(input.shape)} "
                 f"{'without' if offsets is None else 'with'} offsets"
             )
+        return operators.bags(input, offsets, per_sample_weights, self.number)
+
+    @property
+    def dim(self) -> int:
+        return self._dim_of(self.feature)
+
+    def bags_of(self, keys: torch.Tensor, offsets: torch.Tensor | None) -> int:
+        """How many bags there are."""
+        return len(keys) if offsets is None else len(offsets) - self.include_last_offset
+
+    def read(self, keys: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None) -> torch.Tensor:
+        """What `forward` answers, when its operator runs."""
         if offsets is None:
-            offsets = torch.arange(len(input)) * input.shape[1]
+            offsets = torch.arange(len(keys)) * keys.shape[1]
         elif self.include_last_offset:
-            check_end(f"feature {self.feature}", offsets, len(input))
+            check_end(f"feature {self.feature}", offsets, len(keys))
             offsets = offsets[:-1]
-        weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
-        return self._bags(self.feature, input.reshape(-1), offsets, weights, self.mode)
+        weights = None if weights is None else weights.reshape(-1)
+        return self._bags(self.feature, keys.reshape(-1), offsets, weights, self.mode)
 
     def extra_repr(self) -> str:
         return f"feature={self.feature!r}, mode={self.mode!r}, dtype={self.dtype!r}"
@@ -214,6 +252,7 @@ def swap_embeddings(
                 parent._modules[name] = others[id(part)]
     inner = module.forward
 
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator, unused-ignore]  # but not `inner`
     @functools.wraps(inner)
     def forward(*arguments: Any, **options: Any) -> Any:
         with scope.hold(source):
@@ -299,6 +338,20 @@ class _Scope:
                 yield
             finally:
                 self._local.view = None
+
+
+def _gpu_of(source: Any, keys: torch.Tensor) -> int | None:
+    """The number of the GPU that `keys` lie on, where `source` leaves answers there."""
+    if not keys.is_cuda:
+        return None
+    answers_on_gpu = getattr(source, "answers_on_gpu", None)
+    number = int(keys.device.index)
+    return number if answers_on_gpu is not None and answers_on_gpu(number) else None
+
+
+def _there(number: int) -> dict[str, Any]:
+    """Options of a look-up on that GPU, in the order of the caller's stream."""
+    return {"device": "gpu", "stream": torch.cuda.current_stream(number)}
 
 
 def _array(values: torch.Tensor) -> Any:

@@ -15,7 +15,7 @@ from tests import int4_model
 from tests.engine import scenes, ttl_scenes
 from tests.engine.model_based import Stores, StoresAgainstHistory, check
 from tests.engine.test_store import folded
-from tests.tiers.cuda_shim.backend import ShimDevice
+from tests.tiers.cuda_shim.backend import OnGpu, ShimDevice
 from tierstore.engine.data.promotion import QUEUE_JOBS, Offers
 from tierstore.engine.store import Store
 from tierstore.errors import ConfigError, InvalidInput, MissingExtra, NotReady, WrongPartition
@@ -88,7 +88,7 @@ class WithADevice(StoresAgainstHistory):
 def test_a_store_with_a_device_tier_keeps_its_promises(gpus: list[ShimDevice]) -> None:
     check(WithADevice, histories=12, steps=25)
     launched = gpus[0].launched
-    assert {"probe", "gather", "scatter", "pool", "update", "insert"} <= launched.keys()
+    assert {"look_up", "put_rows", "pool", "pool_rest", "update", "insert"} <= launched.keys()
 
 
 def test_rows_of_four_bits_are_answered_as_documented_by_the_device(
@@ -129,6 +129,50 @@ def test_what_the_host_tier_answers_moves_up_and_is_answered_by_the_device(
     assert sum(after.values()) - sum(before.values()) == 3 * len(ITEMS)
     entry = store.status()["models"]["ctr"]["tables"]["item"]
     assert 0 < entry["tier_bytes"]["device"] <= entry["tier_budget_bytes"]["device"]
+
+
+def test_keys_on_the_gpu_are_answered_there_whatever_else_answers_them(
+    with_device: Callable[..., Store], gpus: list[ShimDevice], tmp_path: Path
+) -> None:
+    store = with_device()
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    ctr = store.model("ctr")
+    expected = scenes.vectors("item", 0, ITEMS)
+    offsets, weights = np.arange(0, 1000, 4), np.linspace(0, 1, 1000, dtype=np.float32)
+    for seq in range(3):  # from disk; from the host tier and what it promotes; beside rows of a delta
+        if seq == 2:
+            store.apply_delta(scenes.stamped(1, {"item": ITEMS[::7]}))
+            expected[::7] = scenes.vectors("item", 1, ITEMS[::7])
+        rows, found = ctr.lookup("item_id", OnGpu(ITEMS), return_found=True)
+        np.testing.assert_array_equal(rows, expected)
+        assert found.all()
+        np.testing.assert_array_equal(ctr.lookup("item_id", OnGpu(ITEMS.astype(np.int32)), device="cpu"), expected)
+        for where in (offsets, OnGpu(offsets)):
+            for factors in (None, weights, OnGpu(weights)):
+                given = None if factors is None else weights
+                bags = ctr.lookup_bags("clicked", OnGpu(ITEMS), where, weights=factors, dtype="float16")
+                np.testing.assert_array_equal(
+                    bags, ctr.lookup_bags("clicked", ITEMS, offsets, weights=given, dtype="float16")
+                )
+        promoted(store)
+    with pytest.raises(InvalidInput, match="expected int64 keys, got float32"):
+        ctr.lookup("item_id", OnGpu(weights))
+
+
+def test_keys_that_a_stream_is_still_to_make_are_waited_for(
+    with_device: Callable[..., Store], gpus: list[ShimDevice], tmp_path: Path
+) -> None:
+    store = with_device()
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    ctr, stream, keys = store.model("ctr"), gpus[0].stream(), np.zeros(1000, np.int64)
+    for given in (stream, id(stream)):  # an object, or its address
+        keys[:] = 0
+        stream.upload(keys.ctypes.data, ITEMS[::-1].copy())
+        rows = ctr.lookup("item_id", OnGpu(keys), stream=given)
+        np.testing.assert_array_equal(rows, scenes.vectors("item", 0, ITEMS[::-1]))
+    np.testing.assert_array_equal(ctr.lookup("item_id", ITEMS, stream=stream), scenes.vectors("item", 0, ITEMS))
+    with pytest.raises(InvalidInput, match="stream: expected one of CuPy or PyTorch"):
+        ctr.lookup("item_id", ITEMS, stream="mine")
 
 
 def test_look_ups_that_the_device_answers_leave_the_queue_of_promotions_to_others(
@@ -311,6 +355,8 @@ def test_without_a_device_it_is_said_why(
     store = open_store(device_budget="1MiB")
     assert store.status()["device"] == {"present": False, "reason": "no CUDA device"}
     assert len(store.model("ctr").lookup("item_id", [1], device="cpu")) == 1
+    with pytest.raises(NotReady, match="no CUDA device"):
+        store.model("ctr").lookup("item_id", OnGpu(ITEMS))
     with pytest.raises(NotReady, match="no CUDA device"):
         store.model("ctr").lookup("item_id", [1], device="gpu")
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -89,7 +91,13 @@ class ShimStream:
         self._add(lambda: event.stream.run_to(event.number))
 
     def wait_for_caller(self) -> None:
-        pass  # whose arrays NumPy keeps
+        """Of the caller's streams, the one that `in_stream` names."""
+        caller = getattr(self._device.callers, "stream", None)
+        if caller is not None:
+            self.wait(caller.record())
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, id(self)
 
     def run_to(self, number: int) -> None:
         while self.done < number:
@@ -116,6 +124,7 @@ class ShimDevice:
         self.broken = False
         self.launched: dict[str, int] = {}
         self.moved = [0, 0]  # copies, their bytes
+        self.callers = threading.local()
         self._streams: list[ShimStream] = []
 
     def move(self, to: int, source: int, nbytes: int) -> None:
@@ -149,6 +158,31 @@ class ShimDevice:
         nbytes = int(np.prod(shape)) * dtype.itemsize
         return self.pinned(nbytes).view(dtype).reshape(shape)
 
+    @contextmanager
+    def in_stream(self, stream: Any) -> Iterator[None]:
+        address = stream.__cuda_stream__()[1]
+        self.callers.stream = next(one for one in self._streams if id(one) == address)
+        try:
+            yield
+        finally:
+            self.callers.stream = None
+
+    def adopt(self, array: Any) -> np.ndarray:
+        return adopted(array)
+
     def address_of(self, array: Any) -> int:
         address: int = array.ctypes.data
         return address
+
+
+class OnGpu:
+    """An array as other libraries have it on a GPU: by its address alone, in memory that the stand-in takes for a GPU's."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.held = array
+        self.__cuda_array_interface__ = array.__array_interface__
+
+
+def adopted(array: Any) -> np.ndarray:
+    """The memory of an array that says its address."""
+    return np.asarray(SimpleNamespace(__array_interface__=array.__cuda_array_interface__))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tests.tiers.cuda_shim import compile
-from tests.tiers.cuda_shim.backend import ShimBuffer, ShimDevice, ShimEvent, ShimStream
+from tests.tiers.cuda_shim.backend import ShimBuffer, ShimDevice, ShimEvent, ShimStream, adopted
 from tierstore.tiers.device.backend import THREADS, DeviceError
 from tierstore.tiers.device.backend import OutOfDeviceMemory as _Full
 
@@ -71,6 +71,24 @@ class CupyStandIn:
                 made = device.stream()
                 self.ptr = 0 if null else id(made)
                 cupy._streams[self.ptr] = made
+
+            @classmethod
+            def from_external(cls, obj: Any) -> Stream:
+                cupy._check()
+                stream = cls.__new__(cls)
+                stream.ptr = obj.__cuda_stream__()[1]
+                assert stream.ptr in cupy._streams
+                return stream
+
+            def __cuda_stream__(self) -> tuple[int, int]:
+                return 0, self.ptr
+
+            def __enter__(self) -> Stream:
+                cupy._callers.append(self)
+                return self
+
+            def __exit__(self, *args: object) -> None:
+                cupy._callers.pop()
 
             def synchronize(self) -> None:
                 runtime.streamSynchronize(self.ptr)
@@ -174,7 +192,7 @@ class CupyStandIn:
             nvrtc=NvrtcStandIn(),
             Device=Device, Stream=Stream, Event=Event, Memory=Memory, PinnedMemory=PinnedMemory,
             PinnedMemoryPointer=lambda mem, offset: mem.array[offset:],
-            get_current_stream=lambda device_id=-1: Stream.null,
+            get_current_stream=lambda device_id=-1: cupy._callers[-1] if cupy._callers else Stream.null,
         )  # fmt: skip
         with Device(0):
             Stream.null = Stream(null=True)
@@ -188,6 +206,14 @@ class CupyStandIn:
             self._current.stack = []
         stack: list[int] = self._current.stack
         return stack
+
+    @property
+    def _callers(self) -> list[Any]:
+        """Streams of the thread's program, the current one last."""
+        if not hasattr(self._current, "callers"):
+            self._current.callers = []
+        callers: list[Any] = self._current.callers
+        return callers
 
     @property
     def device_id(self) -> int:
@@ -207,10 +233,24 @@ class CupyStandIn:
 
     def empty(self, shape: tuple[int, ...], dtype: Any = float, order: str = "C") -> Any:
         self._check()
-        array = self.device.empty(shape, dtype)
+        return self._array(self.device.empty(shape, dtype))
+
+    def from_dlpack(self, array: Any) -> Any:
+        self._check()
+        return self._array(array.__dlpack__(), array.__dlpack_device__()[1])
+
+    def asarray(self, a: Any) -> Any:
+        self._check()
+        return self._array(adopted(a))
+
+    def ascontiguousarray(self, a: Any) -> Any:
+        return a
+
+    def _array(self, array: np.ndarray, number: int = 0) -> Any:
         return SimpleNamespace(
-            data=SimpleNamespace(ptr=array.ctypes.data), dtype=array.dtype, shape=array.shape, get=lambda: array
-        )
+            data=SimpleNamespace(ptr=array.ctypes.data), dtype=array.dtype, shape=array.shape, get=lambda: array,
+            device=SimpleNamespace(id=number), __cuda_array_interface__=array.__array_interface__,
+        )  # fmt: skip
 
 
 class NvrtcStandIn:

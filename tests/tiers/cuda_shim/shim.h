@@ -1,6 +1,7 @@
 // The few words of CUDA that the kernels use, on a CPU: every lane of a warp is a fiber, and a collective lets the
 // others run until all lanes that it names have come. A lane that is named and has ended is a fault, as on a GPU. In
-// between lanes run one after another, in an order that differs from warp to warp.
+// between lanes run one after another, in an order that differs from warp to warp. A warp runs until its lanes have ended
+// or wait for the block, then the next one does.
 #pragma once
 
 #include <cmath>
@@ -23,7 +24,7 @@ struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(8) ushort4 { unsigned short x, y, z, w; };
 struct alignas(4) uchar4 { unsigned char x, y, z, w; };
 
-static thread_local Index blockIdx, blockDim, threadIdx;
+static thread_local Index blockIdx, blockDim, threadIdx, gridDim;
 
 inline float4 make_float4(float x, float y, float z, float w) { return float4{x, y, z, w}; }
 inline float __uint_as_float(unsigned bits) { float value; memcpy(&value, &bits, 4); return value; }
@@ -43,6 +44,8 @@ inline unsigned short float_to_half(float value) {
 }
 
 template <class T> inline T atomicAdd(T* at, T by) { return __atomic_fetch_add(at, by, __ATOMIC_RELAXED); }
+template <class T> inline T atomicExch(T* at, T value) { return __atomic_exchange_n(at, value, __ATOMIC_RELAXED); }
+template <class T> inline T atomicOr(T* at, T bits) { return __atomic_fetch_or(at, bits, __ATOMIC_RELAXED); }
 template <class T> inline T atomicCAS(T* at, T expected, T wanted) {
   __atomic_compare_exchange_n(at, &expected, wanted, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   return expected;
@@ -82,6 +85,7 @@ struct Warp {
   void* caller;
   void* lane_sp[LANES];
   bool ended[LANES];
+  bool at_barrier[LANES];
   unsigned arrived[LANES];
   unsigned long long posted[LANES][2];  // a lane is at most one collective ahead of those it meets
   int current;
@@ -99,20 +103,20 @@ static void shim_fault(const char* what) {
   abort();
 }
 
-// Run the next lane that has not ended; the caller, if there is none.
-static void shim_yield(bool ending) {
+// Run the next lane that can; with `leaving`, when there is none, whoever runs the warps of the block.
+static void shim_yield(bool leaving) {
   Warp* w = warp;
   int from = w->current;
   for (int step = 1; step <= Warp::LANES; step++) {
     int to = (from + w->stride * step) % Warp::LANES;
-    if (w->ended[to]) continue;
+    if (w->ended[to] || w->at_barrier[to]) continue;
     if (to == from) return;
     w->current = to;
     threadIdx.x = w->first_thread + to;
     shim_switch(&w->lane_sp[from], w->lane_sp[to]);
     return;
   }
-  if (ending) shim_switch(&w->lane_sp[from], w->caller);
+  if (leaving) shim_switch(&w->lane_sp[from], w->caller);
 }
 
 static void shim_lane() {
@@ -133,6 +137,7 @@ static unsigned shim_meet(unsigned mask, unsigned long long value) {
     if (!(mask >> lane & 1)) continue;
     while ((int)(w->arrived[lane] - turn) < 0) {
       if (w->ended[lane]) shim_fault("a lane that is named has ended");
+      if (w->at_barrier[lane]) shim_fault("a lane that is named waits for the block");
       shim_yield(false);
     }
   }
@@ -155,6 +160,13 @@ inline unsigned long long __shfl_sync(unsigned mask, unsigned long long value, u
 
 inline void __syncwarp(unsigned mask) { shim_meet(mask, 0); }
 
+inline void __syncthreads() {
+  warp->at_barrier[warp->current] = true;
+  shim_yield(true);
+}
+
+inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+
 // ---- launching
 
 template <class... A, size_t... I>
@@ -165,34 +177,60 @@ template <class... A> inline void shim_call(void (*kernel)(A...), void** args) {
   shim_apply(kernel, args, std::make_integer_sequence<size_t, sizeof...(A)>());
 }
 
+static void shim_begin(Warp* w, unsigned first, void (*run)(void**), void** args) {
+  w->run = run;
+  w->args = args;
+  w->first_thread = first;
+  for (int lane = 0; lane < Warp::LANES; lane++) {
+    void** top = (void**)(w->stacks[lane] + Warp::STACK);
+    *--top = nullptr;              // keeps the stack aligned as a call would
+    *--top = (void*)shim_lane;     // where the switch returns to
+    for (int k = 0; k < 6; k++) *--top = nullptr;
+    w->lane_sp[lane] = top;
+    w->ended[lane] = w->at_barrier[lane] = false;
+    w->arrived[lane] = 0;
+  }
+  // Lanes of a warp run in no order that may be relied on: each warp begins elsewhere, and goes on otherwise.
+  static thread_local unsigned warps;
+  static const int strides[] = {1, 31, 13, 19, 5};
+  unsigned turn = warps++;
+  w->stride = strides[turn % 5];
+  w->current = turn * 11 % Warp::LANES;
+}
+
+// Run the lanes that can from the current one on, until all have ended or wait. Returns whether some wait.
+static bool shim_advance(Warp* w) {
+  warp = w;
+  threadIdx.x = w->first_thread + w->current;
+  shim_switch(&w->caller, w->lane_sp[w->current]);
+  bool some = false;
+  for (int lane = 0; lane < Warp::LANES; lane++)
+    if (w->at_barrier[lane]) {
+      w->at_barrier[lane] = false;
+      w->current = lane;
+      some = true;
+    }
+  return some;
+}
+
 static void shim_launch(void (*run)(void**), unsigned blocks, unsigned threads, void** args) {
-  static thread_local Warp* mine = nullptr;
-  if (!mine) mine = (Warp*)aligned_alloc(64, (sizeof(Warp) + 63) / 64 * 64);
-  Warp* w = warp = mine;
+  static thread_local Warp* warps = nullptr;
+  const unsigned most = 8, count = threads / Warp::LANES;
+  if (!warps) warps = (Warp*)aligned_alloc(64, (most * sizeof(Warp) + 63) / 64 * 64);
+  if (count > most) shim_fault("a block has too many warps");
   blockDim.x = threads;
+  gridDim.x = blocks;
   for (unsigned block = 0; block < blocks; block++) {
-    for (unsigned first = 0; first < threads; first += Warp::LANES) {
-      blockIdx.x = block;
-      w->run = run;
-      w->args = args;
-      w->first_thread = first;
-      for (int lane = 0; lane < Warp::LANES; lane++) {
-        void** top = (void**)(w->stacks[lane] + Warp::STACK);
-        *--top = nullptr;              // keeps the stack aligned as a call would
-        *--top = (void*)shim_lane;     // where the switch returns to
-        for (int k = 0; k < 6; k++) *--top = nullptr;
-        w->lane_sp[lane] = top;
-        w->ended[lane] = false;
-        w->arrived[lane] = 0;
-      }
-      // Lanes of a warp run in no order that may be relied on: each warp begins elsewhere, and goes on otherwise.
-      static thread_local unsigned warps;
-      static const int strides[] = {1, 31, 13, 19, 5};
-      unsigned turn = warps++;
-      w->stride = strides[turn % 5];
-      w->current = turn * 11 % Warp::LANES;
-      threadIdx.x = first + w->current;
-      shim_switch(&w->caller, w->lane_sp[w->current]);
+    blockIdx.x = block;
+    bool waits[most];
+    for (unsigned k = 0; k < count; k++) {
+      shim_begin(warps + k, k * Warp::LANES, run, args);
+      waits[k] = true;
+    }
+    for (bool some = true; some;) {
+      some = false;
+      for (unsigned k = 0; k < count; k++)
+        if (waits[k]) some |= waits[k] = shim_advance(warps + k);
     }
   }
 }

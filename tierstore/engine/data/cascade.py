@@ -165,9 +165,7 @@ class Cascade:
         if cache is None:
             return None
         given = self._rows_of_overlays(overlays, keys, state, np.float32 if bags is not None else dtype)
-        return answer(
-            cache, keys, state, given, dtype, lambda distinct, of: self._below_device(seq, distinct, of), bags
-        )
+        return answer(cache, keys, state, given, dtype, lambda missing, of: self._below_device(seq, missing, of), bags)
 
     def _rows_of_overlays(self, overlays: Sequence[OverlayTable], keys: Keys, state: States, dtype: Any) -> Vectors:
         """Rows of the keys that deltas answer, in their order; their states are set."""
@@ -179,19 +177,19 @@ class Cascade:
         answered: Vectors = rows[(state != _PENDING) & (state != PADDING)]
         return answered
 
-    def _below_device(self, seq: int, distinct: Keys, dtype: Any) -> tuple[Vectors, States]:
-        """(rows of `dtype`, states) of distinct keys that the device tier does not hold, from the tiers below it.
+    def _below_device(self, seq: int, keys: Keys, dtype: Any) -> tuple[Vectors, States]:
+        """(rows of `dtype`, states) of keys that the device tier does not hold, from the tiers below it.
 
         Under a view of `seq`, as `finish` is; none of the keys is in its overlays.
         """
-        rows, state = np.empty((len(distinct), self.spec.dim), dtype), np.zeros(len(distinct), np.uint8)
+        rows, state = np.empty((len(keys), self.spec.dim), dtype), np.zeros(len(keys), np.uint8)
         if self.host is not None:
-            self.host.lookup(distinct, rows, state)
+            self.host.lookup(keys, rows, state)
         pending = np.flatnonzero(state == _PENDING)
         if pending.size:
-            self._read_disk(seq, distinct, pending, rows, state)
+            self._read_disk(seq, keys, pending, rows, state)
         if self.offer is not None:
-            self.offer(distinct[state == _HOST])
+            self.offer(keys[state == _HOST])
         return rows, state
 
     def _read_disk(self, seq: int, keys: Keys, pending: np.ndarray, out: Vectors, state: States) -> None:

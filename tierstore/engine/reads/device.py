@@ -6,7 +6,7 @@ any stream may read it at once. Nothing survives the process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +66,17 @@ def _outside_of_captures() -> Iterator[None]:
         yield
     except Captured as error:
         raise NotReady(str(error)) from error
+
+
+@contextmanager
+def of_caller(version: Version, device: str | None, stream: Any) -> Iterator[Callable[[Any], Any]]:
+    """Within the block look-ups come after the work in the caller's `stream`, None for the one that it is in.
+
+    Gives what copies arrays that lie on the GPU into CPU memory, and leaves others as they are.
+    """
+    gpu = gpu_of(version, "gpu" if device in (None, "cpu") else str(device))
+    with _outside_of_captures(), gpu.in_stream(stream):
+        yield gpu.to_host
 
 
 @_outside_of_captures()

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from tierstore.engine.data.cascade import Cascade
 from tierstore.engine.data.overlay import Overlay, OverlayTable
 from tierstore.engine.reads.batch import KeyBatch, answer_array, answer_dtype, checked_weights, combiner_of
-from tierstore.engine.reads.device import DeviceLookup, answer_on_device, gpu_of
+from tierstore.engine.reads.device import DeviceLookup, answer_on_device, gpu_of, of_caller
 from tierstore.engine.reads.gather import Gathering, GatherSource, can_gather
 from tierstore.engine.reads.lookup import BagLookup, Lookup, begin
 from tierstore.engine.reads.predict import predict
@@ -27,6 +27,7 @@ from tierstore.kernels.pool import check_offsets
 from tierstore.predict.binding import Bindings
 from tierstore.predict.runtime import INSTALL
 from tierstore.predict.session import DenseSession
+from tierstore.tiers.device.backend import lies_on_gpu
 from tierstore.tiers.device.lookup import Pooling
 from tierstore.types import FeatureSpec, KeysLike, KeyType, TableSpec, Tier, Vectors
 
@@ -140,18 +141,22 @@ class View:
         out: Vectors | None = None,
         return_found: bool = False,
         device: str | None = None,
+        stream: Any = None,
     ) -> Any:
         """Rows of `keys`, in their order.
 
         Args:
             feature: a feature of the model.
             keys: n keys of its table's type, or of its hash's: an integer array or list, strings for a
-                string table, or an Arrow array.
+                string table, or an Arrow array; or integers in the memory of the GPU, of any library that speaks
+                DLPack or has `__cuda_array_interface__`: then the answer is there too, unless `device` is `cpu`.
             dtype: of the answer, `float32` or `float16`.
             out: C-contiguous array [n, dim] of that dtype to write into and return.
             return_found: also return bool[n], False where the table's default was answered.
             device: `cpu` (as None is), or `gpu` or `gpu:<number>`: then the vectors are a CuPy array on that device,
                 complete when it is returned; `found` stays a NumPy array.
+            stream: the caller's, of CuPy, PyTorch or by its address: `keys` are read after the work that is in it, and
+                the memory of the answer is used again in its order. None: CuPy's current one. `device` is `gpu` then.
 
         Returns:
             The vectors [n, dim], or (vectors, found).
@@ -160,6 +165,10 @@ class View:
             NotFound: no such feature. InvalidInput: keys, dtype or out that do not fit. StorageError: the disk failed.
             MissingExtra, NotReady: there is no device tier to answer on.
         """
+        if stream is not None or lies_on_gpu(keys):
+            with of_caller(self._version, device, stream) as to_host:
+                here, where = to_host(keys), device or "gpu"
+                return self.lookup(feature, here, dtype=dtype, out=out, return_found=return_found, device=where)
         spec, table = self._feature(feature)
         if spec.padding_key is not None or device not in (None, "cpu"):
             return self._answer(self._batch(feature, keys, dtype=dtype, out=out), device, return_found)
@@ -182,6 +191,7 @@ class View:
         out: Vectors | None = None,
         return_found: bool = False,
         device: str | None = None,
+        stream: Any = None,
     ) -> Any:
         """One pooled vector a bag.
 
@@ -191,13 +201,21 @@ class View:
                 entry. An empty bag gives zeros.
             weights: float32[n], or None for ones.
             combiner: `sum`, `mean` or `sqrtn`; None for the feature's own.
-            dtype: as for `lookup`; so is `device`.
+            dtype: as for `lookup`; so are `device`, `stream`, and keys in the memory of the GPU, with which
+                offsets and weights may lie there too.
             out: float[bags, dim] to write to, as for `lookup`.
             return_found: return bool[n] too, one a key.
 
         Returns:
             The vectors [bags, dim], or (vectors, found). Absent keys count with the table's default.
         """
+        if stream is not None or lies_on_gpu(keys):
+            with of_caller(self._version, device, stream) as to_host:
+                here, starts, factors = to_host(keys), to_host(offsets), to_host(weights)
+                return self.lookup_bags(
+                    feature, here, starts, weights=factors, combiner=combiner, dtype=dtype, out=out,
+                    return_found=return_found, device=device or "gpu",
+                )  # fmt: skip
         batch = self._batch(feature, keys, offsets, weights, combiner, dtype, out)
         if device not in (None, "cpu"):
             return self._answer(batch, device, return_found)
@@ -273,6 +291,11 @@ class View:
             self._gatherings.clear()
         gathering = self._gatherings[features] = Gathering(bindings, sources, self.seq)
         return gathering
+
+    def answers_on_gpu(self, number: int) -> bool:
+        """Whether answers can be left on the GPU of that number, as this process counts them."""
+        gpu = self._version.gpu
+        return gpu is not None and gpu.has(f"gpu:{number}")
 
     def rows_on(self, session: DenseSession) -> str | None:
         """The device on which `session` reads rows that the device tier has there; None: it reads CPU memory."""

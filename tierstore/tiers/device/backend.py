@@ -9,6 +9,7 @@ agree on its order themselves. Nothing survives the process.
 from __future__ import annotations
 
 import re
+from contextlib import AbstractContextManager
 from functools import cache
 from importlib import resources
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ import numpy as np
 
 from tierstore.errors import StorageError
 
+_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged of DLPack
 THREADS = 256  # of a block, a multiple of a warp
 TEAM = 8  # lanes that work on one key
 _PARTS = ("words.cuh", "layout.cuh", "codec.cuh", "lookup.cu", "write.cu")
@@ -101,11 +103,30 @@ class Backend(Protocol):
         OutOfDeviceMemory where there is no room, Captured while the calling thread captures a CUDA graph.
         """
 
+    def in_stream(self, stream: Any) -> AbstractContextManager[None]:
+        """Within the block the calling thread's program works in `stream`, which has `__cuda_stream__`."""
+
+    def adopt(self, array: Any) -> Any:
+        """An array of any library that lies on this device, contiguous, as work in the caller's stream finds it.
+
+        InvalidInput where it lies elsewhere or is none; Captured as by `empty`.
+        """
+
     def synchronize(self) -> None:
         """Wait for everything in every stream."""
 
     def address_of(self, array: Any) -> int:
-        """The device address of an array from `empty`."""
+        """The device address of an array from `empty` or `adopt`."""
+
+
+def lies_on_gpu(values: Any) -> bool:
+    """Whether these are an array in the memory of a GPU, of any library."""
+    if type(values) is np.ndarray or type(values) is list:
+        return False
+    if hasattr(values, "__cuda_array_interface__"):
+        return True
+    device = getattr(values, "__dlpack_device__", None)
+    return device is not None and device()[0] in _CUDA
 
 
 @cache

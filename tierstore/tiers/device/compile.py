@@ -27,7 +27,8 @@ def compile_kernels(nvrtc: Any, capability: str) -> bytes:
         supported = nvrtc.getSupportedArchs()
     except Exception as error:  # each version of CuPy raises something else
         raise DeviceError(
-            f"NVRTC, which compiles the kernels, cannot be used: {error}; pip install 'tierstore[gpu]' brings it"
+            f"NVRTC, which compiles the kernels, cannot be used: {error}; pip install 'tierstore[gpu]' brings it "
+            "for CUDA 12, 'tierstore[gpu-cuda13]' for CUDA 13"
         ) from error
     exact = int(capability) in supported
     target = (

@@ -5,8 +5,8 @@ the reason is reported. Driver errors become `DeviceError` here. Any thread may 
 which each thread has its own, is set around every call and restored. Kernels are compiled when a device's first stream
 is made, while a store opens. Nothing survives the process.
 
-Not run on a GPU by this revision. The tests run the kernels and all logic above on the CPU, compile the kernels with
-NVRTC where it is installed, and compare what is called here with what CuPy has, where that is installed.
+Where there is no GPU, the tests run the kernels and all logic above on the CPU, compile the kernels with NVRTC where
+it is installed, and compare what is called here with what CuPy has, where that is installed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, InvalidInput
 from tierstore.tiers.device.backend import THREADS, Captured, DeviceError, OutOfDeviceMemory, kernel_names
 from tierstore.tiers.device.compile import compile_kernels
 
@@ -187,9 +187,31 @@ class CudaDevice:
 
     @_translated
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        if self.cupy.cuda.get_current_stream().is_capturing():
-            raise Captured(_captured(self.number))  # the call below would end the caller's capture
+        self._check_capture()
         return self.cupy.empty(shape, dtype)
+
+    @contextmanager
+    def in_stream(self, stream: Any) -> Iterator[None]:
+        with self.current(), self.cupy.cuda.Stream.from_external(stream):
+            yield
+
+    @_translated
+    def adopt(self, array: Any) -> Any:
+        self._check_capture()
+        cupy = self.cupy
+        try:
+            # DLPack makes the stream wait for what makes the array
+            mine = cupy.from_dlpack(array) if hasattr(array, "__dlpack__") else cupy.asarray(array)
+        except (BufferError, TypeError, ValueError) as error:
+            raise InvalidInput(f"expected a dense array in the memory of GPU {self.number}: {error}") from error
+        if mine.device.id != self.number:
+            raise InvalidInput(f"expected an array in the memory of GPU {self.number}, got one on GPU {mine.device.id}")
+        return cupy.ascontiguousarray(mine)
+
+    def _check_capture(self) -> None:
+        """Captured while the caller's stream is being captured: what follows would end the capture."""
+        if self.cupy.cuda.get_current_stream().is_capturing():
+            raise Captured(_captured(self.number))
 
     def address_of(self, array: Any) -> int:
         return int(array.data.ptr)

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 
 from tierstore.config import Settings
 from tierstore.errors import ConfigError, InvalidInput, MissingExtra, NotReady
-from tierstore.tiers.device.backend import Backend, DeviceError
+from tierstore.tiers.device.backend import Backend, DeviceError, lies_on_gpu
 from tierstore.tiers.device.cupy_device import NOT_INSTALLED, CudaDevice, find_devices
-from tierstore.tiers.device.lookup import to_device
+from tierstore.tiers.device.lookup import from_device, to_device
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import WORKSPACES, DeviceMemory
 from tierstore.types import TableSpec
@@ -31,6 +32,16 @@ def find_backend() -> tuple[Backend | None, str | None]:
     """(the device, the reason where there is none)."""
     count, why = find_devices()
     return (CudaDevice(0), None) if count else (None, why)
+
+
+class _Stream:
+    """A stream by its address."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._address
 
 
 class Gpu:
@@ -55,7 +66,10 @@ class Gpu:
         backend, self.reason = find_backend()
         if backend is None:
             if self.reason == NOT_INSTALLED:
-                raise MissingExtra("device_budget is set and CuPy is not installed: pip install 'tierstore[gpu]'")
+                raise MissingExtra(
+                    "device_budget is set and CuPy is not installed: pip install 'tierstore[gpu]', or "
+                    "'tierstore[gpu-cuda13]' where the driver is of release 580 or newer"
+                )
             return
         try:
             self.memory = DeviceMemory(backend, settings.device_budget)
@@ -92,6 +106,23 @@ class Gpu:
         """A copy of an answer there."""
         assert self.memory is not None
         return to_device(self.memory, array)
+
+    def to_host(self, values: Any) -> Any:
+        """A copy in CPU memory of an array that lies there; others as they are."""
+        assert self.memory is not None
+        return from_device(self.memory, values) if lies_on_gpu(values) else values
+
+    def in_stream(self, stream: Any) -> AbstractContextManager[None]:
+        """Within the block the caller's work is in `stream`: an object with `__cuda_stream__`, a stream's address as an
+        integer, or None for where it is."""
+        assert self.memory is not None
+        if stream is None:
+            return nullcontext()
+        if isinstance(stream, int):
+            stream = _Stream(stream)
+        if not hasattr(stream, "__cuda_stream__"):
+            raise InvalidInput(f"stream: expected one of CuPy or PyTorch, or its address, got {stream!r}")
+        return self.memory.backend.in_stream(stream)
 
     def status(self) -> dict[str, Any]:
         if self.memory is None:

@@ -17,7 +17,8 @@ LINE_BYTES = 128
 ABSENT_BYTES = 32
 ABSENT_WAYS = 3
 MAX_DEPTH = 6  # halvings: a table can go down to 1/64; there is a segment more
-COUNTER_BYTES = 64  # int64[8], of which `write.cu` uses four
+COUNTER_BYTES = 64  # int64[4] of `write.cu`, then uint32[2] of `lookup.cu`
+READERS_AT = 32
 MAX_HEAT = 3
 HEAT_AT = 20
 _WAY = np.arange(WAYS, dtype=np.uint64)

@@ -1,10 +1,9 @@
-"""Look-ups whose answer stays on the device: keys are uploaded once, only misses are downloaded, their
-rows are uploaded in one copy.
+"""Look-ups whose answer stays on the device: one kernel answers what is there and lists what is not.
 
-One call is one look-up, on the caller's thread, with one workspace for each chunk; any number of threads may call. The
-kernels that read the table are put into its stream together, so that no row moves after it is found and before it is
-read. Misses are downloaded on the workspace's own stream while resident rows are still being gathered. Later kernels
-use only the workspace and the answer.
+A second one, where anything is listed, answers with those rows. One call is one look-up, on the caller's thread, with
+one workspace for each chunk; any number of threads may call. Kernels read keys and rows in page-locked CPU memory and
+write states and lists there; many keys are copied up first. The first kernel answers with the rows that it finds, so
+none moves in between; of bags that wait for others it keeps them.
 """
 
 from __future__ import annotations
@@ -18,15 +17,16 @@ import numpy as np
 from tierstore.kernels.pool import combiner_code
 from tierstore.tiers.device.backend import TEAM, Captured, DeviceError, OutOfDeviceMemory
 from tierstore.tiers.device.table import DeviceTable
-from tierstore.tiers.device.workspaces import ALIGN, DeviceMemory, Workspace
+from tierstore.tiers.device.workspaces import ALIGN, DONE_BYTES, NOTHING, DeviceMemory, Workspace
 from tierstore.types import Combiner, Keys, States, Tier, Vectors
 
 PADDING = 255  # the state of a key whose answer is zeros and that does not count in a bag
-_EARLY = 512  # misses that are downloaded together with their number
-_NULL = np.uint64(0)
 
-# distinct keys, dtype → (rows of that dtype, states): the answer of the tiers below
+# keys, which may be there several times, dtype → (rows of that dtype, states): the answer of the tiers below
 Fetch = Callable[[Keys, Any], tuple[Vectors, States]]
+
+
+_Where = Callable[[int], np.uint64]  # the address at which a kernel reads an offset of a workspace
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +86,7 @@ def look_up(
             already. On return PADDING has become ABSENT and PENDING the tier that answered.
         answered: rows of the keys answered already, in their order; float32 if pooled, else of the dtype of `out`.
         out: an array on the device, from `Backend.empty`: float32 or float16 [n, dim], or [bags, dim].
-        fetch: answers distinct keys that the device does not hold. Called on this thread, once a chunk.
+        fetch: answers keys that the device does not hold. Called on this thread, once a chunk.
 
     Returns:
         False if the device cannot answer (it has failed, the table was closed, or one bag is larger than a workspace).
@@ -128,8 +128,20 @@ def to_device(memory: DeviceMemory, array: np.ndarray) -> Any:
     return out
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN
+def from_device(memory: DeviceMemory, array: Any) -> np.ndarray:
+    """A copy in CPU memory of an array on the device, of any library, made after the work in the caller's stream."""
+    mine = memory.backend.adopt(array)
+    out = np.empty(mine.shape, mine.dtype)
+    address, data = memory.backend.address_of(mine), out.reshape(-1).view(np.uint8)
+    for begin in range(0, len(data), max(1, memory.workspace_bytes)):
+        part = data[begin : begin + memory.workspace_bytes]
+        with memory.workspace(answers=True) as ws:
+            staged = ws.staging(0, len(part))
+            ws.stream.wait_for_caller()
+            ws.stream.download(staged, address + begin)
+            ws.stream.synchronize()
+            part[:] = staged
+    return out
 
 
 class _Work:
@@ -158,12 +170,12 @@ class _Work:
         self.out_width = table.spec.dim * (4 >> self.half)
         self.rows_dtype = np.float32 if bags is not None or not self.half else np.float16
         self.row_width = table.spec.dim * np.dtype(self.rows_dtype).itemsize
+        self.pending = not state.any()
         self.answered_at = np.flatnonzero((state != Tier.PENDING) & (state != PADDING))
 
     def chunks(self) -> list[_Chunk] | None:
         """The parts of the look-up that fit into a workspace; None where one bag does not."""
-        # keys, state, source, claims, ranks, misses, and what may be uploaded: rows, states, positions; see `_cut`
-        a_key = 8 + 1 + 8 + 16 + 16 + 8 + self.row_width + 1 + 8
+        a_key = 8 + 1 + 1 + 8 + 4 + self.row_width  # see `_cut`
         room = self.table.device.workspace_bytes - 20 * ALIGN
         if self.bags is not None and not len(self.bags.offsets):
             return []
@@ -172,7 +184,7 @@ class _Work:
             if step < 1:
                 return None
             return [_Chunk(begin, min(len(self.keys), begin + step)) for begin in range(0, len(self.keys), step)]
-        a_key += 4 + self.table.spec.dim * 4  # weight, row kept
+        a_key += 4 + 8 + self.table.spec.dim * 4  # weight, source, row kept
         return self._bag_chunks(room, a_key, 8 + 1)
 
     def _bag_chunks(self, room: int, a_key: int, a_bag: int) -> list[_Chunk] | None:
@@ -189,131 +201,109 @@ class _Work:
         return chunks
 
     def _cut(self, ws: Workspace, n: int, bags: int) -> dict[str, int]:
-        """Offsets in a workspace. Parts that are copied together are next to each other."""
-        slots = 1 << max(1, 2 * n - 1).bit_length()
+        """Offsets in a workspace."""
         pooled = self.bags is not None
         sizes = {
-            # up at once
-            "keys": n * 8, "state": n, "offsets": bags * 8, "weights": n * 4 if pooled else 0,
-            # of the device alone
-            "source": n * 8, "ranks": slots * 4, "kept": n * self.table.spec.dim * 4 if pooled else 0, "done": bags,
-            # cleared together; the last two come down together
-            "claims": slots * 4, "count": 4, "misses": n * 8,
-            # up at once: states, positions and rows, see `_stage_rows`
-            "up": n * (1 + 8 + self.row_width) + 2 * ALIGN,
+            # read by kernels, where they lie or after one copy up
+            "keys": n * 8, "settled": n, "offsets": bags * 8, "weights": n * 4 if pooled else 0,
+            # in CPU memory alone
+            "state": n, "missing": n * 8, "at": n * 4, "rows": n * self.row_width, "done": DONE_BYTES,
+            # on the device alone
+            "source": n * 8 if pooled else 0, "kept": n * self.table.spec.dim * 4 if pooled else 0, "whole": bags,
         }  # fmt: skip
-        offsets = ws.cut(*sizes.values())
-        return {"slots": slots} | dict(zip(sizes, offsets, strict=True))
+        return dict(zip(sizes, ws.cut(*sizes.values()), strict=True))
 
     def run(self, ws: Workspace, chunk: _Chunk) -> bool:
         n, bags = chunk.end - chunk.begin, chunk.last - chunk.first
         if n == 0 and bags == 0:
             return True
         at = self._cut(ws, n, bags)
-        ws.stream.wait_for_caller()
         self._stage(ws, at, chunk)
-        launched = self._launch(ws, at, chunk)
-        if launched is None:
-            ws.stream.synchronize()
-            return False
-        found, answered, table, buffer = launched
-        ws.stream.wait(found)
-        misses = self._misses(ws, at, n)
-        low, high = np.searchsorted(self.answered_at, (chunk.begin, chunk.end))
-        more = len(misses) + high - low
-        if more:
-            self._stage_rows(ws, at, chunk, misses, int(low), int(high))
-        ws.stream.wait(answered)
-        if more:
-            self._finish(ws, at, chunk, table, len(misses), int(high - low))
-        ws.download(at["state"], at["state"] + n)
-        ws.stream.synchronize()
-        del buffer
-        state = ws.staging(at["state"], n)
-        state[state == PADDING] = Tier.ABSENT
-        self.state[chunk.begin : chunk.end] = state
+        with self.table.reading() as view:
+            if view is None:
+                return False
+            view.stream.wait_for_caller()
+            where = ws.send(view.stream, at["keys"], at["state"])
+            kernel, threads, *args = self._first(ws, at, chunk, view.table, where)
+            ws.launch(view, at["done"], kernel, threads, *args)
+        listed = ws.wait(at["done"])
+        if listed:
+            self._stage_rows(ws, at, chunk, listed)
+            with self.table.reading() as view:
+                if view is None:
+                    return False
+                kernel, threads, *args = self._second(ws, at, chunk, view.table, where, listed)
+                ws.launch(view, at["done"], kernel, threads, *args)
+            ws.wait(at["done"])
+        self.state[chunk.begin : chunk.end] = ws.staging(at["state"], n)
         return True
 
     def _stage(self, ws: Workspace, at: dict[str, int], chunk: _Chunk) -> None:
-        n, keys = chunk.end - chunk.begin, self.keys[chunk.begin : chunk.end]
-        ws.staging(at["keys"], n, np.int64)[:] = keys
-        ws.staging(at["state"], n)[:] = self.state[chunk.begin : chunk.end]
+        n = chunk.end - chunk.begin
+        ws.staging(at["keys"], n, np.int64)[:] = self.keys[chunk.begin : chunk.end]
+        if not self.pending:
+            ws.staging(at["settled"], n)[:] = self.state[chunk.begin : chunk.end]
         if self.bags is not None:
             offsets = self.bags.offsets[chunk.first : chunk.last]
             np.subtract(offsets, chunk.begin, out=ws.staging(at["offsets"], len(offsets), np.int64))
             if self.bags.weights is not None:
                 ws.staging(at["weights"], n, np.float32)[:] = self.bags.weights[chunk.begin : chunk.end]
-        ws.upload(at["keys"], at["source"])
 
-    def _launch(self, ws: Workspace, at: dict[str, int], chunk: _Chunk) -> tuple[Any, Any, np.ndarray, Any] | None:
-        """Launch all kernels that read the table. Returns events: misses are found, resident rows are answered."""
+    def _first(self, ws: Workspace, at: dict[str, int], chunk: _Chunk, table: np.ndarray, where: _Where) -> tuple:
+        """The kernel that answers what is here: its name, threads and arguments."""
         n = chunk.end - chunk.begin
-        uploaded = ws.stream.record()
-        with self.table.reading() as view:
-            if view is None:
-                return None
-            stream, table, buffer = view
-            stream.wait(uploaded)
-            stream.clear(int(ws.at(at["claims"])), at["misses"] - at["claims"])
-            stream.launch(
-                "probe", n * TEAM, table, ws.at(at["keys"]), ws.at(at["state"]), np.int64(n), ws.at(at["source"]),
-                ws.at(at["claims"]), np.uint64(at["slots"] - 1), ws.at(at["ranks"]), ws.at(at["misses"]),
-                ws.at(at["count"]),
-            )  # fmt: skip
-            stream.launch("resolve", n, ws.at(at["source"]), np.int64(n), ws.at(at["ranks"]))
-            found = stream.record()
-            if self.bags is None:
-                out = np.uint64(self.address + chunk.begin * self.out_width)
-                stream.launch("gather", n * TEAM, table, ws.at(at["source"]), np.int64(n), out, np.uint32(self.half))
-            else:
-                stream.launch("pool", *self._pool(ws, at, chunk, table, _NULL))
-            return found, stream.record(), table, buffer
-
-    def _pool(self, ws: Workspace, at: dict[str, int], chunk: _Chunk, table: np.ndarray, rows: np.uint64) -> tuple:
-        assert self.bags is not None
+        settled = NOTHING if self.pending else where(at["settled"])
+        common = (
+            table, where(at["keys"]), settled, ws.here(at["state"]), np.int64(n), ws.here(at["missing"]),
+            ws.here(at["at"]),
+        )  # fmt: skip
+        if self.bags is None:
+            return "look_up", n * TEAM, *common, self._out(chunk.begin), np.uint32(self.half)
         count = chunk.last - chunk.first
         return (
-            count * TEAM, table, ws.at(at["source"]), np.int64(chunk.end - chunk.begin), ws.at(at["offsets"]),
-            np.int64(count), _NULL if self.bags.weights is None else ws.at(at["weights"]),
-            np.uint32(combiner_code(self.bags.combiner)), rows, ws.at(at["kept"]), ws.at(at["done"]),
-            np.uint64(self.address + chunk.first * self.out_width), np.uint32(self.half),
+            "pool", count * TEAM, *common, *self._bags(at, count, where), ws.at(at["source"]), ws.at(at["kept"]),
+            ws.at(at["whole"]), self._out(chunk.first), np.uint32(self.half),
         )  # fmt: skip
 
-    def _misses(self, ws: Workspace, at: dict[str, int], n: int) -> Keys:
-        """The distinct keys that are not resident."""
-        early = at["misses"] + min(n, _EARLY) * 8
-        ws.download(at["count"], early)
-        ws.stream.synchronize()
-        count = int(ws.staging(at["count"], 1, np.uint32)[0])
-        if count > _EARLY:
-            ws.download(early, at["misses"] + count * 8)
-            ws.stream.synchronize()
-        return ws.staging(at["misses"], count, np.int64).copy()
-
-    def _stage_rows(self, ws: Workspace, at: dict[str, int], chunk: _Chunk, misses: Keys, low: int, high: int) -> None:
-        """Upload rows from the tiers below and rows answered before, in one copy."""
-        m, g, dim = len(misses), high - low, self.table.spec.dim
-        at["at"] = at["up"] + _aligned(m + g)
-        at["rows"] = at["at"] + _aligned(g * 8)
-        rows = ws.staging(at["rows"], (m + g) * dim, self.rows_dtype).reshape(m + g, dim)
-        states = ws.staging(at["up"], m + g)
-        if m:
-            rows[:m], states[:m] = self.fetch(misses, self.rows_dtype)
-        if g:
-            positions = self.answered_at[low:high]
-            rows[m:], states[m:] = self.answered[low:high], self.state[positions]
-            np.subtract(positions, chunk.begin, out=ws.staging(at["at"], g, np.int64))
-        ws.upload(at["up"], at["rows"] + (m + g) * self.row_width)
-
-    def _finish(
-        self, ws: Workspace, at: dict[str, int], chunk: _Chunk, table: np.ndarray, misses: int, answered: int
-    ) -> None:
-        n, stream, source, rows = chunk.end - chunk.begin, ws.stream, ws.at(at["source"]), ws.at(at["rows"])
-        if answered:
-            stream.launch("place", answered, source, ws.at(at["at"]), np.int64(answered), np.int64(misses))
-        stream.launch("set_states", n, source, np.int64(n), ws.at(at["up"]), ws.at(at["state"]))
+    def _second(
+        self, ws: Workspace, at: dict[str, int], chunk: _Chunk, table: np.ndarray, where: _Where, listed: int
+    ) -> tuple:
+        """The kernel that answers what was listed, as `_first`."""
+        rows, half = ws.here(at["rows"]), np.uint32(self.half)
         if self.bags is None:
-            out = np.uint64(self.address + chunk.begin * self.out_width)
-            stream.launch("scatter", n * TEAM, table, source, np.int64(n), rows, out, np.uint32(self.half))
-        else:
-            stream.launch("pool", *self._pool(ws, at, chunk, table, rows))
+            out, dim = self._out(chunk.begin), np.uint32(self.table.spec.dim)
+            return "put_rows", listed * TEAM, rows, ws.here(at["at"]), np.int64(listed), out, dim, half
+        count = chunk.last - chunk.first
+        return (
+            "pool_rest", count * TEAM, table, np.int64(chunk.end - chunk.begin), *self._bags(at, count, where),
+            ws.at(at["source"]), ws.at(at["kept"]), ws.at(at["whole"]), rows, self._out(chunk.first), half,
+        )  # fmt: skip
+
+    def _bags(self, at: dict[str, int], count: int, where: _Where) -> tuple:
+        """Arguments that say how rows are pooled."""
+        assert self.bags is not None
+        weights = NOTHING if self.bags.weights is None else where(at["weights"])
+        return where(at["offsets"]), np.int64(count), weights, np.uint32(combiner_code(self.bags.combiner))
+
+    def _out(self, first: int) -> np.uint64:
+        """The address of a vector of the answer."""
+        return np.uint64(self.address + first * self.out_width)
+
+    def _stage_rows(self, ws: Workspace, at: dict[str, int], chunk: _Chunk, listed: int) -> None:
+        """Put the rows of the listed keys, from the tiers below or answered before, where a kernel reads them."""
+        state = ws.staging(at["state"], chunk.end - chunk.begin)
+        positions = ws.staging(at["at"], listed, np.uint32)
+        missing = ws.staging(at["missing"], listed, np.int64)
+        rows = ws.staging(at["rows"], listed * self.table.spec.dim, self.rows_dtype).reshape(listed, -1)
+        if self.pending:
+            rows[:], state[positions] = self.fetch(missing.copy(), self.rows_dtype)
+            return
+        was = self.state[chunk.begin + positions.astype(np.int64)]
+        asked, given = np.flatnonzero(was == Tier.PENDING), np.flatnonzero(was != Tier.PENDING)
+        if len(asked):
+            rows[asked], state[positions[asked]] = self.fetch(missing[asked], self.rows_dtype)
+        if len(given):
+            rows[given] = self.answered[
+                np.searchsorted(self.answered_at, chunk.begin + positions[given].astype(np.int64))
+            ]
+            state[positions[given]] = was[given]

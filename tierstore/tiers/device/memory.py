@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from tierstore.tiers.device.layout import (
     ABSENT_BYTES,
     COUNTER_BYTES,
     LINE_BYTES,
+    READERS_AT,
     WAYS,
     DeviceLayout,
     occupied_keys,
@@ -32,6 +33,19 @@ Counters = npt.NDArray[np.int64]  # of one kernel that writes, int64[4]
 
 class GivenUp(DeviceError):
     """Another thread has given the table up while a writer was at work."""
+
+
+class Reading(NamedTuple):
+    """What a kernel that reads is launched with; held until it has run, as the default vector is in `control`."""
+
+    stream: DeviceStream
+    table: np.ndarray  # `TABLE`
+    control: Buffer
+
+    @property
+    def counters(self) -> np.uint64:
+        """Where kernels that read count, an argument of theirs."""
+        return np.uint64(self.control.address + READERS_AT)
 
 
 class TableMemory:
@@ -52,6 +66,7 @@ class TableMemory:
         self.table: np.ndarray | None = self._described()
         with device.workspace() as ws:
             ws.staging(0, spec.dim, np.float32)[:] = default
+            self.stream.clear(self._control.address, COUNTER_BYTES)
             self.stream.upload(self._control.address + COUNTER_BYTES, ws.staging(0, spec.dim * 4))
             self.stream.synchronize()
 
@@ -65,14 +80,10 @@ class TableMemory:
         return self._layout.table(addresses, self._control.address + COUNTER_BYTES, self.depth)
 
     @contextmanager
-    def reading(self) -> Iterator[tuple[DeviceStream, np.ndarray, Buffer] | None]:
-        """Put kernels that read into the stream, with nothing in between, within the block.
-
-        Gives (stream, `TABLE` to launch with, a buffer to hold until they have run: it has the default vector), or None
-        where the table is not in use. Where a kernel has found rows is valid for kernels of the same block only.
-        """
+    def reading(self) -> Iterator[Reading | None]:
+        """Put a kernel that reads into the stream, within the block. None where the table is not in use."""
         with self.order:
-            yield None if self.table is None else (self.stream, self.table, self._control)
+            yield None if self.table is None else Reading(self.stream, self.table, self._control)
 
     @contextmanager
     def writing(self) -> Iterator[np.ndarray]:

@@ -20,11 +20,11 @@ import numpy as np
 
 from tierstore.kernels.codec import out_code
 from tierstore.tiers.checks import check_answer, check_rows
-from tierstore.tiers.device.backend import TEAM, Buffer, Captured, DeviceError, DeviceStream, OutOfDeviceMemory
+from tierstore.tiers.device.backend import TEAM, Captured, DeviceError, OutOfDeviceMemory
 from tierstore.tiers.device.layout import MAX_HEAT, WAYS, DeviceLayout
-from tierstore.tiers.device.memory import GivenUp, TableMemory, stage_keys, stage_rows
+from tierstore.tiers.device.memory import GivenUp, Reading, TableMemory, stage_keys, stage_rows
 from tierstore.tiers.device.peek import Peek, peek
-from tierstore.tiers.device.workspaces import ALIGN, DeviceMemory, Workspace
+from tierstore.tiers.device.workspaces import ALIGN, DONE_BYTES, NOTHING, DeviceMemory, Workspace
 from tierstore.types import Keys, Rows, States, TableSpec, Tier, Vectors
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class DeviceTable:
         check_answer(self.spec, keys, out, state)
         pending = np.flatnonzero(state == _PENDING)
         width = self.spec.dim * (4 >> half)
-        step = min(_LARGEST, (self.device.workspace_bytes - 4 * ALIGN) // (17 + width))
+        step = min(_LARGEST, (self.device.workspace_bytes - 8 * ALIGN) // (9 + width))
         answered = 0
         if step < 1:
             return answered
@@ -120,28 +120,18 @@ class DeviceTable:
 
     def _lookup(self, ws: Workspace, keys: Keys, at: np.ndarray, out: Vectors, state: States, half: int) -> int:
         n, width = len(at), self.spec.dim * (4 >> half)
-        keys_at, source_at, state_at, out_at = ws.cut(n * 8, n * 8, n, n * width)
+        keys_at, state_at, out_at, done_at = ws.cut(n * 8, n, n * width, DONE_BYTES)
         np.take(keys, at, out=ws.staging(keys_at, n, np.int64))
-        ws.upload(keys_at, keys_at + n * 8)
-        uploaded = ws.stream.record()
-        none = np.uint64(0)
+        ws.staging(state_at, n)[:] = Tier.PENDING
         with self.reading() as view:
             if view is None:
-                ws.stream.synchronize()
                 return 0
-            stream, table, buffer = view
-            stream.wait(uploaded)
-            stream.clear(int(ws.at(state_at)), n)
-            stream.launch(
-                "probe", n * TEAM, table, ws.at(keys_at), ws.at(state_at), np.int64(n), ws.at(source_at),
-                none, none, none, none, none,
+            where = ws.send(view.stream, keys_at, n * 8)
+            ws.launch(
+                view, done_at, "look_up", n * TEAM, view.table, where(keys_at), NOTHING, ws.here(state_at), np.int64(n),
+                NOTHING, NOTHING, ws.here(out_at), np.uint32(half),
             )  # fmt: skip
-            stream.launch("gather", n * TEAM, table, ws.at(source_at), np.int64(n), ws.at(out_at), np.uint32(half))
-            answered = stream.record()
-        ws.stream.wait(answered)
-        ws.download(state_at, out_at + n * width)
-        ws.stream.synchronize()
-        del buffer
+        ws.wait(done_at)
         found = ws.staging(state_at, n)
         rows = ws.staging(out_at, n * self.spec.dim, out.dtype).reshape(n, self.spec.dim)
         if n == len(out) and found.all():
@@ -152,7 +142,7 @@ class DeviceTable:
             state[at] = found
         return int(np.count_nonzero(found == Tier.DEVICE))
 
-    def reading(self) -> AbstractContextManager[tuple[DeviceStream, np.ndarray, Buffer] | None]:
+    def reading(self) -> AbstractContextManager[Reading | None]:
         """As `TableMemory.reading`; None as well where there never was any memory."""
         return nullcontext() if self._memory is None else self._memory.reading()
 

@@ -11,16 +11,23 @@ of the disk. A thread that holds one of the other half waits for nothing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tierstore.tiers.device.backend import Backend, Buffer, DeviceError, DeviceStream
 
+if TYPE_CHECKING:
+    from tierstore.tiers.device.memory import Reading
+
 ALIGN = 16  # the widest access of a kernel
+DONE_BYTES = 8  # what `lookup.cu` says when a kernel is done: uint32[2]
+NOTHING = np.uint64(0)  # an argument of a kernel, for an array that is not there
 WORKSPACES = 4
 WORKSPACE_BYTES = 8 << 20
+_COPIED = 1 << 17  # bytes from which on a copy is faster, 16,384 keys
 _SHARE = 16  # workspaces together use at most one part in so many of the budget
 
 
@@ -32,6 +39,8 @@ class Workspace:
         self._buffer: Buffer = backend.alloc(nbytes)
         self._pinned = backend.pinned(nbytes)
         self.stream: DeviceStream = backend.stream()
+        self._held: Reading | None = None  # by the kernel under way
+        self._launched: Any = None  # event: that kernel is done
         self.is_free = True  # no kernel or copy of an earlier user can still be using it
 
     def cut(self, *sizes: int) -> list[int]:
@@ -47,6 +56,37 @@ class Workspace:
     def at(self, offset: int) -> np.uint64:
         """The device address of an offset, as an argument of kernels."""
         return np.uint64(self._buffer.address + offset)
+
+    def here(self, offset: int) -> np.uint64:
+        """The address of an offset of its page-locked CPU memory, which kernels reach too."""
+        return np.uint64(self._pinned.ctypes.data + offset)
+
+    def send(self, stream: DeviceStream, begin: int, end: int) -> Callable[[int], np.uint64]:
+        """Have [begin, end) read by the next kernel of `stream`: gives the addresses of its offsets.
+
+        A kernel reads little straight from page-locked memory, in less time than a copy takes to begin.
+        """
+        if end - begin < _COPIED:
+            return self.here
+        stream.upload(int(self.at(begin)), self._pinned[begin:end])
+        return self.at
+
+    def launch(self, reading: Reading, done_at: int, kernel: str, threads: int, *args: Any) -> None:
+        """Run a kernel of `lookup.cu`, which says at offset `done_at` that it is done."""
+        self.staging(done_at, 2, np.uint32)[:] = 0
+        self._held = reading
+        reading.stream.launch(kernel, threads, *args, reading.counters, self.here(done_at))
+        self._launched = reading.stream.record()
+
+    def wait(self, done_at: int) -> int:
+        """Wait for that kernel. Returns how many keys it has listed. DeviceError where it has failed."""
+        self.stream.wait(self._launched)
+        self.stream.synchronize()
+        self._held = None
+        done, listed = self.staging(done_at, 2, np.uint32).tolist()
+        if not done:
+            raise DeviceError("a kernel has ended and did not say so")
+        return int(listed)
 
     def staging(self, offset: int, count: int, dtype: type | np.dtype = np.uint8) -> np.ndarray:
         """`count` elements of its page-locked CPU memory."""

@@ -15,7 +15,7 @@
 // sectors, then all rows, at a stride that is a multiple of 16 bytes.
 //
 // Kernels of one table run in one stream, one after another: no kernel that reads meets one that writes. Look-ups of
-// one kernel meet each other, and write nothing but heat and marks, by single tries that may fail: advice may be lost.
+// one kernel meet each other, and write nothing but heat and marks, by atomics.
 #pragma once
 
 static const u32 WAYS = 15;
@@ -26,6 +26,7 @@ static const u32 OCCUPIED = 0x7fff;
 static const u32 HAND_AT = 16;
 static const u32 HEAT_AT = 20;
 static const u32 MAX_HEAT = 3;
+static const u32 HEAT_TRIES = 4;
 
 static const u8 STATE_PENDING = 0;
 static const u8 STATE_DEVICE = 2;
@@ -33,11 +34,10 @@ static const u8 STATE_ABSENT = 6;
 static const u8 STATE_PADDING = 255;
 
 // `source` of a key: the address of its row in the table (above 0), or one of these; from FIRST_UPLOAD down, a row
-// that comes from the host, number FIRST_UPLOAD - source (until `resolve`, the place of its claim instead).
+// that comes from the host, number FIRST_UPLOAD - source.
 static const i64 SOURCE_ABSENT = 0;
 static const i64 SOURCE_PADDING = -1;
 static const i64 FIRST_UPLOAD = -2;
-static const i64 SOURCE_GIVEN = -9223372036854775807LL - 1;  // from the host, its number to be placed
 
 struct Table {
   u64 segments[7];  // addresses
@@ -91,6 +91,18 @@ __device__ __forceinline__ u32 heat_of(u64 head, u32 way) { return head >> (HEAT
 
 __device__ __forceinline__ u64 with_heat(u64 head, u32 way, u32 heat) {
   return (head & ~(3ull << (HEAT_AT + 2 * way))) | (u64)heat << (HEAT_AT + 2 * way);
+}
+
+// One more degree of heat for a way that was looked up; `head` is what was read of the line. Look-ups of other keys of the
+// set write the same word at the same time, so a try may fail; after the last one this advice is lost.
+__device__ __forceinline__ void raise_heat(u64* line, u64 head, u32 way) {
+  for (u32 tries = 0; tries < HEAT_TRIES; tries++) {
+    u32 heat = heat_of(head, way);
+    if (heat == MAX_HEAT) return;
+    u64 seen = atomicCAS(line, head, with_heat(head, way, heat + 1));
+    if (seen == head) return;
+    head = seen;
+  }
 }
 
 // The way that holds `key`, or -1; `head` is word 0 of the line.

@@ -1,128 +1,106 @@
-// Look-ups: which keys are here, and their rows, one by one or pooled.
+// Look-ups: keys that are here get their rows, one by one or pooled, in one kernel; those that are not come in a second.
 //
-// `probe` says where each key's row lies and gathers the distinct keys that are not here; `resolve` numbers those;
-// `gather` or `pool` answers what is here, `scatter` or `pool` again the others, with uploaded rows.
-// One team a key, or a bag. Addresses in `source` are good until the next kernel that writes to the table: the
-// kernels that use them are put into the stream together with `probe`.
+// `look_up` and `pool` answer what is here and list the keys that are not. The CPU fetches those rows, and `put_rows` or
+// `pool_rest` answers with them. One team a key, or a bag. What the CPU reads and writes (keys, states, lists, rows)
+// may lie in its own page-locked memory. The last block of a kernel says there that it is done, in `done`.
+//
+// `counters`: keys listed so far, blocks done so far. Both are 0 between two kernels.
 
-// In: keys, state. Out: source, and for keys still pending a claim: slots hold 1 + the position of the key that
-// claimed them, ranks its number among the `count` distinct keys in `misses`. `claims` (all zero, a power of two of
-// them) may be 0: then misses are only left pending.
-extern "C" __global__ void probe(const __grid_constant__ Table t, const i64* keys, u8* state, i64 n, i64* source,
-                                 u32* claims, u64 claim_mask, u32* ranks, i64* misses, u32* count) {
-  i64 i = team_index();
-  if (i >= n) return;
+// Keys that are not here, or were answered before: number r is key `keys[r]`, at position `at[r]`. `keys` may be 0: then
+// none is listed, and their states stay as they are.
+struct Listed {
+  i64* keys;
+  u32* at;
+  u32* counters;
+};
+
+// To the CPU: everything that this kernel writes is there, and how many keys are listed.
+__device__ __forceinline__ void say_done(u32* counters, volatile u32* done) {
+  __syncthreads();
+  if (threadIdx.x) return;
+  __threadfence_system();
+  if (atomicAdd(counters + 1, 1u) != gridDim.x - 1) return;
+  counters[1] = 0;
+  done[1] = atomicExch(counters, 0u);
+  __threadfence_system();
+  done[0] = 1;
+}
+
+// Where the row of key i comes from, as `source` has it; lane 0 alone knows the number of a row that is to come.
+// `settled` has states before the look-up; 0: all keys are pending.
+__device__ __forceinline__ i64 locate(const Table& t, const i64* keys, i64 i, const u8* settled, u8* state,
+                                      const Listed& listed) {
   u32 lane = team_lane();
-  if (state[i] != STATE_PENDING) {
-    if (lane == 0) source[i] = state[i] == STATE_PADDING ? SOURCE_PADDING : SOURCE_GIVEN;
-    return;
+  u8 was = settled ? settled[i] : STATE_PENDING;
+  if (was == STATE_PADDING) {
+    if (lane == 0) state[i] = STATE_ABSENT;
+    return SOURCE_PADDING;
   }
   i64 key = keys[i];
-  u64 hashed = mix(key), head;
-  Set set = set_of(t, hashed);
-  int way = find_way(set.line, key, &head);
-  if (way >= 0) {
-    if (lane) return;
-    source[i] = (i64)(set.rows + (u64)way * t.stride);
-    state[i] = STATE_DEVICE;
-    u32 heat = heat_of(head, way);
-    if (heat < MAX_HEAT) atomicCAS(set.line, head, with_heat(head, way, heat + 1));
-    return;
-  }
-  int place = find_absent(set.absent, key, &head);
-  if (lane) return;
-  if (place >= 0) {
-    source[i] = SOURCE_ABSENT;
-    state[i] = STATE_ABSENT;
-    u64 used = head | 16ull << place;
-    if (used != head) atomicCAS(set.absent, head, used);
-    return;
-  }
-  source[i] = FIRST_UPLOAD;
-  if (!claims) return;
-  u64 slot = hashed >> 20 & claim_mask;
-  for (;;) {
-    u32 owner = atomicCAS(claims + slot, 0u, (u32)i + 1);
-    if (owner == 0) {
-      u32 rank = atomicAdd(count, 1u);
-      ranks[slot] = rank;
-      misses[rank] = key;
-      break;
+  if (was == STATE_PENDING) {
+    u64 head;
+    Set set = set_of(t, mix(key));
+    int way = find_way(set.line, key, &head);
+    if (way >= 0) {
+      if (lane == 0) {
+        state[i] = STATE_DEVICE;
+        raise_heat(set.line, head, way);
+      }
+      return (i64)(set.rows + (u64)way * t.stride);
     }
-    if (keys[owner - 1] == key) break;
-    slot = (slot + 1) & claim_mask;
-  }
-  source[i] = FIRST_UPLOAD - (i64)slot;
-}
-
-// Turns claims into numbers of rows that will come from the host. One thread a key.
-extern "C" __global__ void resolve(i64* source, i64 n, const u32* ranks) {
-  i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n || source[i] > FIRST_UPLOAD || source[i] == SOURCE_GIVEN) return;
-  source[i] = FIRST_UPLOAD - (i64)ranks[FIRST_UPLOAD - source[i]];
-}
-
-// Numbers the rows of keys that were answered before `probe`: at[k] gets row first + k. One thread each.
-extern "C" __global__ void place(i64* source, const i64* at, i64 n, i64 first) {
-  i64 k = (i64)blockIdx.x * blockDim.x + threadIdx.x;
-  if (k < n) source[at[k]] = FIRST_UPLOAD - (first + k);
-}
-
-// out[i] of dtype float32 or, with `half`, float16 [n, dim]: rows of the table, the default, zeros for padding. What
-// is to come from the host is left as it is.
-extern "C" __global__ void gather(const __grid_constant__ Table t, const i64* source, i64 n, u8* out, u32 half) {
-  i64 i = team_index();
-  if (i >= n) return;
-  i64 from = source[i];
-  if (from <= FIRST_UPLOAD) return;
-  u8* to = out + (u64)i * t.dim * (half ? 2 : 4);
-  if (from > 0)
-    decode_row(t.code, half, in_memory(from), to, t.dim);
-  else if (from == SOURCE_ABSENT)
-    decode_row(FLOAT32, half, in_memory(t.fallback), to, t.dim);
-  else
-    for (u32 k = team_lane(); k < t.dim; k += LANES) store_one(half, to, k, 0.f);
-}
-
-// out[i] = uploads[number of i], both of the answer's dtype, where the row comes from the host.
-extern "C" __global__ void scatter(const __grid_constant__ Table t, const i64* source, i64 n, const u8* uploads,
-                                   u8* out, u32 half) {
-  i64 i = team_index();
-  if (i >= n || source[i] > FIRST_UPLOAD) return;
-  u64 bytes = t.dim * (half ? 2 : 4);
-  copy_vector(half, out + i * bytes, uploads + (FIRST_UPLOAD - source[i]) * bytes, t.dim);
-}
-
-// state[i] becomes that of the uploaded row. One thread a key.
-extern "C" __global__ void set_states(const i64* source, i64 n, const u8* states, u8* state) {
-  i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n && source[i] <= FIRST_UPLOAD) state[i] = states[FIRST_UPLOAD - source[i]];
-}
-
-// Pools bags b = [offsets[b], offsets[b + 1]) of keys; the sums are those of `kernels/pool.py`, in the same order and
-// rounding. The first pass (`uploads` 0) answers bags that are all here, and says so in `done`; of the others it
-// keeps the rows that are here in `kept`, float32[n, dim]. The second pass answers those, with float32 rows that came
-// from the host. `weights` may be 0.
-extern "C" __global__ void pool(const __grid_constant__ Table t, const i64* source, i64 n, const i64* offsets, i64 bags,
-                                const float* weights, u32 combiner, const u8* uploads, u8* kept, u8* done, u8* out,
-                                u32 half) {
-  i64 b = team_index();
-  if (b >= bags) return;
-  u32 lane = team_lane();
-  i64 begin = offsets[b], end = b + 1 < bags ? offsets[b + 1] : n;
-  if (uploads) {
-    if (done[b]) return;
-  } else {
-    bool left = false;
-    for (i64 i = begin + lane; i < end; i += LANES) left |= source[i] <= FIRST_UPLOAD;
-    u32 any = team_ballot(left);
-    if (lane == 0) done[b] = !any;
-    if (any) {
-      for (i64 i = begin; i < end; i++)
-        if (source[i] > 0) decode_row(t.code, 0, in_memory(source[i]), kept + i * t.dim * 4, t.dim);
-      return;
+    int place = find_absent(set.absent, key, &head);
+    if (place >= 0) {
+      u64 used = 16ull << place;
+      if (lane == 0) {
+        state[i] = STATE_ABSENT;
+        if (!(head & used)) atomicOr(set.absent, used);
+      }
+      return SOURCE_ABSENT;
     }
   }
+  u32 number = 0;
+  if (lane == 0 && listed.keys) {
+    number = atomicAdd(listed.counters, 1u);
+    listed.keys[number] = key;
+    listed.at[number] = (u32)i;
+  }
+  return FIRST_UPLOAD - (i64)number;
+}
+
+// out[i] of dtype float32 or, with `half`, float16 [n, dim]: rows of the table, the default, zeros for padding. What is
+// listed is left as it is.
+extern "C" __global__ void look_up(const __grid_constant__ Table t, const i64* keys, const u8* settled, u8* state, i64 n,
+                                   i64* missing, u32* at, u8* out, u32 half, u32* counters, u32* done) {
+  i64 i = team_index();
+  if (i < n) {
+    Listed listed = {missing, at, counters};
+    i64 from = locate(t, keys, i, settled, state, listed);
+    u8* to = out + (u64)i * t.dim * (half ? 2 : 4);
+    if (from > 0)
+      decode_row(t.code, half, in_memory(from), to, t.dim);
+    else if (from == SOURCE_ABSENT)
+      decode_row(FLOAT32, half, in_memory(t.fallback), to, t.dim);
+    else if (from == SOURCE_PADDING)
+      for (u32 k = team_lane(); k < t.dim; k += LANES) store_one(half, to, k, 0.f);
+  }
+  say_done(counters, done);
+}
+
+// out[at[r]] = rows[r], both of the answer's dtype.
+extern "C" __global__ void put_rows(const u8* rows, const u32* at, i64 n, u8* out, u32 dim, u32 half, u32* counters,
+                               u32* done) {
+  i64 r = team_index();
+  if (r < n) {
+    u64 bytes = dim * (half ? 2 : 4);
+    copy_vector(half, out + at[r] * bytes, rows + r * bytes, dim);
+  }
+  say_done(counters, done);
+}
+
+// The sum of a bag [begin, end), or its mean or sqrtn, as `kernels/pool.py` has it, in the same order and rounding.
+// `uploads`: rows that came from the host, float32; with them, rows that were here are those in `kept`. 0: all are here.
+__device__ __forceinline__ void pool_bag(const Table& t, const i64* source, i64 begin, i64 end, const float* weights,
+                                         u32 combiner, const u8* uploads, const u8* kept, u8* to, u32 half) {
   float total = 0.f;
   for (i64 i = begin; i < end; i++) {
     if (source[i] == SOURCE_PADDING) continue;
@@ -131,8 +109,7 @@ extern "C" __global__ void pool(const __grid_constant__ Table t, const i64* sour
   }
   float divisor = combiner == 0 ? 1.f : combiner == 2 ? __fsqrt_rn(total) : total;
   bool nothing = combiner != 0 && total == 0.f;
-  u8* to = out + b * t.dim * (half ? 2 : 4);
-  for (u32 k = 4 * lane; k < t.dim; k += 4 * LANES) {
+  for (u32 k = 4 * team_lane(); k < t.dim; k += 4 * LANES) {
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
     for (i64 i = begin; i < end; i++) {
       i64 from = source[i];
@@ -158,4 +135,45 @@ extern "C" __global__ void pool(const __grid_constant__ Table t, const i64* sour
                         __fdiv_rn(sum.w, divisor));
     store_four(half, to, k, t.dim, sum);
   }
+}
+
+// Pools bags b = [offsets[b], offsets[b + 1]) of keys that are all here, and says so in `whole`; of the others it keeps
+// the rows that are here in `kept`, float32[n, dim], because the table may change before the others have come.
+// `weights` may be 0.
+extern "C" __global__ void pool(const __grid_constant__ Table t, const i64* keys, const u8* settled, u8* state, i64 n,
+                                i64* missing, u32* at, const i64* offsets, i64 bags, const float* weights, u32 combiner,
+                                i64* source, u8* kept, u8* whole, u8* out, u32 half, u32* counters, u32* done) {
+  i64 b = team_index();
+  if (b < bags) {
+    Listed listed = {missing, at, counters};
+    u32 lane = team_lane();
+    i64 begin = offsets[b], end = b + 1 < bags ? offsets[b + 1] : n;
+    bool left = false;
+    for (i64 i = begin; i < end; i++) {
+      i64 from = locate(t, keys, i, settled, state, listed);
+      left |= from <= FIRST_UPLOAD;
+      if (lane == 0) source[i] = from;
+    }
+    team_fence();
+    if (lane == 0) whole[b] = !left;
+    if (left) {
+      for (i64 i = begin; i < end; i++)
+        if (source[i] > 0) decode_row(t.code, 0, in_memory(source[i]), kept + i * t.dim * 4, t.dim);
+    } else {
+      pool_bag(t, source, begin, end, weights, combiner, 0, 0, out + b * t.dim * (half ? 2 : 4), half);
+    }
+  }
+  say_done(counters, done);
+}
+
+// Pools the bags that `pool` has left, with the rows that were listed: `rows` float32[listed, dim].
+extern "C" __global__ void pool_rest(const __grid_constant__ Table t, i64 n, const i64* offsets, i64 bags,
+                                     const float* weights, u32 combiner, const i64* source, const u8* kept,
+                                     const u8* whole, const u8* rows, u8* out, u32 half, u32* counters, u32* done) {
+  i64 b = team_index();
+  if (b < bags && !whole[b]) {
+    i64 begin = offsets[b], end = b + 1 < bags ? offsets[b + 1] : n;
+    pool_bag(t, source, begin, end, weights, combiner, rows, kept, out + b * t.dim * (half ? 2 : 4), half);
+  }
+  say_done(counters, done);
 }

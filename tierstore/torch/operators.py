@@ -1,0 +1,76 @@
+"""Look-ups as operators of PyTorch: `torch.compile` and `torch.export` take a module that reads a store as it is.
+
+`torch.ops.tierstore.rows(keys, reader)` and `bags(keys, offsets, weights, reader)`. A reader is a module of
+`modules.py`, by a number of this process; it is read when the operator runs, so a graph keeps no rows. Any thread may
+call them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any, Protocol
+
+import torch
+
+from tierstore.errors import InvalidInput
+
+
+class Reader(Protocol):
+    """What an operator reads with. `dim` and `rows_dtype`: of what it answers."""
+
+    rows_dtype: torch.dtype
+
+    @property
+    def dim(self) -> int: ...
+    def bags_of(self, keys: torch.Tensor, offsets: torch.Tensor | None) -> int: ...
+    def read(self, keys: torch.Tensor, offsets: Any = None, weights: Any = None) -> torch.Tensor: ...
+
+
+_numbers = itertools.count()
+_readers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def number_of(reader: Reader) -> int:
+    """A number by which operators find a reader, for as long as it lives."""
+    number = next(_numbers)
+    _readers[number] = reader
+    return number
+
+
+def _reader(number: int) -> Reader:
+    reader: Reader | None = _readers.get(number)
+    if reader is None:
+        raise InvalidInput(
+            "the module that this graph reads rows with is gone: a graph that was compiled or exported runs in the "
+            "process that made it, for as long as the module lives"
+        )
+    return reader
+
+
+@torch.library.custom_op("tierstore::rows", mutates_args=(), schema="(Tensor keys, int reader) -> Tensor")
+def rows(keys: torch.Tensor, reader: int) -> torch.Tensor:
+    """Rows, `[*, dim]`, of keys of any shape."""
+    return _reader(reader).read(keys)
+
+
+@rows.register_fake
+def _(keys: torch.Tensor, reader: int) -> torch.Tensor:
+    by = _reader(reader)
+    return keys.new_empty((*keys.shape, by.dim), dtype=by.rows_dtype)
+
+
+@torch.library.custom_op(
+    "tierstore::bags",
+    mutates_args=(),
+    schema="(Tensor keys, Tensor? offsets, Tensor? weights, int reader) -> Tensor",
+)
+def bags(keys: torch.Tensor, offsets: Any, weights: Any, reader: int) -> torch.Tensor:
+    """Pooled rows, `[bags, dim]`."""
+    return _reader(reader).read(keys, offsets, weights)
+
+
+@bags.register_fake
+def _(keys: torch.Tensor, offsets: Any, weights: Any, reader: int) -> torch.Tensor:
+    by = _reader(reader)
+    return keys.new_empty((by.bags_of(keys, offsets), by.dim), dtype=by.rows_dtype)
