@@ -148,6 +148,18 @@ def test_keys_of_the_users_own(tmp_path: Path) -> None:
         assert np.array_equal(ctr.lookup("user_id", [4900])[0], net.user["rows"].weight[49].detach().float().numpy())
 
 
+def test_what_rounding_costs_is_returned_by_table(tmp_path: Path) -> None:
+    net = Net()
+    off = write_snapshot(tmp_path / "s", net, inputs(), model="ctr", version=1, dtype="int4", dense=False)
+    assert off.keys() == {table.name for table in open_snapshot(tmp_path / "s").manifest.tables}
+    with tierstore.open(tmp_path / "data", host_budget="4MiB", load_workers=1) as store:
+        store.load_snapshot(tmp_path / "s")
+        rows = store.model("ctr").lookup("user_id", np.arange(USERS))
+    error = np.abs(rows - net.user["rows"].weight.detach().numpy())
+    assert off["user_rows"].largest == pytest.approx(error.max(), rel=1e-5)
+    assert off["user_rows"].mean == pytest.approx(error.mean(), rel=1e-5)
+
+
 def test_a_module_stays_as_it_was(tmp_path: Path) -> None:
     net = Net()
     before, names = scored(net, inputs()), [name for name, _ in net.named_modules()]

@@ -16,7 +16,8 @@ from torch import nn
 
 from tierstore.errors import InvalidInput, MissingExtra, SnapshotError
 from tierstore.formats.normalize import guessed_key_type
-from tierstore.formats.snapshot.writer import SnapshotWriter
+from tierstore.formats.rounding import Rounding
+from tierstore.formats.snapshot.writer import SnapshotWriter, TableWriter
 from tierstore.torch.hashing import HashKeys
 from tierstore.torch.tables import BATCH_ROWS, Collection, check_mode, checked_keys, collections_of, tables_of
 from tierstore.torch.touched import TouchedRows
@@ -40,7 +41,7 @@ def write_snapshot(
     dense: bool = True,
     output_names: Sequence[str] | None = None,
     touched: TouchedRows | None = None,
-) -> None:
+) -> dict[str, Rounding]:
     """Write a snapshot of a module: its embeddings as tables, in parts and never copied whole, and its dense part.
 
     Args:
@@ -54,6 +55,7 @@ def write_snapshot(
         output_names: of what `forward` returns, as for `export_dense`.
         touched: its rows count as written then, so that the next delta holds what changed after the snapshot.
 
+    Returns by table how far its numbers are off once they are stored in `dtype`: `largest` and `mean`.
     Raises SnapshotError and InvalidInput, before anything is written where possible.
     """
     tables = tables_of(module)
@@ -68,6 +70,7 @@ def write_snapshot(
         unknown = next(name for name in ttls if name not in tables)
         raise InvalidInput(f"ttl_s: {unknown!r} is no table of the module; its tables are {', '.join(tables)}")
     graph = export_dense(module, inputs, output_names=output_names) if dense else None
+    rounding: dict[str, Rounding] = {}
     with SnapshotWriter(directory, model=model, version=version, delta_seq=delta_seq) as snapshot:
         for name, table in tables.items():
             weight = table.weight.detach()
@@ -75,15 +78,21 @@ def write_snapshot(
             out = snapshot.table(
                 name, dim=weight.shape[1], dtype=dtype, key=kind, default=default, ttl_s=ttls.get(name)
             )
-            for begin in range(0, len(weight), BATCH_ROWS):
-                part = slice(begin, min(begin + BATCH_ROWS, len(weight)))
-                out.write(named[name][part] if name in named else np.arange(part.start, part.stop), weight[part])
+            rounding[name] = _write_rows(out, weight, named.get(name))
         _write_features(snapshot, features, named)
         if graph is not None:
             snapshot.dense(graph)
             snapshot.request(_request(features, inputs, named))
     if touched is not None:
         touched.clear()
+    return rounding
+
+
+def _write_rows(table: TableWriter, weight: torch.Tensor, keys: Any) -> Rounding:
+    for begin in range(0, len(weight), BATCH_ROWS):
+        part = slice(begin, min(begin + BATCH_ROWS, len(weight)))
+        table.write(np.arange(part.start, part.stop) if keys is None else keys[part], weight[part])
+    return table.rounding
 
 
 def _write_features(snapshot: SnapshotWriter, features: Mapping[str, _Feature], named: Mapping[str, Any]) -> None:
