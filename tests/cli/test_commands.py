@@ -459,6 +459,8 @@ def test_a_backup_is_made_while_it_serves_and_restored_elsewhere(cli: Cli, tmp_p
     assert f"ctr is backed up at seq 10 in {out}: " in made.out
     document = cli("backup", "--all", out, "--keep", "2", *place, "--json").document
     assert [each["model"] for each in document["models"]] == ["ctr"]
+    relative = cli("backup", "ctr", "weekly", *place).out
+    assert ("in weekly, below the service's export_root" in relative) is (place[0] == "--url")
     assert document["models"][0]["new_bytes"] < document["models"][0]["bytes"]
     assert cli("backup", out, *place).code == 2
     assert cli("backup", "--all", "ctr", out, *place).code == 2

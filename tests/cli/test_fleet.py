@@ -148,7 +148,11 @@ def test_every_row_of_two_nodes_is_compared_and_the_keys_that_differ_are_named(
     (word,) = document["models"][0]["tables"]["word"]["differing"]
     assert (word["on"], len(word["key"])) == ([urls[0]], 16), "the hash of a string, as strings are not kept"
     second.load_snapshot(write_snapshot(tmp_path, 2))
-    assert f"expected one version on every node, got 1 on {urls[0]}, 2 on {urls[1]}" in cli(*words).err
+    assert f"expected one version on every node, got 1 on {urls[0]}, 2 on {urls[1]}" in cli(*words).out
+    for store in (first, second):
+        store.deactivate("ctr")
+    nothing = cli(*words)
+    assert (nothing.code, "nothing was compared: neither" in nothing.out) == (1, True)
     assert "--url goes with --against" in cli("verify", "--url", urls[0]).err
     assert "expected another node" in cli("verify", "--url", urls[0], "--against", urls[0]).err
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tierstore.cli.options import AsJson, Data, Url, argument, option
-from tierstore.cli.target import fate, local_user, open_target, say
+from tierstore.cli.target import fate, local_user, open_target, say, written_to
 
 
 def backup(
@@ -43,8 +43,9 @@ def backup(
     with open_target(data, url) as target, shown_progress("backup", kept) as progress:
         models = target.models() if all_models else words[:1]
         reports = [target.backup(model, out, keep=keep, progress=progress) for model in models]
+    where = written_to(data, url, out)
     lines = (
-        f"{each.model} is backed up at seq {each.seq} in {out}: {each.files:,} files, {show.size(each.bytes)}, of "
+        f"{each.model} is backed up at seq {each.seq} in {where}: {each.files:,} files, {show.size(each.bytes)}, of "
         f"which {show.size(each.new_bytes)} are new"
         for each in reports
     )

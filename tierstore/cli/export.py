@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tierstore.cli.options import AsJson, Data, ModelName, Url, argument, option
-from tierstore.cli.target import check_directory, fate, open_target, ready_kernels, say
+from tierstore.cli.target import check_directory, fate, open_target, ready_kernels, say, written_to
 
 
 def build(
@@ -89,8 +89,9 @@ def export(
             partitions=partitions if built else None,
             progress=progress,
         )
+    where = written_to(data, url, directory)
     say(
         json,
         {**asdict(report), "directory": directory},
-        f"{model} version {report.version} at seq {report.seq} is exported to {directory}: {report.rows:,} rows",
+        f"{model} version {report.version} at seq {report.seq} is exported to {where}: {report.rows:,} rows",
     )

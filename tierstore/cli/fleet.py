@@ -10,6 +10,7 @@ import typer
 
 from tierstore.cli.options import AsJson, argument, option
 from tierstore.cli.target import make_client, open_target, say, service_url
+from tierstore.errors import Conflict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -162,15 +163,23 @@ def compare_whole(data: Path | None, url: str | None, against: str, json: bool) 
     if name == against:
         raise typer.BadParameter(f"--against: expected another node than {name}")
     with open_target(data, url, timeout_s=_LASTS_S) as target, make_client(against, timeout_s=_LASTS_S) as other:
-        status, there = target.status(), set(other.status()["models"])
+        status, there = target.status(), other.status()["models"]
         nodes: dict[str, whole.ComparedNode] = {name: target, against: other}
         here, found = set(status["models"]), []
-        problems = [f"{against} has no model {model!r}" for model in sorted(here - there)]
-        problems += [f"only {against} has model {model!r}" for model in sorted(there - here)]
-        for model in sorted(here & there):
-            compared = whole.compare_whole(nodes, model)
+        problems = [f"{against} has no model {model!r}" for model in sorted(here - there.keys())]
+        problems += [f"only {against} has model {model!r}" for model in sorted(there.keys() - here)]
+        for model in sorted(here & there.keys()):
+            if status["models"][model]["active_version"] is None and there[model]["active_version"] is None:
+                continue  # nothing is served of it, which is the same
+            try:
+                compared = whole.compare_whole(nodes, model)
+            except Conflict as error:  # other models may well be compared
+                problems.append(str(error))
+                continue
             found.append(_whole_document(compared, status["models"][model]["tables"]))
             problems += [f"{model}: {problem}" for problem in compared.problems]
+    if not (found or problems):
+        problems = [f"nothing was compared: neither {name} nor {against} serves a model"]
     document = {"ok": not problems, "models": found, "problems": problems}
     if json:
         show.as_json(document)

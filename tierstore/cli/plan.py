@@ -242,7 +242,7 @@ def _show(outlook: _Outlook) -> None:
         say(f"chosen: {_of(chosen.name, chosen.nodes)} {chosen.machine.kind or ''}".rstrip())
         _show_swings(outlook.swings, chosen.monthly)
     if outlook.growth is not None:
-        _show_growth(outlook.growth)
+        _show_growth(outlook.growth, f"{made.prices.currency} a month".strip())
     if outlook.compared:
         beside = Table("", "planned", "measured", title="as it is served now", box=None, header_style="bold")
         for one in outlook.compared:
@@ -265,7 +265,7 @@ def _show_swings(swings: list[Swing], now: float) -> None:
         typer.echo(f"the price, if one input is {100 * SWING:.0f}% less / more: {', '.join(texts)}")
 
 
-def _show_growth(growth: Growth) -> None:
+def _show_growth(growth: Growth, currency: str) -> None:
     for of in growth.ends:
         when = (
             "lasts longer than is looked ahead"
@@ -282,7 +282,7 @@ def _show_growth(growth: Growth) -> None:
         if month.design is not None:
             typer.echo(
                 f"month {month.month}: {month.rows:,.0f} rows, {month.qps:,.0f} requests a second: "
-                f"{_of(month.design, month.nodes)}, {month.monthly:,.0f} a month"
+                f"{_of(month.design, month.nodes)}, {month.monthly:,.0f} {currency}"
             )
 
 

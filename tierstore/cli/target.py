@@ -69,6 +69,13 @@ def service_url(data: Path | None, url: str | None) -> str | None:
     return (os.environ.get(URL_VARIABLE) or None) if url is None and data is None else url
 
 
+def written_to(data: Path | None, url: str | None, directory: str) -> str:
+    """Where an export or a backup is, for a person: a relative path of a service begins in a place of its own."""
+    if service_url(data, url) is None or "://" in directory or Path(directory).is_absolute():
+        return directory
+    return f"{directory}, below the service's export_root (by default exports in its data directory)"
+
+
 @contextmanager
 def open_data(data: Path | None, *, create: bool = False) -> Iterator[Store]:
     """Open the data directory, by default the one of the settings."""
