@@ -100,6 +100,7 @@ def test_a_service_that_starts_compiles_no_kernel_of_reactors_itself(
 
     def address(self: kernels.compiled_c) -> int:
         assert self._when < kernels.HTTP or compiling.http.is_set(), self._function
+        assert self._when < kernels.LAST or compiling.done.is_set(), self._function
         return int(there(self))
 
     monkeypatch.setattr(kernels.compiled_c, "address", property(address))

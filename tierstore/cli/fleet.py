@@ -14,21 +14,22 @@ if TYPE_CHECKING:
     from tierstore.client.replicas import Comparison
 
 NOT_RESTORED = 3  # exit code
+Nodes = Annotated[
+    list[str],
+    typer.Option(
+        "--nodes",
+        "--url",
+        metavar="URL,URL…",
+        help="The nodes, each reached directly and not through a load balancer; may be repeated.",
+    ),
+]
 
 
 def rollout(
     snapshot: Annotated[
         str, argument("SNAPSHOT", "The directory of a snapshot, or of a built version, as the nodes see it.")
     ],
-    nodes: Annotated[
-        list[str],
-        typer.Option(
-            "--nodes",
-            "--url",
-            metavar="URL,URL…",
-            help="The nodes, each reached directly and not through a load balancer; may be repeated.",
-        ),
-    ],
+    nodes: Nodes,
     policy: Annotated[
         Literal["one-by-one", "all-at-once"],
         typer.Option("--policy", help="Switch and check one node after the other, or all at the same time."),

@@ -62,7 +62,9 @@ class ColdReaders:
         self._marking = threading.Lock()
 
     def start(self, open_pipe: Callable[[], tuple[int, int]], predictions: int, queued_at: int) -> None:
-        """Begin to read, once the kernels are compiled: reading an address compiles. `open_pipe` gives (end to read, end to write); the caller closes both after `stop`.
+        """Begin to read, once the kernels are compiled: reading an address compiles.
+
+        `open_pipe` gives (end to read, end to write); the caller closes both after `stop`.
 
         `predictions`: the pipe for those whose rows are there, or -1; `queued_at`: the address of how many wait in it.
         """
