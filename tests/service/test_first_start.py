@@ -200,6 +200,17 @@ def test_the_grpc_port_is_opened_when_it_can_be_served_and_the_service_is_ready_
     assert is_open(server.grpc_port)
 
 
+def test_health_is_answered_where_others_have_it(
+    compiling: Compiling, for_grpc: tuple[ServerThread, httpx.Client]
+) -> None:
+    _, client = for_grpc
+    live, ready = ("/healthz", "/livez"), ("/health", "/ready", "/readyz")
+    assert [client.get(path).status_code for path in (*live, *ready)] == [200, 200, 400, 400, 400]
+    compiling.end()
+    eventually(lambda: client.get("/health").status_code == 200, "it is ready")
+    assert [client.get(path).status_code for path in (*live, *ready)] == [200] * 5
+
+
 def test_where_they_cannot_be_compiled_the_service_is_ready_without_grpc(
     compiling: Compiling, for_grpc: tuple[ServerThread, httpx.Client], caplog: pytest.LogCaptureFixture
 ) -> None:
