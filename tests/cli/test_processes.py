@@ -71,7 +71,7 @@ def test_ctrl_c_says_what_becomes_of_the_work_and_leaves_nothing_empty(
     if words[0] == "backup":
         cli("load", "s/ctr-1", "--data", "old")
 
-    def compile_all(_: int, __: object, report: Callable[[int, int], None]) -> float:
+    def compile_all(_: int, __: object, report: Callable[[int, int], None], ___: object) -> float:
         report(1, 9)
         raise AssertionError("goes on")
 
@@ -91,6 +91,19 @@ def test_ctrl_c_says_what_becomes_of_the_work_and_leaves_nothing_empty(
     made = [path for path in tmp_path.rglob("*") if path.is_dir() and path not in before]
     assert [path for path in made if not any(path.iterdir())] == []
     assert (made == []) == (words[0] != "backup")
+
+
+def test_timings_of_kernels_are_shown_dearest_first(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_all(_: int, __: object, ___: object, timings: dict[str, float]) -> float:
+        timings |= {"pool.pool": 1.5, "reactor.serve": 12.25}
+        return 8.0
+
+    monkeypatch.setattr(ahead, "compile_all", compile_all)
+    lines = cli("compile", "--timings").out.splitlines()
+    assert lines[:2] == ["  12.25 s  reactor.serve", "   1.50 s  pool.pool"]
+    assert lines[2].startswith("kernels are compiled in 8.0 s: ")
+    assert list(cli("compile", "--timings", "--json").document["timings"]) == ["reactor.serve", "pool.pool"]
+    assert len(cli("compile").out.splitlines()) == 1
 
 
 def test_ctrl_c_beside_a_service_says_that_it_goes_on(

@@ -100,6 +100,7 @@ def test_a_service_that_starts_compiles_no_kernel_of_reactors_itself(
 
     def address(self: kernels.compiled_c) -> int:
         assert self._when < kernels.HTTP or compiling.http.is_set(), self._function
+        assert self._when < kernels.LAST or compiling.done.is_set(), self._function
         return int(there(self))
 
     monkeypatch.setattr(kernels.compiled_c, "address", property(address))
@@ -197,6 +198,17 @@ def test_the_grpc_port_is_opened_when_it_can_be_served_and_the_service_is_ready_
     compiling.end()
     eventually(lambda: client.get("/v2/health/ready").status_code == 200, "it is ready")
     assert is_open(server.grpc_port)
+
+
+def test_health_is_answered_where_others_have_it(
+    compiling: Compiling, for_grpc: tuple[ServerThread, httpx.Client]
+) -> None:
+    _, client = for_grpc
+    live, ready = ("/healthz", "/livez"), ("/health", "/ready", "/readyz")
+    assert [client.get(path).status_code for path in (*live, *ready)] == [200, 200, 400, 400, 400]
+    compiling.end()
+    eventually(lambda: client.get("/health").status_code == 200, "it is ready")
+    assert [client.get(path).status_code for path in (*live, *ready)] == [200] * 5
 
 
 def test_where_they_cannot_be_compiled_the_service_is_ready_without_grpc(

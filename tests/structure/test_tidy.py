@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import io
+import os
 import re
+import shutil
+import subprocess
 import tokenize
 from pathlib import Path
 
@@ -136,6 +139,26 @@ def test_ci_runs_what_a_person_runs() -> None:
     run = {word for line in lines if line.startswith("make --no-print-directory ") for word in line.split()[2:]}
     run |= {word.rstrip(";") for line in lines if line.startswith("for part in ") for word in line.split()[3:]}
     assert set(check) <= run
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_the_demo_installs_what_it_needs_and_the_tests_add_the_rest(tmp_path: Path) -> None:
+    """As `make` says what it would do."""
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+
+    def extras(target: str) -> list[str]:
+        done = subprocess.run(["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, check=True)
+        return re.findall(r"-e '\.\[(\w+)\]'", done.stdout)
+
+    assert (extras("demo"), extras("test")) == (["dense"], ["dev"])
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv/.installed-demo").touch()
+    assert (extras("demo"), extras("test")) == ([], ["dev"])
+    (tmp_path / ".venv/.installed").touch()
+    assert (extras("demo"), extras("test")) == ([], [])
+    os.utime(tmp_path / ".venv/.installed", (0, 0))
+    assert extras("demo") == ["dev"], "what is there is brought up to date, and not made less"
 
 
 @pytest.mark.parametrize(

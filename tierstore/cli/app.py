@@ -227,6 +227,9 @@ def verify(
 
 def compile_(
     data: Data = None,
+    timings: Annotated[
+        bool, typer.Option("--timings", help="Show which kernels took how much processor time, the dearest first.")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Compile all kernels ahead of the first start.
@@ -241,10 +244,14 @@ def compile_(
 
     kernels.use_data(load_settings(data=data).data)
     with shown_kernels() as report:
-        seconds = ahead.compile_all(min(ahead.MOST, processors()), say_aside, report)
+        took: dict[str, float] = {}
+        seconds = ahead.compile_all(min(ahead.MOST, processors()), say_aside, report, took)
     where = str(kernels.directory())
     done = f"compiled in {seconds:.1f} s" if seconds else "compiled already"
-    say(json, {"directory": where, "seconds": round(seconds, 3)}, f"kernels are {done}: {where}")
+    dearest = dict(sorted(took.items(), key=lambda each: -each[1])) if timings else {}
+    lines = [f"{cost:7.2f} s  {name}" for name, cost in dearest.items()]
+    document = {"directory": where, "seconds": round(seconds, 3)} | ({"timings": dearest} if timings else {})
+    say(json, document, "\n".join([*lines, f"kernels are {done}: {where}"]))
 
 
 def demo(

@@ -42,7 +42,7 @@ _FOLDER = Path(__file__).parent
 KERNELS = "kernels"  # within a data directory
 _CACHE_VARIABLE = "NUMBA_CACHE_DIR"
 # when a kernel is needed: for any look-up; for what changes rows, or makes look-ups faster; for reactors over HTTP/1.1; for HTTP/2
-# and gRPC, and for rows that are elsewhere
+# and gRPC, for nodes in front, and for rows that are elsewhere
 FIRST, SOON, HTTP, LAST = range(4)
 _data: list[Path] = []  # the data directory, which takes them where nothing else can be written
 

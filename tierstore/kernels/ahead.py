@@ -55,6 +55,7 @@ class Compilation:
         self.seconds = 0.0  # once `done`
         self.upto, self.nice = upto, nice
         self.compiled, self.total = 0, 0  # kernels
+        self.timings: dict[str, float] = {}  # kernel → seconds of processor time, with what it was first to call
         self._processes, self._say, self._after = processes, say, after
         self._running: list[subprocess.Popen[bytes]] = []
         self._is_first = not kernels.is_complete(kernels.SOON)
@@ -107,6 +108,7 @@ class Compilation:
                         self.total += int(number[0])
                     elif word == b"compiled":
                         self.compiled += 1
+                        self.timings[number[0].decode()] = float(number[1])
                     elif word == b"level":
                         level = int(number[0])
                         levels[level] += 1
@@ -186,10 +188,13 @@ def _wait(compilation: Compilation, event: threading.Event, report: Report) -> N
         report(compilation.compiled, compilation.total)
 
 
-def compile_all(processes: int, say: Say = lambda _: None, report: Report = lambda *_: None) -> float:
+def compile_all(
+    processes: int, say: Say = lambda _: None, report: Report = lambda *_: None, timings: dict[str, float] | None = None
+) -> float:
     """Compile all kernels for this machine and version. Returns the seconds that it took, 0 if they were compiled already.
 
-    `say` is called with a line before and after, `report` meanwhile. Raises StorageError where a process fails.
+    `say` is called with a line before and after, `report` meanwhile. `timings` gets the seconds of processor time of each kernel that was
+    not there. Raises StorageError where a process fails.
     """
     if kernels.is_complete():
         return 0.0
@@ -197,6 +202,8 @@ def compile_all(processes: int, say: Say = lambda _: None, report: Report = lamb
     _wait(compilation, compilation.done, report)
     if compilation.error is not None:
         raise StorageError(compilation.error)
+    if timings is not None:
+        timings |= compilation.timings
     return compilation.seconds
 
 
@@ -227,8 +234,10 @@ def compile_share(share: int, shares: int, upto: int = kernels.LAST) -> None:
     for when in range(upto + 1):
         for i in mine:
             if entries[i].when == when:
+                function, began_s = entries[i].dispatcher.py_func, time.process_time()
                 entries[i].build()
-                os.write(1, b"compiled\n")
+                name = f"{function.__module__.removeprefix('tierstore.kernels.')}.{function.__name__}"
+                os.write(1, b"compiled %s %.2f\n" % (name.encode(), time.process_time() - began_s))
         os.write(1, b"level %d\n" % when)
 
 

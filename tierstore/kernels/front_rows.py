@@ -12,7 +12,7 @@ import numba as nb
 import numpy as np
 from numba import types
 
-from tierstore.kernels import HTTP, compiled_c, plan_records
+from tierstore.kernels import LAST, compiled_c, plan_records
 from tierstore.kernels.atomics import copy_bytes
 from tierstore.kernels.codec import AS_STORED
 from tierstore.kernels.host_cache.lookup import lookup_at, values_of
@@ -75,7 +75,7 @@ def _close_gaps(n, tiers, states, rows, row_bytes):  # type: ignore[no-untyped-d
     return there
 
 
-@compiled_c(types.int64(*[types.int64] * 6), when=HTTP)
+@compiled_c(types.int64(*[types.int64] * 6), when=LAST)
 def run(variant: Any, view: Any, body: Any, size: Any, answer: Any, scratch: Any) -> Any:
     """Answer the request of `size` bytes at `body` under a view. Returns the bytes of the answer, or CANNOT.
 

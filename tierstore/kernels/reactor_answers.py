@@ -351,6 +351,8 @@ def answer_rows(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
     n = (size - front_rows.REQUEST_HEAD_BYTES) >> 3
     if n < 0 or size & 7 != 0 or n > lookupplan.MOST_KEYS:
         return SIZE
+    if me.run_rows == 0:
+        return NO_PLAN
     why = why_not(me, fd, at, connection_at(me.conns, fd).began_ns, began)
     if why != MAY:
         return why

@@ -155,14 +155,14 @@ _HEALTH = {
 
 def scope_of(version: str, method: bytes, path: bytes, query: bytes, headers: list[tuple[bytes, bytes]]) -> Scope:
     """A request as ASGI has it, its connection apart."""
-    given = unquote(path.decode("ascii"))
+    named = unquote(path.decode("ascii"))
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
         "http_version": version,
         "scheme": "http",
         "method": method.decode("ascii"),
-        "path": _HEALTH.get(given, given),
+        "path": _HEALTH.get(named, named),
         "raw_path": path,
         "root_path": "",
         "query_string": query,

@@ -65,6 +65,7 @@ class ColdReaders:
         """Begin to read, once the kernels are compiled: reading an address compiles.
 
         `open_pipe` gives (end to read, end to write); the caller closes both after `stop`.
+
         `predictions`: the pipe for those whose rows are there, or -1; `queued_at`: the address of how many wait in it.
         """
         self.shared["run_at"], self.shared["finish_at"] = lookupplan.run.address, coldread.finish.address

@@ -144,13 +144,13 @@ class Reactors:
         self.running = True
 
     def start_http2(self, listeners: Sequence[socket.socket] = ()) -> None:
-        """Serve HTTP/2 as well, and what connects to `listeners`, one at most, which listen already.
+        """Serve HTTP/2 and nodes in front as well, and what connects to `listeners`, one at most, which listen already.
 
         After `start`, once its kernels are compiled: reading an address compiles. Event loop only.
         """
-        run, run_call = reactor_http2.run.address, reactor_calls.run.address
+        run, run_call, run_rows = reactor_http2.run.address, reactor_calls.run.address, front_rows.run.address
         for here, epoll in zip(self._heres, self._epolls, strict=True):
-            here["run_call"] = run_call
+            here["run_rows"], here["run_call"] = run_rows, run_call
             here["http2"] = run
             for listener in listeners:
                 listener.setblocking(False)
@@ -265,8 +265,7 @@ class Reactors:
             lines=address_of(self._lines), line=address_of(self._lines[number:]),
             jobs=address_of(cold.jobs), free_jobs=address_of(cold.free_jobs[number:]), readers=address_of(cold.shared),
             counts=self.counts_at[number], table_counts=self.table_counts_at[number],
-            run=lookupplan.run.address, finish=coldread.finish.address, run_rows=front_rows.run.address,
-            **places,
+            run=lookupplan.run.address, finish=coldread.finish.address, **places,
         )  # fmt: skip
 
     def count_in(self, versions: npt.NDArray[np.int64], tables: npt.NDArray[np.int64]) -> None:
