@@ -32,11 +32,12 @@ def wait_until_warm(port: int, timeout_s: float = 300.0) -> None:
 
 
 def wait_for_reactors(port: int, timeout_s: float = 600.0) -> None:
-    """Return once the service's reactors are compiled; until then Python answers everything."""
+    """Return once nothing is compiled any more: until then Python answers, or the compiler takes a processor."""
     until = time.monotonic() + timeout_s
     while True:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/admin/models", timeout=30) as answer:
-            if json.load(answer)["service"].get("reactors") != "compiling":
+            service = json.load(answer)["service"]
+            if "compiling" not in (service.get("reactors"), service.get("http2")):
                 return
         if time.monotonic() > until:
             raise TimeoutError(f"the service had no reactors after {timeout_s:.0f} s")

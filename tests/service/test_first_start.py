@@ -61,8 +61,8 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield store
 
 
-def state(server: ServerThread) -> Any:
-    return httpx.get(f"{server.url}/admin/models").json()["service"]["reactors"]
+def state(server: ServerThread, of: str = "reactors") -> Any:
+    return httpx.get(f"{server.url}/admin/models").json()["service"][of]
 
 
 def look_up(client: tierstore.Client, store: Store) -> None:
@@ -132,12 +132,14 @@ def test_reactors_serve_http1_before_the_kernels_of_http2_are_compiled(
         look_up(client, store)
         assert of_reactors(server)[0] > 0
         assert frame_of(server) != b"\4"
+        assert state(server, "http2") == "compiling"
         assert not is_open(server.grpc_port)
         assert not server.service.ready, "the gRPC port that was asked for is not open"
         compiling.end()
         eventually(lambda: server.service.ready, "all is served")
         assert is_open(server.grpc_port)
         assert frame_of(server) == b"\4", "settings"
+        assert state(server, "http2") == "running"
         look_up(client, store)
 
 
@@ -150,7 +152,7 @@ def test_http1_goes_on_where_http2_cannot_be_compiled(
         compiling.end("no memory")
         eventually(lambda: "no memory; gRPC is not served" in caplog.text, "the service has noticed")
         look_up(client, store)
-        assert state(server) == "running"
+        assert (state(server), state(server, "http2")) == ("running", "failed")
 
 
 def test_python_goes_on_where_they_cannot_be_compiled(

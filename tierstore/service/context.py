@@ -84,8 +84,8 @@ class RequiredSource(ChangeSource, Protocol):
 
 
 class Service:
-    """The members are constant after construction, except `draining`, `awaits_grpc` and
-    `reactors_state`, which the event loop sets.
+    """The members are constant after construction, except `draining`, `awaits_grpc`, `reactors_state` and
+    `http2_state`, which the event loop sets.
     """
 
     def __init__(self, store: Any, settings: Settings) -> None:
@@ -136,6 +136,7 @@ class Service:
         self.connection_limit: ServicePart | None = None  # where HTTP is served
         self.reactors: ServicePart | None = None  # where HTTP is served
         self.reactors_state: str | None = None  # where they serve: "compiling", "running", "failed"
+        self.http2_state = "compiling"  # the same, of HTTP/2 and gRPC
         self.plans: PlanIndex | None = None  # of the reactors, once they serve
         self.calls: ServicePart | None = None  # of gRPC, where HTTP is served
         self.awaits_grpc = False  # whether the gRPC port is to be opened: once kernels are compiled

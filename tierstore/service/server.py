@@ -231,6 +231,7 @@ class HttpService:
             listener = Listener(sock, self._server, self._connection_limit, tls, back=self._give_back)
             listener.start()
             self._listeners.append(listener)
+        self.service.http2_state = "running"
         self.service.awaits_grpc = False
 
     async def _start_compiled_after(self, compilation: ahead.Compilation, listener: Listener | None) -> None:
@@ -264,6 +265,7 @@ class HttpService:
             )
             return
         self.service.awaits_grpc = False  # HTTP is served
+        self.service.http2_state = "failed"
         if self._reactors.running:
             logger.warning("%s; gRPC is not served", error)
             return

@@ -373,6 +373,7 @@ def _service_state(service: Service, role: Role | None) -> dict[str, Any]:
         "ready": service.ready,
         "uptime_s": time.time() - service.started_s,
         "reactors": service.reactors_state,
+        "http2": service.http2_state,
         "requests": service.request_times.requests,
         "request_seconds": service.request_times.of_data_plane(),
         "last_minute": service.history.last_minute(),
