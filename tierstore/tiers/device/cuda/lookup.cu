@@ -1,7 +1,7 @@
 // Look-ups: keys that are here get their rows, one by one or pooled, in one kernel; those that are not come in a second.
 //
 // `look_up` and `pool` answer what is here and list the keys that are not. The CPU fetches those rows, and `put_rows` or
-// `pool_rest` answers with them. One team a key, or a bag. What the CPU reads and writes (keys, states, lists, rows)
+// `pool_waiting` answers with them. One team a key, or a bag. What the CPU reads and writes (keys, states, lists, rows)
 // may lie in its own page-locked memory. The last block of a kernel says there that it is done, in `done`.
 //
 // `counters`: keys listed so far, blocks done so far. Both are 0 between two kernels.
@@ -27,11 +27,11 @@ __device__ __forceinline__ void say_done(u32* counters, volatile u32* done) {
 }
 
 // Where the row of key i comes from, as `source` has it; lane 0 alone knows the number of a row that is to come.
-// `settled` has states before the look-up; 0: all keys are pending.
-__device__ __forceinline__ i64 locate(const Table& t, const i64* keys, i64 i, const u8* settled, u8* state,
+// `before` has states before the look-up; 0: all keys are pending.
+__device__ __forceinline__ i64 locate(const Table& t, const i64* keys, i64 i, const u8* before, u8* state,
                                       const Listed& listed) {
   u32 lane = team_lane();
-  u8 was = settled ? settled[i] : STATE_PENDING;
+  u8 was = before ? before[i] : STATE_PENDING;
   if (was == STATE_PADDING) {
     if (lane == 0) state[i] = STATE_ABSENT;
     return SOURCE_PADDING;
@@ -69,12 +69,12 @@ __device__ __forceinline__ i64 locate(const Table& t, const i64* keys, i64 i, co
 
 // out[i] of dtype float32 or, with `half`, float16 [n, dim]: rows of the table, the default, zeros for padding. What is
 // listed is left as it is.
-extern "C" __global__ void look_up(const __grid_constant__ Table t, const i64* keys, const u8* settled, u8* state, i64 n,
+extern "C" __global__ void look_up(const __grid_constant__ Table t, const i64* keys, const u8* before, u8* state, i64 n,
                                    i64* missing, u32* at, u8* out, u32 half, u32* counters, u32* done) {
   i64 i = team_index();
   if (i < n) {
     Listed listed = {missing, at, counters};
-    i64 from = locate(t, keys, i, settled, state, listed);
+    i64 from = locate(t, keys, i, before, state, listed);
     u8* to = out + (u64)i * t.dim * (half ? 2 : 4);
     if (from > 0)
       decode_row(t.code, half, in_memory(from), to, t.dim);
@@ -140,7 +140,7 @@ __device__ __forceinline__ void pool_bag(const Table& t, const i64* source, i64 
 // Pools bags b = [offsets[b], offsets[b + 1]) of keys that are all here, and says so in `whole`; of the others it keeps
 // the rows that are here in `kept`, float32[n, dim], because the table may change before the others have come.
 // `weights` may be 0.
-extern "C" __global__ void pool(const __grid_constant__ Table t, const i64* keys, const u8* settled, u8* state, i64 n,
+extern "C" __global__ void pool(const __grid_constant__ Table t, const i64* keys, const u8* before, u8* state, i64 n,
                                 i64* missing, u32* at, const i64* offsets, i64 bags, const float* weights, u32 combiner,
                                 i64* source, u8* kept, u8* whole, u8* out, u32 half, u32* counters, u32* done) {
   i64 b = team_index();
@@ -150,7 +150,7 @@ extern "C" __global__ void pool(const __grid_constant__ Table t, const i64* keys
     i64 begin = offsets[b], end = b + 1 < bags ? offsets[b + 1] : n;
     bool left = false;
     for (i64 i = begin; i < end; i++) {
-      i64 from = locate(t, keys, i, settled, state, listed);
+      i64 from = locate(t, keys, i, before, state, listed);
       left |= from <= FIRST_UPLOAD;
       if (lane == 0) source[i] = from;
     }
@@ -167,7 +167,7 @@ extern "C" __global__ void pool(const __grid_constant__ Table t, const i64* keys
 }
 
 // Pools the bags that `pool` has left, with the rows that were listed: `rows` float32[listed, dim].
-extern "C" __global__ void pool_rest(const __grid_constant__ Table t, i64 n, const i64* offsets, i64 bags,
+extern "C" __global__ void pool_waiting(const __grid_constant__ Table t, i64 n, const i64* offsets, i64 bags,
                                      const float* weights, u32 combiner, const i64* source, const u8* kept,
                                      const u8* whole, const u8* rows, u8* out, u32 half, u32* counters, u32* done) {
   i64 b = team_index();
