@@ -220,6 +220,26 @@ def test_a_disk_that_fails_meanwhile_leaves_the_device_as_it_was() -> None:
     np.testing.assert_array_equal(again, scene.rows(RESIDENT, np.float32))
 
 
+@either
+def test_an_answer_is_not_written_before_the_callers_work_that_is_in_its_stream(kind: str) -> None:
+    """Memory of an array that was let go may be given out again while the program's kernels are still to read it."""
+    scene = Scene(8, StorageDtype.FLOAT32, kind=kind)
+    stream, read = scene.device.stream(), scene.device.pinned(len(RESIDENT) * 32)
+    before = scene.rows(RESIDENT[::-1], np.float32)
+    out = scene.device.empty(before.shape, np.float32)
+    up = scene.device.pinned(before.nbytes)
+    up[:] = before.reshape(-1).view(np.uint8)
+    stream.upload(scene.device.address_of(out), up)
+    stream.synchronize()
+    stream.download(read, scene.device.address_of(out))
+    with scene.device.in_stream(getattr(stream, "_stream", stream)):
+        state = np.zeros(len(RESIDENT), np.uint8)
+        assert look_up(scene.table, RESIDENT, state, np.empty((0, 8), np.float32), out, scene.fetch)
+    np.testing.assert_array_equal(to_host(out), scene.rows(RESIDENT, np.float32))
+    stream.synchronize()
+    np.testing.assert_array_equal(read.view(np.float32).reshape(-1, 8), before)
+
+
 def test_a_stream_whose_work_has_ended_without_the_word_that_is_waited_for_is_an_error() -> None:
     device = ShimDevice()
     stream, word = device.stream(), device.pinned(64).view(np.uint32)
