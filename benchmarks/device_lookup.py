@@ -116,7 +116,7 @@ def resident(backend: Backend, xp: Any, rows: int, dim: int, batch: int, rounds:
             assert view is not None
             keys_at = backend.address_of(keys[call])
             view.stream.launch(
-                "look_up", batch * TEAM, view.table, keys_at, none, state_at, n, none, none, out_at, 0,
+                "look_up", -(-batch // 2) * TEAM, view.table, keys_at, none, state_at, n, none, none, out_at, 0,
                 view.counters, done_at,
             )  # fmt: skip
 

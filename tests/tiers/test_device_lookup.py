@@ -80,7 +80,7 @@ def test_every_key_answers_its_row_from_wherever_it_comes(
     kind: str, dtype: StorageDtype, out_dtype: Any, dim: int, memory: int
 ) -> None:
     scene = Scene(dim, dtype, memory, kind)
-    keys, state = mixed(900, dim)
+    keys, state = mixed(901, dim)
     given_at = np.flatnonzero(state == Tier.OVERLAY)
     given = np.full((len(given_at), dim), 7, out_dtype) + np.arange(len(given_at))[:, None].astype(out_dtype)
     expected = scene.rows(keys, out_dtype)

@@ -260,7 +260,7 @@ class _Work:
             ws.here(at["at"]),
         )  # fmt: skip
         if self.bags is None:
-            return "look_up", n * TEAM, *common, self._out(chunk.begin), self.half
+            return "look_up", -(-n // 2) * TEAM, *common, self._out(chunk.begin), self.half
         count = chunk.last - chunk.first
         return (
             "pool", count * TEAM, *common, *self._bags(at, count, where), ws.at(at["source"]), ws.at(at["kept"]),

@@ -128,7 +128,7 @@ class DeviceTable:
                 return 0
             where = ws.send(view.stream, keys_at, n * 8)
             ws.launch(
-                view, done_at, "look_up", n * TEAM, view.table, where(keys_at), NOTHING, ws.here(state_at), n,
+                view, done_at, "look_up", -(-n // 2) * TEAM, view.table, where(keys_at), NOTHING, ws.here(state_at), n,
                 NOTHING, NOTHING, ws.here(out_at), half,
             )  # fmt: skip
         ws.wait(done_at)
