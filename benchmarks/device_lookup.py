@@ -108,15 +108,15 @@ def resident(backend: Backend, xp: Any, rows: int, dim: int, batch: int, rounds:
     vectors = to_device(scene.memory, scene.vectors)
     state, done = backend.empty((batch,), np.uint8), backend.empty((2,), np.uint32)
     mine, other = (backend.empty((batch, dim), np.float32) for _ in range(2))
-    n, none = np.int64(batch), np.uint64(0)
-    state_at, done_at, out_at = (np.uint64(backend.address_of(array)) for array in (state, done, mine))
+    n, none = batch, 0
+    state_at, done_at, out_at = (backend.address_of(array) for array in (state, done, mine))
 
     def ours(call: int) -> None:
         with scene.table.reading() as view:
             assert view is not None
-            keys_at = np.uint64(backend.address_of(keys[call]))
+            keys_at = backend.address_of(keys[call])
             view.stream.launch(
-                "look_up", batch * TEAM, view.table, keys_at, none, state_at, n, none, none, out_at, np.uint32(0),
+                "look_up", -(-batch // 2) * TEAM, view.table, keys_at, none, state_at, n, none, none, out_at, 0,
                 view.counters, done_at,
             )  # fmt: skip
 

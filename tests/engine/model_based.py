@@ -28,6 +28,7 @@ import tierstore
 from tests.engine import quick_build, scenes
 from tests.engine.promises import Delta, History, Rows
 from tests.engine.test_store import folded
+from tests.tiers.devices import to_host
 from tierstore.engine.store import Store
 from tierstore.errors import (
     Conflict,
@@ -522,7 +523,7 @@ class StoresAgainstHistory(RuleBasedStateMachine):
         for device, store in itertools.product(self.devices, self.of.asked()):
             ctr = store.model("ctr")
             pooled = ctr.lookup_bags("bag", keys, offsets, weights=weights, device=device, version="stable")
-            np.testing.assert_allclose(pooled, expected, rtol=1e-6)
+            np.testing.assert_allclose(to_host(pooled), expected, rtol=1e-6)
 
     def _expected(self) -> Rows:
         assert self.history.active is not None
@@ -573,7 +574,7 @@ class StoresAgainstHistory(RuleBasedStateMachine):
             for table, device in itertools.product(DIM, self.devices):
                 rows, found = view.lookup(f"{table}_id", ALL_KEYS, return_found=True, device=device)
                 want = np.stack([expected[table].get(key, DEFAULT[table]) for key in ALL_KEYS.tolist()])
-                np.testing.assert_array_equal(rows, want, err_msg=f"{table} of {number}")
+                np.testing.assert_array_equal(to_host(rows), want, err_msg=f"{table} of {number}")
                 assert found.tolist() == [key in expected[table] for key in ALL_KEYS.tolist()], f"keys of {table}"
             try:
                 scores = view.predict({"user_id": ALL_KEYS}).reshape(-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,7 @@ import pytest
 from tests.tiers.cuda_shim.backend import ShimDevice
 from tests.tiers.cuda_shim.cupy_stand_in import CupyStandIn
 from tierstore.tiers.device import cupy_device
+from tierstore.tiers.device.backend import DeviceError
 from tierstore.tiers.device.cupy_device import CudaDevice, find_devices
 from tierstore.tiers.device.workspaces import WORKSPACES
 
@@ -38,4 +40,8 @@ def to_host(array: Any) -> np.ndarray:
 
 def over_stand_in(cupy: CupyStandIn) -> CudaDevice:
     with mock.patch.object(cupy_device, "import_module", return_value=cupy):
-        return CudaDevice(0)
+        device = CudaDevice(0)
+    addresses = mock.patch.object(cupy_device, "driver_addresses", return_value=cupy.device.functions.addresses)
+    with addresses, suppress(DeviceError):  # of a compiler that is not there: said again where a stream is made
+        device.driver()
+    return device

@@ -80,7 +80,7 @@ def test_rows_move_sixteen_bytes_at_a_time_and_small_numbers_are_no_zeros(compil
     assert re.search(
         r"ld(\.global)?\.v2\.[bu]64", code["look_up"]
     )  # a way's key and its neighbour, of the line of a set
-    for name in ("look_up", "put_rows", "pool", "pool_rest", "insert", "merge", "split"):
+    for name in ("look_up", "put_rows", "pool", "pool_waiting", "insert", "merge", "split"):
         assert re.search(r"ld(\.global)?\.v4\.[buf]32", code[name]), name
         assert re.search(r"st(\.global)?\.v4\.[buf]32", code[name]), name
     assert not [line for kernel in kernels for line in kernel.splitlines() if ".ftz" in line]

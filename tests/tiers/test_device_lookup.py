@@ -12,6 +12,7 @@ from tests.tiers.devices import either, open_device, to_host
 from tierstore.errors import StorageError
 from tierstore.kernels import codec
 from tierstore.kernels.pool import pool_bags
+from tierstore.tiers.device.backend import Captured, DeviceError, OutOfDeviceMemory
 from tierstore.tiers.device.lookup import PADDING, Pooling, from_device, look_up, to_device
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import DeviceMemory
@@ -79,7 +80,7 @@ def test_every_key_answers_its_row_from_wherever_it_comes(
     kind: str, dtype: StorageDtype, out_dtype: Any, dim: int, memory: int
 ) -> None:
     scene = Scene(dim, dtype, memory, kind)
-    keys, state = mixed(900, dim)
+    keys, state = mixed(901, dim)
     given_at = np.flatnonzero(state == Tier.OVERLAY)
     given = np.full((len(given_at), dim), 7, out_dtype) + np.arange(len(given_at))[:, None].astype(out_dtype)
     expected = scene.rows(keys, out_dtype)
@@ -222,6 +223,44 @@ def test_a_disk_that_fails_meanwhile_leaves_the_device_as_it_was() -> None:
     assert scene.memory.held == 0
     again = scene.look_up(RESIDENT, np.float32, np.zeros(len(RESIDENT), np.uint8), np.empty((0, 8), np.float32))
     np.testing.assert_array_equal(again, scene.rows(RESIDENT, np.float32))
+
+
+@either
+def test_an_answer_is_not_written_before_the_callers_work_that_is_in_its_stream(kind: str) -> None:
+    """Memory of an array that was let go may be given out again while the program's kernels are still to read it."""
+    scene = Scene(8, StorageDtype.FLOAT32, kind=kind)
+    stream, read = scene.device.stream(), scene.device.pinned(len(RESIDENT) * 32)
+    before = scene.rows(RESIDENT[::-1], np.float32)
+    out = scene.device.empty(before.shape, np.float32)
+    up = scene.device.pinned(before.nbytes)
+    up[:] = before.reshape(-1).view(np.uint8)
+    stream.upload(scene.device.address_of(out), up)
+    stream.synchronize()
+    stream.download(read, scene.device.address_of(out))
+    with scene.device.in_stream(getattr(stream, "_stream", stream)):
+        state = np.zeros(len(RESIDENT), np.uint8)
+        assert look_up(scene.table, RESIDENT, state, np.empty((0, 8), np.float32), out, scene.fetch)
+    np.testing.assert_array_equal(to_host(out), scene.rows(RESIDENT, np.float32))
+    stream.synchronize()
+    np.testing.assert_array_equal(read.view(np.float32).reshape(-1, 8), before)
+
+
+def test_a_stream_whose_work_has_ended_without_the_word_that_is_waited_for_is_an_error() -> None:
+    device = ShimDevice()
+    stream, word = device.stream(), device.pinned(64).view(np.uint32)
+    word[:] = 0
+    with pytest.raises(DeviceError, match="device 0: a kernel has ended and did not say so"):
+        stream.wait_for_word(word.ctypes.data, np.zeros(2, np.int64))
+    word[0] = 1
+    device.functions.refused = 719  # whatever is said of the stream: the kernel is done
+    stream.wait_for_word(word.ctypes.data, np.zeros(2, np.int64))
+
+
+@pytest.mark.parametrize(("status", "kind"), [(2, OutOfDeviceMemory), (901, Captured), (719, DeviceError)])
+def test_what_the_driver_refuses_is_told_by_its_number(status: int, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="device 0: ") as caught:
+        ShimDevice().driver.check(status)
+    assert type(caught.value) is kind
 
 
 def test_a_device_that_fails_is_passed_over() -> None:

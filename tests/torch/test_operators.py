@@ -154,4 +154,4 @@ def test_keys_on_a_gpu_are_answered_by_its_tier(on_gpu: bool, tmp_path: Path, mo
                 torch.testing.assert_close(bags.cpu(), torch.from_numpy(pooled) - 1)
         assert store.status()["models"]["ctr"]["tables"]["item"]["lookup_keys"]["device"] > 0
         if not on_gpu:
-            assert {"look_up", "put_rows", "pool"} <= device.launched.keys()
+            assert {"look_up", "pool"} <= device.launched.keys()

@@ -16,6 +16,7 @@ from tests.engine import scenes, ttl_scenes
 from tests.engine.model_based import Stores, StoresAgainstHistory, check
 from tests.engine.test_store import folded
 from tests.tiers.cuda_shim.backend import OnGpu, ShimDevice
+from tests.tiers.devices import ON_GPU, to_host
 from tierstore.engine.data.promotion import QUEUE_JOBS, Offers
 from tierstore.engine.store import Store
 from tierstore.errors import ConfigError, InvalidInput, MissingExtra, NotReady, WrongPartition
@@ -36,7 +37,19 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[ShimDevice]:
 
 
 @pytest.fixture
-def with_device(gpus: list[ShimDevice], open_store: Callable[..., Store]) -> Callable[..., Store]:
+def on_stand_in(gpus: list[ShimDevice], open_store: Callable[..., Store]) -> Callable[..., Store]:
+    """For what only a stand-in shows, or does when it is told."""
+    return lambda **options: open_store(**{"device_budget": "4MiB"} | options)
+
+
+@pytest.fixture(params=["stand-in", pytest.param("gpu", marks=ON_GPU)])
+def with_device(
+    request: pytest.FixtureRequest, open_store: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Store]:
+    if request.param == "stand-in":
+        made: Callable[..., Store] = request.getfixturevalue("on_stand_in")
+        return made
+    monkeypatch.setattr(gpu, "MIN_BUDGET", 100 << 10)
     return lambda **options: open_store(**{"device_budget": "4MiB"} | options)
 
 
@@ -59,7 +72,7 @@ def test_keys_of_other_nodes_are_refused_on_the_device_too(with_device: Callable
         ctr.lookup("item_id", ITEMS[is_own])
         promoted(store)
         rows = ctr.lookup("item_id", ITEMS[is_own], device="gpu")
-        np.testing.assert_array_equal(rows, scenes.vectors("item", 0, ITEMS[is_own]))
+        np.testing.assert_array_equal(to_host(rows), scenes.vectors("item", 0, ITEMS[is_own]))
         for device in (None, "gpu"):
             with pytest.raises(WrongPartition):
                 ctr.lookup("item_id", ITEMS, device=device)
@@ -88,7 +101,14 @@ class WithADevice(StoresAgainstHistory):
 def test_a_store_with_a_device_tier_keeps_its_promises(gpus: list[ShimDevice]) -> None:
     check(WithADevice, histories=12, steps=25)
     launched = gpus[0].launched
-    assert {"look_up", "put_rows", "pool", "pool_rest", "update", "insert"} <= launched.keys()
+    assert {"look_up", "put_rows", "pool", "pool_waiting", "update", "insert"} <= launched.keys()
+
+
+@pytest.mark.thorough
+@pytest.mark.gpu
+@ON_GPU[1]
+def test_a_store_with_a_device_tier_keeps_its_promises_on_a_gpu() -> None:
+    check(WithADevice, histories=12, steps=25)
 
 
 def test_rows_of_four_bits_are_answered_as_documented_by_the_device(
@@ -120,10 +140,10 @@ def test_what_the_host_tier_answers_moves_up_and_is_answered_by_the_device(
         promoted(store)
     before = counts(store)
     np.testing.assert_array_equal(ctr.lookup("item_id", ITEMS), scenes.vectors("item", 0, ITEMS))
-    np.testing.assert_array_equal(ctr.lookup("item_id", ITEMS, device="gpu"), scenes.vectors("item", 0, ITEMS))
+    np.testing.assert_array_equal(to_host(ctr.lookup("item_id", ITEMS, device="gpu")), scenes.vectors("item", 0, ITEMS))
     half = ctr.lookup("item_id", ITEMS, device="gpu:0", dtype="float16")
     assert half.dtype == np.float16
-    np.testing.assert_array_equal(half, scenes.vectors("item", 0, ITEMS))
+    np.testing.assert_array_equal(to_host(half), scenes.vectors("item", 0, ITEMS))
     after = counts(store)
     assert after["device"] - before["device"] > 2.9 * len(ITEMS)
     assert sum(after.values()) - sum(before.values()) == 3 * len(ITEMS)
@@ -132,9 +152,9 @@ def test_what_the_host_tier_answers_moves_up_and_is_answered_by_the_device(
 
 
 def test_keys_on_the_gpu_are_answered_there_whatever_else_answers_them(
-    with_device: Callable[..., Store], gpus: list[ShimDevice], tmp_path: Path
+    on_stand_in: Callable[..., Store], gpus: list[ShimDevice], tmp_path: Path
 ) -> None:
-    store = with_device()
+    store = on_stand_in()
     store.load_snapshot(scenes.write_snapshot(tmp_path))
     ctr = store.model("ctr")
     expected = scenes.vectors("item", 0, ITEMS)
@@ -160,9 +180,9 @@ def test_keys_on_the_gpu_are_answered_there_whatever_else_answers_them(
 
 
 def test_keys_that_a_stream_is_still_to_make_are_waited_for(
-    with_device: Callable[..., Store], gpus: list[ShimDevice], tmp_path: Path
+    on_stand_in: Callable[..., Store], gpus: list[ShimDevice], tmp_path: Path
 ) -> None:
-    store = with_device()
+    store = on_stand_in()
     store.load_snapshot(scenes.write_snapshot(tmp_path))
     ctr, stream, keys = store.model("ctr"), gpus[0].stream(), np.zeros(1000, np.int64)
     for given in (stream, id(stream)):  # an object, or its address
@@ -209,27 +229,55 @@ def test_a_delta_is_seen_on_the_device_before_and_after_it_is_folded(
         changed = ITEMS[seq::7]
         store.apply_delta(scenes.stamped(seq, {"item": changed}))
         expected[changed] = scenes.vectors("item", seq, changed)
-        np.testing.assert_array_equal(ctr.lookup("item_id", ITEMS, device="gpu"), expected)
+        np.testing.assert_array_equal(to_host(ctr.lookup("item_id", ITEMS, device="gpu")), expected)
         if not grace_s:
             folded(store)
         promoted(store)
-        np.testing.assert_array_equal(ctr.lookup("item_id", ITEMS, device="gpu"), expected)
+        np.testing.assert_array_equal(to_host(ctr.lookup("item_id", ITEMS, device="gpu")), expected)
         np.testing.assert_array_equal(ctr.lookup("item_id", ITEMS), expected)
     store.apply_delta(scenes.delta(6, deletes={"item": ITEMS[:10]}))
     rows, found = ctr.lookup("item_id", ITEMS, device="gpu", return_found=True)
     assert found.tolist() == [False] * 10 + [True] * 990
-    np.testing.assert_array_equal(rows[:10], 0)
+    np.testing.assert_array_equal(to_host(rows)[:10], 0)
     bags = np.arange(0, 1000, 4)
     pooled, found = ctr.lookup_bags("clicked", ITEMS, bags, device="gpu", return_found=True)
-    np.testing.assert_array_equal(pooled, ctr.lookup_bags("clicked", ITEMS, bags))
+    np.testing.assert_array_equal(to_host(pooled), ctr.lookup_bags("clicked", ITEMS, bags))
     assert np.count_nonzero(~found) == 10
 
 
+def test_look_ups_of_many_threads_beside_deltas_are_right(with_device: Callable[..., Store], tmp_path: Path) -> None:
+    store = with_device(fold_grace_s=0.0)
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    ctr = store.model("ctr")
+    faults: list[str] = []
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set() and not faults:
+            rows = to_host(ctr.lookup("item_id", ITEMS, device="gpu"))
+            seen = {int(seq) for seq in range(6) if (rows == scenes.vectors("item", seq, ITEMS)).all()}
+            if not seen:
+                faults.append("rows of two deltas, or of none")
+
+    readers = [threading.Thread(target=read) for _ in range(4)]
+    for reader in readers:
+        reader.start()
+    for seq in range(1, 6):
+        store.apply_delta(scenes.stamped(seq, {"item": ITEMS}))
+        for _ in range(5):
+            ctr.lookup("item_id", ITEMS, device="gpu")
+    done.set()
+    for reader in readers:
+        reader.join()
+    assert faults == []
+    np.testing.assert_array_equal(to_host(ctr.lookup("item_id", ITEMS, device="gpu")), scenes.vectors("item", 5, ITEMS))
+
+
 def test_a_switch_keeps_to_the_budget_and_what_is_replaced_gives_its_memory_back(
-    with_device: Callable[..., Store], gpus: list[ShimDevice], tmp_path: Path
+    on_stand_in: Callable[..., Store], gpus: list[ShimDevice], tmp_path: Path
 ) -> None:
     rows = {"user": 500, "item": 6_000}
-    store = with_device(device_budget="400KiB", host_budget="2MiB", keep_versions=9)
+    store = on_stand_in(device_budget="400KiB", host_budget="2MiB", keep_versions=9)
     devices = store.shared.devices
     most = 0
 
@@ -242,7 +290,9 @@ def test_a_switch_keeps_to_the_budget_and_what_is_replaced_gives_its_memory_back
         ctr = store.model("ctr")
         assert ctr.state.retiring.wait_closed(version - 1, 10)
         keys = np.arange(6_000)
-        np.testing.assert_array_equal(ctr.lookup("item_id", keys, device="gpu"), scenes.vectors("item", version, keys))
+        np.testing.assert_array_equal(
+            to_host(ctr.lookup("item_id", keys, device="gpu")), scenes.vectors("item", version, keys)
+        )
         assert [version.number for version in devices.versions] == [version]
         assert gpus[0].used <= 400 << 10
     assert 200 << 10 < most <= 400 << 10
@@ -256,9 +306,9 @@ def test_a_switch_keeps_to_the_budget_and_what_is_replaced_gives_its_memory_back
 
 
 def test_a_canary_has_device_tables_of_its_own_within_the_same_budget(
-    with_device: Callable[..., Store], gpus: list[ShimDevice], tmp_path: Path
+    on_stand_in: Callable[..., Store], gpus: list[ShimDevice], tmp_path: Path
 ) -> None:
-    store = with_device(device_budget="400KiB", keep_versions=9)
+    store = on_stand_in(device_budget="400KiB", keep_versions=9)
     rows = {"user": 500, "item": 4_000}
     for version in (1, 2):
         where = scenes.write_snapshot(tmp_path, version, stamp=version, rows=rows)
@@ -304,9 +354,9 @@ def test_who_is_put_out_of_the_device_goes_back_to_the_host_tier(
 
 
 def test_a_device_that_fails_while_serving_costs_no_answer(
-    with_device: Callable[..., Store], gpus: list[ShimDevice], tmp_path: Path
+    on_stand_in: Callable[..., Store], gpus: list[ShimDevice], tmp_path: Path
 ) -> None:
-    store = with_device()
+    store = on_stand_in()
     store.load_snapshot(scenes.write_snapshot(tmp_path))
     ctr = store.model("ctr")
     ctr.lookup("item_id", ITEMS)
@@ -330,10 +380,10 @@ def test_answers_come_to_the_device_where_a_table_has_no_room_on_it(
         table.device, cache = None, table.device
         assert cache is not None
         cache.close()
-    np.testing.assert_array_equal(ctr.lookup("item_id", ITEMS, device="gpu"), scenes.vectors("item", 0, ITEMS))
+    np.testing.assert_array_equal(to_host(ctr.lookup("item_id", ITEMS, device="gpu")), scenes.vectors("item", 0, ITEMS))
     bags = np.arange(0, 1000, 4)
     pooled = ctr.lookup_bags("clicked", ITEMS, bags, device="gpu", dtype="float16")
-    np.testing.assert_array_equal(pooled, ctr.lookup_bags("clicked", ITEMS, bags, dtype="float16"))
+    np.testing.assert_array_equal(to_host(pooled), ctr.lookup_bags("clicked", ITEMS, bags, dtype="float16"))
 
 
 def test_without_a_device_it_is_said_why(

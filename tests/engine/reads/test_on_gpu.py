@@ -47,6 +47,20 @@ def test_pytorch_reads_an_answer_in_a_stream_of_its_own(store: Store) -> None:
     np.testing.assert_allclose(total, 2 * scenes.vectors("item", 0, ITEMS).sum(), rtol=1e-4)
 
 
+def test_keys_that_a_stream_makes_on_the_gpu_are_answered_there(store: Store) -> None:
+    cupy = pytest.importorskip("cupy")
+    ctr, wanted = store.model("ctr"), scenes.vectors("item", 0, ITEMS)
+    for _ in range(3):
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            keys = cupy.arange(len(ITEMS))[::-1] + 0
+        for given in (stream, stream.ptr):
+            np.testing.assert_array_equal(ctr.lookup("item_id", keys, stream=given).get(), wanted[::-1])
+        assert isinstance(ctr.lookup("item_id", keys, stream=stream, device="cpu"), np.ndarray)
+        bags = ctr.lookup_bags("clicked", keys, cupy.arange(0, 500, 5), stream=stream)
+        np.testing.assert_array_equal(bags.get(), ctr.lookup_bags("clicked", ITEMS[::-1], np.arange(0, 500, 5)))
+
+
 def test_a_look_up_within_a_capture_is_refused_and_leaves_the_device_in_use(store: Store) -> None:
     cupy = pytest.importorskip("cupy")
     stream = cupy.cuda.Stream(non_blocking=True)

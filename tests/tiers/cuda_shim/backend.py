@@ -18,9 +18,12 @@ import numpy as np
 import pytest
 
 from tests.tiers.cuda_shim import compile
+from tests.tiers.cuda_shim.functions import CONTEXT, Functions
 from tierstore.tiers.device.backend import DeviceError, OutOfDeviceMemory
+from tierstore.tiers.device.driver import Driver, Queue
 
 _NOISE = 0xA5
+FELL = "the device fell off the bus"
 
 
 class ShimBuffer:
@@ -55,6 +58,10 @@ class ShimStream:
         self._early = len(device._streams) >= device.early_from
         self._work: deque[Callable[[], None]] = deque()
         self.put = self.done = 0
+        self._kept: deque[np.ndarray] = deque(maxlen=64)  # what tests upload and let go
+        device._streams.append(self)
+        self.events = [ShimEvent(self, 0), ShimEvent(self, 0)]
+        self._queue = Queue(device.driver, id(self), [device.handle(event) for event in self.events])
 
     def _add(self, work: Callable[[], None]) -> None:
         with self._device.lock:
@@ -65,7 +72,8 @@ class ShimStream:
 
     def upload(self, to: int, data: np.ndarray) -> None:
         assert data.flags.c_contiguous
-        self._add(lambda: self._device.move(to, data.ctypes.data, data.nbytes))
+        self._kept.append(data)
+        self._queue.upload(to, data)
 
     def download(self, data: np.ndarray, at: int) -> None:
         assert data.flags.c_contiguous
@@ -75,13 +83,10 @@ class ShimStream:
         self._add(lambda: compile.fill(at, 0, nbytes))
 
     def launch(self, kernel: str, threads: int, *args: Any) -> None:
-        held = tuple(np.array(arg) for arg in args)  # as they are now
+        self._queue.launch(kernel, threads, args)
 
-        def run() -> None:
-            self._device.launched[kernel] = self._device.launched.get(kernel, 0) + 1
-            compile.launch(kernel, threads, held)
-
-        self._add(run)
+    def wait_for_word(self, at: int, scratch: np.ndarray) -> None:
+        self._queue.wait(at, scratch)
 
     def record(self) -> ShimEvent:
         with self._device.lock:
@@ -93,8 +98,7 @@ class ShimStream:
     def wait_for_caller(self) -> None:
         """Of the caller's streams, the one that `in_stream` names."""
         caller = getattr(self._device.callers, "stream", None)
-        if caller is not None:
-            self.wait(caller.record())
+        self._queue.follow([] if caller is None else [id(caller)])
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, id(self)
@@ -107,7 +111,7 @@ class ShimStream:
     def synchronize(self) -> None:
         with self._device.lock:
             if self._device.broken:
-                raise DeviceError("the device fell off the bus")
+                raise DeviceError(FELL)
             self.run_to(self.put)
 
 
@@ -126,6 +130,18 @@ class ShimDevice:
         self.moved = [0, 0]  # copies, their bytes
         self.callers = threading.local()
         self._streams: list[ShimStream] = []
+        self._events: dict[int, ShimEvent] = {}
+        self.default_stream: Any = None
+        self.functions = Functions(self)
+        self.driver = Driver(number, self.functions.addresses, CONTEXT, self.functions.kernels, lambda _: FELL)
+
+    def stream_of(self, handle: int) -> ShimStream:
+        if not handle:
+            return self.default_stream
+        return next(one for one in self._streams if id(one) == handle)
+
+    def event_of(self, handle: int) -> ShimEvent:
+        return self._events[handle]
 
     def move(self, to: int, source: int, nbytes: int) -> None:
         self.moved[0] += 1
@@ -145,9 +161,12 @@ class ShimDevice:
         return whole[begin : begin + nbytes]
 
     def stream(self) -> ShimStream:
-        stream = ShimStream(self)
-        self._streams.append(stream)
-        return stream
+        return ShimStream(self)
+
+    def handle(self, thing: Any) -> int:
+        """By which the driver's functions name an event. It lives as long as the device."""
+        self._events[id(thing)] = thing
+        return id(thing)
 
     def synchronize(self) -> None:
         for stream in list(self._streams):
@@ -161,7 +180,7 @@ class ShimDevice:
     @contextmanager
     def in_stream(self, stream: Any) -> Iterator[None]:
         address = stream.__cuda_stream__()[1]
-        self.callers.stream = next(one for one in self._streams if id(one) == address)
+        self.callers.stream = self.stream_of(address)
         try:
             yield
         finally:

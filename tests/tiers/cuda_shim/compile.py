@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -37,7 +36,8 @@ def library() -> ctypes.CDLL:
     entries = "\n".join(
         f"static void run_{name}(void** args) {{ shim_call({name}, args); }}\n"
         f'extern "C" void launch_{name}(unsigned blocks, unsigned threads, void** args) '
-        f"{{ shim_launch(run_{name}, blocks, threads, args); }}"
+        f"{{ shim_launch(run_{name}, blocks, threads, args); }}\n"
+        f'extern "C" unsigned sizes_{name}(unsigned* sizes) {{ return shim_sizes({name}, sizes); }}'
         for name in kernel_names()
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -61,9 +61,17 @@ def fill(at: int, value: int, nbytes: int) -> None:
         ctypes.memset(at, value, nbytes)
 
 
-def launch(name: str, threads: int, args: tuple[Any, ...]) -> None:
-    """Run a kernel to its end. `args` are NumPy scalars, of the kernel's own types, and 0-d structured arrays."""
-    held = [np.ascontiguousarray(arg).reshape(()) for arg in args]
-    pointers = (ctypes.c_void_p * len(held))(*[arg.ctypes.data for arg in held])
-    if threads > 0:
-        getattr(library(), f"launch_{name}")(-(-threads // THREADS), THREADS, pointers)
+def arguments(name: str, pointers: int) -> list[np.ndarray]:
+    """A kernel's arguments as they are now, bytes; `pointers`: the address of as many addresses."""
+    sizes = (ctypes.c_uint * 32)()
+    count = getattr(library(), f"sizes_{name}")(sizes)
+    addresses = (ctypes.c_uint64 * count).from_address(pointers)
+    return [
+        np.frombuffer(ctypes.string_at(at, size), np.uint8).copy() for at, size in zip(addresses, sizes, strict=False)
+    ]
+
+
+def launch(name: str, blocks: int, args: list[np.ndarray]) -> None:
+    """Run a kernel to its end."""
+    pointers = (ctypes.c_void_p * len(args))(*[arg.ctypes.data for arg in args])
+    getattr(library(), f"launch_{name}")(blocks, THREADS, pointers)

@@ -14,7 +14,8 @@ import numpy as np
 
 from tests.tiers.cuda_shim import compile
 from tests.tiers.cuda_shim.backend import ShimBuffer, ShimDevice, ShimEvent, ShimStream, adopted
-from tierstore.tiers.device.backend import THREADS, DeviceError
+from tests.tiers.cuda_shim.functions import CONTEXT
+from tierstore.tiers.device.backend import DeviceError
 from tierstore.tiers.device.backend import OutOfDeviceMemory as _Full
 
 
@@ -71,6 +72,8 @@ class CupyStandIn:
                 made = device.stream()
                 self.ptr = 0 if null else id(made)
                 cupy._streams[self.ptr] = made
+                if null:
+                    device.default_stream = made
 
             @classmethod
             def from_external(cls, obj: Any) -> Stream:
@@ -101,7 +104,9 @@ class CupyStandIn:
 
         class Event:
             def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
-                self.of: ShimEvent | None = None
+                cupy._check()
+                self.of = ShimEvent(cupy._streams[0], 0) if 0 in cupy._streams else None
+                self.ptr = device.handle(self.of)
 
             def record(self, stream: Any = None) -> None:
                 cupy._check()
@@ -123,7 +128,7 @@ class CupyStandIn:
                 self.ptr, self.size = self.array.ctypes.data, size
 
         class Runtime:
-            memcpyHostToDevice, memcpyDeviceToHost = 1, 2
+            memcpyDeviceToHost = 2
             hostAllocPortable = 1
             CUDARuntimeError = CUDARuntimeError
 
@@ -134,7 +139,7 @@ class CupyStandIn:
             @staticmethod
             def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:
                 cupy._check()
-                assert kind in (1, 2)
+                assert kind == 2
                 cupy._streams[stream]._add(lambda: device.move(dst, src, size))
 
             @staticmethod
@@ -158,22 +163,7 @@ class CupyStandIn:
         class Function:
             def __init__(self, module: Module, funcname: str) -> None:
                 assert hasattr(compile.library(), f"launch_{funcname}")
-                self._name = funcname
-
-            def __call__(
-                self,
-                grid: tuple[int, ...],
-                block: tuple[int, ...],
-                args: tuple[Any, ...],
-                shared_mem: int = 0,
-                stream: Any = None,
-                enable_cooperative_groups: bool = False,
-            ) -> None:
-                cupy._check()
-                assert block == (THREADS,)
-                for arg in args:  # a Python integer would be taken for one of 64 bits
-                    assert isinstance(arg, np.generic) or arg.size == 1
-                cupy._streams[stream.ptr].launch(self._name, grid[0] * THREADS, *args)
+                self.ptr = device.functions.kernels[funcname]
 
         class Module:
             def load(self, cubin: bytes) -> None:
@@ -186,7 +176,7 @@ class CupyStandIn:
         runtime = Runtime()
         self.cuda = SimpleNamespace(
             runtime=runtime,
-            driver=SimpleNamespace(CUDADriverError=CUDADriverError),
+            driver=SimpleNamespace(CUDADriverError=CUDADriverError, ctxGetCurrent=lambda: CONTEXT),
             memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
             function=SimpleNamespace(Module=Module, Function=Function),
             nvrtc=NvrtcStandIn(),

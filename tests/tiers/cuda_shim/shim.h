@@ -177,6 +177,12 @@ template <class... A> inline void shim_call(void (*kernel)(A...), void** args) {
   shim_apply(kernel, args, std::make_integer_sequence<size_t, sizeof...(A)>());
 }
 
+template <class... A> inline unsigned shim_sizes(void (*)(A...), unsigned* sizes) {
+  unsigned count = 0;
+  ((sizes[count++] = sizeof(A)), ...);
+  return count;
+}
+
 static void shim_begin(Warp* w, unsigned first, void (*run)(void**), void** args) {
   w->run = run;
   w->args = args;

@@ -66,7 +66,7 @@ class DeviceStream(Protocol):
         """Fill with zeros."""
 
     def launch(self, kernel: str, threads: int, *args: Any) -> None:
-        """Run a kernel with at least this many threads. `args`: NumPy scalars of its types, and `TABLE` arrays [1]."""
+        """Run a kernel with at least this many threads. `args`: integers, and `TABLE` arrays [1]."""
 
     def record(self) -> Any:
         """An event that occurs when all work so far is done."""
@@ -79,6 +79,12 @@ class DeviceStream(Protocol):
 
     def wait(self, event: Any) -> None:
         """Let later work wait for an event of another stream."""
+
+    def wait_for_word(self, at: int, scratch: np.ndarray) -> None:
+        """Wait until a kernel of this stream has written to a uint32 of pinned memory, which was 0.
+
+        DeviceError where all work so far is done, or has failed, without that. `scratch` int64[2] is the caller's.
+        """
 
     def synchronize(self) -> None:
         """Wait until all work so far is done. DeviceError if any of it has failed."""

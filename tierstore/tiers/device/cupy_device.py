@@ -3,7 +3,8 @@
 `find_devices` imports CuPy, and nothing before it. A machine without CuPy, or without a GPU, has no device tier, and
 the reason is reported. Driver errors become `DeviceError` here. Any thread may call anything; CUDA's current device,
 which each thread has its own, is set around every call and restored. Kernels are compiled when a device's first stream
-is made, while a store opens. Nothing survives the process.
+is made, while a store opens. Look-ups and kernels go by the driver's own functions (`driver.py`). Nothing survives the
+process.
 
 Where there is no GPU, the tests run the kernels and all logic above on the CPU, compile the kernels with NVRTC where
 it is installed, and compare what is called here with what CuPy has, where that is installed.
@@ -11,8 +12,9 @@ it is installed, and compare what is called here with what CuPy has, where that 
 
 from __future__ import annotations
 
+import ctypes
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
@@ -21,13 +23,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tierstore.errors import ConfigError, InvalidInput
-from tierstore.tiers.device.backend import THREADS, Captured, DeviceError, OutOfDeviceMemory, kernel_names
+from tierstore.tiers.device.backend import Captured, DeviceError, OutOfDeviceMemory, kernel_names
 from tierstore.tiers.device.compile import compile_kernels
+from tierstore.tiers.device.driver import CAPTURING, FUNCTIONS, OUT_OF_MEMORY, Driver, Queue, captured
 
 NOT_INSTALLED = "extra gpu is not installed"
 NO_DEVICE = "no CUDA device"
-_CAPTURING = range(900, 910)  # cudaErrorStreamCapture…: the call is refused, and the device goes on working
-_OUT_OF_MEMORY = 2
 _Result = TypeVar("_Result")
 
 
@@ -44,6 +45,13 @@ def find_devices() -> tuple[int, str | None]:
     except Exception as error:  # noqa: BLE001 - a driver that is missing or too old may raise anything
         return 0, f"{NO_DEVICE}: {error}"
     return count, None if count else NO_DEVICE
+
+
+def driver_addresses() -> list[int]:
+    """Addresses of what `kernels/gpu_calls.py` calls. There has to be a driver."""
+    cuda, libc = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL(None)
+    functions = [*(cuda[name] for name in FUNCTIONS), libc.sched_yield, libc.usleep]
+    return [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions]
 
 
 def _translated(method: Callable[..., _Result]) -> Callable[..., _Result]:
@@ -66,7 +74,7 @@ class CudaBuffer:
             try:
                 self._memory = device.cupy.cuda.Memory(nbytes)
             except device.runtime.CUDARuntimeError as error:
-                if error.status != _OUT_OF_MEMORY:
+                if error.status != OUT_OF_MEMORY:
                     raise
                 device.cupy.get_default_memory_pool().free_all_blocks()  # which CuPy keeps for later arrays
                 self._memory = device.cupy.cuda.Memory(nbytes)
@@ -82,31 +90,29 @@ class CudaStream:
 
     def __init__(self, device: CudaDevice) -> None:
         self.device = device
-        self._kernels = device.kernels()
+        driver = device.driver()
+        cuda = device.cupy.cuda
         with device.current():
-            self._stream = device.cupy.cuda.Stream(non_blocking=True)
+            self._stream = cuda.Stream(non_blocking=True)
+            self._events = [cuda.Event(disable_timing=True) for _ in range(2)]
+        self._queue = Queue(driver, self._stream.ptr, [event.ptr for event in self._events])
 
-    @_translated
     def upload(self, to: int, data: np.ndarray) -> None:
-        self._copy(to, data.ctypes.data, data.nbytes, self.device.runtime.memcpyHostToDevice)
+        self._queue.upload(to, data)
 
     @_translated
     def download(self, data: np.ndarray, at: int) -> None:
-        self._copy(data.ctypes.data, at, data.nbytes, self.device.runtime.memcpyDeviceToHost)
-
-    def _copy(self, to: int, source: int, nbytes: int, kind: int) -> None:
-        if nbytes:
-            self.device.runtime.memcpyAsync(to, source, nbytes, kind, self._stream.ptr)
+        runtime = self.device.runtime
+        if data.nbytes:
+            runtime.memcpyAsync(data.ctypes.data, at, data.nbytes, runtime.memcpyDeviceToHost, self._stream.ptr)
 
     @_translated
     def clear(self, at: int, nbytes: int) -> None:
         if nbytes:
             self.device.runtime.memsetAsync(at, 0, nbytes, self._stream.ptr)
 
-    @_translated
     def launch(self, kernel: str, threads: int, *args: Any) -> None:
-        if threads > 0:
-            self._kernels[kernel]((-(-threads // THREADS),), (THREADS,), args, stream=self._stream)
+        self._queue.launch(kernel, threads, args)
 
     @_translated
     def record(self) -> Any:
@@ -118,13 +124,12 @@ class CudaStream:
     def wait(self, event: Any) -> None:
         self._stream.wait_event(event)
 
-    @_translated
     def wait_for_caller(self) -> None:
-        streams = self.device.cupy.cuda
-        for stream in (streams.get_current_stream(), streams.Stream.null):
-            event = streams.Event(disable_timing=True)
-            event.record(stream)
-            self._stream.wait_event(event)
+        current = self.device.cupy.cuda.get_current_stream(self.device.number).ptr
+        self._queue.follow([current, 0] if current else [0])  # the default stream too
+
+    def wait_for_word(self, at: int, scratch: np.ndarray) -> None:
+        self._queue.wait(at, scratch)
 
     @_translated
     def synchronize(self) -> None:
@@ -142,7 +147,7 @@ class CudaDevice:
         self.cupy = import_module("cupy")
         self.runtime = self.cupy.cuda.runtime
         self._lock = threading.Lock()
-        self._kernels: Mapping[str, Any] = {}  # filled at first use; guarded by _lock
+        self._driver: Driver | None = None  # made at first use; guarded by _lock
 
     @property
     def device(self) -> CudaDevice:
@@ -157,22 +162,27 @@ class CudaDevice:
         except cuda.memory.OutOfMemoryError as error:
             raise OutOfDeviceMemory(f"device {self.number}: {error}") from error
         except (self.runtime.CUDARuntimeError, cuda.driver.CUDADriverError) as error:
-            if error.status in _CAPTURING:
-                raise Captured(_captured(self.number)) from error
+            if error.status in CAPTURING:
+                raise Captured(captured(self.number)) from error
             # cudaErrorMemoryAllocation of the runtime, CUDA_ERROR_OUT_OF_MEMORY of the driver
-            kind = OutOfDeviceMemory if error.status == _OUT_OF_MEMORY else DeviceError
+            kind = OutOfDeviceMemory if error.status == OUT_OF_MEMORY else DeviceError
             raise kind(f"device {self.number}: {error}") from error
 
     @_translated
-    def kernels(self) -> Mapping[str, Any]:
-        """This device's kernels by name; compiled at the first call. DeviceError where that fails."""
+    def driver(self) -> Driver:
+        """This device's kernels, compiled at the first call, and what calls them. DeviceError where that fails."""
         with self._lock:
-            if not self._kernels:
+            if self._driver is None:
                 cuda = self.cupy.cuda
-                module = cuda.function.Module()  # which its functions keep
-                module.load(compile_kernels(cuda.nvrtc, cuda.Device(self.number).compute_capability))
-                self._kernels = {name: module.get_function(name) for name in kernel_names()}
-            return self._kernels
+                self._module = cuda.function.Module()  # kept: the kernels are in it
+                self._module.load(compile_kernels(cuda.nvrtc, cuda.Device(self.number).compute_capability))
+                kernels = {name: int(self._module.get_function(name).ptr) for name in kernel_names()}
+                context = int(cuda.driver.ctxGetCurrent())
+                self._driver = Driver(
+                    self.number, driver_addresses(), context, kernels,
+                    lambda status: str(cuda.driver.CUDADriverError(status)),
+                )  # fmt: skip
+            return self._driver
 
     def alloc(self, nbytes: int) -> CudaBuffer:
         return CudaBuffer(self, nbytes)
@@ -211,7 +221,7 @@ class CudaDevice:
     def _check_capture(self) -> None:
         """Captured while the caller's stream is being captured: what follows would end the capture."""
         if self.cupy.cuda.get_current_stream().is_capturing():
-            raise Captured(_captured(self.number))
+            raise Captured(captured(self.number))
 
     def address_of(self, array: Any) -> int:
         return int(array.data.ptr)
@@ -219,10 +229,3 @@ class CudaDevice:
     @_translated
     def synchronize(self) -> None:
         self.runtime.deviceSynchronize()
-
-
-def _captured(number: int) -> str:
-    return (
-        f"device {number}: a CUDA graph is being captured, and a look-up cannot be part of it; look up after the "
-        "capture"
-    )

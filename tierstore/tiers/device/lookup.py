@@ -22,11 +22,13 @@ from tierstore.types import Combiner, Keys, States, Tier, Vectors
 
 PADDING = 255  # the state of a key whose answer is zeros and that does not count in a bag
 
+_NONE = np.empty(0, np.int64)
+
 # keys, which may be there several times, dtype → (rows of that dtype, states): the answer of the tiers below
 Fetch = Callable[[Keys, Any], tuple[Vectors, States]]
 
 
-_Where = Callable[[int], np.uint64]  # the address at which a kernel reads an offset of a workspace
+_Where = Callable[[int], int]  # the address at which a kernel reads an offset of a workspace
 
 
 @dataclass(slots=True, eq=False)
@@ -171,7 +173,7 @@ class _Work:
         self.rows_dtype = np.float32 if bags is not None or not self.half else np.float16
         self.row_width = table.spec.dim * np.dtype(self.rows_dtype).itemsize
         self.pending = not state.any()
-        self.answered_at = np.flatnonzero((state != Tier.PENDING) & (state != PADDING))
+        self.answered_at = _NONE if self.pending else np.flatnonzero((state != Tier.PENDING) & (state != PADDING))
 
     def chunks(self) -> list[_Chunk] | None:
         """The parts of the look-up that fit into a workspace; None where one bag does not."""
@@ -205,7 +207,7 @@ class _Work:
         pooled = self.bags is not None
         sizes = {
             # read by kernels, where they lie or after one copy up
-            "keys": n * 8, "settled": n, "offsets": bags * 8, "weights": n * 4 if pooled else 0,
+            "keys": n * 8, "before": n, "offsets": bags * 8, "weights": n * 4 if pooled else 0,
             # in CPU memory alone
             "state": n, "missing": n * 8, "at": n * 4, "rows": n * self.row_width, "done": DONE_BYTES,
             # on the device alone
@@ -242,7 +244,7 @@ class _Work:
         n = chunk.end - chunk.begin
         ws.staging(at["keys"], n, np.int64)[:] = self.keys[chunk.begin : chunk.end]
         if not self.pending:
-            ws.staging(at["settled"], n)[:] = self.state[chunk.begin : chunk.end]
+            ws.staging(at["before"], n)[:] = self.state[chunk.begin : chunk.end]
         if self.bags is not None:
             offsets = self.bags.offsets[chunk.first : chunk.last]
             np.subtract(offsets, chunk.begin, out=ws.staging(at["offsets"], len(offsets), np.int64))
@@ -252,30 +254,30 @@ class _Work:
     def _first(self, ws: Workspace, at: dict[str, int], chunk: _Chunk, table: np.ndarray, where: _Where) -> tuple:
         """The kernel that answers what is here: its name, threads and arguments."""
         n = chunk.end - chunk.begin
-        settled = NOTHING if self.pending else where(at["settled"])
+        before = NOTHING if self.pending else where(at["before"])
         common = (
-            table, where(at["keys"]), settled, ws.here(at["state"]), np.int64(n), ws.here(at["missing"]),
+            table, where(at["keys"]), before, ws.here(at["state"]), n, ws.here(at["missing"]),
             ws.here(at["at"]),
         )  # fmt: skip
         if self.bags is None:
-            return "look_up", n * TEAM, *common, self._out(chunk.begin), np.uint32(self.half)
+            return "look_up", -(-n // 2) * TEAM, *common, self._out(chunk.begin), self.half
         count = chunk.last - chunk.first
         return (
             "pool", count * TEAM, *common, *self._bags(at, count, where), ws.at(at["source"]), ws.at(at["kept"]),
-            ws.at(at["whole"]), self._out(chunk.first), np.uint32(self.half),
+            ws.at(at["whole"]), self._out(chunk.first), self.half,
         )  # fmt: skip
 
     def _second(
         self, ws: Workspace, at: dict[str, int], chunk: _Chunk, table: np.ndarray, where: _Where, listed: int
     ) -> tuple:
         """The kernel that answers what was listed, as `_first`."""
-        rows, half = ws.here(at["rows"]), np.uint32(self.half)
+        rows, half = ws.here(at["rows"]), self.half
         if self.bags is None:
-            out, dim = self._out(chunk.begin), np.uint32(self.table.spec.dim)
-            return "put_rows", listed * TEAM, rows, ws.here(at["at"]), np.int64(listed), out, dim, half
+            out, dim = self._out(chunk.begin), self.table.spec.dim
+            return "put_rows", listed * TEAM, rows, ws.here(at["at"]), listed, out, dim, half
         count = chunk.last - chunk.first
         return (
-            "pool_rest", count * TEAM, table, np.int64(chunk.end - chunk.begin), *self._bags(at, count, where),
+            "pool_waiting", count * TEAM, table, chunk.end - chunk.begin, *self._bags(at, count, where),
             ws.at(at["source"]), ws.at(at["kept"]), ws.at(at["whole"]), rows, self._out(chunk.first), half,
         )  # fmt: skip
 
@@ -283,11 +285,11 @@ class _Work:
         """Arguments that say how rows are pooled."""
         assert self.bags is not None
         weights = NOTHING if self.bags.weights is None else where(at["weights"])
-        return where(at["offsets"]), np.int64(count), weights, np.uint32(combiner_code(self.bags.combiner))
+        return where(at["offsets"]), count, weights, combiner_code(self.bags.combiner)
 
-    def _out(self, first: int) -> np.uint64:
+    def _out(self, first: int) -> int:
         """The address of a vector of the answer."""
-        return np.uint64(self.address + first * self.out_width)
+        return self.address + first * self.out_width
 
     def _stage_rows(self, ws: Workspace, at: dict[str, int], chunk: _Chunk, listed: int) -> None:
         """Put the rows of the listed keys, from the tiers below or answered before, where a kernel reads them."""
@@ -299,9 +301,9 @@ class _Work:
             rows[:], state[positions] = self.fetch(missing.copy(), self.rows_dtype)
             return
         was = self.state[chunk.begin + positions.astype(np.int64)]
-        asked, given = np.flatnonzero(was == Tier.PENDING), np.flatnonzero(was != Tier.PENDING)
-        if len(asked):
-            rows[asked], state[positions[asked]] = self.fetch(missing[asked], self.rows_dtype)
+        wanted, given = np.flatnonzero(was == Tier.PENDING), np.flatnonzero(was != Tier.PENDING)
+        if len(wanted):
+            rows[wanted], state[positions[wanted]] = self.fetch(missing[wanted], self.rows_dtype)
         if len(given):
             rows[given] = self.answered[
                 np.searchsorted(self.answered_at, chunk.begin + positions[given].astype(np.int64))

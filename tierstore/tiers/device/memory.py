@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,13 +19,12 @@ from tierstore.tiers.device.layout import (
     ABSENT_BYTES,
     COUNTER_BYTES,
     LINE_BYTES,
-    READERS_AT,
     WAYS,
     DeviceLayout,
     occupied_keys,
     runs_of,
 )
-from tierstore.tiers.device.workspaces import DeviceMemory, Workspace
+from tierstore.tiers.device.workspaces import DeviceMemory, Reading, Workspace
 from tierstore.types import Keys, Rows, TableSpec
 
 Counters = npt.NDArray[np.int64]  # of one kernel that writes, int64[4]
@@ -33,19 +32,6 @@ Counters = npt.NDArray[np.int64]  # of one kernel that writes, int64[4]
 
 class GivenUp(DeviceError):
     """Another thread has given the table up while a writer was at work."""
-
-
-class Reading(NamedTuple):
-    """What a kernel that reads is launched with; held until it has run, as the default vector is in `control`."""
-
-    stream: DeviceStream
-    table: np.ndarray  # `TABLE`
-    control: Buffer
-
-    @property
-    def counters(self) -> np.uint64:
-        """Where kernels that read count, an argument of theirs."""
-        return np.uint64(self.control.address + READERS_AT)
 
 
 class TableMemory:
@@ -94,7 +80,7 @@ class TableMemory:
             yield self.table
 
     def run_writer(
-        self, ws: Workspace, end: int, kernel: str, teams: int, *args: Any, after: tuple[np.uint64, ...] = ()
+        self, ws: Workspace, end: int, kernel: str, teams: int, *args: Any, after: tuple[int, ...] = ()
     ) -> Counters:
         """Send [0, end) of `ws` up, run a kernel that writes, and wait for it. Returns what it has counted."""
         if end:
@@ -104,7 +90,7 @@ class TableMemory:
         with self.writing() as table:
             self.stream.wait(uploaded)
             self.stream.clear(counters, COUNTER_BYTES)
-            self.stream.launch(kernel, teams * TEAM, table, *args, np.uint64(counters), *after)
+            self.stream.launch(kernel, teams * TEAM, table, *args, counters, *after)
             done = self.stream.record()
         ws.stream.wait(done)
         # what was staged first has been read by now
@@ -120,7 +106,7 @@ class TableMemory:
             counters = self._control.address
             with self.writing() as table:
                 self.stream.clear(counters, COUNTER_BYTES)
-                self.stream.launch("merge", sets * TEAM, table, np.int64(sets), np.uint64(counters))
+                self.stream.launch("merge", sets * TEAM, table, sets, counters)
                 counted = ws.staging(0, 4, np.int64)
                 self.stream.download(counted.view(np.uint8), counters)
                 last = self._segments.pop()
@@ -139,7 +125,7 @@ class TableMemory:
             self._segments.append(buffer)
             self.depth += 1
             self.table = self._described()
-            self.stream.launch("split", sets * TEAM, self.table, np.int64(sets))
+            self.stream.launch("split", sets * TEAM, self.table, sets)
         self.stream.synchronize()
 
     def resident(self) -> list[tuple[Keys, npt.NDArray[np.uint8]]]:

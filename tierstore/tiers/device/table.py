@@ -3,7 +3,7 @@
 Any thread may call anything. All kernels of a table run in one stream: **the order of that stream is what makes rows
 whole and deltas visible**. A kernel that reads never runs beside one that writes, and a look-up put in after `update`
 has returned sees what it wrote. So kernels need no versions, fences or second tries. The price: kernels of one table do
-not overlap, which Python, that launches them, does not notice. Copies do, in the workspaces' own streams.
+not overlap. Copies of writers do, in the workspaces' own streams.
 
 `_lock` is held by one writer at a time; `insert` and `insert_absent` do not wait for it. A device that fails is not
 used from then on: look-ups leave every key to the next tier. Nothing survives the process.
@@ -22,9 +22,9 @@ from tierstore.kernels.codec import out_code
 from tierstore.tiers.checks import check_answer, check_rows
 from tierstore.tiers.device.backend import TEAM, Captured, DeviceError, OutOfDeviceMemory
 from tierstore.tiers.device.layout import MAX_HEAT, WAYS, DeviceLayout
-from tierstore.tiers.device.memory import GivenUp, Reading, TableMemory, stage_keys, stage_rows
+from tierstore.tiers.device.memory import GivenUp, TableMemory, stage_keys, stage_rows
 from tierstore.tiers.device.peek import Peek, peek
-from tierstore.tiers.device.workspaces import ALIGN, DONE_BYTES, NOTHING, DeviceMemory, Workspace
+from tierstore.tiers.device.workspaces import ALIGN, DONE_BYTES, NOTHING, DeviceMemory, Reading, Workspace
 from tierstore.types import Keys, Rows, States, TableSpec, Tier, Vectors
 
 log = logging.getLogger(__name__)
@@ -128,8 +128,8 @@ class DeviceTable:
                 return 0
             where = ws.send(view.stream, keys_at, n * 8)
             ws.launch(
-                view, done_at, "look_up", n * TEAM, view.table, where(keys_at), NOTHING, ws.here(state_at), np.int64(n),
-                NOTHING, NOTHING, ws.here(out_at), np.uint32(half),
+                view, done_at, "look_up", -(-n // 2) * TEAM, view.table, where(keys_at), NOTHING, ws.here(state_at), n,
+                NOTHING, NOTHING, ws.here(out_at), half,
             )  # fmt: skip
         ws.wait(done_at)
         found = ws.staging(state_at, n)
@@ -185,7 +185,7 @@ class DeviceTable:
                 part = order[begin : begin + self._step]
                 with self.device.workspace() as ws:
                     at, runs = stage_keys(ws, keys[part], sets[begin : begin + self._step])
-                    self._write(ws, at[-1], "insert_absent", runs, ws.at(at[0]), ws.at(at[1]), np.int64(runs))
+                    self._write(ws, at[-1], "insert_absent", runs, ws.at(at[0]), ws.at(at[1]), runs)
             let_in = int(self._counters[ADMITTED]) - admitted
             self._counters[ADMITTED] = admitted  # which counts rows
             return let_in
@@ -244,9 +244,7 @@ class DeviceTable:
             _, runs_at, rows_at, deleted_at, end = at
             stage_rows(ws, rows_at, rows[order], self.layout.stride)
             ws.staging(deleted_at, n)[:] = deleted[order]
-            self._write(
-                ws, end, "update", runs, ws.at(0), ws.at(rows_at), ws.at(deleted_at), ws.at(runs_at), np.int64(runs)
-            )
+            self._write(ws, end, "update", runs, ws.at(0), ws.at(rows_at), ws.at(deleted_at), ws.at(runs_at), runs)
 
     def warm(self, keys: Keys, rows: Rows, seq: int | None = None) -> int:
         """Fill free places with distinct keys, hottest first; nothing is evicted. Returns the rows admitted.
@@ -276,10 +274,10 @@ class DeviceTable:
                 at, runs = stage_keys(ws, keys[part], sets[begin : begin + self._step], n * stride, extra=kept)
                 _, runs_at, rows_at, end, out_at, out_rows_at = at
                 stage_rows(ws, rows_at, rows[part], self.layout.stride)
-                where = (ws.at(out_at), ws.at(out_rows_at)) if keep else (np.uint64(0), np.uint64(0))
+                where = (ws.at(out_at), ws.at(out_rows_at)) if keep else (0, 0)
                 evicted = self._write(
-                    ws, end, "insert", runs, ws.at(0), ws.at(rows_at), ws.at(runs_at), np.int64(runs),
-                    np.uint32(evict), after=where,
+                    ws, end, "insert", runs, ws.at(0), ws.at(rows_at), ws.at(runs_at), runs,
+                    evict, after=where,
                 )[EVICTED]  # fmt: skip
                 if keep and evicted:
                     ws.download(out_at, out_at + evicted * 8)
@@ -296,7 +294,7 @@ class DeviceTable:
         return min(_CHUNK, (self.device.workspace_bytes - 8 * ALIGN) // (2 * self.layout.stride + 32))
 
     def _write(
-        self, ws: Workspace, end: int, kernel: str, teams: int, *args: Any, after: tuple[np.uint64, ...] = ()
+        self, ws: Workspace, end: int, kernel: str, teams: int, *args: Any, after: tuple[int, ...] = ()
     ) -> np.ndarray:
         """`TableMemory.run_writer`, and add its counters up; returns them. Holds `_lock`."""
         assert self._memory is not None

@@ -13,22 +13,33 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tierstore.tiers.device.backend import Backend, Buffer, DeviceError, DeviceStream
-
-if TYPE_CHECKING:
-    from tierstore.tiers.device.memory import Reading
+from tierstore.tiers.device.layout import READERS_AT
 
 ALIGN = 16  # the widest access of a kernel
 DONE_BYTES = 8  # what `lookup.cu` says when a kernel is done: uint32[2]
-NOTHING = np.uint64(0)  # an argument of a kernel, for an array that is not there
+NOTHING = 0  # an argument of a kernel, for an array that is not there
 WORKSPACES = 4
-WORKSPACE_BYTES = 8 << 20
+WORKSPACE_BYTES = 32 << 20  # 65,536 keys with rows of 400 bytes
 _COPIED = 1 << 17  # bytes from which on a copy is faster, 16,384 keys
 _SHARE = 16  # workspaces together use at most one part in so many of the budget
+
+
+class Reading(NamedTuple):
+    """What a kernel that reads is launched with; held until it has run, as the default vector is in `control`."""
+
+    stream: DeviceStream
+    table: np.ndarray  # `TABLE`
+    control: Buffer
+
+    @property
+    def counters(self) -> int:
+        """Where kernels that read count, an argument of theirs."""
+        return self.control.address + READERS_AT
 
 
 class Workspace:
@@ -38,9 +49,10 @@ class Workspace:
         self.nbytes = nbytes
         self._buffer: Buffer = backend.alloc(nbytes)
         self._pinned = backend.pinned(nbytes)
+        self._pinned_at = int(self._pinned.ctypes.data)
+        self._scratch = np.zeros(2, np.int64)  # of whoever waits
         self.stream: DeviceStream = backend.stream()
         self._held: Reading | None = None  # by the kernel under way
-        self._launched: Any = None  # event: that kernel is done
         self.is_free = True  # no kernel or copy of an earlier user can still be using it
 
     def cut(self, *sizes: int) -> list[int]:
@@ -53,22 +65,22 @@ class Workspace:
             raise ValueError(f"a workspace of {self.nbytes} bytes cannot hold {at}")
         return offsets
 
-    def at(self, offset: int) -> np.uint64:
+    def at(self, offset: int) -> int:
         """The device address of an offset, as an argument of kernels."""
-        return np.uint64(self._buffer.address + offset)
+        return self._buffer.address + offset
 
-    def here(self, offset: int) -> np.uint64:
+    def here(self, offset: int) -> int:
         """The address of an offset of its page-locked CPU memory, which kernels reach too."""
-        return np.uint64(self._pinned.ctypes.data + offset)
+        return self._pinned_at + offset
 
-    def send(self, stream: DeviceStream, begin: int, end: int) -> Callable[[int], np.uint64]:
+    def send(self, stream: DeviceStream, begin: int, end: int) -> Callable[[int], int]:
         """Have [begin, end) read by the next kernel of `stream`: gives the addresses of its offsets.
 
         A kernel reads little straight from page-locked memory, in less time than a copy takes to begin.
         """
         if end - begin < _COPIED:
             return self.here
-        stream.upload(int(self.at(begin)), self._pinned[begin:end])
+        stream.upload(self.at(begin), self._pinned[begin:end])
         return self.at
 
     def launch(self, reading: Reading, done_at: int, kernel: str, threads: int, *args: Any) -> None:
@@ -76,17 +88,13 @@ class Workspace:
         self.staging(done_at, 2, np.uint32)[:] = 0
         self._held = reading
         reading.stream.launch(kernel, threads, *args, reading.counters, self.here(done_at))
-        self._launched = reading.stream.record()
 
     def wait(self, done_at: int) -> int:
         """Wait for that kernel. Returns how many keys it has listed. DeviceError where it has failed."""
-        self.stream.wait(self._launched)
-        self.stream.synchronize()
+        assert self._held is not None
+        self._held.stream.wait_for_word(self.here(done_at), self._scratch)
         self._held = None
-        done, listed = self.staging(done_at, 2, np.uint32).tolist()
-        if not done:
-            raise DeviceError("a kernel has ended and did not say so")
-        return int(listed)
+        return int(self.staging(done_at, 2, np.uint32)[1])
 
     def staging(self, offset: int, count: int, dtype: type | np.dtype = np.uint8) -> np.ndarray:
         """`count` elements of its page-locked CPU memory."""
@@ -95,10 +103,10 @@ class Workspace:
 
     def upload(self, begin: int, end: int) -> None:
         """Put an upload of [begin, end) into the stream."""
-        self.stream.upload(int(self.at(begin)), self._pinned[begin:end])
+        self.stream.upload(self.at(begin), self._pinned[begin:end])
 
     def download(self, begin: int, end: int) -> None:
-        self.stream.download(self._pinned[begin:end], int(self.at(begin)))
+        self.stream.download(self._pinned[begin:end], self.at(begin))
 
     def free(self) -> None:
         self._buffer.free()

@@ -99,6 +99,16 @@ __device__ __forceinline__ void copy_row(u8* to, const u8* from, u32 bytes) {
   if (c < chunks) ((uint4*)to)[c] = ((const uint4*)from)[c];
 }
 
+// Two vectors, one after the other at `to`, from anywhere: a part of each is under way at once.
+__device__ __forceinline__ void copy_rows(u8* to, const u8* first, const u8* second, u32 bytes) {
+  u32 chunks = bytes / 16;
+  for (u32 c = team_lane(); c < chunks; c += LANES) {
+    uint4 one = ((const uint4*)first)[c], other = ((const uint4*)second)[c];
+    ((uint4*)to)[c] = one;
+    ((uint4*)(to + bytes))[c] = other;
+  }
+}
+
 // The same for a vector of an answer, which may start anywhere that its dtype allows.
 __device__ __forceinline__ void copy_vector(u32 half, u8* to, const u8* from, u32 dim) {
   u32 bytes = half ? 2 * dim : 4 * dim;

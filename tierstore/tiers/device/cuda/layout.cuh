@@ -105,10 +105,12 @@ __device__ __forceinline__ void raise_heat(u64* line, u64 head, u32 way) {
   }
 }
 
-// The way that holds `key`, or -1; `head` is word 0 of the line.
-__device__ __forceinline__ int find_way(const u64* line, i64 key, u64* head) {
+// A lane's part of a line: the keys of ways 2 lane - 1 and 2 lane.
+__device__ __forceinline__ ulonglong2 load_line(const u64* line) { return ((const ulonglong2*)line)[team_lane()]; }
+
+// The way that holds `key`, or -1; `words` are the lane's part of the line, and `head` is its word 0.
+__device__ __forceinline__ int match_way(ulonglong2 words, i64 key, u64* head) {
   u32 lane = team_lane();
-  ulonglong2 words = ((const ulonglong2*)line)[lane];  // the keys of ways 2 lane - 1 and 2 lane
   *head = team_broadcast(words.x, 0);
   u32 occupied = (u32)*head & OCCUPIED;
   bool odd = lane && words.x == (u64)key && occupied >> (2 * lane - 1) & 1;
@@ -117,6 +119,10 @@ __device__ __forceinline__ int find_way(const u64* line, i64 key, u64* head) {
   if (evens) return 2 * (__ffs(evens) - 1);
   if (odds) return 2 * (__ffs(odds) - 1) - 1;
   return -1;
+}
+
+__device__ __forceinline__ int find_way(const u64* line, i64 key, u64* head) {
+  return match_way(load_line(line), key, head);
 }
 
 // The place of `key` among the absent keys, or -1; `head` is word 0 of the sector.

@@ -1,8 +1,8 @@
 // Look-ups: keys that are here get their rows, one by one or pooled, in one kernel; those that are not come in a second.
 //
 // `look_up` and `pool` answer what is here and list the keys that are not. The CPU fetches those rows, and `put_rows` or
-// `pool_rest` answers with them. One team a key, or a bag. What the CPU reads and writes (keys, states, lists, rows)
-// may lie in its own page-locked memory. The last block of a kernel says there that it is done, in `done`.
+// `pool_waiting` answers with them. A team has two keys, or a bag. What the CPU reads and writes (keys, states, lists,
+// rows) may lie in its own page-locked memory. The last block of a kernel says there that it is done, in `done`.
 //
 // `counters`: keys listed so far, blocks done so far. Both are 0 between two kernels.
 
@@ -26,34 +26,47 @@ __device__ __forceinline__ void say_done(u32* counters, volatile u32* done) {
   done[0] = 1;
 }
 
+// A key that is being looked up: the line of its set is on its way.
+struct Probe {
+  i64 key;
+  Set set;
+  ulonglong2 words;
+  u8 before;
+};
+
+// `before` has states before the look-up; 0: all keys are pending.
+__device__ __forceinline__ Probe begin_probe(const Table& t, const i64* keys, i64 i, const u8* before) {
+  Probe probe;
+  probe.key = keys[i];
+  probe.before = before ? before[i] : STATE_PENDING;
+  probe.set = set_of(t, mix(probe.key));
+  probe.words = load_line(probe.set.line);
+  return probe;
+}
+
 // Where the row of key i comes from, as `source` has it; lane 0 alone knows the number of a row that is to come.
-// `settled` has states before the look-up; 0: all keys are pending.
-__device__ __forceinline__ i64 locate(const Table& t, const i64* keys, i64 i, const u8* settled, u8* state,
-                                      const Listed& listed) {
+__device__ __forceinline__ i64 locate(const Table& t, const Probe& probe, i64 i, u8* state, const Listed& listed) {
   u32 lane = team_lane();
-  u8 was = settled ? settled[i] : STATE_PENDING;
-  if (was == STATE_PADDING) {
+  if (probe.before == STATE_PADDING) {
     if (lane == 0) state[i] = STATE_ABSENT;
     return SOURCE_PADDING;
   }
-  i64 key = keys[i];
-  if (was == STATE_PENDING) {
+  if (probe.before == STATE_PENDING) {
     u64 head;
-    Set set = set_of(t, mix(key));
-    int way = find_way(set.line, key, &head);
+    int way = match_way(probe.words, probe.key, &head);
     if (way >= 0) {
       if (lane == 0) {
         state[i] = STATE_DEVICE;
-        raise_heat(set.line, head, way);
+        raise_heat(probe.set.line, head, way);
       }
-      return (i64)(set.rows + (u64)way * t.stride);
+      return (i64)(probe.set.rows + (u64)way * t.stride);
     }
-    int place = find_absent(set.absent, key, &head);
+    int place = find_absent(probe.set.absent, probe.key, &head);
     if (place >= 0) {
       u64 used = 16ull << place;
       if (lane == 0) {
         state[i] = STATE_ABSENT;
-        if (!(head & used)) atomicOr(set.absent, used);
+        if (!(head & used)) atomicOr(probe.set.absent, used);
       }
       return SOURCE_ABSENT;
     }
@@ -61,27 +74,41 @@ __device__ __forceinline__ i64 locate(const Table& t, const i64* keys, i64 i, co
   u32 number = 0;
   if (lane == 0 && listed.keys) {
     number = atomicAdd(listed.counters, 1u);
-    listed.keys[number] = key;
+    listed.keys[number] = probe.key;
     listed.at[number] = (u32)i;
   }
   return FIRST_UPLOAD - (i64)number;
 }
 
-// out[i] of dtype float32 or, with `half`, float16 [n, dim]: rows of the table, the default, zeros for padding. What is
-// listed is left as it is.
-extern "C" __global__ void look_up(const __grid_constant__ Table t, const i64* keys, const u8* settled, u8* state, i64 n,
+// One vector of an answer, of dtype float32 or, with `half`, float16; what is listed is left as it is.
+__device__ __forceinline__ void answer_row(const Table& t, i64 from, u8* to, u32 half) {
+  if (from > 0)
+    decode_row(t.code, half, in_memory(from), to, t.dim);
+  else if (from == SOURCE_ABSENT)
+    decode_row(FLOAT32, half, in_memory(t.fallback), to, t.dim);
+  else if (from == SOURCE_PADDING)
+    for (u32 k = team_lane(); k < t.dim; k += LANES) store_one(half, to, k, 0.f);
+}
+
+// out[i] [n, dim]: rows of the table, the default, zeros for padding. A team has two keys: both lines, then both rows,
+// are on their way at once.
+extern "C" __global__ void look_up(const __grid_constant__ Table t, const i64* keys, const u8* before, u8* state, i64 n,
                                    i64* missing, u32* at, u8* out, u32 half, u32* counters, u32* done) {
-  i64 i = team_index();
+  i64 i = 2 * team_index();
   if (i < n) {
     Listed listed = {missing, at, counters};
-    i64 from = locate(t, keys, i, settled, state, listed);
-    u8* to = out + (u64)i * t.dim * (half ? 2 : 4);
-    if (from > 0)
-      decode_row(t.code, half, in_memory(from), to, t.dim);
-    else if (from == SOURCE_ABSENT)
-      decode_row(FLOAT32, half, in_memory(t.fallback), to, t.dim);
-    else if (from == SOURCE_PADDING)
-      for (u32 k = team_lane(); k < t.dim; k += LANES) store_one(half, to, k, 0.f);
+    bool two = i + 1 < n;
+    Probe first = begin_probe(t, keys, i, before), second = begin_probe(t, keys, two ? i + 1 : i, before);
+    i64 from = locate(t, first, i, state, listed);
+    i64 after = two ? locate(t, second, i + 1, state, listed) : from;
+    u32 bytes = t.dim * (half ? 2 : 4);
+    u8* to = out + (u64)i * bytes;
+    if (two && from > 0 && after > 0 && t.code == half && bytes % 16 == 0) {
+      copy_rows(to, in_memory(from), in_memory(after), bytes);
+    } else {
+      answer_row(t, from, to, half);
+      if (two) answer_row(t, after, to + bytes, half);
+    }
   }
   say_done(counters, done);
 }
@@ -95,6 +122,16 @@ extern "C" __global__ void put_rows(const u8* rows, const u32* at, i64 n, u8* ou
     copy_vector(half, out + at[r] * bytes, rows + r * bytes, dim);
   }
   say_done(counters, done);
+}
+
+static const u32 AT_ONCE = 4;  // keys of a bag whose lines, or rows, are on their way at once
+
+// Numbers k to k + 3 of the row of key i of a bag; see `pool_bag`.
+__device__ __forceinline__ float4 row_of(const Table& t, i64 from, i64 i, u32 k, const u8* uploads, const u8* kept) {
+  if (from == SOURCE_ABSENT) return decode_four(FLOAT32, in_memory(t.fallback), k, t.dim);
+  if (from <= FIRST_UPLOAD) return load_four(uploads + (FIRST_UPLOAD - from) * t.dim * 4, k, t.dim);
+  if (uploads) return load_four(kept + i * t.dim * 4, k, t.dim);
+  return decode_four(t.code, in_memory(from), k, t.dim);
 }
 
 // The sum of a bag [begin, end), or its mean or sqrtn, as `kernels/pool.py` has it, in the same order and rounding.
@@ -111,23 +148,26 @@ __device__ __forceinline__ void pool_bag(const Table& t, const i64* source, i64 
   bool nothing = combiner != 0 && total == 0.f;
   for (u32 k = 4 * team_lane(); k < t.dim; k += 4 * LANES) {
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-    for (i64 i = begin; i < end; i++) {
-      i64 from = source[i];
-      if (from == SOURCE_PADDING) continue;
-      float4 row;
-      if (from == SOURCE_ABSENT)
-        row = decode_four(FLOAT32, in_memory(t.fallback), k, t.dim);
-      else if (from <= FIRST_UPLOAD)
-        row = load_four(uploads + (FIRST_UPLOAD - from) * t.dim * 4, k, t.dim);
-      else if (uploads)
-        row = load_four(kept + i * t.dim * 4, k, t.dim);
-      else
-        row = decode_four(t.code, in_memory(from), k, t.dim);
-      float weight = weights ? weights[i] : 1.f;
-      sum.x = __fadd_rn(sum.x, __fmul_rn(weight, row.x));
-      sum.y = __fadd_rn(sum.y, __fmul_rn(weight, row.y));
-      sum.z = __fadd_rn(sum.z, __fmul_rn(weight, row.z));
-      sum.w = __fadd_rn(sum.w, __fmul_rn(weight, row.w));
+    for (i64 i = begin; i < end; i += AT_ONCE) {
+      float4 rows[AT_ONCE];
+      float factors[AT_ONCE];
+      bool counts[AT_ONCE];
+#pragma unroll
+      for (u32 j = 0; j < AT_ONCE; j++) {
+        i64 from = i + j < end ? source[i + j] : SOURCE_PADDING;
+        counts[j] = from != SOURCE_PADDING;
+        if (!counts[j]) continue;
+        rows[j] = row_of(t, from, i + j, k, uploads, kept);
+        factors[j] = weights ? weights[i + j] : 1.f;
+      }
+#pragma unroll
+      for (u32 j = 0; j < AT_ONCE; j++) {
+        if (!counts[j]) continue;
+        sum.x = __fadd_rn(sum.x, __fmul_rn(factors[j], rows[j].x));
+        sum.y = __fadd_rn(sum.y, __fmul_rn(factors[j], rows[j].y));
+        sum.z = __fadd_rn(sum.z, __fmul_rn(factors[j], rows[j].z));
+        sum.w = __fadd_rn(sum.w, __fmul_rn(factors[j], rows[j].w));
+      }
     }
     if (nothing) sum = make_float4(0.f, 0.f, 0.f, 0.f);
     else if (combiner)
@@ -140,7 +180,7 @@ __device__ __forceinline__ void pool_bag(const Table& t, const i64* source, i64 
 // Pools bags b = [offsets[b], offsets[b + 1]) of keys that are all here, and says so in `whole`; of the others it keeps
 // the rows that are here in `kept`, float32[n, dim], because the table may change before the others have come.
 // `weights` may be 0.
-extern "C" __global__ void pool(const __grid_constant__ Table t, const i64* keys, const u8* settled, u8* state, i64 n,
+extern "C" __global__ void pool(const __grid_constant__ Table t, const i64* keys, const u8* before, u8* state, i64 n,
                                 i64* missing, u32* at, const i64* offsets, i64 bags, const float* weights, u32 combiner,
                                 i64* source, u8* kept, u8* whole, u8* out, u32 half, u32* counters, u32* done) {
   i64 b = team_index();
@@ -149,10 +189,17 @@ extern "C" __global__ void pool(const __grid_constant__ Table t, const i64* keys
     u32 lane = team_lane();
     i64 begin = offsets[b], end = b + 1 < bags ? offsets[b + 1] : n;
     bool left = false;
-    for (i64 i = begin; i < end; i++) {
-      i64 from = locate(t, keys, i, settled, state, listed);
-      left |= from <= FIRST_UPLOAD;
-      if (lane == 0) source[i] = from;
+    for (i64 i = begin; i < end; i += AT_ONCE) {
+      Probe probes[AT_ONCE];
+#pragma unroll
+      for (u32 j = 0; j < AT_ONCE; j++) probes[j] = begin_probe(t, keys, i + j < end ? i + j : i, before);
+#pragma unroll
+      for (u32 j = 0; j < AT_ONCE; j++) {
+        if (i + j >= end) continue;
+        i64 from = locate(t, probes[j], i + j, state, listed);
+        left |= from <= FIRST_UPLOAD;
+        if (lane == 0) source[i + j] = from;
+      }
     }
     team_fence();
     if (lane == 0) whole[b] = !left;
@@ -167,7 +214,7 @@ extern "C" __global__ void pool(const __grid_constant__ Table t, const i64* keys
 }
 
 // Pools the bags that `pool` has left, with the rows that were listed: `rows` float32[listed, dim].
-extern "C" __global__ void pool_rest(const __grid_constant__ Table t, i64 n, const i64* offsets, i64 bags,
+extern "C" __global__ void pool_waiting(const __grid_constant__ Table t, i64 n, const i64* offsets, i64 bags,
                                      const float* weights, u32 combiner, const i64* source, const u8* kept,
                                      const u8* whole, const u8* rows, u8* out, u32 half, u32* counters, u32* done) {
   i64 b = team_index();

@@ -1,0 +1,101 @@
+"""The functions of a GPU's driver that compiled code calls by address, over the stand-in device.
+
+Each takes the interpreter for itself, as compiled code does not hold it. One that raises fails the test that runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import Any
+
+from tests.tiers.cuda_shim import compile
+from tierstore.tiers.device.backend import THREADS, DeviceError, kernel_names
+
+CONTEXT = 77
+LOST = 719
+_NOT_READY = 600
+_WORD, _UINT = ctypes.c_uint64, ctypes.c_uint32
+_LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int32, _WORD, *[_UINT] * 7, _WORD, _WORD, _WORD)
+_CALL = ctypes.CFUNCTYPE(ctypes.c_int32, _WORD, _WORD, _WORD, _WORD)
+
+
+class Functions:
+    """`addresses`, in the order of `FUNCTIONS` and with the C library's two; `kernels`, their handles by name.
+
+    `refused`: the error that a question how a stream is gives, after it has done all its work.
+    """
+
+    def __init__(self, device: Any) -> None:
+        self._device, self.refused = device, 0
+        self._thread = threading.local()  # depth: contexts that are pushed; relaxed: its mode of captures
+        self.kernels = {name: 1 + number for number, name in enumerate(kernel_names())}
+        self._names = {handle: name for name, handle in self.kernels.items()}
+        four = (self._copy, self._record, self._wait, self._query, self._push, self._pop, self._mode)
+        libc = ctypes.CDLL(None)
+        self._held = [_LAUNCH(self._launch), *map(_CALL, four), libc.sched_yield, libc.usleep]
+        self.addresses = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in self._held]
+
+    def _launch(self, kernel: int, *rest: int) -> int:
+        *sizes, shared, stream, arguments, extra = rest
+        assert sizes == [sizes[0], 1, 1, THREADS, 1, 1]
+        assert sizes[0] > 0
+        assert shared == extra == 0
+        self._check()
+        name, held = self._names[kernel], compile.arguments(self._names[kernel], arguments)
+
+        def run() -> None:
+            self._device.launched[name] = self._device.launched.get(name, 0) + 1
+            compile.launch(name, sizes[0], held)
+
+        self._device.stream_of(stream)._add(run)
+        return 0
+
+    def _copy(self, to: int, source: int, nbytes: int, stream: int) -> int:
+        self._check()
+        self._device.stream_of(stream)._add(lambda: self._device.move(to, source, nbytes))
+        return 0
+
+    def _record(self, event: int, stream: int, *_: int) -> int:
+        self._check()
+        recorded = self._device.stream_of(stream).record()
+        of = self._device.event_of(event)
+        of.stream, of.number = recorded.stream, recorded.number
+        return 0
+
+    def _wait(self, stream: int, event: int, flags: int, _: int) -> int:
+        self._check()
+        assert flags == 0
+        of = self._device.event_of(event)
+        self._device.stream_of(stream).wait(type(of)(of.stream, of.number))  # as it is recorded now
+        return 0
+
+    def _query(self, stream: int, *_: int) -> int:
+        """Whoever asks waits: all work is done, as late as it may be."""
+        self._check()
+        assert self._thread.relaxed, "the capture of another thread would end"
+        try:
+            self._device.stream_of(stream).synchronize()
+        except DeviceError:
+            return LOST
+        return self.refused
+
+    def _push(self, context: int, *_: int) -> int:
+        assert context == CONTEXT
+        self._thread.depth = getattr(self._thread, "depth", 0) + 1
+        return 0
+
+    def _pop(self, context: int, *_: int) -> int:
+        self._check()
+        ctypes.c_uint64.from_address(context).value = CONTEXT
+        self._thread.depth -= 1
+        return 0
+
+    def _mode(self, mode: int, *_: int) -> int:
+        wanted = ctypes.c_uint32.from_address(mode)
+        before = 2 if getattr(self._thread, "relaxed", False) else 0
+        self._thread.relaxed, wanted.value = wanted.value == 2, before
+        return 0
+
+    def _check(self) -> None:
+        assert getattr(self._thread, "depth", 0) == 1, "there is no current context"

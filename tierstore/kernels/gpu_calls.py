@@ -1,0 +1,115 @@
+"""A GPU's driver, called by the addresses of its functions: work is put into a stream, and a kernel is waited for.
+
+`calls` int64[ADDRESSES] has the addresses, then the context that all calls are made in. Nothing is allocated and no interpreter is
+entered. Any thread may call; two that put work into one stream agree on its order themselves. Every function returns 0, or the
+driver's error.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from tierstore.kernels import LAST, compiled
+from tierstore.kernels.atomics import acquire_u32
+from tierstore.kernels.raw import call_at
+
+(LAUNCH, COPY, RECORD, WAIT, QUERY, PUSH, POP, MODE, YIELD, SLEEP, CONTEXT, ADDRESSES) = range(12)
+UNSAID = -1  # a stream has done all its work, and the word that is waited for is not there
+_NOT_READY = 600
+_FIRST_OF_CAPTURES, _LAST_OF_CAPTURES = 900, 909  # a call is refused because a graph is being captured
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: what this thread calls disturbs no capture of another one
+_LOOKS = 64  # at the word, before the driver is asked how the stream is
+_EAGER = 64  # times that it is asked before the thread sleeps in between
+_SLEEP_US = 20
+_I64 = ir.IntType(64)
+_WORDS = types.int64[::1]
+
+
+@intrinsic
+def _launch_at(
+    typingctx: Any, function: Any, kernel: Any, blocks: Any, threads: Any, stream: Any, arguments: Any
+) -> Any:
+    """cuLaunchKernel of a line of blocks, without shared memory. Its integers of 32 bits are passed in words, as the ABI has it."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        at, kernel, blocks, threads, stream, arguments = args
+        one, nothing = ir.Constant(_I64, 1), ir.Constant(_I64, 0)
+        kind = ir.FunctionType(_I64, [_I64] * 11)
+        passed = [kernel, blocks, one, one, threads, one, one, nothing, stream, arguments, nothing]
+        return builder.call(builder.inttoptr(at, kind.as_pointer()), passed)
+
+    return types.int64(*[types.int64] * 6), codegen
+
+
+@compiled(types.int64(_WORDS, types.int64, types.int64, types.int64, types.int64, types.int64, _WORDS), when=LAST)
+def launch(calls: Any, kernel: Any, blocks: Any, threads: Any, stream: Any, arguments: Any, scratch: Any) -> Any:
+    """Put a kernel into a stream. `arguments`: the address of pointers to them, which the driver reads before this returns."""
+    status = types.int32(call_at(calls[PUSH], calls[CONTEXT], 0, 0, 0, 0, 0))
+    if status == 0:
+        status = types.int32(_launch_at(calls[LAUNCH], kernel, blocks, threads, stream, arguments))
+        call_at(calls[POP], scratch.ctypes.data, 0, 0, 0, 0, 0)
+    return types.int64(status)
+
+
+@compiled(types.int64(_WORDS, types.int64, types.int64, types.int64, types.int64, _WORDS), when=LAST)
+def copy_up(calls: Any, target: Any, source: Any, nbytes: Any, stream: Any, scratch: Any) -> Any:
+    """Put a copy from page-locked memory into a stream."""
+    status = types.int32(call_at(calls[PUSH], calls[CONTEXT], 0, 0, 0, 0, 0))
+    if status == 0:
+        status = types.int32(call_at(calls[COPY], target, source, nbytes, stream, 0, 0))
+        call_at(calls[POP], scratch.ctypes.data, 0, 0, 0, 0, 0)
+    return types.int64(status)
+
+
+@compiled(types.int64(_WORDS, types.int64, _WORDS, _WORDS, _WORDS), when=LAST)
+def follow(calls: Any, stream: Any, others: Any, events: Any, scratch: Any) -> Any:
+    """Have later work of a stream wait for the work in others, by an event for each."""
+    status = types.int32(call_at(calls[PUSH], calls[CONTEXT], 0, 0, 0, 0, 0))
+    if status != 0:
+        return types.int64(status)
+    for k in range(len(others)):
+        status = types.int32(call_at(calls[RECORD], events[k], others[k], 0, 0, 0, 0))
+        if status == 0:
+            status = types.int32(call_at(calls[WAIT], stream, events[k], 0, 0, 0, 0))
+        if status != 0:
+            break
+    call_at(calls[POP], scratch.ctypes.data, 0, 0, 0, 0, 0)
+    return types.int64(status)
+
+
+@compiled(types.int64(_WORDS, types.int64, types.int64, _WORDS), when=LAST)
+def wait(calls: Any, word: Any, stream: Any, scratch: Any) -> Any:
+    """Wait until the uint32 at an address is not 0. UNSAID, or an error, where the stream's work has ended without that."""
+    queries = 0
+    while True:
+        for _ in range(_LOOKS):
+            if acquire_u32(word) != 0:
+                return 0
+            call_at(calls[YIELD], 0, 0, 0, 0, 0, 0)
+        status = _query(calls, stream, scratch)
+        if acquire_u32(word) != 0:
+            return 0
+        if status == 0:
+            return UNSAID
+        if status != _NOT_READY and not _FIRST_OF_CAPTURES <= status <= _LAST_OF_CAPTURES:
+            return types.int64(status)
+        queries += 1
+        if queries > _EAGER:
+            call_at(calls[SLEEP], _SLEEP_US, 0, 0, 0, 0, 0)
+
+
+@compiled(types.int32(_WORDS, types.int64, _WORDS), inner=True)
+def _query(calls: Any, stream: Any, scratch: Any) -> Any:
+    """How a stream is: 0 if all of its work is done."""
+    status = types.int32(call_at(calls[PUSH], calls[CONTEXT], 0, 0, 0, 0, 0))
+    if status == 0:
+        scratch[1] = _RELAXED
+        call_at(calls[MODE], scratch.ctypes.data + 8, 0, 0, 0, 0, 0)
+        status = types.int32(call_at(calls[QUERY], stream, 0, 0, 0, 0, 0))
+        call_at(calls[MODE], scratch.ctypes.data + 8, 0, 0, 0, 0, 0)
+        call_at(calls[POP], scratch.ctypes.data, 0, 0, 0, 0, 0)
+    return status

@@ -1,0 +1,112 @@
+"""What is put into a stream of a GPU without the interpreter, by the driver's own functions (`kernels/gpu_calls.py`).
+
+A look-up is one `launch` and one `wait`: no call of CuPy, no event, no copy, nothing that is allocated. Any thread may
+call; two that put work into one stream agree on its order themselves. Nothing survives the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tierstore.kernels import gpu_calls
+from tierstore.tiers.device.backend import THREADS, Captured, DeviceError, OutOfDeviceMemory
+
+CAPTURING = range(900, 910)  # CUDA_ERROR_STREAM_CAPTURE_…: the call is refused, and the device goes on working
+OUT_OF_MEMORY = 2
+# in the order of `gpu_calls`; then sched_yield and usleep of the C library, then the context
+FUNCTIONS = (
+    "cuLaunchKernel", "cuMemcpyHtoDAsync_v2", "cuEventRecord", "cuStreamWaitEvent", "cuStreamQuery",
+    "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuThreadExchangeStreamCaptureMode",
+)  # fmt: skip
+_MOST_ARGUMENTS = 24
+
+
+class Driver:
+    """The driver's functions and kernels for one device. Constant after construction.
+
+    `addresses`: of FUNCTIONS and of the two of the C library. `kernels`: their handles. `describe`: what an error is.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        addresses: Sequence[int],
+        context: int,
+        kernels: Mapping[str, int],
+        describe: Callable[[int], str],
+    ) -> None:
+        self.number, self.kernels, self._describe = number, kernels, describe
+        self.calls = np.array([*addresses, context], np.int64)
+
+    def check(self, status: int) -> None:
+        """Raise what an error of the driver is to us."""
+        if status == 0:
+            return
+        if status in CAPTURING:
+            raise Captured(captured(self.number))
+        kind = OutOfDeviceMemory if status == OUT_OF_MEMORY else DeviceError
+        said = "a kernel has ended and did not say so" if status == gpu_calls.UNSAID else self._describe(status)
+        raise kind(f"device {self.number}: {said}")
+
+
+class Queue:
+    """A stream, by its handle. Arguments of kernels lie in memory of its own, which the driver reads at each launch.
+
+    `events`: handles of as many events as `follow` names streams at most.
+    """
+
+    def __init__(self, driver: Driver, stream: int, events: Sequence[int]) -> None:
+        self._driver, self._calls, self._stream = driver, driver.calls, stream
+        self._events = np.array(events, np.int64)
+        self._cells = np.zeros(_MOST_ARGUMENTS, np.int64)
+        begin = int(self._cells.ctypes.data)
+        self._places = np.arange(begin, begin + self._cells.nbytes, 8)
+        self._arguments = self._places.copy()
+        self._arguments_at = int(self._arguments.ctypes.data)
+        self._popped = np.zeros(2, np.int64)
+
+    def launch(self, kernel: str, threads: int, args: Sequence[Any]) -> None:
+        """As `DeviceStream.launch`."""
+        if threads <= 0:
+            return
+        cells, arguments = self._cells, self._arguments
+        arguments[:] = self._places
+        for at, value in enumerate(args):
+            if isinstance(value, np.ndarray):
+                arguments[at] = value.ctypes.data
+            else:
+                cells[at] = value
+        self._driver.check(
+            gpu_calls.launch(
+                self._calls, self._driver.kernels[kernel], -(-threads // THREADS), THREADS, self._stream,
+                self._arguments_at, self._popped,
+            )
+        )  # fmt: skip
+
+    def upload(self, to: int, data: np.ndarray) -> None:
+        """As `DeviceStream.upload`."""
+        if data.nbytes:
+            self._driver.check(
+                gpu_calls.copy_up(self._calls, to, data.ctypes.data, data.nbytes, self._stream, self._popped)
+            )
+
+    def follow(self, streams: Sequence[int]) -> None:
+        """Let later work wait for the work in others."""
+        self._driver.check(
+            gpu_calls.follow(self._calls, self._stream, np.array(streams, np.int64), self._events, self._popped)
+        )
+
+    def wait(self, at: int, scratch: np.ndarray) -> None:
+        """As `DeviceStream.wait_for_word`."""
+        self._driver.check(gpu_calls.wait(self._calls, at, self._stream, scratch))
+
+
+def captured(number: int) -> str:
+    """What a caller is told that captures a CUDA graph."""
+    return (
+        f"device {number}: a CUDA graph is being captured, and a look-up cannot be part of it; look up after the "
+        "capture"
+    )
