@@ -17,6 +17,7 @@ from tierstore.tiers.device.lookup import PADDING, Pooling, from_device, look_up
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import DeviceMemory
 from tierstore.types import Combiner, Keys, KeyType, States, StorageDtype, TableSpec, Tier, Vectors
+from tools.soak_device import Soak
 
 RESIDENT = np.arange(0, 400, dtype=np.int64)
 GONE = np.arange(400, 440, dtype=np.int64)  # known absent by the device
@@ -293,3 +294,11 @@ def test_an_array_comes_down_in_pieces_after_the_work_that_is_in_the_callers_str
     theirs = OnGpu(array) if isinstance(array, np.ndarray) else array
     with device.in_stream(getattr(stream, "_stream", stream)):
         np.testing.assert_array_equal(from_device(memory, theirs), made.reshape(100, 100))
+
+
+@either
+def test_look_ups_beside_deltas_promotion_and_resizing_are_right(kind: str) -> None:
+    soak = Soak(kind)
+    soak.run(2.0)
+    assert soak.faults == []
+    assert soak.keys > 0

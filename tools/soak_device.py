@@ -1,0 +1,154 @@
+"""A table of the device tier under everything at once: `python -m tools.soak_device --seconds 600 [--kind late early cupy gpu]`.
+
+Threads look rows and bags up, with padding, while one thread applies deltas, promotes rows and resizes the table. A row tells
+its key and how often it was written, so each answer is checked: no older than what was acknowledged before the
+look-up, no newer than what was written by its end, whole, and each bag the sum of its rows to the bit. `kind` is one of
+`tests/tiers/devices.py`: stand-ins on the CPU, or a GPU. Ends with 1 where an answer was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tests.tiers.devices import open_device, to_host
+from tierstore.kernels.pool import pool_bags
+from tierstore.tiers.device.lookup import PADDING, Pooling, look_up
+from tierstore.tiers.device.table import DeviceTable
+from tierstore.tiers.device.workspaces import DeviceMemory
+from tierstore.types import Combiner, KeyType, StorageDtype, TableSpec, Tier
+
+DIM, KEYS, READERS = 12, 6000, 3
+STEP = 10_000  # between two writings of a row
+NONE = np.empty((0, DIM), np.float32)
+
+
+def rows_of(keys: np.ndarray, written: np.ndarray) -> np.ndarray:
+    """Vectors, each exact in float32."""
+    rows: np.ndarray = keys[:, None] * 1000 % 977 + np.arange(DIM) + written[:, None] * STEP
+    return rows.astype(np.float32)
+
+
+class Soak:
+    """One table and what is known of its rows. `written` and `acknowledged` are guarded by the lock."""
+
+    def __init__(self, kind: str) -> None:
+        self.device = open_device(kind)
+        spec = TableSpec("t", KeyType.INT64, DIM, StorageDtype.FLOAT32)
+        memory = DeviceMemory(self.device, 16 << 20)
+        self.table = DeviceTable(spec, 256 << 10, memory, default_vector=np.zeros(DIM, np.float32))
+        self.written, self.acknowledged = np.zeros(KEYS, np.int64), np.zeros(KEYS, np.int64)
+        self.faults: list[Any] = []
+        self.keys = 0  # that were looked up
+        self._lock, self._done = threading.Lock(), threading.Event()
+
+    def run(self, seconds: float) -> None:
+        works = [*[self._read] * READERS, self._write]
+        threads = [threading.Thread(target=self._repeat, args=(work, seed)) for seed, work in enumerate(works)]
+        for thread in threads:
+            thread.start()
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self.faults:
+            self._done.wait(min(0.1, seconds))
+        self._done.set()
+        for thread in threads:
+            thread.join()
+        self.table.close()
+
+    def _repeat(self, work: Callable[[np.random.Generator], None], seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        try:
+            while not self._done.is_set():
+                work(rng)
+        except BaseException as error:  # noqa: BLE001 - told at the end
+            self.faults.append(error)
+
+    def _of(self, known: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        with self._lock:
+            return known[keys]
+
+    def _below(self, keys: np.ndarray, dtype: Any) -> tuple[Any, np.ndarray]:
+        """What the tiers below answer."""
+        return rows_of(keys, self._of(self.written, keys)), np.full(len(keys), Tier.HOST, np.uint8)
+
+    def _read(self, rng: np.random.Generator) -> None:
+        n = int(rng.integers(1, 700))
+        keys = np.minimum(rng.integers(0, KEYS, n), rng.integers(0, KEYS, n))
+        state = np.where(rng.random(n) < rng.choice([0, 0.2]), PADDING, Tier.PENDING).astype(np.uint8)
+        counted, least = state != PADDING, self._of(self.acknowledged, keys)
+        bags = None
+        if rng.random() < 0.5:
+            offsets = np.unique(np.append(0, rng.integers(0, n, 20)))
+            bags = Pooling(offsets, None, Combiner.SUM)
+        out = self.device.empty((n if bags is None else len(bags.offsets), DIM), np.float32)
+        if not look_up(self.table, keys, state, NONE, out, self._below, bags):
+            raise AssertionError(f"the device does not answer: {self.table.problem}")
+        got, most = to_host(out), self._of(self.written, keys)
+        self.keys += n
+        if bags is None:
+            self._check_rows(got, keys, counted, least, most)
+        else:
+            self._check_bags(got, keys, bags.offsets, counted, least == most, most)
+
+    def _check_rows(
+        self, got: np.ndarray, keys: np.ndarray, counted: np.ndarray, least: np.ndarray, most: np.ndarray
+    ) -> None:
+        told = ((got[:, 0] - rows_of(keys, np.zeros(len(keys), np.int64))[:, 0]) / STEP).astype(np.int64)
+        told[~counted] = least[~counted]
+        whole = rows_of(keys, told)
+        whole[~counted] = 0
+        if (told < least).any() or (told > most).any() or not np.array_equal(got, whole):
+            self.faults.append("a row that is old, torn or another's")
+
+    def _check_bags(
+        self,
+        got: np.ndarray,
+        keys: np.ndarray,
+        offsets: np.ndarray,
+        counted: np.ndarray,
+        sure: np.ndarray,
+        most: np.ndarray,
+    ) -> None:
+        """Of bags none of whose rows was written meanwhile."""
+        unsure = np.add.reduceat(~sure, offsets, dtype=np.int64) > 0
+        sums = pool_bags(rows_of(keys, most), offsets, None, counted, Combiner.SUM)
+        if not np.array_equal(got[~unsure], sums[~unsure]):
+            self.faults.append("a bag that is not the sum of its rows")
+
+    def _write(self, rng: np.random.Generator) -> None:
+        keys, what = np.unique(rng.integers(0, KEYS, 400)), rng.random()
+        if what < 0.4:
+            with self._lock:
+                self.written[keys] += 1
+            now = self._of(self.written, keys)
+            self.table.update(keys, rows_of(keys, now).view(np.uint8), np.zeros(len(keys), np.bool_))
+            with self._lock:
+                self.acknowledged[keys] = now
+        elif what < 0.9:
+            self.table.insert(keys, rows_of(keys, self._of(self.written, keys)).view(np.uint8), 0)
+        else:
+            self.table.resize(float(rng.choice([1.0, 0.5, 0.25])))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each kind")
+    parser.add_argument("--kind", nargs="+", default=["late", "early", "cupy"])
+    options = parser.parse_args()
+    wrong = 0
+    for kind in options.kind:
+        soak = Soak(kind)
+        soak.run(options.seconds)
+        print(f"{kind}: {soak.keys:,} keys looked up, {len(soak.faults)} faults {soak.faults[:3]}")
+        wrong += len(soak.faults)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
