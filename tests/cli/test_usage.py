@@ -158,7 +158,7 @@ def test_commands_shown_in_the_docs_exist_with_their_options() -> None:
         (["status", "--url", "host:8000"], "http://127.0.0.1:8000"),
         (["serve", "--log-format", "json"], "TIERSTORE_LOG_FORMAT in the environment, log_format in tierstore.toml"),
         (["audit", "--url", "http://x"], "--data or --directory"),
-        (["verify", "--url", "http://x"], "that no service has open: --data"),
+        (["verify", "--url", "http://x"], "--url goes with --against"),
         (["compile", "--url", "http://x"], "for this machine"),
         (["rollout", "s", "--url", "host:1", "--url", "host:2"], "http://127.0.0.1:8000"),
         (["load", "."], "`tierstore import` takes files of rows as they are, Parquet and others"),

@@ -18,7 +18,6 @@ _WITHOUT_URL = {
     "plan": "it reckons; --from URL takes a service's sizes and traffic",
     "restore": "it writes a data directory that no service has open: --data",
     "serve": "it is the service; --host and --port say where it listens",
-    "verify": "it reads all files of a data directory that no service has open: --data",
 }
 
 

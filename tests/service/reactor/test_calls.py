@@ -44,7 +44,7 @@ class Calls:
 
     def __init__(self, store: Store, server: ServerThread) -> None:
         self.store, self.service = store, server.service
-        self._here = server.service.reactors._here(0, [-1, -1], -1, -1)
+        self._here = server.service.reactors._here(0, -1, -1, -1)
         self.me = kernel.HERE.view(address_of(self._here))
         self.found, self.call = httphead.HEAD.view(self.me.found), kernel.ANSWERED_CALL.view(self.me.call)
         self.items, self.words = np.empty(0, np.int64), list[bytes]()  # in memory
