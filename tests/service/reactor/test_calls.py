@@ -256,12 +256,15 @@ def test_strings_that_share_their_hash_are_for_python(calls: Calls) -> None:
 
 
 def test_keys_that_the_drive_has_yet_to_read_are_for_readers(calls: Calls) -> None:
-    one = request({"word": ["grün".encode()]}, ["word"])
-    calls.learn(one)
+    calls.learn(request({"word": [b"w1"]}, ["word"]))
     version = calls.store.model("ctr").served.active.open_version
-    for path in version.disk.path.glob("base/*"):
-        files.drop_from_cache(path)
-    assert calls.give(one.SerializeToString()) == kernel.MADE_A_JOB
+    for number in range(50):  # the system keeps pages that somebody reads at this moment
+        one = request({"word": [f"grün{number}".encode()]}, ["word"])
+        for path in version.disk.path.glob("base/*"):
+            files.drop_from_cache(path)
+        if (came := calls.give(one.SerializeToString())) == kernel.MADE_A_JOB:
+            break
+    assert came == kernel.MADE_A_JOB
     for path in version.disk.path.glob("base/*"):
         path.read_bytes()
     assert calls.answer(one).raw_output_contents
