@@ -260,7 +260,7 @@ def in_production(results: list[dict[str, Any]]) -> None:
             assert (row["cpu_ratio"], row["p50_ratio"], row["p99_ratio"]) == (1, 1, 1), row
             assert (row["from_disk"], row["from_overlay"]) == (pytest.approx(0, abs=0.001), 0), row
         else:
-            assert 0.7 < row["hit_rate"] < 0.98, row
+            assert 0.5 < row["hit_rate"] < 0.98, row  # most from memory, how many says a run of full size
             assert row["from_overlay"] > 0, row
             assert row["s_between_deltas"] > 0, row
 

@@ -23,7 +23,7 @@ from tests.formats.object_server import BUCKET, Fault, ObjectServer, object_serv
 ROWS, DIM, SHARDS = 60_000, 32, 4
 KEYS = np.random.default_rng(5).permutation(ROWS)
 VECTORS = (KEYS[:, None] * 0.5 + np.arange(DIM)).astype(np.float32)
-AWAY_S = 1.5
+AWAY_S = 4.0  # more than a helper process takes to start on a busy machine
 
 
 @pytest.fixture(scope="module")
