@@ -19,19 +19,25 @@ def may_open() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
+def raise_to(wanted: int) -> None:
+    """Raise the soft limit to so many files, or as far as the hard one; it is never lowered."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def allow(more: int) -> None:
     """Raise the soft limit, if so many more files would use up half of it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
+    soft = may_open()
+    if soft is None:
         return
     try:
         held = len(os.listdir("/proc/self/fd"))
     except OSError:  # there is no descriptor left to look with
         held = soft
     if held + more > soft // 2:
-        wanted = soft + 2 * (held + more)
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        raise_to(soft + 2 * (held + more))
 
 
 def require(needed: int, what: str) -> None:

@@ -12,8 +12,8 @@ import pytest
 import tierstore
 from tests.client.nodes import Node, nodes, write_change, write_version
 from tierstore.client import Client, whole
-from tierstore.engine.operations.digests import row_digests
 from tierstore.errors import Conflict, InvalidInput, NotFound
+from tierstore.kernels.digest import row_digests
 
 ROWS, DIM = 20_000, 3
 

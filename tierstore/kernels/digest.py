@@ -9,6 +9,8 @@ Free functions of arrays; any thread; the interpreter lock is released.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 from numba import types
@@ -27,14 +29,25 @@ _WORDS = types.Array(types.uint64, 2, "C", readonly=True)
 
 def digest_rows(keys: Keys, rows: Rows) -> int:
     """Digest of `keys` (int64 [n]) and `rows` (uint8 [n, row_bytes]), in [0, 2**64). Add up modulo 2**64."""
+    return int(_digest(np.ascontiguousarray(keys).view(np.uint64), _words(rows), np.uint64(rows.shape[1])))
+
+
+def row_digests(keys: Keys, rows: Rows) -> npt.NDArray[np.uint64]:
+    """The digest of each key with its row, uint64 [n]; `digest_rows` is their sum."""
+    out = np.empty(len(keys), np.uint64)
+    _digests(np.ascontiguousarray(keys).view(np.uint64), _words(rows), np.uint64(rows.shape[1]), out)
+    return out
+
+
+def _words(rows: Rows) -> npt.NDArray[np.uint64]:
+    """Rows as words, the last of each filled up with zeros."""
     row_bytes = rows.shape[1]
     rows = np.ascontiguousarray(rows)
     if row_bytes % 8:
         padded = np.zeros((len(rows), row_bytes + 8 - row_bytes % 8), np.uint8)
         padded[:, :row_bytes] = rows
         rows = padded
-    words = rows.reshape(-1).view(np.uint64).reshape(len(rows), rows.shape[1] // 8)
-    return int(_digest(np.ascontiguousarray(keys).view(np.uint64), words, np.uint64(row_bytes)))
+    return rows.reshape(-1).view(np.uint64).reshape(len(rows), rows.shape[1] // 8)
 
 
 @compiled("uint64(uint64)", inner=True)
@@ -46,13 +59,26 @@ def _mix(x: np.uint64) -> np.uint64:
     return x ^ (x >> np.uint64(33))
 
 
+@compiled(types.uint64(types.uint64, _WORDS, types.int64, types.uint64), inner=True)
+def _row_digest(key: Any, words: Any, row: Any, row_bytes: Any) -> Any:
+    h = _mix(key + _GOLDEN) ^ row_bytes
+    for j in range(words.shape[1]):
+        h = (h ^ words[row, j]) * _C1
+        h ^= h >> np.uint64(29)
+    return _mix(h)
+
+
 @compiled(types.uint64(_U64S, _WORDS, types.uint64))
 def _digest(keys: npt.NDArray[np.uint64], words: npt.NDArray[np.uint64], row_bytes: np.uint64) -> np.uint64:
     total = np.uint64(0)
     for i in range(keys.shape[0]):
-        h = _mix(keys[i] + _GOLDEN) ^ row_bytes
-        for j in range(words.shape[1]):
-            h = (h ^ words[i, j]) * _C1
-            h ^= h >> np.uint64(29)
-        total += _mix(h)
+        total += _row_digest(keys[i], words, i, row_bytes)
     return total
+
+
+@compiled(types.void(_U64S, _WORDS, types.uint64, types.uint64[::1]))
+def _digests(
+    keys: npt.NDArray[np.uint64], words: npt.NDArray[np.uint64], row_bytes: np.uint64, out: npt.NDArray[np.uint64]
+) -> None:
+    for i in range(keys.shape[0]):
+        out[i] = _row_digest(keys[i], words, i, row_bytes)

@@ -14,13 +14,12 @@ import gc
 import logging
 import os
 import platform
-import resource
 import signal
 import struct
 import sys
 import threading
 
-from tierstore.open_files import may_open
+from tierstore import open_files
 from tierstore.threads import Timer
 
 logger = logging.getLogger(__name__)
@@ -59,15 +58,12 @@ _MOST_FILES = 1 << 16
 
 def raise_file_limit() -> None:
     """Let this process open as many files as it may, within reason: each connection is a file."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    open_files.raise_to(_MOST_FILES)
 
 
 def allowed_connections(max_connections: int) -> int:
     """The setting, or half of the files that this process may open if that is less."""
-    most = may_open()
+    most = open_files.may_open()
     return max_connections if most is None else max(1, min(max_connections, most // 2))
 
 

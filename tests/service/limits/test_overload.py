@@ -20,6 +20,7 @@ from tests.service.conftest import eventually, settings_for
 from tests.service.fake_store import FakeStore
 from tests.service.raw_clients import Answer, burst, connections, many_files, request, statuses
 from tests.service.scenes import write_snapshot
+from tierstore import open_files
 from tierstore.engine.store import Store
 from tierstore.service import process
 from tierstore.service.http import connection, connection_limit
@@ -223,7 +224,7 @@ def test_a_refused_connection_that_says_nothing_is_closed(tmp_path: Path, monkey
 
 
 def test_connections_use_half_of_the_files_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process.resource, "getrlimit", lambda _: (100, 1000))
+    monkeypatch.setattr(open_files.resource, "getrlimit", lambda _: (100, 1000))
     assert process.allowed_connections(2048) == 50
     assert process.allowed_connections(10) == 10
 

@@ -21,16 +21,12 @@ from tierstore.engine.operations.aside import aside
 from tierstore.engine.operations.moment import ServedMoment, check_goes_on, moment_of
 from tierstore.errors import InvalidInput
 from tierstore.formats.keys import partition_of
+from tierstore.kernels.digest import row_digests
 from tierstore.tiers.background import Pace
-from tierstore.types import Keys, Rows
 
 MOST_BUCKETS = 65536  # of a table
 MOST_LISTED = 1 << 20  # rows of a table whose digests are listed
 Digests = npt.NDArray[np.uint64]
-
-# odd multipliers and the closing mix are those of MurmurHash3's 64-bit finalizer (Appleby, public domain)
-_C1, _C2 = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
-_GOLDEN, _33, _29 = np.uint64(0x9E3779B97F4A7C15), np.uint64(33), np.uint64(29)
 
 
 def digests(
@@ -116,23 +112,6 @@ def _tables(
 
 
 _NO_KEYS, _NO_DIGESTS = np.empty(0, np.int64), np.empty(0, np.uint64)
-
-
-def row_digests(keys: Keys, rows: Rows) -> Digests:
-    """A digest of each key (int64 [n]) with its row as stored (uint8 [n, row_bytes]): uint64 [n]."""
-    padded = np.zeros((len(rows), -(-rows.shape[1] // 8) * 8), np.uint8)
-    padded[:, : rows.shape[1]] = rows
-    digest = _mixed(keys.view(np.uint64) + _GOLDEN) ^ np.uint64(rows.shape[1])
-    for word in np.ascontiguousarray(padded.view(np.uint64).T):
-        digest = (digest ^ word) * _C1
-        digest ^= digest >> _29
-    return _mixed(digest)
-
-
-def _mixed(x: Digests) -> Digests:
-    x = (x ^ (x >> _33)) * _C1
-    x = (x ^ (x >> _33)) * _C2
-    return x ^ (x >> _33)
 
 
 def as_hex(values: Digests) -> str:
