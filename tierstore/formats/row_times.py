@@ -94,6 +94,12 @@ def from_rows(rows: Rows) -> Times:
     return np.ascontiguousarray(rows).view("<u4").ravel().astype(np.uint32, copy=False)
 
 
+def live_at(times: Times, at_s: int, ttl_s: int) -> npt.NDArray[np.bool_]:
+    """Which rows are not expired at `at_s`, seconds since 1970: bool [n]. One whose time is 0 is not there."""
+    live: npt.NDArray[np.bool_] = times >= max(1, at_s - ttl_s)
+    return live
+
+
 def _arrow_seconds(array: pa.Array) -> npt.NDArray[Any]:
     if array.null_count:
         row = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))

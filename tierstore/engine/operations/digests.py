@@ -21,6 +21,7 @@ from tierstore.engine.operations.aside import aside
 from tierstore.engine.operations.moment import ServedMoment, check_goes_on, moment_of
 from tierstore.errors import InvalidInput
 from tierstore.formats.keys import partition_of
+from tierstore.formats.row_times import live_at
 from tierstore.kernels.digest import row_digests
 from tierstore.tiers.background import Pace
 
@@ -90,7 +91,7 @@ def _tables(
         for keys, stored, times in batches:
             goes_on()
             if expired_at_s is not None and times is not None and ttl_s is not None:
-                stays = times >= max(1, expired_at_s - ttl_s)
+                stays = live_at(times, expired_at_s, ttl_s)
                 keys, stored = keys[stays], stored[stays]
             bucket = partition_of(keys, buckets)
             if wanted is not None:

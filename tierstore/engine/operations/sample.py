@@ -16,7 +16,7 @@ from tierstore.engine.model import Model
 from tierstore.engine.reads.view import View
 from tierstore.engine.serving.routing import STABLE
 from tierstore.errors import InvalidInput
-from tierstore.formats.row_times import TIME_BYTES, Times, from_rows
+from tierstore.formats.row_times import TIME_BYTES, Times, from_rows, live_at
 from tierstore.kernels.digest import digest_rows
 from tierstore.types import Keys, Tier
 
@@ -76,7 +76,7 @@ def _digest(view: View, table: Cascade, name: str, codes: Keys, expired_at_s: in
     found: npt.NDArray[np.bool_] = state != np.uint8(Tier.ABSENT)
     if expired_at_s is not None and (times := _times(view, name, codes)) is not None:
         assert table.spec.ttl_s is not None
-        found &= times >= max(1, expired_at_s - table.spec.ttl_s)
+        found &= live_at(times, expired_at_s, table.spec.ttl_s)
         rows[~found] = table.default
     answers = np.concatenate(
         [rows.view(np.uint8).reshape(len(codes), 4 * table.spec.dim), found.view(np.uint8)[:, None]], axis=1
