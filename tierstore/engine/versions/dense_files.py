@@ -15,13 +15,14 @@ from pathlib import Path
 
 import xxhash
 
-from tierstore.engine.data.dense_head import passed_over_after
+from tierstore.engine.data.dense_head import GONE, passed_over_after
 from tierstore.engine.data.overlay import Overlay
 from tierstore.errors import Corruption
 from tierstore.formats import files
 from tierstore.formats.names import VersionDirectory
 from tierstore.tiers.base import Records
 
+_OF_NONE = xxhash.xxh3_64_hexdigest(GONE)
 PASSED_OVER = "dense passed over"  # which newer ones do not fit the version, and why
 
 
@@ -94,12 +95,16 @@ def loaded_dense(where: VersionDirectory, disk: Records, head: str) -> Path | No
 def heads_there(where: VersionDirectory, disk: Records | None, loaded: Mapping[str, str]) -> dict[str, str | None]:
     """The heads of a version, with the XXH3-64 of their graphs; None where it was not written down.
 
-    `loaded` are the digests of those that were loaded; `disk` None: no delta has brought any.
+    `loaded` are the digests of those that were loaded; `disk` None: no delta has brought any. An empty file is a head
+    that went only where that was written down: it may have been cut off.
     """
+    digests = {
+        head: loaded.get(head) if disk is None else _digest(disk, head, loaded.get(head)) for head in where.denses()
+    }
     return {
-        head: loaded.get(head) if disk is None else _digest(disk, head, loaded.get(head))
-        for head in where.denses()
-        if where.dense(head).stat().st_size
+        head: digest
+        for head, digest in digests.items()
+        if digest != _OF_NONE and ((disk is not None and digest is not None) or where.dense(head).stat().st_size)
     }
 
 
