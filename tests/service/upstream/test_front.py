@@ -32,7 +32,7 @@ from tierstore.access.roles import Role
 from tierstore.access.tokens import TokenFile
 from tierstore.engine.operations import fronts
 from tierstore.engine.store import Store
-from tierstore.errors import NotFound, StorageError
+from tierstore.errors import StorageError
 from tierstore.service.server import ServerThread
 from tierstore.service.sources.start import check_sources
 
@@ -440,23 +440,6 @@ def test_a_front_serves_every_protocol(scene: Scene) -> None:
 
 
 @pytest.mark.thorough
-def test_a_front_has_the_heads_of_its_nodes_and_follows_them(scene: Scene, tmp_path: Path) -> None:
-    heads = pytest.importorskip("tests.engine.reads.test_heads", reason="needs the extra `dense`")
-    scene.node().store.load_snapshot(heads.snapshot(tmp_path))
-    first = scene.front()
-    assert heads.every(first) == {"": (1, 1), "cvr": (1, 1), "ltv": (1, 1)}
-    scene.apply(scenes.delta(1, heads.rows(2), heads={"cvr": heads.graph("cvr", 20), "ltv": None}))
-    for store in (first, scene.front()):
-        await_watermark(store, 1)
-        assert (heads.predict(store, ""), heads.predict(store, "cvr")) == ((2, 1), (2, 20))
-        with pytest.raises(NotFound, match="no head 'ltv'"):
-            heads.predict(store, "ltv")
-    scene.apply(scenes.delta(2, heads={"ltv": heads.graph("ltv", 30)}))
-    for store in (*scene.fronts, scene.front()):
-        await_watermark(store, 2)
-        assert heads.predict(store, "ltv") == (2, 30)
-
-
 def test_a_delta_that_was_undone_upstream_is_undone_at_the_front(scene: Scene) -> None:
     nodes = scene.quarters()
     front = scene.front()
