@@ -140,16 +140,17 @@ class Model:
 
     # --- look-ups and deltas
 
-    def view(self, version: int | str | None = None, route: bytes | str | None = None) -> Lease:
+    def view(self, version: int | str | None = None, route: bytes | str | None = None, head: str = "") -> Lease:
         """Hold one view for the length of a request: `with model.view() as view`. NotReady where nothing serves.
 
         `version` is a number or a label. A number that is not served is NotReady, or NotFound if there is no such
         version; an unknown label is NotFound. Without it the request goes to the active version or, as its share says,
-        to the canary: requests of an equal `route` (a request id) to the same one, others at random.
+        to the canary: requests of an equal `route` (a request id) to the same one, others at random. `head`: the dense
+        part that it predicts by; NotFound where the view has no such.
         """
         if isinstance(version, int):
             self.catalogue.info(version)
-        return Lease(self.publisher, version, route)
+        return Lease(self.publisher, version, route, head)
 
     def _acquire(self, version: int | str | None, route: bytes | str | None) -> View:
         """What `view(version, route)` holds, in fewer steps; the caller releases it."""
@@ -278,11 +279,12 @@ class Model:
         inputs: Mapping[str, Any],
         *,
         outputs: Sequence[str] | None = None,
+        head: str = "",
         version: int | str | None = None,
         route: bytes | str | None = None,
     ) -> Any:
-        """`View.predict` on the view that `view(version, route)` gives."""
-        with self.view(version, route) as view:
+        """`View.predict` on the view that `view(version, route, head)` gives."""
+        with self.view(version, route, head) as view:
             return view.predict(inputs, outputs=outputs)
 
     @property
