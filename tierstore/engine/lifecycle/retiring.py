@@ -1,7 +1,6 @@
 """Versions that serve no more and are still read: each is closed once its last reader has left.
 
 Any thread. The list is guarded by the publisher's condition, which is notified when it changes.
-Nothing here survives a crash.
 """
 
 from __future__ import annotations

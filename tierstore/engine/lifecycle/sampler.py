@@ -2,7 +2,6 @@
 
 It works for at most one part in `_PART` of the time beside telling observers that time has passed, and
 look-ups of a busy table note keys for a tenth of the time: to note costs the kernel that finds rows 3 to 4%.
-Nothing survives the process.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ what the first has in memory. Readers of older views may be at the first: it is 
 until then.
 
 `resize` and `close` may be called from any thread, while look-ups and folds go on; what deals a budget calls one at a
-time. Nothing survives the process.
+time.
 """
 
 from __future__ import annotations

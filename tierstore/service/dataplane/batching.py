@@ -4,7 +4,7 @@ Off unless `batch_max_items` is set. The event loop adds requests to an open bat
 the batch, runs it under one view, and answers each request. A batch is queued for the pool when its first request
 comes, and requests join until a thread has popped it, so on an idle service no request waits. With `batch_delay_us` it
 is queued that much later, or when it is full. A request that is wrong fails alone: where a joined run fails, each
-request is run by itself. Nothing survives a crash.
+request is run by itself.
 """
 
 from __future__ import annotations

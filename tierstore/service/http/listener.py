@@ -1,7 +1,7 @@
 """Accepts the connections that Python serves from their first byte on: those with TLS, and those for admin requests.
 
 So it is with all connections until the kernels of reactors are compiled. Reactors do the same for plain HTTP, and hand
-off what they do not know. Event loop only, from `start` to `stop`.
+off what they do not know.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ _MAX_VERSION = (1 << 63) - 1
 
 
 class TfsHttp(ProtocolApplication):
-    """The application. Event loop only."""
+    """The application."""
 
     PROTOCOL = "tfs_http"
 

@@ -1,7 +1,7 @@
 """Load shedding: until when a caller waits, which calls are not run any more, and how many those were.
 
 A thread that pops a call from a queue first calls `Waits.check`: a call whose deadline has passed, whose client has
-gone, or which has waited too long, is refused before work is done for it. Any thread; nothing survives a crash.
+gone, or which has waited too long, is refused before work is done for it. Any thread.
 """
 
 from __future__ import annotations

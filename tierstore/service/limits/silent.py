@@ -1,4 +1,4 @@
-"""What has not said yet what it wants, and makes room where there is no place left. Event loop only."""
+"""What has not said yet what it wants, and makes room where there is no place left."""
 
 from __future__ import annotations
 

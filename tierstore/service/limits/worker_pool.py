@@ -1,7 +1,7 @@
 """Worker threads with a bounded queue, and budgets of bytes in flight.
 
 `WorkerPool.run` and `start` are called on one event loop only; the calls run on the pool's threads. Any thread may use
-`ByteBudget`. Nothing survives a crash.
+`ByteBudget`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ words say who waits for it: a connection of HTTP/1.1, or a stream of gRPC. What 
 which answers with the error, counts and logs it; a job that has to be planned anew is that way's from the start.
 
 `serve` runs on the pool's threads; `cut_off` and `error_of` on the event loop, `close` on any thread,
-once. Nothing survives a crash.
+once.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ batch. Other methods run on the pools of the admin interface, those that never w
 messages is an object of the event loop, which works on one message at a time and lets the client send more as it
 goes on; it needs no thread.
 
-Event loop only, but answers are sent by the threads that have made them. Nothing survives a crash.
+Answers are sent by the threads that have made them.
 """
 
 from __future__ import annotations

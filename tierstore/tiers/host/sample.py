@@ -1,7 +1,4 @@
-"""Keys that look-ups of a table note (`kernels/host_cache/sampling.py`): collected now and then, by one thread.
-
-Nothing survives the process.
-"""
+"""Keys that look-ups of a table note (`kernels/host_cache/sampling.py`): collected now and then, by one thread."""
 
 from __future__ import annotations
 
