@@ -90,7 +90,7 @@ check: format-check lint types test
 format-check: $(STAMP)
 	$(BIN)/ruff format --check $(SOURCES)
 
-# Names, words, sizes, layers, and what docs/walk.md walks through: read off the sources.
+# Names, layers, tidiness, and what docs/walk.md walks through: read off the sources.
 lint: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/python -m pytest $(STRUCTURE)
