@@ -67,9 +67,7 @@ def _menu(pages: dict[str, str]) -> list[dict[str, object]]:
         menu.append({_capital(title): [{_capital(text): _entry(_target(MENU, link), pages)} for text, link in found]})
     menu.append({"Reference": [{title: f"reference/{name}.md"} for name, title in REFERENCE.items()]})
     if missing := pages.keys() - set(re.findall(r"[\w/-]+\.md", str(menu))):
-        raise SystemExit(
-            f"{MENU}: expected every page in the table `Pages`; not there: {', '.join(sorted(missing))}"
-        )
+        raise SystemExit(f"{MENU}: expected every page in the table `Pages`; not there: {', '.join(sorted(missing))}")
     return menu
 
 
