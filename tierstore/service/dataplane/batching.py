@@ -220,7 +220,7 @@ class Batcher:
             requests = histograms("tierstore_batch_requests", "Predict requests of a batch.", "", [((), self._counts)])
             items = histograms("tierstore_batch_items", "Items of a batch.", "", [((), self._sizes)])
         yield from (requests, items)
-        yield counter("tierstore_batch_apart", "Requests of batches that could not be run as one.", self._apart)
+        yield counter("tierstore_batch_apart", "Requests whose batch could not run as one.", self._apart)
         yield gauge("tierstore_batch_waiting", "Predict requests in batches that are not answered yet.", self.waiting)
         yield gauge("tierstore_batch_waiting_limit", "Predict requests that may be in batches.", self.waiting_limit)
 

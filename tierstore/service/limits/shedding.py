@@ -101,7 +101,7 @@ class Shed:
             waited = histograms(
                 "tierstore_queue_seconds", "Seconds that calls waited for a thread.", "pool", self._waits
             )
-        text = "Requests refused without work, so that others are answered."
+        text = "Requests refused before any work was done for them, so that others are answered."
         yield from (counters("tierstore_shed", text, "reason", counts), waited)
 
 
