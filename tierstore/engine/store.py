@@ -278,7 +278,7 @@ class Store(ParkedMessages):
         return int(fields["version"])
 
     def label(self, model: str, name: str, version: int) -> None:
-        """Let a label stand for a version that is served, until that is served no more."""
+        """Give a serving version a label, which it has until it stops serving."""
         held = self.model(model)
         with held.changing("label", label=name, version=version):
             self.placed(held).label(name, version)

@@ -78,7 +78,7 @@ class CacheSampler:
             try:
                 observer.time_passed(time.time())
             except Exception:
-                log.exception("%s is not told of the time any more", type(observer).__name__)
+                log.exception("%s no longer gets the time", type(observer).__name__)
                 self._failed.append(observer)
 
     def step(self, now_s: float, clock_s: float | None = None) -> None:

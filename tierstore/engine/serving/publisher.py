@@ -136,7 +136,7 @@ class Publisher:
             return held
 
     def unhold(self, *views: View) -> None:
-        """Hold these no more."""
+        """Stop holding these."""
         with self.changed:
             for view in views:
                 self._background.remove(view)

@@ -52,7 +52,7 @@ def finish_dense(where: VersionDirectory, disk: Records) -> str | None:
 
 
 def loaded_dense(where: VersionDirectory, disk: Records) -> Path | None:
-    """The dense part as it was loaded; None where it is there no more."""
+    """The dense part as it was loaded; None if it no longer exists."""
     if files.exists(where.dense_loaded):
         return where.dense_loaded
     return where.dense if disk.record(DENSE_SEQ) is None and files.exists(where.dense) else None

@@ -152,7 +152,7 @@ class HostTables:
         return [host for _, host in self._outgrown]
 
     def close_outgrown(self, hosts: Sequence[HostTable]) -> None:
-        """Free these: no reader is at them any more. Their memory is for whoever a budget is dealt to next."""
+        """Free these, which nobody reads any more. The next deal of the budget gives their memory to others."""
         with self._lock:
             for host in hosts:
                 self.budget_bytes -= host.bytes_in_use

@@ -110,8 +110,8 @@ class Waits:
 
     Any thread.
 
-    How long it would wait is told by how many are before it and what the last ones took. In a queue as long as its
-    calls' deadlines each would begin just before its own and end after it, which helps nobody.
+    The expected wait follows from the number of calls before it and the time that the last ones took. In a queue as
+    long as its calls' deadlines, each call would begin just before its deadline and end after it, which helps nobody.
     """
 
     def __init__(self, pool: str, shed: Shed, limit_s: float) -> None:

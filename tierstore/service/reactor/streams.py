@@ -56,7 +56,7 @@ class StreamReceiver(Protocol):
         """More has come; `stream.consumed` lets the client send as much again."""
 
     def ended(self, stream: Stream) -> None:
-        """The client sends no more."""
+        """The client has sent everything."""
 
     def lost(self, stream: Stream) -> None:
         """The client has reset the stream, or its connection has ended. Nothing more comes, and nothing leaves."""

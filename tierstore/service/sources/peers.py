@@ -167,7 +167,7 @@ class Peers:
             self._store.model(name).ready for name in self._store.models()
         ):
             self.caught_up = True  # others may be down for long
-            logger.warning("peers: not caught up; this node goes on with what it has, and goes on trying")
+            logger.warning("peers: not caught up; this node serves what it has, and keeps trying")
 
     # --- models
 

@@ -33,7 +33,7 @@ class AccessSample:
 
     @property
     def address(self) -> int:
-        """Where kernels find it; whoever has that address keeps this object."""
+        """The address for kernels; whoever holds it must keep this object alive."""
         return address_of(self._words)
 
     @property
