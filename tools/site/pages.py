@@ -16,10 +16,12 @@ from pathlib import Path
 
 import yaml
 
+from tools.make_layouts_page import page as layouts
 from tools.site import reference
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 MENU = "docs/README.md"  # whose table of pages is the menu
+LAYOUTS = "docs/layouts.md"  # made, as those of the reference are
 REFERENCE = {"commands": "Commands", "http": "HTTP requests", "python": "Python"}
 LANGUAGES = {"py": "python", "yml": "yaml", "cfg": "text", "conf": "nginx", "tpl": "text"}
 BOOSTS = {"docs/decisions/": 0.2, "schema/": 0.5}  # of what is found there, in the order of what the search has found
@@ -30,6 +32,7 @@ HIDDEN = "---\nsearch: {exclude: true}\n---\n"
 def write(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     pages = {path.as_posix(): (ROOT / path).read_text(encoding="utf-8") for path in _sources()}
+    pages[LAYOUTS] = layouts()
     menu = _menu(pages)
     linked = sorted({target for page, text in pages.items() for target in _linked(page, text)})
     pages |= {f"reference/{name}.md": getattr(reference, name)() for name in REFERENCE}
@@ -65,7 +68,8 @@ def _menu(pages: dict[str, str]) -> list[dict[str, object]]:
     for title, links in re.findall(r"^\| ([^|]+) \| (.+) \|$", table, flags=re.MULTILINE):
         found = re.findall(r"\[(.+?)\]\((.+?)\)", links)
         menu.append({_capital(title): [{_capital(text): _entry(_target(MENU, link), pages)} for text, link in found]})
-    menu.append({"Reference": [{title: f"reference/{name}.md"} for name, title in REFERENCE.items()]})
+    made = [{title: f"reference/{name}.md"} for name, title in REFERENCE.items()]
+    menu.append({"Reference": [*made, {"Layouts in memory": LAYOUTS}]})
     if missing := pages.keys() - set(re.findall(r"[\w/-]+\.md", str(menu))):
         raise SystemExit(f"{MENU}: expected every page in the table `Pages`; not there: {', '.join(sorted(missing))}")
     return menu
