@@ -37,7 +37,7 @@ _MOST_GATHERINGS = 64  # of one view
 
 
 class View:
-    """Look-ups of one moment. Made by the model; callers get it from `with model.view() as view:`."""
+    """Look-ups at one moment. The model makes it; callers use `with model.view() as view:`."""
 
     __slots__ = (
         "_by_table",
@@ -92,7 +92,7 @@ class View:
 
     @property
     def has_dense(self) -> bool:
-        """Whether the version keeps a dense part; `predictor` says whether it is served."""
+        """Whether the version has a dense part; `predictor` says whether it is served."""
         return self._version.info.has_dense or any(overlay.dense is not None for overlay in self.overlays)
 
     @property
@@ -193,7 +193,7 @@ class View:
         device: str | None = None,
         stream: Any = None,
     ) -> Any:
-        """One pooled vector a bag.
+        """One pooled vector for each bag.
 
         Args:
             keys: n keys, bag after bag.
