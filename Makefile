@@ -90,7 +90,7 @@ check: format-check lint types test
 format-check: $(STAMP)
 	$(BIN)/ruff format --check $(SOURCES)
 
-# Names, words, sizes, layers, and what docs/walk.md walks through: read off the sources.
+# Names, layers, tidiness, and what docs/walk.md walks through: read off the sources.
 lint: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/python -m pytest $(STRUCTURE)
@@ -130,7 +130,7 @@ bench-tfra: bench-tools
 # Where Triton cannot be installed, or perf_analyzer lacks a library, the benchmarks say so.
 bench-triton: bench-tools
 	@$(MAKE) --no-print-directory $(CLIENTS)/triton/.installed || echo 'Triton cannot be installed with $(PYTHON); Python 3.11 to 3.13 can'
-	$(BIN)/python -m benchmarks --only wire_triton triton_ensemble $(BENCH)
+	$(BIN)/python -m benchmarks --only wire_triton $(BENCH)
 
 gpu-test: $(ON_GPU)/.installed
 	$(ON_GPU)/bin/python -m pytest -m gpu -n $(TEST_PROCESSES) --dist loadfile -rs tests $(TESTS)

@@ -33,7 +33,7 @@ from benchmarks.predict_service import MODEL, Served
 from benchmarks.swap import Admin
 
 KEYS = 1024
-RATE = 500
+RATE, HTTP_RATE = 500, 400  # look-ups a second, in process and over HTTP
 PHASES = 4  # of quiet, and as many of deltas
 _BATCH = 250_000
 _VALUE = np.float16(STEP)  # of every row, before and after each delta: `ask` checks that rows are of one version
@@ -147,7 +147,8 @@ def beside_http(where: Path, source: Path, made: Iterator[bytes], seconds: float
     with Served(data, host_budget="1GiB") as served:
         out = where / "seen.npy"
         asker = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.lookup_load", "--ask", str(served.port), str(out)], stdin=subprocess.PIPE
+            [sys.executable, "-m", "benchmarks.lookup_swap", "--ask", str(served.port), str(out), str(HTTP_RATE)],
+            stdin=subprocess.PIPE,
         )
         time.sleep(3)
         admin, spans = Admin(served), []

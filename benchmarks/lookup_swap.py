@@ -268,13 +268,14 @@ def main() -> None:
     parser = parser_of(
         __file__, __doc__, "tiny", rows=300_000, rounds=4, quiet=(12.0, "seconds before, and after"), tick=(str, HIDDEN)
     )
-    parser.add_argument("--ask", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--ask", nargs="+", help=argparse.SUPPRESS)  # port, file, requests a second
     options = parser.parse_args()
     if options.tick:
         tick(Path(options.tick))
         return
     if options.ask:
-        ask(int(options.ask[0]), Path(options.ask[1]))
+        port, out, *rate = options.ask
+        ask(int(port), Path(out), *map(float, rate))
         return
     rows, quiet_s, rounds = (25_000, 1.0, 1) if options.tiny else (options.rows, options.quiet, options.rounds)
     with tempfile.TemporaryDirectory(prefix="tierstore-bench-") as folder:

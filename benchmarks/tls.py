@@ -14,6 +14,7 @@ import os
 import socket
 import ssl
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +27,6 @@ import grpc
 import numpy as np
 
 from benchmarks import report
-from benchmarks.access import certificate
 from benchmarks.machine import describe
 from benchmarks.options import parser_of
 from benchmarks.wire_lookup import child, connect, cpu_s, http_request, read_http
@@ -36,6 +36,28 @@ METHOD = "/inference.GRPCInferenceService/ModelInfer"
 PATIENCE_S = 300.0
 LEARNED = 200  # requests before the first round
 VARIANTS = 16
+
+
+def certificate(root: Path) -> Path:
+    """A file with a key and its certificate for 127.0.0.1, by the program openssl."""
+    file = root / "both.pem"
+    kind = [
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=bench",
+    ]
+    made = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(file), "-out", f"{file}c"]
+    subprocess.run(["openssl", *kind, *made], check=True, capture_output=True)
+    file.write_text(file.read_text() + Path(f"{file}c").read_text())
+    return file
 
 
 def over_http(port: int, batches: list[np.ndarray], trusted: Path | None, stack: ExitStack) -> Callable[[int], None]:

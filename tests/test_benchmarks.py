@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import http.server
 import json
 import math
@@ -19,7 +18,7 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as suite
-from benchmarks import device_lookup, engine_build, networks, production, report, triton_peer, wild_lookup
+from benchmarks import device_lookup, networks, production, report, triton_peer, wild_lookup
 from benchmarks.alternation import Samples, Taken, alternate, one_thread, ratio, threads
 from benchmarks.contenders import Rows, Take, Tierstore, keys_of
 from benchmarks.lookup_peers import PLANS, WORKLOADS, Bench, check
@@ -409,21 +408,6 @@ def test_the_model_that_triton_runs_takes_the_rows_asked_for(tmp_path: Path, mon
     (answer,) = made.execute([{"keys": backend.Tensor("keys", np.array([7, 3, 7]))}])
     assert set(answer.arrays) == {"rows"}
     np.testing.assert_array_equal(answer.arrays["rows"], table[[7, 3, 7]])
-
-
-def test_a_build_that_takes_too_long_is_ended_with_its_processes(tmp_path: Path) -> None:
-    args = argparse.Namespace(root=tmp_path, rows=100, dim=4, partitions=2, limit_s=0.05)
-    with pytest.raises(RuntimeError, match=r"tierstore build with 1: was not done after 0\.05 s"):
-        engine_build.run("tierstore build", 1, args)
-    left = [path for path in Path("/proc").glob("[0-9]*") if str(tmp_path).encode() in command_of(path)]
-    assert left == []
-
-
-def command_of(process: Path) -> bytes:
-    try:
-        return (process / "cmdline").read_bytes()
-    except OSError:  # it has ended
-        return b""
 
 
 @pytest.mark.thorough

@@ -40,6 +40,7 @@ PIP = "installs packages; `make dist` installs the wheel with its extras into a 
 KAFKA = "needs a Kafka cluster; tests/service/sources/test_kafka.py and test_kafka_rows.py start the service with one, and park messages"
 NOT_RUN = {  # the beginning of a line, or of a program → why
     "make demo": "runs `tierstore demo`, as tests/demo does",
+    "make test": "runs this file among others",
     "make bench": "measures for minutes; tests/test_benchmarks.py runs each benchmark, small",
     "pip install": PIP,
     "pip uninstall": PIP,

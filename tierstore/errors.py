@@ -94,8 +94,8 @@ class DeltaError(InvalidInput):
 
 
 class WrongPartition(InvalidInput):
-    """A look-up of a key in a partition that this node does not have: whether the key exists,
-    another node knows (HTTP 421).
+    """A look-up of a key in a partition that this node does not have. Another node knows
+    whether the key exists (HTTP 421).
     """
 
 
@@ -108,7 +108,7 @@ class NotFound(TierstoreError, LookupError):
 
 
 def unknown_model(name: str, there: Iterable[str]) -> NotFound:
-    """What to raise for a model that is not among those `there`."""
+    """The error for a model that is not among those `there`."""
     return NotFound(f"no model {name!r}; there is {', '.join(sorted(there)) or 'none yet'}")
 
 
@@ -117,7 +117,7 @@ class Conflict(TierstoreError):
 
 
 class Fenced(Conflict):
-    """A write under a lower epoch than one before, `epoch`: another node is the ingester now. Nothing was written."""
+    """A write under an epoch below `epoch`: another node is the ingester now. Nothing was written."""
 
     def __init__(self, message: str, *, epoch: int = 0) -> None:
         super().__init__(message)
@@ -145,7 +145,7 @@ class Overloaded(TierstoreError):
 
 
 class RateLimited(Overloaded):
-    """The caller, or all callers of the model, have had what they may in a second; try again
+    """The caller, or all callers of the model together, have used up their rate; try again
     after `retry_after_s` seconds.
     """
 
@@ -178,7 +178,7 @@ class Forbidden(TierstoreError, PermissionError):
 
 
 class Unauthorized(Forbidden):
-    """The service does not know the caller: there is no token, or it is not a good one (HTTP 401)."""
+    """The service does not know the caller: the token is missing or invalid (HTTP 401)."""
 
 
 class Unreachable(TierstoreError, ConnectionError):
@@ -188,7 +188,7 @@ class Unreachable(TierstoreError, ConnectionError):
 class RolloutFailed(TierstoreError):
     """A rollout was stopped.
 
-    `restored`: every node serves what it served before; else the message names those that do not.
+    `restored`: every node serves what it served before; otherwise the message names those that do not.
     """
 
     def __init__(self, message: str, *, restored: bool) -> None:

@@ -108,7 +108,7 @@ class Incoming:
         try:
             return self._received(n)
         except MemoryError as error:
-            raise MalformedAnswer("there is no memory for as many bytes as the answer says it has") from error
+            raise MalformedAnswer("there is no memory for the announced bytes of the answer") from error
 
     def _received(self, n: int) -> bool:
         if self._receiver is None:

@@ -80,7 +80,7 @@ class HostBytes(TypedDict):
 class VersionStatus(TypedDict):
     """A version of a model.
 
-    One that is loading has its number, `state`, `watermark`, `phase`, `done` and `total` alone.
+    While it loads it has only its number, `state`, `watermark`, `phase`, `done` and `total`.
     """
 
     version: int
@@ -145,7 +145,7 @@ class CurvePoint(TypedDict):
 
 
 class CacheStatus(TypedDict):
-    """What is known of a table's cache in CPU memory."""
+    """A table's cache in CPU memory, as far as it was measured."""
 
     rows: int  # that it holds at most
     hit_rate: float | None  # of late; None where nothing was looked up
@@ -193,7 +193,7 @@ class CanaryStatus(TypedDict):
 
 
 class UnfinishedLoad(TypedDict):
-    """What a load that did not end has left; another load of the version goes on with it."""
+    """Leftovers of an unfinished load, from which another load of the version continues."""
 
     bytes: int
     age_s: int
@@ -207,7 +207,7 @@ class DenseStatus(TypedDict):
 
 
 class ModelStatus(TypedDict):
-    """A model. Where no version serves, all from `folded_watermark` on is left out."""
+    """A model. If no version serves, everything from `folded_watermark` on is left out."""
 
     model: str
     active_version: int | None

@@ -82,28 +82,28 @@ ROWS = (
         Panel("Nodes", "short", [
             (f"sum(tierstore_ready{{{NODE}}})", "ready"), (f"count(up{{{NODE}}})", "there are"),
             (f"sum(tierstore_problem{{{NODE}}})", "problems"),
-        ], "What the problems are says the status of the node, and the runbook what to do."),
+        ], "The status of the node describes its problems, and the runbook says what to do."),
         Panel("Requests a second", "reqps", [(f"sum by (instance, protocol) ({rate('tierstore_request_seconds_count', NODE)})", "{{instance}} {{protocol}}")]),
         Panel("Failed requests a second", "reqps", [(
             or_zero(f"sum by (instance, outcome) ({rate('tierstore_request_seconds_count', f'{DATA_PLANE}, {FAILED}')})", "instance", rate("tierstore_request_seconds_count")),
             "{{instance}} {{outcome}}",
-        )], "Faults of the service, and what it had no room or time for. What a client does wrong is not here."),
+        )], "Faults of the service, and requests for which it had no room or time. Errors of clients are not counted."),
         Panel("Latency of look-ups and predictions", "s", quantiles("tierstore_request_seconds", DATA_PLANE, "instance", "{{instance}}")),
         Panel("Latency by model, p99", "s", quantiles("tierstore_model_request_seconds", MODEL, "instance, model", "{{instance}} {{model}}")[1:]),
         Panel("Queue time", "s", quantiles("tierstore_queue_seconds", NODE, "instance, pool", "{{instance}} {{pool}}", "5m"),
-              "How long requests that Python answers waited for a thread. Those that reactors answer do not wait."),
+              "How long requests that Python answers waited for a thread. Requests that reactors answer do not wait."),
     ]),
     Row("Rows", [
         Panel("Keys a second by tier", "short", [(f"sum by (tier) ({rate('tierstore_lookup_keys_total', MODEL)})", "{{tier}}")], stacked=True),
         Panel("Answered from memory", "percentunit", [(f"1 - sum by (instance, model) ({READ}) / (sum by (instance, model) ({KEYS}) > 0)", "{{instance}} {{model}}")],
-              "Share of the keys that did not have to be read from disk or from elsewhere. Keys that do not exist do not count against it."),
+              "Share of the keys that were not read from disk or from other machines. Absent keys do not count against it."),
         Panel("Absent keys", "percentunit", [(
             f"sum by (instance, model) ({ABSENT}) / (sum by (instance, model) ({KEYS}) > 0)",
             "{{instance}} {{model}}",
-        )], "Share of the keys that are answered by the default, as there is no row."),
+        )], "Share of the keys that have no row and get the default."),
         Panel("What memory would answer with so many times of it", "percentunit",
               [(f"avg by (model, memory) (tierstore_cache_hit_rate_at{{{MODEL}}})", "{{model}} {{memory}} times")],
-              "Mean over tables and nodes, from trials with sampled look-ups."),
+              "Mean over tables and nodes, estimated from sampled look-ups."),
         Panel("Bytes by tier", "bytes", [(f"sum by (instance, tier) (tierstore_tier_bytes{{{MODEL}}})", "{{instance}} {{tier}}")]),
         Panel("Rows", "short", [(f"sum by (instance, model) (tierstore_table_rows{{{MODEL}}})", "{{instance}} {{model}}")]),
     ]),
@@ -122,7 +122,7 @@ ROWS = (
     ]),
     Row("Memory and disk", [
         Panel("Resident memory and budget", "bytes", gauges(NODE, ("process_resident_memory_bytes", "resident"), ("tierstore_memory_limit_bytes", "limit"), ("tierstore_host_used_bytes", "host tier"), ("tierstore_host_budget_bytes", "host budget"))),
-        Panel("Memory by part", "bytes", [(f"sum by (part) (tierstore_memory_bytes{{{NODE}}})", "{{part}}")], "`other` is the interpreter, code, threads, and what nobody counts.", stacked=True),
+        Panel("Memory by part", "bytes", [(f"sum by (part) (tierstore_memory_bytes{{{NODE}}})", "{{part}}")], "`other` is the interpreter, code, threads, and everything that is not counted.", stacked=True),
         Panel("Disk", "bytes", gauges(NODE, ("tierstore_disk_free_bytes", "free"), ("tierstore_disk_reserve_bytes", "kept free"))),
         Panel("Bytes of requests in progress", "bytes", gauges(NODE, ("tierstore_inflight_bytes", "look-ups"), ("tierstore_delta_inflight_bytes", "deltas"), ("tierstore_unsent_bytes", "answers not taken yet"))),
         Panel("Processors", "short", [(f"sum by (instance) ({rate('process_cpu_seconds_total', NODE)})", "{{instance}}")], "Seconds of processor time a second."),
@@ -136,7 +136,7 @@ ROWS = (
         Panel("Threads at work", "short", gauges(NODE, ("tierstore_lookup_threads_busy", "look-ups"), ("tierstore_lookup_threads", "look-ups, there are"), ("tierstore_switch_threads_busy", "switches"))),
         Panel("Connections", "short", gauges(NODE, ("tierstore_connections", "open"), ("tierstore_connections_limit", "limit"))),
         Panel("p99 of look-ups, and in quiet", "s", gauges(NODE, ("tierstore_lookup_p99_seconds", "measured last"), ("tierstore_lookup_quiet_p99_seconds", "without background work")),
-              "By these two it is decided how much background work is done."),
+              "These two decide how much background work may run."),
         Panel("Not let in", "reqps", [(f"sum by (instance, why) ({rate('tierstore_access_refused_total')})", "{{instance}} {{why}}")]),
     ]),
     Row("Canary", [
@@ -148,7 +148,7 @@ ROWS = (
     Row("Predictions", [
         Panel("Predictions a second", "reqps", [(f"sum by (instance, model) ({rate('tierstore_predicts_total', MODEL)})", "{{instance}} {{model}}")]),
         Panel("Where a prediction's time goes", "s", [(f"sum by (model, part) ({rate('tierstore_predict_seconds_total', MODEL, '5m')}) / ignoring (part) group_left sum by (model) ({rate('tierstore_predicts_total', MODEL, '5m')})", "{{model}} {{part}}")],
-              "Mean seconds. `total` has the others in it, and the service's own."),
+              "Mean seconds. `total` includes the other parts and the service's own time."),
         Panel("Runs of dense parts", "ops", [(f"sum by (instance, model) ({rate('tierstore_dense_runs_total', MODEL)})", "{{instance}} {{model}}"), (f"sum by (instance, model) ({rate('tierstore_dense_failed_runs_total', MODEL)})", "{{instance}} {{model}} failed")]),
         Panel("Joined requests", "short", [(f"histogram_quantile(0.5, sum by (le, instance) ({rate('tierstore_batch_requests_bucket', NODE, '5m')}))", "{{instance}} requests of a batch, p50")], "With micro-batching."),
     ], collapsed=True),
@@ -166,7 +166,7 @@ ROWS = (
     ], collapsed=True),
     Row("Cache on SSD", [
         Panel("Used and budget", "bytes", gauges(NODE, ("tierstore_ssd_cache_used_bytes", "used"), ("tierstore_ssd_cache_budget_bytes", "budget"), ("tierstore_ssd_cache_waiting_bytes", "waits to be written"))),
-        Panel("Answered by the SSD", "percentunit", [(f"sum by (instance, model) ({rate('tierstore_ssd_cache_hits_total', MODEL, '5m')}) / (sum by (instance, model) ({rate('tierstore_ssd_cache_hits_total', MODEL, '5m')}) + sum by (instance, model) ({rate('tierstore_ssd_cache_misses_total', MODEL, '5m')}))", "{{instance}} {{model}}")], "Of the keys that memory lacked."),
+        Panel("Answered by the SSD", "percentunit", [(f"sum by (instance, model) ({rate('tierstore_ssd_cache_hits_total', MODEL, '5m')}) / (sum by (instance, model) ({rate('tierstore_ssd_cache_hits_total', MODEL, '5m')}) + sum by (instance, model) ({rate('tierstore_ssd_cache_misses_total', MODEL, '5m')}))", "{{instance}} {{model}}")], "Of the keys that were not in memory."),
         Panel("On", "short", gauges(NODE, ("tierstore_ssd_cache_on", ""))),
     ], collapsed=True),
     Row("Device tier", [

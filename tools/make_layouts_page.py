@@ -1,6 +1,6 @@
-"""Write docs/layouts.md, the layouts that Python and compiled kernels share.
+"""Write docs/layouts.md, the layouts that Python and compiled kernels share: `python -m tools.make_layouts_page`.
 
-python tools/make_layouts_page.py
+Git ignores the page, as it is long and follows the kernels; the documentation site has it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tierstore.kernels.records import ALL, Record
 PAGE = Path(__file__).parents[1] / "docs/layouts.md"
 HEAD = """# Layouts shared by Python and kernels
 
-Made by `python tools/make_layouts_page.py` from the records of `tierstore/kernels` (`records.py` says how they are used). They are in memory
-alone: no file and no message has them, and they may change with any version. Numbers are little-endian, int64 where no type is named; a
+Made by `python -m tools.make_layouts_page` from the records of `tierstore/kernels` (`records.py` says how they are used). They are only in memory:
+no file and no message has them, and they may change with any version. Numbers are little-endian, int64 where no type is named; a
 field whose type is another record has the address of one, or 0.
 """
 

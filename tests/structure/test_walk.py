@@ -1,4 +1,4 @@
-"""The walk through the code: ten steps each, and every file and function that it names is there."""
+"""The walk through the code: numbered steps, and every file and function that they name is there."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def test_what_a_step_names_is_there(file: str, name: str) -> None:
     assert name in names_in(ROOT / file)
 
 
-def test_each_walk_has_ten_steps_and_each_step_names_a_function() -> None:
+def test_each_step_of_a_walk_names_a_function() -> None:
     walks = WALK.split("\n## ")[1:]
     assert len(walks) == 3
     for walk in walks:
         steps = re.split(r"\n(?=\d+\. )", walk)[1:]
-        assert [int(step.split(".")[0]) for step in steps] == list(range(1, 11))
+        assert [int(step.split(".")[0]) for step in steps] == list(range(1, len(steps) + 1))
         assert all(re.search(r"`tierstore/[\w/]+\.py`, `[\w.]+`", step) for step in steps)

@@ -20,10 +20,10 @@ from tritonclient.utils import InferenceServerException
 from typer.testing import CliRunner
 
 import tierstore
-from benchmarks.triton_models import write_bls, write_dense, write_ensemble
 from benchmarks.triton_peer import Analyzer, Packages, Peer, Unavailable, serving
 from tests.engine.quick_build import in_process as in_process_loads
 from tests.triton.data import DIM, dense_part, mean_bags, scores, vectors, write_delta, write_version
+from tests.triton.models import write_bls, write_dense, write_ensemble
 from tierstore.cli.app import app
 from tierstore.service.server import ServerThread
 

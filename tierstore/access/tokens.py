@@ -284,9 +284,7 @@ def _read(path: Path) -> dict[str, Token]:
     try:
         tokens = [Token.parse(entry) for entry in document["tokens"]]
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise Corruption(
-            f"{path} makes no sense ({error!r}); restore it, or remove it and create tokens again"
-        ) from error
+        raise Corruption(f"{path} is invalid ({error!r}); restore it, or remove it and create tokens again") from error
     return {token.id: token for token in tokens}
 
 

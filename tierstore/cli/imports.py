@@ -149,7 +149,9 @@ def import_hps(
     from tierstore.imports.hps import read_ps_json
 
     if triton is not None and out is not None and data is None and url is None:
-        raise typer.BadParameter("--triton: expected --data or --url beside --out, as it answers from what is loaded")
+        raise typer.BadParameter(
+            "--triton: expected --data or --url beside --out, because its models answer from what is loaded"
+        )
     models = [one for one in read_ps_json(file, root) if model in (None, one.name)]
     if not models:
         raise ConfigError(

@@ -33,7 +33,7 @@ def jobs(
     if json:
         show.as_json(found)
     elif not found:
-        typer.echo("there are no jobs, and none has ended lately")
+        typer.echo("no job is running, waiting or recently ended")
     else:
         _show(found)
 

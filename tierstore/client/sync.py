@@ -48,7 +48,7 @@ class Client(ClientBase[Transport]):
 
     @contextmanager
     def pinned(self, model: str, version: int | str | None = None) -> Iterator[RemoteModel]:
-        """The model, of one version in the whole block: each request names it, and goes to a node that serves it.
+        """The model, pinned to one version in the block: each request names it, and goes to a node that serves it.
 
         version: number or label; by default the version that is active now at one of the nodes. Once no node serves it
         any more, requests raise NotFound. A version is served while it is active or the canary.
@@ -179,7 +179,7 @@ class Client(ClientBase[Transport]):
     # --- state, versions and deltas
 
     def ready(self) -> bool:
-        """Whether the service takes requests."""
+        """Whether the service accepts requests."""
         return self._transport.run(self._operations.ready())
 
     def models(self) -> list[str]:
@@ -278,9 +278,9 @@ class Client(ClientBase[Transport]):
         return self._transport.run(self._operations.apply_delta(source, model, timeout_s))
 
     def cancel(self, job: str) -> None:
-        """Ask a load or export to stop; it ends as failed.
+        """Stop a load or export; it ends as failed.
 
-        What a load had finished is kept for a load of the same snapshot.
+        Another load of the same snapshot can continue from what was finished.
         """
         self._transport.run(self._operations.cancel(job))
 
@@ -372,9 +372,9 @@ class Client(ClientBase[Transport]):
         return self._transport.run(self._operations.decide_parked(name, "retry"))
 
     def skip_parked(self, name: str) -> dict[str, Any]:
-        """Do without a parked message: a delta without rows gets its seq.
+        """Skip a parked message: a delta without rows gets its seq.
 
-        Conflict where an earlier one is still to come.
+        Conflict if an earlier delta is still missing.
         """
         return self._transport.run(self._operations.decide_parked(name, "skip"))
 
@@ -389,7 +389,7 @@ class Client(ClientBase[Transport]):
 
     def canary(self, model: str, version: int, share: float = 0.05, *, force: bool = False) -> None:
         """Serve a kept version to `share` (0 to 1) of the requests that name none; for the
-        canary, change its share alone.
+        canary, only change the share.
         """
         self._transport.run(self._operations.canary(model, version, share, force))
 
@@ -402,7 +402,7 @@ class Client(ClientBase[Transport]):
         return self._transport.run(self._operations.withdraw(model))
 
     def label(self, model: str, name: str, version: int) -> None:
-        """Make a label stand for a served version, for as long as that is served."""
+        """Give a serving version a label, which it has until it stops serving."""
         self._transport.run(self._operations.label(model, name, version))
 
     def unlabel(self, model: str, name: str) -> None:

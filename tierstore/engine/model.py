@@ -49,7 +49,7 @@ Found = npt.NDArray[np.bool_]
 
 
 class LookupOptions(TypedDict, total=False):
-    """What all look-ups accept, besides `return_found`: options of `View.lookup`, and which view that is."""
+    """Options of every look-up besides `return_found`: those of `View.lookup`, and which view is used."""
 
     dtype: str
     out: Vectors | None
@@ -93,7 +93,7 @@ class Model:
 
     @classmethod
     def begin(cls, name: str, where: ModelDirectory, shared: Shared) -> Model:
-        """A new model, started. Where that fails nothing of it is left."""
+        """A new model, started. If that fails nothing of it remains."""
         try:
             files.make_dir(where.log)
             model = cls(name, where, shared)
@@ -377,7 +377,7 @@ class Model:
         return next(iter(self.problems().values()), None)
 
     def problems(self) -> dict[str, str]:
-        """Why nothing serves, what is lost of the log, what background work fails at: by kind, the worst first."""
+        """Problems by kind, the worst first: why nothing serves, what the log lost, which background work fails."""
         found = {
             "not_serving": self.state.live.start_problem,
             "log_damaged": "; ".join(self.state.log.damage[:3]),

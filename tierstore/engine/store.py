@@ -52,7 +52,7 @@ SWEEP_S = 5.0  # that `close` waits for the removal of a leftover
 
 
 def open_store(path: str | Path | None = None, *, config: str | Path | None = None, **settings: Any) -> Store:
-    """Open, or begin, the store in the directory `path` (default: the setting `data`).
+    """Open the store in the directory `path`, or create it (default: the setting `data`).
 
     Every setting has a keyword, such as `host_budget="4GiB"`; see `tierstore.config.Settings`. Raises Locked if
     another process has it open, ConfigError for a bad setting, StorageError if the directory cannot be used.
@@ -109,7 +109,7 @@ class Store(ParkedMessages):
 
     @property
     def observers(self) -> list[Observer]:
-        """Append to it to be notified of deltas and switches."""
+        """Observers of deltas and switches; append yours."""
         return self.shared.observers
 
     @property
@@ -119,20 +119,20 @@ class Store(ParkedMessages):
 
     @property
     def epochs(self) -> Epochs:
-        """How compiled readers of views find what is served."""
+        """The words by which compiled readers of views find what is served."""
         return self.shared.epochs
 
     def publish_words(self) -> None:
-        """Have compiled readers, of which there are some now, find what is served."""
+        """Let compiled readers, which exist from now on, find what is served."""
         for name in self.models():
             self.model(name).publisher.publish_words()
 
     def models(self) -> list[str]:
-        """Names of the models there are, sorted."""
+        """Names of the models, sorted."""
         return self._models.names()
 
     def model(self, name: str) -> Model:
-        """NotFound, naming those there are, for an unknown one; RemoteUnavailable where
+        """The model of that name. NotFound, which names the existing ones, for an unknown name; RemoteUnavailable where
         others may have it and are silent.
         """
         self._check_open()
@@ -185,7 +185,7 @@ class Store(ParkedMessages):
                 )
 
     def placed(self, model: Model) -> ModelPlacement:
-        """What changes a model, wherever its rows are."""
+        """The operations that change a model, wherever its rows are."""
         return self.placement.existing(model.name)
 
     def apply_delta(
@@ -220,7 +220,7 @@ class Store(ParkedMessages):
         self, model: str, version: int, *, force: bool = False, expected_active: int | None = None,
         progress: ProgressFn | None = None,
     ) -> None:  # fmt: skip
-        """Switch to a kept version: caught up, warmed, then in one step. `force` also switches to one that is stale.
+        """Switch to a kept version, after it was caught up and warmed, in one step. `force` also accepts a stale one.
 
         With `expected_active`, Conflict where neither that version nor `version` is active.
         To change versions from within `progress`, here and in `rollback` and `canary`, is a Conflict.
@@ -278,7 +278,7 @@ class Store(ParkedMessages):
         return int(fields["version"])
 
     def label(self, model: str, name: str, version: int) -> None:
-        """Let a label stand for a version that is served, until that is served no more."""
+        """Give a serving version a label, which it has until it stops serving."""
         held = self.model(model)
         with held.changing("label", label=name, version=version):
             self.placed(held).label(name, version)
@@ -345,15 +345,15 @@ class Store(ParkedMessages):
         self, model: str, directory: str | Path, *, keep: int = 1, progress: ProgressFn | None = None,
         cancelled: threading.Event | None = None,
     ) -> BackupReport:  # fmt: skip
-        """Back up a model, of one moment, in a directory or below a URL, where the
-        newest `keep` stay; see `restore`.
+        """Back up a model as of one moment in a directory or below a URL, where the newest
+        `keep` backups stay; see `restore`.
         """
         held, where = self.model(model), new_target(directory, outside=self.root.root, empty=False)
         with held.changing("backup", directory=str(directory)):
             return backup(held, where, keep, guarded(progress or ignore), cancelled)
 
     def warm_share(self) -> float:
-        """How much of what a start reads into memory is there, 0 to 1; 1 where nothing is to be read."""
+        """How much of what a start reads into memory is there: 0 to 1; 1 if there is nothing to read."""
         return self.shared.warmer.share()
 
     def unserved(self) -> list[str]:
@@ -365,7 +365,7 @@ class Store(ParkedMessages):
         return self.shared.throttle.status()
 
     def warming(self) -> dict[str, int] | None:
-        """How far the warm-up after the start is: `{"done", "total"}` in keys; None where it is over."""
+        """Progress of the warm-up after the start: `{"done", "total"}` in keys; None once it is over."""
         progress = self.shared.warmer.progress()
         return None if progress is None else dict(zip(("done", "total"), progress, strict=True))
 
@@ -377,7 +377,7 @@ class Store(ParkedMessages):
         return cast(StoreStatus, with_problems(self.placement.add_status(document)))
 
     def close(self) -> None:
-        """Stop background work, close every version, and let go of the directory."""
+        """Stop background work, close every version, and unlock the directory."""
         if self._models.closed:
             return
         refuse_inside()
@@ -389,7 +389,7 @@ class Store(ParkedMessages):
             unlock(self._lock_file, whole=not torn)
 
     def end_predictions(self) -> None:
-        """End the predictions that run at this moment: a graph need not come to an end by itself."""
+        """End the running predictions: a graph may never end by itself."""
         self.shared.dense.limits.end_all()
 
     def _close_models(self) -> None:

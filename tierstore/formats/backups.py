@@ -133,7 +133,7 @@ class Backups:
         try:
             return Backup.model_validate(document)
         except ValidationError as error:
-            raise Corruption(f"{self.place}/{model}/{name} makes no sense: {error}") from error
+            raise Corruption(f"{self.place}/{model}/{name} is invalid: {error}") from error
 
     def fetch(self, model: str, file: BackupFile, to: Path) -> None:
         """Make a file of a backup, whose content must be what was backed up. Corruption, StorageError."""

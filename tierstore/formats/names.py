@@ -15,7 +15,6 @@ the `…_on_disk` listings, which read directories and skip names that are not o
     <data>/kafka/parked/<id>.parked               a message that cannot be applied (`kafka/parked.py`)
     <data>/exports/                               exports and backups asked for over HTTP, where no `export_root` is set
     <data>/kernels/                               compiled kernels, where they can be kept nowhere else (`kernels/`)
-    <data>/.tmp-copy-<model>/                    a model that is being copied from a peer; a start goes on with it
     <data>/.tmp-copy-<model>/                     a model that is being copied from a peer; with
         peers a start goes on with it
     <data>/models/<model>/CURRENT                 the active version, ASCII decimal

@@ -118,7 +118,7 @@ def set_apart(
             raise duplicate_error(first, each)
     if len(codes) > _MOST:
         raise SnapshotError(
-            f"table {spec.name}: {len(codes)} hashes or more are shared by several keys, which is no accident"
+            f"table {spec.name}: {len(codes)} hashes or more are shared by several keys, which cannot be chance"
         )
     keys_of_runs = [keys for path, rows in runs if len(keys := run_keys(path, rows, part))]
     used_codes: set[int] = set()

@@ -82,7 +82,7 @@ def copy_file(snapshot: Snapshot, task: CopyFile, report: ReportRows) -> Merged:
     path = snapshot.file(task.source)
     if isinstance(path, ObjectPath) or not check_file(replace(check, path=str(path)), lambda _: None).whole:
         raise SnapshotError("is damaged; copy or build it again", file=task.source)
-    raise Corruption(f"{task.out}: what was read back differs from what was copied: the disk is not to be trusted")
+    raise Corruption(f"{task.out}: what was read back differs from what was copied: do not trust this disk")
 
 
 def _copy_own(snapshot: Snapshot, task: CopyFile, own: Partitions, report: ReportRows) -> Merged:
@@ -111,7 +111,7 @@ def _copy_own(snapshot: Snapshot, task: CopyFile, own: Partitions, report: Repor
         os.close(source.fd)
         os.unlink(whole.out)
     if not check_file(CheckFile(task.out, "sealed", count, digest, made.xxh3, made.bytes), lambda _: None).whole:
-        raise Corruption(f"{out}: what was read back differs from what was written: the disk is not to be trusted")
+        raise Corruption(f"{out}: what was read back differs from what was written: do not trust this disk")
     return Merged(count, digest, made.xxh3, made.bytes, made.entries)
 
 

@@ -90,7 +90,7 @@ class Registry:
     def schema(self, number: int, form: str = "") -> Schema:
         """The schema of an id. form: `serialized` for Protobuf.
 
-        DeltaError where there is none, or what there is makes no sense; Unreachable where the registry is silent.
+        DeltaError where there is none, or an invalid one; Unreachable where the registry is silent.
         """
         query = f"?format={form}" if form else ""
         until_s = time.monotonic() + LONGEST_S

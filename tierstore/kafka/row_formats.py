@@ -134,7 +134,7 @@ class _Sizes:
         elif name == "fixed":
             size = of["size"]
         if repeated and size <= 0:
-            raise ValueError("what comes in a list takes no bytes, so that a few bytes may be a list without end")
+            raise ValueError("an element of a list takes no bytes, so a few bytes could be an endless list")
         return size
 
     def _beside_a_byte(self, kind: Any, repeated: bool, depth: int) -> None:

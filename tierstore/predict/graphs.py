@@ -45,7 +45,7 @@ def inspect(model: bytes) -> Graph:
     try:
         proto = onnx.ModelProto.FromString(model)
     except Exception as error:  # protobuf's error, which we do not import
-        raise InvalidInput("the dense part is not an ONNX model: its bytes are no ModelProto") from error
+        raise InvalidInput("the dense part is not an ONNX model: its bytes are not a ModelProto") from error
     _check_nodes(proto)
     _check_strings(proto)
     for tensor in constants_of(proto):

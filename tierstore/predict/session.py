@@ -1,7 +1,7 @@
 """A dense part, ready to run: one session of ONNX Runtime and the buffers that rows are looked up into.
 
 Any number of threads may run one session at once; each run has a `Slot` of its own, from a bounded pool. The session
-lives as long as there are references to it. Nothing here survives a crash.
+lives as long as there are references to it.
 """
 
 from __future__ import annotations

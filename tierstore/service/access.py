@@ -79,9 +79,7 @@ class Access:
 
     def families(self) -> Iterator[Metric]:
         """How many requests were not let in."""
-        text = (
-            "Requests that were not let in: without a good token, or not allowed to who asked, or under a foreign name."
-        )
+        text = "Requests that were refused: without a valid token, without the right, or under a foreign host name."
         yield counters("tierstore_access_refused", text, "why", self._refused)
 
     def principal(self, authorization: str | bytes | None, names: Sequence[str] = ()) -> Principal:

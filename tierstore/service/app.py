@@ -1,7 +1,7 @@
 """The root application: `/v2` and `/v1` go to the data plane, `/upstream` to what nodes in front ask, all
 else to the admin application.
 
-Access is checked and requests are logged around all of it. Event loop only.
+Access is checked and requests are logged around all of it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What the parts of the service share: the store, the settings, the limits and the stats.
 
-Made before the event loop runs, and used on it and on the pools; each member says which threads may use it. Nothing
-survives a crash but what the store keeps.
+Made before the event loop runs, and used on it and on the pools; each member says which threads may use it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which status an error is over HTTP and over gRPC, and what its client is told. Immutable; any thread may use it."""
+"""The status of an error over HTTP and over gRPC, and the text for its client. Immutable; any thread may use it."""
 
 from __future__ import annotations
 

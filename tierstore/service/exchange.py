@@ -39,7 +39,7 @@ DIRECT_TEXT_BYTES = 8 << 10  # of elements one by one, either way, and of what d
 
 A = TypeVar("A")  # an answer
 A_co = TypeVar("A_co", covariant=True)
-Answered: TypeAlias = Callable[[Any, BaseException | None], None]  # is told the answer, or else the error
+Answered: TypeAlias = Callable[[Any, BaseException | None], None]  # called with the answer, or else the error
 
 
 class Message(Protocol[A_co]):
@@ -73,7 +73,7 @@ class Message(Protocol[A_co]):
         """Whether it is little, rows apart."""
 
     def opened(self, inference: Inference) -> None:
-        """Is told of the open view, and of the plan."""
+        """Called with the open view and the plan."""
 
     def read(self, plan: Plan, inference: Inference | None) -> tuple[Sequence[Elements], list[Any]]:
         """The elements of the inputs, and arrays for the outputs; their bytes are reserved.

@@ -1,4 +1,4 @@
-"""The files that a service reads again while it runs: tokens and certificates, and its log. Event loop only."""
+"""The files that a service reads again while it runs: tokens and certificates, and its log."""
 
 from __future__ import annotations
 

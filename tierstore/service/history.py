@@ -2,8 +2,8 @@
 minute, and what was changed.
 
 `History` is an observer: the store's sampler tells it that time has passed, and it reads counters that are
-kept anyway, so that look-ups do nothing for it. Any thread may read. Nothing survives the process but the
-changes, which are in the audit.
+kept anyway, so that look-ups do nothing for it. Any thread may read. After a restart only
+the changes are known, from the audit.
 """
 
 from __future__ import annotations

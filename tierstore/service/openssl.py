@@ -303,7 +303,7 @@ class Session:
         return at
 
     def close(self, *, abort: bool = False) -> None:
-        """Free it; unless with `abort` the other side is told of the end."""
+        """Free it, after a message of the end to the other side unless `abort` is set."""
         at, self._at = self._at, 0
         if at:
             self._lib.ERR_clear_error()

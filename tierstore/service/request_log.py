@@ -1,4 +1,4 @@
-"""Which requests are logged, over every transport: those that failed or were not let in, slow ones, or all of them;
+"""Which requests are logged, over every transport: failed ones, refused ones, slow ones, or all of them;
 and whose traces are reported.
 
 Look-ups that reactors answer are not logged: they never come to Python. Any thread.
@@ -22,13 +22,15 @@ from tierstore.service.traces import Traces
 logger = logging.getLogger(__name__)
 
 LINES_A_SECOND = 10  # of one kind
-REFUSED_EVERY_S = 10.0  # of requests that were not let in: clients go on for as long as they have the wrong token
+REFUSED_EVERY_S = (
+    10.0  # for requests without valid credentials: clients repeat them as long as they have the wrong token
+)
 _NOT_LET_IN = (401, 403)
 
 
 class RequestLog:
     """Writes at most LINES_A_SECOND of failures with one status, and as many of slow requests, and fewer
-    of those that were not let in.
+    of those without valid credentials.
 
     The next line says how many were left out.
     """

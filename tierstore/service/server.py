@@ -139,7 +139,7 @@ class HttpService:
             self._close()
 
     def adopt(self, sock: socket.socket, data: bytes, *, refused: bool, session: Session | None = None) -> None:
-        """Serve a connection that a reactor hands over. Event loop only."""
+        """Serve a connection that a reactor hands over."""
         if refused and self._connection_limit.make_room():
             self._reactors.give_back(sock.detach())
             return
@@ -193,7 +193,7 @@ class HttpService:
 
     def begin_admin(self) -> None:
         """Make the admin application now, beside look-ups. Else the first admin request has it made,
-        and waits. Event loop only."""
+        and waits."""
         self._admin.begin()
 
     def _begin_compiled(self) -> list[asyncio.Future[None]]:

@@ -30,4 +30,4 @@ def reading(what: str) -> Iterator[None]:
         ValueError,
         struct.error,
     ) as error:
-        raise RemoteUnavailable(f"{what} makes no sense: {type(error).__name__}: {str(error)[:_SHOWN]}") from error
+        raise RemoteUnavailable(f"{what} is invalid: {type(error).__name__}: {str(error)[:_SHOWN]}") from error

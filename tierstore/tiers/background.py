@@ -9,7 +9,7 @@ How long the pauses are: background work earns time to pause, by working and by 
 longer than `_LONGEST_PAUSE_S`. So work that has hardly paused may wait for a burst of requests to end, and under
 requests without end the work takes about four times as long as alone.
 
-Any thread may call anything here. The caller must not hold a lock that requests wait for. Nothing survives a crash.
+Any thread may call anything here. The caller must not hold a lock that requests wait for.
 """
 
 from __future__ import annotations

@@ -266,7 +266,7 @@ def _replacement(source: RowSource, table: str, part: Any, feature: str | None, 
     """What takes the place of one table of a module."""
     if part.max_norm is not None:
         raise InvalidInput(
-            f"table {table!r}: max_norm changes rows as they are read; a store does not: scale them before"
+            f"table {table!r}: max_norm changes rows when they are read, which a store does not do: scale them before"
         )
     check_mode(f"table {table!r}", getattr(part, "mode", None))
     if feature is None:

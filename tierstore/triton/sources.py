@@ -88,7 +88,7 @@ class Directory:
             try:
                 return self._source.answer(model, inputs, outputs, timeout_us)
             except Unreachable as error:
-                log.warning("%s: looking who has %s now", error, self._data)
+                log.warning("%s: looking up which node has %s now", error, self._data)
                 self.close()
         self._source = self._find()
         return self._source.answer(model, inputs, outputs, timeout_us)

@@ -2,7 +2,7 @@
 
 A page has the place that it has in the repository, so that its links work here and there: `README.md` is the first page, `docs/`,
 `schema/` and others lie beside it. A link to something that is no page (a program, a folder) leads to a page that shows it.
-`reference.py` makes pages of the code. The menu is the table "Pages" of the README: a page that it does not name is an error.
+`reference.py` makes pages of the code. The menu is the table "Pages" of `docs/README.md`: a page that it does not name is an error.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from pathlib import Path
 
 import yaml
 
+from tools.make_layouts_page import page as layouts
 from tools.site import reference
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
+MENU = "docs/README.md"  # whose table of pages is the menu
+LAYOUTS = "docs/layouts.md"  # made, as those of the reference are
 REFERENCE = {"commands": "Commands", "http": "HTTP requests", "python": "Python"}
 LANGUAGES = {"py": "python", "yml": "yaml", "cfg": "text", "conf": "nginx", "tpl": "text"}
 BOOSTS = {"docs/decisions/": 0.2, "schema/": 0.5}  # of what is found there, in the order of what the search has found
@@ -29,7 +32,8 @@ HIDDEN = "---\nsearch: {exclude: true}\n---\n"
 def write(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     pages = {path.as_posix(): (ROOT / path).read_text(encoding="utf-8") for path in _sources()}
-    menu = _menu(pages["README.md"], pages)
+    pages[LAYOUTS] = layouts()
+    menu = _menu(pages)
     linked = sorted({target for page, text in pages.items() for target in _linked(page, text)})
     pages |= {f"reference/{name}.md": getattr(reference, name)() for name in REFERENCE}
     for target in linked:
@@ -58,17 +62,16 @@ def _sources() -> list[Path]:
 # --- the menu
 
 
-def _menu(readme: str, pages: dict[str, str]) -> list[dict[str, object]]:
-    menu: list[dict[str, object]] = [{"tierstore": "README.md"}]
-    table = readme.split("\n## Pages\n")[1].split("\n## ")[0]
+def _menu(pages: dict[str, str]) -> list[dict[str, object]]:
+    menu: list[dict[str, object]] = [{"tierstore": "README.md"}, {"All pages": MENU}]
+    table = pages[MENU].split("\n## Pages\n")[1].split("\n## ")[0]
     for title, links in re.findall(r"^\| ([^|]+) \| (.+) \|$", table, flags=re.MULTILINE):
         found = re.findall(r"\[(.+?)\]\((.+?)\)", links)
-        menu.append({_capital(title): [{_capital(text): _entry(target, pages)} for text, target in found]})
-    menu.append({"Reference": [{title: f"reference/{name}.md"} for name, title in REFERENCE.items()]})
+        menu.append({_capital(title): [{_capital(text): _entry(_target(MENU, link), pages)} for text, link in found]})
+    made = [{title: f"reference/{name}.md"} for name, title in REFERENCE.items()]
+    menu.append({"Reference": [*made, {"Layouts in memory": LAYOUTS}]})
     if missing := pages.keys() - set(re.findall(r"[\w/-]+\.md", str(menu))):
-        raise SystemExit(
-            f"README.md: expected every page in the table `Pages`; not there: {', '.join(sorted(missing))}"
-        )
+        raise SystemExit(f"{MENU}: expected every page in the table `Pages`; not there: {', '.join(sorted(missing))}")
     return menu
 
 

@@ -252,7 +252,7 @@ def test_a_folder_that_is_no_snapshot_or_another_models(watched: Watched) -> Non
     watched.expect_problem("expected a snapshot of model 'other', got one of 'ctr'")
     (watched.location / "ctr/5").mkdir(parents=True)
     (watched.location / "ctr/5/snapshot.json").write_text("[]")
-    watched.expect_problem("makes no sense")
+    watched.expect_problem("is invalid")
     watched.put(2)
     watched.expect(2)
 
@@ -361,6 +361,6 @@ def test_the_service_shows_what_it_watches(tmp_path: Path) -> None:
             return service if (service["watch_snapshots"]["models"].get("ctr") or {}).get("seen") == 5 else None
 
         service = eventually(shown, "the version to be loaded")
-        assert any("makes no sense" in problem for problem in service["problems"]), service
+        assert any("is invalid" in problem for problem in service["problems"]), service
         assert "tierstore_watched_snapshots_loaded_total 1.0" in http.get("/metrics").text
         assert http.get("/admin/jobs").json()["jobs"][0]["state"] == "done"

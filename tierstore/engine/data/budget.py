@@ -54,7 +54,7 @@ class MemoryUser(Protocol):
     def host_reserved_bytes(self) -> int: ...  # what it may use now
     @property
     def host_is_uneven(self) -> bool:
-        """Whether it would use what it has otherwise, once it is told to."""
+        """Whether its parts would divide its present share differently."""
         return False
 
     def attach_host(self, budget_bytes: int, limit_bytes: int, like: MemoryUser | None) -> None:

@@ -1,7 +1,6 @@
 """The cascade: how a batch of keys of one table is answered, tier by tier, and what is promoted on the way.
 
 Any number of threads may look up; what is shared is either immutable or guarded by the tier that owns it.
-Nothing here survives a crash: the tiers and the delta log do.
 """
 
 from __future__ import annotations

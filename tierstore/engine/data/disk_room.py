@@ -1,6 +1,6 @@
 """Room on disk for a model: the quota of its delta log, and the floor of free space.
 
-Any thread; nothing survives a crash.
+Any thread.
 
 Both are looked at before something is written, so that what a store needs to go on (folds,
 records, the audit) finds room.

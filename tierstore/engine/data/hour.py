@@ -1,6 +1,6 @@
 """Counters over the last hour, in steps: what was counted in each, and how things stood at its end.
 
-One thread notes, any may read. Nothing survives the process.
+One thread notes, any may read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the host tier does for a table: its hit rate, at this size and at others, and the keys that are looked up most.
 
 `step` is for one thread, every so often; any thread may read. Look-ups are sampled in turn for two ends: by key, for
-trials of caches of other sizes, and all of them for a moment, for counts of keys. Nothing survives the process.
+trials of caches of other sizes, and all of them for a moment, for counts of keys.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The keys that are looked up most, counted in a bounded number of places.
 
-For one thread; others may call `hottest`. Nothing survives the process.
+For one thread; others may call `hottest`.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ dropped. The thread works under a view that it holds like a request, so that no 
 meanwhile; keys in the view's overlays are skipped. So what the host tier holds of the others is current, and stays so
 until both tiers have it: a row is never older than a delta, on either side. A key is admitted the second time that it
 is offered (or at once where there is room), because a row that is looked up once is not worth room on the device.
-
-Nothing here survives the process.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ class DeltaPath:
             except DeltaError as error:
                 why = why or str(error)
                 log.warning(
-                    "model %s: version %d passes over what does not fit of delta %d: %s",
+                    "model %s: version %d skips what does not fit in delta %d: %s",
                     self._live.model, view.version, delta.seq, error,
                 )  # fmt: skip
                 continue

@@ -1,6 +1,6 @@
 """A delta as it comes: which it is, before it is decoded; decoded within the memory that is there for all that come.
 
-Any thread. Nothing here survives a crash.
+Any thread.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The event time of the newest delta that a model shows: how fresh its answers are.
 
-A delta that is applied says so itself. After a start, and after a rollback to a delta, the log is read. Nothing
-happened after it was received, whatever a clock that is ahead has written into a delta. Any thread; nothing here
-survives a crash.
+An applied delta brings its own event time. After a start, and after a rollback to a delta, it is read from the log. A
+producer's clock may be ahead, so an event time never counts as later than the moment the delta was received.
+Any thread.
 """
 
 from __future__ import annotations

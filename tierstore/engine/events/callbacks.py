@@ -6,7 +6,7 @@ So a callback must not call what needs the switch to be over: on the first threa
 works on, on the second it would wait for ever. It is refused, for every model: two switches that wait for each other's
 callbacks would not end either. Look-ups, deltas, labels and the canary's share wait for no switch, so they are allowed.
 
-Any thread may call anything; whether a thread is inside a callback is kept per thread. Nothing survives a crash.
+Any thread may call anything; whether a thread is inside a callback is kept per thread.
 """
 
 from __future__ import annotations

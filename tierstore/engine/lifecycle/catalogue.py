@@ -42,7 +42,7 @@ class Catalogue:
         self.unfinished: dict[int, Unfinished] = {}
         # written at start, and by drops and loads of that version
         self.damaged: dict[int, str] = {}  # versions whose record could not be read at start, and why
-        self.replaced: dict[Path, int] = {}  # directories of lines that count no more, and of which version
+        self.replaced: dict[Path, int] = {}  # directories of lines that no longer count → their version
         # written at start alone
         self.unreadable: str | None = None  # why the directory could not be listed
         self.leftovers: list[Path] = []  # of crashes; nothing needs them
@@ -95,7 +95,7 @@ class Catalogue:
         self._infos = {**self._infos, **newer}
 
     def forget(self, number: int) -> None:
-        """Count a version no more."""
+        """Remove a version from the catalogue."""
         with self._live.write:
             self._infos = {key: info for key, info in self._infos.items() if key != number}
 

@@ -1,7 +1,7 @@
 """How the GPU's memory is divided among versions (`tiers/device/gpu.py` says whether there is one).
 
 One budget, in bytes, for all models and versions. It is divided as the host tier's is, but tables only halve and
-double. Workspaces are subtracted first. Any thread may call anything; nothing survives the process.
+double. Workspaces are subtracted first. Any thread may call anything.
 """
 
 from __future__ import annotations

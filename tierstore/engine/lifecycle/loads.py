@@ -78,7 +78,7 @@ class Loads:
                 )
         if start is not None and delta_seq < start:
             raise SnapshotError(
-                f"delta_seq is {delta_seq}, but the delta log begins after {start}, so what came between is gone; "
+                f"delta_seq is {delta_seq}, but the delta log begins after {start}, so the deltas in between are gone; "
                 f"export a snapshot with delta_seq {start} or later",
                 file="snapshot.json",
             )

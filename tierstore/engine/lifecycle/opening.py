@@ -141,7 +141,7 @@ class Opener:
         if state.catalogue.is_stale(info) and not force:
             raise Conflict(
                 f"version {info.number} of {state.name!r} is stale: it holds deltas up to {info.watermark}, and the "
-                f"log begins after {state.log.start}; with force it serves without what came between"
+                f"log begins after {state.log.start}; with force it serves without the deltas in between"
             )
         may_lack = (DiskFull,) if start else ()
         version = self.open(info)

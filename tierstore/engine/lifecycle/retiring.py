@@ -1,7 +1,6 @@
-"""Versions that serve no more and are still read: each is closed once its last reader has left.
+"""Versions that no longer serve but are still read: each is closed once its last reader has left.
 
 Any thread. The list is guarded by the publisher's condition, which is notified when it changes.
-Nothing here survives a crash.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class RetiringVersions:
         return self.numbered(number) is not None
 
     def add(self, version: Version) -> None:
-        """`version` is about to be served no more."""
+        """`version` is about to stop serving."""
         with self._changed:
             if version not in self._versions:
                 self._versions.append(version)

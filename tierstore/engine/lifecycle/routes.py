@@ -151,7 +151,7 @@ class Routes:
     # --- labels
 
     def label(self, name: str, number: int) -> None:
-        """Let a label stand for a version that is served, until that is served no more. Conflict for another one."""
+        """Give a serving version a label, which it has until it stops serving. Conflict for another one."""
         check_label(name)
         with self._live.write:
             info, served = self._state.catalogue.info(number), self._live.served

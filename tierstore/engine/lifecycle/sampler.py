@@ -2,7 +2,6 @@
 
 It works for at most one part in `_PART` of the time beside telling observers that time has passed, and
 look-ups of a busy table note keys for a tenth of the time: to note costs the kernel that finds rows 3 to 4%.
-Nothing survives the process.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class CacheSampler:
             try:
                 observer.time_passed(time.time())
             except Exception:
-                log.exception("%s is not told of the time any more", type(observer).__name__)
+                log.exception("%s no longer gets the time", type(observer).__name__)
                 self._failed.append(observer)
 
     def step(self, now_s: float, clock_s: float | None = None) -> None:

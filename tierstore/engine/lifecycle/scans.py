@@ -1,7 +1,7 @@
 """Kept versions that are open only because they are read as a whole, such as by `verify`.
 
 The reader holds no lock: a thread that needs such a version otherwise closes it, and what is read then raises Closed.
-Any thread. Nothing here survives a crash.
+Any thread.
 """
 
 from __future__ import annotations

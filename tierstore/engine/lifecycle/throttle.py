@@ -9,7 +9,7 @@ Quiet is when no such work is done. A load may take hours, and a measurement fro
 work pauses for a moment now and then, and look-ups are measured meanwhile. Folds go by the share too, but count as
 quiet: deltas arrive all day.
 
-Any thread may call anything. Nothing survives the process.
+Any thread may call anything.
 """
 
 from __future__ import annotations

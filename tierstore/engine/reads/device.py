@@ -1,7 +1,7 @@
 """Look-ups whose answer stays on a GPU: overlays first, then the device tier, then what lies below it.
 
 On the caller's thread, under the caller's view; any number of threads. The answer is complete when it is returned, so
-any stream may read it at once. Nothing survives the process.
+any stream may read it at once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Look-ups under way: begun with what memory can answer, finished with what the disk tier must.
 
 The view is held until they are finished. Each belongs to one thread at a time; another one may finish
-it. Nothing survives a crash.
+it.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def _tensor(tensor: Tensor, value: Any) -> Array:
                 raise TypeError(f"got {array.dtype}")
             texts = [v.decode() if isinstance(v, bytes) else v for v in array.reshape(-1).tolist()]
             if not all(isinstance(text, str) for text in texts):
-                raise TypeError("got objects that are no strings")
+                raise TypeError("got objects that are not strings")
             strings = np.empty(len(texts), object)
             strings[:] = texts
             return strings.reshape(array.shape)

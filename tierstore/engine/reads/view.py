@@ -40,7 +40,7 @@ _NO_HEAD = DenseHead()
 
 
 class View:
-    """Look-ups of one moment. Made by the model; callers get it from `with model.view() as view:`.
+    """Look-ups at one moment. The model makes it; callers use `with model.view() as view:`.
 
     `heads` are its dense parts by name. `predictor` is the graph of the one that it is read by, `head`; its own
     without a name, unless it comes from `under`.
@@ -120,7 +120,7 @@ class View:
 
     @property
     def has_dense(self) -> bool:
-        """Whether it has a dense part of the head; `predictor` says whether it is served."""
+        """Whether the version has a dense part of this head; `predictor` says whether it is served."""
         return self.head in self.heads
 
     @property
@@ -219,7 +219,7 @@ class View:
         device: str | None = None,
         stream: Any = None,
     ) -> Any:
-        """One pooled vector a bag.
+        """One pooled vector for each bag.
 
         Args:
             keys: n keys, bag after bag.

@@ -29,7 +29,7 @@ class CurrentRecord:
         self._in_doubt: dict[Path, bytes | None] = {}  # what each file should hold
 
     def current(self) -> int | None:
-        """The active version; None where there is none. Corruption if it makes no sense."""
+        """The active version; None where there is none. Corruption if it is invalid."""
         text = files.read_number(self._where.current)
         if text is None:
             return None
@@ -42,11 +42,11 @@ class CurrentRecord:
         return number
 
     def routes(self) -> RoutingRecord:
-        """The canary, its share and the labels on record. Corruption if it makes no sense."""
+        """The canary, its share and the labels on record. Corruption if it is invalid."""
         return read_routes(self._where.routes)
 
     def undone(self) -> Undone:
-        """What is undone, and which lines count. Corruption if it makes no sense."""
+        """What is undone, and which lines count. Corruption if it is invalid."""
         return read_undone(self._where.undone)
 
     @property

@@ -3,7 +3,7 @@
 They take no lock and notify no thread when they are done (`kernels/epochs.py`). So what is replaced while one of them
 may be reading it is kept by `retire`, and one thread polls until they have gone on, which takes microseconds as a rule.
 
-Any thread may call anything. Nothing here survives a crash.
+Any thread may call anything.
 """
 
 from __future__ import annotations

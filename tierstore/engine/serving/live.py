@@ -2,7 +2,6 @@
 
 Look-ups hold no lock but the publisher's, for a moment. `write` is held by the thread that changes the delta log,
 the records of what serves, or a view; locks are taken in the order switch lock, `write`, the publisher's condition.
-Nothing here survives a crash.
 """
 
 from __future__ import annotations

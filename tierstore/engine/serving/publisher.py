@@ -2,7 +2,7 @@
 
 A delta is folded only when no request reads a view from before it, and a version that is not served any more is closed
 only when its last reader has ended. Python's readers are counted; compiled ones announce themselves (`epochs.py`), and
-count as readers of whatever they may be at. Any thread may call anything. Nothing here survives a crash.
+count as readers of whatever they may be at. Any thread may call anything.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Publisher:
             return held
 
     def unhold(self, *views: View) -> None:
-        """Hold these no more."""
+        """Stop holding these."""
         with self.changed:
             for view in views:
                 self._background.remove(view)

@@ -60,7 +60,7 @@ class RoutingRecord:
 
 
 def read_routes(path: Path) -> RoutingRecord:
-    """The record at `path`; empty where there is none. Corruption if it makes no sense."""
+    """The record at `path`; empty where there is none. Corruption if it is invalid."""
     try:
         document = files.read_json(path)
     except NotFound:
@@ -73,7 +73,7 @@ def read_routes(path: Path) -> RoutingRecord:
         number, share = canary.get("version"), check_share(canary.get("share", 0.0))
         return RoutingRecord(int(document["active"]), None if number is None else int(number), share, labels)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Corruption(f"{path} makes no sense ({error}); remove it to serve without canary and labels") from error
+        raise Corruption(f"{path} is invalid ({error}); remove it to serve without canary and labels") from error
 
 
 def save_routes(path: Path, routes: RoutingRecord) -> None:

@@ -119,7 +119,7 @@ def _within(ranges: Ranges, low: int, high: int) -> list[list[int]]:
 
 
 def read_undone(path: Path) -> Undone:
-    """The record at `path`; empty where there is none. Corruption if it makes no sense."""
+    """The record at `path`; empty where there is none. Corruption if it is invalid."""
     try:
         document = files.read_json(path)
     except NotFound:
@@ -143,7 +143,7 @@ def read_undone(path: Path) -> Undone:
             raise ValueError("the ranges are not those of the rollbacks")
         return undone
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Corruption(f"{path} makes no sense ({error}); restore it, and start again") from error
+        raise Corruption(f"{path} is invalid ({error}); restore it, and start again") from error
 
 
 def save_undone(path: Path, undone: Undone) -> None:

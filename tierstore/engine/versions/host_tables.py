@@ -5,7 +5,7 @@ what the first has in memory. Readers of older views may be at the first: it is 
 until then.
 
 `resize` and `close` may be called from any thread, while look-ups and folds go on; what deals a budget calls one at a
-time. Nothing survives the process.
+time.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class HostTables:
         return [host for _, host in self._outgrown]
 
     def close_outgrown(self, hosts: Sequence[HostTable]) -> None:
-        """Free these: no reader is at them any more. Their memory is for whoever a budget is dealt to next."""
+        """Free these, which nobody reads any more. The next deal of the budget gives their memory to others."""
         with self._lock:
             for host in hosts:
                 self.budget_bytes -= host.bytes_in_use

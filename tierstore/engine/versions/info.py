@@ -184,9 +184,7 @@ class VersionInfo:
             for spec in self.manifest.table_specs().values():
                 _check_table(self.tables[spec.name], spec)
         except (LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
-            raise Corruption(
-                f"{where.record} makes no sense ({error!r}); drop the version and load it again"
-            ) from error
+            raise Corruption(f"{where.record} is invalid ({error!r}); drop the version and load it again") from error
         # of the tables whose rows have times here
         self.times_ids = {name: times_id(int(of["id"])) for name, of in self.tables.items() if of.get("times")}
         self.expired: dict[str, int] = {}  # rows by table, since the load; replaced whole

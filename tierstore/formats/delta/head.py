@@ -30,7 +30,7 @@ class DeltaWords:
 
 
 def words_of(metadata: Mapping[bytes, bytes]) -> DeltaWords:
-    """What a delta says of itself in a schema's metadata. DeltaError where it makes no sense."""
+    """What a delta says of itself in a schema's metadata. DeltaError where it is invalid."""
 
     def text(name: str) -> str | None:
         value = metadata.get(name.encode())

@@ -156,5 +156,5 @@ def _parsed(place: Path | str, content: bytes) -> FoundSnapshot:
     except SnapshotError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise SnapshotError(f"its manifest makes no sense: {error!r}") from error
+        raise SnapshotError(f"its manifest is invalid: {error!r}") from error
     return FoundSnapshot(place, model, version)

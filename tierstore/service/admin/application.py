@@ -1,4 +1,4 @@
-"""The admin application, made by a thread while look-ups are answered already. Event loop only."""
+"""The admin application, made by a thread while look-ups are answered already."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def problems(models: Iterable[str], found: Iterable[Problem]) -> Iterator[Metric
     there = {(problem.model, problem.kind) for problem in found}
     possible = {("", kind) for kind in (*STORE_KINDS, *SERVICE_KINDS)}
     possible |= {(model, kind) for model in models for kind in (*MODEL_KINDS, "load_failed")}
-    text = "1 while something of this kind is wrong; the status says what. docs/runbook.md has a part for each kind."
+    text = "1 while there is a problem of this kind. The status describes it; docs/runbook.md has a part for each kind."
     samples = [(one, float(one in there)) for one in sorted(possible | there)]
     yield gauges("tierstore_problem", text, "model kind", samples)
 
@@ -37,7 +37,7 @@ def ends(service: Service) -> Iterator[Metric]:
         found["certificate"] = service.tls.ends_s
     if (end := service.access.tokens.next_end) is not None:
         found["token"] = end.timestamp()
-    text = "When the certificate of the service ends, and the next of its tokens."
+    text = "When the certificate of the service expires, and when the next of its tokens does."
     yield gauges("tierstore_credential_ends_timestamp_seconds", text, "kind", found)
 
 
@@ -73,7 +73,7 @@ def memory(status: dict[str, Any], service: Service) -> Iterator[Metric]:
         "requests": service.inflight.used_bytes + service.delta_bytes.used_bytes,
     }  # fmt: skip
     parts["other"] = max(0, resident_bytes() - sum(parts.values()))
-    text = "Bytes of memory by what they are for; `other` is what the process takes beside them."
+    text = "Bytes of memory by purpose; `other` is what the process uses beyond the named parts."
     yield gauges("tierstore_memory_bytes", text, "part", parts)
     text = "Bytes of memory that the machine or the container has."
     yield gauge("tierstore_memory_limit_bytes", text, memory_bytes())

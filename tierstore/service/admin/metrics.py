@@ -89,22 +89,22 @@ def _tables_of(models: Documents) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 def ssd_cache_families(cache: dict[str, Any], models: Documents) -> Iterator[Metric]:
     is_on = float(cache["problem"] is None)
-    yield gauge("tierstore_ssd_cache_on", "0 once a disk that failed or was full has switched it off.", is_on)
+    yield gauge("tierstore_ssd_cache_on", "1; 0 once a disk that failed or was full has switched it off.", is_on)
     for name, text, key in (
         ("used_bytes", "Bytes of the cache on SSD in use.", "used"),
         ("budget_bytes", "The budget of the cache on SSD.", "total"),
         ("waiting_bytes", "Bytes of rows that wait to be written to the SSD.", "waiting_bytes"),
-        ("waiting_limit_bytes", "Bytes that may wait; rows beyond are not let in.", "waiting_limit"),
+        ("waiting_limit_bytes", "Bytes that may wait; rows beyond that are not written.", "waiting_limit"),
     ):
         yield gauge(f"tierstore_ssd_cache_{name}", text, cache[key])
     dropped = cache["dropped_rows"]
-    yield counter("tierstore_ssd_cache_dropped_rows", "Rows not let in as too many waited.", dropped)
+    yield counter("tierstore_ssd_cache_dropped_rows", "Rows not written because too many waited.", dropped)
     for kind, name, text, key in (
         (gauges, "rows", "Rows of the active version on SSD.", "rows"),
-        (gauges, "index_bytes", "Bytes of memory that say where the rows on SSD are.", "index_bytes"),
+        (gauges, "index_bytes", "Bytes of memory of the index of the rows on SSD.", "index_bytes"),
         (counters, "hits", "Keys that memory lacked and the SSD had, of the active version.", "hits"),
         (counters, "misses", "Keys that neither memory nor the SSD had.", "misses"),
-        (counters, "evicted_rows", "Rows on SSD that made room for others.", "evicted"),
+        (counters, "evicted_rows", "Rows on SSD that were evicted for others.", "evicted"),
     ):
         found = (
             ((model, table), stats[key]) for model, table, entry in _tables_of(models) if (stats := entry["ssd_cache"])
@@ -120,12 +120,12 @@ def device_families(device: dict[str, Any]) -> Iterator[Metric]:
         ("promotions_waiting", "Offers of keys to the device tier that wait for their thread."),
         ("promotions_limit", "Offers that may wait; beyond it they are dropped."),
         ("workspaces_taken", "Workspaces on devices that are in use."),
-        ("workspaces", "Workspaces there are; who finds none free waits."),
-        ("workspace_bytes", "Bytes of device memory that workspaces take."),
+        ("workspaces", "Workspaces that exist; a look-up that finds none free waits."),
+        ("workspace_bytes", "Bytes of device memory in workspaces."),
     ):
         yield gauge(f"tierstore_device_{name}", text, device[name])
     dropped = device["promotions_dropped"]
-    yield counter("tierstore_device_promotions_dropped", "Offers dropped as the queue was full.", dropped)
+    yield counter("tierstore_device_promotions_dropped", "Offers dropped because the queue was full.", dropped)
 
 
 def _tables(models: Documents) -> Iterator[Metric]:
@@ -151,9 +151,9 @@ def _tables(models: Documents) -> Iterator[Metric]:
     yield gauges("tierstore_tier_bytes", text, tier, by_tier("tier_bytes"))
     text = "Bytes that a table may hold in a tier, in all versions that are served."
     yield gauges("tierstore_tier_budget_bytes", text, tier, by_tier("tier_budget_bytes"))
-    text = "Rows of a table, deltas included; where many keys changed at once an estimate."
+    text = "Rows of a table, deltas included; an estimate after many keys changed at once."
     yield gauges("tierstore_table_rows", text, "model table", by_table(lambda entry: entry["rows"]))
-    text = "Rows older than the table's ttl that the active version lacks, since its load and at it."
+    text = "Rows older than the table's ttl that the active version lacks, left out by its load or deleted since."
     yield gauges("tierstore_expired_rows", text, "model table", by_table(expired))
     curve: list[tuple[Key, float]] = [  # of tables that a cache is tried for, and only as soon as that says something
         ((model, table, f"{point['scale']:g}"), point["hit_rate"])
@@ -162,8 +162,8 @@ def _tables(models: Documents) -> Iterator[Metric]:
         if point["hit_rate"] is not None
     ]
     text = (
-        "Share of the keys looked up that memory would answer, as trials with sampled look-ups have it, by how "
-        "many times the memory."
+        "Share of the keys looked up that memory would answer, by a multiple of the present memory; estimated "
+        "from sampled look-ups."
     )
     yield gauges("tierstore_cache_hit_rate_at", text, "model table memory", curve)
 
@@ -216,7 +216,7 @@ def _models(models: Documents) -> Iterator[Metric]:
         for stat, value in document.get("disk", {}).items()
         if isinstance(value, (int, float))
     ]
-    yield gauges("tierstore_disk_stat", "Figures of the active version's disk tier.", "model stat", stats)
+    yield gauges("tierstore_disk_stat", "Statistics of the active version's disk tier.", "model stat", stats)
 
 
 def _requests(stats: InferenceStats, models: Documents) -> Iterator[Metric]:
@@ -250,7 +250,7 @@ def _service(service: Service) -> Iterator[Metric]:
     text = "Requests that the dense part answered."
     yield counters("tierstore_predicts", text, "model", {model: times.count for model, times in predicts.items()})
     text = (
-        "Seconds of these requests: in all, waiting for a thread, in look-ups, and in ONNX Runtime. The rest is "
+        "Seconds of these requests: in total, waiting for a thread, in look-ups, in ONNX Runtime. What remains is "
         "the service's own."
     )
     parts: list[tuple[Key, float]] = [
@@ -271,9 +271,9 @@ def _service(service: Service) -> Iterator[Metric]:
     throttle = service.store.throttle()
     text = "Share of the time that loads, verification and warming may be at work beside look-ups."
     yield gauge("tierstore_background_share", text, throttle["share"])
-    for name, about in (("p99", "as measured last"), ("quiet_p99", "when no such work was done")):
+    for name, about in (("p99", "in the last measurement"), ("quiet_p99", "while no background work ran")):
         measured: list[tuple[Key, float]] = [] if (seconds := throttle[f"{name}_s"]) is None else [((), seconds)]
-        yield gauges(f"tierstore_lookup_{name}_seconds", f"99% of look-ups took less, {about}.", "", measured)
+        yield gauges(f"tierstore_lookup_{name}_seconds", f"p99 of look-ups {about}.", "", measured)
     yield from health_metrics.ends(service)
     yield from health_metrics.loads(service)
     yield from health_metrics.releases()
@@ -289,14 +289,14 @@ def _bounds(service: Service) -> Iterator[Metric]:
         what, name = f"tierstore_{pool.name}", pool.name
         yield gauge(f"{what}_threads_busy", f"Threads of the {name} pool at work.", pool.busy)
         yield gauge(f"{what}_threads", f"Threads of the {name} pool.", pool.threads)
-        yield gauge(f"{what}_queue_depth", f"Calls that wait for a {name} thread.", pool.waiting)
-        yield gauge(f"{what}_queue_limit", f"Calls that may wait for a {name} thread.", pool.queue_limit)
-        yield counter(f"{what}_rejected", f"Calls refused as the {name} queue was full.", pool.rejected)
+        yield gauge(f"{what}_queue_depth", f"Calls that wait for a thread of the {name} pool.", pool.waiting)
+        yield gauge(f"{what}_queue_limit", f"Calls that may wait for a thread of the {name} pool.", pool.queue_limit)
+        yield counter(f"{what}_rejected", f"Calls refused because the {name} queue was full.", pool.rejected)
     for budget, name in ((service.inflight, "inflight"), (service.delta_bytes, "delta_inflight")):
         what, of = f"tierstore_{name}", budget.name
         yield gauge(f"{what}_bytes", f"Bytes of {of} in progress.", budget.used_bytes)
         yield gauge(f"{what}_limit_bytes", f"Bytes of {of} that may be in progress.", budget.limit_bytes)
-        yield counter(f"{what}_rejected", f"Requests refused as that bound on {of} was reached.", budget.rejected)
+        yield counter(f"{what}_rejected", f"Requests refused because {of} had reached that limit.", budget.rejected)
     yield gauge("tierstore_known_requests", "Request headers kept parsed and planned.", len(service.plan_cache))
     yield gauge("tierstore_signatures", "Signatures of versions that are kept.", len(service.signatures))
     yield gauge("tierstore_signatures_limit", "Signatures that may be kept.", MAX_SIGNATURES)

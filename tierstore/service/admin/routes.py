@@ -357,7 +357,7 @@ def _add_routing(app: FastAPI, service: Service) -> None:
 
     @app.put("/admin/models/{model}/labels/{label}", tags=["models"])
     async def label(model: ModelName, label: LabelName, request: LabelRequest) -> RoutingBody:
-        """Let a label stand for a version that is served, until that is served no more. 409 for another version."""
+        """Give a serving version a label, which it has until it stops serving. 409 for another version."""
         return await route(model, lambda: store.label(model, label, request.version))
 
     @app.delete("/admin/models/{model}/labels/{label}", tags=["models"])

@@ -4,7 +4,7 @@ Off unless `batch_max_items` is set. The event loop adds requests to an open bat
 the batch, runs it under one view, and answers each request. A batch is queued for the pool when its first request
 comes, and requests join until a thread has popped it, so on an idle service no request waits. With `batch_delay_us` it
 is queued that much later, or when it is full. A request that is wrong fails alone: where a joined run fails, each
-request is run by itself. Nothing survives a crash.
+request is run by itself.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class Batcher:
             requests = histograms("tierstore_batch_requests", "Predict requests of a batch.", "", [((), self._counts)])
             items = histograms("tierstore_batch_items", "Items of a batch.", "", [((), self._sizes)])
         yield from (requests, items)
-        yield counter("tierstore_batch_apart", "Requests of batches that could not be run as one.", self._apart)
+        yield counter("tierstore_batch_apart", "Requests whose batch could not run as one.", self._apart)
         yield gauge("tierstore_batch_waiting", "Predict requests in batches that are not answered yet.", self.waiting)
         yield gauge("tierstore_batch_waiting_limit", "Predict requests that may be in batches.", self.waiting_limit)
 

@@ -49,10 +49,10 @@ def plan_hps(view: View, request: Request) -> Plan:
             f"inputs {KEYS!r} and {NUMBERS!r} are answered by the output {ROWS!r} alone, asked for {names}"
         )
     if wanted.combiner is not None or request.combiner is not None:
-        raise InvalidInput(f"output {ROWS!r}: rows as they are; for bags ask by the names of the features")
+        raise InvalidInput(f"output {ROWS!r}: rows as they are; for bags use the names of the features")
     datatype = wanted.datatype or "FP32"
     if datatype not in VECTOR_DATATYPES:
-        raise InvalidInput(f"output {ROWS!r}: dtype {shown(datatype)} is not served; ask for FP32 or FP16")
+        raise InvalidInput(f"output {ROWS!r}: dtype {shown(datatype)} is not served; request FP32 or FP16")
     position = 0 if request.inputs[0].name == KEYS else 1
     keys, numbers = request.inputs[position], request.inputs[1 - position]
     calls: dict[str, Call] = {}

@@ -164,7 +164,7 @@ def _combiner(where: str, name: str) -> Combiner:
     try:
         return Combiner(name)
     except ValueError:
-        raise InvalidInput(f"{where}: combiner {shown(name)} is not known; ask for sum, mean or sqrtn") from None
+        raise InvalidInput(f"{where}: combiner {shown(name)} is unknown; request sum, mean or sqrtn") from None
 
 
 def _calls(
@@ -239,7 +239,7 @@ def _outputs(view: View, calls: dict[str, Call], requested: Sequence[RequestedOu
     specs: list[OutputSpec] = []
     for index, output in wanted:
         if output.name in seen:
-            raise InvalidInput(f"output {shown(output.name)} is asked for twice")
+            raise InvalidInput(f"output {shown(output.name)} is requested twice")
         seen.add(output.name)
         if output.name in dense:
             datatype = dense[output.name].datatype
@@ -261,7 +261,7 @@ def _outputs(view: View, calls: dict[str, Call], requested: Sequence[RequestedOu
             datatype = output.datatype or "FP32"
             if datatype not in VECTOR_DATATYPES:
                 raise InvalidInput(
-                    f"output {output.name!r}: dtype {shown(datatype)} is not served; ask for FP32 or FP16"
+                    f"output {output.name!r}: dtype {shown(datatype)} is not served; request FP32 or FP16"
                 )
             call.rows.append(len(specs))
             specs.append(OutputSpec(output.name, datatype, (*call.lead, call.table.dim), index))

@@ -1,7 +1,7 @@
 """How many HTTP connections may be open, and the answer to those beyond.
 
 The first request of a connection beyond the limit is refused in the words of its protocol, and the connection is closed
-then. Of those there are few at a time; further ones are closed at once. Event loop only.
+then. Of those there are few at a time; further ones are closed at once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Served(Protocol):
 
 
 class Count:
-    """Connections that Python accepts itself, apart from those of the reactors. Event loop only."""
+    """Connections that Python accepts itself, apart from those of the reactors."""
 
     def __init__(self) -> None:
         self.open = 0
@@ -126,7 +126,7 @@ class ConnectionLimit:
     def families(self) -> Iterator[Metric]:
         """The metrics of this part, for Prometheus."""
         yield gauge("tierstore_connections", "HTTP connections that are open.", self.open)
-        text = "Silent connections that were ended for others."
+        text = "Silent connections that were closed to make room for others."
         yield counter("tierstore_connections_made_room", text, self.made_room)
         yield gauge("tierstore_connections_limit", "HTTP connections that may be open.", self.limit)
 

@@ -1,13 +1,11 @@
 """What reactors hand off to Python: whole requests, whose answers go back to them, and
 connections, which may go back too.
 
-Of HTTP/2 it is streams (`reactor/streams.py`): those of gRPC go on to their own receiver,
-any other is a request as well.
+HTTP/2 hands off streams (`reactor/streams.py`): those of gRPC go on to their own receiver, any other is a request.
 
-A request goes to the application as from the HTTP server, but without that server: the reactor has checked its
-head, so it is only split. A connection is served by the HTTP server from its first byte on, and goes back when
-it is answered and nothing more has come (`connection.py`). Event loop only, but that threads answer the
-requests that were left to them.
+A handed-off request goes straight to the application: the reactor has checked its head, so Python only splits it. The
+HTTP server serves a handed-off connection from its first byte on, and gives it back once every request is answered and
+nothing more has arrived (`connection.py`).
 """
 
 from __future__ import annotations
@@ -113,7 +111,7 @@ class CallReceiver(StreamReceiver, Protocol):
 
 
 class RequestDispatch:
-    """Receives streams: those of gRPC are for `calls`, the others are whole requests for `handoff`. Event loop only."""
+    """Receives streams: those of gRPC are for `calls`, the others are whole requests for `handoff`."""
 
     def __init__(self, handoff: Handoff, calls: CallReceiver | None) -> None:
         self._handoff, self._calls = handoff, calls

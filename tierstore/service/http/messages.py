@@ -376,5 +376,5 @@ def problem_response(error: Exception) -> Response:
 
 
 def error_for_path(path: str, error: Exception) -> Response:
-    """`error` as whoever asks for `path` expects it: in the form of its protocol, or as problem+json."""
+    """`error` in the form that `path` promises: that of its protocol, or problem+json."""
     return error_response(error) if path.startswith(("/v2", "/v1")) else problem_response(error)

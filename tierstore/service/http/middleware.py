@@ -5,7 +5,7 @@ A page in a browser on this machine can reach a loopback port too: under a name 
 so). Both are refused on every path, with tokens and without; but a link to a page of ours may be followed from
 anywhere. The request's own id is sent back with each answer of Python's.
 
-Event loop only; keeps no state of a request.
+It keeps no state of a request.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class DataApp(Protocol):
 
 class AccessCheck:
     """Wraps the application: refuses requests under other names, those of web pages, and those without a
-    token that may. Event loop only.
+    token that may.
     """
 
     def __init__(self, app: DataApp, access: Access, allow: Allow, audit: Audit, proxies: Proxies) -> None:

@@ -206,7 +206,7 @@ _ADMIN_BODY_BYTES = 1 << 20
 
 
 class OipHttp(ProtocolApplication):
-    """The application. Event loop only."""
+    """The application."""
 
     PROTOCOL = "oip_http"
 

@@ -1,4 +1,4 @@
-"""A request on a connection that Python serves, and its response. Event loop only."""
+"""A request on a connection that Python serves, and its response."""
 
 from __future__ import annotations
 

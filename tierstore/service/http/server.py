@@ -1,7 +1,4 @@
-"""The connections that Python serves, from where they were accepted, or handed off, to an orderly end.
-
-Event loop only.
-"""
+"""The connections that Python serves, from where they were accepted, or handed off, to an orderly end."""
 
 from __future__ import annotations
 

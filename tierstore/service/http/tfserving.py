@@ -112,7 +112,7 @@ _MAX_VERSION = (1 << 63) - 1
 
 
 class TfsHttp(ProtocolApplication):
-    """The application. Event loop only."""
+    """The application."""
 
     PROTOCOL = "tfs_http"
 
@@ -124,7 +124,7 @@ class TfsHttp(ProtocolApplication):
         allow(scope["method"], "POST")
         self._service.dataplane.model(name)  # an unknown one is refused before its body is read
         if verb in ("classify", "regress"):
-            raise InvalidInput(f"models here have no {verb} signature: ask for their outputs with :predict")
+            raise InvalidInput(f"models here have no {verb} signature: request their outputs with :predict")
         if verb != "predict":
             raise NotFound(f"no such verb: {shown(path['verb'])}; expected predict")
         return PredictMessage(self._service, name, version, headers, holding)

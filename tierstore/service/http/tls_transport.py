@@ -1,7 +1,7 @@
 """Connections with TLS on the event loop: their handshake, and those that Python serves, as asyncio's transports are.
 
 Most go on to a reactor after their handshake. What a reactor hands off comes back with its session, and may go
-there again. Event loop only.
+there again.
 """
 
 from __future__ import annotations

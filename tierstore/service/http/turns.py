@@ -3,7 +3,7 @@ the event loop, health first.
 
 A client may send requests ahead of their answers, and do so on many connections. Begun as soon as they can be, all
 would run in the same turn, and a health check needs several turns. So one that finds the turn full begins in a later
-one, behind those of other connections. Event loop only.
+one, behind those of other connections.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The queue of a pool's threads that compiled threads add to as well: a pipe, so that whoever comes wakes one thread.
 
 A message is 8 bytes: the number of a job, or a mark that stands for a call of Python, which lies in a list. Any
-thread. Nothing survives a crash.
+thread.
 """
 
 from __future__ import annotations

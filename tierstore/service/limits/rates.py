@@ -3,7 +3,7 @@
 Token buckets that hold what a second allows. A request passes while no bucket is empty, and then costs what it costs,
 even if a bucket goes below zero: so one that is larger than a second allows is served, and what follows waits longer.
 The keys of a request are known once it is planned, and are charged then. Reactors draw from the same buckets
-(`kernels/rates.py`). Any thread; nothing survives a restart.
+(`kernels/rates.py`). Any thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Load shedding: until when a caller waits, which calls are not run any more, and how many those were.
 
 A thread that pops a call from a queue first calls `Waits.check`: a call whose deadline has passed, whose client has
-gone, or which has waited too long, is refused before work is done for it. Any thread; nothing survives a crash.
+gone, or which has waited too long, is refused before work is done for it. Any thread.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Shed:
             waited = histograms(
                 "tierstore_queue_seconds", "Seconds that calls waited for a thread.", "pool", self._waits
             )
-        text = "Requests refused without work, so that others are answered."
+        text = "Requests refused before any work was done for them, so that others are answered."
         yield from (counters("tierstore_shed", text, "reason", counts), waited)
 
 
@@ -110,8 +110,8 @@ class Waits:
 
     Any thread.
 
-    How long it would wait is told by how many are before it and what the last ones took. In a queue as long as its
-    calls' deadlines each would begin just before its own and end after it, which helps nobody.
+    The expected wait follows from the number of calls before it and the time that the last ones took. In a queue as
+    long as its calls' deadlines, each call would begin just before its deadline and end after it, which helps nobody.
     """
 
     def __init__(self, pool: str, shed: Shed, limit_s: float) -> None:

@@ -1,4 +1,4 @@
-"""What has not said yet what it wants, and makes room where there is no place left. Event loop only."""
+"""What has not said yet what it wants, and makes room where there is no place left."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Silent(Generic[T]):
         return True
 
     def pop(self) -> T | None:
-        """What is to make room, which is here no more. None: there is nothing, or it has begun a moment ago."""
+        """Remove and return what is to make room. None: nothing is here, or all of it is too new."""
         if not self._of:
             return None
         host = max(self._of, key=lambda host: len(self._of[host]))

@@ -1,7 +1,7 @@
 """Worker threads with a bounded queue, and budgets of bytes in flight.
 
 `WorkerPool.run` and `start` are called on one event loop only; the calls run on the pool's threads. Any thread may use
-`ByteBudget`. Nothing survives a crash.
+`ByteBudget`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-Done: TypeAlias = Callable[[Any, BaseException | None], None]  # is told the result, or else the error
-# whether it is awaited no more, what is told, when it was queued, the caller, the function and its arguments
+Done: TypeAlias = Callable[[Any, BaseException | None], None]  # called with the result, or else the error
+# whether nobody waits any more, whom to call back, when it was queued, the caller, the function and its arguments
 _Item = tuple[Callable[[], bool] | None, Done, int, Caller | None, Callable[..., Any], tuple[Any, ...]]
 
 
@@ -201,7 +201,7 @@ class WorkerPool:
             try:
                 done(result, error)
             except Exception:
-                logger.exception("what came of a call on %s was not told", self.name)
+                logger.exception("the result of a call on %s was not told", self.name)
             # an idle thread must not keep a request's buffers alive
             del item, cancelled, done, caller, function, args, result, error
 

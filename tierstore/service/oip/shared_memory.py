@@ -1,7 +1,7 @@
 """The protocol's system shared memory extension: tensors in regions that a client on this machine has made.
 
 Any thread may use `Regions`. A region is read and written through its file, never mapped: a client that shrinks its
-file would end a process that maps it, and gets an error here. Nothing survives a crash; clients register again.
+file would end a process that maps it, and gets an error here. After a crash clients register again.
 
 A region belongs to the principal that has registered it: for others, except admins of all models, it is not there, and
 they cannot register its object under another name.

@@ -3,7 +3,7 @@
 A thousand connections may hand off a request each at the same time. Served all in one turn of the event loop, they
 would keep a health check waiting for a second: it needs several turns. So a turn ends after a few milliseconds, and in
 each come first the checks of health, then other requests outside `/v2/models/` and `/v1/models/` (metrics,
-administration), then the remainder. Each of the three has its share of every turn. Event loop only.
+administration), then the remainder. Each of the three has its share of every turn.
 """
 
 from __future__ import annotations

@@ -29,4 +29,4 @@ def families(lines: npt.NDArray[Any], *, unfinished: int, unsent_bytes: int) -> 
     loads = {str(number): int(line["load"]) for number, line in enumerate(lines)}
     yield gauges("tierstore_reactor_connections", "Connections that a reactor serves.", "reactor", loads)
     yield gauge("tierstore_unfinished_requests", "Requests that have begun to arrive.", unfinished)
-    yield gauge("tierstore_unsent_bytes", "Bytes of answers that clients have not taken yet.", unsent_bytes)
+    yield gauge("tierstore_unsent_bytes", "Bytes of answers that clients have not read yet.", unsent_bytes)

@@ -1,13 +1,13 @@
 """Predictions that reactors have begun: threads of the look-up pool run their graphs on the rows that lie ready.
 
-A reactor has looked the rows up, written the head of the answer, and put the number of a job into the pool's queue
+A reactor looks the rows up, writes the head of the answer, and puts the number of a job into the pool's queue
 (`kernels/reactor_predictions.py`). A thread runs the graph, writes the scores behind the head, and gives the job back
 to its reactor, which sends the answer: two wake-ups. A job keeps the view, and so the dense part, of its rows. Its
-words say who waits for it: a connection of HTTP/1.1, or a stream of gRPC. What goes wrong is told to Python's way,
-which answers with the error, counts and logs it; a job that has to be planned anew is that way's from the start.
+words say who waits for it: a connection of HTTP/1.1, or a stream of gRPC. Python answers a job that fails: it sends,
+counts and logs the error. Python also answers a job whose request has to be planned anew.
 
 `serve` runs on the pool's threads; `cut_off` and `error_of` on the event loop, `close` on any thread,
-once. Nothing survives a crash.
+once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _MEMORY = [ctypes.c_char * (1 << bits) for bits in range(48)]  # blocks by their
 _DONE, _FOR_PYTHON, _RETURNED = job_words.DONE, job_words.FOR_PYTHON, job_words.RETURNED
 _FIELDS = job_words.JOB.dtype.names or ()
 _REQUEST_ID = b"x-request-id"
-_MOST_ERRORS = 4096  # more than Python is told of at a time: those beyond it nobody will ask for
+_MOST_ERRORS = 4096  # errors that wait to be fetched; older ones beyond that are dropped
 Words = dict[str, int]
 
 
@@ -297,7 +297,7 @@ class Predictions:
     # --- on the event loop
 
     def error_of(self, fd: int, serial: int, stream: int) -> BaseException | None:
-        """What has to be told in answer to a request that came back from here."""
+        """The error with which a request that came back from here is answered."""
         if not self._errors:
             return None
         with self._lock:

@@ -59,7 +59,7 @@ _ON_THEIR_WAY = 64  # connections beyond the limit, whose place another is about
 
 
 class HandoffReceiver(Protocol):
-    """Receives what reactors hand off to Python. Event loop only."""
+    """Receives what reactors hand off to Python."""
 
     def request(self, reply: Reply, data: bytes) -> None: ...
     def connection(self, sock: socket.socket, data: bytes, session: Session | None) -> None: ...
@@ -146,7 +146,7 @@ class Reactors:
     def start_http2(self, listeners: Sequence[socket.socket] = ()) -> None:
         """Serve HTTP/2 and nodes in front as well, and what connects to `listeners`, one at most, which listen already.
 
-        After `start`, once its kernels are compiled: reading an address compiles. Event loop only.
+        After `start`, once its kernels are compiled: reading an address compiles.
         """
         run, run_call, run_rows = reactor_http2.run.address, reactor_calls.run.address, front_rows.run.address
         for here, epoll in zip(self._heres, self._epolls, strict=True):
@@ -167,11 +167,11 @@ class Reactors:
         pool.serve_jobs(self.words, self._predictions.serve)
 
     def drain(self) -> None:
-        """From now on a connection is closed after its next answer, which says so. Event loop only."""
+        """From now on a connection is closed after its next answer, which says so."""
         self._set_mode(kernel.DRAIN)
 
     def finish(self) -> None:
-        """Accept no more connections, answer the requests in progress, and close idle connections. Event loop only."""
+        """Accept no more connections, answer the requests in progress, and close idle connections."""
         self._set_mode(kernel.FINISH)
 
     def close(self) -> None:
@@ -292,7 +292,7 @@ class Reactors:
             raise OSError(-failed, os.strerror(-failed))
 
     def cut_off(self, error: BaseException) -> None:
-        """Have predictions answered with an error in place of the threads that have them. Event loop only."""
+        """Have predictions answered with an error in place of the threads that have them."""
         for words, request in [] if self._predictions is None else self._predictions.cut_off():
             if words["stream"]:
                 self.streams.fail(words, request, error)
@@ -313,7 +313,7 @@ class Reactors:
             raise OSError(-failed, os.strerror(-failed))
 
     def give_back(self, fd: int, session: Session | None = None) -> None:
-        """Give a connection to a reactor, which owns the descriptor and the session from now on. Event loop only."""
+        """Give a connection to a reactor, which owns the descriptor and the session from now on."""
         if not self.tls.put(fd, session):
             self.count_other(-1)
             return

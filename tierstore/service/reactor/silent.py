@@ -1,4 +1,4 @@
-"""Connections of reactors that make room for new ones where there are as many as there may be. Event loop only.
+"""Connections of reactors that make room for new ones where there are as many as there may be.
 
 Those whose clients have asked for nothing for a while, or have not said what for. First of the address that has most of
 them, so that one client's connections cost that client's own; of them the one that has been silent longest.

@@ -1,8 +1,8 @@
-"""Streams of HTTP/2 that reactors give to Python: a request each, whole or as it comes, and its answer.
+"""Streams of HTTP/2 that reactors give to Python: each carries one request, whole or in pieces, and its answer.
 
-What comes of a stream is told on the event loop, in its order: the request, or that it has opened, its data, its end;
-and, once, that it is lost. Any thread may answer. An answer is copied into a block that becomes the reactor's, which
-counts it until it has left.
+The event loop receives the events of a stream in order: either the whole request, or its opening, its data and its
+end; and once, if it happens, that the stream is lost. Any thread may answer. An answer is copied into a block that then
+belongs to the reactor, which counts its bytes until they are sent.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def most_message(settings: Settings) -> int:
 
 
 class StreamReceiver(Protocol):
-    """Receives what reactors give of streams. Event loop only."""
+    """Receives what reactors give of streams."""
 
     def request(self, stream: Stream, body: bytes) -> None:
         """A whole request. Where `stream.too_large`, `body` is empty."""
@@ -56,7 +56,7 @@ class StreamReceiver(Protocol):
         """More has come; `stream.consumed` lets the client send as much again."""
 
     def ended(self, stream: Stream) -> None:
-        """The client sends no more."""
+        """The client has sent everything."""
 
     def lost(self, stream: Stream) -> None:
         """The client has reset the stream, or its connection has ended. Nothing more comes, and nothing leaves."""
@@ -202,7 +202,7 @@ class StreamPipes(Protocol):
 
 
 class Streams:
-    """The streams that Python has. Event loop only, but `of_job`, `send`, `notify` and `forget`."""
+    """The streams that Python has. Any thread may call `of_job`, `send`, `notify` and `forget`."""
 
     def __init__(self, pipes: StreamPipes) -> None:
         self._pipes = pipes

@@ -1,7 +1,6 @@
-"""What the rows of connections have of TLS: their sessions, and the names of their clients'
-certificates, by descriptor and serial.
+"""TLS in the rows of connections: sessions, and the names of clients' certificates, by descriptor and serial.
 
-A row is written while its connection is Python's. Event loop only, but for `close`.
+A row is written while its connection belongs to Python. Any thread may call `close`.
 """
 
 from __future__ import annotations

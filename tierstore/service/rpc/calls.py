@@ -5,7 +5,7 @@ batch. Other methods run on the pools of the admin interface, those that never w
 messages is an object of the event loop, which works on one message at a time and lets the client send more as it
 goes on; it needs no thread.
 
-Event loop only, but answers are sent by the threads that have made them. Nothing survives a crash.
+Answers are sent by the threads that have made them.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class Calls:
             ("calls", "gRPC calls that Python has and has not answered yet.", len(self._open)),
             ("streams", "gRPC streams of messages that are open.", len(self._flows)),
             ("streams_limit", "gRPC streams of messages that may be open.", MOST_STREAMS),
-            ("health_watchers", "gRPC calls that watch the health; they are streams too.", self.health.watchers),
+            ("health_watchers", "gRPC calls that watch the health; they count as streams too.", self.health.watchers),
             ("health_watchers_limit", "gRPC calls that may watch the health.", MAX_WATCHERS),
         ):
             yield gauge(f"tierstore_grpc_{name}", text, value)

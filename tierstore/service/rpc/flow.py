@@ -1,7 +1,4 @@
-"""A stream of messages over gRPC: what has come of it, and the message that is worked on.
-
-Event loop only, but `send`.
-"""
+"""A stream of messages over gRPC: what has arrived, and the message in progress. Any thread may call `send`."""
 
 from __future__ import annotations
 

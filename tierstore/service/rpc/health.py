@@ -1,7 +1,7 @@
 """Health checking, for gRPC's own tools (`grpc.health.v1`).
 
 Health is that of the server as a whole and of each service: serving, from when the server is ready until it begins to
-drain. Whether a model answers is for ModelReady to say. Event loop only.
+drain. Whether a model answers is for ModelReady to say.
 """
 
 from __future__ import annotations

@@ -41,10 +41,10 @@ class MessageStream(Protocol):
         """Send an answer. Any thread."""
 
     def done(self) -> None:
-        """The next message may come. Event loop only."""
+        """The next message may come."""
 
     def finish(self, code: str = "OK", details: str = "") -> None:
-        """End the stream, with a status. Event loop only."""
+        """End the stream, with a status."""
 
     def when_over(self, ended: Callable[[], None]) -> None:
         """Have `ended` called when the stream has ended, however it does."""
@@ -111,7 +111,7 @@ def look_up(
     done: LookedUp,
     failed: BaseException | None = None,
 ) -> None:
-    """Answer a look-up at once, or have a thread do so. Event loop only. `failed`: as for `Exchange.begin`."""
+    """Answer a look-up at once, or have a thread do so. `failed`: as for `Exchange.begin`."""
     holding = Reservation(service.inflight)
     exchange: Exchange[bytes] | None = None
 

@@ -1,7 +1,7 @@
 """Reflection: gRPC's own tools learn the messages of the services from the server
 (`grpc.reflection.v1`, and `v1alpha`).
 
-Of descriptors it knows those of `protobuf.POOL`. Event loop only: an answer takes microseconds.
+It knows the descriptors of `protobuf.POOL`. An answer takes microseconds, so the event loop makes it.
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ class Watcher:
 
     def families(self) -> Iterator[Metric]:
         """The metrics of this part, for Prometheus."""
-        yield counter("tierstore_watch_applied", "Deltas taken from the watched directory.", self.applied)
-        yield counter("tierstore_watch_errors", "Failed tries to take a delta from the watched directory.", self.errors)
+        yield counter("tierstore_watch_applied", "Deltas applied from the watched directory.", self.applied)
+        yield counter("tierstore_watch_errors", "Failed attempts to apply a delta from there.", self.errors)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Finish the delta that is being applied, and end."""

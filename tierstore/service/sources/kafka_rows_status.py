@@ -58,7 +58,7 @@ _COUNTERS = {
     "rows": "Rows applied from the topic, deletions among them.",
     "deleted": "Deletions among the rows.",
     "deltas": "Deltas that rows were gathered into.",
-    "errors": "Failed tries to read, or to apply.",
+    "errors": "Failed attempts to read or to apply.",
     "lost": "Offsets that the brokers had deleted before they were read.",
 }
 _GAUGES = {
@@ -81,7 +81,7 @@ def row_families(topics: Sequence[tuple[RowStats, dict[str, Any]]]) -> Iterator[
             gauge.add_metric([status["topic"]], status[name])
         yield gauge
     lag = GaugeMetricFamily(
-        "tierstore_kafka_rows_lag_messages", "Messages that were not read yet.", labels=["topic", "partition"]
+        "tierstore_kafka_rows_lag_messages", "Messages that are not read yet.", labels=["topic", "partition"]
     )
     state = GaugeMetricFamily(
         "tierstore_kafka_rows_state", "1 for the state that the topic is in.", labels=["topic", "state"]

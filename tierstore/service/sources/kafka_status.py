@@ -113,9 +113,9 @@ class KafkaStats:
 
 _COUNTERS = {
     "applied": "Deltas applied from the topic.",
-    "duplicates": "Messages skipped: the store has their delta.",
-    "abandoned": "Incomplete deltas that were dropped, as the log has that seq.",
-    "errors": "Failed tries to read, or to apply.",
+    "duplicates": "Messages skipped because the store has their delta.",
+    "abandoned": "Incomplete deltas that were dropped because the log already has their seq.",
+    "errors": "Failed attempts to read or to apply.",
     "rewinds": "Times that earlier messages were read again for a model.",
     "rebalances": "Times that the topic had new partitions.",
 }
@@ -133,8 +133,8 @@ def families(status: dict[str, Any]) -> Iterator[Metric]:
     text = "Age of the newest message that was read; 0 once all were."
     yield gauge("tierstore_kafka_lag_seconds", text, status["lag_seconds"])
     lag = {partition: state["lag"] for partition, state in (status["partitions"] or {}).items()}
-    yield gauges("tierstore_kafka_lag_messages", "Messages that were not read yet.", "partition", lag)
+    yield gauges("tierstore_kafka_lag_messages", "Messages that are not read yet.", "partition", lag)
     held_up = dict.fromkeys(status["held_up"], 1.0)
-    yield gauges("tierstore_kafka_held_up", "Models that wait for a delta: 1.", "model", held_up)
+    yield gauges("tierstore_kafka_held_up", "1 while the model waits for a missing delta.", "model", held_up)
     states = {name: float(name == status["state"]) for name in STATES}
     yield gauges("tierstore_kafka_state", "1 for the state that the source is in.", "state", states)

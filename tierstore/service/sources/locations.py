@@ -151,10 +151,10 @@ class Locations(Observer):
         yield counter(f"{name}_loaded", "Snapshots loaded from watched locations.", self.loaded)
         yield counter(
             f"{name}_errors",
-            "Failed tries to load or activate a snapshot of watched locations, or to look there.",
+            "Failed attempts to load or activate a snapshot of a watched location, or to list the location.",
             self.errors,
         )
-        text = "What keeps watched locations from being followed now, and their canaries that were withdrawn."
+        text = "Watched locations that cannot be followed now, and canaries of theirs that were withdrawn."
         yield gauge(f"{name}_problems", text, len(self.problems()))
 
     def close(self, timeout_s: float = 10.0) -> None:

@@ -102,7 +102,7 @@ class Peers:
         """The metrics of this part, for Prometheus."""
         yield counter("tierstore_peer_deltas", "Deltas fetched from peers.", self.applied)
         yield counter("tierstore_peer_copies", "Models copied from peers.", self.copied)
-        yield counter("tierstore_peer_errors", "Failed tries to fetch something from a peer.", self.errors)
+        yield counter("tierstore_peer_errors", "Failed attempts to fetch something from a peer.", self.errors)
         yield gauge(
             "tierstore_peer_caught_up", "Whether the node has caught up with its peers since its start.", self.caught_up
         )
@@ -167,7 +167,7 @@ class Peers:
             self._store.model(name).ready for name in self._store.models()
         ):
             self.caught_up = True  # others may be down for long
-            logger.warning("peers: not caught up; this node goes on with what it has, and goes on trying")
+            logger.warning("peers: not caught up; this node serves what it has, and keeps trying")
 
     # --- models
 

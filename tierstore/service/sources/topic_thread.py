@@ -98,12 +98,12 @@ def far_back(reader: TopicReader, settings: Settings) -> dict[int, int]:
 def new_partitions(reader: TopicReader, cluster: str) -> list[int]:
     """Partitions that the topic has and that are not read yet.
 
-    Unreachable where the brokers are of another cluster now.
+    Unreachable where the brokers now belong to another cluster.
     """
     try:
         now, partitions = reader.partitions()
     except Unreachable:
         return []  # `problem` says it; what was read can still be applied
     if now != cluster:
-        raise Unreachable(f"kafka: the brokers are of another cluster now, {now!r}: reading it from its beginning")
+        raise Unreachable(f"kafka: the brokers now belong to another cluster, {now!r}: reading it from its beginning")
     return [one for one in partitions if one not in reader.positions]

@@ -217,7 +217,7 @@ def encode_answer(rows: bool, specs: Sequence[OutputSpec], arrays: Sequence[npt.
         if len(set(sizes)) != 1 or sizes[0] < 0:
             named = ", ".join(f"{spec.name} {list(array.shape)}" for spec, array in zip(specs, arrays, strict=True))
             raise InvalidInput(
-                f"the outputs do not have a first dimension in common, so they make no rows: {named}; ask in the "
+                f"the outputs do not have a first dimension in common, so they form no rows: {named}; ask in the "
                 "column form ('inputs')"
             )
     names = [spec.name for spec in specs]

@@ -1,7 +1,7 @@
 """The memory of a host table: one mapping, how much of it is in use, and how that grows and shrinks in place.
 
 Linux only: pages that are given back come back as zeros, which makes them empty sets. Any thread may read; `resize` is
-for one thread at a time, `void` for one that holds all of the table's locks. Nothing survives the process.
+for one thread at a time, `void` for one that holds all of the table's locks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Keys that look-ups of a table note (`kernels/host_cache/sampling.py`): collected now and then, by one thread.
-
-Nothing survives the process.
-"""
+"""Keys that look-ups of a table note (`kernels/host_cache/sampling.py`): collected now and then, by one thread."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ class AccessSample:
 
     @property
     def address(self) -> int:
-        """Where kernels find it; whoever has that address keeps this object."""
+        """The address for kernels; whoever holds it must keep this object alive."""
         return address_of(self._words)
 
     @property

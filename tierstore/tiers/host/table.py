@@ -2,7 +2,7 @@
 
 Any number of threads may call `lookup` and `hot_keys` at any time; they take no lock. Writers hold the table's own lock
 for a short time. `insert` and `insert_absent` give up if it is held, because no request should wait for a promotion;
-other writers wait. Nothing survives the process.
+other writers wait.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ the same kernels and with the same policy, that is asked for the sampled keys al
 The share of misses is taken of all keys that were looked up while the sample was, sampled or not: the few keys that
 nearly all look-ups ask for are hardly ever missing, and whether one of them is in the sample must not matter.
 
-For one thread. Nothing survives the process.
+For one thread.
 """
 
 from __future__ import annotations

@@ -135,7 +135,9 @@ class Cluster:
         Keeps the old map and raises RemoteUnavailable if no server answers by the deadline, ConfigError if they refuse.
         """
         if not self._refreshing.acquire(timeout=_remaining(deadline_s)):
-            raise RemoteUnavailable(f"no server of the cluster at {self.endpoints} has said in time where slots are")
+            raise RemoteUnavailable(
+                f"no server of the cluster at {self.endpoints} has answered in time where slots are"
+            )
         try:
             since_s = time.monotonic() - self._refreshed_s
             if seen is not None:

@@ -228,7 +228,7 @@ class Writer:
                 "node had it any more; load a newer snapshot"
             )
         if outcome not in (APPLIED, ALREADY):
-            raise StorageError(f"{what}: there is no watermark: the version is not complete, or was dropped")
+            raise StorageError(f"{what}: there is no watermark: the version is incomplete, or was dropped")
         return int(outcome)
 
     # ---- the end of a version

@@ -2,7 +2,7 @@
 
 Any thread may look up and offer; one thread writes (`cache.py`). A row is held under the rules of every cache: what was
 read under a view from before a fold is not let in (`raise_floor`), and what a fold changes goes (`forget`). So what is
-held is right for every view that is read. Nothing survives the process.
+held is right for every view that is read.
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ class ClusterTarget:
             shared.record(number, record, None)
             shared.forget_model()
         except StorageError as error:  # it goes after `load_retention_s`
-            log.warning("what a failed load has left in the cluster stays for now: %s", error)
+            log.warning("leftovers of a failed load stay in the cluster for now: %s", error)
 
     def activate(self, number: int, progress: ProgressFn) -> None:
         self._activate(number, progress)
