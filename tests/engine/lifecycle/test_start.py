@@ -9,6 +9,7 @@ import select
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -70,6 +71,17 @@ def test_a_limit_of_open_files_that_is_too_low_is_one_error_and_nothing_opens(
     )
     assert "Too many open files" not in refused.stderr
     assert opened(48, 200).stdout == "3 []\n"  # the soft limit is the process's own to raise
+
+
+def test_a_model_at_rest_has_no_thread(open_store: Callable[..., tierstore.Store], tmp_path: Path) -> None:
+    store = open_store()
+    loaded(store, tmp_path, 1)
+    one = threading.active_count()
+    for model in "abc":
+        loaded(store, tmp_path, 1, model=model)
+        store.apply_delta(scenes.delta(1, {"item": ([3], scenes.vectors("item", 9, [3]))}, model=model))
+        folded(store, model)
+    scenes.eventually(lambda: threading.active_count() <= one, "nothing of them runs")
 
 
 # --- the log
