@@ -47,6 +47,7 @@ class Tasks:
             "what broken-off loads have left is not removed": (self._drop_unfinished, None),
             "expired rows are not removed": (self._expiry.check, None),
             "what serves is not what was loaded": (self._check_bases, "check_files"),
+            "files that nothing reads are not closed": (self._let_files_go, None),
         }
         return {problem: task for problem, (task, act) in tasks.items() if act is None or allow(act)}
 
@@ -150,6 +151,11 @@ class Tasks:
         for view in self._state.live.served.views:
             with contextlib.suppress(Closed):  # it serves no more
                 view.open_version.disk.check_base()
+
+    def _let_files_go(self) -> None:
+        for view in self._state.live.served.views:
+            with contextlib.suppress(Closed):
+                view.open_version.let_files_go(self._state.shared.epochs.once_unread)
 
     def _report(self, change: str, **fields: Any) -> None:
         self._state.shared.audit.change(change, requester(), "done", flush=False, model=self._state.name, **fields)

@@ -61,6 +61,7 @@ class Version:
         # the dense part as of the watermark, ready to run; `unserved` says why one that is kept is not
         self.predictor: DenseSession | None = None
         self.unserved: str | None = None
+        self._moved: tuple[int, int] | None = None  # as of the last `let_files_go`
         self.gpu: Gpu | None = None  # set once its device tables are attached
 
     @property
@@ -136,6 +137,17 @@ class Version:
         for name, table in self.tables.items():
             if any(cache.rows_resident for cache in table.caches):
                 save_keys(self.info.where.hot(name), parts(table))
+
+    def let_files_go(self, once_unread: Callable[[Callable[[], None]], None]) -> None:
+        """Close its files on this machine, if nothing was read from them or changed in them since the last call.
+
+        Reads and folds open them again. `once_unread` as for `DiskTier.let_go`. On one thread.
+        """
+        counts = [table.counts.as_dict() for table in self.tables.values()]
+        moved = self.watermark, sum(each["disk"] + each["absent"] for each in counts)
+        if moved == self._moved and self.rows.disk is not None:
+            self.rows.disk.let_go(once_unread)
+        self._moved = moved
 
     # deltas
 
