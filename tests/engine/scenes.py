@@ -48,10 +48,11 @@ def eventually(happened: Callable[[], bool], what: str, timeout_s: float = 30.0,
 
 
 def housekeep(store: tierstore.Store, name: str = "ctr") -> None:
-    """Do every housekeeping task of a model, once the versions that were replaced are closed and nothing else switches."""
+    """Deal memory again and do every housekeeping task of a model, once the versions that were replaced are closed and nothing else switches."""
     model = store.model(name)
     eventually(lambda: not model.state.retiring, "what was replaced is closed")
     with model.state.switch:
+        store.shared.memory.run()
         model.housekeeping.run_tasks()
 
 

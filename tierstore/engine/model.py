@@ -33,6 +33,7 @@ from tierstore.engine.lifecycle.routes import Routes
 from tierstore.engine.lifecycle.state import ModelState, Shared
 from tierstore.engine.lifecycle.switch import Switcher
 from tierstore.engine.lifecycle.tasks import Tasks
+from tierstore.engine.lifecycle.throttle import LEAST_OF_A_SWITCH
 from tierstore.engine.reads.cache_report import cache_report
 from tierstore.engine.reads.view import View
 from tierstore.engine.serving.publisher import Lease
@@ -71,21 +72,15 @@ class Model:
         self.deltas = DeltaPath(
             state.live, state.log, state.record, self.dense, self.catalogue.specs, shared.observers, state.room
         )
-        self.folder = Folder(state.live, shared.settings.fold_grace_s)
+        self.folder = Folder(
+            state.live, shared.settings.fold_grace_s, lambda: max(LEAST_OF_A_SWITCH, shared.throttle.share)
+        )
         self.opener = Opener(state)
         self.routes = Routes(state)
         self.switcher = Switcher(state, self.opener, self.routes)
         self.loads = Loads(state, self.opener)
         self.drops = Drops(state, self.opener, self.routes)
-        self.housekeeping = Housekeeping(
-            name,
-            self.folder,
-            state.retiring,
-            self.publisher.changed,
-            self.opener.free,
-            self.opener.freed,
-            lambda: shared.throttle.share,
-        )
+        self.housekeeping = Housekeeping(name, self.folder, state.retiring, self.publisher, self.opener.free)
         self.freshness = Freshness(state, self.deltas.newest_event)
         self._times = shared.throttle.times
 
@@ -115,10 +110,11 @@ class Model:
         What is served is opened by the placement, which has the pointer.
         """
         tasks = Tasks(self.state, self.opener, self.drops, lambda: self.housekeeping.stopping)
-        self.housekeeping.start(tasks.by_problem())
+        shared = self.state.shared
+        self.housekeeping.start(shared.folding, shared.tending, tasks.by_problem())
 
     def close(self) -> None:
-        """Stop the background threads, wait for look-ups under way, and close what is open."""
+        """Stop the background work, wait for look-ups under way, and close what is open."""
         self.housekeeping.stop()
         state, changed = self.state, self.publisher.changed
         with state.switch, state.live.write:
@@ -383,7 +379,7 @@ class Model:
             "log_damaged": "; ".join(self.state.log.damage[:3]),
             "canary_not_served": self.routes.problem,
             "partitions": self._partition_problem,
-            "background_work": self.housekeeping.problem,
+            "background_work": self.housekeeping.problem or self.state.shared.memory.problem,
             "not_fresh": self.freshness.problem,
         }
         if self.state.shared.copied:

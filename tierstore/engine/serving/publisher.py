@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tierstore.engine.reads.view import View
@@ -22,6 +22,16 @@ from tierstore.kernels.codec import address_of
 _tokens = itertools.count(1)
 
 
+class Changed(threading.Condition):
+    """A condition that calls `then` too, with its lock held, when all who wait for it are notified."""
+
+    then: Callable[[], None] = staticmethod(lambda: None)
+
+    def notify_all(self) -> None:
+        super().notify_all()
+        self.then()
+
+
 class Publisher:
     """What one model serves, and the former views that are still read."""
 
@@ -31,7 +41,7 @@ class Publisher:
         self._lock = (
             threading.RLock()
         )  # the one in `changed`, which costs a request half as much to acquire as that does
-        self.changed = threading.Condition(
+        self.changed = Changed(
             self._lock
         )  # notified at each publication and when the last reader of a retired view has ended
         self._served = Routing()

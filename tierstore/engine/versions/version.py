@@ -59,6 +59,7 @@ class Version:
         self.writing = threading.Lock()  # held by what writes the disk tier, a fold or `expiry.py`
         self.hosts = HostTables(info, self.tables, self.writing)
         self.heads: Heads = {}  # the dense parts as of the watermark, once they are opened; replaced whole
+        self._moved: tuple[int, int] | None = None  # as of the last `let_files_go`
         self.gpu: Gpu | None = None  # set once its device tables are attached
 
     @property
@@ -134,6 +135,17 @@ class Version:
         for name, table in self.tables.items():
             if any(cache.rows_resident for cache in table.caches):
                 save_keys(self.info.where.hot(name), parts(table))
+
+    def let_files_go(self, once_unread: Callable[[Callable[[], None]], None]) -> None:
+        """Close its files on this machine, if nothing was read from them or changed in them since the last call.
+
+        Reads and folds open them again. `once_unread` as for `DiskTier.let_go`. On one thread.
+        """
+        counts = [table.counts.as_dict() for table in self.tables.values()]
+        moved = self.watermark, sum(each["disk"] + each["absent"] for each in counts)
+        if moved == self._moved and self.rows.disk is not None:
+            self.rows.disk.let_go(once_unread)
+        self._moved = moved
 
     # deltas
 
