@@ -40,6 +40,7 @@ class View:
     """Look-ups of one moment. Made by the model; callers get it from `with model.view() as view:`."""
 
     __slots__ = (
+        "__weakref__",
         "_by_table",
         "_gatherings",
         "_padding",
