@@ -20,15 +20,11 @@ from tests.engine.quick_build import in_process
 from tests.predict import onnx_models as om
 from tests.service.conftest import eventually, settings_for
 from tests.service.reactor.test_traffic import Answer, Served, message
-from tests.tiers.cuda_shim.backend import ShimDevice
 from tierstore.engine.store import Store
-from tierstore.predict import runtime
-from tierstore.predict.placement import CPU_PROVIDER, DensePlacement
-from tierstore.predict.session import DenseSession, Slot
+from tierstore.predict.session import DenseSession
 from tierstore.service import server as server_module
 from tierstore.service.error_status import CUT_OFF
 from tierstore.service.server import ServerThread
-from tierstore.tiers.device import gpu
 
 COUNT = int(os.environ.get("PREDICTIONS", 1500))
 ROWS, DIM = 500, 4
@@ -200,30 +196,6 @@ def drawn(rng: np.random.Generator) -> Drawn:
 def test_reactors_and_python_predict_alike(both: tuple[Served, Served]) -> None:
     predict_alike(both, COUNT)
     eventually(lambda: both[0].server.service.inflight.used_bytes == 0, "nothing is held")
-
-
-@pytest.mark.parametrize("budget", [0, "4MiB"])
-@pytest.mark.parametrize("graph", ["gpu:0", None])
-def test_reactors_begin_predictions_of_rows_and_graphs_on_a_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: Any, graph: str | None
-) -> None:
-    """Without a tier there the reactors look up; else the thread that runs the graph does, on rows that stay there."""
-    monkeypatch.setattr(gpu, "find_backend", lambda: (ShimDevice(), None))
-    if graph is not None:
-        monkeypatch.setattr(runtime, "placement_of", lambda settings: DensePlacement(CPU_PROVIDER, "cpu", graph))
-    with two_services(tmp_path, device_budget=budget) as both:
-        predict_alike(both, 150)
-        compare_counts(both)
-        bound = Slot.bind
-        lent: list[str] = []
-        monkeypatch.setattr(Slot, "bind", lambda slot, name, *more: (lent.append(name), bound(slot, name, *more)))
-        before = both[0].by_reactors
-        inputs = {"many": np.arange(3 * 4).reshape(4, 3)}
-        answers = [ask(served, message(inputs, ["score"], path="/v2/models/flat/infer"))[0] for served in both]
-        assert answers[0].body == answers[1].body
-        assert both[0].by_reactors == before + 1
-        assert lent == (["many"] * 2 if budget and graph else [])
-        eventually(lambda: both[0].server.service.inflight.used_bytes == 0, "nothing is held")
 
 
 def predict_alike(both: tuple[Served, Served], count: int) -> None:
