@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable, Coroutine, MutableMapping
 from typing import Any, Protocol, TypeAlias
 
 from tierstore.service.http.messages import CLOSE, Receive, Response, Scope, response_head
 
 logger = logging.getLogger(__name__)
-App: TypeAlias = Callable[[Scope, Receive], Awaitable[Response | None]]  # None: nobody waits for a response
+App: TypeAlias = Callable[[Scope, Receive], Coroutine[Any, Any, Response | None]]  # None: nobody waits for a response
 TEXT = b"text/plain; charset=utf-8"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # an interim answer
 
