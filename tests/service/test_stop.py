@@ -20,7 +20,7 @@ from tests.predict import onnx_models as om
 from tests.service.conftest import settings_for
 from tests.service.fake_store import FakeStore
 from tierstore.engine.store import Store
-from tierstore.service import app
+from tierstore.service import root
 from tierstore.service import server as server_module
 from tierstore.service.error_status import CUT_OFF
 from tierstore.service.exchange import Exchange
@@ -104,7 +104,7 @@ def test_a_request_that_a_stop_cuts_off_is_503_and_one_line(
         came.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(app._Root, "_call_admin", never)
+    monkeypatch.setattr(root._Root, "_call_admin", never)
     with ServerThread(FakeStore(settings_for(tmp_path))) as server:  # type: ignore[arg-type]
         asking = threading.Thread(target=lambda: answers.append(httpx.get(f"{server.url}/admin/models", timeout=60)))
         asking.start()

@@ -33,6 +33,7 @@ from tierstore.service.http.messages import (
     FAILED,
     PEER,
     UNPLANNED,
+    App,
     OtherSide,
     Response,
     Scope,
@@ -42,7 +43,6 @@ from tierstore.service.http.messages import (
     response_head,
     scope_of,
 )
-from tierstore.service.http.request import App
 from tierstore.service.limits.worker_pool import ByteBudget
 from tierstore.service.openssl import Session
 from tierstore.service.reactor.reactors import Reactors

@@ -11,11 +11,11 @@ import contextlib
 import re
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 import orjson
@@ -98,6 +98,9 @@ class Response:
         return headers, chunks
 
 
+App: TypeAlias = Callable[[Scope, Receive], Coroutine[Any, Any, Response | None]]  # None: nobody waits for a response
+
+
 def json_response(document: Any, status: int = 200) -> Response:
     return Response(status, [orjson.dumps(document)])
 
@@ -144,7 +147,7 @@ def date_now() -> bytes:
 
 
 # where others have their health → where it is here
-_HEALTH = {
+HEALTH = {
     **dict.fromkeys(("/healthz", "/livez"), "/v2/health/live"),
     **dict.fromkeys(("/health", "/ready", "/readyz"), "/v2/health/ready"),
 }
@@ -159,7 +162,7 @@ def scope_of(version: str, method: bytes, path: bytes, query: bytes, headers: li
         "http_version": version,
         "scheme": "http",
         "method": method.decode("ascii"),
-        "path": _HEALTH.get(named, named),
+        "path": HEALTH.get(named, named),
         "raw_path": path,
         "root_path": "",
         "query_string": query,

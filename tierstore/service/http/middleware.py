@@ -33,6 +33,7 @@ from tierstore.service.http.messages import (
     REQUEST_ID,
     SPENT,
     UNNAMED,
+    App,
     Receive,
     Response,
     Scope,
@@ -40,7 +41,6 @@ from tierstore.service.http.messages import (
     error_response,
     principal_of,
 )
-from tierstore.service.http.request import App
 from tierstore.service.request_log import RequestLog, one_line
 
 _ADMIN_PATHS = "/admin/"
