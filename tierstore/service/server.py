@@ -258,7 +258,7 @@ class HttpService:
         logger.info("requests over HTTP are answered by Python, and none over gRPC, until their kernels are compiled")
         error = await self._compiled(compilation, compilation.http, kernels.HTTP)
         if error is None and not self._ends.is_set():
-            server.leave()
+            server.hand_on()
             self._start_reactors()
             logger.info(
                 "requests over HTTP/1.1 are answered with compiled kernels, %.1f s after the start",

@@ -87,7 +87,7 @@ class UvicornListener:
         while not self._server.started and not self._task.done():
             await asyncio.sleep(0.001)
 
-    def leave(self) -> None:
+    def hand_on(self) -> None:
         """Accept no more, and end each connection with its next answer. Those that wait are for who else listens."""
         self._ending = True
         for server in self._server.servers:
