@@ -31,7 +31,8 @@
         └── InferenceError             ONNX Runtime failed for a reason other than the request
             └── RunLimit               a run of the dense part was ended: it took too long, or the service stops
 
-Transports map these to their own codes (`service/`); nothing below them uses a status code.
+Each class says its status over HTTP and over gRPC: the service answers by these, and the client tells by them what it
+was answered. Nothing else in the package uses a status code.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class TierstoreError(Exception):
     errors of requests that a client sent: the service's log lines have it as `id`.
     """
 
+    http_status = 500
+    grpc_status = "INTERNAL"  # the name of a status code, as grpcio may not be installed
     version: int | None = None
     request_id: str | None = None
 
@@ -70,6 +73,9 @@ class TierstoreError(Exception):
 
 class InvalidInput(TierstoreError, ValueError):
     """Bad input. The message says what was expected, what it got, and what to do."""
+
+    http_status = 400
+    grpc_status = "INVALID_ARGUMENT"
 
 
 class SnapshotError(InvalidInput):
@@ -98,6 +104,9 @@ class WrongPartition(InvalidInput):
     whether the key exists (HTTP 421).
     """
 
+    http_status = 421
+    grpc_status = "OUT_OF_RANGE"
+
 
 class ConfigError(InvalidInput):
     """A setting that is unknown, malformed, or contradicts another one."""
@@ -105,6 +114,9 @@ class ConfigError(InvalidInput):
 
 class NotFound(TierstoreError, LookupError):
     """No model, version, table, feature or job of that name."""
+
+    http_status = 404
+    grpc_status = "NOT_FOUND"
 
 
 def unknown_model(name: str, there: Iterable[str]) -> NotFound:
@@ -114,6 +126,9 @@ def unknown_model(name: str, there: Iterable[str]) -> NotFound:
 
 class Conflict(TierstoreError):
     """The request contradicts what is stored."""
+
+    http_status = 409
+    grpc_status = "FAILED_PRECONDITION"
 
 
 class Fenced(Conflict):
@@ -135,9 +150,15 @@ class SequenceGap(Conflict):
 class TooLarge(TierstoreError, ValueError):
     """Larger than a configured limit."""
 
+    http_status = 413
+    grpc_status = "INVALID_ARGUMENT"
+
 
 class Overloaded(TierstoreError):
     """A bound (queue, overlay bytes) is reached; try again after `retry_after_s` seconds."""
+
+    http_status = 503
+    grpc_status = "RESOURCE_EXHAUSTED"
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -149,6 +170,8 @@ class RateLimited(Overloaded):
     after `retry_after_s` seconds.
     """
 
+    http_status = 429
+
 
 class DeadlineExceeded(TierstoreError, TimeoutError):
     """The caller's deadline passed.
@@ -156,13 +179,22 @@ class DeadlineExceeded(TierstoreError, TimeoutError):
     From the service: it passed while the request waited, so no work was done for it.
     """
 
+    http_status = 504
+    grpc_status = "DEADLINE_EXCEEDED"
+
 
 class NotReady(TierstoreError):
     """It exists, but it cannot answer yet."""
 
+    http_status = 400
+    grpc_status = "UNAVAILABLE"
+
 
 class Locked(TierstoreError):
     """The data directory is open in another process. `url`: where that serves it, if it does."""
+
+    http_status = 503
+    grpc_status = "UNAVAILABLE"
 
     def __init__(self, message: str, *, url: str | None = None) -> None:
         super().__init__(message)
@@ -172,13 +204,22 @@ class Locked(TierstoreError):
 class Closed(TierstoreError):
     """The store, or the version, was closed."""
 
+    http_status = 503
+    grpc_status = "UNAVAILABLE"
+
 
 class Forbidden(TierstoreError, PermissionError):
     """The caller may not do this (HTTP 403)."""
 
+    http_status = 403
+    grpc_status = "PERMISSION_DENIED"
+
 
 class Unauthorized(Forbidden):
     """The service does not know the caller: the token is missing or invalid (HTTP 401)."""
+
+    http_status = 401
+    grpc_status = "UNAUTHENTICATED"
 
 
 class Unreachable(TierstoreError, ConnectionError):
@@ -199,12 +240,18 @@ class RolloutFailed(TierstoreError):
 class MissingExtra(TierstoreError, ImportError):
     """An optional dependency is missing. The message names the extra to install."""
 
+    http_status = 400
+    grpc_status = "FAILED_PRECONDITION"
+
 
 class StorageError(TierstoreError, OSError):
     """The disk, or the driver of the engine on it, failed.
 
     `keys`: the codes that could not be read, if the failure is about some keys of a batch.
     """
+
+    http_status = 503
+    grpc_status = "UNAVAILABLE"
 
     def __init__(self, message: str, *, keys: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -227,6 +274,9 @@ class InferenceError(StorageError):
 
 class RunLimit(InferenceError):
     """A run of the dense part was ended: it took longer than `dense_timeout_s`, or the service stops."""
+
+    http_status = 504
+    grpc_status = "DEADLINE_EXCEEDED"
 
 
 class Corruption(StorageError):

@@ -237,7 +237,7 @@ def test_kubernetes_service_links_set_nothing(variables: dict[str, str], monkeyp
     monkeypatch.setenv("TIERSTORE_PORT", "9000")
     assert load_settings().port == 9000
     monkeypatch.setenv("TIERSTORE_SERVICE", "10.0.0.7")
-    with pytest.raises(ConfigError, match="TIERSTORE_SERVICE;"):
+    with pytest.raises(ConfigError, match="TIERSTORE_SERVICE "):
         load_settings(strict_environment=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,11 @@ def test_a_request_whose_caller_was_not_checked_is_refused(server: ServerThread)
     """An application that somebody mounts without the check of access answers nobody."""
     body = b'{"inputs":[{"name":"item_id","datatype":"INT64","shape":[1],"data":[5]}]}'
     scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/v2/models/one/infer", "headers": []}
-    response = OipHttp(server.service).at_once(scope, memoryview(body))
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    response = asyncio.run(OipHttp(server.service)(scope, receive))
     assert response is not None
     assert response.status == 403
 

@@ -20,12 +20,12 @@ from tests.predict import onnx_models as om
 from tests.service.conftest import settings_for
 from tests.service.fake_store import FakeStore
 from tierstore.engine.store import Store
-from tierstore.service import app
+from tierstore.service import root
 from tierstore.service import server as server_module
 from tierstore.service.error_status import CUT_OFF
 from tierstore.service.exchange import Exchange
 from tierstore.service.http import server as http_server
-from tierstore.service.http.handoff import Handoff
+from tierstore.service.http.handoff import Answer, Handoff
 from tierstore.service.process import EXIT_CODE
 from tierstore.service.server import ServerThread
 
@@ -104,7 +104,7 @@ def test_a_request_that_a_stop_cuts_off_is_503_and_one_line(
         came.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(app._Root, "_call_admin", never)
+    monkeypatch.setattr(root._Root, "_call_admin", never)
     with ServerThread(FakeStore(settings_for(tmp_path))) as server:  # type: ignore[arg-type]
         asking = threading.Thread(target=lambda: answers.append(httpx.get(f"{server.url}/admin/models", timeout=60)))
         asking.start()
@@ -122,18 +122,24 @@ def test_a_prediction_that_a_stop_cuts_off_is_503_and_what_its_thread_answers_la
     monkeypatch.setattr(server_module, "FINISH_S", 0.2)
     came, goes_on, answers, told = threading.Event(), threading.Event(), [], []
     work, answer_left = Exchange.answer, Handoff._answer_left
+    send = Answer.send
 
     def held_up(call: Exchange[Any]) -> object:
         came.set()
         assert goes_on.wait(60)
         return work(call)
 
-    def telling(*of: Any) -> bool:
-        told.append(answer_left(*of))
-        return told[-1]
+    def telling(*of: Any) -> None:
+        told.append("a thread has it")
+        answer_left(*of)
+
+    def sending(answer: Answer, response: Any) -> None:
+        told.append(response.status)
+        send(answer, response)
 
     monkeypatch.setattr(Exchange, "answer", held_up)
     monkeypatch.setattr(Handoff, "_answer_left", telling)
+    monkeypatch.setattr(Answer, "send", sending)
     with Store(settings_for(tmp_path)) as store:
         store.load_snapshot(scenes.write_snapshot(tmp_path, dense=scenes.some_dense()))
         body = {"inputs": [{"name": "user_id", "datatype": "INT64", "shape": [1], "data": [1]}]}
@@ -150,7 +156,7 @@ def test_a_prediction_that_a_stop_cuts_off_is_503_and_what_its_thread_answers_la
             end.join(60)
     assert [answer.status_code for answer in answers] == [503]
     assert answers[0].json()["error"] == CUT_OFF
-    assert told == [True, False]
+    assert told == [503, "a thread has it"]
     assert len([record for record in caplog.records if CUT_OFF in record.getMessage()]) == 1
 
 

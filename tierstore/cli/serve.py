@@ -92,6 +92,10 @@ TlsClientCa = Annotated[
 AdminListen = Annotated[
     str | None, option("ADDRESS", "HOST:PORT or unix:PATH for admin requests, which other ports then refuse.")
 ]
+Server = Annotated[
+    str | None,
+    option("NAME", "`uvicorn` serves HTTP without compiled threads, as for a debugger (default: reactors)."),
+]
 Partition = Annotated[
     str | None,
     option(
@@ -159,6 +163,7 @@ def serve(
     tls_key: TlsKey = None,
     tls_client_ca: TlsClientCa = None,
     admin_listen: AdminListen = None,
+    server: Server = None,
     partition: Partition = None,
     remote: Remote = None,
     upstream: Upstream = None,
@@ -190,7 +195,8 @@ def _run(config: Path | None, flags: dict[str, Any]) -> None:
     from tierstore.kernels import ahead
 
     kernels.use_data(settings.data)
-    ahead.start(log.info)
+    if settings.server != "uvicorn":
+        ahead.start(log.info)
     brought = settings.remote is not None or settings.upstream is not None or settings.peer
     is_new = not settings.data.is_dir() and not brought
     from tierstore.service.server import serve as run_service  # while kernels are compiled

@@ -152,37 +152,32 @@ class Tensors(DocumentReply):
                 destination[...] = array
 
 
+_KINDS = {kind.http_status: kind for kind in (Forbidden, NotFound, TooLarge, WrongPartition, DeadlineExceeded)}
+
+
 def error_of(status: int, headers: Mapping[str, str], body: bytes) -> TierstoreError:
     """The error of `tierstore.errors` that a refusal stands for. `headers` by lower-case name."""
     document = _document(body)
     message = str(
         document.get("detail") or document.get("error") or document.get("title") or f"the service answered {status}"
     )
+    if status in (429, 503) and "retry-after" in headers:
+        return Overloaded(message, retry_after_s=_seconds(headers["retry-after"]))
+    if (kind := _KINDS.get(status)) is not None:
+        return kind(message)
     match status:
         case 401:
             return Unauthorized(f"{message} (token= of the client; TIERSTORE_TOKEN on the command line)")
-        case 403:
-            return Forbidden(message)
-        case 404:
-            return NotFound(message)
         case 409 if isinstance(document.get("expected_seq"), int):
             return SequenceGap(message, expected_seq=document["expected_seq"])
         case 409:
             return Conflict(message)
-        case 413:
-            return TooLarge(message)
-        case 421:
-            return WrongPartition(message)
-        case 429 | 503 if "retry-after" in headers:
-            return Overloaded(message, retry_after_s=_seconds(headers["retry-after"]))
         case 429:
             return Overloaded(message)
         case 503:
             return NotReady(message)
         case 502:  # only a proxy says that
             return Unreachable(message)
-        case 504:
-            return DeadlineExceeded(message)
         case _ if 400 <= status < 500:
             return InvalidInput(message)
         case _:

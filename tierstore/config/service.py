@@ -104,6 +104,11 @@ class ServiceSettings(BaseModel):
         description="address `HOST:PORT` or `unix:PATH` of a listener for admin requests; then the other ports refuse "
         "them. It serves everything else that HTTP does, too",
     )
+    server: Literal["reactors", "uvicorn"] = Field(
+        "reactors",
+        description="what serves HTTP: compiled threads, or uvicorn with the same application and without gRPC, for a "
+        "debugger or where no kernels can be compiled",
+    )
     max_request: Size = Field(ByteSize(64 << 20), description="largest body of a look-up")
     max_response: Size = Field(
         ByteSize(256 << 20), description="largest answer of a look-up, including rows before they are pooled"

@@ -65,9 +65,9 @@ class Ports:
             self._bound = bound.pop_all()
 
     @property
-    def public(self) -> list[socket.socket]:
-        """The listeners for requests that are not for administrators alone: HTTP's first."""
-        return [self.http] if self.grpc is None else [self.http, self.grpc]
+    def all(self) -> list[socket.socket]:
+        """The listeners, HTTP's first."""
+        return [sock for sock in (self.http, self.grpc, self.admin) if sock is not None]
 
     def close(self) -> None:
         """Close the sockets. May be called twice."""

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import NamedTuple
 
 from tierstore.errors import (
     Closed,
-    Conflict,
-    DeadlineExceeded,
-    Forbidden,
     InvalidInput,
-    Locked,
-    MissingExtra,
-    NotFound,
-    NotReady,
     Overloaded,
-    RateLimited,
     RunLimit,
     StorageError,
     TierstoreError,
     TooLarge,
-    Unauthorized,
-    WrongPartition,
     explained,
 )
 
@@ -38,51 +27,26 @@ class HttpError(TierstoreError):
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
-        self.status = status
+        self.http_status = status
 
 
 class Unserved(TierstoreError):
     """A part of a protocol that this server does not have. Over gRPC alone."""
 
+    grpc_status = "UNIMPLEMENTED"
+
 
 class Cancelled(TierstoreError):
     """The client cancelled the call and waits for no answer. Over gRPC alone."""
+
+    grpc_status = "CANCELLED"
 
 
 class MessageTooLarge(TooLarge):
     """A message beyond the bound of messages. Over gRPC alone."""
 
+    grpc_status = "RESOURCE_EXHAUSTED"
 
-class _Status(NamedTuple):
-    http: int
-    grpc: str  # name of a grpc.StatusCode, as grpcio may not be installed
-
-
-# In this order: the first class that fits wins, so subclasses stand before their bases.
-_STATUS: tuple[tuple[type[Exception], _Status], ...] = (
-    (Unserved, _Status(500, "UNIMPLEMENTED")),
-    (Cancelled, _Status(500, "CANCELLED")),
-    (WrongPartition, _Status(421, "OUT_OF_RANGE")),
-    (InvalidInput, _Status(400, "INVALID_ARGUMENT")),
-    (NotFound, _Status(404, "NOT_FOUND")),
-    (Unauthorized, _Status(401, "UNAUTHENTICATED")),
-    (Forbidden, _Status(403, "PERMISSION_DENIED")),
-    (Conflict, _Status(409, "FAILED_PRECONDITION")),
-    (MessageTooLarge, _Status(413, "RESOURCE_EXHAUSTED")),
-    (TooLarge, _Status(413, "INVALID_ARGUMENT")),
-    (DeadlineExceeded, _Status(504, "DEADLINE_EXCEEDED")),
-    (NotReady, _Status(400, "UNAVAILABLE")),
-    (MissingExtra, _Status(400, "FAILED_PRECONDITION")),
-    (RateLimited, _Status(429, "RESOURCE_EXHAUSTED")),
-    (Overloaded, _Status(503, "RESOURCE_EXHAUSTED")),
-    (Closed, _Status(503, "UNAVAILABLE")),
-    (Locked, _Status(503, "UNAVAILABLE")),
-    (RunLimit, _Status(504, "DEADLINE_EXCEEDED")),
-    (StorageError, _Status(503, "UNAVAILABLE")),
-    (RecursionError, _Status(400, "INVALID_ARGUMENT")),
-    (UnicodeError, _Status(400, "INVALID_ARGUMENT")),
-)
-_DEFECT = _Status(500, "INTERNAL")  # what is not an error of ours is a defect of the server
 
 # Errors that only a client causes, wherever they are noticed: JSON nested very deep, or half a character in a string.
 _CAUSED_BY_CLIENT: tuple[tuple[type[Exception], str], ...] = (
@@ -115,18 +79,21 @@ _GRPC_OUTCOMES = {
 }
 
 
-def _status_of(error: BaseException) -> _Status:
-    return next((status for kind, status in _STATUS if isinstance(error, kind)), _DEFECT)
+def _status_of(error: BaseException) -> type[TierstoreError] | TierstoreError:
+    """What says the status of an error: what is none of ours is a client's fault, or a defect of the server."""
+    if isinstance(error, TierstoreError):
+        return error
+    return InvalidInput if isinstance(error, tuple(kind for kind, _ in _CAUSED_BY_CLIENT)) else TierstoreError
 
 
 def http_status(error: BaseException) -> int:
     """The HTTP status of `error`: 500 for a defect of the server."""
-    return error.status if isinstance(error, HttpError) else _status_of(error).http
+    return _status_of(error).http_status
 
 
 def grpc_status(error: BaseException) -> str:
     """The name of the gRPC status code of `error`: INTERNAL for a defect of the server."""
-    return _status_of(error).grpc
+    return _status_of(error).grpc_status
 
 
 def outcome_of(error: BaseException) -> str:

@@ -17,8 +17,10 @@ request is handled on the pool.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from types import coroutine
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from tierstore.access.roles import NOBODY, Action, Principal
@@ -29,7 +31,7 @@ from tierstore.service.dataplane.joining import JoinedRequest, Joint, joint_of
 from tierstore.service.dataplane.plan import Plan, Request, is_short
 from tierstore.service.dataplane.tensors import Elements
 from tierstore.service.limits.rates import Charge
-from tierstore.service.limits.shedding import Caller
+from tierstore.service.limits.shedding import Caller, Gone
 from tierstore.service.stats import Timings
 from tierstore.types import model_and_head
 
@@ -136,26 +138,55 @@ class Exchange(Generic[A]):
         self._since_ns = time.perf_counter_ns()
         return None
 
-    def hand_over(self, answered: Answered | None = None) -> asyncio.Future[A] | None:
-        """Have a thread of the look-up pool, or a batch, answer what `begin` did not. Event loop only.
+    def hand_over(self, answered: Answered) -> None:
+        """Have a thread of the look-up pool, or a batch, answer what `begin` did not; it tells `answered`.
 
-        None: that thread tells `answered`, where it is given. Who hears of an error calls `fail`.
+        Event loop only.
         """
+
+        def ended(answer: A | None, error: BaseException | None) -> None:
+            if error is not None:  # of a call that was not run, too
+                self.fail(error)
+            answered(answer, error)
+
+        def delivered(done: asyncio.Future[A]) -> None:
+            error = Gone() if done.cancelled() else done.exception()
+            ended(None if error is not None else done.result(), error)
+
         try:
             joint = None if self._plan is None else self._joint_of(self._plan)
-            if joint is not None:
+            if joint is None:
+                self._service.lookup_pool.start(ended, self.answer, caller=self.caller)
+            else:
                 assert self._plan is not None
-                return self._service.batches.add(self, self._model, self._plan.version, joint)
-            if answered is not None:
-                self._service.lookup_pool.start(answered, self.answer, caller=self.caller)
-                return None
-            pending = self._service.lookup_pool.run(self.answer, caller=self.caller)
+                self._service.batches.add(self, self._model, self._plan.version, joint).add_done_callback(delivered)
         except BaseException as error:
             self.fail(error)
             raise
-        if self._inference is not None:  # released by `answer`, unless that is not run any more
-            pending.add_done_callback(lambda _: self._close())
-        return pending
+
+    @coroutine
+    def handed_over(self) -> Generator[Any, Any, A]:
+        """The answer of `hand_over`. Where no task awaits it, whoever has the answer goes on with the request there."""
+        if asyncio.current_task() is None:
+            answer: A = yield self.hand_over
+            return answer
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[A] = loop.create_future()
+
+        def resolve(answer: Any, error: BaseException | None) -> None:
+            if future.cancelled():
+                return
+            if error is None:
+                future.set_result(answer)
+            else:
+                future.set_exception(error)
+
+        def answered(answer: Any, error: BaseException | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody awaits it
+                loop.call_soon_threadsafe(resolve, answer, error)
+
+        self.hand_over(answered)
+        return (yield from future)
 
     def answer(self) -> A:
         """All work that `begin` has not done, on a thread that may wait."""

@@ -19,10 +19,10 @@ POLL_S = 1.0
 class Files:
     """The files that a running service reads again: certificates, tokens, log.
 
-    Reactors forget whom they may answer when tokens are others than before: they ask nobody.
+    Reactors forget whom they may answer when tokens are others than before: they ask nobody. None: there are none.
     """
 
-    def __init__(self, access: Access, tls: Tls | None, allowed: Allowed, audit: Audit) -> None:
+    def __init__(self, access: Access, tls: Tls | None, allowed: Allowed | None, audit: Audit) -> None:
         self._tokens, self._tls, self._allowed, self._audit = access.tokens, tls, allowed, audit
         self._generation = self._tokens.generation
 
@@ -47,4 +47,5 @@ class Files:
         self._tokens.refresh()
         if self._tokens.generation != self._generation:
             self._generation = self._tokens.generation
-            self._allowed.clear()
+            if self._allowed is not None:
+                self._allowed.clear()

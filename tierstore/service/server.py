@@ -25,14 +25,14 @@ from tierstore.addresses import host_port
 from tierstore.config import Settings
 from tierstore.engine.lifecycle import directory_lock
 from tierstore.engine.store import Store
-from tierstore.errors import TierstoreError
+from tierstore.errors import ConfigError, TierstoreError
 from tierstore.kernels import ahead
 from tierstore.service.access import check_access
 from tierstore.service.addresses import Ports, url_of
 from tierstore.service.admin.application import AdminApplication
-from tierstore.service.app import make_root
 from tierstore.service.context import Service
 from tierstore.service.files import Files
+from tierstore.service.http.asgi import UvicornListener
 from tierstore.service.http.connection_limit import ConnectionLimit, Count
 from tierstore.service.http.handoff import Handoff, RequestDispatch
 from tierstore.service.http.listener import Listener
@@ -42,6 +42,7 @@ from tierstore.service.process import ExitBound, allowed_connections, freeze_hea
 from tierstore.service.reactor.allowed import Allowed
 from tierstore.service.reactor.plan_index import PlanIndex
 from tierstore.service.reactor.reactors import Reactors
+from tierstore.service.root import make_root
 from tierstore.service.rpc.calls import Calls
 from tierstore.service.sources.start import check_sources, start_sources
 from tierstore.service.tls import tls_of
@@ -68,6 +69,10 @@ def grpc_port_by_default(settings: Settings) -> Settings:
 
     Where the HTTP port is 0, a free one, the gRPC port is 0 too.
     """
+    if settings.server == "uvicorn":
+        if isinstance(settings.grpc_port, int):
+            raise ConfigError("grpc_port: gRPC is served by reactors alone; leave it out with server = 'uvicorn'")
+        return settings.model_copy(update={"grpc_port": "off"})
     if settings.grpc_port is not None:
         return settings
     port = 0 if settings.port == 0 else GRPC_PORT
@@ -104,34 +109,35 @@ class HttpService:
         self._admin = AdminApplication(self.service)
         allowed = Allowed(reactors.words, store.epochs, self.service.access, self.service.rates)
         self._files = Files(self.service.access, self.service.tls, allowed, store.audit)
-        root = make_root(self.service, self._admin, allowed.add)
-        self._server = HttpServer(root)
-        self._handoff = Handoff(reactors, root, self, self.service.inflight)
+        self._root = make_root(self.service, self._admin, allowed.add)
+        self._server = HttpServer(self._root)
+        self._handoff = Handoff(reactors, self._root, self, self.service.inflight)
         self.service.calls = self._calls = Calls(self.service, allowed.add)
         self._requests = RequestDispatch(self._handoff, self._calls)
-        self._listeners = self._make_listeners()
+        self._listeners: list[Listener] = []
+        self._plain_servers: list[UvicornListener] = []
+        if ports.admin is not None:
+            limits = ConnectionLimit(self.service, ADMIN_CONNECTIONS, Count())
+            self._plain_servers.append(self._by_uvicorn(ports.admin, limits, admin=True))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining, self._ends = False, asyncio.Event()
         self._exit_bound: ExitBound | None = None
+        self._stop_early: float | None = None  # it is to end before it has begun, after so long
         store.epochs.add_collector(self._plans.collect)
 
-    def _make_listeners(self) -> list[Listener]:
-        """The listeners that Python accepts from: of connections with TLS, which go to reactors after their
-        handshake, and of admin requests."""
-        listeners, tls = [], self.service.tls
-        if tls is not None:
-            listeners.append(
-                Listener(self._ports.http, self._server, self._connection_limit, tls, back=self._give_back)
-            )
-        if (sock := self._ports.admin) is not None:
-            limit = ConnectionLimit(self.service, ADMIN_CONNECTIONS, Count())
-            tls = None if sock.family == socket.AF_UNIX else tls
-            listeners.append(Listener(sock, self._server, limit, tls, admin=True))
-        return listeners
+    def _by_uvicorn(self, sock: socket.socket, limit: ConnectionLimit, *, admin: bool = False) -> UvicornListener:
+        tls = None if sock.family == socket.AF_UNIX else self.service.tls
+        return UvicornListener(sock, self._root, limit, tls, self._settings.idle_timeout_s, admin=admin)
+
+    def _listen_with_tls(self, sock: socket.socket) -> None:
+        """Accept connections with TLS, which go to reactors after their handshake."""
+        assert self.service.tls is not None
+        listener = Listener(sock, self._server, self._connection_limit, self.service.tls, self._reactors.give_back)
+        listener.start()
+        self._listeners.append(listener)
 
     def run(self, started: Callable[[], None], exit_bound: ExitBound | None = None) -> None:
-        """Serve until `stop` or, with `exit_bound` (main thread only), a signal to stop. `started` is called
-        once requests are answered."""
+        """Serve until `stop`; then it ends within `exit_bound`. `started` is called once requests are answered."""
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(self._serve(started, exit_bound))
@@ -151,8 +157,8 @@ class HttpService:
 
     def _close(self) -> None:
         self._reactors.close()
-        for listener in self._listeners:
-            listener.close()
+        for server in self._plain_servers:
+            server.close()
         self._ports.close()
         self._plans.collect()
         self.service.store.epochs.remove_collector(self._plans.collect)
@@ -161,32 +167,37 @@ class HttpService:
     def stop(self, drain_s: float | None = None) -> None:
         """Begin to end: not ready from now on, closed after `drain_s` (default: the setting). A
         second call ends at once."""
+        seconds = self._settings.drain_s if drain_s is None else drain_s
+        if self._loop is None:
+            self._stop_early = seconds
+            return
+        with contextlib.suppress(RuntimeError):  # it has ended already
+            self._loop.call_soon_threadsafe(self._drain, seconds)
+
+    def renew(self) -> None:
+        """Read certificates and tokens again, and open the files of the log anew. Any thread."""
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # it has ended already
-                self._loop.call_soon_threadsafe(self._drain, self._settings.drain_s if drain_s is None else drain_s)
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._files.renew)
 
     async def _serve(self, started: Callable[[], None], exit_bound: ExitBound | None) -> None:
-        loop = self._loop = asyncio.get_running_loop()
-        if exit_bound is not None:
-            self._exit_bound, drain_s = exit_bound, self._settings.drain_s
-            loop.add_signal_handler(signal.SIGHUP, self._files.renew)
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, self._drain, drain_s)
-                # runs even where something holds up the loop, which then would not hear of the signal
-                signal.signal(number, lambda *_: exit_bound.signalled(drain_s + 2 * FINISH_S))
+        self._loop = asyncio.get_running_loop()
+        self._exit_bound = exit_bound
+        if self._stop_early is not None:
+            self._drain(self._stop_early)
         self.service.sources = start_sources(self.service, self._settings)
         beside: list[asyncio.Future[Any]] = []
         if not self._ends.is_set():
             beside.append(asyncio.ensure_future(self._calls.report_when(lambda: self.service.ready)))
-            for listener in self._listeners:
-                listener.start()
+            for server in self._plain_servers:
+                await server.start()
             if self._ports.admin is not None:
                 logger.info("admin requests at %s", self.admin_url)
-            beside += self._begin_compiled()
+            beside += await self._begin()
             beside.append(asyncio.ensure_future(self._files.follow()))
             started()
         await self._ends.wait()
-        await self._server.finish()
+        await asyncio.gather(self._server.finish(), *(server.stop() for server in self._plain_servers))
         await self._finish()
         for task in beside:
             task.cancel()
@@ -196,26 +207,32 @@ class HttpService:
         and waits."""
         self._admin.begin()
 
-    def _begin_compiled(self) -> list[asyncio.Future[None]]:
-        """Begin with what needs kernels of reactors, now or as soon as they are compiled. Returns what is to come."""
-        compilation = ahead.start(logger.info)
-        if compilation is None:
+    async def _begin(self) -> list[asyncio.Future[None]]:
+        """Begin to serve: by reactors, now or as soon as their kernels are compiled, and until then by uvicorn.
+
+        Returns what is to come.
+        """
+        by_uvicorn = self._settings.server == "uvicorn"
+        compilation = None if by_uvicorn else ahead.start(logger.info)
+        if compilation is None and not by_uvicorn:
             self._start_reactors()
             self._start_http2()
             return []
-        listener = None
-        if self.service.tls is None:
-            self.service.reactors_state = "compiling"
-            listener = Listener(self._ports.http, self._server, self._connection_limit, back=self._give_back)
-            listener.start()
-            self._listeners.append(listener)
-        return [asyncio.ensure_future(self._start_compiled_after(compilation, listener))]
+        server = self._by_uvicorn(self._ports.http, self._connection_limit)
+        await server.start()
+        self._plain_servers.append(server)
+        if compilation is None:
+            return []
+        self.service.reactors_state = "compiling"
+        return [asyncio.ensure_future(self._start_compiled_after(compilation, server))]
 
     def _start_reactors(self) -> None:
         """Serve HTTP/1.1 by reactors; where there is TLS, its listener accepts for them."""
         listeners = [self._ports.http] if self.service.tls is None else []
         for sock in listeners:
             sock.listen(BACKLOG)
+        if not listeners:
+            self._listen_with_tls(self._ports.http)
         self._reactors.start(listeners, self._handoff, self._requests, self._calls.streaming)
         self.service.plans = self._plans
         self.service.store.publish_words()
@@ -228,13 +245,11 @@ class HttpService:
             sock.listen(BACKLOG)
         self._reactors.start_http2([] if sock is None or tls is not None else [sock])
         if sock is not None and tls is not None:
-            listener = Listener(sock, self._server, self._connection_limit, tls, back=self._give_back)
-            listener.start()
-            self._listeners.append(listener)
+            self._listen_with_tls(sock)
         self.service.http2_state = "running"
         self.service.awaits_grpc = False
 
-    async def _start_compiled_after(self, compilation: ahead.Compilation, listener: Listener | None) -> None:
+    async def _start_compiled_after(self, compilation: ahead.Compilation, server: UvicornListener) -> None:
         """Start reactors once their kernels are compiled, and HTTP/2 once the others are.
 
         Until then Python answers what reactors would, and nobody gRPC; for good where that fails.
@@ -243,10 +258,8 @@ class HttpService:
         logger.info("requests over HTTP are answered by Python, and none over gRPC, until their kernels are compiled")
         error = await self._compiled(compilation, compilation.http, kernels.HTTP)
         if error is None and not self._ends.is_set():
+            server.hand_on()
             self._start_reactors()
-            if listener is not None:
-                listener.suspend()
-                self._listeners.remove(listener)
             logger.info(
                 "requests over HTTP/1.1 are answered with compiled kernels, %.1f s after the start",
                 time.monotonic() - start_s,
@@ -269,8 +282,7 @@ class HttpService:
         if self._reactors.running:
             logger.warning("%s; gRPC is not served", error)
             return
-        if listener is not None:
-            self.service.reactors_state = "failed"
+        self.service.reactors_state = "failed"
         logger.warning("look-ups over HTTP stay with Python: %s; gRPC is not served", error)
 
     @staticmethod
@@ -313,7 +325,7 @@ class HttpService:
         self._reactors.finish()
         for listener in self._listeners:
             listener.stop()
-        for sock in self._ports.public:
+        for sock in self._ports.all:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)  # a client that connects from here on is refused, and does not wait
         self._ends.set()
@@ -342,7 +354,34 @@ def serve(settings: Settings, *, announce: Callable[[str, str | None], None] = s
             announce(service.url, service.grpc_target)
             service.begin_admin()
 
-        service.run(started, bound)
+        _run_until_signalled(service, started, bound, settings.drain_s)
+
+
+def _run_until_signalled(service: HttpService, started: Callable[[], None], bound: ExitBound, drain_s: float) -> None:
+    """Run a service on a thread of its own, so that the main one hears of signals whatever holds up its event loop."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            service.run(started, bound)
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    def stop(*_: object) -> None:
+        bound.signalled(drain_s + 2 * FINISH_S)
+        service.stop()
+
+    handlers = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGHUP: lambda *_: service.renew()}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    thread = Thread(target=run, name="tierstore-http")
+    try:
+        thread.start()
+        thread.join()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for error in errors:
+        raise error
 
 
 class ServerThread:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import ssl
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from pathlib import Path
 from tierstore.config import Settings
 from tierstore.errors import ConfigError
 from tierstore.formats.regular import read_regular
-from tierstore.service.openssl import HTTP1, HTTP2_OR_1, Context
+from tierstore.service.openssl import Context
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,6 @@ class Credentials:
     """The certificate files, as they were read at one time."""
 
     context: Context
-    http1: Context  # for a listener that has no HTTP/2
     ends_s: float  # when the certificate ends, on the wall clock
 
 
@@ -42,8 +42,25 @@ class Tls:
         assert settings.tls_key is not None
         self._certificate, self._key, self._client_ca = settings.tls_cert, settings.tls_key, settings.tls_client_ca
         self.problem: str | None = None  # why the files could not be read again; those read before go on
+        self._python: ssl.SSLContext | None = None
         self._stamp = self._stamp_now()
         self.current = self._read()
+
+    def for_python(self) -> ssl.SSLContext:
+        """The files for a server that has TLS of Python, and HTTP/1.1 alone. They are read again for it as well."""
+        if self._python is None:
+            made = self._python = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            made.minimum_version = ssl.TLSVersion.TLSv1_2
+            made.set_alpn_protocols(["http/1.1"])
+            if self._client_ca is not None:
+                made.verify_mode = ssl.CERT_REQUIRED
+            self._load(made)
+        return self._python
+
+    def _load(self, context: ssl.SSLContext) -> None:
+        context.load_cert_chain(self._certificate, self._key)
+        if self._client_ca is not None:
+            context.load_verify_locations(self._client_ca)
 
     @property
     def ends_s(self) -> float:
@@ -63,6 +80,8 @@ class Tls:
             self.problem = str(error)
         else:
             self.current, self.problem = current, None
+            if self._python is not None:
+                self._load(self._python)
             logger.info("new connections get the certificate that is in %s now", self._certificate)
         self._stamp = stamp  # of before they were read: a change meanwhile is seen the next time
 
@@ -80,10 +99,8 @@ class Tls:
         ):
             if file is not None:
                 _check_readable(setting, file)
-        context, http1 = (
-            Context(self._certificate, self._key, self._client_ca, protocols) for protocols in (HTTP2_OR_1, HTTP1)
-        )
-        return Credentials(context, http1, context.ends_s())
+        context = Context(self._certificate, self._key, self._client_ca)
+        return Credentials(context, context.ends_s())
 
 
 def tls_of(settings: Settings) -> Tls | None:

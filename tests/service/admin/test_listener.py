@@ -119,8 +119,8 @@ def test_it_has_connections_of_its_own(served: ServerThread) -> None:
             assert client.ready()
             with Client(served.url, retries=0) as main, pytest.raises(Overloaded):
                 main.lookup("ctr", "item_id", KEYS)
-        limit = served._http._listeners[-1]._limit
-        eventually(lambda: limit.open == 0, "the client's connection to be counted off")
+        state = served._http._plain_servers[0]._server.server_state
+        eventually(lambda: not state.connections, "the client's connection to be counted off")
         for _ in range(ADMIN_CONNECTIONS):
             sock = socket.socket(socket.AF_UNIX)
             idle.append(sock)

@@ -1,8 +1,7 @@
 """A connection over HTTP/1.1 that Python serves: llhttp parses its requests, the application answers them.
 
 Reactors hand connections off because they do not know a request; one goes back to them once it is answered and nothing
-more has come. Until reactors run, and at the listener of admin requests, all connections are served here. Event loop
-only; an object for each connection.
+more has come. Event loop only; an object for each connection.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ import httptools
 from tierstore.service.addresses import is_on_host, peer_of
 from tierstore.service.http.connection_limit import ConnectionLimit
 from tierstore.service.http.deadlines import Deadlines
-from tierstore.service.http.messages import CONNECTION, PEER, OtherSide, response_head, scope_of
-from tierstore.service.http.request import CONTINUE, TEXT, App, HttpRequest
+from tierstore.service.http.messages import CONNECTION, PEER, App, OtherSide, response_head, scope_of
+from tierstore.service.http.request import CONTINUE, TEXT, HttpRequest
 from tierstore.service.http.tls_transport import SESSION
 from tierstore.service.openssl import Session
 
@@ -49,7 +48,7 @@ class HttpConnection(asyncio.Protocol):
     request that ends its connection are dropped (RFC 9112, 9.6).
 
     `first` are bytes that came before; `back` returns what gets the descriptor of a connection that goes back, and its
-    TLS, or None. `admin`: it is one of the listener of admin requests.
+    TLS, or None.
     """
 
     transport: asyncio.Transport
@@ -63,10 +62,9 @@ class HttpConnection(asyncio.Protocol):
         first: bytes = b"",
         refused: bool = False,
         back: Back | None = None,
-        admin: bool = False,
     ) -> None:
         self._server, self._limit, self._app = server, limit, server.app
-        self._first, self._refused, self._back, self._admin = first, refused, back, admin
+        self._first, self._refused, self._back = first, refused, back
         self._parser = httptools.HttpRequestParser(self)
         self._requests: deque[HttpRequest] = deque()  # not answered; the first has begun, others were sent ahead
         self._newest: HttpRequest | None = None  # whose head has come last
@@ -94,7 +92,7 @@ class HttpConnection(asyncio.Protocol):
         self._session: Session | None = transport.get_extra_info(SESSION)
         self.client = peer_of(sock)
         self._host = "" if self.client is None else self.client[0]
-        self._peer = OtherSide(self._admin, () if self._session is None else self._session.names, is_on_host(sock))
+        self._peer = OtherSide(False, () if self._session is None else self._session.names, is_on_host(sock))
         self._deadlines = self._limit.deadlines(transport, refused=self._refused)
         self._served = self._limit.acquire(refused=self._refused)
         if self._served is None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import time
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -29,7 +28,6 @@ from tierstore.service.dataplane.tensors import shown
 from tierstore.service.error_status import HttpError
 from tierstore.service.http.application import ProtocolApplication, allow
 from tierstore.service.http.messages import (
-    ARRIVED,
     Headers,
     Receive,
     Response,
@@ -45,7 +43,6 @@ from tierstore.types import NAME, Keys
 
 DIRECT_KEYS = 2048  # of a request that is answered on the loop if all of them are in memory: a fifth of a millisecond
 _OCTETS = wire.OCTETS.encode()
-_STARTED = "tierstore.read"  # in a scope: the read that `at_once` has started
 _EXPLAIN_BYTES = 64 << 10
 _NAME = NAME.pattern
 _PATHS = [
@@ -73,31 +70,6 @@ class FrontsHttp(ProtocolApplication):
     def __init__(self, service: Service) -> None:
         super().__init__(service)
         self._fronts, self._peers = service.fronts, service.peer_side
-
-    def at_once(self, scope: Scope, body: memoryview) -> Response | None:
-        """The response to a POST whose `body` is complete, where memory has all rows. None: it is for `__call__`."""
-        began_ns = scope.get(ARRIVED) or time.perf_counter_ns()
-        holding = Reservation(self._service.inflight)
-        try:
-            kind, words = _parse(scope["path"])
-            if kind != "rows":
-                return None
-            holding.reserve(len(body))
-            request = _decode(body)
-            if len(request.codes) > DIRECT_KEYS:
-                return None
-            self._admit(scope, words[0], request, len(body))
-            read = self._begin(words, request)
-            if read.waits:
-                scope[_STARTED] = read
-                return None
-            response = self._response(scope, words[0], request, read, read.finish())
-        except Exception as error:  # noqa: BLE001 - as below
-            response = self._refused(error, scope)
-        finally:
-            holding.release()
-        self._count(response, began_ns)
-        return response
 
     async def _answer(self, scope: Scope, receive: Receive, holding: Reservation, began_ns: int) -> Response:
         kind, words = _parse(scope["path"])
@@ -139,15 +111,12 @@ class FrontsHttp(ProtocolApplication):
         headers: Headers = dict(scope["headers"])
         body = await read_body(receive, headers, wire.MOST_REQUEST_BYTES, holding)
         request = _decode(body)
-        started: StoredRead | None = scope.pop(_STARTED, None)
-        if started is None:
-            self._admit(scope, words[0], request, len(body))
-        if started is None and len(request.codes) > DIRECT_KEYS:
+        self._admit(scope, words[0], request, len(body))
+        if len(request.codes) > DIRECT_KEYS:
             caller = caller_of(scope, headers, began_ns)
-            pool = self._service.lookup_pool
-            read, chunks = await pool.run(self._read, words, request, caller=caller)
+            read, chunks = await self._service.lookup_pool.run(self._read, words, request, caller=caller)
         else:
-            read = started or self._begin(words, request)
+            read = self._begin(words, request)
             chunks = await self._later(read) if read.waits else read.finish()
         response = self._response(scope, words[0], request, read, chunks)
         holding.reserve(sum(map(len, chunks)))

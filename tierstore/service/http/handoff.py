@@ -11,11 +11,12 @@ nothing more has arrived (`connection.py`).
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Coroutine, Generator, MutableMapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,10 +29,9 @@ from tierstore.service.http.messages import (
     CONNECTION,
     ERROR,
     FAILED,
-    LATER,
-    LEFT,
     PEER,
     UNPLANNED,
+    App,
     OtherSide,
     Response,
     Scope,
@@ -41,7 +41,6 @@ from tierstore.service.http.messages import (
     response_head,
     scope_of,
 )
-from tierstore.service.http.middleware import DataApp
 from tierstore.service.limits.worker_pool import ByteBudget
 from tierstore.service.openssl import Session
 from tierstore.service.reactor.reactors import Reactors
@@ -153,15 +152,74 @@ def is_grpc(stream: Stream) -> bool:
     return any(value == _GRPC or value.startswith((_GRPC + b"+", _GRPC + b";")) for value in types)
 
 
+class _Run:
+    """A request that the application answers. It begins without a task, as most end where they begin.
+
+    One thread at a time: the event loop, then perhaps the thread that has the answer of a look-up.
+    """
+
+    def __init__(self, answer: Answer, path: str, coroutine: Coroutine[Any, Any, Response | None]) -> None:
+        self._answer, self._path, self._coroutine = answer, path, coroutine
+        self.context = contextvars.copy_context()
+        self.has_ended = False
+
+    def step(self, value: Any = None, error: BaseException | None = None) -> Any:
+        """Go on, with what was awaited. Returns what is awaited next: a future, what hands a look-up over, or None."""
+        try:
+            if error is not None:
+                return self.context.run(self._coroutine.throw, error)
+            return self.context.run(self._coroutine.send, value)
+        except StopIteration as end:
+            self._end(end.value)
+        except Exception:
+            logger.exception("a request to %s failed", self._path)
+            self._end(None)
+        return None
+
+    async def end(self, awaited: Any) -> None:
+        """Go on, in a task, to the end."""
+        response = None
+        try:
+            response = await _Resumed(self._coroutine, awaited)
+        except Exception:
+            logger.exception("a request to %s failed", self._path)
+        self._end(response)
+
+    def _end(self, response: Response | None) -> None:
+        self.has_ended = True
+        self._answer.send(response)
+
+
+class _Resumed:
+    """A coroutine that has begun already, and awaits something: to be awaited in a task."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Response | None], awaited: Any) -> None:
+        self._coroutine, self._awaited = coroutine, awaited
+
+    def __await__(self) -> Generator[Any, Any, Response | None]:
+        awaited, error = self._awaited, None
+        while True:
+            try:
+                yield awaited
+                error = None
+            except BaseException as caught:  # noqa: BLE001 - the coroutine's own
+                error = caught
+            try:
+                awaited = self._coroutine.send(None) if error is None else self._coroutine.throw(error)
+            except StopIteration as end:
+                response: Response | None = end.value
+                return response
+
+
 class Handoff:
     """From `reactors` to the application `app`, and to `server` for anything that is not a request for it."""
 
-    def __init__(self, reactors: Reactors, app: DataApp, server: ConnectionServer, inflight: ByteBudget) -> None:
+    def __init__(self, reactors: Reactors, app: App, server: ConnectionServer, inflight: ByteBudget) -> None:
         self._reactors, self._app, self._server, self._inflight = reactors, app, server, inflight
         self._tasks: set[asyncio.Task[None]] = set()
         self._lock = threading.Lock()
         # guarded by _lock
-        self._left: dict[Answer, Scope] = {}  # requests that a thread may answer
+        self._left: dict[_Run, None] = {}  # requests that a thread may answer
         self._cut = False  # whether the time for all requests is over
         self.draining = False  # whether answers end connections on which nothing more has come
         self.ending = False  # whether answers end their connections
@@ -227,53 +285,46 @@ class Handoff:
         if self._cut and FAILED not in scope:
             answer.send(None)
             return
-        if scope["method"] == "POST":
-            scope[LATER] = partial(self._answer_left, answer)
-            self._left[answer] = scope
-            response = self._app.at_once(scope, body)
-            if LEFT in scope:
-                return
-            del self._left[answer]
-            if response is not None:
-                answer.send(response)
-                return
-        task = asyncio.get_running_loop().create_task(self._answer_later(answer, scope, body))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
-    def _answer_left(self, reply: Answer, response: Response | None) -> bool:
-        """Answer a request that was left to a thread; None: nobody waits for that.
+        async def receive() -> MutableMapping[str, Any]:
+            return {"type": "http.request", "body": body, "more_body": False}
 
-        Returns whether it was not answered yet. Any thread.
-        """
+        self._go_on(_Run(answer, scope["path"], self._app(scope, receive)))
+
+    def _go_on(self, run: _Run) -> None:
+        """Have a request go on as far as it gets, and see to it that it goes on from there."""
+        awaited = run.step()
+        while callable(awaited):
+            self._left[run] = None
+            try:
+                awaited(partial(self._answer_left, run))
+                return
+            except Exception as error:  # noqa: BLE001 - the request's own, which it answers
+                del self._left[run]
+                awaited = run.step(error=error)
+        if not run.has_ended:
+            task = asyncio.get_running_loop().create_task(run.end(awaited), context=run.context)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _answer_left(self, run: _Run, answer: Any, error: BaseException | None) -> None:
+        """Go on with a request that was left to a thread, unless its time is over. Any thread."""
         with self._lock:
-            if self._left.pop(reply, None) is None:
-                return False
-            reply.send(response)
-            return True
+            is_left = run in self._left
+            self._left.pop(run, None)
+        if is_left:
+            run.step(answer, error)
 
     def cut_off(self) -> None:
         """Answer requests that were left to threads, in place of those. Once; then nothing is left."""
         if self._cut:
             return
         self._cut = True
-        for scope in list(self._left.values()):
-            error = scope[ERROR] = Closed(CUT_OFF)
-            scope[LATER](error_for_path(scope["path"], error))
+        with self._lock:
+            left, self._left = list(self._left), {}
+        for run in left:
+            run.step(error=asyncio.CancelledError())
         self._reactors.cut_off(Closed(CUT_OFF))
-
-    async def _answer_later(self, reply: Answer, scope: Scope, body: memoryview) -> None:
-        """Have the application answer what `at_once` did not."""
-        response = None
-
-        async def receive() -> MutableMapping[str, Any]:
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        try:
-            response = await self._app(scope, receive)
-        except Exception:
-            logger.exception("a request to %s failed", scope["path"])
-        reply.send(response)
 
     def hold(self, size: int) -> Callable[[], None]:
         """Count so many bytes of an answer; what is returned is called when it has left."""

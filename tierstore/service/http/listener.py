@@ -1,20 +1,14 @@
-"""Accepts the connections that Python serves from their first byte on: those with TLS, and those for admin requests.
-
-So it is with all connections until the kernels of reactors are compiled. Reactors do the same for plain HTTP, and hand
-off what they do not know.
-"""
+"""Accepts connections with TLS, makes their handshake, and gives them to reactors, which accept others themselves."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from tierstore.service.http.connection import Back
 from tierstore.service.http.connection_limit import ConnectionLimit
 from tierstore.service.http.server import BACKLOG, HttpServer
 from tierstore.service.http.tls_transport import handshake
@@ -28,11 +22,10 @@ _PAUSE_S = 0.1  # where no more files may be opened
 
 
 class Listener:
-    """Accepts from `sock`, bound and not listening yet, and has `server` serve what `limit` allows.
+    """Accepts from `sock`, bound and not listening yet, as many as `limit` allows; the others `server` refuses.
 
-    With `tls` each connection begins with a handshake; where there is no place left one that has been in it for a while
-    makes room. `admin`: admin requests may come here. `back` is where connections go that are idle, as for
-    `HttpConnection`, and those that have made their handshake.
+    Where there is no place left a connection that has been in its handshake for a while makes room. `give_back` gets
+    the descriptor and the session of each connection.
     """
 
     def __init__(
@@ -40,14 +33,10 @@ class Listener:
         sock: socket.socket,
         server: HttpServer,
         limit: ConnectionLimit,
-        tls: Tls | None = None,
-        *,
-        admin: bool = False,
-        back: Back | None = None,
+        tls: Tls,
+        give_back: Callable[[int, Session | None], None],
     ) -> None:
-        self._socket, self._server, self._limit = sock, server, limit
-        self._tls, self._admin, self._back = tls, admin, back
-        self._path = Path(sock.getsockname()) if sock.family == socket.AF_UNIX else None
+        self._socket, self._server, self._limit, self._tls, self._give_back = sock, server, limit, tls, give_back
         self._refusing = 0
         self._beginning: set[asyncio.Task[Any]] = set()  # connections in their handshake
         self._handshakes: Silent[asyncio.Task[Any]] = Silent()  # those that are counted
@@ -59,31 +48,13 @@ class Listener:
         self._socket.listen(BACKLOG)
         self._loop.add_reader(self._socket, self._accept)
 
-    def suspend(self) -> None:
-        """Stop accepting. The socket goes on listening for somebody else, who gets the waiting connections."""
+    def stop(self) -> None:
+        """Accept no more, and end handshakes."""
         if self._loop is not None:
             self._loop.remove_reader(self._socket)
             self._loop = None
-
-    def stop(self) -> None:
-        """Stop accepting, and end handshakes. A client that connects from here on is refused, and does not wait."""
-        self.suspend()
         for task in self._beginning:
             task.cancel()
-        self._remove_path()
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Any thread, when the event loop has ended, whether or not it was started or stopped. May be called twice."""
-        self._remove_path()
-        self._socket.close()
-
-    def _remove_path(self) -> None:
-        """Remove the socket's name: while it is bound no other process has it."""
-        path, self._path = self._path, None
-        if path is not None:
-            path.unlink(missing_ok=True)
 
     def _accept(self) -> None:
         for _ in range(_AT_ONCE):
@@ -99,21 +70,16 @@ class Listener:
 
     def _serve(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        if connection.family != socket.AF_UNIX:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         refused = not (self._limit.admit() or self._make_room() or self._limit.make_room())
         if refused and self._refusing >= self._limit.most_refused:
             connection.close()
             return
-        if self._tls is None:
-            task: asyncio.Task[Any] = self._adopt(connection, refused)
-        else:
-            host = host_of(connection)
-            context = self._tls.current.http1 if self._admin else self._tls.current.context
-            task = asyncio.get_running_loop().create_task(handshake(connection, context))
-            if not refused:
-                self._handshakes.add(host, task)
-            task.add_done_callback(partial(self._begin, connection, host, refused))
+        host = host_of(connection)
+        task = asyncio.get_running_loop().create_task(handshake(connection, self._tls.current.context))
+        if not refused:
+            self._handshakes.add(host, task)
+        task.add_done_callback(partial(self._begin, connection, host, refused))
         self._beginning.add(task)
         task.add_done_callback(self._beginning.discard)
         if refused:
@@ -128,7 +94,7 @@ class Listener:
         return True
 
     def _begin(self, connection: socket.socket, host: str, refused: bool, task: asyncio.Task[Session]) -> None:
-        """A handshake has ended: give the connection to a reactor as soon as there are any, else to the server."""
+        """A handshake has ended: give the connection to a reactor, or refuse it."""
         counted = self._handshakes.discard(host, task)
         error = None if task.cancelled() else task.exception()
         if task.cancelled() or error is not None or not (counted or refused):
@@ -140,19 +106,12 @@ class Listener:
             if counted:
                 self._limit.release(True)
             return
-        session = task.result()
-        give_back = None if refused or self._back is None else self._back()
-        if give_back is None:
-            self._adopt(connection, refused, session)
+        if refused:
+            self._server.adopt(self._limit, connection, b"", refused=True, session=task.result())
         else:
-            give_back(connection.detach(), session)
+            self._give_back(connection.detach(), task.result())
 
-    def _adopt(self, connection: socket.socket, refused: bool, session: Session | None = None) -> asyncio.Task[None]:
-        return self._server.adopt(
-            self._limit, connection, b"", refused=refused, back=self._back, session=session, admin=self._admin
-        )
-
-    def _refused(self, _: asyncio.Task[None]) -> None:
+    def _refused(self, _: asyncio.Task[Session]) -> None:
         self._refusing -= 1
 
     def _pause(self) -> None:

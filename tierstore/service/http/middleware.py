@@ -13,9 +13,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable
 from http import HTTPStatus
-from typing import Protocol
 from urllib.parse import urlsplit
 
 from tierstore.access.audit import ATTEMPT, Audit, AuditedChange
@@ -30,12 +28,12 @@ from tierstore.service.http.messages import (
     ARRIVED,
     CONNECTION,
     ERROR,
-    LATER,
     PEER,
     PRINCIPAL,
     REQUEST_ID,
     SPENT,
     UNNAMED,
+    App,
     Receive,
     Response,
     Scope,
@@ -43,7 +41,6 @@ from tierstore.service.http.messages import (
     error_response,
     principal_of,
 )
-from tierstore.service.http.request import App
 from tierstore.service.request_log import RequestLog, one_line
 
 _ADMIN_PATHS = "/admin/"
@@ -51,14 +48,6 @@ _HEALTH = ("/v2/health/live", "/v2/health/ready")
 _JOB = re.compile("/admin/jobs/[^/]+")
 _OWN_SITE = (b"same-origin", b"none")  # what a browser says of its user's own requests, and of those of our pages
 _SAFE = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
-_CHECKED = "tierstore.checked"  # in a scope: `at_once` has found that the request may pass
-
-
-class DataApp(Protocol):
-    """An application that may answer at once, see `ProtocolApplication.at_once`. None: nobody waits for a response."""
-
-    def at_once(self, scope: Scope, body: memoryview) -> Response | None: ...
-    async def __call__(self, scope: Scope, receive: Receive) -> Response | None: ...
 
 
 class AccessCheck:
@@ -66,21 +55,12 @@ class AccessCheck:
     token that may.
     """
 
-    def __init__(self, app: DataApp, access: Access, allow: Allow, audit: Audit, proxies: Proxies) -> None:
+    def __init__(self, app: App, access: Access, allow: Allow, audit: Audit, proxies: Proxies) -> None:
         self._app, self._access, self._allow, self._audit, self._proxies = app, access, allow, audit, proxies
-
-    def at_once(self, scope: Scope, body: memoryview) -> Response | None:
-        try:
-            self._check(scope)
-        except Forbidden:
-            return None  # `__call__` refuses it
-        scope[_CHECKED] = True
-        return self._app.at_once(scope, body)
 
     async def __call__(self, scope: Scope, receive: Receive) -> Response | None:
         try:
-            if _CHECKED not in scope:
-                self._check(scope)
+            self._check(scope)
         except Forbidden as error:
             self._access.count(error)
             self._note(scope, error)
@@ -184,26 +164,8 @@ def _is_same_origin(origin: str, host: str) -> bool:
 class RequestLogging:
     """Wraps the whole application, refused requests included: sends the request id back, and logs the request."""
 
-    def __init__(self, app: DataApp | App, log: RequestLog, proxies: Proxies) -> None:
+    def __init__(self, app: App, log: RequestLog, proxies: Proxies) -> None:
         self._app, self._log, self._proxies = app, log, proxies
-
-    def at_once(self, scope: Scope, body: memoryview) -> Response | None:
-        began_ns = scope.get(ARRIVED) or time.perf_counter_ns()
-        request_id = _id_of(scope)
-        send: Callable[[Response | None], bool] = scope[LATER]
-
-        def later(response: Response | None) -> bool:
-            self._send_back(response, request_id)
-            first = send(response)
-            if first:
-                self._note(scope, response, began_ns, request_id)
-            return first
-
-        scope[LATER] = later
-        response = self._app.at_once(scope, body)  # type: ignore[union-attr]  # asked only of one that has it
-        self._send_back(response, request_id)
-        self._note(scope, response, began_ns, request_id)
-        return response
 
     async def __call__(self, scope: Scope, receive: Receive) -> Response | None:
         began_ns = scope.get(ARRIVED) or time.perf_counter_ns()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, Protocol, TypeAlias
+from collections.abc import MutableMapping
+from typing import Any, Protocol
 
-from tierstore.service.http.messages import CLOSE, Receive, Response, Scope, response_head
+from tierstore.service.http.messages import CLOSE, App, Response, Scope, response_head
 
 logger = logging.getLogger(__name__)
-App: TypeAlias = Callable[[Scope, Receive], Awaitable[Response | None]]  # None: nobody waits for a response
 TEXT = b"text/plain; charset=utf-8"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # an interim answer
 

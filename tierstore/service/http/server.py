@@ -10,7 +10,7 @@ from typing import Any
 
 from tierstore.service.http.connection import Back, HttpConnection
 from tierstore.service.http.connection_limit import ConnectionLimit
-from tierstore.service.http.request import App
+from tierstore.service.http.messages import App
 from tierstore.service.http.tls_transport import TlsTransport
 from tierstore.service.openssl import Session
 
@@ -37,24 +37,20 @@ class HttpServer:
         refused: bool,
         back: Back | None = None,
         session: Session | None = None,
-        admin: bool = False,
-    ) -> asyncio.Task[None]:
+    ) -> None:
         """Serve a connection that was accepted before, and has sent `data`; see `HttpConnection`.
 
         With TLS it has a `session`.
-
-        The task ends when it is served, or could not be.
         """
 
         def protocol() -> HttpConnection:
             given_back = None if self._ends else back
-            return HttpConnection(self, limit, first=data, refused=refused, back=given_back, admin=admin)
+            return HttpConnection(self, limit, first=data, refused=refused, back=given_back)
 
         connecting = self._connect(protocol, sock, lambda: None if refused else limit.release(True), session)
         task = asyncio.get_running_loop().create_task(connecting)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
-        return task
 
     async def _connect(
         self,

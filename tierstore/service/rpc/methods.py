@@ -7,7 +7,6 @@ a whole; `by_message` is for the others. An error that a method raises becomes t
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -116,27 +115,19 @@ def look_up(
     exchange: Exchange[bytes] | None = None
 
     def ended(answer: bytes | None, error: BaseException | None) -> None:
-        if error is not None and exchange is not None:
-            exchange.fail(error)
         done(answer, error, None if exchange is None else exchange.spent, holding)
 
     try:
         holding.reserve(len(message))
         exchange = Exchange(service, receive(message, caller, holding), caller.waiting, caller.request_id)
         answer = exchange.begin(failed=failed)
-        pending = None if answer is not None else exchange.hand_over(ended)
+        if answer is None:
+            exchange.hand_over(ended)
+            return
     except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
         ended(None, error)
         return
-    if answer is not None:
-        ended(answer, None)
-    elif pending is not None:
-        pending.add_done_callback(lambda done: _deliver(done, ended))
-
-
-def _deliver(done: asyncio.Future[bytes], ended: Callable[[bytes | None, BaseException | None], None]) -> None:
-    error = Gone() if done.cancelled() else done.exception()
-    ended(None if error is not None else done.result(), error)
+    ended(answer, None)
 
 
 class Accounts:

@@ -41,14 +41,6 @@ class _Root:
         self._fronts = FrontsHttp(service)
         self._admin = admin
 
-    def at_once(self, scope: Scope, body: memoryview) -> Response | None:
-        path: str = scope["path"]
-        if path.startswith("/v2/"):
-            return self._oip.at_once(scope, body)
-        if path.startswith("/v1/"):
-            return self._tfs.at_once(scope, body)
-        return self._fronts.at_once(scope, body) if path.startswith("/upstream/") else None
-
     async def __call__(self, scope: Scope, receive: Receive) -> Response | None:
         path: str = scope["path"]
         if path.startswith("/v2/") or path == "/v2":
@@ -60,6 +52,8 @@ class _Root:
         return await self._call_admin(scope, receive)
 
     async def _call_admin(self, scope: Scope, receive: Receive) -> Response:
+        if asyncio.current_task() is None:
+            await asyncio.sleep(0)  # FastAPI wants one
         began_s = time.perf_counter()
         status = 500
         is_delta = scope["method"] == "POST" and _DELTAS.fullmatch(scope["path"]) is not None

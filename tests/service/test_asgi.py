@@ -1,0 +1,136 @@
+"""The application without compiled threads: as any ASGI server drives it, and under uvicorn."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import uvicorn
+
+import tierstore
+from tests.service.conftest import eventually, settings_for
+from tests.service.scenes import KEYS, delta, items, write_snapshot
+from tierstore.engine.store import Store
+from tierstore.errors import ConfigError
+from tierstore.service.application import ServiceApplication
+from tierstore.service.server import ServerThread, grpc_port_by_default
+
+LOOK_UP = {"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [len(KEYS)], "data": KEYS.tolist()}]}
+
+
+def loaded(path: Path, **more: Any) -> Any:
+    settings = settings_for(path, **more)
+    with Store(settings) as store:
+        store.load_snapshot(write_snapshot(path))
+    return settings
+
+
+async def living(app: ServiceApplication, use: Any) -> Any:
+    """What `use` returns while the application lives."""
+    inbox: asyncio.Queue[Any] = asyncio.Queue()
+    outbox: asyncio.Queue[Any] = asyncio.Queue()
+    inbox.put_nowait({"type": "lifespan.startup"})
+    life = asyncio.create_task(app({"type": "lifespan"}, inbox.get, outbox.put))
+    assert (await outbox.get())["type"] == "lifespan.startup.complete"
+    try:
+        return await use()
+    finally:
+        inbox.put_nowait({"type": "lifespan.shutdown"})
+        await life
+        assert outbox.get_nowait()["type"] == "lifespan.shutdown.complete"
+
+
+def test_the_application_answers_without_a_socket(tmp_path: Path) -> None:
+    app = ServiceApplication(loaded(tmp_path))
+
+    async def ask() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(app)  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return [
+                await client.get("/healthz"),
+                await client.post("/v2/models/ctr/infer", json=LOOK_UP, headers={"x-request-id": "a"}),
+                await client.post("/v2/models/ctr/infer", content=b"no JSON"),
+                await client.post("/admin/models/ctr/deltas", content=delta(1, {1: 5.0})),
+                await client.get("/metrics"),
+                await client.get("/", headers={"host": "elsewhere.example"}),
+            ]
+
+    answers = asyncio.run(living(app, ask))
+    assert [answer.status_code for answer in answers] == [200, 200, 400, 200, 200, 403]
+    rows = answers[1].json()["outputs"][0]["data"]
+    np.testing.assert_allclose(np.array(rows, np.float32).reshape(len(KEYS), -1), items(KEYS))
+    assert answers[1].headers["x-request-id"] == "a"
+
+
+def test_a_store_that_cannot_be_opened_fails_the_start(tmp_path: Path) -> None:
+    app, sent = ServiceApplication(settings_for(tmp_path, admin_listen="127.0.0.1:0")), []
+
+    async def start() -> None:
+        async def receive() -> dict[str, Any]:
+            return {"type": "lifespan.startup"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await app({"type": "lifespan"}, receive, send)
+
+    with pytest.raises(ConfigError, match="admin_listen"):
+        asyncio.run(start())
+    assert [message["type"] for message in sent] == ["lifespan.startup.failed"]
+
+
+def test_uvicorn_serves_the_application_by_its_name(tmp_path: Path) -> None:
+    settings = loaded(tmp_path)
+    command = [sys.executable, "-m", "uvicorn", "tierstore.service:app", "--port", "0"]
+    environment = os.environ | {"TIERSTORE_DATA": str(settings.data)}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        try:
+            assert process.stderr is not None
+            url = next(word for line in process.stderr for word in line.split() if word.startswith("http://"))
+            with tierstore.Client(url) as client:
+                np.testing.assert_array_equal(client.lookup("ctr", "item_id", KEYS), items(KEYS))
+        finally:
+            process.terminate()
+            process.wait(60)
+    with Store(settings) as store:  # it was closed
+        assert store.models() == ["ctr"]
+
+
+def test_with_uvicorn_as_the_server_no_reactor_runs(tmp_path: Path) -> None:
+    settings = loaded(tmp_path, server="uvicorn")
+    with Store(settings) as store, ServerThread(store, settings) as server, tierstore.Client(server.url) as client:
+        np.testing.assert_array_equal(client.lookup("ctr", "item_id", KEYS), items(KEYS))
+        assert client.apply_delta(delta(1, {1: 5.0}), model="ctr").applied
+        assert not server._http._reactors.running
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("tierstore-reactor")]
+    with pytest.raises(ConfigError, match="gRPC is served by reactors alone"):
+        grpc_port_by_default(settings.model_copy(update={"grpc_port": 8001}))
+
+
+def test_uvicorn_is_used_as_it_comes() -> None:
+    """No class of ours is one of uvicorn's, and no private name of it is read."""
+    assert uvicorn.Server.__subclasses__() == uvicorn.Config.__subclasses__() == []
+    text = (Path(tierstore.__file__).parent / "service/http/asgi.py").read_text(encoding="utf-8")
+    assert "_server._" not in text
+    assert "from uvicorn" not in text
+
+
+def test_a_stop_answers_what_uvicorn_has(tmp_path: Path) -> None:
+    settings = loaded(tmp_path, server="uvicorn")
+    with Store(settings) as store, ServerThread(store, settings) as server:
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            assert client.get("/v2/health/ready").status_code == 200
+            server.stop(drain_s=60)
+            eventually(lambda: client.get("/v2/health/ready").status_code == 400, "it reports that it is not ready")
+            assert client.get("/v2/health/live").headers["connection"] == "close"
+        server.close()
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{server.url}/v2/health/live")

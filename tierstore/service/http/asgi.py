@@ -1,0 +1,117 @@
+"""The application as ASGI servers drive it, and uvicorn, which serves it where no compiled thread does.
+
+That is on the address of admin requests, until the kernels of reactors are compiled, and with `server = "uvicorn"`. It
+tells nothing of a client's certificate: there a caller with TLS needs a token. Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Awaitable, Callable, MutableMapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from tierstore.addresses import is_loopback
+from tierstore.service.http.connection_limit import ConnectionLimit
+from tierstore.service.http.messages import CLOSE, HEALTH, PEER, App, OtherSide, Receive, Scope
+from tierstore.service.http.server import BACKLOG, FINISH_S
+from tierstore.service.tls import Tls
+
+Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+class Asgi:
+    """`app` by the form of ASGI 3. `admin`: admin requests may come here. `closes`: whether answers end connections."""
+
+    def __init__(self, app: App, *, admin: bool = True, closes: Callable[[], bool] = lambda: False) -> None:
+        self._app, self._admin, self._closes = app, admin, closes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path, client = scope["path"], scope.get("client")
+        scope["path"] = HEALTH.get(path, path)
+        scope[PEER] = OtherSide(self._admin, on_host=client is not None and is_loopback(client[0]))
+        response = await self._app(scope, receive)
+        if response is None:  # nobody waits for one
+            return
+        headers, chunks = response.pieces()
+        if self._closes() and CLOSE not in headers:
+            headers.append(CLOSE)
+        await send({"type": "http.response.start", "status": response.status, "headers": headers})
+        await send({"type": "http.response.body", "body": b"".join(chunks)})
+
+
+class UvicornListener:
+    """Serves `app` to those who connect to a bound `sock`, from `start` to `stop`: as many as `limit` has."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        app: App,
+        limit: ConnectionLimit,
+        tls: Tls | None,
+        idle_s: float,
+        *,
+        admin: bool = True,
+    ) -> None:
+        import uvicorn  # most services need none
+
+        self._app, self._limit, self._ending = app, limit, False
+        self._path = Path(sock.getsockname()) if sock.family == socket.AF_UNIX else None
+        self._socket = sock.dup()  # uvicorn closes its own
+        self._task: asyncio.Task[None] | None = None
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                Asgi(self._limited, admin=admin, closes=lambda: self._ending or limit.draining),
+                http="h11",
+                ws="none",
+                loop="none",
+                lifespan="off",
+                log_config=None,
+                log_level=logging.WARNING,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                backlog=BACKLOG,
+                timeout_keep_alive=max(1, int(idle_s)),
+                timeout_graceful_shutdown=FINISH_S,
+                ssl_context_factory=None if tls is None else lambda *_: tls.for_python(),
+            )
+        )
+
+    async def start(self) -> None:
+        """Return once it serves."""
+        self._task = asyncio.create_task(self._server.serve([self._socket]))
+        while not self._server.started and not self._task.done():
+            await asyncio.sleep(0.001)
+
+    def hand_on(self) -> None:
+        """Accept no more, and end each connection with its next answer. Those that wait are for who else listens."""
+        self._ending = True
+        for server in self._server.servers:
+            server.close()
+
+    async def stop(self) -> None:
+        """Accept no more, and return once what is in progress is answered, or its time is over."""
+        self._remove_path()
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+
+    def close(self) -> None:
+        """Any thread, when the event loop has ended, whether or not it was started or stopped. May be called twice."""
+        self._remove_path()
+        self._socket.close()
+
+    def _remove_path(self) -> None:
+        """Remove the socket's name: while it is bound no other process has it."""
+        path, self._path = self._path, None
+        if path is not None:
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+
+    def _limited(self, scope: Scope, receive: Receive) -> Any:
+        over = len(self._server.server_state.connections) > self._limit.limit
+        return (self._limit.app if over else self._app)(scope, receive)
