@@ -362,12 +362,10 @@ def test_only_those_that_were_used_last_stay_open_and_any_is_opened_when_it_is_n
 ) -> None:
     monkeypatch.setattr(database, "MOST_UNUSED", 2)
     keys = np.arange(100)
-    kind = type(tier)
     with contextlib.ExitStack() as stack:
         tiers = []
         for number in range(8):
-            path = tmp_path / f"tier-{number}"
-            other = kind.create(path, block_cache_bytes=CACHE, reader=readers)
+            other = type(tier).create(tmp_path / f"tier-{number}", block_cache_bytes=CACHE, reader=readers)
             stack.callback(other.close)
             ingest(other, keys, some_rows(keys), records={"watermark": b"%d" % number})
             tiers.append(other)

@@ -1,6 +1,6 @@
 """Helper processes of a bulk load: start them, give each one task at a time, watch them, and end them whatever happens.
 
-A load of a few MB has none: its caller does the tasks, one after the other.
+A load of a few MB has none, nor has a part of a build: their caller does the tasks, one after the other.
 
 They are new interpreters (`sys.executable -m tierstore.ingest.worker`), neither forked nor spawned from the caller. So any
 program may embed the store, whatever threads and locks it has, and a shard that crashes its reader crashes only a helper.

@@ -44,6 +44,7 @@ from tierstore.formats.uploads import scratch_directory
 from tierstore.imports.columns import converted
 from tierstore.imports.sources import Wanted, blocks
 from tierstore.ingest.build import built_file, finish_folder
+from tierstore.ingest.helpers import Helpers
 from tierstore.ingest.journal import Journal
 from tierstore.ingest.load_tasks import RUNS, LoadTasks
 from tierstore.ingest.plan import plan_load
@@ -56,7 +57,6 @@ from tierstore.ingest.receipts import (
     receipt_name,
     receipt_of,
 )
-from tierstore.ingest.worker import run_task
 from tierstore.kernels import ahead
 from tierstore.types import MAX_PARTITIONS, Partitions
 
@@ -205,15 +205,13 @@ class PartitionedBuild:
                 oldest_s={one.name: max(0, self.began_s - one.ttl_s) for one in tables if one.ttl_s is not None},
                 keep_times=True,
             )
-
-            def do(todo: list[Any]) -> list[Any]:
-                return [run_task(snapshot, task, lambda _: None) for task in todo]
-
-            read = do(tasks.reads(of))
+            here = stack.enter_context(Helpers(snapshot, 0, build))
+            read = here.run(tasks.reads(of), _unheard)
             runs = [tuple(run) for result in read for run in result.runs]
-            runs = [tuple(result.run) for result in do(tasks.joins(of, runs))] or runs
+            runs = [tuple(result.run) for result in here.run(tasks.joins(of, runs), _unheard)] or runs
             merges = tasks.merges(of, runs)
-            made = [(task, result) for task, result in zip(merges, do(merges), strict=True) if result.xxh3 is not None]
+            done = zip(merges, here.run(merges, _unheard), strict=True)
+            made = [(task, result) for task, result in done if result.xxh3 is not None]
         built: list[BuiltFile] = []
         for task, result in made:
             number = sum(of.table == task.table for of in built)
@@ -355,6 +353,10 @@ def begin_build(template: str | Path, out: str | Path, *, partitions: int) -> Pa
         what = f"{record.partitions} partitions" if record.partitions != partitions else "another template"
         raise Conflict(f"{out} has a build that was begun with {what}: go on with the same, or give another place")
     return PartitionedBuild(str(out), str(template), partitions, record.began_s, json.dumps(record.manifest))
+
+
+def _unheard(rows: int) -> None:
+    """Nobody follows how many rows a task has done."""
 
 
 def _record_batches(batches: Any) -> Iterator[pa.RecordBatch]:

@@ -462,3 +462,27 @@ def test_the_service_ends_while_requests_are_in_every_state(tmp_path: Path) -> N
             if round_:
                 assert opened == before
             before = opened
+
+
+def test_files_are_closed_and_opened_again_under_look_ups_that_read_them(tmp_path: Path) -> None:
+    with in_process(), Store(settings_for(tmp_path, grpc_port="off", host_budget="1KiB")) as store:
+        store.load_snapshot(write_twins(tmp_path, 1, 1.0))
+        with ServerThread(store) as server:
+            served = Served(store, server)
+            current = store.model("twins").publisher.current
+            assert current is not None
+            disk, answered = current.open_version.disk, Counter[int]()
+
+            def ask(number: int) -> None:
+                with connection(server) as made:
+                    made.sendall(served.message)
+                    assert answer(made) == served.expected
+                    answered[number] += 1
+
+            with askers(3, ask):
+                for _ in range(30):
+                    before, by_reactors = answered.total(), reactor_answers(server)
+                    disk.let_go(store.epochs.once_unread)
+                    eventually(lambda: answered.total() > before, "they are answered")  # noqa: B023
+                    eventually(lambda: reactor_answers(server) > by_reactors, "by reactors again")  # noqa: B023
+            served.remaining()

@@ -63,7 +63,11 @@ class Publisher:
 
     def under_way(self) -> bool:
         """Whether a request reads what is served."""
-        return any(view.readers > self._background.count(view) for view in self._served.views)
+        served = self._served  # of each of hundreds of models, again and again
+        return any(
+            view is not None and view.readers and view.readers > self._background.count(view)
+            for view in (served.active, served.canary)
+        )
 
     def publish(self, served: Routing) -> None:
         """From now on requests that start work on a view of `served`. One atomic step.

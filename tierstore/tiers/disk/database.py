@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 _L0_MAX = 24  # RocksDB does not hold ingests back, however many files pile up
 _MERGE_POLL_S = 0.01
 MOST_UNUSED = 16
-_FIGURES = {
+_PROPERTIES = {
     "bytes": "total-sst-files-size",
     "entries_estimate": "estimate-num-keys",
     "pending_compaction_bytes": "estimate-pending-compaction-bytes",
@@ -55,9 +55,9 @@ class _Connection:
     def unused(self) -> bool:
         return not self.users and not self.cursors
 
-    def figures(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int]:
         """Files and bytes, as RocksDB says. `l0_files`: how many a look-up may have to read before the others."""
-        counts = {name: int(self.db.property_int_value(f"rocksdb.{rocks}") or 0) for name, rocks in _FIGURES.items()}
+        counts = {name: int(self.db.property_int_value(f"rocksdb.{rocks}") or 0) for name, rocks in _PROPERTIES.items()}
         counts["l0_files"] = int(self.db.property_value("rocksdb.num-files-at-level0") or 0)
         counts["files"] = len(self.db.live_files())
         return counts
@@ -79,7 +79,7 @@ class Database:
         self._closed = False
         self._current: _Connection | None = None
         self._former: list[_Connection] = []  # that are used still
-        self._figures: dict[str, int] = {}  # as they were when it was last open
+        self._last_stats: dict[str, int] = {}  # as they were when it was last open
         if new:
             self._current = self._connect(to_write=True, new=True)
         with self.entered():
@@ -174,20 +174,20 @@ class Database:
                 connection = self._current
                 if connection is None or not connection.unused:
                     return connection is None
-                self._current, self._figures = None, connection.figures()
+                self._current, self._last_stats = None, connection.stats()
             self._close(connection)
             return True
         finally:
             self._opening.release()
 
-    def figures(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int]:
         """Files and bytes, as RocksDB says; where it is not open, as it said last."""
         with self.held():
             with self._gate:
                 if self._current is None:
-                    return dict(self._figures)
+                    return dict(self._last_stats)
             with self._connected() as connection, driver_errors(f"reading properties of {self._path}"):
-                return connection.figures()
+                return connection.stats()
 
     def scan(
         self, doing: str, first: bytes, end: bytes, entries: int, *, values: bool = True

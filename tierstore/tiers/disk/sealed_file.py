@@ -48,7 +48,7 @@ class Opened:
     """A file that was opened, and checked in all that can be checked without reading its blocks."""
 
     path: Path
-    fd: int  # -1 while it is closed, see `reopen`
+    fd: int  # -1 while it is closed, see `open_again`
     xxh3: str
     table_id: int
     row_bytes: int
@@ -153,7 +153,7 @@ def _open(path: Path) -> int:
         raise StorageError(f"cannot open {path}: {error.strerror or error}") from error
 
 
-def reopen(file: Opened) -> int:
+def open_again(file: Opened) -> int:
     """A descriptor of a file that was opened before. Corruption where it is another file now, StorageError."""
     fd = _open(file.path)
     try:
@@ -209,7 +209,7 @@ def check_still(file: Opened) -> None:
     whole, so no read notices it.
     """
     if file.fd < 0:
-        os.close(reopen(file))
+        os.close(open_again(file))
     else:
         _check_still(file, file.fd)
 

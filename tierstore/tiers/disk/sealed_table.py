@@ -23,7 +23,7 @@ from tierstore.formats.keys import partition_of
 from tierstore.kernels import sealed as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.plan_records import BASE
-from tierstore.tiers.disk.sealed_file import Opened, reopen
+from tierstore.tiers.disk.sealed_file import Opened, open_again
 from tierstore.types import Keys, Rows, States, Tier
 
 _READ_BYTES = 4 << 20  # of a scan
@@ -127,7 +127,7 @@ class SealedTable:
                 open_files.allow(len(self.files))
                 for number, file in enumerate(self.files):
                     if file.fd < 0:
-                        self._descriptors[number] = file.fd = reopen(file)
+                        self._descriptors[number] = file.fd = open_again(file)
                 self._is_awake = True
 
     def let_go(self) -> list[int]:

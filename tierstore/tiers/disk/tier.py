@@ -291,11 +291,11 @@ class DiskTier:
 
     def stats(self) -> dict[str, int]:
         """Files and bytes. `l0_files`: how many files a look-up may have to read before the sorted levels."""
-        return self._database.figures()
+        return self._database.stats()
 
     def bytes_on_disk(self) -> int:
         """Bytes of all sorted files, including those that only a running scan still needs."""
-        return self._database.figures()["bytes"]
+        return self._database.stats()["bytes"]
 
     def close(self) -> None:
         """Wait for calls under way, then close the files and give the lock back. Scans end with Closed.
