@@ -1,7 +1,9 @@
 # The service on CPU and RocksDB, over HTTP and gRPC. Build: docker build -t tierstore .
 # The tag moves on with Python's fixes. Where two builds have to be the same, add the digest that
 # `docker buildx imagetools inspect python:3.12-slim` shows: python:3.12-slim@sha256:…
-FROM python:3.12-slim
+# Another base, with Python 3.11 or newer as `python` and with pip: --build-arg BASE=…
+ARG BASE=python:3.12-slim
+FROM ${BASE}
 
 RUN useradd --no-create-home --home-dir /nonexistent --uid 10001 tierstore \
     && install -d -o tierstore -g tierstore /data /snapshots

@@ -44,7 +44,7 @@ NOT_RUN = {  # the beginning of a line, or of a program → why
     "make bench": "measures for minutes; tests/test_benchmarks.py runs each benchmark, small",
     "pip install": PIP,
     "pip uninstall": PIP,
-    "docker build": "needs a container engine; tools/try_image.py follows the file's steps",
+    "docker build": "`make image-test` builds and runs the image",
     "kubectl create": "needs Kubernetes",
     "helm install": "needs Kubernetes; tests/deploy/test_helm.py renders the chart",
     "tierstore serve --device-budget": "needs a GPU",

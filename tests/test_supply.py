@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tools import try_image
+from tests.deploy import image
 
 ROOT = Path(__file__).parents[1]
 
@@ -57,7 +57,7 @@ def test_the_lock_file_has_every_dependency_in_a_version_that_suits(locked: dict
 
 
 def test_the_image_installs_nothing_without_a_hash() -> None:
-    runs = [command for name, text in try_image.instructions() if name == "RUN" for command in text.split("&&")]
+    runs = [command for name, text in image.instructions() if name == "RUN" for command in text.split("&&")]
     installs = [shlex.split(command) for command in runs if "pip" in command]
     assert len(installs) == 2
     for words in installs:

@@ -143,7 +143,7 @@ def take_pictures(do: Newcomer, out: Path) -> None:
             for dark in (False, True):
                 page.size(width, dark=dark)
                 page.open(do.url)
-                page.wait_text("own")
+                page.wait_text("thing")
                 page.size(width, page.evaluate("document.documentElement.scrollHeight"), dark=dark)
                 beyond = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
                 page.screenshot(out / f"page-{width}-{'dark' if dark else 'light'}.png")

@@ -28,6 +28,7 @@ from tierstore.engine.data import disk_room
 from tierstore.engine.operations.problems import MODEL_KINDS, STORE_KINDS
 from tierstore.service.admin import health_metrics
 from tierstore.service.context import SERVICE_KINDS
+from tierstore.service.limits.shedding import REASONS
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "deploy/prometheus/alerts.yml"
@@ -81,6 +82,14 @@ def test_each_alert_says_what_it_means_and_by_which_command_the_cause_is_found()
             assert name in COMMANDS, text
         for metric in re.findall(r"tierstore_\w+", text):
             assert metric in METRICS, text
+
+
+def test_the_runbook_names_commands_metrics_and_reasons_that_there_are() -> None:
+    inline = re.findall(r"`([^`\n]+)`", RUNBOOK)
+    assert {match[1] for text in inline if (match := re.match(r"tierstore ([a-z][\w-]*)", text))} <= COMMANDS
+    assert {name for text in inline for name in re.findall(r"\btierstore_\w+", text) if name not in METRICS} == set()
+    reasons = RUNBOOK[RUNBOOK.index("`tierstore_shed_total` by reason.") :].partition("`tierstore_inflight")[0]
+    assert set(re.findall(r"`(\w+)`[,:]", reasons)) <= set(REASONS)
 
 
 def test_who_is_called_has_minutes_left_to_find_the_cause() -> None:

@@ -14,20 +14,16 @@ import httpx
 import pytest
 import yaml
 
+from tests.deploy.image import copy_context, environment, instruction
 from tests.service.fake_store import FakeStore
 from tests.test_docs import blocks
 from tierstore.config import ENV_PREFIX, Settings, load_settings
 from tierstore.service.http.server import FINISH_S
 from tierstore.service.server import GRPC_PORT, ServerThread
-from tools import try_image
 
 ROOT = Path(__file__).parents[2]
 LONGEST_END_S = load_settings(None).drain_s + FINISH_S
 COMPILING_S = 60  # the health check's start period
-
-
-def in_image(name: str) -> str:
-    return next(text for one, text in try_image.instructions() if one == name)
 
 
 def pod() -> dict[str, Any]:
@@ -51,16 +47,16 @@ def settings_named(variables: Any) -> set[str]:
 
 
 def test_the_pod_is_what_the_image_expects() -> None:
-    spec, image = pod(), try_image.environment()
+    spec, image = pod(), environment()
     (container,) = spec["containers"]
-    assert spec["securityContext"]["runAsUser"] == int(in_image("USER"))
+    assert spec["securityContext"]["runAsUser"] == int(instruction("USER"))
     assert spec["terminationGracePeriodSeconds"] > LONGEST_END_S
-    assert container["args"] == json.loads(in_image("CMD"))
+    assert container["args"] == json.loads(instruction("CMD"))
     mounts = {mount["mountPath"]: mount.get("readOnly", False) for mount in container["volumeMounts"]}
     assert mounts == {image["TIERSTORE_DATA"]: False, image["TIERSTORE_SOURCE_ROOT"]: True}
     assert settings_named(entry["name"] for entry in container["env"])
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    assert [str(port) for port in ports.values()] == in_image("EXPOSE").split()
+    assert [str(port) for port in ports.values()] == instruction("EXPOSE").split()
     assert ports == {"http": int(image["TIERSTORE_PORT"]), "grpc": GRPC_PORT}
     startup = container["startupProbe"]
     assert startup["periodSeconds"] * startup["failureThreshold"] > COMPILING_S
@@ -74,7 +70,7 @@ def test_probes_ask_for_what_there_is(tmp_path: Path) -> None:
     store = FakeStore(load_settings(None, data=tmp_path, port=0, grpc_port="off"))
     with ServerThread(store) as server:  # type: ignore[arg-type]
         paths = [probe["path"] for probe in probes.values()]
-        paths += re.findall(r"127\.0\.0\.1:8000(/[\w/]+)", in_image("HEALTHCHECK"))
+        paths += re.findall(r"127\.0\.0\.1:8000(/[\w/]+)", instruction("HEALTHCHECK"))
         assert [httpx.get(server.url + path).status_code for path in paths] == [200] * 4
 
 
@@ -92,8 +88,8 @@ def test_compose_runs_the_image_as_it_is_meant_to_run() -> None:
         assert name in service["environment"]["TIERSTORE_ALLOWED_HOST"].split(",")
         assert float(service["stop_grace_period"].removesuffix("s")) > LONGEST_END_S
         assert service["read_only"] is True
-        assert [port.rpartition(":")[2] for port in service["ports"]] == in_image("EXPOSE").split()
-        in_dockerfile = in_image("HEALTHCHECK")
+        assert [port.rpartition(":")[2] for port in service["ports"]] == instruction("EXPOSE").split()
+        in_dockerfile = instruction("HEALTHCHECK")
         assert json.dumps(service["healthcheck"]["test"][1:]) == in_dockerfile.partition("CMD ")[2]
         for option in ("interval", "timeout", "retries", "start_period"):
             assert f"--{option.replace('_', '-')}={service['healthcheck'][option]}" in in_dockerfile
@@ -169,20 +165,20 @@ def kubernetes(folder: str = "deploy/kubernetes") -> dict[tuple[str, str], dict[
 
 
 def test_the_manifests_fit_the_image_and_each_other() -> None:
-    of, image = kubernetes(), try_image.environment()
+    of, image = kubernetes(), environment()
     stateful = of["StatefulSet", "tierstore"]["spec"]
     labels, spec = stateful["template"]["metadata"]["labels"], stateful["template"]["spec"]
     (container,) = spec["containers"]
     env = {entry["name"]: entry["value"] for entry in container["env"]}
     assert settings_named(env)
     load_settings(None, **{name.removeprefix(ENV_PREFIX).lower(): value for name, value in env.items()})
-    assert spec["securityContext"]["runAsUser"] == int(in_image("USER"))
+    assert spec["securityContext"]["runAsUser"] == int(instruction("USER"))
     assert spec["terminationGracePeriodSeconds"] > float(env["TIERSTORE_DRAIN_S"]) + 2 * FINISH_S
     assert stateful["minReadySeconds"] > 0
     readiness = container["readinessProbe"]
     assert float(env["TIERSTORE_DRAIN_S"]) > readiness["periodSeconds"] * readiness["failureThreshold"]
-    assert container["args"] == json.loads(in_image("CMD"))
-    assert [str(port["containerPort"]) for port in container["ports"]] == in_image("EXPOSE").split()
+    assert container["args"] == json.loads(instruction("CMD"))
+    assert [str(port["containerPort"]) for port in container["ports"]] == instruction("EXPOSE").split()
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     claims = [claim["metadata"]["name"] for claim in stateful["volumeClaimTemplates"]]
     assert set(mounts) == {*claims, *(volume["name"] for volume in spec["volumes"])}
@@ -214,7 +210,7 @@ def test_the_kserve_files_fit_the_image_and_the_transformer() -> None:
     files = {
         name: yaml.safe_load((ROOT / f"deploy/kserve/{name}.yaml").read_text()) for name in ("predictor", "transformer")
     }
-    image, spec = try_image.environment(), files["predictor"]["spec"]["predictor"]
+    image, spec = environment(), files["predictor"]["spec"]["predictor"]
     (container,), (first,) = spec["containers"], spec["initContainers"]
     env = {entry["name"]: entry["value"] for entry in container["env"]}
     assert settings_named(env)
@@ -222,8 +218,8 @@ def test_the_kserve_files_fit_the_image_and_the_transformer() -> None:
     assert (
         container["name"] == files["transformer"]["spec"]["transformer"]["containers"][0]["name"] == "kserve-container"
     )
-    assert container["args"] == json.loads(in_image("CMD"))
-    assert spec["securityContext"]["runAsUser"] == int(in_image("USER"))
+    assert container["args"] == json.loads(instruction("CMD"))
+    assert spec["securityContext"]["runAsUser"] == int(instruction("USER"))
     assert spec["terminationGracePeriodSeconds"] > float(env["TIERSTORE_DRAIN_S"]) + FINISH_S
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert set(mounts) == {volume["name"] for volume in spec["volumes"]}
@@ -250,7 +246,7 @@ def test_tokens_are_added_to_the_manifests() -> None:
     env = {entry["name"]: entry["value"] for entry in container["env"]}
     (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == "tokens"]
     assert env["TIERSTORE_TOKENS"] == f"{mount['mountPath']}/tokens.json"
-    assert (try_image.environment()["TIERSTORE_ALLOW_OPEN_NETWORK"], env["TIERSTORE_ALLOW_OPEN_NETWORK"]) == (
+    assert (environment()["TIERSTORE_ALLOW_OPEN_NETWORK"], env["TIERSTORE_ALLOW_OPEN_NETWORK"]) == (
         "true",
         "false",
     )
@@ -258,16 +254,38 @@ def test_tokens_are_added_to_the_manifests() -> None:
     assert "TIERSTORE_HOST_BUDGET" in env
 
 
-def test_systemd_gives_it_time_to_start_and_to_end() -> None:
+def unit() -> str:
+    """The unit of systemd."""
     ((_, text),) = blocks("docs/deploy.md", "ini")
-    options = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+    return text
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+@pytest.mark.parametrize("more", ["", "Restarts=always\n"])
+def test_systemd_takes_the_unit(tmp_path: Path, more: str) -> None:
+    """What it does not know it passes over with a word on standard error."""
+    path = tmp_path / "tierstore.service"
+    path.write_text(
+        re.sub("(?m)^ExecStart=/.* serve$", "ExecStart=/bin/true serve", unit()).replace(
+            "[Install]", f"{more}[Install]"
+        )
+    )
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(path)], capture_output=True, text=True, timeout=60
+    )
+    found = [line for line in done.stdout.splitlines() + done.stderr.splitlines() if str(path) in line]
+    assert (done.returncode, bool(found)) == (0, bool(more)), done.stderr
+
+
+def test_systemd_gives_it_time_to_start_and_to_end() -> None:
+    options = dict(line.split("=", 1) for line in unit().splitlines() if "=" in line)
     assert float(options["TimeoutStopSec"]) > LONGEST_END_S
     assert settings_named(pair.partition("=")[0] for pair in options["Environment"].split()) == {"data", "source_root"}
 
 
 def test_what_is_copied_into_the_image_is_all_that_its_package_is_built_of(tmp_path: Path) -> None:
-    """`tools/try_image.py` does the whole of the Dockerfile; this is the step that a new file breaks."""
-    try_image.copy_context(tmp_path)
+    """The whole of the Dockerfile is for test_image.py; this is the step that a new file breaks."""
+    copy_context(tmp_path)
     options = ["--no-deps", "--no-build-isolation", "--no-index"]
     command = [sys.executable, "-m", "pip", "wheel", ".", *options, "-w", "out"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)

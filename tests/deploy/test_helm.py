@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.deploy.test_deploy import LONGEST_END_S, in_image, kubernetes, settings_named
+from tests.deploy.image import instruction
+from tests.deploy.test_deploy import LONGEST_END_S, kubernetes, settings_named
 from tierstore.config import ENV_PREFIX, load_settings
 from tierstore.service.http.server import FINISH_S
 
@@ -93,8 +94,8 @@ def test_pods_are_what_the_image_and_the_settings_expect(values: dict[str, Any])
         assert settings_named(env)
         given = {name.removeprefix(ENV_PREFIX).lower(): value for name, value in env.items() if value}
         settings = load_settings(None, **given)
-        assert spec["securityContext"]["runAsUser"] == int(in_image("USER"))
-        assert [str(port["containerPort"]) for port in container["ports"]] == in_image("EXPOSE").split()
+        assert spec["securityContext"]["runAsUser"] == int(instruction("USER"))
+        assert [str(port["containerPort"]) for port in container["ports"]] == instruction("EXPOSE").split()
         assert spec["terminationGracePeriodSeconds"] >= settings.drain_s + 2 * FINISH_S > LONGEST_END_S
         readiness = container["readinessProbe"]
         assert settings.drain_s > readiness["periodSeconds"] * readiness["failureThreshold"]

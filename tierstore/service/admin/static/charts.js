@@ -66,7 +66,7 @@ function chart(document, axis, cursor, title, series, text, least = 0, most = nu
   const note = cut != null && `cut at ${text(high)}: up to ${text(cut)} at ${clock(peak)}`;
   return element("div", {class: "chart", "data-key": title},
     element("div", {class: "legend"}, element("b", {}, title), ...now, note && element("span", {class: "cut"}, note)),
-    plot(axis, text(high), least ? text(least) : "0",
+    plot(axis, high > least ? text(high) : "", least ? text(least) : "0",
       picture(document, axis, cursor, `${title}: ${series.map(([, name, , minute]) => `${name} ${text(minute)}`).join(", ")}, ${text(least)} to ${text(high)}`,
         ...series.map(([kind, , values]) => element("path", {class: kind, d: line(values, document, axis, least, high)})),
         peaks && element("path", {class: "cut", d: peaks.map(at => `M${axis.x(at).toFixed(1)} 0v7`).join("")}))));

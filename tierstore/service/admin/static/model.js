@@ -99,10 +99,11 @@ function tablesOf(model, rates) {
     ]];
   });
   const all = entries.flatMap(({byTier}) => Object.values(byTier)), read = sum(entries.map(({byTier}) => readOf(byTier)));
+  const seconds = entries.flatMap(({perSecond}) => perSecond ?? []);
   const total = what => sum(entries.map(({entry}) => what(entry) || 0));
   const summary = [
     counted(entries.length, "table"), counted(total(entry => entry.rows), "row"),
-    `${rate(sum(entries.map(({perSecond}) => perSecond || 0)))} keys/s`, `${percent(sum(all) - read, sum(all))} from memory`,
+    `${rate(seconds.length ? sum(seconds) : null)} keys/s`, `${percent(sum(all) - read, sum(all))} from memory`,
     `${bytes(total(entry => entry.tier_bytes.host))} in memory`, `${bytes(total(entry => entry.tier_bytes.disk))} on disk`,
   ].join(" · ");
   const heads = ["table", "rows", "keys/s", "answered by", "from memory", "with other memory", "in memory", "disk"];
