@@ -137,6 +137,12 @@ def dense_file(head: str, seq: int | str | None = None) -> str:
     return f"dense{'' if seq is None else f'-{seq}'}{f'.{head}' if head else ''}.onnx"
 
 
+def head_of_file(name: str) -> str | None:
+    """The head whose graph that holds has this file name; None for another file."""
+    parsed = parse_dense_file(name)
+    return None if parsed is None or parsed[1] is not None else parsed[0]
+
+
 def parse_dense_file(name: str) -> tuple[str, str | None] | None:
     """(head, seq or `loaded` or None) of a graph's file name, or None if it is not one."""
     match = _DENSE.fullmatch(name)

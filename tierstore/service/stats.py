@@ -153,6 +153,7 @@ class InferenceStats:
     """Statistics of the versions that answered, the latest few a model. Any thread."""
 
     KEPT_VERSIONS = 8
+    KEPT_NAMES = 4096  # of models and heads
 
     def __init__(self, times: LookupTimes) -> None:
         """`times` gets how long each request lasted, without its dense part."""
@@ -214,6 +215,10 @@ class InferenceStats:
     def of(self, model: str, version: int) -> ModelCounts:
         """Counts of an existing version; made at its first request."""
         with self._lock:
+            if model not in self._counts and len(self._counts) >= self.KEPT_NAMES:  # heads may come and go without end
+                gone = next(iter(self._counts))
+                del self._counts[gone]
+                self._predicts.pop(gone, None)
             versions = self._counts.setdefault(model, {})
             counts = versions.get(version)
             if counts is None:

@@ -44,6 +44,7 @@ from tierstore.tiers.background import yield_to_requests
 from tierstore.types import MOST_HEADS
 
 log = logging.getLogger(__name__)
+_KEPT_COUNTS = 8 * MOST_HEADS
 
 
 class DenseParts:
@@ -61,6 +62,8 @@ class DenseParts:
 
     def counts_of(self, head: str) -> DenseCounts:
         """The runs of a head, over all versions."""
+        if head not in self._counts and len(self._counts) >= _KEPT_COUNTS:  # heads may come and go without end
+            self._counts.pop(next(iter(self._counts)), None)
         return self._counts.setdefault(head, DenseCounts())
 
     @property

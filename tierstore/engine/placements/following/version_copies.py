@@ -16,7 +16,7 @@ from tierstore.engine.placements.following.followed import Followed, Pointer
 from tierstore.engine.versions.info import VersionInfo, digests_record
 from tierstore.errors import Corruption
 from tierstore.formats import files
-from tierstore.formats.names import WARMUP, VersionDirectory, parse_dense_file
+from tierstore.formats.names import WARMUP, VersionDirectory, head_of_file
 from tierstore.formats.regular import read_regular
 from tierstore.formats.snapshot.checksum import checksum
 
@@ -73,9 +73,8 @@ class VersionCopies:
         graphs = {head: bytes(read_regular(info.where.dense(head))) for head in info.where.denses()}
         while True:
             pointer, there = self._shared.pointer(), self._shared.files(number)
-            named = [(parse_dense_file(name), graph) for name, graph in there.items()]
-            now = {parsed[0]: graph for parsed, graph in named if parsed is not None and graphs.get(parsed[0]) != graph}
-            if not now:
+            now = {head: graph for name, graph in there.items() if (head := head_of_file(name)) is not None}
+            if now.items() <= graphs.items():
                 break
             for head, graph in now.items():
                 files.publish_bytes(info.where.dense(head), graph)
@@ -95,7 +94,8 @@ class VersionCopies:
             files.make_dir(path.parent)
             files.publish_bytes(path, data)
         digests = digests_record({head: checksum(where.dense(head)) for head in where.denses()})
-        files.publish_record(where.record, {**record, **digests})
+        others = {name: value for name, value in record.items() if name != "heads"}  # of which some may be gone
+        files.publish_record(where.record, {**others, **digests})
         info = VersionInfo(where)
         if info.base != "remote":
             raise Corruption(f"version {number} of {self._model.name!r} in the cluster has a record of another kind")
@@ -106,7 +106,7 @@ class VersionCopies:
 def _within(where: VersionDirectory, name: str) -> Any:
     """The path of a side file. Corruption for a name that leads out of the version's directory."""
     path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or not (parse_dense_file(name) or path.parts[:1] == (WARMUP,)):
+    if path.is_absolute() or ".." in path.parts or (head_of_file(name) is None and path.parts[:1] != (WARMUP,)):
         raise Corruption(
             f"a side file of the cluster has the name {name!r}: expected one within the version's directory"
         )
