@@ -1,7 +1,8 @@
-"""The device tier beside what there is: `python -m benchmarks.device_lookup [--tiny] [--json FILE]`, or `make bench-gpu`.
+"""The device tier beside what there is: `python -m benchmarks.device_lookup [--tiny] [--hkv HEADERS] [--json FILE]`, or
+`make bench-gpu`.
 
     resident  every key is on the device; keys and answer are there too. Against `cupy.take`, which is told where the
-              rows are in one plain array
+              rows are in one plain array; and, with `--hkv` and nvcc, against HierarchicalKV's `find`
     keys      every key is on the device, keys come from CPU memory, 64 of them and up to a batch. Against `cupy.take`, whose
               index is copied up
     tiered    a tenth of the rows is on the device, all are in the host tier, which the device reads; Zipf 1.05, keys from
@@ -23,11 +24,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks import report
+from benchmarks import hierarchical_kv, report
+from benchmarks.hierarchical_kv import HierarchicalKV
 from benchmarks.machine import describe
 from benchmarks.options import parser_of
 from tierstore.kernels.pool import check_offsets
@@ -103,7 +106,10 @@ def alternate(
     }
 
 
-def resident(backend: Backend, xp: Any, rows: int, dim: int, batch: int, rounds: int, calls: int) -> Result:
+def resident(
+    backend: Backend, xp: Any, rows: int, dim: int, batch: int, rounds: int, calls: int, hkv: Any = None
+) -> Result:
+    """`hkv`: the library of HierarchicalKV, for that in place of `cupy.take`."""
     scene = Scene(backend, rows, dim, rows)
     there = scene.resident()
     rng = np.random.default_rng(3)
@@ -128,14 +134,27 @@ def resident(backend: Backend, xp: Any, rows: int, dim: int, batch: int, rounds:
     def take(call: int) -> None:
         xp.take(vectors, indices[call], axis=0, out=other)
 
+    peer: HierarchicalKV | None = None
+    if hkv is not None:
+        peer, every = HierarchicalKV(hkv, rows, dim), to_device(scene.memory, scene.keys)
+        peer.insert(len(scene.keys), backend.address_of(every), backend.address_of(vectors))
+
+    def find(call: int) -> None:
+        assert peer is not None
+        peer.find(batch, backend.address_of(keys[call]), backend.address_of(other), state_at)
+
+    theirs = take if peer is None else find
     ours(0)
-    take(0)
+    theirs(0)
     backend.synchronize()
     assert bool((mine == other).all()), "both must answer the same"
-    got = alternate(backend, rounds, calls, ours, take)
+    got = alternate(backend, rounds, calls, ours, theirs)
+    if peer is not None:
+        peer.close()
     scene.close()
     return {
-        "part": "resident", "rows": rows, "dim": dim, "batch": batch, "against": "cupy.take",
+        "part": "resident", "rows": rows, "dim": dim, "batch": batch,
+        "against": "cupy.take" if peer is None else "HierarchicalKV's find",
         "keys_per_s": batch / got["ours_s"], "theirs_keys_per_s": batch / got["theirs_s"], "ratio": got["ratio"],
     }  # fmt: skip
 
@@ -286,8 +305,12 @@ def pooled(backend: Backend, torch: Any, rows: int, dim: int, bags: int, rounds:
     }  # fmt: skip
 
 
-def measure(backend: Backend, xp: Any, torch: Any, *, rows: int, batch: int, rounds: int, calls: int) -> list[Result]:
+def measure(
+    backend: Backend, xp: Any, torch: Any, *, rows: int, batch: int, rounds: int, calls: int, hkv: Any = None
+) -> list[Result]:
     results = [resident(backend, xp, rows, dim, batch, rounds, calls) for dim in (32, 64)]
+    if hkv is not None:
+        results += [resident(backend, xp, rows, 64, size, rounds, calls, hkv) for size in (batch, 16 * batch)]
     sizes = sorted({min(size, batch) for size in (64, 1024, 4096, batch)})
     results += [from_cpu_memory(backend, xp, rows, 64, size, rounds, calls) for size in sizes]
     results += [tiered(backend, rows, dim, batch, rounds, calls) for dim in (32, 64)]
@@ -299,7 +322,7 @@ def measure(backend: Backend, xp: Any, torch: Any, *, rows: int, batch: int, rou
 
 
 def main() -> None:
-    options = parser_of(__file__, __doc__, "tiny").parse_args()
+    options = parser_of(__file__, __doc__, "tiny", hkv=(Path, "where the headers of HierarchicalKV are")).parse_args()
     document: dict[str, Any] = {"benchmark": "device_lookup", "machine": describe(), "results": [], "skipped": []}
     count, why = find_devices()
     torch = import_module("torch") if count and importlib.util.find_spec("torch") else None
@@ -313,7 +336,11 @@ def main() -> None:
             if options.tiny
             else {"rows": 1_000_000, "batch": 65_536, "rounds": 21, "calls": 16}
         )
-        document["results"] = measure(CudaDevice(0), import_module("cupy"), torch, **size)
+        cupy, missing = import_module("cupy"), hierarchical_kv.why_not(options.hkv)
+        hkv = None if missing else hierarchical_kv.built(options.hkv, cupy.cuda.Device(0).compute_capability)
+        document["results"] = measure(CudaDevice(0), cupy, torch, hkv=hkv, **size)
+        if missing:
+            document["skipped"].append(f"HierarchicalKV: {missing}")
         if torch is None:
             document["skipped"].append("pooled: torch is not installed, or sees no GPU")
     report.write(options.json, document)

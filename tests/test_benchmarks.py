@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import http.server
 import json
 import math
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,7 +20,15 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as suite
-from benchmarks import device_lookup, networks, production, report, triton_peer, wild_lookup
+from benchmarks import (
+    device_lookup,
+    hierarchical_kv,
+    networks,
+    production,
+    report,
+    triton_peer,
+    wild_lookup,
+)
 from benchmarks.alternation import Samples, Taken, alternate, one_thread, ratio, threads
 from benchmarks.contenders import Rows, Take, Tierstore, keys_of
 from benchmarks.lookup_peers import PLANS, WORKLOADS, Bench, check
@@ -408,6 +418,42 @@ def test_the_model_that_triton_runs_takes_the_rows_asked_for(tmp_path: Path, mon
     (answer,) = made.execute([{"keys": backend.Tensor("keys", np.array([7, 3, 7]))}])
     assert set(answer.arrays) == {"rows"}
     np.testing.assert_array_equal(answer.arrays["rows"], table[[7, 3, 7]])
+
+
+class _Peer:
+    """HierarchicalKV's functions over rows that tell their keys, at addresses of the stand-in's memory."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, np.ndarray] = {}
+
+    def hkv_open(self, capacity: Any, dim: Any) -> int:
+        assert capacity.value & (capacity.value - 1) == 0
+        self.dim = dim.value
+        return 1
+
+    def _array(self, at: Any, dtype: Any, *shape: int) -> np.ndarray:
+        nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        return np.frombuffer((ctypes.c_char * nbytes).from_address(at.value), dtype).reshape(shape)
+
+    def hkv_insert(self, table: Any, n: Any, keys: Any, vectors: Any) -> None:
+        rows = self._array(vectors, np.float32, n.value, self.dim).copy()
+        self.known |= dict(zip(self._array(keys, np.int64, n.value).tolist(), rows, strict=True))
+
+    def hkv_find(self, table: Any, n: Any, keys: Any, vectors: Any, found: Any) -> None:
+        out = self._array(vectors, np.float32, n.value, self.dim)
+        out[:] = [self.known[key] for key in self._array(keys, np.int64, n.value).tolist()]
+
+    def hkv_close(self, table: Any) -> None:
+        self.known.clear()
+
+
+def test_hierarchical_kv_is_measured_where_its_headers_are(tmp_path: Path) -> None:
+    assert "--hkv" in str(hierarchical_kv.why_not(None))
+    assert "no merlin_hashtable.cuh" in str(hierarchical_kv.why_not(tmp_path))
+    (tmp_path / "merlin_hashtable.cuh").touch()
+    assert (hierarchical_kv.why_not(tmp_path) is None) is (shutil.which("nvcc") is not None)
+    result = device_lookup.resident(ShimDevice(1 << 30), np, 2000, 8, 128, 1, 2, hkv=_Peer())
+    assert result["against"] == "HierarchicalKV's find"
 
 
 @pytest.mark.thorough

@@ -21,7 +21,12 @@ class Tensor:
             def __dlpack_device__(self) -> tuple[int, int]:
                 return 1, 0
 
-        return cls(name, np.from_dlpack(Holder()).copy(), broken=cls.loses_elements)
+        given = np.from_dlpack(Holder())
+        made = cls(name, given.copy(), broken=cls.loses_elements)
+        made.address = given.ctypes.data
+        return made
+
+    address = 0  # of the memory that it was made of, without a copy
 
     loses_elements = False  # as with NumPy 2 before Triton 24.11
 
@@ -48,6 +53,7 @@ class TritonError:
 class InferenceResponse:
     def __init__(self, tensors: list[Tensor], error: TritonError | None = None) -> None:
         self.arrays = {tensor.name(): tensor.as_numpy() for tensor in tensors}
+        self.addresses = {tensor.name(): tensor.address for tensor in tensors}
         self.error = error
 
 

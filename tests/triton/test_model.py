@@ -19,12 +19,14 @@ from typer.testing import CliRunner
 
 import tierstore
 from tests.engine.quick_build import in_process as in_process_loads
+from tests.tiers.cuda_shim.backend import ShimDevice
 from tests.triton import backend
 from tests.triton.data import DIM, mean_bags, scores, vectors, write_delta, write_version
 from tierstore.cli.app import app
 from tierstore.engine.lifecycle import directory_lock
 from tierstore.errors import ConfigError, Locked, NotFound, NotReady
 from tierstore.service.server import ServerThread
+from tierstore.tiers.device import gpu
 from tierstore.triton import TritonPythonModel, sources
 from tierstore.triton.sources import Remote
 
@@ -64,7 +66,8 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
             config_of(folder), preserving_proto_field_name=True, always_print_fields_with_no_presence=True
         )
         config["max_batch_size"] = int(config["max_batch_size"])
-        model.initialize({"model_config": json.dumps(config), "model_name": folder.name})
+        kind = config["instance_group"][0]["kind"].removeprefix("KIND_")
+        model.initialize({"model_config": json.dumps(config), "model_name": folder.name, "model_instance_kind": kind})
         made.append(model)
         return model
 
@@ -146,6 +149,38 @@ def test_a_request_gets_what_its_inputs_allow_or_what_it_names(prepared: Path, s
     np.testing.assert_allclose(bags.arrays["clicked"], mean_bags(keys, [0, 3, 4]), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("batch", [0, 64])
+def test_an_instance_on_a_gpu_answers_with_the_memory_in_which_rows_were_left(
+    prepared: Path, start: Start, monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
+    """A part of it where Triton has joined requests."""
+    device, made = ShimDevice(), []
+
+    def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        made.append(ShimDevice.empty(device, shape, dtype))
+        return made[-1]
+
+    monkeypatch.setattr(device, "empty", empty)
+    monkeypatch.setattr(gpu, "find_backend", lambda: (device, None))
+    options = ["--device-budget", "4MiB", "--max-batch-size", str(batch)]
+    folder = write_folder(prepared, f"on-gpu-{batch}", *options)
+    (instances,) = config_of(folder).instance_group
+    assert (instances.kind, list(instances.gpus)) == (instances.KIND_GPU, [0])
+    model = start(folder)
+    keys, bags = keys_of(7, 499, -1, 7), np.arange(12).reshape(4, 3)
+    given = {"item_id": keys, "clicked": bags}
+    for _ in range(3):  # from disk, from memory, from the device
+        for answer in answers(model, *[backend.Request(given, ROWS)] * 2):
+            assert answer.error is None
+            np.testing.assert_array_equal(answer.arrays["item_id"], vectors(keys))
+            np.testing.assert_array_equal(answer.arrays["item_id.found"].reshape(-1), keys >= 0)
+            np.testing.assert_allclose(answer.arrays["clicked"], vectors(bags).mean(1), rtol=1e-6)
+            for name in ("item_id", "clicked"):
+                at = answer.addresses[name]
+                assert any(array.ctypes.data <= at < array.ctypes.data + array.nbytes for array in made)
+        model._source._source._store.shared.devices.promoter.drain()
+
+
 def test_a_bad_request_fails_alone_with_its_reason(prepared: Path, start: Start) -> None:
     model = start(write_folder(prepared, "errors"))
     good = backend.Request({"item_id": keys_of(3)}, ["item_id"])
@@ -170,7 +205,7 @@ def test_requests_of_one_form_are_one_look_up_and_get_their_own_rows(
     counted: list[int] = []
     source: Any = model._source
     answer = source.answer
-    monkeypatch.setattr(source, "answer", lambda *given: counted.append(len(given[1])) or answer(*given))
+    monkeypatch.setattr(source, "answer", lambda *given, **how: counted.append(len(given[1])) or answer(*given, **how))
     sizes = (1, 3, 0, 5)
     asked = [np.arange(size, dtype=np.int64) + 10 * size for size in sizes]
     bags = np.arange(12, dtype=np.int64).reshape(4, 3)

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 HostBudget = Annotated[
     str | None, option("SIZE", "CPU memory for cached rows where Triton opens the data directory, such as 4GiB.")
 ]
+DeviceBudget = Annotated[
+    str | None,
+    option("SIZE", "A GPU's memory for cached rows where Triton opens the data directory: answers stay there."),
+]
 Batch = Annotated[
     int,
     typer.Option(
@@ -36,6 +40,7 @@ def triton_model(
     max_batch_size: Batch = 0,
     instances: Instances = 1,
     host_budget: HostBudget = None,
+    device_budget: DeviceBudget = None,
     json: AsJson = False,
 ) -> None:
     """Write a model of Triton's Python backend.
@@ -47,7 +52,7 @@ def triton_model(
 
     with open_target(data, url) as target:
         ports = ports_of(_metadata(target, model), scores=scores, batches=max_batch_size > 0)
-    parameters = source_parameters(model, data, url, host_budget)
+    parameters = source_parameters(model, data, url, host_budget=host_budget, device_budget=device_budget)
     write_model(out, ports, parameters, max_batch_size, instances, joins=max_batch_size > 0)
     names = {"inputs": [port.name for port in ports[0]], "outputs": [port.name for port in ports[1]]}
     say(json, {"model": model, "folder": str(out), **names}, f"{out} answers {', '.join(names['outputs'])} of {model}")
@@ -64,16 +69,17 @@ def _metadata(target: Any, model: str) -> dict[str, Any]:
     return model_metadata(DataPlane(target, max_response=0), model, None)
 
 
-def source_parameters(model: str, data: Path | None, url: str | None, host_budget: str | None) -> dict[str, str]:
-    """The parameters that tell the model where its answers come from."""
+def source_parameters(model: str, data: Path | None, url: str | None, **budgets: str | None) -> dict[str, str]:
+    """The parameters that tell the model where its answers come from, with settings of a store that are not None."""
     from tierstore.config import load_settings
 
     if (service := service_url(data, url)) is not None:
-        if host_budget is not None:
-            raise typer.BadParameter("--host-budget: expected no --url with it, as the service has a budget of its own")
+        for name in (name for name, budget in budgets.items() if budget is not None):
+            shown = name.replace("_", "-")
+            raise typer.BadParameter(f"--{shown}: expected no --url with it, as the service has a budget of its own")
         return {"model": model, "url": service}
     place = str(load_settings(data=data).data.absolute())
-    return {"model": model, "data": place} | ({} if host_budget is None else {"host_budget": host_budget})
+    return {"model": model, "data": place} | {name: budget for name, budget in budgets.items() if budget is not None}
 
 
 def write_model(
@@ -89,5 +95,5 @@ def write_hps(folder: Path, model: str, data: Path | None, url: str | None, max_
     """A model that is asked as HPS's backend is: by `KEYS` and `NUMKEYS`, one request at a time."""
     from tierstore.triton.repository import hps_ports
 
-    parameters = source_parameters(model, data, url, None)
+    parameters = source_parameters(model, data, url)
     write_model(folder, hps_ports(batches=max_batch_size > 0), parameters, max_batch_size, 1, joins=False)

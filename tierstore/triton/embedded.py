@@ -60,7 +60,11 @@ class ArraysMessage:
         pass
 
     def read(self, plan: Plan, inference: Inference | None) -> tuple[list[Any], list[Any]]:
-        return self._elements, [np.empty(spec.shape, spec.dtype) if spec.fixed else None for spec in plan.specs]
+        left = plan.rows_alone if self.request.device else ()
+        return self._elements, [
+            np.empty(spec.shape, spec.dtype) if spec.fixed and place not in left else None
+            for place, spec in enumerate(plan.specs)
+        ]
 
     def encode(self, plan: Plan, arrays: list[Any]) -> dict[str, npt.NDArray[Any]]:
         return {spec.name: array for spec, array in zip(plan.specs, arrays, strict=True)}
@@ -84,15 +88,22 @@ class Embedded:
         log.info("%s is open in this process, and served at %s", given.data, self._server.url)
 
     def answer(
-        self, model: str, inputs: Mapping[str, npt.NDArray[Any]], outputs: Sequence[str], timeout_us: int | None
+        self,
+        model: str,
+        inputs: Mapping[str, npt.NDArray[Any]],
+        outputs: Sequence[str],
+        timeout_us: int | None,
+        *,
+        on_gpu: bool = False,
     ) -> dict[str, npt.NDArray[Any]]:
-        key = tuple((name, array.dtype, array.shape) for name, array in inputs.items()), tuple(outputs)
+        device = "gpu" if on_gpu and self._store.shared.devices.gpu.has("gpu") else None
+        key = tuple((name, array.dtype, array.shape) for name, array in inputs.items()), tuple(outputs), device
         request = self._requests.find(key)
         if request is None:
             specs = [
                 TensorSpec(name, _DATATYPES.get(array.dtype, BYTES), array.shape) for name, array in inputs.items()
             ]
-            request = Request(specs, [RequestedOutput(name) for name in outputs])
+            request = Request(specs, [RequestedOutput(name) for name in outputs], device=device)
             self._requests.keep(key, request)
         message = ArraysMessage(
             model,

@@ -69,6 +69,7 @@ class TritonPythonModel:
                 f"{np.__version__}; expected Triton 24.11 or later, or NumPy 1.26 beside it"
             )
         self._batches = config["max_batch_size"] > 0
+        self._on_gpu = args.get("model_instance_kind") == "GPU"
         self._source = source = source_of(parameters)
         try:
             until(lambda: source.check(self._model), Unreachable)
@@ -140,7 +141,9 @@ class TritonPythonModel:
     def _answer(self, received: _Received) -> Arrays | Exception:
         assert self._source is not None
         try:
-            return self._source.answer(self._model, received.inputs, received.outputs, received.timeout_us)
+            return self._source.answer(
+                self._model, received.inputs, received.outputs, received.timeout_us, on_gpu=self._on_gpu
+            )
         except Exception as error:  # noqa: BLE001 - it is the answer to this request alone
             return error
 

@@ -107,7 +107,8 @@ def config_text(
     ]
     for name, value in parameters.items():
         lines.append(f"parameters {{ key: {json.dumps(name)} value {{ string_value: {json.dumps(value)} }} }}")
-    lines.append(f"instance_group [ {{ count: {instances} kind: KIND_CPU }} ]")
+    kind = "KIND_GPU gpus: [ 0 ]" if "device_budget" in parameters else "KIND_CPU"
+    lines.append(f"instance_group [ {{ count: {instances} kind: {kind} }} ]")
     if joins:
         lines.append("dynamic_batching { }")
     return "\n".join(lines) + "\n"

@@ -35,9 +35,18 @@ class Source(Protocol):
     """What answers requests."""
 
     def answer(
-        self, model: str, inputs: Mapping[str, npt.NDArray[Any]], outputs: Sequence[str], timeout_us: int | None
+        self,
+        model: str,
+        inputs: Mapping[str, npt.NDArray[Any]],
+        outputs: Sequence[str],
+        timeout_us: int | None,
+        *,
+        on_gpu: bool = False,
     ) -> Arrays:
-        """The outputs of these names, by the inputs of a request to `model`. TierstoreError."""
+        """The outputs of these names, by the inputs of a request to `model`. TierstoreError.
+
+        `on_gpu`: rows are left on the GPU where the source is a store that has a device tier there.
+        """
 
     def check(self, model: str) -> None:
         """Raise NotFound or NotReady unless the model is served."""
@@ -52,7 +61,13 @@ class Remote:
         self._client = Client(url, **client_options(url.split(",")))
 
     def answer(
-        self, model: str, inputs: Mapping[str, npt.NDArray[Any]], outputs: Sequence[str], timeout_us: int | None
+        self,
+        model: str,
+        inputs: Mapping[str, npt.NDArray[Any]],
+        outputs: Sequence[str],
+        timeout_us: int | None,
+        *,
+        on_gpu: bool = False,
     ) -> Arrays:
         timeout_s = None if timeout_us is None else timeout_us / 1e6
         return self._client.predict(model, inputs, outputs=outputs, split_items=None, timeout_s=timeout_s)
@@ -82,16 +97,22 @@ class Directory:
         self._source: Source | None = self._find()
 
     def answer(
-        self, model: str, inputs: Mapping[str, npt.NDArray[Any]], outputs: Sequence[str], timeout_us: int | None
+        self,
+        model: str,
+        inputs: Mapping[str, npt.NDArray[Any]],
+        outputs: Sequence[str],
+        timeout_us: int | None,
+        *,
+        on_gpu: bool = False,
     ) -> Arrays:
         if self._source is not None:
             try:
-                return self._source.answer(model, inputs, outputs, timeout_us)
+                return self._source.answer(model, inputs, outputs, timeout_us, on_gpu=on_gpu)
             except Unreachable as error:
                 log.warning("%s: looking up which node has %s now", error, self._data)
                 self.close()
         self._source = self._find()
-        return self._source.answer(model, inputs, outputs, timeout_us)
+        return self._source.answer(model, inputs, outputs, timeout_us, on_gpu=on_gpu)
 
     def check(self, model: str) -> None:
         assert self._source is not None

@@ -17,12 +17,14 @@ from tests.engine.model_based import Stores, StoresAgainstHistory, check
 from tests.engine.test_store import folded
 from tests.tiers.cuda_shim.backend import OnGpu, ShimDevice
 from tests.tiers.devices import ON_GPU, to_host
+from tierstore.engine.data.cascade import Cascade
 from tierstore.engine.data.promotion import RING_KEYS
 from tierstore.engine.store import Store
 from tierstore.errors import ConfigError, InvalidInput, MissingExtra, NotReady, WrongPartition
 from tierstore.formats.keys import partition_of
 from tierstore.service.admin.metrics import _tables, device_families
 from tierstore.tiers.device import gpu
+from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import WORKSPACES
 from tierstore.types import Tier
 
@@ -102,7 +104,7 @@ class WithADevice(StoresAgainstHistory):
 def test_a_store_with_a_device_tier_keeps_its_promises(gpus: list[ShimDevice]) -> None:
     check(WithADevice, histories=12, steps=25)
     launched = gpus[0].launched
-    assert {"look_up", "put_rows", "pool", "pool_waiting", "update", "insert"} <= launched.keys()
+    assert {"look_up", "put_rows", "pool", "update", "insert"} <= launched.keys()
 
 
 @pytest.mark.thorough
@@ -194,6 +196,48 @@ def test_keys_that_a_stream_is_still_to_make_are_waited_for(
     np.testing.assert_array_equal(ctr.lookup("item_id", ITEMS, stream=stream), scenes.vectors("item", 0, ITEMS))
     with pytest.raises(InvalidInput, match="stream: expected one of CuPy or PyTorch"):
         ctr.lookup("item_id", ITEMS, stream="mine")
+
+
+def test_rows_that_only_the_host_tier_has_are_read_by_the_device_itself(
+    with_device: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the promoter has seen to it; so it is after a table has changed its size, and beside a delta."""
+    nobody = np.empty(0, np.int64), np.empty((0, 32), np.uint8)
+    monkeypatch.setattr(DeviceTable, "exchange", lambda *_: (0, *nobody))
+    by_cpu: list[int] = []
+    below = Cascade._below_device
+
+    def fetched(table: Cascade, seq: int, keys: np.ndarray, dtype: Any) -> Any:
+        by_cpu.append(len(keys))
+        return below(table, seq, keys, dtype)
+
+    monkeypatch.setattr(Cascade, "_below_device", fetched)
+    store = with_device()
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    ctr, expected = store.model("ctr"), scenes.vectors("item", 0, ITEMS)
+    with ctr.view() as view:
+        table = view.open_version.tables["item"]
+    device, host = table.device, table.host
+    assert device is not None
+    assert host is not None
+    device.resize(0)
+    there = np.setdiff1d(ITEMS, device.hot_keys(len(ITEMS)))
+    assert len(there) > 100
+    for seq in (1, 2):
+        for _ in range(3):  # from disk; from the host tier by the CPU; by the device
+            before, asked = counts(store), len(by_cpu)
+            rows = ctr.lookup("item_id", ITEMS, device="gpu")
+            np.testing.assert_array_equal(to_host(rows), expected)
+            promoted(store)
+        assert len(by_cpu) == asked
+        assert counts(store)["host"] - before["host"] >= len(there) - 50
+        assert device.stats()["host_problem"] is None
+        host.resize(host.smallest_fraction)
+        host.resize(1.0)
+        assert device.stats()["host_problem"] is not None
+        store.apply_delta(scenes.stamped(seq, {"item": there[::3]}))
+        expected[np.searchsorted(ITEMS, there[::3])] = scenes.vectors("item", seq, there[::3])
+        folded(store)
 
 
 def test_look_ups_that_the_device_answers_leave_the_queue_of_promotions_to_others(

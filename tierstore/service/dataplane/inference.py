@@ -59,6 +59,7 @@ class Inference:
         "_device",
         "_gathered",
         "_lease",
+        "_left_on",
         "_lookups",
         "_max_response",
         "_slot",
@@ -93,6 +94,7 @@ class Inference:
                 request = Request([spec], [])
             elif not isinstance(request, Request):
                 request = request(self._view)
+            self._left_on = request.device
             plan = self.plan = _planned(self._view, request, plan_of)
             if plan.numbers is None:  # with `numbers` the size depends on the data
                 check_lookup_bytes(plan.work_bytes, max_response)
@@ -130,7 +132,7 @@ class Inference:
         True if that was all; then `finish` does not wait either.
 
         `elements` are those of the request's inputs. `arrays` has one for each planned output, of its shape and dtype,
-        C-contiguous; or None where the output is not `fixed`, which `finish` replaces.
+        C-contiguous; or None where the output is not `fixed` or is left on a device, which `finish` replaces.
         """
         began_ns = time.perf_counter_ns()
         self.arrays = arrays
@@ -163,6 +165,9 @@ class Inference:
                 if self._reads_on_device(call):
                     assert call.feeds is not None
                     begin, options["dtype"] = partial(self._view.begin_on_device, self._device), call.feeds.dtype
+                elif self._is_left(call):
+                    begin = partial(self._view.begin_on_device, self._left_on)
+                    options["dtype"] = VECTOR_DATATYPES[self.plan.specs[call.rows[0]].datatype]
                 else:
                     out, options["dtype"] = self._target(call)
                     options["out"] = out if out.shape == call.shape else out.reshape(call.shape)
@@ -204,6 +209,10 @@ class Inference:
         """Whether the dense part reads a call's rows in device memory, where the look-up puts them."""
         return self._device is not None and call.hidden and not call.rows and 0 not in call.lead
 
+    def _is_left(self, call: Call) -> bool:
+        """Whether a call's rows are an answer that is left on a device."""
+        return self._left_on is not None and bool(call.rows) and call.feeds is None
+
     def _target(self, call: Call) -> tuple[npt.NDArray[Any], str]:
         """Where a call's rows go, and in which dtype."""
         if call.feeds is not None and call.hidden:
@@ -228,6 +237,8 @@ class Inference:
             if self._reads_on_device(call):
                 assert self._slot is not None
                 self._slot.bind(call.feature.name, rows.address, rows)
+            elif self._is_left(call):
+                self.arrays[call.rows[0]] = rows.array.reshape(self.plan.specs[call.rows[0]].shape)
             if call.found:
                 self.arrays[call.found[0]].reshape(-1)[:] = lookup.found
             if call.hidden and call.rows:  # requested in another dtype than the graph reads

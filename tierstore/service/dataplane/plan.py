@@ -168,6 +168,11 @@ class Plan:
         bindings, loose = (None, None) if session is None else (session.bindings, session.loose)
         return cls(view.version, view.features, bindings, loose, dense, calls, specs, work_bytes, keys, numbers)
 
+    @property
+    def rows_alone(self) -> set[int]:
+        """The outputs that are rows which no graph reads."""
+        return {call.rows[0] for call in self.calls if call.rows and call.feeds is None}
+
     def fits(self, view: View) -> bool:
         """Whether it is of the view's version and dense part."""
         if self.features is not view.features:
@@ -192,12 +197,14 @@ def check_lookup_bytes(nbytes: int, allowed: int) -> None:
 class Request:
     """What is requested, without the data: inputs in the order of their elements; outputs, none for the default ones.
 
-    `combiner` is for every feature whose output does not name one.
+    `combiner` is for every feature whose output does not name one. `device`: where rows that no graph reads are left,
+    in place of CPU memory.
     """
 
     inputs: Sequence[TensorSpec]
     outputs: Sequence[RequestedOutput]
     combiner: str | None = None
+    device: str | None = None
     # for the latest two versions, as two may be served; threads may race to set equal ones
     plan: Plan | None = None
     other_plan: Plan | None = None
