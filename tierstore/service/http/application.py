@@ -1,6 +1,6 @@
 """The base of the data plane's applications: one request from its headers to its response, counted once.
 
-Keeps no state of a request.
+Event loop only. Keeps no state of a request.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class HttpMessage(Message[Response], Protocol):
 
 
 class ProtocolApplication:
-    """The application of one protocol; a subclass says how requests are answered."""
+    """The application of one protocol; a subclass says how requests are answered. Event loop only."""
 
     PROTOCOL: str  # its label in the metrics
 

@@ -1,7 +1,7 @@
 """Accepts the connections that Python serves from their first byte on: those with TLS, and those for admin requests.
 
 So it is with all connections until the kernels of reactors are compiled. Reactors do the same for plain HTTP, and hand
-off what they do not know.
+off what they do not know. Event loop only, from `start` to `stop`.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class Listener:
         self._loop.add_reader(self._socket, self._accept)
 
     def suspend(self) -> None:
-        """Stop accepting. The socket goes on listening for somebody else, who gets the waiting connections."""
+        """Accept no more. The socket goes on listening, for somebody else: those that wait are theirs."""
         if self._loop is not None:
             self._loop.remove_reader(self._socket)
             self._loop = None
 
     def stop(self) -> None:
-        """Stop accepting, and end handshakes. A client that connects from here on is refused, and does not wait."""
+        """Accept no more, and end handshakes. A client that connects from here on is refused, and does not wait."""
         self.suspend()
         for task in self._beginning:
             task.cancel()

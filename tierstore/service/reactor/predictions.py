@@ -1,6 +1,6 @@
 """Predictions that reactors have begun: threads of the look-up pool run their graphs on the rows that lie ready.
 
-A reactor looks the rows up, writes the head of the answer, and puts the number of a job into the pool's queue
+A reactor has looked the rows up, written the head of the answer, and put the number of a job into the pool's queue
 (`kernels/reactor_predictions.py`). A thread runs the graph, writes the scores behind the head, and gives the job back
 to its reactor, which sends the answer: two wake-ups. A job keeps the view, and so the dense part, of its rows. Its
 words say who waits for it: a connection of HTTP/1.1, or a stream of gRPC. Python answers a job that fails: it sends,
