@@ -22,9 +22,7 @@ from tierstore.service.traces import Traces
 logger = logging.getLogger(__name__)
 
 LINES_A_SECOND = 10  # of one kind
-REFUSED_EVERY_S = (
-    10.0  # of requests that were not let in: clients go on for as long as they have the wrong token
-)
+REFUSED_EVERY_S = 10.0  # of requests that were not let in: clients go on for as long as they have the wrong token
 _NOT_LET_IN = (401, 403)
 
 
