@@ -85,7 +85,8 @@ def data(inputs: str = "user_id item_id clicked hour") -> None:
     frame.to_parquet("items/part-0.parquet")
     for i, words in enumerate((["red"], ["shoe"])):
         pd.DataFrame({"word": words, "f0": [0.5], "f1": [float(i)]}).to_parquet(f"words-{i}.parquet")
-    Path("model.onnx").write_bytes(dense(inputs or "item_id"))
+    for graph in ("model.onnx", "cvr.onnx"):
+        Path(graph).write_bytes(dense(inputs or "item_id"))
 
 
 @pytest.fixture

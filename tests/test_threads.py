@@ -12,7 +12,7 @@ import pytest
 import tierstore
 from tierstore import threads
 from tierstore.engine.operations.aside import aside
-from tierstore.threads import OwnThreadCall, Pool, Thread, Timer
+from tierstore.threads import NEVER_S, OwnThreadCall, Pool, Scheduler, Thread, Timer
 from tierstore.tiers.background import in_background, is_background
 from tierstore.tiers.disk.reader_pool import ReaderPool
 
@@ -136,3 +136,87 @@ def test_nothing_starts_a_thread_otherwise() -> None:
         )
     ]
     assert [path for path in wrong if path not in apart and not path.startswith("demo/")] == []
+
+
+def test_a_job_is_on_one_thread_at_a_time_and_runs_once_more_where_it_is_woken_meanwhile() -> None:
+    ran, together = threading.Semaphore(0), 0
+    go_on, most = threading.Semaphore(0), 0
+
+    def run() -> float:
+        nonlocal together, most
+        together += 1
+        most = max(most, together)
+        ran.release()
+        assert go_on.acquire(timeout=10)
+        together -= 1
+        return NEVER_S
+
+    scheduler = Scheduler(3, "job")
+    try:
+        job = scheduler.add(run, 0.0)
+        assert ran.acquire(timeout=10)
+        for _ in range(5):
+            job.wake()
+        assert not ran.acquire(timeout=0.05), "not while it runs"
+        go_on.release()
+        assert ran.acquire(timeout=10), "it was woken while it ran"
+        go_on.release()
+        assert not ran.acquire(timeout=0.05), "once"
+        assert most == 1
+    finally:
+        scheduler.close()
+
+
+def test_jobs_run_when_they_are_due_and_one_that_fails_keeps_no_other_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(threads, "_AFTER_FAILURE_S", 0.01)
+    order: list[str] = []
+    done, failures = threading.Event(), iter([ValueError("injected failure")])
+
+    def fail() -> float:
+        order.append("fails")
+        for error in failures:
+            raise error
+        return NEVER_S
+
+    def later() -> float:
+        order.append("later")
+        done.set()
+        return NEVER_S
+
+    scheduler = Scheduler(1, "job")
+    try:
+        scheduler.add(later, 0.2)
+        scheduler.add(fail, 0.0)
+        assert done.wait(10)
+    finally:
+        scheduler.close()
+    assert order == ["fails", "fails", "later"]
+
+
+def test_a_job_that_has_ended_runs_no_more() -> None:
+    started, go_on = threading.Event(), threading.Event()
+    ran: list[int] = []
+
+    def run() -> float:
+        ran.append(1)
+        started.set()
+        assert go_on.wait(10)
+        return 0.0
+
+    scheduler = Scheduler(2, "job")
+    try:
+        job = scheduler.add(run, 0.0)
+        assert started.wait(10)
+        ending = OwnThreadCall("ending", job.end)
+        go_on.set()
+        ending.result()
+        count = len(ran)
+        job.wake()
+        after, passed = threading.Event(), lambda: after.set() or NEVER_S
+        scheduler.add(passed, 0.0)
+        assert after.wait(10)
+        assert len(ran) == count
+    finally:
+        scheduler.close()

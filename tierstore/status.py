@@ -1,11 +1,13 @@
 """The types of the status document, as `Store.status()` returns it and `GET /admin/models` carries it.
 
-Only types: at run time these are plain dicts. Sizes are in bytes, ages and times in seconds, shares between 0 and 1,
-and moments are ISO 8601 in UTC. A key that says `NotRequired` is there only where its comment says.
+Types, which at run time are plain dicts, and what reads a document. Sizes are in bytes, ages and times in seconds,
+shares between 0 and 1, and moments are ISO 8601 in UTC. A key that says `NotRequired` is there only where its comment
+says.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, NotRequired, TypedDict
 
 
@@ -89,7 +91,8 @@ class VersionStatus(TypedDict):
     delta_seq: NotRequired[int]  # the newest delta that its snapshot had
     partitions: NotRequired[PartitionsStatus | None]
     created_at: NotRequired[str | None]
-    dense: NotRequired[str | None]  # what becomes of its dense part; None: it has none
+    dense: NotRequired[str | None]  # what becomes of its dense part without a name; None: it has none
+    heads: NotRequired[dict[str, str]]  # the same of those with names
     dense_passed_over: NotRequired[str | None]
     problem: NotRequired[str | None]
     warming: NotRequired[WarmUpProgress | None]
@@ -229,9 +232,17 @@ class ModelStatus(TypedDict):
     overlay_bytes: NotRequired[int]
     features: NotRequired[dict[str, FeatureStatus]]
     dense: NotRequired[DenseStatus]
+    heads: NotRequired[dict[str, DenseStatus]]  # of dense parts with names
     disk: NotRequired[dict[str, Any]]
     remote: NotRequired[dict[str, Any]]  # of a node whose rows are in a cluster
     upstream: NotRequired[dict[str, Any]]  # of a front
+
+
+def unserved_parts(version: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The dense parts of a version that are not served, and why."""
+    parts = {"the dense part": version.get("dense") or ""}
+    parts |= {f"the dense part {head!r}": state for head, state in version.get("heads", {}).items()}
+    return [(what, state) for what, state in parts.items() if "not served" in state]
 
 
 class StoreStatus(TypedDict):

@@ -10,14 +10,23 @@ Any thread may call anything here.
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+log = logging.getLogger(__name__)
+
 START_S = 5.0  # within which a thread runs, on a machine that is not out of memory
+NEVER_S = math.inf  # from now: not before it is woken
+_AFTER_FAILURE_S = 30.0
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -164,6 +173,108 @@ class Pool:
             if done.set_running_or_notify_cancel():
                 _finish(done, work)
             del call, done, work  # an idle thread keeps nothing alive
+
+
+class Scheduler:
+    """`count` threads that run jobs which come up again and again, whichever is due.
+
+    A job is on one thread at a time, and on none while it is not due. One that takes long holds back only what finds
+    all threads busy. RuntimeError where a thread cannot be started.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        self._lock = threading.Lock()
+        self._due, self._left = threading.Condition(self._lock), threading.Condition(self._lock)
+        # guarded by _lock
+        self._queue: list[
+            tuple[float, int, ScheduledJob]
+        ] = []  # an entry counts where the job is due at that time still
+        self._numbers = itertools.count()
+        self._closed = False
+        self._pool = Pool(count, name)
+        for _ in range(count):
+            self._pool.submit(self._work)
+
+    def add(self, run: Callable[[], float], after_s: float) -> ScheduledJob:
+        """Have `run` called after so many seconds, and then again and again: after as many seconds as it returns,
+        or when the job is woken.
+        """
+        job = ScheduledJob(self, run)
+        self.schedule(job, after_s)
+        return job
+
+    def schedule(self, job: ScheduledJob, after_s: float) -> None:
+        """Have a job run after so many seconds, or earlier if it is due then."""
+        with self._lock:
+            self._schedule(job, time.monotonic() + after_s)
+
+    def _schedule(self, job: ScheduledJob, at_s: float) -> None:
+        if at_s >= job.due_s or job.ended:
+            return
+        job.due_s = at_s
+        if not job.running:  # else it is put back when it returns
+            heapq.heappush(self._queue, (at_s, next(self._numbers), job))
+            self._due.notify()
+
+    def end(self, job: ScheduledJob) -> None:
+        with self._lock:
+            job.ended, job.due_s = True, NEVER_S
+            while job.running:
+                self._left.wait()
+
+    def close(self) -> None:
+        """End the threads, once they have returned from what they run."""
+        with self._lock:
+            self._closed = True
+            self._due.notify_all()
+        self._pool.shutdown()
+
+    def _work(self) -> None:
+        while (job := self._next()) is not None:
+            try:
+                after_s = job.run()
+            except Exception:
+                log.exception("a job of the background failed, and is tried again")
+                after_s = _AFTER_FAILURE_S
+            with self._lock:
+                due_s, job.due_s, job.running = job.due_s, NEVER_S, False
+                self._schedule(job, min(due_s, time.monotonic() + after_s))
+                self._left.notify_all()
+
+    def _next(self) -> ScheduledJob | None:
+        """The job that is due, once there is one; None once all is closed."""
+        with self._lock:
+            while not self._closed:
+                wait_s: float | None = None
+                if self._queue:
+                    due_s, _, job = self._queue[0]
+                    wait_s = due_s - time.monotonic()
+                    if wait_s <= 0 or due_s != job.due_s:
+                        heapq.heappop(self._queue)
+                        if due_s == job.due_s and not job.running:
+                            job.due_s, job.running = NEVER_S, True
+                            return job
+                        continue
+                self._due.wait(wait_s)
+            return None
+
+
+class ScheduledJob:
+    """Made by `Scheduler.add`."""
+
+    def __init__(self, scheduler: Scheduler, run: Callable[[], float]) -> None:
+        self._scheduler, self.run = scheduler, run
+        # guarded by the scheduler's lock
+        self.due_s = NEVER_S
+        self.running = self.ended = False
+
+    def wake(self) -> None:
+        """Run it now, or once more where it runs."""
+        self._scheduler.schedule(self, 0.0)
+
+    def end(self) -> None:
+        """It runs no more once this returns: it is waited for. Not to be called by the job itself."""
+        self._scheduler.end(self)
 
 
 def _finish(done: Future[T], work: Callable[[], T]) -> None:

@@ -34,6 +34,7 @@ BaseKind = Literal[
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 MAX_PARTITIONS = 1024
+MOST_HEADS = 64  # of a version, beside the one without a name
 _PARTITIONS = re.compile(r"([0-9]{1,4}(?:-[0-9]{1,4})?(?:,[0-9]{1,4}(?:-[0-9]{1,4})?)*)/([0-9]{1,4})", re.ASCII)
 
 
@@ -47,6 +48,20 @@ def check_name(kind: str, name: object) -> str:
             f"{kind} name {name!r} is not allowed: use 1 to 64 of A-Z a-z 0-9 _ -, starting with a letter or digit"
         )
     return name
+
+
+def model_and_head(name: str) -> tuple[str, str]:
+    """(model, head) of a name by which requests ask: `ctr.cvr` is the head `cvr` of `ctr`; of `ctr` it has no name.
+
+    Names have no dots, so a head and a model cannot have one name.
+    """
+    model, _, head = name.partition(".")
+    return (model, head) if head else (name, "")
+
+
+def head_name(model: str, head: str) -> str:
+    """The name by which requests ask for a head of a model."""
+    return f"{model}.{head}" if head else model
 
 
 def check_sequence(keys: object, kind: str) -> None:

@@ -63,7 +63,7 @@ KINDS = [
     (r"models/[^/]+/log/\d+-.*", "log entry"),
     (r"models/[^/]+/(CURRENT|routes\.json|undone\.json|log\.end|log/base\.json)", r"\1"),
     (r"models/[^/]+/\d+(?:\.\d+)?/(hot|warmup)/.*", r"\1"),
-    (r"models/[^/]+/\d+(?:\.\d+)?/dense-\d+\.onnx", "dense-N.onnx"),
+    (r"models/[^/]+/\d+(?:\.\d+)?/dense-\d+(\.\w+)?\.onnx", r"dense-N\1.onnx"),
     (r"models/[^/]+/\d+(?:\.\d+)?/db/base/.*", "db/base"),
     (r"models/[^/]+/\d+(?:\.\d+)?/db/[^/]+\.(sst|log)", r"db/*.\1"),
     (r"models/[^/]+/\d+(?:\.\d+)?/db/(LOG|MANIFEST|OPTIONS)[^/]*", r"db/\1"),

@@ -11,7 +11,7 @@ import numpy as np
 
 import tierstore
 from tierstore.errors import Conflict, SequenceGap
-from tools.crash_work import DENSE, KEYS, MODEL, Seqs, delta, expected, expected_dense
+from tools.crash_work import DENSE, HEAD, KEYS, MODEL, Seqs, delta, expected, expected_dense, has_head
 
 
 @dataclass(frozen=True)
@@ -167,11 +167,15 @@ def _check_rows(acknowledged: Acknowledged, store: tierstore.Store, version: int
     if DENSE:
         users = KEYS["user"][:8]
         of = expected_dense(version, acknowledged.versions[version], acknowledged.last, acknowledged.undone)
-        score = store.model(MODEL).predict({"user": users}, version=version)
         rows = np.nan_to_num(want["user"][:8]).sum(axis=1, keepdims=True) + np.float32(of)
-        _demand(
-            np.allclose(score, rows, rtol=1e-6), f"version {version}: scores {score.ravel()}, expected {rows.ravel()}"
-        )
+        with store.model(MODEL).view(version) as view:
+            _demand(view.heads.keys() - {""} == ({HEAD} if has_head(of) else set()), f"version {version}: its heads")
+            for head in view.heads:
+                score = view.predict({"user": users}, head=head)
+                _demand(
+                    np.allclose(score, rows, rtol=1e-6),
+                    f"version {version}: scores {score.ravel()} of {head!r}, expected {rows.ravel()}",
+                )
 
 
 def _check_order(acknowledged: Acknowledged, store: tierstore.Store, start: int) -> None:

@@ -41,7 +41,7 @@ def test_snapshots_and_deltas_carry_the_graph(small: shop.Shop, tmp_path: Path) 
     path = open_snapshot(tmp_path).dense_path()
     assert path is not None
     assert path.read_bytes() == graph(small.trainer.dense)
-    assert read_delta(small.next_delta().payload).dense == graph(small.trainer.dense)
+    assert read_delta(small.next_delta().payload).dense == {"": graph(small.trainer.dense)}
 
 
 def test_without_the_extra_rows_are_sent_alone(
@@ -50,4 +50,4 @@ def test_without_the_extra_rows_are_sent_alone(
     monkeypatch.setattr(shop, "can_predict", lambda: False)
     small.write_snapshot(tmp_path, 1)
     assert open_snapshot(tmp_path).dense_path() is None
-    assert read_delta(small.next_delta().payload).dense is None
+    assert read_delta(small.next_delta().payload).dense == {}

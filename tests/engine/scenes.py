@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -48,10 +48,11 @@ def eventually(happened: Callable[[], bool], what: str, timeout_s: float = 30.0,
 
 
 def housekeep(store: tierstore.Store, name: str = "ctr") -> None:
-    """Do every housekeeping task of a model, once the versions that were replaced are closed and nothing else switches."""
+    """Deal memory again and do every housekeeping task of a model, once the versions that were replaced are closed and nothing else switches."""
     model = store.model(name)
     eventually(lambda: not model.state.retiring, "what was replaced is closed")
     with model.state.switch:
+        store.shared.memory.run()
         model.housekeeping.run_tasks()
 
 
@@ -66,6 +67,7 @@ def write_snapshot(
     model: str = "ctr",
     rows: dict[str, int] = ROWS,
     dense: bytes | None = None,
+    heads: Mapping[str, bytes] = {},
     requests: Iterable[dict[str, Any]] = (),
 ) -> Path:
     """Tables `user` and `item`; features `user_id`, `item_id`, and `clicked`, bags over items (mean, padding key 0)."""
@@ -80,6 +82,8 @@ def write_snapshot(
         writer.warmup("item", np.arange(32, dtype=np.int64))
         if dense is not None:
             writer.dense(dense)
+        for head, graph in heads.items():
+            writer.dense(graph, head=head)
         for request in requests:
             writer.request(request)
     return where
@@ -103,6 +107,7 @@ def delta(
     model: str = "ctr",
     event_time: datetime | None = None,
     dense: bytes | None = None,
+    heads: Mapping[str, bytes | None] = {},
 ) -> bytes:
     buffer = io.BytesIO()
     with tierstore.DeltaWriter(
@@ -114,6 +119,8 @@ def delta(
             writer.delete(table, np.asarray(list(keys), np.int64))
         if dense is not None:
             writer.dense(dense)
+        for head, graph in heads.items():
+            writer.dense(graph, head=head)
     return buffer.getvalue()
 
 

@@ -71,7 +71,7 @@ def check(store: tierstore.Store) -> None:
 
 
 def expiry_of(store: tierstore.Store) -> expiry.Expiry:
-    (task,) = [task for what, task in store.model("ctr").housekeeping._tasks.items() if "expired" in what]
+    (task,) = [task for what, task in store.model("ctr").housekeeping.tasks._tasks.items() if "expired" in what]
     return task.__self__  # type: ignore[attr-defined, no-any-return]
 
 

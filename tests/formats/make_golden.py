@@ -95,6 +95,9 @@ def deltas(root: Path) -> None:
     onnx = pa.schema([("onnx", pa.binary())])
     dense = pa.record_batch([pa.array([ONNX])], schema=onnx)
     _save(root / "41824-dense.arrow", [(onnx, head | {"seq": "41824"}, [("__dense__", dense)])])
+    gone = pa.record_batch([pa.array([None], pa.binary())], schema=onnx)
+    heads = [("__dense__.cvr", dense), ("__dense__", gone)]
+    _save(root / "41827-heads.arrow", [(onnx, head | {"seq": "41827"}, heads)])
     _save(root / "41825-empty.arrow", [(lists, head | {"seq": "41825"}, [])])
     with DeltaWriter(root / "41826-written.arrow", model="golden", seq=41826, event_time=MOMENT) as writer:
         writer.upsert("arrow", [10, 11], [[1, 2], [3, 4]])

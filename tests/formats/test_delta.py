@@ -65,7 +65,7 @@ def test_a_delta_by_hand() -> None:
     assert delta.event_time == datetime(2026, 11, 20, 2, tzinfo=UTC)
     assert delta.digest == xxhash.xxh3_64_hexdigest(data)
     assert delta.nbytes == len(data)
-    assert delta.dense is None
+    assert delta.dense == {}
     assert {name: as_dict(table) for name, table in delta.tables.items()} == {
         "item": {1: [1.0, 2.0], 2: None},
         "user": {7: [1.0]},
@@ -140,11 +140,24 @@ def test_a_delta_without_rows_is_a_delta() -> None:
     assert len(table.keys) == len(table.deleted) == len(table.vectors) == 0
 
 
+def test_heads_are_told_by_the_names_of_their_batches_and_null_takes_one_away() -> None:
+    data = stream([("__dense__.cvr", dense(b"one")), ("__dense__", dense(None)), ("__dense__.a-5", dense(b"two"))])
+    assert read_delta(data).dense == {"cvr": b"one", "": b"", "a-5": b"two"}
+    writer = DeltaWriter(io.BytesIO(), model="ctr", seq=1)
+    writer.dense(b"first", head="cvr")
+    writer.dense(b"two", head="a-5")
+    writer.dense(None)
+    writer.dense(b"one", head="cvr")
+    assert read_delta(writer.to_bytes()).dense == {"cvr": b"one", "": b"", "a-5": b"two"}
+    with pytest.raises(InvalidInput, match="head name 'a b' is not allowed"):
+        writer.dense(b"one", head="a b")
+
+
 @pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary()])
 def test_the_last_dense_part_counts(kind: pa.DataType) -> None:
     data = stream([("__dense__", dense(b"one", kind=kind)), ("__dense__", dense(b"two", kind=kind))])
     delta = read_delta(data)
-    assert delta.dense == b"two"
+    assert delta.dense == {"": b"two"}
     assert delta.tables == {}
 
 
@@ -233,9 +246,11 @@ CASES: dict[str, tuple[bytes, str]] = {
     "Inf": (stream([("item", rows((3, 4), ([INF, 1.0], None)))]), "table 'item', row 0: the vector holds NaN or Inf"),
     "half Inf": (stream([("item", rows((3,), ([-INF],), pa.list_(pa.float16(), 1)))]), "table 'item', row 0: the vector holds NaN or Inf"),
     "NaN replaced later": (stream([("item", rows((3, 3), ([INF], [1.0])))]), "table 'item', row 0: the vector holds NaN or Inf"),
-    "dense rows": (stream([("__dense__", dense(b"a", b"b"))]), "table __dense__: expected one row that is not null, got 2 rows"),
-    "dense null": (stream([("__dense__", dense(None))]), "table __dense__: expected one row that is not null"),
-    "dense none": (stream([("__dense__", dense())]), "table __dense__: expected one row that is not null, got 0 rows"),
+    "dense rows": (stream([("__dense__", dense(b"a", b"b"))]), "table __dense__: expected one row, got 2 rows"),
+    "dense empty": (stream([("__dense__", dense(b""))]), "table __dense__: expected an ONNX model, or null to take it away"),
+    "head without a name": (stream([("__dense__.", dense(b"a"))]), "head name '' is not allowed"),
+    "head with a dot": (stream([("__dense__.a.b", dense(b"a"))]), "head name 'a.b' is not allowed"),
+    "dense none": (stream([("__dense__", dense())]), "table __dense__: expected one row, got 0 rows"),
     "dense text": (stream([("__dense__", dense("a", kind=pa.string()))]), "table __dense__: expected one binary column 'onnx', got 'onnx' (string)"),
     "dense columns": (stream([("__dense__", rows())]), "table __dense__: expected one binary column 'onnx'"),
 }  # fmt: skip
@@ -359,7 +374,7 @@ def test_the_writer_keeps_one_stream_a_schema() -> None:
     delta = read_delta(data)
     assert delta.tables.keys() == {"a", "b", "c", "d"}
     assert delta.tables["a"].vectors.dtype == np.float16
-    assert delta.dense == b"onnx"
+    assert delta.dense == {"": b"onnx"}
 
 
 def test_the_writer_copies_what_it_is_given() -> None:

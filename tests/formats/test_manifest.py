@@ -205,7 +205,12 @@ def test_the_schema_is_a_schema_and_describes_every_field() -> None:
     Draft202012Validator.check_schema(SCHEMA)
     table = Manifest.model_fields
     assert set(SCHEMA["properties"]) == set(table)
-    for name, definition in (("TableEntry", "table"), ("ShardEntry", "shard"), ("FeatureEntry", "feature")):
+    for name, definition in (
+        ("TableEntry", "table"),
+        ("ShardEntry", "shard"),
+        ("FeatureEntry", "feature"),
+        ("HeadEntry", "head"),
+    ):
         model = Manifest.model_json_schema()["$defs"][name]
         assert set(SCHEMA["$defs"][definition]["properties"]) == set(model["properties"])
         assert set(SCHEMA["$defs"][definition]["required"]) == set(model["required"])

@@ -85,7 +85,7 @@ def test_layout_of_a_data_directory(tmp_path: Path) -> None:
     assert ctr.log_base == tmp_path / "models/ctr/log/base.json"
     assert version.record == tmp_path / "models/ctr/7/version.json"
     assert version.db == tmp_path / "models/ctr/7/db"
-    assert version.dense == tmp_path / "models/ctr/7/dense.onnx"
+    assert version.dense() == tmp_path / "models/ctr/7/dense.onnx"
     assert version.build == tmp_path / "models/ctr/7/build"
     assert version.warmup("item") == tmp_path / "models/ctr/7/warmup/item.npy"
     assert version.hot("item") == tmp_path / "models/ctr/7/hot/item.npy"

@@ -70,6 +70,27 @@ def telltale(stamp: int, dims: dict[str, int]) -> bytes:
     return build(nodes, inputs, {"stamp": (FLOAT, ["batch", 1]), "off": (FLOAT, ["batch", 1])}, constants)
 
 
+def witness(number: int, dims: dict[str, int]) -> bytes:
+    """Output `seen` [batch, 3]: the least and the greatest number among the rows, and the graph's own."""
+    nodes = [
+        node("Concat", " ".join(dims), "rows", axis=1),
+        node("ReduceMin", "rows", "least", axes=[1], keepdims=1),
+        node("ReduceMax", "rows", "greatest", axes=[1], keepdims=1),
+        node("Sub", "least least", "zero"),
+        node("Add", "zero own", "graph"),
+        node("Concat", "least greatest graph", "seen", axis=1),
+    ]
+    inputs: Ports = {name: (FLOAT, ["batch", dim]) for name, dim in dims.items()}
+    return build(nodes, inputs, {"seen": (FLOAT, ["batch", 3])}, {"own": np.float32(number)})
+
+
+def witnessed(seen: Any) -> tuple[int, int]:
+    """(the number in the rows, that of the graph) of an answer of a `witness`, all of which must be one each."""
+    ((least, greatest, graph),) = {tuple(map(int, row)) for row in seen.tolist()}
+    assert least == greatest, seen
+    return least, graph
+
+
 def looping(*, always: bool = True) -> bytes:
     """score [batch, 4] = user_id; by way of a loop without an end, or, where not `always`, without one if a row sums to more than 100."""
     body = helper.make_graph(

@@ -134,14 +134,16 @@ class FakeModel:
 
     def __init__(self, name: str, features: dict[str, FeatureSpec]) -> None:
         self.name, self.active_version = name, VERSION
-        self.served = SimpleNamespace(versions=(VERSION,), active=None, canary=None)
         self.publisher = SimpleNamespace(token=lambda view: None)  # of no use to a compiled reader
         self.gate = threading.Event()
         self.gate.set()
         self._view = FakeView(features, self.gate)
+        self.served = SimpleNamespace(versions=(VERSION,), views=(self._view,), active=None, canary=None)
 
     @contextmanager
-    def view(self, version: int | str | None = None, route: bytes | str | None = None) -> Iterator[FakeView]:
+    def view(
+        self, version: int | str | None = None, route: bytes | str | None = None, head: str = ""
+    ) -> Iterator[FakeView]:
         if not self.ready:
             raise NotReady(f"model {self.name!r} has no active version")
         if version not in (None, VERSION, "stable"):

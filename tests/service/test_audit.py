@@ -168,7 +168,7 @@ def test_the_command_line_and_housekeeping_are_in_it_too(tmp_path: Path) -> None
     assert [line["token"]["id"] for line in lines(data, who=user) if "token" in line["what"]] == [token["id"]] * 2
     assert token["token"].split("_", 2)[2] not in (data / "audit/audit.jsonl").read_text()
     with Store(settings_for(tmp_path)) as store:
-        store.model("ctr").housekeeping._due.set()
+        store.model("ctr").housekeeping.tasks.wake()
         eventually(lambda: lines(data, what="drop"), "housekeeping to drop the oldest version")
     (dropped,) = lines(data, what="drop")
     assert (dropped["who"], dropped["version"], dropped["model"]) == ("housekeeping", 1, "ctr")

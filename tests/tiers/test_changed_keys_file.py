@@ -125,7 +125,6 @@ def test_a_file_that_was_cut_off_anywhere_holds_its_whole_entries(tmp_path, batc
         open_file.add(seq, {1: filters.add(np.array(batch, np.int64))})
         sizes.append(path.stat().st_size)
         states.append(words({1: filters}))
-    open_file.close()
     os.truncate(path, max(0, sizes[-1] - cut))
     left = [i for i, size in enumerate(sizes) if size <= sizes[-1] - cut]
     found = changed_keys_file.replay(path, len(left) - 2, None)

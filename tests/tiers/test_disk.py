@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import threading
@@ -20,6 +21,7 @@ from tests.counts import few_or_many
 from tests.tiers.backing_contract import LIMITS, ROW_BYTES, BackingContract, get, some_rows
 from tierstore.errors import Closed, Corruption, Locked, StorageError
 from tierstore.kernels.digest import digest_rows
+from tierstore.tiers.disk import database
 from tierstore.tiers.disk.reader_pool import ReaderPool
 from tierstore.tiers.disk.sealed import BASE, SealedTier, base_record
 from tierstore.tiers.disk.sealed_file import SealedFile, write_sealed
@@ -346,12 +348,53 @@ def test_thousands_of_small_ingests_stay_bounded_and_right(tier: DiskTier, reade
 # ---- opening and closing --------------------------------------------------------------------------------------
 
 
-def test_a_tier_is_open_once(tier: DiskTier, readers: ReaderPool) -> None:
+def test_a_tier_is_changed_by_one_that_is_open_alone(tier: DiskTier, tmp_path: Path, readers: ReaderPool) -> None:
     complete(tier)
-    with pytest.raises(Locked):
-        open_again(tier, readers)
-    tier.close()
-    open_again(tier, readers).close()
+    with contextlib.closing(open_again(tier, readers)) as other:
+        with pytest.raises(Locked):
+            ingest(other, [7], some_rows(np.array([7])))
+        tier.close()
+        ingest(other, [7], some_rows(np.array([7])))
+
+
+def test_only_those_that_were_used_last_stay_open_and_any_is_opened_when_it_is_needed(
+    tier: DiskTier, tmp_path: Path, readers: ReaderPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "MOST_UNUSED", 2)
+    keys = np.arange(100)
+    kind = type(tier)
+    with contextlib.ExitStack() as stack:
+        tiers = []
+        for number in range(8):
+            path = tmp_path / f"tier-{number}"
+            other = kind.create(path, block_cache_bytes=CACHE, reader=readers)
+            stack.callback(other.close)
+            ingest(other, keys, some_rows(keys), records={"watermark": b"%d" % number})
+            tiers.append(other)
+        before = tiers[0].stats()
+        assert sum(names.count("LOCK") for names in map(_open_files_below, [t.path for t in tiers])) <= 2
+        for number, other in enumerate(tiers):
+            assert other.watermark() == number
+            rows, state = np.zeros((100, ROW_BYTES), np.uint8), np.zeros(100, np.uint8)
+            other.get(1, keys, rows, state)
+            assert np.array_equal(rows, some_rows(keys))
+        assert tiers[0].stats()["bytes"] == before["bytes"]
+        scan = tiers[0].scan(1, ROW_BYTES, batch_rows=10)
+        next(scan)
+        for other in tiers[1:]:
+            ingest(other, keys, some_rows(keys + 1), records={"watermark": b"9"})
+        assert sum(len(rows) for _, rows in scan) == 90, "what is being scanned stays open"
+        assert [other.watermark() for other in tiers] == [0, *[9] * 7]
+
+
+def _open_files_below(root: Path) -> list[str]:
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            path = Path(os.readlink(f"/proc/self/fd/{number}"))
+            if root in path.parents:
+                found.append(path.name)
+    return found
 
 
 def test_create_wants_no_database_and_open_wants_one(tier: DiskTier, tmp_path: Path, readers: ReaderPool) -> None:

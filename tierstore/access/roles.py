@@ -2,7 +2,8 @@
 
 A role may do what those before it may: reader, writer, admin. Two stand aside: `metrics` reads metrics and nothing
 else, `front` is a reader that may also be a node in front of this one. A principal may be limited to some models; then
-it may not ask for what concerns all of them. Immutable; any thread.
+it may not ask for what concerns all of them. Who may ask a model may ask its heads; a principal may be limited to a
+head (`ctr.cvr`). Immutable; any thread.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from tierstore.errors import Forbidden
+from tierstore.types import model_and_head
 
 
 class Role(StrEnum):
@@ -78,7 +80,12 @@ class Principal:
         """Whether it may do `action` to `model`; None is for what concerns all models, or none."""
         if action not in _MAY[self.role]:
             return False
-        return action in (Action.OPEN, Action.ANY) or self.models is None or model in self.models
+        return action in (Action.OPEN, Action.ANY) or self._is_for(model)
+
+    def _is_for(self, model: str | None) -> bool:
+        if self.models is None:
+            return True
+        return model is not None and (model in self.models or model_and_head(model)[0] in self.models)
 
     def may_at_all(self, action: Action) -> bool:
         """Whether the role may do that, whichever model it is."""
@@ -100,7 +107,8 @@ class Principal:
 
     def check_model(self, model: str | None) -> None:
         """Raise Forbidden where it is limited to other models."""
-        if self.models is not None and model not in self.models:
+        if not self._is_for(model):
+            assert self.models is not None
             names = ", ".join(sorted(self.models))
             what = "this concerns all models" if model is None else f"not for {model!r}"
             raise Forbidden(f"{self.name} is for {names} alone: {what}")

@@ -38,7 +38,7 @@ from tierstore.errors import Corruption, InvalidInput, NotFound, StorageError, T
 from tierstore.formats import files
 from tierstore.formats.private import make_private
 from tierstore.formats.release import of_another_release
-from tierstore.types import check_name
+from tierstore.types import check_name, model_and_head
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Token:
         return cls(
             entry["id"],
             Role(entry["role"]),
-            None if models is None else frozenset(check_name("model", name) for name in models),
+            None if models is None else frozenset(map(check_model_name, models)),
             _moment(entry["created_at"]),
             None if expires is None else _moment(expires),
             str(entry["note"]),
@@ -111,6 +111,15 @@ class Token:
             certificate,
             check_rates(Rates(**entry.get("rates", {}))),
         )
+
+
+def check_model_name(name: str) -> str:
+    """`name`, if a model or a head may have it; InvalidInput otherwise."""
+    model, head = model_and_head(name)
+    check_name("model", model)
+    if head:
+        check_name("head", head)
+    return name
 
 
 def check_rates(rates: Rates) -> Rates:
@@ -149,7 +158,7 @@ def _new(
         raise InvalidInput("expected the name of at least one model, or none of them for all models")
     if expires_at is not None and (expires_at.tzinfo is None or expires_at <= datetime.now(UTC)):
         raise InvalidInput(f"expected a time to come, with a zone, for the end of the token, got {expires_at}")
-    names = None if models is None else frozenset(check_name("model", name) for name in models)
+    names = None if models is None else frozenset(map(check_model_name, models))
     created = datetime.now(UTC).replace(microsecond=0)
     return Token(
         secrets.token_hex(6), role, names, created, expires_at, note[:200], rates=check_rates(rates), **credential

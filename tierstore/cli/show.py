@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tierstore.status import unserved_parts
+
 TIERS = ("overlay", "device", "host", "disk", "remote", "absent")
 NUMBERS_SHOWN = 6
 _NUMBERS = re.compile(r"\[\n[-+.,\w\s]*\]")  # strings have quotes, and no line breaks as JSON
@@ -76,8 +78,8 @@ def status(document: Mapping[str, Any]) -> None:
                 f"{canary['watermark']}"
             )
         for entry in model["versions"]:
-            if "not served" in (dense := str(entry.get("dense"))):
-                out.print(f"  [yellow]version {entry['version']}:[/] the dense part is {escape(dense)}")
+            for what, state in unserved_parts(entry):
+                out.print(f"  [yellow]version {entry['version']}:[/] {what} is {escape(state)}")
         for version, unfinished in model.get("unfinished", {}).items():
             out.print(
                 f"  the load of version {version} was interrupted; {size(unfinished['bytes'])} are kept to continue "

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from tierstore.errors import InvalidInput, Locked, NotFound
+from tierstore.status import unserved_parts
 
 if TYPE_CHECKING:
     from tierstore.client import Client
@@ -163,7 +164,7 @@ def say_aside(line: str) -> None:
 
 
 def warn_of_dense(target: Store | Client, snapshot: str | Path, version: int) -> None:
-    """Print a warning where the rows of the version loaded from `snapshot` are served but its dense part is not."""
+    """Print a warning where the rows of the version loaded from `snapshot` are served but a dense part is not."""
     from tierstore.client.sources import snapshot_model
 
     try:
@@ -171,9 +172,10 @@ def warn_of_dense(target: Store | Client, snapshot: str | Path, version: int) ->
     except InvalidInput:  # it can be read only where the service is
         return
     versions = target.status(model)["models"][model]["versions"]
-    dense = next((str(one.get("dense") or "") for one in versions if one["version"] == version), "")
-    if "not served" in dense:
-        typer.echo(f"tierstore: {model} version {version}: the dense part is {dense}", err=True)
+    for one in versions:
+        if one["version"] == version:
+            for what, state in unserved_parts(one):
+                typer.echo(f"tierstore: {model} version {version}: {what} is {state}", err=True)
 
 
 def check_directory(snapshot: str) -> None:

@@ -58,9 +58,10 @@ def _metadata(target: Any, model: str) -> dict[str, Any]:
 
     if isinstance(target, Client):
         return target.model(model).metadata()
+    from tierstore.service.dataplane.inference import DataPlane
     from tierstore.service.oip.documents import model_metadata
 
-    return model_metadata(target.model(model), None)
+    return model_metadata(DataPlane(target, max_response=0), model, None)
 
 
 def source_parameters(model: str, data: Path | None, url: str | None, host_budget: str | None) -> dict[str, str]:

@@ -33,6 +33,7 @@ from tierstore.engine.lifecycle.routes import Routes
 from tierstore.engine.lifecycle.state import ModelState, Shared
 from tierstore.engine.lifecycle.switch import Switcher
 from tierstore.engine.lifecycle.tasks import Tasks
+from tierstore.engine.lifecycle.throttle import LEAST_OF_A_SWITCH
 from tierstore.engine.reads.cache_report import cache_report
 from tierstore.engine.reads.view import View
 from tierstore.engine.serving.publisher import Lease
@@ -71,21 +72,15 @@ class Model:
         self.deltas = DeltaPath(
             state.live, state.log, state.record, self.dense, self.catalogue.specs, shared.observers, state.room
         )
-        self.folder = Folder(state.live, shared.settings.fold_grace_s)
+        self.folder = Folder(
+            state.live, shared.settings.fold_grace_s, lambda: max(LEAST_OF_A_SWITCH, shared.throttle.share)
+        )
         self.opener = Opener(state)
         self.routes = Routes(state)
         self.switcher = Switcher(state, self.opener, self.routes)
         self.loads = Loads(state, self.opener)
         self.drops = Drops(state, self.opener, self.routes)
-        self.housekeeping = Housekeeping(
-            name,
-            self.folder,
-            state.retiring,
-            self.publisher.changed,
-            self.opener.free,
-            self.opener.freed,
-            lambda: shared.throttle.share,
-        )
+        self.housekeeping = Housekeeping(name, self.folder, state.retiring, self.publisher, self.opener.free)
         self.freshness = Freshness(state, self.deltas.newest_event)
         self._times = shared.throttle.times
 
@@ -115,10 +110,11 @@ class Model:
         What is served is opened by the placement, which has the pointer.
         """
         tasks = Tasks(self.state, self.opener, self.drops, lambda: self.housekeeping.stopping)
-        self.housekeeping.start(tasks.by_problem())
+        shared = self.state.shared
+        self.housekeeping.start(shared.folding, shared.tending, tasks.by_problem())
 
     def close(self) -> None:
-        """Stop the background threads, wait for look-ups under way, and close what is open."""
+        """Stop the background work, wait for look-ups under way, and close what is open."""
         self.housekeeping.stop()
         state, changed = self.state, self.publisher.changed
         with state.switch, state.live.write:
@@ -140,16 +136,17 @@ class Model:
 
     # --- look-ups and deltas
 
-    def view(self, version: int | str | None = None, route: bytes | str | None = None) -> Lease:
+    def view(self, version: int | str | None = None, route: bytes | str | None = None, head: str = "") -> Lease:
         """Hold one view for the length of a request: `with model.view() as view`. NotReady where nothing serves.
 
         `version` is a number or a label. A number that is not served is NotReady, or NotFound if there is no such
         version; an unknown label is NotFound. Without it the request goes to the active version or, as its share says,
-        to the canary: requests of an equal `route` (a request id) to the same one, others at random.
+        to the canary: requests of an equal `route` (a request id) to the same one, others at random. `head`: the dense
+        part that it predicts by; NotFound where the view has no such.
         """
         if isinstance(version, int):
             self.catalogue.info(version)
-        return Lease(self.publisher, version, route)
+        return Lease(self.publisher, version, route, head)
 
     def _acquire(self, version: int | str | None, route: bytes | str | None) -> View:
         """What `view(version, route)` holds, in fewer steps; the caller releases it."""
@@ -278,11 +275,12 @@ class Model:
         inputs: Mapping[str, Any],
         *,
         outputs: Sequence[str] | None = None,
+        head: str = "",
         version: int | str | None = None,
         route: bytes | str | None = None,
     ) -> Any:
-        """`View.predict` on the view that `view(version, route)` gives."""
-        with self.view(version, route) as view:
+        """`View.predict` on the view that `view(version, route, head)` gives."""
+        with self.view(version, route, head) as view:
             return view.predict(inputs, outputs=outputs)
 
     @property
@@ -381,7 +379,7 @@ class Model:
             "log_damaged": "; ".join(self.state.log.damage[:3]),
             "canary_not_served": self.routes.problem,
             "partitions": self._partition_problem,
-            "background_work": self.housekeeping.problem,
+            "background_work": self.housekeeping.problem or self.state.shared.memory.problem,
             "not_fresh": self.freshness.problem,
         }
         if self.state.shared.copied:

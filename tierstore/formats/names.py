@@ -25,6 +25,7 @@ the `…_on_disk` listings, which read directories and skip names that are not o
     <data>/models/<model>/<version>.<line>/       the same, built again by a rollback to a delta: its line 1 and on
         version.json  LOADING  db/  dense.onnx  dense-<seq>.onnx  dense-loaded.onnx  ASKED  warmup/<table>.npy
         warmup/requests/<number>.npz  hot/<table>.npy  build/
+        of a head: dense.<head>.onnx  dense-<seq>.<head>.onnx  dense-loaded.<head>.onnx  warmup/requests/<head>/
     <data>/models/<model>/log/base.json           where the delta log begins
     <data>/models/<model>/log.end                 where it ends
     <data>/models/<model>/log/<seq>-<xxh3>.arrow  one delta: 20 digits, 16 hex digits of its content
@@ -64,8 +65,6 @@ LOG_END = "log.end"
 VERSION_RECORD = "version.json"
 ACCEPTED = "ASKED"
 DB = "db"
-DENSE = "dense.onnx"
-DENSE_LOADED = "dense-loaded.onnx"
 WARMUP = "warmup"
 REQUESTS = "requests"  # within WARMUP
 HOT = "hot"
@@ -93,7 +92,7 @@ MAX_ORDINAL = (1 << 63) - 1  # of versions and of seqs
 _DECIMAL = re.compile(r"0|[1-9][0-9]{0,18}")
 _LINE = re.compile(r"([1-9][0-9]{0,18})(?:\.([1-9][0-9]{0,18}))?")
 _LOG_ENTRY = re.compile(r"([0-9]{20})-([0-9a-f]{16})\.arrow")
-_DENSE_TO_COME = re.compile(r"dense-([0-9]{1,19})\.onnx")
+_DENSE = re.compile(rf"dense(?:-(?P<seq>[0-9]{{1,19}}|loaded))?(?:\.(?P<head>{NAME.pattern}))?\.onnx")
 _DELTA_FILE = re.compile(r"([0-9]{1,20})\.arrow")
 
 
@@ -133,6 +132,30 @@ def parse_log_entry(name: str) -> tuple[int, str] | None:
     return int(match[1]), match[2]
 
 
+def dense_file(head: str, seq: int | str | None = None) -> str:
+    """The file name of a head's graph; with `seq` of the one that this delta brought, or `loaded`."""
+    return f"dense{'' if seq is None else f'-{seq}'}{f'.{head}' if head else ''}.onnx"
+
+
+def parse_dense_file(name: str) -> tuple[str, str | None] | None:
+    """(head, seq or `loaded` or None) of a graph's file name, or None if it is not one."""
+    match = _DENSE.fullmatch(name)
+    return None if match is None else (match["head"] or "", match["seq"])
+
+
+def dense_table(head: str) -> str:
+    """The name under which a delta carries the graph of a head."""
+    return f"{DENSE_TABLE}.{head}" if head else DENSE_TABLE
+
+
+def head_of_table(name: str) -> str | None:
+    """The head whose graph a delta carries under a table's name; None for a table. InvalidInput for no head's name."""
+    table, dot, head = name.partition(".")
+    if table != DENSE_TABLE:
+        return None
+    return check_name("head", head) if dot else ""
+
+
 def parse_delta_file(name: str) -> int | None:
     """The seq of a file in a watched directory, or None. Leading zeros are allowed: producers pad to sort."""
     match = _DELTA_FILE.fullmatch(name)
@@ -166,23 +189,29 @@ class VersionDirectory:
         """The newest delta whose dense part the version accepted while it served, ASCII decimal."""
         return self.root / ACCEPTED
 
-    @property
-    def dense(self) -> Path:
-        return self.root / DENSE
+    def dense(self, head: str = "") -> Path:
+        """The graph of a head; empty where a delta took the head away."""
+        return self.root / dense_file(head)
 
-    @property
-    def dense_loaded(self) -> Path:
-        """The dense part as it was loaded, once a delta has brought another one."""
-        return self.root / DENSE_LOADED
+    def dense_loaded(self, head: str = "") -> Path:
+        """The graph as it was loaded, once a delta has brought another one."""
+        return self.root / dense_file(head, "loaded")
 
-    def dense_to_come(self, seq: int) -> Path:
-        """The dense part of the delta `seq`; it becomes `dense` once the watermark has reached that seq."""
-        return self.root / f"dense-{seq}.onnx"
+    def dense_to_come(self, seq: int, head: str = "") -> Path:
+        """The graph of the delta `seq`; it becomes `dense` once the watermark has reached that seq."""
+        return self.root / dense_file(head, seq)
 
-    def denses_to_come(self) -> list[tuple[int, Path]]:
-        """(seq, path) of dense parts that have not become `dense` yet."""
-        found = ((_DENSE_TO_COME.fullmatch(name), self.root / name) for name in _listing(self.root))
-        return sorted((int(match[1]), path) for match, path in found if match is not None)
+    def denses(self) -> list[str]:
+        """The heads that have a `dense`, sorted."""
+        return sorted(head for head, seq, _ in self._graphs() if seq is None)
+
+    def denses_to_come(self) -> list[tuple[int, str, Path]]:
+        """(seq, head, path) of graphs that have not become `dense` yet."""
+        return sorted((int(seq), head, path) for head, seq, path in self._graphs() if seq not in (None, "loaded"))
+
+    def _graphs(self) -> list[tuple[str, str | None, Path]]:
+        found = ((parse_dense_file(name), self.root / name) for name in _listing(self.root))
+        return [(*parsed, path) for parsed, path in found if parsed is not None]
 
     @property
     def build(self) -> Path:
@@ -203,10 +232,9 @@ class VersionDirectory:
         """Keys that the snapshot wants in memory before it serves."""
         return self.root / WARMUP / (check_name("table", table) + KEYS_SUFFIX)
 
-    @property
-    def requests(self) -> Path:
-        """Recorded requests that the snapshot wants run before it serves, `00000.npz` and on."""
-        return self.root / WARMUP / REQUESTS
+    def requests(self, head: str = "") -> Path:
+        """Recorded requests that the snapshot wants run before a head serves, `00000.npz` and on."""
+        return self.root / WARMUP / REQUESTS / head
 
     @property
     def hot_keys(self) -> Path:

@@ -7,7 +7,6 @@ was broken off goes on when it is started again; `built.json` appears at its end
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -205,15 +204,8 @@ def finish_folder(
 
 def _as_here(manifest: Manifest, where: VersionDirectory) -> Manifest:
     """The snapshot's manifest, with the side files' names in this directory."""
-    document = manifest.to_document()
-
-    def name(path: Path) -> str:
-        return path.relative_to(where.root).as_posix()
-
-    if manifest.dense is not None:
-        document["dense"] = {"path": name(where.dense)}
-    document["warmup"] = {table: name(where.warmup(table)) for table in manifest.warmup}
-    if manifest.requests:
-        count = range(len(manifest.requests))
-        document["requests"] = [name(where.requests / f"{i:05d}{REQUEST_SUFFIX}") for i in count]
-    return Manifest.parse(json.dumps(document))
+    paths = {path: where.dense(head) for head, path in manifest.graphs.items()}
+    paths |= {path: where.warmup(table) for table, path in manifest.warmup.items()}
+    for head, requests in manifest.recorded.items():
+        paths |= {path: where.requests(head) / f"{i:05d}{REQUEST_SUFFIX}" for i, path in enumerate(requests)}
+    return manifest.with_side_files(lambda name: paths[name].relative_to(where.root).as_posix())

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -367,7 +368,6 @@ def _template_digest(snapshot: Snapshot) -> str:
     """Equal for templates that are written anew with the same content."""
     document = snapshot.manifest.to_document()
     document.pop("created_at", None)
-    names = [*snapshot.manifest.warmup.values(), *snapshot.manifest.requests]
-    if snapshot.manifest.dense is not None:
-        names.append(snapshot.manifest.dense.path)
+    manifest = snapshot.manifest
+    names = [*manifest.warmup.values(), *chain.from_iterable(manifest.recorded.values()), *manifest.graphs.values()]
     return xxhash.xxh3_128_hexdigest(json.dumps([document, [checksum(snapshot.file(name)) for name in names]]).encode())

@@ -24,11 +24,10 @@ def copy_side_files(snapshot: Snapshot, where: VersionDirectory, own: Partitions
     With `own`, warm-up keys of other partitions are left out. Raises SnapshotError for what cannot be read, StorageError for what cannot be written.
     """
     kept: list[Path] = []
-    dense = snapshot.dense_model()
-    if dense is not None:
+    for head in snapshot.manifest.graphs:
         yield_to_requests()
-        files.publish_bytes(where.dense, dense)
-        kept.append(where.dense)
+        files.publish_bytes(where.dense(head), snapshot.dense_model(head) or b"")
+        kept.append(where.dense(head))
     for name in snapshot.manifest.warmup:
         keys = snapshot.warmup_keys(name)
         if keys is not None:
@@ -38,10 +37,11 @@ def copy_side_files(snapshot: Snapshot, where: VersionDirectory, own: Partitions
             with files.publish(where.warmup(name)) as file:
                 np.save(file, keys, allow_pickle=False)
             kept.append(where.warmup(name))
-    for i, (_, path) in enumerate(snapshot.request_paths()):
-        files.make_dir(where.requests)
-        kept.append(where.requests / f"{i:05d}{REQUEST_SUFFIX}")
-        _copy(path, kept[-1])
+    for head in snapshot.manifest.recorded:
+        for i, (_, path) in enumerate(snapshot.request_paths(head)):
+            files.make_dir(where.requests(head))
+            kept.append(where.requests(head) / f"{i:05d}{REQUEST_SUFFIX}")
+            _copy(path, kept[-1])
     return kept
 
 

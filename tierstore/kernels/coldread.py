@@ -212,8 +212,8 @@ def _fetch(shared, table, seq, keys_at, n, state_at, out_code, out, window):  # 
 
 
 @nb.njit
-def _finish_left_bags(shared, call, table, seq, keys, n, state, tail, out, window):  # type: ignore[no-untyped-def]
-    """Answer the bags of a call that have a key that is PENDING; the others have their answer. Without DONE nothing has changed."""
+def _finish_bags(shared, call, table, seq, keys, n, state, tail, out, window):  # type: ignore[no-untyped-def]
+    """Answer the bags of a call that have no answer yet: those with a key that is PENDING, or all. Without DONE nothing has changed."""
     dim, bags, keys_a_bag = table.dim, call.bags, call.bag_keys
     weights = 0 if call.weights_at < 0 else tail + call.weights_at
     given = 0 if call.starts_at < 0 else tail + call.starts_at
@@ -223,7 +223,7 @@ def _finish_left_bags(shared, call, table, seq, keys, n, state, tail, out, windo
         begin, end = end, n
         if bag + 1 < bags:
             end = load_i64(given, bag + 1) if given != 0 else begin + keys_a_bag
-        if lookupplan.is_cold(state + begin, end - begin):
+        if call.pooled == 0 or lookupplan.is_cold(state + begin, end - begin):
             which[left], ends[left], starts[left] = bag, end, some
             some += end - begin
             left += 1
@@ -260,24 +260,6 @@ def _finish_left_bags(shared, call, table, seq, keys, n, state, tail, out, windo
         if rows.size + pooled.size + some_keys.size + some_state.size + some_weights.size + starts.size >= 0
         else LEFT
     )
-
-
-@nb.njit
-def _finish_bags(shared, call, table, seq, keys, n, state, tail, out, window):  # type: ignore[no-untyped-def]
-    """Answer a call's bags."""
-    if call.pooled != 0:
-        return _finish_left_bags(shared, call, table, seq, keys, n, state, tail, out, window)
-    dim = table.dim
-    size = lookupplan.bag_scratch(call, n, dim)
-    scratch = allocate(size)
-    if scratch == 0:
-        return FOR_PYTHON
-    rows = lookupplan.probe_for_bags(call, table, keys, n, state, tail, scratch)
-    came = _fetch(shared, table, seq, keys, n, state, 0, rows, window)
-    if came == DONE:
-        lookupplan.pool_probed(call, table, keys, n, tail, rows, out, scratch)
-    release(scratch)
-    return came
 
 
 @compiled_c(types.int64(*[types.int64] * 6), when=HTTP)

@@ -187,29 +187,6 @@ def _starts(call, tail, scratch):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def probe_for_bags(call, table, keys, n, state, tail, scratch):  # type: ignore[no-untyped-def]
-    """Look up what memory holds of the keys of a call's bags as rows, float32[n, dim]. Returns their address."""
-    dim = table.dim
-    rows = _bag_places(call, n, dim, scratch)[2]
-    clear_bytes(state, n)
-    if call.padded != 0:
-        set_padding(call, keys, n, state, rows, 4 * dim)
-    probe(table, keys, n, state, 0, rows)
-    return rows
-
-
-@nb.njit
-def pool_probed(call, table, keys, n, tail, rows, out, scratch):  # type: ignore[no-untyped-def]
-    """Pool rows that are all there to `out`, in the dtype that is asked for."""
-    dim, bags = table.dim, call.bags
-    weights = 0 if call.weights_at < 0 else tail + call.weights_at
-    pooled = _bag_places(call, n, dim, scratch)[3] if call.out_code == 1 else out
-    pool_rows(call, rows, keys, n, _starts(call, tail, scratch), bags, weights, dim, pooled)
-    if pooled != out:
-        store_half(pooled, bags * dim, out)
-
-
-@nb.njit
 def store_half(values, count, out):  # type: ignore[no-untyped-def]
     for k in range(count):
         store_f16(out, k, load_f32(values, k))
@@ -223,7 +200,7 @@ def _run_bags(call, table, keys, n, state, tail, out, scratch):  # type: ignore[
     starts = _starts(call, tail, scratch)
     if not _check_bags(starts, bags, weights, n):
         return DOUBTFUL
-    left, row, _, apart, _ = _bag_places(call, n, dim, scratch)
+    left, row, rows, apart, _ = _bag_places(call, n, dim, scratch)
     pooled = apart if call.out_code == 1 else out
     hits = -1
     if table.overlays == 0 and table.host != 0:
@@ -238,10 +215,15 @@ def _run_bags(call, table, keys, n, state, tail, out, scratch):  # type: ignore[
         call.pooled = 1
         return COLD if is_cold(state, n) else ANSWERED
     # rows of deltas lie over the table, or it changed its size just now
-    rows = probe_for_bags(call, table, keys, n, state, tail, scratch)
+    clear_bytes(state, n)
+    if call.padded != 0:
+        set_padding(call, keys, n, state, 0, 0)
+    probe(table, keys, n, state, 0, rows)
     if is_cold(state, n):
         return COLD
-    pool_probed(call, table, keys, n, tail, rows, out, scratch)
+    pool_rows(call, rows, keys, n, starts, bags, weights, dim, pooled)
+    if pooled != out:
+        store_half(pooled, bags * dim, out)
     return ANSWERED
 
 

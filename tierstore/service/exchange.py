@@ -31,6 +31,7 @@ from tierstore.service.dataplane.tensors import Elements
 from tierstore.service.limits.rates import Charge
 from tierstore.service.limits.shedding import Caller
 from tierstore.service.stats import Timings
+from tierstore.types import model_and_head
 
 # What is tried where the message was received: a fraction of a millisecond of work.
 DIRECT_BYTES = 64 << 10  # of a message
@@ -245,7 +246,8 @@ class Exchange(Generic[A]):
 
     def _charge(self, principal: Principal, model: str | None) -> None:
         self._charged = model
-        charge = self._service.rates.admit(principal, model, self.message.nbytes)
+        of = None if model is None else model_and_head(model)[0]
+        charge = self._service.rates.admit(principal, of, self.message.nbytes)
         if charge is not None:
             self._charges.append(charge)
 

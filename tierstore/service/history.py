@@ -23,6 +23,7 @@ from tierstore.engine.events.observer import Observer
 from tierstore.engine.serving.routing import Routing
 from tierstore.errors import FAULTS, TierstoreError
 from tierstore.service.stats import REQUEST_BOUNDS_S, InferenceStats, ModelCounts, RequestTimes, bucket_quantiles
+from tierstore.types import model_and_head
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class _Model:
         self._sums = np.zeros(_BUCKETS + len(_COUNTERS), np.int64)
         self._before: dict[
             Hashable, np.ndarray
-        ] = {}  # of versions by number and of tables by name, when they were last seen
+        ] = {}  # of versions by name and number and of tables by name, when they were last seen
         self._noted_s: float | None = None
 
     @property
@@ -65,23 +66,26 @@ class _Model:
     def note(
         self,
         now_s: float,
-        versions: dict[int, ModelCounts],
+        versions: Mapping[tuple[str, int], ModelCounts],
         tables: dict[str, dict[str, int]],
         deltas: int,
         *levels: int,
     ) -> int:
-        """Note a step. Returns how many keys were looked up in it."""
+        """Note a step. Returns how many keys were looked up in it.
+
+        `versions` are by the name under which they were requested, the model's or that of a head, and their number.
+        """
         keys = -int(self._sums[_OF_VERSION])
-        for number, counts in versions.items():
+        for (name, number), counts in versions.items():
             outcomes = counts.outcomes.copy()
             failed = sum(outcomes.get(outcome, 0) for outcome in _FAILURES)
-            grown = self._grown(number, [*counts.seconds.counts, sum(outcomes.values()), failed])
+            grown = self._grown((name, number), [*counts.seconds.counts, sum(outcomes.values()), failed])
             self._sums[:_OF_VERSION] += grown
             if grown.any():
                 self._version(number).sums += grown
         for name, tiers in tables.items():
             self._sums[_OF_VERSION:-1] += self._grown(name, [sum(tiers.values()), read_keys(tiers), tiers["absent"]])
-        for gone in [one for one in self._before if isinstance(one, int) and one not in versions]:
+        for gone in [one for one in self._before if isinstance(one, tuple) and one not in versions]:
             del self._before[gone]
         self._sums[-1] = deltas
         self.hour.note(now_s, [*self._sums.tolist(), *levels])
@@ -140,9 +144,9 @@ class History(Observer):
     def _note(self, now_s: float) -> None:
         self._refresh()
         whole = self._times.of_data_plane()
-        versions: dict[str, dict[int, ModelCounts]] = {}
-        for model, number, counts in self._stats.by_version():
-            versions.setdefault(model, {})[number] = counts
+        versions: dict[str, dict[tuple[str, int], ModelCounts]] = {}
+        for name, number, counts in self._stats.by_version():
+            versions.setdefault(model_and_head(name)[0], {})[name, number] = counts
         there = self._store.models()
         for gone in self._models.keys() - set(there):
             del self._models[gone]

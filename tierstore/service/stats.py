@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 from tierstore.engine.events.observer import Observer
 from tierstore.engine.lifecycle.throttle import LookupTimes
 from tierstore.errors import FAULTS
+from tierstore.types import model_and_head
 from tierstore.verdicts import Requests
 
 REQUEST_BOUNDS_S = (1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -197,17 +199,17 @@ class InferenceStats:
             counts.spent.add(spent)
 
     def by_version(self) -> list[tuple[str, int, ModelCounts]]:
-        """(model, version, counts) of each version that was requested."""
+        """(name of the model or head, version, counts) of each version that was requested."""
         with self._lock:
             return [(model, number, of) for model, versions in self._counts.items() for number, of in versions.items()]
 
     def requests(self, model: str, version: int | None) -> Requests:
-        """The requests that named a version or were given to it."""
-        counts = None if version is None else self._counts.get(model, {}).get(version)
-        if counts is None:
-            return Requests()
-        outcomes = counts.outcomes.copy()
-        return Requests(sum(outcomes.values()), sum(n for outcome, n in outcomes.items() if outcome in FAULTS))
+        """The requests of a model and its heads that named a version or were given to it."""
+        outcomes: Counter[str] = Counter()
+        for name, number, counts in self.by_version():
+            if number == version and model_and_head(name)[0] == model:
+                outcomes.update(counts.outcomes.copy())
+        return Requests(outcomes.total(), sum(outcomes[fault] for fault in FAULTS))
 
     def of(self, model: str, version: int) -> ModelCounts:
         """Counts of an existing version; made at its first request."""

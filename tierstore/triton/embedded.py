@@ -115,7 +115,7 @@ class Embedded:
             service.request_times.add(_PROTOCOL, http_outcome(status), seconds)
 
     def check(self, model: str) -> None:
-        with self._store.model(model).view():
+        with self._server.service.dataplane.view(model):
             pass
 
     def close(self) -> None:

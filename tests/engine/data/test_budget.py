@@ -413,3 +413,32 @@ def test_a_cache_that_has_all_it_needs_keeps_every_row_but_one_of_ten_thousand(t
     with in_process(), tierstore.open(tmp_path / "data", host_budget="64MiB", load_workers=1) as store:
         store.load_snapshot(tmp_path / "1")
         assert store.status()["models"]["ctr"]["tables"]["item"]["host"]["rows"] >= 0.9999 * rows
+
+
+@pytest.mark.parametrize("total", [500, 5_000])
+def test_many_that_are_awaited_get_their_shares_in_any_order_and_none_is_asked_about_the_others(total: int) -> None:
+    class Coming:
+        asked = host_reserved_bytes = 0
+        host_is_uneven = False
+
+        @property
+        def host_need_bytes(self) -> int:
+            Coming.asked += 1
+            return 10
+
+        def attach_host(self, budget_bytes: int, limit_bytes: int, like: object) -> None:
+            self.host_reserved_bytes = budget_bytes
+
+        def resize_host(self, budget_bytes: int) -> None:
+            self.host_reserved_bytes = budget_bytes
+
+    budget, coming = HostBudget(total), [Coming() for _ in range(200)]
+    with budget.awaiting(2000):
+        for user in coming:
+            budget.admit(user)
+            assert budget.used <= total
+    assert [user.host_reserved_bytes for user in coming] == [min(10, total // 200)] * 200
+    assert Coming.asked <= 3 * len(coming)
+    budget.admit(late := Coming())
+    assert budget.used <= total
+    assert late.host_reserved_bytes > 0 or total // 201 == 0

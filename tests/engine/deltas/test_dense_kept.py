@@ -14,6 +14,7 @@ from tests.engine import scenes
 from tests.engine.reads.test_dense import folded, state
 from tests.predict import onnx_models as om
 from tests.tiers.full_disk import full_disk
+from tierstore.engine.data.dense_head import DenseHead
 from tierstore.engine.data.overlay import Overlay, encode_delta
 from tierstore.engine.operations.from_peers import follow_delta
 from tierstore.errors import DeltaError, InvalidInput, StorageError
@@ -300,15 +301,15 @@ def test_a_dense_part_of_a_peer_that_does_not_fit_stays_passed_over_at_every_sta
 
 def test_deltas_that_merge_in_memory_say_what_the_newest_of_them_passes_over():
     none = Overlay(1, 1, {})
-    refused = Overlay(2, 2, {}, passed_over="delta 2: why")
-    fits = Overlay(3, 3, {}, dense=b"d")
-    other = Overlay(4, 4, {}, passed_over="delta 4: why")
-    assert none.merged(refused).passed_over == "delta 2: why"
-    assert refused.merged(none).passed_over == "delta 2: why"
-    assert refused.merged(fits).passed_over is None
+    refused = Overlay(2, 2, {}, passed_over={"": "delta 2: why", "cvr": "delta 2: why not"})
+    fits = Overlay(3, 3, {}, {"": DenseHead(graph=b"d")})
+    other = Overlay(4, 4, {}, passed_over={"": "delta 4: why"})
+    assert none.merged(refused).passed_over == refused.passed_over
+    assert refused.merged(none).passed_over == refused.passed_over
+    assert refused.merged(fits).passed_over == {"cvr": "delta 2: why not"}
     both = fits.merged(other)
-    assert (both.dense, both.passed_over) == (b"d", "delta 4: why")
-    assert both.merged(none).passed_over == "delta 4: why"
+    assert (both.heads[""].graph, both.passed_over) == (b"d", {"": "delta 4: why"})
+    assert both.merged(none).passed_over == {"": "delta 4: why"}
 
 
 def test_why_a_dense_part_is_not_served_is_said_as_well_once_its_delta_is_folded(open_store, tmp_path, monkeypatch):

@@ -242,7 +242,7 @@ def test_golden_records_are_read(kind):
     assert CurrentRecord(where).current() == 1
     assert CurrentRecord(where).routes() == RoutingRecord(1, 2, 0.25, {"best": 1})
     info = VersionInfo(where.version(1))
-    assert (info.number, info.base, info.dense_digest) == (1, "sealed", None)
+    assert (info.number, info.base, info.heads) == (1, "sealed", {})
     assert info.tables["user"]["default"] == [73.5, 73.5, 73.5, 73.5]
     assert read_json(where.log_base) == {"start": 0}
     assert read_number(where.log_end) == {"checked": "2", "unchecked": None}[kind]

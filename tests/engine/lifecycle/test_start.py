@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -9,6 +10,7 @@ import select
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -70,6 +72,62 @@ def test_a_limit_of_open_files_that_is_too_low_is_one_error_and_nothing_opens(
     )
     assert "Too many open files" not in refused.stderr
     assert opened(48, 200).stdout == "3 []\n"  # the soft limit is the process's own to raise
+
+
+def test_a_model_at_rest_has_no_thread(open_store: Callable[..., tierstore.Store], tmp_path: Path) -> None:
+    store = open_store()
+    loaded(store, tmp_path, 1)
+    one = threading.active_count()
+    for model in "abc":
+        loaded(store, tmp_path, 1, model=model)
+        store.apply_delta(scenes.delta(1, {"item": ([3], scenes.vectors("item", 9, [3]))}, model=model))
+        folded(store, model)
+    scenes.eventually(lambda: threading.active_count() <= one, "nothing of them runs")
+
+
+def files_of(store: tierstore.Store) -> list[str]:
+    """What is open of its models."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            path = Path(os.readlink(f"/proc/self/fd/{number}"))
+            if store.root.models in path.parents:
+                found.append(path.name)
+    return found
+
+
+def test_a_model_at_rest_has_no_file_open_and_answers_changes_and_is_checked_as_before(
+    open_store: Callable[..., tierstore.Store], tmp_path: Path
+) -> None:
+    store = open_store(host_budget="1MiB", keep_versions=9)
+    for model in "ab":
+        loaded(store, tmp_path, 1, model=model)
+    store.close()
+    store = open_store(host_budget="1KiB")  # every look-up reads the disk
+    before = store.status()["models"]["a"]["disk"]
+    for seq in range(1, 4):
+        for model in "ab":
+            assert item(store, 5, model) == scenes.vector("item", 1, 5)[0]
+            store.apply_delta(scenes.delta(seq, {"item": ([seq], scenes.vectors("item", 9, [seq]))}, model=model))
+            folded(store, model)
+            assert files_of(store)
+        for model in "ab" * 2:  # the second time finds that nothing was read since the first
+            store.model(model).housekeeping.run_tasks()
+        scenes.eventually(lambda: not files_of(store), "all is closed")
+        assert store.status()["models"]["a"]["disk"].keys() == before.keys()
+        assert not files_of(store), "status opens nothing"
+        for key in range(1, seq + 1):
+            assert item(store, key, "a") == scenes.vector("item", 9, key)[0]
+    loaded(store, tmp_path, 2, model="a")
+    assert item(store, 3, "a") == scenes.vector("item", 9, 3)[0]
+    assert (store.rollback("a"), store.verify().ok) == (1, True)
+    for _ in range(2):
+        store.model("b").housekeeping.run_tasks()
+    (base,) = (tmp_path / "data/models/b/1/db/base").glob("*item*.sealed")
+    data = base.read_bytes()
+    base.write_bytes(data[:-16] + bytes(8) + data[-8:])
+    store.model("b").housekeeping.run_tasks()
+    assert "was written over since it was opened" in (store.model("b").problem or "")
 
 
 # --- the log

@@ -19,6 +19,7 @@ from tierstore.engine import store as store_module
 from tierstore.engine.deltas.replay import MOST_STALLS
 from tierstore.engine.lifecycle.opening import SWITCH_LAG
 from tierstore.errors import Closed, Conflict, NotFound, SnapshotError, TierstoreError
+from tierstore.threads import NEVER_S
 from tierstore.types import Progress
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
@@ -255,29 +256,26 @@ def test_a_fold_waits_for_readers_beneath_it_and_takes_no_later_delta_in(open_st
     stream.send()
     with ctr.view() as slow:
         stream.send()
-        fold = threading.Thread(target=ctr.folder.fold_oldest, args=(lambda: False,), daemon=True)
-        fold.start()
-        fold.join(0.2)
-        assert fold.is_alive()
+        scenes.eventually(lambda: ctr.folder.fold_due() == NEVER_S, "it waits for the reader alone")
         for _ in range(3):
             stream.send()
+        assert ctr.folder.fold_due() == NEVER_S
         assert {*slow.lookup("item_id", STREAMED).ravel().tolist()} == {1.0}
-    fold.join(20)
-    assert not fold.is_alive()
+    assert ctr.folder.fold_due() == 0
     with ctr.view() as view:
         assert (view.open_version.watermark, view.seq, len(view.overlays)) == (2, 5, 1)
     assert stamps(store) == ({1.0}, {5.0})
 
 
 def test_a_slow_reader_of_one_version_holds_nothing_else_back(open_store, tmp_path):
-    """The fold thread has picked an overlay to fold and waits for a reader beneath it, when the version is replaced."""
+    """An overlay has been picked to be folded and waits for a reader beneath it, when the version is replaced."""
     store = open_store(fold_grace_s=0.1, keep_versions=9)
     store.load_snapshot(snapshot(tmp_path, 1))
     ctr, stream = store.model("ctr"), Stream(store)
     stream.send()
     with ctr.view() as slow:
-        stream.send()  # merges into the overlay that the thread is about to fold, which `slow` does not have
-        until(store, lambda: ctr.state.live.folding is not None or not ctr.folder.due())
+        stream.send()  # merges into the overlay that is about to be folded, which `slow` does not have
+        scenes.eventually(lambda: ctr.state.live.folding is not None, "its overlay is picked")
         store.load_snapshot(snapshot(tmp_path, 2))
         store.load_snapshot(snapshot(tmp_path, 3))
         until(store, lambda: open_versions(store) == [1, 3])

@@ -292,7 +292,7 @@ def test_verify_and_warming_go_by_the_share(open_store, tmp_path, monkeypatch):
     store.shared.throttle.control.share = 0.1
     store.rollback("ctr")
     assert set(shares) == {throttle.LEAST_OF_A_SWITCH}
-    monkeypatch.setattr(store.model("ctr").housekeeping, "_share", lambda: shares.append(0.1) or 0.1)
+    monkeypatch.setattr(store.model("ctr").folder, "_share", lambda: shares.append(0.1) or 0.1)
     store.apply_delta(scenes.stamped(1, {"item": [1]}))
     scenes.eventually(lambda: 0.1 in shares, "a fold shares")
 

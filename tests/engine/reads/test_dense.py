@@ -220,7 +220,7 @@ def test_a_delta_for_a_version_that_does_not_serve_must_fit_that_one(store, tmp_
     store.apply_delta(served(3, seq=1, base_version=2))
     assert store.model("ctr").signature.outputs[0].name == "stamp"
     with store.model("ctr").view() as view:
-        assert view.predictor is view.open_version.predictor, "the delta is not for this version"
+        assert view.predictor is view.open_version.heads[""].predictor, "the delta is not for this version"
     store.activate("ctr", 2)
     assert answered(store.model("ctr").predict(ASK)) == 3
 

@@ -75,7 +75,8 @@ class HostBudget:
         self.total = total
         self._lock = threading.Lock()
         self._models: dict[MemoryUser, Hashable] = {}  # what is open, and its model
-        self._awaited = 0
+        self._awaited = self._of_all = 0  # bytes that versions to come need, and those there will be then
+        self._dealt = 0  # of them, to those that came
 
     @property
     def users(self) -> list[MemoryUser]:
@@ -89,9 +90,10 @@ class HostBudget:
     @contextmanager
     def awaiting(self, need_bytes: int) -> Iterator[None]:
         """In the block versions that need so much in all come, in any order: each gets
-        its share as if all were there.
+        its share as if all were there. It is for a budget of which nothing is in use.
         """
-        self._awaited = need_bytes
+        self._awaited = self._of_all = need_bytes
+        self._dealt = 0
         try:
             yield
         finally:
@@ -103,7 +105,15 @@ class HostBudget:
         `replaced` are versions of the same model, the most like it first.
         """
         with self._lock:
-            self._awaited = max(0, self._awaited - user.host_need_bytes)
+            need = user.host_need_bytes
+            if need <= self._awaited and not replaced:  # there may be hundreds to come: none is asked about others
+                share = need if self._of_all <= self.total else int(self.total * need / self._of_all)
+                user.attach_host(min(share, self.total - self._dealt), min(self.total, need), None)
+                self._awaited -= need
+                self._dealt += user.host_reserved_bytes
+                self._models[user] = object()
+                return
+            self._awaited = max(0, self._awaited - need)
             model = next((self._models[other] for other in replaced if other in self._models), object())
             shares = self._deal({**self._models, user: model})
             share = shares.pop(user)
@@ -111,9 +121,9 @@ class HostBudget:
                 if other.host_reserved_bytes > its:
                     other.resize_host(its)
             room = max(0, self.total - self.used)
-            limit = min(self.total, user.host_need_bytes)
-            user.attach_host(min(share, room), limit, replaced[0] if replaced else None)
+            user.attach_host(min(share, room), min(self.total, need), replaced[0] if replaced else None)
             self._models[user] = model
+            self._dealt = self.used if self._awaited else 0
 
     def release(self, user: MemoryUser) -> None:
         """Free the share of `user`; its host tables are closed already."""

@@ -14,13 +14,13 @@ from functools import partial
 import numpy as np
 import pyarrow as pa
 
+from tierstore.engine.data.dense_head import GONE, DenseHead, Heads, passed_over_after
 from tierstore.errors import DeltaError
 from tierstore.formats.colliding import NONE, CollidingKeys
 from tierstore.formats.delta.reader import Delta, DeltaTable
 from tierstore.formats.keys import are_own
 from tierstore.formats.row_times import Times, as_rows, from_rows, seconds_of
 from tierstore.kernels import codec, overlay_index
-from tierstore.predict.session import DenseSession
 from tierstore.types import Keys, Partitions, Rows, States, TableSpec, Vectors
 
 
@@ -70,43 +70,41 @@ class OverlayTable:
 class Overlay:
     """The deltas `lo` … `hi`, visible and not folded yet. `born_s` is on the monotonic clock.
 
-    `colliding`: of the tables in which they brought more of these keys, all that there are then.
+    `heads`: the dense parts that they brought, or took away. `passed_over`: the newest graphs that do not fit the
+    version, and why, by head; newer than those. `colliding`: of the tables in which they brought more of these keys,
+    all that there are then.
     """
 
     lo: int
     hi: int
     tables: Mapping[str, OverlayTable]
-    dense: bytes | None = field(default=None, repr=False)
-    predictor: DenseSession | None = None  # of `dense`; None where it cannot be served here,
-    unserved: str | None = None  # for this reason
+    heads: Heads = field(default_factory=dict)
     colliding: Mapping[str, CollidingKeys] = field(default_factory=dict)
-    passed_over: str | None = None  # the newest dense part that does not fit the version, and why; newer than `dense`
+    passed_over: Mapping[str, str] = field(default_factory=dict)
     born_s: float = field(default_factory=time.monotonic)
 
     @property
     def nbytes(self) -> int:
-        return sum(table.nbytes for table in self.tables.values()) + len(self.dense or b"")
+        graphs = sum(len(head.graph or GONE) for head in self.heads.values())
+        return sum(table.nbytes for table in self.tables.values()) + graphs
 
     @property
     def says_of_dense(self) -> bool:
         """Whether its deltas brought a dense part, which fits the version or is passed over."""
-        return self.dense is not None or self.passed_over is not None
+        return bool(self.heads or self.passed_over)
 
     def merged(self, newer: Overlay) -> Overlay:
         """This overlay and the one that follows it as one."""
         tables = dict(self.tables)
         for name, table in newer.tables.items():
             tables[name] = tables[name].merged(table) if name in tables else table
-        dense = newer if newer.dense is not None else self
         return Overlay(
             self.lo,
             newer.hi,
             tables,
-            dense.dense,
-            dense.predictor,
-            dense.unserved,
+            {**self.heads, **newer.heads},
             {**self.colliding, **newer.colliding},
-            newer.passed_over if newer.says_of_dense else self.passed_over,
+            passed_over_after(self.passed_over, newer.heads, newer.passed_over),
             self.born_s,
         )
 
@@ -160,7 +158,8 @@ def encode_delta(
         if len(keys):
             times = None if spec.ttl_s is None else np.full(len(keys), seconds_of(delta.event_time), np.uint32)
             tables[name] = OverlayTable(spec, keys, rows, deleted, times)
-    return Overlay(delta.seq, delta.seq, tables, delta.dense, colliding=more)
+    heads = {name: DenseHead(graph=graph) for name, graph in delta.dense.items()}
+    return Overlay(delta.seq, delta.seq, tables, heads, colliding=more)
 
 
 def _strings_at(table: DeltaTable, mine: np.ndarray, positions: np.ndarray) -> pa.Array:

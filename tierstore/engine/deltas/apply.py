@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 
+from tierstore.engine.data.dense_head import Heads
 from tierstore.engine.data.disk_room import DiskRoom
 from tierstore.engine.data.overlay import Overlay, encode_delta, stack
 from tierstore.engine.deltas.dense import DenseParts
@@ -32,12 +33,11 @@ from tierstore.engine.serving.routing import Routing
 from tierstore.engine.versions.version import Version
 from tierstore.errors import Conflict, DeltaError, NotReady, SequenceGap, TooLarge
 from tierstore.formats.delta.reader import Delta, DeltaHead
-from tierstore.predict.session import DenseSession
 from tierstore.types import DeltaResult, TableSpec
 
 log = logging.getLogger(__name__)
 
-Sessions = dict[Version, DenseSession | None]  # of a delta's dense part, by version
+Brought = dict[Version, Heads]  # a delta's dense parts, ready to run, by version
 
 
 class DeltaPath:
@@ -71,18 +71,18 @@ class DeltaPath:
         has read. lenient: it is acknowledged already, so of what does not fit a version nothing is applied
         to that one, as in a catch-up.
         """
-        if delta.dense is not None:  # the threads of a session would inherit the priority
+        if delta.dense:  # the threads of a session would inherit the priority
             return self._apply(delta, data, origin, lenient)
         return gently(data, self._live.overlay_budget, lambda: self._apply(delta, data, origin, lenient))
 
     def _apply(self, delta: Delta, data: bytes | memoryview, origin: Origin | None, lenient: bool) -> DeltaResult:
         model = self._live.model
         try:
-            sessions = self._sessions_ahead(delta)
+            brought = self._brought_ahead(delta)
         except DeltaError:
             if not lenient:
                 raise
-            sessions = {}
+            brought = {}
         with self._live.write:
             self._check_log(delta, self._live.served)
             self._show_logged()
@@ -104,9 +104,9 @@ class DeltaPath:
             if undone is not None:
                 overlays = [Overlay(delta.seq, delta.seq, {}) for _ in views]
             elif lenient:
-                overlays = [self._fitting(delta, view, served, sessions) for view in views]
+                overlays = [self._fitting(delta, view, served, brought) for view in views]
             else:
-                overlays = self._overlays(delta, views, served, sessions)
+                overlays = self._overlays(delta, views, served, brought)
             try:
                 self._log_and_publish(delta, data, origin, views, overlays, served)
             except BaseException:  # if it is in the log it will be taken for held
@@ -142,12 +142,12 @@ class DeltaPath:
         """
         return self._overlays(delta, [view for view in served.views if view.seq < delta.seq], served, {})
 
-    def _fitting(self, delta: Delta, view: View, served: Routing, sessions: Sessions) -> Overlay:
+    def _fitting(self, delta: Delta, view: View, served: Routing, brought: Brought) -> Overlay:
         """What of a delta fits one version."""
         why: str | None = None
-        for part in (delta, replace(delta, dense=None)):
+        for part in (delta, replace(delta, dense={})):
             try:
-                overlay = self._overlays(part, [view], served, sessions)[0]
+                overlay = self._overlays(part, [view], served, brought)[0]
             except DeltaError as error:
                 why = why or str(error)
                 log.warning(
@@ -155,25 +155,24 @@ class DeltaPath:
                     self._live.model, view.version, delta.seq, error,
                 )  # fmt: skip
                 continue
-            if delta.dense is not None and delta.base_version in (None, view.version):
-                overlay.passed_over = why
+            if why is not None and delta.base_version in (None, view.version):
+                overlay.passed_over = dict.fromkeys(delta.dense, why)
             return overlay
         return Overlay(delta.seq, delta.seq, {})
 
-    def _overlays(self, delta: Delta, views: Sequence[View], served: Routing, sessions: Sessions) -> list[Overlay]:
+    def _overlays(self, delta: Delta, views: Sequence[View], served: Routing, brought: Brought) -> list[Overlay]:
         """One overlay a view, checked: nothing is changed yet."""
         overlays = [self._encode(delta, view, served) for view in views]
         base = delta.base_version
         if base is not None and served.numbered(base) is None and (specs := self._specs_of(base)) is not None:
             # that version would fail at catch-up, when it is too late to refuse the delta
             encode_delta(delta, specs, {}, for_this_version=True)
-            if delta.dense is not None:
-                self._dense.check(delta.seq, delta.dense, base)
+            self._dense.check(delta, base)
         for view, overlay in zip(views, overlays, strict=True):
-            if overlay.dense is not None:
-                if view.open_version not in sessions:  # a switch or another delta came first
-                    sessions[view.open_version] = self._session(delta, view, served)
-                overlay.predictor, overlay.unserved = sessions[view.open_version], self._dense.missing
+            if overlay.heads:
+                if view.open_version not in brought:  # a switch or another delta came first
+                    brought[view.open_version] = self._brought(delta, view, served)
+                overlay.heads = brought[view.open_version]
         return overlays
 
     def _log_and_publish(
@@ -188,10 +187,10 @@ class DeltaPath:
         def log_it() -> None:
             self._record.repair()  # else the next start might serve another version, without this delta
             by_view = list(zip(views, overlays, strict=True))
-            passed_over = [view.version for view, overlay in by_view if overlay.passed_over is not None]
+            passed_over = [view.version for view, overlay in by_view if overlay.passed_over]
             self._log.append(delta.seq, data, delta.digest, with_passed_over(origin, passed_over))
             for view, overlay in by_view:
-                if overlay.dense is not None:
+                if overlay.heads:
                     view.open_version.info.dense_accepted_upto = delta.seq
 
         fits_memory = overlays[0].nbytes <= self._live.overlay_budget.total
@@ -248,22 +247,21 @@ class DeltaPath:
             version = view.open_version
             return encode_delta(delta, version.specs, view.colliding, for_this_version=for_it, own=version.info.own)
 
-    def _session(self, delta: Delta, view: View, served: Routing) -> DenseSession | None:
-        assert delta.dense is not None
+    def _brought(self, delta: Delta, view: View, served: Routing) -> Heads:
         with _naming_the_canary(view, served):
             return self._dense.of_delta(delta, delta.dense, view, waits=False)
 
-    def _sessions_ahead(self, delta: Delta) -> Sessions:
-        """Sessions of a delta's dense part, made before `write` is held, so that no other producer waits for them.
+    def _brought_ahead(self, delta: Delta) -> Brought:
+        """A delta's dense parts, made before `write` is held, so that no other producer waits for them.
 
         The delta's turn may change until then: what is doubtful is made later.
         """
         last = self._log.last
-        if delta.dense is None or last is None or delta.seq != last + 1:
+        if not delta.dense or last is None or delta.seq != last + 1:
             return {}
         with self._live.publisher.hold_all() as served:
             return {
-                view.open_version: self._session(delta, view, served)
+                view.open_version: self._brought(delta, view, served)
                 for view in served.views
                 if delta.base_version in (None, view.version) and view.seq < delta.seq
             }

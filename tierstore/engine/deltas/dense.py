@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
+from tierstore.engine.data.dense_head import GONE, DenseHead, with_brought
 from tierstore.engine.reads.predict import predict
 from tierstore.engine.reads.view import View
 from tierstore.engine.versions.info import VersionInfo
@@ -32,7 +33,6 @@ from tierstore.errors import (
     WrongPartition,
 )
 from tierstore.formats.delta.reader import Delta
-from tierstore.formats.names import DENSE
 from tierstore.formats.regular import read_regular
 from tierstore.formats.snapshot.requests import ragged, read_request
 from tierstore.predict.binding import FeatureInput
@@ -41,12 +41,13 @@ from tierstore.predict.session import Array, DenseCounts, DenseSession
 from tierstore.predict.signature import Shape
 from tierstore.predict.warmup import warm
 from tierstore.tiers.background import yield_to_requests
+from tierstore.types import MOST_HEADS
 
 log = logging.getLogger(__name__)
 
 
 class DenseParts:
-    """What deltas bring of a model's dense part. `counts` are over all its versions."""
+    """What deltas bring of a model's dense parts."""
 
     def __init__(
         self,
@@ -56,7 +57,11 @@ class DenseParts:
         active: Callable[[], View | None],
     ) -> None:
         self._model, self._runtime, self._info_of, self._active = model, runtime, info_of, active
-        self.counts = DenseCounts()
+        self._counts: dict[str, DenseCounts] = {}  # by head, of those that there were; over all versions
+
+    def counts_of(self, head: str) -> DenseCounts:
+        """The runs of a head, over all versions."""
+        return self._counts.setdefault(head, DenseCounts())
 
     @property
     def missing(self) -> str | None:
@@ -69,73 +74,90 @@ class DenseParts:
         return "kept" if self._runtime.missing is None else f"kept, not served: {self._runtime.missing}"
 
     def open(self, version: Version, *, lenient: bool) -> None:
-        """Have a version's dense part ready to run; nothing to do where it is, or where there is none.
+        """Have a version's dense parts ready to run; nothing to do for those that are.
 
-        The version must hold the delta that brought it. SnapshotError for one that cannot be served; if `lenient` the
-        version goes without, and says so.
+        The version must hold the deltas that brought them. SnapshotError for one that cannot be served; if `lenient`
+        the version goes without, and says so.
         """
-        info = version.info
-        if not info.has_dense or version.predictor is not None or version.unserved is not None:
-            return
-        version.unserved = self._runtime.missing
-        if version.unserved is not None:
-            log.warning(
-                "model %s: the dense part of version %d is not served: %s", self._model, info.number, version.unserved
-            )
-            return
+        opened = dict(version.heads)
+        for head in version.info.heads:
+            if (before := opened.get(head, DenseHead())).predictor is None and before.unserved is None:
+                opened[head] = self._opened(version, head, lenient=lenient)
+        version.heads = opened
+
+    def _opened(self, version: Version, head: str, *, lenient: bool) -> DenseHead:
+        info, what = version.info, f"the dense part {part_of(head)}of version {version.number} is not served"
+        if (missing := self._runtime.missing) is not None:
+            log.warning("model %s: %s: %s", self._model, what, missing)
+            return DenseHead(unserved=missing)
+        path = info.where.dense(head)
         try:
-            model = read_regular(info.where.dense)
+            model = read_regular(path)
         except OSError as error:
-            raise StorageError(f"cannot read {info.where.dense}: {error.strerror or error}") from error
-        check_dense(info, model)
+            raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+        check_dense(info, head, model)
         try:
             yield_to_requests()
-            session = self._runtime.load(model, info.features, info.specs, self.counts, accepted=True)
-            self._warm(session, View(version, (), version.watermark))
-            version.predictor = session
+            session = self._runtime.load(model, info.features, info.specs, self.counts_of(head), accepted=True)
+            self._warm(session, View(version, (), version.watermark), head)
         except (InvalidInput, InferenceError) as error:
             if not lenient:
                 if isinstance(error, SnapshotError):
                     raise
-                raise SnapshotError(str(error), file=DENSE) from error
-            version.unserved = str(error)
-            log.error("model %s: the dense part of version %d is not served: %s", self._model, info.number, error)
+                raise SnapshotError(str(error), file=path.name) from error
+            log.error("model %s: %s: %s", self._model, what, error)
+            return DenseHead(unserved=str(error))
+        return DenseHead(session)
 
     def of_delta(
-        self, delta: Delta, model: bytes, view: View, *, accepted: bool = False, waits: bool = True
-    ) -> DenseSession | None:
-        """The session of its new dense part, run on `view`, which the caller holds. None without the extra. DeltaError.
+        self, delta: Delta, graphs: Mapping[str, bytes], view: View, *, accepted: bool = False, waits: bool = True
+    ) -> dict[str, DenseHead]:
+        """The new dense parts of a delta, run on `view`, which the caller holds; not run without the extra. DeltaError.
 
         For `accepted` and `waits` see `Runtime.load`.
         Of a delta that is for every version, an input that is a feature of the active version must be one here as well:
         else requests that suit that one would make no sense to this one.
         """
-        if self._runtime.missing is not None:
-            return None
+        heads = with_brought(view.heads, {head: DenseHead(graph=graph) for head, graph in graphs.items()})
+        if len(heads.keys() - {""}) > MOST_HEADS:
+            raise DeltaError(
+                f"delta {delta.seq}: expected at most {MOST_HEADS} heads with it, got {len(heads)}; take some away"
+            )
+        return {
+            head: self._of_delta(delta, head, graph, view, accepted=accepted, waits=waits)
+            for head, graph in graphs.items()
+        }
+
+    def _of_delta(self, delta: Delta, head: str, graph: bytes, view: View, *, accepted: bool, waits: bool) -> DenseHead:
+        missing = self._runtime.missing
+        if missing is not None or graph == GONE:
+            return DenseHead(None, missing, graph)
         version = view.open_version
         try:
             yield_to_requests()
             session = self._runtime.load(
-                model, version.features, version.specs, self.counts, accepted=accepted, waits=waits
+                graph, version.features, version.specs, self.counts_of(head), accepted=accepted, waits=waits
             )
             if delta.base_version is None and (active := self._active()) is not None:
                 _check_meaning(session, view, active)
-            self._warm(session, view)
+            self._warm(session, view, head)
         except (InvalidInput, InferenceError) as error:
-            raise DeltaError(f"delta {delta.seq}: the dense part cannot be served: {error}") from error
-        return session
+            raise _unfit(delta, head, "cannot be served", error) from error
+        return DenseHead(session, None, graph)
 
-    def check(self, seq: int, model: bytes, number: int) -> None:
+    def check(self, delta: Delta, number: int) -> None:
         """DeltaError if a dense part does not fit a version that is on disk and does not serve."""
         info = self._info_of(number)
         if info is None or self._runtime.missing is not None:
             return
-        try:
-            self._runtime.load(model, info.features, info.specs, self.counts)
-        except InvalidInput as error:
-            raise DeltaError(f"delta {seq}: the dense part does not fit version {number}: {error}") from error
+        for head, graph in delta.dense.items():
+            try:
+                if graph != GONE:
+                    self._runtime.load(graph, info.features, info.specs, self.counts_of(head))
+            except InvalidInput as error:
+                raise _unfit(delta, head, f"does not fit version {number}", error) from error
 
-    def _warm(self, session: DenseSession, view: View) -> None:
+    def _warm(self, session: DenseSession, view: View, head: str) -> None:
         """Run it: on requests made from its signature, then on those recorded in the snapshot, which must succeed.
 
         The former may fail, but not for their time or memory: they are small.
@@ -146,7 +168,7 @@ class DenseParts:
             raise InvalidInput(f"it cannot be run within its limits: {error}") from error
         except TierstoreError as error:
             log.warning("model %s: a made-up request fails, requests of clients may succeed: %s", self._model, error)
-        for path in recorded(view.open_version.info):
+        for path in recorded(view.open_version.info, head):
             try:
                 predict(view, session, ragged(read_request(path, file=path.name)))
             except WrongPartition as error:
@@ -165,18 +187,29 @@ def _check_meaning(session: DenseSession, view: View, active: View) -> None:
             )
 
 
-def check_dense(info: VersionInfo, model: bytes) -> None:
+def part_of(head: str) -> str:
+    """The head in a message, and a blank after it; nothing for the one without a name."""
+    return f"{head!r} " if head else ""
+
+
+def _unfit(delta: Delta, head: str, what: str, error: Exception) -> DeltaError:
+    return DeltaError(f"delta {delta.seq}: the dense part {part_of(head)}{what}: {error}")
+
+
+def check_dense(info: VersionInfo, head: str, model: bytes) -> None:
     """Corruption where a version's dense part is not what was written."""
-    if info.dense_digest is not None and xxhash.xxh3_64_hexdigest(model) != info.dense_digest:
+    expected = info.heads.get(head)
+    if expected is not None and xxhash.xxh3_64_hexdigest(model) != expected:
         raise Corruption(
-            f"{info.where.dense} does not match its checksum: it was changed since it was written; drop the version "
-            "and load it again"
+            f"{info.where.dense(head)} does not match its checksum: it was changed since it was written; drop the "
+            "version and load it again"
         )
 
 
-def recorded(info: VersionInfo) -> list[Path]:
-    """The recorded requests of a version, in order."""
-    return sorted(info.where.requests.glob("*.npz")) if info.where.requests.is_dir() else []
+def recorded(info: VersionInfo, head: str) -> list[Path]:
+    """The requests recorded for a head of a version, in order."""
+    folder = info.where.requests(head)
+    return sorted(folder.glob("*.npz")) if folder.is_dir() else []
 
 
 def _rows(view: View, feature: FeatureInput, lead: Shape) -> Array:

@@ -13,29 +13,26 @@ from collections.abc import Callable
 from tierstore.engine.reads.view import View
 from tierstore.engine.serving.live import LiveViews
 from tierstore.engine.versions.version import Version
+from tierstore.threads import NEVER_S
 from tierstore.tiers.background import in_background, without_yielding
+
+_MOST_FOLDING = 0.1  # of the time
 
 
 class Folder:
-    """Folds the overlays of one model.
+    """Folds the overlays of one model, on one thread at a time.
 
-    An overlay is `grace_s` old before it is folded, so that deltas merge in memory.
+    An overlay is `grace_s` old before it is folded, so that deltas merge in memory. `share` says how much of the time
+    folds may take, 0 to 1, but never 0.
     """
 
-    def __init__(self, live: LiveViews, grace_s: float) -> None:
-        self._live, self._grace_s = live, grace_s
-
-    def due(self) -> bool:
-        """Whether there is an overlay that no request reads beneath. Call it under the publisher's condition."""
-        return any(map(self._is_due, self._live.served.views))
+    def __init__(self, live: LiveViews, grace_s: float, share: Callable[[], float] = lambda: 1.0) -> None:
+        self._live, self._grace_s, self._share = live, grace_s, share
+        self._pause_until_s = 0.0
 
     def _is_due(self, view: View) -> bool:
+        """Whether no request reads beneath the oldest overlay of a view. Call it under the publisher's condition."""
         return bool(view.overlays) and not self._live.publisher.read_below(view.open_version, view.overlays[-1].hi)
-
-    @property
-    def longest_pause_s(self) -> float:
-        """How long the next fold may wait for more deltas after one: forty times as long as each waits in any case."""
-        return min(40 * self._grace_s, 2.0)
 
     @property
     def pressed(self) -> bool:
@@ -43,52 +40,62 @@ class Folder:
         budget = self._live.overlay_budget
         return 4 * budget.used > budget.total
 
-    def fold_oldest(self, interrupted: Callable[[], bool]) -> float:
-        """Fold the oldest overlay into the tiers, then publish a view without it. Producers and look-ups go on.
+    def fold_due(self) -> float:
+        """Fold the oldest overlay into the tiers, if that may be done now, then publish a view without it.
 
-        Returns the seconds that the fold took.
+        Producers and look-ups go on.
 
-        Waits for requests that read beneath it, until its version is not served any more, another one can be folded, or
-        `interrupted` (called under the publisher's condition) is true: one slow reader must not keep the caller from
-        everything else.
+        Returns the seconds until one may be folded, NEVER_S while nothing changes. An overlay that requests read
+        beneath is chosen all the same, and takes no delta in from then on; of two versions it is that of the one whose
+        readers have left.
         """
         live, changed = self._live, self._live.publisher.changed
         with changed:
             waiting = sorted((v for v in live.served.views if v.overlays), key=lambda v: v.overlays[-1].born_s)
             view = next(filter(self._is_due, waiting), waiting[0] if waiting else None)
         if view is None:
-            return 0.0
-        version = view.open_version
-
-        def off() -> bool:
-            return live.served.view_of(version) is None or interrupted()
-
-        wait_s = view.overlays[-1].born_s + self._grace_s - time.monotonic()
-        with changed:
-            if wait_s > 0 and changed.wait_for(off, timeout=wait_s):
-                return 0.0
-        with live.write:
-            view = live.served.view_of(version)
-            if view is None or not view.overlays:
-                return 0.0
-            live.folding = view.overlays[-1]  # from here on no delta merges into it
+            self._choose(None)
+            return NEVER_S
+        now_s = time.monotonic()
+        # what comes in a pause is merged in memory: a fold costs much the same, be it of one delta or of fifty
+        until_s = view.overlays[-1].born_s + self._grace_s
+        if not self.pressed:
+            until_s = max(until_s, self._pause_until_s)
+        if until_s > now_s:
+            return until_s - now_s
+        view = self._choose(view.open_version)
+        if view is None or not self._may_fold(view):
+            return NEVER_S
         try:
-            return self._fold(view, off)
+            took_s = self._fold(view)
         finally:
-            with live.write:
-                live.folding = None
+            self._choose(None)
+        # forty times as long as each delta waits in any case, at most
+        pause_s = min(took_s / (_MOST_FOLDING * self._share()), 40 * self._grace_s, 2.0)
+        self._pause_until_s = time.monotonic() + pause_s
+        return 0.0
 
-    def _fold(self, view: View, off: Callable[[], bool]) -> float:
-        live, changed = self._live, self._live.publisher.changed
-        version, oldest = view.open_version, view.overlays[-1]
+    def _choose(self, version: Version | None) -> View | None:
+        """Have no delta merge any more into the oldest overlay of a version as it is served now.
 
-        def ready() -> bool:
-            return version.rows.may_fold(oldest.hi) and not live.publisher.read_below(version, oldest.hi)
+        None: it has none, and all overlays take deltas in.
+        """
+        live = self._live
+        if version is None and live.folding is None:
+            return None
+        with live.write:
+            view = None if version is None else live.served.view_of(version)
+            live.folding = view.overlays[-1] if view is not None and view.overlays else None
+            return None if live.folding is None else view
 
-        with changed:
-            changed.wait_for(lambda: off() or ready() or self._other_due(version))
-            if off() or not ready():
-                return 0.0
+    def _may_fold(self, view: View) -> bool:
+        version, seq = view.open_version, view.overlays[-1].hi
+        with self._live.publisher.changed:
+            return version.rows.may_fold(seq) and not self._live.publisher.read_below(version, seq)
+
+    def _fold(self, view: View) -> float:
+        """Returns the seconds that it took."""
+        live, version, oldest = self._live, view.open_version, view.overlays[-1]
         began_s = time.monotonic()
         if len(view.overlays) > 1:  # deltas arrive faster than they are folded
             with without_yielding(True):
@@ -123,6 +130,3 @@ class Folder:
                 now = live.served.view_of(version)
                 if now is not None:  # for compiled readers to let go of what it replaced
                     live.publisher.publish(live.served.with_views([View(version, now.overlays, now.seq)]))
-
-    def _other_due(self, version: Version) -> bool:
-        return any(view.open_version is not version and self._is_due(view) for view in self._live.served.views)

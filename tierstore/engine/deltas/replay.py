@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+from tierstore.engine.data.dense_head import DenseHead, Heads
 from tierstore.engine.data.overlay import Overlay, encode_delta, stack
 from tierstore.engine.deltas.dense import DenseParts
 from tierstore.engine.deltas.log import DeltaLog
@@ -60,11 +62,11 @@ def catch_up(
         hurry = stalls > 0  # else a thread that yields to requests never reaches the end of the log
         lacking = last - held
         with without_yielding(hurry):
-            merged, dense_parts = _gather(
+            merged, with_graphs = _gather(
                 version, deltas, held, last, FOLD_BYTES, lenient, undone or deltas.undone, version.colliding
             )
             yield_to_requests()
-            _add_dense(merged, version, dense_parts, dense, deltas)
+            _add_dense(merged, version, with_graphs, dense, deltas)
             version.fold(merged)
 
 
@@ -83,10 +85,10 @@ def unfolded(view: View, deltas: DeltaLog, dense: DenseParts, *, limit: int) -> 
         return None
     version, last = view.open_version, deltas.last or 0
     held = max(view.seq, deltas.start or 0)
-    merged, dense_parts = _gather(version, deltas, held, last, limit, True, deltas.undone, view.colliding)
+    merged, with_graphs = _gather(version, deltas, held, last, limit, True, deltas.undone, view.colliding)
     if merged.hi < last:
         raise TooLarge(f"deltas {merged.lo} to {last} take more than {limit:,} bytes of memory")
-    _add_dense(merged, version, dense_parts, dense, deltas, serve=True)
+    _add_dense(merged, version, with_graphs, dense, deltas, serve=True)
     return merged
 
 
@@ -99,12 +101,14 @@ def _gather(
     lenient: bool,
     undone: Undone,
     colliding: Mapping[str, CollidingKeys],
-) -> tuple[Overlay, list[tuple[Delta, bytes]]]:
-    """The deltas above `held`, up to `last` or until they have `limit` bytes, as one overlay; and their dense parts."""
+) -> tuple[Overlay, list[Delta]]:
+    """The deltas above `held`, up to `last` or until they have `limit` bytes, as one overlay; and those of them that
+    bring dense parts to the version, which are not in it.
+    """
     overlays: tuple[Overlay, ...] = ()
     colliding = dict(colliding)
-    dense_parts: list[tuple[Delta, bytes]] = []
-    while held < last and _bytes(overlays, dense_parts) < limit:
+    with_graphs: list[Delta] = []
+    while held < last and _bytes(overlays, with_graphs) < limit:
         held += 1
         if (end := undone.end_of_range(held)) is not None:
             overlays = stack(overlays, Overlay(held, min(end, last), {}), frozen=None)
@@ -114,50 +118,54 @@ def _gather(
         delta = read_delta(deltas.read(held))
         new = _overlay(version, delta, colliding, lenient)
         colliding |= new.colliding
-        if new.dense is not None:
-            dense_parts.append((delta, new.dense))
-            new.dense = None
+        if new.heads:
+            with_graphs.append(replace(delta, tables={}))
+            new.heads = {}
         overlays = stack(overlays, new, frozen=None)
     merged = overlays[-1]
     for newer in reversed(overlays[:-1]):
         merged = merged.merged(newer)
-    return merged, dense_parts
+    return merged, with_graphs
 
 
-def _bytes(overlays: Sequence[Overlay], dense_parts: Sequence[tuple[Delta, bytes]]) -> int:
-    return sum(overlay.nbytes for overlay in overlays) + sum(len(model) for _, model in dense_parts)
+def _bytes(overlays: Sequence[Overlay], with_graphs: Sequence[Delta]) -> int:
+    graphs = sum(len(graph) for delta in with_graphs for graph in delta.dense.values())
+    return sum(overlay.nbytes for overlay in overlays) + graphs
 
 
 def _add_dense(
     overlay: Overlay,
     version: Version,
-    dense_parts: Sequence[tuple[Delta, bytes]],
+    with_graphs: Sequence[Delta],
     dense: DenseParts,
     deltas: DeltaLog,
     *,
     serve: bool = False,
 ) -> None:
-    """Add the newest dense part that fits to an overlay, checked as if the version had served all the time.
+    """Add the newest graph of each head that fits to an overlay, checked as if the version had served all the time.
 
-    One that was accepted is not checked again, unless the overlay is to `serve` as it is: then it is made ready to run.
+    The graphs of one delta fit all, or are passed over. Those that were accepted are not checked again, unless the
+    overlay is to `serve` as it is: then they are made ready to run.
     """
-    for delta, model in reversed(dense_parts):
+    view = View(version, (), version.watermark)
+    for delta in reversed(with_graphs):
+        graphs = {head: graph for head, graph in delta.dense.items() if head not in overlay.heads}
+        if not graphs:
+            continue
         accepted = delta.seq <= version.info.dense_accepted_upto
         accepted = accepted and not deltas.is_passed_over(delta.seq, version.number)
+        heads: Heads = {head: DenseHead(graph=graph) for head, graph in graphs.items()}
         try:
             if serve or not accepted:
-                overlay.predictor = dense.of_delta(
-                    delta, model, View(version, (), version.watermark), accepted=accepted
-                )
-                overlay.unserved = dense.missing
+                brought = dense.of_delta(delta, graphs if accepted else delta.dense, view, accepted=accepted)
+                heads = {head: brought[head] for head in graphs}
         except DeltaError as error:
             if not accepted:
-                overlay.passed_over = overlay.passed_over or str(error)
+                overlay.passed_over = dict.fromkeys(graphs, str(error)) | dict(overlay.passed_over)
                 log.warning("version %d passes over the dense part of %s", version.number, error)
                 continue
-            overlay.unserved = str(error)
-        overlay.dense = model
-        return
+            heads = {head: replace(of, unserved=str(error)) for head, of in heads.items()}
+        overlay.heads = {**overlay.heads, **heads}
 
 
 def _overlay(version: Version, delta: Delta, colliding: Mapping[str, CollidingKeys], lenient: bool) -> Overlay:

@@ -1,145 +1,91 @@
-"""The background threads of a model: one folds overlays and closes versions that were replaced,
-one does housekeeping tasks.
+"""The background work of a model: folds, the closing of versions that were replaced, and housekeeping tasks.
 
-What fails is tried again, each thing by itself, and reported by `problem` until it succeeds: look-ups go on, and the
-log holds what is not folded.
+It runs on the threads that all models share: what folds and closes on one kind, tasks on another. What fails is tried
+again, each thing by itself, and reported by `problem` until it succeeds: look-ups go on, and the log holds what is not
+folded.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
 
 from tierstore.engine.deltas.fold import Folder
-from tierstore.engine.events.changes import REQUESTER
+from tierstore.engine.lifecycle.recurring import EVERY_S, RecurringTasks
 from tierstore.engine.lifecycle.retiring import RetiringVersions
-from tierstore.engine.lifecycle.throttle import LEAST_OF_A_SWITCH
+from tierstore.engine.serving.publisher import Publisher
 from tierstore.engine.versions.version import Version
-from tierstore.threads import Thread
+from tierstore.threads import ScheduledJob, Scheduler
 
-log = logging.getLogger(__name__)
-
-EVERY_S = 30.0
 MAX_BACKOFF_S = 30.0
-_MOST_FOLDING = 0.1  # of the time
 FOLDING, CLOSING = "deltas are not folded", "what was replaced is not closed"
 TIDYING = "changed rows are not put in order"
 
 
 class Housekeeping:
-    """The threads of one model.
-
-    `free` is called with each version that no request reads any more. Each of `tasks` (by what is said when it fails)
-    is done every 30 s, and soon once `due` is set. `share` says how much of the time folds may run, 0 to 1.
-    """
+    """The background work of one model. `free` is called with each version that no request reads any more."""
 
     def __init__(
         self,
         model: str,
         folder: Folder,
         retiring: RetiringVersions,
-        changed: threading.Condition,
+        publisher: Publisher,
         free: Callable[[Version], None],
-        due: threading.Event,
-        share: Callable[[], float] = lambda: 1.0,
     ) -> None:
         # constant after construction
-        self._model, self._folder, self._retiring, self._changed = model, folder, retiring, changed
-        self._free, self._due, self._share = free, due, share
-        self._tasks: Mapping[str, Callable[[], None]] = {}
-        self._fold_thread = Thread(target=self._fold_and_close, name=f"tierstore-fold-{model}", daemon=True)
-        self._task_thread = Thread(target=self._run_tasks, name=f"tierstore-tasks-{model}", daemon=True)
-        self._running_tasks = threading.Lock()
-        # replaced whole, guarded by _reporting
-        self._reporting = threading.Lock()
-        self._problems: dict[str, str] = {}
-        # guarded by the publisher's condition
-        self._stopping = False
+        self._folder, self._retiring, self._publisher, self._free = folder, retiring, publisher, free
+        self.tasks = RecurringTasks(f"model {model}")
+        self._job: ScheduledJob | None = None  # which folds and closes
+        # of the thread that runs the job
+        self._backoff_s = self._retry_s = self._tidy_s = self._wait_s = 0.0
 
     @property
     def problem(self) -> str | None:
         """What has failed and was not done since."""
-        return "; ".join(f"{what}: {why}" for what, why in self._problems.items()) or None
+        return self.tasks.problem
 
     @property
     def stopping(self) -> bool:
-        return self._stopping
+        return self.tasks.stopping
 
-    def start(self, tasks: Mapping[str, Callable[[], None]]) -> None:
-        self._tasks = tasks
-        self._fold_thread.start()
-        self._task_thread.start()
+    def start(self, folding: Scheduler, tending: Scheduler, tasks: Mapping[str, Callable[[], None]]) -> None:
+        """Each of `tasks`, by what is said when it fails, is done every 30 s, and soon after a version was closed."""
+        self.tasks.start(tending, tasks)
+        self._job = folding.add(self._fold_and_close, EVERY_S)
+        self._publisher.changed.then = self._job.wake
+        self._job.wake()  # what was published before
 
     def stop(self) -> None:
-        """Stop the threads. May be called where they were never started."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-        self._due.set()
-        for thread in (self._fold_thread, self._task_thread):
-            if thread.is_alive():
-                thread.join()
+        """End it. May be called where it was never started."""
+        self.tasks.stop()
+        if self._job is not None:
+            self._job.end()
 
     def run_tasks(self) -> None:
-        """Do every task. What fails keeps no other from being done, and becomes a `problem`."""
-        with self._running_tasks:
-            for what, task in self._tasks.items():
-                self._try(what, task)
+        """Do every task now. What fails keeps no other from being done, and becomes a `problem`."""
+        self.tasks.run()
 
-    def _try(self, what: str, work: Callable[[], None]) -> bool:
-        why: str | None = None
-        try:
-            work()
-        except Exception as error:
-            why = str(error)
-            if self._problems.get(what) != why:
-                log.exception("model %s: %s", self._model, what)
-        with self._reporting:
-            others = {key: problem for key, problem in self._problems.items() if key != what}
-            self._problems = others if why is None else {**others, what: why}
-        return why is None
+    def _fold_and_close(self) -> float:
+        """Do what is due. Returns after how many seconds more is, if nothing is published meanwhile."""
+        if (wait_s := self._retry_s - time.monotonic()) > 0:
+            return wait_s
+        closed = self.tasks.attempt(CLOSING, self._close_unread)
+        folded = self.tasks.attempt(FOLDING, self._fold)
+        if time.monotonic() >= self._tidy_s and not self.tasks.attempt(TIDYING, self._tidy):
+            self._tidy_s = time.monotonic() + EVERY_S
+        if closed and folded:
+            self._backoff_s = 0.0
+            return min(EVERY_S, self._wait_s)
+        self._backoff_s = min(MAX_BACKOFF_S, max(0.5, self._backoff_s * 2))
+        self._retry_s = time.monotonic() + self._backoff_s
+        return self._backoff_s
 
-    def _run_tasks(self) -> None:
-        REQUESTER.set("housekeeping")
-        while True:
-            self._due.wait(EVERY_S)
-            self._due.clear()
-            if self._stopping:
-                return
-            self.run_tasks()
-
-    def _fold_and_close(self) -> None:
-        backoff_s = tidy_at_s = 0.0
-        while True:
-            with self._changed:
-                if backoff_s:
-                    self._changed.wait_for(lambda: self._stopping, timeout=backoff_s)
-                else:
-                    self._changed.wait_for(lambda: self._interrupted() or self._folder.due(), timeout=EVERY_S)
-                if self._stopping:
-                    return
-            closed = self._try(CLOSING, self._close_unread)
-            folded = self._try(FOLDING, self._fold_oldest)
-            if time.monotonic() >= tidy_at_s and not self._try(TIDYING, self._tidy):
-                tidy_at_s = time.monotonic() + EVERY_S
-            backoff_s = 0.0 if closed and folded else min(MAX_BACKOFF_S, max(0.5, backoff_s * 2))
-
-    def _interrupted(self) -> bool:
-        """Whether there is something else to do than to wait for readers. Under the publisher's condition."""
-        return self._stopping or bool(self._retiring.unread())
-
-    def _fold_oldest(self) -> None:
-        took_s = self._folder.fold_oldest(self._interrupted)
-        share = _MOST_FOLDING * max(LEAST_OF_A_SWITCH, self._share())
-        pause_s = min(took_s / share, self._folder.longest_pause_s)
-        with self._changed:
-            # what comes meanwhile is merged in memory: a fold costs much the same, be it of one delta or of fifty
-            self._changed.wait_for(lambda: self._interrupted() or self._folder.pressed, timeout=pause_s)
+    def _fold(self) -> None:
+        self._wait_s = self._folder.fold_due()
 
     def _tidy(self) -> None:
-        self._folder.tidy(lambda: self._stopping)
+        self._folder.tidy(lambda: self.stopping)
 
     def _close_unread(self) -> None:
         unread = self._retiring.unread()
@@ -147,4 +93,4 @@ class Housekeeping:
             self._free(version)
             self._retiring.remove(version)
         if unread:
-            self._due.set()
+            self.tasks.wake()

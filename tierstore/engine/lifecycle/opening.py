@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Iterator
 
 from tierstore.engine.data.cascade import LookupCounts
@@ -34,12 +33,11 @@ SWITCH_LAG = 4  # deltas that may be left for the last catch-up of a switch, whi
 
 
 class Opener:
-    """Opens and closes the versions of one model. `freed` is set whenever memory was freed: others may have it then."""
+    """Opens and closes the versions of one model."""
 
     def __init__(self, state: ModelState) -> None:
         self._state, self._shared = state, state.shared
         self._counts: dict[str, LookupCounts] = {}  # by table, over all versions, so that they only grow
-        self.freed = threading.Event()
         self.scanned = ScannedVersions()
 
     def open(self, info: VersionInfo) -> Version:
@@ -115,7 +113,7 @@ class Opener:
         finally:
             self._shared.host_budget.release(version)
             self._shared.devices.release(version)
-            self.freed.set()
+            self._shared.memory.wake()  # others may have it
 
     @contextlib.contextmanager
     def warmed(

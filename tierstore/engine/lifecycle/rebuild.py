@@ -128,15 +128,17 @@ class Rebuilder:
             )
         pairs = _in_folder(info.where.db / BASE, where.db / BASE)
         pairs += _in_folder(info.where.root / "warmup", where.root / "warmup")
-        pairs += _in_folder(info.where.requests, where.requests)
-        if info.manifest.dense is not None:
-            dense = _loaded_dense_on_disk(info) if disk is None else loaded_dense(info.where, disk)
+        pairs += _in_folder(info.where.requests(), where.requests())
+        for head in info.manifest.graphs:
+            if head:
+                pairs += _in_folder(info.where.requests(head), where.requests(head))
+            dense = _loaded_dense_on_disk(info, head) if disk is None else loaded_dense(info.where, disk, head)
             if dense is None:
                 raise Conflict(
                     f"version {info.number} of {self._state.name!r} cannot be built again: a delta brought another "
                     "dense part before a release that keeps the loaded one; load its snapshot again"
                 )
-            pairs.append((dense, where.dense))
+            pairs.append((dense, where.dense(head)))
         for folder in dict.fromkeys(new.parent for _, new in pairs):
             files.make_dir(folder)
         files.link_all(pairs)
@@ -181,7 +183,7 @@ def _base_on_disk(info: VersionInfo) -> bytes:
     return base_record([file for file, _ in opened])[BASE]
 
 
-def _loaded_dense_on_disk(info: VersionInfo) -> Path | None:
-    """The dense part as it was loaded, by its checksum."""
-    paths = [path for path in (info.where.dense_loaded, info.where.dense) if files.exists(path)]
-    return next((path for path in paths if checksum(path) == info.loaded_dense_digest), None)
+def _loaded_dense_on_disk(info: VersionInfo, head: str) -> Path | None:
+    """A dense part as it was loaded, by its checksum."""
+    paths = [path for path in (info.where.dense_loaded(head), info.where.dense(head)) if files.exists(path)]
+    return next((path for path in paths if checksum(path) == info.loaded_digests.get(head)), None)

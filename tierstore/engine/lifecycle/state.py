@@ -21,6 +21,7 @@ from tierstore.engine.events.callbacks import SwitchLock
 from tierstore.engine.events.observer import Observer
 from tierstore.engine.lifecycle.catalogue import Catalogue
 from tierstore.engine.lifecycle.devices import Devices
+from tierstore.engine.lifecycle.recurring import RecurringTasks
 from tierstore.engine.lifecycle.retiring import RetiringVersions
 from tierstore.engine.lifecycle.sampler import CacheSampler
 from tierstore.engine.lifecycle.throttle import LookupTimes, Throttle
@@ -34,9 +35,13 @@ from tierstore.formats.delta.reader import MAX_DECODED_BYTES
 from tierstore.formats.names import ModelDirectory
 from tierstore.machine import processors
 from tierstore.predict.runtime import Runtime
+from tierstore.threads import Scheduler
 from tierstore.tiers.background import register_requests
 from tierstore.tiers.disk.reader_pool import ReaderPool
 from tierstore.types import Progress
+
+_MOST_FOLDING = 8  # threads, whatever the machine has
+_TENDING = 2  # threads
 
 
 @dataclass(slots=True)
@@ -56,6 +61,11 @@ class Shared:
     sampler: CacheSampler
     audit: Audit
     observers: list[Observer]
+    folding: Scheduler  # what folds overlays and closes what was replaced
+    tending: Scheduler  # housekeeping
+    memory: RecurringTasks = field(
+        default_factory=lambda: RecurringTasks("the store")
+    )  # what deals it to versions again
     epochs: Epochs = field(default_factory=Epochs)
     placement: Placement = field(init=False)  # set as the store opens
     copied: bool = False  # the data directory is a copy of one that was open, see `copied.py`
@@ -83,6 +93,8 @@ def make_shared(
         CacheSampler(publishers, epochs.collect, observers),
         Audit(root, size=settings.audit_size, kept=settings.audit_keep),
         observers,
+        Scheduler(max(2, min(_MOST_FOLDING, processors())), "tierstore-fold"),
+        Scheduler(_TENDING, "tierstore-tend"),
         epochs=epochs,
     )
 

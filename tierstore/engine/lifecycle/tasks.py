@@ -39,7 +39,7 @@ class Tasks:
         """
         allow = self._state.shared.placement.refusals.allow
         tasks: dict[str, tuple[Callable[[], None], Act | None]] = {
-            "memory is not dealt again": (self._rebalance_memory, None),
+            "what larger tables have replaced is not freed": (self._close_outgrown, None),
             "the delta log is not pruned": (self._prune_log, None),
             "versions older than those kept are not dropped": (self._drops.drop_surplus, "drop_surplus"),
             "kept versions are not caught up": (self._catch_up_kept, "catch_up"),
@@ -47,16 +47,15 @@ class Tasks:
             "what broken-off loads have left is not removed": (self._drop_unfinished, None),
             "expired rows are not removed": (self._expiry.check, None),
             "what serves is not what was loaded": (self._check_bases, "check_files"),
+            "files that nothing reads are not closed": (self._let_files_go, None),
         }
         return {problem: task for problem, (task, act) in tasks.items() if act is None or allow(act)}
 
-    def _rebalance_memory(self) -> None:
-        self._state.shared.host_budget.rebalance(self._stopping)
-        self._state.shared.devices.budget.rebalance(self._stopping)
+    def _close_outgrown(self) -> None:
         for view in self._state.live.served.views:
-            self._close_outgrown(view.open_version)
+            self._close_outgrown_of(view.open_version)
 
-    def _close_outgrown(self, version: Version) -> None:
+    def _close_outgrown_of(self, version: Version) -> None:
         """Free the host tables of a version that larger ones have replaced, once no reader is at them."""
         live, changed, outgrown = self._state.live, self._state.live.publisher.changed, version.hosts.outgrown
         if not outgrown or not live.renew(version):
@@ -70,7 +69,7 @@ class Tasks:
             if not are_left():  # the next try goes on
                 return
         version.hosts.close_outgrown(outgrown)
-        self._opener.freed.set()
+        self._state.shared.memory.wake()
 
     def _prune_log(self) -> None:
         state, log_ = self._state, self._state.log
@@ -152,6 +151,11 @@ class Tasks:
         for view in self._state.live.served.views:
             with contextlib.suppress(Closed):  # it serves no more
                 view.open_version.disk.check_base()
+
+    def _let_files_go(self) -> None:
+        for view in self._state.live.served.views:
+            with contextlib.suppress(Closed):
+                view.open_version.let_files_go(self._state.shared.epochs.once_unread)
 
     def _report(self, change: str, **fields: Any) -> None:
         self._state.shared.audit.change(change, requester(), "done", flush=False, model=self._state.name, **fields)

@@ -9,6 +9,7 @@ On a thread of low priority while the model serves; it only reads, at one `momen
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ def digests(
         listed: by table, the buckets whose rows are listed in place of digests of buckets; others are not read.
         expired_at_s: seconds since 1970; rows that are expired then count as absent, removed or not.
 
-    Returns `{"model", "version", "seq", "dense", "tables"}`. `dense`: a hash of the dense part, None without one.
+    Returns `{"model", "version", "seq", "dense", "tables"}`. `dense`: a hash of the dense parts, None without one.
     `tables`, None at another seq: of each `rows`, and `digests`, 16 hex digits for each bucket in a row; of one
     whose rows are listed `keys`, their codes, and `digests` of each row.
     """
@@ -64,7 +65,7 @@ def digests(
         refusals = model.state.shared.placement.refusals
         with moment_of(model, version, lambda view: refusals.check("compare_unnamed")) as moment:
             found: dict[str, Any] = {"model": model.name, "version": moment.version.number, "seq": moment.seq}
-            found["dense"] = None if moment.dense is None else xxhash.xxh3_64_hexdigest(moment.dense)
+            found["dense"] = _digest_of(moment.graphs)
             at_another = seq is not None and moment.seq != seq
             tables = None if at_another else _tables(moment, buckets, listed, expired_at_s, goes_on)
             return found | {"tables": tables}
@@ -117,3 +118,11 @@ _NO_KEYS, _NO_DIGESTS = np.empty(0, np.int64), np.empty(0, np.uint64)
 
 def as_hex(values: Digests) -> str:
     return values.astype(">u8").tobytes().hex()
+
+
+def _digest_of(graphs: Mapping[str, bytes]) -> str | None:
+    """A digest of all graphs; that of the one without a name where there is no other."""
+    digests = {head: xxhash.xxh3_64_hexdigest(graph) for head, graph in sorted(graphs.items())}
+    if digests.keys() <= {""}:
+        return digests.get("")
+    return xxhash.xxh3_64_hexdigest(json.dumps(digests).encode())

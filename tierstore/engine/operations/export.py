@@ -216,7 +216,7 @@ def _vectors(rows: Rows, spec: TableSpec) -> Vectors:
 
 
 def _write_remaining(writer: SnapshotWriter, moment: ServedMoment) -> None:
-    """All but the rows: features, warm-up keys, the dense part and its recorded requests."""
+    """All but the rows: features, warm-up keys, the dense parts and their recorded requests."""
     info = moment.version.info
     for feature in info.features.values():
         how = None if feature.hash is None else asdict(feature.hash)
@@ -226,7 +226,8 @@ def _write_remaining(writer: SnapshotWriter, moment: ServedMoment) -> None:
     for name, spec in info.specs.items():
         for keys in load_keys(info.where.warmup(name)):
             writer.warmup(name, from_codes(np.asarray(keys), spec.key))
-    for path in recorded(info):
-        writer.request(ragged(read_request(path, file=path.name)))
-    if moment.dense is not None:
-        writer.dense(moment.dense)
+    for head in {"": None, **moment.graphs}:
+        for path in recorded(info, head):
+            writer.request(ragged(read_request(path, file=path.name)), head=head)
+    for head, graph in moment.graphs.items():
+        writer.dense(graph, head=head)

@@ -28,7 +28,7 @@ from tierstore.engine.reads.view import View
 from tierstore.errors import Conflict, NotFound
 from tierstore.formats import files
 from tierstore.formats.keys import are_own
-from tierstore.formats.names import DENSE
+from tierstore.formats.names import dense_file
 from tierstore.formats.regular import read_regular
 from tierstore.kernels.front_rows import ABSENT, FOREIGN, THERE
 from tierstore.threads import Thread
@@ -63,7 +63,8 @@ def line_of(model: Model, view: View) -> str:
     undone = [each for each in model.state.log.undone.ranges if each[1] > info.manifest.delta_seq]
     parts = [tables, features, undone]
     if info.content is not None:  # else an earlier release has loaded it, and nodes of that one say the same of it
-        parts += [info.content, info.loaded_dense_digest]
+        named = {head: digest for head, digest in info.loaded_digests.items() if head}
+        parts += [info.content, info.loaded_digests.get(""), *([named] if named else [])]
     return xxhash.xxh3_64_hexdigest(json.dumps(parts).encode())
 
 
@@ -343,13 +344,10 @@ class Fronts(Observer):
     def file(self, name: str, number: int, line: str, path: str) -> bytes:
         """A side file of a version, by its path in the version's directory. NotFound."""
         with self.held(name).at(number, line) as view:
-            newest = next((overlay.dense for overlay in view.overlays if overlay.dense is not None), None)
-            if path == DENSE and newest is not None:
-                return newest
             found = _side_files(view).get(path)
             if found is None:
                 raise NotFound(f"version {number} of {name!r} has no file {path!r}")
-            return bytes(read_regular(found))
+            return found if isinstance(found, bytes) else bytes(read_regular(found))
 
     def deltas(self, name: str, after: int, count: int) -> list[bytes | memoryview]:
         """At most `count` deltas of the log after `after`, in parts, see `wire`; none where the log begins later."""
@@ -373,9 +371,12 @@ def _owned(codes: Keys, partitions: Partitions | None) -> Any:
     return slice(None) if partitions is None else are_own(codes, partitions)
 
 
-def _side_files(view: View) -> dict[str, Path]:
-    """Dense part, warm-up keys, recorded requests: by path in the version's directory."""
+def _side_files(view: View) -> dict[str, Path | bytes]:
+    """Dense parts, warm-up keys, recorded requests: by path in the version's directory."""
     where = view.open_version.info.where
-    folder = where.requests.parent
-    found = {path.relative_to(where.root).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-    return found | ({DENSE: where.dense} if view.has_dense else {})
+    found: dict[str, Path | bytes] = {dense_file(head): where.dense(head) for head in where.denses()}
+    folder = where.requests().parent
+    found |= {path.relative_to(where.root).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    for overlay in reversed(view.overlays):
+        found |= {dense_file(name): head.graph for name, head in overlay.heads.items() if head.graph is not None}
+    return found

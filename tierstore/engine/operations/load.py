@@ -126,14 +126,20 @@ def _build(
 
 
 def _check_dense(snapshot: Snapshot, shared: Shared, may_go_on: Callable[[], None]) -> None:
-    """Refuse a dense part that could not be served, and requests that cannot be read, before any row is."""
-    for name, path in snapshot.request_paths():
-        may_go_on()
-        read_request(path, file=name)
-    model = snapshot.dense_model()
-    if model is None or snapshot.manifest.dense is None or shared.dense.missing is not None:
+    """Refuse dense parts that could not be served, and requests that cannot be read, before any row is."""
+    for head in snapshot.manifest.recorded:
+        for name, path in snapshot.request_paths(head):
+            may_go_on()
+            read_request(path, file=name)
+    for head in snapshot.manifest.graphs:
+        _check_head(snapshot, head, shared, may_go_on)
+
+
+def _check_head(snapshot: Snapshot, head: str, shared: Shared, may_go_on: Callable[[], None]) -> None:
+    model = snapshot.dense_model(head)
+    if model is None or shared.dense.missing is not None:
         return
-    name = snapshot.manifest.dense.path
+    name = snapshot.manifest.graphs[head]
     yield_to_requests()
     try:
         shared.dense.load(

@@ -42,7 +42,7 @@ class ServedMoment:
 
     version: Version
     seq: int
-    dense: bytes | None
+    graphs: dict[str, bytes]  # by head
     tables: dict[str, Iterator[tuple[Keys, Rows, Times | None]]]
 
 
@@ -103,7 +103,7 @@ def _read(view: View, stack: contextlib.ExitStack) -> ServedMoment:
                 of_overlays = None if changed is None or changed.times is None else as_rows(changed.times)
                 times = _with_changes(standing(number, TIME_BYTES), changed, of_overlays, batch)
                 tables[name] = _in_step(name, rows, times)
-    return ServedMoment(version, view.seq, _dense(view), tables)
+    return ServedMoment(version, view.seq, _graphs(view), tables)
 
 
 def _with_changes(
@@ -143,18 +143,19 @@ def _in_step(
         ahead, ahead_times = ahead[n:], ahead_times[n:]
 
 
-def _dense(view: View) -> bytes | None:
-    """The ONNX file that the view serves, or would serve where the extra is installed.
+def _graphs(view: View) -> dict[str, bytes]:
+    """The ONNX files that the view serves, by head, or would serve where the extra is installed.
 
-    No fold replaces it while the view is held.
+    No fold replaces them while the view is held.
     """
-    newest = next((overlay.dense for overlay in view.overlays if overlay.dense is not None), None)
+    return {name: _stored(view, name) if head.graph is None else head.graph for name, head in view.heads.items()}
+
+
+def _stored(view: View, head: str) -> bytes:
     info = view.open_version.info
-    if newest is not None or not info.has_dense:
-        return newest
     try:
-        content = read_regular(info.where.dense)
+        content = read_regular(info.where.dense(head))
     except OSError as error:
-        raise StorageError(f"cannot read {info.where.dense}: {error.strerror or error}") from error
-    check_dense(info, content)
+        raise StorageError(f"cannot read {info.where.dense(head)}: {error.strerror or error}") from error
+    check_dense(info, head, content)
     return content

@@ -78,8 +78,8 @@ def _document(model: Model, served: Routing) -> dict[str, Any]:
                 | ({} if feature.hash is None else {"hash": asdict(feature.hash)})
                 for name, feature in view.features.items()
             },
-            "dense": model.dense.counts.as_dict()
-            | {"buffer_bytes": 0 if view.predictor is None else view.predictor.buffer_bytes},
+            "dense": _runs(model, view, ""),
+            "heads": {head: _runs(model, view, head) for head in sorted(view.heads) if head},
             "disk": version.rows.stats(),
             "tables": version.status(view.colliding),
         }
@@ -111,21 +111,28 @@ def _canary(view: View, share: float) -> dict[str, Any]:
     }
 
 
-def _dense(model: Model, info: VersionInfo, view: View | None) -> str | None:
-    """What becomes of a version's dense part; `view` if it is served."""
-    if view is not None and view.has_dense:
-        state = "served" if view.predictor is not None else f"kept, not served: {view.unserved}"
-    elif info.has_dense:
-        state = model.dense.kept
+def _runs(model: Model, view: View, head: str) -> dict[str, float]:
+    """Figures of a head over all versions, and of its buffers in the active one."""
+    session = view.heads[head].predictor if head in view.heads else None
+    return model.dense.counts_of(head).as_dict() | {"buffer_bytes": 0 if session is None else session.buffer_bytes}
+
+
+def _heads(model: Model, info: VersionInfo, view: View | None) -> dict[str, str]:
+    """What becomes of a version's dense parts, by head; `view` if it is served."""
+    if view is None:
+        states = dict.fromkeys(info.heads, model.dense.kept)
     else:
-        state = "none"
-    if (newer := _passed_over(info, view)) is not None:
-        return f"{state}; a newer one was passed over: {newer}"
-    return None if state == "none" else state
+        states = {
+            head: "served" if of.predictor is not None else f"kept, not served: {view.under(head).unserved}"
+            for head, of in view.heads.items()
+        }
+    for head, newer in _passed_over(info, view).items():
+        states[head] = f"{states.get(head, 'none')}; a newer one was passed over: {newer}"
+    return dict(sorted(states.items()))
 
 
-def _passed_over(info: VersionInfo, view: View | None) -> str | None:
-    """Why a newer dense part than a version has is not served."""
+def _passed_over(info: VersionInfo, view: View | None) -> Mapping[str, str]:
+    """Why newer dense parts than a version has are not served, by head."""
     return info.passed_over if view is None else view.passed_over
 
 
@@ -133,6 +140,7 @@ def _versions(model: Model, served: Routing) -> list[dict[str, Any]]:
     entries = []
     labels = served.all_labels()
     for info in model.catalogue.infos():
+        heads = _heads(model, info, served.numbered(info.number))
         view = served.numbered(info.number)
         state = "stale" if model.catalogue.is_stale(info) else "kept"
         if model.catalogue.is_outdated(info.number):
@@ -149,8 +157,9 @@ def _versions(model: Model, served: Routing) -> list[dict[str, Any]]:
                 "delta_seq": info.manifest.delta_seq,
                 "partitions": _partitions(info),
                 "created_at": info.manifest.to_document().get("created_at"),
-                "dense": _dense(model, info, view),
-                "dense_passed_over": _passed_over(info, view),
+                "dense": heads.pop("", None),
+                "heads": heads,
+                "dense_passed_over": "; ".join(_passed_over(info, view).values()) or None,
                 "problem": info.problem,
                 "warming": None if view is None else _warming(model, view),
                 "host_bytes": None if view is None else _host_bytes(view),

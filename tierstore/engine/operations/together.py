@@ -102,9 +102,16 @@ def start_background(shared: Shared) -> None:
     for part in (shared.throttle, shared.warmer, shared.sampler):
         part.start()
 
+    def deal_again() -> None:
+        for budget in (shared.host_budget, shared.devices.budget):
+            budget.rebalance(lambda: shared.memory.stopping)
+
+    shared.memory.start(shared.tending, {"memory is not dealt again": deal_again})
+
 
 def stop_background(shared: Shared) -> None:
     """End what works beside the models."""
+    shared.memory.stop()
     shared.dense.limits.close()
     shared.throttle.close()
     shared.sampler.close()
@@ -115,5 +122,7 @@ def close_shared(shared: Shared) -> None:
     """Close what models have in common, after them."""
     with contextlib.ExitStack() as stack:
         stack.callback(shared.readers.close)
+        stack.callback(shared.folding.close)
+        stack.callback(shared.tending.close)
         stack.callback(shared.devices.close)
         stack.callback(shared.audit.close)

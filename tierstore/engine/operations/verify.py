@@ -84,26 +84,31 @@ def _check_version(model: Model, info: VersionInfo, progress: ProgressFn) -> tup
 
 
 def _check_files(info: VersionInfo) -> None:
-    """Corruption where the record or the dense part is not what was written."""
+    """Corruption where the record or a dense part is not what was written."""
     files.read_json(info.where.record)
-    _check_loaded_dense(info)
-    while info.has_dense:
-        expected = info.dense_digest
+    for head, expected in info.loaded_digests.items():
+        _check_loaded_dense(info.where.dense_loaded(head), expected)
+    for head in list(info.heads):
+        _check_dense(info, head)
+
+
+def _check_dense(info: VersionInfo, head: str) -> None:
+    while head in info.heads:
+        expected, path = info.heads.get(head), info.where.dense(head)
         try:
-            check_dense(info, read_regular(info.where.dense))
+            check_dense(info, head, read_regular(path))
         except OSError as error:
-            if expected != info.dense_digest:  # a newer one took its place meanwhile
+            if expected != info.heads.get(head):  # a newer one took its place meanwhile
                 continue
             if isinstance(error, StorageError):
                 raise
-            raise StorageError(f"cannot read {info.where.dense}: {error.strerror or error}") from error
+            raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
         return
 
 
-def _check_loaded_dense(info: VersionInfo) -> None:
-    """The same for the dense part as it was loaded, once a delta has brought another one."""
-    path, expected = info.where.dense_loaded, info.loaded_dense_digest
-    if expected is None or not files.exists(path):
+def _check_loaded_dense(path: Path, expected: str) -> None:
+    """The same for a dense part as it was loaded, once a delta has brought another one."""
+    if not files.exists(path):
         return
     try:
         digest = checksum(path)

@@ -7,12 +7,14 @@ current, and which older ones are still read.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tierstore.engine.data.cascade import Cascade
+from tierstore.engine.data.dense_head import DenseHead, Heads, passed_over_after, with_brought
 from tierstore.engine.data.overlay import Overlay, OverlayTable
 from tierstore.engine.reads.batch import KeyBatch, answer_array, answer_dtype, checked_weights, combiner_of
 from tierstore.engine.reads.device import DeviceLookup, answer_on_device, gpu_of, of_caller
@@ -34,17 +36,25 @@ from tierstore.types import FeatureSpec, KeysLike, KeyType, TableSpec, Tier, Vec
 _ABSENT = np.uint8(Tier.ABSENT)
 _STATE = np.dtype(np.uint8)
 _MOST_GATHERINGS = 64  # of one view
+_NO_HEAD = DenseHead()
 
 
 class View:
-    """Look-ups at one moment. The model makes it; callers use `with model.view() as view:`."""
+    """Look-ups at one moment. The model makes it; callers use `with model.view() as view:`.
+
+    `heads` are its dense parts by name. `predictor` is the graph of the one that it is read by, `head`; its own
+    without a name, unless it comes from `under`.
+    """
 
     __slots__ = (
         "_by_table",
         "_gatherings",
         "_padding",
+        "_under",
         "_version",
         "colliding",
+        "head",
+        "heads",
         "overlays",
         "predictor",
         "readers",
@@ -61,9 +71,32 @@ class View:
         self._padding = version.padding
         if self.colliding:
             self._padding = self._padding | _padding_among(self.colliding, version)
-        self.predictor: DenseSession | None = self._dense_of().predictor
-        self._gatherings: dict[tuple[str, ...], Gathering] = {}  # threads that race set equal ones
+        heads: Heads = version.heads
+        for overlay in reversed(overlays):
+            if overlay.heads:
+                heads = with_brought(heads, overlay.heads)
+        self.heads = heads
+        self._read_by("")
         self.readers = 0  # guarded by the publisher's lock
+
+    def _read_by(self, head: str) -> None:
+        self.head, self.predictor = head, self.heads.get(head, _NO_HEAD).predictor
+        self._under: dict[str, View] = {}  # threads that race set equal ones
+        self._gatherings: dict[tuple[str, ...], Gathering] = {}  # threads that race set equal ones
+
+    def under(self, head: str) -> View:
+        """This view, to be read by one of its heads. NotFound names those there are."""
+        if not head:
+            return self
+        view = self._under.get(head)
+        if view is None:
+            if head not in self.heads:
+                named = ", ".join(sorted(self.heads.keys() - {""}))
+                raise NotFound(f"no head {head!r}; version {self.version} has {named or 'none with a name'}")
+            view = copy(self)
+            view._read_by(head)
+            self._under[head] = view
+        return view
 
     @property
     def version(self) -> int:
@@ -80,37 +113,30 @@ class View:
         return self._version.features
 
     def shares_plans_with(self, other: View) -> bool:
-        """Whether what was planned under `other` holds here: the same version, with a
-        dense part of the same bindings.
-        """
-        if self.features is not other.features:
+        """Whether what was planned under `other` holds here: the same version, with heads of the same bindings."""
+        if self.features is not other.features or self.heads.keys() != other.heads.keys():
             return False
-        mine, its = self.predictor, other.predictor
-        if mine is None or its is None:
-            return mine is its
-        return mine.bindings is its.bindings and mine.loose is its.loose
+        return all(head.shares_plans_with(other.heads[name]) for name, head in self.heads.items())
 
     @property
     def has_dense(self) -> bool:
-        """Whether the version has a dense part; `predictor` says whether it is served."""
-        return self._version.info.has_dense or any(overlay.dense is not None for overlay in self.overlays)
+        """Whether the version has a dense part of this head; `predictor` says whether it is served."""
+        return self.head in self.heads
 
     @property
     def unserved(self) -> str | None:
         """Why the dense part that is kept is not served; None where it is, and where there is none."""
         if self.predictor is not None or not self.has_dense:
             return None
-        return self._dense_of().unserved or INSTALL
+        return self.heads[self.head].unserved or INSTALL
 
     @property
-    def passed_over(self) -> str | None:
-        """The newest dense part that does not fit the version, and why; None where a newer one does."""
-        newest = next((overlay for overlay in self.overlays if overlay.says_of_dense), self._version.info)
-        return newest.passed_over
-
-    def _dense_of(self) -> Overlay | Version:
-        """What has the dense part: the newest delta that brought one, else the version."""
-        return next((overlay for overlay in self.overlays if overlay.dense is not None), self._version)
+    def passed_over(self) -> dict[str, str]:
+        """By head the newest dense part that does not fit the version, and why; not where a newer one does."""
+        found: dict[str, str] = self._version.info.passed_over
+        for overlay in reversed(self.overlays):
+            found = passed_over_after(found, overlay.heads, overlay.passed_over)
+        return found
 
     @property
     def overlay_bytes(self) -> int:
@@ -223,8 +249,8 @@ class View:
         answer = lookup.finish()
         return (answer, lookup.found) if return_found else answer
 
-    def predict(self, inputs: Mapping[str, Any], *, outputs: Sequence[str] | None = None) -> Any:
-        """Scores of the dense part, on rows of this view.
+    def predict(self, inputs: Mapping[str, Any], *, outputs: Sequence[str] | None = None, head: str = "") -> Any:
+        """Scores of the dense part, or of that of a `head`, on rows of this view.
 
         Args:
             inputs: for a feature its keys, [n] or [batch, k], or (keys, offsets) or (keys, offsets, weights) for ragged
@@ -235,13 +261,18 @@ class View:
             `{output: array}`; the array alone where the dense part has one output and `outputs` is None.
 
         Raises:
-            InvalidInput: no dense part, or inputs that do not fit it. MissingExtra: it needs an extra. NotReady: it is
-            kept but cannot be served. InferenceError, StorageError: ONNX Runtime or the disk failed.
+            NotFound: no such head. InvalidInput: no dense part, or inputs that do not fit it. MissingExtra: it needs an
+            extra. NotReady: it is kept but cannot be served. InferenceError, StorageError: ONNX Runtime or the disk
+            failed.
         """
+        if head:
+            return self.under(head).predict(inputs, outputs=outputs)
         session = self.predictor
         if session is None:
             if not self.has_dense:
-                raise InvalidInput(f"version {self.version} has no dense part, so it predicts nothing; look rows up")
+                named = ", ".join(sorted(self.heads))
+                other = f"name one of its heads, {named}" if named else "look rows up"
+                raise InvalidInput(f"version {self.version} has no dense part, so it predicts nothing; {other}")
             why = f"the dense part of version {self.version} is not served: {self.unserved}"
             raise MissingExtra(why) if INSTALL in why else NotReady(why)
         answer = predict(self, session, inputs, outputs or ())

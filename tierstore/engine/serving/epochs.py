@@ -33,6 +33,7 @@ class Epochs:
     def __init__(self) -> None:
         # constant after construction; their memory is read by compiled threads
         self.generation = np.ones(8, np.int64)
+        self._nowhere = np.zeros(1, np.int64)
         self.models = np.zeros(MOST_MODELS, np.int64)  # a model's `Served` as words, by its slot; 0: none
         self._lock = threading.Lock()
         # guarded by _lock
@@ -129,6 +130,11 @@ class Epochs:
                     thread.start()
                     self._thread = thread
             return True
+
+    def once_unread(self, then: Callable[[], None]) -> None:
+        """Call `then` once no reader is at what readers could find until now, here or on another thread."""
+        if not self.retire(self.publish(address_of(self._nowhere), 0), None, then):
+            then()
 
     def _held_below(self, generation: int) -> bool:
         return any(kernel.held_below(address, count, stride, generation) for _, address, count, stride in self._readers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tierstore.engine.reads.view import View
@@ -22,6 +22,16 @@ from tierstore.kernels.codec import address_of
 _tokens = itertools.count(1)
 
 
+class Changed(threading.Condition):
+    """A condition that calls `then` too, with its lock held, when all who wait for it are notified."""
+
+    then: Callable[[], None] = staticmethod(lambda: None)
+
+    def notify_all(self) -> None:
+        super().notify_all()
+        self.then()
+
+
 class Publisher:
     """What one model serves, and the former views that are still read."""
 
@@ -31,7 +41,7 @@ class Publisher:
         self._lock = (
             threading.RLock()
         )  # the one in `changed`, which costs a request half as much to acquire as that does
-        self.changed = threading.Condition(
+        self.changed = Changed(
             self._lock
         )  # notified at each publication and when the last reader of a retired view has ended
         self._served = Routing()
@@ -98,7 +108,7 @@ class Publisher:
         self._words = [words]
 
     def _token(self, view: View) -> int:
-        """A number for a version with its dense part: equal for views that can share plans."""
+        """A number for a version with its heads: equal for views that can share plans."""
         token = self._existing_token(view) or next(_tokens)
         self._tokens = [(token, view), *(entry for entry in self._tokens if entry[0] != token)][:2]
         return token
@@ -211,14 +221,24 @@ class Publisher:
 class Lease:
     """`with` this to hold a view for the length of a request."""
 
-    __slots__ = ("_publisher", "_route", "_view", "_wanted")
+    __slots__ = ("_head", "_publisher", "_route", "_view", "_wanted")
 
-    def __init__(self, publisher: Publisher, wanted: int | str | None = None, route: bytes | str | None = None) -> None:
-        self._publisher, self._wanted, self._route = publisher, wanted, route
+    def __init__(
+        self,
+        publisher: Publisher,
+        wanted: int | str | None = None,
+        route: bytes | str | None = None,
+        head: str = "",
+    ) -> None:
+        self._publisher, self._wanted, self._route, self._head = publisher, wanted, route, head
 
     def __enter__(self) -> View:
-        self._view = self._publisher.acquire(self._wanted, self._route)
-        return self._view
+        view = self._view = self._publisher.acquire(self._wanted, self._route)
+        try:
+            return view.under(self._head)
+        except BaseException:
+            self._publisher.release(view)
+            raise
 
     def __exit__(self, *_: object) -> None:
         self._publisher.release(self._view)

@@ -1,69 +1,116 @@
-"""The dense part in a version's directory, which moves on in one step with rows and watermark.
+"""The graphs in a version's directory, which move on in one step with rows and watermark.
 
-`dense.onnx` is the one that holds. A fold with a newer one writes it next to that as `dense-<seq>.onnx` and records
-that seq in the same atomic step as the rows and the watermark; then the file is renamed to `dense.onnx`. So after a
-crash rows and graph are both of before or both of after: `finish_dense`, called when the version is opened, finishes
-what was cut off. One thread at a time: the one that folds into the version, or opens it.
+`dense.onnx` is the one that holds, of a head `dense.<head>.onnx`; where a delta took the head away it is empty. A fold
+with a newer one writes it next to that as `dense-<seq>….onnx` and records that seq in the same atomic step as the rows
+and the watermark; then the file is renamed. So after a crash rows and graphs are both of before or both of after:
+`finish_dense`, called when the version is opened, finishes what was cut off. One thread at a time: the one that folds
+into the version, or opens it.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import xxhash
 
+from tierstore.engine.data.dense_head import GONE, passed_over_after
 from tierstore.engine.data.overlay import Overlay
+from tierstore.errors import Corruption
 from tierstore.formats import files
 from tierstore.formats.names import VersionDirectory
 from tierstore.tiers.base import Records
 
-DENSE_SEQ = "dense"  # the delta with the one that holds; none where it is the snapshot's
-DENSE_DIGEST = "dense xxh3"  # of what that delta brought, after its seq: an earlier release leaves it as it was
-PASSED_OVER = "dense passed over"  # which newer one does not fit the version, and why
+_OF_NONE = xxhash.xxh3_64_hexdigest(GONE)
+PASSED_OVER = "dense passed over"  # which newer ones do not fit the version, and why
+
+
+def seq_record(head: str) -> str:
+    """The record with the delta of the graph that holds; none where it is the snapshot's."""
+    return f"dense.{head}" if head else "dense"
+
+
+def digest_record(head: str) -> str:
+    """The record with the digest of what that delta brought, after its seq: an earlier release leaves it as it was."""
+    return f"{seq_record(head)} xxh3"
 
 
 def stage_dense(where: VersionDirectory, overlay: Overlay, disk: Records) -> dict[str, bytes]:
-    """Write the dense part of an overlay next to the one that holds. Returns the records that go with its rows.
+    """Write the graphs of an overlay next to those that hold. Returns the records that go with its rows.
 
-    The one that was loaded gets a second name: a rollback to a delta needs it again.
+    Those that were loaded get second names: a rollback to a delta needs them again.
     """
     records = {}
-    if overlay.dense is not None:
-        if disk.record(DENSE_SEQ) is None and files.exists(where.dense) and not files.exists(where.dense_loaded):
-            files.link_all([(where.dense, where.dense_loaded)])
-        files.publish_bytes(where.dense_to_come(overlay.hi), overlay.dense)
-        records[DENSE_SEQ] = str(overlay.hi).encode()
-        records[DENSE_DIGEST] = f"{overlay.hi} {xxhash.xxh3_64_hexdigest(overlay.dense)}".encode()
+    for head, brought in overlay.heads.items():
+        assert brought.graph is not None
+        dense, loaded = where.dense(head), where.dense_loaded(head)
+        if disk.record(seq_record(head)) is None and files.exists(dense) and not files.exists(loaded):
+            files.link_all([(dense, loaded)])
+        files.publish_bytes(where.dense_to_come(overlay.hi, head), brought.graph)
+        records[seq_record(head)] = str(overlay.hi).encode()
+        records[digest_record(head)] = f"{overlay.hi} {xxhash.xxh3_64_hexdigest(brought.graph)}".encode()
     if overlay.says_of_dense:
-        records[PASSED_OVER] = (overlay.passed_over or "").encode()
+        records[PASSED_OVER] = _encode(passed_over_after(passed_over(disk), overlay.heads, overlay.passed_over))
     return records
 
 
-def finish_dense(where: VersionDirectory, disk: Records) -> str | None:
-    """Finish what a crash cut off. Returns what was passed over."""
-    recorded = disk.record(DENSE_SEQ)
-    for seq, path in where.denses_to_come():
-        if recorded == str(seq).encode():
-            files.rename(path, where.dense)
+def show_staged(where: VersionDirectory, overlay: Overlay) -> None:
+    """Have the graphs of an overlay hold, once its rows are in."""
+    for head in overlay.heads:
+        files.rename(where.dense_to_come(overlay.hi, head), where.dense(head))
+
+
+def finish_dense(where: VersionDirectory, disk: Records) -> None:
+    """Finish what a crash cut off."""
+    for seq, head, path in where.denses_to_come():
+        if disk.record(seq_record(head)) == str(seq).encode():
+            files.rename(path, where.dense(head))
         else:
             files.remove_file(path)
-    passed_over = disk.record(PASSED_OVER)
-    return None if passed_over is None else passed_over.decode(errors="replace")
 
 
-def loaded_dense(where: VersionDirectory, disk: Records) -> Path | None:
-    """The dense part as it was loaded; None if it no longer exists."""
-    if files.exists(where.dense_loaded):
-        return where.dense_loaded
-    return where.dense if disk.record(DENSE_SEQ) is None and files.exists(where.dense) else None
+def passed_over(disk: Records) -> dict[str, str]:
+    """Which newest graphs did not fit, and why, by head."""
+    text = (disk.record(PASSED_OVER) or b"").decode(errors="replace")
+    if not text.startswith("{"):  # of the one without a name alone
+        return {"": text} if text else {}
+    try:
+        return {str(head): str(why) for head, why in json.loads(text).items()}
+    except ValueError as error:
+        raise Corruption(f"the record {PASSED_OVER!r} makes no sense ({error}): {text[:80]!r}") from error
 
 
-def digest_of_dense(disk: Records, loaded: str | None) -> str | None:
-    """XXH3-64 of the dense part that holds, where that of the one that was `loaded` is given; None
-    where it was not written down.
+def _encode(passed_over: Mapping[str, str]) -> bytes:
+    return (json.dumps(passed_over) if passed_over.keys() - {""} else passed_over.get("", "")).encode()
+
+
+def loaded_dense(where: VersionDirectory, disk: Records, head: str) -> Path | None:
+    """A head's graph as it was loaded; None where it is there no more."""
+    if files.exists(where.dense_loaded(head)):
+        return where.dense_loaded(head)
+    return where.dense(head) if disk.record(seq_record(head)) is None and files.exists(where.dense(head)) else None
+
+
+def heads_there(where: VersionDirectory, disk: Records | None, loaded: Mapping[str, str]) -> dict[str, str | None]:
+    """The heads of a version, with the XXH3-64 of their graphs; None where it was not written down.
+
+    `loaded` are the digests of those that were loaded; `disk` None: no delta has brought any. An empty file is a head
+    that went only where that was written down: it may have been cut off.
     """
-    seq = disk.record(DENSE_SEQ)
+    digests = {
+        head: loaded.get(head) if disk is None else _digest(disk, head, loaded.get(head)) for head in where.denses()
+    }
+    return {
+        head: digest
+        for head, digest in digests.items()
+        if digest != _OF_NONE and ((disk is not None and digest is not None) or where.dense(head).stat().st_size)
+    }
+
+
+def _digest(disk: Records, head: str, loaded: str | None) -> str | None:
+    seq = disk.record(seq_record(head))
     if seq is None:
         return loaded
-    brought_by, _, digest = (disk.record(DENSE_DIGEST) or b"").partition(b" ")
+    brought_by, _, digest = (disk.record(digest_record(head)) or b"").partition(b" ")
     return digest.decode(errors="replace") if brought_by == seq else None

@@ -34,7 +34,7 @@ def content_digest(manifest: Manifest, build: BaseBuild) -> str:
     far as every node has the same ones.
     """
     document = manifest.to_document()
-    for name in ("dense", "warmup", "requests"):  # their names differ from build to build
+    for name in ("dense", "heads", "warmup", "requests"):  # their names differ from build to build
         document.pop(name, None)
     shards = [shard for table in document["tables"] for shard in table["shards"]]
     parts: list[Any] = [document]

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import xxhash
 
 from tierstore.engine.data import row_count as rowcount
+from tierstore.engine.data.dense_head import GONE, passed_over_after
 from tierstore.engine.data.overlay import Overlay
 from tierstore.engine.data.row_count import RowCount
-from tierstore.engine.versions.dense_files import digest_of_dense, finish_dense
+from tierstore.engine.versions.dense_files import finish_dense, heads_there, passed_over
 from tierstore.engine.versions.identity import CONTENT, check_identity, content_digest, identity_record
 from tierstore.errors import Corruption
 from tierstore.formats import colliding, files
@@ -92,7 +94,7 @@ def make_record(
         else _IN_PARTITIONS,
         "base": base,
         "loaded_at_s": time.time(),
-        "dense": checksum(where.dense) if manifest.dense is not None else None,
+        **digests_record({head: checksum(where.dense(head)) for head in manifest.graphs}),
         "manifest": manifest.to_document(),
         CONTENT: content_digest(manifest, build),
         "tables": tables,
@@ -100,6 +102,17 @@ def make_record(
     if own is not None:
         record["partitions"] = own.document()
     return record if tags is None else record | {"tags": [tag.decode() for tag in tags]}
+
+
+def digests_record(digests: Mapping[str, str]) -> dict[str, Any]:
+    """What `version.json` says of the graphs that were loaded; the fields of which `_loaded_digests` reads."""
+    named = {head: digest for head, digest in digests.items() if head}
+    return {"dense": digests.get("")} | ({"heads": named} if named else {})
+
+
+def _loaded_digests(record: Mapping[str, Any]) -> dict[str, str]:
+    digests = {"": record.get("dense"), **record.get("heads", {})}
+    return {head: str(digest) for head, digest in digests.items() if digest is not None}
 
 
 def _local_base(name: object) -> BaseKind:
@@ -162,7 +175,7 @@ class VersionInfo:
                 self.partitions = Partitions.of_document(record["partitions"])
             self.base = RECORD_FORMATS[form] if self.partitions is None else _local_base(record["base"])
             document, self.tables = record["manifest"], dict[str, dict[str, Any]](record["tables"])
-            self.loaded_dense_digest: str | None = record.get("dense")
+            self.loaded_digests = _loaded_digests(record)  # of graphs, by head
             self.content: str | None = record.get(CONTENT)  # None where an earlier release has loaded it
             self.tags = [
                 str(tag).encode() for tag in record.get("tags", ())
@@ -181,10 +194,10 @@ class VersionInfo:
         self.features: dict[str, FeatureSpec] = self.manifest.feature_specs()
         self.watermark = self.manifest.delta_seq  # the owner moves it on
         self.colliding: Mapping[str, CollidingKeys] = {}  # as of the watermark; replaced whole
-        self.has_dense = where.dense.exists()
-        self.dense_digest = self.loaded_dense_digest  # of dense.onnx; None where an earlier release wrote it
+        # the heads that its files have, with their digests, None where an earlier release wrote it; replaced whole
+        self.heads = heads_there(where, None, self.loaded_digests)
         self.problem: str | None = None  # why it could not be opened when that was tried last
-        self.passed_over: str | None = None  # the newest dense part that a delta brought and that does not fit
+        self.passed_over: dict[str, str] = {}  # by head the newest that a delta brought and that does not fit
         # dense parts of deltas above the watermark and up to this one were accepted by the version while it served
         self.dense_accepted_upto = self._dense_accepted_saved = _read_dense_accepted(where.accepted)
         self._counting = threading.Lock()
@@ -240,9 +253,16 @@ class VersionInfo:
                 delta_seq = self.manifest.delta_seq
                 loaded = {name: RowCount(int(table["rows"]), exact=True) for name, table in self.tables.items()}
                 self._count(rowcount.recorded(disk, watermark, loaded, delta_seq), watermark)
-        self.passed_over = finish_dense(self.where, disk)
-        self.dense_digest = digest_of_dense(disk, self.loaded_dense_digest)
-        self.has_dense = self.where.dense.exists()
+        finish_dense(self.where, disk)
+        self.passed_over = passed_over(disk)
+        self.heads = heads_there(self.where, disk, self.loaded_digests)
+
+    def fold_heads(self, overlay: Overlay) -> None:
+        """The graphs of an overlay hold now, or are passed over; the owner has moved the files."""
+        graphs = {name: head.graph for name, head in overlay.heads.items() if head.graph is not None}
+        brought = {name: xxhash.xxh3_64_hexdigest(graph) for name, graph in graphs.items() if graph != GONE}
+        self.heads = {**{name: digest for name, digest in self.heads.items() if name not in graphs}, **brought}
+        self.passed_over = passed_over_after(self.passed_over, overlay.heads, overlay.passed_over)
 
     def ttl_status(self, table: TableSpec) -> dict[str, Any] | None:
         """What the status says of a table with a ttl: rows that have expired, at the load and since, and when

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from tierstore.engine.data.budget import MemoryUser
 from tierstore.engine.data.cascade import Cascade, LookupCounts
+from tierstore.engine.data.dense_head import Heads, with_brought
 from tierstore.engine.data.overlay import Overlay
 from tierstore.engine.versions.host_tables import HostTables
 from tierstore.engine.versions.hot_keys import distinct_keys, load_keys, save_keys
@@ -23,7 +24,6 @@ from tierstore.engine.versions.rows import VersionRows
 from tierstore.errors import Closed
 from tierstore.formats.colliding import CollidingKeys
 from tierstore.formats.keys import as_codes
-from tierstore.predict.session import DenseSession
 from tierstore.tiers.background import yield_to_requests
 from tierstore.tiers.device.gpu import Gpu
 from tierstore.tiers.disk.tier import DiskTier
@@ -58,9 +58,8 @@ class Version:
         self.watermark = info.watermark
         self.writing = threading.Lock()  # held by what writes the disk tier, a fold or `expiry.py`
         self.hosts = HostTables(info, self.tables, self.writing)
-        # the dense part as of the watermark, ready to run; `unserved` says why one that is kept is not
-        self.predictor: DenseSession | None = None
-        self.unserved: str | None = None
+        self.heads: Heads = {}  # the dense parts as of the watermark, once they are opened; replaced whole
+        self._moved: tuple[int, int] | None = None  # as of the last `let_files_go`
         self.gpu: Gpu | None = None  # set once its device tables are attached
 
     @property
@@ -137,6 +136,17 @@ class Version:
             if any(cache.rows_resident for cache in table.caches):
                 save_keys(self.info.where.hot(name), parts(table))
 
+    def let_files_go(self, once_unread: Callable[[Callable[[], None]], None]) -> None:
+        """Close its files on this machine, if nothing was read from them or changed in them since the last call.
+
+        Reads and folds open them again. `once_unread` as for `DiskTier.let_go`. On one thread.
+        """
+        counts = [table.counts.as_dict() for table in self.tables.values()]
+        moved = self.watermark, sum(each["disk"] + each["absent"] for each in counts)
+        if moved == self._moved and self.rows.disk is not None:
+            self.rows.disk.let_go(once_unread)
+        self._moved = moved
+
     # deltas
 
     def fold(self, overlay: Overlay) -> None:
@@ -160,11 +170,11 @@ class Version:
         for name in overlay.tables:
             self.tables[name].raise_floor(overlay.hi)
         self.rows.fold(self.info, overlay)
-        if overlay.dense is not None:
-            self.info.has_dense, self.info.dense_digest = True, xxhash.xxh3_64_hexdigest(overlay.dense)
-            self.predictor, self.unserved = overlay.predictor, overlay.unserved
         if overlay.says_of_dense:
-            self.info.passed_over = overlay.passed_over
+            self.info.fold_heads(overlay)
+            self.heads = {
+                name: replace(head, graph=None) for name, head in with_brought(self.heads, overlay.heads).items()
+            }
         for name, rows in overlay.tables.items():
             yield_to_requests()
             self.tables[name].update_caches(rows.keys, rows.rows, rows.deleted)
@@ -182,7 +192,7 @@ class Version:
 
     def close(self) -> None:
         """Free all memory and close the files. No look-up may be running."""
-        self.predictor = None
+        self.heads = {}
         self.drop_caches()
         self.rows.close()
 

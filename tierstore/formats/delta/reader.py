@@ -34,7 +34,7 @@ from tierstore.formats.columns import (
 )
 from tierstore.formats.delta.frames import BadFrames, split_streams
 from tierstore.formats.delta.head import DeltaWords, words_of
-from tierstore.formats.names import DENSE_TABLE
+from tierstore.formats.names import head_of_table
 from tierstore.formats.regular import read_regular
 from tierstore.formats.strings import validate
 from tierstore.kernels.codec import all_finite
@@ -75,7 +75,8 @@ class DeltaTable:
 class Delta:
     """A delta. `digest` is the XXH3-64 of its `nbytes` bytes: the same seq with another digest is a conflict.
 
-    base_version: the one version that it is for, or None for all. dense: the new ONNX model, or None.
+    base_version: the one version that it is for, or None for all. dense: the new ONNX models by head, of the dense part
+    without a name by ""; an empty one where the head goes.
     """
 
     model: str
@@ -83,7 +84,7 @@ class Delta:
     event_time: datetime
     base_version: int | None
     tables: dict[str, DeltaTable]
-    dense: bytes | None
+    dense: dict[str, bytes]
     digest: str
     nbytes: int
 
@@ -186,7 +187,7 @@ def _as_delta(read: Callable[[], T], view: memoryview) -> T:
 def _read(view: memoryview, max_decoded_bytes: int, reserve: Callable[[int], None]) -> Delta:
     heads: list[DeltaWords] = []
     tables: dict[str, _Collected] = {}
-    dense: bytes | None = None
+    dense: dict[str, bytes] = {}
     streams, _ = split_streams(view, max_decoded_bytes)
     for start, end in streams:
         reader = pa.ipc.open_stream(pa.py_buffer(view[start:end]))
@@ -197,8 +198,8 @@ def _read(view: memoryview, max_decoded_bytes: int, reserve: Callable[[int], Non
             except StopIteration:
                 break
             name = _table_name(metadata)
-            if name == DENSE_TABLE:
-                dense = _onnx(batch)
+            if (of := head_of_table(name)) is not None:
+                dense[of] = _onnx(name, batch)
             else:
                 tables.setdefault(name, _Collected(name)).add(batch)
     head = heads[0]
@@ -227,22 +228,24 @@ def _table_name(metadata: Any) -> str:
     if raw is None:
         raise DeltaError("bad delta: a record batch does not name its table in its custom metadata `table`")
     name = str(raw.decode(errors="replace"))
-    if name == DENSE_TABLE:
-        return name
     try:
-        return check_name("table", name)
+        return name if head_of_table(name) is not None else check_name("table", name)
     except InvalidInput as error:
         raise DeltaError(f"bad delta: {error}") from error
 
 
-def _onnx(batch: pa.RecordBatch) -> bytes:
+def _onnx(name: str, batch: pa.RecordBatch) -> bytes:
+    """The graph that a batch carries; empty where it is null."""
     kind = batch.schema.field(0).type if batch.num_columns else None
     if batch.schema.names != [ONNX] or not (pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
-        raise DeltaError(f"table {DENSE_TABLE}: expected one binary column {ONNX!r}, got {_shown(batch.schema)}")
+        raise DeltaError(f"table {name}: expected one binary column {ONNX!r}, got {_shown(batch.schema)}")
     batch.validate(full=True)
-    if len(batch) != 1 or batch.column(0).null_count:
-        raise DeltaError(f"table {DENSE_TABLE}: expected one row that is not null, got {len(batch)} rows")
-    return bytes(batch.column(0)[0].as_py())
+    if len(batch) != 1:
+        raise DeltaError(f"table {name}: expected one row, got {len(batch)} rows")
+    graph = batch.column(0)[0].as_py()
+    if graph == b"":
+        raise DeltaError(f"table {name}: expected an ONNX model, or null to take it away; got no bytes at all")
+    return bytes(graph or b"")
 
 
 def _shown(schema: pa.Schema) -> str:

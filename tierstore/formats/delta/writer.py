@@ -17,7 +17,7 @@ from tierstore.errors import DeltaError, InvalidInput
 from tierstore.formats.columns import KEY, MAX_DIM, VECTOR, as_vectors, first_not_finite
 from tierstore.formats.files import publish
 from tierstore.formats.keys import as_codes, from_codes
-from tierstore.formats.names import DENSE_TABLE, MAX_ORDINAL
+from tierstore.formats.names import MAX_ORDINAL, dense_table
 from tierstore.formats.normalize import guessed_key_type, vector_rows
 from tierstore.formats.onnx_file import read_dense
 from tierstore.formats.strings import as_arrow_strings
@@ -51,7 +51,7 @@ class DeltaWriter:
         self._target = target
         self._metadata = _metadata(model, seq, event_time, base_version)
         self._tables: dict[str, _TableRows] = {}
-        self._onnx: bytes | None = None
+        self._graphs: dict[str, bytes | None] = {}  # by head
         self._closed = False
 
     def upsert(self, table: str, keys: Any, vectors: Any, *, key: str | None = None) -> None:
@@ -74,13 +74,15 @@ class DeltaWriter:
         """Delete rows. The keys need not exist."""
         self._table(table, keys, key).delete(keys)
 
-    def dense(self, model: str | Path | bytes | bytearray | memoryview) -> None:
-        """Replace the dense part: an ONNX file, or its bytes; the last call counts.
+    def dense(self, model: str | Path | bytes | bytearray | memoryview | None, *, head: str = "") -> None:
+        """Replace the dense part: an ONNX file, or its bytes; the last call for a head counts.
 
-        Weights in other files next to the file are included.
+        Weights in other files next to the file are included. head: the one of several over the same tables that is
+        served as `<model>.<head>`; it may be new. None: it is served no more.
         """
         self._open()
-        self._onnx = read_dense(model, DeltaError) if isinstance(model, (str, Path)) else bytes(model)
+        graph = read_dense(model, DeltaError) if isinstance(model, (str, Path)) else model
+        self._graphs[head and check_name("head", head)] = None if graph is None else bytes(graph)
 
     def to_bytes(self) -> bytes:
         """The delta so far, as bytes."""
@@ -129,9 +131,9 @@ class DeltaWriter:
         streams: dict[pa.Schema, list[tuple[str, list[pa.RecordBatch]]]] = {}
         for name, rows in self._tables.items():
             streams.setdefault(rows.schema(), []).append((name, rows.batches()))
-        if self._onnx is not None:
-            dense = pa.record_batch({"onnx": pa.array([self._onnx], pa.large_binary())})
-            streams[dense.schema] = [(DENSE_TABLE, [dense])]
+        for head, graph in self._graphs.items():
+            dense = pa.record_batch({"onnx": pa.array([graph], pa.large_binary())})
+            streams.setdefault(dense.schema, []).append((dense_table(head), [dense]))
         if not streams:
             streams[_TableRows("", KeyType.INT64).schema()] = []
         metadata = {**self._metadata, "parts": str(len(streams))}

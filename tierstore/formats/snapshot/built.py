@@ -235,13 +235,7 @@ def _below(folder: str, entry: _File) -> _File:
 
 def _manifest_below(folder: str, manifest: Manifest) -> Manifest:
     """A manifest with the names of side files as they are seen from above their folder."""
-    document = manifest.to_document()
-    if manifest.dense is not None:
-        document["dense"] = {"path": f"{folder}/{manifest.dense.path}"}
-    document["warmup"] = {table: f"{folder}/{name}" for table, name in manifest.warmup.items()}
-    if manifest.requests:
-        document["requests"] = [f"{folder}/{name}" for name in manifest.requests]
-    return Manifest.parse(json.dumps(document))
+    return manifest.with_side_files(lambda name: f"{folder}/{name}")
 
 
 def _parsed(kind: type[_Document], document: dict[str, Any], name: str) -> _Document:

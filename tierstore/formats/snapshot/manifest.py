@@ -7,8 +7,9 @@ describes the same document for others.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
@@ -35,7 +36,7 @@ from tierstore.formats.objects import Location
 from tierstore.formats.regular import MAX_DOCUMENT_BYTES, read_regular
 from tierstore.formats.row_times import MAX_TTL_S, ttl_seconds
 from tierstore.formats.times import format_time, parse_time
-from tierstore.types import Combiner, FeatureSpec, KeyHash, KeyType, StorageDtype, TableSpec, check_name
+from tierstore.types import MOST_HEADS, Combiner, FeatureSpec, KeyHash, KeyType, StorageDtype, TableSpec, check_name
 
 MAX_ROWS = 1 << 62
 MAX_REQUESTS = 1000  # to warm the dense part with
@@ -208,10 +209,19 @@ class FeatureEntry(_Entry):
         return FeatureSpec(self.name, self.table, self.combiner, self.padding_key, how)
 
 
+Requests = Annotated[tuple[Annotated[str, AfterValidator(_request_path)], ...], Field(max_length=MAX_REQUESTS)]
+
+
 class DenseEntry(_Entry):
     """The dense part: an ONNX file."""
 
     path: RelativePath
+
+
+class HeadEntry(DenseEntry):
+    """The graph of a head, and the recorded requests for it."""
+
+    requests: Requests = ()
 
 
 class Manifest(_Entry):
@@ -228,8 +238,11 @@ class Manifest(_Entry):
     tables: tuple[TableEntry, ...]
     features: tuple[FeatureEntry, ...] = ()
     dense: DenseEntry | None = None
+    heads: Annotated[Mapping[Annotated[str, _named("head")], HeadEntry], Field(max_length=MOST_HEADS)] = Field(
+        default_factory=dict
+    )
     warmup: Mapping[str, Annotated[str, AfterValidator(_keys_path)]] = Field(default_factory=dict)
-    requests: Annotated[tuple[Annotated[str, AfterValidator(_request_path)], ...], Field(max_length=MAX_REQUESTS)] = ()
+    requests: Requests = ()
 
     @model_validator(mode="after")
     def _check(self) -> Manifest:
@@ -298,8 +311,9 @@ class Manifest(_Entry):
     def to_document(self) -> dict[str, Any]:
         """The document as plain JSON values, without optional fields that are at their defaults."""
         document = self.model_dump(mode="json", exclude_none=True)
-        if not self.requests:  # earlier releases refuse these fields
-            del document["requests"]
+        for name in ("requests", "heads"):
+            if not document[name]:  # earlier releases refuse these fields
+                del document[name]
         for table, entry in zip(self.tables, document["tables"], strict=True):
             if table.columns == ColumnsEntry():
                 del entry["columns"]
@@ -308,6 +322,29 @@ class Manifest(_Entry):
     def write(self, path: str | Path) -> None:
         """Publish the document at `path`, whole and durable."""
         publish_json(path, self.to_document())
+
+    @property
+    def graphs(self) -> dict[str, str]:
+        """The paths of the graphs, by head; that of the one without a name is `dense`."""
+        return ({} if self.dense is None else {"": self.dense.path}) | {
+            head: entry.path for head, entry in self.heads.items()
+        }
+
+    @property
+    def recorded(self) -> dict[str, tuple[str, ...]]:
+        """The paths of the recorded requests, by head."""
+        return {"": self.requests} | {head: entry.requests for head, entry in self.heads.items()}
+
+    def with_side_files(self, name_of: Callable[[str], str]) -> Manifest:
+        """The same, with `name_of` its path for the path of each graph, warm-up keys and recorded request."""
+        document = self.to_document()
+        heads = document.get("heads", {}).values()
+        for entry in (document, *heads):
+            entry["requests"] = [name_of(path) for path in entry.get("requests", ())]
+        for entry in filter(None, (document.get("dense"), *heads)):
+            entry["path"] = name_of(entry["path"])
+        document["warmup"] = {table: name_of(path) for table, path in self.warmup.items()}
+        return Manifest.parse(json.dumps(document))
 
     def table(self, name: str) -> TableEntry:
         """The entry of table `name`; KeyError if there is none."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -141,9 +142,7 @@ class Snapshot:
                 self._readers(table, shard)
         for path in self.manifest.warmup.values():
             self._resolve(path, file_only=True)
-        if self.manifest.dense is not None:
-            self._resolve(self.manifest.dense.path, file_only=True)
-        for path in self.manifest.requests:
+        for path in (*self.manifest.graphs.values(), *chain.from_iterable(self.manifest.recorded.values())):
             self._resolve(path, file_only=True)
 
     def batches(self, table: str, shard_no: int, batch_rows: int = 65536) -> Iterator[RowBatch]:
@@ -213,8 +212,8 @@ class Snapshot:
                 with naming(shard.path):
                     revisions = [revision_of(file) for _, file in parts(self._resolve(shard.path))]
                 parts_of.append([(size, None if shard.xxh3 else revision) for size, revision in revisions])
-        dense = () if self.manifest.dense is None else (self.manifest.dense.path,)
-        for name in (*dense, *self.manifest.warmup.values(), *self.manifest.requests):
+        requests = chain.from_iterable(self.manifest.recorded.values())
+        for name in (*self.manifest.graphs.values(), *self.manifest.warmup.values(), *requests):
             with naming(name):
                 path = self._resolve(name, file_only=True)
                 parts_of.append(revision_of(path) if isinstance(path, ObjectPath) else checksum(path))
@@ -244,24 +243,22 @@ class Snapshot:
         """The file of a name in the manifest, or in `built.json`. Raises SnapshotError."""
         return self._resolve(name, file_only=True)
 
-    def dense_path(self) -> Location | None:
-        """The ONNX file of the dense part, or None if the snapshot has none."""
-        return None if self.manifest.dense is None else self._resolve(self.manifest.dense.path, file_only=True)
+    def dense_path(self, head: str = "") -> Location | None:
+        """The ONNX file of a head, or None if the snapshot has none."""
+        name = self.manifest.graphs.get(head)
+        return None if name is None else self._resolve(name, file_only=True)
 
-    def dense_model(self) -> bytes | None:
-        """The ONNX model of the dense part, including weights in other files; None if there is none.
-
-        Raises SnapshotError.
-        """
-        path = self.dense_path()
-        if path is None or self.manifest.dense is None:
+    def dense_model(self, head: str = "") -> bytes | None:
+        """The ONNX model of a head, including weights in other files; None if there is none. Raises SnapshotError."""
+        path = self.dense_path(head)
+        if path is None:
             return None
-        with naming(self.manifest.dense.path):
+        with naming(self.manifest.graphs[head]):
             return read_onnx(path, self.root)
 
-    def request_paths(self) -> list[tuple[str, Location]]:
-        """(name in the manifest, file) of the recorded requests, in order."""
-        return [(name, self._resolve(name, file_only=True)) for name in self.manifest.requests]
+    def request_paths(self, head: str = "") -> list[tuple[str, Location]]:
+        """(name in the manifest, file) of the requests recorded for a head, in order."""
+        return [(name, self._resolve(name, file_only=True)) for name in self.manifest.recorded.get(head, ())]
 
     def _shard(self, table: str, shard_no: int) -> tuple[TableEntry, ShardEntry]:
         entry = self.manifest.table(table)

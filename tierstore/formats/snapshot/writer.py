@@ -20,7 +20,7 @@ from tierstore.errors import InvalidInput, SnapshotError
 from tierstore.formats import files
 from tierstore.formats.columns import as_vectors, first_not_finite
 from tierstore.formats.keys import as_codes, from_codes
-from tierstore.formats.names import DENSE, KEYS_SUFFIX, REQUEST_SUFFIX, REQUESTS, SNAPSHOT_MANIFEST, WARMUP
+from tierstore.formats.names import KEYS_SUFFIX, REQUEST_SUFFIX, REQUESTS, SNAPSHOT_MANIFEST, WARMUP, dense_file
 from tierstore.formats.normalize import guessed_key_type, vector_rows
 from tierstore.formats.objects import is_url
 from tierstore.formats.onnx_file import read_dense
@@ -84,8 +84,8 @@ class SnapshotWriter:
         self._tables: dict[str, TableWriter] = {}
         self._features: list[dict[str, Any]] = []
         self._warmup: dict[str, str] = {}
-        self._requests: list[str] = []
-        self._dense: dict[str, str] | None = None
+        self._requests: dict[str, list[str]] = {}  # by head, as the graphs are
+        self._graphs: dict[str, str] = {}
         self._closed = False
 
     def _begin(self) -> None:
@@ -168,13 +168,17 @@ class SnapshotWriter:
         if hash is not None:
             self._features[-1]["hash"] = dict(hash)
 
-    def dense(self, model: str | Path | bytes) -> None:
-        """The dense part: an ONNX file, or its bytes. Weights in other files next to the file are included."""
+    def dense(self, model: str | Path | bytes, *, head: str = "") -> None:
+        """The dense part: an ONNX file, or its bytes. Weights in other files next to the file are included.
+
+        head: the name of a further one over the same tables, which is served as `<model>.<head>`.
+        """
         self._open()
+        path = dense_file(head and check_name("head", head))
         content = model if isinstance(model, bytes) else read_dense(model, SnapshotError)
-        files.publish_bytes(self.directory / DENSE, content)
-        self._written(self.directory / DENSE)
-        self._dense = {"path": DENSE}
+        files.publish_bytes(self.directory / path, content)
+        self._written(self.directory / path)
+        self._graphs[head] = path
 
     def warmup(self, table: str, keys: Any) -> None:
         """Keys to have in memory before the version serves, the most important first."""
@@ -194,14 +198,18 @@ class SnapshotWriter:
         self._written(self.directory / path)
         self._warmup[table] = path
 
-    def request(self, inputs: Mapping[str, Any]) -> None:
-        """Record a request, inputs as for `Model.predict`: the dense part is run with each before it serves."""
+    def request(self, inputs: Mapping[str, Any], *, head: str = "") -> None:
+        """Record a request, inputs as for `Model.predict`: the dense part, or that of a head, is run with
+        each before it serves.
+        """
         self._open()
-        path = f"{WARMUP}/{REQUESTS}/{len(self._requests):05d}{REQUEST_SUFFIX}"
+        requests = self._requests.setdefault(head and check_name("head", head), [])
+        folder = f"{WARMUP}/{REQUESTS}/{head}" if head else f"{WARMUP}/{REQUESTS}"
+        path = f"{folder}/{len(requests):05d}{REQUEST_SUFFIX}"
         files.make_dir((self.directory / path).parent)
         write_request(self.directory / path, inputs)
         self._written(self.directory / path)
-        self._requests.append(path)
+        requests.append(path)
 
     def close(self) -> Manifest:
         """Finish the tables and publish `snapshot.json`."""
@@ -209,13 +217,22 @@ class SnapshotWriter:
         self._closed = True
         try:
             tables = tuple(table.finish() for table in self._tables.values())
+            if unknown := self._requests.keys() - {"", *self._graphs}:
+                raise SnapshotError(
+                    f"a request is recorded for head {min(unknown)!r}, which has no graph: call `dense`"
+                )
+            dense = self._graphs.pop("", None)
             manifest = Manifest.create(
                 **self._head,
                 tables=tables,
                 features=tuple(self._features),
                 warmup=self._warmup,
-                requests=tuple(self._requests),
-                dense=self._dense,
+                requests=tuple(self._requests.get("", ())),
+                dense=None if dense is None else {"path": dense},
+                heads={
+                    head: {"path": path, "requests": tuple(self._requests.get(head, ()))}
+                    for head, path in self._graphs.items()
+                },
             )
             manifest.write(self.directory / SNAPSHOT_MANIFEST)
             if self._uploads is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tierstore.engine.operations.problems import MODEL_KINDS, STORE_KINDS, Probl
 from tierstore.machine import memory_bytes
 from tierstore.service.context import SERVICE_KINDS, Service
 from tierstore.service.families import counters, gauge, gauges
+from tierstore.types import head_name
 
 _PAGE_BYTES = resource.getpagesize()
 
@@ -66,8 +67,8 @@ def memory(status: dict[str, Any], service: Service) -> Iterator[Metric]:
         "filters": sum(one.get("changed_filter_memory_bytes", 0) + one.get("patch_memory_bytes", 0) for one in disks),
         "rocksdb": sum(one.get("index_bytes", 0) + one.get("block_cache_bytes", 0) for one in disks),
         "ssd_cache": cache.get("waiting_bytes", 0),
-        "dense_buffers": sum((document.get("dense") or {}).get("buffer_bytes",
-        0) for document in status["models"].values()),
+        "dense_buffers": sum(stats["buffer_bytes"] for name, document in status["models"].items()
+        for _, stats in named_heads(name, document)),
         "history": service.history.nbytes,
         "requests": service.inflight.used_bytes + service.delta_bytes.used_bytes,
     }  # fmt: skip
@@ -95,3 +96,10 @@ def resident_bytes() -> int:
         return int(Path(f"/proc/{os.getpid()}/statm").read_text().split()[1]) * _PAGE_BYTES
     except (OSError, ValueError):
         return 0
+
+
+def named_heads(model: str, document: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """The figures of the dense parts in a model's status, by the names under which these are served."""
+    own: Mapping[str, Any] | None = document.get("dense")
+    heads = {head_name(model, head): stats for head, stats in document.get("heads", {}).items()}
+    return [*([] if own is None else [(model, own)]), *heads.items()]

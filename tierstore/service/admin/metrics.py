@@ -21,6 +21,7 @@ from tierstore.service.families import Key, counter, counters, gauge, gauges, hi
 from tierstore.service.oip.shared_memory import MAX_REGIONS
 from tierstore.service.stats import InferenceStats
 from tierstore.service.tfserving.signature import MAX_SIGNATURES
+from tierstore.types import head_name
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _STATES = ("active", "canary", "kept", "stale", "outdated", "loading")
@@ -168,14 +169,16 @@ def _tables(models: Documents) -> Iterator[Metric]:
 
 
 def _dense(models: Documents, limit_bytes: int) -> Iterator[Metric]:
+    heads = {
+        name: stats for model, document in models.items() for name, stats in health_metrics.named_heads(model, document)
+    }
     for kind, name, text, key in (
         (counters, "runs", "Runs of dense parts, warm-up included.", "runs"),
         (counters, "failed_runs", "Runs of dense parts that failed.", "failed"),
         (counters, "seconds", "Seconds of dense parts within ONNX Runtime.", "seconds"),
         (gauges, "buffer_bytes", "Bytes of row buffers that the dense part keeps for reuse.", "buffer_bytes"),
     ):
-        found = {model: stats[key] for model, document in models.items() if (stats := document.get("dense"))}
-        yield kind(f"tierstore_dense_{name}", text, "model", found)
+        yield kind(f"tierstore_dense_{name}", text, "model", {each: stats[key] for each, stats in heads.items()})
     yield gauge("tierstore_dense_buffer_limit_bytes", "Bytes of row buffers that a dense part may keep.", limit_bytes)
 
 
@@ -218,7 +221,12 @@ def _models(models: Documents) -> Iterator[Metric]:
 
 def _requests(stats: InferenceStats, models: Documents) -> Iterator[Metric]:
     """Look-ups by the version that answered; only of existing versions, so that no series outlives its version."""
-    there = {(name, entry["version"]) for name, document in models.items() for entry in document["versions"]}
+    there = {
+        (head_name(name, head), entry["version"])
+        for name, document in models.items()
+        for entry in document["versions"]
+        for head in ("", *entry.get("heads", ()))
+    }
     found = [
         ((model, str(version)), counts) for model, version, counts in stats.by_version() if (model, version) in there
     ]

@@ -41,7 +41,7 @@ from tierstore.service.dataplane.plan import Call, Plan, Request, check_lookup_b
 from tierstore.service.dataplane.planner import Planner, raw_input
 from tierstore.service.dataplane.tensors import Elements, shown
 from tierstore.service.dataplane.view import Lookup, RowsLookup, View
-from tierstore.types import NAME
+from tierstore.types import NAME, head_name, model_and_head
 
 AnyRequest: TypeAlias = Request | memoryview | Callable[[View], Request]
 
@@ -284,18 +284,42 @@ class DataPlane:
         self._planner = Planner()
 
     def model(self, name: str) -> Any:
-        """The engine's model. NotFound for a name that no model has or can have."""
+        """The engine's model by the name of a request, which may be that of a head.
+
+        NotFound for a name that no model, and no head of what is served, has or can have.
+        """
+        name, head = model_and_head(name)
         try:
-            return self._store.model(name)
+            model = self._store.model(name)
         except NotFound:
             if NAME.fullmatch(name) is None:  # it may be anything, so the message is kept short
                 raise NotFound(f"unknown model {shown(name)}") from None
             raise
+        if head and (served := model.served.views) and not any(head in view.heads for view in served):
+            served[0].under(head)  # its error
+        return model
 
-    def scores(self, model: str) -> bool:
-        """Whether the active version's dense part is served here."""
-        active = self.model(model).served.active
-        return active is not None and active.predictor is not None
+    def view(self, name: str, version: int | str | None = None, route: bytes | str | None = None) -> Any:
+        """What `Model.view` gives, by the name of a request. Errors as `model` and `Model.view`."""
+        return self.model(name).view(version, route, model_and_head(name)[1])
+
+    def versions(self, name: str) -> list[int]:
+        """The versions that serve a model, or a head, ascending."""
+        views, head = self.model(name).served.views, model_and_head(name)[1]
+        return sorted(view.version for view in views if not head or head in view.heads)
+
+    def names(self) -> list[str]:
+        """The names by which requests may ask: each model's, and those of the heads that its active version has."""
+        return [head_name(name, head) for name in self._store.models() for head in self._heads(name)]
+
+    def _heads(self, name: str) -> list[str]:
+        active = self._store.model(name).served.active
+        return sorted({"", *(() if active is None else active.heads)})
+
+    def scores(self, name: str) -> bool:
+        """Whether the active version's dense part of that name is served here."""
+        active, head = self.model(name).served.active, model_and_head(name)[1]
+        return active is not None and head in active.heads and active.heads[head].predictor is not None
 
     def open(
         self, model: str, version: int | str | None, request: AnyRequest, *, route: bytes | str | None = None
@@ -308,7 +332,7 @@ class DataPlane:
         the one that had been chosen.
         """
         plan_of = partial(self._planner.plan, model)
-        return Inference(self.model(model).view(version, route), request, self._max_response, plan_of)
+        return Inference(self.view(model, version, route), request, self._max_response, plan_of)
 
 
 def _planned(view: View, request: Request, plan_of: Callable[[View, Request], Plan]) -> Plan:

@@ -277,19 +277,19 @@ class OipHttp(ProtocolApplication):
             verb = path.pop()
         name, version = _model_path(path, scope["path"])
         allow(scope["method"], "GET")
-        model = self._service.dataplane.model(name)
+        dataplane = self._service.dataplane
         if verb == "ready":
-            return Response(200 if documents.is_ready(model, version) else 400)
+            return Response(200 if documents.is_ready(dataplane, name, version) else 400)
         if verb == "config":
-            return json_response(documents.model_config(model, version))
+            return json_response(documents.model_config(dataplane, name, version))
         if verb == "stats":
             return await self._statistics(name, version)
-        return json_response(documents.model_metadata(model, version))
+        return json_response(documents.model_metadata(dataplane, name, version))
 
     async def _statistics(self, name: str | None, version: int | str | None) -> Response:
         service = self._service
         service.refresh()
-        return json_response(documents.statistics(service.store, service.inference_stats, name, version))
+        return json_response(documents.statistics(service.dataplane, service.inference_stats, name, version))
 
     async def _region(
         self, scope: Scope, kind: Any, name: str | None, verb: str, body: memoryview, headers: Headers
@@ -315,7 +315,7 @@ class OipHttp(ProtocolApplication):
         return Response(200)
 
     async def _repository(self, name: str, verb: str, request: dict[str, Any]) -> Response:
-        self._service.dataplane.model(name)
+        self._service.store.model(name)  # heads come and go with it
         parameters = request.get("parameters") or {}
         if not isinstance(parameters, dict):
             raise InvalidInput(f"expected parameters as an object, got {shown(parameters)}")

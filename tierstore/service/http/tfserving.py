@@ -133,10 +133,13 @@ class TfsHttp(ProtocolApplication):
         path = _path(scope)
         name, version = path["model"], _version(path)
         allow(scope["method"], "GET")
-        model = self._service.dataplane.model(name)
+        service = self._service
+        service.dataplane.model(name)
         if path["metadata"] is not None:
-            return json_response(documents.metadata(model, version))
-        document = await self._service.admin_pool.run(documents.status_document, self._service.store, name, version)
+            return json_response(documents.metadata(service.dataplane, name, version))
+        document = await service.admin_pool.run(
+            documents.status_document, service.store, service.dataplane, name, version
+        )
         return json_response(document)
 
     def _error(self, error: BaseException) -> Response:

@@ -11,9 +11,11 @@ from typing import Any
 from tierstore import __version__
 from tierstore.engine.serving.routing import STABLE
 from tierstore.errors import InvalidInput, NotReady
+from tierstore.service.dataplane.inference import DataPlane
 from tierstore.service.dataplane.tensors import shown
 from tierstore.service.dataplane.view import TensorInfo, View, inputs_of, outputs_of
 from tierstore.service.stats import InferenceStats
+from tierstore.types import head_name
 
 PLATFORM = "tierstore"
 EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "statistics")
@@ -26,19 +28,19 @@ def server_metadata(*, shared_memory: bool) -> dict[str, Any]:
     return {"name": "tierstore", "version": __version__, "extensions": extensions}
 
 
-def model_metadata(model: Any, version: int | str | None) -> dict[str, Any]:
-    """Metadata of a model: of the active version, or of `version` (a number or label).
+def model_metadata(dataplane: DataPlane, name: str, version: int | str | None) -> dict[str, Any]:
+    """Metadata of a model, or of a head: of the active version, or of `version` (a number or label).
 
-    NotReady, NotFound as `Model.view`.
+    NotReady, NotFound as `DataPlane.view`.
     """
 
     def entry(tensor: TensorInfo) -> dict[str, Any]:
         return {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
 
-    with model.view(STABLE if version is None else version) as view:
-        document = {
-            "name": model.name,
-            "versions": [str(number) for number in _served(model, view, version)],
+    with dataplane.view(name, STABLE if version is None else version) as view:
+        document: dict[str, Any] = {
+            "name": name,
+            "versions": [str(number) for number in _served(dataplane, name, view, version)],
             "platform": PLATFORM,
             "inputs": [entry(tensor) for tensor in inputs_of(view)],
             "outputs": [entry(tensor) for tensor in outputs_of(view)],
@@ -48,7 +50,7 @@ def model_metadata(model: Any, version: int | str | None) -> dict[str, Any]:
         return document
 
 
-def model_config(model: Any, version: int | str | None) -> dict[str, Any]:
+def model_config(dataplane: DataPlane, name: str, version: int | str | None) -> dict[str, Any]:
     """What Triton's clients read from a model's configuration; batching is the caller's own, hence size 0."""
 
     def entry(tensor: TensorInfo) -> dict[str, Any]:
@@ -58,53 +60,56 @@ def model_config(model: Any, version: int | str | None) -> dict[str, Any]:
             "dims": tensor.shape,
         }
 
-    with model.view(STABLE if version is None else version) as view:
+    with dataplane.view(name, STABLE if version is None else version) as view:
         return {
-            "name": model.name,
+            "name": name,
             "platform": PLATFORM,
             "backend": PLATFORM,
-            "version_policy": {"specific": {"versions": _served(model, view, version)}},
+            "version_policy": {"specific": {"versions": _served(dataplane, name, view, version)}},
             "max_batch_size": 0,
             "input": [{**entry(tensor), "optional": tensor.optional} for tensor in inputs_of(view)],
             "output": [entry(tensor) for tensor in outputs_of(view)],
         }
 
 
-def _served(model: Any, view: View, version: int | str | None) -> list[int]:
+def _served(dataplane: DataPlane, name: str, view: View, version: int | str | None) -> list[int]:
     """The versions that can be requested; for a request that names one, that one."""
-    return [view.version] if version is not None else sorted(model.served.versions)
+    return [view.version] if version is not None else dataplane.versions(name)
 
 
-def is_ready(model: Any, version: int | str | None) -> bool:
+def is_ready(dataplane: DataPlane, name: str, version: int | str | None) -> bool:
     """Whether look-ups are answered; by `version` where it is given."""
     try:
-        with model.view(STABLE if version is None else version):
+        with dataplane.view(name, STABLE if version is None else version):
             return True
     except NotReady:
         return False
 
 
 def repository_index(store: Any, only_ready: bool) -> list[dict[str, Any]]:
-    """Every version of every model; a kept one is UNAVAILABLE until it is loaded, which activates it."""
+    """Every version of every model and head; a kept one is UNAVAILABLE until it is loaded, which activates it."""
     entries = []
-    for name, model in store.status()["models"].items():
-        for version in model["versions"]:
+    for model, document in store.status()["models"].items():
+        for version in document["versions"]:
             ready = version["state"] in ("active", "canary")
-            if ready or not only_ready:
-                entry = {"name": name, "version": str(version["version"]), "state": "READY" if ready else "UNAVAILABLE"}
-                entries.append(entry if ready else {**entry, "reason": version["state"]})
+            if not ready and only_ready:
+                continue
+            entry = {"version": str(version["version"]), "state": "READY" if ready else "UNAVAILABLE"}
+            entry |= {} if ready else {"reason": version["state"]}
+            entries += [{"name": head_name(model, head)} | entry for head in ("", *version.get("heads", ()))]
     return entries
 
 
-def statistics(store: Any, counted: InferenceStats, name: str | None, version: int | str | None) -> dict[str, Any]:
-    """Statistics of one model, or of every model; of `version` alone if given. Errors as of a look-up."""
+def statistics(
+    dataplane: DataPlane, counted: InferenceStats, name: str | None, version: int | str | None
+) -> dict[str, Any]:
+    """Statistics of one model or head, or of every one; of `version` alone if given. Errors as of a look-up."""
     stats: list[dict[str, Any]] = []
-    for each in [name] if name is not None else store.models():
-        model = store.model(each)
-        versions = model.served.versions
+    for each in [name] if name is not None else dataplane.names():
+        versions = dataplane.versions(each)
         if version is not None:
-            with model.view(version) as view:
-                versions = (view.version,)
+            with dataplane.view(each, version) as view:
+                versions = [view.version]
         for number in versions:
             counts = counted.of(each, number)
             stats.append(

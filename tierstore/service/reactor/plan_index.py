@@ -37,7 +37,7 @@ from tierstore.service.reactor.count_rows import CountRows, Counts
 from tierstore.service.reactor.lessons import Lesson
 from tierstore.service.reactor.plan_words import address, is_runnable, prediction_words, variant_words
 from tierstore.service.reactor.scorings import Scoring, Unfit, can_score, scoring_of, scoring_words
-from tierstore.types import Tier
+from tierstore.types import Tier, model_and_head
 
 MOST_LEARNED = 256  # at once, and LEARNED_A_SECOND
 LEARNED_A_SECOND = 64
@@ -140,7 +140,7 @@ class PlanIndex:
     def learn(
         self, model: str, view: Any, version: int | str | None, plan: Plan, lesson: Lesson, refusal: bytes | None = None
     ) -> None:
-        """Keep how requests of `model` that have the structure of this one are answered under
+        """Keep how requests of `model`, or of a head, that have the structure of this one are answered under
         `view`, if a reactor can do it.
 
         `version` is the one that the request names. `refusal`: of a prediction, which a reactor refuses with these
@@ -149,8 +149,9 @@ class PlanIndex:
         """
         if plan.dense is not None and refusal is None:
             return
-        publisher = self._store.model(model).publisher
-        token, slot = publisher.token(view), self._epochs.slot(model)
+        owner, _ = model_and_head(model)
+        publisher = self._store.model(owner).publisher
+        token, slot = publisher.token(view), self._epochs.slot(owner)
         if token is None or slot is None:
             return
         wanted, served = _wanted(version), publisher.served
@@ -177,7 +178,7 @@ class PlanIndex:
                 if len(self._unfit) > _MOST_UNFIT:
                     self._unfit.popitem(last=False)
                 return
-            self._keep(place, model, slot, wanted, labelled, new)
+            self._keep(place, owner, slot, wanted, labelled, new)
 
     def learn_rows(self, model: str, view: Any, table: str, path: str, line: str) -> None:
         """Keep how a front's requests for rows of a table, at `path`, are answered under

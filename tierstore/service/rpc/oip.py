@@ -17,7 +17,7 @@ from google.protobuf import json_format
 from tierstore.errors import InvalidInput, NotFound, Overloaded, TierstoreError
 from tierstore.service.context import Service
 from tierstore.service.dataplane.datatypes import BYTES
-from tierstore.service.dataplane.inference import AnyRequest, Inference
+from tierstore.service.dataplane.inference import AnyRequest, DataPlane, Inference
 from tierstore.service.dataplane.plan import Plan
 from tierstore.service.dataplane.plan_cache import MOST_CACHED_BYTES
 from tierstore.service.dataplane.tensors import Elements
@@ -206,14 +206,14 @@ class InferenceService:
             "ServerLive": lambda *_: {"live": True},
             "ServerReady": lambda *_: {"ready": service.ready},
             "ModelReady": lambda request, caller: {
-                "ready": documents.is_ready(self._model(request.name, caller), _version(request.version))
+                "ready": documents.is_ready(*self._named(request.name, caller), _version(request.version))
             },
             "ServerMetadata": lambda *_: documents.server_metadata(shared_memory=service.regions.enabled),
             "ModelMetadata": lambda request, caller: documents.model_metadata(
-                self._model(request.name, caller), _version(request.version)
+                *self._named(request.name, caller), _version(request.version)
             ),
             "ModelConfig": lambda request, caller: {
-                "config": documents.model_config(self._model(request.name, caller), _version(request.version))
+                "config": documents.model_config(*self._named(request.name, caller), _version(request.version))
             },
             "ModelStatistics": self._statistics,
             "RepositoryIndex": self._index,
@@ -303,9 +303,9 @@ class InferenceService:
 
         return by_message(message_class(described.input_type.full_name), call)
 
-    def _model(self, name: str, caller: RpcCaller) -> Any:
+    def _named(self, name: str, caller: RpcCaller) -> tuple[DataPlane, str]:
         caller.principal.check_model(name)
-        return self._service.dataplane.model(name)
+        return self._service.dataplane, name
 
     def _index(self, request: Any, caller: RpcCaller) -> dict[str, Any]:
         caller.principal.check_model(None)
@@ -313,13 +313,10 @@ class InferenceService:
 
     def _statistics(self, request: Any, caller: RpcCaller) -> dict[str, Any]:
         service = self._service
-        if request.name:
-            self._model(request.name, caller)
-        else:
-            caller.principal.check_model(None)
+        caller.principal.check_model(request.name or None)
         service.refresh()
         return documents.statistics(
-            service.store, service.inference_stats, request.name or None, _version(request.version)
+            service.dataplane, service.inference_stats, request.name or None, _version(request.version)
         )
 
     def _load(self, request: Any, caller: RpcCaller) -> None:
@@ -333,7 +330,8 @@ class InferenceService:
     def _repository(self, request: Any, caller: RpcCaller) -> None:
         if request.repository_name:
             raise NotFound(f"no repository {request.repository_name[:80]!r}: there is one, without a name")
-        self._model(request.model_name, caller)
+        caller.principal.check_model(request.model_name)
+        self._service.store.model(request.model_name)  # heads come and go with it
         documents.check_load_parameters(request.parameters)
 
 

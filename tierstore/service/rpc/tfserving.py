@@ -180,7 +180,7 @@ class TensorFlowServing:
         for field in request.metadata_field:
             if field != SIGNATURE_FIELD:
                 raise InvalidInput(f"metadata_field {shown(field)} is not known; expected {SIGNATURE_FIELD}")
-        with self._service.dataplane.model(name).view(STABLE if version is None else version) as view:
+        with self._service.dataplane.view(name, STABLE if version is None else version) as view:
             signature = signature_of(view)
             answer = MetadataResponse()
             answer.model_spec.name = name
@@ -202,9 +202,10 @@ class TensorFlowServing:
     def _status(self, request: Any, caller: RpcCaller) -> Any:
         name, version = model_of(request.model_spec)
         caller.principal.check_model(name)
-        self._service.dataplane.model(name)
+        dataplane = self._service.dataplane
+        dataplane.model(name)
         answer = StatusResponse()
-        for number, state in version_states(self._service.store, name, version):
+        for number, state in version_states(self._service.store, dataplane, name, version):
             entry = answer.model_version_status.add(version=number, state=STATE_NUMBERS[state])
             entry.status.SetInParent()
         return answer

@@ -18,10 +18,9 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import xxhash
@@ -106,38 +105,26 @@ def rewrite(path: Path, entries: Iterable[bytes], identity: bytes | None) -> int
 
 
 class ChangedFile:
-    """The file, open for appending. Where it cannot be written it is removed, and the next start writes it again."""
+    """The file, for appending. Where it cannot be written it is removed, and the next start writes it again."""
 
     def __init__(self, path: Path, size: int) -> None:
         """`size`: bytes up to the last whole entry; what follows is cut off."""
         self._path = path
-        self._file: BinaryIO | None = None
-        with self._ignoring_errors():
-            self._file = open(path, "r+b")  # noqa: SIM115 - it stays open
-            self._file.truncate(size)
-            self._file.seek(size)
+        self._size: int | None = size  # None: it is not kept up to date
 
     def add(self, watermark: int, tables: Mapping[int, Keys]) -> bool:
         """Append an entry and make it durable. False where it is not in the file, and the file is still there."""
-        if self._file is not None:
-            with self._ignoring_errors():
-                self._file.write(entry(watermark, tables))
-                files.sync(self._file, self._path)
-        return self._file is not None or not files.exists(self._path)
-
-    @contextmanager
-    def _ignoring_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, StorageError) as error:
-            log.warning("%s is not kept up to date: %s", self._path, error)
-            self.close()
-            with suppress(StorageError):  # if the file stays, its watermark shows that it is behind
-                files.remove_file(self._path)
-
-    def close(self) -> None:
-        """May be repeated."""
-        file, self._file = self._file, None
-        if file is not None:
-            with suppress(OSError):  # it tries once more to write what could not be written
-                file.close()
+        if self._size is not None:
+            try:
+                with open(self._path, "r+b") as file:
+                    file.truncate(self._size)
+                    file.seek(self._size)
+                    file.write(entry(watermark, tables))
+                    files.sync(file, self._path)
+                    self._size = file.tell()
+            except (OSError, StorageError) as error:
+                log.warning("%s is not kept up to date: %s", self._path, error)
+                self._size = None
+                with suppress(StorageError):  # if the file stays, its watermark shows that it is behind
+                    files.remove_file(self._path)
+        return self._size is not None or not files.exists(self._path)

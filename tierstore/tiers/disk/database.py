@@ -1,23 +1,25 @@
-"""One open RocksDB directory: who uses it, how it is closed, and how it is opened for writing once the disk has room.
+"""One RocksDB directory: who uses it, and when it is open, for reading or for writing.
+
+It is open while it is used. It is opened for reading, which costs a millisecond and one file for each sorted file, and
+for writing once something is to be changed. What nobody uses stays open, the `MOST_UNUSED` of this process that were
+used last; the others are closed, and opened again when they are needed.
 
 RocksDB crashes the process if it is used after it is closed. So every use is within `entered`, and `close` waits until
-nobody is within it. Any thread may call anything, but `ingest` is for one writer.
-
-Full disk: RocksDB cannot open a directory for writing then. It is opened for reading, and
-the next `ingest` tries again.
+nobody is within it or within `held`. Any thread may call anything, but `ingest` is for one writer.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import rocksdict
 
-from tierstore.errors import Closed, DiskFull, StorageError
+from tierstore.errors import Closed, StorageError
 from tierstore.formats.regular import check_directory
 from tierstore.tiers.background import yield_to_requests
 from tierstore.tiers.disk.cursor import Cursor
@@ -27,65 +29,165 @@ log = logging.getLogger(__name__)
 
 _L0_MAX = 24  # RocksDB does not hold ingests back, however many files pile up
 _MERGE_POLL_S = 0.01
+MOST_UNUSED = 16
+_FIGURES = {
+    "bytes": "total-sst-files-size",
+    "entries_estimate": "estimate-num-keys",
+    "pending_compaction_bytes": "estimate-pending-compaction-bytes",
+    "running_compactions": "num-running-compactions",
+    "background_errors": "background-errors",
+    "block_cache_bytes": "block-cache-usage",
+    "block_cache_budget_bytes": "block-cache-capacity",
+    "index_bytes": "estimate-table-readers-mem",
+}
+
+
+class _Connection:
+    """RocksDB as it was opened once."""
+
+    def __init__(self, db: rocksdict.Rdict, writable: bool) -> None:
+        self.db, self.writable = db, writable  # constant after construction
+        # guarded by the database's gate
+        self.users = 0
+        self.cursors: set[Cursor] = set()
+
+    @property
+    def unused(self) -> bool:
+        return not self.users and not self.cursors
+
+    def figures(self) -> dict[str, int]:
+        """Files and bytes, as RocksDB says. `l0_files`: how many a look-up may have to read before the others."""
+        counts = {name: int(self.db.property_int_value(f"rocksdb.{rocks}") or 0) for name, rocks in _FIGURES.items()}
+        counts["l0_files"] = int(self.db.property_value("rocksdb.num-files-at-level0") or 0)
+        counts["files"] = len(self.db.live_files())
+        return counts
 
 
 class Database:
-    """Opened at construction. Raises StorageError, Locked, Corruption, or DiskFull for a `new` one."""
+    """Opened at construction, for once. Raises StorageError, Locked, Corruption, or DiskFull for a `new` one."""
 
     def __init__(
         self, path: Path, *, block_cache_bytes: int, open_threads: int, new: bool = False, read_only: bool = False
     ) -> None:
         # constant after construction
-        self._path = path
-        self._cache = rocksdict.Cache(block_cache_bytes)
+        self._path, self._cache_bytes, self._open_threads = path, block_cache_bytes, open_threads
+        self._read_only = read_only
+        self._opening = threading.Lock()  # held by who opens it or closes what is open; taken before _gate
         # guarded by _gate
         self._gate = threading.Condition()
-        self._users = 0
+        self._users = 0  # within `held`
         self._closed = False
-        self._cursors: set[Cursor] = set()
-        # of the writer, where a full disk has kept the directory from being opened for writing
-        self._open_to_write: Callable[[], rocksdict.Rdict] | None = None
-        self._former: rocksdict.Rdict | None = None  # opened for reading; scans that began before may still use it
+        self._current: _Connection | None = None
+        self._former: list[_Connection] = []  # that are used still
+        self._figures: dict[str, int] = {}  # as they were when it was last open
+        if new:
+            self._current = self._connect(to_write=True, new=True)
+        with self.entered():
+            pass
 
-        family = tier_options(self._cache, open_threads)
+    def _connect(self, *, to_write: bool, new: bool = False) -> _Connection:
+        family = tier_options(rocksdict.Cache(self._cache_bytes), self._open_threads)
         family.create_if_missing(new)
         family.set_error_if_exists(new)
-
-        def connect(access: rocksdict.AccessType) -> rocksdict.Rdict:
-            yield_to_requests()  # with the interpreter lock held, it takes milliseconds
-            with driver_errors(f"opening {path}"):
-                if not new:
-                    check_directory(path)
-                # the family's options must be given as such: on reopen RocksDB would take its defaults for it
-                return rocksdict.Rdict(str(path), family, column_families={"default": family}, access_type=access)
-
-        to_read, to_write = rocksdict.AccessType.read_only(), rocksdict.AccessType.read_write()
-        try:
-            self._db = connect(to_read if read_only else to_write)
-        except DiskFull as error:
-            if new:
-                raise
-            log.warning("%s; until then it is only read", error)
-            self._db = connect(to_read)
-            self._open_to_write = lambda: connect(to_write)
+        access = rocksdict.AccessType.read_write() if to_write else rocksdict.AccessType.read_only()
+        yield_to_requests()  # with the interpreter lock held, it takes milliseconds
+        with driver_errors(f"opening {self._path}"):
+            if not new:
+                check_directory(self._path)
+            # the family's options must be given as such: on reopen RocksDB would take its defaults for it
+            db = rocksdict.Rdict(str(self._path), family, column_families={"default": family}, access_type=access)
+        return _Connection(db, to_write)
 
     @contextmanager
-    def entered(self) -> Iterator[rocksdict.Rdict]:
-        """Use RocksDB within the block: it stays open until the block ends. Raises Closed."""
+    def held(self) -> Iterator[None]:
+        """Within the block `close` does not return. Raises Closed."""
         with self._gate:
-            self._check_open()
+            if self._closed:
+                raise Closed(f"{self._path}: the disk tier was closed")
             self._users += 1
         try:
-            yield self._db
+            yield
         finally:
             with self._gate:
                 self._users -= 1
                 if not self._users:
                     self._gate.notify_all()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise Closed(f"{self._path}: the disk tier was closed")
+    @contextmanager
+    def alone(self) -> Iterator[bool]:
+        """Whether nobody is within `held`; then nobody is until the block ends."""
+        with self._gate:
+            yield not self._users
+
+    @contextmanager
+    def entered(self, *, to_write: bool = False) -> Iterator[rocksdict.Rdict]:
+        """Use RocksDB within the block: it stays open until the block ends. Raises Closed, and as construction."""
+        with self._connected(to_write) as connection:
+            yield connection.db
+
+    @contextmanager
+    def _connected(self, to_write: bool = False) -> Iterator[_Connection]:
+        with self.held():
+            connection = self._acquire(to_write)
+            try:
+                yield connection
+            finally:
+                self._release(connection)
+
+    def _acquire(self, to_write: bool) -> _Connection:
+        connection = self._acquire_open(to_write)
+        while connection is None:
+            with self._opening:
+                connection = self._acquire_open(to_write)
+                if connection is None:
+                    opened = self._connect(to_write=to_write)
+                    with self._gate:
+                        if self._current is not None:  # its users go on with it
+                            self._former.append(self._current)
+                        self._current = opened
+                        connection = self._acquire_open(to_write)
+        return connection
+
+    def _acquire_open(self, to_write: bool) -> _Connection | None:
+        with self._gate:
+            connection = self._current
+            if connection is None or (to_write and not connection.writable):
+                return None
+            connection.users += 1
+            return connection
+
+    def _release(self, connection: _Connection) -> None:
+        with self._gate:
+            connection.users -= 1
+            unused = [each for each in self._former if each.unused]
+            self._former = [each for each in self._former if each not in unused]
+        for each in unused:
+            self._close(each)
+        _unused.note(self)
+
+    def let_go(self) -> bool:
+        """Close what is open if nobody uses it; False where somebody does."""
+        if not self._opening.acquire(blocking=False):
+            return False
+        try:
+            with self._gate:
+                connection = self._current
+                if connection is None or not connection.unused:
+                    return connection is None
+                self._current, self._figures = None, connection.figures()
+            self._close(connection)
+            return True
+        finally:
+            self._opening.release()
+
+    def figures(self) -> dict[str, int]:
+        """Files and bytes, as RocksDB says; where it is not open, as it said last."""
+        with self.held():
+            with self._gate:
+                if self._current is None:
+                    return dict(self._figures)
+            with self._connected() as connection, driver_errors(f"reading properties of {self._path}"):
+                return connection.figures()
 
     def scan(
         self, doing: str, first: bytes, end: bytes, entries: int, *, values: bool = True
@@ -96,21 +198,22 @@ class Database:
         Without `values` they are empty. Raises Closed where the database is closed meanwhile; `doing` is for errors.
         """
         cursor = Cursor(end, values=values)
-        with self.entered() as db, driver_errors(doing):
-            cursor.iterator = db.iter(scan_options())
+        with self._connected() as connection, driver_errors(doing):
+            cursor.iterator = connection.db.iter(scan_options())
             cursor.iterator.seek(first)
-            self._cursors.add(cursor)
+            with self._gate:
+                connection.cursors.add(cursor)
         try:
             more = True
             while more:
-                with self.entered(), driver_errors(doing):
+                with self.held(), driver_errors(doing):
                     stored, found, more = cursor.next(entries)
                 if stored:
                     yield stored, found
         finally:
             cursor.iterator = None
             with self._gate:
-                self._cursors.discard(cursor)
+                connection.cursors.discard(cursor)
 
     def ingest(self, paths: Sequence[Path]) -> None:
         """Take sorted files in by moving them, all or none; of files with the same key the later wins.
@@ -119,8 +222,10 @@ class Database:
         """
         options = rocksdict.IngestExternalFileOptions()
         options.set_move_files(True)
-        self._prepare_writing()
-        with self.entered() as db, driver_errors(f"ingesting {len(paths)} files into {self._path}"):
+        doing = f"ingesting {len(paths)} files into {self._path}"
+        if self._read_only:
+            raise StorageError(f"{doing}: it was opened for reading alone")
+        with self.entered(to_write=True) as db, driver_errors(doing):
             self._await_merges(db)
             db.ingest_external_file(list(map(str, paths)), options)
 
@@ -130,20 +235,13 @@ class Database:
         Raises StorageError.
         """
         yield_to_requests()  # with the interpreter lock held, it takes milliseconds
-        with self.entered() as db, driver_errors(f"copying {self._path} to {path}"):
+        with self.entered(to_write=True) as db, driver_errors(f"copying {self._path} to {path}"):
             rocksdict.Checkpoint(db).create_checkpoint(str(path))
 
-    def _prepare_writing(self) -> None:
-        """Open it for writing, where a full disk has prevented that so far. Raises DiskFull where it still does."""
-        if self._open_to_write is not None:
-            with self.entered() as db:
-                self._db, self._former, self._open_to_write = self._open_to_write(), db, None
-        with self._gate:  # from here on `entered` gives the new one
-            former = None if self._users or self._cursors else self._former
-            if former is not None:
-                self._former = None
-        if former is not None:
-            self._close(former)
+    def compact(self) -> None:
+        """Merge everything down and wait for it."""
+        with self.entered(to_write=True) as db, driver_errors(f"compacting {self._path}"):
+            db.compact_range(None, None)
 
     def _await_merges(self, db: rocksdict.Rdict) -> None:
         """Wait while too many files are not merged: each of them costs every look-up. Raises StorageError, Closed."""
@@ -151,7 +249,8 @@ class Database:
             if int(db.property_int_value("rocksdb.background-errors") or 0):
                 raise StorageError(f"{self._path}: RocksDB cannot merge files any more; see its LOG file there")
             with self._gate:
-                self._check_open()
+                if self._closed:
+                    raise Closed(f"{self._path}: the disk tier was closed")
                 self._gate.wait(_MERGE_POLL_S)
 
     def close(self) -> None:
@@ -166,20 +265,48 @@ class Database:
             self._gate.notify_all()  # an ingest that waits for merges gives up
             while self._users:
                 self._gate.wait()
+        _unused.forget(self)
+        with self._opening, self._gate:
+            connections = [*self._former, *([] if self._current is None else [self._current])]
+            self._former, self._current = [], None
             # RocksDB iterators must not outlive the database: a step on one would crash the process
-            for cursor in self._cursors:
-                cursor.iterator = None
-            self._cursors.clear()
-            former, self._former = self._former, None
-        if former is not None:
-            self._close(former)
-        self._close(self._db)
+            for connection in connections:
+                for cursor in connection.cursors:
+                    cursor.iterator = None
+        for connection in connections:
+            self._close(connection)
 
-    def _close(self, db: rocksdict.Rdict) -> None:
+    def _close(self, connection: _Connection) -> None:
         try:
             with driver_errors(f"closing {self._path}"):
-                db.close()
+                connection.db.close()
         except StorageError as error:
             # it says again how a merge failed, and is closed all the same; nothing that was
             # ingested waits to be written
             log.warning("%s", error)
+
+
+class _Unused:
+    """The databases of this process that are open, the one that was used longest ago first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: OrderedDict[Database, None] = OrderedDict()  # guarded by _lock
+
+    def note(self, database: Database) -> None:
+        """A database was used, and is open: others are closed, as far as there are too many and nobody uses them."""
+        with self._lock:
+            self._open[database] = None
+            self._open.move_to_end(database)
+            most = len(self._open) - MOST_UNUSED
+            oldest = [other for other, _ in zip(self._open, range(most), strict=False)]
+        for other in oldest:
+            if other.let_go():
+                self.forget(other)
+
+    def forget(self, database: Database) -> None:
+        with self._lock:
+            self._open.pop(database, None)
+
+
+_unused = _Unused()

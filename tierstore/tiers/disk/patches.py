@@ -18,9 +18,10 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,10 +63,11 @@ class Patch:
     def __init__(self, path: Path, xxh3: str, size: int, words: bloom.Filter) -> None:
         """StorageError, Corruption: it is not the file that was written."""
         opened = open_sealed(path, xxh3=xxh3, size=size)
-        weakref.finalize(self, os.close, opened.fd)
         self.path, self.bytes, self.keys = path, size, opened.rows
         self.table_id, self.row_bytes = opened.table_id, opened.row_bytes - disk_rows.MARK_BYTES
         self._table, self._filter = SealedTable([opened]), words
+        weakref.finalize(self, self._table.close)
+        self.awake, self.let_go = self._table.awake, self._table.let_go
         self._base = self._table.words(0)
         self._words = PATCH.make(files=address_of(self._base), filter_at=address_of(words), filter_words=len(words))
         self.address = address_of(self._words)
@@ -82,6 +84,7 @@ class Patch:
 
     def parts(self, rows_at_once: int) -> Iterator[Marked]:
         """All its keys, ascending, with their marked rows. Corruption, StorageError."""
+        self.awake()
         (file,), floor = self._table.files, None
         at_once = max(1, rows_at_once // file.per_block)
         for first in range(0, len(file.first_keys), at_once):
@@ -91,6 +94,7 @@ class Patch:
 
     def check(self) -> None:
         """Read all of it back. Corruption, StorageError."""
+        self.awake()
         check_still(self._table.files[0])
         for _ in self.parts(max(1, _PIECE_BYTES // self.row_bytes)):
             pass
@@ -108,6 +112,12 @@ class Patched(NamedTuple):
     kept: tuple[Patch, ...]
     row_bytes: int | None
 
+    def awake(self) -> None:
+        """As `SealedTable.awake`. One that cannot be opened leaves its keys to RocksDB."""
+        for patch in self.kept:
+            with suppress(StorageError):
+                patch.awake()
+
 
 NO_PATCHES = Patched(disk_rows.SOME, _NONE, (), None)
 
@@ -123,6 +133,8 @@ class Patches:
         self._whole = False  # whether they have all changed rows
         self._served: tuple[bool, dict[int, Patched]] = False, {}  # replaced whole, as readers take no lock
         self.damaged = False  # set by any thread that could not read one
+        self._using = threading.Lock()
+        self._users = 0  # that read them whole, guarded by _using
 
     def open(self, record_of: Callable[[str], bytes | None], *, changed: bool, tidy: bool) -> None:
         """Open those that a tier's record names; `record_of` reads its records. `changed`: whether deltas have changed
@@ -273,7 +285,9 @@ class Patches:
         rows_at_once = max(1024, _PIECE_BYTES // row_bytes)
 
         try:
-            return self._write(run[0].table_id, _until(_merge([patch.parts(rows_at_once) for patch in run]), give_up))
+            with self._in_use():
+                parts = _merge([patch.parts(rows_at_once) for patch in run])
+                return self._write(run[0].table_id, _until(parts, give_up))
         except _GivenUp:
             return None
 
@@ -356,13 +370,29 @@ class Patches:
         }
         self._served = self._whole, tables
 
+    def let_go(self) -> list[int]:
+        """As `SealedTable.let_go`, of all, where nothing reads them whole."""
+        with self._using:
+            return [] if self._users else [descriptor for patch in self._patches for descriptor in patch.let_go()]
+
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        with self._using:
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._using:
+                self._users -= 1
+
     # --- what there is
 
     def check(self) -> None:
         """Read all of them back. Corruption, then they are `damaged`; StorageError."""
         try:
-            for patch in self._patches:
-                patch.check()
+            with self._in_use():
+                for patch in self._patches:
+                    patch.check()
         except Corruption:
             self.damaged = True
             raise

@@ -45,10 +45,10 @@ from tierstore.tiers.disk.changed_keys_file import ChangedFile
 from tierstore.tiers.disk.database import Database
 from tierstore.tiers.disk.merge import ascending, merged_blocks
 from tierstore.tiers.disk.patches import RECORD as PATCHES
-from tierstore.tiers.disk.patches import Patches
+from tierstore.tiers.disk.patches import Patched, Patches
 from tierstore.tiers.disk.reader_pool import ReaderPool
 from tierstore.tiers.disk.sealed_file import Opened, SealedFile, check_still, open_sealed, read_blocks
-from tierstore.tiers.disk.sealed_table import SealedTable, scatter
+from tierstore.tiers.disk.sealed_table import SealedTable, close_all, scatter
 from tierstore.tiers.disk.sst import Entries, Records, SstFile
 from tierstore.tiers.disk.tier import IDENTITY, WATERMARK, DiskTier, TableContent
 from tierstore.types import MAX_PARTITIONS, BaseKind, Keys, Rows, States, Tier
@@ -95,6 +95,7 @@ class SealedTier(DiskTier):
             open_files.allow(_PATCHES)
             changed = any(changed.keys for changed in tier._changed.values())
             tier._patches.open(tier.record, changed=changed, tidy=not read_only)
+            close_all(tier._let_files_go())  # a version that is opened may not be read for long
         except BaseException:
             tier.close()
             raise
@@ -214,7 +215,7 @@ class SealedTier(DiskTier):
     def get(self, table_id: int, keys: Keys, rows: Rows, state: States) -> None:
         """As DiskTier.get. A table whose rows are of another length than `rows` is Corruption, for all keys."""
         keys = np.ascontiguousarray(keys)
-        with self._database.entered():
+        with self._database.held():
             table = self._base.get(table_id)
             if table is not None:
                 table.check_row_bytes(rows.shape[1], keys)
@@ -264,6 +265,14 @@ class SealedTier(DiskTier):
     ) -> list[StorageError]:
         """Have kernels read keys by part and then ascending, into rows without gaps. Returns at most one error."""
         lost: list[tuple[int, npt.NDArray[np.int32]]] = []
+        if (base := self._base.get(table_id)) is not None:
+            try:
+                base.awake()
+            except StorageError as error:
+                error.keys = keys.tolist()
+                return [error]
+        if changes != disk_rows.BASE_ALONE and isinstance(by.kept, Patched):
+            by.kept.awake()
         at, count, row_bytes = address_of(by.patches), len(by.patches), rows.shape[1]
 
         def read(start: int, stop: int) -> None:
@@ -283,7 +292,7 @@ class SealedTier(DiskTier):
         Changes that the filter denies are `filtered`: no look-up reads them.
         """
         keys, rows, state = np.array([key], np.int64), np.empty((1, row_bytes), np.uint8), np.zeros(1, np.uint8)
-        with self._database.entered():
+        with self._database.held():
             changed, by = self._changed.get(table_id), self.read_by(table_id, row_bytes)
             changes = self._peek(table_id, row_bytes, key)
             maybe = changed is not None and changed.maybe_changed(keys) is not None
@@ -295,10 +304,26 @@ class SealedTier(DiskTier):
 
     def check_base(self) -> None:
         """As DiskTier.check_base: by the ends of the files."""
-        with self._database.entered():
+        with self._database.held():
             for table in self._base.values():
                 for file in table.files:
                     check_still(file)
+
+    def let_go(self, once_unread: Callable[[Callable[[], None]], None]) -> None:
+        """As DiskTier.let_go."""
+        super().let_go(once_unread)
+        with self._database.alone() as is_alone:
+            if not is_alone:
+                return
+            descriptors = self._let_files_go()
+        if descriptors:
+            once_unread(lambda: close_all(descriptors))
+
+    def _let_files_go(self) -> list[int]:
+        descriptors = self._patches.let_go()
+        for table in self._base.values():
+            descriptors += table.let_go()
+        return descriptors
 
     def read_by(self, table_id: int, row_bytes: int) -> ReadBy | None:
         """As in RowStore; None for a table without rows and changes, or where its rows have another length."""
@@ -344,8 +369,6 @@ class SealedTier(DiskTier):
         super().close()  # waits for calls under way: after this none uses a file descriptor
         self._close_base()
         self._patches.close()
-        if self._changed_file is not None:
-            self._changed_file.close()
 
     def _close_base(self) -> None:
         base, self._base = self._base, {}
@@ -385,7 +408,8 @@ class SealedTier(DiskTier):
         self, table: SealedTable, entries: int, low: int | None, high: int | None, part: int
     ) -> Iterator[tuple[Keys, Rows]]:
         for file, first, last in table.runs(low, high, entries, part):
-            with self._database.entered():
+            with self._database.held():
+                table.awake()
                 keys, rows = read_blocks(file, first, last, None)
             begin = 0 if low is None else int(np.searchsorted(keys, low))
             end = len(keys) if high is None else int(np.searchsorted(keys, high))

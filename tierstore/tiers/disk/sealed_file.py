@@ -43,12 +43,12 @@ class SealedFile:
     entries: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Opened:
-    """An open file, checked in all that can be checked without reading its blocks."""
+    """A file that was opened, and checked in all that can be checked without reading its blocks."""
 
     path: Path
-    fd: int
+    fd: int  # -1 while it is closed, see `reopen`
     xxh3: str
     table_id: int
     row_bytes: int
@@ -134,12 +134,7 @@ def open_sealed(path: Path, *, xxh3: str, size: int) -> Opened:
 
     Raises Corruption if it is not that file or was cut off, StorageError if it cannot be read.
     """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError as error:
-        raise Corruption(f"{path} is missing; drop the version and load its snapshot again") from error
-    except OSError as error:
-        raise StorageError(f"cannot open {path}: {error.strerror or error}") from error
+    fd = _open(path)
     try:
         return _opened(path, fd, xxh3, size)
     except OSError as error:
@@ -147,6 +142,27 @@ def open_sealed(path: Path, *, xxh3: str, size: int) -> Opened:
         if isinstance(error, StorageError):
             raise
         raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise Corruption(f"{path} is missing; drop the version and load its snapshot again") from error
+    except OSError as error:
+        raise StorageError(f"cannot open {path}: {error.strerror or error}") from error
+
+
+def reopen(file: Opened) -> int:
+    """A descriptor of a file that was opened before. Corruption where it is another file now, StorageError."""
+    fd = _open(file.path)
+    try:
+        _check_still(file, fd)
+        _read_singly(fd, file)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def describe_sealed(path: Path) -> tuple[SealedFile, Opened]:
@@ -178,22 +194,34 @@ def _opened(path: Path, fd: int, xxh3: str, size: int) -> Opened:
     first_keys = np.frombuffer(_read(fd, HEADER_BYTES + blocks * block_bytes, 8 * blocks), np.int64)
     if _trailer(header, first_keys, rows, last_key) != trailer or _checksum(trailer) != xxh3:
         raise Corruption(f"{path}: header, first keys or trailer do not match their checksum {xxh3}")
-    # look-ups read single blocks: reading ahead would only fill the system's cache
-    os.posix_fadvise(fd, 0, HEADER_BYTES + blocks * block_bytes, os.POSIX_FADV_RANDOM)
-    return Opened(path, fd, xxh3, table_id, row_bytes, rows, per_block, block_bytes, first_keys, last_key, size)
+    opened = Opened(path, fd, xxh3, table_id, row_bytes, rows, per_block, block_bytes, first_keys, last_key, size)
+    _read_singly(fd, opened)
+    return opened
+
+
+def _read_singly(fd: int, file: Opened) -> None:
+    """Look-ups read single blocks: reading ahead would only fill the system's cache."""
+    os.posix_fadvise(fd, 0, HEADER_BYTES + len(file.first_keys) * file.block_bytes, os.POSIX_FADV_RANDOM)
 
 
 def check_still(file: Opened) -> None:
-    """Corruption where another sealed file was copied over an open one, in place: its blocks are
+    """Corruption where another sealed file was copied over one that was opened, in place: its blocks are
     whole, so no read notices it.
     """
+    if file.fd < 0:
+        os.close(reopen(file))
+    else:
+        _check_still(file, file.fd)
+
+
+def _check_still(file: Opened, fd: int) -> None:
     try:
-        trailer = _read(file.fd, file.size - _TRAILER.size, _TRAILER.size)
+        trailer = _read(fd, file.size - _TRAILER.size, _TRAILER.size)
     except OSError as error:
         raise StorageError(f"cannot read {file.path}: {error.strerror or error}") from error
     if len(trailer) < _TRAILER.size or _checksum(trailer) != file.xxh3:
         raise Corruption(
-            f"{file.path} was written over while it was open, and may answer with rows that are not its own: "
+            f"{file.path} was written over since it was opened, and may answer with rows that are not its own: "
             "put the whole data directory back, or drop the version and load its snapshot again"
         )
 

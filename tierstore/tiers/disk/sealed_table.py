@@ -1,12 +1,15 @@
 """The sealed files of one table as one: finds the block that may hold a key, and lets the kernel read it there.
 
-Constant; any thread may read. The tier (`sealed.py`) opens the files, and closes them when nobody reads them any more.
+Any thread may read. The tier (`sealed.py`) opens the files, and closes them when nobody reads them any more. Meanwhile
+their descriptors may be let go; `awake` opens them again. Kernels find them in memory, and -1 where there is none: a
+compiled reader leaves the keys to Python then.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -14,12 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tierstore import open_files
 from tierstore.errors import Corruption, StorageError
 from tierstore.formats.keys import partition_of
 from tierstore.kernels import sealed as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.plan_records import BASE
-from tierstore.tiers.disk.sealed_file import Opened
+from tierstore.tiers.disk.sealed_file import Opened, reopen
 from tierstore.types import Keys, Rows, States, Tier
 
 _READ_BYTES = 4 << 20  # of a scan
@@ -52,15 +56,14 @@ class SealedTable:
         ]
         blocks = np.bincount(of, [len(file.first_keys) for file in files], parts).astype(np.int64)
         self.part_starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(blocks)])
-        self._numbers = (
-            ends,
-            np.array([file.rows for file in files], np.int64),
-            np.array([file.fd for file in files], np.int64),
-        )
+        self._numbers = ends, np.array([file.rows for file in files], np.int64)
+        self._descriptors = np.array([file.fd for file in files], np.int64)  # of `files`
+        self._opening = threading.Lock()
+        self._is_awake = True  # guarded by _opening; read without it
 
     def words(self, changed_at: int) -> npt.NDArray[Any]:
         """Where its parts are, for kernels; `changed_at` is the filter's."""
-        ends, rows, fds = self._numbers
+        (ends, rows), fds = self._numbers, self._descriptors
         return BASE.make(
             fences_at=address_of(self.first_keys), fences=len(self.first_keys),
             part_starts_at=address_of(self.part_starts), parts=self.parts,
@@ -117,9 +120,36 @@ class SealedTable:
             for begin in range(first, last, at_once):
                 yield file, begin, min(begin + at_once, last)
 
+    def awake(self) -> None:
+        """Have all files open, until `let_go`. Corruption where one is not the file that it was, StorageError."""
+        if not self._is_awake:
+            with self._opening:
+                open_files.allow(len(self.files))
+                for number, file in enumerate(self.files):
+                    if file.fd < 0:
+                        self._descriptors[number] = file.fd = reopen(file)
+                self._is_awake = True
+
+    def let_go(self) -> list[int]:
+        """Have no file open. Returns the descriptors, to be closed once no compiled reader has them any more.
+
+        No thread of Python may be reading meanwhile.
+        """
+        with self._opening:
+            self._is_awake = False
+            descriptors = [file.fd for file in self.files if file.fd >= 0]
+            self._descriptors[:] = -1
+            for file in self.files:
+                file.fd = -1
+            return descriptors
+
     def close(self) -> None:
-        for file in self.files:
-            os.close(file.fd)
+        close_all(self.let_go())
+
+
+def close_all(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _partition_of_all(file: Opened, parts: int) -> int:

@@ -54,16 +54,6 @@ _RECORDS_CACHE_BYTES = 1 << 20
 _DIGEST_BLOCK = 65536
 _OPEN_THREADS = 16  # RocksDB's default; each takes a tenth of a millisecond to start, with the interpreter lock held
 _TABLE_OF = itemgetter(slice(0, 2))  # of a stored key
-_PROPERTIES = {
-    "bytes": "total-sst-files-size",
-    "entries_estimate": "estimate-num-keys",
-    "pending_compaction_bytes": "estimate-pending-compaction-bytes",
-    "running_compactions": "num-running-compactions",
-    "background_errors": "background-errors",
-    "block_cache_bytes": "block-cache-usage",
-    "block_cache_budget_bytes": "block-cache-capacity",
-    "index_bytes": "estimate-table-readers-mem",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +84,8 @@ class DiskTier:
 
     @classmethod
     def open(cls, path: Path, *, block_cache_bytes: int, reader: ReaderPool, read_only: bool = False) -> Self:
-        """Open the tier in `path`. Raises StorageError if there is none, Locked if it is open already, Corruption.
+        """Open the tier in `path`. Raises StorageError if there is none, Corruption. Its first change raises Locked if
+        another one has changed it and is open.
 
         Any number of processes may open a tier with `read_only`, if none of them writes it;
         then nothing can be ingested.
@@ -235,6 +226,13 @@ class DiskTier:
         Corruption, StorageError, Closed.
         """
 
+    def let_go(self, once_unread: Callable[[Callable[[], None]], None]) -> None:
+        """Have no file open, if no thread is reading: reads open them again.
+
+        `once_unread` calls what it is given once no compiled reader is at what there was.
+        """
+        self._database.let_go()
+
     def verify(
         self, row_bytes: Mapping[int, int], progress: Callable[[int], None] | None = None
     ) -> dict[int, TableContent]:
@@ -282,8 +280,7 @@ class DiskTier:
 
     def compact(self) -> None:
         """Merge everything down and wait for it. Raises StorageError if a merge failed in the background."""
-        with self._database.entered() as db, driver_errors(f"compacting {self.path}"):
-            db.compact_range(None, None)
+        self._database.compact()
         self.check_background()
 
     def check_background(self) -> None:
@@ -294,16 +291,11 @@ class DiskTier:
 
     def stats(self) -> dict[str, int]:
         """Files and bytes. `l0_files`: how many files a look-up may have to read before the sorted levels."""
-        with self._database.entered() as db, driver_errors(f"reading properties of {self.path}"):
-            counts = {name: int(db.property_int_value(f"rocksdb.{rocks}") or 0) for name, rocks in _PROPERTIES.items()}
-            counts["l0_files"] = int(db.property_value("rocksdb.num-files-at-level0") or 0)
-            counts["files"] = len(db.live_files())
-        return counts
+        return self._database.figures()
 
     def bytes_on_disk(self) -> int:
         """Bytes of all sorted files, including those that only a running scan still needs."""
-        with self._database.entered() as db:
-            return int(db.property_int_value("rocksdb.total-sst-files-size") or 0)
+        return self._database.figures()["bytes"]
 
     def close(self) -> None:
         """Wait for calls under way, then close the files and give the lock back. Scans end with Closed.

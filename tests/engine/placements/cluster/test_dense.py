@@ -16,10 +16,12 @@ from tierstore.engine.placements.cluster import ingester
 from tierstore.engine.placements.cluster.shared_model import SharedModel
 from tierstore.engine.placements.following import follower
 from tierstore.engine.store import Store
+from tierstore.errors import NotFound
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 
 pytest.importorskip("onnxruntime", reason="needs the extra dense")
+from tests.engine.reads import test_heads as heads  # noqa: E402
 from tests.predict import onnx_models  # noqa: E402
 
 KEYS = np.arange(1, 9)
@@ -99,3 +101,16 @@ def test_a_node_that_begins_again_has_the_graph_of_its_rows(
     away.clear()
     scenes.eventually(lambda: b.status()["models"]["ctr"]["watermark"] == 3, "b has caught up", 60)
     assert stamp_of(b) == 3
+
+
+def test_nodes_of_a_cluster_have_the_same_heads_whenever_they_begin(open_node: OpenNode, tmp_path: Path) -> None:
+    a = open_node("a")
+    a.load_snapshot(heads.snapshot(tmp_path))
+    b = open_node("b")
+    a.apply_delta(scenes.delta(1, heads.rows(2), heads={"cvr": heads.graph("cvr", 20), "ltv": None}))
+    scenes.eventually(lambda: folded(a), "delta 1 is folded", 60)
+    for node in (a, b, open_node("c")):
+        scenes.eventually(lambda node=node: node.status()["models"]["ctr"]["watermark"] == 1, "it has delta 1", 60)  # type: ignore[misc]
+        assert (heads.predict(node, ""), heads.predict(node, "cvr")) == ((2, 1), (2, 20))
+        with pytest.raises(NotFound, match="no head 'ltv'"):
+            heads.predict(node, "ltv")

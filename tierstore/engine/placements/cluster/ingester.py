@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tierstore.config import Settings
+from tierstore.engine.data.dense_head import GONE
 from tierstore.engine.data.overlay import Overlay, encode_delta
 from tierstore.engine.deltas.retention import may_go
 from tierstore.engine.lifecycle.rules import surplus_of
@@ -28,7 +29,7 @@ from tierstore.engine.placements.following.followed import LogEntry, Pointer
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import DeltaError, Fenced, SequenceGap, StorageError, TierstoreError
 from tierstore.formats.delta.reader import read_delta
-from tierstore.formats.names import DENSE
+from tierstore.formats.names import dense_file
 from tierstore.threads import Thread
 from tierstore.tiers.remote.write import Change, Writer
 
@@ -234,8 +235,8 @@ class Ingester:
 
     def _apply(self, writer: Writer, info: VersionInfo, entry: LogEntry, epoch: int) -> None:
         overlay = self._encode(info, entry)
-        if overlay.dense is not None:
-            self._shared.put_file(info.number, DENSE, overlay.dense)
+        for name, head in overlay.heads.items():
+            self._shared.put_file(info.number, dense_file(name), head.graph or GONE)
         changes = [Change(name, rows.keys, rows.rows, rows.deleted) for name, rows in sorted(overlay.tables.items())]
         writer.apply_delta(epoch, entry.seq, changes, entry.digest)
 
@@ -247,11 +248,11 @@ class Ingester:
             overlay = encode_delta(delta, info.specs, {}, for_this_version=for_it)
         except DeltaError:
             return Overlay(entry.seq, entry.seq, {})
-        if overlay.dense is not None:
+        if overlay.heads:
             try:
-                self._model.dense.check(entry.seq, overlay.dense, info.number)
+                self._model.dense.check(delta, info.number)
             except DeltaError:
-                overlay.dense = None
+                overlay.heads = {}
         return overlay
 
     # --- cleaning up

@@ -22,7 +22,7 @@ from tierstore.engine.versions.info import make_record
 from tierstore.errors import Conflict, SnapshotError, StorageError
 from tierstore.formats import files
 from tierstore.formats.keys import partition_of
-from tierstore.formats.names import VersionDirectory
+from tierstore.formats.names import VersionDirectory, parse_dense_file
 from tierstore.formats.snapshot.manifest import Manifest
 from tierstore.formats.snapshot.reader import Snapshot
 from tierstore.ingest.bulkload import BulkLoad
@@ -262,4 +262,4 @@ def _parts(file: SealedFile, names: Mapping[int, str], tables: Container[str] | 
 
 def _is_side_file(path: Any, where: VersionDirectory) -> bool:
     first = path.relative_to(where.root).parts[0]
-    return first in (where.dense.name, where.requests.parent.name)
+    return parse_dense_file(first) is not None or first == where.requests().parent.name

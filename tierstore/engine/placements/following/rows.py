@@ -17,6 +17,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from tierstore.engine.data.dense_head import GONE
 from tierstore.engine.data.overlay import Overlay
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.engine.versions.rows import Beneath, FindPlaces, Place
@@ -89,8 +90,8 @@ class RemoteRows:
     def fold(self, info: VersionInfo, overlay: Overlay) -> None:
         """The rows of an overlay are there: from now on it is an error if they are not."""
         self.trust(overlay.hi)
-        if overlay.dense is not None:
-            files.publish_bytes(info.where.dense, overlay.dense)
+        for name, head in overlay.heads.items():
+            files.publish_bytes(info.where.dense(name), head.graph or GONE)
         info.set_counts({name: count._replace(exact=False) for name, count in info.counts.items()}, overlay.hi)
 
     def may_fold(self, seq: int) -> bool:

@@ -13,10 +13,10 @@ import xxhash
 
 from tierstore.engine.model import Model
 from tierstore.engine.placements.following.followed import Followed, Pointer
-from tierstore.engine.versions.info import VersionInfo
+from tierstore.engine.versions.info import VersionInfo, digests_record
 from tierstore.errors import Corruption
 from tierstore.formats import files
-from tierstore.formats.names import DENSE, VersionDirectory
+from tierstore.formats.names import WARMUP, VersionDirectory, parse_dense_file
 from tierstore.formats.regular import read_regular
 from tierstore.formats.snapshot.checksum import checksum
 
@@ -64,21 +64,24 @@ class VersionCopies:
         return not named <= set(self._model.catalogue.numbers)
 
     def update_dense(self, number: int) -> Pointer:
-        """Have the dense part of a version as the other machines have it. Returns the pointer as of then.
+        """Have the dense parts of a version as the other machines have them. Returns the pointer as of then.
 
-        A delta's dense part is there before its rows are, and its seq is in the log before. So with all deltas of that
-        pointer there are no rows of a delta whose dense part is missing, and no dense part whose rows are.
+        A delta's dense parts are there before its rows are, and its seq is in the log before. So with all deltas of
+        that pointer there are no rows of a delta whose dense part is missing, and no dense part whose rows are.
         """
         info = self._model.catalogue.info(number)
-        dense = read_regular(info.where.dense) if files.exists(info.where.dense) else None
+        graphs = {head: bytes(read_regular(info.where.dense(head))) for head in info.where.denses()}
         while True:
-            pointer, now = self._shared.pointer(), self._shared.files(number).get(DENSE)
-            if now is None or now == dense:
+            pointer, there = self._shared.pointer(), self._shared.files(number)
+            named = [(parse_dense_file(name), graph) for name, graph in there.items()]
+            now = {parsed[0]: graph for parsed, graph in named if parsed is not None and graphs.get(parsed[0]) != graph}
+            if not now:
                 break
-            files.publish_bytes(info.where.dense, now)
-            dense = now
-        if dense is not None:
-            info.has_dense, info.loaded_dense_digest = True, xxhash.xxh3_64_hexdigest(dense)
+            for head, graph in now.items():
+                files.publish_bytes(info.where.dense(head), graph)
+            graphs |= now
+        info.loaded_digests = {head: xxhash.xxh3_64_hexdigest(graph) for head, graph in graphs.items() if graph}
+        info.heads = dict(info.loaded_digests)
         return pointer
 
     def _fetch(self, number: int, record: Mapping[str, Any], pointer: Pointer) -> None:
@@ -91,8 +94,8 @@ class VersionCopies:
             path = _within(where, name)
             files.make_dir(path.parent)
             files.publish_bytes(path, data)
-        dense = checksum(where.dense) if files.exists(where.dense) else None
-        files.publish_record(where.record, {**record, "dense": dense})
+        digests = digests_record({head: checksum(where.dense(head)) for head in where.denses()})
+        files.publish_record(where.record, {**record, **digests})
         info = VersionInfo(where)
         if info.base != "remote":
             raise Corruption(f"version {number} of {self._model.name!r} in the cluster has a record of another kind")
@@ -103,7 +106,7 @@ class VersionCopies:
 def _within(where: VersionDirectory, name: str) -> Any:
     """The path of a side file. Corruption for a name that leads out of the version's directory."""
     path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or path.parts[:1] not in ((DENSE,), ("warmup",)):
+    if path.is_absolute() or ".." in path.parts or not (parse_dense_file(name) or path.parts[:1] == (WARMUP,)):
         raise Corruption(
             f"a side file of the cluster has the name {name!r}: expected one within the version's directory"
         )

@@ -18,9 +18,11 @@ from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import ConfigError, unknown_model
 from tierstore.formats import files
 from tierstore.threads import Pool
+from tierstore.tiers.disk.database import MOST_UNUSED
 from tierstore.tiers.disk.sealed import BASES
 
 START_THREADS = 8  # models that start at once
+_OF_A_CHANGE = 8  # files that RocksDB has open beside those of rows while it takes a change in, and the log's
 BLOCK_CACHE_BYTES = 32 << 20  # of RocksDB's block cache for each open version: mostly index blocks
 
 
@@ -41,7 +43,9 @@ class LocalPlacement:
         with Pool(max(1, min(START_THREADS, len(every))), "tierstore-start") as threads:
             threads.map(lambda model: model.catalogue.find(), every)
             starters = list(map(Starter, every))
-            open_files.require(sum(starter.files for starter in starters), f"what {self._models.root.root} serves")
+            changing = _OF_A_CHANGE * min(len(starters), MOST_UNUSED)
+            needed = changing + sum(starter.files for starter in starters)
+            open_files.require(needed, f"what {self._models.root.root} serves")
             with self._shared.host_budget.awaiting(sum(starter.host_need_bytes for starter in starters)):
                 threads.map(Starter.start, starters)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from tierstore.engine.data import row_count as rowcount
 from tierstore.engine.data.overlay import Overlay
-from tierstore.engine.versions.dense_files import finish_dense, stage_dense
+from tierstore.engine.versions.dense_files import finish_dense, show_staged, stage_dense
 from tierstore.engine.versions.info import EXPIRED, VersionInfo, watermark_record
 from tierstore.engine.versions.rows import Beneath, Place
 from tierstore.errors import TierstoreError
@@ -56,7 +56,7 @@ class LocalRows:
     def fold(self, info: VersionInfo, overlay: Overlay) -> None:
         """One atomic step of the disk tier: rows, watermark, and which dense part holds."""
         disk, where, ids = self.disk, info.where, {name: int(table["id"]) for name, table in info.tables.items()}
-        if overlay.dense is not None:
+        if overlay.heads:
             finish_dense(where, disk)  # a fold that failed may have had another name
         counts = info.counts_with(overlay, disk)
         yield_to_requests()
@@ -77,8 +77,7 @@ class LocalRows:
         disk.change(where.build / f"delta-{overlay.hi}.sst", records, sorted([*rows, *times], key=itemgetter(0)))
         info.colliding = now_colliding
         info.set_counts(counts, overlay.hi)
-        if overlay.dense is not None:
-            files.rename(where.dense_to_come(overlay.hi), where.dense)
+        show_staged(where, overlay)
 
     def needs_tidying(self) -> bool:
         return self.disk.needs_tidying

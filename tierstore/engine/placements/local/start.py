@@ -19,7 +19,7 @@ from tierstore.errors import Corruption, StorageError, TierstoreError
 
 log = logging.getLogger(__name__)
 
-_OF_A_DATABASE = 8  # files that RocksDB has open beside those of rows (.sst, .sealed), and the log's
+_OF_ROWS = (".sst", ".sealed", ".rows")
 
 
 class Starter:
@@ -41,12 +41,13 @@ class Starter:
 
     @property
     def files(self) -> int:
-        """About how many files what is to be served has open."""
+        """How many files of rows what is to be served has, which are open while they are read."""
         with contextlib.suppress(TierstoreError):
             current = self._state.record.current()
             served = [] if current is None else [current, self._state.record.routes().for_active(current).canary]
             infos = [self._state.catalogue.get(number) for number in served if number is not None]
-            return sum(_OF_A_DATABASE + sum(1 for _ in info.where.db.rglob("*.s*")) for info in infos if info)
+            every = (path for info in infos if info is not None for path in info.where.db.rglob("*"))
+            return sum(path.suffix in _OF_ROWS for path in every)
         return 0
 
     def start(self) -> None:

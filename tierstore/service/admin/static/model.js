@@ -25,6 +25,9 @@ function versionState(version) {
   return parts;
 }
 
+// Those of a dense part without a name, and of the heads, of which there may be none: [name, value] each.
+const headsOf = (own, named) => [...own ? [["", own]] : [], ...Object.entries(named || {})];
+
 function versionsTable(model, isAdmin) {
   const heads = ["version", "state", "labels", "watermark", "made", "dense part"];
   const rows = [...model.versions].reverse().map(version => [version.version, [
@@ -33,7 +36,7 @@ function versionsTable(model, isAdmin) {
     (version.labels || []).join(", ") || "–",
     number(version.watermark),
     version.created_at ? version.created_at.replace("T", " ").slice(0, 16) : "–",
-    version.dense || "–",
+    headsOf(version.dense, version.heads).map(([name, state]) => name ? `${name}: ${state}` : state).join(" · ") || "–",
     ...isAdmin ? [versionActions(model, version) ?? ""] : [],
   ]]);
   return table([...heads, ...isAdmin ? [""] : []], rows);
@@ -178,8 +181,8 @@ function modelLines(model) {
     say(`newest event ${span(model.delta_age_s)} ago${late ? ", later than freshness_max_s allows" : ""}`, late ? "problem" : "dim");
   }
   if (model.overlays) say(`${counted(model.overlays, "delta")} not folded yet (${bytes(model.overlay_bytes)})`);
-  if (model.dense?.runs) {
-    say(`dense part: ${counted(model.dense.runs, "run")}, ${number(model.dense.failed)} of them failed`);
+  for (const [name, {runs, failed}] of headsOf(model.dense, model.heads)) {
+    if (runs) say(`dense part${name && ` ${name}`}: ${counted(runs, "run")}, ${number(failed)} of them failed`);
   }
   return lines;
 }

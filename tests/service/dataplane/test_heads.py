@@ -1,0 +1,328 @@
+"""Heads over every protocol: each is asked as a model of its own name, and answers from the model's view."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tritonclient.utils import InferenceServerException
+
+import tierstore
+from tests.engine import scenes
+from tests.engine.quick_build import in_process
+from tests.engine.reads.test_heads import HEADS, INPUTS, KEYS, graph, rows, snapshot
+from tests.extras import has_grpc
+from tests.predict import onnx_models as om
+from tests.service.conftest import GRPC, eventually, settings_for
+from tests.service.wires import GrpcWire, HttpWire, Wire
+from tierstore.access.roles import Role
+from tierstore.access.tokens import TokenFile
+from tierstore.engine.store import Store
+from tierstore.errors import Forbidden, NotFound, Overloaded
+from tierstore.service.server import ServerThread
+from tierstore.types import head_name
+
+WIRES = ["http", pytest.param("grpc", marks=pytest.mark.skipif(not has_grpc(), reason="grpcio is not installed"))]
+
+
+def named(head: str) -> str:
+    return head_name("ctr", head)
+
+
+def wire_to(server: ServerThread, kind: str) -> Wire:
+    return HttpWire(server) if kind == "http" else GrpcWire(server)
+
+
+def infer(wire: Wire, head: str, version: str = "") -> tuple[int, int, int]:
+    """(version, number of the rows, number of the graph) of an answer to an unchanged client."""
+    tensors = []
+    for name in HEADS[head]:
+        keys, offsets = (INPUTS[name], None) if name != "clicked" else INPUTS[name]
+        tensors.append(wire.tensor(name, keys, "INT64"))
+        if offsets is not None:
+            tensors.append(wire.tensor(f"{name}.offsets", offsets, "INT64"))
+    answer = wire.client.infer(named(head), tensors, version, outputs=[wire.wanted("seen")])
+    return int(wire.answered(answer)[0]), *om.witnessed(answer.as_numpy("seen"))
+
+
+def columns(head: str) -> dict[str, list[int]]:
+    """The inputs of a head as TensorFlow Serving's REST takes them by columns."""
+    found = {name: INPUTS[name] for name in HEADS[head] if name != "clicked"}
+    if "clicked" in HEADS[head]:
+        found |= dict(zip(("clicked", "clicked.offsets"), INPUTS["clicked"], strict=True))
+    return {name: array.tolist() for name, array in found.items()}
+
+
+def rest(web: httpx.Client, head: str) -> tuple[int, int]:
+    response = web.post(f"/v1/models/{named(head)}:predict", content=json.dumps({"inputs": columns(head)}))
+    assert response.status_code == 200, response.text
+    return om.witnessed(np.array(response.json()["outputs"]))
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Store, ServerThread]]:
+    """Version 1 of `ctr` with three heads, all its numbers 1, and version 2, its canary for who names it, all 2."""
+    root = tmp_path_factory.mktemp("heads")
+    with in_process(), Store(settings_for(root, grpc_port=GRPC, keep_versions=9)) as store:
+        store.load_snapshot(snapshot(root))
+        store.load_snapshot(snapshot(root, 2, number=2), activate=False)
+        store.canary("ctr", 2, 0.0)
+        with ServerThread(store) as server:
+            yield store, server
+
+
+@pytest.fixture
+def web(served: tuple[Store, ServerThread]) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served[1].url, timeout=60) as client:
+        yield client
+
+
+@pytest.mark.parametrize("kind", WIRES)
+def test_unchanged_clients_of_triton_ask_heads_by_name(served: tuple[Store, ServerThread], kind: str) -> None:
+    _, server = served
+    wire = wire_to(server, kind)
+    answers = server.service.reactors.answers
+    for head in HEADS:
+        for _ in range(20):
+            assert infer(wire, head) == (1, 1, 1)
+        assert infer(wire, head, "2") == (2, 2, 2)
+        assert wire.client.is_model_ready(named(head))
+        assert wire.client.is_model_ready(named(head), "2")
+        metadata = wire.client.get_model_metadata(named(head), **({} if kind == "http" else {"as_json": True}))
+        assert metadata["name"] == named(head)
+        assert metadata["versions"] == ["1", "2"]
+        assert metadata["outputs"][0]["name"] == "seen"
+        config = wire.client.get_model_config(named(head), **({} if kind == "http" else {"as_json": True}))
+        assert (config if kind == "http" else config["config"])["name"] == named(head)
+        stats = wire.client.get_inference_statistics(named(head), **({} if kind == "http" else {"as_json": True}))
+        counts = {one["version"]: int(one["inference_count"]) for one in stats["model_stats"]}
+        assert counts["1"] >= 20
+        assert counts["2"] >= 1
+    assert server.service.reactors.answers - answers > 30, "the compiled loops answer heads"
+    index = wire.client.get_model_repository_index(**({} if kind == "http" else {"as_json": True}))
+    entries = index if kind == "http" else index["models"]
+    assert {(one["name"], one["version"], one["state"]) for one in entries} == {
+        (named(head), version, "READY") for head in HEADS for version in "12"
+    }
+    with pytest.raises(InferenceServerException, match="no head 'nope'; version 1 has cvr, ltv"):
+        wire.client.get_model_metadata("ctr.nope")
+    with pytest.raises(InferenceServerException, match=r"unknown model 'ctr\.'"):
+        wire.client.get_model_metadata("ctr.")
+    for verb in (wire.client.load_model, wire.client.unload_model):
+        with pytest.raises(InferenceServerException, match=r"'ctr\.cvr'"):
+            verb("ctr.cvr")
+
+
+def test_rows_of_the_model_are_looked_up_under_the_name_of_a_head(served: tuple[Store, ServerThread]) -> None:
+    with tierstore.Client(served[1].url) as client:
+        np.testing.assert_array_equal(client.lookup("ctr.cvr", "user_id", KEYS), np.ones((9, 4)))
+        assert om.witnessed(client.predict("ctr.cvr", {"item_id": KEYS})) == (1, 1)
+        both = client.predict("ctr.cvr", {"item_id": KEYS}, outputs=["seen", "item_id"])
+        np.testing.assert_array_equal(both["item_id"], np.ones((9, 8)))
+        with pytest.raises(NotFound, match="no head 'nope'"):
+            client.predict("ctr.nope", {"item_id": KEYS})
+
+
+def test_clients_of_tensorflow_serving_ask_heads_by_name(served: tuple[Store, ServerThread], web: httpx.Client) -> None:
+    for head in HEADS:
+        assert rest(web, head) == (1, 1)
+        path = f"/v1/models/{named(head)}"
+        states = web.get(path).json()["model_version_status"]
+        assert [(one["version"], one["state"]) for one in states] == [("2", "AVAILABLE"), ("1", "AVAILABLE")]
+        metadata = web.get(f"{path}/metadata").json()
+        assert metadata["model_spec"]["name"] == named(head)
+        signature = metadata["metadata"]["signature_def"]["signature_def"]["serving_default"]
+        assert signature["outputs"].keys() == {"seen"}
+    for path in ("ctr.nope", "ctr.nope/metadata", "ctr.nope:predict"):
+        response = web.request("POST" if ":" in path else "GET", f"/v1/models/{path}", content=b"{}")
+        assert (response.status_code, "no head 'nope'" in response.text) == (404, True)
+
+
+def test_grpc_clients_of_tensorflow_serving_ask_heads_by_name(served: tuple[Store, ServerThread]) -> None:
+    grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
+    from tests.service.tfserving.test_grpc import PredictResponse, arrays, request
+    from tierstore.service.rpc.tfserving import MetadataRequest, MetadataResponse, StatusRequest, StatusResponse
+
+    with grpc.insecure_channel(served[1].grpc_target) as channel:
+
+        def call(method: str, message: Any, answer: Any) -> Any:
+            stub = channel.unary_unary(
+                f"/tensorflow.serving.{method}", lambda m: m.SerializeToString(), answer.FromString
+            )
+            return stub(message, timeout=30)
+
+        for head in HEADS:
+            inputs = {name: np.array(values) for name, values in columns(head).items()}
+            answer = call("PredictionService/Predict", request(inputs, model=named(head)), PredictResponse)
+            assert answer.model_spec.name == named(head)
+            assert om.witnessed(arrays(answer)["seen"]) == (1, 1)
+            wanted = MetadataRequest(metadata_field=["signature_def"])
+            wanted.model_spec.name = named(head)
+            assert call("PredictionService/GetModelMetadata", wanted, MetadataResponse).model_spec.name == named(head)
+            asks = StatusRequest()
+            asks.model_spec.name = named(head)
+            assert len(call("ModelService/GetModelStatus", asks, StatusResponse).model_version_status) == 2
+
+
+def test_status_and_metrics_name_heads(served: tuple[Store, ServerThread], web: httpx.Client) -> None:
+    store, _ = served
+    for head in HEADS:
+        rest(web, head)
+    document = store.status()["models"]["ctr"]
+    assert document["heads"].keys() == {"cvr", "ltv"}
+    assert all(of["runs"] > 0 for of in document["heads"].values())
+    assert [one["heads"] for one in document["versions"]] == [{"cvr": "served", "ltv": "served"}] * 2
+    samples = {
+        (sample.name, sample.labels.get("model"))
+        for family in text_string_to_metric_families(web.get("/metrics").text)
+        for sample in family.samples
+    }
+    for name in ("tierstore_predicts_total", "tierstore_dense_runs_total", "tierstore_model_requests_total"):
+        assert {(name, named(head)) for head in HEADS} <= samples
+    history = web.get("/admin/models/ctr/history").json()
+    assert history["versions"] is not None
+
+
+def test_an_unknown_head_leaves_no_statistics(served: tuple[Store, ServerThread], web: httpx.Client) -> None:
+    for number in range(5):
+        assert web.post(f"/v2/models/ctr.x{number}/infer", content=b"{}").status_code == 404
+    names = {name for name, _, _ in served[1].service.inference_stats.by_version()}
+    assert names <= {named(head) for head in HEADS}
+
+
+def test_quotas_are_the_models(tmp_path: Path) -> None:
+    quotas = {"ctr": {"keys_per_second": 100}}
+    with in_process(), Store(settings_for(tmp_path, quotas=quotas)) as store, ServerThread(store) as server:
+        store.load_snapshot(snapshot(tmp_path))
+
+        def spend(client: tierstore.Client) -> None:
+            for head in ("cvr", "ltv") * 100:
+                client.predict(named(head), {name: INPUTS[name] for name in HEADS[head]})
+
+        with tierstore.Client(server.url, retries=0) as client, pytest.raises(Overloaded, match="model ctr may have"):
+            spend(client)
+
+
+def test_a_token_of_a_model_is_for_its_heads_and_one_may_be_for_a_head_alone(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path)
+    held = TokenFile(settings.data / "tokens.json")
+    _, of_model = held.create(Role.READER, models=["ctr"])
+    _, of_head = held.create(Role.ADMIN, models=["ctr.cvr"])
+    with in_process(), Store(settings) as store, ServerThread(store) as server:
+        store.load_snapshot(snapshot(tmp_path))
+        for _ in range(30):  # by Python, and by the compiled loops
+            with tierstore.Client(server.url, token=of_model) as client:
+                for head in HEADS:
+                    client.predict(named(head), {name: INPUTS[name] for name in HEADS[head]})
+            with tierstore.Client(server.url, token=of_head) as client:
+                assert om.witnessed(client.predict("ctr.cvr", {"item_id": KEYS})) == (1, 1)
+                for name in ("ctr", "ctr.ltv"):
+                    with pytest.raises(Forbidden, match=r"is for ctr\.cvr alone"):
+                        client.predict(name, {"item_id": KEYS})
+        with tierstore.Client(server.url, token=of_head) as client, pytest.raises(Forbidden):
+            client.deactivate("ctr")
+        headers = {"authorization": f"Bearer {of_head}"}
+        assert httpx.post(f"{server.url}/v2/repository/models/ctr.cvr/unload", headers=headers).status_code == 404
+
+
+class Story:
+    """What was published: of each version its numbers by head, moved on by deltas. `seen` has every state there may be."""
+
+    def __init__(self) -> None:
+        self.deltas: list[tuple[int | None, dict[str, int]]] = []  # the number of the rows, and those of graphs by head
+        self.versions: dict[int, tuple[int, int]] = {}  # by number (delta_seq, the number of its rows and graphs)
+        self.states: dict[str, set[tuple[int, int, int]]] = {head: set() for head in HEADS}
+
+    def publish(self, version: int) -> None:
+        """The state of a version with all deltas so far may be answered from now on."""
+        delta_seq, stamp = self.versions[version]
+        of, graphs = stamp, dict.fromkeys(HEADS, stamp)
+        for rows_now, graphs_now in self.deltas[delta_seq:]:
+            of = of if rows_now is None else rows_now
+            graphs |= {head: number for head, number in graphs_now.items() if head in HEADS}
+        for head, number in graphs.items():
+            self.states[head].add((version, of, number))
+
+
+def test_no_answer_of_three_heads_is_mixed_and_none_fails_while_all_of_it_changes(tmp_path: Path) -> None:
+    story, over = Story(), threading.Event()
+    wrong: list[str] = []
+    counts: dict[str, int] = dict.fromkeys(HEADS, 0)
+    with (
+        in_process(),
+        Store(settings_for(tmp_path, grpc_port=GRPC, keep_versions=9)) as store,
+        ServerThread(store) as server,
+    ):
+
+        def callers(head: str) -> Iterator[Callable[[], tuple[int, ...]]]:
+            web = httpx.Client(base_url=server.url, timeout=60)
+            wires = [HttpWire(server), GrpcWire(server)] if has_grpc() else [HttpWire(server)]
+            asks: list[Callable[[], tuple[int, ...]]] = [lambda: rest(web, head)]
+            asks += [lambda wire=wire: infer(wire, head) for wire in wires for _ in range(3)]  # type: ignore[misc]
+            yield from itertools.cycle(asks)
+
+        def go_on(head: str) -> None:
+            for ask in callers(head):
+                if over.is_set():
+                    return
+                try:
+                    got = ask()
+                except Exception as error:  # noqa: BLE001 - none may fail
+                    wrong.append(f"{head}: {error!r}")
+                    return
+                if not any(state[-len(got) :] == got for state in tuple(story.states[head])):
+                    wrong.append(f"{head}: {got} was never published")
+                counts[head] += 1
+
+        def more(enough: int) -> None:
+            before = dict(counts)
+            eventually(lambda: wrong or all(counts[head] >= before[head] + enough for head in HEADS), "answers")
+
+        def load(version: int, stamp: int) -> None:
+            story.versions[version] = len(story.deltas), stamp
+            story.publish(version)
+            store.load_snapshot(snapshot(tmp_path, version, stamp, len(story.deltas)))
+
+        def change(number: int, kind: int) -> None:
+            rows_now = number if kind in (0, 2) else None
+            changed = {1: ["cvr"], 2: list(HEADS), 3: ["", "ltv"]}.get(kind, [])
+            story.deltas.append((rows_now, dict.fromkeys(changed, number)))
+            story.publish(store.model("ctr").active_version or 0)
+            heads: dict[str, bytes | None] = {head: graph(head, number) for head in changed}
+            heads["trial"] = graph("cvr", number) if kind == 3 else None  # comes and goes beside them
+            store.apply_delta(scenes.delta(len(story.deltas), rows(number) if rows_now else {}, heads=heads))
+
+        load(1, 1)
+        threads = [threading.Thread(target=go_on, args=(head,)) for head in HEADS]
+        for thread in threads:
+            thread.start()
+        try:
+            numbers = itertools.count(10)
+            for version in (2, 3):
+                for kind in (0, 1, 2, 3, 2, 0):
+                    change(next(numbers), kind)
+                    more(3)
+                load(version, next(numbers))
+                more(5)
+                change(next(numbers), 2)
+                story.publish(version - 1)
+                store.rollback("ctr")
+                more(5)
+                change(next(numbers), 1)
+                story.publish(version)
+                store.activate("ctr", version)
+                more(5)
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join(60)
+        assert wrong == []
+        assert server.service.reactors.answers > 0, "the compiled loops were among them"

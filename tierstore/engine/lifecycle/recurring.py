@@ -1,0 +1,78 @@
+"""Work that is done now and then, in the background: every 30 s, and soon once it is woken.
+
+What fails is tried again, each thing by itself, and reported by `problem` until it succeeds.
+
+Any thread may call anything. Nothing here survives a crash.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+
+from tierstore.engine.events.changes import REQUESTER
+from tierstore.threads import ScheduledJob, Scheduler
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 30.0
+
+
+class RecurringTasks:
+    """Tasks by what is said when they fail, of `whose`: a model, or the store."""
+
+    def __init__(self, whose: str) -> None:
+        self._whose = whose  # constant after construction
+        self._running = threading.Lock()
+        self._reporting = threading.Lock()
+        self._problems: dict[str, str] = {}  # replaced whole, guarded by _reporting
+        # of the thread that starts and stops
+        self._tasks: Mapping[str, Callable[[], None]] = {}
+        self._job: ScheduledJob | None = None
+        self.stopping = False
+
+    @property
+    def problem(self) -> str | None:
+        """What has failed and was not done since."""
+        return "; ".join(f"{what}: {why}" for what, why in self._problems.items()) or None
+
+    def start(self, scheduler: Scheduler, tasks: Mapping[str, Callable[[], None]]) -> None:
+        self._tasks = tasks
+        self._job = scheduler.add(self._run, EVERY_S)
+
+    def wake(self) -> None:
+        """Have the tasks done soon. Nothing where they were never started."""
+        if self._job is not None:
+            self._job.wake()
+
+    def stop(self) -> None:
+        """Do them no more, and wait for what is being done, which `stopping` tells to end."""
+        self.stopping = True
+        if self._job is not None:
+            self._job.end()
+
+    def _run(self) -> float:
+        REQUESTER.set("housekeeping")
+        self.run()
+        return EVERY_S
+
+    def run(self) -> None:
+        """Do every task. What fails keeps no other from being done, and becomes a `problem`."""
+        with self._running:
+            for what, task in self._tasks.items():
+                self.attempt(what, task)
+
+    def attempt(self, what: str, work: Callable[[], None]) -> bool:
+        """Do this, and report it as a problem if it fails. Whether it succeeded."""
+        why: str | None = None
+        try:
+            work()
+        except Exception as error:
+            why = str(error)
+            if self._problems.get(what) != why:
+                log.exception("%s: %s", self._whose, what)
+        with self._reporting:
+            others = {key: problem for key, problem in self._problems.items() if key != what}
+            self._problems = others if why is None else {**others, what: why}
+        return why is None
