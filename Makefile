@@ -3,6 +3,7 @@
 #   make test    the tests, five minutes of them
 #   make test-all   those that take long as well: benchmarks and examples, kills at every step, clients of other projects, larger counts
 #   make docs-test  the programs and commands of README and docs, and the examples (a part of `make test-all`)
+#   make image-test  the container image: built on a base made by debootstrap, run by buildah without root, loaded, looked up, stopped (a part of `make test-all`)
 #   make check   what must be green: format, lint, types, tests
 #   make site    the documentation as a site in site/, with search, for a browser without a network
 #   make fuzz    spoiled inputs for every parser and both protocols; FUZZ="--count 100000 --only http" chooses
@@ -54,7 +55,7 @@ SOURCES := tierstore tests $(wildcard benchmarks tools examples)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test thorough test-all check format-check lint types docs-test site site-tools fuzz bench bench-tools bench-tfra bench-triton gpu-test bench-gpu client-venvs test-valkey trainers engines older-trainers dist lock sbom format clean
+.PHONY: help venv demo test thorough test-all check format-check lint types docs-test image-test site site-tools fuzz bench bench-tools bench-tfra bench-triton gpu-test bench-gpu client-venvs test-valkey trainers engines older-trainers dist lock sbom format clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -67,10 +68,14 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
-# Compiled files of Python are made as modules are imported: a tenth of those that there are.
+# Compiled files of Python are made as modules are imported: a tenth of those that there are. Kernels are most of what a first run
+# takes, and numba is all that they need: they are compiled beside the rest of the installation, and the service goes on with them.
 $(VENV)/.installed-demo: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[dense]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile numba
+	$(BIN)/python -c 'from tierstore.kernels import ahead; ahead.start().done.wait()' 2>/dev/null & kernels=$$!; \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[dense]'; \
+	  installed=$$?; kill $$kernels 2>/dev/null; exit $$installed
 	@touch $@
 
 demo: $(DEMO)
@@ -100,6 +105,9 @@ types: $(STAMP)
 
 docs-test: $(STAMP)
 	$(BIN)/python -m pytest tests/test_docs.py tests/test_docs_commands.py tests/test_examples.py
+
+image-test: $(STAMP)
+	$(BIN)/python -m pytest -rs tests/deploy/test_image.py
 
 site: site-tools
 	$(BIN)/python -m tools.site site

@@ -2,9 +2,13 @@
 
     resident  every key is on the device; keys and answer are there too. Against `cupy.take`, which is told where the
               rows are in one plain array
-    tiered    a tenth of the rows is on the device, all are in the host tier; Zipf 1.05, keys from CPU memory, answer on
-              the device. Against the host tier alone, whose whole answer is copied up; with bytes moved beside what the
-              bus moves at best
+    keys      every key is on the device, keys come from CPU memory, 64 of them and up to a batch. Against `cupy.take`, whose
+              index is copied up
+    tiered    a tenth of the rows is on the device, all are in the host tier, which the device reads; Zipf 1.05, keys from
+              CPU memory, answer on the device. Against the host tier alone, whose whole answer is copied up; with bytes
+              moved beside what the bus moves at best
+    filled    rows that come to an empty table. Against copies over the bus
+    threads   8 of them look up 4,096 keys each. Against one
     pooled    bags of 20 keys, all on the device. Against `torch.nn.EmbeddingBag`, where torch is there and sees the GPU
 
 The two of a pair alternate in short rounds; the median of the rounds' ratios is what counts. Without a GPU it says so
@@ -17,6 +21,7 @@ import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import Any
 
@@ -26,7 +31,7 @@ from benchmarks import report
 from benchmarks.machine import describe
 from benchmarks.options import parser_of
 from tierstore.kernels.pool import check_offsets
-from tierstore.tiers.device.backend import TEAM, Backend
+from tierstore.tiers.device.backend import NO_HOST, TEAM, Backend
 from tierstore.tiers.device.cupy_device import CudaDevice, find_devices
 from tierstore.tiers.device.lookup import Pooling, look_up, to_device
 from tierstore.tiers.device.table import DeviceTable
@@ -34,7 +39,7 @@ from tierstore.tiers.device.workspaces import DeviceMemory
 from tierstore.tiers.host.table import HostTable
 from tierstore.types import Combiner, KeyType, StorageDtype, TableSpec, Tier
 
-BAG = 20
+BAG, THREADS = 20, 8
 Result = dict[str, Any]
 
 
@@ -116,8 +121,8 @@ def resident(backend: Backend, xp: Any, rows: int, dim: int, batch: int, rounds:
             assert view is not None
             keys_at = backend.address_of(keys[call])
             view.stream.launch(
-                "look_up", -(-batch // 2) * TEAM, view.table, keys_at, none, state_at, n, none, none, out_at, 0,
-                view.counters, done_at,
+                "look_up", -(-batch // 2) * TEAM, view.table, NO_HOST, keys_at, none, state_at, n, none, none, none,
+                out_at, 0, view.counters, done_at,
             )  # fmt: skip
 
     def take(call: int) -> None:
@@ -135,6 +140,70 @@ def resident(backend: Backend, xp: Any, rows: int, dim: int, batch: int, rounds:
     }  # fmt: skip
 
 
+def from_cpu_memory(backend: Backend, xp: Any, rows: int, dim: int, batch: int, rounds: int, calls: int) -> Result:
+    scene, rng = Scene(backend, rows, dim, rows), np.random.default_rng(3)
+    there, out = scene.resident(), backend.empty((batch, dim), np.float32)
+    places = [there[rng.integers(0, len(there), batch)] for _ in range(calls)]
+    vectors, given = to_device(scene.memory, scene.vectors), np.empty((0, dim), np.float32)
+
+    def ours(call: int) -> None:
+        assert look_up(scene.table, scene.keys[places[call]], np.zeros(batch, np.uint8), given, out, scene.fetch)
+
+    def take(call: int) -> None:
+        xp.take(vectors, xp.asarray(places[call]), axis=0, out=out)
+        backend.synchronize()
+
+    got = alternate(backend, rounds, calls, ours, take)
+    scene.close()
+    return {
+        "part": "keys", "rows": rows, "dim": dim, "batch": batch, "against": "cupy.take, index copied up",
+        "us": got["ours_s"] * 1e6, "theirs_us": got["theirs_s"] * 1e6, "ratio": got["ratio"],
+        "keys_per_s": batch / got["ours_s"], "theirs_keys_per_s": batch / got["theirs_s"],
+    }  # fmt: skip
+
+
+def filled(backend: Backend, rows: int, dim: int, rounds: int) -> Result:
+    spent, scene = [], Scene(backend, rows, dim, rows)
+    for _ in range(rounds):
+        scene.table.close()
+        scene.table = DeviceTable(scene.spec, scene.table.budget_bytes, scene.memory, default_vector=np.zeros(dim))
+        began = time.perf_counter()
+        scene.table.warm(scene.keys, scene.vectors.view(np.uint8))
+        spent.append(time.perf_counter() - began)
+    rate, bus = rows / statistics.median(spent), bus_bytes_a_second(scene.memory)
+    scene.close()
+    return {
+        "part": "filled", "rows": rows, "dim": dim, "batch": rows, "against": "copies over the bus", "keys_per_s": rate,
+        "theirs_keys_per_s": bus / (dim * 4 + 8), "ratio": rate * (dim * 4 + 8) / bus,
+    }  # fmt: skip
+
+
+def threads(backend: Backend, rows: int, dim: int, batch: int, rounds: int, calls: int) -> Result:
+    scene, rng = Scene(backend, rows, dim, rows), np.random.default_rng(6)
+    there, given = scene.resident(), np.empty((0, dim), np.float32)
+    keys = [scene.keys[there[rng.integers(0, len(there), batch)]] for _ in range(THREADS)]
+    outs = [backend.empty((batch, dim), np.float32) for _ in range(THREADS)]
+
+    def work(number: int) -> None:
+        for _ in range(calls):
+            assert look_up(scene.table, keys[number], np.zeros(batch, np.uint8), given, outs[number], scene.fetch)
+
+    def together(count: int) -> Callable[[int], None]:
+        def run(call: int) -> None:
+            with ThreadPoolExecutor(count) as pool:
+                list(pool.map(work, range(count)))
+
+        return run
+
+    got = alternate(backend, rounds, 1, together(THREADS), together(1))
+    scene.close()
+    many, one = THREADS * calls * batch / got["ours_s"], calls * batch / got["theirs_s"]
+    return {
+        "part": "threads", "rows": rows, "dim": dim, "batch": batch, "against": f"one thread, {THREADS} here",
+        "keys_per_s": many, "theirs_keys_per_s": one, "ratio": many / one,
+    }  # fmt: skip
+
+
 def zipf(rows: int, batch: int, calls: int) -> Iterator[np.ndarray]:
     """Positions, 0 the most frequent, with frequency 1 / rank^1.05."""
     cumulative = np.cumsum(1 / np.arange(1, rows + 1) ** 1.05)
@@ -145,6 +214,7 @@ def zipf(rows: int, batch: int, calls: int) -> Iterator[np.ndarray]:
 
 def tiered(backend: Backend, rows: int, dim: int, batch: int, rounds: int, calls: int) -> Result:
     scene = Scene(backend, rows, dim, rows // 10)
+    scene.table.read_below(scene.host)
     asked = [scene.keys[at] for at in zipf(len(scene.keys), batch, calls)]
     out = backend.empty((batch, dim), np.float32)
     given = np.empty((0, dim), np.float32)
@@ -152,7 +222,7 @@ def tiered(backend: Backend, rows: int, dim: int, batch: int, rounds: int, calls
 
     def ours(call: int) -> None:
         state = np.zeros(batch, np.uint8)
-        assert look_up(scene.table, asked[call], state, given, out, scene.fetch)
+        assert look_up(scene.table, asked[call], state, given, out, scene.fetch, host=scene.host)
         states.append(state)
 
     def host_alone(call: int) -> None:
@@ -164,12 +234,13 @@ def tiered(backend: Backend, rows: int, dim: int, batch: int, rounds: int, calls
         [len(np.unique(keys[state != Tier.DEVICE])) for keys, state in zip(asked * (rounds + 1), states, strict=True)]
     )
     up = batch * 9 + missed * (dim * 4 + 1)
-    bus = bus_bytes_a_second(scene.memory)
+    bus, stats = bus_bytes_a_second(scene.memory), scene.table.stats()
     scene.close()
     return {
         "part": "tiered", "rows": rows, "dim": dim, "batch": batch, "against": "host tier, answer copied up",
         "keys_per_s": batch / got["ours_s"], "theirs_keys_per_s": batch / got["theirs_s"], "ratio": got["ratio"],
         "device_hits": hit, "bytes_up_a_key": up / batch, "bus_gb_s": bus / 1e9,
+        "host_tier_read_by": "the device" if (why := stats["host_problem"]) is None else f"the CPU: {why}",
         "share_of_bus": up / got["ours_s"] / bus, "answer_over_bus": batch * dim * 4 / got["ours_s"] / bus,
     }  # fmt: skip
 
@@ -181,7 +252,7 @@ def bus_bytes_a_second(memory: DeviceMemory) -> float:
         for _ in range(5):
             began = time.perf_counter()
             for _ in range(8):
-                ws.upload(0, ws.nbytes)
+                ws.stream.upload(ws.at(0), ws.staging(0, ws.nbytes))
             ws.stream.synchronize()
             best = max(best, 8 * ws.nbytes / (time.perf_counter() - began))
     return best
@@ -217,7 +288,11 @@ def pooled(backend: Backend, torch: Any, rows: int, dim: int, bags: int, rounds:
 
 def measure(backend: Backend, xp: Any, torch: Any, *, rows: int, batch: int, rounds: int, calls: int) -> list[Result]:
     results = [resident(backend, xp, rows, dim, batch, rounds, calls) for dim in (32, 64)]
+    sizes = sorted({min(size, batch) for size in (64, 1024, 4096, batch)})
+    results += [from_cpu_memory(backend, xp, rows, 64, size, rounds, calls) for size in sizes]
     results += [tiered(backend, rows, dim, batch, rounds, calls) for dim in (32, 64)]
+    results.append(filled(backend, rows, 64, rounds))
+    results.append(threads(backend, rows, 64, min(4096, batch), rounds, calls))
     if torch is not None:
         results.append(pooled(backend, torch, rows, 64, max(1, batch // BAG), rounds, calls))
     return results

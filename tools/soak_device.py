@@ -1,6 +1,7 @@
 """A table of the device tier under everything at once: `python -m tools.soak_device --seconds 600 [--kind late early cupy gpu]`.
 
-Threads look rows and bags up, with padding, while one thread applies deltas, promotes rows and resizes the table. A row tells
+Threads look rows and bags up, with padding, while one thread applies deltas, promotes rows and resizes the table and the
+host tier below it, which the device reads too. A row tells
 its key and how often it was written, so each answer is checked: no older than what was acknowledged before the
 look-up, no newer than what was written by its end, whole, and each bag the sum of its rows to the bit. `kind` is one of
 `tests/tiers/devices.py`: stand-ins on the CPU, or a GPU. Ends with 1 where an answer was wrong.
@@ -22,6 +23,7 @@ from tierstore.kernels.pool import pool_bags
 from tierstore.tiers.device.lookup import PADDING, Pooling, look_up
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import DeviceMemory
+from tierstore.tiers.host.table import HostTable
 from tierstore.types import Combiner, KeyType, StorageDtype, TableSpec, Tier
 
 DIM, KEYS, READERS = 12, 6000, 3
@@ -43,9 +45,10 @@ class Soak:
         spec = TableSpec("t", KeyType.INT64, DIM, StorageDtype.FLOAT32)
         memory = DeviceMemory(self.device, 16 << 20)
         self.table = DeviceTable(spec, 256 << 10, memory, default_vector=np.zeros(DIM, np.float32))
+        self.host = HostTable(spec, 256 << 10, default_vector=np.zeros(DIM, np.float32))
         self.written, self.acknowledged = np.zeros(KEYS, np.int64), np.zeros(KEYS, np.int64)
         self.faults: list[Any] = []
-        self.keys = 0  # that were looked up
+        self.keys = self.below = 0  # that were looked up; of these, those that the host tier has answered
         self._lock, self._done = threading.Lock(), threading.Event()
 
     def run(self, seconds: float) -> None:
@@ -59,6 +62,7 @@ class Soak:
         self._done.set()
         for thread in threads:
             thread.join()
+        self.host.close()
         self.table.close()
 
     def _repeat(self, work: Callable[[np.random.Generator], None], seed: int) -> None:
@@ -74,8 +78,8 @@ class Soak:
             return known[keys]
 
     def _below(self, keys: np.ndarray, dtype: Any) -> tuple[Any, np.ndarray]:
-        """What the tiers below answer."""
-        return rows_of(keys, self._of(self.written, keys)), np.full(len(keys), Tier.HOST, np.uint8)
+        """What the disk answers."""
+        return rows_of(keys, self._of(self.written, keys)), np.full(len(keys), Tier.DISK, np.uint8)
 
     def _read(self, rng: np.random.Generator) -> None:
         n = int(rng.integers(1, 700))
@@ -87,10 +91,11 @@ class Soak:
             offsets = np.unique(np.append(0, rng.integers(0, n, 20)))
             bags = Pooling(offsets, None, Combiner.SUM)
         out = self.device.empty((n if bags is None else len(bags.offsets), DIM), np.float32)
-        if not look_up(self.table, keys, state, NONE, out, self._below, bags):
+        if not look_up(self.table, keys, state, NONE, out, self._below, bags, self.host):
             raise AssertionError(f"the device does not answer: {self.table.problem}")
         got, most = to_host(out), self._of(self.written, keys)
         self.keys += n
+        self.below += np.count_nonzero(state == Tier.HOST)
         if bags is None:
             self._check_rows(got, keys, counted, least, most)
         else:
@@ -127,13 +132,17 @@ class Soak:
             with self._lock:
                 self.written[keys] += 1
             now = self._of(self.written, keys)
-            self.table.update(keys, rows_of(keys, now).view(np.uint8), np.zeros(len(keys), np.bool_))
+            for tier in self.table, self.host:
+                tier.update(keys, rows_of(keys, now).view(np.uint8), np.zeros(len(keys), np.bool_))
             with self._lock:
                 self.acknowledged[keys] = now
         elif what < 0.9:
-            self.table.insert(keys, rows_of(keys, self._of(self.written, keys)).view(np.uint8), 0)
+            tier = self.table if what < 0.6 else self.host
+            tier.insert(keys, rows_of(keys, self._of(self.written, keys)).view(np.uint8), 0)
+            self.table.read_below(self.host)
         else:
-            self.table.resize(float(rng.choice([1.0, 0.5, 0.25])))
+            tier = self.table if what < 0.95 else self.host
+            tier.resize(float(rng.choice([1.0, 0.5, 0.25])))
 
 
 def main() -> int:
@@ -145,7 +154,9 @@ def main() -> int:
     for kind in options.kind:
         soak = Soak(kind)
         soak.run(options.seconds)
-        print(f"{kind}: {soak.keys:,} keys looked up, {len(soak.faults)} faults {soak.faults[:3]}")
+        print(
+            f"{kind}: {soak.keys:,} keys looked up, {soak.below:,} of them by the device in the host tier, {len(soak.faults)} faults {soak.faults[:3]}"
+        )
         wrong += len(soak.faults)
     return int(wrong > 0)
 

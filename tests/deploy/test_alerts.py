@@ -185,6 +185,31 @@ def break_look_ups(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plane, "open", broken)
 
 
+def test_rows_that_cannot_be_read_are_errors_and_no_want_of_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are 503, and two alerts with two parts of the runbook."""
+    with nodes(tmp_path, 1) as (node,):
+        node.store.load_snapshot(write_version(tmp_path, 1))
+
+        def broken(*_: Any, **__: Any) -> Any:
+            raise tierstore.StorageError("a file ends before its rows")
+
+        monkeypatch.setattr(node.server._http.service.dataplane, "open", broken)
+        assert look_up(node, [1]) == 503
+        predict = {"instances": [{"item_id": 1}]}
+        assert httpx.post(f"{node.url}/v1/models/ctr:predict", json=predict).status_code == 503
+        text = httpx.get(f"{node.url}/metrics").text
+        counted = dict(
+            re.findall(
+                r'^tierstore_request_seconds_count{outcome="(\w+)",protocol="(?:oip|tfs)_http"} (\S+)$',
+                text,
+                re.MULTILINE,
+            )
+        )
+        assert set(counted) == {"unavailable"}, counted
+
+
 def test_each_alert_fires_where_the_thing_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All faults at once; the alert that compares with an hour ago is below."""
     expected = {rule["alert"] for rule in rules()} - {

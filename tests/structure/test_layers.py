@@ -107,7 +107,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "machines": 0,
         "host": 1,
         "disk": 1,
-        "device": 1,
+        "device": 2,
         "remote": 1,
         "upstream": 1,
         "ssd": 2,

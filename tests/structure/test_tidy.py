@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tokenize
 from pathlib import Path
 
@@ -153,6 +154,18 @@ def test_the_demo_installs_what_it_needs_and_the_tests_add_the_rest(tmp_path: Pa
     assert (extras("demo"), extras("test")) == ([], [])
     os.utime(tmp_path / ".venv/.installed", (0, 0))
     assert extras("demo") == ["dev"], "what is there is brought up to date, and not made less"
+
+
+def test_kernels_are_compiled_with_numba_alone() -> None:
+    """The demo compiles them while pip installs the other packages."""
+    program = (
+        "import importlib, pkgutil, sys, tierstore.kernels.ahead as ahead\n"
+        "for one in pkgutil.walk_packages(ahead.kernels.__path__, 'tierstore.kernels.'): importlib.import_module(one.name)\n"
+        "print(*{name.partition('.')[0] for name, module in sys.modules.items() if '/site-packages/' in (getattr(module, '__file__', '') or '')})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    packages = {name for name in done.stdout.split() if not name.startswith("_")}
+    assert packages <= {"numba", "llvmlite", "numpy", "yaml", "tierstore"}, "yaml: numba reads a file where it is there"
 
 
 @pytest.mark.parametrize(

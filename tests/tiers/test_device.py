@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -77,9 +78,8 @@ def test_a_peek_finds_every_resident_key_however_many_segments_there_are(fractio
 def test_keys_of_one_set_that_are_looked_up_at_once_are_all_remembered() -> None:
     """Four teams of a warp read the same line before any of them writes to it."""
     table = open_table(ShimDevice())
-    keys, sets = np.arange(2000, dtype=np.int64), np.empty(2000, np.int64)
-    order, by_set = table.layout.by_set(keys, table._depth)
-    sets[order] = by_set
+    keys = np.arange(2000, dtype=np.int64)
+    sets = np.array([table.layout.set_of(key, table._depth) for key in keys.tolist()])
     crowded = int(np.argmax(np.bincount(sets)))
     together = keys[sets == crowded][:4]
     assert len(together) == 4
@@ -190,16 +190,29 @@ def test_an_update_is_seen_by_a_look_up_that_starts_after_it_while_others_are_un
     table.close()
 
 
-def test_the_kernels_find_the_sets_that_the_cpu_sorts_by() -> None:
-    table = open_table(ShimDevice())
-    keys = np.concatenate([ODD_KEYS, np.arange(5000, 9000, dtype=np.int64)])
-    table.insert(keys, rows_of(keys), 1)
-    order, sets = table.layout.by_set(keys, table._depth)
+@pytest.mark.parametrize("deltas", [False, True])
+def test_what_is_written_lies_in_the_order_of_sets_where_kernels_find_them(deltas: bool) -> None:
+    table, rng = open_table(ShimDevice()), np.random.default_rng(5)
+    keys = rng.permutation(np.concatenate([ODD_KEYS, np.arange(5000, 6000, dtype=np.int64)]))
+    rows, deleted = rows_of(keys), rng.random(len(keys)) < 0.3
+    with table.device.workspace() as ws:
+        at, runs = table._stage(ws, keys, rows, deleted) if deltas else table._stage(ws, keys, rows)
+        begin = ws.here(0)
+        placed = ws.staging(at.keys - begin, len(keys), np.int64)
+        starts = ws.staging(at.runs - begin, runs + 1, np.uint32)
+        order = np.argsort(placed)[np.argsort(np.argsort(keys))]  # where each key was placed
+        staged = ws.staging(at.rows - begin, len(keys) * table.layout.stride).reshape(len(keys), -1)
+        np.testing.assert_array_equal(staged[order][:, : rows.shape[1]], rows)
+        if deltas:
+            np.testing.assert_array_equal(ws.staging(at.deleted - begin, len(keys), np.bool_)[order], deleted)
+        sets = np.array([table.layout.set_of(key, table._depth) for key in placed.tolist()])
+    assert (np.diff(sets) >= 0).all()
+    np.testing.assert_array_equal(starts, [*np.flatnonzero(np.diff(sets, prepend=-1)), len(keys)])
+    for start, end in pairwise(starts):  # equal sets in the order in which they came
+        assert (np.diff(np.argsort(order)[start:end]) > 0).all()
+    table.insert(keys, rows, 1)
     assert table._memory is not None
     assert sum(len(found) for found, _ in table._memory.resident()) == table.rows_resident
-    assert (np.diff(sets) >= 0).all()
-    assert sets[-1] < table.layout.sets(table._depth)
-    assert len(np.unique(order)) == len(keys)
 
 
 @pytest.mark.parametrize(

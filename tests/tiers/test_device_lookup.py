@@ -15,7 +15,10 @@ from tierstore.kernels.pool import pool_bags
 from tierstore.tiers.device.backend import Captured, DeviceError, OutOfDeviceMemory
 from tierstore.tiers.device.lookup import PADDING, Pooling, from_device, look_up, to_device
 from tierstore.tiers.device.table import DeviceTable
+from tierstore.tiers.device.window import NOT_YET
 from tierstore.tiers.device.workspaces import DeviceMemory
+from tierstore.tiers.host.sample import ALL, NOTHING, AccessSample
+from tierstore.tiers.host.table import HostTable
 from tierstore.types import Combiner, Keys, KeyType, States, StorageDtype, TableSpec, Tier, Vectors
 from tools.soak_device import Soak
 
@@ -23,6 +26,8 @@ RESIDENT = np.arange(0, 400, dtype=np.int64)
 GONE = np.arange(400, 440, dtype=np.int64)  # known absent by the device
 BELOW = np.arange(440, 600, dtype=np.int64)  # of the tiers below; those above are nowhere
 LAST = 640
+KEPT = np.arange(3000, 7000, dtype=np.int64)  # of the host tier, where a test has a large one
+NOWHERE = np.arange(620, 640, dtype=np.int64)  # which it knows not to exist
 
 
 def row_bytes_of(spec: TableSpec, keys: Keys) -> np.ndarray:
@@ -43,11 +48,17 @@ class Scene:
         self.table.insert_absent(GONE, 1)
         self.asked: list[Keys] = []
 
+    def host_tier(self, keys: Keys, budget_bytes: int, sample: AccessSample = NOTHING) -> HostTable:
+        """One with the rows of these keys, as far as they find room."""
+        host = HostTable(self.spec, budget_bytes, default_vector=self.default, sample=sample)
+        host.warm(keys, row_bytes_of(self.spec, keys))
+        return host
+
     def fetch(self, keys: Keys, dtype: Any) -> tuple[Vectors, States]:
         self.asked.append(keys)
         rows = np.empty((len(keys), self.spec.dim), dtype)
         codec.decode(row_bytes_of(self.spec, keys), self.spec.dtype, rows)
-        states = np.where(keys < BELOW[-1] + 1, Tier.HOST, Tier.ABSENT).astype(np.uint8)
+        states = np.where((keys <= BELOW[-1]) | (keys >= KEPT[0]), Tier.HOST, Tier.ABSENT).astype(np.uint8)
         states[(keys >= GONE[0]) & (keys <= GONE[-1])] = Tier.ABSENT  # marks may be forgotten
         rows[states == Tier.ABSENT] = self.default
         return rows, states
@@ -56,12 +67,20 @@ class Scene:
         """The twin: what every key answers, wherever it lies."""
         rows = np.empty((len(keys), self.spec.dim), dtype)
         codec.decode(row_bytes_of(self.spec, keys), self.spec.dtype, rows)
-        rows[(keys >= GONE[0]) & (keys <= GONE[-1]) | (keys > BELOW[-1])] = self.default
+        rows[(keys >= GONE[0]) & (keys <= GONE[-1]) | (keys > BELOW[-1]) & (keys < KEPT[0])] = self.default
         return rows
 
-    def look_up(self, keys: Keys, dtype: Any, state: States, given: Vectors, bags: Pooling | None = None) -> np.ndarray:
+    def look_up(
+        self,
+        keys: Keys,
+        dtype: Any,
+        state: States,
+        given: Vectors,
+        bags: Pooling | None = None,
+        host: HostTable | None = None,
+    ) -> np.ndarray:
         out = self.device.empty((len(keys) if bags is None else len(bags.offsets), self.spec.dim), dtype)
-        assert look_up(self.table, keys, state, given, out, self.fetch, bags)
+        assert look_up(self.table, keys, state, given, out, self.fetch, bags, host)
         return to_host(out)
 
 
@@ -131,6 +150,116 @@ def test_bags_are_pooled_bit_for_bit_as_on_the_cpu(
     np.testing.assert_array_equal(out, expected)
     half = scene.look_up(keys, np.float16, state.copy(), given, Pooling(offsets, weights, combiner))
     np.testing.assert_array_equal(half, expected.astype(np.float16))
+
+
+@either
+@pytest.mark.parametrize("dtype", list(StorageDtype))
+@pytest.mark.parametrize("dim", [6, 16, 33])
+def test_the_host_tier_is_read_by_the_device_as_the_cpu_reads_it(kind: str, dtype: StorageDtype, dim: int) -> None:
+    """Lines that are full, so that keys lie in other lines; and keys that are known not to exist."""
+    scene = Scene(dim, dtype, kind=kind)
+    host = scene.host_tier(KEPT, 640 << 10)
+    host.insert_absent(NOWHERE, 1)
+    none, rng = np.empty((0, dim), np.float32), np.random.default_rng(dim)
+    keys = rng.permutation(np.concatenate([KEPT, KEPT[:300], RESIDENT[:50], NOWHERE, [-5]]))
+    expected = scene.rows(keys, np.float32)
+    for times in (1, 2):
+        before = dict(host.stats())
+        state, there = np.zeros(len(keys), np.uint8), np.zeros(len(keys), np.uint8)
+        np.testing.assert_array_equal(scene.look_up(keys, np.float32, state, none, host=host), expected)
+        if times == 1:  # the CPU has answered
+            scene.table.read_below(host)
+            asked = len(scene.asked)
+            continue
+        assert host.stats() == before
+        host.lookup(keys, np.empty_like(expected), there)
+        there[np.isin(keys, RESIDENT)] = Tier.DEVICE
+        left = there == Tier.PENDING  # by the CPU too, as there is no room for all of them
+        assert sorted(np.concatenate(scene.asked[asked:])) == sorted(keys[left])
+        assert 0 < np.count_nonzero(left) < 500
+        np.testing.assert_array_equal(state[~left], there[~left])
+    half = scene.look_up(keys, np.float16, np.zeros(len(keys), np.uint8), none, host=host)
+    np.testing.assert_array_equal(half, scene.rows(keys, np.float16))
+    offsets, weights = np.arange(0, len(keys), 5), rng.normal(size=len(keys)).astype(np.float32)
+    state = np.where(rng.random(len(keys)) < 0.1, PADDING, 0).astype(np.uint8)
+    pooled = pool_bags(expected, offsets, weights, state != PADDING, Combiner.SQRTN)
+    bags = Pooling(offsets, weights, Combiner.SQRTN)
+    np.testing.assert_array_equal(scene.look_up(keys, np.float32, state.copy(), none, bags, host), pooled)
+    assert all(set(some) <= set(keys[left]) for some in scene.asked[asked:])
+    host.close()
+
+
+def test_what_the_device_reads_of_the_host_tier_is_heat_and_is_sampled() -> None:
+    scene = Scene(8, StorageDtype.FLOAT32)
+    sample = AccessSample()
+    host = scene.host_tier(BELOW, 1 << 20, sample)
+    scene.table.read_below(host)
+    sample.collect(ALL)
+    warm, none = BELOW[::3], np.empty((0, 8), np.float32)
+    for _ in range(5):
+        scene.look_up(warm, np.float32, np.zeros(len(warm), np.uint8), none, host=host)
+    assert scene.asked == []
+    heat = {int(key): host.peek(int(key)).heat["hits"] for key in BELOW}
+    assert all(heat[int(key)] > 0 for key in warm)
+    assert all(heat[int(key)] == 0 for key in np.setdiff1d(BELOW, warm))
+    noted = sample.collect(0)
+    assert noted.seen == 5 * len(warm)
+    assert sorted(noted.keys) == sorted(np.tile(warm, 5))
+    host.close()
+
+
+def test_memory_that_the_host_tier_gives_back_is_not_read_any_more() -> None:
+    """Whatever the order in which both are closed; the stand-in ends the process where it is read all the same."""
+    scene = Scene(8, StorageDtype.FLOAT32)
+    none, zeros = np.empty((0, 8), np.float32), np.zeros(len(BELOW), np.uint8)
+    expected = scene.rows(BELOW, np.float32)
+    for _ in range(2):
+        host = scene.host_tier(BELOW, 4 << 20)
+        for fraction in (0.5, 0.7, 0.25, 1.0):
+            scene.table.read_below(host)
+            locked = scene.device.locked
+            assert locked >= host.bytes_in_use
+            np.testing.assert_array_equal(scene.look_up(BELOW, np.float32, zeros.copy(), none, host=host), expected)
+            assert scene.asked == []
+            host.resize(fraction)
+            assert scene.device.locked == 0
+            scene.look_up(BELOW, np.float32, zeros.copy(), none, host=host)
+            assert len(scene.asked.pop()) == len(BELOW)
+            host.resize(fraction)
+        scene.table.read_below(host)
+        other = scene.host_tier(BELOW[:5], 1 << 20)
+        assert len(scene.look_up(BELOW, np.float32, zeros.copy(), none, host=other)) == len(scene.asked.pop())
+        scene.table.read_below(other)
+        assert 0 < scene.device.locked < locked
+        host.close()
+        other.close()
+        assert scene.device.locked == 0
+    scene.table.read_below(scene.host_tier(BELOW, 1 << 20))
+    scene.table.close()
+    assert scene.device.locked == 0
+
+
+def test_where_memory_of_the_host_tier_cannot_be_locked_the_cpu_reads_it_and_the_status_says_so() -> None:
+    scene = Scene(8, StorageDtype.FLOAT32)
+    host = scene.host_tier(BELOW, 4 << 20)
+    scene.device.lockable = host.bytes_in_use // 2
+    assert scene.table.stats()["host_problem"] == NOT_YET
+    scene.table.read_below(host)
+    assert "cannot be registered: device 0" in scene.table.stats()["host_problem"]
+    assert scene.device.locked == 0
+    none = np.empty((0, 8), np.float32)
+    rows = scene.look_up(BELOW, np.float32, np.zeros(len(BELOW), np.uint8), none, host=host)
+    np.testing.assert_array_equal(rows, scene.rows(BELOW, np.float32))
+    assert len(scene.asked) == 1
+    scene.device.lockable <<= 4
+    scene.table.read_below(host)  # of that size it is not tried again
+    assert scene.device.locked == 0
+    host.resize(0.5)
+    scene.table.read_below(host)
+    assert scene.device.locked > 0
+    assert scene.table.stats()["host_problem"] is None
+    host.close()
+    scene.table.close()
 
 
 @either
@@ -301,4 +430,4 @@ def test_look_ups_beside_deltas_promotion_and_resizing_are_right(kind: str) -> N
     soak = Soak(kind)
     soak.run(2.0)
     assert soak.faults == []
-    assert soak.keys > 0
+    assert 0 < soak.below < soak.keys

@@ -17,7 +17,9 @@ from tierstore.kernels import LAST, compiled
 from tierstore.kernels.atomics import acquire_u32
 from tierstore.kernels.raw import call_at
 
-(LAUNCH, COPY, RECORD, WAIT, QUERY, PUSH, POP, MODE, YIELD, SLEEP, CONTEXT, ADDRESSES) = range(12)
+(
+    LAUNCH, COPY, RECORD, WAIT, QUERY, PUSH, POP, MODE, REGISTER, UNREGISTER, MAPPED, YIELD, SLEEP, CONTEXT, ADDRESSES,
+) = range(15)  # fmt: skip
 UNSAID = -1  # a stream has done all its work, and the word that is waited for is not there
 _NOT_READY = 600
 _FIRST_OF_CAPTURES, _LAST_OF_CAPTURES = 900, 909  # a call is refused because a graph is being captured
@@ -55,12 +57,15 @@ def launch(calls: Any, kernel: Any, blocks: Any, threads: Any, stream: Any, argu
     return types.int64(status)
 
 
-@compiled(types.int64(_WORDS, types.int64, types.int64, types.int64, types.int64, _WORDS), when=LAST)
-def copy_up(calls: Any, target: Any, source: Any, nbytes: Any, stream: Any, scratch: Any) -> Any:
-    """Put a copy from page-locked memory into a stream."""
+@compiled(types.int64(_WORDS, *[types.int64] * 5, _WORDS), when=LAST)
+def call(calls: Any, which: Any, one: Any, two: Any, three: Any, four: Any, scratch: Any) -> Any:
+    """Call a function of at most four arguments, in the context, so that no capture of another thread is disturbed."""
     status = types.int32(call_at(calls[PUSH], calls[CONTEXT], 0, 0, 0, 0, 0))
     if status == 0:
-        status = types.int32(call_at(calls[COPY], target, source, nbytes, stream, 0, 0))
+        scratch[1] = _RELAXED
+        call_at(calls[MODE], scratch.ctypes.data + 8, 0, 0, 0, 0, 0)
+        status = types.int32(call_at(calls[which], one, two, three, four, 0, 0))
+        call_at(calls[MODE], scratch.ctypes.data + 8, 0, 0, 0, 0, 0)
         call_at(calls[POP], scratch.ctypes.data, 0, 0, 0, 0, 0)
     return types.int64(status)
 
@@ -90,26 +95,13 @@ def wait(calls: Any, word: Any, stream: Any, scratch: Any) -> Any:
             if acquire_u32(word) != 0:
                 return 0
             call_at(calls[YIELD], 0, 0, 0, 0, 0, 0)
-        status = _query(calls, stream, scratch)
+        status = call(calls, QUERY, stream, 0, 0, 0, scratch)
         if acquire_u32(word) != 0:
             return 0
         if status == 0:
             return UNSAID
         if status != _NOT_READY and not _FIRST_OF_CAPTURES <= status <= _LAST_OF_CAPTURES:
-            return types.int64(status)
+            return status
         queries += 1
         if queries > _EAGER:
             call_at(calls[SLEEP], _SLEEP_US, 0, 0, 0, 0, 0)
-
-
-@compiled(types.int32(_WORDS, types.int64, _WORDS), inner=True)
-def _query(calls: Any, stream: Any, scratch: Any) -> Any:
-    """How a stream is: 0 if all of its work is done."""
-    status = types.int32(call_at(calls[PUSH], calls[CONTEXT], 0, 0, 0, 0, 0))
-    if status == 0:
-        scratch[1] = _RELAXED
-        call_at(calls[MODE], scratch.ctypes.data + 8, 0, 0, 0, 0, 0)
-        status = types.int32(call_at(calls[QUERY], stream, 0, 0, 0, 0, 0))
-        call_at(calls[MODE], scratch.ctypes.data + 8, 0, 0, 0, 0, 0)
-        call_at(calls[POP], scratch.ctypes.data, 0, 0, 0, 0, 0)
-    return status

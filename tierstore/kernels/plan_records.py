@@ -98,6 +98,7 @@ SCORING = define("Scoring", "what predictions of a structure ask beyond their lo
     "inputs": "how many", "first_input": (GRAPH_INPUT, "where they are"),
     "scores": "how many", "first_score": (SCORE, "where they are"),
     "half": "1: rows of some input come as half the bytes that count in the look-up's limit",
+    "apart": "1: who runs the graph looks up too, as rows may lie on a device; the inputs are the request's own",
 })  # fmt: skip
 VARIANT = define("Variant", "how requests of a structure are answered under one version with one dense part", {
     "token": "of the views that it fits",

@@ -1,8 +1,8 @@
 """How a reactor begins a prediction: it looks all rows up into a block, and leaves the graph to a thread of Python. See `reactor.py`.
 
 The block has the head of the answer, room for the scores behind it, and then what `scoring.write_table` writes, and the rows; where rows are
-left to readers of cold rows, what those need lies behind them. The thread reads its inputs there, writes the scores, and gives the job back as
-those readers do. Where it cannot, the request is Python's. What differs by protocol is the head and what lies between scores, which the caller writes.
+left to readers of cold rows, what those need lies behind them. Of a table on a device it has the keys in place of the rows, and the thread looks them up.
+The thread reads its inputs there, writes the scores, and gives the job back as those readers do. Where it cannot, the request is Python's. What differs by protocol is the head and what lies between scores, which the caller writes.
 
 Kernels for the thread of one reactor.
 """
@@ -71,7 +71,8 @@ def make_prediction(me, fd, plan, variant, view, tail, short, begin, data, more,
     if me.free_jobs.count <= KEPT_JOBS:
         return BUSY, nb.int64(-1)
     wanted, run = variant.scoring, me.bound
-    answered, keys = run.answer_bytes, run.keys
+    apart, keys = wanted.apart != 0, run.keys
+    answered = nb.int64(0) if apart else run.answer_bytes
     head = me.answer + HEAD_ROOM - begin
     table_bytes, run_bytes = scoring.table_bytes(wanted, me.record), lookupplan.run_bytes(run)
     size = head + data + 63 + table_bytes + answered + 7 + run_bytes + 9 * keys
@@ -82,8 +83,8 @@ def make_prediction(me, fd, plan, variant, view, tail, short, begin, data, more,
         return BUSY, nb.int64(-1)
     table = (block + head + data + 63) & ~63
     rows, planned = table + table_bytes, monotonic_ns()
-    came = lookupplan.COLD
-    if short:
+    came = lookupplan.ANSWERED if apart else lookupplan.COLD
+    if short and not apart:
         came = call_at(me.run, run, view, tail, rows, me.states, me.scratch)
         if came == lookupplan.COLD:
             came = read_cached(me, view, tail, rows)
@@ -91,7 +92,7 @@ def make_prediction(me, fd, plan, variant, view, tail, short, begin, data, more,
     if not cold and came != lookupplan.ANSWERED:
         release(block)
         return ROWS_ON_DISK if came == lookupplan.ELSEWHERE else VALUES, nb.int64(-1)
-    if not cold:
+    if not cold and not apart:
         lookupplan.count_keys(run, tail, me.states, me.table_counts, TABLE_COUNT_WORDS)
     copy_bytes(block, begin, head)
     scoring.write_table(wanted, me.record, run, tail, me.values, rows, block + head, table)

@@ -305,11 +305,6 @@ class DenseSession:
             answer.append(out)
         return answer
 
-    @property
-    def is_on_cpu(self) -> bool:
-        """Whether it reads and writes the processor's memory."""
-        return not self._on_device
-
     def run_feed(self, names: Sequence[str], feed: Mapping[str, Array]) -> list[Array]:
         """Run the graph once on all its inputs, as it reads them. Returns the outputs `names`. Raises as `run`."""
         began_s = time.perf_counter()

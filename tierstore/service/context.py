@@ -120,7 +120,7 @@ class Service:
         self.regions = Regions(enabled=settings.allow_client_shm, max_read=settings.max_request)
         self.plan_cache = PlanCache()
         self.signatures = Signatures()
-        self.rates = RateLimits(settings)
+        self.rates = RateLimits(settings, refused=lambda: self.shed.count("rate"))
         self.proxies = Proxies(settings.trusted_proxies)
         self.traces = traces_of(settings)
         self.request_log = RequestLog(settings, traces=self.traces)

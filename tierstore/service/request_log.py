@@ -22,8 +22,8 @@ from tierstore.service.traces import Traces
 logger = logging.getLogger(__name__)
 
 LINES_A_SECOND = 10  # of one kind
-REFUSED_EVERY_S = 10.0  # of requests that were not let in: clients go on for as long as they have the wrong token
-_NOT_LET_IN = (401, 403)
+REFUSED_EVERY_S = 10.0  # for requests that were not let in: clients repeat them as long as they have the wrong token
+_NOT_LET_IN = (401, 403, 429)  # the last: beyond a rate, whose holder it names
 
 
 class RequestLog:

@@ -26,7 +26,7 @@ from tierstore.service.dataplane.inference import Inference
 from tierstore.service.dataplane.plan import Plan, Request, RequestedOutput
 from tierstore.service.dataplane.plan_cache import PlanCache
 from tierstore.service.dataplane.tensors import TensorSpec
-from tierstore.service.error_status import http_outcome, http_status
+from tierstore.service.error_status import outcome_of
 from tierstore.service.exchange import Exchange
 from tierstore.service.limits.shedding import Caller
 from tierstore.service.server import ServerThread
@@ -102,17 +102,17 @@ class Embedded:
             timeout_us,
         )
         began_ns, service = time.perf_counter_ns(), self._server.service
-        status = 200
+        outcome = "ok"
         try:
             exchange = Exchange(service, message, Caller(began_ns, principal=_CALLER))
             exchange.begin(here=False)
             return exchange.answer()
         except BaseException as error:
-            status = http_status(error)
+            outcome = outcome_of(error)
             raise
         finally:
             seconds = (time.perf_counter_ns() - began_ns) / 1e9
-            service.request_times.add(_PROTOCOL, http_outcome(status), seconds)
+            service.request_times.add(_PROTOCOL, outcome, seconds)
 
     def check(self, model: str) -> None:
         with self._server.service.dataplane.view(model):

@@ -17,13 +17,14 @@ from tests.engine.model_based import Stores, StoresAgainstHistory, check
 from tests.engine.test_store import folded
 from tests.tiers.cuda_shim.backend import OnGpu, ShimDevice
 from tests.tiers.devices import ON_GPU, to_host
-from tierstore.engine.data.promotion import QUEUE_JOBS, Offers
+from tierstore.engine.data.promotion import RING_KEYS
 from tierstore.engine.store import Store
 from tierstore.errors import ConfigError, InvalidInput, MissingExtra, NotReady, WrongPartition
 from tierstore.formats.keys import partition_of
 from tierstore.service.admin.metrics import _tables, device_families
 from tierstore.tiers.device import gpu
 from tierstore.tiers.device.workspaces import WORKSPACES
+from tierstore.types import Tier
 
 ITEMS = np.arange(1000, dtype=np.int64)
 
@@ -209,7 +210,7 @@ def test_look_ups_that_the_device_answers_leave_the_queue_of_promotions_to_other
     assert device is not None
     held = device.hot_keys(500)
     offered: list[int] = []
-    monkeypatch.setattr(store.shared.devices.promoter, "put", lambda offers, keys: offered.append(len(keys)))
+    monkeypatch.setattr(store.shared.devices.promoter, "put", lambda offers: offered.append(offers.waiting))
     ctr.lookup("item_id", held)
     ctr.lookup("item_id", held, device="gpu")
     ctr.lookup("item_id", held[:0])
@@ -438,24 +439,23 @@ def test_the_queue_of_promotions_and_the_workspaces_show_how_full_they_are(
     promoter = store.shared.devices.promoter
     assert promoter is not None
     held, go_on = threading.Event(), threading.Event()
-
-    class Slow(Offers):
-        def __init__(self) -> None:
-            pass
-
-        def promote(self, keys: np.ndarray) -> None:
-            held.set()
-            go_on.wait(30)
-
-    promoter.put(Slow(), ITEMS)
+    other = threading.Thread(target=promoter.alone, args=(lambda: (held.set(), go_on.wait(30)),))
+    other.start()
     assert held.wait(30)
-    for _ in range(QUEUE_JOBS + 5):
-        promoter.put(Slow(), ITEMS)
+    with store.model("ctr").view() as view:
+        offer, tables = view.open_version.tables["item"].offer, len(view.open_version.tables)
+    assert offer is not None
+    dropped = store.status()["device"]["promotions_dropped"]
+    offer(np.arange(RING_KEYS - 3))
+    offer(ITEMS[:5], np.array([Tier.HOST, Tier.DISK, Tier.HOST, Tier.DEVICE, Tier.HOST], np.uint8))
+    offer(ITEMS[:5])
     device = store.status()["device"]
-    assert device["promotions_waiting"] == device["promotions_limit"] == QUEUE_JOBS
-    assert device["promotions_dropped"] == 5
+    assert device["promotions_waiting"] == RING_KEYS
+    assert device["promotions_limit"] == RING_KEYS * tables
+    assert device["promotions_dropped"] == dropped + 5
     assert (device["workspaces"], device["workspaces_taken"]) == (WORKSPACES, 0)
     go_on.set()
+    other.join()
     promoted(store)
     assert store.status()["device"]["promotions_waiting"] == 0
 
@@ -470,7 +470,7 @@ def test_the_metrics_page_tells_of_the_device_tier(with_device: Callable[..., St
         for sample in metric.samples
     }
     assert samples["tierstore_device_present", None, None] == 1
-    assert samples["tierstore_device_promotions_limit", None, None] == QUEUE_JOBS
+    assert samples["tierstore_device_promotions_limit", None, None] % RING_KEYS == 0
     assert (
         0
         < samples["tierstore_tier_bytes", "item", "device"]

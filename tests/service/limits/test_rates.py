@@ -175,6 +175,21 @@ def test_over_http_a_token_with_rates_is_429_and_another_one_is_not(tmp_path: Pa
             assert answer.status_code == 429
 
 
+def test_who_goes_beyond_a_rate_is_counted_and_named_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = settings_for(tmp_path)
+    record, limited = TokenFile(settings.data / "tokens.json").create(Role.READER, rates=Rates(requests=SLOW))
+    with Store(settings) as store:
+        store.load_snapshot(write_small(tmp_path, "one", "item"))
+        with ServerThread(store) as server:
+            assert statuses(server, "one", {"authorization": f"Bearer {limited}"}) == [200] + [429] * 5
+            assert server.service.shed.of("rate") == 5
+    told = [line for line in caplog.text.splitlines() if ": 429 in " in line]
+    assert len(told) == 5
+    assert all(f"token {record.id} may have" in line for line in told)
+
+
 @pytest.mark.skipif(not has_grpc(), reason="grpcio is not installed")
 def test_over_grpc_it_is_resource_exhausted(tmp_path: Path) -> None:
     from tritonclient.grpc import InferenceServerClient, InferInput

@@ -33,7 +33,7 @@ class _FewJobs:
         monkeypatch.setattr(
             predictions, "_Job", lambda number, words, scoring: SimpleNamespace(number=number, words=words)
         )
-        self.of = predictions.Predictions(service, {1: scoring}, pipes, readers)
+        self.of = predictions.Predictions(service, {1: scoring}, pipes, readers, {})
 
 
 def test_what_a_job_has_in_memory_is_freed_once_whenever_its_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,6 +127,7 @@ class ShimDevice:
         self.used = 0
         self.broken = False
         self.launched: dict[str, int] = {}
+        self.locked, self.lockable = 0, 1 << 40  # bytes of the CPU's memory that kernels read, and at most
         self.moved = [0, 0]  # copies, their bytes
         self.callers = threading.local()
         self._streams: list[ShimStream] = []
@@ -159,6 +160,12 @@ class ShimDevice:
         whole = np.full(nbytes + 256, _NOISE, np.uint8)
         begin = -whole.ctypes.data % 256
         return whole[begin : begin + nbytes]
+
+    def register(self, at: int, nbytes: int) -> int:
+        return self.driver.register(at, nbytes)
+
+    def unregister(self, at: int) -> None:
+        self.driver.unregister(at)
 
     def stream(self) -> ShimStream:
         return ShimStream(self)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
 import shutil
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +50,24 @@ def library() -> ctypes.CDLL:
         )
         assert done.returncode == 0, done.stderr
         return ctypes.CDLL(str(built))
+
+
+_registered: dict[int, int] = {}  # by where they begin, the bytes of ranges that may be read over the bus
+_lists: list[np.ndarray] = []  # kept: a kernel may be at an older one
+_registering = threading.Lock()
+
+
+def register(at: int, nbytes: int | None) -> None:
+    """Let kernels read a range over the bus; with None no more."""
+    with _registering:
+        if nbytes is None:
+            del _registered[at]
+        else:
+            assert at % mmap.PAGESIZE == nbytes % mmap.PAGESIZE == 0
+            assert not any(begin < at + nbytes and at < begin + size for begin, size in _registered.items())
+            _registered[at] = nbytes
+        _lists.append(np.array([*((at, at + size) for at, size in _registered.items()), (0, 0)], np.uint64))
+        library().shim_register(ctypes.c_void_p(_lists[-1].ctypes.data))
 
 
 def move(to: int, source: int, nbytes: int) -> None:

@@ -96,9 +96,6 @@ class CupyStandIn:
             def synchronize(self) -> None:
                 runtime.streamSynchronize(self.ptr)
 
-            def wait_event(self, event: Any) -> None:
-                cupy._streams[self.ptr].wait(event.of)
-
             def is_capturing(self) -> bool:
                 return cupy.capturing
 
@@ -107,10 +104,6 @@ class CupyStandIn:
                 cupy._check()
                 self.of = ShimEvent(cupy._streams[0], 0) if 0 in cupy._streams else None
                 self.ptr = device.handle(self.of)
-
-            def record(self, stream: Any = None) -> None:
-                cupy._check()
-                self.of = cupy._streams[stream.ptr].record()
 
         class Memory:
             def __init__(self, size: int) -> None:

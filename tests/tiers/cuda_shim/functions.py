@@ -28,10 +28,14 @@ class Functions:
 
     def __init__(self, device: Any) -> None:
         self._device, self.refused = device, 0
+        self._sizes: dict[int, int] = {}  # of ranges that are registered, in bytes
         self._thread = threading.local()  # depth: contexts that are pushed; relaxed: its mode of captures
         self.kernels = {name: 1 + number for number, name in enumerate(kernel_names())}
         self._names = {handle: name for name, handle in self.kernels.items()}
-        four = (self._copy, self._record, self._wait, self._query, self._push, self._pop, self._mode)
+        four = (
+            self._copy, self._record, self._wait, self._query, self._push, self._pop, self._mode, self._register,
+            self._unregister, self._mapped,
+        )  # fmt: skip
         libc = ctypes.CDLL(None)
         self._held = [_LAUNCH(self._launch), *map(_CALL, four), libc.sched_yield, libc.usleep]
         self.addresses = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in self._held]
@@ -79,6 +83,28 @@ class Functions:
         except DeviceError:
             return LOST
         return self.refused
+
+    def _register(self, at: int, nbytes: int, flags: int, _: int) -> int:
+        self._check()
+        assert flags == 3
+        if self._device.locked + nbytes > self._device.lockable:
+            return 2
+        self._device.locked += nbytes
+        self._sizes[at] = nbytes
+        compile.register(at, nbytes)
+        return 0
+
+    def _unregister(self, at: int, *_: int) -> int:
+        self._check()
+        compile.register(at, None)
+        self._device.locked -= self._sizes.pop(at)
+        return 0
+
+    def _mapped(self, there: int, at: int, *_: int) -> int:
+        self._check()
+        assert at in self._sizes
+        ctypes.c_uint64.from_address(there).value = at
+        return 0
 
     def _push(self, context: int, *_: int) -> int:
         assert context == CONTEXT

@@ -165,6 +165,22 @@ inline void __syncthreads() {
   shim_yield(true);
 }
 
+// ---- memory of the CPU that is read over the bus: the ranges that are registered, of which the last one is empty
+
+struct Range { unsigned long long begin, end; };
+static const Range shim_nothing = {0, 0};
+static const Range* volatile shim_registered = &shim_nothing;
+extern "C" void shim_register(const Range* ranges) { shim_registered = ranges; }
+
+template <class T> inline T shim_bus(const void* at) {
+  const Range* range = shim_registered;
+  while (range->end && !(range->begin <= (unsigned long long)at && (unsigned long long)at + sizeof(T) <= range->end)) range++;
+  if (!range->end) shim_fault("memory is read over the bus that is not registered");
+  return __atomic_load_n((const T*)at, __ATOMIC_RELAXED);
+}
+inline unsigned bus_u32(const unsigned char* at) { return shim_bus<unsigned>(at); }
+inline unsigned long long bus_u64(const unsigned char* at) { return shim_bus<unsigned long long>(at); }
+
 inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 // ---- launching

@@ -87,7 +87,7 @@ class Cascade:
         self.own = own
         self.host: HostTable | None = None
         self.device: DeviceTable | None = None
-        self.offer: Callable[[Keys], None] | None = None  # what the host tier answered, to the device; does not wait
+        self.offer: Callable[..., None] | None = None  # what the host tier answered, to the device; does not wait
         self.counts = counts
         self.epochs_id: int | None = None  # see `Epochs.table_id`
 
@@ -128,7 +128,7 @@ class Cascade:
         if pending.size:
             self._read_disk(seq, keys, pending, out, state)
         if self.offer is not None:
-            self.offer(keys[state == _HOST])
+            self.offer(keys, state)
         self.count(state, skipped)
 
     def count(self, state: States, skipped: int) -> None:
@@ -164,7 +164,12 @@ class Cascade:
         if cache is None:
             return None
         given = self._rows_of_overlays(overlays, keys, state, np.float32 if bags is not None else dtype)
-        return answer(cache, keys, state, given, dtype, lambda missing, of: self._below_device(seq, missing, of), bags)
+        vectors = answer(
+            cache, keys, state, given, dtype, lambda missing, of: self._below_device(seq, missing, of), bags, self.host
+        )
+        if vectors is not None and self.offer is not None:
+            self.offer(keys, state)
+        return vectors
 
     def _rows_of_overlays(self, overlays: Sequence[OverlayTable], keys: Keys, state: States, dtype: Any) -> Vectors:
         """Rows of the keys that deltas answer, in their order; their states are set."""
@@ -187,8 +192,6 @@ class Cascade:
         pending = np.flatnonzero(state == _PENDING)
         if pending.size:
             self._read_disk(seq, keys, pending, rows, state)
-        if self.offer is not None:
-            self.offer(keys[state == _HOST])
         return rows, state
 
     def _read_disk(self, seq: int, keys: Keys, pending: np.ndarray, out: Vectors, state: States) -> None:

@@ -1,7 +1,8 @@
-"""Promotion from the host tier to the device, and back for rows that are evicted there: one thread, one bounded queue.
+"""Promotion from the host tier to the device, and back for rows that are evicted there: one thread, and rings of keys.
 
-Look-ups offer keys that the host tier answered, from any thread, and never wait: where the queue is full the offer is
-dropped. The thread works under a view that it holds like a request, so that no delta newer than the view is folded
+Look-ups offer keys that the host tier answered, from any thread, and never wait: what finds no room in the table's ring
+is dropped, and all of it where another one is offering. The thread has compiled code take keys, choose among them and
+move their rows. It works under a view that it holds like a request, so that no delta newer than the view is folded
 meanwhile; keys in the view's overlays are skipped. So what the host tier holds of the others is current, and stays so
 until both tiers have it: a row is never older than a delta, on either side. A key is admitted the second time that it
 is offered (or at once where there is room), because a row that is looked up once is not worth room on the device.
@@ -11,23 +12,29 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
 import numpy as np
 
+from tierstore import kernels
 from tierstore.engine.data.cascade import Cascade
 from tierstore.engine.data.overlay import OverlayTable
-from tierstore.kernels.hashing import mix_all
+from tierstore.kernels import gpu_staging
+from tierstore.kernels.codec import address_of
 from tierstore.threads import Thread
-from tierstore.types import Keys, Tier
+from tierstore.tiers.device.table import DeviceTable
+from tierstore.tiers.host.table import HostTable
+from tierstore.types import Keys, States, Tier
 
 log = logging.getLogger(__name__)
 
-QUEUE_JOBS = 64
-JOB_KEYS = 4096
+RING_KEYS = 1 << 15  # offered and not looked at, a table
+_JOB_KEYS = 4096  # that are looked at at a time
 _SEEN = 1 << 16  # fingerprints of keys offered lately, a table
+_EVERY: States = np.empty(0, np.uint8)
 
 
 class Moment(Protocol):
@@ -48,51 +55,62 @@ class Offers:
 
     def __init__(self, promoter: Promoter, table: Cascade, with_view: WithView) -> None:
         self._promoter, self._table, self._with_view = promoter, table, with_view
-        self._seen = np.zeros(_SEEN, np.uint16)  # of the promoter's thread alone
+        self._lock = threading.Lock()
+        # guarded by _lock
+        self._ring = np.zeros(gpu_staging.RING_WORDS + RING_KEYS, np.int64)
+        self._queued = False  # whether the thread is to come
+        # of the promoter's thread alone
+        self._keys, self._seen = np.empty(_JOB_KEYS, np.int64), np.zeros(_SEEN, np.uint16)
 
-    def __call__(self, keys: Keys) -> None:
-        """Offer keys that the host tier has answered; at most `JOB_KEYS` of them are copied."""
-        if len(keys):
-            self._promoter.put(self, keys[:JOB_KEYS].copy())
-
-    def promote(self, keys: Keys) -> None:
-        """On the promoter's thread."""
-        keys = np.unique(keys)
-        device = self._table.device
-        if device is None:
+    def __call__(self, keys: Keys, states: States = _EVERY) -> None:
+        """Offer the keys whose state is HOST; without states all."""
+        if kernels.awaited or not self._lock.acquire(blocking=False):
+            self._promoter.dropped += len(keys)
             return
-        if device.rows_resident >= device.capacity_rows * 0.9:
-            keys = keys[self._offered_before(keys)]
-        if len(keys):
-            self._with_view(lambda view: self._move(view, keys))
+        try:
+            self._promoter.dropped += gpu_staging.offer(self._ring, np.ascontiguousarray(keys), states)
+            if not self._queued and self.waiting:
+                self._queued = True
+                self._promoter.put(self)
+        finally:
+            self._lock.release()
 
-    def _offered_before(self, keys: Keys) -> np.ndarray:
-        """Which keys were offered lately: a direct-mapped table of fingerprints, which forgets what is overwritten."""
-        hashed = mix_all(keys)
-        slots = (hashed >> np.uint64(24)) & np.uint64(_SEEN - 1)
-        prints = ((hashed >> np.uint64(48)) | np.uint64(1)).astype(np.uint16)
-        before: np.ndarray = self._seen[slots] == prints
-        self._seen[slots] = prints
-        return before
+    @property
+    def waiting(self) -> int:
+        """Keys that are offered and not looked at."""
+        return int(self._ring[gpu_staging.PUT] - self._ring[gpu_staging.POPPED])
 
-    def _move(self, view: Moment, keys: Keys) -> None:
-        table = self._table
-        device, host = table.device, table.host
+    def promote(self) -> None:
+        """On the promoter's thread: move some keys, and have the others wait for their turn."""
+        with self._lock:
+            keys = self._keys[: gpu_staging.pop(self._ring, self._keys)]
+            self._queued = bool(self.waiting)
+            if self._queued:
+                self._promoter.put(self)
+        device, host = self._table.device, self._table.host
         if device is None or host is None:
             return
-        fresh = np.zeros(len(keys), np.uint8)
-        nothing = np.empty((len(keys), table.spec.dim), np.float32)
-        for overlay in view.overlays_of(table.spec.name):
-            overlay.lookup(keys, nothing, fresh, table.default)
-        keys = keys[fresh == Tier.PENDING]
-        rows, state = host.stored(keys)
-        there = state == Tier.HOST
-        _, gone, gone_rows = device.exchange(keys[there], rows[there], view.seq)
+        device.read_below(host)
+        self._with_view(lambda view: self._move(view, keys, device, host))
+
+    def _move(self, view: Moment, keys: Keys, device: DeviceTable, host: HostTable) -> None:
+        spec, overlays = self._table.spec, view.overlays_of(self._table.spec.name)
+        rows = np.empty((len(keys), spec.row_bytes), np.uint8)
+        is_full = device.rows_resident >= device.capacity_rows * 0.9
+        above = np.array([address_of(overlay.words) for overlay in overlays], np.int64)
+        with host.unnoted() as words_at:
+            n = 0
+            if words_at:
+                n = gpu_staging.choose(
+                    keys, self._seen, is_full, above, words_at, spec.dim, spec.row_bytes, address_of(rows)
+                )
+        if not n:
+            return
+        _, gone, gone_rows = device.exchange(keys[:n], rows[:n], view.seq)
         if len(gone):
-            below = np.zeros(len(gone), np.uint8)
-            nothing = np.empty((len(gone), table.spec.dim), np.float32)
-            for overlay in view.overlays_of(table.spec.name):
-                overlay.lookup(gone, nothing, below, table.default)
+            nothing, below = np.empty((len(gone), spec.row_bytes), np.uint8), np.zeros(len(gone), np.uint8)
+            for overlay in overlays:
+                overlay.stored(gone, nothing, below)
             stay = below == Tier.PENDING
             host.insert(gone[stay], gone_rows[stay], view.seq)
 
@@ -101,21 +119,14 @@ class Promoter:
     """The queue and its thread. Any thread may `put`; `close` once no look-up runs."""
 
     def __init__(self) -> None:
-        self._queue: queue.Queue[tuple[Offers, Keys] | Callable[[], None] | None] = queue.Queue(QUEUE_JOBS)
+        # a table is in it once, however many keys it has waiting
+        self._queue: queue.Queue[Offers | Callable[[], None] | None] = queue.Queue()
         self._thread = Thread(target=self._run, name="tierstore-promoter", daemon=True)
-        self.dropped = 0  # offers, because the queue was full
+        self.dropped = 0  # keys; about
         self._thread.start()
 
-    @property
-    def waiting(self) -> int:
-        """Offers in the queue, of `QUEUE_JOBS` at most."""
-        return self._queue.qsize()
-
-    def put(self, offers: Offers, keys: Keys) -> None:
-        try:
-            self._queue.put_nowait((offers, keys))
-        except queue.Full:
-            self.dropped += 1
+    def put(self, offers: Offers) -> None:
+        self._queue.put(offers)
 
     def alone(self, work: Callable[[], None]) -> None:
         """Do `work` while nothing is promoted. What it raises is raised here."""
@@ -142,9 +153,8 @@ class Promoter:
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
             try:
-                if isinstance(job, tuple):
-                    offers, keys = job
-                    offers.promote(keys)
+                if isinstance(job, Offers):
+                    job.promote()
                 else:
                     job()
             except Exception:

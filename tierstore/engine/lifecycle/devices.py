@@ -13,7 +13,7 @@ from typing import Any
 
 from tierstore.config import Settings
 from tierstore.engine.data.budget import HostBudget, MemoryUser, deal
-from tierstore.engine.data.promotion import QUEUE_JOBS, Moment, Offers, Promoter
+from tierstore.engine.data.promotion import RING_KEYS, Moment, Offers, Promoter
 from tierstore.engine.serving.publisher import Publisher
 from tierstore.engine.versions.version import Version
 from tierstore.errors import TierstoreError
@@ -53,6 +53,11 @@ class Devices:
             self.budget.release(share)
 
     @property
+    def _offers(self) -> list[Offers]:
+        tables = (table for version in self.versions for table in version.tables.values())
+        return [table.offer for table in tables if isinstance(table.offer, Offers)]
+
+    @property
     def versions(self) -> list[Version]:
         """The versions that have device tables, or may get some."""
         return [share.version for share in list(self._shares.values())]
@@ -61,8 +66,8 @@ class Devices:
         document = self.gpu.status()
         if self.promoter is not None:
             document |= {
-                "promotions_waiting": self.promoter.waiting,
-                "promotions_limit": QUEUE_JOBS,
+                "promotions_waiting": sum(offers.waiting for offers in self._offers),
+                "promotions_limit": RING_KEYS * len(self._offers),
                 "promotions_dropped": self.promoter.dropped,
             }
         return document

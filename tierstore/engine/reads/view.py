@@ -47,6 +47,7 @@ class View:
     """
 
     __slots__ = (
+        "__weakref__",
         "_by_table",
         "_gatherings",
         "_padding",

@@ -31,6 +31,8 @@ class Epochs:
     """The compiled readers of one store's views, and which generation of them each is at."""
 
     def __init__(self) -> None:
+        # the views that compiled readers find, by the address of their words
+        self.views: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         # constant after construction; their memory is read by compiled threads
         self.generation = np.ones(8, np.int64)
         self._nowhere = np.zeros(1, np.int64)

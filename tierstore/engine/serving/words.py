@@ -24,7 +24,7 @@ Words = npt.NDArray[Any]
 
 
 def can_be_read(table: Cascade) -> bool:
-    """Whether a compiled reader may look up in a table: not where it has a device tier."""
+    """Whether a compiled reader may look up in a table: not where a device tier may have the rows alone."""
     return table.device is None and table.offer is None
 
 
@@ -51,6 +51,7 @@ class PublishedWords:
             tables[i] = self._table(view, name, table)
         made = layout.VIEW.make(token=token, seq=view.seq, tables=address_of(tables))
         self._kept += [tables, made]
+        self._epochs.views[address_of(made)] = view
         return address_of(made)
 
     def _table(self, view: View, name: str, table: Cascade) -> Words:

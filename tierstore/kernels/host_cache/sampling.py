@@ -13,14 +13,22 @@ A thread that loses its processor within `note` may write its key among those of
 
 from __future__ import annotations
 
-import numba as nb
+from typing import Any
 
+import numba as nb
+from numba import types
+
+from tierstore.kernels import LAST, compiled
 from tierstore.kernels.atomics import add_at
+from tierstore.kernels.hashing import mix
 from tierstore.kernels.raw import load_u8, load_u64, store_u64
+from tierstore.types import Tier
 
 BELOW, MOST = 0, 1  # read at look-ups, and hardly ever written
 NOTED, SEEN = 8, 9  # in another cache line
 FIRST_KEY = 16
+_HOST = int(Tier.HOST)
+_READ = {"readonly": True}
 
 
 @nb.njit
@@ -41,3 +49,18 @@ def count_seen(sample, seen, left_at, starts_at, bags, n):  # type: ignore[no-un
             end = nb.int64(load_u64(starts_at, bag + 1)) if bag + 1 < bags else n
             seen -= end - nb.int64(load_u64(starts_at, bag))
     add_at(sample + 8 * SEEN, seen)
+
+
+@compiled(
+    types.void(types.int64, types.Array(types.int64, 1, "C", **_READ), types.Array(types.uint8, 1, "C")), when=LAST
+)
+def note_answered(sample: Any, keys: Any, states: Any) -> Any:
+    """Note and count the keys whose state is HOST: those that a GPU has looked up."""
+    below, seen = load_u64(sample, BELOW), 0
+    for i in range(keys.size if below != nb.uint64(0) else 0):
+        if states[i] == _HOST:
+            seen += 1
+            if mix(keys[i]) < below:
+                note(sample, keys[i])
+    if seen != 0:
+        add_at(sample + 8 * SEEN, seen)

@@ -117,15 +117,19 @@ def device_families(device: dict[str, Any]) -> Iterator[Metric]:
     if not device.get("present"):
         return
     for name, text in (
-        ("promotions_waiting", "Offers of keys to the device tier that wait for their thread."),
-        ("promotions_limit", "Offers that may wait; beyond it they are dropped."),
+        ("promotions_waiting", "Keys offered to the device tier that wait for their thread."),
+        ("promotions_limit", "Keys that may wait; those beyond are dropped."),
         ("workspaces_taken", "Workspaces on devices that are in use."),
-        ("workspaces", "Workspaces there are; who finds none free waits."),
-        ("workspace_bytes", "Bytes of device memory that workspaces take."),
+        ("workspaces", "Workspaces that exist; a look-up that finds none free waits."),
+        ("workspace_bytes", "Bytes of device memory in workspaces."),
     ):
         yield gauge(f"tierstore_device_{name}", text, device[name])
     dropped = device["promotions_dropped"]
-    yield counter("tierstore_device_promotions_dropped", "Offers dropped as the queue was full.", dropped)
+    yield counter(
+        "tierstore_device_promotions_dropped",
+        "Keys dropped because there was no room, or another look-up was offering.",
+        dropped,
+    )
 
 
 def _tables(models: Documents) -> Iterator[Metric]:

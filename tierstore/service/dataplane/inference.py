@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -331,8 +332,14 @@ class DataPlane:
         answers or, for its share, the canary, and the same one for equal `route`s. The `version` of an error is
         the one that had been chosen.
         """
-        plan_of = partial(self._planner.plan, model)
-        return Inference(self.view(model, version, route), request, self._max_response, plan_of)
+        return self._inference(model, self.view(model, version, route), request)
+
+    def on(self, model: str, view: View, request: AnyRequest) -> Inference:
+        """As `open`, on a view of the model, or of the model of a head, that the caller holds until it is closed."""
+        return self._inference(model, nullcontext(view.under(model_and_head(model)[1])), request)
+
+    def _inference(self, model: str, lease: Any, request: AnyRequest) -> Inference:
+        return Inference(lease, request, self._max_response, partial(self._planner.plan, model))
 
 
 def _planned(view: View, request: Request, plan_of: Callable[[View, Request], Plan]) -> Plan:

@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias
 
 from tierstore.service.context import Service
 from tierstore.service.dataplane.tensors import shown
-from tierstore.service.error_status import HttpError, http_outcome
+from tierstore.service.error_status import HttpError, http_outcome, outcome_of
 from tierstore.service.exchange import DIRECT_BYTES, Answered, Exchange, Message
 from tierstore.service.http.messages import (
     ARRIVED,
@@ -179,11 +179,13 @@ class ProtocolApplication:
 
     def _refused(self, error: BaseException, scope: Scope) -> Response:
         scope[ERROR] = error
-        return self._error(error)
+        response = self._error(error)
+        response.outcome = outcome_of(error)
+        return response
 
     def _count(self, response: Response, began_ns: int) -> None:
         seconds = (time.perf_counter_ns() - began_ns) / 1e9
-        self._service.request_times.add(self.PROTOCOL, http_outcome(response.status), seconds)
+        self._service.request_times.add(self.PROTOCOL, response.outcome or http_outcome(response.status), seconds)
 
 
 def allow(method: str, allowed: str) -> None:

@@ -84,12 +84,16 @@ class Disconnected(Exception):
 
 @dataclass(slots=True)
 class Response:
-    """A response. `chunks` are bytes-like and sent in order, without a copy."""
+    """A response. `chunks` are bytes-like and sent in order, without a copy.
+
+    `outcome` is its label in the metrics, where its status alone does not say it.
+    """
 
     status: int
     chunks: Iterable[bytes | memoryview] = (b"",)
     content_type: bytes = JSON
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    outcome: str | None = None
 
     def pieces(self) -> tuple[list[tuple[bytes, bytes]], list[bytes | memoryview]]:
         """(headers, chunks) as they are sent."""

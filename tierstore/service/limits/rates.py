@@ -71,9 +71,15 @@ class Charge:
 class RateLimits:
     """The rates of all callers and models of a service."""
 
-    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Callable[[], float] = time.monotonic,
+        refused: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`refused` is called for each request that there is no room for."""
         self._models = {name: _rates(quota) for name, quota in settings.quotas.items()}
-        self._clock = clock
+        self._clock, self._refused = clock, refused
         self._lock = threading.Lock()
         self._buckets: dict[tuple[str, str], _Bucket] = {}  # guarded by _lock
 
@@ -113,8 +119,12 @@ class RateLimits:
         now_ns = int(self._clock() * 1e9)
         named = (("", principal.name, principal.rates), ("model ", model or "", of_model))
         buckets = [self._bucket(kind, name, rates) for kind, name, rates in named if rates]
-        for each in buckets:
-            each.check(now_ns)
+        try:
+            for each in buckets:
+                each.check(now_ns)
+        except RateLimited:
+            self._refused()
+            raise
         for each in buckets:
             kernel.draw(each.address, now_ns, 1, 0, nbytes)
         return Charge(buckets, now_ns)

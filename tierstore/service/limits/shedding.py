@@ -18,8 +18,8 @@ from tierstore.errors import DeadlineExceeded, Overloaded
 from tierstore.service.families import counters, histograms
 from tierstore.service.stats import REQUEST_BOUNDS_S, Histogram
 
-# why: no room in a queue, too long in it, the deadline passed there, the client left, too many connections
-REASONS = ("queue_full", "queue_wait", "deadline", "gone", "connections")
+# why: no room in a queue, too long in it, the deadline passed there, the client left, too many connections, a rate
+REASONS = ("queue_full", "queue_wait", "deadline", "gone", "connections", "rate")
 
 T = TypeVar("T")
 _RECENT = 64  # calls whose times tell how long the next ones take

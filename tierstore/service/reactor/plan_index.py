@@ -302,16 +302,17 @@ class PlanIndex:
     def _predicting(
         self, token: int, view: Any, plan: Plan, lesson: Lesson, refusal: bytes, version: Version
     ) -> _Variant | None:
-        """None where a reactor cannot begin it, or a table or its counts are out of its reach.
+        """None where a reactor cannot begin it, or the counts of a table are out of its reach.
 
         Called with the lock held.
         """
         tables, session = view.open_version.tables, view.predictor
-        if not can_score(lesson, plan, session) or not all(can_be_read(tables[call.table.name]) for call in plan.calls):
+        if not can_score(lesson, plan, session):
             return None
+        apart = not all(can_be_read(tables[call.table.name]) for call in plan.calls)
         number = next(self._numbers)
         try:
-            scoring, parts = scoring_words(number, lesson.request, plan, session)
+            scoring, parts = scoring_words(number, lesson.request, plan, session, apart=apart)
         except Unfit:
             return None
         pieces = lesson.score_pieces(plan, parts[2])
@@ -322,7 +323,7 @@ class PlanIndex:
         words, kept = prediction_words(token, plan, lesson.form, pieces, view, rows, _refusal_words(refusal), scoring)
         new = _Variant(words, version, counts, refusal, parts, *kept)
         new.scoring = number
-        self.scorings[number] = scoring_of(lesson, version[1], plan, session, parts)
+        self.scorings[number] = scoring_of(lesson, version[1], plan, session, parts, apart=apart)
         return new
 
     def _variant(self, token: int, view: Any, plan: Plan, lesson: Lesson, version: Version) -> _Variant | None:

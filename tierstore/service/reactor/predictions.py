@@ -1,7 +1,8 @@
 """Predictions that reactors have begun: threads of the look-up pool run their graphs on the rows that lie ready.
 
-A reactor has looked the rows up, written the head of the answer, and put the number of a job into the pool's queue
-(`kernels/reactor_predictions.py`). A thread runs the graph, writes the scores behind the head, and gives the job back
+A reactor looks the rows up, writes the head of the answer, and puts the number of a job into the pool's queue
+(`kernels/reactor_predictions.py`). Rows of tables with a device tier it leaves to the thread, which hands
+them to the graph where they lie. A thread runs the graph, writes the scores behind the head, and gives the job back
 to its reactor, which sends the answer: two wake-ups. A job keeps the view, and so the dense part, of its rows. Its
 words say who waits for it: a connection of HTTP/1.1, or a stream of gRPC. Python answers a job that fails: it sends,
 counts and logs the error. Python also answers a job whose request has to be planned anew.
@@ -30,6 +31,9 @@ from tierstore.kernels import coldread as job_words
 from tierstore.kernels.httphead import MOST_HEAD_BYTES
 from tierstore.kernels.scoring import GRAPH_ROW
 from tierstore.service.dataplane.batching import Batcher
+from tierstore.service.dataplane.inference import DataPlane
+from tierstore.service.dataplane.plan import Request
+from tierstore.service.dataplane.tensors import TensorSpec
 from tierstore.service.forwarded import Proxies
 from tierstore.service.limits.shedding import Caller, Gone
 from tierstore.service.limits.worker_pool import WorkerPool
@@ -53,6 +57,7 @@ Words = dict[str, int]
 class Counted(Protocol):
     """What of the service knows of predictions."""
 
+    dataplane: DataPlane
     lookup_pool: WorkerPool
     batches: Batcher
     inference_stats: InferenceStats
@@ -95,8 +100,16 @@ class _Job:
 class Predictions:
     """The predictions among the jobs of all reactors of a service; `scorings` are found by their number."""
 
-    def __init__(self, service: Counted, scorings: Mapping[int, Scoring], pipes: Pipes, readers: ColdReaders) -> None:
+    def __init__(
+        self,
+        service: Counted,
+        scorings: Mapping[int, Scoring],
+        pipes: Pipes,
+        readers: ColdReaders,
+        views: Mapping[int, Any],
+    ) -> None:
         # constant after construction
+        self._views = views  # by the address that jobs name
         self._service, self._scorings, self._pipes = service, scorings, pipes
         self._jobs, self._done = readers.jobs, readers.done_at
         self._pool, self._most_items = service.lookup_pool, service.batches.max_items
@@ -191,15 +204,32 @@ class Predictions:
         if session.loose is not scoring.loose:  # an output is not as it was declared: to be planned anew
             self._end(job, None)
             return
+        lookup_ns = 0
         try:
-            results = session.run_feed(scoring.names, job.feed)
-            for name, target, result in zip(scoring.names, job.targets, results, strict=True):
-                session.check_shape(name, target.shape, result)
-                target[...] = result
+            if scoring.request is not None:
+                lookup_ns = self._run_on_keys(job, scoring.request)
+            else:
+                results = session.run_feed(scoring.names, job.feed)
+                for name, target, result in zip(scoring.names, job.targets, results, strict=True):
+                    session.check_shape(name, target.shape, result)
+                    target[...] = result
         except BaseException as error:  # noqa: BLE001 - Python tells it
             self._end(job, error)
         else:
-            self._answer(job, began_ns, time.perf_counter_ns() - began_ns)
+            self._answer(job, began_ns, time.perf_counter_ns() - began_ns - lookup_ns, lookup_ns)
+
+    def _run_on_keys(self, job: _Job, like: Request) -> int:
+        """Look up and run the graph; the job's `feed` are the inputs of its request. Returns the ns of the look-up."""
+        specs = [
+            TensorSpec(spec.name, spec.datatype, array.shape)
+            for spec, array in zip(like.inputs, job.feed.values(), strict=True)
+        ]
+        request = Request(specs, like.outputs, like.combiner)
+        view = self._views[job.words["of_view"]]  # which the job keeps
+        with self._service.dataplane.on(job.scoring.model, view, request) as inference:
+            inference.begin([array.reshape(-1) for array in job.feed.values()], job.targets)
+            inference.finish()
+        return inference.lookup_ns
 
     def _run_joined(self, jobs: list[_Job]) -> bool:
         """Run jobs as one. False where that is not possible, or has failed."""
@@ -223,15 +253,15 @@ class Predictions:
             self._answer(job, began_ns, dense_ns)
         return True
 
-    def _answer(self, job: _Job, began_ns: int, dense_ns: int) -> None:
+    def _answer(self, job: _Job, began_ns: int, dense_ns: int, more_lookup_ns: int = 0) -> None:
         """The scores are there: count the prediction, and have its reactor send the answer."""
         words, scoring, service = job.words, job.scoring, self._service
         came_ns, planned_ns, queued_ns = words["began_ns"], words["planned_ns"], words["queued_ns"]
         now_ns = time.perf_counter_ns()
-        lookup_ns = queued_ns - planned_ns
+        lookup_ns = queued_ns - planned_ns + more_lookup_ns
         spent = Timings(
-            began_ns - queued_ns, planned_ns - came_ns, lookup_ns + dense_ns, now_ns - began_ns - dense_ns, lookup_ns,
-            dense_ns
+            began_ns - queued_ns, planned_ns - came_ns, lookup_ns + dense_ns,
+            now_ns - began_ns - dense_ns - more_lookup_ns, lookup_ns, dense_ns
         )  # fmt: skip
         if not self._cut:  # counted before it leaves: who has the answer finds it counted
             service.inference_stats.succeeded(scoring.model, scoring.version, now_ns - came_ns, spent)

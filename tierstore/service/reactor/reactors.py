@@ -162,7 +162,7 @@ class Reactors:
         """Have the threads of a service's look-up pool run the graphs of predictions. Before `start`."""
         pool = service.lookup_pool
         assert pool.jobs is not None
-        self._predictions = Predictions(service, scorings, self, self.cold_readers)
+        self._predictions = Predictions(service, scorings, self, self.cold_readers, self._epochs.views)
         self._prediction_outbox = pool.jobs.outbox
         pool.serve_jobs(self.words, self._predictions.serve)
 

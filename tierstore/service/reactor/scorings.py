@@ -20,6 +20,7 @@ from tierstore.predict.binding import FeatureInput
 from tierstore.predict.session import DenseSession
 from tierstore.predict.signature import BYTES, Dim, Tensor
 from tierstore.service.dataplane.batching import Batcher
+from tierstore.service.dataplane.datatypes import NUMPY_DTYPE
 from tierstore.service.dataplane.inference import AnyRequest
 from tierstore.service.dataplane.joining import can_join
 from tierstore.service.dataplane.plan import Call, OutputSpec, Plan, Request
@@ -33,6 +34,7 @@ class Scoring:
     """What a thread needs to run the graph: `inputs` and `outputs` with their names, dtypes and ranks.
 
     `loose` is what was known of the session's outputs when it was made; `joins`: whether requests may be joined.
+    `request`: the one that it was learned from, where the thread looks up too; then `inputs` are those of the request.
     """
 
     protocol: str
@@ -45,6 +47,7 @@ class Scoring:
     outputs: Tensors
     names: list[str]
     joins: bool
+    request: Request | None = None
 
     def runs_as(self, other: Scoring) -> bool:
         """Whether it is the same run of a graph, so that requests of both, in whatever protocol, may be joined."""
@@ -57,13 +60,11 @@ class Unfit(Exception):
 
 
 def can_score(lesson: Lesson, plan: Plan, session: DenseSession | None) -> bool:
-    """Whether a reactor can begin predictions of this structure, whatever their sizes: scores alone, binary
-    both ways, on the processor.
-    """
+    """Whether a reactor can begin predictions of this structure, of any sizes: scores alone, binary both ways."""
     dense = plan.dense
     if session is None or dense is None or plan.numbers is not None or not lesson.is_binary():
         return False
-    if not session.is_on_cpu or len(plan.specs) != len(dense.positions) or any(not spec.fixed for spec in plan.specs):
+    if len(plan.specs) != len(dense.positions) or any(not spec.fixed for spec in plan.specs):
         return False
     if any(tensor.datatype == BYTES for tensor, _ in dense.inputs):
         return False
@@ -138,9 +139,12 @@ class _Shapes:
 
 
 def scoring_words(
-    number: int, request: AnyRequest, plan: Plan, session: DenseSession
+    number: int, request: AnyRequest, plan: Plan, session: DenseSession, *, apart: bool
 ) -> tuple[npt.NDArray[Any], list[npt.NDArray[Any]]]:
-    """(the words, what they point to: checks, inputs and scores). Raises Unfit."""
+    """(the words, what they point to: checks, inputs and scores). Raises Unfit.
+
+    `apart`: who runs the graph looks up too; its inputs are those of the request.
+    """
     dense, bindings, shapes = plan.dense, session.bindings, _Shapes()
     assert dense is not None
     assert isinstance(request, Request)
@@ -154,6 +158,10 @@ def scoring_words(
         else:
             of = own[tensor.name]
             shapes.add_own(tensor, of, len(request.inputs[of].shape))
+    if apart:
+        if any(spec.datatype == BYTES for spec in request.inputs):
+            raise Unfit
+        shapes.inputs = [(scoring.OWN, of, len(spec.shape), 0, 0) for of, spec in enumerate(request.inputs)]
     scores = [shapes.score(spec, bindings.outputs[spec.name].shape) for spec in plan.specs]
     kinds = layout.CHECK, layout.GRAPH_INPUT, layout.SCORE
     rows: list[list[Any]] = [shapes.checks, shapes.inputs, scores]
@@ -167,20 +175,30 @@ def scoring_words(
         scores=len(scores),
         first_score=address_of(parts[2]),
         half=int(shapes.half),
+        apart=int(apart),
     )
     return words, parts
 
 
-def scoring_of(lesson: Lesson, model: str, plan: Plan, session: DenseSession, parts: list[npt.NDArray[Any]]) -> Scoring:
+def scoring_of(
+    lesson: Lesson, model: str, plan: Plan, session: DenseSession, parts: list[npt.NDArray[Any]], *, apart: bool
+) -> Scoring:
     """What a thread needs, of the structure that `scoring_words` was called with and gave `parts`."""
+    request: Request | None = None
     inputs: Tensors = []
-    for tensor, row in zip(session.signature.inputs, parts[1], strict=True):
-        inputs.append((tensor.name, tensor.dtype, int(row["lead"]) + int(row["width"] > 0)))
+    if apart:
+        assert isinstance(lesson.request, Request)
+        request = lesson.request
+        inputs = [(spec.name, NUMPY_DTYPE[spec.datatype], len(spec.shape)) for spec in request.inputs]
+    else:
+        for tensor, row in zip(session.signature.inputs, parts[1], strict=True):
+            inputs.append((tensor.name, tensor.dtype, int(row["lead"]) + int(row["width"] > 0)))
     outputs: Tensors = [
         (spec.name, spec.dtype, len(session.bindings.outputs[spec.name].shape or ())) for spec in plan.specs
     ]
     names = [spec.name for spec in plan.specs]
     assert plan.loose is not None
     return Scoring(
-        lesson.protocol, lesson.logged, model, plan.version, session, plan.loose, inputs, outputs, names, can_join(plan)
+        lesson.protocol, lesson.logged, model, plan.version, session, plan.loose, inputs, outputs, names,
+        can_join(plan) and not apart, request,
     )  # fmt: skip

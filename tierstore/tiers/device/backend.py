@@ -21,7 +21,7 @@ from tierstore.errors import StorageError
 _CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged of DLPack
 THREADS = 256  # of a block, a multiple of a warp
 TEAM = 8  # lanes that work on one key
-_PARTS = ("words.cuh", "layout.cuh", "codec.cuh", "lookup.cu", "write.cu")
+_PARTS = ("words.cuh", "layout.cuh", "codec.cuh", "host.cuh", "lookup.cu", "write.cu")
 
 # `struct Table` of layout.cuh
 TABLE = np.dtype(
@@ -30,6 +30,15 @@ TABLE = np.dtype(
         ("row_bytes", np.uint32), ("stride", np.uint32), ("dim", np.uint32), ("code", np.uint32), ("unused", np.uint32),
     ]
 )  # fmt: skip
+
+# `struct Host` of host.cuh
+HOST = np.dtype(
+    [
+        ("lines", np.uint64), ("absent", np.uint64), ("rows", np.uint64), ("sets_per_region", np.uint64),
+        ("cursor", np.uint64), ("depth", np.uint32), ("row_bytes", np.uint32),
+    ]
+)  # fmt: skip
+NO_HOST = np.zeros(1, HOST)
 
 
 class DeviceError(StorageError):
@@ -54,7 +63,7 @@ class Buffer(Protocol):
 
 
 class DeviceStream(Protocol):
-    """A queue of work. `Any` is an event, which only streams of the same device can use."""
+    """A queue of work."""
 
     def upload(self, to: int, data: np.ndarray) -> None:
         """Copy contiguous pinned memory to address `to`."""
@@ -66,19 +75,13 @@ class DeviceStream(Protocol):
         """Fill with zeros."""
 
     def launch(self, kernel: str, threads: int, *args: Any) -> None:
-        """Run a kernel with at least this many threads. `args`: integers, and `TABLE` arrays [1]."""
-
-    def record(self) -> Any:
-        """An event that occurs when all work so far is done."""
+        """Run a kernel with at least this many threads. `args`: integers, and `TABLE` and `HOST` arrays [1]."""
 
     def wait_for_caller(self) -> None:
         """Let later work wait for the work in the streams of the calling thread's program.
 
         An answer may get the memory of an array that was freed while the program's kernels were still to read it.
         """
-
-    def wait(self, event: Any) -> None:
-        """Let later work wait for an event of another stream."""
 
     def wait_for_word(self, at: int, scratch: np.ndarray) -> None:
         """Wait until a kernel of this stream has written to a uint32 of pinned memory, which was 0.
@@ -100,6 +103,12 @@ class Backend(Protocol):
 
     def pinned(self, nbytes: int) -> np.ndarray:
         """uint8[nbytes] of page-locked CPU memory, freed with its last reference."""
+
+    def register(self, at: int, nbytes: int) -> int:
+        """Lock whole pages of CPU memory, which kernels can read from then on. Returns their address for those."""
+
+    def unregister(self, at: int) -> None:
+        """Undo `register`. No kernel that may read it is under way."""
 
     def stream(self) -> DeviceStream: ...
 

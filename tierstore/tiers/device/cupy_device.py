@@ -114,16 +114,6 @@ class CudaStream:
     def launch(self, kernel: str, threads: int, *args: Any) -> None:
         self._queue.launch(kernel, threads, args)
 
-    @_translated
-    def record(self) -> Any:
-        event = self.device.cupy.cuda.Event(disable_timing=True)
-        event.record(self._stream)
-        return event
-
-    @_translated
-    def wait(self, event: Any) -> None:
-        self._stream.wait_event(event)
-
     def wait_for_caller(self) -> None:
         current = self.device.cupy.cuda.get_current_stream(self.device.number).ptr
         self._queue.follow([current, 0] if current else [0])  # the default stream too
@@ -191,6 +181,12 @@ class CudaDevice:
     def pinned(self, nbytes: int) -> np.ndarray:
         memory = self.cupy.cuda.PinnedMemory(nbytes, self.runtime.hostAllocPortable)
         return np.frombuffer(self.cupy.cuda.PinnedMemoryPointer(memory, 0), np.uint8, nbytes)
+
+    def register(self, at: int, nbytes: int) -> int:
+        return self.driver().register(at, nbytes)
+
+    def unregister(self, at: int) -> None:
+        self.driver().unregister(at)
 
     def stream(self) -> CudaStream:
         return CudaStream(self)

@@ -19,9 +19,11 @@ OUT_OF_MEMORY = 2
 # in the order of `gpu_calls`; then sched_yield and usleep of the C library, then the context
 FUNCTIONS = (
     "cuLaunchKernel", "cuMemcpyHtoDAsync_v2", "cuEventRecord", "cuStreamWaitEvent", "cuStreamQuery",
-    "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuThreadExchangeStreamCaptureMode",
+    "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuThreadExchangeStreamCaptureMode", "cuMemHostRegister_v2",
+    "cuMemHostUnregister", "cuMemHostGetDevicePointer_v2",
 )  # fmt: skip
 _MOST_ARGUMENTS = 24
+_FOR_KERNELS = 3  # CU_MEMHOSTREGISTER_PORTABLE, _DEVICEMAP
 
 
 class Driver:
@@ -40,6 +42,26 @@ class Driver:
     ) -> None:
         self.number, self.kernels, self._describe = number, kernels, describe
         self.calls = np.array([*addresses, context], np.int64)
+
+    def call(self, which: int, *args: int) -> None:
+        """One of the functions, by its place in `gpu_calls`, with at most four arguments."""
+        one, two, three, four = (*args, 0, 0, 0)[:4]
+        self.check(gpu_calls.call(self.calls, which, one, two, three, four, np.zeros(2, np.int64)))
+
+    def register(self, at: int, nbytes: int) -> int:
+        """As `Backend.register`."""
+        there = np.zeros(1, np.int64)
+        self.call(gpu_calls.REGISTER, at, nbytes, _FOR_KERNELS)
+        try:
+            self.call(gpu_calls.MAPPED, there.ctypes.data, at)
+        except DeviceError:
+            self.unregister(at)
+            raise
+        return int(there[0])
+
+    def unregister(self, at: int) -> None:
+        """As `Backend.unregister`."""
+        self.call(gpu_calls.UNREGISTER, at)
 
     def check(self, status: int) -> None:
         """Raise what an error of the driver is to us."""
@@ -89,9 +111,7 @@ class Queue:
     def upload(self, to: int, data: np.ndarray) -> None:
         """As `DeviceStream.upload`."""
         if data.nbytes:
-            self._driver.check(
-                gpu_calls.copy_up(self._calls, to, data.ctypes.data, data.nbytes, self._stream, self._popped)
-            )
+            self._driver.call(gpu_calls.COPY, to, data.ctypes.data, data.nbytes, self._stream)
 
     def follow(self, streams: Sequence[int]) -> None:
         """Let later work wait for the work in others."""

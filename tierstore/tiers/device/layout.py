@@ -17,7 +17,7 @@ LINE_BYTES = 128
 ABSENT_BYTES = 32
 ABSENT_WAYS = 3
 MAX_DEPTH = 6  # halvings: a table can go down to 1/64; there is a segment more
-COUNTER_BYTES = 64  # int64[4] of `write.cu`, then uint32[2] of `lookup.cu`
+COUNTER_BYTES = 64  # totals int64[4] of `write.cu`, then uint32[2] of `say_done`
 READERS_AT = 32
 MAX_HEAT = 3
 HEAT_AT = 20
@@ -62,22 +62,10 @@ class DeviceLayout:
             table[name] = value
         return table
 
-    def by_set(self, keys: Keys, depth: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """(order, sets): positions of `keys` sorted by set, equal ones in their own
-        order, and the sets in that order.
-        """
-        hashed = mix_all(keys)
-        within = ((hashed >> np.uint64(32)) * np.uint64(self.sets_per_region)) >> np.uint64(32)
-        region = hashed & np.uint64((1 << depth) - 1)
-        sets = (region * np.uint64(self.sets_per_region) + within).view(np.int64)
-        order = np.argsort(sets, kind="stable")
-        return order, sets[order]
-
-
-def runs_of(sets: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
-    """Where each run of equal sets begins, and the end: uint32[runs + 1]."""
-    starts = np.flatnonzero(np.diff(sets, prepend=sets[:1] - 1))
-    return np.append(starts, len(sets)).astype(np.uint32)
+    def set_of(self, key: int, depth: int) -> int:
+        """The set of a key."""
+        hashed = int(mix_all(np.array([key], np.int64))[0])
+        return (hashed & (1 << depth) - 1) * self.sets_per_region + ((hashed >> 32) * self.sets_per_region >> 32)
 
 
 def occupied_keys(lines: npt.NDArray[np.uint64]) -> tuple[Keys, npt.NDArray[np.uint8]]:

@@ -1,4 +1,4 @@
-"""Look-ups whose answer stays on the device: one kernel answers what is there and lists what is not.
+"""Look-ups whose answer stays on the device: a kernel answers what is there or in the host tier, and lists the others.
 
 A second one, where anything is listed, answers with those rows. One call is one look-up, on the caller's thread, with
 one workspace for each chunk; any number of threads may call. Kernels read keys and rows in page-locked CPU memory and
@@ -17,7 +17,8 @@ import numpy as np
 from tierstore.kernels.pool import combiner_code
 from tierstore.tiers.device.backend import TEAM, Captured, DeviceError, OutOfDeviceMemory
 from tierstore.tiers.device.table import DeviceTable
-from tierstore.tiers.device.workspaces import ALIGN, DONE_BYTES, NOTHING, DeviceMemory, Workspace
+from tierstore.tiers.device.workspaces import ALIGN, DONE_BYTES, NOTHING, DeviceMemory, Reading, Workspace
+from tierstore.tiers.host.table import HostTable
 from tierstore.types import Combiner, Keys, States, Tier, Vectors
 
 PADDING = 255  # the state of a key whose answer is zeros and that does not count in a bag
@@ -58,6 +59,7 @@ def answer(
     dtype: Any,
     fetch: Fetch,
     bags: Pooling | None = None,
+    host: HostTable | None = None,
 ) -> Any:
     """A new array of `dtype` on the device with the answer, [n, dim] or [bags, dim]; None where the device cannot.
 
@@ -68,7 +70,7 @@ def answer(
         out = table.device.backend.empty(shape, dtype)
     except OutOfDeviceMemory:
         return None
-    return out if look_up(table, keys, state, answered, out, fetch, bags) else None
+    return out if look_up(table, keys, state, answered, out, fetch, bags, host) else None
 
 
 def look_up(
@@ -79,6 +81,7 @@ def look_up(
     out: Any,
     fetch: Fetch,
     bags: Pooling | None = None,
+    host: HostTable | None = None,
 ) -> bool:
     """Answer every key, on the device.
 
@@ -88,7 +91,8 @@ def look_up(
             already. On return PADDING has become ABSENT and PENDING the tier that answered.
         answered: rows of the keys answered already, in their order; float32 if pooled, else of the dtype of `out`.
         out: an array on the device, from `Backend.empty`: float32 or float16 [n, dim], or [bags, dim].
-        fetch: answers keys that the device does not hold. Called on this thread, once a chunk.
+        fetch: answers keys that the kernel has not found. Called on this thread, once a chunk.
+        host: the host tier below, which the kernel reads where it may.
 
     Returns:
         False if the device cannot answer (it has failed, the table was closed, or one bag is larger than a workspace).
@@ -97,7 +101,7 @@ def look_up(
     Raises:
         Captured: a CUDA graph is being captured.
     """
-    work = _Work(table, keys, state, answered, out, fetch, bags)
+    work = _Work(table, keys, state, answered, out, fetch, bags, host)
     chunks = work.chunks()
     if chunks is None:
         return False
@@ -158,26 +162,22 @@ class _Work:
         out: Any,
         fetch: Fetch,
         bags: Pooling | None,
+        host: HostTable | None,
     ) -> None:
-        self.table, self.keys, self.state, self.answered, self.fetch, self.bags = (
-            table,
-            keys,
-            state,
-            answered,
-            fetch,
-            bags,
-        )
+        self.table, self.keys, self.state, self.answered = table, keys, state, answered
+        self.fetch, self.bags, self.host = fetch, bags, host
         self.address = table.device.backend.address_of(out)
         self.half = int(out.dtype == np.float16)
         self.out_width = table.spec.dim * (4 >> self.half)
         self.rows_dtype = np.float32 if bags is not None or not self.half else np.float16
         self.row_width = table.spec.dim * np.dtype(self.rows_dtype).itemsize
+        self.room_width = max(self.row_width, table.layout.stride)  # of rows that were read below, decoded or as stored
         self.pending = not state.any()
         self.answered_at = _NONE if self.pending else np.flatnonzero((state != Tier.PENDING) & (state != PADDING))
 
     def chunks(self) -> list[_Chunk] | None:
         """The parts of the look-up that fit into a workspace; None where one bag does not."""
-        a_key = 8 + 1 + 1 + 8 + 4 + self.row_width  # see `_cut`
+        a_key = 8 + 1 + 1 + 8 + 4 + self.room_width  # see `_cut`
         room = self.table.device.workspace_bytes - 20 * ALIGN
         if self.bags is not None and not len(self.bags.offsets):
             return []
@@ -208,8 +208,8 @@ class _Work:
         sizes = {
             # read by kernels, where they lie or after one copy up
             "keys": n * 8, "before": n, "offsets": bags * 8, "weights": n * 4 if pooled else 0,
-            # in CPU memory alone
-            "state": n, "missing": n * 8, "at": n * 4, "rows": n * self.row_width, "done": DONE_BYTES,
+            # in CPU memory alone; but on the device `rows` are those that a kernel has read in the host tier
+            "state": n, "missing": n * 8, "at": n * 4, "rows": n * self.room_width, "done": DONE_BYTES,
             # on the device alone
             "source": n * 8 if pooled else 0, "kept": n * self.table.spec.dim * 4 if pooled else 0, "whole": bags,
         }  # fmt: skip
@@ -226,9 +226,11 @@ class _Work:
                 return False
             view.stream.wait_for_caller()
             where = ws.send(view.stream, at["keys"], at["state"])
-            kernel, threads, *args = self._first(ws, at, chunk, view.table, where)
+            kernel, threads, *args = self._first(ws, at, chunk, view, where)
             ws.launch(view, at["done"], kernel, threads, *args)
         listed = ws.wait(at["done"])
+        if self.host is not None:
+            self.host.note_answered(ws.staging(at["keys"], n, np.int64), ws.staging(at["state"], n))
         if listed:
             self._stage_rows(ws, at, chunk, listed)
             with self.table.reading() as view:
@@ -251,13 +253,13 @@ class _Work:
             if self.bags.weights is not None:
                 ws.staging(at["weights"], n, np.float32)[:] = self.bags.weights[chunk.begin : chunk.end]
 
-    def _first(self, ws: Workspace, at: dict[str, int], chunk: _Chunk, table: np.ndarray, where: _Where) -> tuple:
+    def _first(self, ws: Workspace, at: dict[str, int], chunk: _Chunk, view: Reading, where: _Where) -> tuple:
         """The kernel that answers what is here: its name, threads and arguments."""
         n = chunk.end - chunk.begin
         before = NOTHING if self.pending else where(at["before"])
         common = (
-            table, where(at["keys"]), before, ws.here(at["state"]), n, ws.here(at["missing"]),
-            ws.here(at["at"]),
+            view.table, view.window.words_of(self.host), where(at["keys"]), before, ws.here(at["state"]), n,
+            ws.here(at["missing"]), ws.here(at["at"]), ws.at(at["rows"]),
         )  # fmt: skip
         if self.bags is None:
             return "look_up", -(-n // 2) * TEAM, *common, self._out(chunk.begin), self.half

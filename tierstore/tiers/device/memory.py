@@ -22,12 +22,12 @@ from tierstore.tiers.device.layout import (
     WAYS,
     DeviceLayout,
     occupied_keys,
-    runs_of,
 )
-from tierstore.tiers.device.workspaces import DeviceMemory, Reading, Workspace
+from tierstore.tiers.device.window import HostWindow
+from tierstore.tiers.device.workspaces import DONE_BYTES, DeviceMemory, Reading, Workspace
 from tierstore.types import Keys, Rows, TableSpec
 
-Counters = npt.NDArray[np.int64]  # of one kernel that writes, int64[4]
+Counters = npt.NDArray[np.int64]  # of a table: rows, absent keys, let in, put out
 
 
 class GivenUp(DeviceError):
@@ -46,6 +46,7 @@ class TableMemory:
         self.order = threading.Lock()
         self.stream: DeviceStream = device.backend.stream()
         self._control: Buffer = device.backend.alloc(layout.control_bytes)  # counters, default vector
+        self.window = HostWindow(device.backend, self.stream, self.order)
         # guarded by order
         self.depth = 0
         self._segments = [self._new_segment(0)]
@@ -69,64 +70,51 @@ class TableMemory:
     def reading(self) -> Iterator[Reading | None]:
         """Put a kernel that reads into the stream, within the block. None where the table is not in use."""
         with self.order:
-            yield None if self.table is None else Reading(self.stream, self.table, self._control)
+            yield None if self.table is None else Reading(self.stream, self.table, self._control, self.window)
 
     @contextmanager
-    def writing(self) -> Iterator[np.ndarray]:
-        """Put kernels that write into the stream, within the block. Gives `TABLE`. Raises GivenUp."""
-        with self.order:
-            if self.table is None:
+    def writing(self) -> Iterator[Reading]:
+        """Put a kernel that writes into the stream, within the block. Raises GivenUp."""
+        with self.reading() as view:
+            if view is None:
                 raise GivenUp(f"the device tier of table {self._name} was given up")
-            yield self.table
+            yield view
 
-    def run_writer(
-        self, ws: Workspace, end: int, kernel: str, teams: int, *args: Any, after: tuple[int, ...] = ()
-    ) -> Counters:
-        """Send [0, end) of `ws` up, run a kernel that writes, and wait for it. Returns what it has counted."""
-        if end:
-            ws.upload(0, end)
-        uploaded = ws.stream.record()
-        counters = self._control.address
-        with self.writing() as table:
-            self.stream.wait(uploaded)
-            self.stream.clear(counters, COUNTER_BYTES)
-            self.stream.launch(kernel, teams * TEAM, table, *args, counters, *after)
-            done = self.stream.record()
-        ws.stream.wait(done)
-        # what was staged first has been read by now
-        counted = ws.staging(0, 4, np.int64)
-        ws.stream.download(counted.view(np.uint8), counters)
-        ws.stream.synchronize()
-        return counted.copy()
+    def run_writer(self, ws: Workspace, done_at: int, kernel: str, teams: int, *args: Any) -> tuple[Counters, int]:
+        """Run a kernel that writes, and wait for it. Returns the totals of the table, and how many rows are handed back
+        or keys marked absent.
+
+        `args` are those between the table and the totals; WRITTEN_BYTES of `ws` at `done_at` are the kernel's.
+        """
+        with self.writing() as view:
+            _launch(ws, view, view.table, done_at, kernel, teams, *args)
+        return _totals(ws, done_at)
 
     def halve(self) -> Counters:
-        """Merge the upper half of the sets into the lower and free it. Returns what the merge has counted."""
+        """Merge the upper half of the sets into the lower and free it. Returns the totals."""
         sets = self._layout.sets(self.depth - 1)
         with self._device.workspace() as ws:
-            counters = self._control.address
-            with self.writing() as table:
-                self.stream.clear(counters, COUNTER_BYTES)
-                self.stream.launch("merge", sets * TEAM, table, sets, counters)
-                counted = ws.staging(0, 4, np.int64)
-                self.stream.download(counted.view(np.uint8), counters)
+            with self.writing() as view:
+                _launch(ws, view, view.table, 0, "merge", sets, sets)
                 last = self._segments.pop()
                 self.depth -= 1
                 self.table = self._described()
-            self.stream.synchronize()  # from here on no kernel uses the upper half
+            totals, _ = _totals(ws, 0)  # from here on no kernel uses the upper half
             last.free()
-            return counted.copy()
+            return totals
 
     def double(self) -> None:
         """Twice the sets. Raises OutOfDeviceMemory, and then nothing has changed."""
         sets = self._layout.sets(self.depth)
         buffer = self._device.backend.alloc(self._layout.segment_bytes(self.depth + 1))
-        with self.writing():
-            self.stream.clear(buffer.address, buffer.nbytes)
-            self._segments.append(buffer)
-            self.depth += 1
-            self.table = self._described()
-            self.stream.launch("split", sets * TEAM, self.table, sets)
-        self.stream.synchronize()
+        with self._device.workspace() as ws:
+            with self.writing() as view:
+                self.stream.clear(buffer.address, buffer.nbytes)
+                self._segments.append(buffer)
+                self.depth += 1
+                self.table = self._described()
+                _launch(ws, view, self.table, 0, "split", sets, sets)
+            _totals(ws, 0)
 
     def resident(self) -> list[tuple[Keys, npt.NDArray[np.uint8]]]:
         """(keys, heat) of all sets in use, in parts. For a writer: nothing else may write meanwhile."""
@@ -181,6 +169,7 @@ class TableMemory:
             segments, self._segments = self._segments, []
         if not segments:
             return
+        self.window.close()
         try:
             self.stream.synchronize()
         finally:
@@ -189,22 +178,12 @@ class TableMemory:
             del self._control  # its memory goes with the last look-up that answers with the default
 
 
-def stage_keys(
-    ws: Workspace, keys: Keys, sets: npt.NDArray[np.int64], *sizes: int, extra: tuple[int, ...] = ()
-) -> tuple[list[int], int]:
-    """Put keys that are sorted by set, and where each run of equal sets begins, into `ws`.
-
-    Returns the offsets of (keys, runs, each of `sizes`, the end of what goes up, each of
-    `extra`) and the number of runs.
-    """
-    runs = runs_of(sets)
-    at = ws.cut(len(keys) * 8, len(runs) * 4, *sizes, 0, *extra)
-    ws.staging(at[0], len(keys), np.int64)[:] = keys
-    ws.staging(at[1], len(runs), np.uint32)[:] = runs
-    return at, len(runs) - 1
+def _launch(ws: Workspace, view: Reading, table: np.ndarray, done_at: int, kernel: str, teams: int, *args: Any) -> None:
+    totals = view.control.address, ws.here(done_at + DONE_BYTES)
+    ws.launch(view, done_at, kernel, teams * TEAM, table, *args, *totals)
 
 
-def stage_rows(ws: Workspace, at: int, rows: Rows, stride: int) -> None:
-    """Put rows uint8[n, row_bytes] into `ws` at an offset, one every `stride` bytes."""
-    staged = ws.staging(at, len(rows) * stride).reshape(len(rows), stride)
-    staged[:, : rows.shape[1]] = rows
+def _totals(ws: Workspace, done_at: int) -> tuple[Counters, int]:
+    """Wait for a kernel that writes."""
+    listed = ws.wait(done_at)
+    return ws.staging(done_at + DONE_BYTES, 4, np.int64).copy(), listed

@@ -23,9 +23,8 @@ def peek(memory: TableMemory | None, layout: DeviceLayout, key: int, give_up: Ca
     """
     if memory is None or memory.table is None:
         return Peek()
-    _, sets = layout.by_set(np.array([key], np.int64), memory.depth)
     try:
-        line, absent, rows = memory.read_set(int(sets[0]))
+        line, absent, rows = memory.read_set(layout.set_of(key, memory.depth))
     except DeviceError as error:
         give_up(error)
         return Peek()

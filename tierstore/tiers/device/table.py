@@ -3,7 +3,7 @@
 Any thread may call anything. All kernels of a table run in one stream: **the order of that stream is what makes rows
 whole and deltas visible**. A kernel that reads never runs beside one that writes, and a look-up put in after `update`
 has returned sees what it wrote. So kernels need no versions, fences or second tries. The price: kernels of one table do
-not overlap. Copies of writers do, in the workspaces' own streams.
+not overlap. What a kernel writes it reads out of page-locked memory, where compiled code has put it.
 
 `_lock` is held by one writer at a time; `insert` and `insert_absent` do not wait for it. A device that fails is not
 used from then on: look-ups leave every key to the next tier. Nothing survives the process.
@@ -14,17 +14,27 @@ from __future__ import annotations
 import logging
 import threading
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tierstore.kernels.codec import out_code
+from tierstore.kernels import gpu_staging
+from tierstore.kernels.codec import address_of, out_code
 from tierstore.tiers.checks import check_answer, check_rows
-from tierstore.tiers.device.backend import TEAM, Captured, DeviceError, OutOfDeviceMemory
+from tierstore.tiers.device.backend import NO_HOST, TEAM, Captured, DeviceError, OutOfDeviceMemory
 from tierstore.tiers.device.layout import MAX_HEAT, WAYS, DeviceLayout
-from tierstore.tiers.device.memory import GivenUp, TableMemory, stage_keys, stage_rows
+from tierstore.tiers.device.memory import GivenUp, TableMemory
 from tierstore.tiers.device.peek import Peek, peek
-from tierstore.tiers.device.workspaces import ALIGN, DONE_BYTES, NOTHING, DeviceMemory, Reading, Workspace
+from tierstore.tiers.device.workspaces import (
+    ALIGN,
+    DONE_BYTES,
+    NOTHING,
+    WRITTEN_BYTES,
+    DeviceMemory,
+    Reading,
+    Workspace,
+)
+from tierstore.tiers.host.table import HostTable
 from tierstore.types import Keys, Rows, States, TableSpec, Tier, Vectors
 
 log = logging.getLogger(__name__)
@@ -33,6 +43,19 @@ ROWS, ABSENT_KEYS, ADMITTED, EVICTED = range(4)  # of the counters
 _CHUNK = 8192  # keys of one kernel that writes: look-ups wait for it
 _LARGEST = 1 << 20  # keys of one kernel that reads
 _PENDING = np.uint8(Tier.PENDING)
+_ALL_THERE = np.empty(0, np.bool_)
+
+
+class _Staged(NamedTuple):
+    """Where in a workspace a kernel that writes has what it reads (addresses), and what it writes back (offsets)."""
+
+    keys: int
+    runs: int
+    rows: int
+    deleted: int
+    out_keys: int
+    out_rows: int
+    done: int
 
 
 class DeviceTable:
@@ -128,8 +151,8 @@ class DeviceTable:
                 return 0
             where = ws.send(view.stream, keys_at, n * 8)
             ws.launch(
-                view, done_at, "look_up", -(-n // 2) * TEAM, view.table, where(keys_at), NOTHING, ws.here(state_at), n,
-                NOTHING, NOTHING, ws.here(out_at), half,
+                view, done_at, "look_up", -(-n // 2) * TEAM, view.table, NO_HOST, where(keys_at), NOTHING,
+                ws.here(state_at), n, NOTHING, NOTHING, NOTHING, ws.here(out_at), half,
             )  # fmt: skip
         ws.wait(done_at)
         found = ws.staging(state_at, n)
@@ -145,6 +168,12 @@ class DeviceTable:
     def reading(self) -> AbstractContextManager[Reading | None]:
         """As `TableMemory.reading`; None as well where there never was any memory."""
         return nullcontext() if self._memory is None else self._memory.reading()
+
+    def read_below(self, host: HostTable) -> None:
+        """Have look-ups whose answer stays on the device read this host tier too. For a background thread."""
+        if self._is_in_use:
+            assert self._memory is not None
+            self._memory.window.open(host)
 
     def peek(self, key: int) -> Peek:
         """What is held of a key, without counting it. A promotion that comes at that moment is dropped."""
@@ -179,16 +208,12 @@ class DeviceTable:
         if not self._begin_promotion(seq):
             return 0
         try:
-            admitted = int(self._counters[ADMITTED])
-            order, sets = self.layout.by_set(np.ascontiguousarray(keys), self._depth)
+            admitted, keys = 0, np.ascontiguousarray(keys)
             for begin in range(0, len(keys), self._step):
-                part = order[begin : begin + self._step]
                 with self.device.workspace() as ws:
-                    at, runs = stage_keys(ws, keys[part], sets[begin : begin + self._step])
-                    self._write(ws, at[-1], "insert_absent", runs, ws.at(at[0]), ws.at(at[1]), runs)
-            let_in = int(self._counters[ADMITTED]) - admitted
-            self._counters[ADMITTED] = admitted  # which counts rows
-            return let_in
+                    at, runs = self._stage(ws, keys[begin : begin + self._step])
+                    admitted += self._write(ws, at.done, "insert_absent", runs, at.keys, at.runs, runs)
+            return admitted
         except DeviceError as error:
             self.give_up(error)
             return 0
@@ -220,6 +245,7 @@ class DeviceTable:
         after the return sees it. The lock is released between chunks, as by the host tier.
         """
         rows = check_rows(self.spec, keys, rows)
+        keys, deleted = np.ascontiguousarray(keys), np.ascontiguousarray(deleted)
         if deleted.shape != keys.shape:
             raise ValueError(f"expected deleted[{len(keys)}], got {list(deleted.shape)}")
         begin = 0
@@ -228,23 +254,17 @@ class DeviceTable:
                 if not self._is_in_use:
                     return
                 end = begin + self._step
-                part = np.ascontiguousarray(keys[begin:end])
                 try:
-                    self._update(part, rows[begin:end], deleted[begin:end])
+                    self._update(keys[begin:end], rows[begin:end], deleted[begin:end])
                 except DeviceError as error:
                     self.give_up(error)
                     return
                 begin = end
 
     def _update(self, keys: Keys, rows: Rows, deleted: np.ndarray) -> None:
-        order, sets = self.layout.by_set(keys, self._depth)
-        n = len(keys)
         with self.device.workspace() as ws:
-            at, runs = stage_keys(ws, keys[order], sets, n * self.layout.stride, n)
-            _, runs_at, rows_at, deleted_at, end = at
-            stage_rows(ws, rows_at, rows[order], self.layout.stride)
-            ws.staging(deleted_at, n)[:] = deleted[order]
-            self._write(ws, end, "update", runs, ws.at(0), ws.at(rows_at), ws.at(deleted_at), ws.at(runs_at), runs)
+            at, runs = self._stage(ws, keys, rows, deleted)
+            self._write(ws, at.done, "update", runs, at.keys, at.rows, at.deleted, at.runs, runs)
 
     def warm(self, keys: Keys, rows: Rows, seq: int | None = None) -> int:
         """Fill free places with distinct keys, hottest first; nothing is evicted. Returns the rows admitted.
@@ -264,43 +284,49 @@ class DeviceTable:
     def _insert(self, keys: Keys, rows: Rows, *, evict: bool, keep: bool) -> tuple[int, Keys, Rows]:
         """Holds `_lock`."""
         admitted, stride = int(self._counters[ADMITTED]), self.layout.stride
-        order, sets = self.layout.by_set(np.ascontiguousarray(keys), self._depth)
+        keys, rows = np.ascontiguousarray(keys), np.ascontiguousarray(rows)
         out_keys, out_rows = [np.empty(0, np.int64)], [np.empty((0, self.spec.row_bytes), np.uint8)]
         for begin in range(0, len(keys), self._step):
-            part = order[begin : begin + self._step]
+            part = keys[begin : begin + self._step]
             n = len(part)
             with self.device.workspace() as ws:
-                kept = (n * 8, n * stride) if keep else (0, 0)
-                at, runs = stage_keys(ws, keys[part], sets[begin : begin + self._step], n * stride, extra=kept)
-                _, runs_at, rows_at, end, out_at, out_rows_at = at
-                stage_rows(ws, rows_at, rows[part], self.layout.stride)
-                where = (ws.at(out_at), ws.at(out_rows_at)) if keep else (0, 0)
-                evicted = self._write(
-                    ws, end, "insert", runs, ws.at(0), ws.at(rows_at), ws.at(runs_at), runs,
-                    evict, after=where,
-                )[EVICTED]  # fmt: skip
-                if keep and evicted:
-                    ws.download(out_at, out_at + evicted * 8)
-                    ws.download(out_rows_at, out_rows_at + evicted * stride)
-                    ws.stream.synchronize()
-                    out_keys.append(ws.staging(out_at, evicted, np.int64).copy())
-                    staged = ws.staging(out_rows_at, evicted * stride).reshape(evicted, stride)
+                at, runs = self._stage(ws, part, rows[begin : begin + n], evicted=n if keep else 0)
+                back = (ws.here(at.out_keys), ws.here(at.out_rows)) if keep else (NOTHING, NOTHING)
+                evicted = self._write(ws, at.done, "insert", runs, at.keys, at.rows, at.runs, runs, evict, *back)
+                if evicted:
+                    out_keys.append(ws.staging(at.out_keys, evicted, np.int64).copy())
+                    staged = ws.staging(at.out_rows, evicted * stride).reshape(evicted, stride)
                     out_rows.append(staged[:, : self.spec.row_bytes].copy())
         return int(self._counters[ADMITTED]) - admitted, np.concatenate(out_keys), np.concatenate(out_rows)
 
     @property
     def _step(self) -> int:
         """Keys that one kernel writes: as many as a workspace stages with their rows, twice."""
-        return min(_CHUNK, (self.device.workspace_bytes - 8 * ALIGN) // (2 * self.layout.stride + 32))
+        return min(_CHUNK, (self.device.workspace_bytes - 10 * ALIGN) // (2 * self.layout.stride + 32))
 
-    def _write(
-        self, ws: Workspace, end: int, kernel: str, teams: int, *args: Any, after: tuple[int, ...] = ()
-    ) -> np.ndarray:
-        """`TableMemory.run_writer`, and add its counters up; returns them. Holds `_lock`."""
+    def _stage(
+        self, ws: Workspace, keys: Keys, rows: Rows | None = None, deleted: np.ndarray = _ALL_THERE, evicted: int = 0
+    ) -> tuple[_Staged, int]:
+        """Put what a kernel is to write where it reads it. Returns where, and how many sets are written to."""
+        n, layout = len(keys), self.layout
+        row_bytes = 0 if rows is None else layout.stride
+        keys_at, runs_at, rows_at, deleted_at, *others = ws.cut(
+            n * 8, (n + 1) * 4, n * row_bytes, len(deleted), evicted * 8, evicted * layout.stride, WRITTEN_BYTES
+        )
+        runs = gpu_staging.stage(
+            keys, self._depth, layout.sets_per_region, 0 if rows is None else address_of(rows), self.spec.row_bytes,
+            ws.here(rows_at), layout.stride, deleted, ws.staging(keys_at, n, np.int64),
+            ws.staging(runs_at, n + 1, np.uint32), ws.staging(deleted_at, len(deleted), np.bool_),
+        )  # fmt: skip
+        return _Staged(*map(ws.here, (keys_at, runs_at, rows_at, deleted_at)), *others), int(runs)
+
+    def _write(self, ws: Workspace, done_at: int, kernel: str, teams: int, *args: Any) -> int:
+        """`TableMemory.run_writer`, and keep the totals; returns what it returns beside them. Holds `_lock`."""
         assert self._memory is not None
-        counted = self._memory.run_writer(ws, end, kernel, teams, *args, after=after)
-        self._counters += counted
-        return counted
+        totals, listed = self._memory.run_writer(ws, done_at, kernel, teams, *args)
+        if self._is_in_use:
+            self._counters = totals
+        return listed
 
     # --- size
 
@@ -317,7 +343,7 @@ class DeviceTable:
             wanted = self._depth_of(fraction)
             try:
                 while wanted < memory.depth:
-                    self._counters += memory.halve()
+                    self._counters = memory.halve()
                 while wanted > memory.depth:
                     memory.double()
                 if memory.table is not None:
@@ -375,6 +401,7 @@ class DeviceTable:
             "rows": rows, "capacity_rows": self.capacity_rows, "absent_keys": absent, "bytes": self.bytes_in_use,
             "budget_bytes": self.budget_bytes, "admitted": admitted, "evicted": evicted,
             "dropped_stale": self._dropped_stale, "dropped_busy": self._dropped_busy, "problem": self.problem,
+            "host_problem": None if self._memory is None else self._memory.window.problem,
         }  # fmt: skip
 
     def close(self) -> None:

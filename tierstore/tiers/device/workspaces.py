@@ -1,11 +1,11 @@
 """A device's workspaces: fixed memory in which look-ups and writers stage what is uploaded and downloaded.
 
-A workspace is a piece of device memory, as much page-locked CPU memory (its staging buffer), and a stream for the
-copies between them. Their number and size are fixed, so staging memory is bounded: larger requests are cut into chunks,
+A workspace is a piece of device memory, as much page-locked CPU memory (its staging buffer), and a stream for
+copies. Their number and size are fixed, so staging memory is bounded: larger requests are cut into chunks,
 and a thread that finds all workspaces in use waits for one. Any thread may use one.
 
-Half of them are for answers that stay on the device. A thread that holds one of those may wait for a read
-of the disk. A thread that holds one of the other half waits for nothing.
+ANSWERING of them are for answers that stay on the device. A thread that holds one of those may wait for a read
+of the disk. A thread that holds one of the others waits for nothing but its kernel, so few are enough.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ import numpy as np
 
 from tierstore.tiers.device.backend import Backend, Buffer, DeviceError, DeviceStream
 from tierstore.tiers.device.layout import READERS_AT
+from tierstore.tiers.device.window import HostWindow
 
 ALIGN = 16  # the widest access of a kernel
-DONE_BYTES = 8  # what `lookup.cu` says when a kernel is done: uint32[2]
+DONE_BYTES = 8  # what a kernel says when it is done (`say_done`): uint32[2]
+WRITTEN_BYTES = DONE_BYTES + 32  # and one that writes to a table: then int64[4], its totals
 NOTHING = 0  # an argument of a kernel, for an array that is not there
-WORKSPACES = 4
+ANSWERING = 8  # as many look-ups are under way at once
+WORKSPACES = ANSWERING + 2
 WORKSPACE_BYTES = 32 << 20  # 65,536 keys with rows of 400 bytes
 _COPIED = 1 << 17  # bytes from which on a copy is faster, 16,384 keys
 _SHARE = 16  # workspaces together use at most one part in so many of the budget
@@ -35,6 +38,7 @@ class Reading(NamedTuple):
     stream: DeviceStream
     table: np.ndarray  # `TABLE`
     control: Buffer
+    window: HostWindow
 
     @property
     def counters(self) -> int:
@@ -84,7 +88,7 @@ class Workspace:
         return self.at
 
     def launch(self, reading: Reading, done_at: int, kernel: str, threads: int, *args: Any) -> None:
-        """Run a kernel of `lookup.cu`, which says at offset `done_at` that it is done."""
+        """Run a kernel, which says at offset `done_at` that it is done."""
         self.staging(done_at, 2, np.uint32)[:] = 0
         self._held = reading
         reading.stream.launch(kernel, threads, *args, reading.counters, self.here(done_at))
@@ -101,13 +105,6 @@ class Workspace:
         nbytes = count * np.dtype(dtype).itemsize
         return self._pinned[offset : offset + nbytes].view(dtype)
 
-    def upload(self, begin: int, end: int) -> None:
-        """Put an upload of [begin, end) into the stream."""
-        self.stream.upload(self.at(begin), self._pinned[begin:end])
-
-    def download(self, begin: int, end: int) -> None:
-        self.stream.download(self._pinned[begin:end], self.at(begin))
-
     def free(self) -> None:
         self._buffer.free()
 
@@ -122,11 +119,11 @@ class DeviceMemory:
         # guarded by _changed
         self._changed = threading.Condition()
         self._all = [Workspace(backend, self.workspace_bytes) for _ in range(WORKSPACES)]
-        self._idle = {True: self._all[: WORKSPACES // 2], False: self._all[WORKSPACES // 2 :]}
+        self._idle = {True: self._all[:ANSWERING], False: self._all[ANSWERING:]}
 
     @contextmanager
     def workspace(self, *, answers: bool = False) -> Iterator[Workspace]:
-        """Hold one within the block, with `answers` one of that half. Waits while all of that half are in use."""
+        """Hold one within the block, with `answers` one of those for that. Waits while all of its kind are in use."""
         idle = self._idle[answers]
         with self._changed:
             self._changed.wait_for(lambda: bool(idle))

@@ -182,6 +182,24 @@ class HostMemory:
             yield at + begin * size, at + end * size
             at += self._layout.sets * size
 
+    def ranges_in_use(self) -> list[tuple[int, int]]:
+        """The addresses [begin, end) of what may be touched at present: whole pages, ascending."""
+        depth, cursor = self.shape
+        half = self._layout.sets_per_region << depth >> 1
+        start, page = address_of(self.areas.control), mmap.PAGESIZE
+        ranges = [(start, start + page)]
+        for begin, end in sorted(
+            part
+            for sets in ([(0, half), (half + cursor, 2 * half)] if cursor else [(0, self.sets_spanned)])
+            for part in self._parts(*sets)
+        ):
+            first, last = (start + begin) // page * page, -(-(start + end) // page) * page
+            if first <= ranges[-1][1]:
+                ranges[-1] = ranges[-1][0], max(ranges[-1][1], last)
+            else:
+                ranges.append((first, last))
+        return ranges
+
     def huge_page_bytes(self) -> int:
         """Bytes of the mapping that the kernel backs with huge pages (0 where it does not say). Takes milliseconds."""
         first = address_of(self.areas.control)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from tierstore import kernels
 from tierstore.kernels.codec import AS_STORED, address_of, out_code
 from tierstore.kernels.host_cache import lookup as lookup_kernels
 from tierstore.kernels.host_cache import pool as pool_kernels
+from tierstore.kernels.host_cache import sampling
 from tierstore.kernels.host_cache import write as write_kernels
 from tierstore.kernels.host_cache.layout import CONTROL_BYTES, WAYS, Areas
 from tierstore.kernels.pool import combiner_code
@@ -74,6 +75,7 @@ class HostTable:
         if self._layout.sets:
             self._open(fraction)
         self._resize_lock = threading.Lock()  # held for a whole resize; acquired before _lock
+        self._stop_readers: Callable[[], None] | None = None  # of who reads by `open_to`; guarded by _resize_lock
 
     def _open(self, fraction: float) -> None:
         self._memory = HostMemory(self._layout, self._sets_of(fraction), self.spec.name)
@@ -167,13 +169,42 @@ class HostTable:
             np.zeros(len(keys), np.uint8),
             np.zeros(size, np.uint8),
         )
-        areas = self._areas  # keeps the mapping until this returns
-        if areas is not None:
-            where, keys = self._where.copy(), np.ascontiguousarray(keys)
-            if not noted:
-                where["sample"] = NOTHING.address
-            lookup_kernels.lookup(address_of(where), keys, state, AS_STORED, address_of(rows), address_of(absent))
+        with contextlib.nullcontext(self.words_at) if noted else self.unnoted() as where_at:
+            areas = self._areas  # keeps the mapping until this returns
+            if areas is not None and where_at:
+                keys = np.ascontiguousarray(keys)
+                lookup_kernels.lookup(where_at, keys, state, AS_STORED, address_of(rows), address_of(absent))
         return rows, state
+
+    def note_answered(self, keys: Keys, state: States) -> None:
+        """Note in the sample the keys whose state is HOST, which somebody has looked up by `open_to`."""
+        sampling.note_answered(self._sample.address, keys, state)
+
+    def open_to(self, read: Callable[[HostMemory], None], stop: Callable[[], None]) -> None:
+        """Have `read` begin to read the memory where it lies, beside writers, until `stop` was called.
+
+        That is called once, before anything moves to another set or is given back, and returns when nothing is read any
+        more. Neither is called where the table holds nothing.
+        """
+        with self._resize_lock:
+            self._recall()
+            if self._memory is not None:
+                self._stop_readers = stop
+                read(self._memory)
+
+    def _recall(self) -> None:
+        """Nobody reads the memory but look-ups, from now on. Called with `_resize_lock` held."""
+        stop, self._stop_readers = self._stop_readers, None
+        if stop is not None:
+            stop()
+
+    @contextlib.contextmanager
+    def unnoted(self) -> Iterator[int]:
+        """In the block kernels look up by the words at this address, unnoted in the sample; 0: nothing is held."""
+        areas, where = self._areas, self._where.copy()
+        where["sample"] = NOTHING.address
+        yield 0 if areas is None else address_of(where)
+        del areas, where  # kept until here
 
     def try_accesses(self, keys: Keys) -> int:
         """Look keys up one after the other, and let in each that is missing, its row all zeros. Returns the misses.
@@ -362,8 +393,10 @@ class HostTable:
         with self._resize_lock:
             if self._memory is None:
                 return
-            self._fraction = fraction
-            self._memory.resize(self._sets_of(fraction), self._lock, self._counters)
+            self._fraction, sets = fraction, self._sets_of(fraction)
+            if sets != self._memory.sets_in_use:
+                self._recall()
+                self._memory.resize(sets, self._lock, self._counters)
 
     @property
     def smallest_fraction(self) -> float:
@@ -390,6 +423,7 @@ class HostTable:
     def close(self) -> None:
         """Give the memory back. Look-ups under way end safely; later ones leave every key PENDING."""
         with self._resize_lock, self._lock:
+            self._recall()
             memory, self._memory, self._areas = self._memory, None, None
             self._counters[:2] = 0
             if memory is not None:

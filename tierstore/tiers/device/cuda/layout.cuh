@@ -30,14 +30,16 @@ static const u32 HEAT_TRIES = 4;
 
 static const u8 STATE_PENDING = 0;
 static const u8 STATE_DEVICE = 2;
+static const u8 STATE_HOST = 3;
 static const u8 STATE_ABSENT = 6;
 static const u8 STATE_PADDING = 255;
 
-// `source` of a key: the address of its row in the table (above 0), or one of these; from FIRST_UPLOAD down, a row
-// that comes from the host, number FIRST_UPLOAD - source.
+// `source` of a key: the address of its row (above 0), in the table or copied out of the host tier, or one of these; from
+// FIRST_UPLOAD down, a row that the CPU brings, number FIRST_UPLOAD - source.
 static const i64 SOURCE_ABSENT = 0;
 static const i64 SOURCE_PADDING = -1;
-static const i64 FIRST_UPLOAD = -2;
+static const i64 SOURCE_ELSEWHERE = -2;  // not in the table
+static const i64 FIRST_UPLOAD = -3;
 
 struct Table {
   u64 segments[7];  // addresses

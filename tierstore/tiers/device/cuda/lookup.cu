@@ -1,6 +1,7 @@
 // Look-ups: keys that are here get their rows, one by one or pooled, in one kernel; those that are not come in a second.
 //
-// `look_up` and `pool` answer what is here and list the keys that are not. The CPU fetches those rows, and `put_rows` or
+// `look_up` and `pool` answer what is here, or in the host tier where they may read it (`host.cuh`), and list the keys that
+// neither has. The CPU fetches those rows, and `put_rows` or
 // `pool_waiting` answers with them. A team has two keys, or a bag. What the CPU reads and writes (keys, states, lists,
 // rows) may lie in its own page-locked memory. The last block of a kernel says there that it is done, in `done`.
 //
@@ -14,13 +15,14 @@ struct Listed {
   u32* counters;
 };
 
-// To the CPU: everything that this kernel writes is there, and how many keys are listed.
-__device__ __forceinline__ void say_done(u32* counters, volatile u32* done) {
+// To the CPU: everything that this kernel writes is there, and how many keys are listed; of one that writes the totals of the table.
+__device__ __forceinline__ void say_done(u32* counters, volatile u32* done, i64* totals = 0, i64* told = 0) {
   __syncthreads();
   if (threadIdx.x) return;
   __threadfence_system();
   if (atomicAdd(counters + 1, 1u) != gridDim.x - 1) return;
   counters[1] = 0;
+  for (u32 k = 0; told && k < 4; k++) told[k] = (i64)atomicAdd((u64*)totals + k, 0ull);
   done[1] = atomicExch(counters, 0u);
   __threadfence_system();
   done[0] = 1;
@@ -44,8 +46,8 @@ __device__ __forceinline__ Probe begin_probe(const Table& t, const i64* keys, i6
   return probe;
 }
 
-// Where the row of key i comes from, as `source` has it; lane 0 alone knows the number of a row that is to come.
-__device__ __forceinline__ i64 locate(const Table& t, const Probe& probe, i64 i, u8* state, const Listed& listed) {
+// Where the row of key i comes from, as `source` has it; SOURCE_ELSEWHERE where the table does not say.
+__device__ __forceinline__ i64 locate(const Table& t, const Probe& probe, i64 i, u8* state) {
   u32 lane = team_lane();
   if (probe.before == STATE_PADDING) {
     if (lane == 0) state[i] = STATE_ABSENT;
@@ -71,10 +73,25 @@ __device__ __forceinline__ i64 locate(const Table& t, const Probe& probe, i64 i,
       return SOURCE_ABSENT;
     }
   }
-  u32 number = 0;
+  return SOURCE_ELSEWHERE;
+}
+
+// The same for a key that the table does not have: its row is copied out of the host tier to number i of `copies`, at the table's
+// stride, or the key is listed; lane 0 alone knows the number of a row that is to come.
+__device__ __forceinline__ i64 locate_below(const Table& t, const Host& h, i64 key, u8 before, i64 i, u8* state, u8* copies,
+                                            const Listed& listed) {
+  u32 lane = team_lane(), number = 0;
+  if (h.lines && before == STATE_PENDING) {
+    u8* copy = copies + i * t.stride;
+    u8 found = host_find(h, key, copy);
+    if (found != STATE_PENDING) {
+      if (lane == 0) state[i] = found;
+      return found == STATE_HOST ? (i64)copy : SOURCE_ABSENT;
+    }
+  }
   if (lane == 0 && listed.keys) {
     number = atomicAdd(listed.counters, 1u);
-    listed.keys[number] = probe.key;
+    listed.keys[number] = key;
     listed.at[number] = (u32)i;
   }
   return FIRST_UPLOAD - (i64)number;
@@ -90,17 +107,20 @@ __device__ __forceinline__ void answer_row(const Table& t, i64 from, u8* to, u32
     for (u32 k = team_lane(); k < t.dim; k += LANES) store_one(half, to, k, 0.f);
 }
 
-// out[i] [n, dim]: rows of the table, the default, zeros for padding. A team has two keys: both lines, then both rows,
+// out[i] [n, dim]: rows of the table and of the host tier, the default, zeros for padding. A team has two keys: both lines, then both rows,
 // are on their way at once.
-extern "C" __global__ void look_up(const __grid_constant__ Table t, const i64* keys, const u8* before, u8* state, i64 n,
-                                   i64* missing, u32* at, u8* out, u32 half, u32* counters, u32* done) {
+extern "C" __global__ void look_up(const __grid_constant__ Table t, const __grid_constant__ Host h, const i64* keys,
+                                   const u8* before, u8* state, i64 n, i64* missing, u32* at, u8* copies, u8* out, u32 half,
+                                   u32* counters, u32* done) {
   i64 i = 2 * team_index();
   if (i < n) {
     Listed listed = {missing, at, counters};
     bool two = i + 1 < n;
     Probe first = begin_probe(t, keys, i, before), second = begin_probe(t, keys, two ? i + 1 : i, before);
-    i64 from = locate(t, first, i, state, listed);
-    i64 after = two ? locate(t, second, i + 1, state, listed) : from;
+    i64 from = locate(t, first, i, state), after = two ? locate(t, second, i + 1, state) : from;
+    if (from == SOURCE_ELSEWHERE) from = locate_below(t, h, first.key, first.before, i, state, copies, listed);
+    if (two && after == SOURCE_ELSEWHERE)
+      after = locate_below(t, h, second.key, second.before, i + 1, state, copies, listed);
     u32 bytes = t.dim * (half ? 2 : 4);
     u8* to = out + (u64)i * bytes;
     if (two && from > 0 && after > 0 && t.code == half && bytes % 16 == 0) {
@@ -180,15 +200,16 @@ __device__ __forceinline__ void pool_bag(const Table& t, const i64* source, i64 
 // Pools bags b = [offsets[b], offsets[b + 1]) of keys that are all here, and says so in `whole`; of the others it keeps
 // the rows that are here in `kept`, float32[n, dim], because the table may change before the others have come.
 // `weights` may be 0.
-extern "C" __global__ void pool(const __grid_constant__ Table t, const i64* keys, const u8* before, u8* state, i64 n,
-                                i64* missing, u32* at, const i64* offsets, i64 bags, const float* weights, u32 combiner,
-                                i64* source, u8* kept, u8* whole, u8* out, u32 half, u32* counters, u32* done) {
+extern "C" __global__ void pool(const __grid_constant__ Table t, const __grid_constant__ Host h, const i64* keys,
+                                const u8* before, u8* state, i64 n, i64* missing, u32* at, u8* copies, const i64* offsets,
+                                i64 bags, const float* weights, u32 combiner, i64* source, u8* kept, u8* whole, u8* out,
+                                u32 half, u32* counters, u32* done) {
   i64 b = team_index();
   if (b < bags) {
     Listed listed = {missing, at, counters};
     u32 lane = team_lane();
     i64 begin = offsets[b], end = b + 1 < bags ? offsets[b + 1] : n;
-    bool left = false;
+    bool elsewhere = false, left = false;
     for (i64 i = begin; i < end; i += AT_ONCE) {
       Probe probes[AT_ONCE];
 #pragma unroll
@@ -196,10 +217,18 @@ extern "C" __global__ void pool(const __grid_constant__ Table t, const i64* keys
 #pragma unroll
       for (u32 j = 0; j < AT_ONCE; j++) {
         if (i + j >= end) continue;
-        i64 from = locate(t, probes[j], i + j, state, listed);
-        left |= from <= FIRST_UPLOAD;
+        i64 from = locate(t, probes[j], i + j, state);
+        elsewhere |= from == SOURCE_ELSEWHERE;
         if (lane == 0) source[i + j] = from;
       }
+    }
+    team_fence();
+    for (i64 i = begin; elsewhere && i < end; i++) {
+      if (source[i] != SOURCE_ELSEWHERE) continue;
+      team_fence();
+      i64 from = locate_below(t, h, keys[i], before ? before[i] : STATE_PENDING, i, state, copies, listed);
+      left |= from <= FIRST_UPLOAD;
+      if (lane == 0) source[i] = from;
     }
     team_fence();
     if (lane == 0) whole[b] = !left;

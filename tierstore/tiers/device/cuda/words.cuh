@@ -43,6 +43,10 @@ __device__ __forceinline__ u8* in_memory(u64 address) {
 }
 
 #ifdef __CUDACC__
+// Words of memory that the CPU may be writing: read where they lie each time, and from no cache.
+__device__ __forceinline__ u32 bus_u32(const u8* at) { return *(const volatile u32*)at; }
+__device__ __forceinline__ u64 bus_u64(const u8* at) { return *(const volatile u64*)at; }
+
 __device__ __forceinline__ float half_to_float(u16 bits) {
   float value;
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));

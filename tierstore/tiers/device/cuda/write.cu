@@ -1,12 +1,14 @@
 // Writing to a table: insert, absent keys, deltas, halving and doubling.
 //
 // Keys come distinct and sorted by set; `runs` says where each set's keys begin (runs[n] is the end), and one team
-// works through a run: no two teams write to one set. `counters`: rows, absent keys, let in, put out.
+// works through a run: no two teams write to one set. What they read, and write of it back, lies in page-locked memory of the CPU.
+// `totals` of the table: rows, absent keys, let in, put out; the last block copies them to `told`, and says that it is done
+// (`say_done`), with the number of rows that are handed back, or of keys that were marked absent.
 
 static const u32 ROWS = 0, ABSENT_KEYS = 1, ADMITTED = 2, EVICTED = 3;
 
-__device__ __forceinline__ void count(i64* counters, u32 which, i64 by) {
-  if (by && team_lane() == 0) atomicAdd((u64*)counters + which, (u64)by);
+__device__ __forceinline__ void count(i64* totals, u32 which, i64 by) {
+  if (by && team_lane() == 0) atomicAdd((u64*)totals + which, (u64)by);
 }
 
 __device__ __forceinline__ void write_word(u64* words, u32 index, u64 value) {
@@ -65,163 +67,175 @@ __device__ __forceinline__ void put(const Table& t, const Set& set, u64 head, u3
 // Lets keys in; one that is here keeps its row. Without `evict` only free ways are filled. What is put out is written
 // to out_keys and out_rows (as many places as there are keys; 0 for neither), in any order.
 extern "C" __global__ void insert(const __grid_constant__ Table t, const i64* keys, const u8* rows, const u32* runs,
-                                  i64 n, u32 evict, i64* counters, i64* out_keys, u8* out_rows) {
+                                  i64 n, u32 evict, i64* out_keys, u8* out_rows, i64* totals, i64* told,
+                                  u32* counters, u32* done) {
   i64 run = team_index();
-  if (run >= n) return;
-  i64 admitted = 0, evicted = 0, fresh = 0, forgotten = 0;
-  for (u32 j = runs[run]; j < runs[run + 1]; j++) {
-    i64 key = keys[j];
-    Set set = set_of(t, mix(key));
-    u64 head;
-    if (find_way(set.line, key, &head) >= 0) continue;
-    u32 free = ~(u32)head & OCCUPIED, way;
-    if (free) {
-      way = __ffs(free) - 1;
-      fresh++;
-    } else if (evict) {
-      way = next_victim(&head);
-      if (out_keys) {
-        u64 at = 0;
-        if (team_lane() == 0) {
-          at = atomicAdd((u64*)counters + EVICTED, 1ull);
-          out_keys[at] = (i64)set.line[1 + way];
+  if (run < n) {
+    i64 admitted = 0, evicted = 0, fresh = 0, forgotten = 0;
+    for (u32 j = runs[run]; j < runs[run + 1]; j++) {
+      i64 key = keys[j];
+      Set set = set_of(t, mix(key));
+      u64 head;
+      if (find_way(set.line, key, &head) >= 0) continue;
+      u32 free = ~(u32)head & OCCUPIED, way;
+      if (free) {
+        way = __ffs(free) - 1;
+        fresh++;
+      } else if (evict) {
+        way = next_victim(&head);
+        if (out_keys) {
+          u64 at = 0;
+          if (team_lane() == 0) {
+            at = atomicAdd(counters, 1u);
+            out_keys[at] = (i64)set.line[1 + way];
+          }
+          at = team_broadcast(at, 0);
+          copy_row(out_rows + at * t.stride, set.rows + (u64)way * t.stride, t.stride);
+          team_fence();  // all of the old row is read before any of the new one is written
         }
-        at = team_broadcast(at, 0);
-        copy_row(out_rows + at * t.stride, set.rows + (u64)way * t.stride, t.stride);
-        team_fence();  // all of the old row is read before any of the new one is written
-      } else {
         evicted++;
+      } else {
+        continue;
       }
-    } else {
-      continue;
+      forgotten += forget_absent(set.absent, key);
+      put(t, set, head, way, key, 0, rows + (u64)j * t.stride);
+      admitted++;
     }
-    forgotten += forget_absent(set.absent, key);
-    put(t, set, head, way, key, 0, rows + (u64)j * t.stride);
-    admitted++;
+    count(totals, ROWS, fresh);
+    count(totals, ABSENT_KEYS, -forgotten);
+    count(totals, ADMITTED, admitted);
+    count(totals, EVICTED, evicted);
   }
-  count(counters, ROWS, fresh);
-  count(counters, ABSENT_KEYS, -forgotten);
-  count(counters, ADMITTED, admitted);
-  count(counters, EVICTED, evicted);
+  say_done(counters, done, totals, told);
 }
 
 extern "C" __global__ void insert_absent(const __grid_constant__ Table t, const i64* keys, const u32* runs, i64 n,
-                                         i64* counters) {
+                                         i64* totals, i64* told, u32* counters, u32* done) {
   i64 run = team_index();
-  if (run >= n) return;
-  i64 added = 0, marked = 0;
-  for (u32 j = runs[run]; j < runs[run + 1]; j++) {
-    Set set = set_of(t, mix(keys[j]));
-    u64 head;
-    if (find_way(set.line, keys[j], &head) < 0) marked += mark_absent(set.absent, keys[j], &added);
+  if (run < n) {
+    i64 added = 0, marked = 0;
+    for (u32 j = runs[run]; j < runs[run + 1]; j++) {
+      Set set = set_of(t, mix(keys[j]));
+      u64 head;
+      if (find_way(set.line, keys[j], &head) < 0) marked += mark_absent(set.absent, keys[j], &added);
+    }
+    count(totals, ABSENT_KEYS, added);
+    if (marked && team_lane() == 0) atomicAdd(counters, (u32)marked);
   }
-  count(counters, ABSENT_KEYS, added);
-  count(counters, ADMITTED, marked);
+  say_done(counters, done, totals, told);
 }
 
 // Brings what is here up to a delta: rows overwritten or erased, absent marks set and cleared. Lets no key in.
 extern "C" __global__ void update(const __grid_constant__ Table t, const i64* keys, const u8* rows, const u8* deleted,
-                                  const u32* runs, i64 n, i64* counters) {
+                                  const u32* runs, i64 n, i64* totals, i64* told, u32* counters, u32* done) {
   i64 run = team_index();
-  if (run >= n) return;
-  i64 erased = 0, absent = 0;
-  for (u32 j = runs[run]; j < runs[run + 1]; j++) {
-    Set set = set_of(t, mix(keys[j]));
-    u64 head;
-    int way = find_way(set.line, keys[j], &head);
-    if (!deleted[j]) {
-      absent -= forget_absent(set.absent, keys[j]);
-      if (way >= 0) copy_row(set.rows + (u64)way * t.stride, rows + (u64)j * t.stride, t.stride);
-    } else if (way >= 0) {
-      write_word(set.line, 0, with_heat(head & ~(1ull << way), way, 0));
-      team_fence();
-      erased++;
-      mark_absent(set.absent, keys[j], &absent);
+  if (run < n) {
+    i64 erased = 0, absent = 0;
+    for (u32 j = runs[run]; j < runs[run + 1]; j++) {
+      Set set = set_of(t, mix(keys[j]));
+      u64 head;
+      int way = find_way(set.line, keys[j], &head);
+      if (!deleted[j]) {
+        absent -= forget_absent(set.absent, keys[j]);
+        if (way >= 0) copy_row(set.rows + (u64)way * t.stride, rows + (u64)j * t.stride, t.stride);
+      } else if (way >= 0) {
+        write_word(set.line, 0, with_heat(head & ~(1ull << way), way, 0));
+        team_fence();
+        erased++;
+        mark_absent(set.absent, keys[j], &absent);
+      }
     }
+    count(totals, ROWS, -erased);
+    count(totals, ABSENT_KEYS, absent);
   }
-  count(counters, ROWS, -erased);
-  count(counters, ABSENT_KEYS, absent);
+  say_done(counters, done, totals, told);
 }
 
 // Halving: each set of the upper half goes into its fellow of the lower one, the hotter rows stay. `t` is the table
 // before. One team a set of the lower half.
-extern "C" __global__ void merge(const __grid_constant__ Table t, i64 sets, i64* counters) {
+extern "C" __global__ void merge(const __grid_constant__ Table t, i64 sets, i64* totals, i64* told, u32* counters,
+                                 u32* done) {
   i64 index = team_index();
-  if (index >= sets) return;
-  u64 region = index / t.sets_per_region, within = index % t.sets_per_region;
-  Set low = set_at(t, region, within), high = set_at(t, region + (1ull << (t.depth - 1)), within);
-  u64 above = high.line[0];
-  i64 lost = 0, forgotten = 0;
-  for (int heat = MAX_HEAT; heat >= 0; heat--) {
-    for (u32 from = 0; from < WAYS; from++) {
-      if (!(above >> from & 1) || heat_of(above, from) != (u32)heat) continue;
-      u64 head = low.line[0];
-      u32 to = WAYS, least = heat;
-      for (u32 way = 0; way < WAYS; way++) {
-        if (!(head >> way & 1)) {
-          to = way;
-          break;
+  if (index < sets) {
+    u64 region = index / t.sets_per_region, within = index % t.sets_per_region;
+    Set low = set_at(t, region, within), high = set_at(t, region + (1ull << (t.depth - 1)), within);
+    u64 above = high.line[0];
+    i64 lost = 0, forgotten = 0;
+    for (int heat = MAX_HEAT; heat >= 0; heat--) {
+      for (u32 from = 0; from < WAYS; from++) {
+        if (!(above >> from & 1) || heat_of(above, from) != (u32)heat) continue;
+        u64 head = low.line[0];
+        u32 to = WAYS, least = heat;
+        for (u32 way = 0; way < WAYS; way++) {
+          if (!(head >> way & 1)) {
+            to = way;
+            break;
+          }
+          if (heat_of(head, way) < least) {
+            to = way;
+            least = heat_of(head, way);
+          }
         }
-        if (heat_of(head, way) < least) {
-          to = way;
-          least = heat_of(head, way);
+        if (to == WAYS) {
+          lost++;
+          continue;
         }
+        lost += head >> to & 1;
+        team_fence();  // the head is read by all before one writes it
+        put(t, low, head, to, (i64)high.line[1 + from], heat, high.rows + (u64)from * t.stride);
       }
-      if (to == WAYS) {
-        lost++;
+    }
+    u64 theirs = high.absent[0];
+    for (u32 from = 0; from < ABSENT_WAYS; from++) {
+      if (!(theirs >> from & 1)) continue;
+      u64 head = low.absent[0];
+      u32 free = ~(u32)head & 7;
+      team_fence();
+      if (!free) {
+        forgotten++;
         continue;
       }
-      lost += head >> to & 1;
-      team_fence();  // the head is read by all before one writes it
-      put(t, low, head, to, (i64)high.line[1 + from], heat, high.rows + (u64)from * t.stride);
+      u32 to = __ffs(free) - 1;
+      write_word(low.absent, 1 + to, high.absent[1 + from]);
+      write_word(low.absent, 0, head | 1ull << to);
+      team_fence();
     }
+    count(totals, ROWS, -lost);
+    count(totals, ABSENT_KEYS, -forgotten);
   }
-  u64 theirs = high.absent[0];
-  for (u32 from = 0; from < ABSENT_WAYS; from++) {
-    if (!(theirs >> from & 1)) continue;
-    u64 head = low.absent[0];
-    u32 free = ~(u32)head & 7;
-    team_fence();
-    if (!free) {
-      forgotten++;
-      continue;
-    }
-    u32 to = __ffs(free) - 1;
-    write_word(low.absent, 1 + to, high.absent[1 + from]);
-    write_word(low.absent, 0, head | 1ull << to);
-    team_fence();
-  }
-  count(counters, ROWS, -lost);
-  count(counters, ABSENT_KEYS, -forgotten);
+  say_done(counters, done, totals, told);
 }
 
 // Doubling: what belongs into the upper half, whose memory is all zero, moves there. `t` is the table after. One team
 // a set of the lower half.
-extern "C" __global__ void split(const __grid_constant__ Table t, i64 sets) {
+extern "C" __global__ void split(const __grid_constant__ Table t, i64 sets, i64* totals, i64* told, u32* counters,
+                                 u32* done) {
   i64 index = team_index();
-  if (index >= sets) return;
-  u64 region = index / t.sets_per_region, within = index % t.sets_per_region, half = 1ull << (t.depth - 1);
-  Set low = set_at(t, region, within), high = set_at(t, region + half, within);
-  u64 head = low.line[0], above = 0;
-  for (u32 way = 0; way < WAYS; way++) {
-    if (!(head >> way & 1)) continue;
-    i64 key = (i64)low.line[1 + way];
-    if (!(mix(key) & half)) continue;
-    copy_row(high.rows + (u64)way * t.stride, low.rows + (u64)way * t.stride, t.stride);
-    write_word(high.line, 1 + way, (u64)key);
-    above = with_heat(above | 1ull << way, way, heat_of(head, way));
-    head = with_heat(head & ~(1ull << way), way, 0);
+  if (index < sets) {
+    u64 region = index / t.sets_per_region, within = index % t.sets_per_region, half = 1ull << (t.depth - 1);
+    Set low = set_at(t, region, within), high = set_at(t, region + half, within);
+    u64 head = low.line[0], above = 0;
+    for (u32 way = 0; way < WAYS; way++) {
+      if (!(head >> way & 1)) continue;
+      i64 key = (i64)low.line[1 + way];
+      if (!(mix(key) & half)) continue;
+      copy_row(high.rows + (u64)way * t.stride, low.rows + (u64)way * t.stride, t.stride);
+      write_word(high.line, 1 + way, (u64)key);
+      above = with_heat(above | 1ull << way, way, heat_of(head, way));
+      head = with_heat(head & ~(1ull << way), way, 0);
+    }
+    u64 absent = low.absent[0], absent_above = 0;
+    for (u32 i = 0; i < ABSENT_WAYS; i++) {
+      if (!(absent >> i & 1) || !(mix((i64)low.absent[1 + i]) & half)) continue;
+      write_word(high.absent, 1 + i, low.absent[1 + i]);
+      absent_above |= 1ull << i;
+      absent &= ~(17ull << i);
+    }
+    team_fence();
+    write_word(high.line, 0, above);
+    write_word(low.line, 0, head);
+    write_word(high.absent, 0, absent_above);
+    write_word(low.absent, 0, absent);
   }
-  u64 absent = low.absent[0], absent_above = 0;
-  for (u32 i = 0; i < ABSENT_WAYS; i++) {
-    if (!(absent >> i & 1) || !(mix((i64)low.absent[1 + i]) & half)) continue;
-    write_word(high.absent, 1 + i, low.absent[1 + i]);
-    absent_above |= 1ull << i;
-    absent &= ~(17ull << i);
-  }
-  team_fence();
-  write_word(high.line, 0, above);
-  write_word(low.line, 0, head);
-  write_word(high.absent, 0, absent_above);
-  write_word(low.absent, 0, absent);
+  say_done(counters, done, totals, told);
 }

@@ -1,0 +1,42 @@
+"""Predictions whose graph, or whose rows, are on a device: reactors begin them, and answer what Python answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.service.conftest import eventually
+from tests.service.reactor.test_predictions import ask, compare_counts, predict_alike, two_services
+from tests.service.reactor.test_traffic import message
+from tests.tiers.cuda_shim.backend import ShimDevice
+from tierstore.predict import runtime
+from tierstore.predict.placement import CPU_PROVIDER, DensePlacement
+from tierstore.predict.session import Slot
+from tierstore.tiers.device import gpu
+
+
+@pytest.mark.parametrize("budget", [0, "4MiB"])
+@pytest.mark.parametrize("graph", ["gpu:0", None])
+def test_reactors_begin_predictions_of_rows_and_graphs_on_a_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: Any, graph: str | None
+) -> None:
+    """Without a tier there the reactors look up; else the thread that runs the graph does, on rows that stay there."""
+    monkeypatch.setattr(gpu, "find_backend", lambda: (ShimDevice(), None))
+    if graph is not None:
+        monkeypatch.setattr(runtime, "placement_of", lambda settings: DensePlacement(CPU_PROVIDER, "cpu", graph))
+    with two_services(tmp_path, device_budget=budget) as both:
+        predict_alike(both, 150)
+        compare_counts(both)
+        bound = Slot.bind
+        on_device: list[str] = []
+        monkeypatch.setattr(Slot, "bind", lambda slot, name, *more: (on_device.append(name), bound(slot, name, *more)))
+        before = both[0].by_reactors
+        inputs = {"many": np.arange(3 * 4).reshape(4, 3)}
+        answers = [ask(served, message(inputs, ["score"], path="/v2/models/flat/infer"))[0] for served in both]
+        assert answers[0].body == answers[1].body
+        assert both[0].by_reactors == before + 1
+        assert on_device == (["many"] * 2 if budget and graph else [])
+        eventually(lambda: both[0].server.service.inflight.used_bytes == 0, "nothing is held")

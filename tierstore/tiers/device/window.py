@@ -1,0 +1,94 @@
+"""The host tier's memory as kernels of one device table read it: registered with the driver while it lies as it is.
+
+`open` locks a few GB a second, so a background thread calls it. Kernels are given `words_of` while the table's `order`
+is held, and `close` waits for the last of them. Any thread may call; nothing survives the process.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+
+import numpy as np
+
+from tierstore.kernels.codec import address_of
+from tierstore.tiers.device.backend import HOST, NO_HOST, Backend, DeviceError, DeviceStream
+from tierstore.tiers.host.memory import HostMemory
+from tierstore.tiers.host.table import HostTable
+
+NOT_YET = "the host tier has not answered yet"
+
+
+class HostWindow:
+    """`problem` says why kernels do not read a host tier; None where they do."""
+
+    def __init__(self, backend: Backend, stream: DeviceStream, order: threading.Lock) -> None:
+        # constant after construction
+        self._backend, self._stream, self._order = backend, stream, order
+        # guarded by _changing, which is taken after the host table's locks
+        self._changing = threading.Lock()
+        self.problem: str | None = NOT_YET
+        self._registered: list[int] = []
+        # guarded by _order
+        self._of: HostTable | None = None  # that was tried last
+        self._words = NO_HOST
+
+    def words_of(self, host: HostTable | None) -> np.ndarray:
+        """`HOST` [1] for kernels that are put into the stream while `order` is held."""
+        return self._words if host is not None and host is self._of else NO_HOST
+
+    def open(self, host: HostTable) -> None:
+        """Have kernels read this one; where it was tried before, and has the same size, nothing is done."""
+        if self._of is not host:
+            host.open_to(lambda memory: self._open(host, memory), lambda: self._stop(host))
+
+    def _open(self, host: HostTable, memory: HostMemory) -> None:
+        with self._changing:
+            self._close()  # of another one
+            words = self._register(memory)
+            with self._order:
+                self._of, self._words = host, words
+
+    def _register(self, memory: HostMemory) -> np.ndarray:
+        there: dict[tuple[int, int], int] = {}
+        try:
+            for begin, end in memory.ranges_in_use():
+                there[begin, end] = self._backend.register(begin, end - begin)
+                self._registered.append(begin)
+        except DeviceError as error:
+            self._close()
+            self.problem = f"its memory cannot be registered: {error}"
+            return NO_HOST
+        self.problem = None
+        return _words(memory, there)
+
+    def _stop(self, host: HostTable) -> None:
+        with self._changing:
+            if self._of is host:
+                self._close()
+
+    def close(self) -> None:
+        """No kernel reads any host tier, from now on until `open`."""
+        with self._changing:
+            self._close()
+
+    def _close(self) -> None:
+        with self._order:
+            self._of, self._words = None, NO_HOST
+        with suppress(DeviceError):  # which is not used again, then
+            self._stream.synchronize()
+        while self._registered:
+            with suppress(DeviceError):
+                self._backend.unregister(self._registered.pop())
+        self.problem = NOT_YET
+
+
+def _words(memory: HostMemory, there: dict[tuple[int, int], int]) -> np.ndarray:
+    """`HOST` of memory of which some ranges lie elsewhere for kernels."""
+    areas, (depth, cursor) = memory.areas, memory.shape
+    words = np.zeros(1, HOST)
+    for name, at in ("lines", address_of(areas.lines)), ("absent", address_of(areas.absent)), ("rows", areas.rows):
+        words[name] = next(to + at - begin for (begin, end), to in there.items() if begin <= at < end)
+    words["sets_per_region"], words["row_bytes"] = areas.sets_per_region, areas.row_bytes
+    words["depth"], words["cursor"] = depth, cursor
+    return words
