@@ -1,8 +1,8 @@
-"""Work that is done now and then, in the background: every 30 s, and soon once it is woken.
+"""Background work that runs every 30 s, and soon after it is woken.
 
 What fails is tried again, each thing by itself, and reported by `problem` until it succeeds.
 
-Any thread may call anything. Nothing here survives a crash.
+Any thread may call anything.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def passed_over(disk: Records) -> dict[str, str]:
     try:
         return {str(head): str(why) for head, why in json.loads(text).items()}
     except ValueError as error:
-        raise Corruption(f"the record {PASSED_OVER!r} makes no sense ({error}): {text[:80]!r}") from error
+        raise Corruption(f"the record {PASSED_OVER!r} is invalid ({error}): {text[:80]!r}") from error
 
 
 def _encode(passed_over: Mapping[str, str]) -> bytes:
