@@ -401,7 +401,7 @@ class StoresAgainstHistory(RuleBasedStateMachine):
         gone = {table: keys for table, keys in deletes.items() if keys}
         dense = dense and "dense" in self.of.can
         model = self._dense_part(seq) if dense else None
-        twin = {} if model is None else {"twin": model}
+        twin = {"twin": model} if model else {}
         data = scenes.delta(seq, written, gone, base_version=base_version, dense=model, heads=twin)
         return seq, Delta(data, changes, base_version, dense)
 
@@ -585,8 +585,7 @@ class StoresAgainstHistory(RuleBasedStateMachine):
             if dense is not None:
                 users = [expected["user"].get(key, DEFAULT["user"]).sum() for key in ALL_KEYS.tolist()]
                 np.testing.assert_array_equal(scores, np.float32(users) + dense)
-                twin = view.predict({"user_id": ALL_KEYS}, head="twin").reshape(-1)
-                np.testing.assert_array_equal(twin, scores, err_msg="a head that came with it")
+                np.testing.assert_array_equal(view.predict({"user_id": ALL_KEYS}, head="twin").reshape(-1), scores)
 
 
 def check(machine: type[StoresAgainstHistory], histories: int, steps: int) -> None:
