@@ -137,24 +137,31 @@ class HostBudget:
             pass
 
     def _rebalance_one(self, stuck: set[MemoryUser]) -> bool:
-        """One step; False where none remains. `stuck` cannot get any closer to their shares."""
+        """One step, of some hundred MiB at most; False where none remains. `stuck` cannot get any closer to their
+        shares.
+        """
         with self._lock:
             shares = [(user, share) for user, share in self._deal(self._models).items() if user not in stuck]
-            for user, share in shares:
-                if (has := user.host_reserved_bytes) > share or user.host_is_uneven:
-                    user.resize_host(min(has, share))
-                    if user.host_reserved_bytes > share:
-                        stuck.add(user)
-                    return True
-            for user, share in shares:
+            room, moved = self.total - self.used, 0  # asked once: there may be hundreds
+            shrinking = [each for each in shares if each[0].host_reserved_bytes > each[1] or each[0].host_is_uneven]
+            for user, share in shrinking:
                 has = user.host_reserved_bytes
-                upto = min(share, has + self.total - self.used)
+                user.resize_host(min(has, share))
+                if user.host_reserved_bytes > share:
+                    stuck.add(user)
+                moved += has - user.host_reserved_bytes
+                if moved >= _GROWTH_BYTES:
+                    break
+            for user, share in shares if not shrinking else ():
+                has = user.host_reserved_bytes
+                upto = min(share, has + room - moved)
                 for more in (_GROWTH_BYTES, has):  # device tables double
-                    if has < upto:
+                    if has < upto and user.host_reserved_bytes == has:
                         user.resize_host(min(upto, has + more))
-                        if user.host_reserved_bytes > has:
-                            return True
-            return False
+                moved += user.host_reserved_bytes - has
+                if moved >= _GROWTH_BYTES:
+                    break
+            return bool(shrinking) or moved > 0
 
     def _deal(self, models: Mapping[MemoryUser, Hashable]) -> dict[MemoryUser, int]:
         needs = [user.host_need_bytes for user in models]
