@@ -133,7 +133,7 @@ def take_pictures(do: Newcomer, out: Path) -> None:
             for dark in (False, True):
                 page.size(width, dark=dark)
                 page.open(do.url)
-                page.wait_text("thing")
+                page.wait("document.querySelectorAll('#models .hour').length == 2")
                 page.size(width, page.evaluate("document.documentElement.scrollHeight"), dark=dark)
                 beyond = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
                 page.screenshot(out / f"page-{width}-{'dark' if dark else 'light'}.png")

@@ -158,7 +158,11 @@ def test_what_a_phone_shows_first(tmp_path: Path, tab: Callable[[], Page]) -> No
         page.size(390)
         page.open(server.url + "/")
         page.wait("document.querySelector('.hour')")
-        assert page.evaluate("new Set([...document.querySelectorAll('header > *')].filter(it => it.offsetWidth && it.innerText).map(it => Math.round(it.getBoundingClientRect().bottom / 8))).size") == 1  # fmt: skip
+        bottom_of = "['h1', 'a[href=\"/docs\"]', 'a[href=\"/metrics\"]'].map(it => document.querySelector(it).getBoundingClientRect().bottom)"
+        bottoms = page.evaluate(
+            f"(() => {{document.querySelector('#version').textContent = '0.2.0 · up 59 min'; return {bottom_of}}})()"
+        )
+        assert max(bottoms) - min(bottoms) < 10, bottoms
         scale = "[...document.querySelectorAll(\"[data-key='errors a second'] .scale span\")].map(it => it.innerText)"
         assert page.evaluate(scale) == ["", "0"]
         unknown = "({lookup_keys: {host: 5}, rows: 1, rows_exact: true, dim: 1, dtype: 'float32', host: {}, tier_bytes: {host: 1, disk: 1}})"
