@@ -13,10 +13,9 @@ import re
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tests.service.admin.browser import browser
@@ -111,29 +110,20 @@ def tutorial() -> list[tuple[str, str]]:
     ]
 
 
-def follow_tutorial(do: Newcomer, served: threading.Event, done: threading.Event) -> None:
-    """Each block; the service of its second command stays until `done`."""
+def follow_tutorial(do: Newcomer, stack: ExitStack) -> None:
+    """Each block; the service of its second command stays until `stack` is closed."""
     for language, block in tutorial():
         if language == "python":
             do.python(block)
             continue
-        lines = [line for line in block.splitlines() if line.strip()]
-        for line in lines:
+        for line in filter(str.strip, block.splitlines()):
             if line.startswith("tierstore serve"):
-                serve(do, line.partition("#")[0].strip(), served, done)
+                stack.enter_context(do.beside(line.partition("#")[0].strip()))
+                do(
+                    f"for i in $(seq 600); do ! tierstore status --url {do.url} >/dev/null 2>&1 || exit 0; sleep 0.2; done; exit 1"
+                )
             else:
                 do(line)
-
-
-def serve(do: Newcomer, line: str, served: threading.Event, done: threading.Event) -> None:
-    def run() -> None:
-        with do.beside(line):
-            served.set()
-            done.wait()
-
-    threading.Thread(target=run).start()
-    served.wait()
-    do(f"until tierstore status --url {do.url} >/dev/null 2>&1; do sleep 0.2; done")
 
 
 def take_pictures(do: Newcomer, out: Path) -> None:
@@ -143,7 +133,7 @@ def take_pictures(do: Newcomer, out: Path) -> None:
             for dark in (False, True):
                 page.size(width, dark=dark)
                 page.open(do.url)
-                page.wait_text("thing")
+                page.wait("document.querySelectorAll('#models .hour').length == 2")
                 page.size(width, page.evaluate("document.documentElement.scrollHeight"), dark=dark)
                 beyond = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
                 page.screenshot(out / f"page-{width}-{'dark' if dark else 'light'}.png")
@@ -160,14 +150,14 @@ def main() -> int:
     parser.add_argument("--python", default="/usr/bin/python3")
     given = parser.parse_args()
     out = given.out.resolve()
-    do, served, done = Newcomer(out, given.python), threading.Event(), threading.Event()
+    do = Newcomer(out, given.python)
     with step("git clone"):
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(do.clone)], check=True)
     with step("make demo"):
         do("make demo", do.clone)
-    try:
+    with ExitStack() as stack:
         with step("the tutorial"):
-            follow_tutorial(do, served, done)
+            follow_tutorial(do, stack)
         with step(f"{ROWS:,} rows of one's own, written"):
             do.python(OWN_TABLE)
         with step("imported into the service"):
@@ -180,8 +170,6 @@ def main() -> int:
         with do.beside("python traffic.py"), step("traffic, and pictures"):
             time.sleep(TRAFFIC_S)
             take_pictures(do, out)
-    finally:
-        done.set()
     return 0
 
 

@@ -297,19 +297,6 @@ def own_page(tmp_path: Path, tab: Callable[[], Page]) -> Iterator[tuple[Store, S
 
 @with_browser
 @pytest.mark.thorough
-def test_what_a_phone_shows_first(own_page: tuple[Store, ServerThread, Page]) -> None:
-    """Its head is one line; what is not known yet is not 0, and an axis without height has one number."""
-    _, _, page = own_page
-    page.size(390)
-    assert page.evaluate("new Set([...document.querySelectorAll('header > *')].filter(it => it.offsetWidth && it.innerText).map(it => Math.round(it.getBoundingClientRect().bottom / 8))).size") == 1  # fmt: skip
-    scale = "[...document.querySelectorAll(\"[data-key='errors a second'] .scale span\")].map(it => it.innerText)"
-    assert page.evaluate(scale) == ["", "0"]
-    unknown = "({lookup_keys: {host: 5}, rows: 1, rows_exact: true, dim: 1, dtype: 'float32', host: {}, tier_bytes: {host: 1, disk: 1}})"
-    assert "– keys/s" in page.evaluate(f"tablesOf({{model: 'm', tables: {{t: {unknown}}}}}, {{}}).innerText")
-
-
-@with_browser
-@pytest.mark.thorough
 def test_versions_are_switched_by_the_keyboard_alone(own_page: tuple[Store, ServerThread, Page]) -> None:
     store, _, page = own_page
     page.evaluate("document.querySelector('[data-action=rollback]').focus()")

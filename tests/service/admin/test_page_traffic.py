@@ -147,3 +147,23 @@ def test_process_memory_and_rows_in_memory_are_told_apart(
     for words in ("processor\n1.50 cores\nof 8", "process memory\n3.0 GiB\nof 16.0 GiB", "background work\nnone"):
         assert words in page.text("#tiles")
     assert page.errors == []
+
+
+@with_browser
+@pytest.mark.thorough
+def test_what_a_phone_shows_first(tmp_path: Path, tab: Callable[[], Page]) -> None:
+    """Its head is one line; what is not known yet is not 0, and an axis without height has one number."""
+    with serving(tmp_path) as (_, server):
+        page = tab()
+        page.size(390)
+        page.open(server.url + "/")
+        page.wait("document.querySelector('.hour')")
+        bottom_of = "['h1', 'a[href=\"/docs\"]', 'a[href=\"/metrics\"]'].map(it => document.querySelector(it).getBoundingClientRect().bottom)"
+        bottoms = page.evaluate(
+            f"(() => {{document.querySelector('#version').textContent = '0.2.0 · up 59 min'; return {bottom_of}}})()"
+        )
+        assert max(bottoms) - min(bottoms) < 10, bottoms
+        scale = "[...document.querySelectorAll(\"[data-key='errors a second'] .scale span\")].map(it => it.innerText)"
+        assert page.evaluate(scale) == ["", "0"]
+        unknown = "({lookup_keys: {host: 5}, rows: 1, rows_exact: true, dim: 1, dtype: 'float32', host: {}, tier_bytes: {host: 1, disk: 1}})"
+        assert "– keys/s" in page.evaluate(f"tablesOf({{model: 'm', tables: {{t: {unknown}}}}}, {{}}).innerText")
