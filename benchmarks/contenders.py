@@ -111,7 +111,7 @@ class Tierstore:
         table.host = self.host
         holder: Any = SimpleNamespace(
             number=1, specs={spec.name: spec}, tables={spec.name: table}, features={FEATURE: FeatureSpec(FEATURE, spec.name)}, padding={},
-            predictor=None, colliding={},
+            heads={}, colliding={},
         )  # fmt: skip
         self._publisher = Publisher("bench")
         self._publisher.publish(Routing(View(holder, (), 0)))

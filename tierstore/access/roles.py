@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from tierstore.errors import Forbidden
-from tierstore.types import model_and_head
 
 
 class Role(StrEnum):
@@ -85,7 +84,8 @@ class Principal:
     def _is_for(self, model: str | None) -> bool:
         if self.models is None:
             return True
-        return model is not None and (model in self.models or model_and_head(model)[0] in self.models)
+        # the second: a head of one of them; by hand, as `types` brings NumPy, which `tierstore --help` does without
+        return model is not None and (model in self.models or model.partition(".")[0] in self.models)
 
     def may_at_all(self, action: Action) -> bool:
         """Whether the role may do that, whichever model it is."""

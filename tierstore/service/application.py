@@ -1,8 +1,8 @@
 """The service as an ASGI application, for a server that somebody else runs: `uvicorn tierstore.service:app`.
 
 The settings are those of `tierstore serve` without flags: tierstore.toml and the environment. Python answers every
-request, and gRPC is not served. Where it listens is the server's: so a name that clients ask under stands in
-`allowed_host`. Event loop only.
+request, and gRPC is not served. The server decides where it listens, so `allowed_host` must name the hosts that
+clients use. Event loop only.
 """
 
 from __future__ import annotations

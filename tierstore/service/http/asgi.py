@@ -1,7 +1,7 @@
 """The application as ASGI servers drive it, and uvicorn, which serves it where no compiled thread does.
 
-That is on the address of admin requests, until the kernels of reactors are compiled, and with `server = "uvicorn"`. It
-tells nothing of a client's certificate: there a caller with TLS needs a token. Event loop only.
+uvicorn serves the address of admin requests, every request until the kernels of reactors are compiled, and every
+request with `server = "uvicorn"`. It does not pass on a client's certificate, so a caller with TLS needs a token there.
 """
 
 from __future__ import annotations

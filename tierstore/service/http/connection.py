@@ -1,7 +1,7 @@
 """A connection over HTTP/1.1 that Python serves: llhttp parses its requests, the application answers them.
 
 Reactors hand connections off because they do not know a request; one goes back to them once it is answered and nothing
-more has come. Event loop only; an object for each connection.
+more has come. Each connection has an object of its own.
 """
 
 from __future__ import annotations

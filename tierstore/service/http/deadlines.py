@@ -1,10 +1,9 @@
 """When a connection that Python serves is late: a client that is silent, a head or a body that does not
 arrive, an answer that is not read.
 
-Bytes that wait for the client count in `max_inflight` until they have left. A silent connection is closed. One
-that is late is reset: to close it would wait for the client. Time in which the event loop stood still does not
-count: nobody was there to read what the client sent, to send it more, or to refuse it in words. Event loop only;
-one object for each connection.
+Bytes that wait for the client count in `max_inflight` until they have left. A silent connection is closed. A late
+one is reset, because closing it would wait for the client. Time in which the event loop stood still does not count:
+nobody could read what the client sent, send it more, or refuse it. Each connection has an object of its own.
 """
 
 from __future__ import annotations
