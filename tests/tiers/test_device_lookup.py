@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.tiers.cuda_shim import compile
 from tests.tiers.cuda_shim.backend import OnGpu, ShimDevice
 from tests.tiers.devices import either, open_device, to_host
 from tierstore.errors import StorageError
 from tierstore.kernels import codec
+from tierstore.kernels.hashing import mix_all
 from tierstore.kernels.pool import pool_bags
 from tierstore.tiers.device.backend import Captured, DeviceError, OutOfDeviceMemory
 from tierstore.tiers.device.lookup import PADDING, Pooling, from_device, look_up, to_device
@@ -186,6 +189,58 @@ def test_the_host_tier_is_read_by_the_device_as_the_cpu_reads_it(kind: str, dtyp
     bags = Pooling(offsets, weights, Combiner.SQRTN)
     np.testing.assert_array_equal(scene.look_up(keys, np.float32, state.copy(), none, bags, host), pooled)
     assert all(set(some) <= set(keys[left]) for some in scene.asked[asked:])
+    host.close()
+
+
+def lines_of(host: HostTable, keys: Keys) -> np.ndarray:
+    """In which line of which set keys belong, of a table that was not made smaller: [n, 3]."""
+    assert host.areas is not None
+    hashed, depth = mix_all(keys), np.uint64(host._memory.shape[0])  # type: ignore[union-attr]
+    within = (hashed >> np.uint64(32)) * np.uint64(host.areas.sets_per_region) >> np.uint64(32)
+    one = np.uint64(1)
+    return np.stack([hashed >> np.uint64(8) & np.uint64(7), hashed & (one << depth) - one, within], 1)
+
+
+@pytest.mark.parametrize("dim", [64, 33])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_row_is_whole_whenever_the_host_tier_is_written_while_the_device_reads_it(dim: int, replaced: bool) -> None:
+    """Before any load of a kernel: overwritten by a delta, or put out for another key's."""
+    dtype = StorageDtype.FLOAT32 if dim == 64 else StorageDtype.INT8
+    scene, none = Scene(dim, dtype), np.empty((0, dim), np.float32)
+    host, key, load, answers = scene.host_tier(BELOW[:1], 160 << 10), BELOW[:1], 0, set()
+    others = np.arange(100_000, 300_000)
+    beside = others[(lines_of(host, others) == lines_of(host, key)).all(1)]
+    scene.table.read_below(host)
+    paused = True
+    while paused:
+        load += 1
+        keys = np.array([int(key[0]), beside[load]])  # the second one takes its place, or its row
+        rows = codec.encode(np.arange(2 * dim, dtype=np.float32).reshape(2, -1) + np.float32(load), dtype)
+        host.update(key, rows[:1], np.zeros(1, np.bool_))
+        vectors = np.empty((2, dim), np.float32)
+        codec.decode(rows, dtype, vectors)
+        got: list[np.ndarray] = []
+
+        def look_up_key(keys: Keys = key, got: list[np.ndarray] = got) -> None:
+            got.append(scene.look_up(keys, np.float32, np.zeros(1, np.uint8), none, host=host))
+
+        def write(other: Keys = keys[1:], row: np.ndarray = rows[1:]) -> None:
+            if replaced:
+                host.update(key, row, np.ones(1, np.bool_))
+                host.insert(other, row, 1)
+            else:
+                host.update(key, row, np.zeros(1, np.bool_))
+
+        paused = compile.paused_before(load, threading.Thread(target=look_up_key), write)
+        whole = [vectors[0], scene.default if replaced else vectors[1], scene.rows(key, np.float32)[0]]
+        matches = [np.array_equal(got[0][0], row) for row in whole]
+        assert any(matches), load
+        answers.add(matches.index(True))
+        if replaced:
+            host.update(keys[1:], rows[1:], np.ones(1, np.bool_))
+            host.insert(key, rows[:1], 1)
+    assert load > 20
+    assert {0, 1} <= answers | ({1} if replaced else set())
     host.close()
 
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,25 @@ def register(at: int, nbytes: int | None) -> None:
             _registered[at] = nbytes
         _lists.append(np.array([*((at, at + size) for at, size in _registered.items()), (0, 0)], np.uint64))
         library().shim_register(ctypes.c_void_p(_lists[-1].ctypes.data))
+
+
+def paused_before(load: int, kernel: threading.Thread, meanwhile: Callable[[], None]) -> bool:
+    """Start a thread that runs a kernel, and do something before its load over the bus of that number. Whether it had so many."""
+    before, paused, go_on = (
+        kind.in_dll(library(), f"shim_{name}")
+        for kind, name in ((ctypes.c_long, "pause_before"), (ctypes.c_int, "paused"), (ctypes.c_int, "go_on"))
+    )
+    before.value = load
+    kernel.start()
+    while not paused.value and kernel.is_alive():
+        kernel.join(0.0005)
+    was_paused = bool(paused.value)
+    if was_paused:
+        meanwhile()
+        go_on.value = 1
+    kernel.join()
+    before.value = 0
+    return was_paused
 
 
 def move(to: int, source: int, nbytes: int) -> None:
