@@ -106,7 +106,7 @@ class HostBudget:
         """
         with self._lock:
             need = user.host_need_bytes
-            if need <= self._awaited and not replaced:  # there may be hundreds to come: none is asked about others
+            if 0 < need <= self._awaited and not replaced:  # there may be hundreds to come: none is asked about others
                 share = need if self._of_all <= self.total else int(self.total * need / self._of_all)
                 user.attach_host(min(share, self.total - self._dealt), min(self.total, need), None)
                 self._awaited -= need

@@ -58,6 +58,9 @@ class Housekeeping:
 
     def stop(self) -> None:
         """End it. May be called where it was never started."""
+        self.tasks.stopping = True
+        with self._publisher.changed:
+            self._publisher.changed.notify_all()  # a task may wait for readers
         self.tasks.stop()
         if self._job is not None:
             self._job.end()
