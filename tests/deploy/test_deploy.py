@@ -17,7 +17,7 @@ import yaml
 from tests.service.fake_store import FakeStore
 from tests.test_docs import blocks
 from tierstore.config import ENV_PREFIX, Settings, load_settings
-from tierstore.service.http.server import FINISH_S
+from tierstore.service.limits.slow_clients import FINISH_S
 from tierstore.service.server import GRPC_PORT, ServerThread
 from tools import try_image
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from tierstore.addresses import is_loopback
-from tierstore.service.http.connection_limit import ConnectionLimit
+from tierstore.service.http.connection_limit import Refusal
 from tierstore.service.http.messages import CLOSE, HEALTH, PEER, App, OtherSide, Receive, Scope
-from tierstore.service.http.server import BACKLOG, FINISH_S
+from tierstore.service.limits.slow_clients import BACKLOG, FINISH_S
 from tierstore.service.tls import Tls
 
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -44,27 +44,28 @@ class Asgi:
 
 
 class UvicornListener:
-    """Serves `app` to those who connect to a bound `sock`, from `start` to `stop`: as many as `limit` has."""
+    """Serves `app` to who connects to a bound `sock`, and `refusal` to those beyond its limit, from `start` on."""
 
     def __init__(
         self,
         sock: socket.socket,
         app: App,
-        limit: ConnectionLimit,
+        refusal: Refusal,
         tls: Tls | None,
         idle_s: float,
+        draining: Callable[[], bool],
         *,
         admin: bool = True,
     ) -> None:
         import uvicorn  # most services need none
 
-        self._app, self._limit, self._ending = app, limit, False
+        self._app, self._refusal, self._ending = app, refusal, False
         self._path = Path(sock.getsockname()) if sock.family == socket.AF_UNIX else None
         self._socket = sock.dup()  # uvicorn closes its own
         self._task: asyncio.Task[None] | None = None
         self._server = uvicorn.Server(
             uvicorn.Config(
-                Asgi(self._limited, admin=admin, closes=lambda: self._ending or limit.draining),
+                Asgi(self._limited, admin=admin, closes=lambda: self._ending or draining()),
                 http="h11",
                 ws="none",
                 loop="none",
@@ -113,5 +114,5 @@ class UvicornListener:
                 path.unlink()
 
     def _limited(self, scope: Scope, receive: Receive) -> Any:
-        over = len(self._server.server_state.connections) > self._limit.limit
-        return (self._limit.app if over else self._app)(scope, receive)
+        over = len(self._server.server_state.connections) > self._refusal.limit
+        return (self._refusal.app if over else self._app)(scope, receive)
