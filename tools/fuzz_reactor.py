@@ -1,13 +1,12 @@
-"""The same bytes to the reactors and to uvicorn, which parses by llhttp: the answers are to be the same.
+"""The same bytes to reactors that answer what they can, and to others that leave all to Python: the answers are to be the same.
 
 `python -m tools.fuzz_reactor --count 100000 --seed 1`, from the root of the repository.
 
-One service over a real store has two ports. One is its own, behind which the reactors are; at the other uvicorn serves the same
-application. An exchange is a few
+Two services over one store: the second one learns no plan, so its reactors find where requests end, and no more. That is
+compared with llhttp by tests/kernels/test_httpframe.py. An exchange is a few
 requests (`fuzz_requests.py`), whole or spoiled, cut into packets; it is a function of the seed and its number. Behind each comes a question
 that names it, so it shows whether the connection still stands, and where the next request was taken to begin. In a share of them the client ends
-its side (`--half-closes`): it gets what it would have got otherwise, and then the end of the connection. (uvicorn drops such a client's requests, so its
-client does not.) uvicorn reads no further behind a wish for another protocol, and so is not sent any.
+its side (`--half-closes`): it gets what it would have got otherwise, and then the end of the connection.
 
 What may differ, and why, is in `Fuzzer._look_again`.
 """
@@ -24,22 +23,20 @@ import socket
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import httptools
 import numpy as np
-import uvicorn
 import uvloop
 
 import tierstore
 from tierstore.config import load_settings
 from tierstore.engine.store import Store
-from tierstore.service.http.asgi import Asgi
+from tierstore.service.context import Service
 from tierstore.service.server import ServerThread
 from tools.fuzz_requests import ROWS, Exchange, Template, make_exchange
 
@@ -137,7 +134,7 @@ def change_some(store: Store, root: Path) -> None:
 
 
 class Server:
-    """The service with both its ports."""
+    """The services, with a port each."""
 
     def __init__(self, root: Path) -> None:
         self._stack = contextlib.ExitStack()
@@ -151,29 +148,20 @@ class Server:
         change_some(self.store, root)
         self.store.label("ctr", "mine", 3)
         self.thread = self._stack.enter_context(ServerThread(self.store))
-        listener = socket.create_server(("127.0.0.1", 0), backlog=256)
-        self.ports = self.thread.port, listener.getsockname()[1]
-        self._wait_for_reactors()
-        self._uvicorn = uvicorn.Server(
-            uvicorn.Config(
-                Asgi(self.thread._http._root), http="httptools", ws="none", loop="none", lifespan="off", log_config=None,
-                access_log=False, proxy_headers=False, server_header=False,
-            )
-        )  # fmt: skip
-        self._in_loop(lambda loop: loop.create_task(self._uvicorn.serve([listener])))
+        alone = self._stack.enter_context(ServerThread(self.store))
+        self.ports = self.thread.port, alone.port
+        self._wait_for_reactors(self.thread.service, alone.service)
+        alone.service.plans = None
 
-    def _in_loop(self, call: Callable[[Any], None]) -> None:
-        loop = self.thread._http._loop
-        assert loop is not None
-        loop.call_soon_threadsafe(call, loop)
-
-    def _wait_for_reactors(self) -> None:
+    @staticmethod
+    def _wait_for_reactors(*services: Service) -> None:
         """Return once they serve: until their kernels are compiled Python would be compared with itself."""
         until = time.monotonic() + COMPILING_S
-        while self.thread.service.reactors_state != "running":
-            if self.thread.service.reactors_state == "failed" or time.monotonic() > until:
-                raise RuntimeError(f"expected reactors, got {self.thread.service.reactors_state}")
-            time.sleep(0.05)
+        for service in services:
+            while service.reactors_state != "running":
+                if service.reactors_state == "failed" or time.monotonic() > until:
+                    raise RuntimeError(f"expected reactors, got {service.reactors_state}")
+                time.sleep(0.05)
 
     @property
     def by_reactors(self) -> int:
@@ -195,7 +183,6 @@ class Server:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._uvicorn.should_exit = True
         self._stack.close()
 
 
@@ -213,16 +200,8 @@ class _Ends:
         self.complete = True
 
 
-def _without_wishes(packets: list[bytes]) -> list[bytes]:
-    data, cut = _WISH.sub(b"\r\nx-grade:", b"".join(packets)), []
-    for packet in packets:
-        cut.append(data[: len(packet)])
-        data = data[len(packet) :]
-    return cut
-
-
 def split_requests(data: bytes) -> list[bytes]:
-    """`data` cut behind every request that the full server's parser finds in it; what is no request stays in one."""
+    """`data` cut behind every request that llhttp finds in it; what is no request stays in one."""
 
     ends = _Ends()
     parser, cuts, fed = httptools.HttpRequestParser(ends), [0], _WISH.sub(b"\r\nx-grade:", data)
@@ -288,15 +267,15 @@ def _are_refused_alike(*sides: Seen) -> bool:
 
 
 def _ends(answer: Answer) -> bool:
-    """Whether it is what the full server says to bytes that are no request."""
+    """Whether it is what Python says to bytes that are no request."""
     return answer[0] == 400 and ("content-type", "text/plain; charset=utf-8") in answer[1]
 
 
 class Side:
-    """Connections to one port, one at a time, kept as long as they stand; `by_uvicorn`: see above."""
+    """Connections to one port, one at a time, kept as long as they stand."""
 
-    def __init__(self, port: int, *, by_uvicorn: bool = False) -> None:
-        self._port, self._by_uvicorn = port, by_uvicorn
+    def __init__(self, port: int) -> None:
+        self._port = port
         self._socket: socket.socket | None = None
 
     def drop(self) -> None:
@@ -321,7 +300,7 @@ class Side:
         sending = asyncio.ensure_future(self._send(made, exchange))
         receiving: asyncio.Future[bytes] | None = None
         until = time.monotonic() + PATIENCE_S
-        behind, ends = b"behind-%d'" % exchange.number, exchange.half_closes and not self._by_uvicorn
+        behind = b"behind-%d'" % exchange.number
         try:
             while True:
                 # never cancelled while it may have taken bytes from the socket
@@ -341,7 +320,7 @@ class Side:
                 if not more:
                     seen.end = "closed"
                     break
-                if seen.answers and behind in seen.answers[-1][2] and not data and not ends:
+                if seen.answers and behind in seen.answers[-1][2] and not data and not exchange.half_closes:
                     seen.end = "open"
                     break
         finally:
@@ -349,20 +328,18 @@ class Side:
             if receiving is not None:
                 receiving.cancel()
             await asyncio.wait((sending, *(() if receiving is None else (receiving,))))
-        if exchange.half_closes and self._by_uvicorn:
-            seen.end = "closed"
-            self.drop()
         if data:
             seen.answers.append((0, (), data))
 
-    async def _send(self, made: socket.socket, exchange: Exchange) -> None:
+    @staticmethod
+    async def _send(made: socket.socket, exchange: Exchange) -> None:
         loop = asyncio.get_running_loop()
         with contextlib.suppress(OSError):
-            for i, packet in enumerate(_without_wishes(exchange.packets) if self._by_uvicorn else exchange.packets):
+            for i, packet in enumerate(exchange.packets):
                 if i:
                     await asyncio.sleep(exchange.pause_s)
                 await loop.sock_sendall(made, packet)
-            if exchange.half_closes and not self._by_uvicorn:
+            if exchange.half_closes:
                 if exchange.pause_s:
                     await asyncio.sleep(exchange.pause_s)
                 made.shutdown(socket.SHUT_WR)
@@ -382,14 +359,12 @@ def _parse_answers(seen: Seen, data: bytes, *, ended: bool, half_closes: bool) -
             data = remainder
             continue
         lines = [line.partition(b": ") for line in head.split(b"\r\n")[1:]]
-        headers, length = {name.decode().lower(): value.decode("latin-1") for name, _, value in lines}, None
+        headers = {name.decode().lower(): value.decode("latin-1") for name, _, value in lines}
         headers.pop("date", None)
         headers.pop("x-request-id", None)  # which a reactor does not send back
         if half_closes:
             headers.pop("connection", None)
-        if status == 400 and headers.get("content-type") == "text/plain; charset=utf-8":
-            length = headers.pop("content-length", None)  # uvicorn's has none
-        length = headers.get("content-length", length)
+        length = headers.get("content-length")
         if length is None and not ended:
             return data
         size = len(remainder) if length is None else int(length)
@@ -429,7 +404,7 @@ class Fuzzer:
         await asyncio.gather(*(self._work(numbers) for _ in range(at_once)))
 
     async def _work(self, numbers: Iterator[int]) -> None:
-        sides = [Side(self._ports[0]), Side(self._ports[1], by_uvicorn=True)]
+        sides = [Side(port) for port in self._ports]
         try:
             for number in numbers:
                 await self._compare(make_exchange(self._seed, number, self.templates, self._half_closes), sides)
@@ -464,15 +439,16 @@ class Fuzzer:
             self.counts[f"status {status}"] += 1
 
     async def _look_again(self, exchange: Exchange, ours: Seen, full: Seen) -> str:
-        """Two differed: what the full server says to the same requests one by one.
+        """Two differed: what Python says to the same requests one by one.
 
         It reads ahead, and an answer that ends the connection overtakes those that are at work, so some may be missing
         before it. Whether a head is first found too long or wrong depends on how its bytes come.
         A request may have been refused for its head when its body turns out to be none.
+        A wish for another protocol it passes over only where a packet begins with that head; else it closes.
         A head whose body has not come it may refuse at once, before it sees that the client has ended its side.
         """
         data = b"".join(exchange.messages)
-        one_by_one, alone, parts = Seen(), Side(self._ports[1], by_uvicorn=True), split_requests(data)
+        one_by_one, alone, parts = Seen(), Side(self._ports[1]), split_requests(data)
         try:
             for i, part in enumerate(parts):
                 ends = exchange.half_closes and i == len(parts) - 1
@@ -482,7 +458,9 @@ class Fuzzer:
                     break
         finally:
             alone.drop()
-        if exchange.is_cut and _are_refused_alike(ours, full, one_by_one):
+        if _WISH.search(data) and full.end == "closed":
+            same = _begins_alike(ours, one_by_one)
+        elif exchange.is_cut and _are_refused_alike(ours, full, one_by_one):
             same = True
         elif full.end == ours.end == "waiting":  # a head may be refused before its body has come; reactors wait for it
             same = full.answers[:-1] == ours.answers and full == one_by_one and full.answers[-1][0] >= 400

@@ -33,7 +33,7 @@ from tierstore.service.admin.application import AdminApplication
 from tierstore.service.context import Service
 from tierstore.service.files import Files
 from tierstore.service.http.asgi import UvicornListener
-from tierstore.service.http.connection_limit import ConnectionLimit, Refusal
+from tierstore.service.http.connection_limit import ConnectionLimit, ConnectionRefusal
 from tierstore.service.http.handoff import Handoff, RequestDispatch
 from tierstore.service.http.listener import Listener
 from tierstore.service.limits.slow_clients import BACKLOG, FINISH_S
@@ -109,13 +109,13 @@ class HttpService:
         allowed = Allowed(reactors.words, store.epochs, self.service.access, self.service.rates)
         self._files = Files(self.service.access, self.service.tls, allowed, store.audit)
         self._root = make_root(self.service, self._admin, allowed.add)
-        self._handoff = Handoff(reactors, self._root, self._connection_limit, self.service.inflight)
+        self._handoff = Handoff(reactors, self._root, self._connection_limit, self.service.inflight, settings)
         self.service.calls = self._calls = Calls(self.service, allowed.add)
         self._requests = RequestDispatch(self._handoff, self._calls)
         self._listeners: list[Listener] = []
         self._plain_servers: list[UvicornListener] = []
         if ports.admin is not None:
-            refusal = Refusal(self.service, ADMIN_CONNECTIONS)
+            refusal = ConnectionRefusal(self.service, ADMIN_CONNECTIONS)
             self._plain_servers.append(self._by_uvicorn(ports.admin, refusal, admin=True))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining, self._ends = False, asyncio.Event()
@@ -123,7 +123,7 @@ class HttpService:
         self._stop_early: float | None = None  # it is to end before it has begun, after so long
         store.epochs.add_collector(self._plans.collect)
 
-    def _by_uvicorn(self, sock: socket.socket, refusal: Refusal, *, admin: bool = False) -> UvicornListener:
+    def _by_uvicorn(self, sock: socket.socket, refusal: ConnectionRefusal, *, admin: bool = False) -> UvicornListener:
         tls = None if sock.family == socket.AF_UNIX else self.service.tls
         idle_s = self._settings.idle_timeout_s
         return UvicornListener(sock, self._root, refusal, tls, idle_s, lambda: self.service.draining, admin=admin)
@@ -131,7 +131,7 @@ class HttpService:
     def _listen_with_tls(self, sock: socket.socket) -> None:
         """Accept connections with TLS, which go to reactors after their handshake."""
         assert self.service.tls is not None
-        listener = Listener(sock, self._connection_limit, self.service.tls, self._reactors.take_in)
+        listener = Listener(sock, self._connection_limit, self.service.tls, self._reactors.serve_connection)
         listener.start()
         self._listeners.append(listener)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from tierstore.addresses import is_loopback
-from tierstore.service.http.connection_limit import Refusal
+from tierstore.service.http.connection_limit import ConnectionRefusal
 from tierstore.service.http.messages import CLOSE, HEALTH, PEER, App, OtherSide, Receive, Scope
 from tierstore.service.limits.slow_clients import BACKLOG, FINISH_S
 from tierstore.service.tls import Tls
@@ -24,15 +24,25 @@ Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class Asgi:
-    """`app` by the form of ASGI 3. `admin`: admin requests may come here. `closes`: whether answers end connections."""
+    """`app` by the form of ASGI 3. `admin`: admin requests may come here. `closes`: whether answers end connections.
 
-    def __init__(self, app: App, *, admin: bool = True, closes: Callable[[], bool] = lambda: False) -> None:
-        self._app, self._admin, self._closes = app, admin, closes
+    `on_host`: whoever asks is on this machine.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        admin: bool = True,
+        on_host: bool = False,
+        closes: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._app, self._admin, self._on_host, self._closes = app, admin, on_host, closes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, client = scope["path"], scope.get("client")
         scope["path"] = HEALTH.get(path, path)
-        scope[PEER] = OtherSide(self._admin, on_host=client is not None and is_loopback(client[0]))
+        scope[PEER] = OtherSide(self._admin, on_host=self._on_host or (client is not None and is_loopback(client[0])))
         response = await self._app(scope, receive)
         if response is None:  # nobody waits for one
             return
@@ -50,7 +60,7 @@ class UvicornListener:
         self,
         sock: socket.socket,
         app: App,
-        refusal: Refusal,
+        refusal: ConnectionRefusal,
         tls: Tls | None,
         idle_s: float,
         draining: Callable[[], bool],
@@ -65,7 +75,12 @@ class UvicornListener:
         self._task: asyncio.Task[None] | None = None
         self._server = uvicorn.Server(
             uvicorn.Config(
-                Asgi(self._limited, admin=admin, closes=lambda: self._ending or draining()),
+                Asgi(
+                    self._limited,
+                    admin=admin,
+                    on_host=self._path is not None,
+                    closes=lambda: self._ending or draining(),
+                ),
                 http="h11",
                 ws="none",
                 loop="none",

@@ -21,7 +21,7 @@ REFUSED_AT_ONCE = 256  # at most, and a quarter of those that are served: where 
 FEW_REFUSED = 16
 
 
-class Refusal:
+class ConnectionRefusal:
     """The application of connections beyond a limit."""
 
     def __init__(self, service: Service, limit: int) -> None:
@@ -59,7 +59,7 @@ class ConnectionLimit:
     def __init__(self, service: Service, limit: int, served: Served) -> None:
         self._service, self.limit, self._served = service, limit, served
         self.made_room = 0  # silent connections, for others
-        self.refusal = Refusal(service, limit)
+        self.refusal = ConnectionRefusal(service, limit)
 
     @property
     def open(self) -> int:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine, Generator, MutableMapping
 from functools import partial
 from typing import Any, Protocol
 
+from tierstore.config import Settings
 from tierstore.errors import Closed, Overloaded, TierstoreError, TooLarge
 from tierstore.kernels import reactor_words as kernel
 from tierstore.service.addresses import is_on_host
@@ -49,7 +50,6 @@ logger = logging.getLogger(__name__)
 
 _JOINED_BYTES = 16 << 10  # answers up to here are copied
 _NAMED = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*://([^/?#]*)(.*)")  # a target with the name of the service in it
-_TOO_LARGE = "the body has more bytes than are allowed (max_request, and max_delta for deltas)"
 _NO_ROOM = "requests in progress hold as many bytes as they may (max_inflight); try again in a second"
 _GRPC = b"application/grpc"
 _NOT_GRPC = (
@@ -198,19 +198,21 @@ class _Run:
             return self.context.run(self._coroutine.send, value)
         except StopIteration as end:
             self._end(end.value)
-        except Exception:
-            logger.exception("a request to %s failed", self._path)
-            self._end(None)
+        except Exception:  # noqa: BLE001 - the last place where an error can still be answered
+            self._end(self._failed())
         return None
 
     async def end(self, awaited: Any) -> None:
         """Go on, in a task, to the end."""
-        response = None
         try:
             response = await _Resumed(self._coroutine, awaited)
-        except Exception:
-            logger.exception("a request to %s failed", self._path)
+        except Exception:  # noqa: BLE001 - as above
+            response = self._failed()
         self._end(response)
+
+    def _failed(self) -> Response:
+        logger.exception("a request to %s failed", self._path)
+        return Response(500, [b"Internal Server Error"], b"text/plain; charset=utf-8", [CLOSE])
 
     def _end(self, response: Response | None) -> None:
         self.has_ended = True
@@ -241,8 +243,14 @@ class _Resumed:
 class Handoff:
     """From `reactors` to the application `app`, and to that of `limit` for connections beyond it."""
 
-    def __init__(self, reactors: Reactors, app: App, limit: ConnectionLimit, inflight: ByteBudget) -> None:
+    def __init__(
+        self, reactors: Reactors, app: App, limit: ConnectionLimit, inflight: ByteBudget, settings: Settings
+    ) -> None:
         self._reactors, self._app, self._limit, self._inflight = reactors, app, limit, inflight
+        self._too_large = (
+            f"the body has more bytes than are allowed: {settings.max_request} (max_request), or for a delta "
+            f"{settings.max_delta} (max_delta)"
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         self._lock = threading.Lock()
         # guarded by _lock
@@ -267,9 +275,9 @@ class Handoff:
     def refused(self, fd: int) -> None:
         """A connection is one too many: a silent one makes room for it, or it is refused."""
         if self._limit.make_room():
-            self._reactors.take_in(fd)
+            self._reactors.serve_connection(fd)
         elif self._limit.refuse():
-            self._reactors.take_in(fd, refused=True)
+            self._reactors.serve_connection(fd, refused=True)
         else:
             os.close(fd)
 
@@ -279,7 +287,7 @@ class Handoff:
         method, target, version = first.split(b" ")
         if not target.startswith(b"/"):
             target, headers = _without_name(target, headers)
-        path, _, query = target.partition(b"?")
+        path, _, query = target.partition(b"#")[0].partition(b"?")
         scope = scope_of(version[5:].decode(), method, path, query, headers)
         scope[ARRIVED], scope[CONNECTION] = reply.began_ns or time.perf_counter_ns(), reply
         scope[UNPLANNED] = reply.reason in (kernel.NO_PLAN, kernel.ACCESS)
@@ -289,7 +297,7 @@ class Handoff:
         if reply.has_body:
             receive = _whole(memoryview(data)[body_at:])
         else:
-            receive = _failing(TooLarge(_TOO_LARGE) if reply.reason == kernel.SIZE else Overloaded(_NO_ROOM))
+            receive = _failing(TooLarge(self._too_large) if reply.reason == kernel.SIZE else Overloaded(_NO_ROOM))
         app = self._limit.refusal.app if reply.is_refused else self._app
         self._begin(Answer(self, reply, is_head=method == b"HEAD"), scope, receive, app)
 
@@ -305,7 +313,9 @@ class Handoff:
         scope[ARRIVED], scope[CONNECTION] = stream.arrived_ns, stream
         scope[PEER] = OtherSide(False, stream.peer_names, on_host)
         answer = StreamAnswer(stream)
-        self._begin(answer, scope, _failing(TooLarge(_TOO_LARGE)) if stream.too_large else _whole(memoryview(body)))
+        self._begin(
+            answer, scope, _failing(TooLarge(self._too_large)) if stream.too_large else _whole(memoryview(body))
+        )
 
     def _begin(self, answer: Answer | StreamAnswer, scope: Scope, receive: Receive, app: App | None = None) -> None:
         if self._cut and FAILED not in scope:

@@ -27,8 +27,8 @@ _PAUSE_S = 0.1  # where no more files may be opened
 class Listener:
     """Accepts from `sock`, bound and not listening yet, as many as `limit` allows, and few that are to be refused.
 
-    Where there is no place left a connection that has been in its handshake for a while makes room. `take_in` gets
-    the descriptor and the session of each connection, and whether it is to be refused.
+    Where there is no place left a connection that has been in its handshake for a while makes room. `serve_connection`
+    gets the descriptor and the session of each connection, and whether it is to be refused.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class Listener:
         sock: socket.socket,
         limit: ConnectionLimit,
         tls: Tls,
-        take_in: Callable[[int, Session | None, bool], None],
+        serve_connection: Callable[[int, Session | None, bool], None],
     ) -> None:
-        self._socket, self._limit, self._tls, self._take_in = sock, limit, tls, take_in
+        self._socket, self._limit, self._tls, self._serve_connection = sock, limit, tls, serve_connection
         self._beginning: set[asyncio.Task[Any]] = set()  # connections in their handshake
         self._handshakes: Silent[asyncio.Task[Any]] = Silent()  # those that are counted
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -104,7 +104,7 @@ class Listener:
             if counted or refused:
                 self._limit.release(refused=refused)
             return
-        self._take_in(connection.detach(), task.result(), refused)
+        self._serve_connection(connection.detach(), task.result(), refused)
 
     def _pause(self) -> None:
         loop = self._loop

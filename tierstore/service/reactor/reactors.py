@@ -310,7 +310,7 @@ class Reactors:
         if failed:
             raise OSError(-failed, os.strerror(-failed))
 
-    def take_in(self, fd: int, session: Session | None = None, refused: bool = False) -> None:
+    def serve_connection(self, fd: int, session: Session | None = None, refused: bool = False) -> None:
         """Give a connection to a reactor, which owns the descriptor and the session from now on.
 
         It is counted already, as another one or as one that is refused. Event loop only.
