@@ -1,9 +1,9 @@
-"""The same bytes to the reactors and straight to the full HTTP server: the answers are to be the same.
+"""The same bytes to reactors that answer what they can, and to others that leave all to Python: the answers are to be the same.
 
 `python -m tools.fuzz_reactor --count 100000 --seed 1`, from the root of the repository.
 
-One server over a real store has two ports. One is its own, behind which the reactors are; what comes in through the
-other is adopted by the full server as if a reactor had handed it over, and never goes back. An exchange is a few
+Two services over one store: the second one learns no plan, so its reactors find where requests end, and no more. That is
+compared with llhttp by tests/kernels/test_httpframe.py. An exchange is a few
 requests (`fuzz_requests.py`), whole or spoiled, cut into packets; it is a function of the seed and its number. Behind each comes a question
 that names it, so it shows whether the connection still stands, and where the next request was taken to begin. In a share of them the client ends
 its side (`--half-closes`): it gets what it would have got otherwise, and then the end of the connection.
@@ -23,12 +23,11 @@ import socket
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import httptools
 import numpy as np
@@ -37,6 +36,7 @@ import uvloop
 import tierstore
 from tierstore.config import load_settings
 from tierstore.engine.store import Store
+from tierstore.service.context import Service
 from tierstore.service.server import ServerThread
 from tools.fuzz_requests import ROWS, Exchange, Template, make_exchange
 
@@ -134,7 +134,7 @@ def change_some(store: Store, root: Path) -> None:
 
 
 class Server:
-    """The service with both its ports."""
+    """The services, with a port each."""
 
     def __init__(self, root: Path) -> None:
         self._stack = contextlib.ExitStack()
@@ -148,33 +148,20 @@ class Server:
         change_some(self.store, root)
         self.store.label("ctr", "mine", 3)
         self.thread = self._stack.enter_context(ServerThread(self.store))
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
-        self._listener.setblocking(False)
-        self.ports = self.thread.port, self._listener.getsockname()[1]
-        self._wait_for_reactors()
-        self._in_loop(lambda loop: loop.add_reader(self._listener, self._accept))
+        alone = self._stack.enter_context(ServerThread(self.store))
+        self.ports = self.thread.port, alone.port
+        self._wait_for_reactors(self.thread.service, alone.service)
+        alone.service.plans = None
 
-    def _in_loop(self, call: Callable[[Any], None]) -> None:
-        loop = self.thread._http._loop
-        assert loop is not None
-        loop.call_soon_threadsafe(call, loop)
-
-    def _wait_for_reactors(self) -> None:
+    @staticmethod
+    def _wait_for_reactors(*services: Service) -> None:
         """Return once they serve: until their kernels are compiled Python would be compared with itself."""
         until = time.monotonic() + COMPILING_S
-        while self.thread.service.reactors_state != "running":
-            if self.thread.service.reactors_state == "failed" or time.monotonic() > until:
-                raise RuntimeError(f"expected reactors, got {self.thread.service.reactors_state}")
-            time.sleep(0.05)
-
-    def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                made, _ = self._listener.accept()
-                made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                http = self.thread._http
-                self.thread.service.reactors.count_other(1)
-                http._server.adopt(http._connection_limit, made, b"", refused=False, back=None)
+        for service in services:
+            while service.reactors_state != "running":
+                if service.reactors_state == "failed" or time.monotonic() > until:
+                    raise RuntimeError(f"expected reactors, got {service.reactors_state}")
+                time.sleep(0.05)
 
     @property
     def by_reactors(self) -> int:
@@ -196,9 +183,7 @@ class Server:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._in_loop(lambda loop: loop.remove_reader(self._listener))
         self._stack.close()
-        self._listener.close()
 
 
 # --- the client
@@ -216,7 +201,7 @@ class _Ends:
 
 
 def split_requests(data: bytes) -> list[bytes]:
-    """`data` cut behind every request that the full server's parser finds in it; what is no request stays in one."""
+    """`data` cut behind every request that llhttp finds in it; what is no request stays in one."""
 
     ends = _Ends()
     parser, cuts, fed = httptools.HttpRequestParser(ends), [0], _WISH.sub(b"\r\nx-grade:", data)
@@ -282,7 +267,7 @@ def _are_refused_alike(*sides: Seen) -> bool:
 
 
 def _ends(answer: Answer) -> bool:
-    """Whether it is what the full server says to bytes that are no request."""
+    """Whether it is what Python says to bytes that are no request."""
     return answer[0] == 400 and ("content-type", "text/plain; charset=utf-8") in answer[1]
 
 
@@ -454,7 +439,7 @@ class Fuzzer:
             self.counts[f"status {status}"] += 1
 
     async def _look_again(self, exchange: Exchange, ours: Seen, full: Seen) -> str:
-        """Two differed: what the full server says to the same requests one by one.
+        """Two differed: what Python says to the same requests one by one.
 
         It reads ahead, and an answer that ends the connection overtakes those that are at work, so some may be missing
         before it. Whether a head is first found too long or wrong depends on how its bytes come.

@@ -18,7 +18,7 @@ from tests.deploy.image import copy_context, environment, instruction
 from tests.service.fake_store import FakeStore
 from tests.test_docs import blocks
 from tierstore.config import ENV_PREFIX, Settings, load_settings
-from tierstore.service.http.server import FINISH_S
+from tierstore.service.limits.slow_clients import FINISH_S
 from tierstore.service.server import GRPC_PORT, ServerThread
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ import yaml
 from tests.deploy.image import instruction
 from tests.deploy.test_deploy import LONGEST_END_S, kubernetes, settings_named
 from tierstore.config import ENV_PREFIX, load_settings
-from tierstore.service.http.server import FINISH_S
+from tierstore.service.limits.slow_clients import FINISH_S
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy/helm/tierstore"

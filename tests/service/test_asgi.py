@@ -6,7 +6,6 @@ import asyncio
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +109,6 @@ def test_with_uvicorn_as_the_server_no_reactor_runs(tmp_path: Path) -> None:
         np.testing.assert_array_equal(client.lookup("ctr", "item_id", KEYS), items(KEYS))
         assert client.apply_delta(delta(1, {1: 5.0}), model="ctr").applied
         assert not server._http._reactors.running
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("tierstore-reactor")]
     with pytest.raises(ConfigError, match="gRPC is served by reactors alone"):
         grpc_port_by_default(settings.model_copy(update={"grpc_port": 8001}))
 

@@ -22,7 +22,7 @@ from tests.service.conftest import settings_for
 from tierstore.engine.store import Store
 from tierstore.errors import ConfigError
 from tierstore.service import openssl
-from tierstore.service.http.tls_transport import TlsTransport, handshake
+from tierstore.service.http.handshake import handshake
 from tierstore.service.openssl import Context, Session
 from tierstore.service.server import ServerThread
 
@@ -84,69 +84,6 @@ def test_names_of_a_certificate_are_in_order(authority: Authority, context: Cont
     assert _met(context, authority, authority.issue("common", ""))[0] == ("common",)
 
 
-class _Echo(asyncio.Protocol):
-    """Sends back everything so many times, and closes at the client's word."""
-
-    def __init__(self, times: int) -> None:
-        self._times, self.paused, self.resumed, self.lost = times, 0, 0, asyncio.Event()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport: Any = transport
-
-    def data_received(self, data: bytes) -> None:
-        self.transport.write(data * self._times)
-        if b"." in data:
-            self.transport.close()
-
-    def pause_writing(self) -> None:
-        self.paused += 1
-
-    def resume_writing(self) -> None:
-        self.resumed += 1
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.lost.set()
-
-
-def test_what_a_client_reads_late_waits_and_leaves_in_order_before_the_end(
-    authority: Authority, context: Context
-) -> None:
-    ours, theirs = _ends()
-    sent, read = b"0123456789" * 1000 + b".", bytearray()
-    may_read = threading.Event()
-
-    def ask() -> None:
-        pair = authority.issue("late", "DNS:late")
-        with _trusting(authority, pair).wrap_socket(
-            theirs, server_hostname="127.0.0.1", suppress_ragged_eofs=False
-        ) as sock:
-            sock.sendall(sent)
-            may_read.wait(30)
-            while data := sock.recv(1 << 16):
-                read.extend(data)
-
-    client = threading.Thread(target=ask)
-    client.start()
-
-    async def serve() -> _Echo:
-        echo = _Echo(500)
-        transport = TlsTransport(ours, await handshake(ours, context), echo)
-        transport.set_write_buffer_limits(high=1, low=0)
-        transport.begin()
-        async with asyncio.timeout(30):
-            while not echo.paused:
-                await asyncio.sleep(0.001)
-            assert transport.get_write_buffer_size() > 1 << 20
-            may_read.set()
-            await echo.lost.wait()
-        return echo
-
-    echo = asyncio.run(serve())
-    client.join()
-    assert bytes(read) == 500 * sent  # one record is one piece
-    assert echo.paused == 1
-
-
 def test_what_is_no_tls_is_an_error_and_not_the_end_of_the_service(context: Context) -> None:
     ours, theirs = _ends()
     theirs.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -164,36 +101,6 @@ def test_a_session_that_was_given_on_is_not_freed_twice(context: Context) -> Non
     second.close()
     ours.close()
     theirs.close()
-
-
-def test_a_client_that_goes_while_an_answer_waits_ends_its_connection(authority: Authority, context: Context) -> None:
-    ours, theirs = _ends()
-    went = threading.Event()
-
-    def ask() -> None:
-        sock = _trusting(authority, authority.issue("gone", "DNS:gone")).wrap_socket(
-            theirs, server_hostname="127.0.0.1"
-        )
-        sock.sendall(b"x")
-        went.wait(30)
-        sock.close()
-
-    client = threading.Thread(target=ask)
-    client.start()
-
-    async def serve() -> None:
-        echo = _Echo(8 << 20)
-        transport = TlsTransport(ours, await handshake(ours, context), echo)
-        transport.begin()
-        async with asyncio.timeout(30):
-            while not transport.get_write_buffer_size():
-                await asyncio.sleep(0.001)
-            transport.close()
-            went.set()
-            await echo.lost.wait()
-
-    asyncio.run(serve())
-    client.join()
 
 
 def test_a_client_that_keeps_a_session_busy_with_handshakes_is_cut_off(authority: Authority, context: Context) -> None:
@@ -229,30 +136,6 @@ def test_a_client_that_keeps_a_session_busy_with_handshakes_is_cut_off(authority
             assert asyncio.run(serve()) == b""
             ours.close()
             client.kill()
-
-
-def test_a_protocol_that_fails_loses_its_connection(authority: Authority, context: Context) -> None:
-    ours, theirs = _ends()
-
-    def ask() -> None:
-        pair = authority.issue("failing", "DNS:failing")
-        with _trusting(authority, pair).wrap_socket(theirs, server_hostname="127.0.0.1") as sock:
-            sock.sendall(b"x")
-            assert sock.recv(1) == b""
-
-    client = threading.Thread(target=ask)
-    client.start()
-
-    async def serve() -> None:
-        echo = _Echo(-1)
-        echo.data_received = lambda data: 1 / 0  # type: ignore[method-assign, assignment, return-value]
-        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-        TlsTransport(ours, await handshake(ours, context), echo).begin()
-        async with asyncio.timeout(30):
-            await echo.lost.wait()
-
-    asyncio.run(serve())
-    client.join()
 
 
 def test_each_thread_reads_into_memory_of_its_own() -> None:

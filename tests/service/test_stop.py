@@ -24,7 +24,6 @@ from tierstore.service import root
 from tierstore.service import server as server_module
 from tierstore.service.error_status import CUT_OFF
 from tierstore.service.exchange import Exchange
-from tierstore.service.http import server as http_server
 from tierstore.service.http.handoff import Answer, Handoff
 from tierstore.service.process import EXIT_CODE
 from tierstore.service.server import ServerThread
@@ -97,7 +96,7 @@ def test_a_stop_ends_a_graph_that_does_not(tmp_path: Path, monkeypatch: pytest.M
 def test_a_request_that_a_stop_cuts_off_is_503_and_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(http_server, "FINISH_S", 0.2)
+    monkeypatch.setattr(server_module, "FINISH_S", 0.2)
     came, answers = threading.Event(), []
 
     async def never(*_: object) -> None:

@@ -214,7 +214,6 @@ DOORS: dict[str, set[str]] = {
     "onnx": {"predict", "demo", "formats.onnx_file", "onnx"},
     "fastapi": {"service"},
     "starlette": {"service"},
-    "httptools": {"service.http.connection"},
     "uvicorn": {"service.http.asgi"},
     "uvloop": {"service.server"},
     "prometheus_client": {"service"},

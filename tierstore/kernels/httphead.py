@@ -2,7 +2,7 @@
 
 A pure function of bytes; any thread. It knows a part of RFC 9112 and decides one question: is this the head of
 a POST to a look-up, or for a front's rows, and where does the request end? Only a head of which every line has a known form, with one
-`Content-Length` of digits alone, is PLAIN. All else is FOREIGN and is for the full server, which gets the bytes as they came. What cannot
+`Content-Length` of digits alone, is PLAIN. All else is FOREIGN: `httpframe` finds its end, and Python answers. What cannot
 be told yet is CUT. There is no guessing: a head that is PLAIN means the same to every server.
 
     request line    POST <path> HTTP/1.1       path: /v2/models/…/infer, /v1/models/…:predict or /upstream/m…/rows of [A-Za-z0-9_./:-]
@@ -35,6 +35,7 @@ HEAD = define("Head", "what `parse` finds; places count from the request's first
     "timeout_ms": "the least that a header says; 0: none does", "unusual": "why it is not for the short way; bits",
     "authorization_at authorization_bytes": "of the header Authorization", "kind": "INFER, PREDICT or ROWS, by the path",
     "closing": "1: the connection ends with the answer",
+    "expects": "1: the client waits to be told to send its body", "size": "of what is there, once chunks were taken out of it",
     "caller": (TOKEN, "who asks, for who checks access (`reactor_access.py`)"),
 })  # fmt: skip
 head_at = at(HEAD)
@@ -83,6 +84,7 @@ for _place, _name in enumerate(_NAMES.tolist()):
         _slot = (_slot + 1) & (_SLOTS - 1)
     _SLOT_NAMES[_slot], _SLOT_NUMBERS[_slot] = _name, _place
 _FOREIGN_FROM = len(READ)
+TRANSFER_ENCODING, EXPECT = (MEANT.index(name) for name in FOREIGN_NAMES)
 # how they are spelled, so that no name made to have the hash of another passes for it
 _SPELLED = np.frombuffer("".join(MEANT).encode(), np.uint8)
 _SPELLED_FROM = np.cumsum([0, *(len(name) for name in MEANT)])
@@ -134,6 +136,23 @@ def read_number(at, size, most_digits):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
+def read_version(at, n, begin, found):  # type: ignore[no-untyped-def]
+    """What ends a request line, from `begin` on: the line's bytes with CR LF, or minus CUT or FOREIGN."""
+    after = _starts_with(at + begin, n - begin, _VERSION, 0, _VERSION.size)
+    if after != PLAIN:
+        return -after
+    line = begin + _VERSION.size + 3
+    for i in range(3):
+        if line - 3 + i >= n:
+            return -CUT
+        byte = load_u8(at, line - 3 + i)
+        if byte != (_CR if i == 1 else _LF if i == 2 else _ZERO) and (i > 0 or byte != _ZERO + 1):
+            return -FOREIGN
+    found.closing = 1 if load_u8(at, line - 3) == _ZERO else 0
+    return line
+
+
+@nb.njit
 def _path(at, n, found):  # type: ignore[no-untyped-def]
     """The request line: its bytes with CR LF, or minus what it is instead."""
     kind, opening = INFER, _starts_with(at, n, _OPENINGS, 0, _OPENING_BYTES)
@@ -147,16 +166,9 @@ def _path(at, n, found):  # type: ignore[no-untyped-def]
         end += 1
     if end == n:
         return -CUT
-    after = _starts_with(at + end, n - end, _VERSION, 0, _VERSION.size)
-    if after != PLAIN:
-        return -after
-    line = end + _VERSION.size + 3
-    for i in range(3):
-        if line - 3 + i >= n:
-            return -CUT
-        byte = load_u8(at, line - 3 + i)
-        if byte != (_CR if i == 1 else _LF if i == 2 else _ZERO) and (i > 0 or byte != _ZERO + 1):
-            return -FOREIGN
+    line = read_version(at, n, end, found)
+    if line <= 0:
+        return line
     ending = _INFER_ENDS if kind == INFER else _PREDICT_ENDS if kind == PREDICT else _ROWS_ENDS
     if (
         end - ending.size <= _OPENING_BYTES
@@ -164,7 +176,6 @@ def _path(at, n, found):  # type: ignore[no-untyped-def]
     ):
         return -FOREIGN
     found.path_at, found.path_bytes, found.kind = 5, end - 5, kind
-    found.closing = load_u8(at, line - 3) == _ZERO
     return line
 
 
@@ -203,8 +214,8 @@ UNREAD = 1 << 20  # the number of a header that nobody reads
 
 
 @nb.njit
-def _line(at, n, begin):  # type: ignore[no-untyped-def]
-    """(header's number, where its value begins, where it ends, where its line does) of the line at `begin`; the number may be -CUT or -FOREIGN."""
+def read_line(at, n, begin):  # type: ignore[no-untyped-def]
+    """(header's number, where its value begins, where it ends, where its line does) of the line at `begin`; the number may be -CUT, or -FOREIGN for no header."""
     hashed = _U64(0xCBF29CE484222325)
     i = begin
     while i < n:
@@ -234,7 +245,7 @@ def _line(at, n, begin):  # type: ignore[no-untyped-def]
     while _SLOT_NUMBERS[slot] >= 0:
         number = _SLOT_NUMBERS[slot]
         if _SLOT_NAMES[slot] == hashed and _is_spelled(number, at + begin, name_bytes):
-            return (number if number < _FOREIGN_FROM and _is_plain(at, value, i) else -FOREIGN), value, i, i + 2
+            return number, value, i, i + 2
         slot = (slot + 1) & (_SLOTS - 1)
     return UNREAD, value, i, i + 2
 
@@ -254,9 +265,9 @@ def is_word(at, size, word):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _options(at, size):  # type: ignore[no-untyped-def]
-    """What Connection says: 1 to close, 0 not to; -1 where it says anything that is not known here."""
-    closing, i = 0, 0
+def options(at, size):  # type: ignore[no-untyped-def]
+    """What Connection says: bit 0 to close, bit 1 anything that is not known here."""
+    says, i = 0, 0
     while i <= size:
         while i < size and load_u8(at, i) == _SPACE:
             i += 1
@@ -268,16 +279,16 @@ def _options(at, size):  # type: ignore[no-untyped-def]
             end -= 1
         word, length = at + begin, end - begin
         if is_word(word, length, _CLOSE):
-            closing = 1
+            says |= 1
         elif not (
             is_word(word, length, _KEEP_ALIVE)
             or is_word(word, length, _TE)
             or is_word(word, length, _UPGRADE)
             or is_word(word, length, _HTTP2_SETTINGS)
         ):
-            return -1
+            says |= 2
         i += 1
-    return closing
+    return says
 
 
 @nb.njit
@@ -340,12 +351,12 @@ def parse_at(at, n, found):  # type: ignore[no-untyped-def]
             if seen & (1 << _ORIGIN) and not _is_own_page(at, found, origin, origin_bytes):
                 found.unusual |= FROM_ELSEWHERE
             return PLAIN
-        number, value, end, i = _line(at, n, i)
+        number, value, end, i = read_line(at, n, i)
         if number < 0:
             return -number
         if number == UNREAD:
             continue
-        if seen & (1 << number):
+        if number >= _FOREIGN_FROM or seen & (1 << number) or not _is_plain(at, value, end):
             return FOREIGN
         seen |= 1 << number
         size = end - value
@@ -356,8 +367,8 @@ def parse_at(at, n, found):  # type: ignore[no-untyped-def]
             if found.body_bytes < 0:
                 return FOREIGN
         elif number == 2:  # connection
-            says = _options(at + value, size)
-            if says < 0:
+            says = options(at + value, size)
+            if says > 1:
                 return FOREIGN
             found.closing |= says
         elif number == 3:  # inference-header-content-length

@@ -2,8 +2,8 @@
 
 It runs in threads of its own and never takes the interpreter lock. Of HTTP it knows what `httphead` says; of look-ups
 what `lookupplan` says. Rows that memory lacks are read by other threads (`coldread`), which complete the answer. Whatever
-else comes is handed to Python with its bytes, through a pipe: a whole request (`REQUEST`), whose answer comes back, or
-the connection itself (`CONNECTION`), which may come back later.
+else comes is handed to Python through a pipe as a whole request (`REQUEST`, framed by `httpframe`), whose answer comes back. Of a body that is too large,
+or for which there is no room, nothing is kept: Python refuses the request by its head, and what comes of it is dropped.
 
 A connection is a row of `conns`, found by its descriptor. It belongs to one reactor for life, and only that one writes
 its row; Python reads LOST, and the bytes of a request that it was given. Its states:
@@ -15,7 +15,7 @@ its row; Python reads LOST, and the bytes of a request that it was given. Its st
         │             │  │                                                      ▲      │
         │             │  └─ for a reader, or for Python ─► AWAY ─► answered ────┘      │ all has left
         │             ▼                                                                │
-        │   FREE (closed, or handed over)                                              │
+        │   FREE (closed)                                                              │
         └──────────────────────────────────────────────────────────────────────────────┘
 
 An answer that leaves at once never enters SENDING, and bytes of a request that is answered at once are never stored: an
@@ -64,7 +64,6 @@ from tierstore.kernels.reactor_words import (
     AWAY,
     BLOCK,
     CLOSES,
-    COME_BACK,
     DROP,
     ENDED,
     EVENTS,
@@ -88,6 +87,7 @@ from tierstore.kernels.reactor_words import (
     STREAM_BLOCK,
     SWEEP,
     SWEEP_NS,
+    TAKE_IN,
     WAITS,
     WAKE,
     connection_at,
@@ -179,11 +179,13 @@ def _on_message(me, message, now):  # type: ignore[no-untyped-def]
     what = message.what
     kind, fd = what & 255, (what & FIRST_PART) >> 8
     serial = message.serial
-    if kind == COME_BACK:
-        if not start_serving(me, fd, now):
+    if kind == TAKE_IN:
+        off = message.value
+        if not start_serving(me, fd, now, off):
             end_tls(me, fd, True)
             close(fd)
-        add_at(place(me.shared, "other_open"), -1)
+        if off == 0:
+            add_at(place(me.shared, "other_open"), -1)
         return -1
     row = connection_at(me.conns, fd)
     value, size = message.value, message.more

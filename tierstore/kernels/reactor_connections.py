@@ -1,4 +1,4 @@
-"""A reactor's connections: taken in, ended, handed to Python; and the answers that leave on them. See `reactor.py`.
+"""A reactor's connections: taken in, and ended; and the answers that leave on them. See `reactor.py`.
 
 Kernels for the thread of one reactor, which is the only one to write the rows of its connections.
 """
@@ -15,7 +15,6 @@ from tierstore.kernels.raw import load_u8
 from tierstore.kernels.reactor_sockets import end_tls, send
 from tierstore.kernels.reactor_words import (
     ACCEPTED,
-    CONNECTION,
     FREE,
     GRPC_LISTENER,
     INTEREST,
@@ -28,6 +27,7 @@ from tierstore.kernels.reactor_words import (
     SENT,
     SERIALS,
     STREAM_LOST,
+    TURNED_OFF,
     WAITS,
     connection_at,
     line_at,
@@ -92,7 +92,10 @@ def forget(me, fd):  # type: ignore[no-untyped-def]
     row.state = FREE
     row.serial = (row.serial + 1) & SERIALS
     row.in_at = row.in_bytes = row.out_at = row.out_bytes = row.out_base = row.pieces = 0
-    add_at(place(me.shared, "open"), -1)
+    if row.flags & TURNED_OFF:
+        add_at(place(me.shared, "turned_off"), -1)
+    else:
+        add_at(place(me.shared, "open"), -1)
     add_at(place(me.line, "load"), -1)
 
 
@@ -161,43 +164,31 @@ def end(me, fd, abort):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def yield_to_requests(me, fd, reason):  # type: ignore[no-untyped-def]
-    """Give a connection to Python, with its bytes, which Python frees."""
-    row = connection_at(me.conns, fd)
-    epoll_set(me.line.epoll, EPOLL_DEL, fd, 0, 0)
-    at, size, serial = row.in_at, row.in_bytes, row.serial
-    add_at(place(me.shared, "other_open"), 1)  # before it is counted out here: there are never fewer than there are
-    forget(me, fd)
-    me.line.reasons[reason] += 1
-    if not notify(me, CONNECTION, fd, serial, at, size):
-        release(at)
-        end_tls(me, fd, True)
-        close(fd)
-        add_at(place(me.shared, "other_open"), -1)
-
-
-@nb.njit
-def start_serving(me, fd, now):  # type: ignore[no-untyped-def]
-    """Begin to serve a connection, on the reactor that has the fewest. False where it cannot be watched."""
+def start_serving(me, fd, now, off):  # type: ignore[no-untyped-def]
+    """Begin to serve a connection, on the reactor that has the fewest; `off`: TURNED_OFF, or 0. False where it cannot be watched."""
     owner = me.number
     for other in range(me.limits.reactors):
         if relaxed_i64(place(line_at(me.lines, other), "load")) < relaxed_i64(place(line_at(me.lines, owner), "load")):
             owner = other
     row = connection_at(me.conns, fd)
     # OpenSSL may hold bytes already, of which the socket does not tell
-    row.owner, row.flags, row.lost = owner, MAY_READ if row.tls != 0 else 0, 0
-    row.needed = row.began_ns = row.job = row.held = row.session = 0
-    row.deadline_ns = now + me.limits.idle_ns
+    row.owner, row.flags, row.lost = owner, off | (MAY_READ if row.tls != 0 else 0), 0
+    row.needed = row.began_ns = row.job = row.held = row.session = row.chunks_head = row.to_drop = 0
+    row.deadline_ns = now + (me.limits.idle_ns if off == 0 else me.limits.turn_off_ns)
     # last: the reactor that owned the row before may be looking at it just now, to end those that are late
     release_i64(place(row, "state"), READING)
     raise_at(place(me.shared, "highest"), fd)
     add_at(place(line_at(me.lines, owner), "load"), 1)
-    add_at(place(me.shared, "open"), 1)
+    if off == 0:  # else Python has counted it
+        add_at(place(me.shared, "open"), 1)
     data = fd | (row.serial << 32)
     if epoll_set(line_at(me.lines, owner).epoll, EPOLL_ADD, fd, INTEREST, data) == 0:
         return True
     add_at(place(line_at(me.lines, owner), "load"), -1)
-    add_at(place(me.shared, "open"), -1)
+    if off != 0:
+        add_at(place(me.shared, "turned_off"), -1)
+    else:
+        add_at(place(me.shared, "open"), -1)
     row.state = FREE
     return False
 
@@ -216,7 +207,7 @@ def _start_new(me, fd, now):  # type: ignore[no-untyped-def]
     if fd >= me.limits.most_descriptors:
         return False
     connection_at(me.conns, fd).tls = connection_at(me.conns, fd).caller_bytes = 0
-    return start_serving(me, fd, now)
+    return start_serving(me, fd, now, 0)
 
 
 @nb.njit
@@ -276,16 +267,21 @@ def lose_client(me, fd):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
+def go_on(me, fd):  # type: ignore[no-untyped-def]
+    """Send 100 Continue."""
+    took = send(me, fd, nb.int64(_CONTINUE.ctypes.data), _CONTINUE.size, 0)
+    if took not in (_CONTINUE.size, -EAGAIN, -EINTR):
+        lose_client(me, fd)
+
+
+@nb.njit
 def probe_client(me, fd):  # type: ignore[no-untyped-def]
     """Send an interim answer (RFC 9110, 15.2) to a client whose request is away: if it is gone, that resets the connection. HTTP/1.0 has none."""
-    row = connection_at(me.conns, fd)
-    at = row.in_at
+    at = connection_at(me.conns, fd).in_at
     while load_u8(at, 1) != _LF:
         at += 1
     if load_u8(at, -1) == _ONE:
-        took = send(me, fd, nb.int64(_CONTINUE.ctypes.data), _CONTINUE.size, 0)
-        if took not in (_CONTINUE.size, -EAGAIN, -EINTR):
-            lose_client(me, fd)
+        go_on(me, fd)
 
 
 @nb.njit

@@ -6,25 +6,28 @@ Kernels for the thread of one reactor.
 from __future__ import annotations
 
 import numba as nb
+import numpy as np
 
-from tierstore.kernels import h2core, httphead
+from tierstore.kernels import h2core, httpframe, httphead
 from tierstore.kernels.atomics import acquire_i64, copy_bytes, fence_all, release_i64
 from tierstore.kernels.h2words import PREFACE, SESSION_BYTES
 from tierstore.kernels.raw import call_at, load_u8
 from tierstore.kernels.reactor_answers import answer, answer_rows
 from tierstore.kernels.reactor_connections import (
     end,
+    go_on,
     has_room,
     hold,
     let_go_of_answer,
     notify,
+    send_first,
     send_on,
     wait_for_turn,
-    yield_to_requests,
 )
 from tierstore.kernels.reactor_jobs import drop_job, submit
 from tierstore.kernels.reactor_sockets import receive
 from tierstore.kernels.reactor_words import (
+    ALL_OF_IT,
     ANSWERED,
     AWAY,
     BUFFER_BYTES,
@@ -33,7 +36,6 @@ from tierstore.kernels.reactor_words import (
     ENDED,
     FINISH,
     FRAMES,
-    FREE,
     HEADER,
     HTTP2,
     LARGE_TURN,
@@ -44,6 +46,7 @@ from tierstore.kernels.reactor_words import (
     REQUEST,
     SENDING,
     SIZE,
+    TURNED_OFF,
     connection_at,
 )
 from tierstore.kernels.records import place
@@ -54,6 +57,16 @@ from tierstore.kernels.sysio import (
     monotonic_ns,
     move_bytes,
     release,
+)
+
+_CR, _LF = b"\r\n"
+_HEAD_TOO_LARGE, _NO_HTTP = (
+    np.frombuffer(
+        b"HTTP/1.1 400 Bad Request\r\ncontent-length: %d\r\ncontent-type: text/plain; charset=utf-8\r\nconnection: close\r\n\r\n%b"
+        % (len(text), text),
+        np.uint8,
+    )
+    for text in (b"Request head too large.", b"Invalid HTTP request received.")
 )
 
 
@@ -80,15 +93,104 @@ def _begin_http2(me, fd):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
+def _refuse(me, fd, text, size):  # type: ignore[no-untyped-def]
+    """Answer what is no HTTP, and end the connection with that. All of its bytes are done with."""
+    connection_at(me.conns, fd).flags |= CLOSES
+    send_first(me, fd, nb.int64(text.ctypes.data), text.size)
+    return size
+
+
+@nb.njit
+def _give(me, fd, whole, reason, closing):  # type: ignore[no-untyped-def]
+    """A request of `whole` bytes is for Python."""
+    row = connection_at(me.conns, fd)
+    me.line.reasons[reason] += 1
+    row.state, row.needed, row.reason = AWAY, whole, reason
+    if closing:
+        row.flags |= CLOSES
+    return 0
+
+
+@nb.njit
+def _give_head(me, fd, size, whole, reason):  # type: ignore[no-untyped-def]
+    """Python is to refuse the request of `whole` bytes, of which `size` are here. What is still to come is dropped; ALL_OF_IT ends with the connection."""
+    row, here = connection_at(me.conns, fd), min(size, whole)
+    row.to_drop, row.chunks_head = (ALL_OF_IT if whole == ALL_OF_IT else whole - here), 0
+    return _give(me, fd, here, reason, me.found.closing != 0 or whole == ALL_OF_IT)
+
+
+@nb.njit
+def _reason(at, size):  # type: ignore[no-untyped-def]
+    """Why a request is Python's whose head is not of the known form."""
+    return HEADER if httphead.is_ours(at, size) else OTHER
+
+
+@nb.njit
+def _most(me, at, size):  # type: ignore[no-untyped-def]
+    return me.limits.most_body if httphead.is_ours(at, size) else me.limits.most_upload
+
+
+@nb.njit
+def _frame(me, fd, at, size):  # type: ignore[no-untyped-def]
+    """`_request`, of one that is Python's as soon as it is whole."""
+    row, found = connection_at(me.conns, fd), me.found
+    form = httpframe.frame_at(at, size, found)
+    if (form == httphead.CUT and size > httpframe.MOST_HEAD_BYTES) or (
+        form == httpframe.GOOD and found.head_bytes > httpframe.MOST_HEAD_BYTES
+    ):
+        return _refuse(me, fd, _HEAD_TOO_LARGE, size)
+    if form == httphead.CUT:
+        return 0
+    if form == httpframe.BAD:
+        return _refuse(me, fd, _NO_HTTP, size)
+    head, body = found.head_bytes, found.body_bytes
+    if body > _most(me, at, size):
+        return _give_head(me, fd, size, head + body, SIZE)
+    if found.expects != 0 and size == head and body != 0:
+        go_on(me, fd)
+    if body == httpframe.CHUNKED:
+        row.chunks_head, row.chunks_at, row.chunk_left, row.beside = head, head, httpframe.SIZE_LINE, 0
+        return _take_chunks(me, fd, at, size)
+    if size < head + body:
+        row.needed = head + body
+        return 0
+    return _give(me, fd, head + body, _reason(at, size), found.closing != 0)
+
+
+@nb.njit
+def _take_chunks(me, fd, at, size):  # type: ignore[no-untyped-def]
+    """`_request`, of one whose body comes in chunks."""
+    row, found = connection_at(me.conns, fd), me.found
+    came, left = httpframe.decode(row, at, size, _most(me, at, size))
+    found.size = left
+    if came == httpframe.MORE:
+        row.needed = left + max(row.chunk_left, 0) + 1
+        return 0
+    if came == httpframe.MALFORMED:
+        return _refuse(me, fd, _NO_HTTP, left)
+    head, whole = row.chunks_head, row.chunks_at
+    row.chunks_head = 0
+    httpframe.frame_at(at, head, found)  # again: others were read meanwhile
+    if came == httpframe.LARGE:
+        return _give_head(me, fd, left, ALL_OF_IT, SIZE)
+    return _give(me, fd, whole, _reason(at, head), found.closing != 0)
+
+
+@nb.njit
 def _request(me, fd, at, size):  # type: ignore[no-untyped-def]
     """Deal with the request that the `size` bytes at `at` begin with. Returns how many bytes are done with; 0: more must come first.
 
-    The state tells what became of it: AWAY, a whole request for Python; HTTP2, it was a preface (foreign until that is compiled); FREE, the connection itself is to be handed
-    over, and what is returned is minus the reason; else it was answered, or is not all there.
+    The state tells what became of it: AWAY, a request for Python; HTTP2, it was a preface (no HTTP until that is compiled); else it was answered,
+    or is not all there. `found.size` is how many of the bytes are left once chunks were taken out of them.
     """
     row, found, limits = connection_at(me.conns, fd), me.found, me.limits
+    found.size = size
+    if row.chunks_head > 0:
+        return _take_chunks(me, fd, at, size)
+    if load_u8(at, 0) == _CR or load_u8(at, 0) == _LF:  # an empty line before a request (RFC 9112, 2.2)
+        return 1
     began = monotonic_ns()
-    preface = _preface(at, size) if me.http2 != 0 else 0
+    preface = _preface(at, size) if me.http2 != 0 and row.flags & TURNED_OFF == 0 else 0
     if preface > 0:
         if preface == PREFACE.size and not _begin_http2(me, fd):
             row.lost = 1
@@ -96,12 +198,13 @@ def _request(me, fd, at, size):  # type: ignore[no-untyped-def]
     form = httphead.parse_at(at, size, found)
     if form == httphead.CUT and size < httphead.MOST_HEAD_BYTES:
         return 0
-    if form == httphead.FOREIGN:
-        row.state = FREE
-        return -(HEADER if httphead.is_ours(at, size) else OTHER)
-    if form != httphead.PLAIN or found.head_bytes > httphead.MOST_HEAD_BYTES or found.body_bytes > limits.most_body:
-        row.state = FREE
-        return -SIZE
+    if (
+        form != httphead.PLAIN
+        or found.head_bytes > httphead.MOST_HEAD_BYTES
+        or found.body_bytes > limits.most_body
+        or row.flags & TURNED_OFF != 0
+    ):
+        return _frame(me, fd, at, size)
     whole = found.head_bytes + found.body_bytes
     if size < whole:
         row.needed = whole
@@ -138,7 +241,9 @@ def _keep(me, fd, base, at, left):  # type: ignore[no-untyped-def]
         return True
     room = max(row.needed, left, 4096 if row.needed == 0 else 0)
     if row.needed == 0 and left * 2 > room:
-        room = min(2 * room, max(left, httphead.MOST_HEAD_BYTES))
+        room = min(2 * room, max(left, httpframe.MOST_HEAD_BYTES + 1))
+    elif row.chunks_head > 0:
+        room = max(room, 2 * left)
     if base == row.in_at and row.in_room >= room:
         if at > 0:
             move_bytes(base, base + at, left)
@@ -152,6 +257,16 @@ def _keep(me, fd, base, at, left):  # type: ignore[no-untyped-def]
     row.in_bytes = left
     hold(me, fd, left if row.in_room > BUFFER_BYTES else 0)
     return True
+
+
+@nb.njit
+def _hand_on(me, fd, now):  # type: ignore[no-untyped-def]
+    """Give the request that a connection's bytes begin with to Python."""
+    row = connection_at(me.conns, fd)
+    row.deadline_ns, row.moved_ns = 0, now
+    hold(me, fd, 0)  # Python counts it
+    if not notify(me, REQUEST, fd, row.serial | (row.reason << 32), row.in_at, row.needed):
+        end(me, fd, True)
 
 
 @nb.njit
@@ -178,11 +293,14 @@ def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
                 row.flags &= ~MAY_READ
             have += max(got, 0)
             came += max(got, 0)
-        at = used = 0
+        at, used = min(row.to_drop, have), 0
+        if row.to_drop != ALL_OF_IT:
+            row.to_drop -= at
         while at < have and row.state == READING and have - at >= row.needed and row.flags & CLOSES == 0:
             if answered == PIPELINED:
                 break
             used = _request(me, fd, base + at, have - at)
+            have = at + me.found.size
             if row.lost != 0:
                 end(me, fd, True)
                 return
@@ -198,19 +316,25 @@ def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
             end(me, fd, True)
             return
         if row.state == READING:
-            if row.flags & CLOSES:
+            if row.flags & CLOSES and row.to_drop == 0:
                 end(me, fd, False)
                 return
             if answered == PIPELINED and left > 0:
                 wait_for_turn(me, fd)
                 return
-            if left == 0:
-                row.deadline_ns = now + me.limits.idle_ns
+            if row.to_drop > 0:
+                pass  # it has a time of its own
+            elif left == 0:
+                row.deadline_ns = now + (me.limits.idle_ns if row.flags & TURNED_OFF == 0 else me.limits.turn_off_ns)
             elif row.began_ns == 0:
                 row.began_ns = now
-                row.deadline_ns = now + me.limits.arrival_ns
-            if row.held > 0 and not has_room(me, 0):  # for Python to say so, or to wait
-                yield_to_requests(me, fd, BUSY)
+                row.deadline_ns = now + (me.limits.arrival_ns if row.flags & TURNED_OFF == 0 else me.limits.turn_off_ns)
+            if row.held > 0 and not has_room(me, 0):  # for Python to say so
+                chunks = row.chunks_head > 0
+                httpframe.frame_at(row.in_at, left, me.found)
+                whole = ALL_OF_IT if chunks else me.found.head_bytes + me.found.body_bytes
+                _give_head(me, fd, left, whole, BUSY)
+                _hand_on(me, fd, now)
                 return
             if came >= LARGE_TURN and row.flags & MAY_READ:
                 wait_for_turn(me, fd)
@@ -220,21 +344,16 @@ def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
                     end(me, fd, False)
                 return
         elif row.state == AWAY:
-            row.deadline_ns, row.moved_ns = 0, now
             if row.job != 0:
+                row.deadline_ns, row.moved_ns = 0, now
                 submit(me, fd)
-                return
-            hold(me, fd, 0)  # Python counts it
-            if not notify(me, REQUEST, fd, row.serial | (row.reason << 32), row.in_at, row.needed):
-                end(me, fd, True)
+            else:
+                _hand_on(me, fd, now)
             return
         elif row.state == SENDING:
             return
         elif row.state == HTTP2:
             call_at(me.http2, me, FRAMES, fd, now, 0, 0)
-            return
-        else:
-            yield_to_requests(me, fd, -used)
             return
 
 
@@ -253,9 +372,12 @@ def continue_sending(me, fd, now):  # type: ignore[no-untyped-def]
         row.needed = 0
         _keep(me, fd, row.in_at, done, left)
     row.began_ns = 0
-    if row.flags & CLOSES:
+    if row.flags & CLOSES and row.to_drop == 0:
         end(me, fd, False)
         return False
     row.state = READING
-    row.deadline_ns = now + me.limits.idle_ns
+    if row.to_drop > 0:
+        row.deadline_ns = now + (me.limits.finish_ns if row.flags & CLOSES else me.limits.arrival_ns)
+    else:
+        row.deadline_ns = now + me.limits.idle_ns
     return True

@@ -23,7 +23,7 @@ CONNECTION_RECORD = define("Connection", "a client's connection, by its descript
     "out_base": "the block that it is in, to be freed; 0: it is in Python's memory",
     "pieces_at pieces": "the piece of Python's memory that is leaving, and how many there are with those behind it",
     "deadline_ns": "until when something must have come or left; 0: it may take any time",
-    "flags": "MAY_READ, CLOSES, ENDED, WAITS",
+    "flags": "MAY_READ, CLOSES, ENDED, WAITS, TURNED_OFF",
     "lost": "1: the client is gone",
     "began_ns": "when the first bytes of the request came; 0: all came at once",
     "job": "the number of the job that it waits for, from 1 on; or 0",
@@ -31,12 +31,16 @@ CONNECTION_RECORD = define("Connection", "a client's connection, by its descript
     "held": "bytes that count in `inflight`",
     "reason": "why its request is Python's",
     "session": (h2words.SESSION, "of HTTP/2, or 0"),
+    "chunks_head chunks_at chunk_left": "of a request in chunks that is coming: bytes of its head, or 0; where its next chunk begins; what is to come of that (`httpframe.py`)",
+    "beside": "bytes of lines since the last data of a chunk",
+    "to_drop": "bytes of a body that nobody wants, which are to be passed over",
     "tls": "an `SSL *`, or 0",
     "caller_at caller_bytes": "stands for the names of the client's certificate where a request has no Authorization",
 })  # fmt: skip
 # of `flags`: bytes may be waiting in the socket; no request is read after this answer; the client sends nothing more;
-# it is among those that have their next turn at once
-MAY_READ, CLOSES, ENDED, WAITS = 1, 2, 4, 8
+# it is among those that have their next turn at once; it is one too many, and its request is answered so
+MAY_READ, CLOSES, ENDED, WAITS, TURNED_OFF = 1, 2, 4, 8, 16
+ALL_OF_IT = 1 << 62  # of `to_drop`: whatever comes
 
 SHARED = define("Shared", "what all reactors of a service share with Python", {
     "mode": "RUN, DRAIN, FINISH or STOP",
@@ -45,6 +49,7 @@ SHARED = define("Shared", "what all reactors of a service share with Python", {
     "models_at": "of the addresses of what each model serves",
     "inflight other_inflight": "bytes that requests and answers hold, here and in Python",
     "open other_open": "connections that are open, here and in Python",
+    "turned_off": "connections that are one too many",
     "highest": "the highest descriptor of a connection",
     "allowed_at": "who may ask (`reactor_access.py`)",
     "queued other_queued": "predictions of reactors, and calls of Python, that wait for a thread or have one",
@@ -62,9 +67,9 @@ OPENSSL = define("OpenSsl", "addresses of functions of OpenSSL", {
 })  # fmt: skip
 LIMITS = define("Limits", "what bounds connections and requests; constant", {
     "most_connections most_descriptors": "how many may be open, and the first descriptor that has no row",
-    "most_body most_message most_answer": "bytes of a body, of a message of gRPC, of an answer",
+    "most_body most_upload most_message most_answer": "bytes of a look-up's body, of any other body, of a message of gRPC, of an answer",
     "most_inflight": "bytes of all that is held",
-    "idle_ns arrival_ns finish_ns": "how long a connection may be idle, a request arrive, the end take",
+    "idle_ns arrival_ns finish_ns turn_off_ns": "how long a connection may be idle, a request arrive, the end take, a request arrive on a connection too many",
     "stall_ns pressed_stall_ns": "how long an answer may not move, and where many bytes wait",
     "slowest_rate": "bytes a second that a client takes of an answer",
     "reactors": "how many",
@@ -96,11 +101,11 @@ LINE = define("ReactorLine", "what one reactor says of itself", {
 
 # kinds of messages: to Python
 (
-    REQUEST, CONNECTION, REFUSED, SENT, STREAM_REQUEST, STREAM_OPENED, STREAM_DATA, STREAM_LOST, STREAM_SENT,
-) = range(9)  # fmt: skip
-# and back: an answer in Python's memory, or in a block that becomes the reactor's; of a silent connection: its end; of a stream: a block, more of the
-# request is wanted, its end
-ANSWER, COME_BACK, DROP, WAKE, BLOCK, MAKE_ROOM, STREAM_BLOCK, STREAM_CONSUMED, STREAM_RESET = range(9)
+    REQUEST, REFUSED, SENT, STREAM_REQUEST, STREAM_OPENED, STREAM_DATA, STREAM_LOST, STREAM_SENT,
+) = range(8)  # fmt: skip
+# and back: an answer in Python's memory, a connection to be served, or an answer in a block that becomes the reactor's; of a silent connection: its end;
+# of a stream: a block, more of the request is wanted, its end
+ANSWER, TAKE_IN, DROP, WAKE, BLOCK, MAKE_ROOM, STREAM_BLOCK, STREAM_CONSUMED, STREAM_RESET = range(9)
 STREAM_SHIFT = 32  # where the number of a stream begins in the first word of a message
 FIRST_PART = (1 << STREAM_SHIFT) - 1
 FRAMES, MESSAGE, SWEEP, JOB_ENDED = range(4)  # what `reactor_http2.run` is to do

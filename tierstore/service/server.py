@@ -33,11 +33,10 @@ from tierstore.service.admin.application import AdminApplication
 from tierstore.service.context import Service
 from tierstore.service.files import Files
 from tierstore.service.http.asgi import UvicornListener
-from tierstore.service.http.connection_limit import ConnectionLimit, Count
+from tierstore.service.http.connection_limit import ConnectionLimit, ConnectionRefusal
 from tierstore.service.http.handoff import Handoff, RequestDispatch
 from tierstore.service.http.listener import Listener
-from tierstore.service.http.server import BACKLOG, FINISH_S, HttpServer
-from tierstore.service.openssl import Session
+from tierstore.service.limits.slow_clients import BACKLOG, FINISH_S
 from tierstore.service.process import ExitBound, allowed_connections, freeze_heap, raise_file_limit, say, tune_allocator
 from tierstore.service.reactor.allowed import Allowed
 from tierstore.service.reactor.plan_index import PlanIndex
@@ -110,29 +109,29 @@ class HttpService:
         allowed = Allowed(reactors.words, store.epochs, self.service.access, self.service.rates)
         self._files = Files(self.service.access, self.service.tls, allowed, store.audit)
         self._root = make_root(self.service, self._admin, allowed.add)
-        self._server = HttpServer(self._root)
-        self._handoff = Handoff(reactors, self._root, self, self.service.inflight)
+        self._handoff = Handoff(reactors, self._root, self._connection_limit, self.service.inflight, settings)
         self.service.calls = self._calls = Calls(self.service, allowed.add)
         self._requests = RequestDispatch(self._handoff, self._calls)
         self._listeners: list[Listener] = []
         self._plain_servers: list[UvicornListener] = []
         if ports.admin is not None:
-            limits = ConnectionLimit(self.service, ADMIN_CONNECTIONS, Count())
-            self._plain_servers.append(self._by_uvicorn(ports.admin, limits, admin=True))
+            refusal = ConnectionRefusal(self.service, ADMIN_CONNECTIONS)
+            self._plain_servers.append(self._by_uvicorn(ports.admin, refusal, admin=True))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining, self._ends = False, asyncio.Event()
         self._exit_bound: ExitBound | None = None
         self._stop_early: float | None = None  # it is to end before it has begun, after so long
         store.epochs.add_collector(self._plans.collect)
 
-    def _by_uvicorn(self, sock: socket.socket, limit: ConnectionLimit, *, admin: bool = False) -> UvicornListener:
+    def _by_uvicorn(self, sock: socket.socket, refusal: ConnectionRefusal, *, admin: bool = False) -> UvicornListener:
         tls = None if sock.family == socket.AF_UNIX else self.service.tls
-        return UvicornListener(sock, self._root, limit, tls, self._settings.idle_timeout_s, admin=admin)
+        idle_s = self._settings.idle_timeout_s
+        return UvicornListener(sock, self._root, refusal, tls, idle_s, lambda: self.service.draining, admin=admin)
 
     def _listen_with_tls(self, sock: socket.socket) -> None:
         """Accept connections with TLS, which go to reactors after their handshake."""
         assert self.service.tls is not None
-        listener = Listener(sock, self._server, self._connection_limit, self.service.tls, self._reactors.give_back)
+        listener = Listener(sock, self._connection_limit, self.service.tls, self._reactors.serve_connection)
         listener.start()
         self._listeners.append(listener)
 
@@ -143,17 +142,6 @@ class HttpService:
                 runner.run(self._serve(started, exit_bound))
         finally:
             self._close()
-
-    def adopt(self, sock: socket.socket, data: bytes, *, refused: bool, session: Session | None = None) -> None:
-        """Serve a connection that a reactor hands over."""
-        if refused and self._connection_limit.make_room():
-            self._reactors.give_back(sock.detach())
-            return
-        self._server.adopt(self._connection_limit, sock, data, refused=refused, back=self._give_back, session=session)
-
-    def _give_back(self) -> Callable[[int, Session | None], None] | None:
-        """Gets the descriptor of a connection that is idle, and its TLS; None: the connection stays."""
-        return self._reactors.give_back if self._reactors.running else None
 
     def _close(self) -> None:
         self._reactors.close()
@@ -197,7 +185,7 @@ class HttpService:
             beside.append(asyncio.ensure_future(self._files.follow()))
             started()
         await self._ends.wait()
-        await asyncio.gather(self._server.finish(), *(server.stop() for server in self._plain_servers))
+        await asyncio.gather(*(server.stop() for server in self._plain_servers))
         await self._finish()
         for task in beside:
             task.cancel()
@@ -218,7 +206,7 @@ class HttpService:
             self._start_reactors()
             self._start_http2()
             return []
-        server = self._by_uvicorn(self._ports.http, self._connection_limit)
+        server = self._by_uvicorn(self._ports.http, self._connection_limit.refusal)
         await server.start()
         self._plain_servers.append(server)
         if compilation is None:

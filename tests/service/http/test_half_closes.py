@@ -18,7 +18,6 @@ from tests.service.conftest import eventually, settings_for
 from tests.service.fake_store import FakeStore
 from tests.service.raw_clients import request
 from tests.service.reactor.test_reactor import Own, ctr, planned  # noqa: F401 - a fixture
-from tierstore.service.http import connection
 from tierstore.service.server import ServerThread
 
 INFER = "/v2/models/ctr/infer"
@@ -81,8 +80,8 @@ REQUESTS: dict[str, Callable[[], bytes]] = {
     "by a reactor, large": lambda: b"".join(planned(20_000)),
     "of a form that reactors leave to Python": lambda: request(INFER, in_json(2)),
     "of many keys": lambda: request(INFER, in_json(20_000)),
-    "on a connection that Python serves": lambda: chunked(2),
-    "on a connection that Python serves, large": lambda: chunked(20_000),
+    "in chunks": lambda: chunked(2),
+    "in chunks, large": lambda: chunked(20_000),
     "by HTTP/1.0": lambda: request(LIVE).replace(b"HTTP/1.1", b"HTTP/1.0"),
     "for the admin interface": lambda: request("/admin/models"),
 }
@@ -100,7 +99,7 @@ def test_all_that_was_sent_ahead_of_the_end_is_answered(ctr: Own) -> None:  # no
     ahead = {
         "checks of health": request(LIVE) * 2,
         "what Python answers": request(INFER, in_json(2)) * 8,
-        "on a connection that Python serves": chunked(2) * 8,
+        "in chunks": chunked(2) * 8,
         "of every kind": b"".join(make() for name, make in REQUESTS.items() if "1.0" not in name),
     }
     for what, data in ahead.items():
@@ -127,9 +126,8 @@ def test_what_is_cut_short_by_the_end_takes_no_answer_away(ctr: Own, before: byt
 
 
 @pytest.fixture
-def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FakeStore, ServerThread]]:
+def held(tmp_path: Path) -> Iterator[tuple[FakeStore, ServerThread]]:
     """A store whose look-ups wait for its gate, with one thread."""
-    monkeypatch.setattr(connection, "PROBE_S", 0.05)
     store = FakeStore(settings_for(tmp_path, lookup_threads=1))
     with ServerThread(store) as server:  # type: ignore[arg-type]
         store.model("ctr").gate.clear()
@@ -145,8 +143,8 @@ def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Fake
 
 
 WAITING = {
-    "a reactor's connection": lambda: request(INFER, in_json(9000)),
-    "Python's connection": lambda: chunked(9000),
+    "of a known form": lambda: request(INFER, in_json(9000)),
+    "in chunks": lambda: chunked(9000),
 }
 
 
@@ -182,10 +180,7 @@ def test_who_is_gone_is_not_worked_for(
     python = server.service.connection_limit
     assert python is not None
     conns = server.service.reactors.conns  # type: ignore[union-attr]
-    if what == "a reactor's connection":
-        eventually(lambda: conns["lost"].any(), "the reactor knows it")
-    else:
-        eventually(lambda: server._http is not None and not server._http._server.connections, "it is known")
+    eventually(lambda: conns["lost"].any(), "the reactor knows it")
     store.model("ctr").gate.set()
     eventually(lambda: server.service.shed.of("gone") == 1, "it was left out")
     eventually(lambda: server.service.inflight.used_bytes == 0, "what it held is given back")

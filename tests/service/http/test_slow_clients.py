@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import socket
 import threading
@@ -18,21 +17,19 @@ from tests.service.conftest import eventually, settings_for
 from tests.service.fake_store import FakeStore
 from tests.service.raw_clients import request
 from tests.service.reactor.test_reactor import Own, answer, ctr, learned, planned, reactor_answers  # noqa: F401 - fixtures
-from tierstore.service.admin.application import AdminApplication
-from tierstore.service.http.deadlines import Deadlines
 from tierstore.service.limits import slow_clients
 from tierstore.service.server import ServerThread
 
 INFER = "/v2/models/ctr/infer"
-FOREIGN = {"X-Unknown": "1"}  # reactors hand such a request's connection over
+FOREIGN = {"Expect": "nothing"}  # of which reactors know nothing
 KEYS = 40_000
 DELTA = b"POST /admin/models/ctr/deltas HTTP/1.1\r\nHost: localhost\r\nContent-Length: 200000\r\n\r\n"
 
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerThread]:
-    """A server that waits for its clients a short time only, and looks for late ones ten times a second."""
-    for name, seconds in {"CHECK_S": 0.1, "BODY_S": 1.0, "STALL_S": 1.0, "ENDING_S": 0.5}.items():
+    """A server that waits for its clients a short time only,"""
+    for name, seconds in {"BODY_S": 1.0, "STALL_S": 1.0, "ENDING_S": 0.5}.items():
         monkeypatch.setattr(slow_clients, name, seconds)
     store = FakeStore(settings_for(tmp_path, arrival_timeout_s=1.0, idle_timeout_s=30, max_connections=64))
     with ServerThread(store) as server:  # type: ignore[arg-type]
@@ -95,34 +92,6 @@ def test_a_body_has_a_deadline_however_its_bytes_trickle(served: ServerThread, p
         said = drip(slow, 15)
     assert said.startswith(b"HTTP/1.1 408")
     assert b"\r\nconnection: close\r\n" in said.lower()
-
-
-def test_the_time_for_a_delta_begins_with_its_head_however_late_it_is_read(
-    served: ServerThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first request for the admin interface waits until that has begun."""
-    call = AdminApplication.__call__
-
-    async def begin_late(self: AdminApplication, *request: Any) -> Any:
-        await asyncio.sleep(0.5)
-        return await call(self, *request)
-
-    monkeypatch.setattr(AdminApplication, "__call__", begin_late)
-    with connect(served) as slow:
-        slow.sendall(DELTA)
-        assert drip(slow, 15).startswith(b"HTTP/1.1 408")
-
-
-def test_who_is_late_while_the_service_stood_still_is_refused_in_words(
-    served: ServerThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun, expect_body = threading.Event(), Deadlines.expect_body
-    monkeypatch.setattr(Deadlines, "expect_body", lambda self: (expect_body(self), begun.set()))
-    with connect(served) as slow:
-        slow.sendall(DELTA)
-        assert begun.wait(60)
-        served._http._loop.call_soon_threadsafe(time.sleep, 2.0)  # type: ignore[union-attr]
-        assert drip(slow, 15).startswith(b"HTTP/1.1 408")
 
 
 def test_a_body_that_is_refused_and_still_trickles_has_one(served: ServerThread) -> None:

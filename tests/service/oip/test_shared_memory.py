@@ -24,8 +24,8 @@ from tierstore.addresses import is_loopback
 from tierstore.engine.store import Store
 from tierstore.errors import InvalidInput, NotFound, Overloaded
 from tierstore.service.addresses import is_on_host
-from tierstore.service.http import connection
 from tierstore.service.oip.shared_memory import DIRECTORY, MAX_REGIONS, MOST_EACH, Regions, Span
+from tierstore.service.reactor import reply
 from tierstore.service.server import ServerThread
 
 KEYS = np.array([5, 0, 99, 100, -1, 5], np.int64)
@@ -368,7 +368,7 @@ def test_a_client_of_another_machine_registers_nothing(
     server: ServerThread, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make("in")
-    monkeypatch.setattr(connection, "is_on_host", lambda _: False)
+    monkeypatch.setattr(reply, "is_on_host", lambda _: False)
     with (
         triton.InferenceServerClient(server.url.removeprefix("http://")) as client,
         pytest.raises(InferenceServerException, match="clients on this machine"),

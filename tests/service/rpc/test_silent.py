@@ -21,7 +21,6 @@ from tierstore.kernels import h2words  # noqa: E402
 from tierstore.kernels import reactor_words as kernel  # noqa: E402
 from tierstore.service import server as server_module  # noqa: E402
 from tierstore.service.context import ADMIN_THREADS  # noqa: E402
-from tierstore.service.limits import slow_clients  # noqa: E402
 from tierstore.service.oip import documents  # noqa: E402
 from tierstore.service.rpc import calls  # noqa: E402
 from tierstore.service.rpc import health as health_module  # noqa: E402
@@ -37,7 +36,6 @@ Code = grpc.StatusCode
 @pytest.fixture
 def served(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerThread]:
     """A server that looks for late clients ten times a second."""
-    monkeypatch.setattr(slow_clients, "CHECK_S", 0.1)
     store = FakeStore(settings_for(tmp_path, grpc_port=0))
     with ServerThread(store) as server:  # type: ignore[arg-type]
         yield server

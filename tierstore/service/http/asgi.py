@@ -15,24 +15,34 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from tierstore.addresses import is_loopback
-from tierstore.service.http.connection_limit import ConnectionLimit
+from tierstore.service.http.connection_limit import ConnectionRefusal
 from tierstore.service.http.messages import CLOSE, HEALTH, PEER, App, OtherSide, Receive, Scope
-from tierstore.service.http.server import BACKLOG, FINISH_S
+from tierstore.service.limits.slow_clients import BACKLOG, FINISH_S
 from tierstore.service.tls import Tls
 
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class Asgi:
-    """`app` by the form of ASGI 3. `admin`: admin requests may come here. `closes`: whether answers end connections."""
+    """`app` by the form of ASGI 3. `admin`: admin requests may come here. `closes`: whether answers end connections.
 
-    def __init__(self, app: App, *, admin: bool = True, closes: Callable[[], bool] = lambda: False) -> None:
-        self._app, self._admin, self._closes = app, admin, closes
+    `on_host`: whoever asks is on this machine.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        admin: bool = True,
+        on_host: bool = False,
+        closes: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._app, self._admin, self._on_host, self._closes = app, admin, on_host, closes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, client = scope["path"], scope.get("client")
         scope["path"] = HEALTH.get(path, path)
-        scope[PEER] = OtherSide(self._admin, on_host=client is not None and is_loopback(client[0]))
+        scope[PEER] = OtherSide(self._admin, on_host=self._on_host or (client is not None and is_loopback(client[0])))
         response = await self._app(scope, receive)
         if response is None:  # nobody waits for one
             return
@@ -44,27 +54,33 @@ class Asgi:
 
 
 class UvicornListener:
-    """Serves `app` to those who connect to a bound `sock`, from `start` to `stop`: as many as `limit` has."""
+    """Serves `app` to who connects to a bound `sock`, and `refusal` to those beyond its limit, from `start` on."""
 
     def __init__(
         self,
         sock: socket.socket,
         app: App,
-        limit: ConnectionLimit,
+        refusal: ConnectionRefusal,
         tls: Tls | None,
         idle_s: float,
+        draining: Callable[[], bool],
         *,
         admin: bool = True,
     ) -> None:
         import uvicorn  # most services need none
 
-        self._app, self._limit, self._ending = app, limit, False
+        self._app, self._refusal, self._ending = app, refusal, False
         self._path = Path(sock.getsockname()) if sock.family == socket.AF_UNIX else None
         self._socket = sock.dup()  # uvicorn closes its own
         self._task: asyncio.Task[None] | None = None
         self._server = uvicorn.Server(
             uvicorn.Config(
-                Asgi(self._limited, admin=admin, closes=lambda: self._ending or limit.draining),
+                Asgi(
+                    self._limited,
+                    admin=admin,
+                    on_host=self._path is not None,
+                    closes=lambda: self._ending or draining(),
+                ),
                 http="h11",
                 ws="none",
                 loop="none",
@@ -113,5 +129,5 @@ class UvicornListener:
                 path.unlink()
 
     def _limited(self, scope: Scope, receive: Receive) -> Any:
-        over = len(self._server.server_state.connections) > self._limit.limit
-        return (self._limit.app if over else self._app)(scope, receive)
+        over = len(self._server.server_state.connections) > self._refusal.limit
+        return (self._refusal.app if over else self._app)(scope, receive)

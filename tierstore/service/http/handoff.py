@@ -1,11 +1,8 @@
-"""What reactors hand off to Python: whole requests, whose answers go back to them, and
-connections, which may go back too.
+"""What reactors hand off to Python: whole requests, whose answers go back to them.
 
 HTTP/2 hands off streams (`reactor/streams.py`): those of gRPC go on to their own receiver, any other is a request.
-
-A handed-off request goes straight to the application: the reactor has checked its head, so Python only splits it. The
-HTTP server serves a handed-off connection from its first byte on, and gives it back once every request is answered and
-nothing more has arrived (`connection.py`).
+The reactor has framed a request of HTTP/1 and checked its head, so Python only splits it. Event loop only, except
+that threads answer the requests that were left to them.
 """
 
 from __future__ import annotations
@@ -13,36 +10,38 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-import socket
+import os
+import re
 import threading
 import time
 from collections.abc import Callable, Coroutine, Generator, MutableMapping
 from functools import partial
 from typing import Any, Protocol
 
-from tierstore.errors import Closed, TooLarge
+from tierstore.config import Settings
+from tierstore.errors import Closed, Overloaded, TierstoreError, TooLarge
 from tierstore.kernels import reactor_words as kernel
 from tierstore.service.addresses import is_on_host
 from tierstore.service.error_status import CUT_OFF
+from tierstore.service.http.connection_limit import ConnectionLimit
 from tierstore.service.http.messages import (
     ARRIVED,
+    CLOSE,
     CONNECTION,
-    ERROR,
     FAILED,
     PEER,
     UNPLANNED,
     App,
     OtherSide,
+    Receive,
     Response,
     Scope,
     date_now,
-    error_for_path,
     problem,
     response_head,
     scope_of,
 )
 from tierstore.service.limits.worker_pool import ByteBudget
-from tierstore.service.openssl import Session
 from tierstore.service.reactor.reactors import Reactors
 from tierstore.service.reactor.reply import Reply, split_head
 from tierstore.service.reactor.streams import Stream, StreamReceiver
@@ -50,6 +49,8 @@ from tierstore.service.reactor.streams import Stream, StreamReceiver
 logger = logging.getLogger(__name__)
 
 _JOINED_BYTES = 16 << 10  # answers up to here are copied
+_NAMED = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*://([^/?#]*)(.*)")  # a target with the name of the service in it
+_NO_ROOM = "requests in progress hold as many bytes as they may (max_inflight); try again in a second"
 _GRPC = b"application/grpc"
 _NOT_GRPC = (
     "this is a method of gRPC: expected the Content-Type application/grpc; gRPC-Web is not spoken here, have a proxy "
@@ -57,17 +58,11 @@ _NOT_GRPC = (
 )
 
 
-class ConnectionServer(Protocol):
-    """The HTTP server that serves connections which are handed off."""
-
-    def adopt(self, sock: socket.socket, data: bytes, *, refused: bool, session: Session | None = None) -> None: ...
-
-
 class Answer:
     """Where the answer to a request goes: to its connection, as HTTP/1.1. Any thread."""
 
-    def __init__(self, handoff: Handoff, reply: Reply) -> None:
-        self._handoff, self._reply = handoff, reply
+    def __init__(self, handoff: Handoff, reply: Reply, *, is_head: bool) -> None:
+        self._handoff, self._reply, self._is_head = handoff, reply, is_head
 
     def send(self, response: Response | None) -> None:
         """None: nobody waits for one."""
@@ -76,7 +71,9 @@ class Answer:
             reply.drop()
             return
         headers, chunks = response.pieces()
-        closes = reply.closes or handoff.ending or (handoff.draining and reply.is_last)
+        if self._is_head:
+            chunks = []
+        closes = reply.closes or CLOSE in headers or handoff.ending or (handoff.draining and reply.is_last)
         head = response_head(response.status, headers, closes=closes)
         pieces: list[bytes | memoryview] = [head, *(chunk for chunk in chunks if len(chunk))]
         size = sum(map(len, pieces))
@@ -86,11 +83,11 @@ class Answer:
         reply.send(pieces, handoff.hold(size), closes=closes)  # held until it is sent, however slowly the client reads
 
 
-class StreamAnswer(Answer):
+class StreamAnswer:
     """Where the answer to a request on a stream of HTTP/2 goes. Any thread."""
 
-    def __init__(self, handoff: Handoff, stream: Stream) -> None:
-        self._handoff, self._stream = handoff, stream
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
 
     def send(self, response: Response | None) -> None:
         if response is None:
@@ -118,7 +115,7 @@ class RequestDispatch:
     def request(self, stream: Stream, body: bytes) -> None:
         if not is_grpc(stream):
             if self._calls is not None and self._calls.has(stream.path):
-                StreamAnswer(self._handoff, stream).send(problem(415, _NOT_GRPC))
+                StreamAnswer(stream).send(problem(415, _NOT_GRPC))
             else:
                 self._handoff.stream(stream, body)
         elif self._calls is not None:
@@ -152,13 +149,43 @@ def is_grpc(stream: Stream) -> bool:
     return any(value == _GRPC or value.startswith((_GRPC + b"+", _GRPC + b";")) for value in types)
 
 
+def _without_name(target: bytes, headers: list[tuple[bytes, bytes]]) -> tuple[bytes, list[tuple[bytes, bytes]]]:
+    """A target without the name in it, which counts in place of the one in Host (RFC 9112, 3.2.2)."""
+    match = _NAMED.fullmatch(target)
+    if match is None:
+        return target, headers
+    name, path = match[1].rpartition(b"@")[2], match[2]
+    named = [(field, name if field == b"host" else value) for field, value in headers]
+    return path if path.startswith(b"/") else b"/" + path, named
+
+
+def _whole(body: memoryview) -> Receive:
+    """What receives a body that is there."""
+
+    async def receive() -> MutableMapping[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive
+
+
+def _failing(error: TierstoreError) -> Receive:
+    """What receives a body that is not there, for who may send one at all."""
+
+    async def receive() -> MutableMapping[str, Any]:
+        raise error
+
+    return receive
+
+
 class _Run:
     """A request that the application answers. It begins without a task, as most end where they begin.
 
     One thread at a time: the event loop, then perhaps the thread that has the answer of a look-up.
     """
 
-    def __init__(self, answer: Answer, path: str, coroutine: Coroutine[Any, Any, Response | None]) -> None:
+    def __init__(
+        self, answer: Answer | StreamAnswer, path: str, coroutine: Coroutine[Any, Any, Response | None]
+    ) -> None:
         self._answer, self._path, self._coroutine = answer, path, coroutine
         self.context = contextvars.copy_context()
         self.has_ended = False
@@ -171,19 +198,21 @@ class _Run:
             return self.context.run(self._coroutine.send, value)
         except StopIteration as end:
             self._end(end.value)
-        except Exception:
-            logger.exception("a request to %s failed", self._path)
-            self._end(None)
+        except Exception:  # noqa: BLE001 - the last place where an error can still be answered
+            self._end(self._failed())
         return None
 
     async def end(self, awaited: Any) -> None:
         """Go on, in a task, to the end."""
-        response = None
         try:
             response = await _Resumed(self._coroutine, awaited)
-        except Exception:
-            logger.exception("a request to %s failed", self._path)
+        except Exception:  # noqa: BLE001 - as above
+            response = self._failed()
         self._end(response)
+
+    def _failed(self) -> Response:
+        logger.exception("a request to %s failed", self._path)
+        return Response(500, [b"Internal Server Error"], b"text/plain; charset=utf-8", [CLOSE])
 
     def _end(self, response: Response | None) -> None:
         self.has_ended = True
@@ -212,10 +241,16 @@ class _Resumed:
 
 
 class Handoff:
-    """From `reactors` to the application `app`, and to `server` for anything that is not a request for it."""
+    """From `reactors` to the application `app`, and to that of `limit` for connections beyond it."""
 
-    def __init__(self, reactors: Reactors, app: App, server: ConnectionServer, inflight: ByteBudget) -> None:
-        self._reactors, self._app, self._server, self._inflight = reactors, app, server, inflight
+    def __init__(
+        self, reactors: Reactors, app: App, limit: ConnectionLimit, inflight: ByteBudget, settings: Settings
+    ) -> None:
+        self._reactors, self._app, self._limit, self._inflight = reactors, app, limit, inflight
+        self._too_large = (
+            f"the body has more bytes than are allowed: {settings.max_request} (max_request), or for a delta "
+            f"{settings.max_delta} (max_delta)"
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         self._lock = threading.Lock()
         # guarded by _lock
@@ -237,29 +272,34 @@ class Handoff:
             or len(reactors.streams)
         )
 
-    def connection(self, sock: socket.socket, data: bytes, session: Session | None) -> None:
-        self._server.adopt(sock, data, refused=False, session=session)
-
-    def refused(self, sock: socket.socket) -> None:
-        self._server.adopt(sock, b"", refused=True)
+    def refused(self, fd: int) -> None:
+        """A connection is one too many: a silent one makes room for it, or it is refused."""
+        if self._limit.make_room():
+            self._reactors.serve_connection(fd)
+        elif self._limit.refuse():
+            self._reactors.serve_connection(fd, refused=True)
+        else:
+            os.close(fd)
 
     def request(self, reply: Reply, data: bytes) -> None:
+        """Answer a request of HTTP/1."""
         first, headers, body_at = split_head(data)
-        scope: Scope = {
-            "type": "http",
-            "http_version": first[-3:].decode(),
-            "method": "POST",
-            "path": first[5:-9].decode(),
-            "query_string": b"",
-            "headers": headers,
-            ARRIVED: reply.began_ns or time.perf_counter_ns(),
-            CONNECTION: reply,
-            UNPLANNED: reply.reason in (kernel.NO_PLAN, kernel.ACCESS),
-            PEER: OtherSide(names=reply.peer_names),
-        }
+        method, target, version = first.split(b" ")
+        if not target.startswith(b"/"):
+            target, headers = _without_name(target, headers)
+        path, _, query = target.partition(b"#")[0].partition(b"?")
+        scope = scope_of(version[5:].decode(), method, path, query, headers)
+        scope[ARRIVED], scope[CONNECTION] = reply.began_ns or time.perf_counter_ns(), reply
+        scope[UNPLANNED] = reply.reason in (kernel.NO_PLAN, kernel.ACCESS)
+        scope[PEER] = OtherSide(names=reply.peer_names, on_host=reply.on_host)
         if reply.error is not None:
             scope[FAILED] = reply.error
-        self._begin(Answer(self, reply), scope, memoryview(data)[body_at:])
+        if reply.has_body:
+            receive = _whole(memoryview(data)[body_at:])
+        else:
+            receive = _failing(TooLarge(self._too_large) if reply.reason == kernel.SIZE else Overloaded(_NO_ROOM))
+        app = self._limit.refusal.app if reply.is_refused else self._app
+        self._begin(Answer(self, reply, is_head=method == b"HEAD"), scope, receive, app)
 
     def stream(self, stream: Stream, body: bytes) -> None:
         """Answer a whole request of HTTP/2."""
@@ -272,24 +312,16 @@ class Handoff:
         scope = scope_of("2", stream.method, path, query, headers)
         scope[ARRIVED], scope[CONNECTION] = stream.arrived_ns, stream
         scope[PEER] = OtherSide(False, stream.peer_names, on_host)
-        answer = StreamAnswer(self, stream)
-        if stream.too_large:
-            error = scope[ERROR] = TooLarge(
-                "the body has more bytes than are allowed (max_request, and max_delta for deltas)"
-            )
-            answer.send(error_for_path(scope["path"], error))
-            return
-        self._begin(answer, scope, memoryview(body))
+        answer = StreamAnswer(stream)
+        self._begin(
+            answer, scope, _failing(TooLarge(self._too_large)) if stream.too_large else _whole(memoryview(body))
+        )
 
-    def _begin(self, answer: Answer, scope: Scope, body: memoryview) -> None:
+    def _begin(self, answer: Answer | StreamAnswer, scope: Scope, receive: Receive, app: App | None = None) -> None:
         if self._cut and FAILED not in scope:
             answer.send(None)
             return
-
-        async def receive() -> MutableMapping[str, Any]:
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        self._go_on(_Run(answer, scope["path"], self._app(scope, receive)))
+        self._go_on(_Run(answer, scope["path"], (app or self._app)(scope, receive)))
 
     def _go_on(self, run: _Run) -> None:
         """Have a request go on as far as it gets, and see to it that it goes on from there."""
@@ -316,7 +348,7 @@ class Handoff:
             run.step(answer, error)
 
     def cut_off(self) -> None:
-        """Answer requests that were left to threads, in place of those. Once; then nothing is left."""
+        """Have requests that are in progress answered, in place of threads too. Once; then nothing is left."""
         if self._cut:
             return
         self._cut = True
@@ -324,6 +356,8 @@ class Handoff:
             left, self._left = list(self._left), {}
         for run in left:
             run.step(error=asyncio.CancelledError())
+        for task in self._tasks:
+            task.cancel()
         self._reactors.cut_off(Closed(CUT_OFF))
 
     def hold(self, size: int) -> Callable[[], None]:

@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 from tierstore.service.http.connection_limit import ConnectionLimit
-from tierstore.service.http.server import BACKLOG, HttpServer
-from tierstore.service.http.tls_transport import handshake
+from tierstore.service.http.handshake import handshake
 from tierstore.service.limits.silent import Silent, host_of
+from tierstore.service.limits.slow_clients import BACKLOG
 from tierstore.service.openssl import Session
 from tierstore.service.tls import Tls
 
@@ -22,22 +22,20 @@ _PAUSE_S = 0.1  # where no more files may be opened
 
 
 class Listener:
-    """Accepts from `sock`, bound and not listening yet, as many as `limit` allows; the others `server` refuses.
+    """Accepts from `sock`, bound and not listening yet, as many as `limit` allows, and few that are to be refused.
 
-    Where there is no place left a connection that has been in its handshake for a while makes room. `give_back` gets
-    the descriptor and the session of each connection.
+    Where there is no place left a connection that has been in its handshake for a while makes room. `serve_connection`
+    gets the descriptor and the session of each connection, and whether it is to be refused.
     """
 
     def __init__(
         self,
         sock: socket.socket,
-        server: HttpServer,
         limit: ConnectionLimit,
         tls: Tls,
-        give_back: Callable[[int, Session | None], None],
+        serve_connection: Callable[[int, Session | None, bool], None],
     ) -> None:
-        self._socket, self._server, self._limit, self._tls, self._give_back = sock, server, limit, tls, give_back
-        self._refusing = 0
+        self._socket, self._limit, self._tls, self._serve_connection = sock, limit, tls, serve_connection
         self._beginning: set[asyncio.Task[Any]] = set()  # connections in their handshake
         self._handshakes: Silent[asyncio.Task[Any]] = Silent()  # those that are counted
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -72,7 +70,7 @@ class Listener:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         refused = not (self._limit.admit() or self._make_room() or self._limit.make_room())
-        if refused and self._refusing >= self._limit.most_refused:
+        if refused and not self._limit.refuse():
             connection.close()
             return
         host = host_of(connection)
@@ -82,9 +80,6 @@ class Listener:
         task.add_done_callback(partial(self._begin, connection, host, refused))
         self._beginning.add(task)
         task.add_done_callback(self._beginning.discard)
-        if refused:
-            self._refusing += 1
-            task.add_done_callback(self._refused)
 
     def _make_room(self) -> bool:
         """End a handshake in progress, whose place is free then. False: there is none, or it has begun just now."""
@@ -94,7 +89,7 @@ class Listener:
         return True
 
     def _begin(self, connection: socket.socket, host: str, refused: bool, task: asyncio.Task[Session]) -> None:
-        """A handshake has ended: give the connection to a reactor, or refuse it."""
+        """A handshake has ended: give the connection to a reactor."""
         counted = self._handshakes.discard(host, task)
         error = None if task.cancelled() else task.exception()
         if task.cancelled() or error is not None or not (counted or refused):
@@ -103,16 +98,10 @@ class Listener:
             elif error is not None and not isinstance(error, OSError):  # else the client has gone, or speaks no TLS
                 logger.error("a connection was lost in its handshake: %s", error)
             connection.close()
-            if counted:
-                self._limit.release(True)
+            if counted or refused:
+                self._limit.release(refused=refused)
             return
-        if refused:
-            self._server.adopt(self._limit, connection, b"", refused=True, session=task.result())
-        else:
-            self._give_back(connection.detach(), task.result())
-
-    def _refused(self, _: asyncio.Task[Session]) -> None:
-        self._refusing -= 1
+        self._serve_connection(connection.detach(), task.result(), refused)
 
     def _pause(self) -> None:
         loop = self._loop

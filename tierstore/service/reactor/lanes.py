@@ -22,14 +22,13 @@ Message = tuple[int, int, int, int]  # kind and descriptor, serial, address of b
 HEALTH_S = 0.008  # of one turn
 URGENT_S = 0.002
 OTHERS_S = 0.004
-CONNECTION_S = 0.0005  # what a connection costs in later turns
 _HEAD_BYTES = 32
 _STREAM_HEAD_BYTES = 56  # a block of HTTP/2 has room for as many, whatever its head
 _HEALTH = re.compile(
     rb"GET /v2/health/(?:live|ready)[ ?\n]"
     rb"|POST /(?:grpc\.health\.v1\.Health/Check|inference\.GRPCInferenceService/Server(?:Live|Ready))\n"
 )
-_URGENT = re.compile(rb"[A-Z]+ /(?!v[12]/models/|inference\.|tensorflow\.)")
+_URGENT = re.compile(rb"[A-Z]+ /(?!v[12]/models/|upstream/|inference\.|tensorflow\.)")
 
 
 class Lanes:
@@ -78,15 +77,13 @@ class Lanes:
             while lane:
                 message = lane.popleft()
                 self._serve(message)
-                if message[0] & 255 == kernel.CONNECTION:
-                    until -= CONNECTION_S
                 if time.perf_counter() >= until:
                     break
 
 
 def _head_of(message: Message) -> bytes:
-    """How the first request of a connection begins, or a whole request of HTTP/2; nothing for any other message."""
+    """How a whole request begins; nothing for any other message."""
     what, _, at, size = message
     if what & 255 == kernel.STREAM_REQUEST:
         return ctypes.string_at(at + 8, _STREAM_HEAD_BYTES)
-    return ctypes.string_at(at, min(size, _HEAD_BYTES)) if size and what & 255 == kernel.CONNECTION else b""
+    return ctypes.string_at(at, min(size, _HEAD_BYTES)) if what & 255 == kernel.REQUEST else b""

@@ -48,6 +48,7 @@ def limits_of(settings: Settings, threads: int, connections: int, descriptors: i
     return kernel.LIMITS.make(
         most_connections=connections,
         most_body=min(settings.max_request, settings.max_inflight),
+        most_upload=max(settings.max_request, settings.max_delta),
         most_message=most_message(settings),
         most_answer=settings.max_response,
         most_inflight=settings.max_inflight,
@@ -57,6 +58,7 @@ def limits_of(settings: Settings, threads: int, connections: int, descriptors: i
         pressed_stall_ns=int(slow_clients.PRESSED_STALL_S * 1e9),
         most_wait_ns=int(settings.max_queue_s * 1e9),
         finish_ns=int(slow_clients.ENDING_S * 1e9),
+        turn_off_ns=int(min(slow_clients.TURN_OFF_S, settings.idle_timeout_s) * 1e9),
         slowest_rate=slow_clients.SLOWEST_RATE,
         reactors=threads,
         most_descriptors=descriptors,

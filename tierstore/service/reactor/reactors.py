@@ -62,8 +62,7 @@ class HandoffReceiver(Protocol):
     """Receives what reactors hand off to Python."""
 
     def request(self, reply: Reply, data: bytes) -> None: ...
-    def connection(self, sock: socket.socket, data: bytes, session: Session | None) -> None: ...
-    def refused(self, sock: socket.socket) -> None: ...
+    def refused(self, fd: int) -> None: ...
 
 
 class Reactors:
@@ -197,9 +196,8 @@ class Reactors:
         with self._writing:  # threads may still answer
             self._inboxes = []
         for what, _, value, _ in (*self.lanes.drain(), *self._left_in(self._outbox)):
-            if what & 255 in (kernel.CONNECTION, kernel.REFUSED):
-                self.tls.close(what >> 8)
-                free(value or None)
+            if what & 255 == kernel.REFUSED:
+                os.close(what >> 8)
             elif what & 255 in (kernel.STREAM_REQUEST, kernel.STREAM_OPENED, kernel.STREAM_DATA):
                 free(value or None)
         for inbox in self._inbox_ends:
@@ -216,9 +214,9 @@ class Reactors:
         self._workers.clear()
 
     def _close_left(self, inbox: int) -> None:
-        """Close connections that were to return to a reactor that has ended, and free answers that it has not read."""
+        """Close connections that a reactor was to take in which has ended, and free answers that it has not read."""
         for what, _, value, _ in self._left_in(inbox):
-            if what & 255 == kernel.COME_BACK:
+            if what & 255 == kernel.TAKE_IN:
                 self.tls.close(what >> 8)
             elif what & 255 in (kernel.BLOCK, kernel.STREAM_BLOCK):
                 free(value)
@@ -233,7 +231,7 @@ class Reactors:
     @property
     def idle(self) -> bool:
         """Whether the reactors have no connection."""
-        return int(self.words["open"]) == 0
+        return int(self.words["open"]) + self.refused == 0
 
     def _set_mode(self, mode: int) -> None:
         self.words["mode"] = max(mode, int(self.words["mode"]))
@@ -312,19 +310,31 @@ class Reactors:
         if failed:
             raise OSError(-failed, os.strerror(-failed))
 
-    def give_back(self, fd: int, session: Session | None = None) -> None:
-        """Give a connection to a reactor, which owns the descriptor and the session from now on."""
+    def serve_connection(self, fd: int, session: Session | None = None, refused: bool = False) -> None:
+        """Give a connection to a reactor, which owns the descriptor and the session from now on.
+
+        It is counted already, as another one or as one that is refused. Event loop only.
+        """
         if not self.tls.put(fd, session):
-            self.count_other(-1)
+            (self.count_refused if refused else self.count_other)(-1)
             return
-        self.notify(fd % self.threads, kernel.COME_BACK, fd, 0, 0, 0)
+        self.notify(fd % self.threads, kernel.TAKE_IN, fd, 0, kernel.TURNED_OFF if refused else 0, 0)
 
     def count_other(self, connections: int) -> None:
-        """Python serves so many more connections, or fewer."""
+        """So many more connections, or fewer, are on their way to reactors."""
         atomics.add(kernel.SHARED.place(self.words, "other_open"), connections)
 
+    def count_refused(self, connections: int) -> None:
+        """So many more connections, or fewer, are refused."""
+        atomics.add(kernel.SHARED.place(self.words, "turned_off"), connections)
+
+    @property
+    def refused(self) -> int:
+        """Connections that are one too many, and are refused in words."""
+        return int(self.words["turned_off"])
+
     def make_room(self) -> bool:
-        """End a silent connection, and count one of Python's in its place.
+        """End a silent connection, and count another one in its place.
 
         False: there is none, or there are too many on their way.
         """
@@ -338,7 +348,7 @@ class Reactors:
 
     @property
     def open(self) -> int:
-        """Connections that are open, here and in Python."""
+        """Connections that are open, and on their way here."""
         return int(self.words["open"]) + int(self.words["other_open"])
 
     @property
@@ -374,14 +384,10 @@ class Reactors:
             reply = Reply(self, owner, fd, serial)
             reply.error = self.error_of(fd, serial & kernel.SERIALS)
             receiver.request(reply, ctypes.string_at(value, more))
-        elif kind == kernel.CONNECTION:
-            data = ctypes.string_at(value, more) if more else b""
-            free(value or None)
-            receiver.connection(socket.socket(fileno=fd), data, self.tls.session_of(fd, serial))
         elif kind >= kernel.STREAM_REQUEST:
             self.streams.serve(kind, what >> 8, serial, value, more)
         else:
-            receiver.refused(socket.socket(fileno=fd))
+            receiver.refused(fd)
 
     # --- stats
 
@@ -392,7 +398,7 @@ class Reactors:
 
     @property
     def handed_on(self) -> dict[str, int]:
-        """Requests and connections that reactors have handed to Python, by the reason."""
+        """Requests that reactors have handed to Python, by the reason."""
         counts = self._lines["reasons"].sum(0)
         return dict(zip(kernel.REASONS, counts.tolist(), strict=True))
 

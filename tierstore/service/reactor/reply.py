@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
-from tierstore.service.addresses import peer_of
+from tierstore.service.addresses import is_on_host, peer_of
 from tierstore.service.reactor.streams import Streams
 from tierstore.service.reactor.tls_rows import TlsRows
 
@@ -23,7 +23,7 @@ Sending = tuple[npt.NDArray[np.int64], list[npt.NDArray[np.uint8]], Callable[[],
 
 
 def split_head(data: bytes) -> tuple[bytes, list[tuple[bytes, bytes]], int]:
-    """(the first line, the headers, where its body begins) of a request whose head a reactor has checked."""
+    """(the first line, the headers, where its body begins) of a request that a reactor has framed."""
     end = data.index(b"\r\n\r\n")
     first, *lines = data[:end].split(b"\r\n")
     headers = []
@@ -88,6 +88,25 @@ class Reply:
     def closes(self) -> bool:
         """Whether the request asked for its connection to end with the answer, as long as it is not answered."""
         return bool(self._reactors.conns["flags"][self._fd] & kernel.CLOSES)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether its connection is one too many."""
+        return bool(self._reactors.conns["flags"][self._fd] & kernel.TURNED_OFF)
+
+    @property
+    def has_body(self) -> bool:
+        """Whether the body is there: it is not where it is too large, or where there is no room for it."""
+        return not self._reactors.conns["to_drop"][self._fd]
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the client is on this machine for sure, as long as it is not answered."""
+        try:
+            with socket.socket(fileno=os.dup(self._fd)) as connection:
+                return is_on_host(connection)
+        except OSError:
+            return False
 
     @property
     def is_last(self) -> bool:

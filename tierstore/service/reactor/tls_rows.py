@@ -49,11 +49,6 @@ class TlsRows:
         of, names, _ = self._named.get(fd, (-1, (), None))
         return names if of == serial else ()
 
-    def session_of(self, fd: int, serial: int) -> Session | None:
-        """The session of a connection that a reactor hands over."""
-        at = self._detach(fd)
-        return Session(at, self.names_of(fd, serial)) if at else None
-
     def close(self, fd: int) -> None:
         """Close a connection whose reactor has ended."""
         if at := self._detach(fd):
