@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from tierstore.config import Settings
-from tierstore.errors import TierstoreError
+from tierstore.errors import RateLimited, TierstoreError
 from tierstore.log_limits import LIMITED, LineLimit
 from tierstore.logs import without_secrets
 from tierstore.service.error_status import message_of
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 LINES_A_SECOND = 10  # of one kind
 REFUSED_EVERY_S = 10.0  # for requests that were not let in: clients repeat them as long as they have the wrong token
-_NOT_LET_IN = (401, 403, 429)  # the last: beyond a rate, whose holder it names
+_NOT_LET_IN = (401, 403)
 
 
 class RequestLog:
@@ -72,7 +72,7 @@ class RequestLog:
             self._trace(self._traces, method, path, status, began_ns, headers, error, spent, said)
         ms = (time.perf_counter_ns() - began_ns) / 1e6
         failed, slow = status >= 500, 0 < self._slow_ms <= ms
-        refused = status in _NOT_LET_IN
+        refused = status in _NOT_LET_IN or isinstance(error, RateLimited)
         level = logging.WARNING if failed or slow or refused else logging.INFO if self._all else logging.DEBUG
         if level == logging.DEBUG and (status < 400 or not logger.isEnabledFor(logging.DEBUG)):
             return
