@@ -135,7 +135,7 @@ def _chunk_size(at, begin, end):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def decode(row, at, size, most):  # type: ignore[no-untyped-def]
-    """Take the chunks of a connection's request out of the `size` bytes at an address, so that its body lies in one piece behind its head.
+    """Get the chunks of a connection's request out of the `size` bytes at an address, so that its body lies in one piece behind its head.
 
     Up to `row.chunks_at` that is done. Returns (DONE, MORE, MALFORMED, or LARGE for a body above `most`; how many bytes there are now).
     """
@@ -143,12 +143,12 @@ def decode(row, at, size, most):  # type: ignore[no-untyped-def]
     raw, head = end, row.chunks_head
     while came == MORE:
         if left > 0:
-            take = min(left, size - raw)
-            if raw > end and take > 0:
-                move_bytes(at + end, at + raw, take)
-            end += take
-            raw += take
-            left -= take
+            part = min(left, size - raw)
+            if raw > end and part > 0:
+                move_bytes(at + end, at + raw, part)
+            end += part
+            raw += part
+            left -= part
             if left > 0:
                 break
             left, row.beside = nb.int64(AFTER_DATA), 0

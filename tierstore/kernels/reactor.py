@@ -83,11 +83,11 @@ from tierstore.kernels.reactor_words import (
     RUN,
     SENDING,
     SERIALS,
+    SERVE,
     STOP,
     STREAM_BLOCK,
     SWEEP,
     SWEEP_NS,
-    TAKE_IN,
     WAITS,
     WAKE,
     connection_at,
@@ -179,7 +179,7 @@ def _on_message(me, message, now):  # type: ignore[no-untyped-def]
     what = message.what
     kind, fd = what & 255, (what & FIRST_PART) >> 8
     serial = message.serial
-    if kind == TAKE_IN:
+    if kind == SERVE:
         off = message.value
         if not start_serving(me, fd, now, off):
             end_tls(me, fd, True)

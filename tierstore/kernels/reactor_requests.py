@@ -150,7 +150,7 @@ def _frame(me, fd, at, size):  # type: ignore[no-untyped-def]
         go_on(me, fd)
     if body == httpframe.CHUNKED:
         row.chunks_head, row.chunks_at, row.chunk_left, row.beside = head, head, httpframe.SIZE_LINE, 0
-        return _take_chunks(me, fd, at, size)
+        return _read_chunks(me, fd, at, size)
     if size < head + body:
         row.needed = head + body
         return 0
@@ -158,7 +158,7 @@ def _frame(me, fd, at, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _take_chunks(me, fd, at, size):  # type: ignore[no-untyped-def]
+def _read_chunks(me, fd, at, size):  # type: ignore[no-untyped-def]
     """`_request`, of one whose body comes in chunks."""
     row, found = connection_at(me.conns, fd), me.found
     came, left = httpframe.decode(row, at, size, _most(me, at, size))
@@ -186,7 +186,7 @@ def _request(me, fd, at, size):  # type: ignore[no-untyped-def]
     row, found, limits = connection_at(me.conns, fd), me.found, me.limits
     found.size = size
     if row.chunks_head > 0:
-        return _take_chunks(me, fd, at, size)
+        return _read_chunks(me, fd, at, size)
     if load_u8(at, 0) == _CR or load_u8(at, 0) == _LF:  # an empty line before a request (RFC 9112, 2.2)
         return 1
     began = monotonic_ns()

@@ -105,7 +105,7 @@ LINE = define("ReactorLine", "what one reactor says of itself", {
 ) = range(8)  # fmt: skip
 # and back: an answer in Python's memory, a connection to be served, or an answer in a block that becomes the reactor's; of a silent connection: its end;
 # of a stream: a block, more of the request is wanted, its end
-ANSWER, TAKE_IN, DROP, WAKE, BLOCK, MAKE_ROOM, STREAM_BLOCK, STREAM_CONSUMED, STREAM_RESET = range(9)
+ANSWER, SERVE, DROP, WAKE, BLOCK, MAKE_ROOM, STREAM_BLOCK, STREAM_CONSUMED, STREAM_RESET = range(9)
 STREAM_SHIFT = 32  # where the number of a stream begins in the first word of a message
 FIRST_PART = (1 << STREAM_SHIFT) - 1
 FRAMES, MESSAGE, SWEEP, JOB_ENDED = range(4)  # what `reactor_http2.run` is to do

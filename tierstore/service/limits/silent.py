@@ -14,7 +14,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class Silent(Generic[T]):
-    """Handshakes, or heads of requests, that have begun, by the address of the client.
+    """Handshakes that have begun, by the address of the client.
 
     First goes one of the address that has most of them, so that one client's cost that
     client's own; of those the oldest.

@@ -216,7 +216,7 @@ class Reactors:
     def _close_left(self, inbox: int) -> None:
         """Close connections that a reactor was to take in which has ended, and free answers that it has not read."""
         for what, _, value, _ in self._left_in(inbox):
-            if what & 255 == kernel.TAKE_IN:
+            if what & 255 == kernel.SERVE:
                 self.tls.close(what >> 8)
             elif what & 255 in (kernel.BLOCK, kernel.STREAM_BLOCK):
                 free(value)
@@ -318,7 +318,7 @@ class Reactors:
         if not self.tls.put(fd, session):
             (self.count_refused if refused else self.count_other)(-1)
             return
-        self.notify(fd % self.threads, kernel.TAKE_IN, fd, 0, kernel.TURNED_OFF if refused else 0, 0)
+        self.notify(fd % self.threads, kernel.SERVE, fd, 0, kernel.TURNED_OFF if refused else 0, 0)
 
     def count_other(self, connections: int) -> None:
         """So many more connections, or fewer, are on their way to reactors."""
