@@ -408,7 +408,7 @@ def test_why_a_request_was_left_to_python_is_counted(served: Served) -> None:
     assert reason(plain.replace(b"\r\n", b"\r\nExpect: 100-continue\r\n", 1).replace(b"Expect", b"X-Expect")) == ""
     assert reason(plain.replace(b"\r\n", b"\r\nX-Request-Timeout-Ms: x\r\n", 1)) == "header"
     assert reason(plain.replace(b"POST", b"POST", 1).replace(b"infer ", b"infer?a=1 ", 1)) == "header"
-    assert reason(plain.replace(b"\r\n", b"\r\nCookie: " + b"x" * 9000 + b"\r\n", 1)) == "size"
+    assert reason(plain.replace(b"\r\n", b"\r\nCookie: " + b"x" * 9000 + b"\r\n", 1)) == "header"
     assert reason(message({"item_id": np.arange(3)}, ["item_id"], id="\x01")) == "form"
     assert reason(plain.replace(b'"name": "item_id"', b'"name": "item_di"', 1)) == "no_plan"
     assert reason(plain.replace(b'"shape": [3]', b'"shape": [4]', 1)) == "values"
