@@ -36,7 +36,7 @@ def both(urls: list[str]) -> list[str]:
 
 def test_jobs_of_a_service_are_listed_and_stopped(two: Two, cli: Cli, tmp_path: Path) -> None:
     _, urls = two
-    assert cli("jobs", "--url", urls[0]).out.startswith("there are no jobs")
+    assert cli("jobs", "--url", urls[0]).out.startswith("no job is running")
     assert "only a running service has jobs" in cli("jobs").err
     assert cli("load", write_snapshot(tmp_path, 1), "--url", urls[0]).code == 0
     listed = cli("jobs", "--url", urls[0])

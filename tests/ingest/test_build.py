@@ -174,7 +174,7 @@ def test_a_copy_that_goes_wrong_is_the_disks_fault(
         finished_files.copy_file(source, task, told.append)
     assert (tmp_path / "copy").read_bytes() == (built / file["name"]).read_bytes()
     monkeypatch.setattr(finished_files, "drop_from_cache", lambda path: path.name == "copy" and flip(path))
-    with pytest.raises(Corruption, match="not to be trusted"):
+    with pytest.raises(Corruption, match="do not trust this disk"):
         finished_files.copy_file(source, task, told.append)
 
 

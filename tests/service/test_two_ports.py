@@ -163,11 +163,12 @@ def test_a_taken_port_frees_the_others(tmp_path: Path, monkeypatch: pytest.Monke
 
 def is_answered(admin: Path) -> bool:
     """Whether the operator's socket answers."""
-    with socket.socket(socket.AF_UNIX) as made:
+    with socket.socket(socket.AF_UNIX) as made, contextlib.suppress(ConnectionResetError):
         made.settimeout(20)
         made.connect(str(admin))
         made.sendall(b"GET /admin/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
         return made.recv(64).startswith(b"HTTP/1.1 200 ")
+    return False
 
 
 def test_connections_leave_descriptors_for_the_operator(tmp_path: Path) -> None:
@@ -190,7 +191,8 @@ def test_connections_leave_descriptors_for_the_operator(tmp_path: Path) -> None:
                 one.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
         files = f"/proc/{process.pid}/fd"
         eventually(lambda: len(os.listdir(files)) < FEW_FILES - 32, "those that are too many are ended")
-        assert is_answered(tmp_path / "admin")
+        # until those that are too many are ended, the event loop resets what it has no descriptor for
+        eventually(lambda: is_answered(tmp_path / "admin"), "the operator gets in")
         health = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
         health.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert health.recv(64).startswith((b"HTTP/1.1 200 ", b"HTTP/1.1 503 "))

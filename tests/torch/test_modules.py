@@ -173,7 +173,7 @@ def test_training_is_refused(net: Net, store: Store) -> None:
     ("part", "reason"),
     [
         (nn.EmbeddingBag(4, 8, mode="max"), "mode 'max' is not served: expected sum or mean"),
-        (nn.Embedding(4, 8, max_norm=1.0), "table 'item': max_norm changes rows as they are read"),
+        (nn.Embedding(4, 8, max_norm=1.0), "table 'item': max_norm changes rows when they are read"),
         (nn.Embedding(4, 8), "no feature of a table 'item' without a padding key; there are user_id, item_id, clicked"),
     ],
 )

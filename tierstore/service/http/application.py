@@ -10,7 +10,7 @@ from typing import Protocol
 
 from tierstore.service.context import Service
 from tierstore.service.dataplane.tensors import shown
-from tierstore.service.error_status import HttpError, http_outcome
+from tierstore.service.error_status import HttpError, http_outcome, outcome_of
 from tierstore.service.exchange import Exchange, Message
 from tierstore.service.http.messages import (
     ARRIVED,
@@ -56,6 +56,7 @@ class ProtocolApplication:
         except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
             scope[ERROR] = error
             response = self._error(error)
+            response.outcome = outcome_of(error)
         finally:
             holding.release()
         self._count(response, began_ns)

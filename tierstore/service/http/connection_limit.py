@@ -113,6 +113,6 @@ class ConnectionLimit:
     def families(self) -> Iterator[Metric]:
         """The metrics of this part, for Prometheus."""
         yield gauge("tierstore_connections", "HTTP connections that are open.", self.open)
-        text = "Silent connections that were ended for others."
+        text = "Silent connections that were closed to make room for others."
         yield counter("tierstore_connections_made_room", text, self.made_room)
         yield gauge("tierstore_connections_limit", "HTTP connections that may be open.", self.limit)
