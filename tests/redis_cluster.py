@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import shutil
 import signal
 import socket
@@ -43,12 +44,15 @@ def end_with_parent() -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Distinct ports that nothing listens on at this moment."""
+    """Distinct ports that nothing listens on at this moment, below those that the system gives to clients."""
+    held: dict[int, socket.socket] = {}
     with ExitStack() as stack:
-        held = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in held:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in held]
+        while len(held) < count:
+            one, port = stack.enter_context(socket.socket()), random.SystemRandom().randrange(10_000, 32_000)
+            with suppress(OSError):  # somebody has it
+                one.bind(("127.0.0.1", port))
+                held[port] = one
+        return list(held)
 
 
 def wait_for(condition: Callable[[], Any], what: str, seconds: float = WAIT_S) -> Any:
