@@ -270,7 +270,7 @@ def in_production(results: list[dict[str, Any]]) -> None:
             assert (row["from_disk"], row["from_overlay"]) == (pytest.approx(0, abs=0.001), 0), row
         else:
             assert 0.5 < row["hit_rate"] < 0.98, row  # most from memory, how many says a run of full size
-            assert row["from_overlay"] > 0, row
+            assert 0 <= row["from_overlay"] < 1, row  # none where folds come before the next request
             assert row["s_between_deltas"] > 0, row
 
 
