@@ -68,6 +68,23 @@ def test_a_stop_that_does_not_end_exits(tmp_path: Path, endless: str, code: int,
     assert said in log
 
 
+_SIGNALS_ITSELF = """
+import signal, sys, threading
+from tierstore.config import load_settings
+from tierstore.service.server import serve
+
+def announce(*_):
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+serve(load_settings(data=sys.argv[1], port=0, grpc_port="off", drain_s=0), announce=announce)
+"""
+
+
+def test_a_signal_that_another_thread_gets_stops_the_service(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _SIGNALS_ITSELF, str(tmp_path)]
+    assert subprocess.run(command, timeout=60, check=False).returncode == 0
+
+
 def test_a_stop_ends_a_graph_that_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "FINISH_S", 0.5)
     began_s = 0.0

@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 GRPC_PORT = 8001
 COMPILED_POLL_S = 0.1
+_ENDED = b"\0"  # no signal's number
 ADMIN_CONNECTIONS = 64  # at a time, where admin requests have a listener of their own
 
 
@@ -346,14 +347,21 @@ def serve(settings: Settings, *, announce: Callable[[str, str | None], None] = s
 
 
 def _run_until_signalled(service: HttpService, started: Callable[[], None], bound: ExitBound, drain_s: float) -> None:
-    """Run a service on a thread of its own, so that the main one hears of signals whatever holds up its event loop."""
+    """Run a service on a thread of its own, so that the main one hears of signals whatever holds up its event loop.
+
+    The main thread waits for a byte: a signal that another thread gets wakes it too, which no lock would.
+    """
     errors: list[BaseException] = []
+    ears, mouth = socket.socketpair()
+    mouth.setblocking(False)
 
     def run() -> None:
         try:
             service.run(started, bound)
         except BaseException as error:  # noqa: BLE001 - raised below
             errors.append(error)
+        finally:
+            mouth.send(_ENDED)
 
     def stop(*_: object) -> None:
         bound.signalled(drain_s + 2 * FINISH_S)
@@ -361,13 +369,19 @@ def _run_until_signalled(service: HttpService, started: Callable[[], None], boun
 
     handlers = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGHUP: lambda *_: service.renew()}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    waker = signal.set_wakeup_fd(mouth.fileno(), warn_on_full_buffer=False)  # gets the number of each signal
     thread = Thread(target=run, name="tierstore-http")
     try:
         thread.start()
+        while _ENDED not in ears.recv(64):
+            pass
         thread.join()
     finally:
+        signal.set_wakeup_fd(waker)
         for number, handler in before.items():
             signal.signal(number, handler)
+        for end in (ears, mouth):
+            end.close()
     for error in errors:
         raise error
 
