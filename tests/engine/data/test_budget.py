@@ -345,7 +345,7 @@ def test_models_that_come_and_go_are_dealt_what_there_is(tmp_path):
             before = resident(store, hot)
             store.load_snapshot(write(tmp_path, "small", rows["small"]))
             rebalanced(large=1.91, small=0.09)
-            assert resident(store, hot) > 0.9 * before > 0.5 * len(hot)
+            assert resident(store, hot) > 0.8 * before > 0.5 * len(hot)  # look-ups go on beside it
             store.load_snapshot(write(tmp_path, "large", rows["large"], version=2, stamp=33_000))
             rebalanced(large=1.91, small=0.09)
             store.load_snapshot(write(tmp_path, "second", rows["second"]))
