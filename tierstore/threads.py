@@ -186,9 +186,8 @@ class Scheduler:
         self._lock = threading.Lock()
         self._due, self._left = threading.Condition(self._lock), threading.Condition(self._lock)
         # guarded by _lock
-        self._queue: list[
-            tuple[float, int, ScheduledJob]
-        ] = []  # an entry counts where the job is due at that time still
+        # an entry counts where its job is still due at that time
+        self._queue: list[tuple[float, int, ScheduledJob]] = []
         self._numbers = itertools.count()
         self._closed = False
         self._pool = Pool(count, name)

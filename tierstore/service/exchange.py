@@ -19,9 +19,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from types import coroutine
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from tierstore.access.roles import NOBODY, Action, Principal
 from tierstore.errors import Forbidden, NotFound, TierstoreError
@@ -32,6 +32,7 @@ from tierstore.service.dataplane.plan import Plan, Request, is_short
 from tierstore.service.dataplane.tensors import Elements
 from tierstore.service.limits.rates import Charge
 from tierstore.service.limits.shedding import Caller, Gone
+from tierstore.service.limits.worker_pool import Done
 from tierstore.service.stats import Timings
 from tierstore.types import model_and_head
 
@@ -41,7 +42,6 @@ DIRECT_TEXT_BYTES = 8 << 10  # of elements one by one, either way, and of what d
 
 A = TypeVar("A")  # an answer
 A_co = TypeVar("A_co", covariant=True)
-Answered: TypeAlias = Callable[[Any, BaseException | None], None]  # called with the answer, or else the error
 
 
 class Message(Protocol[A_co]):
@@ -138,7 +138,7 @@ class Exchange(Generic[A]):
         self._since_ns = time.perf_counter_ns()
         return None
 
-    def hand_over(self, answered: Answered) -> None:
+    def hand_over(self, answered: Done) -> None:
         """Have a thread of the look-up pool, or a batch, answer what `begin` did not; it tells `answered`.
 
         Event loop only.

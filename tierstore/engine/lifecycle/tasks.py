@@ -144,7 +144,7 @@ class Tasks:
                 trash = state.catalogue.discard_unfinished(number)
                 if trash is not None:
                     self._report("drop", version=number, unfinished=True)
-                    log.info("model %s: removes leftovers of a load of version %d has left", state.name, number)
+                    log.info("model %s: removes the leftovers of a load of version %d", state.name, number)
                     files.remove_leftover(trash)
 
     def _check_bases(self) -> None:
