@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tests.compiled import h2_session
-from tierstore.kernels import h2words
+from tierstore.kernels import h2head, h2words
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.records import TEXT
 from tierstore.service.reactor.hpack import encode, encode_head
@@ -72,11 +72,11 @@ class Machine:
         at, size = state.event_at, state.event_bytes
         stream = 0 if row is None else row.id
         if event == h2words.REQUEST:
-            head = ctypes.string_at(row.at, row.head_bytes)[8:]
+            head = ctypes.string_at(row.at, row.head_bytes)[8 * h2head.HEAD_WORDS :]
             self.requests[stream] = head, ctypes.string_at(at, size)
             self.events.append(("request", stream, b""))
         elif event == h2words.OPENED:
-            head = ctypes.string_at(row.at, row.head_bytes)[8:]
+            head = ctypes.string_at(row.at, row.head_bytes)[8 * h2head.HEAD_WORDS :]
             self.events.append(("opened", stream, head))
             if row.state & h2words.ENDED:
                 self.events.append(("ended", stream, b""))

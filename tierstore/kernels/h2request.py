@@ -30,7 +30,7 @@ MOST_ID = (1 << 31) - 1
 
 @nb.njit
 def _ended(s, row, now):  # type: ignore[no-untyped-def]
-    """The client has sent all of a request."""
+    """Note that the client has sent all of a request."""
     row.state |= h2words.ENDED
     if row.declared > 0:
         return reset_stream(s, row.id, h2words.PROTOCOL_ERROR, now)
@@ -45,7 +45,7 @@ def _ended(s, row, now):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _too_large(s, row):  # type: ignore[no-untyped-def]
-    """A body beyond the limit is dropped; its request is for Python to refuse."""
+    """Drop a body beyond the limit. Python refuses its request."""
     row.state |= h2words.TOO_LARGE
     hold(s, row.head_bytes - row.bytes)
     row.bytes = row.head_bytes
@@ -57,7 +57,7 @@ def _too_large(s, row):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _on_block(s, at, size, stream, flags, work, now):  # type: ignore[no-untyped-def]
-    """A header block is there: of a new stream, or the trailers of an open one."""
+    """Take a whole header block: the head of a new stream, or the trailers of an open one."""
     fields, text = work, work + h2words.FIELDS_BYTES
     count = hpack.decode(h2words.session_at(s, 1), at, size, text, h2words.MOST_LIST_BYTES, fields, h2words.MOST_FIELDS)
     if count == hpack.COMPRESSION:

@@ -127,7 +127,7 @@ def flush(me, fd, s):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def push_row(me, fd, s, row):  # type: ignore[no-untyped-def]
-    """`h2out.push`, and Python hears what it waits to hear."""
+    """Do `h2out.push`, and tell Python which of its blocks have left."""
     stream = row.id
     is_away = row.state & h2words.AWAY != 0
     reports, moved = h2out.push(s, row)
@@ -142,7 +142,7 @@ def push_row(me, fd, s, row):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def set_deadline(me, row):  # type: ignore[no-untyped-def]
-    """Until when the first block of a stream must have left."""
+    """Set until when the first block of a stream must have left."""
     block = row.first_out
     if block == 0:
         row.deadline_ns = 0

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +26,8 @@ from tierstore.service.limits.silent import SILENT_S
 from tierstore.service.server import ServerThread
 
 LIMIT = 4
+MANY = 200
+MOST_UNDECIDED = 32
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 ACKNOWLEDGED = bytes([0, 0, 0, 4, 1, 0, 0, 0, 0])
 
@@ -186,3 +191,35 @@ def test_connections_that_are_idle_after_their_handshake_make_room(authority: Au
         eventually(is_served, "the oldest to make room")
         assert idle[0].recv(1) == b"", "the oldest"
         assert limit.made_room == 1
+
+
+def test_of_connections_beyond_the_limit_few_are_accepted_before_python_has_decided(
+    served: tuple[FakeStore, ServerThread],
+) -> None:
+    """Descriptors are left for what else the process opens: an operator's connection, a file."""
+    _, server = served
+    files, held, gate = "/proc/self/fd", threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held.set()
+        gate.wait(60)
+
+    reactors: Any = server.service.reactors
+    with contextlib.ExitStack() as stack:
+        for _ in range(LIMIT):
+            be_answered(stack.enter_context(connect(server)))
+        server._http._loop.call_soon_threadsafe(hold)  # type: ignore[union-attr]
+        stack.callback(gate.set)
+        assert held.wait(60)
+        before = len(os.listdir(files))
+        others = [stack.enter_context(connect(server)) for _ in range(MANY)]
+        turns = reactors._lines["turns"] + 3
+        eventually(lambda: (reactors._lines["turns"] >= turns).all(), "the reactors have done what they do")
+        assert len(os.listdir(files)) - before - MANY <= MOST_UNDECIDED + server.service.settings.threads
+        gate.set()
+        for one in others:
+            one.settimeout(30)
+            with contextlib.suppress(ConnectionError):
+                one.sendall(request("/v2"))
+                assert one.recv(1 << 16)[:12] in (b"HTTP/1.1 503", b"HTTP/1.1 200", b"")
+    eventually(lambda: status_of(server) == 200, "there is room again")
