@@ -19,8 +19,8 @@ from tests.service.raw_clients import request
 from tests.service.reactor.test_reactor import Own, ctr, planned  # noqa: F401 - a fixture
 from tests.service.scenes import KEYS, write_snapshot
 from tierstore.engine.store import Store
-from tierstore.kernels.httpframe import MOST_HEAD_BYTES
 from tierstore.service.server import ServerThread
+from tierstore.wire.http1.frame import MOST_HEAD_BYTES
 
 INFER = "/v2/models/ctr/infer"
 MORE = bytes(64 << 10)  # more than a reactor reads with the request

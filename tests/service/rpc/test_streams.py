@@ -17,8 +17,7 @@ from tests.service.rpc.fake_stream import SomeStream
 from tests.service.scenes import items
 from tierstore.access.roles import Role
 from tierstore.access.tokens import TokenFile
-from tierstore.kernels import reactor_words as kernel
-from tierstore.kernels.h2head import NO_TIMEOUT
+from tierstore.reactor import layout as kernel
 from tierstore.service.context import Service
 from tierstore.service.rpc import calls as calls_module
 from tierstore.service.rpc import flow as flow_module
@@ -26,6 +25,7 @@ from tierstore.service.rpc import health as health_module
 from tierstore.service.rpc.calls import Calls
 from tierstore.service.rpc.messages import CODES, Messages, prefixed, status_of
 from tierstore.service.rpc.protobuf import message_class
+from tierstore.wire.http2.head import NO_TIMEOUT
 
 INFER = b"/inference.GRPCInferenceService/ModelInfer"
 STREAM = b"/inference.GRPCInferenceService/ModelStreamInfer"

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from tierstore.config import Settings
 from tierstore.errors import Closed, Overloaded, TierstoreError, TooLarge
-from tierstore.kernels import reactor_words as kernel
+from tierstore.reactor import layout as kernel
 from tierstore.service.addresses import is_on_host
 from tierstore.service.error_status import CUT_OFF
 from tierstore.service.http.connection_limit import ConnectionLimit

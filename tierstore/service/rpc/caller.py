@@ -13,13 +13,13 @@ from tierstore.access.audit import ATTEMPT, AuditedChange
 from tierstore.access.roles import LOCAL, NOBODY, Principal
 from tierstore.engine.events.changes import REQUESTER
 from tierstore.errors import InvalidInput
-from tierstore.kernels import reactor_words as kernel
-from tierstore.kernels.h2head import NO_TIMEOUT
+from tierstore.reactor import layout as kernel
 from tierstore.service.addresses import is_on_host
 from tierstore.service.forwarded import Proxies
 from tierstore.service.limits.shedding import Caller
 from tierstore.service.reactor.streams import Stream
 from tierstore.service.request_log import one_line
+from tierstore.wire.http2.head import NO_TIMEOUT
 
 REQUEST_ID = b"x-request-id"  # of a call's metadata: parts of one request get one version
 

@@ -1,0 +1,80 @@
+"""Who may ask a reactor: under the values of Host, and with the tokens, that have passed the check of access before. See `loop.py`.
+
+Python publishes the table (`service/reactor/allowed.py`). Free functions of records and addresses; any thread.
+"""
+
+from __future__ import annotations
+
+import numba as nb
+
+from tierstore.kernels.raw import load_i64, load_u8
+from tierstore.kernels.records import TEXT, at, define, text_at
+from tierstore.kernels.sysio import same_bytes
+
+TOKEN = define("Token", "the value of an Authorization header, and what it may", {
+    "at bytes": "the value",
+    "models_at": "how many models it is for and their slots; 0: all of them",
+    "bucket_at": "its rates, or 0",
+    "may_front": "1: it may ask as a front",
+})  # fmt: skip
+ALLOWED = define("Allowed", "who may ask a reactor", {
+    "hosts": "how many", "first_host": (TEXT, "values of Host that have passed the check of access before"),
+    "tokens": "how many, or NEEDED_BY_NOBODY",
+    "first_token": (TOKEN, "those that have passed the check of access before"),
+})  # fmt: skip
+allowed_at, token_at = at(ALLOWED), at(TOKEN)
+NEEDED_BY_NOBODY = -1  # of `tokens`
+NOBODY, EVERYBODY = 0, -1  # of `caller_of`
+
+
+@nb.njit
+def is_own_host(table, at, n):  # type: ignore[no-untyped-def]
+    """Whether the `n` bytes of a Host header, or of an `:authority`, are one that has passed the check of access before."""
+    for k in range(table.hosts):
+        own = text_at(table.first_host, k)
+        if n > 0 and own.bytes == n and same_bytes(own.at, at, n) == 1:
+            return True
+    return False
+
+
+@nb.njit
+def caller_of(table, at, n):  # type: ignore[no-untyped-def]
+    """The token's entry that the `n` bytes of an Authorization header are; EVERYBODY, or NOBODY that is known.
+
+    What is secret is compared in a time that does not depend on it.
+    """
+    tokens = table.tokens
+    if tokens == NEEDED_BY_NOBODY:
+        return token_at(EVERYBODY)
+    entry = table.first_token
+    for _ in range(tokens):
+        if n > 0 and entry.bytes == n:
+            there, other = entry.at, nb.uint8(0)
+            for k in range(n):
+                other |= load_u8(there, k) ^ load_u8(at, k)
+            if other == 0:
+                return entry
+        entry = token_at(entry, 1)
+    return token_at(NOBODY)
+
+
+@nb.njit
+def may_look_up(caller, model):  # type: ignore[no-untyped-def]
+    """Whether a caller may look up in the model of a slot."""
+    if caller == EVERYBODY:
+        return True
+    models = caller.models_at
+    if models == 0:
+        return True
+    for k in range(load_i64(models, 0)):  # noqa: SIM110 - for the compiler
+        if load_i64(models, 1 + k) == model:
+            return True
+    return False
+
+
+@nb.njit
+def bucket_of(caller):  # type: ignore[no-untyped-def]
+    """The address of a caller's rates, or 0."""
+    if caller == EVERYBODY:
+        return nb.int64(0)
+    return caller.bucket_at
