@@ -141,6 +141,26 @@ def test_who_waits_or_sends_keeps_his_place(served: tuple[FakeStore, ServerThrea
         assert server.service.connection_limit.made_room == 0  # type: ignore[union-attr]
 
 
+def test_a_connection_that_is_refused_takes_no_place_and_gives_none(served: tuple[FakeStore, ServerThread]) -> None:
+    store, server = served
+    store.model("ctr").gate.clear()
+    limit = server.service.connection_limit
+    assert limit is not None
+    with contextlib.ExitStack() as stack:
+        waiting = [stack.enter_context(connect(server)) for _ in range(LIMIT)]
+        for one in waiting:
+            one.sendall(request(PATH, ITEM))
+        eventually(lambda: limit.open == LIMIT, "all to be counted")
+        stack.enter_context(connect(server))
+        eventually(lambda: limit.refused == 1, "one too many, which says nothing")
+        time.sleep(1.5 * SILENT_S)  # it is silent by now
+        assert status_of(server) == 503
+        assert (limit.open, limit.made_room) == (LIMIT, 0)
+        store.model("ctr").gate.set()
+        for one in waiting:
+            assert one.recv(1 << 16).startswith(b"HTTP/1.1 200")
+
+
 @pytest.fixture
 def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path)
