@@ -15,9 +15,9 @@ import pytest
 
 from tests.counts import few_or_many
 from tests.guard_pages import Guarded
-from tests.kernels.test_protoscan import spoil
 from tests.service.conftest import GRPC, settings_for
 from tests.service.reactor.test_traffic import COLLIDING, row_of, write
+from tests.wire.test_protobuf_scan import spoil
 from tierstore.engine.store import Store
 from tierstore.formats import files
 from tierstore.kernels.codec import address_of
@@ -124,7 +124,8 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Calls]:
         store.model("ctr").lookup("word", [f"w{i}" for i in range(200)])
         with ServerThread(store) as server:
             calls = Calls(store, server)
-            assert httpx.get(f"{server.url}/v2/models/ctr").status_code == 200  # nobody needs a token, reactors learn
+            asked = httpx.get(f"{server.url}/v2/models/ctr", headers={"Host": HOST.decode()})
+            assert asked.status_code == 200  # nobody needs a token under this name, reactors learn
             calls.items = np.array(calls.in_memory("item_id", np.arange(1000)))
             calls.words = calls.in_memory("word", [b"w%d" % i for i in range(200)])
             yield calls
