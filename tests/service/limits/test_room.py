@@ -17,6 +17,7 @@ import pytest
 from tests.certificates import Authority
 from tests.service.conftest import eventually, settings_for
 from tests.service.fake_store import FakeStore
+from tests.service.http.test_half_closes import everything
 from tests.service.limits.test_overload import ITEM, PATH
 from tests.service.raw_clients import request
 from tierstore.client import Client
@@ -102,6 +103,17 @@ def test_silent_connections_make_room(
         eventually(lambda: any(map(has_ended, silent)), "one of them to end")
         eventually(lambda: limit.open == LIMIT - 1, "the place is free again")
         assert limit.made_room == 1
+
+
+def test_who_has_its_last_answer_and_does_not_close_makes_room_at_once(served: tuple[FakeStore, ServerThread]) -> None:
+    _, server = served
+    with contextlib.ExitStack() as stack:
+        ended = [stack.enter_context(connect(server)) for _ in range(LIMIT)]
+        for one in ended:
+            one.sendall(request("/v2", headers={"Connection": "close"}))
+            assert everything(one).startswith(b"HTTP/1.1 200")
+        assert server.service.connection_limit.open == LIMIT  # type: ignore[union-attr]
+        assert status_of(server) == 200
 
 
 def test_the_address_that_has_most_of_them_makes_room(served: tuple[FakeStore, ServerThread]) -> None:
