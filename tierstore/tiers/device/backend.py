@@ -12,15 +12,18 @@ import re
 from contextlib import AbstractContextManager
 from functools import cache
 from importlib import resources
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from tierstore.errors import StorageError
 
+if TYPE_CHECKING:
+    from tierstore.tiers.device.driver import Driver
+
 _CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged of DLPack
 THREADS = 256  # of a block, a multiple of a warp
-TEAM = 8  # lanes that work on one key
+TEAM, WARP = 8, 32  # lanes that work on one key, on one bag
 _PARTS = ("words.cuh", "layout.cuh", "codec.cuh", "host.cuh", "lookup.cu", "write.cu")
 
 # `struct Table` of layout.cuh
@@ -63,7 +66,10 @@ class Buffer(Protocol):
 
 
 class DeviceStream(Protocol):
-    """A queue of work."""
+    """A queue of work. `handle` and `events`: the driver's names for it, and for two events of its own."""
+
+    handle: int
+    events: tuple[int, int]
 
     def upload(self, to: int, data: np.ndarray) -> None:
         """Copy contiguous pinned memory to address `to`."""
@@ -111,6 +117,12 @@ class Backend(Protocol):
         """Undo `register`. No kernel that may read it is under way."""
 
     def stream(self) -> DeviceStream: ...
+
+    def driver(self) -> Driver:
+        """The driver's functions and kernels, made at the first call."""
+
+    def callers(self) -> tuple[int, int]:
+        """Handles of the streams in which the calling thread's program works, each NOBODY where there is none."""
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """A new array on the device for an answer; it belongs to the caller.
