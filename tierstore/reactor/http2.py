@@ -44,8 +44,8 @@ from tierstore.reactor.layout import (
     STREAM_RESET,
     STREAM_SHIFT,
     connection_at,
-    here_at,
     message_at,
+    reactor_at,
 )
 from tierstore.reactor.sockets import receive
 from tierstore.reactor.streams import lose, on_event, on_job, report_data, shed
@@ -257,12 +257,12 @@ def _sweep(me, fd, now, stall):  # type: ignore[no-untyped-def]
 
 @compiled_c(types.int64(*[types.int64] * 6), when=LAST)
 def run(at: Any, what: Any, fd: Any, now: Any, more: Any, _: Any) -> Any:
-    """Serve a connection of HTTP/2 of the reactor whose Here is at an address, which is compiled apart.
+    """Serve a connection of HTTP/2 of the reactor whose record is at an address, which is compiled apart.
 
     FRAMES: read what has come; MESSAGE: take Python's at `more`; JOB_ENDED: take the job `more` back; SWEEP: end what is late, `more`: how long
     nothing may leave.
     """
-    me = here_at(at)
+    me = reactor_at(at)
     if what == FRAMES:
         _read_frames(me, fd, now)
     elif what == MESSAGE:

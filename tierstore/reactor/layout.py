@@ -169,7 +169,7 @@ FREE_JOBS = define("FreeJobs", "numbers of jobs of a reactor that are free", {
     "count": "how many",
     "numbers": ((np.int64, (JOBS,)), "which"),
 })  # fmt: skip
-HERE = define("Here", "what one reactor works with, in memory that Python keeps while it runs", {
+REACTOR = define("Reactor", "what one reactor works with, in memory that Python keeps while it runs", {
     "number": "its own",
     "listener grpc_listener": "descriptors of the ports; -1: there is no second one, or not yet",
     "inbox outbox": "descriptors of pipes: from Python, and to it",
@@ -199,7 +199,7 @@ HERE = define("Here", "what one reactor works with, in memory that Python keeps 
     "frames": "FRAMES_BYTES of frames that are to leave",
     "pieces": (TEXT, "`http2_layout.PIECES`, where data of frames stay where they are"),
 })  # fmt: skip
-connection_at, line_at, here_at, message_at, version_counts_at = (
-    at(kind) for kind in (CONNECTION_RECORD, LINE, HERE, MESSAGE_RECORD, VERSION_COUNTS)
+connection_at, line_at, reactor_at, message_at, version_counts_at = (
+    at(kind) for kind in (CONNECTION_RECORD, LINE, REACTOR, MESSAGE_RECORD, VERSION_COUNTS)
 )
 MESSAGE_BYTES = MESSAGE_RECORD.bytes

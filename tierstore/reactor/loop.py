@@ -118,8 +118,8 @@ from tierstore.reactor.layout import (
     WAITS,
     WAKE,
     connection_at,
-    here_at,
     message_at,
+    reactor_at,
 )
 from tierstore.reactor.requests import continue_sending, read_requests
 from tierstore.reactor.sockets import end_tls, send
@@ -266,8 +266,8 @@ def _sweep(me, now):  # type: ignore[no-untyped-def]
 
 @compiled("void(int64)", when=HTTP)
 def serve(at: Any) -> Any:
-    """Serve until MODE is STOP, with the Here at an address."""
-    me = here_at(at)
+    """Serve until MODE is STOP, with the record Reactor at an address."""
+    me = reactor_at(at)
     line = me.line
     mode = RUN
     while True:

@@ -45,8 +45,8 @@ class Calls:
 
     def __init__(self, store: Store, server: ServerThread) -> None:
         self.store, self.service = store, server.service
-        self._here = server.service.reactors._here(0, -1, -1, -1)
-        self.me = kernel.HERE.view(address_of(self._here))
+        self._record = server.service.reactors._record(0, -1, -1, -1)
+        self.me = kernel.REACTOR.view(address_of(self._record))
         self.found, self.call = http1_head.HEAD.view(self.me.found), kernel.ANSWERED_CALL.view(self.me.call)
         self.items, self.words = np.empty(0, np.int64), list[bytes]()  # in memory
         self._channel = grpc.insecure_channel(server.grpc_target)
@@ -77,7 +77,7 @@ class Calls:
         found.body_bytes, found.timeout_ms, found.unusual = len(message), timeout_ms, unusual
         self.call.since_ns = since_ns
         at = self._memory.place(message)
-        came = int(run(address_of(self._here), 0, text, at, len(message), time.monotonic_ns()))
+        came = int(run(address_of(self._record), 0, text, at, len(message), time.monotonic_ns()))
         if came == kernel.MADE_A_JOB:
             self._drop_job(self.call.job)
         return came

@@ -32,7 +32,7 @@ from tierstore.service.http.messages import (
     PEER,
     UNPLANNED,
     App,
-    OtherSide,
+    HttpPeer,
     Receive,
     Response,
     Scope,
@@ -281,7 +281,7 @@ class Handoff:
         scope = scope_of(version[5:].decode(), method, path, query, headers)
         scope[ARRIVED], scope[CONNECTION] = reply.began_ns or time.perf_counter_ns(), reply
         scope[UNPLANNED] = reply.reason in (kernel.NO_PLAN, kernel.ACCESS)
-        scope[PEER] = OtherSide(names=reply.peer_names, on_host=reply.on_host)
+        scope[PEER] = HttpPeer(names=reply.peer_names, on_host=reply.on_host)
         if reply.error is not None:
             scope[FAILED] = reply.error
         if reply.has_body:
@@ -301,7 +301,7 @@ class Handoff:
             on_host = connection is not None and is_on_host(connection)
         scope = scope_of("2", stream.method, path, query, headers)
         scope[ARRIVED], scope[CONNECTION] = stream.arrived_ns, stream
-        scope[PEER] = OtherSide(False, stream.peer_names, on_host)
+        scope[PEER] = HttpPeer(False, stream.peer_names, on_host)
         answer = StreamAnswer(stream)
         self._begin(
             answer, scope, _failing(TooLarge(self._too_large)) if stream.too_large else _whole(memoryview(body))

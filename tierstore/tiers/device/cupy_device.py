@@ -26,6 +26,7 @@ from tierstore.errors import ConfigError, InvalidInput
 from tierstore.tiers.device.backend import Captured, DeviceError, OutOfDeviceMemory, kernel_names
 from tierstore.tiers.device.compile import compile_kernels
 from tierstore.tiers.device.driver import CAPTURING, FUNCTIONS, OUT_OF_MEMORY, Driver, Queue, captured
+from tierstore.tiers.device.round_trip import NOBODY
 
 NOT_INSTALLED = "extra gpu is not installed"
 NO_DEVICE = "no CUDA device"
@@ -95,7 +96,8 @@ class CudaStream:
         with device.current():
             self._stream = cuda.Stream(non_blocking=True)
             self._events = [cuda.Event(disable_timing=True) for _ in range(2)]
-        self._queue = Queue(driver, self._stream.ptr, [event.ptr for event in self._events])
+        self.handle, self.events = int(self._stream.ptr), (int(self._events[0].ptr), int(self._events[1].ptr))
+        self._queue = Queue(driver, self.handle, self.events)
 
     def upload(self, to: int, data: np.ndarray) -> None:
         self._queue.upload(to, data)
@@ -115,8 +117,7 @@ class CudaStream:
         self._queue.launch(kernel, threads, args)
 
     def wait_for_caller(self) -> None:
-        current = self.device.cupy.cuda.get_current_stream(self.device.number).ptr
-        self._queue.follow([current, 0] if current else [0])  # the default stream too
+        self._queue.follow([stream for stream in self.device.callers() if stream != NOBODY])
 
     def wait_for_word(self, at: int, scratch: np.ndarray) -> None:
         self._queue.wait(at, scratch)
@@ -181,6 +182,10 @@ class CudaDevice:
     def pinned(self, nbytes: int) -> np.ndarray:
         memory = self.cupy.cuda.PinnedMemory(nbytes, self.runtime.hostAllocPortable)
         return np.frombuffer(self.cupy.cuda.PinnedMemoryPointer(memory, 0), np.uint8, nbytes)
+
+    def callers(self) -> tuple[int, int]:
+        current = int(self.cupy.cuda.get_current_stream(self.number).ptr)
+        return (current, 0) if current else (0, NOBODY)  # the default stream too
 
     def register(self, at: int, nbytes: int) -> int:
         return self.driver().register(at, nbytes)

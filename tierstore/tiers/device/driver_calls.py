@@ -32,7 +32,7 @@ _WORDS = types.int64[::1]
 
 
 @intrinsic
-def _launch_at(
+def launch_at(
     typingctx: Any, function: Any, kernel: Any, blocks: Any, threads: Any, stream: Any, arguments: Any
 ) -> Any:
     """cuLaunchKernel of a line of blocks, without shared memory. Its integers of 32 bits are passed in words, as the ABI has it."""
@@ -52,7 +52,7 @@ def launch(calls: Any, kernel: Any, blocks: Any, threads: Any, stream: Any, argu
     """Put a kernel into a stream. `arguments`: the address of pointers to them, which the driver reads before this returns."""
     status = types.int32(call_at(calls[PUSH], calls[CONTEXT], 0, 0, 0, 0, 0))
     if status == 0:
-        status = types.int32(_launch_at(calls[LAUNCH], kernel, blocks, threads, stream, arguments))
+        status = types.int32(launch_at(calls[LAUNCH], kernel, blocks, threads, stream, arguments))
         call_at(calls[POP], scratch.ctypes.data, 0, 0, 0, 0, 0)
     return types.int64(status)
 
