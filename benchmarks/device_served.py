@@ -34,7 +34,7 @@ def _written(folder: Path, rows: int, network: bytes | None) -> Path:
     with tierstore.SnapshotWriter(folder, model="ranker", version=1) as writer:
         table = writer.table("item", dim=DIM)
         keys = np.arange(rows, dtype=np.int64)
-        table.append(keys, np.random.default_rng(1).standard_normal((rows, DIM)).astype(np.float32))
+        table.write(keys, np.random.default_rng(1).standard_normal((rows, DIM)).astype(np.float32))
         for feature in networks.FEATURES:
             writer.feature(feature, table="item", combiner="mean")
         if network is not None:

@@ -16,7 +16,6 @@ import pytest
 
 import tierstore
 from tests.engine.quick_build import in_process
-from tests.kernels.test_protoscan import spoil
 from tests.predict import onnx_models as om
 from tests.service import http2_client as h2
 from tests.service.conftest import ask_while_versions_change, eventually, settings_for
@@ -39,6 +38,7 @@ from tests.service.reactor.test_predictions import (
     write,
 )
 from tests.service.reactor.test_traffic import Served
+from tests.wire.test_protobuf_scan import spoil
 from tierstore.engine.store import Store
 from tierstore.predict.session import DenseSession
 from tierstore.service import server as server_module

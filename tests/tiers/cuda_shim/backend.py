@@ -19,9 +19,9 @@ import pytest
 
 from tests.tiers.cuda_shim import compile
 from tests.tiers.cuda_shim.functions import CONTEXT, Functions
-from tierstore.kernels.gpu_lookup import NOBODY
 from tierstore.tiers.device.backend import DeviceError, OutOfDeviceMemory
 from tierstore.tiers.device.driver import Driver, Queue
+from tierstore.tiers.device.round_trip import NOBODY
 
 _NOISE = 0xA5
 FELL = "the device fell off the bus"

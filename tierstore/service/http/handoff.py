@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from tierstore.config import Settings
 from tierstore.errors import Closed, Overloaded, TierstoreError, TooLarge
-from tierstore.kernels import reactor_words as kernel
+from tierstore.reactor import layout as kernel
 from tierstore.service.addresses import is_on_host
 from tierstore.service.error_status import CUT_OFF
 from tierstore.service.http.connection_limit import ConnectionLimit
@@ -32,7 +32,7 @@ from tierstore.service.http.messages import (
     PEER,
     UNPLANNED,
     App,
-    OtherSide,
+    HttpPeer,
     Receive,
     Response,
     Scope,
@@ -141,7 +141,7 @@ class RequestDispatch:
 
 
 def is_grpc(stream: Stream) -> bool:
-    """Whether a request is a call of gRPC, by the rule of the kernel `h2head.read_head`.
+    """Whether a request is a call of gRPC, by the rule of the kernel `http2_head.read_head`.
 
     One of `application/grpcfoo` or `application/grpc-web` is none.
     """
@@ -291,7 +291,7 @@ class Handoff:
         scope = scope_of(version[5:].decode(), method, path, query, headers)
         scope[ARRIVED], scope[CONNECTION] = reply.began_ns or time.perf_counter_ns(), reply
         scope[UNPLANNED] = reply.reason in (kernel.NO_PLAN, kernel.ACCESS)
-        scope[PEER] = OtherSide(names=reply.peer_names, on_host=reply.on_host)
+        scope[PEER] = HttpPeer(names=reply.peer_names, on_host=reply.on_host)
         if reply.error is not None:
             scope[FAILED] = reply.error
         if reply.has_body:
@@ -311,7 +311,7 @@ class Handoff:
             on_host = connection is not None and is_on_host(connection)
         scope = scope_of("2", stream.method, path, query, headers)
         scope[ARRIVED], scope[CONNECTION] = stream.arrived_ns, stream
-        scope[PEER] = OtherSide(False, stream.peer_names, on_host)
+        scope[PEER] = HttpPeer(False, stream.peer_names, on_host)
         answer = StreamAnswer(stream)
         self._begin(
             answer, scope, _failing(TooLarge(self._too_large)) if stream.too_large else _whole(memoryview(body))

@@ -9,17 +9,15 @@ agree on its order themselves. Nothing survives the process.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import cache
 from importlib import resources
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from tierstore.errors import StorageError
-
-if TYPE_CHECKING:
-    from tierstore.tiers.device.driver import Driver
 
 _CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged of DLPack
 THREADS = 256  # of a block, a multiple of a warp
@@ -99,6 +97,16 @@ class DeviceStream(Protocol):
         """Wait until all work so far is done. DeviceError if any of it has failed."""
 
 
+class DriverCalls(Protocol):
+    """The driver as compiled look-ups call it: the addresses of its functions, and the kernels by name."""
+
+    calls: np.ndarray
+    kernels: Mapping[str, int]
+
+    def check(self, status: int) -> None:
+        """Raise what an error of the driver is to us."""
+
+
 class Backend(Protocol):
     """One device."""
 
@@ -118,7 +126,7 @@ class Backend(Protocol):
 
     def stream(self) -> DeviceStream: ...
 
-    def driver(self) -> Driver:
+    def driver(self) -> DriverCalls:
         """The driver's functions and kernels, made at the first call."""
 
     def callers(self) -> tuple[int, int]:

@@ -23,10 +23,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tierstore.errors import ConfigError, InvalidInput
-from tierstore.kernels.gpu_lookup import NOBODY
 from tierstore.tiers.device.backend import Captured, DeviceError, OutOfDeviceMemory, kernel_names
 from tierstore.tiers.device.compile import compile_kernels
 from tierstore.tiers.device.driver import CAPTURING, FUNCTIONS, OUT_OF_MEMORY, Driver, Queue, captured
+from tierstore.tiers.device.round_trip import NOBODY
 
 NOT_INSTALLED = "extra gpu is not installed"
 NO_DEVICE = "no CUDA device"
@@ -49,7 +49,7 @@ def find_devices() -> tuple[int, str | None]:
 
 
 def driver_addresses() -> list[int]:
-    """Addresses of what `kernels/gpu_calls.py` calls. There has to be a driver."""
+    """Addresses of what `driver_calls.py` calls. There has to be a driver."""
     cuda, libc = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL(None)
     functions = [*(cuda[name] for name in FUNCTIONS), libc.sched_yield, libc.usleep]
     return [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions]

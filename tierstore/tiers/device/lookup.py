@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from tierstore.kernels import gpu_lookup
 from tierstore.kernels.pool import combiner_code
+from tierstore.tiers.device import round_trip
 from tierstore.tiers.device.backend import TEAM, WARP, Captured, DeviceError, OutOfDeviceMemory
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import ALIGN, NOTHING, DeviceMemory, Workspace
@@ -185,7 +185,7 @@ class _Work:
 
     def chunks(self) -> list[_Chunk] | None:
         """The parts of the look-up that fit into a workspace; None where one bag does not."""
-        a_key = 8 + 1 + 1 + 8 + 4 + self.room_width  # as `kernels/gpu_lookup.py` cuts it
+        a_key = 8 + 1 + 1 + 8 + 4 + self.room_width  # as `round_trip.py` cuts it
         room = self.table.device.workspace_bytes - 20 * ALIGN
         n = len(self.keys)
         if self.bags is None:
@@ -229,18 +229,18 @@ class _Work:
             self.half, self.room_width, self.table.spec.dim, begin, combiner,
         )  # fmt: skip
         calls, order = device.driver.calls, memory.order.words
-        said = gpu_lookup.look_up(calls, order, ws.frame, keys, state, offsets, weights, weighted)
-        if said == gpu_lookup.NOT_IN_USE:
+        said = round_trip.look_up(calls, order, ws.frame, keys, state, offsets, weights, weighted)
+        if said == round_trip.NOT_IN_USE:
             return False
         if said < 0:
-            device.driver.check(gpu_lookup.FAILED - said)
+            device.driver.check(round_trip.FAILED - said)
         if said and self.host is not None:
-            self.host.note_answered(keys, ws.staging(int(ws.frame[gpu_lookup.AT_STATE]), len(keys)))
+            self.host.note_answered(keys, ws.staging(int(ws.frame[round_trip.AT_STATE]), len(keys)))
         return said < 2 or self._answer_listed(ws, chunk, said // 2)
 
     def _answer_listed(self, ws: Workspace, chunk: _Chunk, listed: int) -> bool:
         """Have the rows of the listed keys put to their places, or the bags that waited for them pooled."""
-        at = dict(zip(_PARTS, ws.frame[gpu_lookup.AT : gpu_lookup.COPIED].tolist(), strict=True))
+        at = dict(zip(_PARTS, ws.frame[round_trip.AT : round_trip.COPIED].tolist(), strict=True))
         self._stage_rows(ws, at, chunk, listed)
         with self.table.reading() as view:
             if view is None:
@@ -257,7 +257,7 @@ class _Work:
         if self.bags is None:
             out, dim = self.address + chunk.begin * self.out_width, self.table.spec.dim
             return "put_rows", listed * TEAM, rows, ws.here(at["places"]), listed, out, dim, half
-        where = ws.at if ws.frame[gpu_lookup.COPIED] else ws.here
+        where = ws.at if ws.frame[round_trip.COPIED] else ws.here
         count, out = chunk.last - chunk.first, self.address + chunk.first * self.out_width
         weights = NOTHING if self.bags.weights is None else where(at["weights"])
         return (

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.kernels import gpu_lookup
+from tierstore.tiers.device import round_trip
 from tierstore.tiers.device.backend import TEAM, Buffer, DeviceError, DeviceStream
 from tierstore.tiers.device.layout import (
     ABSENT_BYTES,
@@ -72,7 +72,7 @@ class TableMemory:
     def _use(self, table: np.ndarray | None) -> None:
         """What kernels are launched with from now on; None: the table is not in use."""
         self.table = table
-        self.order.words[gpu_lookup.TABLE] = 0 if table is None else table.ctypes.data
+        self.order.words[round_trip.TABLE] = 0 if table is None else table.ctypes.data
 
     @contextmanager
     def reading(self) -> Iterator[Reading | None]:
@@ -120,8 +120,9 @@ class TableMemory:
                 self.stream.clear(buffer.address, buffer.nbytes)
                 self._segments.append(buffer)
                 self.depth += 1
-                self._use(self._described())
-                _launch(ws, view, self.table, 0, "split", sets, sets)
+                table = self._described()
+                self._use(table)
+                _launch(ws, view, table, 0, "split", sets, sets)
             _totals(ws, 0)
 
     def resident(self) -> list[tuple[Keys, npt.NDArray[np.uint8]]]:

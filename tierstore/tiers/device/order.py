@@ -11,25 +11,25 @@ from typing import Any
 
 import numpy as np
 
-from tierstore.kernels import gpu_lookup
+from tierstore.tiers.device import round_trip
 from tierstore.tiers.device.backend import NO_HOST, DeviceStream
 
 
 class Order:
-    """A lock, with `words` int64[ORDER_WORDS] for `kernels/gpu_lookup.py`, which are guarded by it.
+    """A lock, with `words` int64[ORDER_WORDS] for `round_trip.py`, which are guarded by it.
 
     `stream`: the table's. `counters`: where kernels that read count, on the device.
     """
 
     def __init__(self, stream: DeviceStream, counters: int) -> None:
-        self.words = np.zeros(gpu_lookup.ORDER_WORDS, np.int64)
-        self.words[gpu_lookup.NO_HOST] = NO_HOST.ctypes.data
-        self.words[gpu_lookup.STREAM] = stream.handle
-        self.words[gpu_lookup.COUNTERS] = counters
+        self.words = np.zeros(round_trip.ORDER_WORDS, np.int64)
+        self.words[round_trip.NO_HOST] = NO_HOST.ctypes.data
+        self.words[round_trip.STREAM] = stream.handle
+        self.words[round_trip.COUNTERS] = counters
 
     def __enter__(self) -> None:
-        while not gpu_lookup.try_lock(self.words):
+        while not round_trip.try_lock(self.words):
             time.sleep(0)
 
     def __exit__(self, *error: Any) -> None:
-        gpu_lookup.unlock(self.words)
+        round_trip.unlock(self.words)

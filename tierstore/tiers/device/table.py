@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tierstore.kernels import gpu_staging
 from tierstore.kernels.codec import address_of, out_code
 from tierstore.tiers.checks import check_answer, check_rows
+from tierstore.tiers.device import staging as device_staging
 from tierstore.tiers.device.backend import NO_HOST, TEAM, Captured, DeviceError, OutOfDeviceMemory
 from tierstore.tiers.device.layout import MAX_HEAT, WAYS, DeviceLayout
 from tierstore.tiers.device.memory import Counters, GivenUp, TableMemory
@@ -318,7 +318,7 @@ class DeviceTable:
         with self.device.workspace() as ws:
             keys_at, rows_at, done_at = ws.cut(n * 8, n * stride, WRITTEN_BYTES)
             ws.staging(keys_at, n, np.int64)[:] = keys
-            gpu_staging.spread(rows, ws.here(rows_at), stride)
+            device_staging.spread(rows, ws.here(rows_at), stride)
             return self.memory.run_writer(ws, done_at, "fill", n, ws.here(keys_at), ws.here(rows_at), n)[0]
 
     @property
@@ -335,7 +335,7 @@ class DeviceTable:
         keys_at, runs_at, rows_at, deleted_at, *others = ws.cut(
             n * 8, (n + 1) * 4, n * row_bytes, len(deleted), evicted * 8, evicted * layout.stride, WRITTEN_BYTES
         )
-        runs = gpu_staging.stage(
+        runs = device_staging.stage(
             keys, self._depth, layout.sets_per_region, 0 if rows is None else address_of(rows), self.spec.row_bytes,
             ws.here(rows_at), layout.stride, deleted, ws.staging(keys_at, n, np.int64),
             ws.staging(runs_at, n + 1, np.uint32), ws.staging(deleted_at, len(deleted), np.bool_),

@@ -11,8 +11,8 @@ from contextlib import suppress
 
 import numpy as np
 
-from tierstore.kernels import gpu_lookup
 from tierstore.kernels.codec import address_of
+from tierstore.tiers.device import round_trip
 from tierstore.tiers.device.backend import HOST, NO_HOST, Backend, DeviceError, DeviceStream
 from tierstore.tiers.device.order import Order
 from tierstore.tiers.host.memory import HostMemory
@@ -39,8 +39,8 @@ class HostWindow:
         """Have kernels that are launched from now on read this one, by `HOST` [1]."""
         with self._order:
             self._of, self._words = host, words  # kept while kernels are launched with its address
-            self._order.words[gpu_lookup.HOST] = words.ctypes.data
-            self._order.words[gpu_lookup.HOST_OF] = 0 if host is None else id(host)
+            self._order.words[round_trip.HOST] = words.ctypes.data
+            self._order.words[round_trip.HOST_OF] = 0 if host is None else id(host)
 
     def open(self, host: HostTable) -> None:
         """Have kernels read this one; where it was tried before, and has the same size, nothing is done."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tierstore.kernels import gpu_lookup
+from tierstore.tiers.device import round_trip
 from tierstore.tiers.device.backend import Backend, Buffer, DeviceError, DeviceStream
 from tierstore.tiers.device.layout import READERS_AT
 
@@ -49,7 +49,7 @@ class Reading(NamedTuple):
 class Workspace:
     """One workspace, held by one thread within a `with`. Parts are at the same offsets on the device and in `staging`.
 
-    `frame` int64[FRAME_WORDS] is `kernels/gpu_lookup.py`'s. `idle`: where it is put when it is held no more.
+    `frame` int64[FRAME_WORDS] is `round_trip.py`'s. `idle`: where it is put when it is held no more.
     """
 
     def __init__(self, backend: Backend, nbytes: int, idle: SimpleQueue[Workspace]) -> None:
@@ -61,9 +61,9 @@ class Workspace:
         self.stream: DeviceStream = backend.stream()
         self._held: Reading | None = None  # by the kernel under way
         self.is_free = True  # no kernel or copy of an earlier user can still be using it
-        self.frame = np.zeros(gpu_lookup.FRAME_WORDS, np.int64)
-        self.frame[: gpu_lookup.JOB] = self._pinned_at, self._buffer.address, *self.stream.events
-        self.job = self.frame[gpu_lookup.JOB : gpu_lookup.AT]
+        self.frame = np.zeros(round_trip.FRAME_WORDS, np.int64)
+        self.frame[: round_trip.JOB] = self._pinned_at, self._buffer.address, *self.stream.events
+        self.job = self.frame[round_trip.JOB : round_trip.AT]
         idle.put(self)
 
     def __enter__(self) -> Workspace:

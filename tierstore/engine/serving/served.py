@@ -1,0 +1,88 @@
+"""What is served, as numbers for compiled readers (`lookup/by_plan.py` has the layout).
+
+The words hold addresses of memory that belongs to a version's tables and to overlays. `PublishedWords` keeps the views,
+whose publisher keeps their versions open, for as long as a compiled reader may be at them. Immutable; any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from tierstore.engine.data.cascade import Cascade
+from tierstore.engine.reads.view import View
+from tierstore.engine.serving.epochs import Epochs
+from tierstore.engine.serving.routing import Routing
+from tierstore.kernels.codec import address_of
+from tierstore.lookup import plans as layout
+
+Words = npt.NDArray[Any]
+
+
+def can_be_read(table: Cascade) -> bool:
+    """Whether a compiled reader may look up in a table: not where a device tier may have the rows alone."""
+    return table.device is None and table.offer is None
+
+
+def labels_word(served: Routing) -> int:
+    """A number for the labels of one's own that there are: equal for equal ones."""
+    return xxhash.xxh3_64_intdigest(repr(sorted(served.labels.items())).encode()) >> 1
+
+
+class PublishedWords:
+    """The views of one `Routing`, `served`, as words, whose address is `address`; 0 where nothing is served."""
+
+    def __init__(self, served: Routing, token_of: Callable[[View], int], epochs: Epochs) -> None:
+        self.served = served
+        self._kept: list[object] = []
+        self._epochs = epochs
+        views = [0 if view is None else self._view(view, token_of(view)) for view in (served.active, served.canary)]
+        share = min(int(served.share * layout.SHARE_UNIT), layout.SHARE_UNIT)
+        self._words = layout.SERVED.make(active=views[0], canary=views[1], share=share, labels=labels_word(served))
+        self.address = address_of(self._words) if views[0] else 0
+
+    def _view(self, view: View, token: int) -> int:
+        tables = layout.TABLE.new(len(view.open_version.tables))
+        for i, (name, table) in enumerate(view.open_version.tables.items()):
+            tables[i] = self._table(view, name, table)
+        made = layout.VIEW.make(token=token, seq=view.seq, tables=address_of(tables))
+        self._kept += [tables, made]
+        self._epochs.views[address_of(made)] = view
+        return address_of(made)
+
+    def _table(self, view: View, name: str, table: Cascade) -> Words:
+        overlays = np.array([address_of(overlay.words) for overlay in view.overlays_of(name)], np.int64)
+        default, half = np.ascontiguousarray(table.default, np.float32), np.ascontiguousarray(table.default, np.float16)
+        shared = self._hashes_shared(view, table)
+        on_disk = table.store.read_by(table.table_id, table.spec.row_bytes)
+        self._kept += [overlays, default, half, on_disk]
+        return layout.TABLE.make(
+            host=0 if table.host is None else table.host.words_at,
+            overlays=len(overlays),
+            overlays_at=address_of(overlays),
+            default_at=address_of(default),
+            half_default_at=address_of(half),
+            dim=table.spec.dim,
+            code=table.spec.dtype.code,
+            row_bytes=table.spec.row_bytes,
+            id=self._epochs.table_id(table),
+            base=0 if on_disk is None else on_disk.base_at,
+            changes=0 if on_disk is None else on_disk.changes,
+            patches=0 if on_disk is None else len(on_disk.patches),
+            patches_at=0 if on_disk is None else address_of(on_disk.patches),
+            own_at=0 if table.own is None else address_of(table.own.is_own),
+            partitions=0 if table.own is None else table.own.count,
+            colliding=len(shared),
+            colliding_at=address_of(shared),
+        )
+
+    def _hashes_shared(self, view: View, table: Cascade) -> Words:
+        """The hashes by which string keys of a table cannot be told apart."""
+        colliding = view.colliding.get(table.spec.name)
+        shared = np.empty(0, np.int64) if colliding is None else colliding.hashes
+        self._kept.append(shared)
+        return shared

@@ -1,0 +1,164 @@
+"""How requests of a structure are answered, as numbers: the words of a variant (`lookup/binding.py`).
+
+Pure functions; any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.formats.key_hash import seed_bits
+from tierstore.kernels.codec import address_of
+from tierstore.kernels.pool import combiner_code
+from tierstore.lookup import binding
+from tierstore.lookup import plans as layout
+from tierstore.predict.binding import ALIGNMENT
+from tierstore.reactor import layout as kernel
+from tierstore.service.dataplane.datatypes import BYTES, KEY_DATATYPES
+from tierstore.service.dataplane.plan import Call, OutputSpec, Plan
+from tierstore.types import KeyHash, KeyType
+
+FOUND = ".found"
+Words = npt.NDArray[Any]
+Pieces = list[tuple[bytes, int]]  # of an answer: texts, each with what its writer puts behind it, or NONE
+
+
+def address(data: bytes) -> int:
+    """The address of bytes that the caller keeps."""
+    return address_of(np.frombuffer(data, np.uint8))
+
+
+def variant_words(
+    token: int, plan: Plan, form: int, pieces: Pieces, view: Any, counts: list[int]
+) -> tuple[Words, list[object]]:
+    """(the words, what they point to), of look-ups.
+
+    `pieces` are those of an answer of the `form`; `counts` says where version and tables are counted.
+    """
+    rows = [(call.rows[0], plan.specs[call.rows[0]].datatype == "FP16") if call.rows else None for call in plan.calls]
+    elements = [spec.dtype.itemsize * (1 if spec.name.endswith(FOUND) else spec.shape[-1]) for spec in plan.specs]
+    more = {"alignment": 1, "framed": int(form == layout.MESSAGE)}
+    return _variant_words(token, plan, pieces, view, counts, rows, elements, more)
+
+
+def prediction_words(
+    token: int,
+    plan: Plan,
+    form: int,
+    pieces: Pieces,
+    view: Any,
+    counts: list[int],
+    refusal: dict[str, int],
+    scoring: Words,
+) -> tuple[Words, list[object]]:
+    """As `variant_words`, of predictions, whose rows have places for their graph: with the words
+    of a refusal, and of a scoring.
+    """
+    rows: list[tuple[int, bool] | None] = []
+    elements: list[int] = []
+    for call in plan.calls:
+        rows.append(None if call.feeds is None else (len(elements), call.feeds.dtype == "float16"))
+        elements += [] if call.feeds is None else [call.feeds.row_bytes]
+    more = {"alignment": ALIGNMENT, "framed": int(form == layout.MESSAGE), "scoring": address_of(scoring), **refusal}
+    words, kept = _variant_words(token, plan, pieces, view, counts, rows, elements, more)
+    return words, [*kept, scoring]
+
+
+def _variant_words(
+    token: int,
+    plan: Plan,
+    pieces: Pieces,
+    view: Any,
+    counts: list[int],
+    rows: list[tuple[int, bool] | None],
+    elements: list[int],
+    more: dict[str, int],
+) -> tuple[Words, list[object]]:
+    """`rows`: for each call which output its rows are, and whether as halves; `elements`: bytes
+    of an element of each output.
+    """
+    order = list(view.open_version.tables)
+    calls = [
+        _planned_call(call, of, order.index(call.table.name), row, view)
+        for call, of, row in zip(plan.calls, rows, counts[1:], strict=True)
+    ]
+    text = b"".join(text for text, _ in pieces)
+    at, texts = address(text), []
+    for piece, value in pieces:
+        texts.append((at, len(piece), value))
+        at += len(piece)
+    # one array of calls, bytes of elements and texts: to make one, and to ask for its address,
+    # costs more than its numbers
+    numbers = np.array([*chain(*calls), *elements, *chain(*texts)], np.int64)
+    calls_at = address_of(numbers)
+    elements_at = calls_at + layout.PLANNED.bytes * len(calls)
+    words = layout.VARIANT.make(
+        token=token,
+        counts=counts[0],
+        outputs=len(elements),
+        planned_calls=len(calls),
+        pieces=len(pieces),
+        calls=calls_at,
+        output_bytes=elements_at,
+        texts=elements_at + 8 * len(elements),
+        **more,
+    )
+    return words, [text, numbers]
+
+
+def is_runnable(plan: Plan) -> bool:
+    """Whether a reactor can answer requests of this plan's structure, whatever their sizes."""
+    if plan.dense is not None or plan.numbers is not None:
+        return False
+    # strings that nothing is asked of are checked by Python
+    return not any(call.spec.datatype == BYTES and not call.rows and not call.found for call in plan.calls)
+
+
+def leading_sizes(spec: OutputSpec) -> int:
+    """How many of an output's sizes are values of the request; those behind them are the same for all requests."""
+    return len(spec.shape) - (0 if spec.name.endswith(FOUND) else 1)
+
+
+def has_room(texts: Iterable[bytes], values: int) -> bool:
+    """Whether an answer of these texts, with so many values between them, is short enough for a reactor."""
+    return sum(map(len, texts)) <= kernel.HEAD_ROOM - binding.MOST_ADDED_BYTES - binding.MOST_DIGITS * values
+
+
+def _planned_call(call: Call, rows: tuple[int, bool] | None, table: int, counts: int, view: Any) -> tuple[int, ...]:
+    """A call as `binding.bind` reads it. `rows`: which output its rows are, and whether as halves."""
+    if rows is not None:
+        kind = layout.BAGS_OF_ROWS if call.pooled else layout.ROWS
+    else:
+        kind = layout.FOUND_ALONE if call.found else layout.CHECKED
+    padding = view.open_version.padding.get(call.feature.name)
+    usual, how = call.spec.datatype == KEY_DATATYPES[call.feature.key_type(call.table)][0], call.feature.hash
+    form = layout.STRINGS if call.spec.datatype == BYTES else layout.AS_CODES if usual else layout.NO_NEGATIVE
+    return layout.PLANNED.row(
+        table=table,
+        kind=kind,
+        out_code=int(rows is not None and rows[1]),
+        combiner=0 if call.combiner is None else combiner_code(call.combiner),
+        padded=int(padding is not None),
+        padding=0 if padding is None else int(padding),
+        table_counts=counts,
+        key_form=form,
+        keys_of=call.keys,
+        offsets_of=binding.NONE if call.offsets is None else call.offsets,
+        weights_of=binding.NONE if call.weights is None else call.weights,
+        rows_to=binding.NONE if rows is None else rows[0],
+        found_to=call.found[0] if call.found else binding.NONE,
+        **({} if how is None else _hash_words(how)),
+    )
+
+
+def _hash_words(how: KeyHash) -> dict[str, int]:
+    if how.seed is not None:
+        form = layout.SEEDED
+    else:
+        form = layout.MOD_SIGNED if how.key is KeyType.INT64 else layout.MOD_UNSIGNED
+    return {"hash": form, "mod": how.mod, "bits": int(np.uint64(seed_bits(how.seed or 0)).view(np.int64))}
