@@ -243,11 +243,10 @@ def measure(where: Path, rows: int, quiet_s: float, rounds: int, deltas: int) ->
     with tierstore.open(data, host_budget="256MiB", load_workers=1) as store:
         store.load_snapshot(sources[0])
     draw = np.random.default_rng(5)
-    messages = [predict_request(draw.integers(0, HOT, ITEMS), features=FEATURES) for _ in range(64)]
+    messages = [predict_request(draw.integers(0, HOT, ITEMS), FEATURES) for _ in range(64)]
     with Served(data, host_budget="256MiB", source_root=where, keep_versions=2) as served:
         asyncio.run(closed_loop(served, messages, CALLERS, min(1.0, quiet_s)))
-        full = asyncio.run(closed_loop(served, messages, CALLERS, min(2.0, quiet_s)))
-        capacity = len(full.of(200)) / full.whole_s
+        capacity = asyncio.run(closed_loop(served, messages, CALLERS, min(2.0, quiet_s)))
         interval_s = CALLERS / (capacity * SHARE)
         admin = Admin(served)
         change = changes(admin, sources[1:], deltas)
