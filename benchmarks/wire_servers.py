@@ -33,7 +33,7 @@ def serve_grpc_echo() -> None:
 
 def answer_ready_bytes() -> None:
     """Have reactors send as many bytes as an answer has, whatever they are, and look nothing up."""
-    from tierstore.kernels import plan_records
+    from tierstore.lookup import plans
     from tierstore.service.reactor.plan_index import PlanIndex
 
     plan = PlanIndex._variant
@@ -42,8 +42,8 @@ def answer_ready_bytes() -> None:
         variant = plan(*args)
         if variant is not None:
             _, numbers = variant._kept  # calls come first
-            words = int(variant.words["planned_calls"]) * plan_records.PLANNED.bytes // 8
-            numbers[:words].view(plan_records.PLANNED.dtype)["kind"] = plan_records.CHECKED
+            words = int(variant.words["planned_calls"]) * plans.PLANNED.bytes // 8
+            numbers[:words].view(plans.PLANNED.dtype)["kind"] = plans.CHECKED
         return variant
 
     PlanIndex._variant = without_look_ups  # type: ignore[method-assign, assignment]

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from tests.compiled import h2_session
-from tierstore.kernels import h2words
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.records import TEXT
 from tierstore.service.reactor.hpack import encode, encode_head
+from tierstore.wire.http2 import layout as http2_layout
 
 SECOND = 1_000_000_000
 UNARY = "/inference.GRPCInferenceService/ModelInfer"
@@ -24,10 +24,10 @@ class Machine:
     def __init__(self, most_body: int = 1 << 20, room: int = 1 << 17) -> None:
         self._path = np.frombuffer(STREAMING, np.uint8)
         self._text = TEXT.make(at=address_of(self._path), bytes=len(self._path))
-        self._table = h2words.PATHS.make(count=1, first=address_of(self._text))
-        self._out, self._work = np.zeros(room, np.uint8), np.zeros(h2words.WORK_BYTES, np.uint8)
+        self._table = http2_layout.PATHS.make(count=1, first=address_of(self._text))
+        self._out, self._work = np.zeros(room, np.uint8), np.zeros(http2_layout.WORK_BYTES, np.uint8)
         self.session = h2_session.begin(most_body, address_of(self._table))
-        self._held, self._told = b"", np.zeros((h2words.MOST_STREAMS, 2), np.int64)
+        self._held, self._told = b"", np.zeros((http2_layout.MOST_STREAMS, 2), np.int64)
         self.now = SECOND
         self.sent = b""
         self.failed = False
@@ -41,7 +41,7 @@ class Machine:
     @property
     def state(self) -> Any:
         """The session's record."""
-        return h2words.SESSION.view(self.session)
+        return http2_layout.SESSION.view(self.session)
 
     def _lend(self) -> None:
         h2_session.bind_frames(self.session, address_of(self._out), len(self._out))
@@ -68,37 +68,37 @@ class Machine:
 
     def _take(self, event: int) -> None:
         state = self.state
-        row = h2words.STREAM.view(state.event_row) if state.event_row else None
+        row = http2_layout.STREAM.view(state.event_row) if state.event_row else None
         at, size = state.event_at, state.event_bytes
         stream = 0 if row is None else row.id
-        if event == h2words.REQUEST:
+        if event == http2_layout.REQUEST:
             head = ctypes.string_at(row.at, row.head_bytes)[8:]
             self.requests[stream] = head, ctypes.string_at(at, size)
             self.events.append(("request", stream, b""))
-        elif event == h2words.OPENED:
+        elif event == http2_layout.OPENED:
             head = ctypes.string_at(row.at, row.head_bytes)[8:]
             self.events.append(("opened", stream, head))
-            if row.state & h2words.ENDED:
+            if row.state & http2_layout.ENDED:
                 self.events.append(("ended", stream, b""))
-        elif event == h2words.CAME:
+        elif event == http2_layout.CAME:
             if size:
                 self.events.append(("data", stream, ctypes.string_at(at, size)))
                 h2_session.consume(self.session, stream, size)
-            if row.state & h2words.ENDED:
+            if row.state & http2_layout.ENDED:
                 self.events.append(("ended", stream, b""))
-        elif event == h2words.RESET:
+        elif event == http2_layout.RESET:
             self.events.append(("reset", stream, b""))
             h2_session.close_stream(self.session, stream, -1)
-        elif event == h2words.SENDABLE:
+        elif event == http2_layout.SENDABLE:
             h2_session.push_all(self.session, self._told)
-        elif event == h2words.FAILED:
+        elif event == http2_layout.FAILED:
             self.failed = True
 
     def row(self, stream: int) -> Any:
         """The record of an open stream, or None."""
         state = self.state
         for k in range(state.streams_room):
-            row = h2words.STREAM.view(state.streams + h2words.STREAM_BYTES * k)
+            row = http2_layout.STREAM.view(state.streams + http2_layout.STREAM_BYTES * k)
             if row.id == stream:
                 return row
         return None
@@ -111,7 +111,7 @@ class Machine:
         tail = b"" if trailers is None else encode(trailers)
         memory = np.frombuffer(head + data + tail + b"\0", np.uint8)
         places = np.array([(address_of(memory), len(memory) - 1)], np.int64)
-        flags = h2words.ENDS if ends else 0
+        flags = http2_layout.ENDS if ends else 0
         made = h2_session.respond(self.session, stream, places, len(head), len(data), len(tail), flags)
         h2_session.push_all(self.session, self._told)
         self._collect()
@@ -132,8 +132,8 @@ class Machine:
 def sessions(data: bytes, times: int) -> list[int]:
     """So many sessions of HTTP/2 that each were sent this."""
     begun = []
-    out, work = np.zeros(1 << 17, np.uint8), np.zeros(h2words.WORK_BYTES, np.uint8)
-    sent, told = np.frombuffer(data, np.uint8).copy(), np.zeros((h2words.MOST_STREAMS, 2), np.int64)
+    out, work = np.zeros(1 << 17, np.uint8), np.zeros(http2_layout.WORK_BYTES, np.uint8)
+    sent, told = np.frombuffer(data, np.uint8).copy(), np.zeros((http2_layout.MOST_STREAMS, 2), np.int64)
     for _ in range(times):
         session, at, used = h2_session.begin(1 << 30, 0), 0, 1
         while used:

@@ -125,5 +125,5 @@ def test_every_error_is_exported() -> None:
     for name in tierstore.__all__:
         assert getattr(tierstore, name) is not None
         assert name in dir(tierstore)
-    with pytest.raises(AttributeError, match="has no attribute 'lookup'"):
-        tierstore.lookup  # noqa: B018
+    with pytest.raises(AttributeError, match="has no attribute 'look_up'"):
+        tierstore.look_up  # noqa: B018

@@ -30,7 +30,6 @@ from tierstore.kafka.messages import KafkaMessage
 from tierstore.kafka.registry import Registry
 from tierstore.kafka.row_formats import decoder, text_decoder
 from tierstore.kafka.rows import RowReader
-from tierstore.kernels.front_rows import ABSENT, FOREIGN, THERE
 from tierstore.tiers.machines import Machines, Options
 from tierstore.tiers.remote import calls, cluster, lookup
 from tierstore.tiers.remote.layout import slot_of
@@ -38,6 +37,7 @@ from tierstore.tiers.remote.tier import RemoteTable
 from tierstore.tiers.remote.write import Writer
 from tierstore.tiers.upstream import wire
 from tierstore.tiers.upstream.connections import UpstreamNode
+from tierstore.tiers.upstream.layout import ABSENT, FOREIGN, THERE
 from tierstore.tiers.upstream.options import NodeAddress
 from tierstore.tiers.upstream.peer import Peer
 from tierstore.tiers.upstream.table import Nodes, Ownership, OwnerSource, UpstreamTable

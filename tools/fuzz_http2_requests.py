@@ -16,11 +16,11 @@ import h2.settings
 import hpack
 
 from tests.h2_machine import STREAMING, UNARY
-from tierstore.kernels import h2words
+from tierstore.wire.http2 import layout as http2_layout
 
 Fields = list[tuple[bytes, bytes]]
 
-PREFACE_BYTES = len(h2words.PREFACE)
+PREFACE_BYTES = len(http2_layout.PREFACE)
 NAMES = [
     b"user-agent",
     b"x-a",
@@ -75,8 +75,8 @@ def client(rng: random.Random) -> h2.connection.H2Connection:
 def frames_of(data: bytes) -> Iterator[tuple[int, int, int, bytes]]:
     """Kind, flags, stream and payload of each."""
     while data:
-        end = h2words.FRAME_HEAD + int.from_bytes(data[:3], "big")
-        yield data[3], data[4], int.from_bytes(data[5:9], "big"), data[h2words.FRAME_HEAD : end]
+        end = http2_layout.FRAME_HEAD + int.from_bytes(data[:3], "big")
+        yield data[3], data[4], int.from_bytes(data[5:9], "big"), data[http2_layout.FRAME_HEAD : end]
         data = data[end:]
 
 
@@ -92,31 +92,36 @@ def parts_of(rng: random.Random, data: bytes, most: int) -> list[bytes]:
 def recut(rng: random.Random, data: bytes) -> Iterator[bytes]:
     """Other frames of the same meaning, and some of none between them."""
     for kind, flags, stream, payload in frames_of(data):
-        if rng.random() < 0.06 and kind != h2words.CONTINUATION:
+        if rng.random() < 0.06 and kind != http2_layout.CONTINUATION:
             other = rng.choice((stream + 2, 1, 77))
             depends = rng.choice((0, other + 2)).to_bytes(4, "big")
             yield rng.choice((
-                frame(h2words.PING, 0, 0, rng.randbytes(8)), frame(rng.randrange(16, 256), rng.randrange(256), stream, rng.randbytes(5)),
-                frame(h2words.PRIORITY, 0, other | 1, depends + b"\7"),
+                frame(http2_layout.PING, 0, 0, rng.randbytes(8)), frame(rng.randrange(16, 256), rng.randrange(256), stream, rng.randbytes(5)),
+                frame(http2_layout.PRIORITY, 0, other | 1, depends + b"\7"),
             ))  # fmt: skip
-        if kind == h2words.HEADERS and flags & h2words.END_HEADERS and len(payload) < 16_000 and rng.random() < 0.5:
+        if (
+            kind == http2_layout.HEADERS
+            and flags & http2_layout.END_HEADERS
+            and len(payload) < 16_000
+            and rng.random() < 0.5
+        ):
             first, *others = parts_of(rng, payload, 5)
-            before, after, flags = b"", b"", flags & ~h2words.END_HEADERS if others else flags
+            before, after, flags = b"", b"", flags & ~http2_layout.END_HEADERS if others else flags
             if rng.random() < 0.3:
-                flags |= h2words.HAS_PRIORITY
+                flags |= http2_layout.HAS_PRIORITY
                 before = rng.choice((0, stream + 2)).to_bytes(4, "big") + b"\x10"
             if rng.random() < 0.3:
-                flags |= h2words.PADDED
+                flags |= http2_layout.PADDED
                 after = bytes(rng.choice((0, 1, 200)))
                 before = bytes((len(after),)) + before
             yield frame(kind, flags, stream, before + first + after)
             for number, part in enumerate(others, 1):
-                end = h2words.END_HEADERS if number == len(others) else 0
-                yield frame(h2words.CONTINUATION, end, stream, part)
-        elif kind == h2words.DATA and not flags & h2words.PADDED and rng.random() < 0.3:
+                end = http2_layout.END_HEADERS if number == len(others) else 0
+                yield frame(http2_layout.CONTINUATION, end, stream, part)
+        elif kind == http2_layout.DATA and not flags & http2_layout.PADDED and rng.random() < 0.3:
             *others, last = parts_of(rng, payload, 4)
             for part in others:
-                yield frame(kind, flags & ~h2words.END_STREAM, stream, part)
+                yield frame(kind, flags & ~http2_layout.END_STREAM, stream, part)
             yield frame(kind, flags, stream, last)
         else:
             yield frame(kind, flags, stream, payload)
@@ -201,4 +206,4 @@ def spoil_fields(rng: random.Random, made: Request) -> int:
         fields.append((b"x-bad", rng.choice((b"a\nb", b"\0", b" a", b"a ", b"\x7f"))))
     else:
         fields.append((b"te", b"gzip"))
-    return h2words.PROTOCOL_ERROR
+    return http2_layout.PROTOCOL_ERROR

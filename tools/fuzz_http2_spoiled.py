@@ -13,7 +13,7 @@ import h2.exceptions
 import h2.settings
 
 from tests.h2_machine import Machine
-from tierstore.kernels import h2words
+from tierstore.wire.http2 import layout as http2_layout
 from tools.fuzz_http2_requests import (
     PREFACE_BYTES,
     Fields,
@@ -55,11 +55,11 @@ def by_machine(data: bytes) -> Outcome:
                 made.requests[stream] = came[stream]
         made.requests |= machine.requests
         for kind, _, stream, payload in frames_of(machine.take_sent()):
-            if kind == h2words.RST_STREAM:
+            if kind == http2_layout.RST_STREAM:
                 made.refused.setdefault(stream, int.from_bytes(payload, "big"))
-            elif kind == h2words.HEADERS:
+            elif kind == http2_layout.HEADERS:
                 made.refused.setdefault(stream, 431)
-            elif kind == h2words.GOAWAY:
+            elif kind == http2_layout.GOAWAY:
                 made.error = int.from_bytes(payload[4:8], "big")
         check(machine.failed == (made.error is not None), "an error without GOAWAY")
     finally:
@@ -74,11 +74,11 @@ def by_h2(data: bytes) -> Outcome:
         Outcome(),
     )
     server.initiate_connection()
-    server.receive_data(h2words.PREFACE.tobytes())
+    server.receive_data(http2_layout.PREFACE.tobytes())
     heads: dict[int, Fields] = {}
     bodies: dict[int, bytes] = {}
     while data and made.error is None:
-        end = h2words.FRAME_HEAD + int.from_bytes(data[:3], "big")
+        end = http2_layout.FRAME_HEAD + int.from_bytes(data[:3], "big")
         try:
             for event in server.receive_data(data[:end]):
                 if isinstance(event, h2.events.RequestReceived):
@@ -99,7 +99,7 @@ def by_h2(data: bytes) -> Outcome:
             made.error, made.why = int(error.error_code), str(error)
         data = data[end:]
     for kind, _, stream, payload in frames_of(server.data_to_send()):
-        if kind == h2words.RST_STREAM:
+        if kind == http2_layout.RST_STREAM:
             made.refused.setdefault(stream, int.from_bytes(payload, "big"))
     return made
 
@@ -132,7 +132,7 @@ def spoiled(rng: random.Random) -> bytes:
             frames.append(frames.pop(at))
         else:
             stream = rng.choice((0, 1, 1, 3, 5, 2, 99))
-            name = rng.choice((h2words.WINDOW_UPDATE, h2words.RST_STREAM, h2words.SETTINGS, h2words.PING, h2words.GOAWAY, h2words.PRIORITY, h2words.DATA, h2words.CONTINUATION, h2words.PUSH_PROMISE))  # fmt: skip
+            name = rng.choice((http2_layout.WINDOW_UPDATE, http2_layout.RST_STREAM, http2_layout.SETTINGS, http2_layout.PING, http2_layout.GOAWAY, http2_layout.PRIORITY, http2_layout.DATA, http2_layout.CONTINUATION, http2_layout.PUSH_PROMISE))  # fmt: skip
             payload = rng.choice((b"", b"\0\0\0\0", b"\0\0\0\1", b"\x7f\xff\xff\xff", b"\0\4\x7f\xff\xff\xff", b"\0\4\x80\0\0\0", b"\0\5\0\0\x40\0", b"\0\5\0\0\0\1", b"\0\2\0\0\0\2", bytes(8), b"\0\0\0\1\7", b"x" * 5))  # fmt: skip
             frames.insert(rng.randrange(len(frames) + 1), frame(name, rng.choice((0, 0, 1, 4, 5, 8)), stream, payload))
         if not frames:
@@ -170,18 +170,23 @@ def alike(data: bytes, ours: Outcome, other: Outcome) -> str:
 
 def _begins_wrong(data: bytes, ours: Outcome) -> bool:
     """Whether they were refused for what they begin with."""
-    return (data[3] != h2words.SETTINGS or bool(data[4] & h2words.ACK)) and ours.error == h2words.PROTOCOL_ERROR
+    return (
+        data[3] != http2_layout.SETTINGS or bool(data[4] & http2_layout.ACK)
+    ) and ours.error == http2_layout.PROTOCOL_ERROR
 
 
 def _rest(data: bytes) -> bytes:
     """What its last frame and the block of headers that it is in lack."""
     at = kind = flags = stream = 0
-    while at + h2words.FRAME_HEAD <= len(data):
+    while at + http2_layout.FRAME_HEAD <= len(data):
         kind, flags, stream = data[at + 3], data[at + 4], int.from_bytes(data[at + 5 : at + 9], "big")
-        at += h2words.FRAME_HEAD + int.from_bytes(data[at : at + 3], "big")
+        at += http2_layout.FRAME_HEAD + int.from_bytes(data[at : at + 3], "big")
     rest = bytes(max(0, at - len(data)))
-    if kind in (h2words.HEADERS, h2words.PUSH_PROMISE, h2words.CONTINUATION) and not flags & h2words.END_HEADERS:
-        rest += frame(h2words.CONTINUATION, h2words.END_HEADERS, stream, b"")
+    if (
+        kind in (http2_layout.HEADERS, http2_layout.PUSH_PROMISE, http2_layout.CONTINUATION)
+        and not flags & http2_layout.END_HEADERS
+    ):
+        rest += frame(http2_layout.CONTINUATION, http2_layout.END_HEADERS, stream, b"")
     return rest
 
 
@@ -197,18 +202,23 @@ def _stricter(data: bytes, ours: Outcome) -> str:
     refused = {*ours.refused.values()}
     if ours.error is None and refused == {431}:
         return "h2 takes larger lists of headers"
-    if ours.error is None and refused and refused <= {431, h2words.PROTOCOL_ERROR}:
+    if ours.error is None and refused and refused <= {431, http2_layout.PROTOCOL_ERROR}:
         return "h2 takes any bytes in heads"
     newest = 0
     for kind, _, stream, _ in frames_of(data):
-        newest = max(newest, stream) if kind == h2words.HEADERS else newest
-        if kind == h2words.RST_STREAM and stream > newest and ours.error == h2words.PROTOCOL_ERROR:
+        newest = max(newest, stream) if kind == http2_layout.HEADERS else newest
+        if kind == http2_layout.RST_STREAM and stream > newest and ours.error == http2_layout.PROTOCOL_ERROR:
             return "h2 lets streams be reset that have not begun"
     return "stricter"
 
 
 # errors of one wrong frame, which has more than one thing wrong, or one that h2 has no other word for
-WRONG_FRAMES = {h2words.PROTOCOL_ERROR, h2words.STREAM_CLOSED, h2words.FRAME_SIZE_ERROR, h2words.COMPRESSION_ERROR}
+WRONG_FRAMES = {
+    http2_layout.PROTOCOL_ERROR,
+    http2_layout.STREAM_CLOSED,
+    http2_layout.FRAME_SIZE_ERROR,
+    http2_layout.COMPRESSION_ERROR,
+}
 LAXER = {  # by the beginning of what h2 says
     "Received frame with invalid padding.": "h2 refuses frames that are padding alone",
     "Request header block has multiple Host headers.": "h2 refuses more than one Host",

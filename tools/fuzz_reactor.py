@@ -3,7 +3,7 @@
 `python -m tools.fuzz_reactor --count 100000 --seed 1`, from the root of the repository.
 
 Two services over one store: the second one learns no plan, so its reactors find where requests end, and no more. That is
-compared with llhttp by tests/kernels/test_httpframe.py. An exchange is a few
+compared with llhttp by tests/wire/test_http1_frame.py. An exchange is a few
 requests (`fuzz_requests.py`), whole or spoiled, cut into packets; it is a function of the seed and its number. Behind each comes a question
 that names it, so it shows whether the connection still stands, and where the next request was taken to begin. In a share of them the client ends
 its side (`--half-closes`): it gets what it would have got otherwise, and then the end of the connection.

@@ -6,7 +6,6 @@ Git ignores the page, as it is long and follows the kernels; the documentation s
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from itertools import groupby
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from tierstore.kernels.records import ALL, Record
 PAGE = Path(__file__).parents[1] / "docs/layouts.md"
 HEAD = """# Layouts shared by Python and kernels
 
-Made by `python -m tools.make_layouts_page` from the records of `tierstore/kernels` (`records.py` says how they are used). They are only in memory:
+Made by `python -m tools.make_layouts_page` from the records of the kernels (`tierstore/kernels/records.py` says how they are used). They are only in memory:
 no file and no message has them, and they may change with any version. Numbers are little-endian, int64 where no type is named; a
 field whose type is another record has the address of one, or 0.
 """
@@ -45,8 +44,8 @@ def _section(record: Record) -> str:
 
 
 def page() -> str:
-    for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
-        importlib.import_module(module.name)
+    for module in kernels.modules():
+        importlib.import_module(module)
     return HEAD + "".join(_section(ALL[name]) for name in sorted(ALL))
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from numba import types
 
 from tierstore.kernels import LAST, compiled
-from tierstore.kernels.httpdate import write_date_at
-from tierstore.kernels.httphead import head_at, parse_at
+from tierstore.wire.http1.date import write_date_at
+from tierstore.wire.http1.head import head_at, parse_at
 
 
 @compiled(types.int64(types.int64, types.int64, types.int64), when=LAST)

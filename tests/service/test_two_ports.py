@@ -21,7 +21,7 @@ from tests.service.conftest import eventually, settings_for
 from tests.service.fake_store import FakeStore
 from tests.service.scenes import KEYS, items
 from tierstore.errors import ConfigError
-from tierstore.kernels import reactor_words as kernel
+from tierstore.reactor import layout as kernel
 from tierstore.service import addresses
 from tierstore.service.addresses import Ports
 from tierstore.service.server import ServerThread

@@ -17,6 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from tierstore.kernels import PARTS
+from tierstore.kernels import modules as kernel_modules
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = "tierstore"
 
@@ -34,6 +37,7 @@ FLOORS = {
     "logs": 0,
     "trace_context": 0,
     "kernels": 1,
+    "wire": 1,
     "formats": 1,
     "http1": 1,
     "open_files": 1,
@@ -45,8 +49,10 @@ FLOORS = {
     "onnx": 2,
     "sizing": 3,
     "ingest": 3,
+    "lookup": 3,
     "predict": 3,
     "engine": 4,
+    "reactor": 4,
     "service": 5,
     "client": 6,
     "triton": 6,
@@ -65,6 +71,7 @@ SIDEWAYS = {
     ("logs", "errors"),
     ("logs", "log_limits"),
     ("formats", "kernels"),
+    ("wire", "kernels"),
     ("triton", "client"),
     ("cli", "triton"),
     ("cli", "client"),
@@ -97,6 +104,17 @@ ROOMS: dict[str, dict[str, int]] = {
         "cluster": 2,
         "upstream": 2,
         "choose": 3,
+    },
+    "wire": {
+        "bytes_tensor": 0,
+        "callers": 0,
+        "request_record": 0,
+        "tls_messages": 0,
+        "http1": 1,
+        "json": 1,
+        "http2": 2,
+        "protobuf": 2,
+        "resp": 2,
     },
     "tiers": {
         "answers": 0,
@@ -155,8 +173,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "traces": 1,
         "request_log": 2,
         "dataplane": 2,
-        "oip": 3,
-        "tfserving": 3,
+        "protocols": 3,
         "reactor": 4,
         "context": 5,
         "exchange": 6,
@@ -165,7 +182,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "admin": 8,
         "sources": 8,
         "root": 9,
-        "files": 9,
+        "renewal": 9,
         "server": 10,
         "application": 11,
     },
@@ -208,8 +225,8 @@ DOORS: dict[str, set[str]] = {
     "rocksdict": {"tiers.disk.database", "tiers.disk.rocks", "tiers.disk.sst"},
     "redis": {"tiers.remote"},
     "cupy": {"tiers.device.cupy_device"},
-    "numba": {"kernels", "demo"},  # the demo trains a model, which is no part of the store
-    "llvmlite": {"kernels"},
+    "numba": {*PARTS, "demo"},  # the demo trains a model, which is no part of the store
+    "llvmlite": {"kernels", "tiers.device.driver_calls"},
     "onnxruntime": {"predict", "torch"},
     "onnx": {"predict", "demo", "formats.onnx_file", "onnx"},
     "fastapi": {"service"},
@@ -333,6 +350,17 @@ def test_imports_only_look_down() -> None:
     assert [problem for problem in problems if problem] == []
 
 
+def test_what_a_kernel_inlines_is_among_the_kernels() -> None:
+    """Else an edit of it would leave what is compiled as it was."""
+    kernels = {name.removeprefix(f"{PACKAGE}.") for name in kernel_modules()}
+    assert kernels <= graph().keys()
+    assert {
+        name: found
+        for name in kernels
+        if (found := {one for one in graph()[name][0] - kernels if FLOORS[one.split(".")[0]] > 0})
+    } == {}
+
+
 def circle(edges: dict[str, set[str]]) -> list[str]:
     """Modules of which each is imported by the next, the first and the last the same; none where no import goes round."""
     try:
@@ -397,6 +425,9 @@ def test_every_dependency_is_imported_or_explained() -> None:
         ("tiers.host", "tiers.background", True),
         ("tiers.host", "tiers.disk", False),
         ("formats.keys", "kernels.xxh3", True),
+        ("wire.http2.head", "wire.http1.head", True),
+        ("wire.http1.head", "wire.http2.head", False),
+        ("kernels.codec", "wire.resp", False),
         ("kernels.xxh3", "formats.keys", False),
         ("kernels.codec", "types", True),
         ("kernels.codec", "tiers.host", False),

@@ -7,9 +7,11 @@ from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
+from tierstore.kernels import PARTS
+
 ROOT = Path(__file__).parents[2]
 # whose functions are named as commands are, or by the module before them: numba finds a kernel's helpers as globals
-OF_THEIR_OWN = ("tierstore.cli.", "tierstore.kernels.")
+OF_THEIR_OWN = ("tierstore.cli.", *(f"tierstore.{part}" for part in PARTS))
 # a Protocol, and what has it: what one room needs of another one's class
 NEEDED = {"Gathering", "Histogram", "Lookup", "PlanIndex", "View"}
 # one thing for each protocol, transport or tier, which no module has two of

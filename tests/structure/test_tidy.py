@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tierstore import kernels
 from tools.make_client import made
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +24,7 @@ LONGEST_FUNCTION = 60  # lines; of the package, but for kernels
 MAY_PRINT = ("tierstore/cli", "tierstore/demo", "tools", "benchmarks")
 MARKERS = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 
+KERNELS = kernels.sources()
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 
@@ -45,7 +47,7 @@ def markers(source: str) -> list[int]:
 def test_no_function_is_long() -> None:
     long = []
     for path in SOURCES:
-        if not shown(path).startswith("tierstore/") or shown(path).startswith("tierstore/kernels/"):
+        if not shown(path).startswith("tierstore/") or path in KERNELS:
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -67,8 +69,8 @@ def riddles(text: str) -> list[str]:
 
 
 def test_a_docstring_begins_with_what_the_thing_is() -> None:
-    kernels = "tierstore/kernels/"  # a word changed there has every kernel compiled again
-    library = [path for path in SOURCES if shown(path).startswith("tierstore/") and not shown(path).startswith(kernels)]
+    # a word changed in a kernel's file has every kernel compiled again
+    library = [path for path in SOURCES if shown(path).startswith("tierstore/") and path not in KERNELS]
     assert {shown(path): found for path in library if (found := riddles(path.read_text(encoding="utf-8")))} == {}
 
 
@@ -111,7 +113,7 @@ def test_the_blocking_client_is_made_of_the_awaited_one() -> None:
 def test_kernels_that_copy_have_one_name_each_and_name_the_target_first() -> None:
     """Arguments the other way round write over the source, and no type tells two addresses apart."""
     copies: dict[str, list[list[str]]] = {}
-    for path in sorted((ROOT / "tierstore/kernels").rglob("*.py")):
+    for path in KERNELS:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef) and node.name.startswith(("copy_", "move_")):
                 copies.setdefault(node.name, []).append([arg.arg for arg in node.args.args])
@@ -160,8 +162,8 @@ def test_the_demo_installs_what_it_needs_and_the_tests_add_the_rest(tmp_path: Pa
 def test_kernels_are_compiled_with_numba_alone() -> None:
     """The demo compiles them while pip installs the other packages."""
     program = (
-        "import importlib, pkgutil, sys, tierstore.kernels.ahead as ahead\n"
-        "for one in pkgutil.walk_packages(ahead.kernels.__path__, 'tierstore.kernels.'): importlib.import_module(one.name)\n"
+        "import importlib, sys, tierstore.kernels.ahead as ahead\n"
+        "for module in ahead.kernels.modules(): importlib.import_module(module)\n"
         "print(*{name.partition('.')[0] for name, module in sys.modules.items() if '/site-packages/' in (getattr(module, '__file__', '') or '')})"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -26,8 +26,8 @@ from tests.tiers.cache_contract import (
     vectors_of,
 )
 from tierstore.errors import ConfigError
-from tierstore.kernels.host_cache.layout import CONTROL_BYTES
 from tierstore.tiers.host import memory
+from tierstore.tiers.host.cache.layout import CONTROL_BYTES
 from tierstore.tiers.host.table import HostTable
 from tierstore.types import KeyType, StorageDtype, TableSpec, Tier
 

@@ -19,8 +19,7 @@ from tests.tiers.backing_contract import ROW_BYTES, get, some_rows
 from tests.tiers.test_sealed import CACHE, KEYS, again, flip, make
 from tierstore.errors import Corruption, StorageError
 from tierstore.formats import files
-from tierstore.kernels import disk_rows
-from tierstore.tiers.disk import patches, sealed
+from tierstore.tiers.disk import patches, sealed, sealed_rows
 from tierstore.tiers.disk.reader_pool import ReaderPool
 from tierstore.tiers.disk.sealed import SealedTier
 from tierstore.tiers.disk.tier import DiskTier
@@ -82,7 +81,7 @@ def reads_alone(tier: SealedTier, keys: Any) -> np.ndarray:
         np.zeros(len(keys), np.int32),
     )
     places = by.base_at, by.patches.ctypes.data, len(by.patches), by.changes
-    assert disk_rows.look_up(*places, keys, rows.ctypes.data, ROW_BYTES, state, trouble, 0) == 0
+    assert sealed_rows.look_up(*places, keys, rows.ctypes.data, ROW_BYTES, state, trouble, 0) == 0
     return state
 
 
@@ -128,7 +127,7 @@ def test_a_table_that_the_base_has_no_rows_of_is_read_by_kernels_too(tmp_path: P
     tier.change(tmp_path / "d.sst", {"watermark": b"1"}, [(2, keys, some_rows(keys, 9), keys == 3)])
     by = tier.read_by(2, ROW_BYTES)
     assert by is not None
-    assert by.changes == disk_rows.ALL
+    assert by.changes == sealed_rows.ALL
     rows, state = get(tier, 2, np.arange(12))
     assert state.tolist() == [Tier.DISK] * 3 + [Tier.ABSENT] + [Tier.DISK] * 6 + [Tier.ABSENT] * 2
     np.testing.assert_array_equal(rows[4:10], some_rows(keys[4:], 9))
@@ -148,7 +147,7 @@ def test_what_a_reader_holds_is_readable_after_it_was_merged_and_removed(tier: S
     keys = np.arange(200, 210)
     rows, state, trouble = np.empty((10, ROW_BYTES), np.uint8), np.zeros(10, np.uint8), np.zeros(10, np.int32)
     places = held.base_at, held.patches.ctypes.data, len(held.patches), held.changes
-    assert disk_rows.look_up(*places, keys, rows.ctypes.data, ROW_BYTES, state, trouble, 32) == 0
+    assert sealed_rows.look_up(*places, keys, rows.ctypes.data, ROW_BYTES, state, trouble, 32) == 0
     np.testing.assert_array_equal(rows, some_rows(keys, 2))
     descriptors = len(os.listdir("/proc/self/fd"))
     del held

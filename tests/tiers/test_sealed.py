@@ -22,8 +22,8 @@ from tests.tiers.backing_contract import LIMITS, ROW_BYTES, get, some_rows
 from tierstore import open_files
 from tierstore.errors import Corruption, StorageError
 from tierstore.formats.keys import partition_of
-from tierstore.kernels import disk_rows
 from tierstore.kernels.digest import digest_rows
+from tierstore.tiers.disk import sealed_rows
 from tierstore.tiers.disk.block_shape import block_shape
 from tierstore.tiers.disk.changed_keys import ChangedKeys
 from tierstore.tiers.disk.reader_pool import ReaderPool
@@ -208,8 +208,8 @@ def test_look_ups_answer_as_a_dict_would(
     wanted = wanted[np.argsort(partition_of(wanted, parts), kind="stable")]
     got, state = np.full((len(wanted), row_bytes), 0xEE, np.uint8), np.zeros(len(wanted), np.uint8)
     trouble, base = np.zeros(len(wanted), np.int32), table.words(0)
-    at = base.ctypes.data, 0, 0, disk_rows.BASE_ALONE
-    assert disk_rows.look_up(*at, wanted, got.ctypes.data, row_bytes, state, trouble, 0) == 0
+    at = base.ctypes.data, 0, 0, sealed_rows.BASE_ALONE
+    assert sealed_rows.look_up(*at, wanted, got.ctypes.data, row_bytes, state, trouble, 0) == 0
     assert not trouble.any()
     twin = dict(zip(keys.tolist(), rows, strict=True))
     for key, row, where in zip(wanted.tolist(), got, state, strict=True):

@@ -13,10 +13,10 @@ import pytest
 
 from tests.tiers.backing_contract import ROW_BYTES, some_rows
 from tierstore.errors import DiskFull
-from tierstore.kernels import ssd_cache
 from tierstore.kernels.hashing import mix_all
 from tierstore.tiers.disk.reader_pool import ReaderPool
 from tierstore.tiers.ssd import cache as cache_module
+from tierstore.tiers.ssd import index as ssd_index
 from tierstore.tiers.ssd.cache import SsdCache
 from tierstore.tiers.ssd.table import Offer, SsdTable
 from tierstore.types import Keys, Rows, States, Tier
@@ -281,7 +281,7 @@ def keys_with_the_same_bits(buckets: int) -> tuple[int, int, int]:
     keys = np.arange(500_000)
     hashed = mix_all(keys)
     place = lambda hashed: (hashed >> np.uint64(32)) * np.uint64(buckets) >> np.uint64(32)  # noqa: E731
-    first, second, tags = place(hashed), place(hashed * ssd_cache._S0), hashed & np.uint64((1 << 24) - 1)
+    first, second, tags = place(hashed), place(hashed * ssd_index._S0), hashed & np.uint64((1 << 24) - 1)
     order = np.argsort(tags, kind="stable")
     pairs = np.stack([order[:-1], order[1:]])[:, tags[order[:-1]] == tags[order[1:]]]
     apart = (first[pairs[0]] == first[pairs[1]]) & (second[pairs[0]] != second[pairs[1]])
@@ -292,7 +292,7 @@ def keys_with_the_same_bits(buckets: int) -> tuple[int, int, int]:
 
 def test_what_a_fold_has_changed_goes_also_where_the_index_takes_another_key_for_it(cache: SsdCache) -> None:
     table = table_of(cache, 1)
-    key, other, third = (np.array([key]) for key in keys_with_the_same_bits(table._index.size // ssd_cache.WAYS))
+    key, other, third = (np.array([key]) for key in keys_with_the_same_bits(table._index.size // ssd_index.WAYS))
     fetch(cache, table, third)
     fetch(cache, table, key)  # into its second bucket, which is emptier
     table.forget(third)
@@ -306,7 +306,7 @@ def test_what_a_fold_has_changed_goes_also_where_the_index_takes_another_key_for
 def test_a_slot_that_is_damaged_is_a_miss_and_is_mended(cache: SsdCache) -> None:
     table, keys = table_of(cache), np.arange(100)
     fetch(cache, table, keys)
-    os.pwrite(cache.file._fd, b"\xff", 7 * table.slot_bytes + ssd_cache.HEAD_BYTES + 9)
+    os.pwrite(cache.file._fd, b"\xff", 7 * table.slot_bytes + ssd_index.HEAD_BYTES + 9)
     assert held(table, keys).tolist() == [key != 7 for key in range(100)]
     fetch(cache, table, keys)
     assert held(table, keys).all()

@@ -14,8 +14,8 @@ import pytest
 import xxhash
 
 from tierstore.errors import Corruption, RemoteUnavailable, TierstoreError
-from tierstore.kernels import upstream_reads as kernel
 from tierstore.tiers.machines import Machines, Options
+from tierstore.tiers.upstream import reads as kernel
 from tierstore.tiers.upstream import wire
 from tierstore.tiers.upstream.connections import UpstreamNode
 from tierstore.tiers.upstream.options import NodeAddress

@@ -64,7 +64,7 @@ def _metadata(target: Any, model: str) -> dict[str, Any]:
     if isinstance(target, Client):
         return target.model(model).metadata()
     from tierstore.service.dataplane.inference import DataPlane
-    from tierstore.service.oip.documents import model_metadata
+    from tierstore.service.protocols.oip.documents import model_metadata
 
     return model_metadata(DataPlane(target, max_response=0), model, None)
 

@@ -26,9 +26,9 @@ from tierstore.formats.snapshot.reader import Snapshot, naming
 from tierstore.ingest.runs import ReportRows
 from tierstore.ingest.tasks import Checked, CheckFile, CopyFile, Ingest, Ingested, Merged, ReadBack, ReadFile
 from tierstore.kernels.digest import digest_rows
-from tierstore.kernels.sealed import HEADER_BYTES
 from tierstore.tiers.disk.reader_pool import ReaderPool
 from tierstore.tiers.disk.sealed import BASES, base_record
+from tierstore.tiers.disk.sealed_blocks import HEADER_BYTES
 from tierstore.tiers.disk.sealed_file import Opened, SealedFile, open_sealed, read_blocks, write_sealed_parts
 from tierstore.tiers.disk.sst import SstFile, file_xxh3, write_sst
 from tierstore.tiers.disk.tier import DiskTier, TableContent

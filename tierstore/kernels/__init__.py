@@ -1,9 +1,11 @@
 """Numba kernels: arrays and scalars in, arrays out.
 
+Kernels of rows lie here, others beside the Python that calls them: `PARTS` says where.
+
 numba keeps compiled kernels on disk. To find out whether one is out of date it looks only at the kernel's own source file
-(its modification time, since 0.68 its content), but kernels inline helpers from other files of this folder. So the stamp
-that numba compares holds the content of all of them: after an edit, or an upgrade, every kernel is compiled again and
-never runs with an old helper inside.
+(its modification time, since 0.68 its content), but kernels inline helpers from other files. So the stamp that numba
+compares holds the content of all `PARTS`: after an edit, or an upgrade, every kernel is compiled again and never runs
+with an old helper inside.
 
 This module also chooses where compiled kernels are kept: the first directory that can be written, or one that holds all
 kernels for this machine and version already: `carried.py` says which come with the package. Where all are there, `compiled` reads
@@ -38,7 +40,26 @@ from tierstore.kernels import carried
 
 log = logging.getLogger(__name__)
 
-_FOLDER = Path(__file__).parent
+# packages and modules of this package that have kernels, or what kernels inline
+PARTS = (
+    "kernels",
+    "wire",
+    "lookup",
+    "reactor",
+    "tiers.host.cache",
+    "tiers.disk.bloom",
+    "tiers.disk.layout",
+    "tiers.disk.sealed_blocks",
+    "tiers.disk.sealed_rows",
+    "tiers.device.driver_calls",
+    "tiers.device.staging",
+    "tiers.ssd.index",
+    "tiers.upstream.layout",
+    "tiers.upstream.reads",
+)
+
+_FOLDER = Path(__file__).parent  # where compiled kernels are kept if it can be written
+_PACKAGE = _FOLDER.parent
 KERNELS = "kernels"  # within a data directory
 _CACHE_VARIABLE = "NUMBA_CACHE_DIR"
 # when a kernel is needed: for any look-up; for what changes rows, or makes look-ups faster; for reactors over HTTP/1.1; for HTTP/2
@@ -48,18 +69,33 @@ _data: list[Path] = []  # the data directory, which takes them where nothing els
 
 
 @lru_cache
-def sources_digest(folder: Path) -> bytes:
-    """Of all Python sources in `folder` and in the folders in it."""
+def sources(folder: Path = _FOLDER) -> dict[Path, str]:
+    """All sources in `folder` and in the folders in it, or of all `PARTS`, with their dotted names below it or below the package."""
+    root, parts = (_PACKAGE, PARTS) if folder == _FOLDER else (folder, ("",))
+    found: list[Path] = []
+    for part in parts:
+        place = root.joinpath(*part.split("."))
+        found += place.rglob("*.py") if place.is_dir() else [place.with_suffix(".py")]
+    return {file: ".".join(file.relative_to(root).with_suffix("").parts) for file in sorted(found)}
+
+
+def modules() -> list[str]:
+    """The dotted names of all modules of `PARTS`."""
+    return [f"tierstore.{name}".removesuffix(".__init__") for name in sources().values()]
+
+
+@lru_cache
+def _digest(folder: Path) -> bytes:
     whole = hashlib.sha256()
-    for source in sorted(folder.rglob("*.py")):
+    for source, name in sources(folder).items():
         content = source.read_bytes()
-        whole.update(f"{source.relative_to(folder)} {len(content)}\n".encode() + content)
+        whole.update(f"{name} {len(content)}\n".encode() + content)
     return whole.digest()
 
 
 def _stamp(folder: Path) -> bytes:
-    """Of the sources of `folder`, and of those here, which others inline."""
-    return sources_digest(folder) + (b"" if folder == _FOLDER else sources_digest(_FOLDER))
+    """Of the sources of `folder`, and of `PARTS`, which others inline."""
+    return _digest(folder) + (b"" if folder == _FOLDER else _digest(_FOLDER))
 
 
 @lru_cache
@@ -182,10 +218,8 @@ def stamp_caches(folder: Path) -> None:
 
         @classmethod
         def from_function(cls, py_func: Any, py_file: str) -> Any:
-            with suppress(ValueError):
-                source = Path(py_file).relative_to(folder).with_suffix("")
-                return cls(py_func, "-".join(source.parts))
-            return None
+            name = sources(folder).get(Path(py_file))
+            return cls(py_func, name.replace(".", "-")) if name else None
 
     stamp, identity = _stamp(folder), _identity(folder, _machine(folder))
     caching.CacheImpl._locator_classes.insert(0, Stamped)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import pkgutil
 import selectors
 import subprocess
 import sys
@@ -220,8 +219,8 @@ def compile_share(share: int, shares: int, upto: int = kernels.LAST) -> None:
     Says on standard output how many there are, when one is compiled, and after the last of a level which level that was.
     """
     kernels.must_keep = True
-    for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
-        importlib.import_module(module.name)
+    for module in kernels.modules():
+        importlib.import_module(module)
     entries = [entry for entry in kernels.entries if entry.when <= upto]
     _make_cheaper([entry.dispatcher for entry in kernels.entries])
     # identities differ from process to process, the order and the sizes do not: all come to the same shares
@@ -236,7 +235,7 @@ def compile_share(share: int, shares: int, upto: int = kernels.LAST) -> None:
             if entries[i].when == when:
                 function, began_s = entries[i].dispatcher.py_func, time.process_time()
                 entries[i].build()
-                name = f"{function.__module__.removeprefix('tierstore.kernels.')}.{function.__name__}"
+                name = f"{function.__module__.removeprefix('tierstore.')}.{function.__name__}"
                 os.write(1, b"compiled %s %.2f\n" % (name.encode(), time.process_time() - began_s))
         os.write(1, b"level %d\n" % when)
 

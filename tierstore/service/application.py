@@ -16,9 +16,9 @@ from tierstore.engine.store import Store
 from tierstore.errors import ConfigError
 from tierstore.service.admin.application import AdminApplication
 from tierstore.service.context import Service
-from tierstore.service.files import Files
 from tierstore.service.http.asgi import Asgi, Send
 from tierstore.service.http.messages import Receive, Scope
+from tierstore.service.renewal import Files
 from tierstore.service.root import make_root
 from tierstore.service.server import check_settings
 from tierstore.service.sources.start import start_sources

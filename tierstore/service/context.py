@@ -20,7 +20,7 @@ from tierstore.engine.operations.fronts import Fronts
 from tierstore.engine.operations.problems import Problem
 from tierstore.errors import TierstoreError
 from tierstore.kernels import latency
-from tierstore.kernels import reactor_words as kernel
+from tierstore.reactor import layout as kernel
 from tierstore.service.access import Access
 from tierstore.service.dataplane.batching import Batcher
 from tierstore.service.dataplane.inference import DataPlane
@@ -32,10 +32,10 @@ from tierstore.service.limits.jobs import Jobs
 from tierstore.service.limits.rates import RateLimits
 from tierstore.service.limits.shedding import Shed, Waits
 from tierstore.service.limits.worker_pool import ByteBudget, WorkerPool
-from tierstore.service.oip.shared_memory import Regions
+from tierstore.service.protocols.oip.shared_memory import Regions
+from tierstore.service.protocols.tfserving.signature import Signatures
 from tierstore.service.request_log import RequestLog
 from tierstore.service.stats import REQUEST_BOUNDS_S, FreshnessStats, Histogram, InferenceStats, RequestTimes, Timings
-from tierstore.service.tfserving.signature import Signatures
 from tierstore.service.tls import tls_of
 from tierstore.service.traces import traces_of
 from tierstore.tiers.background import register_requests
@@ -201,7 +201,7 @@ class Service:
         self.store.epochs.collect()
 
     def absorb(self, version: tuple[str, str, int] | None, new: Any, highest: Any) -> None:
-        """Count what reactors have answered (`kernels/reactor_words.py` lists the counts). None: rows for fronts.
+        """Count what reactors have answered (`reactor/layout.py` lists the counts). None: rows for fronts.
 
         Any thread.
         """

@@ -27,9 +27,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import ConfigError
-from tierstore.kernels import reactor_sockets as kernel
-from tierstore.kernels import tls_messages
-from tierstore.kernels.reactor_words import OPENSSL
+from tierstore.reactor import sockets as kernel
+from tierstore.reactor.layout import OPENSSL
+from tierstore.wire import tls_messages
 
 WANTS_READ, WANTS_WRITE = kernel.WANT_READ, kernel.WANT_WRITE
 _NAMES = ("libssl.so.3", "libssl.so.1.1")
@@ -150,7 +150,7 @@ def functions() -> npt.NDArray[Any]:
 
 @cache
 def _bound_functions() -> npt.NDArray[np.int64]:
-    """The addresses of the functions that `tls_messages` calls."""
+    """The addresses of the functions that `wire/tls_messages.py` calls."""
     return _addresses(_OF_MESSAGES)
 
 

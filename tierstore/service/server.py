@@ -31,7 +31,6 @@ from tierstore.service.access import check_access
 from tierstore.service.addresses import Ports, url_of
 from tierstore.service.admin.application import AdminApplication
 from tierstore.service.context import Service
-from tierstore.service.files import Files
 from tierstore.service.http.asgi import UvicornListener
 from tierstore.service.http.connection_limit import ConnectionLimit, ConnectionRefusal
 from tierstore.service.http.handoff import Handoff, RequestDispatch
@@ -41,6 +40,7 @@ from tierstore.service.process import ExitBound, allowed_connections, freeze_hea
 from tierstore.service.reactor.allowed import Allowed
 from tierstore.service.reactor.plan_index import PlanIndex
 from tierstore.service.reactor.reactors import Reactors
+from tierstore.service.renewal import Files
 from tierstore.service.root import make_root
 from tierstore.service.rpc.calls import Calls
 from tierstore.service.sources.start import check_sources, start_sources

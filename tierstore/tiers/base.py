@@ -41,7 +41,7 @@ class ReadBy(NamedTuple):
     """What kernels read a table of a row store by. Its addresses are valid until the store is closed, and as long as it
     is kept.
 
-    `base_at`: of `plan_records.BASE`. `changes`, `patches`: `disk_rows.SOME` or ALL, and the addresses of patches,
+    `base_at`: of `disk.layout.BASE`. `changes`, `patches`: `sealed_rows.SOME` or ALL, and the addresses of patches,
     int64, the newest first.
     """
 

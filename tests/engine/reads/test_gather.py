@@ -13,8 +13,8 @@ from tests.predict import onnx_models as om
 from tierstore import Store
 from tierstore.engine.reads.view import View
 from tierstore.errors import InvalidInput
-from tierstore.kernels import gather as kernel
 from tierstore.kernels.codec import address_of
+from tierstore.lookup import gather as kernel
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 

@@ -18,9 +18,9 @@ from tests.certificates import Authority
 from tests.service import http2_client as h2
 from tests.service.conftest import eventually, settings_for
 from tests.service.fake_store import FakeStore
-from tierstore.kernels import h2words
 from tierstore.service.limits import slow_clients
 from tierstore.service.server import ServerThread
+from tierstore.wire.http2 import layout as http2_layout
 
 ARRIVAL_S = 1.5
 KEYS = 40_000
@@ -87,7 +87,7 @@ def large_look_up(stream: int) -> bytes:
     wanted = [{"name": "item_id", "parameters": {"binary_data": True}}]
     document = json.dumps({"inputs": [tensor], "outputs": wanted}).encode()
     body = document + bytes(8 * KEYS)
-    parts = [body[at : at + h2words.FRAME_BYTES] for at in range(0, len(body), h2words.FRAME_BYTES)]
+    parts = [body[at : at + http2_layout.FRAME_BYTES] for at in range(0, len(body), http2_layout.FRAME_BYTES)]
     fields = h2.head(INFER, "POST", ("inference-header-content-length", str(len(document))))
     return h2.frame(h2.HEADERS, h2.END_HEADERS, stream, fields) + b"".join(
         h2.frame(h2.DATA, h2.END_STREAM if number == len(parts) else 0, stream, part)
@@ -134,7 +134,7 @@ def test_requests_that_are_taken_back_at_once_end_their_connection(served: Serve
             except OSError:
                 break
         assert ended_with(client) in (h2.ENHANCE_YOUR_CALM, None)
-    assert stream < 2 * 20 * h2words.MOST_RESETS
+    assert stream < 2 * 20 * http2_layout.MOST_RESETS
 
 
 def test_a_client_may_take_back_now_and_then(served: ServerThread) -> None:
@@ -145,7 +145,7 @@ def test_a_client_may_take_back_now_and_then(served: ServerThread) -> None:
 
 
 def test_no_more_streams_are_begun_than_were_announced(served: ServerThread) -> None:
-    most = h2words.MOST_STREAMS
+    most = http2_layout.MOST_STREAMS
     with h2.Client(served.port) as client:
         client.send(opened(*range(1, 2 * most, 2)), h2.get(2 * most + 1, ABOUT))
         came = client.until(h2.RST_STREAM)
@@ -226,7 +226,7 @@ def test_a_window_of_one_byte_at_a_time_is_enough(served: ServerThread) -> None:
 
 def test_an_answer_whose_window_stays_shut_is_reset_and_let_go(served: ServerThread) -> None:
     with h2.Client(served.port, h2.settings((h2.INITIAL_WINDOW_SIZE, 0))) as client:
-        streams = range(1, 2 * h2words.MOST_STREAMS, 2)
+        streams = range(1, 2 * http2_layout.MOST_STREAMS, 2)
         client.send(*(h2.get(stream, LONG) for stream in streams))
         eventually(lambda: served.service.inflight.used_bytes > 1 << 20, "answers that cannot leave are counted")
         resets = [client.until(h2.RST_STREAM) for _ in streams]
@@ -251,7 +251,7 @@ def test_a_list_of_fields_that_is_too_large_is_refused_and_the_table_stays_right
     fields = [(":method", "GET"), (":scheme", "http"), (":path", ABOUT), (":authority", "localhost")]
     with h2.Client(served.port) as client:
         large = encoder.encode([*fields, ("x-one", "1" * 3000), *[("x-two", "2" * 500)] * 40], huffman=False)
-        assert len(large) < h2words.FRAME_BYTES
+        assert len(large) < http2_layout.FRAME_BYTES
         client.send(h2.frame(h2.HEADERS, h2.END_HEADERS | h2.END_STREAM, 1, large))
         assert client.answer(1)[0][":status"] == "431"
         again = encoder.encode([*fields, ("x-two", "2" * 500)])

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tests.service.conftest import eventually, settings_for
 from tests.service.fake_store import FakeStore
 from tests.service.oip.test_malformed import HEADER_LENGTH, INFER, fuzz, given_input, infer, refused
-from tierstore.kernels.httpframe import MOST_HEAD_BYTES as HEAD_BYTES
 from tierstore.service.server import ServerThread
+from tierstore.wire.http1.frame import MOST_HEAD_BYTES as HEAD_BYTES
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from tests.compiled import h2_session
 from tests.h2_machine import sessions
 from tests.service import http2_client as h2
 from tierstore.errors import InvalidInput, Overloaded
-from tierstore.kernels import h2words
 from tierstore.service.http.messages import decode_body, parsed_bytes
 from tierstore.service.rpc import oip, protobuf, tfserving
 from tierstore.service.rpc.protobuf import Parts, length_delimited
+from tierstore.wire.http2 import layout as http2_layout
 
 SIZE = 8 << 20
 
@@ -138,7 +138,7 @@ def opened(fields: bytes) -> bytes:
     """As many requests as a connection may have, the first one's fields with LARGE before them; none of them ends."""
     return b"".join(
         h2.frame(h2.HEADERS, h2.END_HEADERS, stream, LOOK_UP + (LARGE if stream == 1 else b"") + fields)
-        for stream in range(1, 2 * h2words.MOST_STREAMS, 2)
+        for stream in range(1, 2 * http2_layout.MOST_STREAMS, 2)
     )
 
 
@@ -146,10 +146,10 @@ HTTP2 = {
     "a field of the table many times": opened(AGAIN * 255),  # 1 MB each
     "lists that are just small enough": opened(AGAIN * 3),
     "a block without an end": h2.frame(h2.HEADERS, 0, 1, LOOK_UP)
-    + h2.frame(h2.CONTINUATION, 0, 1, LARGE) * (h2words.MOST_BLOCK_BYTES // len(LARGE) - 1),
+    + h2.frame(h2.CONTINUATION, 0, 1, LARGE) * (http2_layout.MOST_BLOCK_BYTES // len(LARGE) - 1),
     "requests without an end": opened(b""),
     "bodies without an end": opened(b"")
-    + b"".join(h2.frame(h2.DATA, 0, stream, bytes(16000)) for stream in range(1, 2 * h2words.MOST_STREAMS, 2)),
+    + b"".join(h2.frame(h2.DATA, 0, stream, bytes(16000)) for stream in range(1, 2 * http2_layout.MOST_STREAMS, 2)),
 }
 WORST = ("a field of the table many times", "bodies without an end")
 
@@ -160,9 +160,14 @@ WORST = ("a field of the table many times", "bodies without an end")
 def test_a_connection_of_http_2_takes_no_more_than_counts_and_a_fixed_part(kind: str) -> None:
     data = h2.settings() + HTTP2[kind]
     (session,) = sessions(data, 1)
-    counted = h2words.SESSION.view(session).held
+    counted = http2_layout.SESSION.view(session).held
     h2_session.free(session)
-    fixed = h2words.SESSION_BYTES + h2words.STREAM_BYTES * h2words.MOST_STREAMS + h2words.MOST_BLOCK_BYTES + (1 << 14)
+    fixed = (
+        http2_layout.SESSION_BYTES
+        + http2_layout.STREAM_BYTES * http2_layout.MOST_STREAMS
+        + http2_layout.MOST_BLOCK_BYTES
+        + (1 << 14)
+    )
     grew = grown(f"from tests.h2_machine import sessions; sessions(data, 1) --- sessions(data, {CONNECTIONS})", data)
     assert CONNECTIONS * counted // 2 <= grew <= CONNECTIONS * (2 * counted + fixed)
     assert fixed < 1 << 17

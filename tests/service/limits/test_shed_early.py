@@ -23,7 +23,7 @@ from tests.service.conftest import GRPC, eventually, settings_for
 from tests.service.scenes import KEYS, write_snapshot
 from tierstore.engine.store import Store
 from tierstore.errors import Overloaded
-from tierstore.kernels import reactor_words as kernel
+from tierstore.reactor import layout as kernel
 from tierstore.service.limits.call_queue import CallQueue
 from tierstore.service.limits.shedding import WAITS_TOO_LONG, Caller, Shed, Waits
 from tierstore.service.limits.worker_pool import WorkerPool

@@ -17,7 +17,7 @@ from tests.counts import few_or_many
 from tests.service.fake_store import ITEMS, USERS
 from tests.service.scenes import rows
 from tierstore.errors import InvalidInput
-from tierstore.service.oip.json_request import parse_request
+from tierstore.service.protocols.oip.json_request import parse_request
 
 INFER = "/v2/models/ctr/infer"
 HEADER_LENGTH = "Inference-Header-Content-Length"

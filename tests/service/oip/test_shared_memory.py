@@ -24,7 +24,7 @@ from tierstore.addresses import is_loopback
 from tierstore.engine.store import Store
 from tierstore.errors import InvalidInput, NotFound, Overloaded
 from tierstore.service.addresses import is_on_host
-from tierstore.service.oip.shared_memory import DIRECTORY, MAX_REGIONS, MOST_EACH, Regions, Span
+from tierstore.service.protocols.oip.shared_memory import DIRECTORY, MAX_REGIONS, MOST_EACH, Regions, Span
 from tierstore.service.reactor import reply
 from tierstore.service.server import ServerThread
 

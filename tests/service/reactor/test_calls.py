@@ -20,15 +20,16 @@ from tests.service.conftest import GRPC, settings_for
 from tests.service.reactor.test_traffic import COLLIDING, row_of, write
 from tierstore.engine.store import Store
 from tierstore.formats import files
-from tierstore.kernels import httphead, reactor_calls
-from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
+from tierstore.reactor import calls as reactor_calls
+from tierstore.reactor import layout as kernel
 from tierstore.service.dataplane.planner import make_plan
 from tierstore.service.reactor import cold_reads
 from tierstore.service.rpc.lesson import MessageLesson
 from tierstore.service.rpc.oip_messages import parse_request, split_message
 from tierstore.service.rpc.protobuf import message_class
 from tierstore.service.server import ServerThread
+from tierstore.wire.http1 import head as http1_head
 
 grpc = pytest.importorskip("grpc", reason="no client of gRPC is installed")
 
@@ -46,7 +47,7 @@ class Calls:
         self.store, self.service = store, server.service
         self._here = server.service.reactors._here(0, -1, -1, -1)
         self.me = kernel.HERE.view(address_of(self._here))
-        self.found, self.call = httphead.HEAD.view(self.me.found), kernel.ANSWERED_CALL.view(self.me.call)
+        self.found, self.call = http1_head.HEAD.view(self.me.found), kernel.ANSWERED_CALL.view(self.me.call)
         self.items, self.words = np.empty(0, np.int64), list[bytes]()  # in memory
         self._channel = grpc.insecure_channel(server.grpc_target)
         self.infer = self._channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
@@ -71,7 +72,7 @@ class Calls:
              since_ns: int = 0) -> int:  # fmt: skip
         """What becomes of a message with these headers."""
         found, text = self.found, self._text.place(host + authorization)
-        ctypes.memset(self.me.found, 0, httphead.HEAD.bytes)
+        ctypes.memset(self.me.found, 0, http1_head.HEAD.bytes)
         found.host_bytes, found.authorization_at, found.authorization_bytes = len(host), len(host), len(authorization)
         found.body_bytes, found.timeout_ms, found.unusual = len(message), timeout_ms, unusual
         self.call.since_ns = since_ns
@@ -226,7 +227,7 @@ def test_what_is_not_answered_says_why(calls: Calls) -> None:
     calls.learn(one)
     assert calls.answer(one) == calls.by_python(one)
     assert calls.why(one, host=b"elsewhere.example") == "access"
-    assert calls.why(one, unusual=httphead.CODED) == "header"
+    assert calls.why(one, unusual=http1_head.CODED) == "header"
     assert calls.why(one, timeout_ms=5, since_ns=time.monotonic_ns() - 6_000_000) == "busy"
     assert calls.answer(one, timeout_ms=60_000, since_ns=time.monotonic_ns() - 6_000_000)
     assert kernel.REASONS[calls.give(one.SerializeToString()[:-1])] == "form"

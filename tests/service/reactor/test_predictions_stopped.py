@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tierstore.kernels import coldread
+from tierstore.lookup import cold_reads
 from tierstore.service.reactor import predictions
 
 
@@ -17,9 +17,9 @@ class _FewJobs:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         self.freed: list[int] = []
-        self.jobs = coldread.JOB.new(count)
+        self.jobs = cold_reads.JOB.new(count)
         self.jobs["announced"] = self.jobs["scoring"] = self.jobs["queued_ns"] = 1
-        self.jobs["outcome"] = coldread.FOR_PYTHON
+        self.jobs["outcome"] = cold_reads.FOR_PYTHON
         self.jobs["block"] = np.arange(1, count + 1)
         self.jobs["stream"] = 1  # their requests are their own
         service: Any = SimpleNamespace(
@@ -43,9 +43,9 @@ def test_what_a_job_has_in_memory_is_freed_once_whenever_its_run_ends(monkeypatc
     assert early is not None
     assert late is not None
     assert len(few.of.cut_off()) == 3
-    few.of._give_back(early, coldread.DONE)
+    few.of._give_back(early, cold_reads.DONE)
     few.of.close()
-    few.of._give_back(late, coldread.DONE)
+    few.of._give_back(late, cold_reads.DONE)
     assert sorted(few.freed) == [1, 2, 3]
 
 

@@ -25,7 +25,7 @@ from tests.service.conftest import eventually, settings_for
 from tierstore.access.roles import Rates, Role
 from tierstore.access.tokens import TokenFile
 from tierstore.engine.store import Store
-from tierstore.kernels import reactor_words as kernel
+from tierstore.reactor import layout as kernel
 from tierstore.service.reactor import plan_index
 from tierstore.service.server import ServerThread
 

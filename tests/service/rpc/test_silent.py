@@ -17,15 +17,15 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc  # noqa: E402
 from tests.service.conftest import eventually, settings_for  # noqa: E402
 from tests.service.fake_store import FakeStore  # noqa: E402
 from tests.service.rpc.test_direct import ask_without_reading, keys_request  # noqa: E402
-from tierstore.kernels import h2words  # noqa: E402
-from tierstore.kernels import reactor_words as kernel  # noqa: E402
+from tierstore.reactor import layout as kernel  # noqa: E402
 from tierstore.service import server as server_module  # noqa: E402
 from tierstore.service.context import ADMIN_THREADS  # noqa: E402
-from tierstore.service.oip import documents  # noqa: E402
+from tierstore.service.protocols.oip import documents  # noqa: E402
 from tierstore.service.rpc import calls  # noqa: E402
 from tierstore.service.rpc import health as health_module  # noqa: E402
 from tierstore.service.rpc.caller import RpcCaller  # noqa: E402
 from tierstore.service.server import ServerThread  # noqa: E402
+from tierstore.wire.http2 import layout as http2_layout  # noqa: E402
 
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 SERVICE = "/inference.GRPCInferenceService/"
@@ -101,7 +101,7 @@ def open_streams(server: ServerThread) -> int:
     """Streams that are open on connections of reactors."""
     rows = server._http._reactors.conns
     sessions = rows["session"][rows["state"] == kernel.HTTP2].tolist()
-    return sum(h2words.SESSION.view(session).open for session in sessions)
+    return sum(http2_layout.SESSION.view(session).open for session in sessions)
 
 
 @pytest.mark.parametrize("method", [CHECK, SERVICE + "ModelInfer", WATCH])

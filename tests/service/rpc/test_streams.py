@@ -17,7 +17,7 @@ from tests.service.rpc.fake_stream import SomeStream
 from tests.service.scenes import items
 from tierstore.access.roles import Role
 from tierstore.access.tokens import TokenFile
-from tierstore.kernels import reactor_words as kernel
+from tierstore.reactor import layout as kernel
 from tierstore.service.context import Service
 from tierstore.service.rpc import flow as flow_module
 from tierstore.service.rpc.calls import Calls

@@ -10,7 +10,7 @@ import pytest
 
 from tierstore.errors import InvalidInput
 from tierstore.service.dataplane.plan import OutputSpec
-from tierstore.service.tfserving.json_messages import encode_answer
+from tierstore.service.protocols.tfserving.json_messages import encode_answer
 
 
 def answer(*, rows: bool = False, **arrays: np.ndarray) -> Any:

@@ -21,10 +21,10 @@ from tests.service.upstream.scenes import KEYS, NO_CACHE, Scene, Upstream, await
 from tierstore.access.roles import NO_LIMITS, Rates, Role
 from tierstore.access.tokens import TokenFile
 from tierstore.errors import NotFound, RemoteUnavailable
-from tierstore.kernels.front_rows import ABSENT, FOREIGN, THERE
 from tierstore.service.http import fronts
 from tierstore.service.server import ServerThread
 from tierstore.tiers.upstream import wire
+from tierstore.tiers.upstream.layout import ABSENT, FOREIGN, THERE
 
 
 @pytest.fixture

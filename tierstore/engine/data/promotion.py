@@ -22,9 +22,9 @@ import numpy as np
 from tierstore import kernels
 from tierstore.engine.data.cascade import Cascade
 from tierstore.engine.data.overlay import OverlayTable
-from tierstore.kernels import gpu_staging
 from tierstore.kernels.codec import address_of
 from tierstore.threads import Thread
+from tierstore.tiers.device import staging
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.host.table import HostTable
 from tierstore.types import Keys, States, Tier
@@ -57,7 +57,7 @@ class Offers:
         self._promoter, self._table, self._with_view = promoter, table, with_view
         self._lock = threading.Lock()
         # guarded by _lock
-        self._ring = np.zeros(gpu_staging.RING_WORDS + RING_KEYS, np.int64)
+        self._ring = np.zeros(staging.RING_WORDS + RING_KEYS, np.int64)
         self._queued = False  # whether the thread is to come
         # of the promoter's thread alone
         self._keys, self._seen = np.empty(_JOB_KEYS, np.int64), np.zeros(_SEEN, np.uint16)
@@ -68,7 +68,7 @@ class Offers:
             self._promoter.dropped += len(keys)
             return
         try:
-            self._promoter.dropped += gpu_staging.offer(self._ring, np.ascontiguousarray(keys), states)
+            self._promoter.dropped += staging.offer(self._ring, np.ascontiguousarray(keys), states)
             if not self._queued and self.waiting:
                 self._queued = True
                 self._promoter.put(self)
@@ -78,12 +78,12 @@ class Offers:
     @property
     def waiting(self) -> int:
         """Keys that are offered and not looked at."""
-        return int(self._ring[gpu_staging.PUT] - self._ring[gpu_staging.POPPED])
+        return int(self._ring[staging.PUT] - self._ring[staging.POPPED])
 
     def promote(self) -> None:
         """On the promoter's thread: move some keys, and have the others wait for their turn."""
         with self._lock:
-            keys = self._keys[: gpu_staging.pop(self._ring, self._keys)]
+            keys = self._keys[: staging.pop(self._ring, self._keys)]
             self._queued = bool(self.waiting)
             if self._queued:
                 self._promoter.put(self)
@@ -101,7 +101,7 @@ class Offers:
         with host.unnoted() as words_at:
             n = 0
             if words_at:
-                n = gpu_staging.choose(
+                n = staging.choose(
                     keys, self._seen, is_full, above, words_at, spec.dim, spec.row_bytes, address_of(rows)
                 )
         if not n:

@@ -30,9 +30,9 @@ from tierstore.formats import files
 from tierstore.formats.keys import are_own
 from tierstore.formats.names import dense_file
 from tierstore.formats.regular import read_regular
-from tierstore.kernels.front_rows import ABSENT, FOREIGN, THERE
 from tierstore.threads import Thread
 from tierstore.tiers.upstream import wire
+from tierstore.tiers.upstream.layout import ABSENT, FOREIGN, THERE
 from tierstore.types import Keys, Partitions, Tier
 
 KEEP_S = 0.2  # that a view is held in any case after it was replaced

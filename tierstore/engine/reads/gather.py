@@ -17,8 +17,8 @@ from tierstore.engine.data.cascade import Cascade
 from tierstore.engine.data.overlay import OverlayTable
 from tierstore.formats.colliding import CollidingKeys
 from tierstore.formats.keys import feature_codes
-from tierstore.kernels import gather as kernel
 from tierstore.kernels.codec import address_of
+from tierstore.lookup import gather as kernel
 from tierstore.predict.binding import Bindings
 from tierstore.types import FeatureSpec, Keys, Tier
 

@@ -1,4 +1,4 @@
-"""What is served, as numbers for compiled readers (`kernels/lookupplan.py` has the layout).
+"""What is served, as numbers for compiled readers (`lookup/by_plan.py` has the layout).
 
 The words hold addresses of memory that belongs to a version's tables and to overlays. `PublishedWords` keeps the views,
 whose publisher keeps their versions open, for as long as a compiled reader may be at them. Immutable; any thread.
@@ -17,8 +17,8 @@ from tierstore.engine.data.cascade import Cascade
 from tierstore.engine.reads.view import View
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.routing import Routing
-from tierstore.kernels import plan_records as layout
 from tierstore.kernels.codec import address_of
+from tierstore.lookup import plans as layout
 
 Words = npt.NDArray[Any]
 

@@ -18,9 +18,9 @@ from tierstore.service.admin import health_metrics
 from tierstore.service.context import Service
 from tierstore.service.dataplane.plan_cache import MOST_CACHED
 from tierstore.service.families import Key, counter, counters, gauge, gauges, histograms
-from tierstore.service.oip.shared_memory import MAX_REGIONS
+from tierstore.service.protocols.oip.shared_memory import MAX_REGIONS
+from tierstore.service.protocols.tfserving.signature import MAX_SIGNATURES
 from tierstore.service.stats import InferenceStats
-from tierstore.service.tfserving.signature import MAX_SIGNATURES
 from tierstore.types import head_name
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -17,8 +17,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tierstore.errors import InvalidInput
-from tierstore.kernels.bytes_tensor import join_prefixed, split_prefixed
 from tierstore.service.dataplane.datatypes import BYTES, NUMPY_DTYPE
+from tierstore.wire.bytes_tensor import join_prefixed, split_prefixed
 
 Elements: TypeAlias = Any  # ndarray or pyarrow array; pyarrow has no types to check
 

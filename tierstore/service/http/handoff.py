@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from tierstore.config import Settings
 from tierstore.errors import Closed, Overloaded, TierstoreError, TooLarge
-from tierstore.kernels import reactor_words as kernel
+from tierstore.reactor import layout as kernel
 from tierstore.service.addresses import is_on_host
 from tierstore.service.error_status import CUT_OFF
 from tierstore.service.http.connection_limit import ConnectionLimit
@@ -141,7 +141,7 @@ class RequestDispatch:
 
 
 def is_grpc(stream: Stream) -> bool:
-    """Whether a request is a call of gRPC, by the rule of the kernel `h2head.read_head`.
+    """Whether a request is a call of gRPC, by the rule of the kernel `http2_head.read_head`.
 
     One of `application/grpcfoo` or `application/grpc-web` is none.
     """

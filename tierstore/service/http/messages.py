@@ -22,11 +22,11 @@ import orjson
 
 from tierstore.access.roles import NOBODY, Principal
 from tierstore.errors import InvalidInput, SequenceGap, TooLarge, Unauthorized
-from tierstore.kernels.httpdate import DATE_PLACE
 from tierstore.service.error_status import HttpError, as_text, http_status, message_of, retry_after
 from tierstore.service.limits import slow_clients
 from tierstore.service.limits.shedding import Caller
 from tierstore.service.limits.worker_pool import Reservation
+from tierstore.wire.http1.date import DATE_PLACE
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

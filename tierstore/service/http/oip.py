@@ -41,8 +41,8 @@ from tierstore.service.http.messages import (
 )
 from tierstore.service.limits.shedding import WAITS_TOO_LONG, Caller
 from tierstore.service.limits.worker_pool import Reservation
-from tierstore.service.oip import documents
-from tierstore.service.oip.json_request import (
+from tierstore.service.protocols.oip import documents
+from tierstore.service.protocols.oip.json_request import (
     HEADER_LENGTH,
     InferRequest,
     joined_codes,
@@ -52,9 +52,9 @@ from tierstore.service.oip.json_request import (
     read_elements,
     split_body,
 )
-from tierstore.service.oip.json_response import ResponseBody, ResponseLayout
-from tierstore.service.oip.parameters import version_of
-from tierstore.service.oip.shared_memory import CudaRegions
+from tierstore.service.protocols.oip.json_response import ResponseBody, ResponseLayout
+from tierstore.service.protocols.oip.parameters import version_of
+from tierstore.service.protocols.oip.shared_memory import CudaRegions
 from tierstore.service.reactor.lessons import HttpLesson
 from tierstore.service.reactor.scorings import may_learn
 

@@ -32,10 +32,10 @@ from tierstore.service.http.messages import (
 )
 from tierstore.service.limits.shedding import Caller
 from tierstore.service.limits.worker_pool import Reservation
-from tierstore.service.tfserving import documents
-from tierstore.service.tfserving.json_messages import PredictBody, encode_answer, parse_predict, tensors_of
-from tierstore.service.tfserving.request import request_of, room_for
-from tierstore.service.tfserving.signature import DEFAULT
+from tierstore.service.protocols.tfserving import documents
+from tierstore.service.protocols.tfserving.json_messages import PredictBody, encode_answer, parse_predict, tensors_of
+from tierstore.service.protocols.tfserving.request import request_of, room_for
+from tierstore.service.protocols.tfserving.signature import DEFAULT
 
 
 class PredictMessage:

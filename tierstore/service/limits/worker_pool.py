@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from tierstore.errors import Closed, Overloaded
 from tierstore.kernels import epochs as atomics
-from tierstore.kernels import reactor_words as kernel
+from tierstore.reactor import layout as kernel
 from tierstore.service.limits.call_queue import CallQueue
 from tierstore.service.limits.shedding import Caller, Waits
 from tierstore.threads import Thread

@@ -2,7 +2,7 @@
 
 Of a caller its latest `EACH` spellings of Authorization are kept, and of all callers `MOST`; the oldest makes room.
 What is replaced is kept until no reader is at it. For the event loop. Reactors read what is published, without a lock
-(`kernels/reactor_access.py`).
+(`wire/callers.py`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy.typing as npt
 
 from tierstore.access.roles import LOCAL, Action, Principal
 from tierstore.engine.serving.epochs import Epochs
-from tierstore.kernels import reactor_access as layout
-from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.records import TEXT
+from tierstore.reactor import layout as kernel
 from tierstore.service.access import Access
 from tierstore.service.limits.rates import RateLimits
+from tierstore.wire import callers as layout
 
 MOST = 64  # tokens, which a reactor compares one by one; what is beyond is for Python to check
 EACH = 8  # spellings of one caller's

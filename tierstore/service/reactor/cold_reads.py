@@ -1,7 +1,7 @@
 """Threads that read rows from disk for the reactors, and the thread that offers those rows to the caches.
 
 `ColdReaders` is made, started and stopped by `Reactors`; a reader never takes the interpreter
-lock (`kernels/coldread.py`).
+lock (`lookup/cold_reads.py`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.engine.serving.epochs import Epochs
-from tierstore.kernels import coldread, lookupplan
 from tierstore.kernels import epochs as atomics
-from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
+from tierstore.lookup import by_plan, cold_reads
+from tierstore.reactor import layout as kernel
 from tierstore.threads import Thread
 from tierstore.types import Tier
 
@@ -46,12 +46,12 @@ class ColdReaders:
 
     def __init__(self, reactors: int, threads: int, epochs: Epochs) -> None:
         # constant after construction
-        self.jobs = coldread.JOB.new(reactors * kernel.JOBS)
+        self.jobs = cold_reads.JOB.new(reactors * kernel.JOBS)
         self.free_jobs = kernel.FREE_JOBS.new(reactors)
         self.free_jobs["count"] = kernel.JOBS
         self.free_jobs["numbers"] = np.arange(reactors * kernel.JOBS).reshape(reactors, kernel.JOBS)
         self._epochs = epochs
-        self.shared = coldread.READERS.make()
+        self.shared = cold_reads.READERS.make()
         self.done_at = np.zeros(reactors, np.int64)  # of each reactor: where to write what is done
         self._thread_count = threads
         # from `start` on: descriptors of pipes
@@ -68,7 +68,7 @@ class ColdReaders:
 
         `predictions`: the pipe for those whose rows are there, or -1; `queued_at`: the address of how many wait in it.
         """
-        self.shared["run_at"], self.shared["finish_at"] = lookupplan.run.address, coldread.finish.address
+        self.shared["run_at"], self.shared["finish_at"] = by_plan.run.address, cold_reads.finish.address
         self._epochs.add_readers(self.jobs)
         inbox, self.outbox = open_pipe()
         offers, self._offers = open_pipe()
@@ -84,7 +84,7 @@ class ColdReaders:
             self.inboxes.append(done)
         arguments = (address_of(self.shared), address_of(self.jobs), inbox, address_of(self.done_at))
         self._threads = [
-            Thread(target=coldread.serve, args=arguments, name=f"tierstore-cold-{number}", daemon=True)
+            Thread(target=cold_reads.serve, args=arguments, name=f"tierstore-cold-{number}", daemon=True)
             for number in range(self._thread_count)
         ]
         self._promoter = _Promoter(self._epochs, self.shared, offers)
@@ -154,18 +154,18 @@ class _Promoter(Thread):
                 return
 
     def _offer(self, blocks: npt.NDArray[np.int64]) -> None:
-        heads = np.empty((len(blocks), coldread.OFFER.bytes // 8), np.int64)
-        coldread.read_heads(blocks, heads)
+        heads = np.empty((len(blocks), cold_reads.OFFER.bytes // 8), np.int64)
+        cold_reads.read_heads(blocks, heads)
         try:
             for number, seq, row_bytes in set(map(tuple, heads[:, :3].tolist())):
                 mine = (heads[:, :3] == (number, seq, row_bytes)).all(1)
                 n = int(heads[mine, 3].sum())
                 keys, state, rows = np.empty(n, np.int64), np.empty(n, np.uint8), np.empty((n, row_bytes), np.uint8)
-                coldread.gather(blocks[mine], keys, state, address_of(rows))
+                cold_reads.gather(blocks[mine], keys, state, address_of(rows))
                 table = self._epochs.table(number)
                 if table is not None:
                     table.promote(seq, keys, rows, state == Tier.DISK)
         finally:
             for block in blocks.tolist():
                 free(block)
-            atomics.add(coldread.READERS.place(self._shared, "offered"), -int(heads[:, 4].sum()))
+            atomics.add(cold_reads.READERS.place(self._shared, "offered"), -int(heads[:, 4].sum()))

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 
-from tierstore.kernels.hpack import STATIC
+from tierstore.wire.http2.hpack import STATIC
 
 Fields = Iterable[tuple[bytes, bytes]]
 

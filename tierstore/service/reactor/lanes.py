@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from tierstore.kernels import reactor_words as kernel
+from tierstore.reactor import layout as kernel
 
 Message = tuple[int, int, int, int]  # kind and descriptor, serial, address of bytes, how many
 

@@ -7,14 +7,15 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.kernels import binding, jsonscan
-from tierstore.kernels import plan_records as layout
 from tierstore.kernels.codec import address_of
+from tierstore.lookup import binding
+from tierstore.lookup import plans as layout
 from tierstore.service.dataplane.inference import AnyRequest
 from tierstore.service.dataplane.plan import Plan, Request
-from tierstore.service.oip.json_request import InBody, InferRequest
-from tierstore.service.oip.json_response import VALUE, ResponseLayout
+from tierstore.service.protocols.oip.json_request import InBody, InferRequest
+from tierstore.service.protocols.oip.json_response import VALUE, ResponseLayout
 from tierstore.service.reactor.plan_words import Pieces, has_room, leading_sizes
+from tierstore.wire.json import scan as json_scan
 
 Logged = tuple[str, str, str | None]  # a method, a path, and the name of the status of success where it is not HTTP's
 
@@ -52,7 +53,7 @@ class Lesson(Protocol):
         """The text of a look-up's answer, as its writer has it; None where it is too long for a reactor."""
 
     def score_pieces(self, plan: Plan, scores: npt.NDArray[Any]) -> Pieces | None:
-        """As `pieces`, of a prediction; `scores` are those of its scoring (`kernels/scoring.py`)."""
+        """As `pieces`, of a prediction; `scores` are those of its scoring (`lookup/scoring.py`)."""
 
 
 def size_value(output: int, which: int) -> int:
@@ -99,7 +100,7 @@ class HttpLesson:
 
     def scan(self, record: int, structure: int) -> int:
         data = np.frombuffer(self._text, np.uint8)
-        return int(jsonscan.scan(address_of(data), len(data), record, structure))
+        return int(json_scan.scan(address_of(data), len(data), record, structure))
 
     @property
     def request(self) -> AnyRequest:

@@ -8,11 +8,16 @@ from typing import Any
 import numpy.typing as npt
 
 from tierstore.config import Settings
-from tierstore.kernels import binding, h2words, httphead, lookupplan, reactor, request_record, sysio
-from tierstore.kernels import reactor_words as kernel
+from tierstore.kernels import sysio
 from tierstore.kernels.records import TEXT
+from tierstore.lookup import binding, by_plan
+from tierstore.reactor import layout as kernel
+from tierstore.reactor import loop as reactor_loop
 from tierstore.service.limits import slow_clients
 from tierstore.service.reactor.streams import most_message
+from tierstore.wire import request_record
+from tierstore.wire.http1 import head as http1_head
+from tierstore.wire.http2 import layout as http2_layout
 
 _LINE = 64  # bytes of a cache line
 
@@ -23,20 +28,20 @@ def areas() -> dict[str, int]:
         "events": kernel.EVENTS * sysio.EVENT_BYTES,
         "messages": kernel.MESSAGES * kernel.MESSAGE_BYTES,
         "buffer": kernel.BUFFER_BYTES + _LINE,
-        "answer": kernel.HEAD_ROOM + lookupplan.MOST_WORK_BYTES + _LINE,
-        "states": lookupplan.MOST_KEYS + _LINE,
-        "scratch": lookupplan.SCRATCH_BYTES,
+        "answer": kernel.HEAD_ROOM + by_plan.MOST_WORK_BYTES + _LINE,
+        "states": by_plan.MOST_KEYS + _LINE,
+        "scratch": by_plan.SCRATCH_BYTES,
         "date": _LINE,
         "message": kernel.MESSAGE_BYTES,
         "record": request_record.RECORD_BYTES,
         "structure": request_record.MOST_STRUCTURE_BYTES,
         "bound": binding.RUN_BYTES,
         "values": binding.VALUES.bytes,
-        "codes": 8 * lookupplan.MOST_KEYS,
-        "headers": h2words.WORK_BYTES,
+        "codes": 8 * by_plan.MOST_KEYS,
+        "headers": http2_layout.WORK_BYTES,
         "frames": kernel.FRAMES_BYTES,
-        "pieces": h2words.PIECES * TEXT.bytes,
-        "found": httphead.HEAD.bytes,
+        "pieces": http2_layout.PIECES * TEXT.bytes,
+        "found": http1_head.HEAD.bytes,
         "call": kernel.ANSWERED_CALL.bytes,
         "again": kernel.TURNS.bytes,
     }
@@ -70,6 +75,6 @@ def limits_of(settings: Settings, threads: int, connections: int, descriptors: i
 
 def register(epoll: int, fd: int, mask: int, data: int) -> None:
     """`epoll_ctl` with 64 bits of data, which the standard library does not offer."""
-    failed = reactor.watch(epoll, fd, mask, data)
+    failed = reactor_loop.watch(epoll, fd, mask, data)
     if failed:
         raise OSError(-failed, os.strerror(-failed))

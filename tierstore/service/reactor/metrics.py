@@ -8,7 +8,7 @@ from typing import Any
 import numpy.typing as npt
 from prometheus_client.core import Metric
 
-from tierstore.kernels import reactor_words as kernel
+from tierstore.reactor import layout as kernel
 from tierstore.service.families import counters, gauge, gauges
 
 

@@ -1,10 +1,10 @@
 """The index of plans by which reactors answer: how requests of a structure are answered, as
-numbers (`kernels/lookupplan.py`).
+numbers (`lookup/by_plan.py`).
 
 `PlanIndex.learn` is called when Python has planned a request, and keeps the plan of its structure if a reactor can run
 it: look-ups of rows and bags with binary keys in the body and binary outputs, and predictions of scores alone, whose
 graph a thread of Python runs (`predictions.py`). Of other predictions it keeps that a reactor can refuse them.
-`learn_rows` does it for a front's requests for rows (`kernels/front_rows.py`), all those of a table, version and line
+`learn_rows` does it for a front's requests for rows (`lookup/front_rows.py`), all those of a table, version and line
 by one plan. The number of plans is bounded; the least recently used of its set makes room. What is learned in a second
 is bounded too, so that who sends a new structure each time costs what Python's answers cost. Any thread may call
 anything; compiled threads read the index as it is filled.
@@ -26,11 +26,10 @@ from tierstore.engine.data.cascade import LookupCounts
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.routing import CANARY, STABLE
 from tierstore.engine.serving.words import can_be_read, labels_word
-from tierstore.kernels import front_rows, plansearch, request_record
-from tierstore.kernels import plan_records as layout
-from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
-from tierstore.kernels.httpdate import DATE_PLACE
+from tierstore.lookup import front_rows, plan_search
+from tierstore.lookup import plans as layout
+from tierstore.reactor import layout as kernel
 from tierstore.service.dataplane.plan import Plan
 from tierstore.service.limits.rates import RateLimits
 from tierstore.service.reactor.count_rows import CountRows, Counts
@@ -38,6 +37,8 @@ from tierstore.service.reactor.lessons import Lesson
 from tierstore.service.reactor.plan_words import address, is_runnable, prediction_words, variant_words
 from tierstore.service.reactor.scorings import Scoring, Unfit, can_score, scoring_of, scoring_words
 from tierstore.types import Tier, model_and_head
+from tierstore.wire import request_record
+from tierstore.wire.http1.date import DATE_PLACE
 
 MOST_LEARNED = 256  # at once, and LEARNED_A_SECOND
 LEARNED_A_SECOND = 64
@@ -90,7 +91,7 @@ class _Planned:
             other_variant=other,
             last_used=time.monotonic_ns(),
         )
-        self.hash = int(plansearch.place_of(path_at, len(path), structure_at, len(structure), form))
+        self.hash = int(plan_search.place_of(path_at, len(path), structure_at, len(structure), form))
 
     @property
     def last_used_ns(self) -> int:

@@ -1,4 +1,4 @@
-"""How requests of a structure are answered, as numbers: the words of a variant (`kernels/binding.py`).
+"""How requests of a structure are answered, as numbers: the words of a variant (`lookup/binding.py`).
 
 Pure functions; any thread.
 """
@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.formats.key_hash import seed_bits
-from tierstore.kernels import binding
-from tierstore.kernels import plan_records as layout
-from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.pool import combiner_code
+from tierstore.lookup import binding
+from tierstore.lookup import plans as layout
 from tierstore.predict.binding import ALIGNMENT
+from tierstore.reactor import layout as kernel
 from tierstore.service.dataplane.datatypes import BYTES, KEY_DATATYPES
 from tierstore.service.dataplane.plan import Call, OutputSpec, Plan
 from tierstore.types import KeyHash, KeyType

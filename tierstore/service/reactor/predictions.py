@@ -1,7 +1,7 @@
 """Predictions that reactors have begun: threads of the look-up pool run their graphs on the rows that lie ready.
 
 A reactor looks the rows up, writes the head of the answer, and puts the number of a job into the pool's queue
-(`kernels/reactor_predictions.py`). Rows of tables with a device tier it leaves to the thread, which hands
+(`reactor/predictions.py`). Rows of tables with a device tier it leaves to the thread, which hands
 them to the graph where they lie. A thread runs the graph, writes the scores behind the head, and gives the job back
 to its reactor, which sends the answer: two wake-ups. A job keeps the view, and so the dense part, of its rows. Its
 words say who waits for it: a connection of HTTP/1.1, or a stream of gRPC. Python answers a job that fails: it sends,
@@ -27,9 +27,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import TierstoreError
-from tierstore.kernels import coldread as job_words
-from tierstore.kernels.httphead import MOST_HEAD_BYTES
-from tierstore.kernels.scoring import GRAPH_ROW
+from tierstore.lookup import cold_reads as job_words
+from tierstore.lookup.scoring import GRAPH_ROW
 from tierstore.service.dataplane.batching import Batcher
 from tierstore.service.dataplane.inference import DataPlane
 from tierstore.service.dataplane.plan import Request
@@ -42,6 +41,7 @@ from tierstore.service.reactor.reply import Pipes, Reply, split_head
 from tierstore.service.reactor.scorings import Scoring
 from tierstore.service.request_log import RequestLog
 from tierstore.service.stats import InferenceStats, RequestTimes, Timings
+from tierstore.wire.http1.head import MOST_HEAD_BYTES
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The reactors of a service: threads that run `kernels/reactor.py`, their memory, and the
+"""The reactors of a service: threads that run `reactor/loop.py`, their memory, and the
 pipes between them and Python.
 
 Made on any thread. `start`, `start_http2`, `finish` and everything that comes through the pipe run on the event loop;
@@ -30,11 +30,16 @@ from prometheus_client.core import Metric
 
 from tierstore.config import Settings
 from tierstore.engine.serving.epochs import Epochs
-from tierstore.kernels import coldread, front_rows, lookupplan, reactor, reactor_calls, reactor_http2, sysio
 from tierstore.kernels import epochs as atomics
-from tierstore.kernels import reactor_words as kernel
+from tierstore.kernels import sysio
 from tierstore.kernels.codec import address_of
+from tierstore.lookup import by_plan, front_rows
+from tierstore.lookup import cold_reads as cold_read_kernels
 from tierstore.open_files import may_open
+from tierstore.reactor import calls as reactor_calls
+from tierstore.reactor import http2 as reactor_http2
+from tierstore.reactor import layout as kernel
+from tierstore.reactor import loop as reactor_loop
 from tierstore.service.openssl import Session
 from tierstore.service.process import request_short_slices
 from tierstore.service.reactor import metrics
@@ -189,7 +194,7 @@ class Reactors:
             for block in (row["in_at"], row["out_base"]):
                 free(int(block) or None)
             if session := int(row["session"]):
-                reactor.free_session(session)
+                reactor_loop.free_session(session)
         self.conns["state"] = kernel.FREE
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._outbox)
@@ -263,7 +268,7 @@ class Reactors:
             lines=address_of(self._lines), line=address_of(self._lines[number:]),
             jobs=address_of(cold.jobs), free_jobs=address_of(cold.free_jobs[number:]), readers=address_of(cold.shared),
             counts=self.counts_at[number], table_counts=self.table_counts_at[number],
-            run=lookupplan.run.address, finish=coldread.finish.address, **places,
+            run=by_plan.run.address, finish=cold_read_kernels.finish.address, **places,
         )  # fmt: skip
 
     def count_in(self, versions: npt.NDArray[np.int64], tables: npt.NDArray[np.int64]) -> None:
@@ -285,7 +290,7 @@ class Reactors:
         with self._writing:
             if not self._inboxes:
                 return
-            failed = reactor.reply(self._inboxes[number], what, serial, address_of(data), len(data), inflight)
+            failed = reactor_loop.reply(self._inboxes[number], what, serial, address_of(data), len(data), inflight)
         if failed:
             raise OSError(-failed, os.strerror(-failed))
 
@@ -415,4 +420,4 @@ class Reactors:
 
 def _serve(here: npt.NDArray[Any]) -> None:
     request_short_slices()
-    reactor.serve(address_of(here))
+    reactor_loop.serve(address_of(here))

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
+from tierstore.reactor import layout as kernel
 from tierstore.service.addresses import is_on_host, peer_of
 from tierstore.service.reactor.streams import Streams
 from tierstore.service.reactor.tls_rows import TlsRows

@@ -1,5 +1,5 @@
 """How predictions of a structure are run by one dense part: as numbers for the reactors
-(`kernels/scoring.py`), and for a thread of Python.
+(`lookup/scoring.py`), and for a thread of Python.
 
 Pure functions, and values that are not changed once made; any thread.
 """
@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.kernels import binding, scoring
-from tierstore.kernels import plan_records as layout
 from tierstore.kernels.codec import address_of
+from tierstore.lookup import binding, scoring
+from tierstore.lookup import plans as layout
 from tierstore.predict.binding import FeatureInput
 from tierstore.predict.session import DenseSession
 from tierstore.predict.signature import BYTES, Dim, Tensor
@@ -80,7 +80,7 @@ def may_learn(lesson: Lesson, plan: Plan, session: DenseSession | None, batches:
 
 
 class _Shapes:
-    """The checks and inputs of a scoring while it is made (`kernels/scoring.py`).
+    """The checks and inputs of a scoring while it is made (`lookup/scoring.py`).
 
     A size is a number, or that of a name, as ~name.
     """

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.kernels import reactor_words as kernel
+from tierstore.reactor import layout as kernel
 from tierstore.service.limits.silent import SILENT_S, host_of
 
 _LOOKED_AT = 256  # connections whose addresses are asked for in one look: drawn at random where there are more

@@ -21,14 +21,16 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.config import Settings
-from tierstore.kernels import h2calls, h2words, reactor
-from tierstore.kernels import reactor_words as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.records import TEXT
+from tierstore.reactor import layout as kernel
+from tierstore.reactor import loop as reactor_loop
 from tierstore.service.addresses import peer_of
 from tierstore.service.reactor.cold_reads import free
 from tierstore.service.reactor.hpack import Fields, encode, encode_head
 from tierstore.service.reactor.tls_rows import TlsRows
+from tierstore.wire.http2 import calls as http2_calls
+from tierstore.wire.http2 import layout as http2_layout
 
 Sent = Callable[[], None]
 Buffer = bytes | memoryview
@@ -130,7 +132,7 @@ class Stream:
     def end(self, trailers: Fields = ()) -> None:
         self._send(b"", (), encode(trailers), True, None)
 
-    def reset(self, code: int = h2words.CANCEL) -> None:
+    def reset(self, code: int = http2_layout.CANCEL) -> None:
         """Take back the answer, as far as it has not left."""
         with self._lock:
             if self._lost or self._ended:
@@ -155,7 +157,7 @@ class Stream:
                 if sent is not None:
                     self._waiting.append(sent)
                 is_done = ends and not self._waiting
-                flags = (h2words.ENDS if ends else 0) | (h2words.REPORTS if sent is not None else 0)
+                flags = (http2_layout.ENDS if ends else 0) | (http2_layout.REPORTS if sent is not None else 0)
                 self._streams.send(self, head, chunks, trailers, flags)
         if gone:
             if sent is not None:
@@ -215,7 +217,7 @@ class Streams:
         paths = [np.frombuffer(path, np.uint8) for path in streaming]
         texts = np.array([(address_of(path), len(path)) for path in paths], TEXT.dtype)
         self._paths = (
-            h2words.PATHS.make(count=len(paths), first=address_of(texts)),
+            http2_layout.PATHS.make(count=len(paths), first=address_of(texts)),
             texts,
             paths,
         )  # kept: reactors read them
@@ -264,7 +266,7 @@ class Streams:
 
     def of_job(self, words: Mapping[str, int], request: bytes) -> tuple[Stream, bytes]:
         """The stream that waits for a job, which is the reactor's still, and its body. Any thread."""
-        head_bytes, reason = words["tail"] - h2calls.PREFIX - words["request"], kernel.PREDICTION
+        head_bytes, reason = words["tail"] - http2_calls.PREFIX - words["request"], kernel.PREDICTION
         stream = Stream(self, words["fd"], words["serial"], words["stream"], request[:head_bytes], reason)
         return stream, request[head_bytes:]
 
@@ -306,7 +308,7 @@ class Streams:
     def notify(self, stream: Stream, kind: int, value: int, more: int) -> None:
         """Write a message for a stream to its reactor."""
         what = self._what(stream, kind)
-        self._write(stream, lambda pipe: reactor.write_message(pipe, what, stream._serial, value, more))
+        self._write(stream, lambda pipe: reactor_loop.write_message(pipe, what, stream._serial, value, more))
 
     def send(self, stream: Stream, head: bytes, chunks: Iterable[Buffer], trailers: bytes, flags: int) -> None:
         """Give a stream's reactor a block with a copy of all this."""
@@ -316,7 +318,7 @@ class Streams:
         what, data = self._what(stream, kernel.STREAM_BLOCK), int(places[:, 1].sum()) - len(head) - len(trailers)
         self._write(
             stream,
-            lambda pipe: reactor.write_block(
+            lambda pipe: reactor_loop.write_block(
                 pipe, what, stream._serial, places, flags, len(head), data, len(trailers), inflight
             ),
         )

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from tierstore.access.audit import ATTEMPT, AuditedChange
 from tierstore.access.roles import LOCAL, NOBODY, Principal
 from tierstore.engine.events.changes import REQUESTER
-from tierstore.kernels import reactor_words as kernel
+from tierstore.reactor import layout as kernel
 from tierstore.service.addresses import is_on_host
 from tierstore.service.forwarded import Proxies
 from tierstore.service.limits.shedding import Caller

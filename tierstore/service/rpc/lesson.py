@@ -7,14 +7,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.kernels import binding, h2head, protoscan
-from tierstore.kernels import plan_records as layout
 from tierstore.kernels.codec import address_of
+from tierstore.lookup import binding
+from tierstore.lookup import plans as layout
 from tierstore.service.dataplane.plan import Plan, Request
 from tierstore.service.reactor.lessons import row_shapes, score_shapes
 from tierstore.service.reactor.plan_words import Pieces, has_room
 from tierstore.service.rpc.oip_messages import Raw, RpcRequest
 from tierstore.service.rpc.protobuf import message_class, varint
+from tierstore.wire.http2 import head as http2_head
+from tierstore.wire.protobuf import scan as protobuf_scan
 
 _Response = message_class("inference.ModelInferResponse")
 _Output = message_class("inference.ModelInferResponse.InferOutputTensor")
@@ -24,7 +26,7 @@ class MessageLesson:
     """A request of the Open Inference Protocol over gRPC, as a `Lesson` (`reactor/lessons.py`)."""
 
     protocol, form = "oip_grpc", layout.MESSAGE
-    logged = "gRPC", h2head.INFER_PATH.tobytes().decode(), "OK"
+    logged = "gRPC", http2_head.INFER_PATH.tobytes().decode(), "OK"
 
     def __init__(self, message: bytes | memoryview, parsed: RpcRequest) -> None:
         """`message` is a whole serialized ModelInferRequest."""
@@ -33,7 +35,7 @@ class MessageLesson:
 
     def scan(self, record: int, structure: int) -> int:
         data = np.frombuffer(self._message, np.uint8)
-        return int(protoscan.scan(address_of(data), len(data), record, structure))
+        return int(protobuf_scan.scan(address_of(data), len(data), record, structure))
 
     @property
     def request(self) -> Request:
@@ -50,7 +52,7 @@ class MessageLesson:
         return self._pieces(plan, score_shapes(scores))
 
     def _pieces(self, plan: Plan, shapes: list[list[int]] | None) -> Pieces | None:
-        """The pieces of an answer as `kernels/protowrite.py` has them."""
+        """The pieces of an answer as `lookup/grpc_answer.py` has them."""
         if shapes is None:
             return None
         head = _Response(model_name=self._parsed.model, model_version=str(plan.version))

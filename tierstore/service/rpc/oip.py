@@ -25,9 +25,9 @@ from tierstore.service.error_status import Unserved, grpc_status, message_of
 from tierstore.service.exchange import DIRECT_BYTES, DIRECT_TEXT_BYTES
 from tierstore.service.limits.shedding import WAITS_TOO_LONG
 from tierstore.service.limits.worker_pool import Reservation
-from tierstore.service.oip import documents
-from tierstore.service.oip.parameters import version_of
-from tierstore.service.oip.shared_memory import CudaRegions, Regions
+from tierstore.service.protocols.oip import documents
+from tierstore.service.protocols.oip.parameters import version_of
+from tierstore.service.protocols.oip.shared_memory import CudaRegions, Regions
 from tierstore.service.reactor.hpack import encode_head
 from tierstore.service.reactor.scorings import may_learn
 from tierstore.service.rpc.caller import RpcCaller

@@ -30,8 +30,8 @@ from tierstore.service.dataplane.tensors import (
     shown,
     wire_bytes,
 )
-from tierstore.service.oip import parameters as carried
-from tierstore.service.oip.shared_memory import Regions, Span, check_outputs, write_output
+from tierstore.service.protocols.oip import parameters as carried
+from tierstore.service.protocols.oip.shared_memory import Regions, Span, check_outputs, write_output
 from tierstore.service.rpc.protobuf import RAW_OUTPUT, RESPONSE_ID, Parts, length_delimited, message_class
 
 _Request = message_class("inference.ModelInferRequest")

@@ -20,13 +20,13 @@ from tierstore.service.dataplane.tensors import Elements, TensorSpec, shown
 from tierstore.service.dataplane.view import View
 from tierstore.service.error_status import Unserved
 from tierstore.service.limits.worker_pool import Reservation
+from tierstore.service.protocols.tfserving.documents import STATE_NUMBERS, version_states
+from tierstore.service.protocols.tfserving.request import request_of, room_for
+from tierstore.service.protocols.tfserving.signature import METHOD, check_signature, signature_of
 from tierstore.service.rpc.caller import RpcCaller
 from tierstore.service.rpc.methods import Servicer, Unary, by_message, parse_message
 from tierstore.service.rpc.protobuf import first_field, first_text, message_class, parsed_bytes
 from tierstore.service.rpc.tensor_proto import answer_of, tensor_of
-from tierstore.service.tfserving.documents import STATE_NUMBERS, version_states
-from tierstore.service.tfserving.request import request_of, room_for
-from tierstore.service.tfserving.signature import METHOD, check_signature, signature_of
 
 PredictRequest = message_class("tensorflow.serving.PredictRequest")
 _PARSED_TIMES = 80  # what a byte of a request may take but for the content of its tensors: empty inputs are the worst

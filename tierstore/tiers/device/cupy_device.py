@@ -48,7 +48,7 @@ def find_devices() -> tuple[int, str | None]:
 
 
 def driver_addresses() -> list[int]:
-    """Addresses of what `kernels/gpu_calls.py` calls. There has to be a driver."""
+    """Addresses of what `driver_calls.py` calls. There has to be a driver."""
     cuda, libc = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL(None)
     functions = [*(cuda[name] for name in FUNCTIONS), libc.sched_yield, libc.usleep]
     return [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions]

@@ -1,4 +1,4 @@
-"""What is put into a stream of a GPU without the interpreter, by the driver's own functions (`kernels/gpu_calls.py`).
+"""What is put into a stream of a GPU without the interpreter, by the driver's own functions (`driver_calls.py`).
 
 A look-up is one `launch` and one `wait`: no call of CuPy, no event, no copy, nothing that is allocated. Any thread may
 call; two that put work into one stream agree on its order themselves. Nothing survives the process.
@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from tierstore.kernels import gpu_calls
+from tierstore.tiers.device import driver_calls
 from tierstore.tiers.device.backend import THREADS, Captured, DeviceError, OutOfDeviceMemory
 
 CAPTURING = range(900, 910)  # CUDA_ERROR_STREAM_CAPTURE_…: the call is refused, and the device goes on working
 OUT_OF_MEMORY = 2
-# in the order of `gpu_calls`; then sched_yield and usleep of the C library, then the context
+# in the order of `driver_calls.py`; then sched_yield and usleep of the C library, then the context
 FUNCTIONS = (
     "cuLaunchKernel", "cuMemcpyHtoDAsync_v2", "cuEventRecord", "cuStreamWaitEvent", "cuStreamQuery",
     "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuThreadExchangeStreamCaptureMode", "cuMemHostRegister_v2",
@@ -44,16 +44,16 @@ class Driver:
         self.calls = np.array([*addresses, context], np.int64)
 
     def call(self, which: int, *args: int) -> None:
-        """One of the functions, by its place in `gpu_calls`, with at most four arguments."""
+        """One of the functions, by its place in `driver_calls.py`, with at most four arguments."""
         one, two, three, four = (*args, 0, 0, 0)[:4]
-        self.check(gpu_calls.call(self.calls, which, one, two, three, four, np.zeros(2, np.int64)))
+        self.check(driver_calls.call(self.calls, which, one, two, three, four, np.zeros(2, np.int64)))
 
     def register(self, at: int, nbytes: int) -> int:
         """As `Backend.register`."""
         there = np.zeros(1, np.int64)
-        self.call(gpu_calls.REGISTER, at, nbytes, _FOR_KERNELS)
+        self.call(driver_calls.REGISTER, at, nbytes, _FOR_KERNELS)
         try:
-            self.call(gpu_calls.MAPPED, there.ctypes.data, at)
+            self.call(driver_calls.MAPPED, there.ctypes.data, at)
         except DeviceError:
             self.unregister(at)
             raise
@@ -61,7 +61,7 @@ class Driver:
 
     def unregister(self, at: int) -> None:
         """As `Backend.unregister`."""
-        self.call(gpu_calls.UNREGISTER, at)
+        self.call(driver_calls.UNREGISTER, at)
 
     def check(self, status: int) -> None:
         """Raise what an error of the driver is to us."""
@@ -70,7 +70,7 @@ class Driver:
         if status in CAPTURING:
             raise Captured(captured(self.number))
         kind = OutOfDeviceMemory if status == OUT_OF_MEMORY else DeviceError
-        said = "a kernel has ended and did not say so" if status == gpu_calls.UNSAID else self._describe(status)
+        said = "a kernel has ended and did not say so" if status == driver_calls.UNSAID else self._describe(status)
         raise kind(f"device {self.number}: {said}")
 
 
@@ -102,7 +102,7 @@ class Queue:
             else:
                 cells[at] = value
         self._driver.check(
-            gpu_calls.launch(
+            driver_calls.launch(
                 self._calls, self._driver.kernels[kernel], -(-threads // THREADS), THREADS, self._stream,
                 self._arguments_at, self._popped,
             )
@@ -111,17 +111,17 @@ class Queue:
     def upload(self, to: int, data: np.ndarray) -> None:
         """As `DeviceStream.upload`."""
         if data.nbytes:
-            self._driver.call(gpu_calls.COPY, to, data.ctypes.data, data.nbytes, self._stream)
+            self._driver.call(driver_calls.COPY, to, data.ctypes.data, data.nbytes, self._stream)
 
     def follow(self, streams: Sequence[int]) -> None:
         """Let later work wait for the work in others."""
         self._driver.check(
-            gpu_calls.follow(self._calls, self._stream, np.array(streams, np.int64), self._events, self._popped)
+            driver_calls.follow(self._calls, self._stream, np.array(streams, np.int64), self._events, self._popped)
         )
 
     def wait(self, at: int, scratch: np.ndarray) -> None:
         """As `DeviceStream.wait_for_word`."""
-        self._driver.check(gpu_calls.wait(self._calls, at, self._stream, scratch))
+        self._driver.check(driver_calls.wait(self._calls, at, self._stream, scratch))
 
 
 def captured(number: int) -> str:

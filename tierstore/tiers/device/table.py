@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tierstore.kernels import gpu_staging
 from tierstore.kernels.codec import address_of, out_code
 from tierstore.tiers.checks import check_answer, check_rows
+from tierstore.tiers.device import staging as device_staging
 from tierstore.tiers.device.backend import NO_HOST, TEAM, Captured, DeviceError, OutOfDeviceMemory
 from tierstore.tiers.device.layout import MAX_HEAT, WAYS, DeviceLayout
 from tierstore.tiers.device.memory import GivenUp, TableMemory
@@ -313,7 +313,7 @@ class DeviceTable:
         keys_at, runs_at, rows_at, deleted_at, *others = ws.cut(
             n * 8, (n + 1) * 4, n * row_bytes, len(deleted), evicted * 8, evicted * layout.stride, WRITTEN_BYTES
         )
-        runs = gpu_staging.stage(
+        runs = device_staging.stage(
             keys, self._depth, layout.sets_per_region, 0 if rows is None else address_of(rows), self.spec.row_bytes,
             ws.here(rows_at), layout.stride, deleted, ws.staging(keys_at, n, np.int64),
             ws.staging(runs_at, n + 1, np.uint32), ws.staging(deleted_at, len(deleted), np.bool_),

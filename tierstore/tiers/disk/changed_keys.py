@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.kernels import bloom
 from tierstore.kernels.codec import address_of
+from tierstore.tiers.disk import bloom
 from tierstore.types import Keys
 
 BITS_A_KEY = 12

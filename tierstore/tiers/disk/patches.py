@@ -31,10 +31,11 @@ import xxhash
 
 from tierstore.errors import Corruption, StorageError
 from tierstore.formats import files
-from tierstore.kernels import bloom, disk_rows, overlay_index
+from tierstore.kernels import overlay_index
 from tierstore.kernels.codec import address_of
-from tierstore.kernels.plan_records import PATCH
 from tierstore.tiers.background import yield_to_requests
+from tierstore.tiers.disk import bloom, sealed_rows
+from tierstore.tiers.disk.layout import PATCH
 from tierstore.tiers.disk.merge import Changes
 from tierstore.tiers.disk.sealed_file import check_still, open_sealed, read_blocks, write_sealed_parts
 from tierstore.tiers.disk.sealed_table import SealedTable
@@ -64,7 +65,7 @@ class Patch:
         """StorageError, Corruption: it is not the file that was written."""
         opened = open_sealed(path, xxh3=xxh3, size=size)
         self.path, self.bytes, self.keys = path, size, opened.rows
-        self.table_id, self.row_bytes = opened.table_id, opened.row_bytes - disk_rows.MARK_BYTES
+        self.table_id, self.row_bytes = opened.table_id, opened.row_bytes - sealed_rows.MARK_BYTES
         self._table, self._filter = SealedTable([opened]), words
         weakref.finalize(self, self._table.close)
         self.awake, self.let_go = self._table.awake, self._table.let_go
@@ -101,7 +102,7 @@ class Patch:
 
 
 class Patched(NamedTuple):
-    """What kernels read a table's changed rows by: `disk_rows.SOME` or ALL, and the addresses of patches, the newest
+    """What kernels read a table's changed rows by: `sealed_rows.SOME` or ALL, and the addresses of patches, the newest
     first.
 
     `row_bytes` is that of all of them; None: they differ. Valid as long as it is kept.
@@ -119,7 +120,7 @@ class Patched(NamedTuple):
                 patch.awake()
 
 
-NO_PATCHES = Patched(disk_rows.SOME, _NONE, (), None)
+NO_PATCHES = Patched(sealed_rows.SOME, _NONE, (), None)
 
 
 class Patches:
@@ -361,7 +362,7 @@ class Patches:
         return {**records, RECORD: json.dumps(document).encode()}
 
     def _publish(self, patches: tuple[Patch, ...]) -> None:
-        self._patches, changes = patches, disk_rows.ALL if self._whole else disk_rows.SOME
+        self._patches, changes = patches, sealed_rows.ALL if self._whole else sealed_rows.SOME
         tables = {
             table_id: Patched(
                 changes, np.array([patch.address for patch in own], np.int64), tuple(own), _row_bytes(own)
@@ -411,7 +412,7 @@ class Patches:
         self._publish(())
 
 
-_ALL = Patched(disk_rows.ALL, _NONE, (), None)
+_ALL = Patched(sealed_rows.ALL, _NONE, (), None)
 
 
 class _GivenUp(Exception):
@@ -439,7 +440,7 @@ def _digest(words: bloom.Filter) -> str:
 
 
 def _marked(rows: Rows, deleted: npt.NDArray[np.bool_] | None) -> Rows:
-    marked = np.zeros((len(rows), rows.shape[1] + disk_rows.MARK_BYTES), np.uint8)
+    marked = np.zeros((len(rows), rows.shape[1] + sealed_rows.MARK_BYTES), np.uint8)
     marked[:, :-1] = rows
     if deleted is not None:
         marked[deleted] = 0

@@ -1,6 +1,6 @@
 """The disk tier over sealed base files: loaded rows are in files of our own, rows that deltas changed are in RocksDB.
 
-Kernels (`kernels/disk_rows.py`) read, without the interpreter lock and without an object for each row: a key from the
+Kernels (`sealed_rows.py`) read, without the interpreter lock and without an object for each row: a key from the
 base, if a filter in memory says that no delta has changed it, else from a copy of the changes (`patches.py`), as long
 as that has all of them, else from RocksDB. RocksDB's record `base` names the base's files, so that one that is missing,
 cut off or replaced is refused when the tier is opened. The filter is kept in a file (`changed_keys_file.py`), and is
@@ -33,16 +33,15 @@ import numpy.typing as npt
 from tierstore import open_files
 from tierstore.errors import Corruption, StorageError
 from tierstore.formats.files import make_dir, rename_all
-from tierstore.kernels import disk_rows
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.partitions import group
-from tierstore.kernels.plan_records import BASE as BASE_WORDS
 from tierstore.tiers.background import yield_to_requests
 from tierstore.tiers.base import Peek, ReadBy
-from tierstore.tiers.disk import changed_keys_file
+from tierstore.tiers.disk import changed_keys_file, sealed_rows
 from tierstore.tiers.disk.changed_keys import ChangedKeys
 from tierstore.tiers.disk.changed_keys_file import ChangedFile
 from tierstore.tiers.disk.database import Database
+from tierstore.tiers.disk.layout import BASE as BASE_WORDS
 from tierstore.tiers.disk.merge import ascending, merged_blocks
 from tierstore.tiers.disk.patches import RECORD as PATCHES
 from tierstore.tiers.disk.patches import Patched, Patches
@@ -250,13 +249,13 @@ class SealedTier(DiskTier):
         except StorageError as error:
             failures.append(error)
             lost = np.isin(some, error.keys)
-        if by.changes == disk_rows.ALL and (not damaged or (found != Tier.PENDING).any()):
+        if by.changes == sealed_rows.ALL and (not damaged or (found != Tier.PENDING).any()):
             self._patches.damaged = True  # they could not answer what is theirs
         scatter(order, got, found, rows, state)
         left = np.sort(order[(found == Tier.PENDING) & ~lost])  # RocksDB does not have them
         if len(left):
             got, found = np.empty((len(left), rows.shape[1]), np.uint8), np.zeros(len(left), np.uint8)
-            failures += self._read(by, disk_rows.BASE_ALONE, table_id, keys[left], got, found)
+            failures += self._read(by, sealed_rows.BASE_ALONE, table_id, keys[left], got, found)
             scatter(left, got, found, rows, state)
         return failures
 
@@ -271,13 +270,13 @@ class SealedTier(DiskTier):
             except StorageError as error:
                 error.keys = keys.tolist()
                 return [error]
-        if changes != disk_rows.BASE_ALONE and isinstance(by.kept, Patched):
+        if changes != sealed_rows.BASE_ALONE and isinstance(by.kept, Patched):
             by.kept.awake()
         at, count, row_bytes = address_of(by.patches), len(by.patches), rows.shape[1]
 
         def read(start: int, stop: int) -> None:
             trouble = np.zeros(stop - start, np.int32)
-            if disk_rows.look_up(
+            if sealed_rows.look_up(
                 by.base_at, at, count, changes, keys[start:stop], address_of(rows) + start * row_bytes, row_bytes,
                 state[start:stop], trouble, _WINDOW,
             ):  # fmt: skip
@@ -298,7 +297,7 @@ class SealedTier(DiskTier):
             maybe = changed is not None and changed.maybe_changed(keys) is not None
             if changes.holds != "nothing" and not maybe:
                 changes = changes._replace(heat={"filtered": True})
-            if by is not None and (failures := self._read(by, disk_rows.BASE_ALONE, table_id, keys, rows, state)):
+            if by is not None and (failures := self._read(by, sealed_rows.BASE_ALONE, table_id, keys, rows, state)):
                 raise _joined(failures)
         return {"changes": changes, "base": Peek(rows.tobytes()) if state[0] == Tier.DISK else Peek()}
 

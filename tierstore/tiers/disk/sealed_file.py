@@ -21,8 +21,8 @@ import xxhash
 
 from tierstore.errors import Corruption, StorageError
 from tierstore.formats import files
-from tierstore.kernels.sealed import HEADER_BYTES, pack, unpack
 from tierstore.tiers.disk.block_shape import block_shape
+from tierstore.tiers.disk.sealed_blocks import HEADER_BYTES, pack, unpack
 from tierstore.types import Keys, Rows
 
 FORMAT = 1

@@ -20,9 +20,9 @@ import numpy.typing as npt
 from tierstore import open_files
 from tierstore.errors import Corruption, StorageError
 from tierstore.formats.keys import partition_of
-from tierstore.kernels import sealed as kernel
 from tierstore.kernels.codec import address_of
-from tierstore.kernels.plan_records import BASE
+from tierstore.tiers.disk import sealed_blocks as kernel
+from tierstore.tiers.disk.layout import BASE
 from tierstore.tiers.disk.sealed_file import Opened, open_again
 from tierstore.types import Keys, Rows, States, Tier
 
@@ -80,7 +80,7 @@ class SealedTable:
             )
 
     def why(self, keys: Keys, lost: list[tuple[int, npt.NDArray[np.int32]]]) -> StorageError:
-        """The error that tells what was wrong: from which place in `keys` on, `trouble` of `disk_rows.read`."""
+        """The error that tells what was wrong: from which place in `keys` on, `trouble` of `sealed_rows.read`."""
         trouble = np.zeros(len(keys), np.int32)
         for start, wrong in lost:
             trouble[start : start + len(wrong)] = wrong

@@ -7,8 +7,8 @@ import mmap
 import numpy as np
 
 from tierstore.kernels.codec import address_of
-from tierstore.kernels.host_cache.heat import POLICY_BYTES
-from tierstore.kernels.host_cache.layout import ABSENT_BYTES, ABSENTS, CONTROL_BYTES, LINE_BYTES, LINES, WAYS, Areas
+from tierstore.tiers.host.cache.heat import POLICY_BYTES
+from tierstore.tiers.host.cache.layout import ABSENT_BYTES, ABSENTS, CONTROL_BYTES, LINE_BYTES, LINES, WAYS, Areas
 from tierstore.types import TableSpec
 
 ALL_ROWS = 1.5  # of the bytes that rows need, so that all stay: sets fill unevenly, with a third of 56 ways spare

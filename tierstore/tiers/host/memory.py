@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from tierstore.errors import ConfigError
 from tierstore.kernels.codec import address_of
-from tierstore.kernels.host_cache import resize as resize_kernels
-from tierstore.kernels.host_cache.layout import CONTROL_BYTES, EPOCH, GEOMETRY
 from tierstore.tiers.background import yield_if_background, yield_to_requests
+from tierstore.tiers.host.cache import resize as resize_kernels
+from tierstore.tiers.host.cache.layout import CONTROL_BYTES, EPOCH, GEOMETRY
 from tierstore.tiers.host.layout import Layout
 from tierstore.types import Keys
 
@@ -62,7 +62,7 @@ class HostMemory:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(depth, cursor) as in `kernels/host_cache/layout.py`."""
+        """(depth, cursor) as in `tiers/host/cache/layout.py`."""
         geometry = int(self.areas.control[GEOMETRY])
         return geometry & 255, geometry >> 8
 

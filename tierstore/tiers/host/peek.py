@@ -1,6 +1,6 @@
 """What a host table holds of one key, read in Python where it lies: for a person who asks, so nothing is counted.
 
-`kernels/host_cache/layout.py` and `heat.py` say where everything is. For a thread that holds the
+`tiers/host/cache/layout.py` and `heat.py` say where everything is. For a thread that holds the
 lock of the table's writers.
 """
 
@@ -11,8 +11,9 @@ import ctypes
 import numpy as np
 
 from tierstore.kernels.hashing import mix_all
-from tierstore.kernels.host_cache.heat import GHOSTS, POLICY_BYTES, PROBATION, QUEUE
-from tierstore.kernels.host_cache.layout import (
+from tierstore.tiers.base import Peek
+from tierstore.tiers.host.cache.heat import GHOSTS, POLICY_BYTES, PROBATION, QUEUE
+from tierstore.tiers.host.cache.layout import (
     ABSENT_BYTES,
     ABSENT_WAYS,
     ABSENTS,
@@ -25,7 +26,6 @@ from tierstore.kernels.host_cache.layout import (
     WAYS,
     Areas,
 )
-from tierstore.tiers.base import Peek
 
 
 def peek(areas: Areas, key: int) -> Peek:

@@ -1,4 +1,4 @@
-"""Keys that look-ups of a table note (`kernels/host_cache/sampling.py`): collected now and then, by one thread."""
+"""Keys that look-ups of a table note (`tiers/host/cache/sampling.py`): collected now and then, by one thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.hashing import mix_all
-from tierstore.kernels.host_cache.sampling import BELOW, FIRST_KEY, MOST, NOTED, SEEN
+from tierstore.tiers.host.cache.sampling import BELOW, FIRST_KEY, MOST, NOTED, SEEN
 from tierstore.types import Keys
 
 SAMPLE_KEYS = 8192  # that are noted at once, at most

@@ -18,14 +18,14 @@ import numpy.typing as npt
 
 from tierstore import kernels
 from tierstore.kernels.codec import AS_STORED, address_of, out_code
-from tierstore.kernels.host_cache import lookup as lookup_kernels
-from tierstore.kernels.host_cache import pool as pool_kernels
-from tierstore.kernels.host_cache import sampling
-from tierstore.kernels.host_cache import write as write_kernels
-from tierstore.kernels.host_cache.layout import CONTROL_BYTES, WAYS, Areas
 from tierstore.kernels.pool import combiner_code
 from tierstore.tiers.base import Peek
 from tierstore.tiers.checks import check_answer, check_rows
+from tierstore.tiers.host.cache import lookup as lookup_kernels
+from tierstore.tiers.host.cache import pool as pool_kernels
+from tierstore.tiers.host.cache import sampling
+from tierstore.tiers.host.cache import write as write_kernels
+from tierstore.tiers.host.cache.layout import CONTROL_BYTES, WAYS, Areas
 from tierstore.tiers.host.layout import Layout
 from tierstore.tiers.host.memory import HostMemory
 from tierstore.tiers.host.peek import peek
@@ -40,7 +40,7 @@ _NO_WEIGHTS = np.empty(0, np.float32)
 
 
 class HostTable:
-    """A set-associative cache of one table of one version (see `kernels/host_cache/layout.py`) in one mapping.
+    """A set-associative cache of one table of one version (see `tiers/host/cache/layout.py`) in one mapping.
 
     The mapping is never larger than `budget_bytes` and includes all bookkeeping; its pages become real as they are
     touched. `fraction` (0 to 1) says how much of it may be in use; `resize` changes that. With a budget too small for
@@ -105,7 +105,7 @@ class HostTable:
 
     @property
     def words_at(self) -> int:
-        """The address of the words by which kernels look up here (`host_cache/lookup.py`), or 0
+        """The address of the words by which kernels look up here (`tiers/host/cache/lookup.py`), or 0
         where the table holds nothing.
         """
         return 0 if self._areas is None else self._where_at

@@ -1,7 +1,7 @@
 """One batch of keys of one table, read from all servers at once, with another try where a
 server failed or a slot has moved.
 
-For one thread. The first try goes to the masters, by kernels over sockets (`kernels/resp.py`). What failed is
+For one thread. The first try goes to the masters, by kernels over sockets (`wire/resp.py`). What failed is
 tried again: where the slots are now, or at a replica; a slot that is just being migrated is read through
 redis-py's own client, which knows how.
 """
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import ConfigError, RemoteUnavailable
-from tierstore.kernels import partitions, resp
+from tierstore.kernels import partitions
 from tierstore.kernels.codec import address_of
 from tierstore.tiers.answers import reading
 from tierstore.tiers.joining import Watermarks
@@ -30,6 +30,7 @@ from tierstore.tiers.remote.layout import APPLYING, SEQ
 from tierstore.tiers.remote.options import ServerAddress, port_of
 from tierstore.tiers.remote.requests import TableLayout
 from tierstore.types import Keys, Rows, States, Tier
+from tierstore.wire import resp
 
 _ATTEMPTS = 4
 _PAUSE_S = 0.02  # before another try where the server says that it is not ready

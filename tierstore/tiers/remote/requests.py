@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.kernels import resp
 from tierstore.kernels.codec import address_of
 from tierstore.tiers.remote.calls import command
 from tierstore.tiers.remote.layout import APPLYING, SEQ, rows_key, slot_of, watermark_key
 from tierstore.types import Keys
+from tierstore.wire import resp
 
 MOST_FIELDS = 2048  # of a command: a server answers nobody else meanwhile
 

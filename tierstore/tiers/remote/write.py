@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import Corruption, Fenced, RemoteUnavailable, SequenceGap, StorageError
-from tierstore.kernels import partitions, resp
+from tierstore.kernels import partitions
 from tierstore.kernels.codec import address_of
 from tierstore.threads import Pool
 from tierstore.tiers.answers import reading
@@ -29,6 +29,7 @@ from tierstore.tiers.remote.layout import APPLYING, CHUNK, DIGEST, EPOCH, SEQ, r
 from tierstore.tiers.remote.scripts import ALREADY, APPLIED, APPLY, FENCED, FORKED, GAP
 from tierstore.tiers.remote.tier import RemoteTable
 from tierstore.types import Keys, Rows, Tier
+from tierstore.wire import resp
 
 _CHUNK_BYTES = 512 << 10  # of a command of a load
 _DELTA_BYTES = 1 << 20  # of a script: a server answers nobody else meanwhile, about 5 ms

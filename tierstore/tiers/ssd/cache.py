@@ -19,9 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tierstore.kernels import ssd_cache
 from tierstore.threads import Thread
 from tierstore.tiers.disk.reader_pool import ReaderPool
+from tierstore.tiers.ssd import index as ssd_index
 from tierstore.tiers.ssd.file import Bytes, CacheFile
 from tierstore.tiers.ssd.table import Offer, SsdTable, slot_keys
 from tierstore.types import Keys
@@ -53,7 +53,7 @@ class SsdCache:
 
     def table(self, rows: int, row_bytes: int) -> SsdTable | None:
         """A table of a version. None where its rows are larger than a segment."""
-        if row_bytes + ssd_cache.HEAD_BYTES > self.file.segment_bytes:
+        if row_bytes + ssd_index.HEAD_BYTES > self.file.segment_bytes:
             return None
         with self._lock:
             self._tables += 1

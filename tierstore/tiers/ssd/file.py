@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import StorageError
-from tierstore.kernels import ssd_cache
 from tierstore.tiers.disk.reader_pool import ReaderPool
+from tierstore.tiers.ssd import index as ssd_index
 from tierstore.types import Keys, Rows, States
 
 log = logging.getLogger(__name__)
@@ -98,11 +98,11 @@ class CacheFile:
         return np.frombuffer(data, np.uint8)
 
     def read(self, layout: npt.NDArray[np.int64], slots: Keys, keys: Keys, rows: Rows, state: States) -> None:
-        """As `ssd_cache.read`, on several threads. What the disk cannot read stays as it is."""
+        """As `index.read`, on several threads. What the disk cannot read stays as it is."""
 
         def work(begin: int, end: int) -> None:
             buffer, part = np.empty(int(layout[2]), np.uint8), slice(begin, end)
-            wrong = ssd_cache.read(
+            wrong = ssd_index.read(
                 self._fd, slots[part], keys[part], rows[part].ctypes.data, rows.strides[0], rows.shape[1], state[part],
                 layout, buffer.ctypes.data, _WINDOW,
             )  # fmt: skip

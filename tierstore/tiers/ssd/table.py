@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore import kernels
-from tierstore.kernels import ssd_cache
 from tierstore.kernels.hashing import mix_all
 from tierstore.tiers.base import Peek
+from tierstore.tiers.ssd import index as ssd_index
 from tierstore.tiers.ssd.file import Bytes, CacheFile
 from tierstore.types import Keys, Rows, States, Tier
 
@@ -55,15 +55,15 @@ class SsdTable:
     def __init__(self, file: CacheFile, number: int, rows: int, row_bytes: int, put: Callable[[Offer], None]) -> None:
         # constant after construction
         self.row_bytes, self._file, self._number, self._put = row_bytes, file, number, put
-        self.slot_bytes = ssd_cache.HEAD_BYTES + (row_bytes + 7) // 8 * 8
+        self.slot_bytes = ssd_index.HEAD_BYTES + (row_bytes + 7) // 8 * 8
         self.per_segment = file.segment_bytes // self.slot_bytes
         self._layout = np.array([self.per_segment, file.segment_bytes, self.slot_bytes, number], np.int64)
         most = min(max(rows, _FEWEST), file.segments * self.per_segment)
-        buckets = min(int(most / _FILL) // ssd_cache.WAYS + 1, ssd_cache.MAX_BUCKETS)
+        buckets = min(int(most / _FILL) // ssd_index.WAYS + 1, ssd_index.MAX_BUCKETS)
         # guarded by _lock
         self._lock = threading.Lock()
-        self._index = np.zeros(buckets * ssd_cache.WAYS, np.uint64)
-        self._seen = np.zeros(buckets * ssd_cache.WAYS // 4, np.uint64)  # what was offered lately
+        self._index = np.zeros(buckets * ssd_index.WAYS, np.uint64)
+        self._seen = np.zeros(buckets * ssd_index.WAYS // 4, np.uint64)  # what was offered lately
         self._counters = np.zeros(2, np.int64)
         self._hits = self._misses = self._admitted = 0
         self._floor_seq, self._changes = -1, 0
@@ -83,7 +83,7 @@ class SsdTable:
             return
         slots = np.empty(len(keys), np.int64)
         with self._lock:
-            found = 0 if self.closed else ssd_cache.find(self._index, keys, slots)
+            found = 0 if self.closed else ssd_index.find(self._index, keys, slots)
         if found:
             self._file.read(self._layout, slots, keys, rows, state)
         hits = int(np.count_nonzero(state == Tier.DISK))
@@ -98,7 +98,7 @@ class SsdTable:
         if not entry or kernels.awaited:
             return Peek()
         row, state = np.empty((1, self.row_bytes), np.uint8), np.zeros(1, np.uint8)
-        slot, heat = np.array([(entry >> int(ssd_cache._SLOT_AT)) - 1]), entry & int(ssd_cache._HEAT)
+        slot, heat = np.array([(entry >> int(ssd_index._SLOT_AT)) - 1]), entry & int(ssd_index._HEAT)
         self._file.read(self._layout, slot, np.array([key], np.int64), row, state)
         return Peek(row.tobytes(), heat={"hits": heat}) if state[0] == Tier.DISK else Peek()
 
@@ -113,7 +113,7 @@ class SsdTable:
         with self._lock:
             if seq < self._floor_seq or self.closed:
                 return
-            ssd_cache.note(self._seen, keys, before)
+            ssd_index.note(self._seen, keys, before)
         if not self._file.has_room:
             keys, rows = keys[before], rows[before]
         if len(keys):
@@ -133,14 +133,14 @@ class SsdTable:
         with self._lock:
             self._changes += 1
             if not self.closed:
-                ssd_cache.drop(self._index, keys, self._counters)
+                ssd_index.drop(self._index, keys, self._counters)
 
     # --- for the thread that writes
 
     def pack(self, keys: Keys, rows: Rows) -> Bytes:
         """uint8 [n, slot_bytes]"""
         slots = np.zeros((len(keys), self.slot_bytes), np.uint8)
-        ssd_cache.pack(
+        ssd_index.pack(
             keys, rows.ctypes.data, rows.strides[0], self.row_bytes, slots.ctypes.data, self.slot_bytes, self._number
         )
         return slots
@@ -149,7 +149,7 @@ class SsdTable:
         """The keys of an offer are in slots from `first` on."""
         with self._lock:
             if seq >= self._floor_seq and not self.closed:
-                ssd_cache.put(self._index, keys, first, self._counters)
+                ssd_index.put(self._index, keys, first, self._counters)
                 self._admitted += len(keys)
 
     def admit_again(self, keys: Keys, first: int, changes: int) -> None:
@@ -159,9 +159,9 @@ class SsdTable:
         """
         with self._lock:
             if changes == self._changes and not self.closed:
-                ssd_cache.put(self._index, keys, first, self._counters)
+                ssd_index.put(self._index, keys, first, self._counters)
             else:
-                self._counters[ssd_cache.EVICTED] += len(keys)
+                self._counters[ssd_index.EVICTED] += len(keys)
 
     def release(self, segment: int, may_stay: bool) -> Kept | None:
         """Hold nothing that is in a segment. Returns what was asked for since it was looked at last, hottest first.
@@ -173,14 +173,14 @@ class SsdTable:
         with self._lock:
             if self.closed:
                 return Kept(slots[:0], self._changes)
-            ssd_cache.cool(self._index, keys, segment * self.per_segment, heat)
+            ssd_index.cool(self._index, keys, segment * self.per_segment, heat)
             most = int(len(heat) * _MOST_KEPT)
             if may_stay and np.count_nonzero(heat > 0) > most:
                 return None
             order = np.argsort(-heat, kind="stable")[:most]
             kept = order[heat[order] > 0]
-            ssd_cache.drop(self._index, keys[heat >= 0], self._counters)
-            self._counters[ssd_cache.EVICTED] += np.count_nonzero(heat >= 0) - len(kept)
+            ssd_index.drop(self._index, keys[heat >= 0], self._counters)
+            self._counters[ssd_index.EVICTED] += np.count_nonzero(heat >= 0) - len(kept)
             return Kept(slots[kept], self._changes)
 
     def stats(self) -> dict[str, Any]:
@@ -200,13 +200,13 @@ class SsdTable:
 
 
 def _entry_of(index: npt.NDArray[np.uint64], key: int) -> int:
-    """The entry that `ssd_cache.find` finds, or 0, without counting heat."""
-    hashed, ways = int(mix_all(np.array([key], np.int64))[0]), ssd_cache.WAYS
-    wanted = hashed << 2 & int(ssd_cache._TAG)
-    for each in (hashed, hashed * int(ssd_cache._S0) & (1 << 64) - 1):
+    """The entry that `index.find` finds, or 0, without counting heat."""
+    hashed, ways = int(mix_all(np.array([key], np.int64))[0]), ssd_index.WAYS
+    wanted = hashed << 2 & int(ssd_index._TAG)
+    for each in (hashed, hashed * int(ssd_index._S0) & (1 << 64) - 1):
         start = ((each >> 32) * (len(index) // ways) >> 32) * ways
         for entry in index[start : start + ways].tolist():
-            if entry and entry & int(ssd_cache._TAG) == wanted:
+            if entry and entry & int(ssd_index._TAG) == wanted:
                 return int(entry)
     return 0
 

@@ -1,7 +1,7 @@
 """One table of one version, read from the nodes that have its rows: each key from a node that owns its partition.
 
 Any thread. Kernels send all requests before they wait for an answer, and put the rows into their places
-(`kernels/upstream_reads.py`). What a node does not answer is asked from another one that owns the same partitions; what
+(`reads.py`). What a node does not answer is asked from another one that owns the same partitions; what
 nobody answers fails, and the other keys do not.
 """
 
@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import Corruption, RemoteUnavailable
-from tierstore.kernels import upstream_reads as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.partitions import group
 from tierstore.tiers.joining import Bounds, JoinedTable, Watermarks
 from tierstore.tiers.machines import Machines
+from tierstore.tiers.upstream import reads as kernel
 from tierstore.tiers.upstream import wire
 from tierstore.tiers.upstream.connections import Broken, NodeConnection, NodeReply, UpstreamNode
 from tierstore.tiers.upstream.options import NodeAddress

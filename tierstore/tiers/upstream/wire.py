@@ -4,7 +4,7 @@ A request for rows is a POST with the body `<line: 16 characters> <upto: int64> 
 ascending>`, all little-endian: rows as of `upto`, of no use without the delta `floor`. Its answer is `<seq: int64> <n:
 int64> <states: uint8[n]> <zeros up to a multiple of 64 bytes> <rows>`: the seq that all of the rows have, one state a
 code, and the rows of the codes that are there, one after the other, as stored. Kernels write and read both
-(`kernels/front_rows.py`, `kernels/upstream_reads.py`).
+(`lookup/front_rows.py`, `reads.py`; `layout.py` has the numbers).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 import xxhash
 
 from tierstore.errors import Corruption
-from tierstore.kernels.front_rows import ANSWER_HEAD_BYTES, LINE_BYTES, ROWS_STEP
+from tierstore.tiers.upstream.layout import ANSWER_HEAD_BYTES, LINE_BYTES, ROWS_STEP
 from tierstore.types import Keys, Rows
 
 PREFIX = "/upstream"

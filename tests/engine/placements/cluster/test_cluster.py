@@ -19,8 +19,9 @@ from tierstore import kernels
 from tierstore.engine.placements.cluster import ingester
 from tierstore.engine.placements.following import follower
 from tierstore.engine.store import Store
-from tierstore.kernels import resp, ssd_cache
 from tierstore.tiers.remote.write import Writer
+from tierstore.tiers.ssd import index as ssd_index
+from tierstore.wire import resp
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 
@@ -314,7 +315,7 @@ def test_an_open_node_has_the_kernels_of_its_look_ups(
     monkeypatch.setattr(kernels, "awaited", awaited)  # whether others compile those that look-ups do without
     open_node(ssd_cache="1MiB")
     assert {resp.exchange.py_func, resp.parse.py_func} <= built
-    assert (ssd_cache.find.py_func in built) == (ssd_cache.read.py_func in built) == (not awaited)
+    assert (ssd_index.find.py_func in built) == (ssd_index.read.py_func in built) == (not awaited)
 
 
 def test_a_disk_that_fails_under_the_cache_fails_no_look_up(open_node: OpenNode, tmp_path: Path) -> None:

@@ -28,13 +28,13 @@ from tierstore.engine.versions.rows import Place
 from tierstore.errors import ConfigError, RemoteUnavailable, TierstoreError
 from tierstore.formats import files
 from tierstore.formats.keys import partition_of
-from tierstore.kernels import resp
 from tierstore.tiers.machines import Options
 from tierstore.tiers.remote.cluster import connect
 from tierstore.tiers.remote.layout import slot_of
 from tierstore.tiers.remote.tier import RemoteTable
 from tierstore.tiers.remote.write import Writer
 from tierstore.types import Keys, ProgressFn
+from tierstore.wire import resp
 
 log = logging.getLogger(__name__)
 

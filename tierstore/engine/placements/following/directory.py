@@ -8,7 +8,7 @@ from tierstore.engine.lifecycle.state import Shared
 from tierstore.errors import ConfigError
 from tierstore.formats import files
 from tierstore.formats.names import DataDirectory, ModelDirectory
-from tierstore.kernels import ssd_cache
+from tierstore.tiers.ssd import index as ssd_index
 from tierstore.tiers.ssd.cache import SsdCache
 
 
@@ -39,7 +39,7 @@ def open_ssd_cache(shared: Shared, root: DataDirectory) -> SsdCache | None:
     if not settings.ssd_cache:
         return None
     if not kernels.awaited:  # else look-ups do without it, until its kernels are there
-        kernels.load(module=ssd_cache.__name__)
+        kernels.load(module=ssd_index.__name__)
     return SsdCache(
         where, settings.ssd_cache, shared.readers,
         lambda nbytes: check_free(where, settings.disk_reserve, "the cache on SSD", nbytes),

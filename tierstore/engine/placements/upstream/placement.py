@@ -29,10 +29,10 @@ from tierstore.engine.versions.info import VersionInfo
 from tierstore.engine.versions.rows import Place
 from tierstore.errors import RemoteUnavailable, TierstoreError
 from tierstore.formats.keys import partition_of
-from tierstore.kernels import upstream_reads
 from tierstore.tiers.answers import reading
 from tierstore.tiers.base import Peek
 from tierstore.tiers.machines import Machines, Options
+from tierstore.tiers.upstream import reads as upstream_reads
 from tierstore.tiers.upstream import wire
 from tierstore.tiers.upstream.connections import NodeConnection, UpstreamNode
 from tierstore.tiers.upstream.options import NodeAddress, check_token, parse_node_urls, tls_context

@@ -1,6 +1,6 @@
 // The host tier, walked by the GPU: memory of the CPU that is registered with the driver, read over the bus.
 //
-// `kernels/host_cache/layout.py` says how it lies and how it is read while a thread of the CPU writes it: a line's version, then the
+// `tiers/host/cache/layout.py` says how it lies and how it is read while a thread of the CPU writes it: a line's version, then the
 // line and the row, then the version again. A key that a line is being written for, or that is just being moved, may be missed.
 // While kernels may read here, no set moves and no memory is given back, so the geometry is the launch's.
 #pragma once

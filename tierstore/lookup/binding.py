@@ -1,0 +1,328 @@
+"""A request's sizes put into the plan of its structure: a run that `by_plan.run` can do, and the head of its answer.
+
+A variant says what requests of a structure have in common: which input has the keys of which look-up, what is answered
+in which order, and the text of the answer in pieces, between which numbers go. `bind` checks the numbers of one request as
+the full parser and planner do; what does not pass is for those, who say what is wrong. `write_head` writes the head and the
+JSON of the answer, from its end to its beginning, as each length stands before what it counts.
+
+Free functions of records and addresses, nogil.
+"""
+
+from __future__ import annotations
+
+import numba as nb
+import numpy as np
+
+from tierstore.kernels.atomics import copy_bytes
+from tierstore.kernels.raw import load_i64, load_u8, load_u32, load_u64, store_i64, store_u8
+from tierstore.kernels.records import at, define
+from tierstore.kernels.xxh3 import hash_at
+from tierstore.lookup import by_plan, plans
+from tierstore.lookup.by_plan import MOST_BAGS, MOST_KEYS, MOST_WORK_BYTES, SCRATCH_BYTES, any_negative, first_call
+from tierstore.lookup.plans import (
+    BAGS_OF_ROWS,
+    CALL_BYTES,
+    FOUND_ALONE,
+    HASHED,
+    MOD_SIGNED,
+    NO_NEGATIVE,
+    NOT_HASHED,
+    NOWHERE,
+    SEEDED,
+    STRINGS,
+    piece_at,
+    planned_at,
+    run_call_at,
+    table_at,
+)
+from tierstore.wire.http1.date import DATE_BYTES
+from tierstore.wire.json.text import MOST_ID_BYTES, is_utf8
+from tierstore.wire.protobuf.varint import varint_bytes
+from tierstore.wire.request_record import (
+    MOST_TENSORS,
+    NO_ID,
+    WIDTHS,
+    row_at,
+)
+
+NONE = -1
+
+MOST_NAMES = 64
+OUTPUT = define("OutputValues", "numbers of an output of one answer", {
+    "first second": "its first two sizes",
+    "bytes at": "its bytes, and where they are, from the answer's data on",
+})  # fmt: skip
+VALUES = define("Values", "numbers of one answer; pieces name them by their place, counted in words", {
+    "outputs": ((OUTPUT.dtype, (MOST_TENSORS,)), "of each output; of a prediction those of its rows until its scores take their place"),
+    "named": ((np.int64, (MOST_NAMES,)), "of predictions: sizes that have names"),
+})  # fmt: skip
+values_at, value_at = at(VALUES), at(OUTPUT)
+
+_MOST_STRING_BYTES, _MOST_COLLIDING = 1 << 18, 64  # of what is read between two other requests
+MOST_CALLS = MOST_TENSORS
+RUN_BYTES = plans.RUN_BYTES + CALL_BYTES * MOST_CALLS
+BOUND, LARGE, WRONG = range(3)  # of `bind`: a run; one that takes long; for the full check
+
+_STATUS = np.frombuffer(b"HTTP/1.1 200 OK\r\ndate: ", np.uint8)
+_LENGTH = np.frombuffer(b"\r\ncontent-length: ", np.uint8)
+_JSON_LENGTH = np.frombuffer(b"\r\ninference-header-content-length: ", np.uint8)
+_TYPE = np.frombuffer(b"\r\ncontent-type: application/octet-stream", np.uint8)
+_CLOSE = np.frombuffer(b"\r\nconnection: close", np.uint8)
+_END = np.frombuffer(b"\r\n\r\n", np.uint8)
+_ID = np.frombuffer(b',"id":"', np.uint8)
+MOST_ADDED_BYTES = 512 + MOST_ID_BYTES  # to the pieces of an answer, beside the digits of values
+MOST_DIGITS = 20
+_QUOTE, _CLOSE_OBJECT, _ZERO = 34, 125, 48
+
+_U64 = np.uint64
+
+
+@nb.njit
+def _elements(row):  # type: ignore[no-untyped-def]
+    """How many elements an input has; -1 where it has more than fit, or not as many as its bytes say."""
+    count, others = nb.int64(1), nb.int64(1)  # others: without sizes of 0
+    for i in range(row.rank):
+        size = row.dims[i]
+        count *= size
+        others *= max(size, nb.int64(1))
+        if others > 0x7FFFFFFF:
+            return nb.int64(-1)
+    width = WIDTHS[row.datatype]
+    if width > 0 and count * width != row.size:
+        return nb.int64(-1)
+    return count
+
+
+@nb.njit
+def _is_ascii(at, n):  # type: ignore[no-untyped-def]
+    bits = _U64(0)
+    for i in range(n >> 3):
+        bits |= load_u64(at, i)
+    for i in range(n & ~7, n):
+        bits |= _U64(load_u8(at, i))
+    return bits & _U64(0x8080808080808080) == 0
+
+
+@nb.njit
+def _read_strings(at, size, n, codes, table):  # type: ignore[no-untyped-def]
+    """Write the codes of `n` strings, which take `size` bytes at an address. False: they are none, or only their text can tell them apart."""
+    colliding, shared, end = table.colliding, table.colliding_at, at + size
+    if colliding > _MOST_COLLIDING:
+        return False
+    lanes = np.empty(8, np.uint64)
+    for i in range(n):
+        if end - at < 4:
+            return False
+        length = nb.int64(load_u32(at, 0))
+        at += 4
+        if end - at < length or not (_is_ascii(at, length) or is_utf8(at, length)):
+            return False
+        code = nb.int64(hash_at(at, length, lanes))
+        for k in range(colliding):
+            if load_i64(shared, k) == code:
+                return False
+        store_i64(codes, i, code)
+        at += length
+    return at == end
+
+
+@nb.njit
+def _hash_codes(codes, n, planned):  # type: ignore[no-untyped-def]
+    """Make row numbers of codes, as `formats/key_hash.py` does."""
+    how, mod, lanes = planned.hash, planned.mod, np.empty(8, np.uint64)
+    for i in range(n):
+        code = load_i64(codes, i)
+        if how == SEEDED:
+            store_i64(codes, i, code ^ planned.bits)
+            code = nb.int64(hash_at(codes + 8 * i, 8, lanes))
+        row = code % mod if how == MOD_SIGNED else nb.int64(_U64(code) % _U64(mod))
+        store_i64(codes, i, row)
+
+
+@nb.njit
+def _make_codes(call, planned, row, tail, codes, table):  # type: ignore[no-untyped-def]
+    """Write the codes of a call's strings or hashed keys, which lie in an input of the request. False: for the full check."""
+    n = call.keys_n
+    if call.key_form == STRINGS:
+        if row.size > _MOST_STRING_BYTES or not _read_strings(tail + row.at, row.size, n, codes, table):
+            return False
+    else:
+        if call.key_form == NO_NEGATIVE and any_negative(tail + row.at, n):
+            return False
+        copy_bytes(codes, tail + row.at, 8 * n)
+        call.key_form = HASHED
+    if planned.hash != NOT_HASHED:
+        _hash_codes(codes, n, planned)
+    return True
+
+
+@nb.njit
+def _same_sizes(one, other):  # type: ignore[no-untyped-def]
+    for i in range(one.rank):  # noqa: SIM110 - for the compiler
+        if one.dims[i] != other.dims[i]:
+            return False
+    return True
+
+
+@nb.njit
+def _bind_call(record, planned, call):  # type: ignore[no-untyped-def]
+    """Fill a call but for where it answers. Returns how many keys it has, or -1."""
+    copy_bytes(call, planned, CALL_BYTES)
+    keys = row_at(record, 1 + planned.keys_of)
+    n = _elements(keys)
+    call.keys_at = keys.at
+    call.keys_n = n
+    call.bags = keys.dims[0]
+    call.bag_keys = keys.dims[1] if keys.rank == 2 else 1
+    call.starts_at = NOWHERE
+    call.weights_at = NOWHERE
+    if planned.offsets_of != NONE:
+        offsets = row_at(record, 1 + planned.offsets_of)
+        call.bags = offsets.dims[0]
+        call.starts_at = offsets.at
+    if planned.weights_of != NONE:
+        weights = row_at(record, 1 + planned.weights_of)
+        if not _same_sizes(keys, weights):
+            return nb.int64(-1)
+        call.weights_at = weights.at
+    return n
+
+
+@nb.njit
+def bind(variant, view, record, tail, codes, most_bytes, run, values):  # type: ignore[no-untyped-def]
+    """Fill a run, which has RUN_BYTES, and the values of its answer, from the record of a request of the variant's structure.
+
+    `tail` is where the request's binary data begins, in which its inputs lie; `codes` has room for MOST_KEYS; `most_bytes` is the setting `max_response`.
+    Returns BOUND, LARGE or WRONG.
+    """
+    for i in range(record.inputs):
+        if _elements(row_at(record, 1 + i)) < 0:
+            return WRONG
+    planned, call = variant.calls, first_call(run)
+    keys, bags, work, scratch, made = nb.int64(0), nb.int64(0), nb.int64(0), nb.int64(0), nb.int64(0)
+    run.calls = variant.planned_calls
+    run.codes_at = codes
+    run.window = 0
+    for _ in range(variant.planned_calls):
+        n = _bind_call(record, planned, call)
+        if n < 0:
+            return WRONG
+        kind, table = call.kind, table_at(view.tables, call.table)
+        dim = table.dim
+        keys += n
+        if kind == BAGS_OF_ROWS or planned.offsets_of != NONE:
+            bags += call.bags
+        if kind == BAGS_OF_ROWS:
+            scratch = max(scratch, by_plan.bag_scratch(call, n, dim))
+        elif kind == FOUND_ALONE:
+            scratch = max(scratch, 4 * n * dim)
+        if kind in (BAGS_OF_ROWS, FOUND_ALONE):
+            work += 4 * n * dim
+        if call.key_form == STRINGS or planned.hash != NOT_HASHED:
+            row = row_at(record, 1 + planned.keys_of)
+            if keys > MOST_KEYS or not _make_codes(call, planned, row, tail, codes + 8 * made, table):
+                return WRONG
+            call.keys_at = 8 * made
+            made += n
+        planned = planned_at(planned, 1)
+        call = run_call_at(call, 1)
+    run.keys = keys
+    run.scratch = scratch
+    run.work_bytes = work
+    data = _place_outputs(variant, record, run, values)
+    run.answer_bytes = data
+    if work + data > most_bytes:
+        return WRONG
+    if keys > MOST_KEYS or bags > MOST_BAGS or work + data > MOST_WORK_BYTES or scratch > SCRATCH_BYTES:
+        return WRONG if made > 0 else LARGE
+    return BOUND
+
+
+@nb.njit
+def _place_outputs(variant, record, run, values):  # type: ignore[no-untyped-def]
+    """Lay the outputs end to end, and note where they are and their sizes. Returns the bytes of all."""
+    planned, call = variant.calls, first_call(run)
+    for _ in range(variant.planned_calls):
+        keys, n = row_at(record, 1 + planned.keys_of), call.keys_n
+        rows, found = planned.rows_to, planned.found_to
+        if rows != NONE:
+            value = value_at(values, rows)
+            pooled = call.kind == BAGS_OF_ROWS
+            value.first = call.bags if pooled else keys.dims[0]
+            value.second = keys.dims[1]
+            value.bytes = (call.bags if pooled else n) * load_i64(variant.output_bytes, rows)
+        if found != NONE:
+            value = value_at(values, found)
+            value.first, value.second = keys.dims[0], keys.dims[1]
+            value.bytes = n
+        planned = planned_at(planned, 1)
+        call = run_call_at(call, 1)
+    at, alignment = nb.int64(0), variant.alignment
+    framed = variant.framed != 0 and variant.scoring == 0  # rows for a graph are not the answer
+    for i in range(variant.outputs):
+        value = value_at(values, i)
+        size = value.bytes
+        if framed:
+            at += 1 + varint_bytes(size)
+        value.at = at
+        at += (size + alignment - 1) & -alignment
+    planned, call = variant.calls, first_call(run)
+    for _ in range(variant.planned_calls):
+        rows, found = planned.rows_to, planned.found_to
+        call.out_at = value_at(values, rows).at if rows != NONE else 0
+        call.found_at = value_at(values, found).at if found != NONE else NOWHERE
+        planned = planned_at(planned, 1)
+        call = run_call_at(call, 1)
+    return at
+
+
+@nb.njit(inline="always")
+def _before(end, text):  # type: ignore[no-untyped-def]
+    """Write a text that ends where `end` says. Returns where it begins."""
+    copy_bytes(end - text.size, nb.int64(text.ctypes.data), text.size)
+    return end - text.size
+
+
+@nb.njit
+def _digits_before(end, value):  # type: ignore[no-untyped-def]
+    while True:
+        end -= 1
+        store_u8(end, 0, nb.uint8(_ZERO + value % 10))
+        value //= 10
+        if value == 0:
+            return end
+
+
+@nb.njit
+def write_head(variant, record, values, data_bytes, closing, date, end):  # type: ignore[no-untyped-def]
+    """Write an answer's head and its JSON, which end at the address `end`, where `data_bytes` follow. Returns where they begin.
+
+    `values` are those of `bind`, `record` has the id, `date` is the address of the date. With `closing` the head ends the connection.
+    """
+    at = end - 1
+    store_u8(at, 0, nb.uint8(_CLOSE_OBJECT))
+    size = record.id_bytes
+    if size != NO_ID:
+        at -= 1
+        store_u8(at, 0, nb.uint8(_QUOTE))
+        at -= size
+        copy_bytes(at, record.id_at, size)
+        at = _before(at, _ID)
+    pieces = variant.texts
+    for i in range(variant.pieces - 1, -1, -1):
+        piece = piece_at(pieces, i)
+        if piece.value != NONE:
+            at = _digits_before(at, load_i64(values, piece.value))
+        at -= piece.bytes
+        copy_bytes(at, piece.at, piece.bytes)
+    text_bytes = end - at
+    at = _before(at, _END)
+    if closing:
+        at = _before(at, _CLOSE)
+    at = _before(at, _TYPE)
+    at = _digits_before(at, text_bytes)
+    at = _before(at, _JSON_LENGTH)
+    at = _digits_before(at, text_bytes + data_bytes)
+    at = _before(at, _LENGTH) - DATE_BYTES
+    copy_bytes(at, date, DATE_BYTES)
+    return _before(at, _STATUS)

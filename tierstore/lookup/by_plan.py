@@ -1,0 +1,315 @@
+"""Look-ups by plan: what requests of one structure ask for, as numbers, run over a view's tiers straight into an answer.
+
+Plans and views are records made in Python (`plans.py`); here they are read by address, and nothing is written but the answer,
+its states and the caller's scratch memory. Any thread, without the interpreter lock; the caller sees to it that what the records
+point to stays.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba as nb
+import numpy as np
+from numba import types
+
+from tierstore.kernels import HTTP, compiled_c
+from tierstore.kernels.overlay_index import answer_at, overlay_at
+from tierstore.kernels.raw import load_f32, load_i64, load_u8, load_u32, load_u64, store_f16, store_u8, store_u64
+from tierstore.kernels.sysio import clear_bytes
+from tierstore.lookup.plans import (
+    BAGS_OF_ROWS,
+    CALL_BYTES,
+    CHECKED,
+    FOUND_ALONE,
+    NO_NEGATIVE,
+    RUN_BYTES,
+    STRINGS,
+    run_at,
+    run_call_at,
+    table_at,
+    view_at,
+)
+from tierstore.tiers.host.cache.lookup import lookup_at, values_of
+from tierstore.tiers.host.cache.pool import add_f32_rows, close_bag, pool_at
+from tierstore.types import Tier
+
+# what comes of a run
+ANSWERED, COLD, DOUBTFUL, ELSEWHERE = range(4)  # ELSEWHERE: of what comes behind a run that is COLD
+
+MOST_KEYS = 16384
+MOST_BAGS = 16384
+MOST_WORK_BYTES = 4 << 20  # of rows, those included that are only pooled
+SCRATCH_BYTES = 16 * MOST_BAGS + 3 * MOST_WORK_BYTES + (1 << 16)
+
+_PENDING, _HOST, _ABSENT = int(Tier.PENDING), int(Tier.HOST), int(Tier.ABSENT)
+_U64 = np.uint64
+_INFINITE = 0x7F800000
+
+
+@nb.njit
+def first_call(run):  # type: ignore[no-untyped-def]
+    return run_call_at(run_at(run, 1))
+
+
+@nb.njit
+def run_bytes(run):  # type: ignore[no-untyped-def]
+    """Of a run with its calls."""
+    return RUN_BYTES + CALL_BYTES * run.calls
+
+
+@nb.njit
+def probe(table, keys, n, state, out_code, out):  # type: ignore[no-untyped-def]
+    """Answer what memory holds of `n` keys: rows to `out`. Returns how many the host tier answered."""
+    dim = table.dim
+    default = table.half_default_at if out_code == 1 else table.default_at
+    overlays = table.overlays_at
+    for i in range(table.overlays):
+        answer_at(overlay_at(load_i64(overlays, i)), out_code, dim, default, out, keys, n, state)
+    host = table.host
+    if host == 0:
+        return 0
+    return lookup_at(values_of(host), keys, n, state, out_code, out, default)
+
+
+@nb.njit
+def set_padding(call, keys, n, state, out, row_bytes):  # type: ignore[no-untyped-def]
+    """Answer padding keys: zeros, as absent. Returns how many there are."""
+    padding, padded = call.padding, 0
+    for i in range(n):
+        if load_i64(keys, i) == padding:
+            store_u8(state, i, nb.uint8(_ABSENT))
+            if out != 0:
+                clear_bytes(out + i * row_bytes, row_bytes)
+            padded += 1
+    return padded
+
+
+@nb.njit
+def any_negative(keys, n):  # type: ignore[no-untyped-def]
+    signs = nb.int64(0)
+    for i in range(n):
+        signs |= load_i64(keys, i)
+    return signs < 0
+
+
+@nb.njit
+def is_cold(state, n):  # type: ignore[no-untyped-def]
+    """Whether a key is left for the disk."""
+    for i in range(n):  # noqa: SIM110 - for the compiler
+        if load_u8(state, i) == _PENDING:
+            return True
+    return False
+
+
+@nb.njit
+def pending(run, states):  # type: ignore[no-untyped-def]
+    """How many keys of a run are left for the disk."""
+    call, count, n = first_call(run), 0, 0
+    for _ in range(run.calls):
+        n += call.keys_n if call.kind != CHECKED else 0
+        call = run_call_at(call, 1)
+    for i in range(n):
+        count += load_u8(states, i) == _PENDING
+    return count
+
+
+@nb.njit
+def pool_rows(call, rows, keys, n, starts, bags, weights, dim, out):  # type: ignore[no-untyped-def]
+    """Pool `n` rows (float32[n, dim] at `rows`) as `pool.pool_bags` does; padding keys count for nothing."""
+    combiner, padded, padding = call.combiner, call.padded, call.padding
+    for bag in range(bags):
+        begin = load_i64(starts, bag)
+        end = load_i64(starts, bag + 1) if bag + 1 < bags else n
+        pooled = out + bag * dim * 4
+        clear_bytes(pooled, dim * 4)
+        total = np.float32(0)
+        for i in range(begin, end):
+            if padded != 0 and load_i64(keys, i) == padding:
+                continue
+            factor = load_f32(weights, i) if weights != 0 else np.float32(1)
+            add_f32_rows(pooled, rows + i * dim * 4, factor, dim)
+            total += factor * factor if combiner == 2 else factor
+        close_bag(pooled, dim, combiner, total)
+
+
+@nb.njit
+def _are_finite(weights, n):  # type: ignore[no-untyped-def]
+    for i in range(n):  # noqa: SIM110 - for the compiler
+        if nb.int64(load_u32(weights, i) & _U64(0x7FFFFFFF)) >= _INFINITE:
+            return False
+    return True
+
+
+@nb.njit
+def _check_bags(starts, bags, weights, n):  # type: ignore[no-untyped-def]
+    """Whether starts and weights are as the full check wants them."""
+    if bags == 0:
+        return n == 0
+    if load_i64(starts, 0) != 0 or load_i64(starts, bags - 1) > n:
+        return False
+    for bag in range(1, bags):
+        if load_i64(starts, bag) < load_i64(starts, bag - 1):
+            return False
+    return weights == 0 or _are_finite(weights, n)
+
+
+@nb.njit(inline="always")
+def _aligned(at):  # type: ignore[no-untyped-def]
+    return (at + 63) & ~63
+
+
+@nb.njit(inline="always")
+def _bag_places(call, n, dim, scratch):  # type: ignore[no-untyped-def]
+    """Where a call's starts, marks of bags, one row, and all rows lie in scratch memory; and where that ends."""
+    bags = call.bags
+    left = scratch + 8 * bags
+    row = _aligned(left + bags)
+    rows = _aligned(row + 4 * dim)
+    pooled = _aligned(rows + 4 * dim * n)
+    return left, row, rows, pooled, pooled + 4 * dim * bags
+
+
+@nb.njit
+def bag_scratch(call, n, dim):  # type: ignore[no-untyped-def]
+    """Bytes of scratch memory that a call of bags takes."""
+    return _bag_places(call, n, dim, 0)[4] + 64
+
+
+@nb.njit(inline="always")
+def _starts(call, tail, scratch):  # type: ignore[no-untyped-def]
+    """Where the starts of a call's bags are: in the request, or made in scratch memory."""
+    if call.starts_at >= 0:
+        return tail + call.starts_at
+    for bag in range(call.bags):
+        store_u64(scratch, bag, _U64(bag * call.bag_keys))
+    return scratch
+
+
+@nb.njit
+def store_half(values, count, out):  # type: ignore[no-untyped-def]
+    for k in range(count):
+        store_f16(out, k, load_f32(values, k))
+
+
+@nb.njit
+def _run_bags(call, table, keys, n, state, tail, out, scratch):  # type: ignore[no-untyped-def]
+    """A call of kind BAGS_OF_ROWS. Returns what comes of it."""
+    dim, bags = table.dim, call.bags
+    weights = 0 if call.weights_at < 0 else tail + call.weights_at
+    starts = _starts(call, tail, scratch)
+    if not _check_bags(starts, bags, weights, n):
+        return DOUBTFUL
+    left, row, rows, apart, _ = _bag_places(call, n, dim, scratch)
+    pooled = apart if call.out_code == 1 else out
+    hits = -1
+    if table.overlays == 0 and table.host != 0:
+        if call.padded != 0:
+            set_padding(call, keys, n, state, 0, 0)
+        clear_bytes(left, bags)
+        host, combiner = values_of(table.host), call.combiner
+        hits = pool_at(host, keys, n, state, starts, bags, weights, combiner, pooled, left, row)
+    if hits >= 0:
+        if pooled != out:
+            store_half(pooled, bags * dim, out)
+        call.pooled = 1
+        return COLD if is_cold(state, n) else ANSWERED
+    # rows of deltas lie over the table, or it changed its size just now
+    clear_bytes(state, n)
+    if call.padded != 0:
+        set_padding(call, keys, n, state, 0, 0)
+    probe(table, keys, n, state, 0, rows)
+    if is_cold(state, n):
+        return COLD
+    pool_rows(call, rows, keys, n, starts, bags, weights, dim, pooled)
+    if pooled != out:
+        store_half(pooled, bags * dim, out)
+    return ANSWERED
+
+
+@nb.njit(inline="always")
+def keys_of(run, call, tail):  # type: ignore[no-untyped-def]
+    """Where the keys of a call are, or the codes that were made of them."""
+    return call.keys_at + (run.codes_at if call.key_form >= STRINGS else tail)
+
+
+@nb.njit
+def _are_checked(call, n, tail):  # type: ignore[no-untyped-def]
+    """Whether offsets and weights that no bag is made by are as the full check wants them."""
+    weights = 0 if call.weights_at < 0 else tail + call.weights_at
+    if call.starts_at >= 0:
+        return _check_bags(tail + call.starts_at, call.bags, weights, n)
+    return weights == 0 or _are_finite(weights, n)
+
+
+@nb.njit
+def _run(run, view, tail, answer, states, scratch):  # type: ignore[no-untyped-def]
+    call, state = first_call(run), states
+    clear_bytes(states, run.keys)
+    outcome = ANSWERED
+    for _ in range(run.calls):
+        table = table_at(view.tables, call.table)
+        n, kind = call.keys_n, call.kind
+        keys = keys_of(run, call, tail)
+        out = answer + call.out_at
+        if kind != BAGS_OF_ROWS and not _are_checked(call, n, tail):
+            return DOUBTFUL
+        if kind == CHECKED:
+            call = run_call_at(call, 1)
+            continue
+        if call.key_form == NO_NEGATIVE and any_negative(keys, n):
+            return DOUBTFUL
+        if kind == BAGS_OF_ROWS:
+            came = _run_bags(call, table, keys, n, state, tail, out, scratch)
+            if came == DOUBTFUL:
+                return DOUBTFUL
+            if came == COLD:
+                outcome = COLD
+        else:
+            code = call.out_code
+            if kind == FOUND_ALONE:
+                out = scratch
+            padded = 0
+            if call.padded != 0:
+                padded = set_padding(call, keys, n, state, out, table.dim * (4 >> code))
+            if probe(table, keys, n, state, code, out) + padded < n and is_cold(state, n):
+                outcome = COLD
+        if call.found_at >= 0:
+            found = answer + call.found_at
+            for i in range(n):
+                store_u8(found, i, nb.uint8(load_u8(state, i) != _ABSENT))
+        state += n
+        call = run_call_at(call, 1)
+    return outcome
+
+
+@compiled_c(types.int64(*[types.int64] * 6), when=HTTP)
+def run(run: Any, view: Any, tail: Any, answer: Any, states: Any, scratch: Any) -> Any:
+    """Answer all calls of a run under a view: ANSWERED, COLD where rows are left for the disk, or DOUBTFUL.
+
+    `tail` is the address of the request's binary data, `answer` that of the answer's, which is filled, `states` of a
+    byte for each key, which tell afterwards where it was answered; `scratch` of the run's SCRATCH bytes to work in. Only where
+    it is ANSWERED all is there; a DOUBTFUL request is one for the full check.
+    """
+    return _run(run_at(run), view_at(view), tail, answer, states, scratch)
+
+
+@nb.njit
+def count_keys(run, tail, states, counts, row_words):  # type: ignore[no-untyped-def]
+    """Add to the tables' counts, `row_words` int64 each at address `counts`, where the keys were answered."""
+    call, state = first_call(run), states
+    for _ in range(run.calls):
+        if call.kind != CHECKED:
+            n, row = call.keys_n, counts + 8 * row_words * call.table_counts
+            padded, padding, keys = call.padded, call.padding, keys_of(run, call, tail)
+            host = 0
+            for i in range(n):
+                host += load_u8(state, i) == _HOST
+            if host < n:
+                for i in range(n):
+                    tier = nb.int64(load_u8(state, i))
+                    if tier != _HOST and not (padded != 0 and load_i64(keys, i) == padding):
+                        store_u64(row, tier, load_u64(row, tier) + _U64(1))
+            store_u64(row, _HOST, load_u64(row, _HOST) + _U64(host))
+            state += n
+        call = run_call_at(call, 1)

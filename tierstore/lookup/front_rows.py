@@ -1,0 +1,123 @@
+"""What a node answers a front's request for rows with, without the interpreter, where memory has all of them.
+
+Free functions of addresses; any thread. `tiers/upstream/wire.py` describes request and answer. A plan (`by_plan.py`) is
+found by the request's path and line.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba as nb
+import numpy as np
+from numba import types
+
+from tierstore.kernels import LAST, compiled_c
+from tierstore.kernels.atomics import copy_bytes
+from tierstore.kernels.codec import AS_STORED
+from tierstore.kernels.overlay_index import answer_at, overlay_at
+from tierstore.kernels.partitions import partition_at
+from tierstore.kernels.raw import load_i64, load_u8, load_u64, store_u8, store_u64
+from tierstore.kernels.sysio import clear_bytes
+from tierstore.lookup import plans
+from tierstore.tiers.host.cache.lookup import lookup_at, values_of
+from tierstore.tiers.upstream.layout import (
+    ABSENT,
+    ANSWER_HEAD_BYTES,
+    FLOOR,
+    FOREIGN,
+    REQUEST_HEAD_BYTES,
+    THERE,
+    UPTO,
+    rows_begin,
+)
+from tierstore.types import Tier
+
+DIGITS = 10
+CANNOT = 0  # instead of the answer's bytes: Python answers
+
+_PENDING, _ABSENT, _HOST = int(Tier.PENDING), int(Tier.ABSENT), int(Tier.HOST)
+_NOT_OURS = 255  # among the tiers
+
+
+@nb.njit
+def _mark_foreign(table, codes, n, tiers):  # type: ignore[no-untyped-def]
+    """Set the tier of each code to PENDING or _NOT_OURS. False where the codes are not ascending and distinct."""
+    own, count = table.own_at, table.partitions
+    for i in range(n):
+        code = load_i64(codes, i)
+        if i > 0 and load_i64(codes, i - 1) >= code:
+            return False
+        ours = own == 0 or load_u8(own, partition_at(code, count)) != 0
+        store_u8(tiers, i, nb.uint8(_PENDING if ours else _NOT_OURS))
+    return True
+
+
+@nb.njit
+def _close_gaps(n, tiers, states, rows, row_bytes):  # type: ignore[no-untyped-def]
+    """Write the states, and move the rows that are there together. Returns how many; -1 where memory lacks one."""
+    there = 0
+    for i in range(n):
+        tier = load_u8(tiers, i)
+        if tier == _PENDING:
+            return -1
+        if tier == _NOT_OURS:
+            store_u8(states, i, nb.uint8(FOREIGN))
+        elif tier == _ABSENT:
+            store_u8(states, i, nb.uint8(ABSENT))
+        else:
+            store_u8(states, i, nb.uint8(THERE))
+            if there < i:
+                copy_bytes(rows + there * row_bytes, rows + i * row_bytes, row_bytes)
+            there += 1
+    return there
+
+
+@compiled_c(types.int64(*[types.int64] * 6), when=LAST)
+def run(variant: Any, view: Any, body: Any, size: Any, answer: Any, scratch: Any) -> Any:
+    """Answer the request of `size` bytes at `body` under a view. Returns the bytes of the answer, or CANNOT.
+
+    `answer` is the address of room for `rows_begin(n)` bytes and n rows. `scratch`: of n bytes, which tell afterwards which tier
+    has answered a code, and a row behind them.
+    """
+    variant, view = plans.variant_at(variant), plans.view_at(view)
+    table = plans.table_at(view.tables, variant.table)
+    n, codes, seq = (size - REQUEST_HEAD_BYTES) >> 3, body + REQUEST_HEAD_BYTES, view.seq
+    if seq > load_i64(body, UPTO) or seq < load_i64(body, FLOOR) or not _mark_foreign(table, codes, n, scratch):
+        return CANNOT
+    states, rows, nothing = answer + ANSWER_HEAD_BYTES, answer + rows_begin(n), scratch + rows_begin(n)
+    overlays = table.overlays_at
+    for i in range(table.overlays):
+        answer_at(overlay_at(load_i64(overlays, i)), AS_STORED, table.dim, nothing, rows, codes, n, scratch)
+    host = table.host
+    if host != 0:
+        lookup_at(values_of(host), codes, n, scratch, AS_STORED, rows, nothing)
+    row_bytes = table.row_bytes
+    there = _close_gaps(n, scratch, states, rows, row_bytes)
+    if there < 0:
+        return CANNOT
+    store_u64(answer, 0, nb.uint64(seq))
+    store_u64(answer, 1, nb.uint64(n))
+    clear_bytes(states + n, rows - states - n)
+    return rows - answer + there * row_bytes
+
+
+@nb.njit
+def write_digits(at, value):  # type: ignore[no-untyped-def]
+    """`value` in DIGITS digits, with zeros before it."""
+    for i in range(DIGITS):
+        store_u8(at, DIGITS - 1 - i, nb.uint8(48 + value % 10))
+        value //= 10
+
+
+@nb.njit
+def count_codes(n, tiers, row):  # type: ignore[no-untyped-def]
+    """Add to a table's counts, a word a tier at address `row`, which tiers have answered."""
+    host = 0
+    for i in range(n):
+        tier = nb.int64(load_u8(tiers, i))
+        if tier == _HOST:
+            host += 1
+        elif tier != _NOT_OURS:
+            store_u64(row, tier, load_u64(row, tier) + np.uint64(1))
+    store_u64(row, _HOST, load_u64(row, _HOST) + np.uint64(host))

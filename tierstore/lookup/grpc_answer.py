@@ -1,0 +1,73 @@
+"""The writer of answers over gRPC: a serialized ModelInferResponse around rows that the run has put in their places.
+
+Each output's elements have a tag and their length before them; `binding.bind` keeps that room, or `scoring.bind`. Before all of them comes the
+description, which is written from its end to its beginning, as each length stands before what it counts.
+
+The pieces of a variant: the fields of the model, with how many outputs there are; then, for each output, those of its shape,
+which are sizes that all answers have, with which value is the size behind them; and its name and datatype, with how many those are.
+
+Free functions of addresses, nogil.
+"""
+
+from __future__ import annotations
+
+import numba as nb
+
+from tierstore.kernels.atomics import copy_bytes
+from tierstore.kernels.raw import load_i64, store_u8
+from tierstore.lookup.binding import NONE, value_at
+from tierstore.lookup.plans import piece_at
+from tierstore.wire.protobuf.varint import varint_before
+from tierstore.wire.request_record import NO_ID
+
+ID, OUTPUT, RAW_OUTPUT, SHAPE = 0x1A, 0x2A, 0x32, 0x1A  # tags; SHAPE is of an output
+
+
+@nb.njit(inline="always")
+def _length_before(begin, end, tag):  # type: ignore[no-untyped-def]
+    """Write the tag and the length of a field before what lies from `begin` to `end`. Returns where it begins then."""
+    at = varint_before(begin, end - begin) - 1
+    store_u8(at, 0, nb.uint8(tag))
+    return at
+
+
+@nb.njit(inline="always")
+def _piece_before(end, piece):  # type: ignore[no-untyped-def]
+    at = end - piece.bytes
+    copy_bytes(at, piece.at, piece.bytes)
+    return at
+
+
+@nb.njit
+def frame_outputs(variant, values, data):  # type: ignore[no-untyped-def]
+    """Write the tag and the length of each output before its elements, whose places count from the address `data` on."""
+    for i in range(variant.texts.value):
+        value = value_at(values, i)
+        begin = data + value.at
+        _length_before(begin, begin + value.bytes, RAW_OUTPUT)
+
+
+@nb.njit
+def describe(variant, record, values, end):  # type: ignore[no-untyped-def]
+    """Write the description, which ends at the address `end`, where the first output follows. Returns where it begins.
+
+    `values` are those of `bind`, `record` has the id.
+    """
+    pieces, k = variant.texts, variant.pieces - 1
+    for _ in range(pieces.value):
+        named, at = piece_at(pieces, k), end
+        for _ in range(named.value):
+            k -= 1
+            piece = piece_at(pieces, k)
+            if piece.value != NONE:
+                at = varint_before(at, load_i64(values, piece.value))
+            at = _piece_before(at, piece)
+        if named.value > 0:
+            at = _length_before(at, end, SHAPE)
+        end = _length_before(_piece_before(at, named), end, OUTPUT)
+        k -= 1
+    size = record.id_bytes
+    if size != NO_ID:
+        copy_bytes(end - size, record.id_at, size)
+        end = _length_before(end - size, end, ID)
+    return _piece_before(end, pieces)

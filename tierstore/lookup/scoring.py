@@ -1,0 +1,119 @@
+"""What a prediction asks beyond its look-ups: which sizes must agree, where its graph reads what, and how large the scores are.
+
+A scoring is the part of a variant (`binding.py`) that says this for all requests of a structure. `bind` checks one request's
+sizes as the full planner does; what does not pass is for that one, which says what is wrong. `write_table` notes for whoever
+runs the graph where each of its inputs lies, in which shape, and where the scores go.
+
+Free functions of records and addresses, nogil. `by_plan.py` has the layouts.
+"""
+
+from __future__ import annotations
+
+import numba as nb
+import numpy as np
+
+from tierstore.kernels.atomics import copy_bytes
+from tierstore.kernels.records import at, define
+from tierstore.lookup import binding, by_plan, plans
+from tierstore.wire.protobuf.varint import varint_bytes
+from tierstore.wire.request_record import row_at
+
+OWN = -1  # of an input's `call`
+GRAPH_ROW = define("GraphRow", "where a tensor of a graph lies, and its shape", {
+    "at": "its address",
+    "sizes": ((np.int64, (5,)), "its shape"),
+})  # fmt: skip
+graph_row_at, _ROW_BYTES = at(GRAPH_ROW), GRAPH_ROW.bytes
+
+_MOST_BYTES = 0x7FFFFFFF
+
+
+@nb.njit
+def _size(values, size):  # type: ignore[no-untyped-def]
+    return size if size >= 0 else values.named[~size]
+
+
+@nb.njit
+def bind(variant, record, values):  # type: ignore[no-untyped-def]
+    """Check a request's sizes, and note in `values` those that have names, and of each score its bytes and where in the answer's data they are.
+
+    Returns the bytes of all scores, with what an answer that is framed has between them; or -1.
+    """
+    scoring, framed = variant.scoring, variant.framed != 0
+    for i in range(binding.MOST_NAMES):
+        values.named[i] = -1
+    check = scoring.first_check
+    for _ in range(scoring.checks):
+        size = row_at(record, 1 + check.input).dims[check.axis]
+        wanted = check.size
+        if wanted < 0 and _size(values, wanted) < 0:
+            values.named[~wanted] = size
+        elif _size(values, wanted) != size:
+            return nb.int64(-1)
+        check = plans.check_at(check, 1)
+    total, score = nb.int64(0), scoring.first_score
+    for i in range(scoring.scores):
+        count = score.width
+        for axis in range(score.rank):
+            count *= _size(values, score.sizes[axis])
+            if count > _MOST_BYTES:
+                return nb.int64(-1)
+        if framed:
+            total += 1 + varint_bytes(count)
+        value = binding.value_at(values, i)
+        value.bytes, value.at = count, total
+        total += count
+        score = plans.score_at(score, 1)
+    return total
+
+
+@nb.njit
+def _aligned(size):  # type: ignore[no-untyped-def]
+    return (size + 63) & ~63
+
+
+@nb.njit
+def table_bytes(scoring, record):  # type: ignore[no-untyped-def]
+    """Bytes of a request's table, and of its own tensors behind that."""
+    size = _aligned(_ROW_BYTES * (scoring.inputs + scoring.scores))
+    wanted = scoring.first_input
+    for _ in range(scoring.inputs):
+        if wanted.call == OWN:
+            size += _aligned(row_at(record, 1 + wanted.of).size)
+        wanted = plans.graph_input_at(wanted, 1)
+    return size
+
+
+@nb.njit
+def write_table(scoring, record, run, tail, values, rows, scores, at):  # type: ignore[no-untyped-def]
+    """Write the table of a request, and its own tensors behind it: first inputs, then scores. All but `scoring` are addresses of one request.
+
+    `rows`: of those that `run` has looked up; `scores`: the answer's data; `tail`: of the request's binary data.
+    """
+    table, inputs, count = graph_row_at(at), scoring.first_input, scoring.inputs
+    own = table + _aligned(_ROW_BYTES * (count + scoring.scores))
+    for _ in range(count):
+        of, lead = row_at(record, 1 + inputs.of), inputs.lead
+        if inputs.call == OWN:
+            size = of.size
+            copy_bytes(own, tail + of.at, size)
+            table.at = own
+            own += _aligned(size)
+        else:
+            call = plans.run_call_at(by_plan.first_call(run), inputs.call)
+            table.at = rows + call.out_at
+        for axis in range(lead):
+            table.sizes[axis] = of.dims[axis]
+        if inputs.width > 0:
+            table.sizes[lead] = inputs.width
+        elif inputs.flat > 0:
+            table.sizes[lead - 1] = of.dims[lead - 1] * inputs.flat
+        inputs = plans.graph_input_at(inputs, 1)
+        table = graph_row_at(table, 1)
+    score = scoring.first_score
+    for i in range(scoring.scores):
+        table.at = scores + binding.value_at(values, i).at
+        for axis in range(score.rank):
+            table.sizes[axis] = _size(values, score.sizes[axis])
+        score = plans.score_at(score, 1)
+        table = graph_row_at(table, 1)

@@ -1,0 +1,379 @@
+"""How a reactor answers a request: by its plan from memory, or with a job for the readers of cold rows. See `loop.py`.
+
+Kernels for the thread of one reactor.
+"""
+
+from __future__ import annotations
+
+import numba as nb
+import numpy as np
+
+from tierstore.kernels import rates
+from tierstore.kernels.atomics import acquire_i64, copy_bytes
+from tierstore.kernels.raw import call_at, store_u8
+from tierstore.kernels.records import place
+from tierstore.kernels.sysio import (
+    monotonic_ns,
+    move_bytes,
+)
+from tierstore.lookup import binding, by_plan, front_rows, plan_search, plans
+from tierstore.lookup.cold_reads import job_at
+from tierstore.reactor.connections import has_room, send_first
+from tierstore.reactor.jobs import await_job, count, make_job, read_cached
+from tierstore.reactor.layout import (
+    ACCESS,
+    ANSWERED,
+    BUSY,
+    CANARY,
+    CLOSES,
+    DESCRIPTION,
+    DRAIN,
+    ENDING,
+    FINISH,
+    FULL,
+    HEAD_ROOM,
+    HEADER,
+    MADE_A_JOB,
+    NO_PLAN,
+    PREDICTION,
+    ROWS_ON_DISK,
+    SIZE,
+    TABLE_COUNT_WORDS,
+    TRACED,
+    VALUES,
+    connection_at,
+    version_counts_at,
+)
+from tierstore.reactor.predictions import bind_scores, expected_ns, make_prediction, timeout_of
+from tierstore.tiers.upstream.layout import LINE_BYTES, REQUEST_HEAD_BYTES, rows_begin
+from tierstore.wire import callers, request_record
+from tierstore.wire.http1 import head as http1_head
+from tierstore.wire.http1.date import DATE_BYTES
+from tierstore.wire.json import scan as json_scan
+
+_CLOSE = np.frombuffer(b"connection: close\r\n", np.uint8)
+_MOST_TIMEOUT_US = 1 << 50
+
+# --- requests
+
+
+@nb.njit
+def _has_access(me, fd, at):  # type: ignore[no-untyped-def]
+    """Whether the caller of the request at `at`, whose head is in `found`, is known here and may ask; `found` has who it is then."""
+    table, found = callers.allowed_at(acquire_i64(place(me.shared, "allowed_at"))), me.found
+    if not callers.is_own_host(table, at + found.host_at, found.host_bytes):
+        return False
+    token, size = at + found.authorization_at, found.authorization_bytes
+    if found.authorization_at == 0:
+        token, size = connection_at(me.conns, fd).caller_at, connection_at(me.conns, fd).caller_bytes
+    caller = found.caller = callers.caller_of(table, token, size)
+    if caller == callers.NOBODY:
+        return False
+    fronts = found.kind == http1_head.ROWS
+    return caller == callers.EVERYBODY or not fronts or caller.may_front != 0
+
+
+@nb.njit
+def _may_draw(me, plan, now):  # type: ignore[no-untyped-def]
+    """Whether the caller of a request, whose plan is known, may ask of its model, and neither has used up its rates."""
+    caller = me.found.caller
+    return (
+        callers.may_look_up(caller, plan.model)
+        and rates.empty_at(callers.bucket_of(caller), now) == rates.FREE
+        and rates.empty_at(plan.rates_at, now) == rates.FREE
+    )
+
+
+@nb.njit
+def draw(me, plan, now, keys):  # type: ignore[no-untyped-def]
+    """Charge a request with so many keys."""
+    size = me.found.body_bytes
+    rates.draw_at(callers.bucket_of(me.found.caller), now, 1, keys, size)
+    rates.draw_at(plan.rates_at, now, 1, keys, size)
+
+
+@nb.njit
+def roll(me):  # type: ignore[no-untyped-def]
+    """32 random bits (xorshift64, Marsaglia 2003)."""
+    x = nb.uint64(me.line.dice)
+    x ^= x << nb.uint64(13)
+    x ^= x >> nb.uint64(7)
+    x ^= x << nb.uint64(17)
+    me.line.dice = nb.int64(x)
+    return nb.int64(x >> nb.uint64(32))
+
+
+@nb.njit
+def _add_close(variant, head):  # type: ignore[no-untyped-def]
+    """Add the header that ends a connection to the `head` of an answer, behind its date. What is before it moves forward."""
+    before = variant.date_at + DATE_BYTES + 2
+    move_bytes(head - _CLOSE.size, head, before)
+    for i in range(_CLOSE.size):
+        store_u8(head - _CLOSE.size + before, i, _CLOSE[i])
+
+
+MAY, LONG = -1, -2  # of `why_not`, `plan_for` and `bind_plan`, beside reasons
+
+
+@nb.njit
+def why_not(me, fd, at, since, began):  # type: ignore[no-untyped-def]
+    """Why the request at `at`, whose head is in `found`, may not be answered here, as far as its head and the time say; or MAY.
+
+    `since` is when its first bytes came; 0: all came at once.
+    """
+    found = me.found
+    if found.unusual & ~(http1_head.ROUTED | http1_head.SAMPLED) != 0:
+        return HEADER
+    if found.unusual & http1_head.SAMPLED != 0 and me.limits.traces != 0:
+        return TRACED
+    if me.shared.mode >= FINISH:
+        return ENDING
+    if _is_late(since, found.timeout_ms * 1_000_000, began):
+        return BUSY
+    return MAY if _has_access(me, fd, at) else ACCESS
+
+
+@nb.njit
+def _is_late(since, timeout_ns, began):  # type: ignore[no-untyped-def]
+    """Whether a request that came in parts has taken its time already. 0: it has any."""
+    return timeout_ns > 0 and since > 0 and began - since >= timeout_ns
+
+
+@nb.njit
+def _is_closing(me, last):  # type: ignore[no-untyped-def]
+    """Whether the answer ends its connection."""
+    return me.found.closing != 0 or (last and me.shared.mode == DRAIN)
+
+
+@nb.njit
+def _send_ready(me, fd, variant, closing, data):  # type: ignore[no-untyped-def]
+    """Send the `data` bytes of an answer whose head is ready, and is written before them."""
+    before = variant.head_bytes
+    target = me.answer + HEAD_ROOM - before
+    copy_bytes(target, variant.head_at, before)
+    copy_bytes(target + variant.date_at, me.date, DATE_BYTES)
+    if me.found.kind == http1_head.ROWS:
+        front_rows.write_digits(target + variant.digits_at, data)
+    if closing:
+        _add_close(variant, target)
+        target -= _CLOSE.size
+        before += _CLOSE.size
+    _send(me, fd, target, before + data, closing)
+
+
+@nb.njit
+def _send(me, fd, at, size, closing):  # type: ignore[no-untyped-def]
+    if closing:
+        connection_at(me.conns, fd).flags |= CLOSES
+    me.line.answers += 1
+    send_first(me, fd, at, size)
+
+
+@nb.njit
+def _find(me, path, path_bytes, structure, structure_bytes, form):  # type: ignore[no-untyped-def]
+    """(plan, what its model serves) of a request by its path and structure; the second is 0 where there is none."""
+    plan = plan_search.find_plan(me.shared.plans_at, path, path_bytes, structure, structure_bytes, form)
+    if plan == 0:
+        return 0, 0
+    return plan, plans.served_at(acquire_i64(acquire_i64(place(me.shared, "models_at")) + 8 * plan.model))
+
+
+@nb.njit
+def _may_wait_ns(me, since, began):  # type: ignore[no-untyped-def]
+    """How long the request, whose head is in `found` and whose description in the record, may wait, as `Waits.admit` has it.
+
+    `since` as for `why_not`. Less than 0: Python says.
+    """
+    if request_record.row_at(me.record, 0).timeout_us > _MOST_TIMEOUT_US:
+        return -1
+    timeout, most = timeout_of(me), me.limits.most_wait_ns
+    if timeout == 0:
+        return most
+    remaining = timeout - (began - since if since > 0 else 0)
+    return min(most, remaining >> 1) if remaining > 0 else -1
+
+
+@nb.njit
+def is_refused(me, plan, variant, since, began):  # type: ignore[no-untyped-def]
+    """Whether a prediction would wait too long for a thread; then it is counted, and the variant has the answer. `since` as for `why_not`.
+
+    What is refused here costs its reading and a ready
+    answer; by Python, which finds its caches full of the dense part's weights, it costs thirty times as much.
+    """
+    wait, may_wait = expected_ns(me), _may_wait_ns(me, since, began)
+    if wait == 0 or may_wait < 0 or wait <= may_wait:
+        return False
+    counts = version_counts_at(me.counts, variant.counts)
+    if wait == FULL:
+        counts.full_refusals += 1
+    else:
+        counts.refusals += 1
+    counts.refusal_ns += monotonic_ns() - began
+    draw(me, plan, began, 0)
+    return True
+
+
+@nb.njit
+def plan_for(me, path, path_bytes, form, began):  # type: ignore[no-untyped-def]
+    """(why, plan, variant, view) of the request whose description is in the record; `path` is what it asks of.
+
+    Why: MAY, or a reason why it is for Python.
+    """
+    structure_bytes = request_record.write_structure(me.record, me.structure)
+    if structure_bytes == 0:
+        return DESCRIPTION, 0, 0, 0
+    plan, served = _find(me, path, path_bytes, me.structure, structure_bytes, form)
+    if served == 0:
+        return NO_PLAN, 0, 0, 0
+    if not _may_draw(me, plan, began):
+        return ACCESS, 0, 0, 0
+    if me.found.unusual & http1_head.ROUTED != 0 and served.canary != 0:
+        return CANARY, 0, 0, 0  # its id says which version answers
+    variant, view = plan_search.choose(plan, served, roll(me))
+    if variant == 0:
+        return NO_PLAN, 0, 0, 0
+    plan.last_used = began
+    return MAY, plan, variant, view
+
+
+@nb.njit
+def bind_plan(me, variant, view, tail, since, more, began):  # type: ignore[no-untyped-def]
+    """Put the request whose description is in the record, and whose data begin at `tail`, into its plan: a run in `me.bound`.
+
+    `since` as for `why_not`; `more` are bytes of it that are not counted as held. Returns MAY; LONG, which takes long; or a reason.
+    """
+    timeout_us = request_record.row_at(me.record, 0).timeout_us
+    if timeout_us > _MOST_TIMEOUT_US or _is_late(since, timeout_us * 1000, began):
+        return BUSY
+    bound = binding.bind(variant, view, me.record, tail, me.codes, me.limits.most_answer, me.bound, me.values)
+    if bound == binding.WRONG:
+        return VALUES
+    if not has_room(me, me.bound.answer_bytes + more):
+        return BUSY
+    return MAY if bound == binding.BOUND else LONG
+
+
+@nb.njit
+def look_up(me, plan, variant, view, tail, began, planned):  # type: ignore[no-untyped-def]
+    """Do the run in `me.bound`: its rows are where the answer's data belong, and it is charged and counted. Returns what comes of it (`lookup/by_plan.py`)."""
+    data = me.answer + HEAD_ROOM
+    came = call_at(me.run, me.bound, view, tail, data, me.states, me.scratch)
+    if came == by_plan.COLD:
+        came = read_cached(me, view, tail, data)
+    if came == by_plan.ANSWERED:
+        draw(me, plan, began, me.bound.keys)
+        ran = monotonic_ns()
+        by_plan.count_keys(me.bound, tail, me.states, me.table_counts, TABLE_COUNT_WORDS)
+        count(me, variant, began, planned, ran, monotonic_ns())  # before it leaves: who has the answer finds it counted
+    return came
+
+
+@nb.njit
+def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
+    """Answer the request of `whole` bytes at `at`, whose head is in `found`, if a plan is known. `last`: nothing came behind it.
+
+    Returns ANSWERED; MADE_A_JOB where readers go on, then the connection's row has its number; or else nothing was
+    done, and the reason why the request is for Python.
+    """
+    found, since = me.found, connection_at(me.conns, fd).began_ns
+    text, text_bytes = at + found.head_bytes, found.json_bytes
+    tail, tail_bytes = text + text_bytes, found.body_bytes - text_bytes
+    if text_bytes <= 0 or tail_bytes < 0:
+        return DESCRIPTION
+    why = why_not(me, fd, at, since, began)
+    if why != MAY:
+        return why
+    if json_scan.scan_at(text, text_bytes, me.record) != request_record.SCANNED:
+        return DESCRIPTION
+    if me.record.data_bytes != tail_bytes:
+        return VALUES
+    path, path_bytes = at + found.path_at, found.path_bytes
+    why, plan, variant, view = plan_for(me, path, path_bytes, plans.TENSORS, began)
+    if why != MAY:
+        return why
+    predicts, more = variant.head_at != 0, whole - connection_at(me.conns, fd).held
+    if predicts and is_refused(me, plan, variant, since, began):
+        _send_ready(me, fd, variant, _is_closing(me, last), 0)
+        return ANSWERED
+    if predicts and variant.scoring == 0:
+        return PREDICTION
+    why = bind_plan(me, variant, view, tail, since, more, began)
+    if why >= 0:
+        return why
+    planned, closing = monotonic_ns(), _is_closing(me, last)
+    keys = me.bound.keys
+    if predicts:
+        data = bind_scores(me, variant)
+        if data < 0:
+            return VALUES
+        begin = binding.write_head(variant, me.record, me.values, data, closing, me.date, me.answer + HEAD_ROOM)
+        made, number = make_prediction(
+            me, fd, plan, variant, view, tail, why == MAY, begin, data, more, since, timeout_of(me), began
+        )
+        if made == MADE_A_JOB:
+            job_at(me.jobs, number).tail = found.head_bytes + text_bytes
+            await_job(me, fd, number, closing)
+            draw(me, plan, began, keys)
+        return made
+    came = by_plan.COLD
+    if why == MAY:
+        came = look_up(me, plan, variant, view, tail, began, planned)
+    if came == by_plan.COLD:
+        begin = binding.write_head(
+            variant, me.record, me.values, me.bound.answer_bytes, closing, me.date, me.answer + HEAD_ROOM
+        )
+        number = make_job(me, fd, plan, variant, view, begin, why == MAY, began, planned)
+        if number < 0:
+            return BUSY
+        job_at(me.jobs, number).tail = found.head_bytes + text_bytes
+        await_job(me, fd, number, closing)
+        draw(me, plan, began, keys)
+        return MADE_A_JOB
+    if came != by_plan.ANSWERED:
+        return ROWS_ON_DISK if came == by_plan.ELSEWHERE else VALUES
+    data, end = me.bound.answer_bytes, me.answer + HEAD_ROOM
+    begin = binding.write_head(variant, me.record, me.values, data, closing, me.date, end)
+    _send(me, fd, begin, end + data - begin, closing)
+    return ANSWERED
+
+
+@nb.njit
+def answer_rows(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
+    """As `answer`, of a front's request for rows (`lookup/front_rows.py`). Where memory lacks one, it is for Python."""
+    found = me.found
+    body, size = at + found.head_bytes, found.body_bytes
+    n = (size - REQUEST_HEAD_BYTES) >> 3
+    if n < 0 or size & 7 != 0 or n > by_plan.MOST_KEYS:
+        return SIZE
+    if me.run_rows == 0:
+        return NO_PLAN
+    why = why_not(me, fd, at, connection_at(me.conns, fd).began_ns, began)
+    if why != MAY:
+        return why
+    path, path_bytes = at + found.path_at, found.path_bytes
+    plan, served = _find(me, path, path_bytes, body, LINE_BYTES, plans.STORED_ROWS)
+    if served == 0:
+        return NO_PLAN
+    if not _may_draw(me, plan, began):
+        return ACCESS
+    variant, view = plan_search.choose(plan, served, 0)
+    if variant == 0:
+        return NO_PLAN
+    table = plans.table_at(view.tables, variant.table)
+    room = rows_begin(n) + n * table.row_bytes
+    if room > by_plan.MOST_WORK_BYTES:
+        return SIZE
+    if not has_room(me, room + whole):
+        return BUSY
+    planned = monotonic_ns()
+    data = call_at(me.run_rows, variant, view, body, size, me.answer + HEAD_ROOM, me.scratch)
+    if data == front_rows.CANNOT:
+        return ROWS_ON_DISK
+    ran = monotonic_ns()
+    draw(me, plan, began, n)
+    plan.last_used = began
+    counts = me.table_counts + 8 * TABLE_COUNT_WORDS * variant.table_counts
+    front_rows.count_codes(n, me.scratch, counts)
+    count(me, variant, began, planned, ran, monotonic_ns())
+    _send_ready(me, fd, variant, _is_closing(me, last), data)
+    return ANSWERED

@@ -1,0 +1,121 @@
+"""How a reactor answers a look-up over gRPC: by its plan, from memory, a message for a message; and how it begins a prediction. See `loop.py`.
+
+What comes before it, and how the answer leaves, is HTTP/2's. Kernels for the thread of one reactor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba as nb
+from numba import types
+
+from tierstore.kernels import LAST, compiled_c
+from tierstore.kernels.atomics import copy_bytes
+from tierstore.kernels.sysio import monotonic_ns
+from tierstore.lookup import by_plan, plans
+from tierstore.lookup.cold_reads import job_at
+from tierstore.lookup.grpc_answer import describe, frame_outputs
+from tierstore.reactor.answers import LONG, MAY, bind_plan, draw, is_refused, look_up, plan_for, why_not
+from tierstore.reactor.jobs import make_job
+from tierstore.reactor.layout import (
+    ANSWERED,
+    BUSY,
+    DESCRIPTION,
+    HEAD_ROOM,
+    MADE_A_JOB,
+    PREDICTION,
+    ROWS_ON_DISK,
+    TURNED_AWAY,
+    VALUES,
+    here_at,
+)
+from tierstore.reactor.predictions import bind_scores, make_prediction, timeout_of
+from tierstore.wire.protobuf import scan as protobuf_scan
+from tierstore.wire.request_record import SCANNED, row_at
+
+
+@nb.njit
+def _refuse(me, variant):  # type: ignore[no-untyped-def]
+    """Refuse a prediction with the header block that its variant has, which may change afterwards."""
+    me.call.answer_at, me.call.answer_bytes = me.answer, variant.head_bytes
+    copy_bytes(me.answer, variant.head_at, variant.head_bytes)
+    me.line.answers += 1
+    return TURNED_AWAY
+
+
+@nb.njit
+def _predict(me, fd, plan, variant, view, message, message_bytes, short, began):  # type: ignore[no-untyped-def]
+    """Begin a prediction: MADE_A_JOB, or a reason. `short`: it takes little time."""
+    call, keys = me.call, me.bound.keys
+    data = bind_scores(me, variant)
+    if data < 0:
+        return VALUES
+    begin = describe(variant, me.record, me.values, me.answer + HEAD_ROOM)
+    made, number = make_prediction(
+        me, fd, plan, variant, view, message, short, begin, data, message_bytes, call.since_ns, timeout_of(me), began
+    )
+    if made == MADE_A_JOB:
+        job = job_at(me.jobs, number)
+        frame_outputs(variant, me.values, job.block + job.head_bytes)
+        call.job = number
+        draw(me, plan, began, keys)
+    return made
+
+
+@nb.njit
+def answer_call(me, fd, text, message, message_bytes, began):  # type: ignore[no-untyped-def]
+    """Answer the ModelInferRequest of `message_bytes` at `message`, if a plan is known.
+
+    `me.found` says of its headers what it says of a head (`wire/http1/head.py`), by places from `text` on; its body is the message. `me.call` has
+    SINCE_NS. ANSWERED: `me.call` says where the ModelInferResponse is; before it is room for 512 bytes.
+    TURNED_AWAY: it says where the header block of the status is. MADE_A_JOB, of a prediction, or where memory lacks rows: it has its number, and the job's
+    tail counts from the message on. Else nothing was done, and what is returned is the reason why it is for Python.
+    """
+    call = me.call
+    why = why_not(me, fd, text, call.since_ns, began)
+    if why != MAY:
+        return why
+    if protobuf_scan.scan_at(message, message_bytes, me.record) != SCANNED:
+        return DESCRIPTION
+    own, form = row_at(me.record, 0), plans.MESSAGE
+    model, model_bytes = own.name_at, own.name_bytes
+    why, plan, variant, view = plan_for(me, model, model_bytes, form, began)
+    predicts = why == MAY and variant.head_at != 0
+    if predicts and is_refused(me, plan, variant, call.since_ns, began):
+        return _refuse(me, variant)
+    if predicts and variant.scoring == 0:
+        return PREDICTION
+    if why == MAY:
+        why = bind_plan(me, variant, view, message, call.since_ns, message_bytes, began)
+    if why != MAY and why != LONG:
+        return why
+    short = why == MAY
+    if predicts:
+        return _predict(me, fd, plan, variant, view, message, message_bytes, short, began)
+    planned, came = monotonic_ns(), by_plan.COLD
+    if short:
+        came = look_up(me, plan, variant, view, message, began, planned)
+    if came != by_plan.ANSWERED and came != by_plan.COLD:
+        return ROWS_ON_DISK if came == by_plan.ELSEWHERE else VALUES
+    data = me.answer + HEAD_ROOM
+    begin = describe(variant, me.record, me.values, data)
+    if came == by_plan.COLD:
+        number = make_job(me, fd, plan, variant, view, begin, short, began, planned)
+        if number < 0:
+            return BUSY
+        job = job_at(me.jobs, number)
+        frame_outputs(variant, me.values, job.block + job.head_bytes)
+        call.job = number
+        draw(me, plan, began, me.bound.keys)
+        return MADE_A_JOB
+    frame_outputs(variant, me.values, data)
+    call.answer_at, call.answer_bytes = begin, data + me.bound.answer_bytes - begin
+    me.line.answers += 1
+    return ANSWERED
+
+
+@compiled_c(types.int64(*[types.int64] * 6), when=LAST)
+def run(at: Any, fd: Any, text: Any, message: Any, message_bytes: Any, began: Any) -> Any:
+    """`answer_call` of the reactor whose Here is at an address, which is compiled apart."""
+    return answer_call(here_at(at), fd, text, message, message_bytes, began)

@@ -1,0 +1,229 @@
+"""What a reactor leaves to the readers of cold rows, and takes back from them; and how an answer is counted. See `loop.py`.
+
+Kernels for the thread of one reactor.
+"""
+
+from __future__ import annotations
+
+import numba as nb
+
+from tierstore.kernels import rates
+from tierstore.kernels.atomics import add_at, copy_bytes, release_i64
+from tierstore.kernels.raw import call_at
+from tierstore.kernels.records import place
+from tierstore.kernels.sysio import allocate, monotonic_ns, release, write
+from tierstore.lookup import by_plan, cold_reads, plans
+from tierstore.reactor.connections import end, hold, notify, set_send_deadline
+from tierstore.reactor.layout import (
+    BOUNDS,
+    CLOSES,
+    HEAD_ROOM,
+    PREDICTION,
+    READ_HERE,
+    REQUEST,
+    ROWS_ON_DISK,
+    SENDING,
+    TABLE_COUNT_WORDS,
+    connection_at,
+    version_counts_at,
+)
+from tierstore.wire import callers
+
+
+@nb.njit
+def count(me, variant, began, planned, ran, sent):  # type: ignore[no-untyped-def]
+    at = version_counts_at(me.counts, variant.counts)
+    took = sent - began
+    bucket, beyond = 0, BOUNDS.size
+    while bucket < beyond:
+        middle = (bucket + beyond) >> 1
+        if took > BOUNDS[middle]:
+            bucket = middle + 1
+        else:
+            beyond = middle
+    at.successes += 1
+    at.success_ns += took
+    at.input_ns += planned - began
+    at.infer_ns += ran - planned
+    at.output_ns += sent - ran
+    at.buckets[bucket] += 1
+    at.last_ms = me.line.date_s * 1000
+
+
+@nb.njit
+def acquire_job(me):  # type: ignore[no-untyped-def]
+    """(the number of a job that is free, the job). There is one."""
+    me.free_jobs.count -= 1
+    number = me.free_jobs.numbers[me.free_jobs.count]
+    job = cold_reads.job_at(me.jobs, number)
+    job.stream = job.request = job.request_bytes = job.lost = 0
+    return number, job
+
+
+@nb.njit
+def _free_job(me, number):  # type: ignore[no-untyped-def]
+    me.free_jobs.numbers[me.free_jobs.count] = number
+    me.free_jobs.count += 1
+
+
+@nb.njit
+def read_cached(me, view, tail, data):  # type: ignore[no-untyped-def]
+    """Answer what memory lacks of the run at `me.bound`, if it is little and the system's cache has it; its rows go to `data`.
+
+    Returns `by_plan.ANSWERED`, COLD, or ELSEWHERE, where compiled readers cannot get at some.
+    """
+    if by_plan.pending(me.bound, me.states) > READ_HERE:
+        return by_plan.COLD
+    came = call_at(me.finish, me.readers, me.bound, view, tail, data, me.states)
+    if came == cold_reads.DONE:
+        return by_plan.ANSWERED
+    return by_plan.COLD if came == cold_reads.LEFT else by_plan.ELSEWHERE
+
+
+@nb.njit
+def make_job(me, fd, plan, variant, view, begin, probed, began, planned):  # type: ignore[no-untyped-def]
+    """Make a job for the readers of the request whose run is at `me.bound`. What the answer has before its data is at `begin`.
+
+    `probed`: memory has answered what it holds, and they add what is on disk; else they do all of it. Returns its number, or -1: there is no room.
+    Its `tail` is the caller's to set.
+    """
+    if me.free_jobs.count == 0:
+        return nb.int64(-1)
+    data, keys = me.bound.answer_bytes, me.bound.keys
+    head = me.answer + HEAD_ROOM - begin
+    run_bytes = by_plan.run_bytes(me.bound)
+    states = head + data
+    run = (states + keys + 7) & ~7
+    codes = run + run_bytes
+    block = allocate(codes + (8 * keys if probed else 0))
+    if block == 0:
+        return nb.int64(-1)
+    copy_bytes(block, begin, head + (data if probed else 0))
+    copy_bytes(block + run, me.bound, run_bytes)
+    if probed:
+        copy_bytes(block + states, me.states, keys)
+        copy_bytes(block + codes, me.codes, 8 * keys)
+        plans.run_at(block + run).codes_at = block + codes
+    add_at(place(me.shared, "inflight"), head + data)
+    number, job = acquire_job(me)
+    job.fd, job.serial, job.reactor = fd, connection_at(me.conns, fd).serial, me.number
+    job.variant, job.of_view, job.run = variant, view, block + run
+    job.block, job.head_bytes, job.data_bytes, job.held_bytes = block, head, data, head + data
+    job.rows, job.cold = block + head, 1
+    job.states, job.keys = block + states, keys
+    job.probed, job.scoring, job.began_ns, job.planned_ns = 1 if probed else 0, 0, began, planned
+    give_away(me, plan, number)
+    return number
+
+
+@nb.njit
+def give_away(me, plan, number):  # type: ignore[no-untyped-def]
+    """Note in a job who asks, and what holds its view."""
+    found, job = me.found, cold_reads.job_at(me.jobs, number)
+    job.caller_rates = callers.bucket_of(found.caller)
+    job.model_rates = plan.rates_at
+    job.body_bytes = found.body_bytes
+    release_i64(place(job, "announced"), me.line.announced)  # before the reactor's own is cleared
+
+
+@nb.njit
+def await_job(me, fd, number, closing):  # type: ignore[no-untyped-def]
+    """Note in a connection of HTTP/1.1 which job it waits for. The job is given to those who do it once the request's bytes have their place."""
+    connection_at(me.conns, fd).job = number + 1
+    if closing:
+        connection_at(me.conns, fd).flags |= CLOSES
+
+
+@nb.njit
+def hand_out(me, number):  # type: ignore[no-untyped-def]
+    """Give a job to those who do it. False: it is over, and for Python."""
+    job, message = cold_reads.job_at(me.jobs, number), me.message
+    message.what = number
+    if job.cold == 0:
+        given = cold_reads.queue(job, number, me.prediction_outbox, place(me.shared, "queued"))
+    else:
+        given = write(me.job_outbox, message, 8) == 8
+    if not given:  # there is room for all of them
+        job.outcome = cold_reads.FOR_PYTHON
+    return given
+
+
+@nb.njit
+def submit(me, fd):  # type: ignore[no-untyped-def]
+    """Give a connection's job to those who do it. Its request stays where it is until they are done."""
+    row = connection_at(me.conns, fd)
+    number = row.job - 1
+    job = cold_reads.job_at(me.jobs, number)
+    job.tail = row.in_at + job.tail
+    if not hand_out(me, number):
+        finish_job(me, number)
+
+
+@nb.njit
+def _give_back(job):  # type: ignore[no-untyped-def]
+    """Give back what a request has drawn of its rates: Python charges it."""
+    keys = job.keys
+    size, began = job.body_bytes, job.began_ns
+    rates.draw_at(job.caller_rates, began, -1, -keys, -size)
+    rates.draw_at(job.model_rates, began, -1, -keys, -size)
+
+
+@nb.njit
+def end_job(me, number):  # type: ignore[no-untyped-def]
+    """Count a job that is done, or give back what it has drawn, and free its number; what it has in memory stays. Returns whether there is an answer."""
+    job = cold_reads.job_at(me.jobs, number)
+    answered = job.outcome == cold_reads.DONE
+    if answered and job.cold != 0:
+        by_plan.count_keys(job.run, job.tail, job.states, me.table_counts, TABLE_COUNT_WORDS)
+    if answered and job.scoring == 0:  # of a prediction Python counts the answer
+        now = monotonic_ns()
+        count(me, job.variant, job.began_ns, job.planned_ns, now, now)
+    if answered:
+        me.line.answers += 1
+    else:
+        _give_back(job)
+    release_i64(place(job, "announced"), 0)
+    _free_job(me, number)
+    return answered
+
+
+@nb.njit
+def reason_of(job):  # type: ignore[no-untyped-def]
+    """Why the request of a job that has no answer is Python's."""
+    return PREDICTION if job.outcome == cold_reads.RETURNED else ROWS_ON_DISK
+
+
+@nb.njit
+def finish_job(me, number):  # type: ignore[no-untyped-def]
+    """A job of HTTP/1.1 that is done. Returns its connection if there is an answer to be sent, or -1."""
+    job = cold_reads.job_at(me.jobs, number)
+    answered = end_job(me, number)
+    fd, block, size, held = job.fd, job.block, job.head_bytes + job.data_bytes, job.held_bytes
+    row = connection_at(me.conns, fd)
+    row.job = 0
+    if not answered:
+        hold(me, fd, 0)  # Python counts it
+        release(block)
+        add_at(place(me.shared, "inflight"), -held)
+        why = reason_of(job)
+        me.line.reasons[why] += 1
+        if row.lost != 0 or not notify(me, REQUEST, fd, row.serial | (why << 32), row.in_at, row.needed):
+            end(me, fd, True)
+        return -1
+    add_at(place(me.shared, "inflight"), size - held)
+    row.out_base, row.out_at, row.out_bytes, row.pieces, row.state = block, block, size, 0, SENDING
+    if row.lost != 0:
+        end(me, fd, True)
+        return -1
+    set_send_deadline(me, fd, size)
+    return fd
+
+
+@nb.njit
+def drop_job(me, number):  # type: ignore[no-untyped-def]
+    """Take a job back that nobody was given: its request cannot be kept."""
+    job = cold_reads.job_at(me.jobs, number)
+    release(job.block)
+    add_at(place(me.shared, "inflight"), -job.held_bytes)
+    release_i64(place(job, "announced"), 0)
+    _free_job(me, number)

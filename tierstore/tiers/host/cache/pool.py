@@ -1,0 +1,131 @@
+"""Bags out of the host tier's cache: rows are added up as they are found, and copied nowhere before.
+
+The stages are those of `lookup.py`: any number of threads at any time, without a lock and without the GIL. Sums equal those
+of `kernels/pool.py` to the last bit.
+"""
+
+from __future__ import annotations
+
+import numba as nb
+import numpy as np
+from numba import types
+
+from tierstore.kernels import compiled
+from tierstore.kernels.atomics import acquire_i64, fence_acquire, relaxed_i64, stack_bytes
+from tierstore.kernels.raw import add_scaled_16, load_f32, load_u64, store_f32, store_u8
+from tierstore.tiers.host.cache.layout import EPOCH, GEOMETRY, KEYS
+from tierstore.tiers.host.cache.lookup import (
+    AHEAD,
+    FLOATS,
+    RING_BYTES,
+    SKIP,
+    STATES,
+    answer,
+    find_at_home,
+    find_elsewhere,
+    prefetch_lines,
+    values_at,
+)
+from tierstore.tiers.host.cache.sampling import count_seen
+from tierstore.types import Tier
+
+_PENDING, _HOST = int(Tier.PENDING), int(Tier.HOST)
+_WEIGHTS = types.Array(types.float32, 1, "C", readonly=True)
+
+
+@nb.njit(inline="always")
+def add_f32_rows(target, source, factor, dim):  # type: ignore[no-untyped-def]
+    vectors = dim >> 4
+    for k in range(vectors):
+        add_scaled_16(target + 64 * k, source + 64 * k, factor)
+    for k in range(vectors << 4, dim):
+        store_f32(target, k, load_f32(target, k) + np.float32(factor * load_f32(source, k)))
+
+
+@nb.njit
+def close_bag(pooled, dim, combiner, total):  # type: ignore[no-untyped-def]
+    """Divide the sum of a bag as its combiner says; `total` is that of the weights, or of their squares."""
+    if combiner == 0:
+        return
+    divisor = np.sqrt(total) if combiner == 2 else total
+    for k in range(dim):
+        store_f32(pooled, k, np.float32(0) if total == np.float32(0) else load_f32(pooled, k) / divisor)
+
+
+@nb.njit
+def pool_at(where, keys_at, n, state_at, starts_at, bags, weights_at, combiner, out_at, left_at, row_at):  # type: ignore[no-untyped-def]
+    """`pool` of `n` keys and `bags` bags at addresses of any alignment; `weights_at` 0 means ones.
+
+    `row_at` is the address of a float32[dim] to work in, `out_at` that of float32[bags, dim].
+    """
+    dim = where.dim
+    kind = 0, dim * 4, where.code == 0 and (dim * 4) & 63 == 0, where.default_at
+    epoch = acquire_i64(where.control + 8 * EPOCH)
+    geometry = acquire_i64(where.control + 8 * GEOMETRY)
+    rings = stack_bytes(RING_BYTES), stack_bytes(RING_BYTES), stack_bytes(RING_BYTES)
+    hits, seen, bag, total = 0, 0, -1, np.float32(0)
+    pooled, next_start = out_at, 0
+    for step in range(0, n + 3 * AHEAD, AHEAD):
+        seen += prefetch_lines(where, geometry, keys_at, state_at, step, min(step + AHEAD, n), rings)
+        begin = step - AHEAD
+        if begin >= 0:
+            find_at_home(where, keys_at, state_at, begin, min(step, n), rings)
+        begin -= AHEAD
+        if begin >= 0:
+            find_elsewhere(where, keys_at, begin, min(begin + AHEAD, n), rings)
+        begin -= AHEAD
+        for i in range(max(begin, 0), min(begin + AHEAD, n)):
+            while i >= next_start:
+                if bag >= 0:
+                    close_bag(pooled, dim, combiner, total)
+                bag += 1
+                pooled = out_at + bag * dim * 4
+                next_start = nb.int64(load_u64(starts_at, bag + 1)) if bag + 1 < bags else n
+                total = np.float32(0)
+                for k in range(dim):
+                    store_f32(pooled, k, np.float32(0))
+            of_key = answer(where, geometry, epoch, keys_at, i, kind, row_at, rings)
+            if of_key == SKIP:
+                continue
+            store_u8(state_at, i, nb.uint8(of_key))
+            if of_key == _PENDING:
+                store_u8(left_at, bag, nb.uint8(1))
+                continue
+            hits += of_key == _HOST
+            factor = load_f32(weights_at, i) if weights_at != 0 else np.float32(1)
+            add_f32_rows(pooled, row_at, factor, dim)
+            total += factor * factor if combiner == 2 else factor
+    if bag >= 0:
+        close_bag(pooled, dim, combiner, total)
+    for empty in range(bag + 1, bags):  # at the end
+        for k in range(dim):
+            store_f32(out_at + empty * dim * 4, k, np.float32(0))
+    if seen != 0:
+        count_seen(where.sample, seen, left_at, starts_at, bags, n)
+    fence_acquire()
+    return hits if relaxed_i64(where.control + 8 * EPOCH) == epoch else -1
+
+
+@compiled(types.int64(types.int64, KEYS, STATES, KEYS, _WEIGHTS, types.int64, FLOATS, STATES))
+def pool(table, keys, state, starts, weights, combiner, out, unpooled):  # type: ignore[no-untyped-def]
+    """Pool those bags of which all keys are here.
+
+    Bag b is keys [starts[b], starts[b + 1]), the last one runs to the end; `starts` ascends from 0. A key whose state
+    is not PENDING contributes nothing. `weights` float32[n], or empty for ones; `combiner` as `pool.combiner_code`;
+    `out` float32 [bags, dim]. `left` uint8[bags], zeros, becomes 1 for each bag that has a key that is not here: its
+    vector is anything. States become HOST, ABSENT, or stay PENDING. Counts heat. Returns how many keys were answered
+    with HOST, or -1 if the table changed its size meanwhile or the sizes do not fit: then all of it is void.
+    """
+    where, n, bags = values_at(table), keys.size, starts.size
+    dim = where.dim
+    if out.shape[0] != bags or out.shape[1] != dim or unpooled.size != bags or state.size != n:
+        return -1
+    if (weights.size > 0 and weights.size != n) or (bags == 0 and n > 0):
+        return -1
+    row = np.empty(dim, np.float32)
+    weights_at = nb.int64(weights.ctypes.data) if weights.size > 0 else 0
+    hits = pool_at(
+        where, nb.int64(keys.ctypes.data), n, nb.int64(state.ctypes.data), nb.int64(starts.ctypes.data), bags,
+        weights_at, combiner, nb.int64(out.ctypes.data), nb.int64(unpooled.ctypes.data), nb.int64(row.ctypes.data),
+    )  # fmt: skip
+    return hits if row.size == dim else -1  # `row` is freed after its last mention

@@ -1,0 +1,116 @@
+"""The record of an inference request: what its description says, as numbers, whatever protocol it came in.
+
+A scanner of each protocol fills it (`wire/json/scan.py`, `wire/protobuf/scan.py`); `lookup/binding.py` reads it. It has a head, then rows of one form: the request's own, one for
+each input, one for each requested output. Names and texts are places in the request's bytes, by address. What tells
+requests apart that need another plan is written as a *structure*: names, datatypes, ranks and what is asked of outputs,
+in their order. Sizes, the id and the timeout are values, and not in it.
+
+Free functions of records, nogil; the memory belongs to the caller.
+"""
+
+from __future__ import annotations
+
+import numba as nb
+import numpy as np
+
+from tierstore.kernels.atomics import copy_bytes
+from tierstore.kernels.raw import store_u8
+from tierstore.kernels.records import at, define
+from tierstore.kernels.sysio import clear_bytes
+
+RECORD = define("RequestRecord", "an inference request; behind it its own row, one for each input, one for each output", {
+    "inputs outputs": "how many",
+    "id_at id_bytes": "its id; NO_ID: it has none",
+    "data_bytes": "of all inputs, where they lie end to end",
+})  # fmt: skip
+record_at = at(RECORD)
+NO_ID = -1  # of `id_bytes`
+MOST_RANK = 4
+ROW = define("RequestRow", "what is said of a request, an input or an output", {
+    "name_at name_bytes": "its name; of the request's own row, of gRPC, the model's",
+    "datatype": "from 1 on, by `DATATYPES`; 0: none is said",
+    "rank": "how many dimensions",
+    "dims": ((np.int64, (MOST_RANK,)), "the dimensions"),
+    "size at": "bytes of an input, and where they are, from the request's data on",
+    "binary by_default": "NOT_GIVEN, NO or YES",
+    "dtype_at dtype_bytes combiner_at combiner_bytes": "texts of parameters",
+    "timeout_us": "of the request's own row",
+    "version_at version_bytes": "of the request's own row: what the model's version is called",
+})  # fmt: skip
+_row_at, _ROW_BYTES = at(ROW), ROW.bytes
+NOT_GIVEN, NO, YES = range(3)  # of `binary` and `by_default`
+NO_SIZE = -1  # of `size`
+MOST_SIZE = (1 << 31) - 1  # of a dimension, and of `size`
+MOST_TENSORS = 128  # inputs, and outputs
+RECORD_BYTES = RECORD.bytes + ROW.bytes * (1 + 2 * MOST_TENSORS)
+
+# datatypes by number, from 1 on, and the bytes of an element; 0: any number
+DATATYPES = (
+    "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64", "BYTES",
+)  # fmt: skip
+WIDTHS = np.array([0, 1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 4, 8, 0], np.int64)
+
+SCANNED, NOT_OF_FORM = 0, 1  # what a scanner says
+
+MOST_STRUCTURE_BYTES = 8192
+_LENGTH_BYTES = 2
+
+
+@nb.njit
+def row_at(record, number):  # type: ignore[no-untyped-def]
+    """A row: 0 is the request's own, then come the inputs, then the outputs."""
+    return _row_at(record_at(record, 1), number)
+
+
+@nb.njit
+def begin(record):  # type: ignore[no-untyped-def]
+    """An empty record."""
+    record.inputs = 0
+    record.outputs = 0
+    record.id_bytes = NO_ID
+    record.data_bytes = 0
+    clear_row(row_at(record, 0))
+
+
+@nb.njit
+def clear_row(row):  # type: ignore[no-untyped-def]
+    clear_bytes(row, _ROW_BYTES)
+    row.size = NO_SIZE
+
+
+@nb.njit(inline="always")
+def _text(target, text, size):  # type: ignore[no-untyped-def]
+    """Write the length of a text and the text. Returns what follows."""
+    store_u8(target, 0, nb.uint8(size & 255))
+    store_u8(target, 1, nb.uint8(size >> 8))
+    copy_bytes(target + _LENGTH_BYTES, text, size)
+    return target + _LENGTH_BYTES + size
+
+
+@nb.njit
+def write_structure(record, target):  # type: ignore[no-untyped-def]
+    """Write a record's structure to memory of MOST_STRUCTURE_BYTES. Returns how many bytes it has; 0: it has no room."""
+    inputs, outputs = record.inputs, record.outputs
+    room = MOST_STRUCTURE_BYTES
+    for i in range(1 + inputs + outputs):
+        row = row_at(record, i)
+        room -= 16 + row.name_bytes + row.dtype_bytes + row.combiner_bytes
+    own = row_at(record, 0)
+    if room < own.version_bytes:
+        return 0
+    store_u8(target, 0, nb.uint8(own.by_default))
+    store_u8(target, 1, nb.uint8(inputs))
+    at = _text(target + 2, own.combiner_at, own.combiner_bytes)
+    at = _text(at, own.version_at, own.version_bytes)
+    for i in range(inputs):
+        row = row_at(record, 1 + i)
+        store_u8(at, 0, nb.uint8(row.datatype))
+        store_u8(at, 1, nb.uint8(row.rank))
+        at = _text(at + 2, row.name_at, row.name_bytes)
+    for i in range(outputs):
+        row = row_at(record, 1 + inputs + i)
+        store_u8(at, 0, nb.uint8(row.binary))
+        at = _text(at + 1, row.dtype_at, row.dtype_bytes)
+        at = _text(at, row.combiner_at, row.combiner_bytes)
+        at = _text(at, row.name_at, row.name_bytes)
+    return at - target
