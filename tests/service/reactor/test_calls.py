@@ -15,9 +15,9 @@ import pytest
 
 from tests.counts import few_or_many
 from tests.guard_pages import Guarded
-from tests.kernels.test_protoscan import spoil
 from tests.service.conftest import GRPC, settings_for
 from tests.service.reactor.test_traffic import COLLIDING, row_of, write
+from tests.wire.test_protobuf_scan import spoil
 from tierstore.engine.store import Store
 from tierstore.formats import files
 from tierstore.kernels.codec import address_of

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import tierstore
-from tests.kernels.test_protoscan import spoil
 from tests.predict import onnx_models as om
 from tests.service import http2_client as h2
 from tests.service.conftest import ask_while_versions_change, eventually
@@ -33,6 +32,7 @@ from tests.service.reactor.prediction_scenes import (
 )
 from tests.service.reactor.test_predictions import COUNT
 from tests.service.reactor.test_traffic import Served
+from tests.wire.test_protobuf_scan import spoil
 from tierstore.predict.session import DenseSession
 from tierstore.service.reactor import predictions
 
