@@ -21,8 +21,9 @@ from tierstore.reactor import layout as kernel
 from tierstore.service.context import Service
 from tierstore.service.rpc import flow as flow_module
 from tierstore.service.rpc.calls import Calls
-from tierstore.service.rpc.messages import CODES, Messages, prefixed, status_of, timeout_ns
+from tierstore.service.rpc.messages import CODES, Messages, prefixed, status_of
 from tierstore.service.rpc.protobuf import message_class
+from tierstore.wire.http2.head import NO_TIMEOUT
 
 INFER = b"/inference.GRPCInferenceService/ModelInfer"
 STREAM = b"/inference.GRPCInferenceService/ModelStreamInfer"
@@ -158,20 +159,15 @@ def test_other_methods_are_answered(service: Service) -> None:
 
 
 @pytest.mark.parametrize(
-    ("header", "code"),
-    [((b"grpc-timeout", b"1n"), "DEADLINE_EXCEEDED"), ((b"grpc-timeout", b"soon"), "INVALID_ARGUMENT")],
+    ("value", "timeout_ms", "code"), [(b"1m", 1, "DEADLINE_EXCEEDED"), (b"soon", NO_TIMEOUT, "INVALID_ARGUMENT")]
 )
 def test_a_deadline_that_has_passed_and_one_without_a_meaning(
-    service: Service, header: tuple[bytes, bytes], code: str
+    service: Service, value: bytes, timeout_ms: int, code: str
 ) -> None:
-    assert status(answered(service, INFER, prefixed(keys_message()), header))[0] == code
+    stream = SomeStream(INFER, [GRPC, (b"grpc-timeout", value)])
+    stream.arrived_ns, stream.timeout_ms = 1, timeout_ms
+    assert status(answered_over(service, stream, prefixed(keys_message())))[0] == code
     assert not service.inference_stats.predicts()
-
-
-def test_timeouts_are_read_as_they_are_meant() -> None:
-    assert [timeout_ns(value) for value in (b"2H", b"3M", b"4S", b"5m", b"6u", b"7n")] == [
-        7_200_000_000_000, 180_000_000_000, 4_000_000_000, 5_000_000, 6_000, 7,
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("coding", [b"gzip", b"deflate"])
@@ -235,7 +231,7 @@ def test_who_has_no_token_is_refused_and_reactors_hear_of_who_has_one(tmp_path: 
         assert ask((b"authorization", bearer), (b"authorization", bearer)) == "UNAUTHENTICATED"
         assert not heard
         assert ask((b"authorization", bearer)) == "OK"
-        assert [(host, value) for host, value, _ in heard] == [("localhost", bearer)]
+        assert [(host, value) for host, value, _ in heard] == [(b"localhost", bearer)]
     finally:
         service.close()
 
