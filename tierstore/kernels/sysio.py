@@ -145,6 +145,12 @@ def accept(typingctx: Any, fd: Any) -> Any:
 
 
 @intrinsic
+def end_sending(typingctx: Any, fd: Any) -> Any:
+    """`shutdown` of the side that sends: the other one reads what was sent, and then the end."""
+    return _calls("shutdown", _I32, [_I32, _I32], 1)  # SHUT_WR
+
+
+@intrinsic
 def close(typingctx: Any, fd: Any) -> Any:
     return _calls("close", _I32, [_I32])
 

@@ -128,7 +128,7 @@ def flush(me, fd, s):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def push_row(me, fd, s, row):  # type: ignore[no-untyped-def]
-    """`http2_out.push`, and Python hears what it waits to hear."""
+    """Do `http2_out.push`, and tell Python which of its blocks have left."""
     stream = row.id
     is_away = row.state & http2_layout.AWAY != 0
     reports, moved = http2_out.push(s, row)
@@ -143,7 +143,7 @@ def push_row(me, fd, s, row):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def set_deadline(me, row):  # type: ignore[no-untyped-def]
-    """Until when the first block of a stream must have left."""
+    """Set until when the first block of a stream must have left."""
     block = row.first_out
     if block == 0:
         row.deadline_ns = 0

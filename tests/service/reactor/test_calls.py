@@ -124,7 +124,8 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Calls]:
         store.model("ctr").lookup("word", [f"w{i}" for i in range(200)])
         with ServerThread(store) as server:
             calls = Calls(store, server)
-            assert httpx.get(f"{server.url}/v2/models/ctr").status_code == 200  # nobody needs a token, reactors learn
+            asked = httpx.get(f"{server.url}/v2/models/ctr", headers={"Host": HOST.decode()})
+            assert asked.status_code == 200  # nobody needs a token under this name, reactors learn
             calls.items = np.array(calls.in_memory("item_id", np.arange(1000)))
             calls.words = calls.in_memory("word", [b"w%d" % i for i in range(200)])
             yield calls

@@ -51,7 +51,6 @@ logger = logging.getLogger(__name__)
 _JOINED_BYTES = 16 << 10  # answers up to here are copied
 _NAMED = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*://([^/?#]*)(.*)")  # a target with the name of the service in it
 _NO_ROOM = "requests in progress hold as many bytes as they may (max_inflight); try again in a second"
-_GRPC = b"application/grpc"
 _NOT_GRPC = (
     "this is a method of gRPC: expected the Content-Type application/grpc; gRPC-Web is not spoken here, have a proxy "
     "translate it"
@@ -113,7 +112,7 @@ class RequestDispatch:
         self._handoff, self._calls = handoff, calls
 
     def request(self, stream: Stream, body: bytes) -> None:
-        if not is_grpc(stream):
+        if not stream.is_grpc:
             if self._calls is not None and self._calls.has(stream.path):
                 StreamAnswer(stream).send(problem(415, _NOT_GRPC))
             else:
@@ -136,17 +135,8 @@ class RequestDispatch:
             self._calls.ended(stream)
 
     def lost(self, stream: Stream) -> None:
-        if self._calls is not None and is_grpc(stream):
+        if self._calls is not None and stream.is_grpc:
             self._calls.lost(stream)
-
-
-def is_grpc(stream: Stream) -> bool:
-    """Whether a request is a call of gRPC, by the rule of the kernel `http2_head.read_head`.
-
-    One of `application/grpcfoo` or `application/grpc-web` is none.
-    """
-    types = (value for name, value in stream.headers if name == b"content-type")
-    return any(value == _GRPC or value.startswith((_GRPC + b"+", _GRPC + b";")) for value in types)
 
 
 def _without_name(target: bytes, headers: list[tuple[bytes, bytes]]) -> tuple[bytes, list[tuple[bytes, bytes]]]:

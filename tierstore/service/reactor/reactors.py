@@ -393,6 +393,9 @@ class Reactors:
             self.streams.serve(kind, what >> 8, serial, value, more)
         else:
             receiver.refused(fd)
+            atomics.add(kernel.SHARED.place(self.words, "undecided"), -1)
+            for number in np.flatnonzero(self._lines["paused"] == kernel.UNDECIDED).tolist():
+                self.notify(number, kernel.WAKE, 0, 0, 0, 0)
 
     # --- stats
 

@@ -155,8 +155,8 @@ class _Work:
     """One look-up; see `look_up`."""
 
     __slots__ = (
-        "address", "answered", "answered_at", "bags", "fetch", "half", "host", "keys", "of", "out_width", "room_width", "row_dtype",
-        "state", "table",
+        "address", "answered", "answered_at", "bags", "fetch", "half", "host", "keys", "of", "out_width", "room_width",
+        "row_dtype", "state", "table",
     )  # fmt: skip
 
     def __init__(
@@ -223,31 +223,19 @@ class _Work:
             kernel, combiner, first = "pool", combiner_code(bags.combiner), chunk.first
             offsets = bags.offsets[chunk.first : chunk.last]
             weights = _NO_WEIGHTS if bags.weights is None else bags.weights[begin:end]
-        driver = self.table.device.driver
+        device, weighted = self.table.device, bags is not None and bags.weights is not None
         ws.job[:] = (
-            driver.kernels[kernel], *self.table.device.backend.callers(), self.of, self.address + first * self.out_width, self.half,
-            self.room_width, self.table.spec.dim, begin, combiner,
+            device.driver.kernels[kernel], *device.backend.callers(), self.of, self.address + first * self.out_width,
+            self.half, self.room_width, self.table.spec.dim, begin, combiner,
         )  # fmt: skip
-        said = round_trip.look_up(
-            driver.calls,
-            memory.order.words,
-            ws.frame,
-            keys,
-            state,
-            offsets,
-            weights,
-            bags is not None and bags.weights is not None,
-        )
+        calls, order = device.driver.calls, memory.order.words
+        said = round_trip.look_up(calls, order, ws.frame, keys, state, offsets, weights, weighted)
         if said == round_trip.NOT_IN_USE:
             return False
         if said < 0:
-            driver.check(round_trip.FAILED - said)
+            device.driver.check(round_trip.FAILED - said)
         if said and self.host is not None:
-            at = ws.frame
-            self.host.note_answered(
-                ws.staging(int(at[round_trip.AT_KEYS]), len(keys), np.int64),
-                ws.staging(int(at[round_trip.AT_STATE]), len(keys)),
-            )
+            self.host.note_answered(keys, ws.staging(int(ws.frame[round_trip.AT_STATE]), len(keys)))
         return said < 2 or self._answer_listed(ws, chunk, said // 2)
 
     def _answer_listed(self, ws: Workspace, chunk: _Chunk, listed: int) -> bool:
@@ -274,7 +262,8 @@ class _Work:
         weights = NOTHING if self.bags.weights is None else where(at["weights"])
         return (
             "pool_waiting", count * WARP, table, chunk.end - chunk.begin, where(at["offsets"]), count, weights,
-            combiner_code(self.bags.combiner), ws.at(at["source"]), ws.at(at["kept"]), ws.at(at["whole"]), rows, out, half,
+            combiner_code(self.bags.combiner), ws.at(at["source"]), ws.at(at["kept"]), ws.at(at["whole"]), rows, out,
+            half,
         )  # fmt: skip
 
     def _stage_rows(self, ws: Workspace, at: dict[str, int], chunk: _Chunk, listed: int) -> None:
