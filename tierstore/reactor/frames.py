@@ -48,7 +48,7 @@ def _keep_frames(me, fd, s, left):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _flush_pieces(me, fd, s):  # type: ignore[no-untyped-def]
-    """As `flush`, of pieces."""
+    """Do `flush` for pieces."""
     row = connection_at(me.conns, fd)
     http2_out.end_part(s)
     piece, count = s.pieces, s.pieces_used
@@ -88,7 +88,7 @@ def _flush_pieces(me, fd, s):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def flush(me, fd, s):  # type: ignore[no-untyped-def]
-    """Send the frames that were written. True where all have left; a connection that is lost is marked."""
+    """Send the frames that were written. Returns True where all have left, and marks a connection that is lost."""
     if s.pieces_used > 0:
         return _flush_pieces(me, fd, s)
     row = connection_at(me.conns, fd)

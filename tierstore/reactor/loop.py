@@ -235,7 +235,7 @@ def _on_message(me, message, now):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _sweep(me, now):  # type: ignore[no-untyped-def]
-    """End connections that are late, and those that are idle once no more is to be begun. Try to accept again.
+    """End connections that are late, and idle ones when the service ends. Try to accept again.
 
     A client that reads nothing of its answer is late the sooner the more bytes wait to leave.
     """
@@ -391,7 +391,7 @@ def write_block(
 
 @compiled("int64(int64, int64, int64, int64)", when=HTTP)
 def watch(epoll: Any, fd: Any, mask: Any, data: Any) -> Any:
-    """Have an epoll tell of events of `mask` on `fd`, with `data`. Returns 0, or minus the error number."""
+    """Have an epoll report events of `mask` on `fd`, with `data`. Returns 0, or minus the error number."""
     return epoll_set(epoll, EPOLL_ADD, fd, mask, data)
 
 

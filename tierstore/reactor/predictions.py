@@ -35,7 +35,7 @@ from tierstore.wire import request_record
 
 @nb.njit
 def expected_ns(me):  # type: ignore[no-untyped-def]
-    """How long a prediction that comes now would wait for a thread, as `Waits.expected_s` has it; or FULL."""
+    """How long a prediction that comes now would wait for a thread, by the rule of `Waits.expected_s`; or FULL."""
     queued, threads = (
         relaxed_i64(place(me.shared, "queued")) + relaxed_i64(place(me.shared, "other_queued")),
         me.limits.pool_threads,

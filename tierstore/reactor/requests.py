@@ -85,7 +85,7 @@ def _preface(at, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _begin_http2(me, fd):  # type: ignore[no-untyped-def]
-    """A connection's preface has come. False: no memory."""
+    """Begin a session of HTTP/2, as a connection's preface has come. Returns False where memory lacks."""
     s = allocate(SESSION_BYTES)
     if s == 0:
         return False
@@ -116,7 +116,7 @@ def _give(me, fd, whole, reason, closing):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _give_head(me, fd, size, whole, reason):  # type: ignore[no-untyped-def]
-    """Python is to refuse the request of `whole` bytes, of which `size` are here. What is still to come is dropped.
+    """Have Python refuse the request of `whole` bytes, of which `size` are here, and drop what is still to come.
 
     CHUNKED for `whole`: nobody knows how much that is, so the connection ends with the answer.
     """

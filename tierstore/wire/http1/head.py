@@ -114,7 +114,7 @@ _SPACE, _TAB, _CR, _LF, _COLON, _ZERO, _COMMA, _SEMICOLON, _STAR = 32, 9, 13, 10
 
 @nb.njit(inline="always")
 def _starts_with(at, n, wanted, begin, size):  # type: ignore[no-untyped-def]
-    """PLAIN, FOREIGN, or CUT where `n` bytes are too few to tell."""
+    """Whether the `n` bytes at an address begin as wanted: PLAIN, FOREIGN, or CUT where they are too few to tell."""
     for i in range(min(n, size)):
         if load_u8(at, i) != wanted[begin + i]:
             return FOREIGN
@@ -137,7 +137,7 @@ def read_number(at, size, most_digits):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def read_version(at, n, begin, found):  # type: ignore[no-untyped-def]
-    """What ends a request line, from `begin` on: the line's bytes with CR LF, or minus CUT or FOREIGN."""
+    """Read the end of a request line, from `begin` on. Returns the bytes of the line with CR LF, or minus CUT or FOREIGN."""
     after = _starts_with(at + begin, n - begin, _VERSION, 0, _VERSION.size)
     if after != PLAIN:
         return -after
@@ -154,7 +154,7 @@ def read_version(at, n, begin, found):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _path(at, n, found):  # type: ignore[no-untyped-def]
-    """The request line: its bytes with CR LF, or minus what it is instead."""
+    """How many bytes the request line has with CR LF; or minus CUT or FOREIGN."""
     kind, opening = INFER, _starts_with(at, n, _OPENINGS, 0, _OPENING_BYTES)
     while opening == FOREIGN and kind < ROWS:
         kind += 1

@@ -110,7 +110,7 @@ def _timeout_ms(at, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _kind(streaming, path, path_bytes, is_grpc):  # type: ignore[no-untyped-def]
-    """How the request of a path is taken; `streaming`: paths, or 0."""
+    """How to take the request of a path: WHOLE, CALL or STREAMING. `streaming` has the paths of methods that stream, or is 0."""
     if not is_grpc:
         return WHOLE
     if _is(path, path_bytes, INFER_PATH):
