@@ -202,7 +202,7 @@ class ShimDevice:
             self._caller.stream = None
 
     def adopt(self, array: Any) -> np.ndarray:
-        return adopted(array)
+        return array if isinstance(array, np.ndarray) else adopted(array)  # of an earlier `adopt`
 
     def address_of(self, array: Any) -> int:
         address: int = array.ctypes.data

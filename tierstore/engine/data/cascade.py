@@ -18,7 +18,7 @@ from tierstore.formats.keys import are_own, check_own
 from tierstore.kernels import codec
 from tierstore.tiers.background import is_background, yield_if_background
 from tierstore.tiers.base import VersionStore
-from tierstore.tiers.device.lookup import PADDING, Pooling, answer
+from tierstore.tiers.device.lookup import PADDING, KeysThere, Pooling, answer, from_device
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.host.table import HostTable
 from tierstore.types import Keys, Partitions, Rows, States, TableSpec, Tier, Vectors
@@ -150,7 +150,7 @@ class Cascade:
         self,
         overlays: Sequence[OverlayTable],
         seq: int,
-        keys: Keys,
+        keys: Keys | KeysThere,
         state: States,
         dtype: Any,
         bags: Pooling | None,
@@ -163,18 +163,18 @@ class Cascade:
         cache = self.device
         if cache is None:
             return None
-        given = self._rows_of_overlays(overlays, keys, state, np.float32 if bags is not None else dtype)
+        given = np.empty((0, self.spec.dim), dtype)
+        if overlays and not isinstance(keys, KeysThere):
+            given = self._rows_of_overlays(overlays, keys, state, np.float32 if bags is not None else dtype)
         vectors = answer(
             cache, keys, state, given, dtype, lambda missing, of: self._below_device(seq, missing, of), bags, self.host
         )
-        if vectors is not None and self.offer is not None:
-            self.offer(keys, state)
+        if vectors is not None and self.offer is not None and (state == Tier.HOST).any():
+            self.offer(from_device(cache.device, keys.array) if isinstance(keys, KeysThere) else keys, state)
         return vectors
 
     def _rows_of_overlays(self, overlays: Sequence[OverlayTable], keys: Keys, state: States, dtype: Any) -> Vectors:
         """Rows of the keys that deltas answer, in their order; their states are set."""
-        if not overlays:
-            return np.empty((0, self.spec.dim), dtype)
         rows = np.empty((len(keys), self.spec.dim), dtype)
         for overlay in overlays:
             overlay.lookup(keys, rows, state, self.default)

@@ -16,7 +16,7 @@ from tierstore.engine.data.cascade import Cascade
 from tierstore.engine.data.overlay import OverlayTable
 from tierstore.errors import InvalidInput
 from tierstore.kernels.codec import all_finite
-from tierstore.tiers.device.lookup import Pooling
+from tierstore.tiers.device.lookup import KeysThere, Pooling
 from tierstore.types import Combiner, FeatureSpec, Keys, Vectors
 
 _ANSWER_DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16)}
@@ -33,11 +33,12 @@ class KeyBatch:
     table: Cascade
     overlays: Sequence[OverlayTable]  # the view's of that table, newest first
     seq: int  # the view's
-    codes: Keys  # int64[n]
+    codes: Keys  # int64[n]; none where `there` has them
     padding: np.ndarray | None  # bool[n]: keys that count for nothing, and are answered with zeros
     bags: Pooling | None  # how rows are pooled; None: they are not
     dtype: np.dtype[Any]  # of the answer
     out: Vectors | None = None  # where the answer goes, as the caller gave it; None: into a new array
+    there: KeysThere | None = None  # codes in the device's memory, for an answer there, without overlays and padding
 
     @property
     def skipped(self) -> int:

@@ -6,21 +6,23 @@ any stream may read it at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from tierstore.engine.data.cascade import Cascade
+from tierstore.engine.data.overlay import OverlayTable
 from tierstore.engine.reads.batch import KeyBatch
 from tierstore.engine.reads.lookup import begin
 from tierstore.engine.versions.version import Version
 from tierstore.errors import InvalidInput, NotReady
-from tierstore.tiers.device.backend import Captured
+from tierstore.tiers.device.backend import Captured, lies_on_gpu
 from tierstore.tiers.device.gpu import Gpu
-from tierstore.tiers.device.lookup import PADDING
-from tierstore.types import Tier
+from tierstore.tiers.device.lookup import PADDING, KeysThere
+from tierstore.types import FeatureSpec, KeyType, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +71,29 @@ def _outside_of_captures() -> Iterator[None]:
 
 
 @contextmanager
-def of_caller(version: Version, device: str | None, stream: Any) -> Iterator[Callable[[Any], Any]]:
-    """Within the block look-ups come after the work in the caller's `stream`, None for the one that it is in.
-
-    Gives what copies arrays that lie on the GPU into CPU memory, and leaves others as they are.
-    """
+def of_caller(version: Version, device: str | None, stream: Any) -> Iterator[Gpu]:
+    """Within the block look-ups come after the work in the caller's `stream`, None for the one that it is in."""
     gpu = gpu_of(version, "gpu" if device in (None, "cpu") else str(device))
     with _outside_of_captures(), gpu.in_stream(stream):
-        yield gpu.to_host
+        yield gpu
+
+
+def keys_there(
+    gpu: Gpu, keys: Any, feature: FeatureSpec, table: Cascade, overlays: Sequence[OverlayTable]
+) -> KeysThere | None:
+    """Keys that lie on the GPU, to be looked up where they are; None where the CPU has to see them.
+
+    That is for deltas that are not in the tiers yet, for padding, for hashes, and what is no int64[n].
+    """
+    if feature.hash is not None or feature.padding_key is not None or table.spec.key is not KeyType.INT64 or overlays:
+        return None
+    if table.device is None or not lies_on_gpu(keys):
+        return None
+    assert gpu.memory is not None
+    mine = gpu.memory.backend.adopt(keys)
+    if mine.dtype != np.int64 or len(mine.shape) != 1:
+        return None
+    return KeysThere(mine, gpu.memory.backend.address_of(mine))
 
 
 @_outside_of_captures()
@@ -88,12 +105,15 @@ def answer_on_device(batch: KeyBatch, gpu: Gpu) -> tuple[Any, np.ndarray]:
     """
     if batch.out is not None:
         raise InvalidInput("out: an answer on a device is a new array; leave out away")
-    state = np.zeros(len(batch.codes), np.uint8)
+    codes = batch.codes if batch.there is None else batch.there
+    state = np.zeros(len(codes), np.uint8)
     if batch.padding is not None:
         state[batch.padding] = PADDING
-    vectors = batch.table.lookup_on_device(batch.overlays, batch.seq, batch.codes, state, batch.dtype, batch.bags)
+    vectors = batch.table.lookup_on_device(batch.overlays, batch.seq, codes, state, batch.dtype, batch.bags)
     if vectors is not None:
         batch.table.count(state, batch.skipped)
         return vectors, state != Tier.ABSENT
+    if batch.there is not None:
+        batch = replace(batch, codes=gpu.to_host(batch.there.array), there=None)
     lookup = begin(batch)
     return gpu.upload(lookup.finish()), lookup.found

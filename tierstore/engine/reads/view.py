@@ -17,7 +17,7 @@ from tierstore.engine.data.cascade import Cascade
 from tierstore.engine.data.dense_head import DenseHead, Heads, passed_over_after, with_brought
 from tierstore.engine.data.overlay import Overlay, OverlayTable
 from tierstore.engine.reads.batch import KeyBatch, answer_array, answer_dtype, checked_weights, combiner_of
-from tierstore.engine.reads.device import DeviceLookup, answer_on_device, gpu_of, of_caller
+from tierstore.engine.reads.device import DeviceLookup, answer_on_device, gpu_of, keys_there, of_caller
 from tierstore.engine.reads.gather import Gathering, GatherSource, can_gather
 from tierstore.engine.reads.lookup import BagLookup, Lookup, begin
 from tierstore.engine.reads.predict import predict
@@ -30,10 +30,12 @@ from tierstore.predict.binding import Bindings
 from tierstore.predict.runtime import INSTALL
 from tierstore.predict.session import DenseSession
 from tierstore.tiers.device.backend import lies_on_gpu
-from tierstore.tiers.device.lookup import Pooling
+from tierstore.tiers.device.gpu import Gpu
+from tierstore.tiers.device.lookup import KeysThere, Pooling
 from tierstore.types import FeatureSpec, KeysLike, KeyType, TableSpec, Tier, Vectors
 
 _ABSENT = np.uint8(Tier.ABSENT)
+_NO_KEYS = np.empty(0, np.int64)
 _STATE = np.dtype(np.uint8)
 _MOST_GATHERINGS = 64  # of one view
 _NO_HEAD = DenseHead()
@@ -193,9 +195,9 @@ class View:
             MissingExtra, NotReady: there is no device tier to answer on.
         """
         if stream is not None or lies_on_gpu(keys):
-            with of_caller(self._version, device, stream) as to_host:
-                here, where = to_host(keys), device or "gpu"
-                return self.lookup(feature, here, dtype=dtype, out=out, return_found=return_found, device=where)
+            with of_caller(self._version, device, stream) as gpu:
+                batch = self._batch_there(gpu, feature, keys, device, dtype=dtype, out=out)
+                return self._answer(batch, device or "gpu", return_found)
         spec, table = self._feature(feature)
         if spec.padding_key is not None or device not in (None, "cpu"):
             return self._answer(self._batch(feature, keys, dtype=dtype, out=out), device, return_found)
@@ -237,12 +239,10 @@ class View:
             The vectors [bags, dim], or (vectors, found). Absent keys count with the table's default.
         """
         if stream is not None or lies_on_gpu(keys):
-            with of_caller(self._version, device, stream) as to_host:
-                here, starts, factors = to_host(keys), to_host(offsets), to_host(weights)
-                return self.lookup_bags(
-                    feature, here, starts, weights=factors, combiner=combiner, dtype=dtype, out=out,
-                    return_found=return_found, device=device or "gpu",
-                )  # fmt: skip
+            with of_caller(self._version, device, stream) as gpu:
+                pooled = gpu.to_host(offsets), gpu.to_host(weights), combiner
+                batch = self._batch_there(gpu, feature, keys, device, *pooled, dtype=dtype, out=out)
+                return self._answer(batch, device or "gpu", return_found)
         batch = self._batch(feature, keys, offsets, weights, combiner, dtype, out)
         if device not in (None, "cpu"):
             return self._answer(batch, device, return_found)
@@ -361,17 +361,34 @@ class View:
         combiner: str | None = None,
         dtype: str = "float32",
         out: Vectors | None = None,
+        there: KeysThere | None = None,
     ) -> KeyBatch:
-        """The request, checked: the only place where one is made. Errors as for `lookup`."""
+        """The request, checked: the only place where one is made. Errors as for `lookup`.
+
+        `there`: keys that stay where they are.
+        """
         spec, table = self._feature(feature)
         codes = feature_codes(keys, spec, table.spec, self.colliding.get(spec.table))
         padding = None if spec.padding_key is None else codes == self._padding[feature]
+        n = len(codes) if there is None else len(there)
         bags = None
         if offsets is not None:
             how = combiner_of(spec, combiner)
-            factors = None if weights is None else checked_weights(weights, len(codes))
-            bags = Pooling(check_offsets(offsets, len(codes)), factors, how)
-        return KeyBatch(table, self._by_table[spec.table], self.seq, codes, padding, bags, answer_dtype(dtype), out)
+            factors = None if weights is None else checked_weights(weights, n)
+            bags = Pooling(check_offsets(offsets, n), factors, how)
+        overlays = self._by_table[spec.table]
+        return KeyBatch(table, overlays, self.seq, codes, padding, bags, answer_dtype(dtype), out, there)
+
+    def _batch_there(
+        self, gpu: Gpu, feature: str, keys: Any, device: str | None, *pooled: Any, **options: Any
+    ) -> KeyBatch:
+        """As `_batch`, of keys that may lie on the GPU; they stay there where that is possible."""
+        if device != "cpu":
+            spec, table = self._feature(feature)
+            there = keys_there(gpu, keys, spec, table, self._by_table[spec.table])
+            if there is not None:
+                return self._batch(feature, _NO_KEYS, *pooled, there=there, **options)
+        return self._batch(feature, gpu.to_host(keys), *pooled, **options)
 
     def _answer(self, batch: KeyBatch, device: str | None, return_found: bool) -> Any:
         if device in (None, "cpu"):

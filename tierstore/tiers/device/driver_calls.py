@@ -24,7 +24,8 @@ UNSAID = -1  # a stream has done all its work, and the word that is waited for i
 _NOT_READY = 600
 _FIRST_OF_CAPTURES, _LAST_OF_CAPTURES = 900, 909  # a call is refused because a graph is being captured
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: what this thread calls disturbs no capture of another one
-_LOOKS = 64  # at the word, before the driver is asked how the stream is
+_SPINS = 4096  # looks at the word, before other threads of the CPU are let run in between: 10 us
+_LOOKS = 64  # more, before the driver is asked how the stream is
 _EAGER = 64  # times that it is asked before the thread sleeps in between
 _SLEEP_US = 20
 _I64 = ir.IntType(64)
@@ -89,6 +90,9 @@ def follow(calls: Any, stream: Any, others: Any, events: Any, scratch: Any) -> A
 @compiled(types.int64(_WORDS, types.int64, types.int64, _WORDS), when=LAST)
 def wait(calls: Any, word: Any, stream: Any, scratch: Any) -> Any:
     """Wait until the uint32 at an address is not 0. UNSAID, or an error, where the stream's work has ended without that."""
+    for _ in range(_SPINS):
+        if acquire_u32(word) != 0:
+            return 0
     queries = 0
     while True:
         for _ in range(_LOOKS):

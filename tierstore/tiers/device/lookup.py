@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,8 +42,18 @@ class Pooling:
     combiner: Combiner
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
+@dataclass(slots=True, eq=False)
+class KeysThere:
+    """Codes int64[n] in the device's memory, at an address, once the work in the caller's stream is done."""
+
+    array: Any  # of `Backend.adopt`
+    address: int
+
+    def __len__(self) -> int:
+        return int(self.array.shape[0])
+
+
+class _Chunk(NamedTuple):
     """Keys [begin, end) and, where pooled, bags [first, last) of them."""
 
     begin: int
@@ -54,7 +64,7 @@ class _Chunk:
 
 def answer(
     table: DeviceTable,
-    keys: Keys,
+    keys: Keys | KeysThere,
     state: States,
     answered: Vectors,
     dtype: Any,
@@ -76,7 +86,7 @@ def answer(
 
 def look_up(
     table: DeviceTable,
-    keys: Keys,
+    keys: Keys | KeysThere,
     state: States,
     answered: Vectors,
     out: Any,
@@ -87,7 +97,7 @@ def look_up(
     """Answer every key, on the device.
 
     Args:
-        keys: int64[n].
+        keys: int64[n]; on the device only where none was answered already and none is PADDING.
         state: uint8[n]: PENDING for keys to look up, PADDING for those that are zeros, else that of a key answered
             already. On return PADDING has become ABSENT and PENDING the tier that answered.
         answered: rows of the keys answered already, in their order; float32 if pooled, else of the dtype of `out`.
@@ -155,14 +165,14 @@ class _Work:
     """One look-up; see `look_up`."""
 
     __slots__ = (
-        "address", "answered", "answered_at", "bags", "fetch", "half", "host", "keys", "of", "out_width", "room_width", "row_dtype",
-        "state", "table",
+        "address", "answered", "answered_at", "bags", "fetch", "half", "host", "keys", "of", "out_width", "room_width",
+        "row_dtype", "state", "table", "there",
     )  # fmt: skip
 
     def __init__(
         self,
         table: DeviceTable,
-        keys: Keys,
+        keys: Keys | KeysThere,
         state: States,
         answered: Vectors,
         out: Any,
@@ -170,11 +180,13 @@ class _Work:
         bags: Pooling | None,
         host: HostTable | None,
     ) -> None:
-        self.table, self.keys, self.state, self.answered = table, np.ascontiguousarray(keys), state, answered
+        self.table, self.state, self.answered = table, state, answered
+        self.there = keys if isinstance(keys, KeysThere) else None
+        self.keys: Keys = _NONE if isinstance(keys, KeysThere) else np.ascontiguousarray(keys)
         self.fetch, self.bags, self.host = fetch, bags, host
         self.of = 0 if host is None else id(host)
         self.address = table.device.backend.address_of(out)
-        self.half = int(out.dtype == np.float16)
+        self.half = int(out.dtype.itemsize == 2)
         self.out_width = table.spec.dim * (4 >> self.half)
         self.row_dtype = np.float32 if bags is not None or not self.half else np.float16
         row_width = table.spec.dim * (2 if self.row_dtype is np.float16 else 4)
@@ -187,8 +199,10 @@ class _Work:
         """The parts of the look-up that fit into a workspace; None where one bag does not."""
         a_key = 8 + 1 + 1 + 8 + 4 + self.room_width  # as `round_trip.py` cuts it
         room = self.table.device.workspace_bytes - 20 * ALIGN
-        n = len(self.keys)
+        n = len(self.state)
         if self.bags is None:
+            if 0 < n * a_key <= room:
+                return [_Chunk(0, n)]
             step = room // a_key
             if step < 1:
                 return None
@@ -201,7 +215,7 @@ class _Work:
 
     def _bag_chunks(self, room: int, a_key: int, a_bag: int) -> list[_Chunk] | None:
         assert self.bags is not None
-        ends = np.append(self.bags.offsets[1:], len(self.keys))
+        ends = np.append(self.bags.offsets[1:], len(self.state))
         cost = ends * a_key + np.arange(1, len(ends) + 1) * a_bag  # of all bags up to and with this one
         chunks, first, spent = [], 0, 0
         while first < len(ends):
@@ -216,38 +230,30 @@ class _Work:
         memory, bags = self.table.memory, self.bags
         if memory is None:
             return False
-        begin, end = chunk.begin, chunk.end
+        begin, end, *_ = chunk
         keys, state = self.keys[begin:end], self.state[begin:end]
         kernel, offsets, weights, combiner, first = "look_up", _NONE, _NO_WEIGHTS, 0, begin
         if bags is not None:
             kernel, combiner, first = "pool", combiner_code(bags.combiner), chunk.first
             offsets = bags.offsets[chunk.first : chunk.last]
             weights = _NO_WEIGHTS if bags.weights is None else bags.weights[begin:end]
-        driver = self.table.device.driver
+        device, weighted = self.table.device, bags is not None and bags.weights is not None
         ws.job[:] = (
-            driver.kernels[kernel], *self.table.device.backend.callers(), self.of, self.address + first * self.out_width, self.half,
-            self.room_width, self.table.spec.dim, begin, combiner,
+            device.driver.kernels[kernel], *device.backend.callers(), self.of, self.address + first * self.out_width,
+            self.half, self.room_width, self.table.spec.dim, begin, combiner,
+            0 if self.there is None else self.there.address + 8 * begin,
         )  # fmt: skip
-        said = round_trip.look_up(
-            driver.calls,
-            memory.order.words,
-            ws.frame,
-            keys,
-            state,
-            offsets,
-            weights,
-            bags is not None and bags.weights is not None,
-        )
+        calls, order = device.driver.calls, memory.order.words
+        said = round_trip.look_up(calls, order, ws.frame, keys, state, offsets, weights, weighted)
         if said == round_trip.NOT_IN_USE:
             return False
         if said < 0:
-            driver.check(round_trip.FAILED - said)
+            device.driver.check(round_trip.FAILED - said)
         if said and self.host is not None:
-            at = ws.frame
-            self.host.note_answered(
-                ws.staging(int(at[round_trip.AT_KEYS]), len(keys), np.int64),
-                ws.staging(int(at[round_trip.AT_STATE]), len(keys)),
-            )
+            if self.there is not None:
+                self.keys = from_device(self.table.device, self.there.array)
+            staged = ws.staging(int(ws.frame[round_trip.AT_STATE]), end - begin)
+            self.host.note_answered(self.keys[begin:end], staged)
         return said < 2 or self._answer_listed(ws, chunk, said // 2)
 
     def _answer_listed(self, ws: Workspace, chunk: _Chunk, listed: int) -> bool:
@@ -274,7 +280,8 @@ class _Work:
         weights = NOTHING if self.bags.weights is None else where(at["weights"])
         return (
             "pool_waiting", count * WARP, table, chunk.end - chunk.begin, where(at["offsets"]), count, weights,
-            combiner_code(self.bags.combiner), ws.at(at["source"]), ws.at(at["kept"]), ws.at(at["whole"]), rows, out, half,
+            combiner_code(self.bags.combiner), ws.at(at["source"]), ws.at(at["kept"]), ws.at(at["whole"]), rows, out,
+            half,
         )  # fmt: skip
 
     def _stage_rows(self, ws: Workspace, at: dict[str, int], chunk: _Chunk, listed: int) -> None:

@@ -1,6 +1,7 @@
-"""Who may put work into the stream of a table now, and what its kernels are launched with: a lock that compiled code takes too.
+"""Who may put work into a table's stream, and what its kernels are launched with: a lock that compiled code takes too.
 
-It is held for a few launches. Python code that finds it taken lets other threads run meanwhile. Nothing survives the process.
+It is held for a few launches. Python code that finds it taken lets other threads run meanwhile. Nothing survives the
+process.
 """
 
 from __future__ import annotations

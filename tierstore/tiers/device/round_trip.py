@@ -27,8 +27,8 @@ LOCK, TABLE, HOST, HOST_OF, NO_HOST, STREAM, COUNTERS, ORDER_WORDS = range(8)
 # of `frame`: its memory, on the CPU and on the device; the look-up; then offsets, cells of arguments, their addresses, scratch
 PINNED, DEVICE, EVENTS = 0, 1, 2
 JOB = 4
-KERNEL, CALLER, ALSO, OF, OUT, HALF, WIDTH, DIM, BEGIN, COMBINER = range(JOB, JOB + 10)
-JOB_WORDS = 10
+KERNEL, CALLER, ALSO, OF, OUT, HALF, WIDTH, DIM, BEGIN, COMBINER, THERE = range(JOB, JOB + 11)
+JOB_WORDS = 11
 AT = JOB + JOB_WORDS
 (
     AT_KEYS, AT_OFFSETS, AT_WEIGHTS, AT_BEFORE, AT_STATE, AT_MISSING, AT_PLACES, AT_ROWS, AT_DONE, AT_SOURCE, AT_KEPT,
@@ -68,7 +68,7 @@ def _cut(frame: Any, n: Any, bags: Any, pooled: Any) -> Any:
     width = n * frame[DIM] * 4 if pooled else 0
     sizes = (
         # read by kernels, where they lie or after one copy up; `before` is, where some keys are answered already
-        n * 8, bags * 8, n * 4 if pooled else 0, n,
+        n * 8 if frame[THERE] == 0 else 0, bags * 8, n * 4 if pooled else 0, n,
         # in CPU memory alone; but on the device `rows` are those that a kernel has read in the host tier
         n, n * 8, n * 4, n * frame[WIDTH], np.int64(8),
         # on the device alone
@@ -86,13 +86,14 @@ def look_up(
 ) -> Any:
     """Answer what the device, or the host tier below, has of `keys`; see `lookup.py`.
 
-    `state` uint8[n] is read and, where nothing is listed, written. `offsets`: of bags, in the whole look-up; empty: rows are not pooled.
+    `keys`: not read where THERE says at which address of the device they lie. `state` uint8[n] is read and, where nothing is listed, written. `offsets`: of bags, in the whole look-up; empty: rows are not pooled.
     Returns twice the number of keys that were listed, and 1 if the host tier has answered any; or NOT_IN_USE; or FAILED - status.
     """
-    n, bags, here = keys.size, offsets.size, frame[PINNED]
+    n, bags, here = state.size, offsets.size, frame[PINNED]
     pooled = bags != 0
     _cut(frame, n, bags, pooled)
-    copy_bytes(here + frame[AT_KEYS], np.int64(keys.ctypes.data), n * 8)
+    if frame[THERE] == 0:
+        copy_bytes(here + frame[AT_KEYS], np.int64(keys.ctypes.data), n * 8)
     told = np.uint8(0)
     for i in range(n):
         told |= state[i]
@@ -150,7 +151,7 @@ def _arguments(order: Any, frame: Any, n: Any, bags: Any, where: Any, told: Any,
     pointers[0] = order[TABLE]
     pointers[1] = order[HOST] if frame[OF] != 0 and order[HOST_OF] == frame[OF] else order[NO_HOST]
     common = (
-        where + frame[AT_KEYS], where + frame[AT_BEFORE] if told else 0, here + frame[AT_STATE], n, here + frame[AT_MISSING],
+        frame[THERE] if frame[THERE] != 0 else where + frame[AT_KEYS], where + frame[AT_BEFORE] if told else 0, here + frame[AT_STATE], n, here + frame[AT_MISSING],
         here + frame[AT_PLACES], there + frame[AT_ROWS],
     )  # fmt: skip
     for k in range(len(common)):

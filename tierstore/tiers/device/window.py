@@ -1,7 +1,7 @@
 """The host tier's memory as kernels of one device table read it: registered with the driver while it lies as it is.
 
-`open` locks a few GB a second, so a background thread calls it. What kernels are launched with changes while the table's `order`
-is held, and `close` waits for the last of them. Any thread may call; nothing survives the process.
+`open` locks a few GB a second, so a background thread calls it. What kernels are launched with changes while the
+table's `order` is held, and `close` waits for the last of them. Any thread may call; nothing survives the process.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Reading(NamedTuple):
 
 
 class Workspace:
-    """One workspace, held by one thread within a `with`. Parts are at the same offsets in device memory and in the staging buffer.
+    """One workspace, held by one thread within a `with`. Parts are at the same offsets on the device and in `staging`.
 
     `frame` int64[FRAME_WORDS] is `round_trip.py`'s. `idle`: where it is put when it is held no more.
     """

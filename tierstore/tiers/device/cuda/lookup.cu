@@ -15,17 +15,17 @@ struct Listed {
   u32* counters;
 };
 
-// To the CPU: everything that this kernel writes is there, and how many keys are listed; of one that writes the totals of the table.
-__device__ __forceinline__ void say_done(u32* counters, volatile u32* done, i64* totals = 0, i64* told = 0) {
+// To the CPU, in one word: everything that this kernel writes is there, and how many keys are listed; of one that writes the totals of the
+// table.
+__device__ __forceinline__ void say_done(u32* counters, u32* done, i64* totals = 0, i64* told = 0) {
   __syncthreads();
   if (threadIdx.x) return;
   __threadfence_system();
   if (atomicAdd(counters + 1, 1u) != gridDim.x - 1) return;
   counters[1] = 0;
   for (u32 k = 0; told && k < 4; k++) told[k] = (i64)atomicAdd((u64*)totals + k, 0ull);
-  done[1] = atomicExch(counters, 0u);
-  __threadfence_system();
-  done[0] = 1;
+  if (told) __threadfence_system();
+  *(volatile u64*)done = 1 | (u64)atomicExch(counters, 0u) << 32;
 }
 
 // A key's state before the look-up; without any, all are pending.
