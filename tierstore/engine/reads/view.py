@@ -196,7 +196,7 @@ class View:
         """
         if stream is not None or lies_on_gpu(keys):
             with of_caller(self._version, device, stream) as gpu:
-                batch = self._batch_there(gpu, feature, keys, device, dtype=dtype, out=out)
+                batch = self._batch_there(gpu, feature, keys, device, dtype, out)
                 return self._answer(batch, device or "gpu", return_found)
         spec, table = self._feature(feature)
         if spec.padding_key is not None or device not in (None, "cpu"):
@@ -241,7 +241,7 @@ class View:
         if stream is not None or lies_on_gpu(keys):
             with of_caller(self._version, device, stream) as gpu:
                 pooled = gpu.to_host(offsets), gpu.to_host(weights), combiner
-                batch = self._batch_there(gpu, feature, keys, device, *pooled, dtype=dtype, out=out)
+                batch = self._batch_there(gpu, feature, keys, device, dtype, out, pooled)
                 return self._answer(batch, device or "gpu", return_found)
         batch = self._batch(feature, keys, offsets, weights, combiner, dtype, out)
         if device not in (None, "cpu"):
@@ -380,15 +380,25 @@ class View:
         return KeyBatch(table, overlays, self.seq, codes, padding, bags, answer_dtype(dtype), out, there)
 
     def _batch_there(
-        self, gpu: Gpu, feature: str, keys: Any, device: str | None, *pooled: Any, **options: Any
+        self,
+        gpu: Gpu,
+        feature: str,
+        keys: Any,
+        device: str | None,
+        dtype: str,
+        out: Vectors | None,
+        pooled: tuple[Any, Any, str | None] = (None, None, None),
     ) -> KeyBatch:
-        """As `_batch`, of keys that may lie on the GPU; they stay there where that is possible."""
+        """As `_batch`, of keys that may lie on the GPU; they stay there where that is possible.
+
+        `pooled`: offsets, weights and the combiner.
+        """
+        there = None
         if device != "cpu":
             spec, table = self._feature(feature)
             there = keys_there(gpu, keys, spec, table, self._by_table[spec.table])
-            if there is not None:
-                return self._batch(feature, _NO_KEYS, *pooled, there=there, **options)
-        return self._batch(feature, gpu.to_host(keys), *pooled, **options)
+        here = gpu.to_host(keys) if there is None else _NO_KEYS
+        return self._batch(feature, here, *pooled, dtype, out, there)
 
     def _answer(self, batch: KeyBatch, device: str | None, return_found: bool) -> Any:
         if device in (None, "cpu"):
