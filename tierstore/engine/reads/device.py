@@ -13,14 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from tierstore.engine.reads.batch import KeyBatch
-from tierstore.engine.reads.lookup import begin
+from tierstore.engine.data.table_view import DTYPES
+from tierstore.engine.reads.feature_view import FeatureView
+from tierstore.engine.reads.lookup import BagLookup, Lookup
 from tierstore.engine.versions.version import Version
-from tierstore.errors import InvalidInput, NotReady
+from tierstore.errors import NotReady
 from tierstore.tiers.device.backend import Captured
 from tierstore.tiers.device.gpu import Gpu
-from tierstore.tiers.device.lookup import PADDING
-from tierstore.types import Tier
+from tierstore.tiers.device.lookup import PADDING, Pooling
+from tierstore.types import Keys, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +35,10 @@ class OnDevice:
 class DeviceLookup:
     """A look-up into device memory, not begun before `finish`. One thread at a time, as `Lookup`."""
 
-    __slots__ = ("_batch", "_gpu", "found")
+    __slots__ = ("_gpu", "_what", "found")
 
-    def __init__(self, batch: KeyBatch, gpu: Gpu) -> None:
-        self._batch, self._gpu = batch, gpu
+    def __init__(self, gpu: Gpu, feature: FeatureView, codes: Keys, bags: Pooling | None, code: int) -> None:
+        self._gpu, self._what = gpu, (feature, codes, bags, code)
         self.found = np.empty(0, np.bool_)
 
     @property
@@ -46,10 +47,30 @@ class DeviceLookup:
         return True
 
     def finish(self) -> OnDevice:
-        """The answer, complete. To be called once; sets `found`, as of `Lookup`."""
-        array, self.found = answer_on_device(self._batch, self._gpu)
+        """The answer, complete. To be called once; sets `found`, as of `Lookup`.
+
+        Where the device tier cannot answer, CPU memory does, and the answer is uploaded. NotReady within the capture of
+        a CUDA graph.
+        """
+        with _outside_of_captures():
+            array = self._answer()
         assert self._gpu.memory is not None
         return OnDevice(self._gpu.memory.backend.address_of(array), array)
+
+    def _answer(self) -> Any:
+        feature, codes, bags, code = self._what
+        state = np.zeros(len(codes), np.uint8)
+        if feature.padding is not None:
+            state[codes == feature.padding] = PADDING
+        vectors = feature.rows.on_device(codes, state, DTYPES[code], bags)
+        if vectors is not None:
+            feature.rows.table.count(state, feature.skipped(codes))
+            self.found = state != Tier.ABSENT
+            return vectors
+        lookup = Lookup(feature, codes, code) if bags is None else BagLookup(feature, codes, bags, code)
+        array = self._gpu.upload(lookup.finish())
+        self.found = lookup.found
+        return array
 
 
 def gpu_of(version: Version, device: str) -> Gpu:
@@ -77,23 +98,3 @@ def of_caller(version: Version, device: str | None, stream: Any) -> Iterator[Cal
     gpu = gpu_of(version, "gpu" if device in (None, "cpu") else str(device))
     with _outside_of_captures(), gpu.in_stream(stream):
         yield gpu.to_host
-
-
-@_outside_of_captures()
-def answer_on_device(batch: KeyBatch, gpu: Gpu) -> tuple[Any, np.ndarray]:
-    """(vectors on the device, found bool[n] in CPU memory).
-
-    Where the device tier cannot answer, CPU memory does, and the answer is uploaded. NotReady within
-    the capture of a CUDA graph.
-    """
-    if batch.out is not None:
-        raise InvalidInput("out: an answer on a device is a new array; leave out away")
-    state = np.zeros(len(batch.codes), np.uint8)
-    if batch.padding is not None:
-        state[batch.padding] = PADDING
-    vectors = batch.table.lookup_on_device(batch.overlays, batch.seq, batch.codes, state, batch.dtype, batch.bags)
-    if vectors is not None:
-        batch.table.count(state, batch.skipped)
-        return vectors, state != Tier.ABSENT
-    lookup = begin(batch)
-    return gpu.upload(lookup.finish()), lookup.found
