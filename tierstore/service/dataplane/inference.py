@@ -164,13 +164,14 @@ class Inference:
                 continue
             options: dict[str, Any] = {}
             begin: Callable[..., Lookup | BagLookup | DeviceLookup] = self._view.begin
-            on_device: Any = self._view.begin_on_device
             if call.feeds is not None or call.rows:
                 if self._reads_on_device(call):
                     assert call.feeds is not None
-                    begin, options["dtype"] = partial(on_device, self._device), call.feeds.dtype
+                    assert self._device is not None
+                    begin, options["dtype"] = partial(self._view.begin_on_device, self._device), call.feeds.dtype
                 elif self._is_left(call):
-                    begin = partial(on_device, self._left_on)
+                    assert self._left_on is not None
+                    begin = partial(self._view.begin_on_device, self._left_on)
                     options["dtype"] = VECTOR_DATATYPES[self.plan.specs[call.rows[0]].datatype]
                 else:
                     out, options["dtype"] = self._target(call)
