@@ -55,7 +55,7 @@ SOURCES := tierstore tests $(wildcard benchmarks tools examples)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test thorough test-all check format-check lint types docs-test image-test site site-tools fuzz bench bench-tools bench-tfra bench-triton gpu-test bench-gpu client-venvs test-valkey trainers engines older-trainers dist lock sbom format clean
+.PHONY: help venv demo test thorough test-all check format-check lint types docs-test image-test site site-tools fuzz bench bench-tfra bench-triton gpu-test bench-gpu client-venvs test-valkey trainers engines older-trainers dist lock sbom format clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -119,15 +119,12 @@ fuzz: $(STAMP)
 	$(BIN)/python -m tools.fuzz $(FUZZ)
 	$(BIN)/python -m tools.fuzz_reactor $(FUZZ_REACTOR)
 
-bench: bench-tools
+bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(BENCH)
-
-bench-tools: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'
 
 # TensorFlow wants other versions of packages than tierstore. The last four packages are those of writers, for tests/interop/test_tfra.py. Where it cannot be installed (it has wheels for few
 # versions of Python), the benchmark runs without it and says so.
-bench-tfra: bench-tools
+bench-tfra: $(STAMP)
 	@test -e $(TFRA)/.installed || { $(TFRA_PYTHON) -m venv --clear $(TFRA) \
 	  && $(TFRA)/bin/python -m pip install --quiet --disable-pip-version-check \
 	       'tensorflow-recommenders-addons==0.8.1' 'tensorflow-cpu==2.16.2' 'tf-keras==2.16.0' 'pyarrow<21' xxhash numba pydantic \
@@ -136,7 +133,7 @@ bench-tfra: bench-tools
 	$(BIN)/python -m benchmarks --only lookup_peers --tfra $(TFRA)/bin/python $(BENCH)
 
 # Where Triton cannot be installed, or perf_analyzer lacks a library, the benchmarks say so.
-bench-triton: bench-tools
+bench-triton: $(STAMP)
 	@$(MAKE) --no-print-directory $(CLIENTS)/triton/.installed || echo 'Triton cannot be installed with $(PYTHON); Python 3.11 to 3.13 can'
 	$(BIN)/python -m benchmarks --only wire_triton $(BENCH)
 

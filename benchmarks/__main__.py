@@ -34,12 +34,6 @@ TOLD_LINES = 15
 # Arguments by size, for benchmarks that do not take --tiny and --full themselves; None leaves it out.
 ARGUMENTS: dict[str, dict[str, list[str] | None]] = {
     "cache_policy": {"tiny": None, "default": ["--quick"], "full": []},
-    "client_lookup": {"tiny": None, "default": [], "full": ["--full"]},
-    "host_lookup": {
-        "tiny": ["--rows", "3000", "--rounds", "2"],
-        "default": ["--rows", "1000000", "10000000", "--rounds", "11"],
-        "full": ["--rows", "1000000", "10000000", "--rounds", "41"],
-    },
     "ten_million": {
         "tiny": ["--rows", "20000", "--host-budget", "1MiB", "--zipf-calls", "4"],
         "default": ["--rows", "1000000", "--host-budget", "32MiB", "--zipf-calls", "400"],

@@ -2,24 +2,22 @@
 
 All hold the same rows under the same keys, and answer a batch of int64 keys into the caller's array. `numpy.take` is
 told the positions instead: it is what a look-up would cost if finding rows were free. Preparing the call (a list of
-Python integers, bytes for keys) is part of what a contender costs, since callers hold NumPy arrays.
+Python integers) is part of what a contender costs, since callers hold NumPy arrays.
 
-`lookup` of tierstore, numpy.take, LMDB and rocksdict may run in several threads; each needs its own `session`.
+`lookup` of tierstore and numpy.take may run in several threads; each needs its own `session`.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from operator import itemgetter
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.footprint import anonymous_bytes, file_bytes
+from benchmarks.footprint import anonymous_bytes
 from tierstore.engine.data.cascade import Cascade, LookupCounts
 from tierstore.engine.reads.view import View
 from tierstore.engine.serving.publisher import Publisher
@@ -218,126 +216,17 @@ class Mapped:
         self._mapping.clear()
 
 
-def dict_of_arrays(rows: Rows, _: Path) -> Mapped:
+def dict_of_arrays(rows: Rows) -> Mapped:
     return Mapped(rows, "dict of arrays", {})
 
 
-def lru_cache(rows: Rows, _: Path) -> Mapped:
+def lru_cache(rows: Rows) -> Mapped:
     import cachetools
 
     return Mapped(rows, "cachetools.LRUCache", cachetools.LRUCache(rows.count))
 
 
-def _stored_keys(keys: Positions) -> list[bytes]:
-    """8 bytes big-endian each, as ordered stores like them."""
-    packed: list[bytes] = keys.astype(">i8").view("V8").tolist()
-    return packed
-
-
-class Lmdb:
-    """LMDB, one row a key, read through one cursor a thread in a lasting transaction."""
-
-    name = "LMDB"
-    wants_keys = True
-
-    def __init__(self, rows: Rows, folder: Path) -> None:
-        import lmdb
-
-        room = rows.count * (rows.spec.row_bytes + 64) * 2 + (16 << 20)
-        self._env = lmdb.open(str(folder / "lmdb"), map_size=room, readahead=False, lock=False, sync=False)
-        keys, order = _in_byte_order(rows)
-        with self._env.begin(write=True) as transaction, transaction.cursor() as cursor:
-            for begin in range(0, rows.count, CHUNK):
-                part = slice(begin, begin + CHUNK)
-                values = rows.stored[order[part]].view(f"V{rows.spec.row_bytes}").ravel().tolist()
-                cursor.putmulti(list(zip(_stored_keys(keys[part]), values, strict=True)), append=True)
-        self._env.sync(True)
-        self.disk = file_bytes(folder / "lmdb")
-        self.memory = None  # the OS cache holds its pages
-        self.rows_held = rows.count
-
-    def session(self) -> Lookup:
-        cursor = self._env.begin(buffers=True).cursor()
-        second = itemgetter(1)
-
-        def lookup(keys: Positions, out: np.ndarray) -> None:
-            found = cursor.getmulti(_stored_keys(keys))
-            out[:] = np.frombuffer(b"".join(map(second, found)), np.float32).reshape(out.shape)
-
-        return lookup
-
-    def close(self) -> None:
-        self._env.close()
-
-
-class Rocks:
-    """rocksdict, one row a key: raw bytes, no compression, no log, one sorted file a part, everything in its cache.
-
-    Batches are sorted before they are read, which RocksDB's batched read rewards.
-    """
-
-    name = "rocksdict"
-    wants_keys = True
-
-    def __init__(self, rows: Rows, folder: Path) -> None:
-        import rocksdict
-
-        before = anonymous_bytes()
-        table = rocksdict.BlockBasedOptions()
-        table.set_block_cache(rocksdict.Cache(rows.count * (rows.spec.row_bytes + 64) * 2 + (16 << 20)))
-        table.set_format_version(5)
-        options = rocksdict.Options(raw_mode=True)
-        options.set_compression_type(rocksdict.DBCompressionType.none())
-        options.set_block_based_table_factory(table)
-        options.create_if_missing(True)
-        options.set_max_open_files(-1)
-        self._db = rocksdict.Rdict(str(folder / "rocksdict"), options)
-        keys, order = _in_byte_order(rows)
-        files = []
-        for begin in range(0, rows.count, 1 << 20):
-            writer = rocksdict.SstFileWriter(options)
-            files.append(str(folder / f"{begin}.sst"))
-            writer.open(files[-1])
-            for first in range(begin, min(begin + (1 << 20), rows.count), CHUNK):
-                part = slice(first, min(first + CHUNK, begin + (1 << 20)))
-                values = rows.stored[order[part]].view(f"V{rows.spec.row_bytes}").ravel().tolist()
-                for key, value in zip(_stored_keys(keys[part]), values, strict=True):
-                    writer[key] = value
-            writer.finish()
-        ingest = rocksdict.IngestExternalFileOptions()
-        ingest.set_move_files(True)
-        self._db.ingest_external_file(files, ingest)
-        for begin in range(0, rows.count, CHUNK):  # into its cache
-            self._db.get(_stored_keys(keys[begin : begin + CHUNK]))
-        del keys, order
-        self.memory = anonymous_bytes() - before
-        self.disk = file_bytes(folder / "rocksdict")
-        self.rows_held = rows.count
-
-    def session(self) -> Lookup:
-        db = self._db
-
-        def lookup(keys: Positions, out: np.ndarray) -> None:
-            order = np.argsort(keys.view(np.uint64))
-            found = db.get(_stored_keys(keys[order]))
-            out[order] = np.frombuffer(b"".join(found), np.float32).reshape(out.shape)
-
-        return lookup
-
-    def close(self) -> None:
-        self._db.close()
-
-
-def _in_byte_order(rows: Rows) -> tuple[npt.NDArray[np.int64], Positions]:
-    """All keys, ordered as their big-endian bytes are, and their positions."""
-    keys = keys_of(np.arange(rows.count))
-    order = np.argsort(keys.view(np.uint64))
-    return keys[order], order
-
-
-PEERS: dict[str, Callable[[Rows, Path], Any]] = {
+PEERS: dict[str, Callable[[Rows], Any]] = {
     "dict of arrays": dict_of_arrays,
     "cachetools.LRUCache": lru_cache,
-    "LMDB": Lmdb,
-    "rocksdict": Rocks,
 }

@@ -3,23 +3,28 @@
 
     resident  every key is on the device; keys and answer are there too. Against `cupy.take`, which is told where the
               rows are in one plain array; and, with `--hkv` and nvcc, against HierarchicalKV's `find`
-    keys      every key is on the device, keys come from CPU memory, 64 of them and up to a batch. Against `cupy.take`, whose
-              index is copied up
+    keys      every key is on the device, keys come from CPU memory, 64 of them and up to a batch. Against PyTorch's
+              `tensor[index]`, or `cupy.take` without PyTorch, whose index is copied up
+    beside    the same, while another thread promotes 4,096 rows after 4,096 others. Against the same alone
+    tenth     a tenth of the keys are in the host tier, which the device reads. Against all on the device
     tiered    a tenth of the rows is on the device, all are in the host tier, which the device reads; Zipf 1.05, keys from
               CPU memory, answer on the device. Against the host tier alone, whose whole answer is copied up; with bytes
               moved beside what the bus moves at best
     filled    rows that come to an empty table. Against copies over the bus
     threads   8 of them look up 4,096 keys each. Against one
-    pooled    bags of 20 keys, all on the device. Against `torch.nn.EmbeddingBag`, where torch is there and sees the GPU
+    pooled    bags of 32, 16 and 20 keys, all on the device. Against `torch.nn.EmbeddingBag`
+    module    `tierstore.torch.Embedding` with keys that lie on the GPU. Against `Model.lookup` with keys in CPU memory
+    predicted a dense part on the GPU over bags of 16, rows on the device (`dense_provider = "cuda"`)
 
 The two of a pair alternate in short rounds; the median of the rounds' ratios is what counts. Without a GPU it says so
-and ends well.
+and ends well; parts that want PyTorch or ONNX Runtime for a GPU are left out where these are not installed.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import hierarchical_kv, report
+from benchmarks import device_served, hierarchical_kv, report
 from benchmarks.hierarchical_kv import HierarchicalKV
 from benchmarks.machine import describe
 from benchmarks.options import parser_of
@@ -42,7 +47,8 @@ from tierstore.tiers.device.workspaces import DeviceMemory
 from tierstore.tiers.host.table import HostTable
 from tierstore.types import Combiner, KeyType, StorageDtype, TableSpec, Tier
 
-BAG, THREADS = 20, 8
+THREADS = 8
+WORKSPACE_ROOM = 6 << 30  # of a budget, for workspaces of the size that they have at most
 Result = dict[str, Any]
 
 
@@ -59,7 +65,9 @@ class Scene:
         np.random.default_rng(2).shuffle(self.keys)
         self.vectors = np.repeat((self.keys >> 40).astype(np.float32)[:, None], dim, 1)
         row = dim * 4 + 11
-        self.memory = DeviceMemory(backend, int(on_device * row * 1.4) + (80 << 20))
+        self.memory = DeviceMemory(
+            backend, int(on_device * row * 1.4) + (WORKSPACE_ROOM if rows > 1 << 16 else 80 << 20)
+        )
         nothing = np.zeros(dim, np.float32)
         self.table = DeviceTable(self.spec, int(on_device * row * 1.4), self.memory, default_vector=nothing)
         self.table.warm(self.keys[:on_device], self.vectors[:on_device].view(np.uint8))
@@ -159,26 +167,100 @@ def resident(
     }  # fmt: skip
 
 
-def from_cpu_memory(backend: Backend, xp: Any, rows: int, dim: int, batch: int, rounds: int, calls: int) -> Result:
-    scene, rng = Scene(backend, rows, dim, rows), np.random.default_rng(3)
-    there, out = scene.resident(), backend.empty((batch, dim), np.float32)
-    places = [there[rng.integers(0, len(there), batch)] for _ in range(calls)]
-    vectors, given = to_device(scene.memory, scene.vectors), np.empty((0, dim), np.float32)
+class Asking:
+    """Look-ups of `batch` keys that are on the device, of which one in `below`, if any, is in the host tier alone."""
 
-    def ours(call: int) -> None:
-        assert look_up(scene.table, scene.keys[places[call]], np.zeros(batch, np.uint8), given, out, scene.fetch)
+    def __init__(self, scene: Scene, batch: int, calls: int, below: int = 0) -> None:
+        self.scene, rng = scene, np.random.default_rng(3)
+        there = scene.resident()
+        self.places = [there[rng.integers(0, len(there), batch)] for _ in range(calls)]
+        if below:
+            elsewhere = np.setdiff1d(np.arange(len(scene.keys)), there, assume_unique=True)
+            for places in self.places:
+                places[rng.permutation(batch)[: -(-batch // below)]] = rng.choice(elsewhere, -(-batch // below))
+        self.keys = [scene.keys[places] for places in self.places]
+        self.out = scene.backend.empty((batch, scene.spec.dim), np.float32)
+        self.state, self.given = np.zeros(batch, np.uint8), np.empty((0, scene.spec.dim), np.float32)
 
-    def take(call: int) -> None:
-        xp.take(vectors, xp.asarray(places[call]), axis=0, out=out)
-        backend.synchronize()
+    def __call__(self, call: int) -> None:
+        self.state[:] = 0
+        scene = self.scene
+        assert look_up(scene.table, self.keys[call], self.state, self.given, self.out, scene.fetch, host=scene.host)
+
+
+def from_cpu_memory(
+    backend: Backend, xp: Any, torch: Any, rows: int, dim: int, batch: int, rounds: int, calls: int
+) -> Result:
+    scene = Scene(backend, rows, dim, rows)
+    ours = Asking(scene, batch, calls)
+    if torch is None:
+        vectors, against = to_device(scene.memory, scene.vectors), "cupy.take, index copied up"
+
+        def take(call: int) -> None:
+            xp.take(vectors, xp.asarray(ours.places[call]), axis=0, out=ours.out)
+            backend.synchronize()
+
+    else:
+        tensor, against = torch.from_numpy(scene.vectors).cuda(), "PyTorch's tensor[index], index copied up"
+
+        def take(call: int) -> None:
+            tensor[torch.from_numpy(ours.places[call]).cuda()]
+            torch.cuda.synchronize()
 
     got = alternate(backend, rounds, calls, ours, take)
     scene.close()
+    return timed("keys", rows, dim, batch, against, got)
+
+
+def timed(part: str, rows: int, dim: int, batch: int, against: str, got: dict[str, float]) -> Result:
     return {
-        "part": "keys", "rows": rows, "dim": dim, "batch": batch, "against": "cupy.take, index copied up",
+        "part": part, "rows": rows, "dim": dim, "batch": batch, "against": against,
         "us": got["ours_s"] * 1e6, "theirs_us": got["theirs_s"] * 1e6, "ratio": got["ratio"],
         "keys_per_s": batch / got["ours_s"], "theirs_keys_per_s": batch / got["theirs_s"],
     }  # fmt: skip
+
+
+def beside_promotion(backend: Backend, rows: int, dim: int, batch: int, rounds: int, calls: int) -> Result:
+    scene = Scene(backend, rows, dim, rows // 2)
+    ours, promoted, wanted, ends = Asking(scene, batch, calls), [0], threading.Event(), threading.Event()
+    # half of what it has, and none that is asked for: they come and go
+    others = np.setdiff1d(np.arange(len(scene.keys)), scene.resident(), assume_unique=True)
+
+    def promote() -> None:
+        while not ends.is_set():
+            if not wanted.wait(0.01):
+                continue
+            at = others[(promoted[0] + np.arange(4096)) % len(others)]
+            scene.table.exchange(scene.keys[at], scene.vectors[at].view(np.uint8), 1)
+            promoted[0] += 4096
+
+    promoter = threading.Thread(target=promote)
+    promoter.start()
+
+    def beside(call: int) -> None:
+        wanted.set()
+        ours(call)
+
+    def alone(call: int) -> None:
+        wanted.clear()
+        ours(call)
+
+    try:
+        got = alternate(backend, rounds, calls, beside, alone)
+    finally:
+        ends.set()
+        promoter.join()
+    scene.close()
+    return timed("beside", rows, dim, batch, "the same alone", got) | {"promoted_rows": promoted[0]}
+
+
+def tenth(backend: Backend, rows: int, dim: int, batch: int, rounds: int, calls: int) -> Result:
+    scene = Scene(backend, rows, dim, rows * 9 // 10)
+    scene.table.read_below(scene.host)
+    ours, above = Asking(scene, batch, calls, below=10), Asking(scene, batch, calls)
+    got = alternate(backend, rounds, calls, ours, above)
+    scene.close()
+    return timed("tenth", rows, dim, batch, "all on the device", got)
 
 
 def filled(backend: Backend, rows: int, dim: int, rounds: int) -> Result:
@@ -198,23 +280,19 @@ def filled(backend: Backend, rows: int, dim: int, rounds: int) -> Result:
 
 
 def threads(backend: Backend, rows: int, dim: int, batch: int, rounds: int, calls: int) -> Result:
-    scene, rng = Scene(backend, rows, dim, rows), np.random.default_rng(6)
-    there, given = scene.resident(), np.empty((0, dim), np.float32)
-    keys = [scene.keys[there[rng.integers(0, len(there), batch)]] for _ in range(THREADS)]
-    outs = [backend.empty((batch, dim), np.float32) for _ in range(THREADS)]
+    scene = Scene(backend, rows, dim, rows)
+    asking = [Asking(scene, batch, 4) for _ in range(THREADS)]
 
     def work(number: int) -> None:
-        for _ in range(calls):
-            assert look_up(scene.table, keys[number], np.zeros(batch, np.uint8), given, outs[number], scene.fetch)
+        for call in range(calls):
+            asking[number](call % 4)
 
-    def together(count: int) -> Callable[[int], None]:
-        def run(call: int) -> None:
-            with ThreadPoolExecutor(count) as pool:
-                list(pool.map(work, range(count)))
+    with ThreadPoolExecutor(THREADS) as pool:
 
-        return run
+        def together(count: int) -> Callable[[int], None]:
+            return lambda call: list(pool.map(work, range(count)))
 
-    got = alternate(backend, rounds, 1, together(THREADS), together(1))
+        got = alternate(backend, rounds, 1, together(THREADS), together(1))
     scene.close()
     many, one = THREADS * calls * batch / got["ours_s"], calls * batch / got["theirs_s"]
     return {
@@ -277,21 +355,20 @@ def bus_bytes_a_second(memory: DeviceMemory) -> float:
     return best
 
 
-def pooled(backend: Backend, torch: Any, rows: int, dim: int, bags: int, rounds: int, calls: int) -> Result:
+def pooled(backend: Backend, torch: Any, rows: int, dim: int, bags: int, bag: int, rounds: int, calls: int) -> Result:
     scene = Scene(backend, rows, dim, rows)
-    there = scene.resident()
+    there, state = scene.resident(), np.zeros(bags * bag, np.uint8)
     rng = np.random.default_rng(5)
-    places = [there[rng.integers(0, len(there), bags * BAG)] for _ in range(calls)]
-    offsets = check_offsets(np.arange(0, bags * BAG, BAG), bags * BAG)
+    places = [there[rng.integers(0, len(there), bags * bag)] for _ in range(calls)]
+    keys = [scene.keys[at] for at in places]
+    pooling = Pooling(check_offsets(np.arange(0, bags * bag, bag), bags * bag), None, Combiner.MEAN)
     given, out = np.empty((0, dim), np.float32), backend.empty((bags, dim), np.float32)
-    module = torch.nn.EmbeddingBag.from_pretrained(torch.from_numpy(scene.vectors).cuda(), mode="sum")
-    starts = torch.from_numpy(offsets).cuda()
+    module = torch.nn.EmbeddingBag.from_pretrained(torch.from_numpy(scene.vectors).cuda(), mode="mean")
+    starts = torch.from_numpy(pooling.offsets).cuda()
 
     def ours(call: int) -> None:
-        state = np.zeros(bags * BAG, np.uint8)
-        assert look_up(
-            scene.table, scene.keys[places[call]], state, given, out, scene.fetch, Pooling(offsets, None, Combiner.SUM)
-        )
+        state[:] = 0
+        assert look_up(scene.table, keys[call], state, given, out, scene.fetch, pooling)
 
     def embedding_bag(call: int) -> None:
         module(torch.from_numpy(places[call]).cuda(), starts)
@@ -299,10 +376,7 @@ def pooled(backend: Backend, torch: Any, rows: int, dim: int, bags: int, rounds:
 
     got = alternate(backend, rounds, calls, ours, embedding_bag)
     scene.close()
-    return {
-        "part": "pooled", "rows": rows, "dim": dim, "batch": bags * BAG, "against": "torch.nn.EmbeddingBag, keys from CPU memory",
-        "keys_per_s": bags * BAG / got["ours_s"], "theirs_keys_per_s": bags * BAG / got["theirs_s"], "ratio": got["ratio"],
-    }  # fmt: skip
+    return timed("pooled", rows, dim, bags * bag, "torch.nn.EmbeddingBag, keys from CPU memory", got) | {"bag": bag}
 
 
 def measure(
@@ -312,12 +386,15 @@ def measure(
     if hkv is not None:
         results += [resident(backend, xp, rows, 64, size, rounds, calls, hkv) for size in (batch, 16 * batch)]
     sizes = sorted({min(size, batch) for size in (64, 1024, 4096, batch)})
-    results += [from_cpu_memory(backend, xp, rows, 64, size, rounds, calls) for size in sizes]
+    results += [from_cpu_memory(backend, xp, torch, rows, 64, size, rounds, calls) for size in sizes]
+    results += [beside_promotion(backend, rows, 64, size, rounds, calls) for size in sizes]
+    results += [tenth(backend, rows, 64, size, rounds, calls) for size in sizes]
     results += [tiered(backend, rows, dim, batch, rounds, calls) for dim in (32, 64)]
     results.append(filled(backend, rows, 64, rounds))
     results.append(threads(backend, rows, 64, min(4096, batch), rounds, calls))
     if torch is not None:
-        results.append(pooled(backend, torch, rows, 64, max(1, batch // BAG), rounds, calls))
+        for bags, bag in (2048, 32), (512, 16), (3276, 20):
+            results.append(pooled(backend, torch, rows, 64, max(1, bags * batch >> 16), bag, rounds, calls))
     return results
 
 
@@ -339,10 +416,13 @@ def main() -> None:
         cupy, missing = import_module("cupy"), hierarchical_kv.why_not(options.hkv)
         hkv = None if missing else hierarchical_kv.built(options.hkv, cupy.cuda.Device(0).compute_capability)
         document["results"] = measure(CudaDevice(0), cupy, torch, hkv=hkv, **size)
+        served, left_out = device_served.measure(torch, min(size["rows"], 200_000), size["rounds"], size["calls"])
+        document["results"] += served
+        document["skipped"] += left_out
         if missing:
             document["skipped"].append(f"HierarchicalKV: {missing}")
         if torch is None:
-            document["skipped"].append("pooled: torch is not installed, or sees no GPU")
+            document["skipped"].append("pooled, module: torch is not installed, or sees no GPU")
     report.write(options.json, document)
     print(report.markdown(document))
 

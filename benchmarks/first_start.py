@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 
 import tierstore
+from benchmarks.wire_lookup import cpu_s
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
@@ -64,12 +65,6 @@ def ready(url: str) -> bool:
         return False
 
 
-def processor_s(pid: int) -> float:
-    """Processor time of a process, its threads together."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
-
-
 def serve(data: Path, env: dict[str, str], log: Path) -> dict[str, float]:
     """Start the service, measure, and stop it."""
     command = [sys.executable, "-m", "tierstore", "serve", "--port", "0", "--grpc-port", "off", "--data", str(data)]
@@ -85,7 +80,7 @@ def serve(data: Path, env: dict[str, str], log: Path) -> dict[str, float]:
             while not ready(url[0]):
                 time.sleep(0.01)
             seconds["ready"] = time.monotonic() - start_s
-            seconds["processor time until then"] = processor_s(process.pid)
+            seconds["processor time until then"] = cpu_s(process.pid)
             keys = np.arange(0, 1000, 10)
             with tierstore.Client(url[0]) as client:
                 assert (client.lookup("ctr", "item", keys)[:, 0] == keys).all()

@@ -1,4 +1,4 @@
-"""What this process and its files really occupy, as the kernel counts it. Linux only; any thread."""
+"""What this process really occupies, as the kernel counts it. Linux only; any thread."""
 
 from __future__ import annotations
 
@@ -17,11 +17,6 @@ def anonymous_bytes() -> int:
         if line.startswith("Anonymous:"):
             return int(line.split()[1]) << 10
     raise OSError("/proc/self/smaps_rollup does not say how much memory is anonymous")
-
-
-def file_bytes(folder: Path) -> int:
-    """Bytes allocated to the files below `folder`; holes do not count."""
-    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
 
 
 def available_bytes() -> int:

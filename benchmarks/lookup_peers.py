@@ -37,7 +37,7 @@ WORKLOADS: dict[str, Callable[[int], np.ndarray] | None] = {
     "ads reuse": access_traces.meta_weights,
 }
 BAG = 20
-PEER_BYTES_A_ROW = {"dict of arrays": 420, "cachetools.LRUCache": 520, "LMDB": 160, "rocksdict": 360}  # about
+PEER_BYTES_A_ROW = {"dict of arrays": 420, "cachetools.LRUCache": 520}  # about
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Bench:
         """All peers on the smaller table, over workloads and batches."""
         plan = self.plan
         rows = Rows(plan.small, 32, F32)
-        ours, contenders, there, memory, disk = self.fill(rows, tuple(PEERS), "peers")
+        ours, contenders, there, memory = self.fill(rows, tuple(PEERS), "peers")
         for workload in plan.workloads:
             drawn = self.draw(there, workload)
             for batch in plan.batches:
@@ -166,26 +166,22 @@ class Bench:
                     continue
                 who = contenders if whole else contenders[:2]
                 samples = self.time(self.blocks(who, rows, drawn, batch), batch)
-                self.found.add("peers", rows, workload, batch, samples, ours.name, memory_bytes_a_row=memory, disk_bytes_a_row=disk)  # fmt: skip
+                self.found.add("peers", rows, workload, batch, samples, ours.name, memory_bytes_a_row=memory)  # fmt: skip
         for contender in contenders:
             contender.close()
 
-    def fill(self, rows: Rows, peers: Sequence[str], part: str) -> tuple[Tierstore, list[Any], Positions, dict[str, Any], dict[str, Any]]:  # fmt: skip
-        """tierstore, numpy.take and these peers, filled; where rows are; bytes of memory and disk a row of each."""
+    def fill(
+        self, rows: Rows, peers: Sequence[str], part: str
+    ) -> tuple[Tierstore, list[Any], Positions, dict[str, Any]]:
+        """tierstore, numpy.take and these peers, filled; where rows are; bytes of memory a row of each."""
         ours = Tierstore(rows)
         contenders: list[Any] = [ours, Take(rows)]
-        folder = Path(tempfile.mkdtemp(dir=self.folder))
         for name in peers:
             wanted = rows.count * PEER_BYTES_A_ROW[name]
-            if not self.fits(wanted, f"{part}: {name} of {rows.count:,} rows"):
-                continue
-            try:
-                contenders.append(PEERS[name](rows, folder))
-            except ImportError as error:
-                self.found.skipped.append(f"{part}: {name}: {error}; `pip install 'tierstore[bench]'` brings it")
+            if self.fits(wanted, f"{part}: {name} of {rows.count:,} rows"):
+                contenders.append(PEERS[name](rows))
         memory = {c.name: None if c.memory is None else c.memory / c.rows_held for c in contenders}
-        disk = {c.name: c.disk / c.rows_held for c in contenders if hasattr(c, "disk")}
-        return ours, contenders, ours.resident(rows), memory, disk
+        return ours, contenders, ours.resident(rows), memory
 
     def large(self) -> None:
         """The larger table: against numpy.take and the cache that users write themselves, threads, and bags."""
@@ -193,7 +189,7 @@ class Bench:
         if not self.fits(plan.large * 128 * 2.5, f"large table: {plan.large:,} rows"):
             return
         rows = Rows(plan.large, 32, F32)
-        ours, contenders, there, memory, disk = self.fill(rows, plan.large_peers, "large table")
+        ours, contenders, there, memory = self.fill(rows, plan.large_peers, "large table")
         what = f"look-up in process, all in the host tier, dim 32 float32, {batch:,} keys, {plan.large:,} rows"
         for workload in plan.workloads:
             drawn = self.draw(there, workload)
@@ -203,7 +199,7 @@ class Bench:
                 if workload == "uniform" and self.tfra is not None:
                     self.add_tfra(stack, blocks, memory, rows, drawn)
                 samples = self.time(blocks, batch)
-            self.found.add("large table", rows, workload, batch, samples, ours.name, memory_bytes_a_row=memory, disk_bytes_a_row=disk)  # fmt: skip
+            self.found.add("large table", rows, workload, batch, samples, ours.name, memory_bytes_a_row=memory)  # fmt: skip
             if workload != "uniform":
                 continue
             for name, least in (("numpy.take", 0.6), ("TFRA CPU table", 4), ("cachetools.LRUCache", 40)):

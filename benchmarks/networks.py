@@ -6,11 +6,10 @@ Each takes the rows of its features, float32 [batch, dim], and gives a score [ba
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
-
-from benchmarks.predict_service import ranking_model
 
 DIM = 16
 FEATURES = tuple(f"f{number:02}" for number in range(8))
@@ -84,14 +83,24 @@ def factorisation_machine(features: Sequence[str]) -> bytes:
 
 def deep(features: Sequence[str]) -> bytes:
     """512 → 256 → 128 → 1, which costs most of a request by itself."""
-    return ranking_model((512, 256, 128), [name.removesuffix("_id") for name in features], DIM)
+    from onnx import helper, numpy_helper
+
+    rng = np.random.default_rng(7)
+    nodes, weights = [helper.make_node("Concat", list(features), ["h0"], axis=1)], []
+    for i, shape in enumerate(pairwise((len(features) * DIM, 512, 256, 128, 1))):
+        values = (rng.standard_normal(shape) / shape[0] ** 0.5).astype(np.float32)
+        weights.append(numpy_helper.from_array(values, f"w{i}"))
+        nodes.append(helper.make_node("MatMul", [f"h{i}", f"w{i}"], ["score" if shape[1] == 1 else f"m{i}"]))
+        if shape[1] > 1:
+            nodes.append(helper.make_node("Relu", [f"m{i}"], [f"h{i + 1}"]))
+    return _model(features, nodes, weights)
 
 
 NETWORKS: dict[str, tuple[tuple[str, ...], Callable[[Sequence[str]], bytes]]] = {
     "hidden_layer": (FEATURES, hidden_layer),
     "trees": (FEATURES, trees),
     "factorisation_machine": (FEATURES, factorisation_machine),
-    "deep": (tuple(f"{name}_id" for name in MANY), deep),
+    "deep": (MANY, deep),
 }
 
 

@@ -25,7 +25,7 @@ _OWN = (
     "skipped",
     "command",
 )
-_NAMES = {"keys_per_s": "M keys/s", "memory_bytes_a_row": "memory, B/row", "disk_bytes_a_row": "disk, B/row", "p50_us": "p50 µs", "p99_us": "p99 µs"}  # fmt: skip
+_NAMES = {"keys_per_s": "M keys/s", "memory_bytes_a_row": "memory, B/row", "p50_us": "p50 µs", "p99_us": "p99 µs"}  # fmt: skip
 _SCALE = {"keys_per_s": 1e-6}
 
 

@@ -19,7 +19,6 @@ import tierstore
 from benchmarks.ready import SETTINGS
 from benchmarks.wire_table import DIM, FEATURE, MODEL, ROW_BYTES, keys_of, vectors_of
 from tierstore.config import load_settings
-from tierstore.engine.lifecycle.sampler import CacheSampler
 from tierstore.service.process import tune_allocator
 
 
@@ -61,24 +60,15 @@ def write_wild(writer: tierstore.SnapshotWriter, keys: np.ndarray, warm: int) ->
     writer.warmup("named", names[:warm])
 
 
-def serve_store(
-    where: Path,
-    rows: int,
-    shared_memory: bool,
-    threads: int,
-    warm: bool,
-    wild: bool,
-    tls: Path | None = None,
-    *,
-    traces: bool = False,
-) -> None:
-    """Load `rows` rows, all of them into memory if they are to be `warm`, and serve them.
+def serve_store(options: argparse.Namespace) -> None:
+    """Load rows, all of them into memory but for those of `cold`, and serve them.
 
     The tables have a quarter more that nobody asks for: a cache as large as its table keeps nearly all of it, and a few in a
     thousand keys would be read from files.
     """
     from tierstore.service.server import serve
 
+    where, rows, warm, wild = options.where, options.rows, not options.cold, options.server == "wild"
     budget = f"{max(64, rows * (ROW_BYTES + 16) * (4 if wild else 2) >> 20)}MiB"
     if not warm:
         budget = "1MiB"
@@ -99,11 +89,10 @@ def serve_store(
         host_budget=budget,
         port=0,
         drain_s=0,
-        allow_client_shm=shared_memory,
-        threads=threads or None,
-        tls_cert=tls,
-        tls_key=tls,
-        traces=traces,
+        allow_client_shm=options.shared_memory,
+        threads=options.threads or None,
+        tls_cert=options.tls,
+        tls_key=options.tls,
         **SETTINGS,
     )
     logging.disable(logging.INFO)
@@ -122,10 +111,6 @@ def main() -> None:
     parser.add_argument("--shared-memory", action="store_true")
     parser.add_argument("--threads", type=int, default=0, help="reactor threads; 0: as many as there are processors")
     parser.add_argument("--tls", type=Path, help="a file with a key and its certificate")
-    parser.add_argument("--traces", action="store_true", help="spans of requests that are sampled")
-    parser.add_argument(
-        "--unsampled", action="store_true", help="nothing is learned of what the cache would do with other sizes"
-    )
     parser.add_argument("--cold", action="store_true", help="keep no rows in memory")
     options = parser.parse_args()
     if options.server == "grpc-echo":
@@ -133,19 +118,7 @@ def main() -> None:
     else:
         if options.server == "echo":
             answer_ready_bytes()
-        if options.unsampled:
-            CacheSampler.start = lambda self: None  # type: ignore[method-assign]
-        wild = options.server == "wild"
-        serve_store(
-            options.where,
-            options.rows,
-            options.shared_memory,
-            options.threads,
-            not options.cold,
-            wild,
-            options.tls,
-            traces=options.traces,
-        )
+        serve_store(options)
     sys.exit(0)
 
 

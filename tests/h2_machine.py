@@ -11,6 +11,7 @@ from tests.compiled import h2_session
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.records import TEXT
 from tierstore.service.reactor.hpack import encode, encode_head
+from tierstore.wire.http2 import head as http2_head
 from tierstore.wire.http2 import layout as http2_layout
 
 SECOND = 1_000_000_000
@@ -72,11 +73,11 @@ class Machine:
         at, size = state.event_at, state.event_bytes
         stream = 0 if row is None else row.id
         if event == http2_layout.REQUEST:
-            head = ctypes.string_at(row.at, row.head_bytes)[8:]
+            head = ctypes.string_at(row.at, row.head_bytes)[8 * http2_head.HEAD_WORDS :]
             self.requests[stream] = head, ctypes.string_at(at, size)
             self.events.append(("request", stream, b""))
         elif event == http2_layout.OPENED:
-            head = ctypes.string_at(row.at, row.head_bytes)[8:]
+            head = ctypes.string_at(row.at, row.head_bytes)[8 * http2_head.HEAD_WORDS :]
             self.events.append(("opened", stream, head))
             if row.state & http2_layout.ENDED:
                 self.events.append(("ended", stream, b""))

@@ -12,6 +12,7 @@ import numpy as np
 
 import tierstore
 from tests import int4_rows
+from tests.tiers.devices import to_host
 
 DIM = {"odd": 7, "even": 64}
 ROWS = 500
@@ -66,12 +67,12 @@ class Model:
         for table in DIM:
             expected = self.rows(table, keys)
             got, found = served.lookup(table, keys, return_found=True, **options)
-            np.testing.assert_array_equal(got, expected)
+            np.testing.assert_array_equal(to_host(got), expected)
             np.testing.assert_array_equal(found, self.stamps[table][keys] >= 0)
             halves = served.lookup(table, keys, dtype="float16", **options)
-            np.testing.assert_array_equal(halves, expected.astype(np.float16))
+            np.testing.assert_array_equal(to_host(halves), expected.astype(np.float16))
             bags = served.lookup_bags(f"{table}_bags", keys, offsets, **options)
-            np.testing.assert_array_equal(bags, pooled(expected, offsets, COMBINERS[table]))
+            np.testing.assert_array_equal(to_host(bags), pooled(expected, offsets, COMBINERS[table]))
 
 
 def pooled(rows: np.ndarray, offsets: np.ndarray, combiner: str) -> np.ndarray:

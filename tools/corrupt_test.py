@@ -35,7 +35,7 @@ import numpy as np
 
 import tierstore
 from tierstore.errors import TierstoreError
-from tools.crash_check import Wrong
+from tools.crash_check import Wrong, check_rows
 from tools.crash_work import (
     DENSE,
     DIM,
@@ -125,14 +125,7 @@ def look(store: tierstore.Store, model: str) -> list[str]:
         except TierstoreError as error:
             errors.append(f"{type(error).__name__}: {error}")
             continue
-        there = ~np.isnan(want[table][:, 0])
-        wrong = np.flatnonzero((found != there) | (rows != np.nan_to_num(want[table])).any(axis=1))
-        if wrong.size:
-            at = wrong[0]
-            raise Wrong(
-                f"{model} version {active}: {wrong.size} rows of {table!r} are wrong, the first of key {KEYS[table][at]!r}: "
-                f"expected {want[table][at][0]}, got {rows[at][0]} (found: {found[at]})"
-            )
+        check_rows(f"{model} version {active}", table, want[table], rows, found)
     if DENSE:
         try:
             score = float(of.predict({"user": KEYS["user"][:1]}).item())

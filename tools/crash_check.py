@@ -146,23 +146,27 @@ def check(acknowledged: Acknowledged, store: tierstore.Store) -> None:
         return
     for version in (active, routing.canary):
         if version is not None:
-            _check_rows(acknowledged, store, version)
+            _check_version(acknowledged, store, version)
     _check_order(acknowledged, store, status["log"]["start"])
 
 
-def _check_rows(acknowledged: Acknowledged, store: tierstore.Store, version: int) -> None:
+def check_rows(what: str, table: str, want: np.ndarray, rows: np.ndarray, found: np.ndarray) -> None:
+    """Raise Wrong where these are not the rows of all KEYS of a table; NaN stands for no row."""
+    wrong = np.flatnonzero((found != ~np.isnan(want[:, 0])) | (rows != np.nan_to_num(want)).any(axis=1))
+    if wrong.size:
+        at = wrong[0]
+        raise Wrong(
+            f"{what}: {wrong.size} rows of {table!r} are wrong, the first of key {KEYS[table][at]!r}: "
+            f"expected {want[at][0]}, got {rows[at][0]} (found: {found[at]})"
+        )
+
+
+def _check_version(acknowledged: Acknowledged, store: tierstore.Store, version: int) -> None:
     want = expected(acknowledged.seed, version, acknowledged.versions[version], acknowledged.last, acknowledged.undone)
     for _ in range(2):  # from disk, then from memory
         got = store.model(MODEL).lookup_many(KEYS, version=version, return_found=True)
         for table, (rows, found) in got.items():
-            there = ~np.isnan(want[table][:, 0])
-            wrong = np.flatnonzero((found != there) | (rows != np.nan_to_num(want[table])).any(axis=1))
-            if wrong.size:
-                key = wrong[0]
-                raise Wrong(
-                    f"version {version} at {acknowledged.last}: {wrong.size} rows of {table!r} are wrong, the first of key {KEYS[table][key]!r}: "
-                    f"expected {want[table][key][0]}, got {rows[key][0]} (found: {found[key]})"
-                )
+            check_rows(f"version {version} at {acknowledged.last}", table, want[table], rows, found)
 
     if DENSE:
         users = KEYS["user"][:8]

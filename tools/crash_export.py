@@ -1,27 +1,18 @@
-"""Crash test of exports: end the store at any moment of one, and look at what is there then.
+"""The crash test of exports: end the store at any moment of one, and look at what is there then.
 
-`python -m tools.crash_export --rounds 2 --seed 1`, from the root of the repository.
-
-A child exports a model as a snapshot and as a built version, in turn, while it applies deltas, and is killed. From the record of
-what it did (`tools/disk_trace.py`) the data directory and the exports are made again as they were after each operation
-on an export, and as they may look if the power failed there. At each of these points
+A child exports a model as a snapshot and as a built version, in turn, while it applies deltas, and is killed. At each point of its
+record, which are operations on an export,
 
 - the store holds every delta that was acknowledged, and serves its rows;
 - an export that was acknowledged is there. Each export loads and has the rows of its seq, or is refused as none;
 - one that is refused keeps others from its directory, and once it is removed the export is made again, of what is served.
-
-Exit code 1 if not.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
-import random
 import shutil
-import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -35,6 +26,7 @@ from tierstore.formats.snapshot.built import BuiltSnapshot, open_source
 from tierstore.formats.snapshot.reader import Snapshot
 from tierstore.tiers.disk.sealed_file import open_sealed, read_blocks
 from tools.crash_check import Wrong
+from tools.crash_test import Rounds
 from tools.crash_work import (
     DENSE,
     DIM,
@@ -48,8 +40,7 @@ from tools.crash_work import (
     expected_dense,
     write_snapshot,
 )
-from tools.disk_trace import MODES, Disk, Mode, Operation, found
-from tools.nursery import Nursery
+from tools.disk_trace import MODES, Disk, Mode
 
 TABLES = ("user", "item")  # a model with string keys cannot be exported
 KINDS = ("snapshot", "built")
@@ -125,28 +116,24 @@ def content(source: Snapshot) -> tuple[dict[str, np.ndarray], bytes | None]:
     return rows, None if dense is None else Path(source.root / dense.path).read_bytes()  # type: ignore[arg-type]
 
 
-class CrashExport:
-    """A store under `root`, and the children that are killed on it. A context manager; `round` kills one and checks."""
+class Crash(Rounds):
+    proven = "nothing that was broken off passed for an export, nothing acknowledged was lost"
 
     def __init__(self, root: Path, seed: int, kinds: tuple[str, ...] = KINDS) -> None:
-        self._root, self._seed, self._kinds, self._rng = root, seed, kinds, random.Random(seed)
-        self.points: Counter[str] = Counter()  # by how they were made, "killed" by SIGKILL as "signal"
-        self.found: Counter[str] = Counter()  # exports, by how they were found
-        self.operations = 0
-        self._last = 0
-        disk = root / "disk"
-        (disk / "exports").mkdir(parents=True)
+        (root / "disk/exports").mkdir(parents=True)
         write_snapshot(root / "snapshot", 1, 0, tables=TABLES)
-        with tierstore.open(disk / "data", **SETTINGS) as store:
+        with tierstore.open(root / "disk/data", **SETTINGS) as store:
             store.load_snapshot(root / "snapshot")
-        self._nursery = Nursery(root, "tools.crash_export")
-        self.records = self._nursery.records
+        super().__init__(root, seed, "tools.crash_export")
+        self._seed, self._kinds = seed, kinds
+        self.found: Counter[str] = Counter()  # exports, by how they were found
+        self._last = 0
 
-    def __enter__(self) -> CrashExport:
-        return self
+    def one(self, number: int, most: int | None) -> None:
+        self.round(exports=1 + number % 3, most=most)
 
-    def __exit__(self, *_: object) -> None:
-        self._nursery.__exit__()
+    def said(self) -> str:
+        return f"exports: {dict(self.found)}"
 
     def round(self, exports: int, *, most: int | None = None, load: bool = True) -> None:
         """Kill a child some time after so many exports, and look at what it leaves, and left after its operations.
@@ -155,67 +142,43 @@ class CrashExport:
         moment without power is always one: what was acknowledged must be on the disk. With `load` another store loads
         one of the exports. Raises Wrong.
         """
-        top = self._root / "disk"
-        (top / "journal").write_bytes(b"")
-        disk = Disk(top)
-        self._nursery.start(
-            traced=self.records,
-            seed=self._seed,
-            fold_grace_s=self._rng.choice([0.0, 0.02, 60.0]),
-            kinds=list(self._kinds),
-        )
+        self._journal.write_bytes(b"")
+        disk, exported = Disk(self._top), self._top / "exports"
+        grace_s = self._rng.choice([0.0, 0.02, 60.0])
+        self._nursery.start(traced=self.records, seed=self._seed, fold_grace_s=grace_s, kinds=list(self._kinds))
         self._await(exports)
-        history = self._nursery.kill()
-        self._replay(disk, history, most)
-        said = Said((top / "journal").read_text().splitlines(), self._last)
-        self._look(said, top, "signal")
+        history = self._kill()
+        of_exports = disk.numbers(history, lambda path: path.startswith(str(exported)))
+        points: list[tuple[int, Mode]] = [(number, mode) for number in of_exports for mode in MODES]
+        if most is not None:
+            points = self._rng.sample(points, min(most, len(points)))
+        self._replay(disk, history, [*points, (len(history) - 1, "flushed")])
+        said = self._look(self._top, "signal")
         if load:
-            self._load(top / "exports" / self._rng.choice([name for name, done in said.exports.items() if done]))
+            self._load(exported / self._rng.choice([name for name, done in said.exports.items() if done]))
         self._last = said.last
-        shutil.rmtree(top / "exports")
-        (top / "exports").mkdir()
+        shutil.rmtree(exported)
+        exported.mkdir()
 
     def _await(self, exports: int) -> None:
         """Wait until so many exports are done, and a random time of the next."""
-        until, journal = time.monotonic() + START_S * exports, self._root / "disk/journal"
-        while sum(line.startswith("done export") for line in journal.read_text().splitlines()) < exports:
+        until = time.monotonic() + START_S * exports
+        while sum(line.startswith("done export") for line in self._journal.read_text().splitlines()) < exports:
             if time.monotonic() > until:
-                raise Wrong(f"{exports} exports were not done in {START_S * exports} s: {journal.read_text()}")
+                raise Wrong(f"{exports} exports were not done in {START_S * exports} s: {self._journal.read_text()}")
             time.sleep(0.001)
         time.sleep(self._rng.random() ** 2)
 
-    def _replay(self, disk: Disk, history: list[Operation], most: int | None) -> None:
-        self.operations += len(history)
-        exports = str(self._root / "disk/exports")
-        of_exports = disk.numbers(history, lambda path: path.startswith(exports))
-        points: list[tuple[int, Mode]] = [(number, mode) for number in of_exports for mode in MODES]
-        if most is not None:
-            points = sorted(self._rng.sample(points, min(most, len(points))))
-        points.append((len(history) - 1, "flushed"))
-        for number, operation in enumerate(history):
-            disk.play(operation)
-            while points and points[0][0] == number:
-                _, mode = points.pop(0)
-                self._point(disk, mode, f"operation {number} of {len(history)}")
-
-    def _point(self, disk: Disk, mode: Mode, name: str) -> None:
-        lines = bytes(disk.top.names["journal"].content).decode().splitlines()  # type: ignore[union-attr]
-        said = Said(lines, self._last)
-        with found(disk, self._root / "point", mode, self._rng) as where:
-            try:
-                self._look(said, where, mode)
-            except Exception as error:
-                shutil.copytree(where, self._root / "wrong")
-                raise Wrong(f"{mode} after {name}; like it: {self._root / 'wrong'}: {error}") from error
-
-    def _look(self, said: Said, where: Path, how: str) -> None:
+    def _look(self, where: Path, how: str) -> Said:
         """Check what is there, and go on with it."""
+        said = Said((where / "journal").read_text().splitlines(), self._last)
         self.points[how] += 1
         with tierstore.open(where / "data", fold_grace_s=0.0, **SETTINGS) as store:
             said.last = self._check_served(said, store)
             for name, done in said.exports.items():
                 if not self._is_whole(where / "exports" / name, said.first[name], said.begun, done):
                     self._export_again(store, where / "exports" / name)
+        return said
 
     def _check_served(self, said: Said, store: tierstore.Store) -> int:
         last = store.model(MODEL).log.last or 0
@@ -276,29 +239,3 @@ class CrashExport:
         if not self._is_whole(path, report.seq, store.model(MODEL).log.last or 0, done=True):
             raise Wrong(f"{path.name}: it was made again, and is none")
         self.found["made again"] += 1
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--points", type=int, help="of each round; by default every operation, in every mode")
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-    root = Path(tempfile.mkdtemp(prefix="tierstore-crash-"))
-    print(f"seed {options.seed}, under {root}", flush=True)
-    with CrashExport(root, options.seed) as test:
-        if not test.records:
-            print("no C compiler: kills at random moments alone, no power loss")
-        for number in range(options.rounds):
-            test.round(exports=1 + number % 3, most=options.points)
-            print(
-                f"points: {dict(test.points)}, from {test.operations} file operations; exports: {dict(test.found)}",
-                flush=True,
-            )
-    shutil.rmtree(root)
-    print("nothing that was broken off passed for an export, nothing acknowledged was lost")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,29 +1,18 @@
-"""Crash test of deltas from Kafka: end what follows a topic at any moment, and look whether each delta comes in once.
-
-`python -m tools.crash_kafka --rounds 2 --seed 1`, from the root of the repository.
+"""The crash test of deltas from Kafka: end what follows a topic at any moment, and look whether each delta comes in once.
 
 A child opens a store, follows a topic of librdkafka's mock cluster, closes, and begins again, while deltas of two models come:
 out of order, twice, in parts, and among them messages that cannot be applied (`tools/kafka_chaos.py`). It is killed.
-From the record of what it did (`tools/disk_trace.py`) the data directory is made again as it was after each operation
-of ours, and as it may look if the power failed there. At each of these points
+At each point of its record, which are operations of ours,
 
 - the log holds every delta that was visible, each with the digest of what was produced and with the offsets that it has in the topic;
 - what follows the topic from there applies each delta that the log lacks, and none that it holds;
 - then every row, every entry of the log and everything that is parked is as it was produced.
-
-Exit code 1 if not.
 """
 
 from __future__ import annotations
 
-import argparse
-import logging
 import random
-import shutil
-import sys
-import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 
 from tests.kafka_broker import Brokers
@@ -33,12 +22,12 @@ from tierstore.engine.store import Store
 from tierstore.service.sources.kafka import KafkaSource
 from tierstore.service.sources.kafka_positions import SOURCE
 from tools.crash_check import Wrong
+from tools.crash_test import Rounds
 from tools.crash_work import Journal
-from tools.disk_trace import MODES, Disk, Mode, Operation, found
+from tools.disk_trace import MODES, Disk, Mode
 from tools.kafka_chaos import END_S, MODELS, PARTITIONS, Producer, load_models, options, problems_of
-from tools.nursery import Nursery
 
-POISON = 3  # a round
+POISON, BURSTS = 3, 4  # a round; a burst is of five deltas
 POLL_S = 0.002
 
 
@@ -46,7 +35,7 @@ def work(root: Path, *, seed: int, address: str, topic: str) -> None:
     """Follow, until killed, the topic for some deltas, close, open again."""
     rng, journal = random.Random(seed), Journal(root / "disk/journal")
     while True:
-        with Store(load_settings(None, **options(root / "disk/data", address, topic))) as store:
+        with Store(load_settings(None, **options(root / "disk/data", address, kafka_topic=topic))) as store:
             source, now = KafkaSource(store, store.settings), _last(store)
             enough = sum(now.values()) + rng.randint(3, 30)
             while sum(now.values()) < enough:
@@ -61,35 +50,37 @@ def _last(store: Store) -> dict[str, int]:
     return {model: store.model(model).log.last or 0 for model in MODELS}
 
 
-class CrashKafka:
-    """A store under `root` that follows a topic. A context manager; `round` kills a child and checks."""
+class Crash(Rounds):
+    proven = "every delta is there once, with its origin; all poison is parked"
 
     def __init__(self, root: Path, seed: int) -> None:
-        self._root, self._rng, self._cluster = root, random.Random(seed), Brokers()
-        self._topic = self._cluster.new_topic(PARTITIONS)
-        self.producer = Producer(self._cluster.address, self._topic, 0, seed)
-        self.points: Counter[str] = Counter()  # by how they were made, "killed" by SIGKILL as "signal"
-        self.operations = self.applied = 0  # `applied`: deltas that came after a start at a point
         (root / "disk").mkdir()
         load_models(root, root / "disk/data")
-        self._nursery = Nursery(root, "tools.crash_kafka")
-        self.records = self._nursery.records
-
-    def __enter__(self) -> CrashKafka:
-        return self
+        self._cluster = Brokers()
+        self._topic = self._cluster.new_topic(PARTITIONS)
+        self.producer = Producer(self._cluster.address, self._topic, 0, seed)
+        super().__init__(root, seed, "tools.crash_kafka")
+        self.applied = 0  # deltas that came after a start at a point
 
     def __exit__(self, *_: object) -> None:
-        self._nursery.__exit__()
+        super().__exit__()
         self._cluster.close()
+
+    def one(self, number: int, most: int | None) -> None:
+        self.round(BURSTS, most=most)
+
+    def said(self) -> str:
+        sent = self.producer
+        return f"{sum(map(len, sent.digests.values()))} deltas in {sent.sent} messages, {sent.poisoned} of poison; {self.applied} applied after a start"
 
     def round(self, bursts: int, *, most: int | None = None) -> None:
         """Kill a child after so many bursts of deltas, and look at what it leaves, and left after operations of ours.
 
         `most` bounds how many of these points there are; else it is every operation, each in one of the modes. Raises Wrong.
         """
-        top, rng = self._root / "disk", self._rng
-        (top / "journal").write_bytes(b"")
-        disk = Disk(top)
+        rng = self._rng
+        self._journal.write_bytes(b"")
+        disk = Disk(self._top)
         self.producer.allow_poison(POISON)
         self._nursery.start(
             traced=self.records, seed=rng.getrandbits(32), address=self._cluster.address, topic=self._topic
@@ -100,44 +91,26 @@ class CrashKafka:
             time.sleep(rng.random() * 0.3)
         self.producer.flush()
         time.sleep(rng.random() * 0.5)
-        history = self._nursery.kill()
-        self._replay(disk, history, most)
-        self._look(top, "signal")
+        history = self._kill()
+        ours = disk.numbers(history, lambda path: "/data" in path and "/db/" not in path)
+        points: list[tuple[int, Mode]] = [(number, rng.choice(MODES)) for number in ours]
+        self._replay(disk, history, points if most is None else rng.sample(points, min(most, len(points))))
+        self._look(self._top, "signal")
 
     def _await_a_start(self) -> None:
         until = time.monotonic() + END_S
-        while not (self._root / "disk/journal").read_bytes():
+        while not self._journal.read_bytes():
             if time.monotonic() > until:
                 raise Wrong("the child did not start")
             time.sleep(POLL_S)
-
-    def _replay(self, disk: Disk, history: list[Operation], most: int | None) -> None:
-        self.operations += len(history)
-        ours = disk.numbers(history, lambda path: "/data" in path and "/db/" not in path)
-        points: list[tuple[int, Mode]] = [(number, self._rng.choice(MODES)) for number in ours]
-        if most is not None:
-            points = sorted(self._rng.sample(points, min(most, len(points))))
-        for number, operation in enumerate(history):
-            disk.play(operation)
-            while points and points[0][0] == number:
-                _, mode = points.pop(0)
-                self._point(disk, mode, f"operation {number} of {len(history)}")
-
-    def _point(self, disk: Disk, mode: Mode, name: str) -> None:
-        with found(disk, self._root / "point", mode, self._rng) as where:
-            # of a journal nothing is flushed
-            (where / "journal").write_bytes(bytes(disk.top.names["journal"].content))  # type: ignore[union-attr]
-            try:
-                self._look(where, mode)
-            except Exception as error:
-                shutil.copytree(where, self._root / "wrong")
-                raise Wrong(f"{mode} after {name}; like it: {self._root / 'wrong'}: {error}") from error
 
     def _look(self, where: Path, how: str) -> None:
         self.points[how] += 1
         seen = [line.split()[2:] for line in (where / "journal").read_text().splitlines()]
         visible = dict(zip(MODELS, map(int, seen[-1]), strict=True)) if seen else dict.fromkeys(MODELS, 0)
-        with Store(load_settings(None, **options(where / "data", self._cluster.address, self._topic))) as store:
+        with Store(
+            load_settings(None, **options(where / "data", self._cluster.address, kafka_topic=self._topic))
+        ) as store:
             held = _last(store)
             if any(held[model] < visible[model] for model in MODELS):
                 raise Wrong(f"the logs end with {held}; {visible} was visible")
@@ -178,29 +151,3 @@ class CrashKafka:
                 stored = {(origin["partition"], offset) for offset in origin["offsets"]}
                 if not stored or not stored <= places:
                     raise Wrong(f"{model}: delta {seq} says it is at {stored}, and is at {places}")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--points", type=int, help="of each round; by default every operation of ours")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--bursts", type=int, default=4, help="of five deltas, a round")
-    parsed = parser.parse_args()
-    logging.disable(logging.WARNING)  # poison is parked at each point anew
-    root = Path(tempfile.mkdtemp(prefix="tierstore-crash-"))
-    print(f"seed {parsed.seed}, under {root}", flush=True)
-    with CrashKafka(root, parsed.seed) as test:
-        if not test.records:
-            print("no C compiler: kills at random moments alone, no power loss")
-        for _ in range(parsed.rounds):
-            test.round(parsed.bursts, most=parsed.points)
-            produced = sum(map(len, test.producer.digests.values()))
-            print(f"points: {dict(test.points)}, from {test.operations} file operations; {produced} deltas in {test.producer.sent} messages, {test.producer.poisoned} of poison; {test.applied} applied after a start", flush=True)  # fmt: skip
-    shutil.rmtree(root)
-    print("every delta is there once, with its origin; all poison is parked")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,7 +13,6 @@ One thread. The inode numbers in a record are those of the directory that was re
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import shutil
@@ -234,13 +233,3 @@ def _write(folder: Folder, where: Path, mode: Mode, rng: random.Random, written:
         else:
             written[id(node)] = where / name
             (where / name).write_bytes(node.found(mode, rng))
-
-
-@contextlib.contextmanager
-def found(disk: Disk, where: Path, mode: Mode, rng: random.Random) -> Iterator[Path]:
-    """Within the block, `where` is the directory as it may be found; it is removed afterwards."""
-    disk.write(where, mode, rng)
-    try:
-        yield where
-    finally:
-        shutil.rmtree(where)

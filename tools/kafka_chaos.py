@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -40,21 +41,68 @@ PER_S = 10.0  # deltas that are produced
 READY_S, END_S = 120.0, 300.0
 
 
-def options(data: Path, address: str, topic: str) -> dict[str, object]:
+context = multiprocessing.get_context("forkserver")
+
+
+def options(data: Path, address: str, **source: object) -> dict[str, object]:
     small = {"host_budget": "8MiB", "load_workers": 1, "disk_threads": 2, "max_delta": "1MiB", "log_retention_s": 1e6}
-    return {"data": data, "kafka": address, "kafka_topic": topic, **small}
+    return {"data": data, "kafka": address, **small, **source}
 
 
-def follow(data: Path, address: str, topic: str, pipe: Connection) -> None:
-    """What is killed: a store that follows the topic, until the other end of the pipe is closed."""
-    with Store(load_settings(None, **options(data, address, topic))) as store:
-        source = KafkaSource(store, store.settings)
+def follow(settings: dict[str, object], source_of: Callable[[Store], Any], pipe: Connection) -> None:
+    """What is killed: a store that reads from Kafka, until the other end of the pipe is closed."""
+    with Store(load_settings(None, **settings)) as store:
+        source = source_of(store)
         pipe.send("ready")
         try:
             while pipe.recv():
-                pipe.send(f"{source.status()['state']} { {name: store.model(name).log.last for name in MODELS} }")
+                pipe.send({**source.status(), "last": {name: store.model(name).log.last for name in store.models()}})
         except EOFError:
             source.close()
+
+
+def of_deltas(store: Store) -> KafkaSource:
+    return KafkaSource(store, store.settings)
+
+
+class Process:
+    """One that is killed and started again; forked from one that has imported everything, so that a start is short."""
+
+    def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
+        self._target, self._arguments = target, arguments
+        self.kills = 0
+        self.start()
+
+    def start(self) -> None:
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=self._target, args=(*self._arguments, other))
+        self._process.start()
+        other.close()
+
+    def ready(self) -> None:
+        if not self._pipe.poll(READY_S) or self._pipe.recv() != "ready":
+            raise RuntimeError(f"{self._target.__name__} did not start")
+
+    def await_status(self, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Ask until it is so, or for END_S. Returns what it said last."""
+        until = time.monotonic() + END_S
+        while True:
+            self._pipe.send("status")
+            status: dict[str, Any] = self._pipe.recv()
+            if holds(status) or time.monotonic() > until:
+                return status
+            time.sleep(0.2)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+        self.kills += 1
+
+    def end(self) -> None:
+        """Have it end by itself: its pipe ends, and what it is in the middle of is finished."""
+        self._pipe.close()
+        self._process.join(60)
 
 
 class Producer(threading.Thread):
@@ -148,38 +196,9 @@ class Producer(threading.Thread):
         self.sent += 1
 
 
-class Follower:
-    """The process; forked from one that has imported everything, so that a start is short."""
-
-    context = multiprocessing.get_context("forkserver")
-
-    def __init__(self, data: Path, address: str, topic: str) -> None:
-        self._pipe, other = self.context.Pipe()
-        self._process = self.context.Process(target=follow, args=(data, address, topic, other))
-        self._process.start()
-        other.close()
-
-    def ready(self) -> None:
-        if not self._pipe.poll(READY_S) or self._pipe.recv() != "ready":
-            raise RuntimeError("the process did not start")
-
-    def state(self) -> str:
-        self._pipe.send("state")
-        return str(self._pipe.recv())
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.join()
-        self._pipe.close()
-
-    def end(self) -> None:
-        self._pipe.close()
-        self._process.join(60)
-
-
 def load_models(root: Path, data: Path) -> None:
     """Make a store with what is served before the first delta; snapshots go to `root`."""
-    with Store(load_settings(None, **options(data, "", ""))) as store:
+    with Store(load_settings(None, **options(data, ""))) as store:
         for model in MODELS:
             with tierstore.SnapshotWriter(root / model, model=model, version=1, delta_seq=0) as writer:
                 writer.table("item", dim=DIM).write(np.arange(KEYS), np.zeros((KEYS, DIM), np.float32))
@@ -225,9 +244,9 @@ def run(kills: int, poison: int, seed: int, root: Path, cluster: Brokers | RealB
     load_models(root, data)
     producer = Producer(cluster.address, topic, poison, seed)
     producer.start()
-    began_s, outages = time.monotonic(), 0
+    began_s, outages, settings = time.monotonic(), 0, options(data, cluster.address, kafka_topic=topic)
+    follower = Process(follow, settings, of_deltas)
     for number in range(kills):
-        follower = Follower(data, cluster.address, topic)
         if chance.random() < 0.1:
             time.sleep(chance.uniform(0, 1.5))  # in its start
         else:
@@ -237,24 +256,22 @@ def run(kills: int, poison: int, seed: int, root: Path, cluster: Brokers | RealB
             fail_broker(cluster, topic, chance)
             outages += 1
         follower.kill()
+        follower.start()
         if (number + 1) % 20 == 0:
             print(f"{number + 1} kills, {producer.sent} messages, {time.monotonic() - began_s:.0f} s", flush=True)
     producer.stopping.set()
     producer.join()
     if producer.error is not None:
         raise producer.error
-    follower = Follower(data, cluster.address, topic)
     follower.ready()
-    wanted, state, until = {model: len(seqs) for model, seqs in producer.digests.items()}, "", time.monotonic() + END_S
-    while time.monotonic() < until and state != f"caught up {wanted}":
-        time.sleep(0.2)
-        state = follower.state()
+    wanted = {model: len(seqs) for model, seqs in producer.digests.items()}
+    status = follower.await_status(lambda said: (said["state"], said["last"]) == ("caught up", wanted))
     follower.end()
-    with Store(load_settings(None, **options(data, cluster.address, topic))) as store:
+    with Store(load_settings(None, **settings)) as store:
         found = problems_of(store, producer)
     for problem in found:
         print(f"problem: {problem}")
-    print(f"{kills} kills, {outages} outages of a broker, {sum(wanted.values())} deltas in {producer.sent} messages, {producer.poisoned} of poison, {time.monotonic() - began_s:.0f} s: {'wrong' if found else 'all is as produced'}; {state}")  # fmt: skip
+    print(f"{kills} kills, {outages} outages of a broker, {sum(wanted.values())} deltas in {producer.sent} messages, {producer.poisoned} of poison, {time.monotonic() - began_s:.0f} s: {'wrong' if found else 'all is as produced'}; {status['state']}")  # fmt: skip
     return 1 if found else 0
 
 
@@ -265,7 +282,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--brokers", type=int, default=0, help="of Apache Kafka, in place of the mock's")
     given = parser.parse_args()
-    Follower.context.set_forkserver_preload(["tierstore.service.sources.kafka"])
+    context.set_forkserver_preload(["tierstore.service.sources.kafka"])
     brokers = real_brokers(given.brokers) if given.brokers else closing(Brokers())
     with tempfile.TemporaryDirectory() as root, brokers as cluster:
         return run(given.kills, given.poison, given.seed, Path(root), cluster)

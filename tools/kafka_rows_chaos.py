@@ -16,13 +16,13 @@ Exit code 1 if not.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import random
 import struct
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -37,29 +37,15 @@ from tierstore.engine.deltas.origin import read as read_origin
 from tierstore.engine.store import Store
 from tierstore.service.sources.kafka_routes import TopicRoute
 from tierstore.service.sources.kafka_rows import RowTopic
+from tools.kafka_chaos import Process, context, follow, options
 
 PARTITIONS, KEYS, DIM = 4, 500, 4
-READY_S, END_S = 120.0, 300.0
 POISON = b"no row"
 ABORTED = -1.0
-context = multiprocessing.get_context("forkserver")
 
 
-def options(data: Path, address: str, topic: str) -> dict[str, object]:
-    small = {"host_budget": "8MiB", "load_workers": 1, "disk_threads": 2, "log_retention_s": 1e6}
-    return {"data": data, "kafka": address, "kafka_rows": [f"{topic}=ctr/item"], "kafka_rows_gather_s": 0.1, **small}
-
-
-def follow(data: Path, address: str, topic: str, pipe: Connection) -> None:
-    """The service that is killed: it gathers rows until the other end of the pipe is closed."""
-    with Store(load_settings(None, **options(data, address, topic))) as store:
-        source = RowTopic(store, store.settings, TopicRoute(topic, "ctr", "item"))
-        pipe.send("ready")
-        try:
-            while pipe.recv():
-                pipe.send(source.status())
-        except EOFError:
-            source.close()
+def of_rows(topic: str, store: Store) -> RowTopic:
+    return RowTopic(store, store.settings, TopicRoute(topic, "ctr", "item"))
 
 
 def produce(journal: Path, address: str, topic: str, seed: int, pipe: Connection) -> None:
@@ -116,40 +102,6 @@ def _patiently(action: Callable[[float], Any]) -> None:
 def _committed(journal: Path) -> list[int]:
     data = journal.read_bytes()
     return [one for (one,) in struct.iter_unpack("<q", data[: len(data) // 8 * 8])]
-
-
-class Process:
-    """One that is killed and started again."""
-
-    def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
-        self._target, self._arguments = target, arguments
-        self.kills = 0
-        self.start()
-
-    def start(self) -> None:
-        self._pipe, other = context.Pipe()
-        self._process = context.Process(target=self._target, args=(*self._arguments, other))
-        self._process.start()
-        other.close()
-
-    def ready(self) -> None:
-        if not self._pipe.poll(READY_S) or self._pipe.recv() != "ready":
-            raise RuntimeError(f"{self._target.__name__} did not start")
-
-    def ask(self) -> Any:
-        self._pipe.send("state")
-        return self._pipe.recv()
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.join()
-        self._pipe.close()
-        self.kills += 1
-
-    def end(self) -> None:
-        """Have it end by itself: its pipe ends, and what it is in the middle of is finished."""
-        self._pipe.close()
-        self._process.join(60)
 
 
 class Killer:
@@ -247,12 +199,14 @@ def problems_of(store: Store, topic: str, messages: list[tuple[int, int, bytes]]
 def run(kills: int, seed: int, root: Path, cluster: RealBrokers) -> int:
     topic, data, journal = cluster.new_topic(PARTITIONS), root / "data", root / "committed"
     journal.touch()
-    with Store(load_settings(None, **options(data, cluster.address, topic))) as store:
+    rows = {"kafka_rows": [f"{topic}=ctr/item"], "kafka_rows_gather_s": 0.1}
+    settings = options(data, cluster.address, **rows)
+    with Store(load_settings(None, **settings)) as store:
         with tierstore.SnapshotWriter(root / "ctr", model="ctr", version=1, delta_seq=0) as writer:
             writer.table("item", dim=DIM).write(np.arange(KEYS), np.zeros((KEYS, DIM), np.float32))
             writer.feature("item_id", table="item")
         store.load_snapshot(root / "ctr")
-    service = Process(follow, data, cluster.address, topic)
+    service = Process(follow, settings, partial(of_rows, topic))
     producer = Process(produce, journal, cluster.address, topic, seed)
     killer, began_s, shown = Killer(cluster, topic, service, producer, seed), time.monotonic(), 0
     while killer.kills < kills:
@@ -268,14 +222,9 @@ def run(kills: int, seed: int, root: Path, cluster: RealBrokers) -> int:
     producer.end()
     messages = read_topic(cluster.address, topic)
     service.ready()
-    until, status = time.monotonic() + END_S, dict[str, Any]()
-    while time.monotonic() < until:
-        status = service.ask()
-        if status["state"] == "caught up" and not status["pending"]:
-            break
-        time.sleep(0.2)
+    status = service.await_status(lambda said: said["state"] == "caught up" and not said["pending"])
     service.end()
-    with Store(load_settings(None, **options(data, cluster.address, topic))) as store:
+    with Store(load_settings(None, **settings)) as store:
         found = problems_of(store, topic, messages, _committed(journal))
         deltas = store.model("ctr").log.last
     for problem in found:

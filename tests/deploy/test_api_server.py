@@ -15,7 +15,6 @@ import yaml
 from tests.deploy.test_deploy import kubernetes
 from tests.deploy.test_helm import CERTIFICATES, OPEN, WHOLE, render
 from tests.engine.scenes import eventually
-from tests.test_docs import blocks
 
 ROOT = Path(__file__).parents[2]
 PLACES = f"{ROOT / '.clients/bin'}:/usr/local/bin:/usr/bin"
@@ -107,9 +106,8 @@ def test_it_takes_the_chart(apply: Apply, values: dict[str, Any]) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_it_takes_the_pod_of_the_page_and_refuses_what_is_wrong(apply: Apply) -> None:
-    ((_, text),) = blocks("docs/deploy.md", "yaml")
-    document = yaml.safe_load(text)
+def test_it_refuses_what_is_wrong(apply: Apply) -> None:
+    document = yaml.safe_load((ROOT / "deploy/kubernetes/statefulset.yaml").read_text())
     done = apply(document)
     assert (done.returncode, done.stderr) == (0, "")
     document["spec"]["replicaz"] = document["spec"].pop("replicas")

@@ -1,6 +1,6 @@
 """Killed at any moment, or without power at it, the store holds everything acknowledged, whole, once, and in order.
 
-`tools/crash_test.py` does the work and runs for as long as one likes; CRASH_ROUNDS makes this test longer.
+`tools/crash_store.py` does the work and runs for as long as one likes; CRASH_ROUNDS makes this test longer.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ import pytest
 import tierstore
 from tests.counts import few_or_many
 from tests.engine.quick_build import in_process
-from tools import crash_work
+from tools import crash_export, crash_store, crash_work
 from tools.crash_check import Acknowledged, Wrong, check
-from tools.crash_export import CrashExport, Said
-from tools.crash_test import CrashTest
 
 POINTS = (
     2  # a round, beside the kill: after single file operations, with and without power (where there is a C compiler)
@@ -29,7 +27,7 @@ MOST_ROUNDS = 20  # times CRASH_ROUNDS: on a slow machine a round does little be
 @pytest.mark.counted
 def test_nothing_acknowledged_is_lost_however_often_the_store_is_killed(tmp_path):
     rounds, killed = int(os.environ.get("CRASH_ROUNDS", few_or_many(2, 12))), Counter[str]()
-    with CrashTest(tmp_path, seed=20) as test:
+    with crash_store.Crash(tmp_path, seed=20) as test:
 
         def enough() -> bool:
             done = test.acknowledged.done
@@ -91,12 +89,13 @@ def test_an_unacknowledged_delta_may_be_there_or_not(tmp_path):
 @pytest.mark.thorough
 def test_an_export_that_is_broken_off_does_not_pass_for_one(tmp_path):
     """The short form of `tools/crash_export.py`: of snapshots alone, as a build takes seconds."""
-    with in_process(), CrashExport(tmp_path, seed=4, kinds=("snapshot",)) as test:
+    with in_process(), crash_export.Crash(tmp_path, seed=4, kinds=("snapshot",)) as test:
         test.round(2, most=10, load=False)
         assert test.found["whole"]
         if test.records:
             assert test.points.total() == 12
             assert test.found["made again"] == test.found["refused"] + test.found["not there"] > 0
         for what, why in ("export gone", "gone was acknowledged"), ("delta 9999", "9999 was acknowledged"):
+            (tmp_path / "disk/journal").write_text(f"begin {what}\ndone {what}\n")
             with pytest.raises(Wrong, match=why):
-                test._look(Said([f"begin {what}", f"done {what}"], test._last), tmp_path / "disk", "signal")
+                test._look(tmp_path / "disk", "signal")

@@ -27,7 +27,6 @@ from tests.engine.quick_build import in_process
 from tests.interop import proxies
 from tests.service.conftest import eventually, settings_for
 from tests.service.http2_client import Client
-from tests.test_docs import blocks
 from tierstore.engine.store import Store
 from tierstore.service.server import ServerThread
 
@@ -224,9 +223,3 @@ def test_small_answers_pass_haproxy_as_http2(server: ServerThread, tmp_path: Pat
     command, asked = PROGRAMS[program](), [(keys[:400], id_) for keys, id_ in drawn(100)]
     with proxies.started(proxies.Proxy("haproxy", proxies.HAPROXY_HTTP2), server.port, tmp_path) as url:
         check(command, int(url.rpartition(":")[2]), asked)
-
-
-@pytest.mark.parametrize(("name", "language"), [("grpc-nginx.conf", "nginx"), ("grpc-haproxy.cfg", "haproxy")])
-def test_the_page_shows_the_files_as_they_are(name: str, language: str) -> None:
-    text = (proxies.FILES / name).read_text(encoding="utf-8")
-    assert text.split("\n\n", 1)[1] in [block for _, block in blocks("docs/proxies.md", language)]

@@ -12,8 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.interop.proxies import FILES, PROXIES, started
-from tests.test_docs import blocks
+from tests.interop.proxies import PROXIES, started
 
 PATH = "/v2/models/ctr/infer"
 
@@ -141,9 +140,3 @@ def test_only_inference_passes(proxied: http.client.HTTPConnection, service: Ser
     assert post(proxied, b"{}", path) == 404
     assert not service.arrived
     assert post(proxied, b"{}", "/v1/models/ctr:predict") == 200
-
-
-@pytest.mark.parametrize("name", ["nginx.conf", "haproxy.cfg"])
-def test_the_page_shows_the_files_as_they_are(name: str) -> None:
-    text = (FILES / name).read_text(encoding="utf-8")
-    assert text.split("\n\n", 1)[1] in [block for _, block in blocks("docs/proxies.md", name.split(".")[0])]

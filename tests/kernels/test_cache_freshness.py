@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tierstore import kernels
+
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -51,3 +53,17 @@ def test_an_edit_to_one_source_makes_kernels_of_another_compile_anew(tmp_path: P
     for number, cached in ((1, False), (1, True), (2, False), (2, True)):
         (tmp_path / "helper.py").write_text(HELPER.format(number))
         assert run(tmp_path) == f"{number} {int(cached)}"
+
+
+def test_sources_of_kernels_are_those_of_packages_and_of_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever one lies, an edit of it has kernels compiled anew."""
+    kept = ["rows/__init__.py", "rows/inner/codec.py", "tiers/disk/bloom.py"]
+    for name in (*kept, "tiers/disk/tier.py", "tiers/__init__.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.setattr(kernels, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(kernels, "PARTS", ("tiers.disk.bloom", "rows"))
+    names = ["rows.__init__", "rows.inner.codec", "tiers.disk.bloom"]
+    assert kernels.sources.__wrapped__() == dict(zip((tmp_path / name for name in kept), names, strict=True))

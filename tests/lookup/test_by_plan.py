@@ -19,7 +19,7 @@ import pytest
 from tierstore.engine.data.overlay import OverlayTable
 from tierstore.engine.data.table_view import TableView
 from tierstore.engine.serving.epochs import Epochs
-from tierstore.engine.serving.words import PublishedWords
+from tierstore.engine.serving.served import PublishedWords
 from tierstore.kernels import codec
 from tierstore.kernels.codec import address_of
 from tierstore.lookup import binding, by_plan, grpc_answer, plans
@@ -31,7 +31,7 @@ from tierstore.service.dataplane.planner import make_plan
 from tierstore.service.protocols.oip.json_request import parse_request
 from tierstore.service.protocols.oip.json_response import ResponseLayout
 from tierstore.service.reactor.lessons import HttpLesson, Lesson
-from tierstore.service.reactor.plan_words import is_runnable, variant_words
+from tierstore.service.reactor.variants import is_runnable, variant_words
 from tierstore.service.rpc import oip_messages
 from tierstore.service.rpc.lesson import MessageLesson
 from tierstore.service.rpc.protobuf import message_class

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import ssl
 import struct
@@ -116,6 +117,15 @@ class Client:
             for _ in range(0, most_bytes, len(message)):
                 self.send(message)
         except OSError:
+            return True
+        return False
+
+    def has_ended(self) -> bool:
+        """Whether the server has ended its side by now. What came before stays."""
+        self.socket.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while part := self.socket.recv(1 << 16):
+                self._received += part
             return True
         return False
 

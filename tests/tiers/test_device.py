@@ -88,8 +88,8 @@ def test_keys_of_one_set_that_are_looked_up_at_once_are_all_remembered() -> None
     table.insert_absent(gone, 1)
     ask(table, np.concatenate([together, gone]))
     assert [table.peek(key).heat for key in together.tolist()] == [{"hits": 1}] * 4
-    assert table._memory is not None
-    _, absent, _ = table._memory.read_set(crowded + 1)
+    assert table.memory is not None
+    _, absent, _ = table.memory.read_set(crowded + 1)
     assert int(absent[0]) >> 4 & 7 == (1 << len(gone)) - 1
 
 
@@ -193,7 +193,7 @@ def test_an_update_is_seen_by_a_look_up_that_starts_after_it_while_others_are_un
 @pytest.mark.parametrize("deltas", [False, True])
 def test_what_is_written_lies_in_the_order_of_sets_where_kernels_find_them(deltas: bool) -> None:
     table, rng = open_table(ShimDevice()), np.random.default_rng(5)
-    keys = rng.permutation(np.concatenate([ODD_KEYS, np.arange(5000, 6000, dtype=np.int64)]))
+    keys = rng.permutation(np.concatenate([ODD_KEYS, np.arange(5000, 5800, dtype=np.int64)]))
     rows, deleted = rows_of(keys), rng.random(len(keys)) < 0.3
     with table.device.workspace() as ws:
         at, runs = table._stage(ws, keys, rows, deleted) if deltas else table._stage(ws, keys, rows)
@@ -211,8 +211,8 @@ def test_what_is_written_lies_in_the_order_of_sets_where_kernels_find_them(delta
     for start, end in pairwise(starts):  # equal sets in the order in which they came
         assert (np.diff(np.argsort(order)[start:end]) > 0).all()
     table.insert(keys, rows, 1)
-    assert table._memory is not None
-    assert sum(len(found) for found, _ in table._memory.resident()) == table.rows_resident
+    assert table.memory is not None
+    assert sum(len(found) for found, _ in table.memory.resident()) == table.rows_resident
 
 
 @pytest.mark.parametrize(

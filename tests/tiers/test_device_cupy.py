@@ -18,7 +18,7 @@ from tierstore.tiers.device import cupy_device
 from tierstore.tiers.device.backend import Captured, DeviceError, OutOfDeviceMemory, lies_on_gpu
 from tierstore.tiers.device.cupy_device import find_devices
 from tierstore.tiers.device.table import DeviceTable
-from tierstore.tiers.device.workspaces import WORKSPACES, DeviceMemory, Workspace
+from tierstore.tiers.device.workspaces import WORKSPACES, WRITING, DeviceMemory, Workspace
 from tierstore.types import KeyType, StorageDtype, TableSpec
 
 
@@ -125,9 +125,13 @@ def test_a_workspace_whose_work_could_not_be_waited_for_is_waited_for_by_the_nex
         cupy.refused = 905
         with pytest.raises(Captured), memory.workspace() as ws:
             _up_and_down(ws)
+        others = [memory.workspace() for _ in range(WRITING - 1)]  # taken in turn
         with pytest.raises(Captured), memory.workspace():
             pass
         cupy.refused = 0
+        for other in others:
+            with other:
+                pass
         with memory.workspace() as ws:
             ws.staging(0, 8)[:] = 2  # what is still to come down would write over it
             ws.stream.synchronize()

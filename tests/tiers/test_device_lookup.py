@@ -347,8 +347,8 @@ def test_all_misses_are_fetched_at_once_and_only_many_keys_are_copied() -> None:
     scene.look_up(RESIDENT, np.float32, np.zeros(len(RESIDENT), np.uint8), none)
     assert len(scene.asked) == 1
     assert scene.device.moved == [0, 0]  # the kernels read and write page-locked memory
-    scene = Scene(16, StorageDtype.FLOAT32, 256 << 20)
-    many = np.tile(RESIDENT, 50)
+    scene = Scene(16, StorageDtype.FLOAT32, 512 << 20)
+    many = np.tile(RESIDENT, -(-16_384 // len(RESIDENT)))
     scene.device.moved[:] = 0, 0
     np.testing.assert_array_equal(
         scene.look_up(many, np.float32, np.zeros(len(many), np.uint8), none), scene.rows(many, np.float32)
@@ -444,7 +444,7 @@ def test_a_stream_whose_work_has_ended_without_the_word_that_is_waited_for_is_an
 @pytest.mark.parametrize(("status", "kind"), [(2, OutOfDeviceMemory), (901, Captured), (719, DeviceError)])
 def test_what_the_driver_refuses_is_told_by_its_number(status: int, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="device 0: ") as caught:
-        ShimDevice().driver.check(status)
+        ShimDevice().driver().check(status)
     assert type(caught.value) is kind
 
 

@@ -118,7 +118,7 @@ class Compilation:
                         _check(key.data)
 
     def _reach(self, level: int) -> None:
-        """All processes have compiled the kernels of `level`."""
+        """Note that all processes have compiled the kernels of `level`."""
         if level == kernels.FIRST:
             if self._is_first:
                 self._say(f"kernels of look-ups are compiled ({time.monotonic() - self._start_s:.1f} s); others follow")

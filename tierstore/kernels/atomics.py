@@ -113,6 +113,12 @@ def add_at(typingctx: Any, address: Any, value: Any) -> Any:
 
 
 @intrinsic
+def swap_at(typingctx: Any, address: Any, value: Any) -> Any:
+    """Write the int64 at a multiple of 8, in one step and in one order for all threads. Returns what was there before."""
+    return _change_at("xchg")
+
+
+@intrinsic
 def raise_at(typingctx: Any, address: Any, value: Any) -> Any:
     """Make the int64 at a multiple of 8 at least `value`, in one step. Returns what was there before."""
     return _change_at("max")

@@ -145,6 +145,12 @@ def accept(typingctx: Any, fd: Any) -> Any:
 
 
 @intrinsic
+def end_sending(typingctx: Any, fd: Any) -> Any:
+    """`shutdown` of the side that sends: the other one reads what was sent, and then the end."""
+    return _calls("shutdown", _I32, [_I32, _I32], 1)  # SHUT_WR
+
+
+@intrinsic
 def close(typingctx: Any, fd: Any) -> Any:
     return _calls("close", _I32, [_I32])
 
@@ -193,7 +199,7 @@ def epoll_wait(typingctx: Any, epoll: Any, events: Any, most: Any, timeout_ms: A
 
 @intrinsic
 def epoll_set(typingctx: Any, epoll: Any, operation: Any, fd: Any, mask: Any, data: Any) -> Any:
-    """`epoll_ctl`: from now on (EPOLL_ADD) events of `mask` on `fd` are told with the 64 bits `data`, or no more."""
+    """`epoll_ctl`: report events of `mask` on `fd` with the 64 bits `data` from now on (EPOLL_ADD), or no more (EPOLL_DEL)."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         epoll, operation, fd, mask, data = args

@@ -117,7 +117,7 @@ def _hash_to_240(at: Any, size: Any) -> Any:
 
 @compiled(types.void(types.int64, types.int64, types.uint64[::1]), inner=True)
 def _accumulate(at: Any, secret: Any, acc: Any) -> Any:
-    """One stripe into the eight accumulators."""
+    """Add one stripe to the eight accumulators."""
     for i in range(8):
         lane = load_u64(at, i)
         keyed = lane ^ _WORDS[secret + 8 * i]
@@ -127,7 +127,7 @@ def _accumulate(at: Any, secret: Any, acc: Any) -> Any:
 
 @compiled(types.void(types.uint64[::1]), inner=True)
 def _scramble(acc: Any) -> Any:
-    """After each block that more follows."""
+    """Scramble the accumulators behind each block but the last."""
     for i in range(8):
         acc[i] = (acc[i] ^ (acc[i] >> _U64(47)) ^ _WORDS[128 + 8 * i]) * _P32_1
 
@@ -155,7 +155,7 @@ def _hash_long(at: Any, size: Any, acc: Any) -> Any:
 
 @compiled(types.uint64(types.int64, types.int64, types.uint64[::1]), inner=True)
 def hash_at(at: Any, size: Any, acc: Any) -> Any:
-    """Of `size` bytes at an address; `acc`, uint64[8], is room to work in."""
+    """XXH3-64 of `size` bytes at an address; `acc`, uint64[8], is room to work in."""
     if size <= 16:
         return _hash_to_16(at, size)
     return _hash_to_240(at, size) if size <= 240 else _hash_long(at, size, acc)

@@ -138,7 +138,7 @@ def _offer(shared, table, seq, keys, state, rows, row_bytes):  # type: ignore[no
 
 @nb.njit
 def _fetch(shared, table, seq, keys_at, n, state_at, out_code, out, window):  # type: ignore[no-untyped-def]
-    """Answer the keys that are PENDING from disk: rows to `out`, states. What the drive has yet to read stays PENDING with a window of 0.
+    """Answer the keys that are PENDING from disk: write their rows to `out` and their states. With a window of 0, what the drive has yet to read stays PENDING.
 
     Returns DONE, LEFT where keys are PENDING still, or FOR_PYTHON.
     """
@@ -216,7 +216,7 @@ def _fetch(shared, table, seq, keys_at, n, state_at, out_code, out, window):  # 
 
 @nb.njit
 def _finish_bags(shared, call, table, seq, keys, n, state, tail, out, window):  # type: ignore[no-untyped-def]
-    """Answer the bags of a call that have no answer yet: those with a key that is PENDING, or all. Without DONE nothing has changed."""
+    """Answer the bags of a call that have no answer yet: those with a PENDING key, or all. Unless it returns DONE, nothing has changed."""
     dim, bags, keys_a_bag = table.dim, call.bags, call.bag_keys
     weights = 0 if call.weights_at < 0 else tail + call.weights_at
     given = 0 if call.starts_at < 0 else tail + call.starts_at
@@ -270,7 +270,7 @@ def _finish_bags(shared, call, table, seq, keys, n, state, tail, out, window):  
 
 @compiled_c(types.int64(*[types.int64] * 6), when=HTTP)
 def finish(shared: Any, run: Any, view: Any, tail: Any, data: Any, states: Any) -> Any:
-    """Answer from disk what a run has left PENDING: DONE, LEFT where the drive would have to be waited for, or FOR_PYTHON.
+    """Answer from disk what a run has left PENDING. Returns DONE, LEFT where that would wait for the drive, or FOR_PYTHON.
 
     `data`: where the rows of the run go; the other addresses as for `by_plan.run`. The run's `window` says what may be waited for.
     """

@@ -1,6 +1,6 @@
 """The layouts of plans: what a model serves, the views and tables of that, and how requests of a structure are answered.
 
-Python makes them (`engine/serving/words.py`, `service/reactor/plan_index.py`); `by_plan.py`, `binding.py` and `scoring.py` read them. A token
+Python makes them (`engine/serving/served.py`, `service/reactor/plan_index.py`); `by_plan.py`, `binding.py` and `scoring.py` read them. A token
 stands for one version with one dense part: a plan's variant is good for a view if their tokens are the same.
 """
 

@@ -59,7 +59,7 @@ _MOST_TIMEOUT_US = 1 << 50
 
 @nb.njit
 def _has_access(me, fd, at):  # type: ignore[no-untyped-def]
-    """Whether the caller of the request at `at`, whose head is in `found`, is known here and may ask; `found` has who it is then."""
+    """Whether the reactor knows the caller of the request at `at` and lets it ask. Its head is in `found`, which gets the caller."""
     table, found = callers.allowed_at(acquire_i64(place(me.shared, "allowed_at"))), me.found
     if not callers.is_own_host(table, at + found.host_at, found.host_bytes):
         return False
@@ -117,7 +117,7 @@ MAY, LONG = -1, -2  # of `why_not`, `plan_for` and `bind_plan`, beside reasons
 
 @nb.njit
 def why_not(me, fd, at, since, began):  # type: ignore[no-untyped-def]
-    """Why the request at `at`, whose head is in `found`, may not be answered here, as far as its head and the time say; or MAY.
+    """Decide by its head and the time whether the request at `at` may be answered here. Returns MAY, or the reason why not. Its head is in `found`.
 
     `since` is when its first bytes came; 0: all came at once.
     """
@@ -135,7 +135,7 @@ def why_not(me, fd, at, since, began):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _is_late(since, timeout_ns, began):  # type: ignore[no-untyped-def]
-    """Whether a request that came in parts has taken its time already. 0: it has any."""
+    """Whether a request that came in parts has used up its timeout already. A timeout of 0 never ends."""
     return timeout_ns > 0 and since > 0 and began - since >= timeout_ns
 
 
@@ -180,9 +180,9 @@ def _find(me, path, path_bytes, structure, structure_bytes, form):  # type: igno
 
 @nb.njit
 def _may_wait_ns(me, since, began):  # type: ignore[no-untyped-def]
-    """How long the request, whose head is in `found` and whose description in the record, may wait, as `Waits.admit` has it.
+    """How long a request may wait, in ns, by the rule of `Waits.admit`. Its head is in `found`, its description in the record.
 
-    `since` as for `why_not`. Less than 0: Python says.
+    `since` as for `why_not`. Below 0: Python decides.
     """
     if request_record.row_at(me.record, 0).timeout_us > _MOST_TIMEOUT_US:
         return -1
@@ -195,7 +195,7 @@ def _may_wait_ns(me, since, began):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def is_refused(me, plan, variant, since, began):  # type: ignore[no-untyped-def]
-    """Whether a prediction would wait too long for a thread; then it is counted, and the variant has the answer. `since` as for `why_not`.
+    """Whether a prediction would wait too long for a thread. If so it counts as refused, and the variant has the answer. `since` as for `why_not`.
 
     What is refused here costs its reading and a ready
     answer; by Python, which finds its caches full of the dense part's weights, it costs thirty times as much.
@@ -255,7 +255,7 @@ def bind_plan(me, variant, view, tail, since, more, began):  # type: ignore[no-u
 
 @nb.njit
 def look_up(me, plan, variant, view, tail, began, planned):  # type: ignore[no-untyped-def]
-    """Do the run in `me.bound`: its rows are where the answer's data belong, and it is charged and counted. Returns what comes of it (`lookup/by_plan.py`)."""
+    """Do the run in `me.bound`: write its rows where the answer's data belong, charge it and count it. Returns what comes of it (`lookup/by_plan.py`)."""
     data = me.answer + HEAD_ROOM
     came = call_at(me.run, me.bound, view, tail, data, me.states, me.scratch)
     if came == by_plan.COLD:
@@ -339,7 +339,7 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def answer_rows(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
-    """As `answer`, of a front's request for rows (`lookup/front_rows.py`). Where memory lacks one, it is for Python."""
+    """Answer a front's request for rows (`lookup/front_rows.py`) as `answer` does. Where memory lacks a row, Python gets the request."""
     found = me.found
     body, size = at + found.head_bytes, found.body_bytes
     n = (size - REQUEST_HEAD_BYTES) >> 3

@@ -28,7 +28,7 @@ from tierstore.reactor.layout import (
     ROWS_ON_DISK,
     TURNED_AWAY,
     VALUES,
-    here_at,
+    reactor_at,
 )
 from tierstore.reactor.predictions import bind_scores, make_prediction, timeout_of
 from tierstore.wire.protobuf import scan as protobuf_scan
@@ -117,5 +117,5 @@ def answer_call(me, fd, text, message, message_bytes, began):  # type: ignore[no
 
 @compiled_c(types.int64(*[types.int64] * 6), when=LAST)
 def run(at: Any, fd: Any, text: Any, message: Any, message_bytes: Any, began: Any) -> Any:
-    """`answer_call` of the reactor whose Here is at an address, which is compiled apart."""
-    return answer_call(here_at(at), fd, text, message, message_bytes, began)
+    """`answer_call` of the reactor whose record is at an address, which is compiled apart."""
+    return answer_call(reactor_at(at), fd, text, message, message_bytes, began)

@@ -1,4 +1,4 @@
-"""A reactor's connections: taken in, and ended; and the answers that leave on them. See `loop.py`.
+"""A reactor's connections: how it accepts and ends them, and sends answers on them. See `loop.py`.
 
 Kernels for the thread of one reactor, which is the only one to write the rows of its connections.
 """
@@ -22,6 +22,7 @@ from tierstore.kernels.sysio import (
     allocate,
     close,
     drop_on_close,
+    end_sending,
     epoll_set,
     monotonic_ns,
     release,
@@ -31,12 +32,18 @@ from tierstore.kernels.sysio import (
 from tierstore.lookup.cold_reads import job_at
 from tierstore.reactor.layout import (
     ACCEPTED,
+    CLOSES,
+    ENDED,
     FREE,
     GRPC_LISTENER,
     INTEREST,
+    LINGERS,
     LISTENER,
     MAY_READ,
     MESSAGE_BYTES,
+    MOST_DROPPED,
+    MOST_UNDECIDED,
+    NO_DESCRIPTORS,
     READING,
     REFUSED,
     SENDING,
@@ -44,6 +51,7 @@ from tierstore.reactor.layout import (
     SERIALS,
     STREAM_LOST,
     TURNED_OFF,
+    UNDECIDED,
     WAITS,
     connection_at,
     line_at,
@@ -71,7 +79,7 @@ def notify(me, kind, fd, serial, value, more):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def hold(me, fd, size):  # type: ignore[no-untyped-def]
-    """Of a connection's request, this many bytes are held: a large one counts as far as it has come."""
+    """Count this many bytes as held for a connection's request. A large request counts as far as it has come."""
     row = connection_at(me.conns, fd)
     if row.held != size:
         add_at(place(me.shared, "inflight"), size - row.held)
@@ -87,7 +95,7 @@ def has_room(me, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def forget(me, fd):  # type: ignore[no-untyped-def]
-    """A connection's row is free from here on; its descriptor and its bytes are somebody else's."""
+    """Free a connection's row. Its descriptor and its bytes are the caller's concern."""
     row = connection_at(me.conns, fd)
     hold(me, fd, 0)
     row.state = FREE
@@ -102,7 +110,7 @@ def forget(me, fd):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def let_go_of_answer(me, fd):  # type: ignore[no-untyped-def]
-    """The answer has left, or nobody wants it."""
+    """Free an answer that has left, or that nobody wants."""
     row = connection_at(me.conns, fd)
     if row.pieces > 0:
         notify(me, SENT, fd, row.serial, 0, 0)
@@ -121,7 +129,7 @@ def free_session(s):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _end_session(me, fd):  # type: ignore[no-untyped-def]
-    """Free the session of a connection of HTTP/2. Python hears that those of its streams that it has are lost; and of jobs whoever does them."""
+    """Free the session of an HTTP/2 connection. Python learns which of its streams are lost, and the readers learn it of their jobs."""
     conn = connection_at(me.conns, fd)
     s, away = conn.session, 0
     conn.session = 0
@@ -150,13 +158,20 @@ def wait_for_turn(me, fd):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def end(me, fd, abort):  # type: ignore[no-untyped-def]
-    """End a connection. With `abort` it is reset, and what it has not taken is dropped."""
+def _let_go(me, fd):  # type: ignore[no-untyped-def]
+    """Free what a connection holds: its answer, its session, and the bytes of its requests."""
     row = connection_at(me.conns, fd)
     let_go_of_answer(me, fd)
     if row.session != 0:
         _end_session(me, fd)
     release(row.in_at)
+    row.in_at = row.in_bytes = 0
+
+
+@nb.njit
+def end(me, fd, abort):  # type: ignore[no-untyped-def]
+    """End a connection. With `abort` it is reset, and what it has not taken is dropped."""
+    _let_go(me, fd)
     if abort:
         drop_on_close(fd)
     end_tls(me, fd, abort)
@@ -165,8 +180,30 @@ def end(me, fd, abort):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
+def end_after_answer(me, fd, now):  # type: ignore[no-untyped-def]
+    """End a connection whose last answer the socket has taken.
+
+    A socket that is closed before all that came was read resets its connection, and with that the client may lose the answer. So a client that
+    may still send sees the end of our side first; for a time what it sends is read and dropped (RFC 9112, 9.6).
+    """
+    row = connection_at(me.conns, fd)
+    if row.flags & LINGERS or row.flags & (ENDED | MAY_READ) == ENDED:
+        end(me, fd, False)
+        return
+    _let_go(me, fd)
+    end_tls(me, fd, False)
+    end_sending(fd)
+    hold(me, fd, 0)
+    row.state, row.needed, row.chunks_head, row.to_drop = READING, 0, 0, MOST_DROPPED
+    row.flags |= CLOSES | LINGERS
+    row.deadline_ns = now + me.limits.finish_ns
+    if row.flags & MAY_READ:
+        wait_for_turn(me, fd)
+
+
+@nb.njit
 def start_serving(me, fd, now, off):  # type: ignore[no-untyped-def]
-    """Begin to serve a connection, on the reactor that has the fewest; `off`: TURNED_OFF, or 0. False where it cannot be watched."""
+    """Begin to serve a connection on the reactor that has the fewest. `off` is TURNED_OFF or 0. Returns False where epoll does not watch it."""
     owner = me.number
     for other in range(me.limits.reactors):
         if relaxed_i64(place(line_at(me.lines, other), "load")) < relaxed_i64(place(line_at(me.lines, owner), "load")):
@@ -196,11 +233,23 @@ def start_serving(me, fd, now, off):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def listen(me, how):  # type: ignore[no-untyped-def]
-    """Be told of connections that wait (EPOLL_ADD), or no more (EPOLL_DEL)."""
+    """Have epoll report connections that wait (EPOLL_ADD), or report them no more (EPOLL_DEL)."""
     epoll = me.line.epoll
     epoll_set(epoll, how, me.listener, READABLE | EXCLUSIVE, LISTENER)
     if me.grpc_listener >= 0:
         epoll_set(epoll, how, me.grpc_listener, READABLE | EXCLUSIVE, GRPC_LISTENER)
+
+
+@nb.njit
+def _pause(me, why):  # type: ignore[no-untyped-def]
+    listen(me, EPOLL_DEL)
+    me.line.paused = why
+
+
+@nb.njit
+def accept_again(me):  # type: ignore[no-untyped-def]
+    me.line.paused = 0
+    listen(me, EPOLL_ADD)
 
 
 @nb.njit
@@ -219,21 +268,25 @@ def accept_new(me, listener, now):  # type: ignore[no-untyped-def]
             continue
         if fd < 0:
             if fd != -EAGAIN:  # no descriptors left, say: the listener would be told of again at once, for ever
-                listen(me, EPOLL_DEL)
-                me.line.paused = 1
+                _pause(me, NO_DESCRIPTORS)
             return
         send_at_once(fd)
         there = acquire_i64(place(me.shared, "open")) + acquire_i64(place(me.shared, "other_open"))
         if there >= me.limits.most_connections:
+            add_at(place(me.shared, "undecided"), 1)
             if not notify(me, REFUSED, fd, 0, 0, 0):
+                add_at(place(me.shared, "undecided"), -1)
                 close(fd)
+            if acquire_i64(place(me.shared, "undecided")) >= MOST_UNDECIDED:
+                _pause(me, UNDECIDED)
+                return
         elif not _start_new(me, fd, now):
             close(fd)
 
 
 @nb.njit
 def send_first(me, fd, at, size):  # type: ignore[no-untyped-def]
-    """Send an answer out of the reactor's own memory; what the socket does not take is kept."""
+    """Send an answer from the reactor's own memory, and keep what the socket does not take."""
     row = connection_at(me.conns, fd)
     sent = 0
     while sent < size:
@@ -260,7 +313,7 @@ def send_first(me, fd, at, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def lose_client(me, fd):  # type: ignore[no-untyped-def]
-    """The client of a connection of HTTP/1.1 is gone, while its request is away."""
+    """Note that the client of an HTTP/1.1 connection has gone while its request is away."""
     row = connection_at(me.conns, fd)
     row.lost = 1
     if row.job != 0:
@@ -277,7 +330,7 @@ def go_on(me, fd):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def probe_client(me, fd):  # type: ignore[no-untyped-def]
-    """Send an interim answer (RFC 9110, 15.2) to a client whose request is away: if it is gone, that resets the connection. HTTP/1.0 has none."""
+    """Send an interim answer (RFC 9110, 15.2) to a client whose request is away. A client that has gone resets the connection then. HTTP/1.0 has none."""
     at = connection_at(me.conns, fd).in_at
     while load_u8(at, 1) != _LF:
         at += 1
@@ -287,7 +340,7 @@ def probe_client(me, fd):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def set_send_deadline(me, fd, size):  # type: ignore[no-untyped-def]
-    """Until when an answer must have left: so long without any rate, and the time that it takes at the slowest."""
+    """Set until when an answer must have left: a fixed time, and the time that its bytes take at the slowest rate."""
     slowest = size * 1_000_000_000 // me.limits.slowest_rate
     connection_at(me.conns, fd).moved_ns = monotonic_ns()
     connection_at(me.conns, fd).deadline_ns = connection_at(me.conns, fd).moved_ns + me.limits.stall_ns + slowest
@@ -295,7 +348,7 @@ def set_send_deadline(me, fd, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def send_on(me, fd):  # type: ignore[no-untyped-def]
-    """Go on with an answer. True once all of it has left; a connection that is lost is marked."""
+    """Send more of an answer. Returns True once all of it has left, and marks a connection that is lost."""
     row = connection_at(me.conns, fd)
     moved = False
     while True:

@@ -48,7 +48,7 @@ def _keep_frames(me, fd, s, left):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _flush_pieces(me, fd, s):  # type: ignore[no-untyped-def]
-    """As `flush`, of pieces."""
+    """Do `flush` for pieces."""
     row = connection_at(me.conns, fd)
     http2_out.end_part(s)
     piece, count = s.pieces, s.pieces_used
@@ -88,7 +88,7 @@ def _flush_pieces(me, fd, s):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def flush(me, fd, s):  # type: ignore[no-untyped-def]
-    """Send the frames that were written. True where all have left; a connection that is lost is marked."""
+    """Send the frames that were written. Returns True where all have left, and marks a connection that is lost."""
     if s.pieces_used > 0:
         return _flush_pieces(me, fd, s)
     row = connection_at(me.conns, fd)
@@ -128,7 +128,7 @@ def flush(me, fd, s):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def push_row(me, fd, s, row):  # type: ignore[no-untyped-def]
-    """`http2_out.push`, and Python hears what it waits to hear."""
+    """Do `http2_out.push`, and tell Python which of its blocks have left."""
     stream = row.id
     is_away = row.state & http2_layout.AWAY != 0
     reports, moved = http2_out.push(s, row)
@@ -143,7 +143,7 @@ def push_row(me, fd, s, row):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def set_deadline(me, row):  # type: ignore[no-untyped-def]
-    """Until when the first block of a stream must have left."""
+    """Set until when the first block of a stream must have left."""
     block = row.first_out
     if block == 0:
         row.deadline_ns = 0

@@ -1,11 +1,11 @@
 """How a reactor serves connections of HTTP/2: between sockets and `wire/http2/core.py`, and between streams and Python. See `loop.py`.
 
 A connection is of HTTP/2 from its preface on, for life. What its frames write is gathered in the reactor's memory and leaves with one
-system call where it can; what the socket does not take is kept with the session, and as long as much is kept nothing more is read. So
+system call where it can. The session keeps what the socket does not take, and while it keeps much the reactor reads nothing more of the connection. So
 neither a client that does not read nor one that holds its windows back costs more than the bounds say.
 
-A whole call of ModelInfer is answered here where a plan allows. Any other request is Python's: its head and body, in a block that Python
-frees; then what comes of a method that streams, one block at a time, its end, and its loss. Answers come back as blocks (`wire/http2/out.py`).
+The reactor answers a whole call of ModelInfer where a plan allows. Python gets any other request: its head and body, in a block that Python
+frees; then the data of a method that streams, one block at a time, its end, and its loss. Answers come back as blocks (`wire/http2/out.py`).
 
 Kernels for the thread of one reactor.
 """
@@ -22,7 +22,13 @@ from tierstore.kernels.atomics import add_at, copy_bytes
 from tierstore.kernels.records import place
 from tierstore.kernels.sysio import EAGAIN, EINTR, allocate, move_bytes, release
 from tierstore.lookup.cold_reads import job_at
-from tierstore.reactor.connections import end, has_room, hold, wait_for_turn
+from tierstore.reactor.connections import (
+    end,
+    end_after_answer,
+    has_room,
+    hold,
+    wait_for_turn,
+)
 from tierstore.reactor.frames import KEPT_BYTES, bind_frames, flush, push_all, push_row, set_deadline
 from tierstore.reactor.layout import (
     BUFFER_BYTES,
@@ -38,8 +44,8 @@ from tierstore.reactor.layout import (
     STREAM_RESET,
     STREAM_SHIFT,
     connection_at,
-    here_at,
     message_at,
+    reactor_at,
 )
 from tierstore.reactor.sockets import receive
 from tierstore.reactor.streams import lose, on_event, on_job, report_data, shed
@@ -55,7 +61,7 @@ _TURN_STREAMS = 64  # that are begun before others have their turn
 
 @nb.njit
 def _finish_turn(me, fd, s, now):  # type: ignore[no-untyped-def]
-    """Let what was written leave, and set what a connection holds and how long it may wait. It may be closed afterwards."""
+    """Send what was written, and note what a connection holds and how long it may wait. The connection may be closed afterwards."""
     row = connection_at(me.conns, fd)
     if row.lost == 0 and flush(me, fd, s) and s.waiting > 0:
         push_all(me, fd, s)
@@ -65,7 +71,7 @@ def _finish_turn(me, fd, s, now):  # type: ignore[no-untyped-def]
         return
     has_left = s.out_kept == 0
     if has_left and s.open == 0 and s.flags & http2_layout.GOING:
-        end(me, fd, False)
+        end_after_answer(me, fd, now)
         return
     held = s.held + row.in_bytes + (0 if has_left else s.out_bytes)
     hold(me, fd, held if held > HELD_FROM else 0)
@@ -121,7 +127,7 @@ def _read_frames(me, fd, now):  # type: ignore[no-untyped-def]
             moved = True
             if event == http2_layout.FAILED:
                 flush(me, fd, s)
-                end(me, fd, False)
+                end_after_answer(me, fd, now)
                 return
             if event != http2_layout.NOTHING:
                 on_event(me, fd, s, event, now)
@@ -159,7 +165,7 @@ def _read_frames(me, fd, now):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _on_message(me, fd, message, now):  # type: ignore[no-untyped-def]
-    """One of Python's messages for a stream, which may be there no more. The connection may be closed afterwards."""
+    """Do what a message of Python asks for a stream, which may have closed. The connection may be closed afterwards."""
     what, serial, value, size = message.what, message.serial, message.value, message.more
     kind, stream = what & 255, what >> STREAM_SHIFT
     conn = connection_at(me.conns, fd)
@@ -197,7 +203,7 @@ def _on_message(me, fd, message, now):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _on_job(me, fd, number, now):  # type: ignore[no-untyped-def]
-    """A job that is done, of a stream which may be there no more. The connection may be closed afterwards."""
+    """Take back a job that is done; its stream may have closed. The connection may be closed afterwards."""
     job, conn = job_at(me.jobs, number), connection_at(me.conns, fd)
     s = conn.session if conn.state == HTTP2 and conn.serial == job.serial else 0
     row = http2_layout.stream_at(0) if s == 0 else http2_out.row_of(s, job.stream)
@@ -211,7 +217,7 @@ def _on_job(me, fd, number, now):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _sweep(me, fd, now, stall):  # type: ignore[no-untyped-def]
-    """Reset streams that are late, and end a connection that is late or idle, or has nothing to be answered at the end."""
+    """Reset streams that are late. End a connection that is late or idle, or that has no request when the service ends."""
     conn = connection_at(me.conns, fd)
     s, row, limits = conn.session, conn.session.streams, me.limits
     is_kept = s.out_kept != 0
@@ -251,12 +257,12 @@ def _sweep(me, fd, now, stall):  # type: ignore[no-untyped-def]
 
 @compiled_c(types.int64(*[types.int64] * 6), when=LAST)
 def run(at: Any, what: Any, fd: Any, now: Any, more: Any, _: Any) -> Any:
-    """Serve a connection of HTTP/2 of the reactor whose Here is at an address, which is compiled apart.
+    """Serve a connection of HTTP/2 of the reactor whose record is at an address, which is compiled apart.
 
     FRAMES: read what has come; MESSAGE: take Python's at `more`; JOB_ENDED: take the job `more` back; SWEEP: end what is late, `more`: how long
     nothing may leave.
     """
-    me = here_at(at)
+    me = reactor_at(at)
     if what == FRAMES:
         _read_frames(me, fd, now)
     elif what == MESSAGE:

@@ -1,4 +1,4 @@
-"""What a reactor leaves to the readers of cold rows, and takes back from them; and how an answer is counted. See `loop.py`.
+"""Jobs that a reactor gives to the readers of cold rows and takes back from them, and how it counts an answer. See `loop.py`.
 
 Kernels for the thread of one reactor.
 """
@@ -68,7 +68,7 @@ def _free_job(me, number):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def read_cached(me, view, tail, data):  # type: ignore[no-untyped-def]
-    """Answer what memory lacks of the run at `me.bound`, if it is little and the system's cache has it; its rows go to `data`.
+    """Read the rows of the run at `me.bound` that memory lacks, if they are few and the system's cache has them; they go to `data`.
 
     Returns `by_plan.ANSWERED`, COLD, or ELSEWHERE, where compiled readers cannot get at some.
     """
@@ -136,7 +136,7 @@ def await_job(me, fd, number, closing):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def hand_out(me, number):  # type: ignore[no-untyped-def]
-    """Give a job to those who do it. False: it is over, and for Python."""
+    """Give a job to those who do it. Returns False where nobody took it: then it is over, and Python gets the request."""
     job, message = cold_reads.job_at(me.jobs, number), me.message
     message.what = number
     if job.cold == 0:
@@ -161,7 +161,7 @@ def submit(me, fd):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _give_back(job):  # type: ignore[no-untyped-def]
-    """Give back what a request has drawn of its rates: Python charges it."""
+    """Give back what a request has drawn of its rates, because Python charges it again."""
     keys = job.keys
     size, began = job.body_bytes, job.began_ns
     rates.draw_at(job.caller_rates, began, -1, -keys, -size)
@@ -170,7 +170,7 @@ def _give_back(job):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def end_job(me, number):  # type: ignore[no-untyped-def]
-    """Count a job that is done, or give back what it has drawn, and free its number; what it has in memory stays. Returns whether there is an answer."""
+    """Count a job that is done, or give back what it has drawn, and free its number but not its memory. Returns whether it has an answer."""
     job = cold_reads.job_at(me.jobs, number)
     answered = job.outcome == cold_reads.DONE
     if answered and job.cold != 0:
@@ -195,7 +195,7 @@ def reason_of(job):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def finish_job(me, number):  # type: ignore[no-untyped-def]
-    """A job of HTTP/1.1 that is done. Returns its connection if there is an answer to be sent, or -1."""
+    """Take back a job of HTTP/1.1 that is done. Returns its connection if there is an answer to send, or -1."""
     job = cold_reads.job_at(me.jobs, number)
     answered = end_job(me, number)
     fd, block, size, held = job.fd, job.block, job.head_bytes + job.data_bytes, job.held_bytes
@@ -221,7 +221,7 @@ def finish_job(me, number):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def drop_job(me, number):  # type: ignore[no-untyped-def]
-    """Take a job back that nobody was given: its request cannot be kept."""
+    """Take back a job that nobody has got yet, as its request cannot be kept."""
     job = cold_reads.job_at(me.jobs, number)
     release(job.block)
     add_at(place(me.shared, "inflight"), -job.held_bytes)

@@ -26,7 +26,7 @@ CONNECTION_RECORD = define("Connection", "a client's connection, by its descript
     "out_base": "the block that it is in, to be freed; 0: it is in Python's memory",
     "pieces_at pieces": "the piece of Python's memory that is leaving, and how many there are with those behind it",
     "deadline_ns": "until when something must have come or left; 0: it may take any time",
-    "flags": "MAY_READ, CLOSES, ENDED, WAITS, TURNED_OFF",
+    "flags": "MAY_READ, CLOSES, ENDED, WAITS, TURNED_OFF, LINGERS",
     "lost": "1: the client is gone",
     "began_ns": "when the first bytes of the request came; 0: all came at once",
     "job": "the number of the job that it waits for, from 1 on; or 0",
@@ -41,9 +41,9 @@ CONNECTION_RECORD = define("Connection", "a client's connection, by its descript
     "caller_at caller_bytes": "stands for the names of the client's certificate where a request has no Authorization",
 })  # fmt: skip
 # of `flags`: bytes may be waiting in the socket; no request is read after this answer; the client sends nothing more;
-# it is among those that have their next turn at once; it is one too many, and its request is answered so
-MAY_READ, CLOSES, ENDED, WAITS, TURNED_OFF = 1, 2, 4, 8, 16
-ALL_OF_IT = 1 << 62  # of `to_drop`: whatever comes
+# it is among those that have their next turn at once; it is one too many, and its request is answered so; its last answer has left
+MAY_READ, CLOSES, ENDED, WAITS, TURNED_OFF, LINGERS = 1, 2, 4, 8, 16, 32
+MOST_DROPPED = 1 << 26  # bytes that a client may go on sending behind its last answer
 
 SHARED = define("Shared", "what all reactors of a service share with Python", {
     "mode": "RUN, DRAIN, FINISH or STOP",
@@ -53,6 +53,7 @@ SHARED = define("Shared", "what all reactors of a service share with Python", {
     "inflight other_inflight": "bytes that requests and answers hold, here and in Python",
     "open other_open": "connections that are open, here and in Python",
     "turned_off": "connections that are one too many",
+    "undecided": "connections beyond the limit of which Python has not said what becomes of them",
     "highest": "the highest descriptor of a connection",
     "allowed_at": "who may ask (`wire/callers.py`)",
     "queued other_queued": "predictions of reactors, and calls of Python, that wait for a thread or have one",
@@ -97,7 +98,7 @@ LINE = define("ReactorLine", "what one reactor says of itself", {
     "turns": "of its loop",
     "next_sweep_ns": "when it looks for connections that are late",
     "date_s": "the second that its date says",
-    "paused": "1: it does not accept, as there were no descriptors",
+    "paused": "why it does not accept: NO_DESCRIPTORS, UNDECIDED, or 0",
     "dice": "the state of its random numbers",
     "reasons": ((np.int64, (len(REASONS),)), "how often a request or a connection was handed to Python, by reason"),
 }, size=256)  # fmt: skip
@@ -138,6 +139,8 @@ ANSWERED, MADE_A_JOB, TURNED_AWAY = -1, -2, -3  # else a reason; TURNED_AWAY: a 
 
 EVENTS = 256  # of one turn
 ACCEPTED = 64  # connections of one turn
+MOST_UNDECIDED = 32  # connections that wait for Python's decision, which hold descriptors that others need; the next ones wait to be accepted
+NO_DESCRIPTORS, UNDECIDED = 1, 2  # of `paused`
 PIPELINED = 16  # requests of one connection, before others have their turn
 JOBS = 512  # of one reactor, that readers or threads that predict are at or have before them
 KEPT_JOBS = 128  # that predictions leave to others
@@ -166,7 +169,7 @@ FREE_JOBS = define("FreeJobs", "numbers of jobs of a reactor that are free", {
     "count": "how many",
     "numbers": ((np.int64, (JOBS,)), "which"),
 })  # fmt: skip
-HERE = define("Here", "what one reactor works with, in memory that Python keeps while it runs", {
+REACTOR = define("Reactor", "what one reactor works with, in memory that Python keeps while it runs", {
     "number": "its own",
     "listener grpc_listener": "descriptors of the ports; -1: there is no second one, or not yet",
     "inbox outbox": "descriptors of pipes: from Python, and to it",
@@ -196,7 +199,7 @@ HERE = define("Here", "what one reactor works with, in memory that Python keeps 
     "frames": "FRAMES_BYTES of frames that are to leave",
     "pieces": (TEXT, "`http2_layout.PIECES`, where data of frames stay where they are"),
 })  # fmt: skip
-connection_at, line_at, here_at, message_at, version_counts_at = (
-    at(kind) for kind in (CONNECTION_RECORD, LINE, HERE, MESSAGE_RECORD, VERSION_COUNTS)
+connection_at, line_at, reactor_at, message_at, version_counts_at = (
+    at(kind) for kind in (CONNECTION_RECORD, LINE, REACTOR, MESSAGE_RECORD, VERSION_COUNTS)
 )
 MESSAGE_BYTES = MESSAGE_RECORD.bytes

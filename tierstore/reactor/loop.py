@@ -22,9 +22,12 @@ An answer that leaves at once never enters SENDING, and bytes of a request that 
 idle connection holds no memory. One connection is read again only when its answer has left, so a client that does not
 read is not served more.
 
-A client that ends its side of a connection is answered what it has asked, and one that is gone ends it the same way: what tells them apart is that
-only the first takes what it is sent. So while a request waits the second is found out by an interim answer (`probe_client`), which resets the
-connection. With TLS an end is that of both sides.
+A client may end its side of a connection and still wait for its answers; a client that has gone looks the same. Only the first takes what it is sent.
+So while a request waits, the reactor sends an interim answer (`probe_client`), which resets the connection of a client that has gone. With TLS an end
+is that of both sides.
+
+After its last answer a connection goes back to READING, and whatever comes is dropped: its client may still be sending, and would lose the answer to a
+reset (`end_after_answer`).
 
 Time: a request has one to arrive whole, an answer to leave and to go on leaving, and a connection between them. At the
 end all of these are short. Bytes: a head is bounded by
@@ -66,8 +69,10 @@ from tierstore.kernels.sysio import (
 )
 from tierstore.lookup.cold_reads import job_at
 from tierstore.reactor.connections import (
+    accept_again,
     accept_new,
     end,
+    end_after_answer,
     listen,
     lose_client,
     probe_client,
@@ -91,11 +96,14 @@ from tierstore.reactor.layout import (
     FREE,
     HTTP2,
     JOB_ENDED,
+    LINGERS,
     MAKE_ROOM,
     MAY_READ,
     MESSAGE,
     MESSAGE_BYTES,
     MESSAGES,
+    MOST_UNDECIDED,
+    NO_DESCRIPTORS,
     PROBE_NS,
     READING,
     RUN,
@@ -106,11 +114,12 @@ from tierstore.reactor.layout import (
     STREAM_BLOCK,
     SWEEP,
     SWEEP_NS,
+    UNDECIDED,
     WAITS,
     WAKE,
     connection_at,
-    here_at,
     message_at,
+    reactor_at,
 )
 from tierstore.reactor.requests import continue_sending, read_requests
 from tierstore.reactor.sockets import end_tls, send
@@ -128,7 +137,7 @@ _TOO_SLOW = np.frombuffer(
 
 @nb.njit
 def _on_connection(me, fd, mask, now):  # type: ignore[no-untyped-def]
-    """Note what an event says. True if the connection is to be read now."""
+    """Note what an event reports. Returns True if the connection can be read now."""
     row = connection_at(me.conns, fd)
     state, has_ended = row.state, mask & HALF_CLOSED != 0 and row.flags & ENDED == 0
     if mask & (READABLE | HALF_CLOSED | FAILED | HUNG_UP):
@@ -164,7 +173,7 @@ def _read(me, fd, now):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _make_room(me, fd, serial, now):  # type: ignore[no-untyped-def]
-    """End a connection whose client asks for nothing, unless it does just now."""
+    """End a silent connection, unless its client has just begun to send."""
     row = connection_at(me.conns, fd)
     if row.serial != serial or row.owner != me.number or row.flags & (MAY_READ | WAITS) != 0:
         return
@@ -173,11 +182,13 @@ def _make_room(me, fd, serial, now):  # type: ignore[no-untyped-def]
     elif row.state == HTTP2 and row.session.open == 0 and row.session.out_kept == 0:
         row.deadline_ns = 1
         call_at(me.http2, me, SWEEP, fd, now, me.limits.stall_ns, 0)
+        if row.flags & LINGERS:
+            end(me, fd, False)
 
 
 @nb.njit
 def _on_message(me, message, now):  # type: ignore[no-untyped-def]
-    """One of Python's; flags lie beside its serial. Returns a connection to be read, or -1."""
+    """Do what a message of Python asks for. Flags lie beside its serial. Returns the connection to read next, or -1."""
     what = message.what
     kind, fd = what & 255, (what & FIRST_PART) >> 8
     serial = message.serial
@@ -224,16 +235,15 @@ def _on_message(me, message, now):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _sweep(me, now):  # type: ignore[no-untyped-def]
-    """End connections that are late, and those that are idle once no more is to be begun. Try to accept again.
+    """End connections that are late, and idle ones when the service ends. Try to accept again.
 
     A client that reads nothing of its answer is late the sooner the more bytes wait to leave.
     """
     finishing = me.shared.mode >= FINISH
     held = relaxed_i64(place(me.shared, "inflight")) + relaxed_i64(place(me.shared, "other_inflight"))
     stall = me.limits.pressed_stall_ns if 2 * held > me.limits.most_inflight else me.limits.stall_ns
-    if me.line.paused != 0 and not finishing:
-        me.line.paused = 0
-        listen(me, EPOLL_ADD)
+    if me.line.paused == NO_DESCRIPTORS and not finishing:
+        accept_again(me)
     for fd in range(relaxed_i64(place(me.shared, "highest")) + 1):
         row = connection_at(me.conns, fd)
         if row.state == FREE or row.owner != me.number:
@@ -242,20 +252,22 @@ def _sweep(me, now):  # type: ignore[no-untyped-def]
             call_at(me.http2, me, SWEEP, fd, now, stall, 0)
         elif row.state == AWAY and row.flags & ENDED and row.tls == 0:
             probe_client(me, fd)
-        elif finishing and row.state == READING and row.in_bytes == 0:
+        elif finishing and row.state == READING and row.in_bytes == 0 and row.to_drop == 0:
             end(me, fd, False)
         elif (row.deadline_ns != 0 and now > row.deadline_ns) or (row.state == SENDING and now - row.moved_ns > stall):
             if row.state == READING and row.needed > 0:  # its head has come
                 send(me, fd, nb.int64(_TOO_SLOW.ctypes.data), _TOO_SLOW.size, 0)
-            end(me, fd, row.state == SENDING)
+                end_after_answer(me, fd, now)
+            else:
+                end(me, fd, row.state == SENDING)
         elif finishing and row.deadline_ns > now + me.limits.finish_ns:
             row.deadline_ns = now + me.limits.finish_ns
 
 
 @compiled("void(int64)", when=HTTP)
 def serve(at: Any) -> Any:
-    """Serve until MODE is STOP, with the Here at an address."""
-    me = here_at(at)
+    """Serve until MODE is STOP, with the record Reactor at an address."""
+    me = reactor_at(at)
     line = me.line
     mode = RUN
     while True:
@@ -313,6 +325,8 @@ def serve(at: Any) -> Any:
                 connection_at(me.conns, fd).flags &= ~WAITS
                 if connection_at(me.conns, fd).state in (READING, HTTP2):
                     _read(me, fd, now)
+        if line.paused == UNDECIDED and mode < FINISH and relaxed_i64(place(me.shared, "undecided")) < MOST_UNDECIDED:
+            accept_again(me)
         if now >= line.next_sweep_ns:
             line.next_sweep_ns = now + SWEEP_NS
             _sweep(me, now)
@@ -328,7 +342,7 @@ def _write_message(pipe, what, serial, value, more):  # type: ignore[no-untyped-
 
 @nb.njit
 def _send_block(pipe, what, serial, block, size, inflight):  # type: ignore[no-untyped-def]
-    """Give a block to a reactor, which counts as held until it is freed. Returns 0, or minus the error number: then it is freed."""
+    """Give a block to a reactor. It counts as held until the reactor frees it. Returns 0; or minus the error number, and has freed it."""
     add_at(inflight, size)
     failed = _write_message(pipe, what, serial, block, size)
     if failed != 0:
@@ -377,7 +391,7 @@ def write_block(
 
 @compiled("int64(int64, int64, int64, int64)", when=HTTP)
 def watch(epoll: Any, fd: Any, mask: Any, data: Any) -> Any:
-    """Have an epoll tell of events of `mask` on `fd`, with `data`. Returns 0, or minus the error number."""
+    """Have an epoll report events of `mask` on `fd`, with `data`. Returns 0, or minus the error number."""
     return epoll_set(epoll, EPOLL_ADD, fd, mask, data)
 
 

@@ -1,4 +1,4 @@
-"""How a reactor begins a prediction: it looks all rows up into a block, and leaves the graph to a thread of Python. See `loop.py`.
+"""How a reactor begins a prediction: it looks up all rows, writes them into a block, and leaves the graph to a thread of Python. See `loop.py`.
 
 The block has the head of the answer, room for the scores behind it, and then what `scoring.write_table` writes, and the rows; where rows are
 left to readers of cold rows, what those need lies behind them. Of a table on a device it has the keys in place of the rows, and the thread looks them up.
@@ -35,7 +35,7 @@ from tierstore.wire import request_record
 
 @nb.njit
 def expected_ns(me):  # type: ignore[no-untyped-def]
-    """How long a prediction that comes now would wait for a thread, as `Waits.expected_s` has it; or FULL."""
+    """How long a prediction that comes now would wait for a thread, by the rule of `Waits.expected_s`; or FULL."""
     queued, threads = (
         relaxed_i64(place(me.shared, "queued")) + relaxed_i64(place(me.shared, "other_queued")),
         me.limits.pool_threads,
@@ -49,7 +49,7 @@ def expected_ns(me):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def bind_scores(me, variant):  # type: ignore[no-untyped-def]
-    """Check the sizes of the prediction whose run is at `me.bound`. Returns the bytes of the answer's data; -1: it is for the full check."""
+    """Check the sizes of the prediction whose run is at `me.bound`. Returns the bytes of the answer's data, or -1 where Python has to check."""
     run = me.bound
     data = scoring.bind(variant, me.record, me.values)
     work = run.work_bytes + run.answer_bytes

@@ -22,6 +22,7 @@ from tierstore.kernels.sysio import (
 from tierstore.reactor.answers import answer, answer_rows
 from tierstore.reactor.connections import (
     end,
+    end_after_answer,
     go_on,
     has_room,
     hold,
@@ -33,7 +34,6 @@ from tierstore.reactor.connections import (
 )
 from tierstore.reactor.jobs import drop_job, submit
 from tierstore.reactor.layout import (
-    ALL_OF_IT,
     ANSWERED,
     AWAY,
     BUFFER_BYTES,
@@ -46,6 +46,7 @@ from tierstore.reactor.layout import (
     HTTP2,
     LARGE_TURN,
     MAY_READ,
+    MOST_DROPPED,
     OTHER,
     PIPELINED,
     READING,
@@ -84,7 +85,7 @@ def _preface(at, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _begin_http2(me, fd):  # type: ignore[no-untyped-def]
-    """A connection's preface has come. False: no memory."""
+    """Begin a session of HTTP/2, as a connection's preface has come. Returns False where memory lacks."""
     s = allocate(SESSION_BYTES)
     if s == 0:
         return False
@@ -96,7 +97,7 @@ def _begin_http2(me, fd):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _refuse(me, fd, text, size):  # type: ignore[no-untyped-def]
-    """Answer what is no HTTP, and end the connection with that. All of its bytes are done with."""
+    """Answer what is no HTTP, and end the connection with the answer. Returns `size`: all bytes are done with."""
     connection_at(me.conns, fd).flags |= CLOSES
     send_first(me, fd, nb.int64(text.ctypes.data), text.size)
     return size
@@ -104,7 +105,7 @@ def _refuse(me, fd, text, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _give(me, fd, whole, reason, closing):  # type: ignore[no-untyped-def]
-    """A request of `whole` bytes is for Python."""
+    """Leave a request of `whole` bytes to Python."""
     row = connection_at(me.conns, fd)
     me.line.reasons[reason] += 1
     row.state, row.needed, row.reason = AWAY, whole, reason
@@ -115,10 +116,15 @@ def _give(me, fd, whole, reason, closing):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _give_head(me, fd, size, whole, reason):  # type: ignore[no-untyped-def]
-    """Python is to refuse the request of `whole` bytes, of which `size` are here. What is still to come is dropped; ALL_OF_IT ends with the connection."""
-    row, here = connection_at(me.conns, fd), min(size, whole)
-    row.to_drop, row.chunks_head = (ALL_OF_IT if whole == ALL_OF_IT else whole - here), 0
-    return _give(me, fd, here, reason, me.found.closing != 0 or whole == ALL_OF_IT)
+    """Have Python refuse the request of `whole` bytes, of which `size` are here, and drop what is still to come.
+
+    CHUNKED for `whole`: nobody knows how much that is, so the connection ends with the answer.
+    """
+    row, here, chunked = connection_at(me.conns, fd), size, whole == http1_frame.CHUNKED
+    if not chunked:
+        here = min(size, whole)
+    row.to_drop, row.chunks_head = (MOST_DROPPED if chunked else whole - here), 0
+    return _give(me, fd, here, reason, me.found.closing != 0 or chunked)
 
 
 @nb.njit
@@ -134,7 +140,7 @@ def _most(me, at, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _frame(me, fd, at, size):  # type: ignore[no-untyped-def]
-    """`_request`, of one that is Python's as soon as it is whole."""
+    """Do `_request` for a request that Python gets as soon as it is whole."""
     row, found = connection_at(me.conns, fd), me.found
     form = http1_frame.frame_at(at, size, found)
     if (form == http1_head.CUT and size > http1_frame.MOST_HEAD_BYTES) or (
@@ -161,7 +167,7 @@ def _frame(me, fd, at, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _read_chunks(me, fd, at, size):  # type: ignore[no-untyped-def]
-    """`_request`, of one whose body comes in chunks."""
+    """Do `_request` for a request whose body comes in chunks."""
     row, found = connection_at(me.conns, fd), me.found
     came, left = http1_frame.decode(row, at, size, _most(me, at, size))
     found.size = left
@@ -174,7 +180,7 @@ def _read_chunks(me, fd, at, size):  # type: ignore[no-untyped-def]
     row.chunks_head = 0
     http1_frame.frame_at(at, head, found)  # again: others were read meanwhile
     if came == http1_frame.LARGE:
-        return _give_head(me, fd, left, ALL_OF_IT, SIZE)
+        return _give_head(me, fd, left, http1_frame.CHUNKED, SIZE)
     return _give(me, fd, whole, _reason(at, head), found.closing != 0)
 
 
@@ -182,8 +188,8 @@ def _read_chunks(me, fd, at, size):  # type: ignore[no-untyped-def]
 def _request(me, fd, at, size):  # type: ignore[no-untyped-def]
     """Deal with the request that the `size` bytes at `at` begin with. Returns how many bytes are done with; 0: more must come first.
 
-    The state tells what became of it: AWAY, a request for Python; HTTP2, it was a preface (no HTTP until that is compiled); else it was answered,
-    or is not all there. `found.size` is how many of the bytes are left once chunks were taken out of them.
+    The connection's state tells what became of it: AWAY, Python or a reader has it; HTTP2, it was a preface (no HTTP until that is compiled);
+    else it was answered, or is not all there. `found.size` is how many of the bytes are left once chunks were taken out of them.
     """
     row, found, limits = connection_at(me.conns, fd), me.found, me.limits
     found.size = size
@@ -296,8 +302,7 @@ def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
             have += max(got, 0)
             came += max(got, 0)
         at, used = min(row.to_drop, have), 0
-        if row.to_drop != ALL_OF_IT:
-            row.to_drop -= at
+        row.to_drop -= at
         while at < have and row.state == READING and have - at >= row.needed and row.flags & CLOSES == 0:
             if answered == PIPELINED:
                 break
@@ -319,7 +324,7 @@ def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
             return
         if row.state == READING:
             if row.flags & CLOSES and row.to_drop == 0:
-                end(me, fd, False)
+                end_after_answer(me, fd, now)
                 return
             if answered == PIPELINED and left > 0:
                 wait_for_turn(me, fd)
@@ -334,7 +339,7 @@ def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
             if row.held > 0 and not has_room(me, 0):  # for Python to say so
                 chunks = row.chunks_head > 0
                 http1_frame.frame_at(row.in_at, left, me.found)
-                whole = ALL_OF_IT if chunks else me.found.head_bytes + me.found.body_bytes
+                whole = http1_frame.CHUNKED if chunks else me.found.head_bytes + me.found.body_bytes
                 _give_head(me, fd, left, whole, BUSY)
                 _hand_on(me, fd, now)
                 return
@@ -342,7 +347,7 @@ def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
                 wait_for_turn(me, fd)
                 return
             if row.flags & MAY_READ == 0:
-                if row.flags & ENDED or (left == 0 and me.shared.mode >= FINISH):
+                if row.flags & ENDED or (left == 0 and row.to_drop == 0 and me.shared.mode >= FINISH):
                     end(me, fd, False)
                 return
         elif row.state == AWAY:
@@ -361,7 +366,7 @@ def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def continue_sending(me, fd, now):  # type: ignore[no-untyped-def]
-    """Send more of an answer. True if the connection is to be read now."""
+    """Send more of an answer. Returns True if the connection can be read now."""
     row = connection_at(me.conns, fd)
     if not send_on(me, fd):
         if row.lost != 0:
@@ -374,12 +379,9 @@ def continue_sending(me, fd, now):  # type: ignore[no-untyped-def]
         row.needed = 0
         _keep(me, fd, row.in_at, done, left)
     row.began_ns = 0
-    if row.flags & CLOSES and row.to_drop == 0:
-        end(me, fd, False)
+    if row.flags & CLOSES:
+        end_after_answer(me, fd, now)
         return False
     row.state = READING
-    if row.to_drop > 0:
-        row.deadline_ns = now + (me.limits.finish_ns if row.flags & CLOSES else me.limits.arrival_ns)
-    else:
-        row.deadline_ns = now + me.limits.idle_ns
+    row.deadline_ns = now + (me.limits.arrival_ns if row.to_drop > 0 else me.limits.idle_ns)
     return True

@@ -31,7 +31,7 @@ def _call(function, session, at, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _receive_tls(me, row, at, room):  # type: ignore[no-untyped-def]
-    """As `receive`. What it returns is less than `room` only where nothing more is in the socket, or ENDED is set."""
+    """Do `receive` with TLS. It returns less than `room` only where the socket has nothing more, or ENDED is set."""
     session, got = row.tls, nb.int64(0)
     while got < room:
         _call(me.limits.openssl.clear_errors, 0, 0, 0)
@@ -89,7 +89,7 @@ def send(me, fd, at, size, more):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def end_tls(me, fd, abort):  # type: ignore[no-untyped-def]
-    """Free a connection's session, if it has one; unless with `abort` the other side is told of the end."""
+    """Free a connection's TLS session, if it has one. Without `abort` the other side learns of the end first."""
     row = connection_at(me.conns, fd)
     session, row.tls = row.tls, 0
     if session != 0:

@@ -1,4 +1,4 @@
-"""What a reactor does with the streams of HTTP/2: answers calls, gives all else to Python, and tells it of what comes and what is lost.
+"""Streams of HTTP/2 in a reactor: it answers calls, gives all else to Python, and tells Python what comes and what is lost.
 
 Kernels for the thread of one reactor.
 """
@@ -47,7 +47,7 @@ def _is_full(me):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _refuse(me, s, row):  # type: ignore[no-untyped-def]
-    """A request that was not started, and may be sent again."""
+    """Refuse a request that was not started, so that its client may send it again."""
     http2_out.write_reset(s, row.id, http2_layout.REFUSED_STREAM)
     http2_out.close_row(s, row)
 
@@ -75,7 +75,7 @@ def _give(me, fd, s, row, kind, reason):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def report_data(me, fd, s, row):  # type: ignore[no-untyped-def]
-    """Give Python what has come of a stream, and its end, unless it has not taken what came before."""
+    """Give Python what has come of a stream, and its end, once Python has taken what came before."""
     state = row.state
     ended = 1 if state & http2_layout.ENDED else 0
     if state & http2_layout.DELIVERING or (row.bytes == 0 and (not ended or state & http2_layout.END_DELIVERED)):
@@ -93,7 +93,7 @@ def report_data(me, fd, s, row):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def lose(me, fd, s, row):  # type: ignore[no-untyped-def]
-    """A stream was reset, by its client or for its error."""
+    """Close a stream that was reset, by its client or for its error."""
     if row.state & http2_layout.HAS_JOB:
         job_at(me.jobs, row.job).lost = 1
     if row.state & http2_layout.AWAY:
@@ -150,7 +150,7 @@ def _answer(me, fd, s, row, came, at, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def on_job(me, fd, s, row, number):  # type: ignore[no-untyped-def]
-    """Take a job back that is done. `row`: its stream, or 0: it is open no more."""
+    """Take back a job that is done. `row` is its stream, or 0 where that has closed."""
     job = job_at(me.jobs, number)
     answered = end_job(me, number)
     block, request, request_bytes = job.block, job.request, job.request_bytes
@@ -238,7 +238,7 @@ def on_event(me, fd, s, event, now):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def shed(me, fd, s):  # type: ignore[no-untyped-def]
-    """Reset streams whose requests are arriving, or wait for Python: there is no room for them."""
+    """Reset streams whose requests are arriving, or wait for Python, because there is no room for them."""
     row = s.streams
     for _ in range(s.streams_room):
         state = row.state

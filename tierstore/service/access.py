@@ -31,9 +31,9 @@ _PASSED, _LONGEST_HOST = 256, 300  # values that are kept, and bytes of one: who
 
 
 class Allow(Protocol):
-    """Is told of a name and an `Authorization` by which a caller may look up, for reactors; None: nobody needs one."""
+    """Is told of a Host and an `Authorization` by which a caller may look up, for reactors; None: nobody needs one."""
 
-    def __call__(self, host: str, authorization: bytes | None, principal: Principal) -> None: ...
+    def __call__(self, host: bytes, authorization: bytes | None, principal: Principal) -> None: ...
 
 
 class Access:
@@ -50,22 +50,10 @@ class Access:
         self._beyond = bool(_beyond(settings))  # whether it listens beyond this machine
         self.admin_apart = settings.admin_listen is not None  # whether admin requests have a listener of their own
         own = (socket.gethostname(), socket.getfqdn()) if self._beyond else ()
-        self.names = frozenset(name.lower() for name in (*own, *settings.allowed_host))  # beside those of loopback
-        self._passed: dict[bytes, str] = {}  # values of Host that passed, and the names in them; bounded
+        self._names = frozenset(name.lower() for name in (*own, *settings.allowed_host))  # beside those of loopback
+        self._passed: set[bytes] = set()  # values of Host; bounded
         self._counting = threading.Lock()
         self._refused = {"no_token": 0, "forbidden": 0}  # guarded by _counting
-
-    @property
-    def any_name(self) -> bool:
-        """Whether it may be asked under every name."""
-        return ANY_NAME in self.names
-
-    @property
-    def any_address(self) -> bool:
-        """Whether it may be asked under every IP address: it listens beyond this machine, and nobody
-        can make an address point here.
-        """
-        return self._beyond
 
     @property
     def required(self) -> bool:
@@ -95,17 +83,16 @@ class Access:
 
     def of_call(
         self, action: Action, authority: bytes, authorizations: Sequence[bytes], names: Sequence[str]
-    ) -> tuple[str, Principal]:
-        """(the name that is asked, the caller) of a gRPC call that does `action`; Forbidden where it may not,
-        whichever model it concerns.
+    ) -> Principal:
+        """The caller of a gRPC call that does `action`; Forbidden where it may not, whichever model it concerns.
 
         `authorizations` are the values of that entry of its metadata, `names` those of its certificate.
         """
         try:
-            # health is told without a name, as over HTTP
-            name = "" if action is Action.OPEN and not authority else self.name_of(authority)
+            if authority or action is not Action.OPEN:  # health is told without a name, as over HTTP
+                self.check_host(authority)
             if action is Action.OPEN:
-                return name, NOBODY
+                return NOBODY
             if action is Action.ADMIN:
                 self.check_listener(admin=False)
             if len(authorizations) > 1:
@@ -115,31 +102,29 @@ class Access:
         except Forbidden as error:
             self.count(error)
             raise
-        return name, principal
+        return principal
 
     def check_listener(self, admin: bool) -> None:
         """Forbidden for an admin request that has not come by the listener of admin requests, where there is one."""
         if self.admin_apart and not admin:
             raise Forbidden("admin requests are served on the address of admin_listen alone")
 
-    def name_of(self, host: bytes) -> str:
-        """The name in a `Host` or an `:authority`, in small letters.
+    def check_host(self, host: bytes) -> None:
+        """Forbidden for a `Host` or an `:authority` under which the service may not be asked.
 
-        Forbidden for one under which the service may not be asked.
+        Where it listens beyond this machine that may be any IP address: nobody can have one point here.
         """
-        passed = self._passed.get(host)
-        if passed is not None:
-            return passed
+        if host in self._passed:
+            return
         name = (host_name(host.decode("latin-1")) or "").lower()
-        if not (is_loopback(name) or name in self.names or (name and self.any_name)) and not (
+        if not (is_loopback(name) or name in self._names or (name and ANY_NAME in self._names)) and not (
             self._beyond and is_address(name)
         ):
             raise Forbidden(
                 f"Host {name[:80]!r} is not a name of this service; add it to allowed_host (--allowed-host)"
             )
         if len(self._passed) < _PASSED and len(host) <= _LONGEST_HOST:
-            self._passed[host] = name
-        return name
+            self._passed.add(host)
 
 
 def caller_key(names: Sequence[str]) -> bytes:

@@ -107,7 +107,7 @@ class HttpService:
         self.service.inflight.share(theirs=reactors.words["inflight"], ours=reactors.words["other_inflight"])
         self.service.connection_limit = self._connection_limit = ConnectionLimit(self.service, limit, reactors)
         self._admin = AdminApplication(self.service)
-        allowed = Allowed(reactors.words, store.epochs, self.service.access, self.service.rates)
+        allowed = Allowed(reactors.words, store.epochs, self.service.rates)
         self._files = Files(self.service.access, self.service.tls, allowed, store.audit)
         self._root = make_root(self.service, self._admin, allowed.add)
         self._handoff = Handoff(reactors, self._root, self._connection_limit, self.service.inflight, settings)

@@ -182,6 +182,25 @@ def test_keys_on_the_gpu_are_answered_there_whatever_else_answers_them(
         ctr.lookup("item_id", OnGpu(weights))
 
 
+def test_keys_on_the_gpu_stay_there_where_their_rows_are_there_too(
+    on_stand_in: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = on_stand_in()
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    ctr, offsets = store.model("ctr"), np.arange(0, 1000, 4)
+    for _ in range(3):
+        ctr.lookup("item_id", ITEMS, device="gpu")
+        promoted(store)
+    copied: list[Any] = []
+    monkeypatch.setattr(gpu, "from_device", lambda memory, array: copied.append(array))
+    monkeypatch.setattr("tierstore.engine.data.table_view.from_device", lambda memory, array: copied.append(array))
+    rows = ctr.lookup("item_id", OnGpu(ITEMS))
+    np.testing.assert_array_equal(rows, scenes.vectors("item", 0, ITEMS))
+    bags = ctr.lookup_bags("clicked", OnGpu(ITEMS), offsets)
+    np.testing.assert_array_equal(bags, ctr.lookup_bags("clicked", ITEMS, offsets))
+    assert copied == []
+
+
 def test_keys_that_a_stream_is_still_to_make_are_waited_for(
     on_stand_in: Callable[..., Store], gpus: list[ShimDevice], tmp_path: Path
 ) -> None:

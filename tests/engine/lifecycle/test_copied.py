@@ -1,7 +1,8 @@
-"""A data directory that was copied while it was open: told apart, mended from what is whole, or refused with what to do."""
+"""A data directory that was copied while it was open: told apart, opened where it is whole, or refused with what to do."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable
@@ -42,7 +43,8 @@ def serving(open_store: Callable[..., tierstore.Store], tmp_path: Path) -> tiers
 
 def copy(store: tierstore.Store, to: Path) -> Path:
     """Copy the whole data directory. Returns that of the model."""
-    shutil.copytree(store.root.root, to)
+    with contextlib.suppress(shutil.Error):  # a file went before its turn came
+        shutil.copytree(store.root.root, to)
     return to / "models/ctr"
 
 
@@ -71,23 +73,6 @@ def test_what_no_process_has_open_or_what_was_killed_is_no_copy(serving, open_st
     assert not open_store().shared.copied
 
 
-def test_a_torn_rocksdb_is_built_again_from_the_base_and_the_log(serving, tmp_path) -> None:
-    expected = answers(serving)
-    serving.label("ctr", "shown", 1)
-    tear(copy(serving, tmp_path / "copy"))
-    for _ in range(2):
-        with tierstore.open(tmp_path / "copy", **OPTIONS) as other:
-            assert same(answers(other), expected)
-            assert other.model("ctr").problem is None
-            assert other.verify().ok
-            assert other.model("ctr").log.last == 4
-            assert other.status()["models"]["ctr"]["labels"]["shown"] == 1
-    with tierstore.open(tmp_path / "copy", **OPTIONS) as other:
-        assert other.apply_delta(scenes.stamped(5, {"item": [1]})).applied
-        other.rollback("ctr", to_seq=4)
-        assert same(answers(other), expected)
-
-
 def test_the_same_damage_where_nothing_was_copied_is_not_passed_over(serving, open_store) -> None:
     serving.close()
     tear(serving.root.model("ctr").root)
@@ -96,15 +81,8 @@ def test_the_same_damage_where_nothing_was_copied_is_not_passed_over(serving, op
     assert "was copied" not in store.model("ctr").problem
 
 
-@pytest.mark.parametrize("what", ["log", "base"])
-def test_what_cannot_be_mended_says_what_to_do(serving, tmp_path, what: str) -> None:
-    model = copy(serving, tmp_path / "copy")
-    tear(model)
-    if what == "log":
-        for path in (model / "log").glob("*2-*.arrow"):
-            path.unlink()
-    else:
-        (model / "1/db/base/base-item-0000.sealed").unlink()
+def test_a_copy_that_tore_is_refused_with_what_to_do(serving, tmp_path) -> None:
+    tear(copy(serving, tmp_path / "copy"))
     for _ in range(2):  # it stays a copy
         with tierstore.open(tmp_path / "copy", **OPTIONS) as other:
             problem = other.model("ctr").problem
@@ -117,7 +95,6 @@ def test_deltas_that_a_copy_lacks_can_be_copied_from_the_original(serving, tmp_p
     model = copy(serving, tmp_path / "copy")
     last = max((model / "log").glob("*.arrow"))
     os.unlink(last)
-    tear(model)
     with tierstore.open(tmp_path / "copy", **OPTIONS) as other:
         problem = other.model("ctr").problem
         assert f"cp -n ORIGINAL/models/ctr/log/*.arrow {model / 'log'}/" in problem
@@ -127,18 +104,17 @@ def test_deltas_that_a_copy_lacks_can_be_copied_from_the_original(serving, tmp_p
         assert other.model("ctr").problem is None
 
 
-def test_a_copy_may_go_on_without_the_deltas_that_are_missing_at_the_end(serving, tmp_path) -> None:
+def test_a_copy_may_go_on_without_the_end_of_its_log_that_its_rows_have(serving, tmp_path) -> None:
+    expected = answers(serving)
     model = copy(serving, tmp_path / "copy")
     max((model / "log").glob("*.arrow")).unlink()
-    tear(model)
     with tierstore.open(tmp_path / "copy", **OPTIONS) as other:
         assert f"rm {model / 'log.end'}." in other.model("ctr").problem
     (model / "log.end").unlink()
-    serving.rollback("ctr", to_seq=3)
     with tierstore.open(tmp_path / "copy", **OPTIONS) as other:
         assert other.model("ctr").problem is None
-        assert same(answers(other), answers(serving))
-        assert other.apply_delta(scenes.stamped(4, {"item": [1]})).applied
+        assert same(answers(other), expected)
+        assert other.apply_delta(scenes.stamped(5, {"item": [1]})).applied
 
 
 def test_filters_of_another_moment_are_made_again(serving, tmp_path) -> None:
@@ -152,10 +128,7 @@ def test_filters_of_another_moment_are_made_again(serving, tmp_path) -> None:
 
 
 def test_a_dense_part_of_another_moment_is_not_served(serving, tmp_path) -> None:
-    expected = answers(serving)
     where = copy(serving, tmp_path / "copy") / "1"
     (where / "dense.onnx").write_bytes(b"of another delta")
     with tierstore.open(tmp_path / "copy", **OPTIONS) as other:
-        assert other.model("ctr").problem is None
-        assert same(answers(other), expected)
-        assert other.verify().ok, "it was built again from the one that was loaded and the log"
+        assert "make the copy again" in other.model("ctr").problem

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.certificates import Authority
 from tests.service.conftest import eventually, settings_for
 from tests.service.fake_store import FakeStore
+from tests.service.http.test_half_closes import everything
 from tests.service.limits.test_overload import ITEM, PATH
 from tests.service.raw_clients import request
 from tierstore.client import Client
@@ -23,6 +27,8 @@ from tierstore.service.limits.silent import SILENT_S
 from tierstore.service.server import ServerThread
 
 LIMIT = 4
+MANY = 200
+MOST_UNDECIDED = 32
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 ACKNOWLEDGED = bytes([0, 0, 0, 4, 1, 0, 0, 0, 0])
 
@@ -99,6 +105,17 @@ def test_silent_connections_make_room(
         assert limit.made_room == 1
 
 
+def test_who_has_its_last_answer_and_does_not_close_makes_room_at_once(served: tuple[FakeStore, ServerThread]) -> None:
+    _, server = served
+    with contextlib.ExitStack() as stack:
+        ended = [stack.enter_context(connect(server)) for _ in range(LIMIT)]
+        for one in ended:
+            one.sendall(request("/v2", headers={"Connection": "close"}))
+            assert everything(one).startswith(b"HTTP/1.1 200")
+        assert server.service.connection_limit.open == LIMIT  # type: ignore[union-attr]
+        assert status_of(server) == 200
+
+
 def test_the_address_that_has_most_of_them_makes_room(served: tuple[FakeStore, ServerThread]) -> None:
     _, server = served
     with contextlib.ExitStack() as stack:
@@ -134,6 +151,26 @@ def test_who_waits_or_sends_keeps_his_place(served: tuple[FakeStore, ServerThrea
         for one in waiting + sending:
             assert one.recv(1 << 16).startswith(b"HTTP/1.1 200")
         assert server.service.connection_limit.made_room == 0  # type: ignore[union-attr]
+
+
+def test_a_connection_that_is_refused_takes_no_place_and_gives_none(served: tuple[FakeStore, ServerThread]) -> None:
+    store, server = served
+    store.model("ctr").gate.clear()
+    limit = server.service.connection_limit
+    assert limit is not None
+    with contextlib.ExitStack() as stack:
+        waiting = [stack.enter_context(connect(server)) for _ in range(LIMIT)]
+        for one in waiting:
+            one.sendall(request(PATH, ITEM))
+        eventually(lambda: limit.open == LIMIT, "all to be counted")
+        stack.enter_context(connect(server))
+        eventually(lambda: limit.refused == 1, "one too many, which says nothing")
+        time.sleep(1.5 * SILENT_S)  # it is silent by now
+        assert status_of(server) == 503
+        assert (limit.open, limit.made_room) == (LIMIT, 0)
+        store.model("ctr").gate.set()
+        for one in waiting:
+            assert one.recv(1 << 16).startswith(b"HTTP/1.1 200")
 
 
 @pytest.fixture
@@ -186,3 +223,35 @@ def test_connections_that_are_idle_after_their_handshake_make_room(authority: Au
         eventually(is_served, "the oldest to make room")
         assert idle[0].recv(1) == b"", "the oldest"
         assert limit.made_room == 1
+
+
+def test_of_connections_beyond_the_limit_few_are_accepted_before_python_has_decided(
+    served: tuple[FakeStore, ServerThread],
+) -> None:
+    """Descriptors are left for what else the process opens: an operator's connection, a file."""
+    _, server = served
+    files, held, gate = "/proc/self/fd", threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held.set()
+        gate.wait(60)
+
+    reactors: Any = server.service.reactors
+    with contextlib.ExitStack() as stack:
+        for _ in range(LIMIT):
+            be_answered(stack.enter_context(connect(server)))
+        server._http._loop.call_soon_threadsafe(hold)  # type: ignore[union-attr]
+        stack.callback(gate.set)
+        assert held.wait(60)
+        before = len(os.listdir(files))
+        others = [stack.enter_context(connect(server)) for _ in range(MANY)]
+        turns = reactors._lines["turns"] + 3
+        eventually(lambda: (reactors._lines["turns"] >= turns).all(), "the reactors have done what they do")
+        assert len(os.listdir(files)) - before - MANY <= MOST_UNDECIDED + server.service.settings.threads
+        gate.set()
+        for one in others:
+            one.settimeout(30)
+            with contextlib.suppress(ConnectionError):
+                one.sendall(request("/v2"))
+                assert one.recv(1 << 16)[:12] in (b"HTTP/1.1 503", b"HTTP/1.1 200", b"")
+    eventually(lambda: status_of(server) == 200, "there is room again")

@@ -15,9 +15,9 @@ import pytest
 
 from tests.counts import few_or_many
 from tests.guard_pages import Guarded
-from tests.kernels.test_protoscan import spoil
 from tests.service.conftest import GRPC, settings_for
 from tests.service.reactor.test_traffic import COLLIDING, row_of, write
+from tests.wire.test_protobuf_scan import spoil
 from tierstore.engine.store import Store
 from tierstore.formats import files
 from tierstore.kernels.codec import address_of
@@ -45,8 +45,8 @@ class Calls:
 
     def __init__(self, store: Store, server: ServerThread) -> None:
         self.store, self.service = store, server.service
-        self._here = server.service.reactors._here(0, -1, -1, -1)
-        self.me = kernel.HERE.view(address_of(self._here))
+        self._record = server.service.reactors._record(0, -1, -1, -1)
+        self.me = kernel.REACTOR.view(address_of(self._record))
         self.found, self.call = http1_head.HEAD.view(self.me.found), kernel.ANSWERED_CALL.view(self.me.call)
         self.items, self.words = np.empty(0, np.int64), list[bytes]()  # in memory
         self._channel = grpc.insecure_channel(server.grpc_target)
@@ -77,7 +77,7 @@ class Calls:
         found.body_bytes, found.timeout_ms, found.unusual = len(message), timeout_ms, unusual
         self.call.since_ns = since_ns
         at = self._memory.place(message)
-        came = int(run(address_of(self._here), 0, text, at, len(message), time.monotonic_ns()))
+        came = int(run(address_of(self._record), 0, text, at, len(message), time.monotonic_ns()))
         if came == kernel.MADE_A_JOB:
             self._drop_job(self.call.job)
         return came
@@ -124,7 +124,8 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Calls]:
         store.model("ctr").lookup("word", [f"w{i}" for i in range(200)])
         with ServerThread(store) as server:
             calls = Calls(store, server)
-            assert httpx.get(f"{server.url}/v2/models/ctr").status_code == 200  # nobody needs a token, reactors learn
+            asked = httpx.get(f"{server.url}/v2/models/ctr", headers={"Host": HOST.decode()})
+            assert asked.status_code == 200  # nobody needs a token under this name, reactors learn
             calls.items = np.array(calls.in_memory("item_id", np.arange(1000)))
             calls.words = calls.in_memory("word", [b"w%d" % i for i in range(200)])
             yield calls

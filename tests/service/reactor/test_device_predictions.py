@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.service.conftest import eventually
-from tests.service.reactor.test_predictions import ask, compare_counts, predict_alike, two_services
-from tests.service.reactor.test_traffic import message
+from tests.service.reactor.prediction_scenes import Drawn, OverHttp, ask, two_services
+from tests.service.reactor.test_predictions import compare_counts, predict_alike
 from tests.tiers.cuda_shim.backend import ShimDevice
 from tierstore.predict import runtime
 from tierstore.predict.placement import CPU_PROVIDER, DensePlacement
@@ -35,8 +35,8 @@ def test_reactors_begin_predictions_of_rows_and_graphs_on_a_device(
         monkeypatch.setattr(Slot, "bind", lambda slot, name, *more: (on_device.append(name), bound(slot, name, *more)))
         before = both[0].by_reactors
         inputs = {"many": np.arange(3 * 4).reshape(4, 3)}
-        answers = [ask(served, message(inputs, ["score"], path="/v2/models/flat/infer"))[0] for served in both]
-        assert answers[0].body == answers[1].body
+        answers = [ask(served, OverHttp, Drawn(inputs, ["score"], "flat")) for served in both]
+        assert answers[0].said == answers[1].said
         assert both[0].by_reactors == before + 1
         assert on_device == (["many"] * 2 if budget and graph else [])
         eventually(lambda: both[0].server.service.inflight.used_bytes == 0, "nothing is held")

@@ -276,7 +276,7 @@ def test_what_nothing_is_asked_of_is_checked_all_the_same(served: Served, output
     "headers",
     [
         ["x-correlation-id: 7"], ["x-envoy-peer-metadata: ChoKCkNMVVNURVJfSUQ"], ["X-Scheme:https"], ["cf-ray:\t8f1"], ["sentry-trace: a-b-1"],
-        ["l5d-dst-override: a.b"], ["ce-id: 1", "ce-type: x"], ["Origin: http://localhost"], ["sec-fetch-mode: cors"], ["X-\xe4: 1"[0:2] + "a: \xe4\xf6"],
+        ["l5d-dst-override: a.b"], ["ce-id: 1", "ce-type: x"], ["sec-fetch-mode: cors"], ["X-\xe4: 1"[0:2] + "a: \xe4\xf6"],
         ["Accept-Encoding: gzip"], ["Accept-Encoding: identity"], ["Accept-Encoding: *"], ["Accept-Encoding: gzip,br"], ["Accept-Encoding: gzip;q=1.0"],
         ["Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAAAAIAAAAA"], ["connection: Upgrade, HTTP2-Settings"],
         ["TE: trailers"], ["Content-Type: application/json; charset=utf-8"], ["Expect-CT: x"], ["x!#$%&'*+.^_`|~: y"],
@@ -550,12 +550,10 @@ def test_however_a_caller_spells_the_services_name_a_reactor_answers(guarded: tu
     served, headers = guarded
     until_known(served, headers["reader"])
     for host in ("localhost", "LOCALHOST:1", "127.0.0.1", "127.8.9.7:80", "[::1]", "[::1]:9"):
-        before = served.by_reactors
-        with served.connect() as made:
+        for by_reactor in (host == "localhost", True):  # Python decides about a value once
             sent = message({"item_id": np.arange(3)}, ["item_id"], headers["reader"], host=host)
-            made.sendall(sent)
-            assert Answer(made).status == 200
-        assert served.by_reactors == before + 1, host
+            with served.connect() as made:
+                ask(served, made, sent, by_reactor=by_reactor)
     for host in ("evil.example", "127.0.0.1.evil.example", "0127.0.0.1", "[::2]", "localhost:x", "10.0.0.1", ""):
         with served.connect() as made:
             made.sendall(message({"item_id": np.arange(3)}, ["item_id"], headers["reader"], host=host))

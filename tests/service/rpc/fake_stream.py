@@ -11,7 +11,7 @@ class SomeStream:
 
     def __init__(self, path: bytes = b"/", headers: Sequence[tuple[bytes, bytes]] = (), reason: int = 0) -> None:
         self.method, self.path, self.authority, self.headers = b"POST", path, b"localhost", list(headers)
-        self.arrived_ns, self.reason, self.peer_names = 0, reason, ()
+        self.arrived_ns, self.timeout_ms, self.reason, self.peer_names = 0, 0, reason, ()
         self.client: tuple[str, int] | None = ("192.0.2.7", 4711)
         self.lost = self.too_large = False
         self.error: BaseException | None = None

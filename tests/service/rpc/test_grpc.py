@@ -440,6 +440,8 @@ def test_health_is_reported_and_watched_until_the_server_drains(fake: tuple[Fake
         assert refusal(health.Check, health_pb2.HealthCheckRequest(service="x"))[0] == Code.NOT_FOUND
         watch = health.Watch(health_pb2.HealthCheckRequest())
         assert next(watch).status == serving_status
+        unknown = health.Watch(health_pb2.HealthCheckRequest(service="x"))
+        assert next(unknown).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
         server.stop(drain_s=60)
         assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
         assert not stub.ServerReady(service_pb2.ServerReadyRequest()).ready

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,9 +14,6 @@ grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
 pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
 import tritonclient.grpc as triton  # noqa: E402
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: E402
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (  # noqa: E402
-    ProtoReflectionDescriptorDatabase,
-)
 from tritonclient.grpc import service_pb2, service_pb2_grpc  # noqa: E402
 
 from tests.service.conftest import eventually, settings_for  # noqa: E402
@@ -74,33 +70,6 @@ def test_documents_errors_and_request_ids(client: triton.InferenceServerClient, 
         assert missing.code() == Code.UNIMPLEMENTED
 
 
-def test_a_stream_answers_in_order_and_outlives_an_error(client: triton.InferenceServerClient) -> None:
-    answers: queue.Queue[Any] = queue.Queue()
-    client.start_stream(lambda result, error: answers.put((result, error)))
-    for number in range(20):
-        client.async_stream_infer("ctr" if number % 5 else "nothing", [keys_tensor()], request_id=str(number))
-    for number in range(20):
-        result, error = answers.get(timeout=60)
-        if number % 5:
-            assert (error, result.get_response().id) == (None, str(number))
-            np.testing.assert_array_equal(result.as_numpy("item_id"), items(KEYS))
-        else:
-            assert "nothing" in str(error)
-    client.stop_stream()
-
-
-def test_health_and_reflection(target: str) -> None:
-    with grpc.insecure_channel(target) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
-        assert (
-            health.Check(health_pb2.HealthCheckRequest(), timeout=60).status == health_pb2.HealthCheckResponse.SERVING
-        )
-        watch = health.Watch(health_pb2.HealthCheckRequest())
-        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
-        watch.cancel()
-        assert "inference.GRPCInferenceService" in ProtoReflectionDescriptorDatabase(channel).get_services()
-
-
 @pytest.mark.parametrize(
     ("authority", "code"),
     [("localhost:1", None), ("127.0.0.1", None), ("[::1]:8001", None), ("evil.example", Code.PERMISSION_DENIED), ("a b", Code.PERMISSION_DENIED)],
@@ -132,24 +101,6 @@ def test_each_metric_comes_once(server: ServerThread) -> None:
     names = re.findall(r"^# TYPE (\S+)", httpx.get(f"{server.url}/metrics").text, re.MULTILINE)
     assert {"tierstore_grpc_calls", "tierstore_grpc_streams_limit", "tierstore_grpc_health_watchers"} <= set(names)
     assert len(names) == len(set(names))
-
-
-def test_a_stop_says_so_and_answers_what_is_under_way(tmp_path: Any) -> None:
-    store = FakeStore(settings_for(tmp_path))
-    with ServerThread(store) as server, grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:  # type: ignore[arg-type]
-        eventually(lambda: server.service.reactors_state == "running", "the reactors")
-        gate = store.model("ctr").gate
-        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
-        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
-        gate.clear()
-        under_way = channel.unary_unary(INFER).future(keys_request(8), timeout=60)
-        eventually(lambda: server.service.lookup_pool.busy, "a call at work")
-        server.stop(drain_s=1.0)
-        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        gate.set()
-        assert service_pb2.ModelInferResponse.FromString(under_way.result()).model_name == "ctr"
-        server.close()
-        assert watch.code() in (Code.UNAVAILABLE, Code.CANCELLED)
 
 
 def test_a_deadline_ends_a_call_and_its_work(tmp_path: Any) -> None:

@@ -19,12 +19,11 @@ from tierstore.access.roles import Role
 from tierstore.access.tokens import TokenFile
 from tierstore.reactor import layout as kernel
 from tierstore.service.context import Service
-from tierstore.service.rpc import calls as calls_module
 from tierstore.service.rpc import flow as flow_module
-from tierstore.service.rpc import health as health_module
 from tierstore.service.rpc.calls import Calls
-from tierstore.service.rpc.messages import CODES, Messages, prefixed, status_of, timeout_ns
+from tierstore.service.rpc.messages import CODES, Messages, prefixed, status_of
 from tierstore.service.rpc.protobuf import message_class
+from tierstore.wire.http2.head import NO_TIMEOUT
 
 INFER = b"/inference.GRPCInferenceService/ModelInfer"
 STREAM = b"/inference.GRPCInferenceService/ModelStreamInfer"
@@ -160,20 +159,15 @@ def test_other_methods_are_answered(service: Service) -> None:
 
 
 @pytest.mark.parametrize(
-    ("header", "code"),
-    [((b"grpc-timeout", b"1n"), "DEADLINE_EXCEEDED"), ((b"grpc-timeout", b"soon"), "INVALID_ARGUMENT")],
+    ("value", "timeout_ms", "code"), [(b"1m", 1, "DEADLINE_EXCEEDED"), (b"soon", NO_TIMEOUT, "INVALID_ARGUMENT")]
 )
 def test_a_deadline_that_has_passed_and_one_without_a_meaning(
-    service: Service, header: tuple[bytes, bytes], code: str
+    service: Service, value: bytes, timeout_ms: int, code: str
 ) -> None:
-    assert status(answered(service, INFER, prefixed(keys_message()), header))[0] == code
+    stream = SomeStream(INFER, [GRPC, (b"grpc-timeout", value)])
+    stream.arrived_ns, stream.timeout_ms = 1, timeout_ms
+    assert status(answered_over(service, stream, prefixed(keys_message())))[0] == code
     assert not service.inference_stats.predicts()
-
-
-def test_timeouts_are_read_as_they_are_meant() -> None:
-    assert [timeout_ns(value) for value in (b"2H", b"3M", b"4S", b"5m", b"6u", b"7n")] == [
-        7_200_000_000_000, 180_000_000_000, 4_000_000_000, 5_000_000, 6_000, 7,
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("coding", [b"gzip", b"deflate"])
@@ -237,7 +231,7 @@ def test_who_has_no_token_is_refused_and_reactors_hear_of_who_has_one(tmp_path: 
         assert ask((b"authorization", bearer), (b"authorization", bearer)) == "UNAUTHENTICATED"
         assert not heard
         assert ask((b"authorization", bearer)) == "OK"
-        assert [(host, value) for host, value, _ in heard] == [("localhost", bearer)]
+        assert [(host, value) for host, value, _ in heard] == [(b"localhost", bearer)]
     finally:
         service.close()
 
@@ -320,25 +314,6 @@ def test_a_client_may_send_on_only_as_its_messages_are_worked_on(store: FakeStor
     asyncio.run(run())
 
 
-def test_the_longest_idle_stream_makes_room(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls_module, "MOST_STREAMS", 2)
-
-    async def run() -> None:
-        calls = calls_of(service)
-        first, second = Client(calls), Client(calls)
-        assert status(Client(calls).stream.sent)[0] == "RESOURCE_EXHAUSTED", "none is idle for long"
-        monkeypatch.setattr(calls_module, "IDLE_S", 0.0)
-        first.send(prefixed(keys_message()))
-        await first.sent(2)
-        await until(lambda: not calls.busy)
-        third = Client(calls)
-        assert status(second.stream.sent)[0] == "UNAVAILABLE"
-        assert len(first.stream.sent) == 2
-        assert len(third.stream.sent) == 1
-
-    asyncio.run(run())
-
-
 def test_a_stream_whose_first_message_does_not_come_ends(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flow_module, "FIRST_S", 0.05)
 
@@ -400,48 +375,6 @@ def test_a_lost_stream_does_no_work_and_holds_nothing(store: FakeStore, service:
 def states(sent: list[Any]) -> list[int]:
     kind = message_class("grpc.health.v1.HealthCheckResponse")
     return [kind.FromString(data[5:]).status for data in sent[1:] if isinstance(data, bytes)]
-
-
-def test_health_is_watched_until_the_service_drains(service: Service) -> None:
-    async def run() -> None:
-        calls = calls_of(service)
-        client, other = Client(calls, WATCH), Client(calls, WATCH)
-        client.send(prefixed(b""))
-        other.send(prefixed(b"\n\2xx"))
-        calls.health.report(True)
-        assert (states(client.stream.sent), states(other.stream.sent)) == ([1], [3])
-        calls.drain()
-        calls.drain()
-        assert states(client.stream.sent) == [1, 2]
-        calls.lost(other.stream)
-        assert calls.health.watchers == 1
-        calls.stop()
-        assert calls.health.watchers == 0
-        assert status(client.stream.sent)[0] == "UNAVAILABLE"
-
-    asyncio.run(run())
-
-
-def test_a_host_with_many_watchers_makes_room_for_another_host(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(health_module, "MAX_WATCHERS", 3)
-
-    async def run() -> None:
-        calls = calls_of(service)
-
-        def watch(host: str) -> list[Any]:
-            client = Client(calls, WATCH, host)
-            client.send(prefixed(b""))
-            return client.stream.sent
-
-        crowd = [watch("192.0.2.7") for _ in range(3)]
-        assert status(watch("192.0.2.7"))[0] == "RESOURCE_EXHAUSTED", "none of its own makes room"
-        assert states(watch("192.0.2.8")) == [1]
-        assert status(crowd[0])[0] == "UNAVAILABLE"  # the oldest of the others
-        assert [len(sent) for sent in crowd[1:]] == [2, 2]
-
-    asyncio.run(run())
 
 
 @pytest.mark.parametrize("release", ["v1", "v1alpha"])

@@ -29,7 +29,7 @@ from tierstore.service.server import ServerThread
 from tierstore.service.sources.kafka import KafkaSource
 from tierstore.service.sources.start import check_sources
 from tools.crash_check import Wrong
-from tools.crash_kafka import CrashKafka
+from tools.crash_kafka import Crash
 
 
 @pytest.fixture(scope="module")
@@ -423,7 +423,7 @@ def test_kills_lose_and_repeat_nothing() -> None:
 @pytest.mark.thorough
 def test_each_delta_comes_in_once_wherever_the_process_ends(tmp_path: Path) -> None:
     """The short form of `tools/crash_kafka.py`."""
-    with in_process(), CrashKafka(tmp_path, seed=3) as test:
+    with in_process(), Crash(tmp_path, seed=3) as test:
         test.round(2, most=6)
         assert test.applied > 0
         if test.records:

@@ -21,6 +21,7 @@ from tests.tiers.cuda_shim import compile
 from tests.tiers.cuda_shim.functions import CONTEXT, Functions
 from tierstore.tiers.device.backend import DeviceError, OutOfDeviceMemory
 from tierstore.tiers.device.driver import Driver, Queue
+from tierstore.tiers.device.round_trip import NOBODY
 
 _NOISE = 0xA5
 FELL = "the device fell off the bus"
@@ -60,8 +61,9 @@ class ShimStream:
         self.put = self.done = 0
         self._kept: deque[np.ndarray] = deque(maxlen=64)  # what tests upload and let go
         device._streams.append(self)
-        self.events = [ShimEvent(self, 0), ShimEvent(self, 0)]
-        self._queue = Queue(device.driver, id(self), [device.handle(event) for event in self.events])
+        self.handle, self._held = id(self), [ShimEvent(self, 0), ShimEvent(self, 0)]
+        self.events = (device.handle(self._held[0]), device.handle(self._held[1]))
+        self._queue = Queue(device.driver(), self.handle, self.events)
 
     def _add(self, work: Callable[[], None]) -> None:
         with self._device.lock:
@@ -97,8 +99,7 @@ class ShimStream:
 
     def wait_for_caller(self) -> None:
         """Of the caller's streams, the one that `in_stream` names."""
-        caller = getattr(self._device.callers, "stream", None)
-        self._queue.follow([] if caller is None else [id(caller)])
+        self._queue.follow([stream for stream in self._device.callers() if stream != NOBODY])
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, id(self)
@@ -129,12 +130,12 @@ class ShimDevice:
         self.launched: dict[str, int] = {}
         self.locked, self.lockable = 0, 1 << 40  # bytes of the CPU's memory that kernels read, and at most
         self.moved = [0, 0]  # copies, their bytes
-        self.callers = threading.local()
+        self._caller = threading.local()
         self._streams: list[ShimStream] = []
         self._events: dict[int, ShimEvent] = {}
         self.default_stream: Any = None
         self.functions = Functions(self)
-        self.driver = Driver(number, self.functions.addresses, CONTEXT, self.functions.kernels, lambda _: FELL)
+        self._driver = Driver(number, self.functions.addresses, CONTEXT, self.functions.kernels, lambda _: FELL)
 
     def stream_of(self, handle: int) -> ShimStream:
         if not handle:
@@ -161,11 +162,18 @@ class ShimDevice:
         begin = -whole.ctypes.data % 256
         return whole[begin : begin + nbytes]
 
+    def driver(self) -> Driver:
+        return self._driver
+
+    def callers(self) -> tuple[int, int]:
+        caller = getattr(self._caller, "stream", None)
+        return (NOBODY if caller is None else id(caller), NOBODY)
+
     def register(self, at: int, nbytes: int) -> int:
-        return self.driver.register(at, nbytes)
+        return self._driver.register(at, nbytes)
 
     def unregister(self, at: int) -> None:
-        self.driver.unregister(at)
+        self._driver.unregister(at)
 
     def stream(self) -> ShimStream:
         return ShimStream(self)
@@ -187,14 +195,14 @@ class ShimDevice:
     @contextmanager
     def in_stream(self, stream: Any) -> Iterator[None]:
         address = stream.__cuda_stream__()[1]
-        self.callers.stream = self.stream_of(address)
+        self._caller.stream = self.stream_of(address)
         try:
             yield
         finally:
-            self.callers.stream = None
+            self._caller.stream = None
 
     def adopt(self, array: Any) -> np.ndarray:
-        return adopted(array)
+        return array if isinstance(array, np.ndarray) else adopted(array)  # of an earlier `adopt`
 
     def address_of(self, array: Any) -> int:
         address: int = array.ctypes.data

@@ -130,6 +130,14 @@ class CupyStandIn:
                 return 1
 
             @staticmethod
+            def getDevice() -> int:
+                return cupy.device_id
+
+            @staticmethod
+            def setDevice(device: int) -> None:
+                cupy._stack[:] = [] if device < 0 else [device]
+
+            @staticmethod
             def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:
                 cupy._check()
                 assert kind == 2

@@ -35,6 +35,7 @@ inline float __fadd_rn(float a, float b) { return a + b; }  // built without con
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fsqrt_rn(float a) { return std::sqrt(a); }
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline int __clzll(long long bits) { return bits ? __builtin_clzll(bits) : 64; }
 inline float half_to_float(unsigned short bits) { _Float16 half; memcpy(&half, &bits, 2); return (float)half; }
@@ -47,6 +48,7 @@ inline unsigned short float_to_half(float value) {
 
 template <class T> inline T atomicAdd(T* at, T by) { return __atomic_fetch_add(at, by, __ATOMIC_RELAXED); }
 template <class T> inline T atomicExch(T* at, T value) { return __atomic_exchange_n(at, value, __ATOMIC_RELAXED); }
+template <class T> inline T atomicAnd(T* at, T bits) { return __atomic_fetch_and(at, bits, __ATOMIC_RELAXED); }
 template <class T> inline T atomicOr(T* at, T bits) { return __atomic_fetch_or(at, bits, __ATOMIC_RELAXED); }
 template <class T> inline T atomicCAS(T* at, T expected, T wanted) {
   __atomic_compare_exchange_n(at, &expected, wanted, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
@@ -88,8 +90,9 @@ struct Warp {
   void* lane_sp[LANES];
   bool ended[LANES];
   bool at_barrier[LANES];
-  unsigned arrived[LANES];
-  unsigned long long posted[LANES][2];  // a lane is at most one collective ahead of those it meets
+  // of collectives of a part of the warp, and of all of it; a lane is at most one ahead of those it meets
+  unsigned arrived[2][LANES];
+  unsigned long long posted[2][LANES][2];
   int current;
   int stride;  // to the lane that runs next: odd, so that all have their turn
   unsigned first_thread;
@@ -133,11 +136,11 @@ static unsigned shim_meet(unsigned mask, unsigned long long value) {
   Warp* w = warp;
   int me = w->current;
   if (!(mask >> me & 1)) shim_fault("a lane meets others and is not named itself");
-  unsigned turn = ++w->arrived[me];
-  w->posted[me][turn & 1] = value;
+  unsigned kind = mask == 0xffffffffu, turn = ++w->arrived[kind][me];
+  w->posted[kind][me][turn & 1] = value;
   for (int lane = 0; lane < Warp::LANES; lane++) {
     if (!(mask >> lane & 1)) continue;
-    while ((int)(w->arrived[lane] - turn) < 0) {
+    while ((int)(w->arrived[kind][lane] - turn) < 0) {
       if (w->ended[lane]) shim_fault("a lane that is named has ended");
       if (w->at_barrier[lane]) shim_fault("a lane that is named waits for the block");
       shim_yield(false);
@@ -149,7 +152,7 @@ static unsigned shim_meet(unsigned mask, unsigned long long value) {
 inline unsigned __ballot_sync(unsigned mask, bool mine) {
   unsigned slot = shim_meet(mask, mine), bits = 0;
   for (int lane = 0; lane < Warp::LANES; lane++)
-    if (mask >> lane & 1 && warp->posted[lane][slot]) bits |= 1u << lane;
+    if (mask >> lane & 1 && warp->posted[mask == 0xffffffffu][lane][slot]) bits |= 1u << lane;
   return bits;
 }
 
@@ -157,7 +160,7 @@ inline unsigned long long __shfl_sync(unsigned mask, unsigned long long value, u
   unsigned lane = (warp->current & ~(width - 1)) + from;
   if (!(mask >> lane & 1)) shim_fault("a value is asked of a lane that is not named");
   unsigned slot = shim_meet(mask, value);
-  return warp->posted[lane][slot];
+  return warp->posted[mask == 0xffffffffu][lane][slot];
 }
 
 inline void __syncwarp(unsigned mask) { shim_meet(mask, 0); }
@@ -223,7 +226,7 @@ static void shim_begin(Warp* w, unsigned first, void (*run)(void**), void** args
     for (int k = 0; k < 6; k++) *--top = nullptr;
     w->lane_sp[lane] = top;
     w->ended[lane] = w->at_barrier[lane] = false;
-    w->arrived[lane] = 0;
+    w->arrived[0][lane] = w->arrived[1][lane] = 0;
   }
   // Lanes of a warp run in no order that may be relied on: each warp begins elsewhere, and goes on otherwise.
   static thread_local unsigned warps;

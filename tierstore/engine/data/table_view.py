@@ -20,12 +20,12 @@ from tierstore.lookup import table_rows as kernel
 from tierstore.lookup.plans import TABLE
 from tierstore.lookup.table_rows import NOT_POOLED
 from tierstore.tiers.background import yield_if_background
-from tierstore.tiers.device.lookup import PADDING, Pooling, answer
+from tierstore.tiers.device.lookup import PADDING, KeysThere, Pooling, answer, from_device
 from tierstore.types import Keys, Rows, States, Tier, Vectors
 
 DTYPES = np.dtype(np.float32), np.dtype(np.float16)  # of answers, by their codes
 _BYTES = np.dtype(np.uint8)
-_PENDING = np.uint8(Tier.PENDING)
+_PENDING, _HOST = np.uint8(Tier.PENDING), np.uint8(Tier.HOST)
 _NO_WEIGHTS = np.empty(0, np.float32)
 
 
@@ -129,7 +129,7 @@ class TableView:
             rows[pending], state[pending], _ = self.table.read_and_promote(self.seq, keys[pending])
         self.table.count(state, 0)
 
-    def on_device(self, keys: Keys, state: States, dtype: Any, bags: Pooling | None) -> Any:
+    def on_device(self, keys: Keys | KeysThere, state: States, dtype: Any, bags: Pooling | None) -> Any:
         """Rows, or pooled bags, of `keys` as an array of `dtype` on the device; None where the device tier cannot.
 
         As `lookup`, but that the answer is made there; keys whose state is PADDING are zeros and count for nothing.
@@ -139,16 +139,16 @@ class TableView:
         cache = table.device
         if cache is None:
             return None
-        given = self._rows_of_overlays(keys, state, np.float32 if bags is not None else dtype)
+        given = np.empty((0, table.spec.dim), dtype)
+        if self.overlays and not isinstance(keys, KeysThere):
+            given = self._rows_of_overlays(keys, state, np.float32 if bags is not None else dtype)
         vectors = answer(cache, keys, state, given, dtype, self._below_device, bags, table.host)
-        if vectors is not None and table.offer is not None:
-            table.offer(keys, state)
+        if vectors is not None and table.offer is not None and (state == _HOST).any():
+            table.offer(from_device(cache.device, keys.array) if isinstance(keys, KeysThere) else keys, state)
         return vectors
 
     def _rows_of_overlays(self, keys: Keys, state: States, dtype: Any) -> Vectors:
         """Rows of the keys that deltas answer, in their order; their states are set."""
-        if not self.overlays:
-            return np.empty((0, self.table.spec.dim), dtype)
         rows = np.empty((len(keys), self.table.spec.dim), dtype)
         self._answer_overlaid(keys, rows, state, DTYPES.index(rows.dtype))
         answered: Vectors = rows[(state != _PENDING) & (state != PADDING)]

@@ -5,6 +5,7 @@ Any thread.
 
 from __future__ import annotations
 
+import threading
 import urllib.parse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from tierstore.tiers.background import in_background
 Source = bytes | bytearray | memoryview | str | Path
 
 LARGE_BYTES = 1 << 20  # deltas from here on take milliseconds of a processor, which look-ups would wait for
+KEPT_BYTES = 16 << 20
 _KEY_BYTES = 32  # of a row in an overlay beside its numbers, at most: key, index, marks
 T = TypeVar("T")
 
@@ -43,8 +45,39 @@ class IncomingDelta:
         """
         with decoding.reserved(self.head.decoded_bytes) as more:
             delta = gently(self.data, unfolded, lambda: read_delta(self.data, reserve=more))
-            more(sum(len(table.keys) * (4 * (table.dim or 0) + _KEY_BYTES) for table in delta.tables.values()))
+            more(_bytes_in_memory(delta))
             yield delta
+
+
+class DecodedDeltas:
+    """Deltas of a node's models that one part of it has decoded, for the parts that need them next.
+
+    By their digests, the newest ones that fit into `KEPT_BYTES`. Any thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # guarded by _lock
+        self._kept: dict[str, Delta] = {}  # the oldest first
+        self._bytes = 0
+
+    def add(self, delta: Delta) -> Delta:
+        with self._lock:
+            if delta.digest not in self._kept:
+                self._kept[delta.digest] = delta
+                self._bytes += _bytes_in_memory(delta)
+            while self._bytes > KEPT_BYTES:
+                self._bytes -= _bytes_in_memory(self._kept.pop(next(iter(self._kept))))
+        return delta
+
+    def read(self, data: bytes, digest: str) -> Delta:
+        """The delta of these bytes. DeltaError where they are none."""
+        return self._kept.get(digest) or self.add(read_delta(data))
+
+
+def _bytes_in_memory(delta: Delta) -> int:
+    """Bytes of its rows and their keys, at most."""
+    return sum(len(table.keys) * (4 * (table.dim or 0) + _KEY_BYTES) for table in delta.tables.values())
 
 
 def gently(data: bytes | memoryview, unfolded: OverlayBudget, work: Callable[[], T]) -> T:

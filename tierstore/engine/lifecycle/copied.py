@@ -1,7 +1,7 @@
 """A data directory that was copied (`cp -a`, rsync) while a process had it open: its files are of different moments.
 
-It opens as any other: what the log and the base hold is checked, and a RocksDB that is torn is built again from them
-(`start.py`). What cannot be mended is the model's problem, which says then how to make the copy whole.
+It opens as any other, as everything in it is checked. What tore is the model's problem, which says how to make the copy
+whole.
 
 Before the models start, on the thread that opens the store.
 """

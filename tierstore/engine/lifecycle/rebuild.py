@@ -11,8 +11,6 @@ After a crash: the line does not count until `undone.json` names it
 from __future__ import annotations
 
 import contextlib
-import os
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,10 +20,8 @@ from tierstore.engine.versions.dense_files import loaded_dense
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import Conflict, StorageError
 from tierstore.formats import files
-from tierstore.formats.names import VersionDirectory, is_scratch
-from tierstore.formats.snapshot.checksum import checksum
-from tierstore.tiers.disk.sealed import BASE, SealedTier, base_record
-from tierstore.tiers.disk.sealed_file import describe_sealed
+from tierstore.formats.names import VersionDirectory
+from tierstore.tiers.disk.sealed import BASE, SealedTier
 from tierstore.tiers.disk.sst import write_sst
 from tierstore.tiers.disk.tier import DiskTier, open_records
 from tierstore.types import Progress
@@ -106,21 +102,12 @@ class Rebuilder:
         if view is not None and view.open_version.info is info:
             self._fill(info, where, view.open_version.disk)
             return
-        try:
-            records = open_records(info.where.db, self._state.shared.readers)
-        except StorageError:
-            if not self._state.shared.copied:
-                raise
-            self._fill(info, where, None)
-            return
-        with contextlib.closing(records) as disk:
+        with contextlib.closing(open_records(info.where.db, self._state.shared.readers)) as disk:
             self._fill(info, where, disk)
 
-    def _fill(self, info: VersionInfo, where: VersionDirectory, disk: DiskTier | None) -> None:
-        """`disk` is None where it is torn: then the base's own files say what it consists of."""
-        if disk is not None:
-            info.check_identity(disk)
-        records, base = info.loaded_records(), _base_on_disk(info) if disk is None else disk.record(BASE)
+    def _fill(self, info: VersionInfo, where: VersionDirectory, disk: DiskTier) -> None:
+        info.check_identity(disk)
+        records, base = info.loaded_records(), disk.record(BASE)
         if records is None or base is None:
             raise Conflict(
                 f"version {info.number} of {self._state.name!r} cannot be built again: an earlier release did not "
@@ -132,7 +119,7 @@ class Rebuilder:
         for head in info.manifest.graphs:
             if head:
                 pairs += _in_folder(info.where.requests(head), where.requests(head))
-            dense = _loaded_dense_on_disk(info, head) if disk is None else loaded_dense(info.where, disk, head)
+            dense = loaded_dense(info.where, disk, head)
             if dense is None:
                 raise Conflict(
                     f"version {info.number} of {self._state.name!r} cannot be built again: a delta brought another "
@@ -161,29 +148,3 @@ def _in_folder(old: Path, new: Path) -> list[tuple[Path, Path]]:
     if not old.is_dir():
         return []
     return [(path, new / path.name) for path in sorted(old.iterdir()) if path.is_file()]
-
-
-def _base_on_disk(info: VersionInfo) -> bytes:
-    """The record of a version's base by the files that are there. Conflict where these are not all, Corruption."""
-    opened = sorted(
-        (describe_sealed(path) for path in sorted((info.where.db / BASE).glob("*")) if not is_scratch(path.name)),
-        key=lambda each: (each[1].table_id, int(each[1].first_keys[0])),
-    )
-    rows: Counter[int] = Counter()
-    for file, head in opened:
-        os.close(head.fd)
-        rows[head.table_id] += file.entries
-    expected = {int(table["id"]): int(table["rows"]) for table in info.tables.values()}
-    expected |= {number: expected[int(info.tables[name]["id"])] for name, number in info.times_ids.items()}
-    if info.partitions is not None or rows != Counter({number: count for number, count in expected.items() if count}):
-        raise Conflict(
-            f"version {info.number} cannot be built again: {info.where.db / BASE} has not all rows that were loaded, "
-            "or has them in partitions"
-        )
-    return base_record([file for file, _ in opened])[BASE]
-
-
-def _loaded_dense_on_disk(info: VersionInfo, head: str) -> Path | None:
-    """A dense part as it was loaded, by its checksum."""
-    paths = [path for path in (info.where.dense_loaded(head), info.where.dense(head)) if files.exists(path)]
-    return next((path for path in paths if checksum(path) == info.loaded_digests.get(head)), None)

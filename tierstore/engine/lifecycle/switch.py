@@ -8,7 +8,7 @@ After a crash: CURRENT names the active version; see `routes.py`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from tierstore.engine.lifecycle.opening import Opener
@@ -218,19 +218,6 @@ class Switcher:
         ):
             self._publish(Routing(view), info, line)
             self._live.start_problem = None
-
-    def serve_again(self, info: VersionInfo, labels: Mapping[str, int]) -> None:
-        """At a start: serve a version whose RocksDB is torn, from a new line of it.
-
-        Conflict where that cannot be built.
-        """
-        with (
-            self._rebuilder.built(info) as line,
-            self._opener.warmed(line, [], force=False, progress=ignore, start=True) as version,
-            self._live.write,
-            self._opener.last_view(version, force=False, start=True) as view,
-        ):
-            self._publish(Routing(view, labels=labels), info, line)
 
     @contextlib.contextmanager
     def _current_line(self, info: VersionInfo, *, force: bool) -> Iterator[VersionInfo]:

@@ -6,7 +6,7 @@ any stream may read it at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +18,10 @@ from tierstore.engine.reads.feature_view import FeatureView
 from tierstore.engine.reads.lookup import BagLookup, Lookup
 from tierstore.engine.versions.version import Version
 from tierstore.errors import NotReady
-from tierstore.tiers.device.backend import Captured
+from tierstore.tiers.device.backend import Captured, lies_on_gpu
 from tierstore.tiers.device.gpu import Gpu
-from tierstore.tiers.device.lookup import PADDING, Pooling
-from tierstore.types import Keys, Tier
+from tierstore.tiers.device.lookup import PADDING, KeysThere, Pooling
+from tierstore.types import Keys, KeyType, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,9 @@ class DeviceLookup:
 
     __slots__ = ("_gpu", "_what", "found")
 
-    def __init__(self, gpu: Gpu, feature: FeatureView, codes: Keys, bags: Pooling | None, code: int) -> None:
+    def __init__(
+        self, gpu: Gpu, feature: FeatureView, codes: Keys | KeysThere, bags: Pooling | None, code: int
+    ) -> None:
         self._gpu, self._what = gpu, (feature, codes, bags, code)
         self.found = np.empty(0, np.bool_)
 
@@ -64,9 +66,11 @@ class DeviceLookup:
             state[codes == feature.padding] = PADDING
         vectors = feature.rows.on_device(codes, state, DTYPES[code], bags)
         if vectors is not None:
-            feature.rows.table.count(state, feature.skipped(codes))
+            feature.rows.table.count(state, 0 if isinstance(codes, KeysThere) else feature.skipped(codes))
             self.found = state != Tier.ABSENT
             return vectors
+        if isinstance(codes, KeysThere):
+            codes = self._gpu.to_host(codes.array)
         lookup = Lookup(feature, codes, code) if bags is None else BagLookup(feature, codes, bags, code)
         array = self._gpu.upload(lookup.finish())
         self.found = lookup.found
@@ -90,11 +94,25 @@ def _outside_of_captures() -> Iterator[None]:
 
 
 @contextmanager
-def of_caller(version: Version, device: str | None, stream: Any) -> Iterator[Callable[[Any], Any]]:
-    """Within the block look-ups come after the work in the caller's `stream`, None for the one that it is in.
-
-    Gives what copies arrays that lie on the GPU into CPU memory, and leaves others as they are.
-    """
+def of_caller(version: Version, device: str | None, stream: Any) -> Iterator[Gpu]:
+    """Within the block look-ups come after the work in the caller's `stream`, None for the one that it is in."""
     gpu = gpu_of(version, "gpu" if device in (None, "cpu") else str(device))
     with _outside_of_captures(), gpu.in_stream(stream):
-        yield gpu.to_host
+        yield gpu
+
+
+def keys_there(gpu: Gpu, keys: Any, feature: FeatureView) -> KeysThere | None:
+    """Keys that lie on the GPU, to be looked up where they are; None where the CPU has to see them.
+
+    That is for deltas that are not in the tiers yet, for padding, for hashes, and what is no int64[n].
+    """
+    spec, table = feature.spec, feature.rows.table
+    if spec.hash is not None or spec.padding_key is not None or table.spec.key is not KeyType.INT64:
+        return None
+    if feature.rows.overlays or table.device is None or not lies_on_gpu(keys):
+        return None
+    assert gpu.memory is not None
+    mine = gpu.memory.backend.adopt(keys)
+    if mine.dtype != np.int64 or len(mine.shape) != 1:
+        return None
+    return KeysThere(mine, gpu.memory.backend.address_of(mine))

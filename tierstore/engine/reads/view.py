@@ -15,7 +15,7 @@ import numpy.typing as npt
 from tierstore.engine.data.dense_head import DenseHead, Heads, passed_over_after, with_brought
 from tierstore.engine.data.overlay import Overlay
 from tierstore.engine.data.table_view import TableView
-from tierstore.engine.reads.device import DeviceLookup, gpu_of, of_caller
+from tierstore.engine.reads.device import DeviceLookup, gpu_of, keys_there, of_caller
 from tierstore.engine.reads.feature_view import FeatureView, answer_code
 from tierstore.engine.reads.gather import Gathering, can_gather
 from tierstore.engine.reads.lookup import BagLookup, Lookup
@@ -27,6 +27,8 @@ from tierstore.predict.binding import Bindings
 from tierstore.predict.runtime import INSTALL
 from tierstore.predict.session import DenseSession
 from tierstore.tiers.device.backend import lies_on_gpu
+from tierstore.tiers.device.gpu import Gpu
+from tierstore.tiers.device.lookup import KeysThere
 from tierstore.types import FeatureSpec, KeysLike, TableSpec, Vectors
 
 _MOST_GATHERINGS = 64  # of one view
@@ -193,8 +195,8 @@ class View:
             MissingExtra, NotReady: there is no device tier to answer on.
         """
         if stream is not None or lies_on_gpu(keys):
-            with of_caller(self._version, device, stream) as to_host:
-                here, where = to_host(keys), device or "gpu"
+            with of_caller(self._version, device, stream) as gpu:
+                here, where = self._keys_for(gpu, feature, keys, device), device or "gpu"
                 return self.lookup(feature, here, dtype=dtype, out=out, return_found=return_found, device=where)
         if device not in (None, "cpu"):
             return self._left_on(device, out, return_found, feature, keys, dtype=dtype)
@@ -234,8 +236,10 @@ class View:
             The vectors [bags, dim], or (vectors, found). Absent keys count with the table's default.
         """
         if stream is not None or lies_on_gpu(keys):
-            with of_caller(self._version, device, stream) as to_host:
-                here, starts, factors = to_host(keys), to_host(offsets), to_host(weights)
+            with of_caller(self._version, device, stream) as gpu:
+                here, starts, factors = (
+                    self._keys_for(gpu, feature, keys, device), gpu.to_host(offsets), gpu.to_host(weights)
+                )  # fmt: skip
                 return self.lookup_bags(
                     feature, here, starts, weights=factors, combiner=combiner, dtype=dtype, out=out,
                     return_found=return_found, device=device or "gpu",
@@ -343,9 +347,14 @@ class View:
         Nothing is done before `DeviceLookup.finish`, until which the view must be held.
         """
         of, code = self.feature(feature), answer_code(dtype)
-        codes = of.codes(keys)
+        codes = keys if isinstance(keys, KeysThere) else of.codes(keys)
         bags = None if offsets is None else of.bags(len(codes), offsets, weights, combiner)
         return DeviceLookup(gpu_of(self._version, device), of, codes, bags, code)
+
+    def _keys_for(self, gpu: Gpu, feature: str, keys: Any, device: str | None) -> Any:
+        """Keys that may lie on the GPU, as a look-up takes them: there where that is possible, else in CPU memory."""
+        there = None if device == "cpu" else keys_there(gpu, keys, self.feature(feature))
+        return gpu.to_host(keys) if there is None else there
 
     def _left_on(self, device: str | None, out: Vectors | None, return_found: bool, *what: Any, **how: Any) -> Any:
         """`lookup`, or `lookup_bags`, whose answer is left on a device."""

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from tierstore.engine.reads.view import View
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.routing import Routing
-from tierstore.engine.serving.words import PublishedWords
+from tierstore.engine.serving.served import PublishedWords
 from tierstore.engine.versions.version import Version
 from tierstore.kernels.codec import address_of
 

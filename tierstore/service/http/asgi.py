@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from tierstore.addresses import is_loopback
 from tierstore.service.http.connection_limit import ConnectionRefusal
-from tierstore.service.http.messages import CLOSE, HEALTH, PEER, App, OtherSide, Receive, Scope
+from tierstore.service.http.messages import CLOSE, HEALTH, PEER, App, HttpPeer, Receive, Scope
 from tierstore.service.limits.slow_clients import BACKLOG, FINISH_S
 from tierstore.service.tls import Tls
 
@@ -42,7 +42,7 @@ class Asgi:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, client = scope["path"], scope.get("client")
         scope["path"] = HEALTH.get(path, path)
-        scope[PEER] = OtherSide(self._admin, on_host=self._on_host or (client is not None and is_loopback(client[0])))
+        scope[PEER] = HttpPeer(self._admin, on_host=self._on_host or (client is not None and is_loopback(client[0])))
         response = await self._app(scope, receive)
         if response is None:  # nobody waits for one
             return

@@ -32,7 +32,7 @@ from tierstore.service.http.messages import (
     PEER,
     UNPLANNED,
     App,
-    OtherSide,
+    HttpPeer,
     Receive,
     Response,
     Scope,
@@ -51,7 +51,6 @@ logger = logging.getLogger(__name__)
 _JOINED_BYTES = 16 << 10  # answers up to here are copied
 _NAMED = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*://([^/?#]*)(.*)")  # a target with the name of the service in it
 _NO_ROOM = "requests in progress hold as many bytes as they may (max_inflight); try again in a second"
-_GRPC = b"application/grpc"
 _NOT_GRPC = (
     "this is a method of gRPC: expected the Content-Type application/grpc; gRPC-Web is not spoken here, have a proxy "
     "translate it"
@@ -113,7 +112,7 @@ class RequestDispatch:
         self._handoff, self._calls = handoff, calls
 
     def request(self, stream: Stream, body: bytes) -> None:
-        if not is_grpc(stream):
+        if not stream.is_grpc:
             if self._calls is not None and self._calls.has(stream.path):
                 StreamAnswer(stream).send(problem(415, _NOT_GRPC))
             else:
@@ -136,17 +135,8 @@ class RequestDispatch:
             self._calls.ended(stream)
 
     def lost(self, stream: Stream) -> None:
-        if self._calls is not None and is_grpc(stream):
+        if self._calls is not None and stream.is_grpc:
             self._calls.lost(stream)
-
-
-def is_grpc(stream: Stream) -> bool:
-    """Whether a request is a call of gRPC, by the rule of the kernel `http2_head.read_head`.
-
-    One of `application/grpcfoo` or `application/grpc-web` is none.
-    """
-    types = (value for name, value in stream.headers if name == b"content-type")
-    return any(value == _GRPC or value.startswith((_GRPC + b"+", _GRPC + b";")) for value in types)
 
 
 def _without_name(target: bytes, headers: list[tuple[bytes, bytes]]) -> tuple[bytes, list[tuple[bytes, bytes]]]:
@@ -291,7 +281,7 @@ class Handoff:
         scope = scope_of(version[5:].decode(), method, path, query, headers)
         scope[ARRIVED], scope[CONNECTION] = reply.began_ns or time.perf_counter_ns(), reply
         scope[UNPLANNED] = reply.reason in (kernel.NO_PLAN, kernel.ACCESS)
-        scope[PEER] = OtherSide(names=reply.peer_names, on_host=reply.on_host)
+        scope[PEER] = HttpPeer(names=reply.peer_names, on_host=reply.on_host)
         if reply.error is not None:
             scope[FAILED] = reply.error
         if reply.has_body:
@@ -311,7 +301,7 @@ class Handoff:
             on_host = connection is not None and is_on_host(connection)
         scope = scope_of("2", stream.method, path, query, headers)
         scope[ARRIVED], scope[CONNECTION] = stream.arrived_ns, stream
-        scope[PEER] = OtherSide(False, stream.peer_names, on_host)
+        scope[PEER] = HttpPeer(False, stream.peer_names, on_host)
         answer = StreamAnswer(stream)
         self._begin(
             answer, scope, _failing(TooLarge(self._too_large)) if stream.too_large else _whole(memoryview(body))

@@ -56,7 +56,7 @@ REQUEST_ID = b"x-request-id"  # sent back; requests of one id get one version
 
 
 @dataclass(frozen=True, slots=True)
-class OtherSide:
+class HttpPeer:
     """The other side of a connection: whether it is at the listener of admin requests, its certificate's names, and
     whether it is known to be on this machine: it came over loopback, or by a unix socket.
     """
@@ -66,7 +66,7 @@ class OtherSide:
     on_host: bool = False
 
 
-UNNAMED = OtherSide()
+UNNAMED = HttpPeer()
 
 
 # the error with which a request is to be answered, if it has failed before it came

@@ -112,7 +112,7 @@ class AccessCheck:
         if len(hosts) != 1:
             raise Forbidden("expected exactly one Host header")
         (host,) = hosts
-        name = self._access.name_of(host)
+        self._access.check_host(host)
         for origin in origins:
             if not _is_same_origin(origin.decode("latin-1"), host.decode("latin-1")):
                 raise Forbidden(
@@ -121,13 +121,13 @@ class AccessCheck:
                 )
         peer = scope.get(PEER, UNNAMED)
         if not self._access.required and not self._access.admin_apart:
-            self._pass_all(scope, name)
+            self._pass_all(scope, host)
             return
         action, model = of_http(scope["method"], scope["path"])
         if action is Action.ADMIN or scope["path"].lower().startswith(_ADMIN_PATHS):
             self._access.check_listener(peer.admin)
         if not self._access.required:
-            self._pass_all(scope, name)
+            self._pass_all(scope, host)
             return
         if action is Action.OPEN:
             return
@@ -141,12 +141,12 @@ class AccessCheck:
             principal.check(action, model)
         key = caller_key(peer.names) if authorization is None else authorization
         if key and principal.may_at_all(Action.READ):
-            self._allow(name, key, principal)
+            self._allow(host, key, principal)
 
-    def _pass_all(self, scope: Scope, name: str) -> None:
+    def _pass_all(self, scope: Scope, host: bytes) -> None:
         """Let a request pass where nobody needs a token."""
         scope[PRINCIPAL] = LOCAL
-        self._allow(name, None, LOCAL)
+        self._allow(host, None, LOCAL)
 
 
 def _is_same_origin(origin: str, host: str) -> bool:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from tierstore.reactor import layout as kernel
+from tierstore.wire.http2 import head as http2_head
 
 Message = tuple[int, int, int, int]  # kind and descriptor, serial, address of bytes, how many
 
@@ -85,5 +86,5 @@ def _head_of(message: Message) -> bytes:
     """How a whole request begins; nothing for any other message."""
     what, _, at, size = message
     if what & 255 == kernel.STREAM_REQUEST:
-        return ctypes.string_at(at + 8, _STREAM_HEAD_BYTES)
+        return ctypes.string_at(at + 8 * http2_head.HEAD_WORDS, _STREAM_HEAD_BYTES)
     return ctypes.string_at(at, min(size, _HEAD_BYTES)) if what & 255 == kernel.REQUEST else b""

@@ -14,7 +14,7 @@ from tierstore.service.dataplane.inference import AnyRequest
 from tierstore.service.dataplane.plan import Plan, Request
 from tierstore.service.protocols.oip.json_request import InBody, InferRequest
 from tierstore.service.protocols.oip.json_response import VALUE, ResponseLayout
-from tierstore.service.reactor.plan_words import Pieces, has_room, leading_sizes
+from tierstore.service.reactor.variants import Pieces, has_room, leading_sizes
 from tierstore.wire.json import scan as json_scan
 
 Logged = tuple[str, str, str | None]  # a method, a path, and the name of the status of success where it is not HTTP's

@@ -23,7 +23,7 @@ _LINE = 64  # bytes of a cache line
 
 
 def areas() -> dict[str, int]:
-    """Bytes of each area of a reactor's own memory, by its field of a `Here`."""
+    """Bytes of each area of a reactor's own memory, by its field of a `Reactor`."""
     sizes = {
         "events": kernel.EVENTS * sysio.EVENT_BYTES,
         "messages": kernel.MESSAGES * kernel.MESSAGE_BYTES,

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from tierstore.engine.data.cascade import LookupCounts
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.routing import CANARY, STABLE
-from tierstore.engine.serving.words import can_be_read, labels_word
+from tierstore.engine.serving.served import can_be_read, labels_word
 from tierstore.kernels.codec import address_of
 from tierstore.lookup import front_rows, plan_search
 from tierstore.lookup import plans as layout
@@ -34,8 +34,8 @@ from tierstore.service.dataplane.plan import Plan
 from tierstore.service.limits.rates import RateLimits
 from tierstore.service.reactor.count_rows import CountRows, Counts
 from tierstore.service.reactor.lessons import Lesson
-from tierstore.service.reactor.plan_words import address, is_runnable, prediction_words, variant_words
 from tierstore.service.reactor.scorings import Scoring, Unfit, can_score, scoring_of, scoring_words
+from tierstore.service.reactor.variants import address, is_runnable, prediction_words, variant_words
 from tierstore.types import Tier, model_and_head
 from tierstore.wire import request_record
 from tierstore.wire.http1.date import DATE_PLACE

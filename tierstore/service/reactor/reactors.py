@@ -139,7 +139,7 @@ class Reactors:
             register(epoll.fileno(), self.cold_readers.inboxes[number], sysio.READABLE, kernel.JOB_INBOX)
             if port >= 0:
                 register(epoll.fileno(), port, sysio.READABLE | sysio.EXCLUSIVE, kernel.LISTENER)
-            here = self._here(number, port, inbox, outbox)
+            here = self._record(number, port, inbox, outbox)
             self._heres.append(here)
             self._workers.append(Thread(target=_serve, args=(here,), name=f"tierstore-reactor-{number}", daemon=True))
         self._loop.add_reader(self._outbox, self._on_messages)
@@ -255,13 +255,13 @@ class Reactors:
             self._limits["most_connections"] = fit
         return ends
 
-    def _here(self, number: int, port: int, inbox: int, outbox: int) -> npt.NDArray[Any]:
+    def _record(self, number: int, port: int, inbox: int, outbox: int) -> npt.NDArray[Any]:
         base = address_of(np.frombuffer(self._memory[number], np.uint8))
         cold, places = self.cold_readers, {}
         for field, size in areas().items():
             places[field] = base
             base += size
-        return kernel.HERE.make(
+        return kernel.REACTOR.make(
             number=number, listener=port, grpc_listener=-1, inbox=inbox, outbox=outbox,
             job_inbox=cold.inboxes[number], job_outbox=cold.outbox, prediction_outbox=self._prediction_outbox,
             shared=address_of(self.words), limits=address_of(self._limits), conns=address_of(self.conns),
@@ -393,6 +393,9 @@ class Reactors:
             self.streams.serve(kind, what >> 8, serial, value, more)
         else:
             receiver.refused(fd)
+            atomics.add(kernel.SHARED.place(self.words, "undecided"), -1)
+            for number in np.flatnonzero(self._lines["paused"] == kernel.UNDECIDED).tolist():
+                self.notify(number, kernel.WAKE, 0, 0, 0, 0)
 
     # --- stats
 

@@ -53,7 +53,9 @@ class SilentConnections:
         is_http2 = state == kernel.HTTP2
         begins = ~is_http2 & (rows["in_bytes"] > 0)  # a head that is not whole
         since = deadline - np.where(begins, self._limits["arrival_ns"], self._limits["idle_ns"])
+        since[rows["flags"] & kernel.LINGERS != 0] = 0  # it has its last answer
         is_silent = (is_http2 & (deadline != 0)) | ((state == kernel.READING) & (rows["needed"] == 0))
+        is_silent &= rows["flags"] & kernel.TURNED_OFF == 0  # which has no place
         fds = np.flatnonzero(is_silent & (since < time.monotonic_ns() - int(SILENT_S * 1e9)))
         if len(fds) > _LOOKED_AT:
             fds = self._random.choice(fds, _LOOKED_AT, replace=False)

@@ -12,6 +12,7 @@ import ctypes
 import os
 import select
 import socket
+import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,10 +31,12 @@ from tierstore.service.reactor.cold_reads import free
 from tierstore.service.reactor.hpack import Fields, encode, encode_head
 from tierstore.service.reactor.tls_rows import TlsRows
 from tierstore.wire.http2 import calls as http2_calls
+from tierstore.wire.http2 import head as http2_head
 from tierstore.wire.http2 import layout as http2_layout
 
 Sent = Callable[[], None]
 Buffer = bytes | memoryview
+_WORDS = struct.Struct(f"<{http2_head.HEAD_WORDS}q")
 _HEAD_BITS = 20  # of the size of a request's block: the bytes of its head
 _EAGAIN = 11
 _FULL_MS = 1000  # how long a pipe to a reactor may be full
@@ -72,8 +75,10 @@ class Stream:
 
     def __init__(self, streams: Streams, fd: int, serial: int, number: int, head: bytes, reason: int) -> None:
         self._streams, self._fd, self._serial, self.number = streams, fd, serial, number
-        self.arrived_ns = int.from_bytes(head[:8], "little")  # when its headers came, on the monotonic clock
-        first, authority, *lines, _ = head[8:].split(b"\n")
+        # when its headers came, on the monotonic clock; its grpc-timeout, 0 without one; whether it is a call of gRPC
+        self.arrived_ns, self.timeout_ms, is_grpc = _WORDS.unpack_from(head)
+        self.is_grpc = bool(is_grpc)
+        first, authority, *lines, _ = head[_WORDS.size :].split(b"\n")
         method, _, path = first.partition(b" ")
         self.method, self.path, self.authority = method, path, authority
         # regular fields, names in small letters

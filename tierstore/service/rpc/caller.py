@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from tierstore.access.audit import ATTEMPT, AuditedChange
 from tierstore.access.roles import LOCAL, NOBODY, Principal
 from tierstore.engine.events.changes import REQUESTER
+from tierstore.errors import InvalidInput
 from tierstore.reactor import layout as kernel
 from tierstore.service.addresses import is_on_host
 from tierstore.service.forwarded import Proxies
 from tierstore.service.limits.shedding import Caller
 from tierstore.service.reactor.streams import Stream
 from tierstore.service.request_log import one_line
-from tierstore.service.rpc.messages import timeout_ns
+from tierstore.wire.http2.head import NO_TIMEOUT
 
 REQUEST_ID = b"x-request-id"  # of a call's metadata: parts of one request get one version
 
@@ -52,7 +53,11 @@ class RpcCaller:
             elif name == b"grpc-encoding":
                 self.coding = value
             elif name == b"grpc-timeout" and arrived_ns is None:
-                self.waiting.within(timeout_ns(value))
+                if stream.timeout_ms == NO_TIMEOUT:
+                    raise InvalidInput(
+                        f"grpc-timeout is {value[:40].decode('latin-1')!r}, expected up to 8 digits and one of HMSmun"
+                    )
+                self.waiting.within(stream.timeout_ms * 1_000_000)
 
     @property
     def principal(self) -> Principal:

@@ -139,17 +139,16 @@ class Calls:
     # --- for calls
 
     def authorise(self, method: Method, stream: Stream, caller: RpcCaller) -> None:
-        """Find out who calls, and under which name. Forbidden where they may not."""
+        """Find out who calls. Forbidden where they may not, or under a name that is not the service's."""
         access = self.service.access
         checked = method.action, stream.authority, caller.authorizations, stream.peer_names
-        name, principal = access.of_call(*checked)
-        caller.waiting.principal = principal
+        principal = caller.waiting.principal = access.of_call(*checked)
         if method.receive is None or not caller.unplanned:
             return
         if not access.required:
-            self._allow(name, None, principal)
+            self._allow(stream.authority, None, principal)
         elif key := caller.authorizations[0] if caller.authorizations else caller_key(stream.peer_names):
-            self._allow(name, key, principal)
+            self._allow(stream.authority, key, principal)
 
     def make_room(self) -> None:
         """Make room for one more stream of messages.

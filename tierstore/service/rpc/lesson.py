@@ -12,7 +12,7 @@ from tierstore.lookup import binding
 from tierstore.lookup import plans as layout
 from tierstore.service.dataplane.plan import Plan, Request
 from tierstore.service.reactor.lessons import row_shapes, score_shapes
-from tierstore.service.reactor.plan_words import Pieces, has_room
+from tierstore.service.reactor.variants import Pieces, has_room
 from tierstore.service.rpc.oip_messages import Raw, RpcRequest
 from tierstore.service.rpc.protobuf import message_class, varint
 from tierstore.wire.http2 import head as http2_head

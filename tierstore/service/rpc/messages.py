@@ -7,7 +7,6 @@ Source: gRPC over HTTP/2 (https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Callable
 
@@ -31,20 +30,8 @@ ENDS = "the service ends; send the remaining requests to another one"
 IDLE = "this stream was idle, and another one needed its place; open it again"
 MOST_DETAILS = 2048  # bytes of a status' text; up to three times as many once encoded
 ACCEPTED = (b"grpc-accept-encoding", b"identity,deflate,gzip")
-_TIMEOUT = re.compile(rb"(\d{1,8})([HMSmun])")
-_UNITS_NS = {b"H": 3600 * 10**9, b"M": 60 * 10**9, b"S": 10**9, b"m": 10**6, b"u": 10**3, b"n": 1}
 _CODINGS = {b"gzip": 31, b"deflate": 15}  # with zlib's wbits
 _STEP_BYTES = 256 << 10  # that are decoded at a time
-
-
-def timeout_ns(value: bytes) -> int:
-    """The value of `grpc-timeout`. InvalidInput for one without a meaning."""
-    found = _TIMEOUT.fullmatch(value)
-    if found is None:
-        raise InvalidInput(
-            f"grpc-timeout is {value[:40].decode('latin-1')!r}, expected up to 8 digits and one of HMSmun"
-        )
-    return int(found[1]) * _UNITS_NS[found[2]]
 
 
 def prefixed(message: bytes) -> bytes:

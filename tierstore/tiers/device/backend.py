@@ -9,6 +9,7 @@ agree on its order themselves. Nothing survives the process.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import cache
 from importlib import resources
@@ -20,7 +21,7 @@ from tierstore.errors import StorageError
 
 _CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged of DLPack
 THREADS = 256  # of a block, a multiple of a warp
-TEAM = 8  # lanes that work on one key
+TEAM, WARP = 8, 32  # lanes that work on one key, on one bag
 _PARTS = ("words.cuh", "layout.cuh", "codec.cuh", "host.cuh", "lookup.cu", "write.cu")
 
 # `struct Table` of layout.cuh
@@ -63,7 +64,10 @@ class Buffer(Protocol):
 
 
 class DeviceStream(Protocol):
-    """A queue of work."""
+    """A queue of work. `handle` and `events`: the driver's names for it, and for two events of its own."""
+
+    handle: int
+    events: tuple[int, int]
 
     def upload(self, to: int, data: np.ndarray) -> None:
         """Copy contiguous pinned memory to address `to`."""
@@ -93,6 +97,16 @@ class DeviceStream(Protocol):
         """Wait until all work so far is done. DeviceError if any of it has failed."""
 
 
+class DriverCalls(Protocol):
+    """The driver as compiled look-ups call it: the addresses of its functions, and the kernels by name."""
+
+    calls: np.ndarray
+    kernels: Mapping[str, int]
+
+    def check(self, status: int) -> None:
+        """Raise what an error of the driver is to us."""
+
+
 class Backend(Protocol):
     """One device."""
 
@@ -111,6 +125,12 @@ class Backend(Protocol):
         """Undo `register`. No kernel that may read it is under way."""
 
     def stream(self) -> DeviceStream: ...
+
+    def driver(self) -> DriverCalls:
+        """The driver's functions and kernels, made at the first call."""
+
+    def callers(self) -> tuple[int, int]:
+        """Handles of the streams in which the calling thread's program works, each NOBODY where there is none."""
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """A new array on the device for an answer; it belongs to the caller.

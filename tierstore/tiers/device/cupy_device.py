@@ -26,6 +26,7 @@ from tierstore.errors import ConfigError, InvalidInput
 from tierstore.tiers.device.backend import Captured, DeviceError, OutOfDeviceMemory, kernel_names
 from tierstore.tiers.device.compile import compile_kernels
 from tierstore.tiers.device.driver import CAPTURING, FUNCTIONS, OUT_OF_MEMORY, Driver, Queue, captured
+from tierstore.tiers.device.round_trip import NOBODY
 
 NOT_INSTALLED = "extra gpu is not installed"
 NO_DEVICE = "no CUDA device"
@@ -65,6 +66,26 @@ def _translated(method: Callable[..., _Result]) -> Callable[..., _Result]:
     return run
 
 
+class _Current:
+    """See `CudaDevice.current`. Not CuPy's `Device`, which takes ten times as long."""
+
+    __slots__ = ("_before", "_device")
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._before = self._device.runtime.getDevice()
+        if self._before != self._device.number:
+            self._device.runtime.setDevice(self._device.number)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if self._before != self._device.number:
+            self._device.runtime.setDevice(self._before)
+        if error is not None and (ours := self._device.translated(error)) is not None:
+            raise ours from error
+
+
 class CudaBuffer:
     """Memory by cudaMalloc: freed memory goes back to the driver, so that the budget is what other programs see."""
 
@@ -95,7 +116,8 @@ class CudaStream:
         with device.current():
             self._stream = cuda.Stream(non_blocking=True)
             self._events = [cuda.Event(disable_timing=True) for _ in range(2)]
-        self._queue = Queue(driver, self._stream.ptr, [event.ptr for event in self._events])
+        self.handle, self.events = int(self._stream.ptr), (int(self._events[0].ptr), int(self._events[1].ptr))
+        self._queue = Queue(driver, self.handle, self.events)
 
     def upload(self, to: int, data: np.ndarray) -> None:
         self._queue.upload(to, data)
@@ -115,8 +137,7 @@ class CudaStream:
         self._queue.launch(kernel, threads, args)
 
     def wait_for_caller(self) -> None:
-        current = self.device.cupy.cuda.get_current_stream(self.device.number).ptr
-        self._queue.follow([current, 0] if current else [0])  # the default stream too
+        self._queue.follow([stream for stream in self.device.callers() if stream != NOBODY])
 
     def wait_for_word(self, at: int, scratch: np.ndarray) -> None:
         self._queue.wait(at, scratch)
@@ -143,20 +164,22 @@ class CudaDevice:
     def device(self) -> CudaDevice:
         return self
 
-    @contextmanager
-    def current(self) -> Iterator[None]:
+    def current(self) -> _Current:
+        """Within the block it is the current one of this thread, and errors are ours."""
+        return _Current(self)
+
+    def translated(self, error: BaseException) -> DeviceError | None:
+        """What an error of the driver is to us; None for another one."""
         cuda = self.cupy.cuda
-        try:
-            with cuda.Device(self.number):
-                yield
-        except cuda.memory.OutOfMemoryError as error:
-            raise OutOfDeviceMemory(f"device {self.number}: {error}") from error
-        except (self.runtime.CUDARuntimeError, cuda.driver.CUDADriverError) as error:
-            if error.status in CAPTURING:
-                raise Captured(captured(self.number)) from error
-            # cudaErrorMemoryAllocation of the runtime, CUDA_ERROR_OUT_OF_MEMORY of the driver
-            kind = OutOfDeviceMemory if error.status == OUT_OF_MEMORY else DeviceError
-            raise kind(f"device {self.number}: {error}") from error
+        if isinstance(error, cuda.memory.OutOfMemoryError):
+            return OutOfDeviceMemory(f"device {self.number}: {error}")
+        if not isinstance(error, (self.runtime.CUDARuntimeError, cuda.driver.CUDADriverError)):
+            return None
+        if error.status in CAPTURING:
+            return Captured(captured(self.number))
+        # cudaErrorMemoryAllocation of the runtime, CUDA_ERROR_OUT_OF_MEMORY of the driver
+        kind = OutOfDeviceMemory if error.status == OUT_OF_MEMORY else DeviceError
+        return kind(f"device {self.number}: {error}")
 
     @_translated
     def driver(self) -> Driver:
@@ -181,6 +204,10 @@ class CudaDevice:
     def pinned(self, nbytes: int) -> np.ndarray:
         memory = self.cupy.cuda.PinnedMemory(nbytes, self.runtime.hostAllocPortable)
         return np.frombuffer(self.cupy.cuda.PinnedMemoryPointer(memory, 0), np.uint8, nbytes)
+
+    def callers(self) -> tuple[int, int]:
+        current = int(self.cupy.cuda.get_current_stream(self.number).ptr)
+        return (current, 0) if current else (0, NOBODY)  # the default stream too
 
     def register(self, at: int, nbytes: int) -> int:
         return self.driver().register(at, nbytes)

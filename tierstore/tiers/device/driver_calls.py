@@ -24,7 +24,8 @@ UNSAID = -1  # a stream has done all its work, and the word that is waited for i
 _NOT_READY = 600
 _FIRST_OF_CAPTURES, _LAST_OF_CAPTURES = 900, 909  # a call is refused because a graph is being captured
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: what this thread calls disturbs no capture of another one
-_LOOKS = 64  # at the word, before the driver is asked how the stream is
+_SPINS = 4096  # looks at the word, before other threads of the CPU are let run in between: 10 us
+_LOOKS = 64  # more, before the driver is asked how the stream is
 _EAGER = 64  # times that it is asked before the thread sleeps in between
 _SLEEP_US = 20
 _I64 = ir.IntType(64)
@@ -32,7 +33,7 @@ _WORDS = types.int64[::1]
 
 
 @intrinsic
-def _launch_at(
+def launch_at(
     typingctx: Any, function: Any, kernel: Any, blocks: Any, threads: Any, stream: Any, arguments: Any
 ) -> Any:
     """cuLaunchKernel of a line of blocks, without shared memory. Its integers of 32 bits are passed in words, as the ABI has it."""
@@ -52,7 +53,7 @@ def launch(calls: Any, kernel: Any, blocks: Any, threads: Any, stream: Any, argu
     """Put a kernel into a stream. `arguments`: the address of pointers to them, which the driver reads before this returns."""
     status = types.int32(call_at(calls[PUSH], calls[CONTEXT], 0, 0, 0, 0, 0))
     if status == 0:
-        status = types.int32(_launch_at(calls[LAUNCH], kernel, blocks, threads, stream, arguments))
+        status = types.int32(launch_at(calls[LAUNCH], kernel, blocks, threads, stream, arguments))
         call_at(calls[POP], scratch.ctypes.data, 0, 0, 0, 0, 0)
     return types.int64(status)
 
@@ -89,6 +90,9 @@ def follow(calls: Any, stream: Any, others: Any, events: Any, scratch: Any) -> A
 @compiled(types.int64(_WORDS, types.int64, types.int64, _WORDS), when=LAST)
 def wait(calls: Any, word: Any, stream: Any, scratch: Any) -> Any:
     """Wait until the uint32 at an address is not 0. UNSAID, or an error, where the stream's work has ended without that."""
+    for _ in range(_SPINS):
+        if acquire_u32(word) != 0:
+            return 0
     queries = 0
     while True:
         for _ in range(_LOOKS):

@@ -10,26 +10,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tierstore.kernels.pool import combiner_code
-from tierstore.tiers.device.backend import TEAM, Captured, DeviceError, OutOfDeviceMemory
+from tierstore.tiers.device import round_trip
+from tierstore.tiers.device.backend import TEAM, WARP, Captured, DeviceError, OutOfDeviceMemory
 from tierstore.tiers.device.table import DeviceTable
-from tierstore.tiers.device.workspaces import ALIGN, DONE_BYTES, NOTHING, DeviceMemory, Reading, Workspace
+from tierstore.tiers.device.workspaces import ALIGN, NOTHING, DeviceMemory, Workspace
 from tierstore.tiers.host.table import HostTable
 from tierstore.types import Combiner, Keys, States, Tier, Vectors
 
 PADDING = 255  # the state of a key whose answer is zeros and that does not count in a bag
 
-_NONE = np.empty(0, np.int64)
+_NONE, _NO_WEIGHTS = np.empty(0, np.int64), np.empty(0, np.float32)
+_PARTS = (
+    "keys", "offsets", "weights", "before", "state", "missing", "places", "rows", "done", "source", "kept", "whole",
+)  # fmt: skip
 
 # keys, which may be there several times, dtype → (rows of that dtype, states): the answer of the tiers below
 Fetch = Callable[[Keys, Any], tuple[Vectors, States]]
-
-
-_Where = Callable[[int], int]  # the address at which a kernel reads an offset of a workspace
 
 
 @dataclass(slots=True, eq=False)
@@ -41,8 +42,18 @@ class Pooling:
     combiner: Combiner
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
+@dataclass(slots=True, eq=False)
+class KeysThere:
+    """Codes int64[n] in the device's memory, at an address, once the work in the caller's stream is done."""
+
+    array: Any  # of `Backend.adopt`
+    address: int
+
+    def __len__(self) -> int:
+        return int(self.array.shape[0])
+
+
+class _Chunk(NamedTuple):
     """Keys [begin, end) and, where pooled, bags [first, last) of them."""
 
     begin: int
@@ -53,7 +64,7 @@ class _Chunk:
 
 def answer(
     table: DeviceTable,
-    keys: Keys,
+    keys: Keys | KeysThere,
     state: States,
     answered: Vectors,
     dtype: Any,
@@ -75,7 +86,7 @@ def answer(
 
 def look_up(
     table: DeviceTable,
-    keys: Keys,
+    keys: Keys | KeysThere,
     state: States,
     answered: Vectors,
     out: Any,
@@ -86,7 +97,7 @@ def look_up(
     """Answer every key, on the device.
 
     Args:
-        keys: int64[n].
+        keys: int64[n]; on the device only where none was answered already and none is PADDING.
         state: uint8[n]: PENDING for keys to look up, PADDING for those that are zeros, else that of a key answered
             already. On return PADDING has become ABSENT and PENDING the tier that answered.
         answered: rows of the keys answered already, in their order; float32 if pooled, else of the dtype of `out`.
@@ -153,10 +164,15 @@ def from_device(memory: DeviceMemory, array: Any) -> np.ndarray:
 class _Work:
     """One look-up; see `look_up`."""
 
+    __slots__ = (
+        "address", "answered", "answered_at", "bags", "fetch", "half", "host", "keys", "of", "out_width", "room_width",
+        "row_dtype", "state", "table", "there",
+    )  # fmt: skip
+
     def __init__(
         self,
         table: DeviceTable,
-        keys: Keys,
+        keys: Keys | KeysThere,
         state: States,
         answered: Vectors,
         out: Any,
@@ -164,34 +180,42 @@ class _Work:
         bags: Pooling | None,
         host: HostTable | None,
     ) -> None:
-        self.table, self.keys, self.state, self.answered = table, keys, state, answered
+        self.table, self.state, self.answered = table, state, answered
+        self.there = keys if isinstance(keys, KeysThere) else None
+        self.keys: Keys = _NONE if isinstance(keys, KeysThere) else np.ascontiguousarray(keys)
         self.fetch, self.bags, self.host = fetch, bags, host
+        self.of = 0 if host is None else id(host)
         self.address = table.device.backend.address_of(out)
-        self.half = int(out.dtype == np.float16)
+        self.half = int(out.dtype.itemsize == 2)
         self.out_width = table.spec.dim * (4 >> self.half)
-        self.rows_dtype = np.float32 if bags is not None or not self.half else np.float16
-        self.row_width = table.spec.dim * np.dtype(self.rows_dtype).itemsize
-        self.room_width = max(self.row_width, table.layout.stride)  # of rows that were read below, decoded or as stored
-        self.pending = not state.any()
-        self.answered_at = _NONE if self.pending else np.flatnonzero((state != Tier.PENDING) & (state != PADDING))
+        self.row_dtype = np.float32 if bags is not None or not self.half else np.float16
+        row_width = table.spec.dim * (2 if self.row_dtype is np.float16 else 4)
+        self.room_width = max(row_width, table.layout.stride)  # of rows that were read below, decoded or as stored
+        self.answered_at = _NONE
+        if len(answered):
+            self.answered_at = np.flatnonzero((state != Tier.PENDING) & (state != PADDING))
 
     def chunks(self) -> list[_Chunk] | None:
         """The parts of the look-up that fit into a workspace; None where one bag does not."""
-        a_key = 8 + 1 + 1 + 8 + 4 + self.room_width  # see `_cut`
+        a_key = 8 + 1 + 1 + 8 + 4 + self.room_width  # as `round_trip.py` cuts it
         room = self.table.device.workspace_bytes - 20 * ALIGN
-        if self.bags is not None and not len(self.bags.offsets):
-            return []
+        n = len(self.state)
         if self.bags is None:
+            if 0 < n * a_key <= room:
+                return [_Chunk(0, n)]
             step = room // a_key
             if step < 1:
                 return None
-            return [_Chunk(begin, min(len(self.keys), begin + step)) for begin in range(0, len(self.keys), step)]
-        a_key += 4 + 8 + self.table.spec.dim * 4  # weight, source, row kept
-        return self._bag_chunks(room, a_key, 8 + 1)
+            return [_Chunk(begin, min(n, begin + step)) for begin in range(0, n, step)]
+        a_key, a_bag = a_key + 4 + 8 + self.table.spec.dim * 4, 8 + 1  # weight, source, row kept
+        count = len(self.bags.offsets)
+        if n * a_key + count * a_bag <= room:
+            return [_Chunk(0, n, 0, count)] if count else []
+        return self._bag_chunks(room, a_key, a_bag)
 
     def _bag_chunks(self, room: int, a_key: int, a_bag: int) -> list[_Chunk] | None:
         assert self.bags is not None
-        ends = np.append(self.bags.offsets[1:], len(self.keys))
+        ends = np.append(self.bags.offsets[1:], len(self.state))
         cost = ends * a_key + np.arange(1, len(ends) + 1) * a_bag  # of all bags up to and with this one
         chunks, first, spent = [], 0, 0
         while first < len(ends):
@@ -202,110 +226,77 @@ class _Work:
             first, spent = last, int(cost[last - 1])
         return chunks
 
-    def _cut(self, ws: Workspace, n: int, bags: int) -> dict[str, int]:
-        """Offsets in a workspace."""
-        pooled = self.bags is not None
-        sizes = {
-            # read by kernels, where they lie or after one copy up
-            "keys": n * 8, "before": n, "offsets": bags * 8, "weights": n * 4 if pooled else 0,
-            # in CPU memory alone; but on the device `rows` are those that a kernel has read in the host tier
-            "state": n, "missing": n * 8, "at": n * 4, "rows": n * self.room_width, "done": DONE_BYTES,
-            # on the device alone
-            "source": n * 8 if pooled else 0, "kept": n * self.table.spec.dim * 4 if pooled else 0, "whole": bags,
-        }  # fmt: skip
-        return dict(zip(sizes, ws.cut(*sizes.values()), strict=True))
-
     def run(self, ws: Workspace, chunk: _Chunk) -> bool:
-        n, bags = chunk.end - chunk.begin, chunk.last - chunk.first
-        if n == 0 and bags == 0:
-            return True
-        at = self._cut(ws, n, bags)
-        self._stage(ws, at, chunk)
+        memory, bags = self.table.memory, self.bags
+        if memory is None:
+            return False
+        begin, end, *_ = chunk
+        keys, state = self.keys[begin:end], self.state[begin:end]
+        kernel, offsets, weights, combiner, first = "look_up", _NONE, _NO_WEIGHTS, 0, begin
+        if bags is not None:
+            kernel, combiner, first = "pool", combiner_code(bags.combiner), chunk.first
+            offsets = bags.offsets[chunk.first : chunk.last]
+            weights = _NO_WEIGHTS if bags.weights is None else bags.weights[begin:end]
+        device, weighted = self.table.device, bags is not None and bags.weights is not None
+        ws.job[:] = (
+            device.driver.kernels[kernel], *device.backend.callers(), self.of, self.address + first * self.out_width,
+            self.half, self.room_width, self.table.spec.dim, begin, combiner,
+            0 if self.there is None else self.there.address + 8 * begin,
+        )  # fmt: skip
+        calls, order = device.driver.calls, memory.order.words
+        said = round_trip.look_up(calls, order, ws.frame, keys, state, offsets, weights, weighted)
+        if said == round_trip.NOT_IN_USE:
+            return False
+        if said < 0:
+            device.driver.check(round_trip.FAILED - said)
+        if said and self.host is not None:
+            if self.there is not None:
+                self.keys = from_device(self.table.device, self.there.array)
+            staged = ws.staging(int(ws.frame[round_trip.AT_STATE]), end - begin)
+            self.host.note_answered(self.keys[begin:end], staged)
+        return said < 2 or self._answer_listed(ws, chunk, said // 2)
+
+    def _answer_listed(self, ws: Workspace, chunk: _Chunk, listed: int) -> bool:
+        """Have the rows of the listed keys put to their places, or the bags that waited for them pooled."""
+        at = dict(zip(_PARTS, ws.frame[round_trip.AT : round_trip.COPIED].tolist(), strict=True))
+        self._stage_rows(ws, at, chunk, listed)
         with self.table.reading() as view:
             if view is None:
                 return False
-            view.stream.wait_for_caller()
-            where = ws.send(view.stream, at["keys"], at["state"])
-            kernel, threads, *args = self._first(ws, at, chunk, view, where)
+            kernel, threads, *args = self._second(ws, at, chunk, view.table, listed)
             ws.launch(view, at["done"], kernel, threads, *args)
-        listed = ws.wait(at["done"])
-        if self.host is not None:
-            self.host.note_answered(ws.staging(at["keys"], n, np.int64), ws.staging(at["state"], n))
-        if listed:
-            self._stage_rows(ws, at, chunk, listed)
-            with self.table.reading() as view:
-                if view is None:
-                    return False
-                kernel, threads, *args = self._second(ws, at, chunk, view.table, where, listed)
-                ws.launch(view, at["done"], kernel, threads, *args)
-            ws.wait(at["done"])
-        self.state[chunk.begin : chunk.end] = ws.staging(at["state"], n)
+        ws.wait(at["done"])
+        self.state[chunk.begin : chunk.end] = ws.staging(at["state"], chunk.end - chunk.begin)
         return True
 
-    def _stage(self, ws: Workspace, at: dict[str, int], chunk: _Chunk) -> None:
-        n = chunk.end - chunk.begin
-        ws.staging(at["keys"], n, np.int64)[:] = self.keys[chunk.begin : chunk.end]
-        if not self.pending:
-            ws.staging(at["before"], n)[:] = self.state[chunk.begin : chunk.end]
-        if self.bags is not None:
-            offsets = self.bags.offsets[chunk.first : chunk.last]
-            np.subtract(offsets, chunk.begin, out=ws.staging(at["offsets"], len(offsets), np.int64))
-            if self.bags.weights is not None:
-                ws.staging(at["weights"], n, np.float32)[:] = self.bags.weights[chunk.begin : chunk.end]
-
-    def _first(self, ws: Workspace, at: dict[str, int], chunk: _Chunk, view: Reading, where: _Where) -> tuple:
-        """The kernel that answers what is here: its name, threads and arguments."""
-        n = chunk.end - chunk.begin
-        before = NOTHING if self.pending else where(at["before"])
-        common = (
-            view.table, view.window.words_of(self.host), where(at["keys"]), before, ws.here(at["state"]), n,
-            ws.here(at["missing"]), ws.here(at["at"]), ws.at(at["rows"]),
-        )  # fmt: skip
-        if self.bags is None:
-            return "look_up", -(-n // 2) * TEAM, *common, self._out(chunk.begin), self.half
-        count = chunk.last - chunk.first
-        return (
-            "pool", count * TEAM, *common, *self._bags(at, count, where), ws.at(at["source"]), ws.at(at["kept"]),
-            ws.at(at["whole"]), self._out(chunk.first), self.half,
-        )  # fmt: skip
-
-    def _second(
-        self, ws: Workspace, at: dict[str, int], chunk: _Chunk, table: np.ndarray, where: _Where, listed: int
-    ) -> tuple:
-        """The kernel that answers what was listed, as `_first`."""
+    def _second(self, ws: Workspace, at: dict[str, int], chunk: _Chunk, table: np.ndarray, listed: int) -> tuple:
+        """The kernel that answers what was listed: its name, threads and arguments."""
         rows, half = ws.here(at["rows"]), self.half
         if self.bags is None:
-            out, dim = self._out(chunk.begin), self.table.spec.dim
-            return "put_rows", listed * TEAM, rows, ws.here(at["at"]), listed, out, dim, half
-        count = chunk.last - chunk.first
-        return (
-            "pool_waiting", count * TEAM, table, chunk.end - chunk.begin, *self._bags(at, count, where),
-            ws.at(at["source"]), ws.at(at["kept"]), ws.at(at["whole"]), rows, self._out(chunk.first), half,
-        )  # fmt: skip
-
-    def _bags(self, at: dict[str, int], count: int, where: _Where) -> tuple:
-        """Arguments that say how rows are pooled."""
-        assert self.bags is not None
+            out, dim = self.address + chunk.begin * self.out_width, self.table.spec.dim
+            return "put_rows", listed * TEAM, rows, ws.here(at["places"]), listed, out, dim, half
+        where = ws.at if ws.frame[round_trip.COPIED] else ws.here
+        count, out = chunk.last - chunk.first, self.address + chunk.first * self.out_width
         weights = NOTHING if self.bags.weights is None else where(at["weights"])
-        return where(at["offsets"]), count, weights, combiner_code(self.bags.combiner)
-
-    def _out(self, first: int) -> int:
-        """The address of a vector of the answer."""
-        return self.address + first * self.out_width
+        return (
+            "pool_waiting", count * WARP, table, chunk.end - chunk.begin, where(at["offsets"]), count, weights,
+            combiner_code(self.bags.combiner), ws.at(at["source"]), ws.at(at["kept"]), ws.at(at["whole"]), rows, out,
+            half,
+        )  # fmt: skip
 
     def _stage_rows(self, ws: Workspace, at: dict[str, int], chunk: _Chunk, listed: int) -> None:
         """Put the rows of the listed keys, from the tiers below or answered before, where a kernel reads them."""
         state = ws.staging(at["state"], chunk.end - chunk.begin)
-        positions = ws.staging(at["at"], listed, np.uint32)
+        positions = ws.staging(at["places"], listed, np.uint32)
         missing = ws.staging(at["missing"], listed, np.int64)
-        rows = ws.staging(at["rows"], listed * self.table.spec.dim, self.rows_dtype).reshape(listed, -1)
-        if self.pending:
-            rows[:], state[positions] = self.fetch(missing.copy(), self.rows_dtype)
+        rows = ws.staging(at["rows"], listed * self.table.spec.dim, self.row_dtype).reshape(listed, -1)
+        if not len(self.answered_at):
+            rows[:], state[positions] = self.fetch(missing.copy(), self.row_dtype)
             return
         was = self.state[chunk.begin + positions.astype(np.int64)]
         wanted, given = np.flatnonzero(was == Tier.PENDING), np.flatnonzero(was != Tier.PENDING)
         if len(wanted):
-            rows[wanted], state[positions[wanted]] = self.fetch(missing[wanted], self.rows_dtype)
+            rows[wanted], state[positions[wanted]] = self.fetch(missing[wanted], self.row_dtype)
         if len(given):
             rows[given] = self.answered[
                 np.searchsorted(self.answered_at, chunk.begin + positions[given].astype(np.int64))

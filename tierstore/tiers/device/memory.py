@@ -6,7 +6,6 @@ thread at a time. Errors of the device are DeviceError. Nothing survives the pro
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,15 +13,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.tiers.device import round_trip
 from tierstore.tiers.device.backend import TEAM, Buffer, DeviceError, DeviceStream
 from tierstore.tiers.device.layout import (
     ABSENT_BYTES,
     COUNTER_BYTES,
     LINE_BYTES,
+    READERS_AT,
     WAYS,
     DeviceLayout,
     occupied_keys,
 )
+from tierstore.tiers.device.order import Order
 from tierstore.tiers.device.window import HostWindow
 from tierstore.tiers.device.workspaces import DONE_BYTES, DeviceMemory, Reading, Workspace
 from tierstore.types import Keys, Rows, TableSpec
@@ -43,14 +45,15 @@ class TableMemory:
     def __init__(self, spec: TableSpec, layout: DeviceLayout, device: DeviceMemory, default: np.ndarray) -> None:
         # constant after construction
         self._name, self._layout, self._device = spec.name, layout, device
-        self.order = threading.Lock()
         self.stream: DeviceStream = device.backend.stream()
         self._control: Buffer = device.backend.alloc(layout.control_bytes)  # counters, default vector
+        self.order = Order(self.stream, self._control.address + READERS_AT)
         self.window = HostWindow(device.backend, self.stream, self.order)
         # guarded by order
         self.depth = 0
         self._segments = [self._new_segment(0)]
-        self.table: np.ndarray | None = self._described()
+        self.table: np.ndarray | None = None
+        self._use(self._described())
         with device.workspace() as ws:
             ws.staging(0, spec.dim, np.float32)[:] = default
             self.stream.clear(self._control.address, COUNTER_BYTES)
@@ -66,11 +69,16 @@ class TableMemory:
         addresses = [segment.address for segment in self._segments]
         return self._layout.table(addresses, self._control.address + COUNTER_BYTES, self.depth)
 
+    def _use(self, table: np.ndarray | None) -> None:
+        """What kernels are launched with from now on; None: the table is not in use."""
+        self.table = table
+        self.order.words[round_trip.TABLE] = 0 if table is None else table.ctypes.data
+
     @contextmanager
     def reading(self) -> Iterator[Reading | None]:
         """Put a kernel that reads into the stream, within the block. None where the table is not in use."""
         with self.order:
-            yield None if self.table is None else Reading(self.stream, self.table, self._control, self.window)
+            yield None if self.table is None else Reading(self.stream, self.table, self._control)
 
     @contextmanager
     def writing(self) -> Iterator[Reading]:
@@ -98,7 +106,7 @@ class TableMemory:
                 _launch(ws, view, view.table, 0, "merge", sets, sets)
                 last = self._segments.pop()
                 self.depth -= 1
-                self.table = self._described()
+                self._use(self._described())
             totals, _ = _totals(ws, 0)  # from here on no kernel uses the upper half
             last.free()
             return totals
@@ -112,8 +120,9 @@ class TableMemory:
                 self.stream.clear(buffer.address, buffer.nbytes)
                 self._segments.append(buffer)
                 self.depth += 1
-                self.table = self._described()
-                _launch(ws, view, self.table, 0, "split", sets, sets)
+                table = self._described()
+                self._use(table)
+                _launch(ws, view, table, 0, "split", sets, sets)
             _totals(ws, 0)
 
     def resident(self) -> list[tuple[Keys, npt.NDArray[np.uint8]]]:
@@ -157,7 +166,7 @@ class TableMemory:
     def give_up(self) -> None:
         """Not in use from now on. Its memory is held until `free`, because kernels may still be running."""
         with self.order:
-            self.table = None
+            self._use(None)
 
     def free(self) -> None:
         """Give the memory back, once kernels under way have ended. May be repeated.
@@ -165,7 +174,7 @@ class TableMemory:
         Raises DeviceError, but frees it.
         """
         with self.order:
-            self.table = None
+            self._use(None)
             segments, self._segments = self._segments, []
         if not segments:
             return

@@ -25,6 +25,7 @@ POPPED, PUT, RING_WORDS = 0, 1, 2
 _HOST = int(Tier.HOST)
 _WORDS = types.int64[::1]
 _STATES = types.Array(types.uint8, 1, "C", readonly=True)
+_ROWS = types.Array(types.uint8, 2, "C", readonly=True)
 _U64 = np.uint64
 
 
@@ -92,6 +93,17 @@ def choose(keys: Any, seen: Any, is_full: Any, overlays: Any, host: Any, dim: An
                 copy_bytes(rows + chosen * row_bytes, rows + i * row_bytes, row_bytes)
             chosen += 1
     return chosen if absent.size >= 0 else 0  # the arrays last until here
+
+
+@compiled(types.void(_ROWS, types.int64, types.int64), when=LAST)
+def spread(rows: Any, to: Any, stride: Any) -> None:
+    """Copy rows uint8[n, row_bytes] to an address, at a stride."""
+    n, row_bytes, at = rows.shape[0], rows.shape[1], np.int64(rows.ctypes.data)
+    if row_bytes == stride:
+        copy_bytes(to, at, n * stride)
+    else:
+        for i in range(n):
+            copy_bytes(to + i * stride, at + i * row_bytes, row_bytes)
 
 
 @compiled(types.int64(KEYS, *[types.int64] * 6, BOOLS, _WORDS, types.uint32[::1], types.boolean[::1]), when=LAST)

@@ -1,7 +1,7 @@
 """The host tier's memory as kernels of one device table read it: registered with the driver while it lies as it is.
 
-`open` locks a few GB a second, so a background thread calls it. Kernels are given `words_of` while the table's `order`
-is held, and `close` waits for the last of them. Any thread may call; nothing survives the process.
+`open` locks a few GB a second, so a background thread calls it. What kernels are launched with changes while the
+table's `order` is held, and `close` waits for the last of them. Any thread may call; nothing survives the process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from contextlib import suppress
 import numpy as np
 
 from tierstore.kernels.codec import address_of
+from tierstore.tiers.device import round_trip
 from tierstore.tiers.device.backend import HOST, NO_HOST, Backend, DeviceError, DeviceStream
+from tierstore.tiers.device.order import Order
 from tierstore.tiers.host.memory import HostMemory
 from tierstore.tiers.host.table import HostTable
 
@@ -22,7 +24,7 @@ NOT_YET = "the host tier has not answered yet"
 class HostWindow:
     """`problem` says why kernels do not read a host tier; None where they do."""
 
-    def __init__(self, backend: Backend, stream: DeviceStream, order: threading.Lock) -> None:
+    def __init__(self, backend: Backend, stream: DeviceStream, order: Order) -> None:
         # constant after construction
         self._backend, self._stream, self._order = backend, stream, order
         # guarded by _changing, which is taken after the host table's locks
@@ -33,9 +35,12 @@ class HostWindow:
         self._of: HostTable | None = None  # that was tried last
         self._words = NO_HOST
 
-    def words_of(self, host: HostTable | None) -> np.ndarray:
-        """`HOST` [1] for kernels that are put into the stream while `order` is held."""
-        return self._words if host is not None and host is self._of else NO_HOST
+    def _read(self, host: HostTable | None, words: np.ndarray) -> None:
+        """Have kernels that are launched from now on read this one, by `HOST` [1]."""
+        with self._order:
+            self._of, self._words = host, words  # kept while kernels are launched with its address
+            self._order.words[round_trip.HOST] = words.ctypes.data
+            self._order.words[round_trip.HOST_OF] = 0 if host is None else id(host)
 
     def open(self, host: HostTable) -> None:
         """Have kernels read this one; where it was tried before, and has the same size, nothing is done."""
@@ -46,8 +51,7 @@ class HostWindow:
         with self._changing:
             self._close()  # of another one
             words = self._register(memory)
-            with self._order:
-                self._of, self._words = host, words
+            self._read(host, words)
 
     def _register(self, memory: HostMemory) -> np.ndarray:
         there: dict[tuple[int, int], int] = {}
@@ -73,8 +77,7 @@ class HostWindow:
             self._close()
 
     def _close(self) -> None:
-        with self._order:
-            self._of, self._words = None, NO_HOST
+        self._read(None, NO_HOST)
         with suppress(DeviceError):  # which is not used again, then
             self._stream.synchronize()
         while self._registered:

@@ -10,23 +10,24 @@ of the disk. A thread that holds one of the others waits for nothing but its ker
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from tierstore.tiers.device import round_trip
 from tierstore.tiers.device.backend import Backend, Buffer, DeviceError, DeviceStream
 from tierstore.tiers.device.layout import READERS_AT
-from tierstore.tiers.device.window import HostWindow
 
 ALIGN = 16  # the widest access of a kernel
 DONE_BYTES = 8  # what a kernel says when it is done (`say_done`): uint32[2]
 WRITTEN_BYTES = DONE_BYTES + 32  # and one that writes to a table: then int64[4], its totals
 NOTHING = 0  # an argument of a kernel, for an array that is not there
 ANSWERING = 8  # as many look-ups are under way at once
-WORKSPACES = ANSWERING + 2
+WRITING = 4  # as many threads stage what is written
+WORKSPACES = ANSWERING + WRITING
 WORKSPACE_BYTES = 32 << 20  # 65,536 keys with rows of 400 bytes
 _COPIED = 1 << 17  # bytes from which on a copy is faster, 16,384 keys
 _SHARE = 16  # workspaces together use at most one part in so many of the budget
@@ -38,7 +39,6 @@ class Reading(NamedTuple):
     stream: DeviceStream
     table: np.ndarray  # `TABLE`
     control: Buffer
-    window: HostWindow
 
     @property
     def counters(self) -> int:
@@ -47,10 +47,13 @@ class Reading(NamedTuple):
 
 
 class Workspace:
-    """One workspace, held by one thread. Parts are at the same offsets in device memory and in the staging buffer."""
+    """One workspace, held by one thread within a `with`. Parts are at the same offsets on the device and in `staging`.
 
-    def __init__(self, backend: Backend, nbytes: int) -> None:
-        self.nbytes = nbytes
+    `frame` int64[FRAME_WORDS] is `round_trip.py`'s. `idle`: where it is put when it is held no more.
+    """
+
+    def __init__(self, backend: Backend, nbytes: int, idle: SimpleQueue[Workspace]) -> None:
+        self.nbytes, self._backend, self._idle = nbytes, backend, idle
         self._buffer: Buffer = backend.alloc(nbytes)
         self._pinned = backend.pinned(nbytes)
         self._pinned_at = int(self._pinned.ctypes.data)
@@ -58,6 +61,32 @@ class Workspace:
         self.stream: DeviceStream = backend.stream()
         self._held: Reading | None = None  # by the kernel under way
         self.is_free = True  # no kernel or copy of an earlier user can still be using it
+        self.frame = np.zeros(round_trip.FRAME_WORDS, np.int64)
+        self.frame[: round_trip.JOB] = self._pinned_at, self._buffer.address, *self.stream.events
+        self.job = self.frame[round_trip.JOB : round_trip.AT]
+        idle.put(self)
+
+    def __enter__(self) -> Workspace:
+        try:
+            self._wait_until_free()
+        except BaseException:
+            self._idle.put(self)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        if kind is not None:
+            # work in streams may still use it, and the next user's work does not wait for that
+            self.is_free = False
+            with suppress(DeviceError):
+                self._wait_until_free()
+        self._idle.put(self)
+
+    def _wait_until_free(self) -> None:
+        """Wait for all work that may use it. DeviceError where the driver refuses: then the next user waits."""
+        if not self.is_free:
+            self._backend.synchronize()
+            self.is_free = True
 
     def cut(self, *sizes: int) -> list[int]:
         """Offsets of parts of these sizes, one after another. ValueError where they do not fit."""
@@ -113,45 +142,22 @@ class DeviceMemory:
     """A device and its workspaces. They are part of `budget_bytes`; the remainder is for tables."""
 
     def __init__(self, backend: Backend, budget_bytes: int) -> None:
-        self.backend = backend
+        self.backend, self.driver = backend, backend.driver()
         self.workspace_bytes = min(WORKSPACE_BYTES, budget_bytes // _SHARE // WORKSPACES // ALIGN * ALIGN)
         self.table_bytes = budget_bytes - WORKSPACES * self.workspace_bytes
-        # guarded by _changed
-        self._changed = threading.Condition()
-        self._all = [Workspace(backend, self.workspace_bytes) for _ in range(WORKSPACES)]
-        self._idle = {True: self._all[:ANSWERING], False: self._all[ANSWERING:]}
+        self._idle: dict[bool, SimpleQueue[Workspace]] = {True: SimpleQueue(), False: SimpleQueue()}
+        self._all = [
+            Workspace(backend, self.workspace_bytes, self._idle[number < ANSWERING]) for number in range(WORKSPACES)
+        ]
 
-    @contextmanager
-    def workspace(self, *, answers: bool = False) -> Iterator[Workspace]:
-        """Hold one within the block, with `answers` one of those for that. Waits while all of its kind are in use."""
-        idle = self._idle[answers]
-        with self._changed:
-            self._changed.wait_for(lambda: bool(idle))
-            workspace = idle.pop()
-        try:
-            self._wait_until_free(workspace)
-            yield workspace
-        except BaseException:
-            # work in streams may still use it, and the next user's work does not wait for that
-            workspace.is_free = False
-            with suppress(DeviceError):
-                self._wait_until_free(workspace)
-            raise
-        finally:
-            with self._changed:
-                idle.append(workspace)
-                self._changed.notify_all()
-
-    def _wait_until_free(self, workspace: Workspace) -> None:
-        """Wait for all work that may use it. DeviceError where the driver refuses: then the next user waits."""
-        if not workspace.is_free:
-            self.backend.synchronize()
-            workspace.is_free = True
+    def workspace(self, *, answers: bool = False) -> Workspace:
+        """Take one for a `with`, with `answers` one of those for that. Waits while all of its kind are in use."""
+        return self._idle[answers].get()
 
     @property
     def held(self) -> int:
         """Workspaces that are in use now."""
-        return WORKSPACES - sum(map(len, self._idle.values()))
+        return WORKSPACES - sum(idle.qsize() for idle in self._idle.values())
 
     def close(self) -> None:
         """Free them. None may be in use."""

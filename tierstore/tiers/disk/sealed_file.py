@@ -165,20 +165,6 @@ def open_again(file: Opened) -> int:
     return fd
 
 
-def describe_sealed(path: Path) -> tuple[SealedFile, Opened]:
-    """What `write_sealed` said of a file, by the file itself, and the open file. Raises as `open_sealed`."""
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            trailer = _read(file.fileno(), max(0, size - _TRAILER.size), _TRAILER.size)
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
-    if len(trailer) < _TRAILER.size:
-        raise Corruption(f"{path} is not a sealed file: it has {size} bytes")
-    opened = open_sealed(path, xxh3=_checksum(trailer), size=size)
-    return SealedFile(path, opened.xxh3, size, opened.rows), opened
-
-
 def _opened(path: Path, fd: int, xxh3: str, size: int) -> Opened:
     found = os.fstat(fd).st_size
     if found != size or size < HEADER_BYTES + _TRAILER.size:

@@ -41,7 +41,7 @@ _CHUNKED, _CONTINUE = (np.frombuffer(text, np.uint8) for text in (b"chunked", b"
 
 @nb.njit
 def _request_line(at, n, found):  # type: ignore[no-untyped-def]
-    """Its bytes with CR LF, or minus what it is instead."""
+    """How many bytes the request line has with CR LF; or minus CUT or BAD."""
     i = 0
     while i < n and IN_NAME[load_u8(at, i)] != 0:
         i += 1
@@ -135,7 +135,7 @@ def _chunk_size(at, begin, end):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def decode(row, at, size, most):  # type: ignore[no-untyped-def]
-    """Get the chunks of a connection's request out of the `size` bytes at an address, so that its body lies in one piece behind its head.
+    """Take the lines of chunks out of the `size` bytes at an address, so that the body of a request lies in one piece behind its head.
 
     Up to `row.chunks_at` that is done. Returns (DONE, MORE, MALFORMED, or LARGE for a body above `most`; how many bytes there are now).
     """

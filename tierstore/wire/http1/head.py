@@ -70,7 +70,7 @@ _ORIGIN = READ.index("origin")
 ROUTED = 1  # has a request id, by which a canary's share is dealt
 CODED = 2  # its body is coded, or its answer must be
 ODD_VALUE = 4  # a value that the full check refuses
-FROM_ELSEWHERE = 8  # comes from a page of another site, perhaps
+FROM_A_PAGE = 8  # a browser sends it for a page: whose, and whether that may, is for the check of access
 SAMPLED = 16  # its trace is recorded: for Python where this service reports traces
 
 _NAMES = np.array([_hash(name) for name in MEANT], np.uint64)
@@ -108,13 +108,13 @@ _ROWS_ENDS = np.frombuffer(b"/rows", np.uint8)
 # what Connection may say; the last two go with a wish for HTTP/2, which is passed over
 _OPTIONS = [np.frombuffer(text, np.uint8) for text in (b"close", b"keep-alive", b"te", b"upgrade", b"http2-settings")]
 _CLOSE, _KEEP_ALIVE, _TE, _UPGRADE, _HTTP2_SETTINGS = _OPTIONS
-_H2C, _IDENTITY, _HTTP = (np.frombuffer(text, np.uint8) for text in (b"h2c", b"identity", b"http://"))
+_H2C, _IDENTITY = (np.frombuffer(text, np.uint8) for text in (b"h2c", b"identity"))
 _SPACE, _TAB, _CR, _LF, _COLON, _ZERO, _COMMA, _SEMICOLON, _STAR = 32, 9, 13, 10, 58, 48, 44, 59, 42
 
 
 @nb.njit(inline="always")
 def _starts_with(at, n, wanted, begin, size):  # type: ignore[no-untyped-def]
-    """PLAIN, FOREIGN, or CUT where `n` bytes are too few to tell."""
+    """Whether the `n` bytes at an address begin as wanted: PLAIN, FOREIGN, or CUT where they are too few to tell."""
     for i in range(min(n, size)):
         if load_u8(at, i) != wanted[begin + i]:
             return FOREIGN
@@ -137,7 +137,7 @@ def read_number(at, size, most_digits):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def read_version(at, n, begin, found):  # type: ignore[no-untyped-def]
-    """What ends a request line, from `begin` on: the line's bytes with CR LF, or minus CUT or FOREIGN."""
+    """Read the end of a request line, from `begin` on. Returns the bytes of the line with CR LF, or minus CUT or FOREIGN."""
     after = _starts_with(at + begin, n - begin, _VERSION, 0, _VERSION.size)
     if after != PLAIN:
         return -after
@@ -154,7 +154,7 @@ def read_version(at, n, begin, found):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _path(at, n, found):  # type: ignore[no-untyped-def]
-    """The request line: its bytes with CR LF, or minus what it is instead."""
+    """How many bytes the request line has with CR LF; or minus CUT or FOREIGN."""
     kind, opening = INFER, _starts_with(at, n, _OPENINGS, 0, _OPENING_BYTES)
     while opening == FOREIGN and kind < ROWS:
         kind += 1
@@ -312,18 +312,6 @@ def _may_be_refused(at, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _is_own_page(at, found, origin, size):  # type: ignore[no-untyped-def]
-    """Whether an Origin is a page of this service under the name that it is asked by."""
-    host, host_bytes = at + found.host_at, found.host_bytes
-    if size != _HTTP.size + host_bytes or host_bytes == 0 or not is_word(origin, _HTTP.size, _HTTP):
-        return False
-    for k in range(host_bytes):  # noqa: SIM110 - for the compiler
-        if load_u8(origin, _HTTP.size + k) != load_u8(host, k):
-            return False
-    return True
-
-
-@nb.njit
 def is_ours(at, n):  # type: ignore[no-untyped-def]
     """Whether `n` bytes at an address begin as a request that a reactor may answer, whatever follows."""
     for kind in range(ROWS + 1):
@@ -340,7 +328,7 @@ def parse_at(at, n, found):  # type: ignore[no-untyped-def]
         return -i
     found.body_bytes, found.json_bytes, found.host_bytes, found.timeout_ms, found.unusual = -1, NONE, 0, 0, 0
     found.authorization_at = found.authorization_bytes = 0
-    seen, origin, origin_bytes = 0, 0, 0
+    seen = 0
     while True:
         if i < n and load_u8(at, i) == _CR:
             if i + 1 == n:
@@ -348,8 +336,6 @@ def parse_at(at, n, found):  # type: ignore[no-untyped-def]
             if load_u8(at, i + 1) != _LF or found.body_bytes < 0 or seen & 1 == 0:
                 return FOREIGN
             found.head_bytes = i + 2
-            if seen & (1 << _ORIGIN) and not _is_own_page(at, found, origin, origin_bytes):
-                found.unusual |= FROM_ELSEWHERE
             return PLAIN
         number, value, end, i = read_line(at, n, i)
         if number < 0:
@@ -383,7 +369,7 @@ def parse_at(at, n, found):  # type: ignore[no-untyped-def]
         elif number == 6:  # authorization
             found.authorization_at, found.authorization_bytes = value, size
         elif number == _ORIGIN:
-            origin, origin_bytes = at + value, size
+            found.unusual |= FROM_A_PAGE
         elif number == 10:  # content-encoding
             if size > 0 and not is_word(at + value, size, _IDENTITY):
                 found.unusual |= CODED

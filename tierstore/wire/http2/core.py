@@ -48,7 +48,7 @@ def _u16(at):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def begin_session(address, most_body, streaming):  # type: ignore[no-untyped-def]
-    """Begin a session in SESSION_BYTES at an address: the preface has come, no frame yet. The buffer is to be lent."""
+    """Begin a session in SESSION_BYTES at an address, behind the preface and before any frame. The caller lends it a buffer."""
     s = layout.session_at(address)
     clear_bytes(s, layout.SESSION_HEAD_BYTES)
     hpack.begin_table(layout.session_at(s, 1))
@@ -62,7 +62,7 @@ def begin_session(address, most_body, streaming):  # type: ignore[no-untyped-def
 
 @nb.njit
 def write_settings(s):  # type: ignore[no-untyped-def]
-    """What this side announces. The buffer has CONTROL_ROOM."""
+    """Write what this side announces. The buffer has CONTROL_ROOM."""
     at = write_control(s, layout.SETTINGS, 0, 0, 18)
     for which, value in (
         (layout.MAX_CONCURRENT_STREAMS, layout.MOST_STREAMS), (layout.INITIAL_WINDOW_SIZE, layout.STREAM_WINDOW), (layout.MAX_HEADER_LIST_SIZE, layout.MOST_LIST_BYTES),

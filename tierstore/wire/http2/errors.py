@@ -27,7 +27,7 @@ def read_u32(at):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def fail(s, code):  # type: ignore[no-untyped-def]
-    """An error of the connection."""
+    """End the connection with an error."""
     write_goaway(s, code)
     s.flags = s.flags | layout.BROKEN | layout.GOING
     return layout.FAILED
@@ -50,7 +50,7 @@ def count_often(s, counter, most, now):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def reset_stream(s, stream, code, now):  # type: ignore[no-untyped-def]
-    """An error of a stream. Returns RESET where it has a row, in EVENT_ROW."""
+    """Reset a stream for an error. Returns RESET where it has a row, in EVENT_ROW."""
     if count_often(s, place(s, "resets"), layout.MOST_RESETS, now):
         return fail(s, layout.ENHANCE_YOUR_CALM)
     write_reset(s, stream, code)
@@ -70,7 +70,7 @@ def control(s, now):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def closed(s, stream, now):  # type: ignore[no-untyped-def]
-    """A frame for a stream that is closed, which may have been under way when it was reset here."""
+    """Answer a frame for a closed stream with a reset. It may have been under way when the stream was reset here."""
     if count_often(s, place(s, "controls"), layout.MOST_CONTROLS, now):
         return fail(s, layout.ENHANCE_YOUR_CALM)
     write_reset(s, stream, layout.STREAM_CLOSED)

@@ -1,8 +1,8 @@
 """The head of an HTTP/2 request: a decoded header list, checked as RFC 9113 (8.2, 8.3) asks, kept with its stream as text.
 
-    when it came, in 8 bytes;  <method> <path> LF  <authority> LF  { <name>:<value> LF }
+    HEAD_WORDS, 8 bytes each;  <method> <path> LF  <authority> LF  { <name>:<value> LF }
 
-No part of it can have a line feed in it, so Python splits it. What a reactor reads itself (`wire/http1/head.py` has the same of HTTP/1) stands in
+No part of the text can have a line feed in it, so Python splits it. What a reactor reads itself (`wire/http1/head.py` has the same of HTTP/1) stands in
 the stream's record, by its place in the text. Trailers are checked, and dropped.
 
 Free functions of addresses, nogil.
@@ -26,6 +26,9 @@ from tierstore.wire.http2.layout import (
 )
 from tierstore.wire.json.text import names_of, place_of
 
+# when it came; the milliseconds of its grpc-timeout, 0 without one, or NO_TIMEOUT for one without a meaning; 1: it is a call of gRPC
+HEAD_WORDS = 3
+NO_TIMEOUT = -1
 GOOD, EXPECTS, MALFORMED, NO_MEMORY = range(4)  # EXPECTS: good, and its client waits to be told to go on
 
 # names by their first place in HPACK's static table; those that it lacks by their place in a list, from _OTHERS on
@@ -93,21 +96,21 @@ def _is_path(at, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _timeout_ms(at, size):  # type: ignore[no-untyped-def]
-    """The milliseconds of a grpc-timeout, at least 1; -1 where it is none."""
+    """The milliseconds of a grpc-timeout, at least 1; NO_TIMEOUT where it is none."""
     if size < 2 or size > 9:
-        return -1
+        return NO_TIMEOUT
     value = http1_head.read_number(at, size - 1, _MOST_DIGITS)
     if value < 0:
-        return -1
+        return NO_TIMEOUT
     for k in range(6):
         if load_u8(at, size - 1) == _UNITS[k]:
             return min(max(value * _UNIT_MS[k] // _UNIT_OF[k], nb.int64(1)), nb.int64(_MOST_TIMEOUT_MS))
-    return -1
+    return NO_TIMEOUT
 
 
 @nb.njit
 def _kind(streaming, path, path_bytes, is_grpc):  # type: ignore[no-untyped-def]
-    """How the request of a path is taken; `streaming`: paths, or 0."""
+    """How to take the request of a path: WHOLE, CALL or STREAMING. `streaming` has the paths of methods that stream, or is 0."""
     if not is_grpc:
         return WHOLE
     if _is(path, path_bytes, INFER_PATH):
@@ -135,7 +138,7 @@ def read_head(row, text, fields, count, streaming, now):  # type: ignore[no-unty
     authorization = request_id = -1
     declared, timeout, unusual, is_grpc, regular = nb.int64(-1), nb.int64(0), 0, False, False
     came = GOOD
-    size = 8 + 16
+    size = 8 * HEAD_WORDS + 16
     for i in range(count):
         field = field_at(fields, i)
         name, name_bytes = text + field.name_at, field.name_bytes
@@ -189,12 +192,13 @@ def read_head(row, text, fields, count, streaming, now):  # type: ignore[no-unty
             unusual |= http1_head.ROUTED
             request_id = i
         elif which == _TIMEOUT:
-            timeout = _timeout_ms(value, value_bytes)
-            if timeout < 0:
-                timeout = 0
+            own = _timeout_ms(value, value_bytes)
+            if own == NO_TIMEOUT:
                 unusual |= http1_head.ODD_VALUE
+            if timeout != NO_TIMEOUT and (own < timeout or timeout == 0):
+                timeout = own
         elif which == _ORIGIN:
-            unusual |= http1_head.FROM_ELSEWHERE
+            unusual |= http1_head.FROM_A_PAGE
         elif which == _TRACEPARENT:
             if http1_head.is_sampled(value, value_bytes):
                 unusual |= http1_head.SAMPLED
@@ -213,7 +217,9 @@ def read_head(row, text, fields, count, streaming, now):  # type: ignore[no-unty
     if target == 0:
         return NO_MEMORY
     store_u64(target, 0, nb.uint64(now))
-    n = _write(target, 8, method, method_bytes, _SPACE)
+    store_u64(target, 1, nb.uint64(timeout))
+    store_u64(target, 2, nb.uint64(is_grpc))
+    n = _write(target, 8 * HEAD_WORDS, method, method_bytes, _SPACE)
     row.path_at = n
     row.path_bytes = path_bytes
     n = _write(target, n, path, path_bytes, _LF)
@@ -242,7 +248,7 @@ def read_head(row, text, fields, count, streaming, now):  # type: ignore[no-unty
     row.room = size
     row.head_bytes = n
     row.declared = declared
-    row.timeout_ms = timeout
+    row.timeout_ms = max(timeout, nb.int64(0))
     row.unusual = unusual
     row.kind = _kind(streaming, path, path_bytes, is_grpc)
     return came

@@ -36,7 +36,7 @@ def write_frame_head(at, size, kind, flags, stream):  # type: ignore[no-untyped-
 
 @nb.njit(inline="always")
 def room_of(s):  # type: ignore[no-untyped-def]
-    """How many bytes more the buffer takes."""
+    """How many more bytes fit into the buffer."""
     return s.out_room - s.out_bytes
 
 
@@ -53,7 +53,7 @@ def end_of(s):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def wrote(s, size):  # type: ignore[no-untyped-def]
-    """So many bytes more are in the buffer."""
+    """Count bytes that were written to the buffer."""
     s.out_bytes += size
 
 
@@ -131,7 +131,7 @@ def hold(s, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def drop_request(s, row):  # type: ignore[no-untyped-def]
-    """Let go of what has come of a stream's request."""
+    """Free what has come of a stream's request."""
     hold(s, -row.bytes)
     release(row.at)
     row.at = 0
@@ -140,7 +140,7 @@ def drop_request(s, row):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def close_row(s, row):  # type: ignore[no-untyped-def]
-    """A stream is closed: nothing of it comes or leaves any more."""
+    """Close a stream: nothing of it comes or leaves any more."""
     drop_request(s, row)
     block = row.first_out
     if block != 0:
@@ -255,7 +255,7 @@ def _write_data(s, row, at, size, flags):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def use_windows(s, row, size):  # type: ignore[no-untyped-def]
-    """So many bytes of data leave."""
+    """Take the bytes of data that leave from the windows."""
     row.window -= size
     s.send_window -= size
 

@@ -31,7 +31,7 @@ MOST_ID = (1 << 31) - 1
 
 @nb.njit
 def _ended(s, row, now):  # type: ignore[no-untyped-def]
-    """The client has sent all of a request."""
+    """Note that the client has sent all of a request."""
     row.state |= layout.ENDED
     if row.declared > 0:
         return reset_stream(s, row.id, layout.PROTOCOL_ERROR, now)
@@ -46,7 +46,7 @@ def _ended(s, row, now):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _too_large(s, row):  # type: ignore[no-untyped-def]
-    """A body beyond the limit is dropped; its request is for Python to refuse."""
+    """Drop a body beyond the limit. Python refuses its request."""
     row.state |= layout.TOO_LARGE
     hold(s, row.head_bytes - row.bytes)
     row.bytes = row.head_bytes
@@ -58,7 +58,7 @@ def _too_large(s, row):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _on_block(s, at, size, stream, flags, work, now):  # type: ignore[no-untyped-def]
-    """A header block is there: of a new stream, or the trailers of an open one."""
+    """Take a whole header block: the head of a new stream, or the trailers of an open one."""
     fields, text = work, work + layout.FIELDS_BYTES
     count = hpack.decode(layout.session_at(s, 1), at, size, text, layout.MOST_LIST_BYTES, fields, layout.MOST_FIELDS)
     if count == hpack.COMPRESSION:

@@ -16,9 +16,11 @@ from tests.engine import scenes
 from tests.engine.placements.cluster.scenes import OpenNode, check, marks, member
 from tests.redis_cluster import RedisCluster
 from tierstore import kernels
+from tierstore.engine.deltas import incoming
 from tierstore.engine.placements.cluster import ingester
 from tierstore.engine.placements.following import follower
 from tierstore.engine.store import Store
+from tierstore.formats.delta.reader import read_delta
 from tierstore.tiers.remote.write import Writer
 from tierstore.tiers.ssd import index as ssd_index
 from tierstore.wire import resp
@@ -45,6 +47,25 @@ def test_a_model_is_loaded_served_changed_and_there_after_a_restart(open_node: O
     check(again, "item", range(10), 1)
     check(again, "user", range(4, 500), 0)
     assert again.status()["models"]["ctr"]["watermark"] == 1
+
+
+def test_a_node_decodes_a_delta_once(open_node: OpenNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It checks the delta, serves it and brings it into the rows of the cluster."""
+    decoded: list[int] = []
+
+    def noted(*source: Any, **options: Any) -> Any:
+        delta = read_delta(*source, **options)
+        decoded.append(delta.seq)
+        return delta
+
+    for module in (incoming, follower, ingester):
+        monkeypatch.setattr(module, "read_delta", noted, raising=False)
+    store = open_node()
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    for seq in range(1, 6):
+        store.apply_delta(scenes.stamped(seq, {"item": range(10), "user": [3]}))
+    scenes.eventually(lambda: marks(store)[-1] == 5, "the rows in the cluster have all", 60)
+    assert decoded == [1, 2, 3, 4, 5]
 
 
 def test_rows_of_four_bits_are_answered_as_documented_by_every_node(open_node: OpenNode, tmp_path: Path) -> None:

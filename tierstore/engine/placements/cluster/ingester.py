@@ -20,6 +20,7 @@ from typing import Any
 from tierstore.config import Settings
 from tierstore.engine.data.dense_head import GONE
 from tierstore.engine.data.overlay import Overlay, encode_delta
+from tierstore.engine.deltas.incoming import DecodedDeltas
 from tierstore.engine.deltas.retention import may_go
 from tierstore.engine.lifecycle.rules import surplus_of
 from tierstore.engine.model import Model
@@ -28,7 +29,6 @@ from tierstore.engine.placements.cluster.target import CLAIM_S, LOADING, READY, 
 from tierstore.engine.placements.following.followed import LogEntry, Pointer
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import DeltaError, Fenced, SequenceGap, StorageError, TierstoreError
-from tierstore.formats.delta.reader import read_delta
 from tierstore.formats.names import dense_file
 from tierstore.threads import Thread
 from tierstore.tiers.remote.write import Change, Writer
@@ -49,15 +49,13 @@ class LeaseLost(TierstoreError):
 class Ingester:
     """Brings deltas into one model's rows in the cluster while it has the lease, on the node `node`."""
 
-    def __init__(self, model: Model, shared: SharedModel, node: str, settings: Settings, open_writer: Writers) -> None:
+    def __init__(
+        self, model: Model, shared: SharedModel, node: str, settings: Settings, open_writer: Writers,
+        decoded: DecodedDeltas
+    ) -> None:  # fmt: skip
         # constant after construction
-        self._model, self._shared, self._node, self._settings, self._open_writer = (
-            model,
-            shared,
-            node,
-            settings,
-            open_writer,
-        )
+        self._model, self._shared, self._node, self._settings = model, shared, node, settings
+        self._open_writer, self._decoded = open_writer, decoded
         self._thread = Thread(target=self._run, name=f"tierstore-ingest-{model.name}", daemon=True)
         self._stopping = threading.Event()
         # of the thread; others may read
@@ -242,7 +240,7 @@ class Ingester:
 
     def _encode(self, info: VersionInfo, entry: LogEntry) -> Overlay:
         """The delta's rows, encoded as by nodes that serve the version: what does not fit it is passed over."""
-        delta = read_delta(entry.data)
+        delta = self._decoded.read(entry.data, entry.digest)
         for_it = delta.base_version in (None, info.number)
         try:
             overlay = encode_delta(delta, info.specs, {}, for_this_version=for_it)

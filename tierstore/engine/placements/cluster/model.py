@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from tierstore.config import Settings
+from tierstore.engine.deltas.incoming import DecodedDeltas
 from tierstore.engine.deltas.origin import Origin
 from tierstore.engine.lifecycle.rules import (
     check_active,
@@ -44,15 +45,15 @@ _TRIES = 50  # of a change that others come before
 
 
 class ClusterModel:
-    """One model of this node. `new_target`: where the rows of a load of it go."""
+    """One model of this node. `new_target`: where the rows of a load of it go. `decoded`: deltas of all of them."""
 
     def __init__(
         self, model: Model, cluster: Commands, node: str, settings: Settings, writers: Writers, refusals: Refusals,
-        new_target: Callable[[ClusterModel], ClusterTarget],
+        new_target: Callable[[ClusterModel], ClusterTarget], decoded: DecodedDeltas,
     ) -> None:  # fmt: skip
-        self.model, self.shared, self._node = model, SharedModel(cluster, model.name), node
-        self.follower = Follower(model, self.shared, node)
-        self.ingester = Ingester(model, self.shared, node, settings, writers)
+        self.model, self.shared, self._node, self._decoded = model, SharedModel(cluster, model.name), node, decoded
+        self.follower = Follower(model, self.shared, node, decoded.read)
+        self.ingester = Ingester(model, self.shared, node, settings, writers, decoded)
         self._writers, self._refusals = writers, refusals
         self._switching = threading.Lock()
         self.placement = ModelPlacement(
@@ -92,7 +93,7 @@ class ClusterModel:
         pointer = self.shared.pointer()
         if pointer.seq is not None and delta.seq == pointer.seq + 1:
             self._check(delta)
-        applied = self._append(delta, data)
+        applied = self._append(self._decoded.add(delta), data)
         if not self.follower.wait_for(delta.seq, VISIBLE_S):
             raise Overloaded(
                 f"delta {delta.seq} of {self.model.name!r} is in the cluster's log, and this node does not serve it "

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tierstore import kernels
+from tierstore.engine.deltas.incoming import DecodedDeltas
 from tierstore.engine.lifecycle.state import Shared
 from tierstore.engine.model import Model
 from tierstore.engine.operations.together import Models
@@ -51,7 +52,7 @@ class ClusterPlacement:
         # constant after construction
         self._settings = settings = shared.settings
         self.refusals, self.log_retention_s = Refusals(refusals_of("cluster")), settings.log_kept_s
-        self._share = lambda: shared.throttle.share
+        self._share, self._decoded = lambda: shared.throttle.share, DecodedDeltas()
         self.node = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self.cluster = connect(urls, Options(timeout_s=settings.remote_timeout_s))
         self.followed = FollowedModels(shared, models, self._member, self._look, LOOK_EVERY_S, "tierstore-cluster")
@@ -61,8 +62,9 @@ class ClusterPlacement:
 
     def _member(self, model: Model) -> ClusterModel:
         return ClusterModel(
-            model, self.cluster, self.node, self._settings, self.open_writer, self.refusals, self._new_target
-        )
+            model, self.cluster, self.node, self._settings, self.open_writer, self.refusals, self._new_target,
+            self._decoded,
+        )  # fmt: skip
 
     def start(self) -> None:
         """StorageError where the cluster cannot be asked for its models."""

@@ -25,7 +25,7 @@ from tierstore.engine.placements.following.version_copies import VersionCopies
 from tierstore.engine.serving.routing import Routing
 from tierstore.engine.versions.version import Version
 from tierstore.errors import Closed, Conflict, Overloaded, StorageError, TierstoreError, TooLarge
-from tierstore.formats.delta.reader import read_delta
+from tierstore.formats.delta.reader import Delta
 from tierstore.threads import Thread
 from tierstore.types import Progress
 
@@ -38,10 +38,13 @@ BATCH = 64  # entries of the log that are read at once
 
 
 class Follower:
-    """Follows a model whose rows are on other machines. `start` before anything else; `close` before the model is."""
+    """Follows a model whose rows are on other machines. `start` before anything else; `close` before the model is.
 
-    def __init__(self, model: Model, shared: Followed, node: str) -> None:
-        self.model, self.shared, self._node = model, shared, node
+    `decode` gives the delta of the log's bytes and their digest.
+    """
+
+    def __init__(self, model: Model, shared: Followed, node: str, decode: Callable[[bytes, str], Delta]) -> None:
+        self.model, self.shared, self._node, self._decode = model, shared, node, decode
         self._copies = VersionCopies(model, shared)
         self._thread = Thread(target=self._run, name=f"tierstore-follow-{model.name}", daemon=True)
         self._switch: threading.Thread | None = None  # of the version that is made ready
@@ -250,7 +253,7 @@ class Follower:
 
     def _apply_one(self, entry: LogEntry, pointer: Pointer) -> bool:
         """Make a delta visible. False where memory has no room for it yet, or had none, and its rows have it."""
-        delta = read_delta(entry.data)
+        delta = self._decode(entry.data, entry.digest)
         try:
             self.model.deltas.apply(delta, entry.data, lenient=True)
         except Overloaded:

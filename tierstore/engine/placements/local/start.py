@@ -15,7 +15,7 @@ from tierstore.engine.model import Model
 from tierstore.engine.serving.routing import Routing
 from tierstore.engine.serving.routing_record import RoutingRecord
 from tierstore.engine.versions.info import VersionInfo
-from tierstore.errors import Corruption, StorageError, TierstoreError
+from tierstore.errors import Corruption, TierstoreError
 
 log = logging.getLogger(__name__)
 
@@ -76,12 +76,7 @@ class Starter:
         if state.log.unusable is None:
             info.dense_accepted_upto = state.log.last or 0
         recorded = self._recorded_routes(current)
-        try:
-            self._serve_active(info, recorded)
-        except StorageError as error:
-            if not state.shared.copied:
-                raise
-            self._serve_mended(info, recorded, error)
+        self._serve_active(info, recorded)
         if recorded.canary is not None:
             self._serve_canary(recorded.canary, recorded)
 
@@ -112,20 +107,6 @@ class Starter:
             if state.log.unusable is None:
                 self._routes.restart_log(active.active)
             state.live.set(active)
-
-    def _serve_mended(self, info: VersionInfo, recorded: RoutingRecord, why: StorageError) -> None:
-        """Serve the active version of a copy that tore: built again from its base and the log.
-
-        What it cannot be raises `why`.
-        """
-        try:
-            self._switcher.serve_again(info, _labels_of(info, recorded))
-        except TierstoreError as error:
-            raise why from error
-        log.warning(
-            "model %s: version %d was torn by a copy (%s), and is built again from its base and the log",
-            *(self._state.name, info.number, why),
-        )
 
     def _serve_canary(self, number: int, recorded: RoutingRecord) -> None:
         """One that cannot be served is reported, and everything else goes on."""

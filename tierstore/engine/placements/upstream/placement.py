@@ -28,6 +28,7 @@ from tierstore.engine.placements.upstream.watch import Watch
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.engine.versions.rows import Place
 from tierstore.errors import RemoteUnavailable, TierstoreError
+from tierstore.formats.delta.reader import read_delta
 from tierstore.formats.keys import partition_of
 from tierstore.tiers.answers import reading
 from tierstore.tiers.base import Peek
@@ -50,7 +51,7 @@ class FrontModel:
 
     def __init__(self, model: Model, upstream: UpstreamModel, node: str, refusals: Refusals) -> None:
         self.model, self.upstream = model, upstream
-        self.follower = Follower(model, upstream, node)
+        self.follower = Follower(model, upstream, node, lambda data, _: read_delta(data))
         self.start, self.close = self.follower.start, self.follower.close
         self.placement = ModelPlacement(leads=lambda: False, **refusals.verbs(model.name))
 

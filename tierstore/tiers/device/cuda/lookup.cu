@@ -15,18 +15,21 @@ struct Listed {
   u32* counters;
 };
 
-// To the CPU: everything that this kernel writes is there, and how many keys are listed; of one that writes the totals of the table.
-__device__ __forceinline__ void say_done(u32* counters, volatile u32* done, i64* totals = 0, i64* told = 0) {
+// To the CPU, in one word: everything that this kernel writes is there, and how many keys are listed; of one that writes the totals of the
+// table.
+__device__ __forceinline__ void say_done(u32* counters, u32* done, i64* totals = 0, i64* told = 0) {
   __syncthreads();
   if (threadIdx.x) return;
   __threadfence_system();
   if (atomicAdd(counters + 1, 1u) != gridDim.x - 1) return;
   counters[1] = 0;
   for (u32 k = 0; told && k < 4; k++) told[k] = (i64)atomicAdd((u64*)totals + k, 0ull);
-  done[1] = atomicExch(counters, 0u);
-  __threadfence_system();
-  done[0] = 1;
+  if (told) __threadfence_system();
+  *(volatile u64*)done = 1 | (u64)atomicExch(counters, 0u) << 32;
 }
+
+// A key's state before the look-up; without any, all are pending.
+__device__ __forceinline__ u8 state_before(const u8* before, i64 i) { return before ? before[i] : STATE_PENDING; }
 
 // A key that is being looked up: the line of its set is on its way.
 struct Probe {
@@ -36,11 +39,11 @@ struct Probe {
   u8 before;
 };
 
-// `before` has states before the look-up; 0: all keys are pending.
-__device__ __forceinline__ Probe begin_probe(const Table& t, const i64* keys, i64 i, const u8* before) {
+// `before`: its state before the look-up.
+__device__ __forceinline__ Probe begin_probe(const Table& t, i64 key, u8 before) {
   Probe probe;
-  probe.key = keys[i];
-  probe.before = before ? before[i] : STATE_PENDING;
+  probe.key = key;
+  probe.before = before;
   probe.set = set_of(t, mix(probe.key));
   probe.words = load_line(probe.set.line);
   return probe;
@@ -116,7 +119,8 @@ extern "C" __global__ void look_up(const __grid_constant__ Table t, const __grid
   if (i < n) {
     Listed listed = {missing, at, counters};
     bool two = i + 1 < n;
-    Probe first = begin_probe(t, keys, i, before), second = begin_probe(t, keys, two ? i + 1 : i, before);
+    i64 other = two ? i + 1 : i;
+    Probe first = begin_probe(t, keys[i], state_before(before, i)), second = begin_probe(t, keys[other], state_before(before, other));
     i64 from = locate(t, first, i, state), after = two ? locate(t, second, i + 1, state) : from;
     if (from == SOURCE_ELSEWHERE) from = locate_below(t, h, first.key, first.before, i, state, copies, listed);
     if (two && after == SOURCE_ELSEWHERE)
@@ -144,7 +148,7 @@ extern "C" __global__ void put_rows(const u8* rows, const u32* at, i64 n, u8* ou
   say_done(counters, done);
 }
 
-static const u32 AT_ONCE = 4;  // keys of a bag whose lines, or rows, are on their way at once
+static const u32 AT_ONCE = 8;  // rows of a bag that are on their way at once
 
 // Numbers k to k + 3 of the row of key i of a bag; see `pool_bag`.
 __device__ __forceinline__ float4 row_of(const Table& t, i64 from, i64 i, u32 k, const u8* uploads, const u8* kept) {
@@ -154,19 +158,28 @@ __device__ __forceinline__ float4 row_of(const Table& t, i64 from, i64 i, u32 k,
   return decode_four(t.code, in_memory(from), k, t.dim);
 }
 
-// The sum of a bag [begin, end), or its mean or sqrtn, as `kernels/pool.py` has it, in the same order and rounding.
+// What the sum of a bag is divided by, as `kernels/pool.py` has it: for a mean the sum of the weights, for sqrtn the root of that of
+// their squares. `counted`: keys that are no padding.
+__device__ __forceinline__ float divisor_of(const i64* source, i64 begin, i64 end, const float* weights, u32 combiner, u32 counted) {
+  if (combiner == 0) return 1.f;
+  float total = (float)counted;
+  if (weights) {
+    total = 0.f;
+    for (i64 i = begin; i < end; i++) {
+      float weight = weights[i];
+      if (source[i] != SOURCE_PADDING) total = __fadd_rn(total, combiner == 2 ? __fmul_rn(weight, weight) : weight);
+    }
+  }
+  if (total == 0.f) return 0.f;
+  return combiner == 2 ? __fsqrt_rn(total) : total;
+}
+
+// The sum of a bag [begin, end) by a warp, divided by what is not 0, as `kernels/pool.py` has it, in the same order and rounding.
 // `uploads`: rows that came from the host, float32; with them, rows that were here are those in `kept`. 0: all are here.
 __device__ __forceinline__ void pool_bag(const Table& t, const i64* source, i64 begin, i64 end, const float* weights,
-                                         u32 combiner, const u8* uploads, const u8* kept, u8* to, u32 half) {
-  float total = 0.f;
-  for (i64 i = begin; i < end; i++) {
-    if (source[i] == SOURCE_PADDING) continue;
-    float weight = weights ? weights[i] : 1.f;
-    total = __fadd_rn(total, combiner == 2 ? __fmul_rn(weight, weight) : weight);
-  }
-  float divisor = combiner == 0 ? 1.f : combiner == 2 ? __fsqrt_rn(total) : total;
-  bool nothing = combiner != 0 && total == 0.f;
-  for (u32 k = 4 * team_lane(); k < t.dim; k += 4 * LANES) {
+                                         u32 combiner, u32 counted, const u8* uploads, const u8* kept, u8* to, u32 half) {
+  float divisor = divisor_of(source, begin, end, weights, combiner, counted);
+  for (u32 k = 4 * warp_lane(); k < t.dim; k += 4 * WARP) {
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
     for (i64 i = begin; i < end; i += AT_ONCE) {
       float4 rows[AT_ONCE];
@@ -189,7 +202,7 @@ __device__ __forceinline__ void pool_bag(const Table& t, const i64* source, i64 
         sum.w = __fadd_rn(sum.w, __fmul_rn(factors[j], rows[j].w));
       }
     }
-    if (nothing) sum = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (divisor == 0.f) sum = make_float4(0.f, 0.f, 0.f, 0.f);
     else if (combiner)
       sum = make_float4(__fdiv_rn(sum.x, divisor), __fdiv_rn(sum.y, divisor), __fdiv_rn(sum.z, divisor),
                         __fdiv_rn(sum.w, divisor));
@@ -199,44 +212,55 @@ __device__ __forceinline__ void pool_bag(const Table& t, const i64* source, i64 
 
 // Pools bags b = [offsets[b], offsets[b + 1]) of keys that are all here, and says so in `whole`; of the others it keeps
 // the rows that are here in `kept`, float32[n, dim], because the table may change before the others have come.
-// `weights` may be 0.
+// `weights` may be 0. A warp has a bag: it reads 32 keys at once, and each of its teams looks up two of them at a time.
 extern "C" __global__ void pool(const __grid_constant__ Table t, const __grid_constant__ Host h, const i64* keys,
                                 const u8* before, u8* state, i64 n, i64* missing, u32* at, u8* copies, const i64* offsets,
                                 i64 bags, const float* weights, u32 combiner, i64* source, u8* kept, u8* whole, u8* out,
                                 u32 half, u32* counters, u32* done) {
-  i64 b = team_index();
+  i64 b = warp_index();
   if (b < bags) {
     Listed listed = {missing, at, counters};
-    u32 lane = team_lane();
+    u32 lane = team_lane(), team = warp_lane() / LANES, counted = 0;
     i64 begin = offsets[b], end = b + 1 < bags ? offsets[b + 1] : n;
     bool elsewhere = false, left = false;
-    for (i64 i = begin; i < end; i += AT_ONCE) {
-      Probe probes[AT_ONCE];
-#pragma unroll
-      for (u32 j = 0; j < AT_ONCE; j++) probes[j] = begin_probe(t, keys, i + j < end ? i + j : i, before);
-#pragma unroll
-      for (u32 j = 0; j < AT_ONCE; j++) {
-        if (i + j >= end) continue;
-        i64 from = locate(t, probes[j], i + j, state);
-        elsewhere |= from == SOURCE_ELSEWHERE;
-        if (lane == 0) source[i + j] = from;
+    for (i64 base = begin; base < end; base += WARP) {
+      i64 mine = base + warp_lane() < end ? base + warp_lane() : base;
+      u64 key = (u64)keys[mine];
+      u32 was = state_before(before, mine);
+      for (u32 r = 0; r < WARP && base + r < end; r += WARP / LANES * 2) {
+        u32 place = r + 2 * team;
+        i64 i = base + place;
+        i64 one = (i64)__shfl_sync(ALL, key, place, WARP), other = (i64)__shfl_sync(ALL, key, place + 1, WARP);
+        u8 one_was = (u8)__shfl_sync(ALL, (u64)was, place, WARP), other_was = (u8)__shfl_sync(ALL, (u64)was, place + 1, WARP);
+        Probe first = begin_probe(t, one, one_was), second = begin_probe(t, other, other_was);
+        i64 from = i < end ? locate(t, first, i, state) : SOURCE_PADDING;
+        i64 after = i + 1 < end ? locate(t, second, i + 1, state) : SOURCE_PADDING;
+        elsewhere |= from == SOURCE_ELSEWHERE || after == SOURCE_ELSEWHERE;
+        counted += (from != SOURCE_PADDING) + (after != SOURCE_PADDING);
+        if (lane == 0 && i < end) source[i] = from;
+        if (lane == 0 && i + 1 < end) source[i + 1] = after;
       }
     }
-    team_fence();
-    for (i64 i = begin; elsewhere && i < end; i++) {
-      if (source[i] != SOURCE_ELSEWHERE) continue;
-      team_fence();
-      i64 from = locate_below(t, h, keys[i], before ? before[i] : STATE_PENDING, i, state, copies, listed);
-      left |= from <= FIRST_UPLOAD;
-      if (lane == 0) source[i] = from;
+    __syncwarp(ALL);
+    if (__ballot_sync(ALL, elsewhere)) {
+      for (i64 i = begin + team; i < end; i += WARP / LANES) {
+        if (source[i] != SOURCE_ELSEWHERE) continue;
+        team_fence();
+        i64 from = locate_below(t, h, keys[i], state_before(before, i), i, state, copies, listed);
+        left |= from <= FIRST_UPLOAD;
+        if (lane == 0) source[i] = from;
+      }
+      __syncwarp(ALL);
+      left = __ballot_sync(ALL, left) != 0;
     }
-    team_fence();
-    if (lane == 0) whole[b] = !left;
+    for (u32 distance = LANES; distance < WARP; distance *= 2)
+      counted += (u32)__shfl_sync(ALL, (u64)counted, warp_lane() ^ distance, WARP);
+    if (warp_lane() == 0) whole[b] = !left;
     if (left) {
-      for (i64 i = begin; i < end; i++)
+      for (i64 i = begin + team; i < end; i += WARP / LANES)
         if (source[i] > 0) decode_row(t.code, 0, in_memory(source[i]), kept + i * t.dim * 4, t.dim);
     } else {
-      pool_bag(t, source, begin, end, weights, combiner, 0, 0, out + b * t.dim * (half ? 2 : 4), half);
+      pool_bag(t, source, begin, end, weights, combiner, counted, 0, 0, out + b * t.dim * (half ? 2 : 4), half);
     }
   }
   say_done(counters, done);
@@ -246,10 +270,12 @@ extern "C" __global__ void pool(const __grid_constant__ Table t, const __grid_co
 extern "C" __global__ void pool_waiting(const __grid_constant__ Table t, i64 n, const i64* offsets, i64 bags,
                                      const float* weights, u32 combiner, const i64* source, const u8* kept,
                                      const u8* whole, const u8* rows, u8* out, u32 half, u32* counters, u32* done) {
-  i64 b = team_index();
+  i64 b = warp_index();
   if (b < bags && !whole[b]) {
     i64 begin = offsets[b], end = b + 1 < bags ? offsets[b + 1] : n;
-    pool_bag(t, source, begin, end, weights, combiner, rows, kept, out + b * t.dim * (half ? 2 : 4), half);
+    u32 counted = 0;
+    for (i64 i = begin; i < end; i++) counted += source[i] != SOURCE_PADDING;
+    pool_bag(t, source, begin, end, weights, combiner, counted, rows, kept, out + b * t.dim * (half ? 2 : 4), half);
   }
   say_done(counters, done);
 }

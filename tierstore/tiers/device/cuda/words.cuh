@@ -16,6 +16,14 @@ __device__ __forceinline__ u32 team_lane() { return threadIdx.x & (LANES - 1); }
 
 __device__ __forceinline__ u32 team_shift() { return threadIdx.x & 31 & ~(LANES - 1); }
 
+static const u32 WARP = 32;
+static const u32 ALL = 0xffffffffu;  // lanes of a warp
+
+__device__ __forceinline__ u32 warp_lane() { return threadIdx.x & (WARP - 1); }
+
+// Which warp of the launch this is: one for each bag.
+__device__ __forceinline__ i64 warp_index() { return ((i64)blockIdx.x * blockDim.x + threadIdx.x) / WARP; }
+
 __device__ __forceinline__ u32 team_mask() { return 0xffu << team_shift(); }
 
 // Which team of the launch this is: one for each key, bag, run or set.

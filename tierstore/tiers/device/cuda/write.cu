@@ -1,6 +1,6 @@
 // Writing to a table: insert, absent keys, deltas, halving and doubling.
 //
-// Keys come distinct and sorted by set; `runs` says where each set's keys begin (runs[n] is the end), and one team
+// Keys come distinct and, but for `fill`, sorted by set; `runs` says where each set's keys begin (runs[n] is the end), and one team
 // works through a run: no two teams write to one set. What they read, and write of it back, lies in page-locked memory of the CPU.
 // `totals` of the table: rows, absent keys, let in, put out; the last block copies them to `told`, and says that it is done
 // (`say_done`), with the number of rows that are handed back, or of keys that were marked absent.
@@ -64,10 +64,49 @@ __device__ __forceinline__ void put(const Table& t, const Set& set, u64 head, u3
   team_fence();
 }
 
-// Lets keys in; one that is here keeps its row. Without `evict` only free ways are filled. What is put out is written
+// Fills free ways with distinct keys, in any order; one that is here keeps its row. Teams may write to one set: whoever sets the bit of a
+// free way has it. One that then looks there for its own key may find what was there before: it is not let in.
+extern "C" __global__ void fill(const __grid_constant__ Table t, const i64* keys, const u8* rows, i64 n, i64* totals, i64* told,
+                                u32* counters, u32* done) {
+  i64 i = team_index();
+  u32 lane = team_lane();
+  bool admitted = false;
+  if (i < n) {
+    i64 key = keys[i];
+    Set set = set_of(t, mix(key));
+    u64 head, way = WAYS;
+    bool here = find_way(set.line, key, &head) >= 0;
+    for (u32 free = ~(u32)head & OCCUPIED; lane == 0 && !here && free; free = ~(u32)head & OCCUPIED) {
+      u32 next = __ffs(free) - 1;
+      u64 seen = atomicCAS(set.line, head, with_heat(head | 1ull << next, next, 0));
+      if (seen == head) {
+        way = next;
+        break;
+      }
+      head = seen;
+    }
+    way = team_broadcast(way, 0);
+    if (way < WAYS) {
+      copy_row(set.rows + way * t.stride, rows + i * t.stride, t.stride);
+      if (lane == 0) set.line[1 + way] = (u64)key;
+      int place = find_absent(set.absent, key, &head);
+      if (place >= 0 && lane == 0 && atomicAnd(set.absent, ~(17ull << place)) >> place & 1)
+        atomicAdd((u64*)totals + ABSENT_KEYS, (u64)-1);
+      admitted = true;
+    }
+  }
+  u64 let_in = __popc(__ballot_sync(ALL, admitted && lane == 0));
+  if (warp_lane() == 0 && let_in) {
+    atomicAdd((u64*)totals + ROWS, let_in);
+    atomicAdd((u64*)totals + ADMITTED, let_in);
+  }
+  say_done(counters, done, totals, told);
+}
+
+// Lets keys in; one that is here keeps its row. What is put out is written
 // to out_keys and out_rows (as many places as there are keys; 0 for neither), in any order.
 extern "C" __global__ void insert(const __grid_constant__ Table t, const i64* keys, const u8* rows, const u32* runs,
-                                  i64 n, u32 evict, i64* out_keys, u8* out_rows, i64* totals, i64* told,
+                                  i64 n, i64* out_keys, u8* out_rows, i64* totals, i64* told,
                                   u32* counters, u32* done) {
   i64 run = team_index();
   if (run < n) {
@@ -81,7 +120,7 @@ extern "C" __global__ void insert(const __grid_constant__ Table t, const i64* ke
       if (free) {
         way = __ffs(free) - 1;
         fresh++;
-      } else if (evict) {
+      } else {
         way = next_victim(&head);
         if (out_keys) {
           u64 at = 0;
@@ -94,8 +133,6 @@ extern "C" __global__ void insert(const __grid_constant__ Table t, const i64* ke
           team_fence();  // all of the old row is read before any of the new one is written
         }
         evicted++;
-      } else {
-        continue;
       }
       forgotten += forget_absent(set.absent, key);
       put(t, set, head, way, key, 0, rows + (u64)j * t.stride);

@@ -1,0 +1,185 @@
+"""A look-up's way to a GPU and back without the interpreter: keys are staged, one kernel is launched and waited for, states come back.
+
+`order` int64[ORDER_WORDS] belongs to a table: a lock, which is held while work is put into the table's stream, and the addresses that
+kernels are launched with. `frame` int64[FRAME_WORDS] belongs to a workspace: where its memory is, what the caller asks for, where the
+parts of the workspace begin, and arguments that the driver reads. Nothing is allocated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba as nb
+import numpy as np
+from numba import types
+
+from tierstore.kernels import LAST, compiled
+from tierstore.kernels.atomics import acquire_u32, copy_bytes, release_i64, swap_at
+from tierstore.kernels.raw import call_at, store_i64
+from tierstore.tiers.device.driver_calls import CONTEXT, COPY, LAUNCH, POP, PUSH, RECORD, WAIT, YIELD, launch_at, wait
+from tierstore.tiers.host.cache.layout import KEYS
+from tierstore.types import Tier
+
+# of `order`: TABLE, HOST and NO_HOST are addresses of `struct Table` and `struct Host`; TABLE is 0 where the table is not in use.
+# HOST_OF tells of which host tier HOST is.
+LOCK, TABLE, HOST, HOST_OF, NO_HOST, STREAM, COUNTERS, ORDER_WORDS = range(8)
+
+# of `frame`: its memory, on the CPU and on the device; the look-up; then offsets, cells of arguments, their addresses, scratch
+PINNED, DEVICE, EVENTS = 0, 1, 2
+JOB = 4
+KERNEL, CALLER, ALSO, OF, OUT, HALF, WIDTH, DIM, BEGIN, COMBINER, THERE = range(JOB, JOB + 11)
+JOB_WORDS = 11
+AT = JOB + JOB_WORDS
+(
+    AT_KEYS, AT_OFFSETS, AT_WEIGHTS, AT_BEFORE, AT_STATE, AT_MISSING, AT_PLACES, AT_ROWS, AT_DONE, AT_SOURCE, AT_KEPT,
+    AT_WHOLE,
+) = range(AT, AT + 12)  # fmt: skip
+COPIED = AT_WHOLE + 1  # whether keys, offsets and weights were copied to the device's memory
+_CELLS, _MOST = COPIED + 1, 24
+_ARGUMENTS = _CELLS + _MOST
+_SCRATCH = _ARGUMENTS + _MOST
+FRAME_WORDS = _SCRATCH + 2
+
+NOBODY = -1  # of CALLER, ALSO: there is no such stream
+NOT_IN_USE, FAILED = -1, -16  # FAILED - status: the error that `driver_calls.py` has returned
+_ALIGN = 16
+_COPIED_FROM = 1 << 17  # bytes from which on a copy is faster than a kernel's reads of page-locked memory: 16,384 keys
+_TEAM, _WARP, _THREADS = 8, 32, 256  # lanes of a pair of keys, of a bag, of a block
+_HOST = int(Tier.HOST)
+_WORDS = types.int64[::1]
+_WEIGHTS = types.Array(types.float32, 1, "C", readonly=True)
+
+
+@compiled(types.boolean(_WORDS), when=LAST)
+def try_lock(order: Any) -> Any:
+    """Take a table's lock if it is free."""
+    return swap_at(order.ctypes.data, 1) == 0
+
+
+@compiled(types.void(_WORDS), when=LAST)
+def unlock(order: Any) -> None:
+    """Give a table's lock back."""
+    release_i64(order.ctypes.data, 0)
+
+
+@nb.njit
+def _cut(frame: Any, n: Any, bags: Any, pooled: Any) -> Any:
+    """Note where the parts of a workspace begin, for `n` keys in `bags`."""
+    width = n * frame[DIM] * 4 if pooled else 0
+    sizes = (
+        # read by kernels, where they lie or after one copy up; `before` is, where some keys are answered already
+        n * 8 if frame[THERE] == 0 else 0, bags * 8, n * 4 if pooled else 0, n,
+        # in CPU memory alone; but on the device `rows` are those that a kernel has read in the host tier
+        n, n * 8, n * 4, n * frame[WIDTH], np.int64(8),
+        # on the device alone
+        n * 8 if pooled else 0, width, bags,
+    )  # fmt: skip
+    at: Any = 0
+    for k in range(len(sizes)):
+        frame[AT + k] = at
+        at += (sizes[k] + _ALIGN - 1) // _ALIGN * _ALIGN
+
+
+@compiled(types.int64(_WORDS, _WORDS, _WORDS, KEYS, types.uint8[::1], KEYS, _WEIGHTS, types.boolean), when=LAST)
+def look_up(
+    calls: Any, order: Any, frame: Any, keys: Any, state: Any, offsets: Any, weights: Any, weighted: Any
+) -> Any:
+    """Answer what the device, or the host tier below, has of `keys`; see `lookup.py`.
+
+    `keys`: not read where THERE says at which address of the device they lie. `state` uint8[n] is read and, where nothing is listed, written. `offsets`: of bags, in the whole look-up; empty: rows are not pooled.
+    Returns twice the number of keys that were listed, and 1 if the host tier has answered any; or NOT_IN_USE; or FAILED - status.
+    """
+    n, bags, here = state.size, offsets.size, frame[PINNED]
+    pooled = bags != 0
+    _cut(frame, n, bags, pooled)
+    if frame[THERE] == 0:
+        copy_bytes(here + frame[AT_KEYS], np.int64(keys.ctypes.data), n * 8)
+    told = np.uint8(0)
+    for i in range(n):
+        told |= state[i]
+    if told != 0:
+        copy_bytes(here + frame[AT_BEFORE], np.int64(state.ctypes.data), n)
+    for b in range(bags):
+        store_i64(here + frame[AT_OFFSETS], b, offsets[b] - frame[BEGIN])
+    if weighted:
+        copy_bytes(here + frame[AT_WEIGHTS], np.int64(weights.ctypes.data), n * 4)
+    store_i64(here + frame[AT_DONE], 0, 0)
+    while swap_at(order.ctypes.data, 1) != 0:
+        call_at(calls[YIELD], 0, 0, 0, 0, 0, 0)
+    status = NOT_IN_USE if order[TABLE] == 0 else _put(calls, order, frame, n, bags, told != 0, weighted)
+    release_i64(order.ctypes.data, 0)
+    if status == 0:
+        scratch = frame[_SCRATCH:]
+        status = wait(calls, here + frame[AT_DONE], order[STREAM], scratch)
+    if status != 0:
+        return status if status == NOT_IN_USE else FAILED - status
+    return _answered(frame, state)
+
+
+@nb.njit
+def _put(calls: Any, order: Any, frame: Any, n: Any, bags: Any, told: Any, weighted: Any) -> Any:
+    """Put the kernel into the table's stream, after the work in the caller's. Returns 0 or the driver's error."""
+    stream, scratch = order[STREAM], np.int64(frame.ctypes.data) + _SCRATCH * 8
+    status = types.int32(call_at(calls[PUSH], calls[CONTEXT], 0, 0, 0, 0, 0))
+    if status != 0:
+        return types.int64(status)
+    for k in range(2):
+        if status == 0 and frame[CALLER + k] != NOBODY:
+            status = types.int32(call_at(calls[RECORD], frame[EVENTS + k], frame[CALLER + k], 0, 0, 0, 0))
+            if status == 0:
+                status = types.int32(call_at(calls[WAIT], stream, frame[EVENTS + k], 0, 0, 0, 0))
+    where, end = frame[PINNED], frame[AT_STATE] if told else frame[AT_BEFORE]
+    frame[COPIED] = end >= _COPIED_FROM
+    if status == 0 and frame[COPIED]:
+        status = types.int32(call_at(calls[COPY], frame[DEVICE], frame[PINNED], end, stream, 0, 0))
+        where = frame[DEVICE]
+    if status == 0:
+        threads = _arguments(order, frame, n, bags, where, told, weighted)
+        at = np.int64(frame.ctypes.data) + _ARGUMENTS * 8
+        blocks = (threads + _THREADS - 1) // _THREADS
+        status = types.int32(launch_at(calls[LAUNCH], frame[KERNEL], blocks, _THREADS, stream, at))
+    call_at(calls[POP], scratch, 0, 0, 0, 0, 0)
+    return types.int64(status)
+
+
+@nb.njit
+def _arguments(order: Any, frame: Any, n: Any, bags: Any, where: Any, told: Any, weighted: Any) -> Any:
+    """Write the arguments of `look_up` or `pool` (`cuda/lookup.cu`). Returns how many threads it takes."""
+    here, there, cells, pointers = frame[PINNED], frame[DEVICE], frame[_CELLS:], frame[_ARGUMENTS:]
+    for k in range(_MOST):
+        pointers[k] = np.int64(frame.ctypes.data) + (_CELLS + k) * 8
+    pointers[0] = order[TABLE]
+    pointers[1] = order[HOST] if frame[OF] != 0 and order[HOST_OF] == frame[OF] else order[NO_HOST]
+    common = (
+        frame[THERE] if frame[THERE] != 0 else where + frame[AT_KEYS], where + frame[AT_BEFORE] if told else 0, here + frame[AT_STATE], n, here + frame[AT_MISSING],
+        here + frame[AT_PLACES], there + frame[AT_ROWS],
+    )  # fmt: skip
+    for k in range(len(common)):
+        cells[2 + k] = common[k]
+    last = (frame[OUT], frame[HALF], order[COUNTERS], here + frame[AT_DONE])
+    k = 9
+    if bags != 0:
+        pool = (
+            where + frame[AT_OFFSETS], bags, where + frame[AT_WEIGHTS] if weighted else 0, frame[COMBINER], there + frame[AT_SOURCE],
+            there + frame[AT_KEPT], there + frame[AT_WHOLE],
+        )  # fmt: skip
+        for j in range(len(pool)):
+            cells[k + j] = pool[j]
+        k += len(pool)
+    for j in range(len(last)):
+        cells[k + j] = last[j]
+    return bags * _WARP if bags != 0 else (n + 1) // 2 * _TEAM
+
+
+@nb.njit
+def _answered(frame: Any, state: Any) -> Any:
+    """What a kernel that is done has said, as `look_up` returns it; with the states, where it has listed no key."""
+    here = frame[PINNED]
+    listed = np.int64(acquire_u32(here + frame[AT_DONE] + 4))
+    if listed != 0:
+        return 2 * listed
+    copy_bytes(np.int64(state.ctypes.data), here + frame[AT_STATE], state.size)
+    below = False
+    for i in range(state.size):
+        below |= state[i] == _HOST
+    return np.int64(below)
