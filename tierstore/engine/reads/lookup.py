@@ -78,7 +78,9 @@ class BagLookup:
         if hits == NOT_POOLED:
             self._others = Lookup(feature, codes, 0)
         elif hits < len(codes) and (cold := np.flatnonzero(self._state == _PENDING)).size:
-            self._other = np.unique(np.searchsorted(bags.offsets, cold, side="right") - 1)
+            are_cold = np.zeros(n, np.bool_)
+            are_cold[np.searchsorted(bags.offsets, cold, side="right") - 1] = True
+            self._other = np.flatnonzero(are_cold)
             self._places, self._bags = _bags_at(bags, self._other, len(codes))
             self._others = Lookup(feature, codes[self._places], 0)
 
