@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tierstore.errors import SnapshotError
 from tierstore.formats.key_hash import rows_of
-from tierstore.formats.keys import as_codes, feature_codes
+from tierstore.formats.keys import as_codes
 from tierstore.formats.snapshot.manifest import Manifest
-from tierstore.types import FeatureSpec, KeyHash, KeyType, StorageDtype, TableSpec
+from tierstore.types import KeyHash, KeyType, StorageDtype, TableSpec
 
 TABLE = TableSpec("item", KeyType.INT64, 2, StorageDtype.FLOAT32)
 MODS = st.integers(1, 1 << 62)
@@ -21,7 +21,7 @@ INT64S = st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=20)
 
 
 def looked_up(keys: object, how: KeyHash) -> list[int]:
-    rows: list[int] = feature_codes(keys, FeatureSpec("f", "item", hash=how), TABLE, None).tolist()
+    rows: list[int] = rows_of(as_codes(keys, how.key), how).tolist()
     return rows
 
 

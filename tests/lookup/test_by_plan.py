@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from tierstore.engine.data.overlay import OverlayTable
+from tierstore.engine.data.table_view import TableView
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.served import PublishedWords
 from tierstore.kernels import codec
@@ -124,8 +125,8 @@ class View:
     def table_of(self, feature: str) -> TableSpec:
         return self.tables[self.features[feature].table].spec
 
-    def overlays_of(self, name: str) -> list[OverlayTable]:
-        return self.tables[name].overlays
+    def table(self, name: str) -> TableView:
+        return TableView(self.tables[name], self.tables[name].overlays, self.seq)
 
 
 class Asked:

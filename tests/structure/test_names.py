@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 # whose functions are named as commands are, or by the module before them: numba finds a kernel's helpers as globals
 OF_THEIR_OWN = ("tierstore.cli.", *(f"tierstore.{part}" for part in PARTS))
 # a Protocol, and what has it: what one room needs of another one's class
-NEEDED = {"Gathering", "Histogram", "Lookup", "PlanIndex", "View"}
+NEEDED = {"Histogram", "PlanIndex"}
 # one thing for each protocol, transport or tier, which no module has two of
 ONE_OF_EACH = {
     "InferMessage", "PredictMessage", "ResponseLayout", "parse_request", "peek", "read_elements",

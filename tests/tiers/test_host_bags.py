@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tiers.cache_contract import no_deletes
+from tests.tiers.host_rows import pool
 from tierstore.kernels import codec
 from tierstore.kernels.pool import pool_bags
+from tierstore.lookup.table_rows import NOT_POOLED
 from tierstore.tiers.host.table import HostTable
 from tierstore.types import Combiner, KeyType, StorageDtype, TableSpec, Tier
 
@@ -46,38 +48,43 @@ def test_a_bag_is_pooled_as_its_looked_up_rows_are_or_left(
     keys = rng.integers(0, last, n)
     starts = np.array([0, *sorted(data.draw(st.lists(st.integers(0, n), max_size=12)))], np.int64)
     weights = rng.choice(np.array([0, 1, -1, 0.3, 2.7], np.float32), n) if data.draw(st.booleans()) else None
-    padding = rng.random(n) < data.draw(st.sampled_from([0, 0.2]))
+    padding = data.draw(st.sampled_from([None, 7]))
+    is_padding = np.zeros(n, np.bool_)
+    if padding is not None:
+        keys[rng.random(n) < 0.2] = padding
+        is_padding = keys == padding
 
-    rows, expected_state = np.zeros((n, table.spec.dim), np.float32), padding * np.uint8(Tier.REMOTE)
+    rows, expected_state = np.zeros((n, table.spec.dim), np.float32), is_padding * np.uint8(Tier.ABSENT)
     table.lookup(keys, rows, expected_state)
-    expected = pool_bags(rows, starts, weights, ~padding, combiner)
+    expected = pool_bags(rows, starts, weights, ~is_padding, combiner)
     pending = expected_state == Tier.PENDING
     bag_of = np.searchsorted(starts, np.arange(n), side="right") - 1
 
-    out, left = np.full((len(starts), table.spec.dim), np.nan, np.float32), np.zeros(len(starts), np.uint8)
-    state = padding * np.uint8(Tier.REMOTE)
-    hits = table.pool(keys, starts, weights, combiner, out, state, left)
-    np.testing.assert_array_equal(state, expected_state)
-    assert hits == (state == Tier.HOST).sum()
-    assert set(np.flatnonzero(left)) == set(bag_of[pending])
-    np.testing.assert_array_equal(out[left == 0], expected[left == 0])
+    for dtype in (np.float32, np.float16):
+        out, state = np.full((len(starts), table.spec.dim), np.nan, dtype), np.zeros(n, np.uint8)
+        hits = pool(table, keys, starts, weights, combiner, out, state, padding)
+        np.testing.assert_array_equal(state, expected_state)
+        assert hits == (state == Tier.HOST).sum()
+        whole = np.setdiff1d(np.arange(len(starts)), bag_of[pending])
+        with np.errstate(over="ignore"):
+            np.testing.assert_array_equal(out[whole], expected[whole].astype(dtype))
 
 
 def test_sizes_that_do_not_fit_are_refused_and_nothing_is_written() -> None:
     table = filled(16, StorageDtype.FLOAT32)
     keys, starts = np.arange(10), np.array([0, 5])
 
-    def pooled(bags: int = 2, dim: int = 16, states: int = 10, weights: int = 10, lefts: int = 2) -> int:
-        out, state, left = np.zeros((bags, dim), np.float32), np.zeros(states, np.uint8), np.zeros(lefts, np.uint8)
-        hits = table.pool(keys, starts, np.ones(weights, np.float32), Combiner.SUM, out, state, left)
-        assert hits == 10 or not (out.any() or state.any() or left.any())
+    def pooled(bags: int = 2, dim: int = 16, states: int = 10, weights: int = 10) -> int:
+        out, state = np.zeros((bags, dim), np.float32), np.zeros(states, np.uint8)
+        hits = pool(table, keys, starts, np.ones(weights, np.float32), Combiner.SUM, out, state)
+        assert hits == 10 or not (out.any() or state.any())
         return hits
 
     assert pooled() == 10
-    for wrong in ({"bags": 3}, {"dim": 15}, {"states": 9}, {"weights": 9}, {"lefts": 1}):
-        assert pooled(**wrong) == -1
+    for wrong in ({"bags": 3}, {"dim": 15}, {"states": 9}, {"weights": 9}):
+        assert pooled(**wrong) == NOT_POOLED
     table.close()
-    assert pooled() == -1
+    assert pooled() == NOT_POOLED
 
 
 def test_no_bag_holds_a_torn_row_while_rows_are_rewritten_and_the_table_changes_its_size() -> None:
@@ -96,10 +103,10 @@ def test_no_bag_holds_a_torn_row_while_rows_are_rewritten_and_the_table_changes_
         nonlocal pooled
         rng, out = np.random.default_rng(0), np.empty((15, dim), np.float32)
         for _ in range(1500):
-            state, left = np.zeros(60, np.uint8), np.zeros(15, np.uint8)
-            if table.pool(rng.choice(keys, 60), starts, None, Combiner.SUM, out, state, left) < 0:
+            state = np.zeros(60, np.uint8)
+            if pool(table, rng.choice(keys, 60), starts, None, Combiner.SUM, out, state) == NOT_POOLED:
                 continue
-            whole = out[left == 0]
+            whole = out[(state != Tier.PENDING).reshape(15, 4).all(axis=1)]
             pooled += len(whole)
             if (whole != whole[:, :1]).any():
                 faults.append(whole)

@@ -16,10 +16,9 @@ import pyarrow as pa
 
 from tierstore.errors import InvalidInput, WrongPartition
 from tierstore.formats.colliding import CollidingKeys, hash_arrow
-from tierstore.formats.key_hash import rows_of
 from tierstore.formats.strings import as_arrow_strings, checked_strings, plain_strings
 from tierstore.kernels import partitions
-from tierstore.types import FeatureSpec, Keys, KeyType, Partitions, TableSpec, check_sequence
+from tierstore.types import Keys, KeyType, Partitions, check_sequence
 
 _INT64_MAX = (1 << 63) - 1
 _INT64 = np.dtype(np.int64)
@@ -64,13 +63,6 @@ def as_codes(keys: Any, key_type: KeyType, colliding: CollidingKeys | None = Non
     if key_type is KeyType.STRING:
         return _string_codes(as_arrow_strings(keys), colliding)
     return _int_codes(keys if isinstance(keys, np.ndarray) else _list_ints(keys, key_type), key_type)
-
-
-def feature_codes(keys: Any, feature: FeatureSpec, table: TableSpec, colliding: CollidingKeys | None) -> Keys:
-    """The codes by which a request's `keys` of a feature are looked up in the table that it reads; as `as_codes`."""
-    if feature.hash is None:
-        return as_codes(keys, table.key, colliding)
-    return rows_of(as_codes(keys, feature.hash.key), feature.hash)
 
 
 def from_codes(codes: Keys, key_type: KeyType) -> npt.NDArray[np.int64] | npt.NDArray[np.uint64]:

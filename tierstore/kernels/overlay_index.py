@@ -19,11 +19,11 @@ from numba import njit, types
 
 from tierstore.kernels import compiled
 from tierstore.kernels.atomics import prefetch, stack_bytes
-from tierstore.kernels.codec import AS_STORED, address_of, copy_row, decode_row, out_code
+from tierstore.kernels.codec import AS_STORED, address_of, copy_row, decode_row
 from tierstore.kernels.hashing import mix
 from tierstore.kernels.raw import load_u8, load_u64, store_u8, store_u64
 from tierstore.kernels.records import at, define
-from tierstore.types import Keys, Rows, States, StorageDtype, Tier, Vectors
+from tierstore.types import Keys, Rows, StorageDtype, Tier
 
 Index = npt.NDArray[np.uint64]
 
@@ -149,11 +149,6 @@ def answer_at(overlay: Any, out_code: Any, dim: Any, default: Any, out: Any, key
                     store_u8(state, i, np.uint8(_OVERLAY))
             answered += hits
     return answered
-
-
-@compiled("int64(int64, int64, int64, int64, int64, int64, int64, int64)")
-def _answer(words: Any, out_code: Any, dim: Any, default: Any, out: Any, keys: Any, n: Any, state: Any) -> Any:
-    return answer_at(overlay_at(words), out_code, dim, default, out, keys, n, state)
 
 
 @compiled(types.int64[::1](_KEYS))
@@ -292,48 +287,6 @@ class Answering:
         """Bytes of memory that finding keys takes."""
         index, words, *_ = self._arrays
         return index.nbytes + words.nbytes
-
-    def answer(self, keys: Keys, out: Vectors, state: States, default: Vectors) -> int:
-        """For every i whose state is PENDING and whose key is held: the row and OVERLAY, or where deleted `default` and ABSENT.
-
-        `keys` int64[n], `out` float32 or float16 [n, dim], `state` uint8[n], contiguous; `default` float32[dim]. All else
-        stays as it is. Returns how many were answered.
-        """
-        n = len(keys)
-        if state.shape != (n,) or out.shape != (n, self._dim) or not out.flags.c_contiguous or not out.flags.writeable:
-            raise ValueError(
-                f"keys, state and out pair up: got {n}, {list(state.shape)} and {list(out.shape)} for vectors of {self._dim}, "
-                "all contiguous, the last two writable"
-            )
-        fallback = np.ascontiguousarray(default, out.dtype)
-        keys = np.ascontiguousarray(keys)
-        return int(
-            _answer(
-                address_of(self.words), out_code(out), self._dim, address_of(fallback), address_of(out),
-                address_of(keys), n, address_of(state),
-            )
-        )  # fmt: skip
-
-    def stored(self, keys: Keys, rows: Rows, state: States) -> int:
-        """`answer` with rows as they are stored, uint8[n, row_bytes]; nothing is written for a deleted key."""
-        n, row_bytes = len(keys), int(self.words["row_bytes"])
-        if state.shape != (n,) or rows.shape != (n, row_bytes) or not rows.flags.c_contiguous:
-            raise ValueError(
-                f"keys, state and rows pair up: got {n}, {list(state.shape)} and {list(rows.shape)} for rows of {row_bytes} bytes"
-            )
-        keys = np.ascontiguousarray(keys)
-        return int(
-            _answer(
-                address_of(self.words),
-                AS_STORED,
-                self._dim,
-                0,
-                address_of(rows),
-                address_of(keys),
-                n,
-                address_of(state),
-            )
-        )
 
 
 def dedup_last(keys: Keys) -> Keys:

@@ -14,9 +14,9 @@ import numpy as np
 from numba import types
 
 from tierstore.kernels import HTTP, compiled_c
-from tierstore.kernels.overlay_index import answer_at, overlay_at
-from tierstore.kernels.raw import load_f32, load_i64, load_u8, load_u32, load_u64, store_f16, store_u8, store_u64
+from tierstore.kernels.raw import load_i64, load_u8, load_u32, load_u64, store_u8, store_u64
 from tierstore.kernels.sysio import clear_bytes
+from tierstore.lookup import table_rows
 from tierstore.lookup.plans import (
     BAGS_OF_ROWS,
     CALL_BYTES,
@@ -30,8 +30,7 @@ from tierstore.lookup.plans import (
     table_at,
     view_at,
 )
-from tierstore.tiers.host.cache.lookup import lookup_at, values_of
-from tierstore.tiers.host.cache.pool import add_f32_rows, close_bag, pool_at
+from tierstore.lookup.table_rows import aligned, is_cold, pool_found, pool_rows, probe, set_padding, store_half
 from tierstore.types import Tier
 
 # what comes of a run
@@ -59,47 +58,11 @@ def run_bytes(run):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def probe(table, keys, n, state, out_code, out):  # type: ignore[no-untyped-def]
-    """Answer what memory holds of `n` keys: rows to `out`. Returns how many the host tier answered."""
-    dim = table.dim
-    default = table.half_default_at if out_code == 1 else table.default_at
-    overlays = table.overlays_at
-    for i in range(table.overlays):
-        answer_at(overlay_at(load_i64(overlays, i)), out_code, dim, default, out, keys, n, state)
-    host = table.host
-    if host == 0:
-        return 0
-    return lookup_at(values_of(host), keys, n, state, out_code, out, default)
-
-
-@nb.njit
-def set_padding(call, keys, n, state, out, row_bytes):  # type: ignore[no-untyped-def]
-    """Answer padding keys: zeros, as absent. Returns how many there are."""
-    padding, padded = call.padding, 0
-    for i in range(n):
-        if load_i64(keys, i) == padding:
-            store_u8(state, i, nb.uint8(_ABSENT))
-            if out != 0:
-                clear_bytes(out + i * row_bytes, row_bytes)
-            padded += 1
-    return padded
-
-
-@nb.njit
 def any_negative(keys, n):  # type: ignore[no-untyped-def]
     signs = nb.int64(0)
     for i in range(n):
         signs |= load_i64(keys, i)
     return signs < 0
-
-
-@nb.njit
-def is_cold(state, n):  # type: ignore[no-untyped-def]
-    """Whether a key is left for the disk."""
-    for i in range(n):  # noqa: SIM110 - for the compiler
-        if load_u8(state, i) == _PENDING:
-            return True
-    return False
 
 
 @nb.njit
@@ -112,25 +75,6 @@ def pending(run, states):  # type: ignore[no-untyped-def]
     for i in range(n):
         count += load_u8(states, i) == _PENDING
     return count
-
-
-@nb.njit
-def pool_rows(call, rows, keys, n, starts, bags, weights, dim, out):  # type: ignore[no-untyped-def]
-    """Pool `n` rows (float32[n, dim] at `rows`) as `pool.pool_bags` does; padding keys count for nothing."""
-    combiner, padded, padding = call.combiner, call.padded, call.padding
-    for bag in range(bags):
-        begin = load_i64(starts, bag)
-        end = load_i64(starts, bag + 1) if bag + 1 < bags else n
-        pooled = out + bag * dim * 4
-        clear_bytes(pooled, dim * 4)
-        total = np.float32(0)
-        for i in range(begin, end):
-            if padded != 0 and load_i64(keys, i) == padding:
-                continue
-            factor = load_f32(weights, i) if weights != 0 else np.float32(1)
-            add_f32_rows(pooled, rows + i * dim * 4, factor, dim)
-            total += factor * factor if combiner == 2 else factor
-        close_bag(pooled, dim, combiner, total)
 
 
 @nb.njit
@@ -155,28 +99,6 @@ def _check_bags(starts, bags, weights, n):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def _aligned(at):  # type: ignore[no-untyped-def]
-    return (at + 63) & ~63
-
-
-@nb.njit(inline="always")
-def _bag_places(call, n, dim, scratch):  # type: ignore[no-untyped-def]
-    """Where a call's starts, marks of bags, one row, and all rows lie in scratch memory; and where that ends."""
-    bags = call.bags
-    left = scratch + 8 * bags
-    row = _aligned(left + bags)
-    rows = _aligned(row + 4 * dim)
-    pooled = _aligned(rows + 4 * dim * n)
-    return left, row, rows, pooled, pooled + 4 * dim * bags
-
-
-@nb.njit
-def bag_scratch(call, n, dim):  # type: ignore[no-untyped-def]
-    """Bytes of scratch memory that a call of bags takes."""
-    return _bag_places(call, n, dim, 0)[4] + 64
-
-
-@nb.njit(inline="always")
 def _starts(call, tail, scratch):  # type: ignore[no-untyped-def]
     """Where the starts of a call's bags are: in the request, or made in scratch memory."""
     if call.starts_at >= 0:
@@ -186,43 +108,42 @@ def _starts(call, tail, scratch):  # type: ignore[no-untyped-def]
     return scratch
 
 
+@nb.njit(inline="always")
+def _bag_places(call, n, dim, scratch):  # type: ignore[no-untyped-def]
+    """Where all rows of a call, and its pooled bags, lie in scratch memory behind its starts and what `pool_found` takes; and where that ends."""
+    rows = aligned(scratch + 8 * call.bags) + table_rows.bag_scratch(call.bags, dim)
+    pooled = aligned(rows + 4 * dim * n)
+    return rows, pooled, pooled + 4 * dim * call.bags
+
+
 @nb.njit
-def store_half(values, count, out):  # type: ignore[no-untyped-def]
-    for k in range(count):
-        store_f16(out, k, load_f32(values, k))
+def bag_scratch(call, n, dim):  # type: ignore[no-untyped-def]
+    """Bytes of scratch memory that a call of bags takes."""
+    return _bag_places(call, n, dim, 0)[2] + 64
 
 
 @nb.njit
 def _run_bags(call, table, keys, n, state, tail, out, scratch):  # type: ignore[no-untyped-def]
     """A call of kind BAGS_OF_ROWS. Returns what comes of it."""
-    dim, bags = table.dim, call.bags
+    dim, bags, combiner, code = table.dim, call.bags, call.combiner, call.out_code
     weights = 0 if call.weights_at < 0 else tail + call.weights_at
     starts = _starts(call, tail, scratch)
     if not _check_bags(starts, bags, weights, n):
         return DOUBTFUL
-    left, row, rows, apart, _ = _bag_places(call, n, dim, scratch)
-    pooled = apart if call.out_code == 1 else out
-    hits = -1
-    if table.overlays == 0 and table.host != 0:
-        if call.padded != 0:
-            set_padding(call, keys, n, state, 0, 0)
-        clear_bytes(left, bags)
-        host, combiner = values_of(table.host), call.combiner
-        hits = pool_at(host, keys, n, state, starts, bags, weights, combiner, pooled, left, row)
-    if hits >= 0:
-        if pooled != out:
-            store_half(pooled, bags * dim, out)
+    padded, padding, behind = call.padded, call.padding, aligned(scratch + 8 * bags)
+    if pool_found(table, keys, n, state, padded, padding, starts, bags, weights, combiner, code, out, behind) >= 0:
         call.pooled = 1
         return COLD if is_cold(state, n) else ANSWERED
-    # rows of deltas lie over the table, or it changed its size just now
+    rows, apart, _ = _bag_places(call, n, dim, scratch)
+    pooled = apart if code == 1 else out
     clear_bytes(state, n)
-    if call.padded != 0:
-        set_padding(call, keys, n, state, 0, 0)
+    if padded != 0:
+        set_padding(padding, keys, n, state, 0, 0)
     probe(table, keys, n, state, 0, rows)
     if is_cold(state, n):
         return COLD
-    pool_rows(call, rows, keys, n, starts, bags, weights, dim, pooled)
-    if pooled != out:
+    pool_rows(rows, keys, n, padded, padding, starts, bags, weights, combiner, dim, pooled)
+    if code == 1:
         store_half(pooled, bags * dim, out)
     return ANSWERED
 
@@ -271,7 +192,7 @@ def _run(run, view, tail, answer, states, scratch):  # type: ignore[no-untyped-d
                 out = scratch
             padded = 0
             if call.padded != 0:
-                padded = set_padding(call, keys, n, state, out, table.dim * (4 >> code))
+                padded = set_padding(call.padding, keys, n, state, out, table.dim * (4 >> code))
             if probe(table, keys, n, state, code, out) + padded < n and is_cold(state, n):
                 outcome = COLD
         if call.found_at >= 0:

@@ -28,6 +28,7 @@ from tierstore.kernels.raw import call_at, load_i64, load_u8, store_i64, store_u
 from tierstore.kernels.records import at, define, place
 from tierstore.kernels.sysio import EINTR, allocate, monotonic_ns, read, release, write
 from tierstore.lookup import by_plan, plans
+from tierstore.lookup.table_rows import is_cold, pool_rows, probe, set_padding, store_half
 from tierstore.tiers.disk import sealed_rows
 from tierstore.types import Tier
 
@@ -225,7 +226,7 @@ def _finish_bags(shared, call, table, seq, keys, n, state, tail, out, window):  
         begin, end = end, n
         if bag + 1 < bags:
             end = load_i64(given, bag + 1) if given != 0 else begin + keys_a_bag
-        if call.pooled == 0 or by_plan.is_cold(state + begin, end - begin):
+        if call.pooled == 0 or is_cold(state + begin, end - begin):
             which[left], ends[left], starts[left] = bag, end, some
             some += end - begin
             left += 1
@@ -242,18 +243,21 @@ def _finish_bags(shared, call, table, seq, keys, n, state, tail, out, window):  
         if weights != 0:
             copy_bytes(nb.int64(some_weights.ctypes.data) + 4 * starts[j], weights + 4 * (ends[j] - count), 4 * count)
     if call.padded != 0:
-        by_plan.set_padding(call, keys_at, some, state_at, 0, 0)
-    by_plan.probe(table, keys_at, some, state_at, 0, rows_at)
+        set_padding(call.padding, keys_at, some, state_at, 0, 0)
+    probe(table, keys_at, some, state_at, 0, rows_at)
     came = _fetch(shared, table, seq, keys_at, some, state_at, 0, rows_at, window)
     if came != DONE:
         return came
     pooled_at, factors = nb.int64(pooled.ctypes.data), nb.int64(some_weights.ctypes.data) if weights != 0 else 0
-    by_plan.pool_rows(call, rows_at, keys_at, some, nb.int64(starts.ctypes.data), left, factors, dim, pooled_at)
+    pool_rows(
+        rows_at, keys_at, some, call.padded, call.padding, nb.int64(starts.ctypes.data), left, factors, call.combiner,
+        dim, pooled_at,
+    )  # fmt: skip
     for j in range(left):
         count = (starts[j + 1] if j + 1 < left else some) - starts[j]
         copy_bytes(state + ends[j] - count, state_at + starts[j], count)
         if call.out_code == 1:
-            by_plan.store_half(pooled_at + 4 * dim * j, dim, out + 2 * dim * which[j])
+            store_half(pooled_at + 4 * dim * j, dim, out + 2 * dim * which[j])
         else:
             copy_bytes(out + 4 * dim * which[j], pooled_at + 4 * dim * j, 4 * dim)
     # the arrays last until here
@@ -278,7 +282,7 @@ def finish(shared: Any, run: Any, view: Any, tail: Any, data: Any, states: Any) 
         if kind == plans.CHECKED:
             call = plans.run_call_at(call, 1)
             continue
-        if by_plan.is_cold(state, n):
+        if is_cold(state, n):
             out = data + call.out_at
             if kind == plans.BAGS_OF_ROWS:
                 came = _finish_bags(shared, call, table, seq, keys, n, state, tail, out, window)

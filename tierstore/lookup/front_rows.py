@@ -15,12 +15,11 @@ from numba import types
 from tierstore.kernels import LAST, compiled_c
 from tierstore.kernels.atomics import copy_bytes
 from tierstore.kernels.codec import AS_STORED
-from tierstore.kernels.overlay_index import answer_at, overlay_at
 from tierstore.kernels.partitions import partition_at
 from tierstore.kernels.raw import load_i64, load_u8, load_u64, store_u8, store_u64
 from tierstore.kernels.sysio import clear_bytes
 from tierstore.lookup import plans
-from tierstore.tiers.host.cache.lookup import lookup_at, values_of
+from tierstore.lookup.table_rows import probe
 from tierstore.tiers.upstream.layout import (
     ABSENT,
     ANSWER_HEAD_BYTES,
@@ -78,21 +77,15 @@ def run(variant: Any, view: Any, body: Any, size: Any, answer: Any, scratch: Any
     """Answer the request of `size` bytes at `body` under a view. Returns the bytes of the answer, or CANNOT.
 
     `answer` is the address of room for `rows_begin(n)` bytes and n rows. `scratch`: of n bytes, which tell afterwards which tier
-    has answered a code, and a row behind them.
+    has answered a code.
     """
     variant, view = plans.variant_at(variant), plans.view_at(view)
     table = plans.table_at(view.tables, variant.table)
     n, codes, seq = (size - REQUEST_HEAD_BYTES) >> 3, body + REQUEST_HEAD_BYTES, view.seq
     if seq > load_i64(body, UPTO) or seq < load_i64(body, FLOOR) or not _mark_foreign(table, codes, n, scratch):
         return CANNOT
-    states, rows, nothing = answer + ANSWER_HEAD_BYTES, answer + rows_begin(n), scratch + rows_begin(n)
-    overlays = table.overlays_at
-    for i in range(table.overlays):
-        answer_at(overlay_at(load_i64(overlays, i)), AS_STORED, table.dim, nothing, rows, codes, n, scratch)
-    host = table.host
-    if host != 0:
-        lookup_at(values_of(host), codes, n, scratch, AS_STORED, rows, nothing)
-    row_bytes = table.row_bytes
+    states, rows, row_bytes = answer + ANSWER_HEAD_BYTES, answer + rows_begin(n), table.row_bytes
+    probe(table, codes, n, scratch, AS_STORED, rows)
     there = _close_gaps(n, scratch, states, rows, row_bytes)
     if there < 0:
         return CANNOT

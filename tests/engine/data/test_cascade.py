@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tierstore.engine.data.cascade import Cascade, LookupCounts
+from tierstore.engine.data.table_view import TableView
 from tierstore.tiers.host.table import HostTable
 from tierstore.types import KeyType, StorageDtype, TableSpec, Tier
 
@@ -25,15 +26,15 @@ def test_a_key_that_could_not_be_read_is_not_remembered_as_absent(way):
     default = np.full(2, -1, np.float32)
     table = Cascade(SPEC, 1, default, Failing(), LookupCounts())
     table.host = HostTable(SPEC, 1 << 20, default_vector=default)
-    keys = np.array([2, 3, 10, 11])
+    under, keys = TableView(table, (), 1), np.array([2, 3, 10, 11])
     state = np.zeros(4, np.uint8)
     if way == "looked up":
         out = np.empty((4, 2), np.float32)
-        table.lookup((), 1, keys, out, state)
+        under.lookup(keys, out, state)
         assert out[:, 0].tolist() == [2, -1, -1, -1]
     else:
-        rows, state = table.stored((), keys)
-        table.finish_stored(1, keys, rows, state)
+        rows, state = under.stored(keys)
+        under.finish_stored(keys, rows, state)
     assert state.tolist() == [Tier.REMOTE, Tier.ABSENT, Tier.ABSENT, Tier.ABSENT]
     peeks = [table.host.peek(int(key)) for key in keys]
     assert [(peek.row is not None, peek.absent) for peek in peeks] == [

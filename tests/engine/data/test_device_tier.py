@@ -17,8 +17,8 @@ from tests.engine.model_based import Stores, StoresAgainstHistory, check
 from tests.engine.test_store import folded
 from tests.tiers.cuda_shim.backend import OnGpu, ShimDevice
 from tests.tiers.devices import ON_GPU, to_host
-from tierstore.engine.data.cascade import Cascade
 from tierstore.engine.data.promotion import RING_KEYS
+from tierstore.engine.data.table_view import TableView
 from tierstore.engine.store import Store
 from tierstore.errors import ConfigError, InvalidInput, MissingExtra, NotReady, WrongPartition
 from tierstore.formats.keys import partition_of
@@ -193,7 +193,7 @@ def test_keys_on_the_gpu_stay_there_where_their_rows_are_there_too(
         promoted(store)
     copied: list[Any] = []
     monkeypatch.setattr(gpu, "from_device", lambda memory, array: copied.append(array))
-    monkeypatch.setattr("tierstore.engine.data.cascade.from_device", lambda memory, array: copied.append(array))
+    monkeypatch.setattr("tierstore.engine.data.table_view.from_device", lambda memory, array: copied.append(array))
     np.testing.assert_array_equal(ctr.lookup("item_id", OnGpu(few)), scenes.vectors("item", 0, few))
     bags = ctr.lookup_bags("item_id", OnGpu(few), offsets, combiner="sum")
     np.testing.assert_array_equal(bags, ctr.lookup_bags("item_id", few, offsets, combiner="sum"))
@@ -223,13 +223,13 @@ def test_rows_that_only_the_host_tier_has_are_read_by_the_device_itself(
     nobody = np.empty(0, np.int64), np.empty((0, 32), np.uint8)
     monkeypatch.setattr(DeviceTable, "exchange", lambda *_: (0, *nobody))
     by_cpu: list[int] = []
-    below = Cascade._below_device
+    below = TableView._below_device
 
-    def fetched(table: Cascade, seq: int, keys: np.ndarray, dtype: Any) -> Any:
+    def fetched(under: TableView, keys: np.ndarray, dtype: Any) -> Any:
         by_cpu.append(len(keys))
-        return below(table, seq, keys, dtype)
+        return below(under, keys, dtype)
 
-    monkeypatch.setattr(Cascade, "_below_device", fetched)
+    monkeypatch.setattr(TableView, "_below_device", fetched)
     store = with_device()
     store.load_snapshot(scenes.write_snapshot(tmp_path))
     ctr, expected = store.model("ctr"), scenes.vectors("item", 0, ITEMS)

@@ -183,7 +183,7 @@ def test_any_order_of_writes_searches_and_restarts(
                 days += of
                 days_later(days)
                 with store.model("ctr").view() as view:
-                    above = {key for overlay in view.overlays_of("user") for key in overlay.keys.tolist()}
+                    above = {key for overlay in view.table("user").overlays for key in overlay.keys.tolist()}
                 check(store)
                 expected = {key: day for key, day in expected.items() if day >= days - 30 or key in above}
             elif what == "restart":

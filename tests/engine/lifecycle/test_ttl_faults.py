@@ -98,7 +98,7 @@ def test_a_row_that_a_slow_reader_brings_into_memory_is_forgotten(
     with slow as view:
         table = view.open_version.tables["user"]
         keys = np.array([398, 399])
-        read = table._read(keys, view.seq)
+        read = table.read_rows(keys, view.seq)
         check(store)
         assert "expired rows are not removed: requests that began" in str(ctr.problem)
         table.promote(view.seq, keys, read[0], read[2])

@@ -54,9 +54,8 @@ def resident(store: tierstore.Store, table: str = "item") -> set[int]:
 def sources(store: tierstore.Store, keys: np.ndarray) -> list[int]:
     """By which tier each item is answered."""
     with store.model("ctr").view() as view:
-        table = view.open_version.tables["item"]
         out, state = np.empty((len(keys), 8), np.float32), np.zeros(len(keys), np.uint8)
-        table.lookup([o.tables["item"] for o in view.overlays if "item" in o.tables], view.seq, keys, out, state)
+        view.table("item").lookup(keys, out, state)
         return state.tolist()
 
 
@@ -197,8 +196,7 @@ def test_a_key_in_an_overlay_is_left_out(open_store, root):
     store = open_store(warm_rate=1, fold_grace_s=60)
     store.apply_delta(scenes.stamped(1, {"item": range(400, 450)}))
     with store.model("ctr").view() as view:
-        table = view.open_version.tables["item"]
-        table.warm_serving(np.arange(400, 500), 0, view.overlays_of("item"), view.seq)
+        view.table("item").warm(np.arange(400, 500), 0)
     assert resident(store) & set(range(400, 450)) <= set(range(400, 400 + BATCH)), "but for the first batch"
     assert set(range(450, 500)) <= resident(store)
 
@@ -207,10 +205,10 @@ def test_what_was_read_under_an_older_view_does_not_come_after_a_fold(open_store
     """The fold waits for the view; were it not to, the floor would still keep the row out."""
     store = open_store(warm_rate=1)
     with store.model("ctr").view() as view:
-        seq, table = view.seq, view.open_version.tables["item"]
+        table = view.table("item")
     store.apply_delta(scenes.stamped(1, {"item": [999]}))
     folded(store)
-    table.warm_serving(np.array([999]), 0, [], seq)
+    table.warm(np.array([999]), 0)
     assert 999 not in resident(store)
 
 

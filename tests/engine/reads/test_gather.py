@@ -14,7 +14,8 @@ from tierstore import Store
 from tierstore.engine.reads.view import View
 from tierstore.errors import InvalidInput
 from tierstore.kernels.codec import address_of
-from tierstore.lookup import gather as kernel
+from tierstore.lookup import plans
+from tierstore.lookup import table_rows as kernel
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 
@@ -96,9 +97,10 @@ def test_one_wrong_key_type_is_told(store: Store, tmp_path: Path) -> None:
 
 
 def test_sizes_that_do_not_fit_change_nothing() -> None:
-    calls = kernel.CALL.make(dim=4)
+    table = plans.TABLE.make(dim=4)
+    parts = kernel.PART.make(table=address_of(table))
     states, out = np.full(2, 7, np.uint8), np.full(32, 7, np.uint8)
     for rows, at in ((3, 0), (2, 16), (-1, 0), (2, -16)):
-        assert kernel.gather(address_of(calls), 1, np.array([[rows, at]]), np.zeros(2, np.int64), states, out) == -1
+        assert kernel.gather(address_of(parts), 1, np.array([[rows, at]]), np.zeros(2, np.int64), states, out) == -1
     assert (states == 7).all()
     assert (out == 7).all()

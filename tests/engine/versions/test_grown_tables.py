@@ -181,3 +181,21 @@ def test_a_budget_deals_again_among_tables_whose_needs_have_changed():
     user.host_is_uneven = True
     budget.rebalance()
     assert user.sizes == [1000]
+
+
+def test_a_table_that_gets_its_first_memory_while_it_serves_is_looked_up_there(open_store, tmp_path):
+    store = open_store(host_budget="64MiB")
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    model, keys = store.model("ctr"), np.arange(100)
+    version = model.served.active.open_version
+    version.hosts.close()
+    version.hosts.attach(0, 1 << 20, {}, 0)
+    model.state.live.renew(version)
+    model.lookup("item_id", keys)
+    assert host_of(store) is None
+    version.hosts.resize(1 << 20)
+    tend(store)
+    for _ in range(3):
+        before = model.looked_up()["item"]["host"]
+        model.lookup("item_id", keys)
+    assert model.looked_up()["item"]["host"] - before == len(keys)

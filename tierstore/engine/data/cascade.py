@@ -1,24 +1,22 @@
-"""The cascade: how a batch of keys of one table is answered, tier by tier, and what is promoted on the way.
+"""The cascade: the tiers of one table of a version, what is read from the last of them and promoted, and counts.
 
-Any number of threads may look up; what is shared is either immutable or guarded by the tier that owns it.
+Look-ups come through a view's `TableView`. Any thread; what is shared is either immutable or guarded by the tier that
+owns it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from tierstore.engine.data.insight import CacheInsight
-from tierstore.engine.data.overlay import OverlayTable
 from tierstore.formats.keys import are_own, check_own
 from tierstore.kernels import codec
 from tierstore.tiers.background import is_background, yield_if_background
 from tierstore.tiers.base import VersionStore
-from tierstore.tiers.device.lookup import PADDING, KeysThere, Pooling, answer, from_device
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.host.table import HostTable
 from tierstore.types import Keys, Partitions, Rows, States, TableSpec, Tier, Vectors
@@ -27,7 +25,6 @@ _ANSWERING = (Tier.DEVICE, Tier.HOST, Tier.DISK, Tier.REMOTE, Tier.OVERLAY, Tier
 _DISK, _REMOTE = np.uint8(Tier.DISK), np.uint8(Tier.REMOTE)
 _PENDING, _HOST = np.uint8(Tier.PENDING), np.uint8(Tier.HOST)  # compared with arrays, where an enum's member is slow
 _NONE = np.empty(0, np.int64)
-_ALL_HOST = np.empty(0, np.int64)  # nothing is pending either: the host tier has answered all
 READ_BATCH = 8192  # keys of one read while warming up
 SHORT_BATCH = 1024  # while requests are served: half a millisecond, after which another thread gets the processor
 
@@ -91,46 +88,6 @@ class Cascade:
         self.counts = counts
         self.epochs_id: int | None = None  # see `Epochs.table_id`
 
-    def lookup(self, overlays: Sequence[OverlayTable], seq: int, keys: Keys, out: Vectors, state: States) -> None:
-        """Answer every key, whose state is PENDING: `out[i]` is its row or the default, `state[i]` the tier.
-
-        `overlays` (newest first) and `seq` are those of the view that the request works on; the caller
-        keeps that view for as long as this runs, which is what makes the promotion at the end safe.
-        """
-        host = self.host
-        if overlays or host is None or self.device is not None:
-            pending = self.probe(overlays, keys, out, state)
-        elif host.lookup(keys, out, state) == len(state):
-            self.count_from_host(keys)
-            return
-        else:
-            pending = np.flatnonzero(state == _PENDING)
-        self.finish(seq, keys, pending, out, state, 0)
-
-    def probe(self, overlays: Sequence[OverlayTable], keys: Keys, out: Vectors, state: States) -> np.ndarray:
-        """The part of `lookup` that never waits: answer from memory alone. Returns the positions that are pending.
-
-        It must be followed by `finish`, once, under the same view; the keys are counted there.
-        """
-        for overlay in overlays:
-            overlay.lookup(keys, out, state, self.default)
-        if self.device is not None:
-            self.device.lookup(keys, out, state)
-        if self.host is not None and self.host.lookup(keys, out, state) == len(state):
-            return _ALL_HOST
-        return _NONE if np.count_nonzero(state) == len(state) else np.flatnonzero(state == _PENDING)
-
-    def finish(self, seq: int, keys: Keys, pending: np.ndarray, out: Vectors, state: States, skipped: int) -> None:
-        """Read what is `pending` from disk, promote it, and count. `skipped` keys were not looked up at all."""
-        if pending is _ALL_HOST:
-            self.count_from_host(keys)
-            return
-        if pending.size:
-            self._read_disk(seq, keys, pending, out, state)
-        if self.offer is not None:
-            self.offer(keys, state)
-        self.count(state, skipped)
-
     def count(self, state: States, skipped: int) -> None:
         """Count keys by the tiers that answered them; `skipped` of those that are ABSENT were not looked up."""
         if not skipped and (state == _HOST).all():
@@ -146,92 +103,22 @@ class Cascade:
         if self.offer is not None:
             self.offer(keys)
 
-    def lookup_on_device(
-        self,
-        overlays: Sequence[OverlayTable],
-        seq: int,
-        keys: Keys | KeysThere,
-        state: States,
-        dtype: Any,
-        bags: Pooling | None,
-    ) -> Any:
-        """Rows, or pooled bags, of `keys` as an array of `dtype` on the device; None where the device tier cannot.
-
-        As `lookup`, but that the answer is made there; keys whose state is PADDING are zeros and count for nothing.
-        `state` says the tiers. They are not counted yet.
-        """
-        cache = self.device
-        if cache is None:
-            return None
-        given = np.empty((0, self.spec.dim), dtype)
-        if overlays and not isinstance(keys, KeysThere):
-            given = self._rows_of_overlays(overlays, keys, state, np.float32 if bags is not None else dtype)
-        vectors = answer(
-            cache, keys, state, given, dtype, lambda missing, of: self._below_device(seq, missing, of), bags, self.host
-        )
-        if vectors is not None and self.offer is not None and (state == Tier.HOST).any():
-            self.offer(from_device(cache.device, keys.array) if isinstance(keys, KeysThere) else keys, state)
-        return vectors
-
-    def _rows_of_overlays(self, overlays: Sequence[OverlayTable], keys: Keys, state: States, dtype: Any) -> Vectors:
-        """Rows of the keys that deltas answer, in their order; their states are set."""
-        rows = np.empty((len(keys), self.spec.dim), dtype)
-        for overlay in overlays:
-            overlay.lookup(keys, rows, state, self.default)
-        answered: Vectors = rows[(state != _PENDING) & (state != PADDING)]
-        return answered
-
-    def _below_device(self, seq: int, keys: Keys, dtype: Any) -> tuple[Vectors, States]:
-        """(rows of `dtype`, states) of keys that the device tier does not hold, from the tiers below it.
-
-        Under a view of `seq`, as `finish` is; none of the keys is in its overlays.
-        """
-        rows, state = np.empty((len(keys), self.spec.dim), dtype), np.zeros(len(keys), np.uint8)
-        if self.host is not None:
-            self.host.lookup(keys, rows, state)
-        pending = np.flatnonzero(state == _PENDING)
-        if pending.size:
-            self._read_disk(seq, keys, pending, rows, state)
-        return rows, state
-
-    def _read_disk(self, seq: int, keys: Keys, pending: np.ndarray, out: Vectors, state: States) -> None:
+    def read(self, seq: int, keys: Keys, pending: np.ndarray, out: Vectors, state: States) -> None:
+        """Read the keys at positions `pending` from the row store, under a view of `seq`, and promote them."""
         distinct, inverse = np.unique(keys[pending], return_inverse=True)
         if self.own is not None:
             check_own(distinct, self.own, self.spec.name)
-        rows, found, there = self._read_and_promote(seq, distinct)
+        rows, found, there = self.read_and_promote(seq, distinct)
         hit = there[inverse]
         codec.decode_scatter(rows, inverse[hit], pending[hit], self.spec.dtype, out)
         out[pending[~hit]] = self.default
         state[pending] = found[inverse]
 
-    def stored(self, overlays: Sequence[OverlayTable], keys: Keys) -> tuple[Rows, States]:
-        """(rows as stored, states) of keys, ascending and distinct, from memory alone; rows of keys that are
-        PENDING or ABSENT hold anything.
-
-        Without the device tier, which has nothing that the tiers below lack. To be followed by `finish_stored`.
-        """
-        rows, state = np.empty((len(keys), self.spec.row_bytes), np.uint8), np.zeros(len(keys), np.uint8)
-        for overlay in overlays:
-            overlay.stored(keys, rows, state)
-        if self.host is not None:
-            if not overlays:
-                return self.host.stored(keys)
-            pending = np.flatnonzero(state == _PENDING)
-            rows[pending], state[pending] = self.host.stored(keys[pending])
-        return rows, state
-
-    def finish_stored(self, seq: int, keys: Keys, rows: Rows, state: States) -> None:
-        """Read what is PENDING after `stored`, under the same view, of `seq`, and count."""
-        pending = np.flatnonzero(state == _PENDING)
-        if pending.size:
-            rows[pending], state[pending], _ = self._read_and_promote(seq, keys[pending])
-        self.count(state, 0)
-
-    def _read_and_promote(self, seq: int, distinct: Keys) -> tuple[Rows, States, np.ndarray]:
-        """`_read`; keys that could not be read, where defaults are wanted for them, are ABSENT, and are promoted as
+    def read_and_promote(self, seq: int, distinct: Keys) -> tuple[Rows, States, np.ndarray]:
+        """`read_rows`; keys that could not be read, where defaults are wanted for them, are ABSENT, and are promoted as
         nothing.
         """
-        rows, found, there = self._read(distinct, seq)
+        rows, found, there = self.read_rows(distinct, seq)
         if found.all():
             self.promote(seq, distinct, rows, there)
         else:
@@ -250,7 +137,7 @@ class Cascade:
             self.host.insert(distinct[there], rows[there], seq)
             self.host.insert_absent(distinct[~there], seq)
 
-    def _read(self, distinct: Keys, seq: int | None = None) -> tuple[Rows, States, np.ndarray]:
+    def read_rows(self, distinct: Keys, seq: int | None = None) -> tuple[Rows, States, np.ndarray]:
         """(rows, states, which are there) of keys, ascending and distinct, from the row store alone.
 
         `seq` is that of the view that reads; None for a version that does not serve yet.
@@ -276,30 +163,11 @@ class Cascade:
                 if cache is not None:
                     self._warm(cache, keys[begin:end], lambda n, done=begin: progress(done + n))  # type: ignore[misc]
 
-    def warm_serving(self, keys: Keys, at: int, overlays: Sequence[OverlayTable], seq: int) -> None:
-        """Read one batch of hot keys, after `at` hotter ones, into the tier that they belong to.
-
-        For a version that serves: `overlays` and `seq` are those of a view that the caller holds. As in every
-        promotion, keys in its overlays are left out, and no delta newer than the view is folded meanwhile.
-        """
-        cache = self.host if self.device is None or at >= self.device.capacity_rows else self.device
-        if cache is None:
-            return
-        keys = np.unique(self._own_of(keys))
-        if overlays:
-            fresh, nothing = np.zeros(len(keys), np.uint8), np.empty((len(keys), self.spec.dim), np.float32)
-            for overlay in overlays:
-                overlay.lookup(keys, nothing, fresh, self.default)
-            keys = keys[fresh == _PENDING]
-        rows, _, there = self._read(keys, seq)
-        yield_if_background()
-        cache.warm(keys[there], rows[there], seq)
-
     def _warm(self, cache: DeviceTable | HostTable, keys: Keys, progress: Callable[[int], None]) -> None:
         step = SHORT_BATCH if is_background() else READ_BATCH
         for begin in range(0, len(keys), step):
-            batch = np.sort(self._own_of(keys[begin : begin + step]))
-            rows, _, there = self._read(batch)
+            batch = np.sort(self.own_of(keys[begin : begin + step]))
+            rows, _, there = self.read_rows(batch)
             yield_if_background()
             cache.warm(batch[there], rows[there])
             yield_if_background()
@@ -307,7 +175,7 @@ class Cascade:
             if cache.rows_resident >= cache.capacity_rows:
                 break
 
-    def _own_of(self, keys: Keys) -> Keys:
+    def own_of(self, keys: Keys) -> Keys:
         """The keys of `keys` that this node owns: what was hot elsewhere, or is named by a snapshot, may be others."""
         return keys if self.own is None else keys[are_own(keys, self.own)]
 

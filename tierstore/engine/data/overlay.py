@@ -21,7 +21,7 @@ from tierstore.formats.delta.reader import Delta, DeltaTable
 from tierstore.formats.keys import are_own
 from tierstore.formats.row_times import Times, as_rows, from_rows, seconds_of
 from tierstore.kernels import codec, overlay_index
-from tierstore.types import Keys, Partitions, Rows, States, TableSpec, Vectors
+from tierstore.types import Keys, Partitions, Rows, TableSpec
 
 
 class OverlayTable:
@@ -45,14 +45,6 @@ class OverlayTable:
     def words(self) -> np.ndarray:
         """Where its parts lie, for kernels: `overlay_index.Answering.words`."""
         return self._answering.words
-
-    def lookup(self, keys: Keys, out: Vectors, state: States, default: np.ndarray) -> None:
-        """Answer the keys with state PENDING that are in this overlay: OVERLAY, or ABSENT where deleted."""
-        self._answering.answer(keys, out, state, default)
-
-    def stored(self, keys: Keys, rows: Rows, state: States) -> None:
-        """`lookup` of rows as they are stored, uint8[n, row_bytes]; nothing is written for a deleted key."""
-        self._answering.stored(keys, rows, state)
 
     def merged(self, newer: OverlayTable) -> OverlayTable:
         """Two tables of overlays as one; a key in both keeps its row of `newer`."""

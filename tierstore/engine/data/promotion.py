@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -21,13 +21,13 @@ import numpy as np
 
 from tierstore import kernels
 from tierstore.engine.data.cascade import Cascade
-from tierstore.engine.data.overlay import OverlayTable
+from tierstore.engine.data.table_view import TableView
 from tierstore.kernels.codec import address_of
 from tierstore.threads import Thread
 from tierstore.tiers.device import staging
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.host.table import HostTable
-from tierstore.types import Keys, States, Tier
+from tierstore.types import Keys, States
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Moment(Protocol):
 
     @property
     def seq(self) -> int: ...
-    def overlays_of(self, table: str) -> Sequence[OverlayTable]: ...
+    def table(self, name: str) -> TableView: ...
 
 
 # Calls its argument with the view that serves a version now, and holds that view meanwhile; does
@@ -94,10 +94,10 @@ class Offers:
         self._with_view(lambda view: self._move(view, keys, device, host))
 
     def _move(self, view: Moment, keys: Keys, device: DeviceTable, host: HostTable) -> None:
-        spec, overlays = self._table.spec, view.overlays_of(self._table.spec.name)
+        spec, under = self._table.spec, view.table(self._table.spec.name)
         rows = np.empty((len(keys), spec.row_bytes), np.uint8)
         is_full = device.rows_resident >= device.capacity_rows * 0.9
-        above = np.array([address_of(overlay.words) for overlay in overlays], np.int64)
+        above = np.array([address_of(overlay.words) for overlay in under.overlays], np.int64)
         with host.unnoted() as words_at:
             n = 0
             if words_at:
@@ -108,10 +108,7 @@ class Offers:
             return
         _, gone, gone_rows = device.exchange(keys[:n], rows[:n], view.seq)
         if len(gone):
-            nothing, below = np.empty((len(gone), spec.row_bytes), np.uint8), np.zeros(len(gone), np.uint8)
-            for overlay in overlays:
-                overlay.stored(gone, nothing, below)
-            stay = below == Tier.PENDING
+            stay = ~under.overlaid(gone)
             host.insert(gone[stay], gone_rows[stay], view.seq)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 
 from tierstore.engine.data.dense_head import GONE, DenseHead, with_brought
+from tierstore.engine.data.table_view import DTYPES
 from tierstore.engine.reads.predict import predict
 from tierstore.engine.reads.view import View
 from tierstore.engine.versions.info import VersionInfo
@@ -219,8 +220,8 @@ def _rows(view: View, feature: FeatureInput, lead: Shape) -> Array:
     """Rows of some keys that are in memory, uncounted: [*lead, dim]."""
     n = math.prod(lead)
     out = np.zeros((n, feature.dim), feature.dtype)
-    table = view.open_version.tables[view.features[feature.tensor.name].table]
-    held = table.host.sample_keys(n) if table.host is not None else np.empty(0, np.int64)
+    under = view.feature(feature.tensor.name).rows
+    held = under.table.host.sample_keys(n) if under.table.host is not None else np.empty(0, np.int64)
     if len(held):
-        table.probe(view.overlays_of(table.spec.name), np.resize(held, n), out, np.zeros(n, np.uint8))
+        under.probe(np.resize(held, n), out, np.zeros(n, np.uint8), DTYPES.index(out.dtype))
     return out.reshape(*lead, feature.dim)

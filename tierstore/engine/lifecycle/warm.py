@@ -92,7 +92,7 @@ class WarmUp:
             return 0
         keys = plan.next(limit)
         at, plan.done = plan.done, plan.done + len(keys)
-        plan.table.warm_serving(keys, at, view.overlays_of(plan.table.spec.name), view.seq)
+        view.table(plan.table.spec.name).warm(keys, at)
         return len(keys)
 
 

@@ -22,7 +22,7 @@ from tierstore.engine.reads.view import View
 from tierstore.engine.serving.routing import STABLE
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import InvalidInput
-from tierstore.formats.keys import as_codes, feature_codes, partition_of
+from tierstore.formats.keys import as_codes, partition_of
 from tierstore.kernels import codec
 from tierstore.tiers.base import Peek
 from tierstore.types import Keys, TableSpec
@@ -46,18 +46,14 @@ def explain(
     if not 1 <= len(keys) <= MOST_KEYS:
         raise InvalidInput(f"expected 1 to {MOST_KEYS} keys, got {len(keys)}")
     with model.view(STABLE if version is None else version) as view:
-        spec = view.table_of(feature)
-        of = view.features[feature]
-        codes = feature_codes(keys, of, spec, view.colliding.get(spec.name))
-        padding = (
-            None if of.padding_key is None else as_codes([of.padding_key], spec.key, view.colliding.get(spec.name))
-        )
+        of = view.feature(feature)
+        spec, codes = of.rows.table.spec, of.codes(keys)
     number = view.version  # by which it is asked for again: what a label stands for may change
     document = explain_codes(model, lambda: model.view(number), spec.name, codes)
     entries = []
     for key, entry in zip(keys, document.pop("keys"), strict=True):
         del entry["stored"]
-        if padding is not None and entry["code"] == int(padding[0]):
+        if entry["code"] == of.padding:
             entry |= {
                 "state": "padding",
                 "why": f"it is the padding key of {feature}: answered with zeros, never looked up",

@@ -192,10 +192,10 @@ class StoredRead:
     def __init__(self, held: HeldViews, view: View, table: str, codes: Keys) -> None:
         self._closed = False
         self.view, self.table = view, table
-        self._held, self._cascade = held, view.open_version.tables[table]
+        self._held, self._under = held, view.table(table)
         self._mine = _owned(codes, held.partitions())
         self._of, self._codes = len(codes), codes[self._mine]
-        self._rows, self._state = self._cascade.stored(view.overlays_of(table), self._codes)
+        self._rows, self._state = self._under.stored(self._codes)
 
     @property
     def waits(self) -> bool:
@@ -205,7 +205,7 @@ class StoredRead:
     def finish(self) -> list[bytes | memoryview]:
         """The answer in parts, see `wire`."""
         try:
-            self._cascade.finish_stored(self.view.seq, self._codes, self._rows, self._state)
+            self._under.finish_stored(self._codes, self._rows, self._state)
         finally:
             self.close()
         there = self._state != Tier.ABSENT

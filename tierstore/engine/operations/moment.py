@@ -93,7 +93,7 @@ def _read(view: View, stack: contextlib.ExitStack) -> ServedMoment:
     tables: dict[str, Iterator[tuple[Keys, Rows, Times | None]]] = {}
     with version.writing:  # else rows might expire between two of them
         for name, table in version.tables.items():
-            overlays = view.overlays_of(name)
+            overlays = view.table(name).overlays
             changed = reduce(OverlayTable.merged, reversed(overlays)) if overlays else None
             rows = _with_changes(standing(table.table_id, table.spec.row_bytes), changed, None, batch)
             number = version.info.times_ids.get(name)

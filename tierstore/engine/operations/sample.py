@@ -72,7 +72,7 @@ def _codes(keys: Sequence[int]) -> Keys:
 
 def _digest(view: View, table: Cascade, name: str, codes: Keys, expired_at_s: int | None) -> dict[str, Any]:
     rows, state = np.empty((len(codes), table.spec.dim), np.float32), np.zeros(len(codes), np.uint8)
-    table.lookup(view.overlays_of(name), view.seq, codes, rows, state)
+    view.table(name).lookup(codes, rows, state)
     found: npt.NDArray[np.bool_] = state != np.uint8(Tier.ABSENT)
     if expired_at_s is not None and (times := _times(view, name, codes)) is not None:
         assert table.spec.ttl_s is not None
@@ -101,7 +101,7 @@ def _times(view: View, name: str, codes: Keys) -> Times | None:
     stored, state = np.zeros((len(keys), TIME_BYTES), np.uint8), np.zeros(len(keys), np.uint8)
     version.disk.get(version.info.times_ids[name], keys, stored, state)
     times = np.where(state == Tier.DISK, from_rows(stored), np.uint32(0))
-    for overlay in reversed(view.overlays_of(name)):  # the newest last
+    for overlay in reversed(view.table(name).overlays):  # the newest last
         assert overlay.times is not None
         _, at, there = np.intersect1d(keys, overlay.keys, assume_unique=True, return_indices=True)
         times[at] = overlay.times[there]

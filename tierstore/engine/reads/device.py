@@ -6,23 +6,22 @@ any stream may read it at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from tierstore.engine.data.cascade import Cascade
-from tierstore.engine.data.overlay import OverlayTable
-from tierstore.engine.reads.batch import KeyBatch
-from tierstore.engine.reads.lookup import begin
+from tierstore.engine.data.table_view import DTYPES
+from tierstore.engine.reads.feature_view import FeatureView
+from tierstore.engine.reads.lookup import BagLookup, Lookup
 from tierstore.engine.versions.version import Version
-from tierstore.errors import InvalidInput, NotReady
+from tierstore.errors import NotReady
 from tierstore.tiers.device.backend import Captured, lies_on_gpu
 from tierstore.tiers.device.gpu import Gpu
-from tierstore.tiers.device.lookup import PADDING, KeysThere
-from tierstore.types import FeatureSpec, KeyType, Tier
+from tierstore.tiers.device.lookup import PADDING, KeysThere, Pooling
+from tierstore.types import Keys, KeyType, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +35,12 @@ class OnDevice:
 class DeviceLookup:
     """A look-up into device memory, not begun before `finish`. One thread at a time, as `Lookup`."""
 
-    __slots__ = ("_batch", "_gpu", "found")
+    __slots__ = ("_gpu", "_what", "found")
 
-    def __init__(self, batch: KeyBatch, gpu: Gpu) -> None:
-        self._batch, self._gpu = batch, gpu
+    def __init__(
+        self, gpu: Gpu, feature: FeatureView, codes: Keys | KeysThere, bags: Pooling | None, code: int
+    ) -> None:
+        self._gpu, self._what = gpu, (feature, codes, bags, code)
         self.found = np.empty(0, np.bool_)
 
     @property
@@ -48,10 +49,32 @@ class DeviceLookup:
         return True
 
     def finish(self) -> OnDevice:
-        """The answer, complete. To be called once; sets `found`, as of `Lookup`."""
-        array, self.found = answer_on_device(self._batch, self._gpu)
+        """The answer, complete. To be called once; sets `found`, as of `Lookup`.
+
+        Where the device tier cannot answer, CPU memory does, and the answer is uploaded. NotReady within the capture of
+        a CUDA graph.
+        """
+        with _outside_of_captures():
+            array = self._answer()
         assert self._gpu.memory is not None
         return OnDevice(self._gpu.memory.backend.address_of(array), array)
+
+    def _answer(self) -> Any:
+        feature, codes, bags, code = self._what
+        state = np.zeros(len(codes), np.uint8)
+        if feature.padding is not None:
+            state[codes == feature.padding] = PADDING
+        vectors = feature.rows.on_device(codes, state, DTYPES[code], bags)
+        if vectors is not None:
+            feature.rows.table.count(state, 0 if isinstance(codes, KeysThere) else feature.skipped(codes))
+            self.found = state != Tier.ABSENT
+            return vectors
+        if isinstance(codes, KeysThere):
+            codes = self._gpu.to_host(codes.array)
+        lookup = Lookup(feature, codes, code) if bags is None else BagLookup(feature, codes, bags, code)
+        array = self._gpu.upload(lookup.finish())
+        self.found = lookup.found
+        return array
 
 
 def gpu_of(version: Version, device: str) -> Gpu:
@@ -78,42 +101,18 @@ def of_caller(version: Version, device: str | None, stream: Any) -> Iterator[Gpu
         yield gpu
 
 
-def keys_there(
-    gpu: Gpu, keys: Any, feature: FeatureSpec, table: Cascade, overlays: Sequence[OverlayTable]
-) -> KeysThere | None:
+def keys_there(gpu: Gpu, keys: Any, feature: FeatureView) -> KeysThere | None:
     """Keys that lie on the GPU, to be looked up where they are; None where the CPU has to see them.
 
     That is for deltas that are not in the tiers yet, for padding, for hashes, and what is no int64[n].
     """
-    if feature.hash is not None or feature.padding_key is not None or table.spec.key is not KeyType.INT64 or overlays:
+    spec, table = feature.spec, feature.rows.table
+    if spec.hash is not None or spec.padding_key is not None or table.spec.key is not KeyType.INT64:
         return None
-    if table.device is None or not lies_on_gpu(keys):
+    if feature.rows.overlays or table.device is None or not lies_on_gpu(keys):
         return None
     assert gpu.memory is not None
     mine = gpu.memory.backend.adopt(keys)
     if mine.dtype != np.int64 or len(mine.shape) != 1:
         return None
     return KeysThere(mine, gpu.memory.backend.address_of(mine))
-
-
-@_outside_of_captures()
-def answer_on_device(batch: KeyBatch, gpu: Gpu) -> tuple[Any, np.ndarray]:
-    """(vectors on the device, found bool[n] in CPU memory).
-
-    Where the device tier cannot answer, CPU memory does, and the answer is uploaded. NotReady within
-    the capture of a CUDA graph.
-    """
-    if batch.out is not None:
-        raise InvalidInput("out: an answer on a device is a new array; leave out away")
-    codes = batch.codes if batch.there is None else batch.there
-    state = np.zeros(len(codes), np.uint8)
-    if batch.padding is not None:
-        state[batch.padding] = PADDING
-    vectors = batch.table.lookup_on_device(batch.overlays, batch.seq, codes, state, batch.dtype, batch.bags)
-    if vectors is not None:
-        batch.table.count(state, batch.skipped)
-        return vectors, state != Tier.ABSENT
-    if batch.there is not None:
-        batch = replace(batch, codes=gpu.to_host(batch.there.array), there=None)
-    lookup = begin(batch)
-    return gpu.upload(lookup.finish()), lookup.found

@@ -1,44 +1,44 @@
 """Look-ups under way: begun with what memory can answer, finished with what the disk tier must.
 
-The view is held until they are finished. Each belongs to one thread at a time; another one may finish
-it.
+The view is held until they are finished. Each belongs to one thread at a time; another one may finish it.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from tierstore.engine.reads.batch import KeyBatch
+from tierstore.engine.data.table_view import DTYPES
+from tierstore.engine.reads.feature_view import FeatureView
 from tierstore.kernels.pool import pool_bags
-from tierstore.types import Tier, Vectors
+from tierstore.lookup.table_rows import NOT_POOLED
+from tierstore.tiers.device.lookup import Pooling
+from tierstore.types import Keys, Tier, Vectors
 
-_ABSENT = np.uint8(Tier.ABSENT)
-_FLOAT32, _STATE = np.dtype(np.float32), np.dtype(np.uint8)
-
-
-def begin(batch: KeyBatch) -> Lookup | BagLookup:
-    """Start a look-up: what memory can answer is answered, without waiting."""
-    return Lookup(batch) if batch.bags is None else BagLookup(batch)
+_ABSENT, _PENDING = np.uint8(Tier.ABSENT), np.uint8(Tier.PENDING)
+_STATE = np.dtype(np.uint8)
+_ALL = slice(None)
 
 
 class Lookup:
     """A look-up of rows, one a key."""
 
-    __slots__ = ("_batch", "_pending", "_rows", "_skipped", "state")
+    __slots__ = ("_codes", "_feature", "_hits", "_rows", "state")
 
-    def __init__(self, batch: KeyBatch) -> None:
-        self._batch, self._rows = batch, batch.answer_array()
-        self.state = np.zeros(len(batch.codes), _STATE)
-        self._skipped = batch.skipped
-        if self._skipped:
-            self._rows[batch.padding] = 0
-            self.state[batch.padding] = _ABSENT
-        self._pending = batch.table.probe(batch.overlays, batch.codes, self._rows, self.state)
+    def __init__(self, feature: FeatureView, codes: Keys, code: int, out: Vectors | None = None) -> None:
+        """`code` is that of the answer's dtype, `out` as for `FeatureView.checked_out`."""
+        n = len(codes)
+        self._feature, self._codes = feature, codes
+        rows = np.empty((n, feature.dim), DTYPES[code]) if out is None else feature.checked_out(out, n, code)
+        self._rows = rows
+        self.state = state = np.zeros(n, _STATE)
+        self._hits = feature.rows.probe(codes, rows, state, code, feature.padding)
 
     @property
     def pending(self) -> bool:
         """Whether there are rows that only the disk tier can answer: then `finish` waits for it."""
-        return bool(self._pending.size)
+        return self._hits < len(self._codes) and bool((self.state == _PENDING).any())
 
     @property
     def found(self) -> np.ndarray:
@@ -48,47 +48,46 @@ class Lookup:
 
     def finish(self) -> Vectors:
         """The answer, complete: vectors [n, dim]. To be called once."""
-        batch = self._batch
-        batch.table.finish(batch.seq, batch.codes, self._pending, self._rows, self.state, self._skipped)
+        codes, feature = self._codes, self._feature
+        if self._hits == len(codes):
+            feature.rows.table.count_from_host(codes)
+        else:
+            feature.rows.finish(codes, self._rows, self.state, feature.padding)
         return self._rows
 
 
 class BagLookup:
     """A look-up of pooled bags.
 
-    Bags of which the host tier has all keys are pooled there, as their rows are found. Of the others, all rows are
-    looked up and then pooled; so are all bags of a table that has overlays, or that the device tier holds too.
+    Bags of which the host tier has all keys are pooled as their rows are found. Of the others all rows are looked up,
+    and then pooled; so are all bags of a table that has overlays, or that the device tier holds too.
     """
 
-    __slots__ = ("_answer", "_batch", "_hits", "_pooled", "_remaining", "_skipped", "_state")
+    __slots__ = ("_answer", "_bags", "_codes", "_feature", "_hits", "_other", "_others", "_places", "_state")
 
-    def __init__(self, batch: KeyBatch) -> None:
-        self._batch, self._answer = batch, batch.answer_array()
-        self._pooled = self._answer
-        if self._answer.dtype is not _FLOAT32 or not self._answer.flags.aligned:
-            self._pooled = np.empty(self._answer.shape, np.float32)
-        self._state = np.zeros(len(batch.codes), _STATE)
-        self._skipped = 0 if batch.padding is None else batch.skipped
-        if self._skipped:
-            self._state[batch.padding] = _ABSENT
-        self._hits = -1
-        remaining = np.zeros(len(self._answer), _STATE)
-        table, bags = batch.table, batch.bags
-        assert bags is not None
-        if not batch.overlays and table.device is None and table.host is not None:
-            self._hits = table.host.pool(
-                batch.codes, bags.offsets, bags.weights, bags.combiner, self._pooled, self._state, remaining
-            )
-        if self._hits < 0:
-            remaining[:] = 1
-        self._remaining: _SomeBags | None = None
-        if self._hits < len(batch.codes) and remaining.any():
-            self._remaining = _SomeBags(batch, np.flatnonzero(remaining))
+    def __init__(self, feature: FeatureView, codes: Keys, bags: Pooling, code: int, out: Vectors | None = None) -> None:
+        self._feature, self._codes, self._bags = feature, codes, bags
+        n = len(bags.offsets)
+        answer = np.empty((n, feature.dim), DTYPES[code]) if out is None else feature.checked_out(out, n, code)
+        self._answer = answer
+        self._state = np.zeros(len(codes), _STATE)
+        self._hits = hits = feature.rows.pool(codes, bags, answer, self._state, code, feature.padding)
+        self._others: Lookup | None = None  # of the keys of `_other` bags
+        self._other: Any = _ALL
+        self._places: Any = _ALL  # of these keys
+        if hits == NOT_POOLED:
+            self._others = Lookup(feature, codes, 0)
+        elif hits < len(codes) and (cold := np.flatnonzero(self._state == _PENDING)).size:
+            are_cold = np.zeros(n, np.bool_)
+            are_cold[np.searchsorted(bags.offsets, cold, side="right") - 1] = True
+            self._other = np.flatnonzero(are_cold)
+            self._places, self._bags = _bags_at(bags, self._other, len(codes))
+            self._others = Lookup(feature, codes[self._places], 0)
 
     @property
     def pending(self) -> bool:
         """As `Lookup.pending`."""
-        return self._remaining is not None and self._remaining.lookup.pending
+        return self._others is not None and self._others.pending
 
     @property
     def found(self) -> np.ndarray:
@@ -98,46 +97,28 @@ class BagLookup:
 
     def finish(self) -> Vectors:
         """The answer, complete: vectors [bags, dim]. To be called once."""
-        remaining, state, table = self._remaining, self._state, self._batch.table
-        if self._hits == len(state):
-            table.counts.add_host(len(state))
-        elif remaining is None:
-            table.count(state, self._skipped)
+        feature, others, bags, codes = self._feature, self._others, self._bags, self._codes
+        if self._hits == len(codes):
+            feature.rows.table.counts.add_host(len(codes))
+        elif others is None:
+            feature.rows.table.count(self._state, feature.skipped(codes))
         else:
-            self._pooled[remaining.which] = remaining.finish()
-            done = np.ones(len(state), np.bool_)
-            done[remaining.positions] = False
-            if done.any():
-                table.count(state[done], self._skipped - remaining.skipped)
-            state[remaining.positions] = remaining.lookup.state
-        if self._pooled is not self._answer:
+            rows: Any = others.finish()
+            counted = None if feature.padding is None else codes[self._places] != feature.padding
             with np.errstate(over="ignore"):  # what is beyond float16 is infinite there
-                self._answer[:] = self._pooled
+                self._answer[self._other] = pool_bags(rows, bags.offsets, bags.weights, counted, bags.combiner)
+            at_once = np.ones(len(codes), np.bool_)
+            at_once[self._places] = False
+            if at_once.any():
+                feature.rows.table.count(self._state[at_once], feature.skipped(codes[at_once]))
+            self._state[self._places] = others.state
         return self._answer
 
 
-class _SomeBags:
-    """Bags `which`, int64[m], of a batch: a look-up of rows at `positions` of its keys, then pooled."""
-
-    __slots__ = ("_combiner", "_counts", "_starts", "_weights", "lookup", "positions", "skipped", "which")
-
-    def __init__(self, batch: KeyBatch, which: np.ndarray) -> None:
-        bags = batch.bags
-        assert bags is not None
-        self.which = which
-        lengths = np.append(bags.offsets[1:], len(batch.codes))[which] - bags.offsets[which]
-        self._starts = np.cumsum(lengths) - lengths
-        positions = np.repeat(bags.offsets[which] - self._starts, lengths)
-        positions += np.arange(len(positions))
-        self.positions = positions
-        self._weights = None if bags.weights is None else bags.weights[positions]
-        self._combiner = bags.combiner
-        rows = np.empty((len(positions), batch.table.spec.dim), np.float32)
-        some = batch.rows_at(positions, rows)
-        self._counts = None if some.padding is None else ~some.padding
-        self.skipped = some.skipped
-        self.lookup = Lookup(some)
-
-    def finish(self) -> Vectors:
-        rows: np.ndarray = self.lookup.finish()
-        return pool_bags(rows, self._starts, self._weights, self._counts, self._combiner)
+def _bags_at(bags: Pooling, which: np.ndarray, n: int) -> tuple[np.ndarray, Pooling]:
+    """Positions of the keys of the bags `which`, int64[m], and how these are pooled; `n` keys are in all bags."""
+    lengths = np.append(bags.offsets[1:], n)[which] - bags.offsets[which]
+    starts = np.cumsum(lengths) - lengths
+    positions = np.repeat(bags.offsets[which] - starts, lengths)
+    positions += np.arange(len(positions))
+    return positions, Pooling(starts, None if bags.weights is None else bags.weights[positions], bags.combiner)

@@ -10,33 +10,27 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
-from tierstore.engine.data.cascade import Cascade
 from tierstore.engine.data.dense_head import DenseHead, Heads, passed_over_after, with_brought
-from tierstore.engine.data.overlay import Overlay, OverlayTable
-from tierstore.engine.reads.batch import KeyBatch, answer_array, answer_dtype, checked_weights, combiner_of
-from tierstore.engine.reads.device import DeviceLookup, answer_on_device, gpu_of, keys_there, of_caller
-from tierstore.engine.reads.gather import Gathering, GatherSource, can_gather
-from tierstore.engine.reads.lookup import BagLookup, Lookup, begin
+from tierstore.engine.data.overlay import Overlay
+from tierstore.engine.data.table_view import TableView
+from tierstore.engine.reads.device import DeviceLookup, gpu_of, keys_there, of_caller
+from tierstore.engine.reads.feature_view import FeatureView, answer_code
+from tierstore.engine.reads.gather import Gathering, can_gather
+from tierstore.engine.reads.lookup import BagLookup, Lookup
 from tierstore.engine.reads.predict import predict
 from tierstore.engine.versions.version import Version
 from tierstore.errors import InvalidInput, MissingExtra, NotFound, NotReady
 from tierstore.formats.colliding import CollidingKeys
-from tierstore.formats.keys import as_codes, feature_codes
-from tierstore.kernels.pool import check_offsets
 from tierstore.predict.binding import Bindings
 from tierstore.predict.runtime import INSTALL
 from tierstore.predict.session import DenseSession
 from tierstore.tiers.device.backend import lies_on_gpu
 from tierstore.tiers.device.gpu import Gpu
-from tierstore.tiers.device.lookup import KeysThere, Pooling
-from tierstore.types import FeatureSpec, KeysLike, KeyType, TableSpec, Tier, Vectors
+from tierstore.tiers.device.lookup import KeysThere
+from tierstore.types import FeatureSpec, KeysLike, TableSpec, Vectors
 
-_ABSENT = np.uint8(Tier.ABSENT)
-_NO_KEYS = np.empty(0, np.int64)
-_STATE = np.dtype(np.uint8)
 _MOST_GATHERINGS = 64  # of one view
 _NO_HEAD = DenseHead()
 
@@ -50,9 +44,9 @@ class View:
 
     __slots__ = (
         "__weakref__",
-        "_by_table",
+        "_features",
         "_gatherings",
-        "_padding",
+        "_tables",
         "_under",
         "_version",
         "colliding",
@@ -66,26 +60,24 @@ class View:
 
     def __init__(self, version: Version, overlays: tuple[Overlay, ...], seq: int) -> None:
         self._version, self.overlays, self.seq = version, overlays, seq
-        self._by_table = {name: tuple(o.tables[name] for o in overlays if name in o.tables) for name in version.specs}
         self.colliding: Mapping[str, CollidingKeys] = version.colliding
         for overlay in reversed(overlays):
             if overlay.colliding:
                 self.colliding = {**self.colliding, **overlay.colliding}
-        self._padding = version.padding
-        if self.colliding:
-            self._padding = self._padding | _padding_among(self.colliding, version)
         heads: Heads = version.heads
         for overlay in reversed(overlays):
             if overlay.heads:
                 heads = with_brought(heads, overlay.heads)
         self.heads = heads
+        self._tables: dict[str, TableView] = {}  # threads that race set equal ones, here and below
+        self._features: dict[str, FeatureView] = {}
         self._read_by("")
         self.readers = 0  # guarded by the publisher's lock
 
     def _read_by(self, head: str) -> None:
         self.head, self.predictor = head, self.heads.get(head, _NO_HEAD).predictor
-        self._under: dict[str, View] = {}  # threads that race set equal ones
-        self._gatherings: dict[tuple[str, ...], Gathering] = {}  # threads that race set equal ones
+        self._under: dict[str, View] = {}
+        self._gatherings: dict[tuple[str, ...], Gathering] = {}
 
     def under(self, head: str) -> View:
         """This view, to be read by one of its heads. NotFound names those there are."""
@@ -145,21 +137,29 @@ class View:
     def overlay_bytes(self) -> int:
         return sum(overlay.nbytes for overlay in self.overlays)
 
-    def overlays_of(self, table: str) -> tuple[OverlayTable, ...]:
-        """What the view's overlays hold of a table, newest first."""
-        return self._by_table[table]
+    def table(self, name: str) -> TableView:
+        """A table of the version as this view has it."""
+        found = self._tables.get(name)
+        if found is None:
+            overlays = [overlay.tables[name] for overlay in self.overlays if name in overlay.tables]
+            found = self._tables[name] = TableView(self._version.tables[name], overlays, self.seq)
+        return found
 
     def table_of(self, feature: str) -> TableSpec:
         """The table that a feature reads. NotFound names the features there are."""
-        return self._feature(feature)[1].spec
+        return self.feature(feature).rows.table.spec
 
-    def _feature(self, name: str) -> tuple[FeatureSpec, Cascade]:
-        feature = self._version.features.get(name) if isinstance(name, str) else None
-        if feature is None:
-            raise NotFound(
-                f"no feature {name!r}; version {self.version} has {', '.join(sorted(self._version.features))}"
-            )
-        return feature, self._version.tables[feature.table]
+    def feature(self, name: str) -> FeatureView:
+        """How a feature's keys become codes, and where the rows of these are. NotFound names the features there are."""
+        found = self._features.get(name) if isinstance(name, str) else None
+        if found is None:
+            spec = self._version.features.get(name) if isinstance(name, str) else None
+            if spec is None:
+                names = ", ".join(sorted(self._version.features))
+                raise NotFound(f"no feature {name!r}; version {self.version} has {names}")
+            found = FeatureView(spec, self.table(spec.table), self.colliding.get(spec.table))
+            self._features[name] = found
+        return found
 
     def lookup(
         self,
@@ -196,17 +196,14 @@ class View:
         """
         if stream is not None or lies_on_gpu(keys):
             with of_caller(self._version, device, stream) as gpu:
-                batch = self._batch_there(gpu, feature, keys, device, dtype, out)
-                return self._answer(batch, device or "gpu", return_found)
-        spec, table = self._feature(feature)
-        if spec.padding_key is not None or device not in (None, "cpu"):
-            return self._answer(self._batch(feature, keys, dtype=dtype, out=out), device, return_found)
-        # the same at once, because a look-up of few keys would notice the steps
-        codes = feature_codes(keys, spec, table.spec, self.colliding.get(spec.table))
-        answer = answer_array((len(codes), table.spec.dim), answer_dtype(dtype), out)
-        state = np.zeros(len(codes), _STATE)
-        table.lookup(self._by_table[spec.table], self.seq, codes, answer, state)
-        return (answer, state != _ABSENT) if return_found else answer
+                here, where = self._keys_for(gpu, feature, keys, device), device or "gpu"
+                return self.lookup(feature, here, dtype=dtype, out=out, return_found=return_found, device=where)
+        if device not in (None, "cpu"):
+            return self._left_on(device, out, return_found, feature, keys, dtype=dtype)
+        of = self.feature(feature)
+        lookup = Lookup(of, of.codes(keys), 0 if dtype == "float32" else answer_code(dtype), out)
+        answer = lookup.finish()
+        return (answer, lookup.found) if return_found else answer
 
     def lookup_bags(
         self,
@@ -240,13 +237,20 @@ class View:
         """
         if stream is not None or lies_on_gpu(keys):
             with of_caller(self._version, device, stream) as gpu:
-                pooled = gpu.to_host(offsets), gpu.to_host(weights), combiner
-                batch = self._batch_there(gpu, feature, keys, device, dtype, out, pooled)
-                return self._answer(batch, device or "gpu", return_found)
-        batch = self._batch(feature, keys, offsets, weights, combiner, dtype, out)
+                here, starts, factors = (
+                    self._keys_for(gpu, feature, keys, device), gpu.to_host(offsets), gpu.to_host(weights)
+                )  # fmt: skip
+                return self.lookup_bags(
+                    feature, here, starts, weights=factors, combiner=combiner, dtype=dtype, out=out,
+                    return_found=return_found, device=device or "gpu",
+                )  # fmt: skip
         if device not in (None, "cpu"):
-            return self._answer(batch, device, return_found)
-        lookup = BagLookup(batch)  # as `_answer` does it, in fewer steps
+            how: Any = {"offsets": offsets, "weights": weights, "combiner": combiner, "dtype": dtype}
+            return self._left_on(device, out, return_found, feature, keys, **how)
+        of = self.feature(feature)
+        codes = of.codes(keys)
+        bags = of.bags(len(codes), offsets, weights, combiner)
+        lookup = BagLookup(of, codes, bags, answer_code(dtype), out)
         answer = lookup.finish()
         return (answer, lookup.found) if return_found else answer
 
@@ -296,9 +300,11 @@ class View:
 
         Arguments and errors as for `lookup` and `lookup_bags`. The view must be held until `Lookup.finish`.
         """
-        return begin(
-            self._batch(feature, keys, offsets=offsets, weights=weights, combiner=combiner, dtype=dtype, out=out)
-        )
+        of, code = self.feature(feature), answer_code(dtype)
+        codes = of.codes(keys)
+        if offsets is None:
+            return Lookup(of, codes, code, out)
+        return BagLookup(of, codes, of.bags(len(codes), offsets, weights, combiner), code, out)
 
     def gathering(self, bindings: Bindings, features: tuple[str, ...]) -> Gathering | None:
         """How the rows of some features are looked up where a dense part reads them; None
@@ -307,21 +313,12 @@ class View:
         gathering = self._gatherings.get(features)
         if gathering is not None and gathering.bindings is bindings:
             return gathering
-        sources = []
-        places = {name: place for place, name in enumerate(bindings.features)}
-        for name in features:
-            spec, table = self._feature(name)
-            if not can_gather(table):
-                return None
-            padding = None if spec.padding_key is None else int(self._padding[name])
-            code = int(bindings.features[name].dtype == "float16")
-            colliding = self.colliding.get(spec.table)
-            sources.append(
-                GatherSource(spec, table, self._by_table[spec.table], colliding, code, padding, places[name])
-            )
+        found = [self.feature(name) for name in features]
+        if not all(map(can_gather, found)):
+            return None
         if len(self._gatherings) >= _MOST_GATHERINGS:
             self._gatherings.clear()
-        gathering = self._gatherings[features] = Gathering(bindings, sources, self.seq)
+        gathering = self._gatherings[features] = Gathering(bindings, found)
         return gathering
 
     def answers_on_gpu(self, number: int) -> bool:
@@ -349,71 +346,20 @@ class View:
 
         Nothing is done before `DeviceLookup.finish`, until which the view must be held.
         """
-        batch = self._batch(feature, keys, offsets=offsets, weights=weights, combiner=combiner, dtype=dtype)
-        return DeviceLookup(batch, gpu_of(self._version, device))
+        of, code = self.feature(feature), answer_code(dtype)
+        codes = keys if isinstance(keys, KeysThere) else of.codes(keys)
+        bags = None if offsets is None else of.bags(len(codes), offsets, weights, combiner)
+        return DeviceLookup(gpu_of(self._version, device), of, codes, bags, code)
 
-    def _batch(
-        self,
-        feature: str,
-        keys: KeysLike,
-        offsets: npt.ArrayLike | None = None,
-        weights: npt.ArrayLike | None = None,
-        combiner: str | None = None,
-        dtype: str = "float32",
-        out: Vectors | None = None,
-        there: KeysThere | None = None,
-    ) -> KeyBatch:
-        """The request, checked: the only place where one is made. Errors as for `lookup`.
+    def _keys_for(self, gpu: Gpu, feature: str, keys: Any, device: str | None) -> Any:
+        """Keys that may lie on the GPU, as a look-up takes them: there where that is possible, else in CPU memory."""
+        there = None if device == "cpu" else keys_there(gpu, keys, self.feature(feature))
+        return gpu.to_host(keys) if there is None else there
 
-        `there`: keys that stay where they are.
-        """
-        spec, table = self._feature(feature)
-        codes = feature_codes(keys, spec, table.spec, self.colliding.get(spec.table))
-        padding = None if spec.padding_key is None else codes == self._padding[feature]
-        n = len(codes) if there is None else len(there)
-        bags = None
-        if offsets is not None:
-            how = combiner_of(spec, combiner)
-            factors = None if weights is None else checked_weights(weights, n)
-            bags = Pooling(check_offsets(offsets, n), factors, how)
-        overlays = self._by_table[spec.table]
-        return KeyBatch(table, overlays, self.seq, codes, padding, bags, answer_dtype(dtype), out, there)
-
-    def _batch_there(
-        self,
-        gpu: Gpu,
-        feature: str,
-        keys: Any,
-        device: str | None,
-        dtype: str,
-        out: Vectors | None,
-        pooled: tuple[Any, Any, str | None] = (None, None, None),
-    ) -> KeyBatch:
-        """As `_batch`, of keys that may lie on the GPU; they stay there where that is possible.
-
-        `pooled`: offsets, weights and the combiner.
-        """
-        there = None
-        if device != "cpu":
-            spec, table = self._feature(feature)
-            there = keys_there(gpu, keys, spec, table, self._by_table[spec.table])
-        here = gpu.to_host(keys) if there is None else _NO_KEYS
-        return self._batch(feature, here, *pooled, dtype, out, there)
-
-    def _answer(self, batch: KeyBatch, device: str | None, return_found: bool) -> Any:
-        if device in (None, "cpu"):
-            lookup = begin(batch)
-            answer = lookup.finish()
-            return (answer, lookup.found) if return_found else answer
-        assert device is not None
-        vectors, found = answer_on_device(batch, gpu_of(self._version, device))
-        return (vectors, found) if return_found else vectors
-
-
-def _padding_among(colliding: Mapping[str, CollidingKeys], version: Version) -> dict[str, int]:
-    """The codes of padding keys of the tables in which keys collide."""
-    return {
-        name: int(as_codes([feature.padding_key], KeyType.STRING, colliding[feature.table])[0])
-        for name, feature in version.features.items()
-        if feature.padding_key is not None and feature.table in colliding
-    }
+    def _left_on(self, device: str | None, out: Vectors | None, return_found: bool, *what: Any, **how: Any) -> Any:
+        """`lookup`, or `lookup_bags`, whose answer is left on a device."""
+        if out is not None:
+            raise InvalidInput("out: an answer on a device is a new array; leave out away")
+        lookup = self.begin_on_device(str(device), *what, **how)
+        answer = lookup.finish().array
+        return (answer, lookup.found) if return_found else answer

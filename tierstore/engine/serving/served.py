@@ -55,30 +55,18 @@ class PublishedWords:
         return address_of(made)
 
     def _table(self, view: View, name: str, table: Cascade) -> Words:
-        overlays = np.array([address_of(overlay.words) for overlay in view.overlays_of(name)], np.int64)
-        default, half = np.ascontiguousarray(table.default, np.float32), np.ascontiguousarray(table.default, np.float16)
-        shared = self._hashes_shared(view, table)
+        under, shared = view.table(name), self._hashes_shared(view, table)
         on_disk = table.store.read_by(table.table_id, table.spec.row_bytes)
-        self._kept += [overlays, default, half, on_disk]
-        return layout.TABLE.make(
-            host=0 if table.host is None else table.host.words_at,
-            overlays=len(overlays),
-            overlays_at=address_of(overlays),
-            default_at=address_of(default),
-            half_default_at=address_of(half),
-            dim=table.spec.dim,
-            code=table.spec.dtype.code,
-            row_bytes=table.spec.row_bytes,
-            id=self._epochs.table_id(table),
-            base=0 if on_disk is None else on_disk.base_at,
-            changes=0 if on_disk is None else on_disk.changes,
-            patches=0 if on_disk is None else len(on_disk.patches),
-            patches_at=0 if on_disk is None else address_of(on_disk.patches),
-            own_at=0 if table.own is None else address_of(table.own.is_own),
-            partitions=0 if table.own is None else table.own.count,
-            colliding=len(shared),
-            colliding_at=address_of(shared),
-        )
+        self._kept += [under, on_disk]
+        words = under.words.copy()
+        words["id"] = self._epochs.table_id(table)
+        if on_disk is not None:
+            words["base"], words["changes"] = on_disk.base_at, on_disk.changes
+            words["patches"], words["patches_at"] = len(on_disk.patches), address_of(on_disk.patches)
+        if table.own is not None:
+            words["own_at"], words["partitions"] = address_of(table.own.is_own), table.own.count
+        words["colliding"], words["colliding_at"] = len(shared), address_of(shared)
+        return words
 
     def _hashes_shared(self, view: View, table: Cascade) -> Words:
         """The hashes by which string keys of a table cannot be told apart."""

@@ -36,7 +36,7 @@ class HostTables:
         self._limit = 0
         self._weights: list[float] = []  # by which the budget is dealt to the tables
         self._weighed: list[int] = []  # what they needed then
-        self._outgrown: list[tuple[Cascade, HostTable]] = []
+        self._outgrown: list[tuple[Cascade, HostTable | None]] = []  # None: the table had none
 
     @property
     def need_bytes(self) -> int:
@@ -47,7 +47,7 @@ class HostTables:
     def reserved_bytes(self) -> int:
         # a table of few, large sets cannot always be made as small as is asked
         used = sum(host.bytes_in_use for table in self._tables.values() if (host := table.host) is not None)
-        return max(used + sum(host.bytes_in_use for _, host in self._outgrown), self.budget_bytes)
+        return max(used + sum(host.bytes_in_use for _, host in self._outgrown if host is not None), self.budget_bytes)
 
     @property
     def are_uneven(self) -> bool:
@@ -140,21 +140,21 @@ class HostTables:
             new.raise_floor(self._info.watermark)
             if old is not None:
                 _copy(old, new)
-                self._outgrown.append((table, old))
+            self._outgrown.append((table, old))
             table.host = new
 
     def _outgrown_bytes(self, table: Cascade) -> int:
-        return sum(host.bytes_in_use for of, host in self._outgrown if of is table)
+        return sum(host.bytes_in_use for of, host in self._outgrown if of is table and host is not None)
 
     @property
-    def outgrown(self) -> list[HostTable]:
-        """Tables that were replaced, and that readers of views from before may be at."""
+    def outgrown(self) -> list[HostTable | None]:
+        """What was replaced, and readers of views from before may be at; None for a table that had nothing."""
         return [host for _, host in self._outgrown]
 
-    def close_outgrown(self, hosts: Sequence[HostTable]) -> None:
+    def close_outgrown(self, hosts: Sequence[HostTable | None]) -> None:
         """Free these, which nobody reads any more. The next deal of the budget gives their memory to others."""
         with self._lock:
-            for host in hosts:
+            for host in filter(None, hosts):
                 self.budget_bytes -= host.bytes_in_use
                 host.close()
             self._outgrown = [each for each in self._outgrown if each[1] not in hosts]
@@ -163,10 +163,10 @@ class HostTables:
         """Free all of it. No look-up may be running."""
         with self._lock:
             self._open = False
-            hosts = [*self.outgrown, *(table.host for table in self._tables.values() if table.host is not None)]
+            hosts = [*self.outgrown, *(table.host for table in self._tables.values())]
             for table in self._tables.values():
                 table.host = None
-            for host in hosts:
+            for host in filter(None, hosts):
                 host.close()
             self._outgrown, self.budget_bytes = [], 0
 

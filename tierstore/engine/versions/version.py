@@ -23,7 +23,6 @@ from tierstore.engine.versions.info import VersionInfo
 from tierstore.engine.versions.rows import VersionRows
 from tierstore.errors import Closed
 from tierstore.formats.colliding import CollidingKeys
-from tierstore.formats.keys import as_codes
 from tierstore.tiers.background import yield_to_requests
 from tierstore.tiers.device.gpu import Gpu
 from tierstore.tiers.disk.tier import DiskTier
@@ -48,11 +47,6 @@ class Version:
                 info.own,
             )
             for name, spec in info.specs.items()
-        }
-        self.padding: dict[str, int] = {
-            name: int(as_codes([feature.padding_key], info.specs[feature.table].key)[0])
-            for name, feature in info.features.items()
-            if feature.padding_key is not None
         }
         info.learn(rows)
         self.watermark = info.watermark

@@ -34,6 +34,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from tierstore.engine.reads.device import DeviceLookup
+from tierstore.engine.reads.gather import GatheredRows
+from tierstore.engine.reads.lookup import BagLookup, Lookup
+from tierstore.engine.reads.view import View
 from tierstore.errors import InvalidInput, NotFound, TierstoreError, TooLarge
 from tierstore.predict.session import Slot
 from tierstore.service.dataplane.datatypes import BYTES, NUMPY_DTYPE, VECTOR_DATATYPES
@@ -41,7 +45,6 @@ from tierstore.service.dataplane.hps import split_output
 from tierstore.service.dataplane.plan import Call, Plan, Request, check_lookup_bytes, parts_of
 from tierstore.service.dataplane.planner import Planner, raw_input
 from tierstore.service.dataplane.tensors import Elements, shown
-from tierstore.service.dataplane.view import Lookup, RowsLookup, View
 from tierstore.types import NAME, head_name, model_and_head
 
 AnyRequest: TypeAlias = Request | memoryview | Callable[[View], Request]
@@ -77,10 +80,10 @@ class Inference:
         self, lease: Any, request: AnyRequest, max_response: int, plan_of: Callable[[View, Request], Plan]
     ) -> None:
         self._lease, self._max_response = lease, max_response
-        self._lookups: list[tuple[Call, Lookup]] = []
+        self._lookups: list[tuple[Call, Lookup | BagLookup | DeviceLookup]] = []
         self._device: str | None = None  # that the dense part reads rows on, if not in CPU memory
         self._slot: Slot | None = None
-        self._gathered: RowsLookup | None = None  # of the calls that are `gathered`
+        self._gathered: GatheredRows | None = None  # of the calls that are `gathered`
         self._dense_inputs: dict[str, npt.NDArray[Any]] = {}
         self.lookup_ns = self.dense_ns = self.disk_ns = 0
         self.arrays: list[Any] = []
@@ -160,12 +163,14 @@ class Inference:
             if call.gathered and self._gathered is not None:
                 continue
             options: dict[str, Any] = {}
-            begin: Callable[..., Lookup] = self._view.begin
+            begin: Callable[..., Lookup | BagLookup | DeviceLookup] = self._view.begin
             if call.feeds is not None or call.rows:
                 if self._reads_on_device(call):
                     assert call.feeds is not None
+                    assert self._device is not None
                     begin, options["dtype"] = partial(self._view.begin_on_device, self._device), call.feeds.dtype
                 elif self._is_left(call):
+                    assert self._left_on is not None
                     begin = partial(self._view.begin_on_device, self._left_on)
                     options["dtype"] = VECTOR_DATATYPES[self.plan.specs[call.rows[0]].datatype]
                 else:
@@ -185,9 +190,9 @@ class Inference:
         """`begin` of a request of an HPS client."""
         self.arrays[0], parts = split_output(self.plan, elements, self._max_response)
         dtype = VECTOR_DATATYPES[self.plan.specs[0].datatype]
-        self._lookups = [
-            (call, self._view.begin(call.feature.name, keys, dtype=dtype, out=rows)) for call, keys, rows in parts
-        ]
+        for call, keys, rows in parts:
+            out: Any = rows
+            self._lookups.append((call, self._view.begin(call.feature.name, keys, dtype=dtype, out=out)))
         self.lookup_ns += time.perf_counter_ns() - began_ns
         return not any(lookup.pending for _, lookup in self._lookups)
 
@@ -233,7 +238,7 @@ class Inference:
             reads = reads or self._gathered.pending
             self._gathered.finish()
         for call, lookup in self._lookups:
-            rows = lookup.finish()
+            rows: Any = lookup.finish()
             if self._reads_on_device(call):
                 assert self._slot is not None
                 self._slot.bind(call.feature.name, rows.address, rows)

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.engine.reads.view import View
 from tierstore.errors import InvalidInput, TooLarge
 from tierstore.predict.binding import Bindings, FeatureInput, Run
 from tierstore.predict.signature import Tensor
 from tierstore.service.dataplane.datatypes import BYTES, NUMPY_DTYPE
 from tierstore.service.dataplane.tensors import Elements, TensorSpec
-from tierstore.service.dataplane.view import View
 from tierstore.types import Combiner, FeatureSpec, TableSpec
 
 _STRINGS = np.dtype(object)

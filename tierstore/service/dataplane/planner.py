@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tierstore.engine.reads.view import View
 from tierstore.errors import InvalidInput
 from tierstore.predict.session import DenseSession
 from tierstore.predict.signature import Tensor
@@ -27,7 +28,6 @@ from tierstore.service.dataplane.plan import (
 )
 from tierstore.service.dataplane.plan_cache import PlanCache
 from tierstore.service.dataplane.tensors import Elements, TensorSpec, elements_from_bytes, listed, shown, string_element
-from tierstore.service.dataplane.view import View
 from tierstore.types import Combiner, FeatureSpec, KeyType
 
 

@@ -1,89 +1,12 @@
-"""What the data plane needs of the engine: a view of one version, a look-up in it, and the tensors of its interface.
-
-Functions of a view; any thread.
-"""
+"""The tensors of a version's interface. Functions of a view; any thread."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-from tierstore.predict.binding import Bindings
-from tierstore.predict.session import DenseSession
+from tierstore.engine.reads.view import View
 from tierstore.service.dataplane.datatypes import KEY_DATATYPES
-from tierstore.types import FeatureSpec, TableSpec
-
-
-class View(Protocol):
-    """What the data plane needs of the engine's view."""
-
-    @property
-    def version(self) -> int: ...
-    @property
-    def features(self) -> dict[str, FeatureSpec]: ...
-    @property
-    def predictor(self) -> DenseSession | None: ...
-    @property
-    def unserved(self) -> str | None: ...
-    def under(self, head: str) -> View: ...
-    def table_of(self, feature: str) -> TableSpec: ...
-    def begin(
-        self,
-        feature: str,
-        keys: Any,
-        *,
-        offsets: Any = ...,
-        weights: Any = ...,
-        combiner: str | None = ...,
-        dtype: str = ...,
-        out: Any = ...,
-    ) -> Lookup: ...
-    def gathering(self, bindings: Bindings, features: tuple[str, ...]) -> Gathering | None: ...
-    def rows_on(self, session: DenseSession) -> str | None: ...
-    def begin_on_device(
-        self,
-        device: Any,
-        feature: str,
-        keys: Any,
-        *,
-        offsets: Any = ...,
-        weights: Any = ...,
-        combiner: str | None = ...,
-        dtype: str = ...,
-    ) -> Lookup: ...
-
-
-class Lookup(Protocol):
-    """What the data plane needs of a look-up under way."""
-
-    @property
-    def pending(self) -> bool: ...
-    @property
-    def found(self) -> npt.NDArray[np.bool_]: ...
-    def finish(self) -> Any: ...
-
-
-class Gathering(Protocol):
-    """What the data plane needs to look rows of several features up at once."""
-
-    def begin(
-        self, keys: Sequence[Any], places: npt.NDArray[np.int64], memory: npt.NDArray[np.uint8]
-    ) -> RowsLookup: ...
-    def begin_codes(
-        self, codes: npt.NDArray[np.int64], places: npt.NDArray[np.int64], memory: npt.NDArray[np.uint8]
-    ) -> RowsLookup: ...
-
-
-class RowsLookup(Protocol):
-    """What the data plane needs of a look-up whose rows go where its caller said."""
-
-    @property
-    def pending(self) -> bool: ...
-    def finish(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ from http import HTTPStatus
 from typing import Any
 
 from tierstore.access.rules import is_listed
+from tierstore.engine.reads.view import View
 from tierstore.errors import InvalidInput, NotFound, NotReady
 from tierstore.service.context import Service
 from tierstore.service.dataplane.inference import AnyRequest, Inference
 from tierstore.service.dataplane.plan import Plan, Request
 from tierstore.service.dataplane.tensors import Elements, shown
-from tierstore.service.dataplane.view import View
 from tierstore.service.exchange import DIRECT_TEXT_BYTES
 from tierstore.service.http.application import HttpMessage, ProtocolApplication, allow
 from tierstore.service.http.messages import (

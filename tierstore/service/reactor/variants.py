@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.formats.key_hash import seed_bits
+from tierstore.formats.keys import as_codes
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.pool import combiner_code
 from tierstore.lookup import binding
@@ -84,7 +85,7 @@ def _variant_words(
     """
     order = list(view.open_version.tables)
     calls = [
-        _planned_call(call, of, order.index(call.table.name), row, view)
+        _planned_call(call, of, order.index(call.table.name), row)
         for call, of, row in zip(plan.calls, rows, counts[1:], strict=True)
     ]
     text = b"".join(text for text, _ in pieces)
@@ -129,13 +130,13 @@ def has_room(texts: Iterable[bytes], values: int) -> bool:
     return sum(map(len, texts)) <= kernel.HEAD_ROOM - binding.MOST_ADDED_BYTES - binding.MOST_DIGITS * values
 
 
-def _planned_call(call: Call, rows: tuple[int, bool] | None, table: int, counts: int, view: Any) -> tuple[int, ...]:
+def _planned_call(call: Call, rows: tuple[int, bool] | None, table: int, counts: int) -> tuple[int, ...]:
     """A call as `binding.bind` reads it. `rows`: which output its rows are, and whether as halves."""
     if rows is not None:
         kind = layout.BAGS_OF_ROWS if call.pooled else layout.ROWS
     else:
         kind = layout.FOUND_ALONE if call.found else layout.CHECKED
-    padding = view.open_version.padding.get(call.feature.name)
+    padding = call.feature.padding_key  # a key that collides is Python's, as all of its hash are
     usual, how = call.spec.datatype == KEY_DATATYPES[call.feature.key_type(call.table)][0], call.feature.hash
     form = layout.STRINGS if call.spec.datatype == BYTES else layout.AS_CODES if usual else layout.NO_NEGATIVE
     return layout.PLANNED.row(
@@ -144,7 +145,7 @@ def _planned_call(call: Call, rows: tuple[int, bool] | None, table: int, counts:
         out_code=int(rows is not None and rows[1]),
         combiner=0 if call.combiner is None else combiner_code(call.combiner),
         padded=int(padding is not None),
-        padding=0 if padding is None else int(padding),
+        padding=0 if padding is None else int(as_codes([padding], call.table.key)[0]),
         table_counts=counts,
         key_form=form,
         keys_of=call.keys,

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from tierstore.engine.reads.view import View
 from tierstore.engine.serving.routing import STABLE
 from tierstore.errors import InvalidInput
 from tierstore.service.context import Service
@@ -17,7 +18,6 @@ from tierstore.service.dataplane.datatypes import DATATYPES
 from tierstore.service.dataplane.inference import AnyRequest, Inference
 from tierstore.service.dataplane.plan import DIRECT_KEYS, Plan, Request
 from tierstore.service.dataplane.tensors import Elements, TensorSpec, shown
-from tierstore.service.dataplane.view import View
 from tierstore.service.error_status import Unserved
 from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.protocols.tfserving.documents import STATE_NUMBERS, version_states

@@ -14,15 +14,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from tierstore import kernels
 from tierstore.kernels.codec import AS_STORED, address_of, out_code
-from tierstore.kernels.pool import combiner_code
 from tierstore.tiers.base import Peek
 from tierstore.tiers.checks import check_answer, check_rows
 from tierstore.tiers.host.cache import lookup as lookup_kernels
-from tierstore.tiers.host.cache import pool as pool_kernels
 from tierstore.tiers.host.cache import sampling
 from tierstore.tiers.host.cache import write as write_kernels
 from tierstore.tiers.host.cache.layout import CONTROL_BYTES, WAYS, Areas
@@ -30,7 +27,7 @@ from tierstore.tiers.host.layout import Layout
 from tierstore.tiers.host.memory import HostMemory
 from tierstore.tiers.host.peek import peek
 from tierstore.tiers.host.sample import NOTHING, AccessSample
-from tierstore.types import Combiner, Keys, Rows, States, TableSpec, Vectors
+from tierstore.types import Keys, Rows, States, TableSpec, Vectors
 
 _CHUNK = 2048  # keys that a writer handles before it lets others have the lock
 _PART = 1 << 15  # sets whose keys are listed as one: 15 MB of them
@@ -119,61 +116,22 @@ class HostTable:
         areas = self._areas  # keeps the mapping until this returns
         if areas is None:
             return 0
-        if out.dtype is _FLOAT32:
-            try:
-                hits = int(lookup_kernels.lookup_float32(self._where_at, keys, state, out))
-            except TypeError:  # not contiguous, read-only, or at an odd address
-                hits = -1
-            if hits >= 0:
-                return hits
         check_answer(self.spec, keys, out, state)
-        half = out_code(out)
-        keys = np.ascontiguousarray(keys)
-        return int(
-            lookup_kernels.lookup(self._where_at, keys, state, half, address_of(out), address_of(self._defaults[half]))
-        )
-
-    def pool(
-        self,
-        keys: Keys,
-        starts: Keys,
-        weights: npt.NDArray[np.float32] | None,
-        combiner: Combiner,
-        out: Vectors,
-        state: States,
-        unpooled: npt.NDArray[np.uint8],
-    ) -> int:
-        """Pool the bags whose keys are all here. The others get a 1 in `unpooled`, uint8[bags], zeros before.
-
-        `keys` int64[n], `starts` int64[bags] as `check_offsets` returns them, `weights` float32[n] or None, `out`
-        float32 [bags, dim], `state` uint8[n], all contiguous. Keys whose state is not PENDING contribute nothing; the
-        state of the others becomes HOST, ABSENT or stays. Counts heat. Returns how many keys were answered with a row,
-        or -1 if nothing was done.
-        """
-        areas = self._areas  # keeps the mapping until this returns
-        if areas is None or kernels.awaited:
-            return -1
-        pool_weights = _NO_WEIGHTS if weights is None else weights
-        code = combiner_code(combiner)
-        hits: int = pool_kernels.pool(self._where_at, keys, state, starts, pool_weights, code, out, unpooled)
-        return hits
+        code, keys = out_code(out), np.ascontiguousarray(keys)
+        default = address_of(self._defaults[code])
+        return int(lookup_kernels.lookup(self._where_at, keys, state, code, address_of(out), default))
 
     def stored(self, keys: Keys, *, noted: bool = True) -> tuple[Rows, States]:
         """(rows uint8[n, row_bytes], states) of keys, as stored; the state is HOST for those that are here.
 
         Counts heat, and is `noted` as a look-up.
         """
-        size = self.spec.row_bytes
-        rows, state, absent = (
-            np.zeros((len(keys), size), np.uint8),
-            np.zeros(len(keys), np.uint8),
-            np.zeros(size, np.uint8),
-        )
+        rows, state = np.zeros((len(keys), self.spec.row_bytes), np.uint8), np.zeros(len(keys), np.uint8)
         with contextlib.nullcontext(self.words_at) if noted else self.unnoted() as where_at:
             areas = self._areas  # keeps the mapping until this returns
             if areas is not None and where_at:
-                keys = np.ascontiguousarray(keys)
-                lookup_kernels.lookup(where_at, keys, state, AS_STORED, address_of(rows), address_of(absent))
+                at = address_of(rows)  # also of what absent keys are answered with
+                lookup_kernels.lookup(where_at, np.ascontiguousarray(keys), state, AS_STORED, at, at)
         return rows, state
 
     def note_answered(self, keys: Keys, state: States) -> None:

@@ -9,11 +9,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from tierstore import __version__
+from tierstore.engine.reads.view import View
 from tierstore.engine.serving.routing import STABLE
 from tierstore.errors import InvalidInput, NotReady
 from tierstore.service.dataplane.inference import DataPlane
 from tierstore.service.dataplane.tensors import shown
-from tierstore.service.dataplane.view import TensorInfo, View, inputs_of, outputs_of
+from tierstore.service.dataplane.view import TensorInfo, inputs_of, outputs_of
 from tierstore.service.stats import InferenceStats
 from tierstore.types import head_name
 

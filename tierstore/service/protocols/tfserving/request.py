@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from tierstore.engine.reads.view import View
 from tierstore.errors import InvalidInput
 from tierstore.service.dataplane.plan import OutputSpec, Request, RequestedOutput
 from tierstore.service.dataplane.plan_cache import MOST_CACHED_BYTES, PlanCache
 from tierstore.service.dataplane.tensors import Elements, TensorSpec, listed
-from tierstore.service.dataplane.view import View
 from tierstore.service.protocols.tfserving.signature import DEFAULT, LOOKUP_HALF
 from tierstore.types import FeatureSpec
 

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tierstore.engine.reads.view import View
 from tierstore.errors import InvalidInput
 from tierstore.predict.binding import Bindings
 from tierstore.service.dataplane.tensors import listed, shown
-from tierstore.service.dataplane.view import TensorInfo, View, inputs_of, outputs_of
+from tierstore.service.dataplane.view import TensorInfo, inputs_of, outputs_of
 from tierstore.types import FeatureSpec
 
 DEFAULT = "serving_default"

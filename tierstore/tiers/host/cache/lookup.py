@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numba as nb
 from numba import types
 
-from tierstore.kernels import FIRST, compiled
+from tierstore.kernels import compiled
 from tierstore.kernels.atomics import (
     acquire_i64,
     acquire_u32,
@@ -73,8 +73,7 @@ SKIP, _ELSEWHERE = -1, 0  # instead of a row: not asked for, not in its home lin
 _PENDING = int(Tier.PENDING)
 _HOST = int(Tier.HOST)
 _ABSENT = int(Tier.ABSENT)
-STATES = types.Array(types.uint8, 1, "C")
-FLOATS = types.Array(types.float32, 2, "C")
+_STATES = types.Array(types.uint8, 1, "C")
 
 
 class Where(NamedTuple):
@@ -300,7 +299,11 @@ def answer(where, geometry, epoch, keys, i, kind, target, rings):  # type: ignor
 
 @nb.njit
 def lookup_at(where, keys_at, n, state_at, out_code, out, default):  # type: ignore[no-untyped-def]
-    """`lookup` of `n` keys and states at addresses; `where` is the table."""
+    """Answer what is here among `n` keys whose state is PENDING: rows with HOST, absent keys with ABSENT and the `default`.
+
+    `where` is the table; the others are addresses, of any alignment: `out` of [n, dim], float32 (`out_code` 0) or float16 (1), or of n rows
+    AS_STORED, `default` of one such row. Rows of keys left PENDING hold anything. Counts heat. Returns how many keys were answered with HOST.
+    """
     out_bytes = where.row_bytes if out_code == AS_STORED else where.dim * (4 >> out_code)
     kind = out_code, out_bytes, out_code == where.code and out_bytes & 63 == 0, default
     epoch = acquire_i64(where.control + 8 * EPOCH)
@@ -332,21 +335,8 @@ def lookup_at(where, keys_at, n, state_at, out_code, out, default):  # type: ign
     return hits
 
 
-@compiled(types.int64(types.int64, KEYS, STATES, types.int64, types.int64, types.int64), when=FIRST)
+@compiled(types.int64(types.int64, KEYS, _STATES, types.int64, types.int64, types.int64))
 def lookup(table, keys, state, out_code, out, default):  # type: ignore[no-untyped-def]
-    """Answer what is here among the keys whose state is PENDING: rows with HOST, absent keys with ABSENT.
-
-    `table`: the address of a HOST_TABLE. `out` is that of [n, dim], float32 (`out_code` 0) or float16 (1), or of n rows AS_STORED, `default` that of
-    one such row. Rows of keys left PENDING hold anything. Counts heat. Returns how many keys were answered with HOST.
-    """
+    """`lookup_at` of arrays, in the HOST_TABLE at address `table`."""
     keys_at, state_at = nb.int64(keys.ctypes.data), nb.int64(state.ctypes.data)
     return lookup_at(values_at(table), keys_at, keys.size, state_at, out_code, out, default)
-
-
-@compiled(types.int64(types.int64, KEYS, STATES, FLOATS), when=FIRST)
-def lookup_float32(table, keys, state, out):  # type: ignore[no-untyped-def]
-    """`lookup` into a float32 array [n, dim]; -1 if the sizes do not fit, and nothing is done."""
-    host = _host_at(table)
-    if out.shape[0] != keys.size or out.shape[1] != host.dim or state.size != keys.size:
-        return -1
-    return lookup(table, keys, state, 0, nb.int64(out.ctypes.data), host.default_at)

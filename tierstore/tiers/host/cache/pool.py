@@ -8,29 +8,23 @@ from __future__ import annotations
 
 import numba as nb
 import numpy as np
-from numba import types
 
-from tierstore.kernels import compiled
 from tierstore.kernels.atomics import acquire_i64, fence_acquire, relaxed_i64, stack_bytes
 from tierstore.kernels.raw import add_scaled_16, load_f32, load_u64, store_f32, store_u8
-from tierstore.tiers.host.cache.layout import EPOCH, GEOMETRY, KEYS
+from tierstore.tiers.host.cache.layout import EPOCH, GEOMETRY
 from tierstore.tiers.host.cache.lookup import (
     AHEAD,
-    FLOATS,
     RING_BYTES,
     SKIP,
-    STATES,
     answer,
     find_at_home,
     find_elsewhere,
     prefetch_lines,
-    values_at,
 )
 from tierstore.tiers.host.cache.sampling import count_seen
 from tierstore.types import Tier
 
 _PENDING, _HOST = int(Tier.PENDING), int(Tier.HOST)
-_WEIGHTS = types.Array(types.float32, 1, "C", readonly=True)
 
 
 @nb.njit(inline="always")
@@ -54,9 +48,13 @@ def close_bag(pooled, dim, combiner, total):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def pool_at(where, keys_at, n, state_at, starts_at, bags, weights_at, combiner, out_at, left_at, row_at):  # type: ignore[no-untyped-def]
-    """`pool` of `n` keys and `bags` bags at addresses of any alignment; `weights_at` 0 means ones.
+    """Pool those of `bags` bags of which all keys are here. What is named `_at` is an address, of any alignment.
 
-    `row_at` is the address of a float32[dim] to work in, `out_at` that of float32[bags, dim].
+    Bag b is keys [starts[b], starts[b + 1]), the last one runs to the end; `starts` ascends from 0. A key whose state is not PENDING
+    contributes nothing. `weights` 0: ones; `combiner` as `pool.combiner_code`; `row` is a float32[dim] to work in, `out` float32[bags, dim].
+    `left` uint8[bags], zeros, becomes 1 for each bag that has a key that is not here: its vector is anything. States become HOST, ABSENT,
+    or stay PENDING. Counts heat. Returns how many keys were answered with HOST, or -1 if the table changed its size meanwhile: then all of
+    it is void.
     """
     dim = where.dim
     kind = 0, dim * 4, where.code == 0 and (dim * 4) & 63 == 0, where.default_at
@@ -104,28 +102,3 @@ def pool_at(where, keys_at, n, state_at, starts_at, bags, weights_at, combiner, 
         count_seen(where.sample, seen, left_at, starts_at, bags, n)
     fence_acquire()
     return hits if relaxed_i64(where.control + 8 * EPOCH) == epoch else -1
-
-
-@compiled(types.int64(types.int64, KEYS, STATES, KEYS, _WEIGHTS, types.int64, FLOATS, STATES))
-def pool(table, keys, state, starts, weights, combiner, out, unpooled):  # type: ignore[no-untyped-def]
-    """Pool those bags of which all keys are here.
-
-    Bag b is keys [starts[b], starts[b + 1]), the last one runs to the end; `starts` ascends from 0. A key whose state
-    is not PENDING contributes nothing. `weights` float32[n], or empty for ones; `combiner` as `pool.combiner_code`;
-    `out` float32 [bags, dim]. `left` uint8[bags], zeros, becomes 1 for each bag that has a key that is not here: its
-    vector is anything. States become HOST, ABSENT, or stay PENDING. Counts heat. Returns how many keys were answered
-    with HOST, or -1 if the table changed its size meanwhile or the sizes do not fit: then all of it is void.
-    """
-    where, n, bags = values_at(table), keys.size, starts.size
-    dim = where.dim
-    if out.shape[0] != bags or out.shape[1] != dim or unpooled.size != bags or state.size != n:
-        return -1
-    if (weights.size > 0 and weights.size != n) or (bags == 0 and n > 0):
-        return -1
-    row = np.empty(dim, np.float32)
-    weights_at = nb.int64(weights.ctypes.data) if weights.size > 0 else 0
-    hits = pool_at(
-        where, nb.int64(keys.ctypes.data), n, nb.int64(state.ctypes.data), nb.int64(starts.ctypes.data), bags,
-        weights_at, combiner, nb.int64(out.ctypes.data), nb.int64(unpooled.ctypes.data), nb.int64(row.ctypes.data),
-    )  # fmt: skip
-    return hits if row.size == dim else -1  # `row` is freed after its last mention

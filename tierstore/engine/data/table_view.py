@@ -1,0 +1,198 @@
+"""A table under a view: the view's overlays over the tiers of the table. Every look-up reads its rows here.
+
+Immutable; any number of threads. The view must be held for as long as a look-up takes, which is what makes the
+promotion at its end safe. Nothing here survives a crash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tierstore import kernels
+from tierstore.engine.data.cascade import Cascade
+from tierstore.engine.data.overlay import OverlayTable
+from tierstore.kernels.codec import AS_STORED, address_of
+from tierstore.kernels.pool import combiner_code
+from tierstore.lookup import table_rows as kernel
+from tierstore.lookup.plans import TABLE
+from tierstore.lookup.table_rows import NOT_POOLED
+from tierstore.tiers.background import yield_if_background
+from tierstore.tiers.device.lookup import PADDING, KeysThere, Pooling, answer, from_device
+from tierstore.types import Keys, Rows, States, Tier, Vectors
+
+DTYPES = np.dtype(np.float32), np.dtype(np.float16)  # of answers, by their codes
+_BYTES = np.dtype(np.uint8)
+_PENDING, _HOST = np.uint8(Tier.PENDING), np.uint8(Tier.HOST)
+_NO_WEIGHTS = np.empty(0, np.float32)
+
+
+class TableView:
+    """One table, as a view of `seq` has it: `overlays`, the newest first, lie over it.
+
+    It keeps the memory that kernels read by `words`, also that of a host tier which is closed meanwhile: that answers
+    nothing then.
+    """
+
+    __slots__ = ("_at", "_kept", "overlays", "seq", "table", "words")
+
+    def __init__(self, table: Cascade, overlays: Sequence[OverlayTable], seq: int) -> None:
+        self.table, self.overlays, self.seq = table, overlays, seq
+        host = None if table.device is not None else table.host  # the device tier answers before it
+        areas = None if host is None else host.areas
+        addresses = np.array([address_of(overlay.words) for overlay in overlays], np.int64)
+        defaults = [np.ascontiguousarray(table.default, dtype) for dtype in DTYPES]
+        self._kept = areas, addresses, defaults
+        # a `plans.TABLE`, without what only compiled readers take from it
+        self.words = TABLE.make(
+            host=0 if host is None or areas is None else host.words_at,
+            overlays=len(overlays), overlays_at=address_of(addresses),
+            default_at=address_of(defaults[0]), half_default_at=address_of(defaults[1]),
+            dim=table.spec.dim, code=table.spec.dtype.code, row_bytes=table.spec.row_bytes,
+        )  # fmt: skip
+        self._at = address_of(self.words)
+
+    @property
+    def address(self) -> int:
+        """Where the words are."""
+        return self._at
+
+    def probe(self, keys: Keys, out: Vectors, state: States, code: int, padding: int | None = None) -> int:
+        """The part of a look-up that never waits: answer the keys whose state is PENDING from memory alone.
+
+        `out[i]` becomes its row or the default, in the dtype of `code`, and zeros of a `padding` key; `state[i]` the
+        tier. Returns how many the host tier has answered. To be followed by `finish`, once, where the keys are counted.
+        """
+        padded = padding is not None
+        try:
+            if code == 0:
+                hits: int = kernel.lookup_float32(self._at, keys, state, padded, padding or 0, out)
+            else:
+                hits = kernel.lookup(self._at, keys, state, code, padded, padding or 0, out.view(_BYTES))
+        except TypeError:  # an array of the caller's, at an odd address
+            hits = kernel.lookup(self._at, keys, state, code, padded, padding or 0, out.view(_BYTES))
+        if (device := self.table.device) is not None:
+            device.lookup(keys, out, state)
+            if self.table.host is not None:
+                hits = self.table.host.lookup(keys, out, state)
+        return hits
+
+    def finish(self, keys: Keys, out: Vectors, state: States, padding: int | None = None) -> None:
+        """Read from disk what `probe` has left, promote it, and count.
+
+        `Cascade.count_from_host` does where the host tier has answered all.
+        """
+        table = self.table
+        pending = np.flatnonzero(state == _PENDING)
+        if pending.size:
+            table.read(self.seq, keys, pending, out, state)
+        if table.offer is not None:
+            table.offer(keys, state)
+        table.count(state, 0 if padding is None else int(np.count_nonzero(keys == padding)))
+
+    def lookup(self, keys: Keys, out: Vectors, state: States, code: int = 0) -> None:
+        """Answer every key, whose state is PENDING."""
+        self.probe(keys, out, state, code)
+        self.finish(keys, out, state)
+
+    def pool(
+        self, keys: Keys, bags: Pooling, out: Vectors, state: States, code: int, padding: int | None = None
+    ) -> int:
+        """Pool the bags of which the host tier has all keys; returns as `table_rows.pool_found`."""
+        if kernels.awaited or self.overlays or self.table.device is not None:
+            return NOT_POOLED
+        came: int = kernel.pool(
+            self._at, keys, state, padding is not None, padding or 0, bags.offsets,
+            _NO_WEIGHTS if bags.weights is None else bags.weights, combiner_code(bags.combiner), code, out.view(_BYTES),
+        )  # fmt: skip
+        return came
+
+    def stored(self, keys: Keys) -> tuple[Rows, States]:
+        """(rows as stored, states) of keys, ascending and distinct, from memory alone; rows of keys that are
+        PENDING or ABSENT hold anything.
+
+        Without the device tier, which has nothing that the tiers below lack. To be followed by `finish_stored`.
+        """
+        rows, state = np.empty((len(keys), self.table.spec.row_bytes), np.uint8), np.zeros(len(keys), np.uint8)
+        kernel.lookup(self._at, keys, state, AS_STORED, False, 0, rows)
+        if self.table.device is not None and self.table.host is not None:
+            pending = np.flatnonzero(state == _PENDING)
+            rows[pending], state[pending] = self.table.host.stored(keys[pending])
+        return rows, state
+
+    def finish_stored(self, keys: Keys, rows: Rows, state: States) -> None:
+        """Read what is PENDING after `stored`, and count."""
+        pending = np.flatnonzero(state == _PENDING)
+        if pending.size:
+            rows[pending], state[pending], _ = self.table.read_and_promote(self.seq, keys[pending])
+        self.table.count(state, 0)
+
+    def on_device(self, keys: Keys | KeysThere, state: States, dtype: Any, bags: Pooling | None) -> Any:
+        """Rows, or pooled bags, of `keys` as an array of `dtype` on the device; None where the device tier cannot.
+
+        As `lookup`, but that the answer is made there; keys whose state is PADDING are zeros and count for nothing.
+        `state` says the tiers. They are not counted yet.
+        """
+        table = self.table
+        cache = table.device
+        if cache is None:
+            return None
+        given = np.empty((0, table.spec.dim), dtype)
+        if self.overlays and not isinstance(keys, KeysThere):
+            given = self._rows_of_overlays(keys, state, np.float32 if bags is not None else dtype)
+        vectors = answer(cache, keys, state, given, dtype, self._below_device, bags, table.host)
+        if vectors is not None and table.offer is not None and (state == _HOST).any():
+            table.offer(from_device(cache.device, keys.array) if isinstance(keys, KeysThere) else keys, state)
+        return vectors
+
+    def _rows_of_overlays(self, keys: Keys, state: States, dtype: Any) -> Vectors:
+        """Rows of the keys that deltas answer, in their order; their states are set."""
+        rows = np.empty((len(keys), self.table.spec.dim), dtype)
+        self._answer_overlaid(keys, rows, state, DTYPES.index(rows.dtype))
+        answered: Vectors = rows[(state != _PENDING) & (state != PADDING)]
+        return answered
+
+    def _answer_overlaid(self, keys: Keys, rows: np.ndarray, state: States, code: int) -> None:
+        above = self.words.copy()
+        above["host"] = 0
+        kernel.lookup(address_of(above), np.ascontiguousarray(keys), state, code, False, 0, rows.view(_BYTES))
+
+    def overlaid(self, keys: Keys) -> np.ndarray:
+        """Which of `keys` deltas have changed, bool[n]."""
+        rows, state = np.empty((len(keys), self.table.spec.row_bytes), np.uint8), np.zeros(len(keys), np.uint8)
+        if self.overlays:
+            self._answer_overlaid(keys, rows, state, AS_STORED)
+        changed: np.ndarray = state != _PENDING
+        return changed
+
+    def _below_device(self, keys: Keys, dtype: Any) -> tuple[Vectors, States]:
+        """(rows of `dtype`, states) of keys that the device tier does not hold, from the tiers below it.
+
+        None of them is in the overlays.
+        """
+        table = self.table
+        rows, state = np.empty((len(keys), table.spec.dim), dtype), np.zeros(len(keys), np.uint8)
+        if table.host is not None:
+            table.host.lookup(keys, rows, state)
+        pending = np.flatnonzero(state == _PENDING)
+        if pending.size:
+            table.read(self.seq, keys, pending, rows, state)
+        return rows, state
+
+    def warm(self, keys: Keys, at: int) -> None:
+        """Read one batch of hot keys, after `at` hotter ones, into the tier that they belong to.
+
+        For a version that serves. As in every promotion, keys in the overlays are left out, and no delta newer than the
+        view is folded meanwhile.
+        """
+        table = self.table
+        cache = table.host if table.device is None or at >= table.device.capacity_rows else table.device
+        if cache is None:
+            return
+        keys = np.unique(table.own_of(keys))
+        keys = keys[~self.overlaid(keys)]
+        rows, _, there = table.read_rows(keys, self.seq)
+        yield_if_background()
+        cache.warm(keys[there], rows[there], self.seq)

@@ -1,0 +1,228 @@
+"""The rows of a table under a view that memory holds: those of its overlays, then those of its host tier.
+
+Every look-up takes this one step, whether Python makes it, a reactor, or a node for another one. Padding keys are answered before it,
+and what it leaves PENDING is read from disk behind it. A table comes as the address of a TABLE (`plans.py`), and the caller keeps what
+that points to. Any thread, without the interpreter lock.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba as nb
+from numba import types
+
+from tierstore.kernels import FIRST, SOON, compiled
+from tierstore.kernels.codec import AS_STORED
+from tierstore.kernels.overlay_index import answer_at, overlay_at
+from tierstore.kernels.raw import load_f32, load_i64, load_u8, store_f16, store_u8
+from tierstore.kernels.records import at, define
+from tierstore.kernels.sysio import allocate, clear_bytes, release
+from tierstore.lookup.plans import TABLE, table_at
+from tierstore.tiers.host.cache.layout import KEYS
+from tierstore.tiers.host.cache.lookup import lookup_at, values_of
+from tierstore.tiers.host.cache.pool import add_f32_rows, close_bag, pool_at
+from tierstore.types import Tier
+
+PART = define("Part", "the look-up of one feature, of several that are answered into one buffer", {
+    "table": (TABLE, "that it reads"),
+    "out_code": "of the answer. 0: float32, 1: float16",
+    "padded padding": "whether there is a padding key, and its code",
+    "place": "which place of the buffer is its own",
+})  # fmt: skip
+_part_at = at(PART)
+ROWS, AT = range(2)  # of a place: how many rows, and where in the buffer
+NOT_POOLED = -1  # of `pool`, in place of a count
+
+_PENDING, _ABSENT = int(Tier.PENDING), int(Tier.ABSENT)
+_STATES, _ANSWER = (types.Array(types.uint8, dimensions, "C") for dimensions in (1, 2))
+_FLOATS = types.Array(types.float32, 2, "C")
+_WEIGHTS = types.Array(types.float32, 1, "C", readonly=True)
+_PLACES = types.Array(types.int64, 2, "C")
+
+
+@nb.njit
+def probe(table, keys, n, state, out_code, out):  # type: ignore[no-untyped-def]
+    """Answer those of `n` keys that are PENDING and in memory: rows to `out`. Returns how many the host tier answered.
+
+    Rows AS_STORED of keys that are ABSENT hold anything.
+    """
+    dim = table.dim
+    default = table.half_default_at if out_code == 1 else out if out_code == AS_STORED else table.default_at
+    overlays = table.overlays_at
+    for i in range(table.overlays):
+        answer_at(overlay_at(load_i64(overlays, i)), out_code, dim, default, out, keys, n, state)
+    host = table.host
+    if host == 0:
+        return 0
+    return lookup_at(values_of(host), keys, n, state, out_code, out, default)
+
+
+@nb.njit
+def set_padding(padding, keys, n, state, out, row_bytes):  # type: ignore[no-untyped-def]
+    """Answer padding keys: zeros, as absent. Returns how many there are."""
+    padded = 0
+    for i in range(n):
+        if load_i64(keys, i) == padding:
+            store_u8(state, i, nb.uint8(_ABSENT))
+            if out != 0:
+                clear_bytes(out + i * row_bytes, row_bytes)
+            padded += 1
+    return padded
+
+
+@nb.njit
+def is_cold(state, n):  # type: ignore[no-untyped-def]
+    """Whether a key is left for the disk."""
+    for i in range(n):  # noqa: SIM110 - for the compiler
+        if load_u8(state, i) == _PENDING:
+            return True
+    return False
+
+
+@compiled(types.int64(types.int64, KEYS, _STATES, types.int64, types.int64, types.int64, _ANSWER), when=FIRST)
+def lookup(table: Any, keys: Any, state: Any, out_code: Any, padded: Any, padding: Any, out: Any) -> Any:
+    """`probe` of arrays, once the keys that equal `padding` are answered, if it is `padded`. `out`: the bytes of the rows.
+
+    -1 if the sizes do not fit, and nothing is done.
+    """
+    table, n = table_at(table), keys.size
+    row_bytes = table.row_bytes if out_code == AS_STORED else table.dim * (4 >> out_code)
+    if state.size != n or out.shape[0] != n or out.shape[1] != row_bytes:
+        return -1
+    keys_at, state_at, out_at = nb.int64(keys.ctypes.data), nb.int64(state.ctypes.data), nb.int64(out.ctypes.data)
+    if padded != 0:
+        set_padding(padding, keys_at, n, state_at, out_at, row_bytes)
+    return probe(table, keys_at, n, state_at, out_code, out_at)
+
+
+@compiled(types.int64(types.int64, KEYS, _STATES, types.int64, types.int64, _FLOATS), when=FIRST)
+def lookup_float32(table: Any, keys: Any, state: Any, padded: Any, padding: Any, out: Any) -> Any:
+    """`lookup` into float32[n, dim], as most are: without a view of its bytes."""
+    table, n = table_at(table), keys.size
+    if state.size != n or out.shape[0] != n or out.shape[1] != table.dim:
+        return -1
+    keys_at, state_at, out_at = nb.int64(keys.ctypes.data), nb.int64(state.ctypes.data), nb.int64(out.ctypes.data)
+    if padded != 0:
+        set_padding(padding, keys_at, n, state_at, out_at, table.dim * 4)
+    return probe(table, keys_at, n, state_at, 0, out_at)
+
+
+@compiled(types.int64(types.int64, types.int64, _PLACES, KEYS, _STATES, _STATES), when=SOON)
+def gather(parts: Any, count: Any, places: Any, keys: Any, state: Any, out: Any) -> Any:
+    """`lookup` of `count` parts at address `parts`, whose keys lie one after the other; `places` are int64[places, 2].
+
+    Returns as `lookup`.
+    """
+    n = nb.int64(0)
+    for p in range(count):
+        part = _part_at(parts, p)
+        rows, at = places[part.place, ROWS], places[part.place, AT]
+        if rows < 0 or at < 0 or at + rows * part.table.dim * (4 >> part.out_code) > out.size:
+            return -1
+        n += rows
+    if n != keys.size or n != state.size:
+        return -1
+    key, state_at, hits = nb.int64(keys.ctypes.data), nb.int64(state.ctypes.data), nb.int64(0)
+    for p in range(count):
+        part = _part_at(parts, p)
+        table, code, rows = part.table, part.out_code, places[part.place, ROWS]
+        target = nb.int64(out.ctypes.data) + places[part.place, AT]
+        if part.padded != 0:
+            set_padding(part.padding, key, rows, state_at, target, table.dim * (4 >> code))
+        hits += probe(table, key, rows, state_at, code, target)
+        key += 8 * rows
+        state_at += rows
+    return hits
+
+
+@nb.njit
+def pool_rows(rows, keys, n, padded, padding, starts, bags, weights, combiner, dim, out):  # type: ignore[no-untyped-def]
+    """Pool `n` rows (float32[n, dim] at `rows`) as `pool.pool_bags` does; padding keys count for nothing."""
+    for bag in range(bags):
+        begin = load_i64(starts, bag)
+        end = load_i64(starts, bag + 1) if bag + 1 < bags else n
+        pooled = out + bag * dim * 4
+        clear_bytes(pooled, dim * 4)
+        total = nb.float32(0)
+        for i in range(begin, end):
+            if padded != 0 and load_i64(keys, i) == padding:
+                continue
+            factor = load_f32(weights, i) if weights != 0 else nb.float32(1)
+            add_f32_rows(pooled, rows + i * dim * 4, factor, dim)
+            total += factor * factor if combiner == 2 else factor
+        close_bag(pooled, dim, combiner, total)
+
+
+@nb.njit
+def store_half(values, count, out):  # type: ignore[no-untyped-def]
+    for k in range(count):
+        store_f16(out, k, load_f32(values, k))
+
+
+@nb.njit(inline="always")
+def aligned(at):  # type: ignore[no-untyped-def]
+    return (at + 63) & ~63
+
+
+@nb.njit(inline="always")
+def _bag_places(bags, dim, scratch):  # type: ignore[no-untyped-def]
+    """Where one row and pooled bags lie in scratch memory, behind marks of bags; and where that ends."""
+    row = aligned(scratch + bags)
+    pooled = aligned(row + 4 * dim)
+    return row, pooled, aligned(pooled + 4 * dim * bags)
+
+
+@nb.njit
+def bag_scratch(bags, dim):  # type: ignore[no-untyped-def]
+    """Bytes of scratch memory, at a multiple of 64, that `pool_found` takes."""
+    return _bag_places(bags, dim, 0)[2]
+
+
+@nb.njit
+def pool_found(table, keys, n, state, padded, padding, starts, bags, weights, combiner, out_code, out, scratch):  # type: ignore[no-untyped-def]
+    """Pool the bags of which the host tier has all keys, as their rows are found. `state` is PENDING everywhere.
+
+    Returns how many keys it answered: bags with a key that is PENDING then have no answer. Or NOT_POOLED, where rows of deltas lie over the
+    table, or it changed its size just now: then none has, and states say nothing.
+    """
+    dim = table.dim
+    row, apart, _ = _bag_places(bags, dim, scratch)
+    pooled = apart if out_code == 1 else out
+    if table.overlays != 0 or table.host == 0:
+        return NOT_POOLED
+    if padded != 0:
+        set_padding(padding, keys, n, state, 0, 0)
+    clear_bytes(scratch, bags)
+    hits = pool_at(values_of(table.host), keys, n, state, starts, bags, weights, combiner, pooled, scratch, row)
+    if hits >= 0 and out_code == 1:
+        store_half(pooled, bags * dim, out)
+    return hits
+
+
+@compiled(
+    types.int64(types.int64, KEYS, _STATES, types.int64, types.int64, KEYS, _WEIGHTS, types.int64, types.int64, _ANSWER)
+)
+def pool(
+    table: Any, keys: Any, state: Any, padded: Any, padding: Any, starts: Any, weights: Any, combiner: Any,
+    out_code: Any, out: Any,
+) -> Any:  # fmt: skip
+    """`pool_found` of arrays. Bag b is keys [starts[b], starts[b + 1]), the last one runs to the end; `starts` ascends from 0.
+
+    `weights` float32[n], or empty for ones; `combiner` as `pool.combiner_code`. `state`: zeros. NOT_POOLED also where sizes do not fit or
+    there is no memory to work in.
+    """
+    table, n, bags = table_at(table), keys.size, starts.size
+    fits = out.shape[0] == bags and out.shape[1] == table.dim * (4 >> out_code) and state.size == n
+    if not fits or (weights.size > 0 and weights.size != n) or (bags == 0 and n > 0):
+        return NOT_POOLED
+    scratch = allocate(bag_scratch(bags, table.dim) + 64)
+    if scratch == 0:
+        return NOT_POOLED
+    came = pool_found(
+        table, nb.int64(keys.ctypes.data), n, nb.int64(state.ctypes.data), padded, padding,
+        nb.int64(starts.ctypes.data), bags, nb.int64(weights.ctypes.data) if weights.size > 0 else 0, combiner,
+        out_code, nb.int64(out.ctypes.data), aligned(scratch),
+    )  # fmt: skip
+    release(scratch)
+    return came
