@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tierstore.kernels.codec import address_of, out_code
+from tierstore.threads import Pool
 from tierstore.tiers.checks import check_answer, check_rows
 from tierstore.tiers.device import staging as device_staging
 from tierstore.tiers.device.backend import NO_HOST, TEAM, Captured, DeviceError, OutOfDeviceMemory
@@ -306,8 +306,8 @@ class DeviceTable:
         before = int(self._counters[ADMITTED])
         step = min(_FILLED, (self.device.workspace_bytes - 4 * ALIGN) // (self.layout.stride + 8))
         parts = [(keys[begin : begin + step], rows[begin : begin + step]) for begin in range(0, len(keys), step)]
-        with ThreadPoolExecutor(WRITING) as threads:
-            totals = list(threads.map(self._fill_part, *zip(*parts, strict=True))) if parts else []
+        with Pool(min(WRITING, len(parts)), "device-fill") as threads:
+            totals = threads.map(lambda part: self._fill_part(*part), parts)
         if totals and self._is_in_use:
             self._counters = max(totals, key=lambda each: int(each[ADMITTED]))
         return int(self._counters[ADMITTED]) - before
