@@ -162,8 +162,9 @@ def test_keys_on_the_gpu_are_answered_there_whatever_else_answers_them(
     ctr = store.model("ctr")
     expected = scenes.vectors("item", 0, ITEMS)
     offsets, weights = np.arange(0, 1000, 4), np.linspace(0, 1, 1000, dtype=np.float32)
-    for seq in range(3):  # from disk; from the host tier and what it promotes; beside rows of a delta
-        if seq == 2:
+    # from disk; from the host tier and what it promotes; some by the device out of the host tier; beside rows of a delta
+    for seq in range(4):
+        if seq == 3:
             store.apply_delta(scenes.stamped(1, {"item": ITEMS[::7]}))
             expected[::7] = scenes.vectors("item", 1, ITEMS[::7])
         rows, found = ctr.lookup("item_id", OnGpu(ITEMS), return_found=True)

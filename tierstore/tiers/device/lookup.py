@@ -250,10 +250,11 @@ class _Work:
         if said < 0:
             device.driver.check(round_trip.FAILED - said)
         if said and self.host is not None:
-            if self.there is not None:
-                self.keys = from_device(self.table.device, self.there.array)
-            staged = ws.staging(int(ws.frame[round_trip.AT_STATE]), end - begin)
-            self.host.note_answered(self.keys[begin:end], staged)
+            if self.there is not None:  # into memory of the CPU that rows are put to later, if any are
+                keys = ws.staging(int(ws.frame[round_trip.AT_ROWS]), end - begin, np.int64)
+                ws.stream.download(keys, self.there.address + 8 * begin)
+                ws.stream.synchronize()
+            self.host.note_answered(keys, ws.staging(int(ws.frame[round_trip.AT_STATE]), end - begin))
         return said < 2 or self._answer_listed(ws, chunk, said // 2)
 
     def _answer_listed(self, ws: Workspace, chunk: _Chunk, listed: int) -> bool:
