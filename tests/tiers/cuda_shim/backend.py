@@ -21,7 +21,7 @@ from tests.tiers.cuda_shim import compile
 from tests.tiers.cuda_shim.functions import CONTEXT, Functions
 from tierstore.tiers.device.backend import DeviceError, OutOfDeviceMemory
 from tierstore.tiers.device.driver import Driver, Queue
-from tierstore.tiers.device.round_trip import NOBODY
+from tierstore.tiers.device.driver_calls import NOBODY
 
 _NOISE = 0xA5
 FELL = "the device fell off the bus"
@@ -99,7 +99,7 @@ class ShimStream:
 
     def wait_for_caller(self) -> None:
         """Of the caller's streams, the one that `in_stream` names."""
-        self._queue.follow([stream for stream in self._device.callers() if stream != NOBODY])
+        self._queue.follow(self._device.callers())
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, id(self)

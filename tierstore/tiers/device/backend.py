@@ -18,10 +18,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from tierstore.errors import StorageError
+from tierstore.tiers.device.round_trip import TEAM as TEAM
+from tierstore.tiers.device.round_trip import THREADS as THREADS
+from tierstore.tiers.device.round_trip import WARP as WARP
 
 _CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged of DLPack
-THREADS = 256  # of a block, a multiple of a warp
-TEAM, WARP = 8, 32  # lanes that work on one key, on one bag
 _PARTS = ("words.cuh", "layout.cuh", "codec.cuh", "host.cuh", "lookup.cu", "write.cu")
 
 # `struct Table` of layout.cuh

@@ -26,7 +26,7 @@ from tierstore.errors import ConfigError, InvalidInput
 from tierstore.tiers.device.backend import Captured, DeviceError, OutOfDeviceMemory, kernel_names
 from tierstore.tiers.device.compile import compile_kernels
 from tierstore.tiers.device.driver import CAPTURING, FUNCTIONS, OUT_OF_MEMORY, Driver, Queue, captured
-from tierstore.tiers.device.round_trip import NOBODY
+from tierstore.tiers.device.driver_calls import NOBODY
 
 NOT_INSTALLED = "extra gpu is not installed"
 NO_DEVICE = "no CUDA device"
@@ -137,7 +137,7 @@ class CudaStream:
         self._queue.launch(kernel, threads, args)
 
     def wait_for_caller(self) -> None:
-        self._queue.follow([stream for stream in self.device.callers() if stream != NOBODY])
+        self._queue.follow(self.device.callers())
 
     def wait_for_word(self, at: int, scratch: np.ndarray) -> None:
         self._queue.wait(at, scratch)

@@ -114,7 +114,7 @@ class Queue:
             self._driver.call(driver_calls.COPY, to, data.ctypes.data, data.nbytes, self._stream)
 
     def follow(self, streams: Sequence[int]) -> None:
-        """Let later work wait for the work in others."""
+        """Let later work wait for the work in others, NOBODY passed over."""
         self._driver.check(
             driver_calls.follow(self._calls, self._stream, np.array(streams, np.int64), self._events, self._popped)
         )

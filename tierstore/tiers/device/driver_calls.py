@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numba as nb
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -20,6 +21,7 @@ from tierstore.kernels.raw import call_at
 (
     LAUNCH, COPY, RECORD, WAIT, QUERY, PUSH, POP, MODE, REGISTER, UNREGISTER, MAPPED, YIELD, SLEEP, CONTEXT, ADDRESSES,
 ) = range(15)  # fmt: skip
+NOBODY = -1  # in place of a stream: there is none
 UNSAID = -1  # a stream has done all its work, and the word that is waited for is not there
 _NOT_READY = 600
 _FIRST_OF_CAPTURES, _LAST_OF_CAPTURES = 900, 909  # a call is refused because a graph is being captured
@@ -75,16 +77,22 @@ def call(calls: Any, which: Any, one: Any, two: Any, three: Any, four: Any, scra
 def follow(calls: Any, stream: Any, others: Any, events: Any, scratch: Any) -> Any:
     """Have later work of a stream wait for the work in others, by an event for each."""
     status = types.int32(call_at(calls[PUSH], calls[CONTEXT], 0, 0, 0, 0, 0))
-    if status != 0:
-        return types.int64(status)
-    for k in range(len(others)):
-        status = types.int32(call_at(calls[RECORD], events[k], others[k], 0, 0, 0, 0))
-        if status == 0:
-            status = types.int32(call_at(calls[WAIT], stream, events[k], 0, 0, 0, 0))
-        if status != 0:
-            break
-    call_at(calls[POP], scratch.ctypes.data, 0, 0, 0, 0, 0)
+    if status == 0:
+        status = come_after(calls, stream, others, events)
+        call_at(calls[POP], scratch.ctypes.data, 0, 0, 0, 0, 0)
     return types.int64(status)
+
+
+@nb.njit
+def come_after(calls: Any, stream: Any, others: Any, events: Any) -> Any:
+    """`follow`, in a context that is current already. Of `others`, NOBODY is passed over."""
+    status = types.int32(0)
+    for k in range(len(others)):
+        if status == 0 and others[k] != NOBODY:
+            status = types.int32(call_at(calls[RECORD], events[k], others[k], 0, 0, 0, 0))
+            if status == 0:
+                status = types.int32(call_at(calls[WAIT], stream, events[k], 0, 0, 0, 0))
+    return status
 
 
 @compiled(types.int64(_WORDS, types.int64, types.int64, _WORDS), when=LAST)

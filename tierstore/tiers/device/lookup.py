@@ -237,14 +237,14 @@ class _Work:
             kernel, combiner, first = "pool", combiner_code(bags.combiner), chunk.first
             offsets = bags.offsets[chunk.first : chunk.last]
             weights = _NO_WEIGHTS if bags.weights is None else bags.weights[begin:end]
-        device, weighted = self.table.device, bags is not None and bags.weights is not None
+        device = self.table.device
         ws.job[:] = (
             device.driver.kernels[kernel], *device.backend.callers(), self.of, self.address + first * self.out_width,
             self.half, self.room_width, self.table.spec.dim, begin, combiner,
             0 if self.there is None else self.there.address + 8 * begin,
         )  # fmt: skip
         calls, order = device.driver.calls, memory.order.words
-        said = round_trip.look_up(calls, order, ws.frame, keys, state, offsets, weights, weighted)
+        said = round_trip.look_up(calls, order, ws.frame, keys, state, offsets, weights)
         if said == round_trip.NOT_IN_USE:
             return False
         if said < 0:

@@ -16,7 +16,7 @@ from numba import types
 from tierstore.kernels import LAST, compiled
 from tierstore.kernels.atomics import acquire_u32, copy_bytes, release_i64, swap_at
 from tierstore.kernels.raw import call_at, store_i64
-from tierstore.tiers.device.driver_calls import CONTEXT, COPY, LAUNCH, POP, PUSH, RECORD, WAIT, YIELD, launch_at, wait
+from tierstore.tiers.device.driver_calls import CONTEXT, COPY, LAUNCH, POP, PUSH, YIELD, come_after, launch_at, wait
 from tierstore.tiers.host.cache.layout import KEYS
 from tierstore.types import Tier
 
@@ -40,11 +40,10 @@ _ARGUMENTS = _CELLS + _MOST
 _SCRATCH = _ARGUMENTS + _MOST
 FRAME_WORDS = _SCRATCH + 2
 
-NOBODY = -1  # of CALLER, ALSO: there is no such stream
 NOT_IN_USE, FAILED = -1, -16  # FAILED - status: the error that `driver_calls.py` has returned
-_ALIGN = 16
-_COPIED_FROM = 1 << 17  # bytes from which on a copy is faster than a kernel's reads of page-locked memory: 16,384 keys
-_TEAM, _WARP, _THREADS = 8, 32, 256  # lanes of a pair of keys, of a bag, of a block
+ALIGN = 16  # the widest access of a kernel
+COPIED_FROM = 1 << 17  # bytes from which on a copy is faster than a kernel's reads of page-locked memory: 16,384 keys
+TEAM, WARP, THREADS = 8, 32, 256  # lanes that work on one key, or two at once; on one bag; of a block
 _HOST = int(Tier.HOST)
 _WORDS = types.int64[::1]
 _WEIGHTS = types.Array(types.float32, 1, "C", readonly=True)
@@ -63,8 +62,9 @@ def unlock(order: Any) -> None:
 
 
 @nb.njit
-def _cut(frame: Any, n: Any, bags: Any, pooled: Any) -> Any:
+def _cut(frame: Any, n: Any, bags: Any) -> Any:
     """Note where the parts of a workspace begin, for `n` keys in `bags`."""
+    pooled = bags != 0
     width = n * frame[DIM] * 4 if pooled else 0
     sizes = (
         # read by kernels, where they lie or after one copy up; `before` is, where some keys are answered already
@@ -77,21 +77,20 @@ def _cut(frame: Any, n: Any, bags: Any, pooled: Any) -> Any:
     at: Any = 0
     for k in range(len(sizes)):
         frame[AT + k] = at
-        at += (sizes[k] + _ALIGN - 1) // _ALIGN * _ALIGN
+        at += (sizes[k] + ALIGN - 1) // ALIGN * ALIGN
 
 
-@compiled(types.int64(_WORDS, _WORDS, _WORDS, KEYS, types.uint8[::1], KEYS, _WEIGHTS, types.boolean), when=LAST)
-def look_up(
-    calls: Any, order: Any, frame: Any, keys: Any, state: Any, offsets: Any, weights: Any, weighted: Any
-) -> Any:
+@compiled(types.int64(_WORDS, _WORDS, _WORDS, KEYS, types.uint8[::1], KEYS, _WEIGHTS), when=LAST)
+def look_up(calls: Any, order: Any, frame: Any, keys: Any, state: Any, offsets: Any, weights: Any) -> Any:
     """Answer what the device, or the host tier below, has of `keys`; see `lookup.py`.
 
-    `keys`: not read where THERE says at which address of the device they lie. `state` uint8[n] is read and, where nothing is listed, written. `offsets`: of bags, in the whole look-up; empty: rows are not pooled.
+    `keys`: not read where THERE says at which address of the device they lie. `state` uint8[n] is read and, where nothing is listed, written.
+    `offsets`: of bags, in the whole look-up; empty: rows are not pooled. `weights`: empty for ones.
     Returns twice the number of keys that were listed, and 1 if the host tier has answered any; or NOT_IN_USE; or FAILED - status.
     """
     n, bags, here = state.size, offsets.size, frame[PINNED]
-    pooled = bags != 0
-    _cut(frame, n, bags, pooled)
+    weighted = weights.size != 0
+    _cut(frame, n, bags)
     if frame[THERE] == 0:
         copy_bytes(here + frame[AT_KEYS], np.int64(keys.ctypes.data), n * 8)
     told = np.uint8(0)
@@ -123,21 +122,17 @@ def _put(calls: Any, order: Any, frame: Any, n: Any, bags: Any, told: Any, weigh
     status = types.int32(call_at(calls[PUSH], calls[CONTEXT], 0, 0, 0, 0, 0))
     if status != 0:
         return types.int64(status)
-    for k in range(2):
-        if status == 0 and frame[CALLER + k] != NOBODY:
-            status = types.int32(call_at(calls[RECORD], frame[EVENTS + k], frame[CALLER + k], 0, 0, 0, 0))
-            if status == 0:
-                status = types.int32(call_at(calls[WAIT], stream, frame[EVENTS + k], 0, 0, 0, 0))
+    status = come_after(calls, stream, frame[CALLER : CALLER + 2], frame[EVENTS : EVENTS + 2])
     where, end = frame[PINNED], frame[AT_STATE] if told else frame[AT_BEFORE]
-    frame[COPIED] = end >= _COPIED_FROM
+    frame[COPIED] = end >= COPIED_FROM
     if status == 0 and frame[COPIED]:
         status = types.int32(call_at(calls[COPY], frame[DEVICE], frame[PINNED], end, stream, 0, 0))
         where = frame[DEVICE]
     if status == 0:
         threads = _arguments(order, frame, n, bags, where, told, weighted)
         at = np.int64(frame.ctypes.data) + _ARGUMENTS * 8
-        blocks = (threads + _THREADS - 1) // _THREADS
-        status = types.int32(launch_at(calls[LAUNCH], frame[KERNEL], blocks, _THREADS, stream, at))
+        blocks = (threads + THREADS - 1) // THREADS
+        status = types.int32(launch_at(calls[LAUNCH], frame[KERNEL], blocks, THREADS, stream, at))
     call_at(calls[POP], scratch, 0, 0, 0, 0, 0)
     return types.int64(status)
 
@@ -168,7 +163,7 @@ def _arguments(order: Any, frame: Any, n: Any, bags: Any, where: Any, told: Any,
         k += len(pool)
     for j in range(len(last)):
         cells[k + j] = last[j]
-    return bags * _WARP if bags != 0 else (n + 1) // 2 * _TEAM
+    return bags * WARP if bags != 0 else (n + 1) // 2 * TEAM
 
 
 @nb.njit

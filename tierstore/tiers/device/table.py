@@ -306,8 +306,11 @@ class DeviceTable:
         before = int(self._counters[ADMITTED])
         step = min(_FILLED, (self.device.workspace_bytes - 4 * ALIGN) // (self.layout.stride + 8))
         parts = [(keys[begin : begin + step], rows[begin : begin + step]) for begin in range(0, len(keys), step)]
-        with Pool(min(WRITING, len(parts)), "device-fill") as threads:
-            totals = threads.map(lambda part: self._fill_part(*part), parts)
+        if len(parts) < 2:
+            totals = [self._fill_part(*part) for part in parts]
+        else:
+            with Pool(min(WRITING, len(parts)), "device-fill") as threads:
+                totals = threads.map(lambda part: self._fill_part(*part), parts)
         if totals and self._is_in_use:
             self._counters = max(totals, key=lambda each: int(each[ADMITTED]))
         return int(self._counters[ADMITTED]) - before

@@ -20,8 +20,9 @@ import numpy as np
 from tierstore.tiers.device import round_trip
 from tierstore.tiers.device.backend import Backend, Buffer, DeviceError, DeviceStream
 from tierstore.tiers.device.layout import READERS_AT
+from tierstore.tiers.device.round_trip import ALIGN as ALIGN
+from tierstore.tiers.device.round_trip import COPIED_FROM
 
-ALIGN = 16  # the widest access of a kernel
 DONE_BYTES = 8  # what a kernel says when it is done (`say_done`): uint32[2]
 WRITTEN_BYTES = DONE_BYTES + 32  # and one that writes to a table: then int64[4], its totals
 NOTHING = 0  # an argument of a kernel, for an array that is not there
@@ -29,7 +30,6 @@ ANSWERING = 8  # as many look-ups are under way at once
 WRITING = 4  # as many threads stage what is written
 WORKSPACES = ANSWERING + WRITING
 WORKSPACE_BYTES = 32 << 20  # 65,536 keys with rows of 400 bytes
-_COPIED = 1 << 17  # bytes from which on a copy is faster, 16,384 keys
 _SHARE = 16  # workspaces together use at most one part in so many of the budget
 
 
@@ -111,7 +111,7 @@ class Workspace:
 
         A kernel reads little straight from page-locked memory, in less time than a copy takes to begin.
         """
-        if end - begin < _COPIED:
+        if end - begin < COPIED_FROM:
             return self.here
         stream.upload(self.at(begin), self._pinned[begin:end])
         return self.at
