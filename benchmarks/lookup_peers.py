@@ -199,7 +199,8 @@ class Bench:
                 if workload == "uniform" and self.tfra is not None:
                     self.add_tfra(stack, blocks, memory, rows, drawn)
                 samples = self.time(blocks, batch)
-            self.found.add("large table", rows, workload, batch, samples, ours.name, memory_bytes_a_row=memory)  # fmt: skip
+            huge_pages = {ours.name: ours.host.huge_page_bytes() / ours.host.bytes_in_use}
+            self.found.add("large table", rows, workload, batch, samples, ours.name, memory_bytes_a_row=memory, huge_pages=huge_pages)  # fmt: skip
             if workload != "uniform":
                 continue
             for name, least in (("numpy.take", 0.6), ("TFRA CPU table", 4), ("cachetools.LRUCache", 40)):

@@ -5,13 +5,15 @@
 A model is loaded, its cache filled, and so many keys changed by deltas. Then a process opens the data directory, serves it
 over HTTP, and looks keys up every 20 ms, changed ones among them, until the cache is warm or `--within` seconds are over, which
 the line "warmed" says; the clock begins when its modules are
-imported and their kernels compiled. Before each start the system's cache of the data directory is dropped.
+imported and their kernels compiled. Before each start the system's cache of the data directory is dropped, and for two seconds
+single pages are read at random from the same files, eight at a time: "drive_reads_s", what the drive gives.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import shutil
 import signal
@@ -19,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,7 @@ DIM = 16
 DELTAS = 10
 SHOWN = 64  # keys of one request
 PAUSE_S = 0.02  # between two requests
+PAGE, READERS = 4096, 8
 CHANGED = 3.0  # what every number of a changed row is
 
 
@@ -127,15 +131,40 @@ def child(args: argparse.Namespace) -> None:
     store.close()
 
 
+def drive_reads_s(root: Path, seconds: float = 2.0) -> float:
+    """Pages of 4 KiB a second that eight threads read at random, past the system's cache; 0 where it cannot be passed."""
+    paths = [path for path in root.rglob("*.sealed") if path.stat().st_size > PAGE]
+
+    def read(seed: int) -> int:
+        rng, page, count = np.random.default_rng(seed), mmap.mmap(-1, PAGE), 0
+        until = time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            path = paths[rng.integers(len(paths))]
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+            try:
+                os.preadv(descriptor, [page], int(rng.integers(path.stat().st_size // PAGE)) * PAGE)
+            finally:
+                os.close(descriptor)
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(READERS) as pool:
+        try:
+            return sum(pool.map(read, range(READERS))) / seconds
+        except OSError:  # a file system in memory
+            return 0.0
+
+
 def start(root: Path, args: argparse.Namespace, end: str) -> dict[str, Any]:
     drop_cache(root / "data")
+    drive = drive_reads_s(root / "data")
     command = [sys.executable, "-m", "benchmarks.restart", "--child", str(root / "data"), "--end", end]
     command += ["--rows", str(args.rows), "--budget", args.budget, "--changed", str(args.changed)]
     command += ["--warm-rate", str(args.warm_rate), "--within", str(args.within)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=3600)
     if not done.stdout:
         raise SystemExit(f"the start {end} ended with {done.returncode}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    return {"drive_reads_s": drive, **json.loads(done.stdout.splitlines()[-1])}
 
 
 def main() -> int:
