@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
 import shutil
 import signal
@@ -21,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -34,6 +32,7 @@ from benchmarks import report
 from benchmarks.machine import describe
 from benchmarks.options import HIDDEN, parser_of
 from benchmarks.ten_million import BATCH, keys_of, write
+from tierstore.bench import Drive
 from tierstore.config import load_settings
 from tierstore.engine.store import Store
 from tierstore.formats.files import drop_from_cache
@@ -43,7 +42,7 @@ DIM = 16
 DELTAS = 10
 SHOWN = 64  # keys of one request
 PAUSE_S = 0.02  # between two requests
-PAGE, READERS = 4096, 8
+READERS = 8
 CHANGED = 3.0  # what every number of a changed row is
 
 
@@ -132,27 +131,12 @@ def child(args: argparse.Namespace) -> None:
 
 
 def drive_reads_s(root: Path, seconds: float = 2.0) -> float:
-    """Pages of 4 KiB a second that eight threads read at random, past the system's cache; 0 where it cannot be passed."""
-    paths = [path for path in root.rglob("*.sealed") if path.stat().st_size > PAGE]
-
-    def read(seed: int) -> int:
-        rng, page, count = np.random.default_rng(seed), mmap.mmap(-1, PAGE), 0
-        until = time.perf_counter() + seconds
-        while time.perf_counter() < until:
-            path = paths[rng.integers(len(paths))]
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-            try:
-                os.preadv(descriptor, [page], int(rng.integers(path.stat().st_size // PAGE)) * PAGE)
-            finally:
-                os.close(descriptor)
-            count += 1
-        return count
-
-    with ThreadPoolExecutor(READERS) as pool:
-        try:
-            return sum(pool.map(read, range(READERS))) / seconds
-        except OSError:  # a file system in memory
-            return 0.0
+    """Pages of 4 KiB a second that the drive gives at random; 0 where the system's cache cannot be passed."""
+    count, began = 0, time.perf_counter()
+    with Drive(sorted(root.rglob("*.sealed")), READERS) as drive:
+        while (took := time.perf_counter() - began) < seconds:
+            count += drive.read(0)
+    return count / took
 
 
 def start(root: Path, args: argparse.Namespace, end: str) -> dict[str, Any]:

@@ -122,7 +122,9 @@ class Stores:
         thread.start()
         done.wait(delay_s)
         acknowledged = done.is_set()
-        script = 'kill -STOP "$1"; cp -a "$2" "$3"; kill -CONT "$1"'
+        # the signal is not at once heard by all threads: on a busy machine those that run go on for a while
+        stopped = 'until [ -z "$(grep -L "^State:.*T (stopped)" /proc/"$1"/task/*/status)" ]; do sleep 0.001; done'
+        script = f'kill -STOP "$1"; {stopped}; cp -a "$2" "$3"; kill -CONT "$1"'
         subprocess.run(["sh", "-c", script, "-", str(os.getpid()), str(self.data), str(image)], check=True)
         thread.join()
         self.end()

@@ -56,6 +56,7 @@ FLOORS = {
     "service": 5,
     "client": 6,
     "triton": 6,
+    "bench": 6,
     "cli": 6,
     "demo": 6,
     "__main__": 7,
@@ -76,6 +77,8 @@ SIDEWAYS = {
     ("cli", "triton"),
     ("cli", "client"),
     ("cli", "demo"),
+    ("cli", "bench"),
+    ("bench", "client"),
     ("demo", "client"),
 }
 # A unit may be held further down than its floor: the client must work where no store is.

@@ -13,6 +13,7 @@ import typer
 from tierstore import __version__
 from tierstore.cli.audit import audit
 from tierstore.cli.backup import backup, restore
+from tierstore.cli.bench import bench
 from tierstore.cli.caches import hot
 from tierstore.cli.explain import explain
 from tierstore.cli.export import build, export
@@ -285,7 +286,7 @@ app.command(cls=ServeCommand)(serve)
 app.command("compile", cls=Command)(compile_)
 _OTHERS: tuple[Callable[..., None], ...] = (
     *(load, delta, lookup, explain, status, hot, activate, rollback, canary, promote, withdraw, label, drop),
-    *(build, export, rollout, jobs, backup, restore, verify, audit, plan, triton_model),
+    *(build, export, rollout, jobs, backup, restore, verify, audit, plan, bench, triton_model),
 )
 for _command in _OTHERS:
     app.command(cls=KeysCommand if _command in (lookup, explain) else Command)(_command)

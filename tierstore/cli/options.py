@@ -13,6 +13,7 @@ _UsageError: Any = typer.BadParameter.__mro__[1]  # click's, which newer release
 # commands without --url → why
 _WITHOUT_URL = {
     "audit": "it reads the files of the audit, also beside a service: --data or --directory, on its machine",
+    "bench": "it measures this machine; --where names a directory on the drive",
     "build": "it reads and writes files on this machine, and needs no service",
     "compile": "it compiles for this machine, and needs no service",
     "plan": "it reckons; --from URL takes a service's sizes and traffic",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from tierstore.cli.options import AsJson, option
-from tierstore.cli.target import parse_share
+from tierstore.cli.target import parse_number, parse_share
 from tierstore.errors import InvalidInput, NotFound, NotReady
 
 if TYPE_CHECKING:
@@ -91,8 +91,8 @@ def plan(
     if not served and (rows is None or dim is None):
         raise typer.BadParameter("expected --rows and --dim, or --from and --table")
     load = Load(
-        _number("--rows", rows) if rows else served["rows"], dim or served["dim"],
-        StorageDtype(dtype or served.get("dtype", "float16")), lookups, _number("--qps", qps), keys or 1000,
+        parse_number("--rows", rows) if rows else served["rows"], dim or served["dim"],
+        StorageDtype(dtype or served.get("dtype", "float16")), lookups, parse_number("--qps", qps), keys or 1000,
         2 if answers == "float16" else 4, parse_share(changed), expires=expires,
     )  # fmt: skip
     given = ASSUMED if prices is None else read_prices(prices)
@@ -156,7 +156,7 @@ def _machine(
     given = {
         "memory": None if memory is None else _size("--memory", memory),
         "disk": None if disk is None else _size("--disk", disk),
-        "reads": None if reads is None else _number("--reads", reads),
+        "reads": None if reads is None else parse_number("--reads", reads),
         "network": None if network is None else network * 1e9 / 8,
         "cores": cores,
     }
@@ -368,13 +368,6 @@ def _reuse(zipf: float | None, file: Path | None) -> Reuse:
     if file is not None:
         return read_classes(file)
     return ADS if zipf is None else Zipf(zipf)
-
-
-def _number(name: str, text: str) -> float:
-    try:
-        return float(text.replace("_", ""))
-    except ValueError:
-        raise typer.BadParameter(f"{name}: expected a number such as 10e9, got {text!r}") from None
 
 
 def _size(name: str, text: str) -> float:

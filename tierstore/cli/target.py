@@ -223,6 +223,14 @@ def parse_share(text: str) -> float:
     return share
 
 
+def parse_number(name: str, text: str) -> float:
+    """A number from the command line: `10e9`, `1_000`."""
+    try:
+        return float(text.replace("_", ""))
+    except ValueError:
+        raise typer.BadParameter(f"{name}: expected a number such as 10e9, got {text!r}") from None
+
+
 def _is_int(word: str) -> bool:
     try:
         int(word, 0)
