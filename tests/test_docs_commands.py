@@ -52,6 +52,7 @@ NOT_RUN = {  # the beginning of a line, or of a program → why
     "docker compose up": "needs a container engine; tests/deploy checks the file",
     "kubectl apply": "needs Kubernetes; tests/deploy checks the manifests",
     "tierstore load /snapshots/ctr/20261120 --model ctr --url http://127.0.0.1:8000": "is of a container's path",
+    "tierstore bench": "measures for half a minute; tests/test_bench.py runs it, small",
     "tierstore demo": "takes a minute; tests/demo runs it",
     "tierstore compile": "compiles all kernels; tests/conftest.py does it first",
     "tierstore jobs --url http://127.0.0.1:8000 --cancel": "needs a job under way; tests/service/admin cancel one",
@@ -69,6 +70,7 @@ NOT_RUN = {  # the beginning of a line, or of a program → why
     'import tierstore\n\nwith tierstore.SnapshotWriter("template"': "shows calls of many tasks; tests/ingest/test_partitioned.py and test_engines.py run whole builds",
     "import numpy as np\nimport tensorflow as tf\nimport tierstore": "needs TFRA; tests/interop/test_tfra.py runs it where that is",
     "for name, (codes, scale, bias)": "needs FBGEMM; tests/torch/test_fbgemm.py does the same",
+    "from torch import nn": "needs PyTorch; test_docs.py runs it where that is",
     "import torch\n": "needs PyTorch; test_docs.py runs it where that is",
     "write_snapshot(": "needs TorchRec; test_docs.py runs it where that is",
 }  # fmt: skip

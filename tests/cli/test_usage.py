@@ -24,6 +24,7 @@ COMMANDS = {
     "serve",
     "import",
     "import-hps",
+    "bench",
     "compile",
     "load",
     "build",
