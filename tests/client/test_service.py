@@ -98,6 +98,12 @@ def test_a_service_without_models_is_ready(client: Client) -> None:
     [
         ("item_id", [0, 5, ITEMS, 5, -1]),
         ("item_id", []),
+        ("item_id", np.array([])),
+        ("item_id", np.array([], str)),
+        ("query", []),
+        ("query", np.array([])),
+        ("query", np.array([], np.int64)),
+        ("big_id", []),
         ("item_id", np.arange(ITEMS, dtype=np.int32)),
         ("item_id", np.array([1, 2], np.uint64)),
         ("query", [*WORDS, "absent"]),
@@ -153,6 +159,18 @@ def test_an_unknown_combiner(loaded: Client) -> None:
 def test_rows_of_a_pooled_feature_are_not_pooled_by_lookup(loaded: Client, loaded_store: Store) -> None:
     keys = [3, 0, 1]
     same(loaded.lookup("ctr", "clicked", keys), loaded_store.model("ctr").lookup("clicked", keys))
+
+
+def test_bags_without_any_key_are_those_of_the_store(loaded: Client, loaded_store: Store) -> None:
+    ours, theirs = loaded.model("ctr"), loaded_store.model("ctr")
+    for feature in ("query", "item_id"):
+        arguments: Any = (feature, [], [0, 0, 0])
+        same(ours.lookup_bags(*arguments, combiner="sum"), theirs.lookup_bags(*arguments, combiner="sum"))
+    batch = {"item_id": [1], "query": [], "big_id": np.array([])}
+    left, right = loaded.lookup_many("ctr", batch), theirs.lookup_many(batch)
+    for feature in batch:
+        same(left[feature], right[feature])
+    same(loaded.predict("ctr", {"query": []}), right["query"])
 
 
 def test_many_features_come_in_one_answer(loaded: Client, loaded_store: Store) -> None:

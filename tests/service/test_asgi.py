@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import os
 import subprocess
 import sys
@@ -111,6 +112,25 @@ def test_with_uvicorn_as_the_server_no_reactor_runs(tmp_path: Path) -> None:
         assert not server._http._reactors.running
     with pytest.raises(ConfigError, match="gRPC is served by reactors alone"):
         grpc_port_by_default(settings.model_copy(update={"grpc_port": 8001}))
+
+
+def test_with_uvicorn_too_the_name_in_the_target_is_the_one_that_counts(tmp_path: Path) -> None:
+    settings = loaded(tmp_path, server="uvicorn")
+    with Store(settings) as store, ServerThread(store, settings) as server:
+        for target, host, status in (
+            ("http://localhost/v2", "localhost", 200),
+            ("http://localhost/v2/models/c%74r?x=1", "evil.example", 200),
+            ("http://localhost/livez", "localhost", 200),
+            ("http://evil.example/v2", "localhost", 403),
+            ("http://localhost", "localhost", 200),
+        ):
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+            connection.putrequest("GET", target, skip_host=True)
+            connection.putheader("Host", host)
+            connection.endheaders()
+            answer = connection.getresponse()
+            assert (answer.status, target) == (status, target), answer.read()
+            connection.close()
 
 
 def test_uvicorn_is_used_as_it_comes() -> None:

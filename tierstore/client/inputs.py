@@ -6,7 +6,7 @@ Pure functions and immutable values; any thread may use them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from tierstore.errors import InvalidInput
 from tierstore.types import KeysLike, as_bags, check_sequence
 
 _PARTS = (".offsets", ".weights")
+_NO_KEYS = np.empty(0, np.int64)  # of any type of integers
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,13 @@ class Batch:
     def rows(self) -> int:
         """Rows of the answer: one per key, or one per bag."""
         return len(self.keys) if self.offsets is None else len(self.offsets)
+
+    def as_declared(self, metadata: Mapping[str, Any]) -> Batch:
+        """The same where there are keys; without any, of the datatype that `metadata` (the protocol's) declares."""
+        if self.n:
+            return self
+        declared = _declared(metadata).get(self.feature, {})
+        return replace(self, keys=_no_strings() if declared.get("datatype") == "BYTES" else _NO_KEYS)
 
     def bags(self, first: int, last: int) -> Batch:
         """The bags [first, last)."""
@@ -141,7 +149,7 @@ def predict_inputs(inputs: Mapping[str, Any], metadata: Mapping[str, Any]) -> li
     """
     if not isinstance(inputs, Mapping) or not inputs:
         raise InvalidInput("expected inputs by name, such as {'user_id': keys}")
-    declared = {entry["name"]: entry for entry in metadata.get("inputs", [])}
+    declared = _declared(metadata)
     tensors: list[Plain | Bags] = []
     for name, value in inputs.items():
         base, _, part = name.rpartition(".")
@@ -149,9 +157,10 @@ def predict_inputs(inputs: Mapping[str, Any], metadata: Mapping[str, Any]) -> li
             continue  # sent with its feature
         value = as_bags(name, value)
         if isinstance(value, tuple):
-            tensors.append(Bags(Batch.from_value(name, value)))
+            tensors.append(Bags(Batch.from_value(name, value).as_declared(metadata)))
         elif f"{name}.offsets" in inputs:
-            tensors.append(Bags(Batch.of(name, value, inputs[f"{name}.offsets"], inputs.get(f"{name}.weights"))))
+            batch = Batch.of(name, value, inputs[f"{name}.offsets"], inputs.get(f"{name}.weights"))
+            tensors.append(Bags(batch.as_declared(metadata)))
         else:
             tensors.append(_plain(name, value, declared.get(name)))
     return tensors
@@ -170,6 +179,8 @@ def _plain(name: str, value: Any, declared: Mapping[str, Any] | None) -> Plain:
     except (TypeError, ValueError) as error:
         raise InvalidInput(f"input {name!r}: expected an array: {error}") from error
     target = wire.dtype_of(datatype)
+    if not array.size and datatype == "BYTES":
+        return Plain(name, _no_strings(), array.shape, items)
     if array.dtype.kind in "USTO":
         if target is not None:
             raise InvalidInput(f"input {name!r}: expected {datatype}, got strings or objects")
@@ -177,6 +188,11 @@ def _plain(name: str, value: Any, declared: Mapping[str, Any] | None) -> Plain:
     if target is not None and array.dtype != target:
         array = _converted(name, array, target)
     return Plain(name, array, array.shape, items)
+
+
+def _declared(metadata: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The inputs that `metadata` declares, by name."""
+    return {entry["name"]: entry for entry in metadata.get("inputs", [])}
 
 
 def _converted(name: str, array: npt.NDArray[Any], target: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -200,15 +216,25 @@ def as_keys(keys: KeysLike) -> Any:
     if isinstance(array, np.ndarray):
         if array.ndim != 1:
             raise InvalidInput(f"expected keys of one dimension, got shape {array.shape}")
+        if not len(array):
+            return _NO_KEYS
         if array.dtype.kind == "i":
             return array.astype(np.int64, copy=False)
         if array.dtype.kind == "u":
             return array.astype(np.uint64, copy=False)
         if array.dtype.kind not in "USTO":
             raise InvalidInput(f"expected integer or string keys, got {array.dtype}")
+    return _as_strings(array)
+
+
+def _as_strings(keys: Any) -> Any:
     from tierstore.formats.strings import as_arrow_strings  # imports Arrow, which integer keys do not need
 
-    return as_arrow_strings(array)
+    return as_arrow_strings(keys)
+
+
+def _no_strings() -> Any:
+    return _as_strings([])
 
 
 def _from_other(keys: Any) -> Any:
@@ -230,9 +256,9 @@ def _from_other(keys: Any) -> Any:
         keys = list(keys)
     except TypeError:
         raise InvalidInput(f"expected a sequence of integer or string keys, got {type(keys).__name__}") from None
-    kinds = set(map(type, keys))
     if not keys:
-        return np.empty(0, np.int64)
+        return _NO_KEYS
+    kinds = set(map(type, keys))
     if not kinds <= {int} and not all(issubclass(kind, np.integer) for kind in kinds):
         if kinds <= {str, bytes, np.str_, np.bytes_}:
             return keys

@@ -349,6 +349,11 @@ class Operations:
     ) -> Operation[dict[str, Any]]:
         dtype, request, cache = options.get("dtype", "float32"), self._request(model, options), self._cache
         outputs = {batch.feature: _outputs(batch.feature, dtype, return_found, combiner) for batch in batches}
+        if not all(batch.n for batch in batches):
+            document = yield from metadata(
+                cache, model, request.version, request.deadline, request_id=request.request_id
+            )
+            batches = [batch.as_declared(document) for batch in batches]
         whole = partial(split_lookup, batches, outputs, None)
         split = split_lookup(batches, outputs, self._settings.split_keys)
         arrays = yield from inference(request, split, whole, cache)

@@ -126,6 +126,15 @@ def test_another_name_is_refused(client: Client) -> None:
     assert client.answer(99)[0][":status"] == "403"
 
 
+def test_a_health_check_needs_no_name(client: Client) -> None:
+    """As over HTTP/1."""
+    client.peer.config.validate_outbound_headers = False
+    for stream, (path, status) in zip((99, 101), (("/v2/health/live", "200"), ("/v2", "403")), strict=True):
+        client.peer.send_headers(stream, [(":method", "GET"), (":scheme", "http"), (":path", path)], end_stream=True)
+        client.flush()
+        assert client.answer(stream)[0][":status"] == status
+
+
 def test_a_body_beyond_the_limit_is_refused_and_the_connection_lives(client: Client) -> None:
     stream = client.ask("POST", INFER, b"x" * (2 << 20))
     while stream not in client.heads:

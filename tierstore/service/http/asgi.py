@@ -13,10 +13,11 @@ import socket
 from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any, TypeAlias
+from urllib.parse import unquote
 
 from tierstore.addresses import is_loopback
 from tierstore.service.http.connection_limit import ConnectionRefusal
-from tierstore.service.http.messages import CLOSE, HEALTH, PEER, App, HttpPeer, Receive, Scope
+from tierstore.service.http.messages import CLOSE, HEALTH, PEER, App, HttpPeer, Receive, Scope, without_name
 from tierstore.service.limits.slow_clients import BACKLOG, FINISH_S
 from tierstore.service.tls import Tls
 
@@ -40,7 +41,10 @@ class Asgi:
         self._app, self._admin, self._on_host, self._closes = app, admin, on_host, closes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path, client = scope["path"], scope.get("client")
+        path, client, target = scope["path"], scope.get("client"), scope.get("raw_path") or b"/"
+        if not target.startswith(b"/"):
+            target, scope["headers"] = without_name(target, scope["headers"])
+            path = unquote(target.decode("ascii"))
         scope["path"] = HEALTH.get(path, path)
         scope[PEER] = HttpPeer(self._admin, on_host=self._on_host or (client is not None and is_loopback(client[0])))
         response = await self._app(scope, receive)

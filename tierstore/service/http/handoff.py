@@ -11,7 +11,6 @@ import asyncio
 import contextvars
 import logging
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Coroutine, Generator, MutableMapping
@@ -40,6 +39,7 @@ from tierstore.service.http.messages import (
     problem,
     response_head,
     scope_of,
+    without_name,
 )
 from tierstore.service.limits.worker_pool import ByteBudget
 from tierstore.service.reactor.reactors import Reactors
@@ -49,7 +49,6 @@ from tierstore.service.reactor.streams import Stream, StreamReceiver
 logger = logging.getLogger(__name__)
 
 _JOINED_BYTES = 16 << 10  # answers up to here are copied
-_NAMED = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*://([^/?#]*)(.*)")  # a target with the name of the service in it
 _NO_ROOM = "requests in progress hold as many bytes as they may (max_inflight); try again in a second"
 _NOT_GRPC = (
     "this is a method of gRPC: expected the Content-Type application/grpc; gRPC-Web is not spoken here, have a proxy "
@@ -137,16 +136,6 @@ class RequestDispatch:
     def lost(self, stream: Stream) -> None:
         if self._calls is not None and stream.is_grpc:
             self._calls.lost(stream)
-
-
-def _without_name(target: bytes, headers: list[tuple[bytes, bytes]]) -> tuple[bytes, list[tuple[bytes, bytes]]]:
-    """A target without the name in it, which counts in place of the one in Host (RFC 9112, 3.2.2)."""
-    match = _NAMED.fullmatch(target)
-    if match is None:
-        return target, headers
-    name, path = match[1].rpartition(b"@")[2], match[2]
-    named = [(field, name if field == b"host" else value) for field, value in headers]
-    return path if path.startswith(b"/") else b"/" + path, named
 
 
 def _whole(body: memoryview) -> Receive:
@@ -276,7 +265,7 @@ class Handoff:
         first, headers, body_at = split_head(data)
         method, target, version = first.split(b" ")
         if not target.startswith(b"/"):
-            target, headers = _without_name(target, headers)
+            target, headers = without_name(target, headers)
         path, _, query = target.partition(b"#")[0].partition(b"?")
         scope = scope_of(version[5:].decode(), method, path, query, headers)
         scope[ARRIVED], scope[CONNECTION] = reply.began_ns or time.perf_counter_ns(), reply
@@ -295,7 +284,7 @@ class Handoff:
         """Answer a whole request of HTTP/2."""
         path, _, query = stream.path.partition(b"?")
         headers = stream.headers
-        if all(name != b"host" for name, _ in headers):
+        if stream.authority and all(name != b"host" for name, _ in headers):
             headers = [(b"host", stream.authority), *headers]
         with stream.connection() as connection:
             on_host = connection is not None and is_on_host(connection)

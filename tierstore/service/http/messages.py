@@ -150,6 +150,8 @@ def date_now() -> bytes:
     return _date[1]
 
 
+_NAMED = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*://([^/?#]*)(.*)")  # a target with the name of the service in it
+
 # where others have their health → where it is here
 HEALTH = {
     **dict.fromkeys(("/healthz", "/livez"), "/v2/health/live"),
@@ -173,6 +175,16 @@ def scope_of(version: str, method: bytes, path: bytes, query: bytes, headers: li
         "headers": headers,
         "state": {},
     }
+
+
+def without_name(target: bytes, headers: list[tuple[bytes, bytes]]) -> tuple[bytes, list[tuple[bytes, bytes]]]:
+    """A target without the name in it, which counts in place of the one in Host (RFC 9112, 3.2.2)."""
+    match = _NAMED.fullmatch(target)
+    if match is None:
+        return target, headers
+    name, path = match[1].rpartition(b"@")[2], match[2]
+    named = [(field, name if field == b"host" else value) for field, value in headers]
+    return path if path.startswith(b"/") else b"/" + path, named
 
 
 def principal_of(scope: Scope) -> Principal:
