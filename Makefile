@@ -1,7 +1,7 @@
 # Every target makes its own .venv first; nothing here needs root or a prepared HOME.
 #   make demo    the whole story on a model trained on the spot
 #   make test    the tests, five minutes of them
-#   make test-all   those that take long as well: benchmarks and examples, kills at every step, clients of other projects, larger counts
+#   make test-all   with those that take long: benchmarks and examples, kills at every step, clients of other projects, larger counts
 #   make docs-test  the programs and commands of README and docs, and the examples (a part of `make test-all`)
 #   make image-test  the container image: built on a base made by debootstrap, run by buildah without root, loaded, looked up, stopped (a part of `make test-all`)
 #   make check   what must be green: format, lint, types, tests
@@ -84,11 +84,15 @@ demo: $(DEMO)
 test: $(STAMP)
 	$(PYTEST) -m "not thorough" $(STRUCTURE:%=--ignore=%) $(TESTS)
 
+LARGE := LARGE_COUNTS=1 CORRUPT_CASES=24 FUZZ_INPUTS=1000
+
 # What `make test` leaves out, and with larger counts what it does a few times: tests of Hypothesis, and those that are marked `counted`.
 thorough: $(STAMP)
-	LARGE_COUNTS=1 CORRUPT_CASES=24 FUZZ_INPUTS=1000 $(PYTEST) -m "thorough or counted or hypothesis" $(TESTS)
+	$(LARGE) $(PYTEST) -m "thorough or counted or hypothesis" $(TESTS)
 
-test-all: test thorough
+# in one run: what those of one file share is made once, and those that count do so once
+test-all: $(STAMP)
+	$(LARGE) $(PYTEST) $(STRUCTURE:%=--ignore=%) $(TESTS)
 
 check: format-check lint types test
 
