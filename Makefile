@@ -62,21 +62,24 @@ help:
 
 venv: $(STAMP)
 
-# The stamp is written last, so an install that was cut off is done again.
-$(STAMP): pyproject.toml
+# $(1): extras; $(2): options of pip. Kernels are most of what a first run takes, and numba is all that they need: they are compiled
+# beside the rest of the installation, and what comes then goes on with them. The stamp is written last, so an install that was cut off
+# is done again.
+define INSTALL
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
-	@touch $@
-
-# Compiled files of Python are made as modules are imported: a tenth of those that there are. Kernels are most of what a first run
-# takes, and numba is all that they need: they are compiled beside the rest of the installation, and the service goes on with them.
-$(VENV)/.installed-demo: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile numba
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(2) numba
 	$(BIN)/python -c 'from tierstore.kernels import ahead; ahead.start().done.wait()' 2>/dev/null & kernels=$$!; \
-	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[dense]'; \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check $(2) -e '.[$(1)]'; \
 	  installed=$$?; kill $$kernels 2>/dev/null; exit $$installed
 	@touch $@
+endef
+
+$(STAMP): pyproject.toml
+	$(call INSTALL,dev)
+
+# Compiled files of Python are made as modules are imported: a tenth of those that there are.
+$(VENV)/.installed-demo: pyproject.toml
+	$(call INSTALL,dense,--no-compile)
 
 demo: $(DEMO)
 	$(BIN)/python -m tierstore demo
