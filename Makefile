@@ -1,7 +1,7 @@
 # Every target makes its own .venv first; nothing here needs root or a prepared HOME.
 #   make demo    the whole story on a model trained on the spot
 #   make test    the tests, five minutes of them
-#   make test-all   those that take long as well: benchmarks and examples, kills at every step, clients of other projects, larger counts
+#   make test-all   with those that take long: benchmarks and examples, kills at every step, clients of other projects, larger counts
 #   make docs-test  the programs and commands of README and docs, and the examples (a part of `make test-all`)
 #   make image-test  the container image: built on a base made by debootstrap, run by buildah without root, loaded, looked up, stopped (a part of `make test-all`)
 #   make check   what must be green: format, lint, types, tests
@@ -62,33 +62,40 @@ help:
 
 venv: $(STAMP)
 
-# The stamp is written last, so an install that was cut off is done again.
-$(STAMP): pyproject.toml
+# $(1): extras; $(2): options of pip. Kernels are most of what a first run takes, and numba is all that they need: they are compiled
+# beside the rest of the installation, and what comes then goes on with them. The stamp is written last, so an install that was cut off
+# is done again.
+define INSTALL
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
-	@touch $@
-
-# Compiled files of Python are made as modules are imported: a tenth of those that there are. Kernels are most of what a first run
-# takes, and numba is all that they need: they are compiled beside the rest of the installation, and the service goes on with them.
-$(VENV)/.installed-demo: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile numba
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(2) numba
 	$(BIN)/python -c 'from tierstore.kernels import ahead; ahead.start().done.wait()' 2>/dev/null & kernels=$$!; \
-	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[dense]'; \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check $(2) -e '.[$(1)]'; \
 	  installed=$$?; kill $$kernels 2>/dev/null; exit $$installed
 	@touch $@
+endef
+
+$(STAMP): pyproject.toml
+	$(call INSTALL,dev)
+
+# Compiled files of Python are made as modules are imported: a tenth of those that there are.
+$(VENV)/.installed-demo: pyproject.toml
+	$(call INSTALL,dense,--no-compile)
 
 demo: $(DEMO)
 	$(BIN)/python -m tierstore demo
 
+LARGE := LARGE_COUNTS=1 CORRUPT_CASES=24 FUZZ_INPUTS=1000
+
+# With ALL=1 those that take long as well, in the same run: what the tests of one file share is made once.
 test: $(STAMP)
-	$(PYTEST) -m "not thorough" $(STRUCTURE:%=--ignore=%) $(TESTS)
+	$(if $(ALL),$(LARGE)) $(PYTEST) $(if $(ALL),,-m "not thorough") $(STRUCTURE:%=--ignore=%) $(TESTS)
+
+test-all:
+	@$(MAKE) --no-print-directory test ALL=1
 
 # What `make test` leaves out, and with larger counts what it does a few times: tests of Hypothesis, and those that are marked `counted`.
 thorough: $(STAMP)
-	LARGE_COUNTS=1 CORRUPT_CASES=24 FUZZ_INPUTS=1000 $(PYTEST) -m "thorough or counted or hypothesis" $(TESTS)
-
-test-all: test thorough
+	$(LARGE) $(PYTEST) -m "thorough or counted or hypothesis" $(TESTS)
 
 check: format-check lint types test
 

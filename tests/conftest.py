@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ settings.register_profile(
 settings.load_profile("patient")
 
 HERE = Path(__file__).parent
+KERNELS = [f"tests.compiled.{name}" for name in ("frames", "h2_session", "heads")]
 # Files that take longest, the longest first. With several processes the run is as long as the one that ends last.
 LONG = (
     "test_benchmarks", "engine/lifecycle/test_unfinished", "engine/test_faults", "ingest/test_resume", "ingest/test_bulkload",
@@ -44,6 +46,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Compile all kernels before the tests, in several processes: else each test process would compile those that it calls."""
     if not hasattr(config, "workerinput"):  # of pytest-xdist: one of its processes
         ahead.compile_all(len(os.sched_getaffinity(0)))
+        if config.getoption("numprocesses", None):
+            for module in KERNELS:  # once: each process would compile those too, for 20 s
+                importlib.import_module(module)
 
 
 def pytest_collectstart() -> None:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from tierstore import bench
 from tierstore.bench import Figure
-from tierstore.cli.app import app
+from tierstore.cli.app import application
 from tierstore.cli.bench import shown
 
 ROWS = 20_000
@@ -65,7 +65,7 @@ def test_a_place_that_cannot_be_measured_is_named(tmp_path: Path) -> None:
         (["--dtype", "float8"], "expected float32, float16, bfloat16, int8, int4, got float8"),
         (["--url", "http://127.0.0.1:1"], "it measures this machine"),
     ):
-        done = CliRunner().invoke(app, ["bench", *command])
+        done = CliRunner().invoke(application(), ["bench", *command])
         assert done.exit_code, command
         assert what in " ".join(f"{done.output} {done.exception}".replace("│", "").split()), done.output
     assert not list(tmp_path.iterdir())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import signal
+from collections.abc import Callable
 
 import pytest
 import typer.main
@@ -14,7 +15,7 @@ import tierstore
 from tests.cli.conftest import ROOT, Cli, python
 from tierstore import config
 from tierstore.cli import show
-from tierstore.cli.app import app
+from tierstore.cli.app import application
 from tierstore.engine.store import Store
 from tierstore.service.server import ServerThread
 from tierstore.service.sources.kafka_rows_status import RowStats
@@ -72,7 +73,11 @@ def test_process_1_can_be_ended_before_its_command_runs(monkeypatch: pytest.Monk
     handlers: list[object] = []
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr("tierstore.cli.os.getpid", lambda: 1)
-    monkeypatch.setattr("tierstore.cli.app.app", lambda prog_name: handlers.append(signal.getsignal(signal.SIGTERM)))
+
+    def application(*_: str) -> Callable[..., None]:
+        return lambda prog_name: handlers.append(signal.getsignal(signal.SIGTERM))
+
+    monkeypatch.setattr("tierstore.cli.app.application", application)
     try:
         with pytest.raises(SystemExit):
             tierstore.cli.main()
@@ -106,8 +111,15 @@ def test_help_fits_a_terminal_and_begins_with_what_comes_first(monkeypatch: pyte
     assert listed[:4] == ["demo", "import", "import-hps", "serve"]
 
 
+def test_a_command_is_read_without_the_others() -> None:
+    for name, command in typer.main.get_command(application()).commands.items():
+        ((same, alone),) = typer.main.get_command(application(name)).commands.items()
+        assert (same, alone.get_help(typer.Context(alone))) == (name, command.get_help(typer.Context(command)))
+    assert set(typer.main.get_command(application("unknown")).commands) == COMMANDS
+
+
 def test_every_command_is_on_its_page() -> None:
-    assert set(typer.main.get_command(app).commands) == COMMANDS
+    assert set(typer.main.get_command(application()).commands) == COMMANDS
     page = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
     assert [name for name in sorted(COMMANDS) if f"## `tierstore {name}" not in page] == []
 
@@ -127,7 +139,7 @@ def shown_commands() -> list[str]:
 def test_commands_shown_in_the_docs_exist_with_their_options() -> None:
     lines = shown_commands()
     assert len(lines) > 10
-    commands = typer.main.get_command(app).commands
+    commands = typer.main.get_command(application()).commands
     for line in lines:
         _, *words = shlex.split(line)
         if words[0].startswith("--"):

@@ -164,7 +164,7 @@ def node(url: str, look_ups: list[LookUp], _: Path) -> list[Answer]:
 
 def java(url: str, look_ups: list[LookUp], _: Path) -> list[Answer]:
     found_program("javac")  # a runtime alone runs no source
-    return lines_through([found_program("java"), HERE / "LookUps.java"], url, look_ups)
+    return lines_through([found_program("java"), "-XX:TieredStopAtLevel=1", HERE / "LookUps.java"], url, look_ups)
 
 
 def go(url: str, look_ups: list[LookUp], work: Path) -> list[Answer]:

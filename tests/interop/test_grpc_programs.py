@@ -7,10 +7,11 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from tierstore.service.server import ServerThread
 
 HERE = Path(__file__).parent
 CLIENTS = HERE.parents[1] / ".clients"
+JARS = f"{CLIENTS}/grpc-java/*"
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
 STREAMING = "/inference.GRPCInferenceService/ModelStreamInfer"
 KEYS, UNKNOWN = 5000, -1.0
@@ -54,8 +56,16 @@ def grpc_js() -> list[str]:
 def grpc_java(how: str = "unary", connections: int = 1) -> list[str]:
     if not (CLIENTS / "grpc-java/.installed").exists() or shutil.which("javac") is None:
         pytest.skip("no .clients/grpc-java: make client-venvs, which needs Java 17 and Maven")
-    jars = str(CLIENTS / "grpc-java/*")
-    return ["java", "-cp", jars, str(HERE / "grpc_java/Calls.java"), how, str(connections)]
+    return ["java", "-XX:TieredStopAtLevel=1", "-cp", f"{JARS}:{java_classes().name}", "Calls", how, str(connections)]
+
+
+@cache
+def java_classes() -> tempfile.TemporaryDirectory[str]:
+    """What `Calls.java` is compiled to, which each run would do anew."""
+    where = tempfile.TemporaryDirectory(prefix="tierstore-calls-")
+    source = str(HERE / "grpc_java/Calls.java")
+    subprocess.run(["javac", "-J-XX:TieredStopAtLevel=1", "-cp", JARS, "-d", where.name, source], check=True)
+    return where
 
 
 def slow(program: str) -> Any:

@@ -23,7 +23,7 @@ from tests.service.conftest import eventually, settings_for
 from tierstore.access.audit import read
 from tierstore.access.roles import Role
 from tierstore.access.tokens import TokenFile
-from tierstore.cli.app import app
+from tierstore.cli.app import application
 from tierstore.engine.store import Store
 from tierstore.errors import Forbidden
 from tierstore.service.server import ServerThread
@@ -85,7 +85,7 @@ def test_an_admin_changes_the_log_level_and_the_audit_says_so(tmp_path: Path, le
     with Store(settings) as store, ServerThread(store) as server:
         for role, wanted in ((Role.WRITER, 1), (Role.ADMIN, 0)):
             environment = {"TIERSTORE_TOKEN": secrets[role], "TIERSTORE_URL": server.url}
-            done = CliRunner().invoke(app, ["log-level", "debug", "--json"], env=environment)
+            done = CliRunner().invoke(application(), ["log-level", "debug", "--json"], env=environment)
             assert (done.exit_code != 0) == wanted, done.output
             assert isinstance(done.exception, Forbidden) == wanted
         assert json.loads(done.stdout) == {"level": "debug", "before": "info"}

@@ -22,7 +22,7 @@ from tests.engine.quick_build import in_process as in_process_loads
 from tests.tiers.cuda_shim.backend import ShimDevice
 from tests.triton import backend
 from tests.triton.data import DIM, mean_bags, scores, vectors, write_delta, write_version
-from tierstore.cli.app import app
+from tierstore.cli.app import application
 from tierstore.engine.lifecycle import directory_lock
 from tierstore.errors import ConfigError, Locked, NotFound, NotReady
 from tierstore.service.server import ServerThread
@@ -45,7 +45,7 @@ def write_folder(root: Path, name: str, *options: str, data: Path | None = None)
     """What the command writes."""
     folder = root / "models" / name
     source = [] if "--url" in options else ["--data", str(data or root / "data")]
-    done = CliRunner().invoke(app, ["triton-model", "ctr", str(folder), *source, *options])
+    done = CliRunner().invoke(application(), ["triton-model", "ctr", str(folder), *source, *options])
     assert done.exit_code == 0, done.output
     return folder
 
@@ -116,7 +116,7 @@ def test_the_folder_has_a_configuration_for_each_way_to_ask(prepared: Path) -> N
 
 def test_a_folder_is_not_written_over(prepared: Path) -> None:
     folder = write_folder(prepared, "once")
-    done = CliRunner().invoke(app, ["triton-model", "ctr", str(folder), "--data", str(prepared / "data")])
+    done = CliRunner().invoke(application(), ["triton-model", "ctr", str(folder), "--data", str(prepared / "data")])
     assert done.exit_code == 1
     assert "not empty" in str(done.output) + str(done.exception)
 
@@ -125,7 +125,7 @@ def test_scores_of_a_model_without_a_dense_part_are_refused(tmp_path: Path) -> N
     with in_process_loads(), tierstore.open(tmp_path / "data") as store:
         store.load_snapshot(write_version(tmp_path / "1", words=True))
     done = CliRunner().invoke(
-        app, ["triton-model", "ctr", str(tmp_path / "m"), "--data", str(tmp_path / "data"), "--scores"]
+        application(), ["triton-model", "ctr", str(tmp_path / "m"), "--data", str(tmp_path / "data"), "--scores"]
     )
     assert isinstance(done.exception, NotReady) or "gives no scores" in done.output
     assert not (tmp_path / "m").exists()
@@ -360,7 +360,7 @@ def test_a_model_of_hps_comes_with_its_folder_and_is_asked_as_before(tmp_path: P
     (tmp_path / "ps.json").write_text(json.dumps({"models": [model]}))
     words = ["--data", str(tmp_path / "data"), "--triton", str(tmp_path / "models"), "--max-batch-size", str(batch)]
     with in_process_loads():
-        done = CliRunner().invoke(app, ["import-hps", str(tmp_path / "ps.json"), *words])
+        done = CliRunner().invoke(application(), ["import-hps", str(tmp_path / "ps.json"), *words])
     assert done.exit_code == 0, done.output
     served = start(tmp_path / "models/wdl")
     keys, numbers = np.array([[7, 99, 2, 100]], np.int64), np.array([[2, 2]], np.int32)

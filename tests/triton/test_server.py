@@ -24,7 +24,7 @@ from benchmarks.triton_peer import Analyzer, Packages, Peer, Unavailable, servin
 from tests.engine.quick_build import in_process as in_process_loads
 from tests.triton.data import DIM, dense_part, mean_bags, scores, vectors, write_delta, write_version
 from tests.triton.models import write_bls, write_dense, write_ensemble
-from tierstore.cli.app import app
+from tierstore.cli.app import application
 from tierstore.service.server import ServerThread
 
 pytestmark = pytest.mark.thorough
@@ -42,7 +42,7 @@ def packages() -> Packages:
 
 
 def command(*words: str) -> None:
-    done = CliRunner().invoke(app, words)
+    done = CliRunner().invoke(application(), words)
     assert done.exit_code == 0, (done.output, done.exception)
 
 

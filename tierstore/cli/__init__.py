@@ -22,7 +22,7 @@ def main() -> NoReturn:
     if os.getpid() == 1:  # of a container: without a handler it ignores SIGTERM, and the imports below take their time
         signal.signal(signal.SIGTERM, end_at_once)
     try:
-        from tierstore.cli.app import app
+        from tierstore.cli.app import application
     except ModuleNotFoundError as error:  # as on a machine that only asks
         sys.stderr.write(
             f"tierstore: the command line needs the package {error.name}, which is not installed: "
@@ -31,7 +31,7 @@ def main() -> NoReturn:
         sys.exit(1)
 
     try:
-        app(prog_name="tierstore")
+        application(*sys.argv[1:2])(prog_name="tierstore")
     except ConfigError as error:
         fail(error, 2)
     except TierstoreError as error:

@@ -13,17 +13,17 @@ from urllib.request import urlopen
 import typer.main
 
 import tierstore
-from tierstore.cli.app import app
+from tierstore.cli.app import application
 from tierstore.service.admin.pages import operations
 from tools.make_metrics_page import a_service
 
-CONTEXT = typer.Context(typer.main.get_command(app))
+CONTEXT = typer.Context(typer.main.get_command(application()))
 
 
 def commands() -> str:
     """Every command with its arguments and options, as `--help` has them."""
     parts = ["# Commands\n\nWhat `--help` says. [The command line](../docs/cli.md) explains each with examples."]
-    for name, command in typer.main.get_command(app).commands.items():
+    for name, command in typer.main.get_command(application()).commands.items():
         parts.append(f"## `tierstore {name}`\n\n{command.help}")
         for sub, one in getattr(command, "commands", {"": command}).items():
             if sub:
