@@ -54,7 +54,7 @@ class Compilation:
         self.seconds = 0.0  # once `done`
         self.upto, self.nice = upto, nice
         self.compiled, self.total = 0, 0  # kernels
-        self.timings: dict[str, float] = {}  # kernel → seconds of processor time, including functions that it was the first to call
+        self.timings: dict[str, float] = {}  # kernel → processor time, with functions that it was first to call
         self._processes, self._say, self._after = processes, say, after
         self._running: list[subprocess.Popen[bytes]] = []
         self._is_first = not kernels.is_complete(kernels.SOON)
@@ -228,7 +228,7 @@ def compile_share(share: int, shares: int, upto: int = kernels.LAST) -> None:
     mine = _share(needs, [entry.when for entry in entries], share, shares)
     for i, entry in enumerate(entries):
         if i not in mine:
-            entry.dispatcher._cache = NullCache()  # compiled where a kernel of this share calls it, and kept by its own process
+            entry.dispatcher._cache = NullCache()  # compiled where one of ours calls it, and kept by its own process
     os.write(1, b"total %d\n" % len(mine))
     for when in range(upto + 1):
         for i in mine:

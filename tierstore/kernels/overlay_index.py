@@ -274,7 +274,7 @@ class Answering:
         marks = np.ascontiguousarray(deleted).view(np.uint8)
         words = np.zeros(max(1, len(index) >> 3), np.uint64)  # 16 to 32 bits a key
         _fill_filter(keys, words)
-        self._arrays, self._dim = (index, words, keys, rows, marks), dim  # keeps alive the arrays whose addresses the words have
+        self._arrays, self._dim = (index, words, keys, rows, marks), dim  # keeps the arrays behind the words alive
         # for kernels: the addresses of the parts, see `answer_at`
         self.words = OVERLAY.make(
             index_at=address_of(index), slots=len(index), filter_at=address_of(words), filter_words=len(words),

@@ -57,7 +57,7 @@ VALUES = define("Values", "numbers of one answer; pieces name them by their plac
 })  # fmt: skip
 values_at, value_at = at(VALUES), at(OUTPUT)
 
-_MOST_STRING_BYTES, _MOST_COLLIDING = 1 << 18, 64  # limits on strings that are read without giving other requests a turn
+_MOST_STRING_BYTES, _MOST_COLLIDING = 1 << 18, 64  # limits on strings that are read in one turn
 MOST_CALLS = MOST_TENSORS
 RUN_BYTES = plans.RUN_BYTES + CALL_BYTES * MOST_CALLS
 BOUND, LARGE, WRONG = range(3)  # results of `bind`: a run; a run that takes long; a request for the full parser

@@ -33,7 +33,7 @@ from tierstore.lookup.table_rows import aligned, is_cold, pool_found, pool_rows,
 from tierstore.types import Tier
 
 # results of a run
-ANSWERED, COLD, DOUBTFUL, ELSEWHERE = range(4)  # ELSEWHERE: the result for a COLD run whose rows the compiled readers cannot reach
+ANSWERED, COLD, DOUBTFUL, ELSEWHERE = range(4)  # ELSEWHERE: a COLD run whose rows compiled readers cannot reach
 
 MOST_KEYS = 16384
 MOST_BAGS = 16384

@@ -131,7 +131,7 @@ ANY_VERSION, ONE_VERSION, STABLE, ONLY_CANARY, BY_LABEL = range(5)
 SETS, WAYS = 512, 8  # of the index of plans: sets, and plans in each
 
 
-ROWS, BAGS_OF_ROWS, FOUND_ALONE, CHECKED = range(4)  # a call's `kind`; CHECKED: offsets and weights are checked, and nothing is looked up
+ROWS, BAGS_OF_ROWS, FOUND_ALONE, CHECKED = range(4)  # a call's `kind`; CHECKED: nothing is looked up
 # values of `key_form`: codes as the table has them; the other integer type, in which a negative key is in no table or is another key; strings; hashed
 AS_CODES, NO_NEGATIVE, STRINGS, HASHED = range(4)
 NOT_HASHED, MOD_SIGNED, MOD_UNSIGNED, SEEDED = range(4)

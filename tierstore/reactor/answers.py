@@ -264,7 +264,7 @@ def look_up(me, plan, variant, view, tail, began, planned):  # type: ignore[no-u
         draw(me, plan, began, me.bound.keys)
         ran = monotonic_ns()
         by_plan.count_keys(me.bound, tail, me.states, me.table_counts, TABLE_COUNT_WORDS)
-        count(me, variant, began, planned, ran, monotonic_ns())  # count before sending: a client that has its answer finds it in the counts
+        count(me, variant, began, planned, ran, monotonic_ns())  # before it is sent: a client finds its answer counted
     return came
 
 

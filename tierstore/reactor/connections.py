@@ -267,7 +267,7 @@ def accept_new(me, listener, now):  # type: ignore[no-untyped-def]
         if fd == -EINTR:
             continue
         if fd < 0:
-            if fd != -EAGAIN:  # for example no descriptors are left: epoll would report the listener again at once, for ever
+            if fd != -EAGAIN:  # such as no descriptors: epoll would report the listener again and again
                 _pause(me, NO_DESCRIPTORS)
             return
         send_at_once(fd)

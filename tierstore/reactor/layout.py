@@ -139,7 +139,7 @@ ANSWERED, MADE_A_JOB, TURNED_AWAY = -1, -2, -3  # otherwise a reason; TURNED_AWA
 
 EVENTS = 256  # in one turn
 ACCEPTED = 64  # connections accepted in one turn
-MOST_UNDECIDED = 32  # connections that wait for Python's decision and hold descriptors meanwhile; others wait to be accepted
+MOST_UNDECIDED = 32  # connections that wait for Python's decision; others wait to be accepted
 NO_DESCRIPTORS, UNDECIDED = 1, 2  # values of `paused`
 PIPELINED = 16  # requests of one connection in one turn
 JOBS = 512  # of one reactor, with readers or with threads that run graphs
@@ -147,7 +147,7 @@ KEPT_JOBS = 128  # of these, not for predictions
 READ_HERE = 64  # missing keys that a reactor reads itself from the page cache: 0.1 ms
 AGAIN_WORDS = 1 << 16  # room for all connections that are due for a turn at once
 MESSAGES = 64  # from Python, in one turn
-LISTENER, INBOX, JOB_INBOX, GRPC_LISTENER = (k - (1 << 32) for k in range(4))  # in place of a serial in events: no serial is so high
+LISTENER, INBOX, JOB_INBOX, GRPC_LISTENER = (k - (1 << 32) for k in range(4))  # in events, where no serial is so high
 BUFFER_BYTES = 1 << 17
 LARGE_TURN = 1 << 20  # bytes read from one connection in one turn
 HEAD_ROOM = 1 << 15  # bytes in front of the answer's data

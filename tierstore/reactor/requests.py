@@ -297,7 +297,7 @@ def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
                 return
             if got == 0:
                 row.flags |= ENDED
-            if got <= 0 or (got < wanted and row.flags & ENDED == 0):  # the end of the stream is read after its last bytes
+            if got <= 0 or (got < wanted and row.flags & ENDED == 0):  # the end comes after the last bytes
                 row.flags &= ~MAY_READ
             have += max(got, 0)
             came += max(got, 0)

@@ -43,7 +43,7 @@ class ChangedKeys:
         """
         keys = np.ascontiguousarray(keys)
         found = self.maybe_changed(keys)
-        new = keys if found is None else keys[~found]  # the others are found already, by chance or because they were added
+        new = keys if found is None else keys[~found]  # the others are found already, by chance or not
         self.put(new)
         return new
 

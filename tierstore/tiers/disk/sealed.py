@@ -232,7 +232,7 @@ class SealedTier(DiskTier):
         """`get` for keys by part and then ascending. Returns errors, with the keys that could not be read."""
         failures: list[StorageError] = []
         damaged = bool(self._read(by, by.changes, table_id, keys, rows, state))
-        left = np.flatnonzero(state == Tier.PENDING)  # perhaps changed, or in a damaged block of the base: RocksDB knows
+        left = np.flatnonzero(state == Tier.PENDING)  # perhaps changed, or the base's and damaged: RocksDB knows
         if not len(left):
             return failures
         order = left[np.argsort(keys[left])]
@@ -395,7 +395,7 @@ class SealedTier(DiskTier):
         self, table: SealedTable, entries: int, low: int | None, high: int | None
     ) -> Iterator[tuple[Keys, Rows]]:
         parts = [part for part in range(table.parts) if table.part_starts[part] < table.part_starts[part + 1]]
-        each = entries if len(parts) == 1 else max(1, entries // (2 * len(parts)))  # `ascending` may hold two batches of each part
+        each = entries if len(parts) == 1 else max(1, entries // (2 * len(parts)))  # `ascending` may hold two of each
         return ascending([self._part_blocks(table, each, low, high, part) for part in parts], each)
 
     def _part_blocks(

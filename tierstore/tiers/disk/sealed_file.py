@@ -76,7 +76,7 @@ def write_sealed_parts(
     first_keys: list[Keys] = []
     count = blocks = 0
     last_key: int | None = None
-    partial: tuple[Keys, Rows] = np.empty(0, np.int64), np.empty((0, row_bytes), np.uint8)  # rows that do not fill a block yet
+    partial: tuple[Keys, Rows] = np.empty(0, np.int64), np.empty((0, row_bytes), np.uint8)  # less than a block
     with files.publish(path, durable=durable) as file:
 
         def put(keys: Keys, rows: Rows) -> None:

@@ -70,7 +70,7 @@ class HostTable:
         if self._layout.sets:
             self._open(fraction)
         self._resize_lock = threading.Lock()  # held for a whole resize; acquired before _lock
-        self._stop_readers: Callable[[], None] | None = None  # stops a reader that uses `open_to`; guarded by _resize_lock
+        self._stop_readers: Callable[[], None] | None = None  # of the reader by `open_to`; guarded by _resize_lock
 
     def _open(self, fraction: float) -> None:
         self._memory = HostMemory(self._layout, self._sets_of(fraction), self.spec.name)

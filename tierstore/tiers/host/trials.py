@@ -28,7 +28,7 @@ SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)  # relative to the present cache
 TRIAL_ROWS = 2048  # of the trial cache that stands for it
 _HALF_LIFE = 64 * TRIAL_ROWS  # sampled look-ups after which earlier ones count half
 _ENOUGH = (
-    32  # look-ups for each row held, after which a cache that is not full has warmed up: it has every key that is asked for
+    32  # look-ups for each row held, after which a cache that is not full has warmed up: it has all keys that are used
 )
 
 _SPEC = TableSpec("trial", KeyType.INT64, 1, StorageDtype.INT8, "zeros")
@@ -73,7 +73,7 @@ class CacheTrials:
 
     def add(self, keys: Keys, seen: int) -> None:
         """Try sampled look-ups, int64[n], one after the other; they are a sample of `seen` look-ups."""
-        keys = mix_all(keys).view(np.int64)  # mixed again, or the hash bits used for sampling would also choose the sets
+        keys = mix_all(keys).view(np.int64)  # or the bits that choose the sample would choose the sets too
         faded = 0.5 ** (len(keys) / _HALF_LIFE)
         for trial in self._trials:
             counts = trial.is_warm

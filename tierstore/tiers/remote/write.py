@@ -149,7 +149,7 @@ class Writer:
             if numbers[0] is None:
                 return None
             seq, applying, epoch, chunk = (int(value or 0) for value in numbers)
-            named, _, of = (digest or b"").decode().partition(" ")  # a node of an earlier release leaves the field as it was
+            named, _, of = (digest or b"").decode().partition(" ")  # earlier releases leave it as it was
             return TagState(seq, applying, epoch, chunk, of if named == str(applying) else "")
 
         return self._on_tags(read)

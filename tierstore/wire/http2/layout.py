@@ -26,7 +26,7 @@ HEADER_TABLE_SIZE, ENABLE_PUSH, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX
 )
 MOST_WINDOW = (1 << 31) - 1
 FIRST_WINDOW = (1 << 16) - 1  # of a connection, and of streams until SETTINGS change it
-FRAME_BYTES = 1 << 14  # the most bytes of a frame, until SETTINGS change it; and always the most bytes of a received frame
+FRAME_BYTES = 1 << 14  # the most of a sent frame, until SETTINGS change it; the most of a received one
 
 # bounds
 MOST_STREAMS = 100  # open at a time on a connection; MAX_CONCURRENT_STREAMS

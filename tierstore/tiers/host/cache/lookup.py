@@ -325,7 +325,7 @@ def lookup_at(where, keys_at, n, state_at, out_code, out, default):  # type: ign
     if seen != 0:
         count_seen(where.sample, seen, 0, 0, 0, 0)
     fence_acquire()
-    if relaxed_i64(where.control + 8 * EPOCH) != epoch:  # checked once and not for each key: it changes only with the size
+    if relaxed_i64(where.control + 8 * EPOCH) != epoch:  # checked once: it changes only with the size
         for i in range(n):
             if load_u8(state_at, i) == _HOST:
                 store_u8(state_at, i, nb.uint8(_PENDING))
