@@ -97,7 +97,7 @@ class Listener:
         if task.cancelled() or error is not None or not (counted or refused):
             if not task.cancelled() and error is None:
                 task.result().close(abort=True)
-            elif error is not None and not isinstance(error, OSError):  # else the client has gone, or does not speak TLS
+            elif error is not None and not isinstance(error, OSError):  # else the client has gone, or speaks no TLS
                 logger.error("a connection was lost in its handshake: %s", error)
             connection.close()
             if counted or refused:
