@@ -224,7 +224,7 @@ class VersionInfo:
 
     @property
     def own(self) -> Partitions | None:
-        """Its partitions, if it does not have all of them."""
+        """The partitions that it has, if not all."""
         return None if self.partitions is None or self.partitions.are_all else self.partitions
 
     def learn(self, disk: Records) -> None:
