@@ -226,7 +226,7 @@ def read_blocks(file: Opened, first: int, last: int, floor: int | None) -> tuple
     if bad >= 0:
         raise Corruption(f"{file.path}: block {first + bad} (key {file.first_keys[first + bad]} on) is damaged")
     if not np.array_equal(keys[:: file.per_block], file.first_keys[first:last]):
-        raise Corruption(f"{file.path}: blocks {first} to {last - 1} are not those that belong there")
+        raise Corruption(f"{file.path}: blocks {first} to {last - 1} are not the blocks that were written there")
     return keys, rows
 
 

@@ -134,7 +134,7 @@ class Cluster:
         """
         if not self._refreshing.acquire(timeout=_remaining(deadline_s)):
             raise RemoteUnavailable(
-                f"no server of the cluster at {self.endpoints} has answered in time where slots are"
+                f"no server of the cluster at {self.endpoints} has said in time which server has which slot"
             )
         try:
             since_s = time.monotonic() - self._refreshed_s
@@ -209,7 +209,7 @@ class Cluster:
             raise error if isinstance(error, StorageError) else explain_error(address, error) from error
         if not found:
             raise RemoteUnavailable(
-                f"{address} knows of no slots: the cluster was not created yet, or the server was reset"
+                f"{address} reports no slots: the cluster was not created yet, or the server was reset"
             )
         return found
 

@@ -272,7 +272,7 @@ class _Read:
                 number,
                 Corruption(
                     f"expected rows of {self._table.row_bytes} bytes for {len(places)} keys, got {len(body)} bytes "
-                    "that are none"
+                    "of another form"
                 ),
             )
             return places
