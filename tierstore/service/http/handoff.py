@@ -48,8 +48,8 @@ from tierstore.service.reactor.streams import Stream, StreamReceiver
 
 logger = logging.getLogger(__name__)
 
-_JOINED_BYTES = 16 << 10  # smaller answers are copied
-_NAMED = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*://([^/?#]*)(.*)")  # a target that includes the name of the service
+_JOINED_BYTES = 16 << 10  # answers up to here are copied
+_NAMED = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*://([^/?#]*)(.*)")  # a target with the name of the service in it
 _NO_ROOM = "requests in progress hold as many bytes as they may (max_inflight); try again in a second"
 _NOT_GRPC = (
     "this is a method of gRPC: expected the Content-Type application/grpc; gRPC-Web is not spoken here, have a proxy "
@@ -140,7 +140,7 @@ class RequestDispatch:
 
 
 def _without_name(target: bytes, headers: list[tuple[bytes, bytes]]) -> tuple[bytes, list[tuple[bytes, bytes]]]:
-    """Remove the host name from a target; it replaces the one in Host (RFC 9112, 3.2.2)."""
+    """A target without the name in it, which counts in place of the one in Host (RFC 9112, 3.2.2)."""
     match = _NAMED.fullmatch(target)
     if match is None:
         return target, headers

@@ -150,7 +150,7 @@ def date_now() -> bytes:
     return _date[1]
 
 
-# health paths of other servers → ours
+# where others have their health → where it is here
 HEALTH = {
     **dict.fromkeys(("/healthz", "/livez"), "/v2/health/live"),
     **dict.fromkeys(("/health", "/ready", "/readyz"), "/v2/health/ready"),
@@ -176,7 +176,7 @@ def scope_of(version: str, method: bytes, path: bytes, query: bytes, headers: li
 
 
 def principal_of(scope: Scope) -> Principal:
-    """The sender of a request: nobody, unless the access check has identified it."""
+    """Who has sent a request: nobody, unless the check of access has found out."""
     principal: Principal = scope.get(PRINCIPAL, NOBODY)
     return principal
 
