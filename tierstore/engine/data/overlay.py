@@ -61,9 +61,9 @@ class OverlayTable:
 class Overlay:
     """The deltas `lo` … `hi`, visible and not folded yet. `born_s` is on the monotonic clock.
 
-    `heads`: dense parts that they brought or removed. `passed_over`: the newest graphs that do not fit the version,
-    and why, by head; newer than `heads`. `colliding`: all colliding keys of the tables in which the deltas brought
-    more.
+    `heads`: the dense parts that they brought, or took away. `passed_over`: the newest graphs that do not fit the
+    version, and why, by head; newer than those. `colliding`: of the tables in which they brought more of these keys,
+    all that there are then.
     """
 
     lo: int

@@ -61,8 +61,8 @@ class DeltaLog:
     def __init__(self, where: ModelDirectory) -> None:
         self._where = where
         self.start: int | None = None
-        self.undone = Undone()  # entries that no version is to have; set by the owner, replaced as a whole
-        self.last: int | None = None  # the newest seq held, or None if the log has not begun
+        self.undone = Undone()  # which entries no version is to have; set by the owner, replaced whole
+        self.last: int | None = None  # the newest seq held, or None where the log has not begun
         self._entries: dict[int, str] = {}  # seq → digest, ascending
         self._lost: list[Lost] = []  # ascending
         self.unusable: str | None = None  # why nothing may be added or forgotten: it is unknown where the log begins

@@ -18,7 +18,7 @@ from tierstore.errors import Corruption
 
 Origin = Mapping[str, Any]  # a JSON object; only its source knows its content, except for the field below
 
-PASSED_OVER_BY = "dense_passed_over_by"  # served versions that did not accept the delta's dense part
+PASSED_OVER_BY = "dense_passed_over_by"  # versions that served and did not accept the delta's dense part
 
 _MAGIC = b"TIERORIG"  # no delta ends with it: a delta ends with the end mark of its last Arrow stream
 _END = struct.Struct("<QQ8s")  # XXH3-64 of the document, its length, the magic

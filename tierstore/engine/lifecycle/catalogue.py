@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 class Catalogue:
     """The versions of one model on disk.
 
-    `keep_loads`: keep loads that were broken off, for others to go on from.
+    `keep_loads`: loads that were broken off are kept, for others to go on from.
     """
 
     def __init__(self, name: str, where: ModelDirectory, live: LiveViews, log: DeltaLog, *, keep_loads: bool) -> None:

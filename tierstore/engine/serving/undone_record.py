@@ -67,7 +67,7 @@ class Undone:
         return self if kept == self.rollbacks else replace(self, rollbacks=kept)
 
     def differs_from(self, other: Undone, low: int, high: int) -> bool:
-        """Whether different seqs above `low` and up to `high` are undone in the two records."""
+        """Whether of the seqs above `low` and up to `high` others are undone here than there."""
         return _within(self.ranges, low, high) != _within(other.ranges, low, high)
 
     def with_line(self, version: int, line: int) -> Undone:
@@ -105,7 +105,7 @@ def _undone_by(rollbacks: Rollbacks) -> Ranges:
 
 
 def _within(ranges: Ranges, low: int, high: int) -> list[list[int]]:
-    """The part of the ranges above `low` and up to `high`, with neighbours joined."""
+    """What of the ranges is above `low` and up to `high`; neighbours as one."""
     joined: list[list[int]] = []
     for first, last in ranges:
         first, last = max(first, low + 1), min(last, high)

@@ -194,8 +194,8 @@ class VersionInfo:
         self.colliding: Mapping[str, CollidingKeys] = {}  # as of the watermark; replaced as a whole
         # the heads in its files, with their digests, None if an earlier release wrote them; replaced as a whole
         self.heads = heads_there(where, None, self.loaded_digests)
-        self.problem: str | None = None  # why it could not be opened at the last try
-        self.passed_over: dict[str, str] = {}  # by head, the newest that a delta brought and that does not fit
+        self.problem: str | None = None  # why it could not be opened when that was tried last
+        self.passed_over: dict[str, str] = {}  # by head the newest that a delta brought and that does not fit
         # dense parts of deltas above the watermark and up to this one were accepted by the version while it served
         self.dense_accepted_upto = self._dense_accepted_saved = _read_dense_accepted(where.accepted)
         self._counting = threading.Lock()

@@ -62,7 +62,7 @@ class LocalRows:
         yield_to_requests()
         records = watermark_record(overlay.hi) | rowcount.record(overlay.hi, counts)
         records |= stage_dense(where, overlay, disk)
-        if info.times_ids:  # it shows a change by an earlier release, which removed expired rows
+        if info.times_ids:  # by it a change of an earlier release is noticed, which removed expired rows
             records[EXPIRED] = json.dumps(info.expired).encode()
         now_colliding = {**info.colliding, **overlay.colliding}
         if overlay.colliding:
