@@ -1,1 +1,1 @@
-"""Versions, views, deltas: what makes the tiers one store."""
+"""The engine: versions, views and deltas, which make the tiers one store."""

@@ -1,10 +1,10 @@
-"""A model: one served name. It answers look-ups and predictions, and is composed of the parts that keep its versions.
+"""A model: one served name. It answers look-ups and predictions, and is composed of the parts that manage its versions.
 
-Look-ups and deltas: any thread, whatever the parts do. The parts share `state`; the order of
-locks is in `lifecycle/state.py`.
+Look-ups and deltas: any thread, whatever the parts do. The parts share `state`; the order of locks is in
+`lifecycle/state.py`.
 
-After a crash: CURRENT names the active version, its RocksDB holds every delta up to its watermark,
-and the delta log those above.
+After a crash: CURRENT names the active version, its RocksDB holds every delta up to its watermark, and the delta log
+those above.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from tierstore.formats.names import ModelDirectory
 from tierstore.predict.signature import Signature
 from tierstore.types import DeltaResult, FeatureSpec, KeysLike, Partitions, TableSpec, Vectors
 
-Floats = npt.NDArray[np.floating[Any]]  # a CuPy array where a device was named
+Floats = npt.NDArray[np.floating[Any]]  # a CuPy array if a device was named
 Found = npt.NDArray[np.bool_]
 
 
 class LookupOptions(TypedDict, total=False):
-    """Options of every look-up besides `return_found`: those of `View.lookup`, and which view is used."""
+    """Options of every look-up besides `return_found`: those of `View.lookup`, and the choice of view."""
 
     dtype: str
     out: Vectors | None
@@ -61,7 +61,7 @@ class LookupOptions(TypedDict, total=False):
 
 
 class Model:
-    """One served name. The parts are for the engine; `store.py` has the verbs that users call."""
+    """One served name. Its parts are for the engine; `store.py` has the verbs for users."""
 
     def __init__(self, name: str, where: ModelDirectory, shared: Shared) -> None:
         # constant after construction
@@ -105,10 +105,7 @@ class Model:
         return model
 
     def start(self) -> None:
-        """Begin housekeeping. After `catalogue.find`.
-
-        What is served is opened by the placement, which has the pointer.
-        """
+        """Begin housekeeping. After `catalogue.find`. The placement, which has the pointer, opens what is served."""
         tasks = Tasks(self.state, self.opener, self.drops, lambda: self.housekeeping.stopping)
         shared = self.state.shared
         self.housekeeping.start(shared.folding, shared.tending, tasks.by_problem())
@@ -127,7 +124,7 @@ class Model:
             for version in served:
                 if (
                     state.shared.warmer.warm_up_of(version) is None
-                ):  # else the keys saved last say more than what is in memory
+                ):  # otherwise the saved keys are more complete than memory
                     with contextlib.suppress(StorageError):  # they only make the next start warmer
                         version.save_hot_keys()
             for version in to_close:
@@ -137,19 +134,19 @@ class Model:
     # --- look-ups and deltas
 
     def view(self, version: int | str | None = None, route: bytes | str | None = None, head: str = "") -> Lease:
-        """Hold one view for the length of a request: `with model.view() as view`. NotReady where nothing serves.
+        """Hold one view for the length of a request: `with model.view() as view`. NotReady if nothing serves.
 
         `version` is a number or a label. A number that is not served is NotReady, or NotFound if there is no such
-        version; an unknown label is NotFound. Without it the request goes to the active version or, as its share says,
-        to the canary: requests of an equal `route` (a request id) to the same one, others at random. `head`: the dense
-        part that it predicts by; NotFound where the view has no such.
+        version; an unknown label is NotFound. Without it the request goes to the active version or, by its share, to
+        the canary: requests of an equal `route` (a request id) to the same one, others at random. `head`: the dense
+        part for predictions; NotFound if the view has no such head.
         """
         if isinstance(version, int):
             self.catalogue.info(version)
         return Lease(self.publisher, version, route, head)
 
     def _acquire(self, version: int | str | None, route: bytes | str | None) -> View:
-        """What `view(version, route)` holds, in fewer steps; the caller releases it."""
+        """`view(version, route)` without the lease, in fewer steps; the caller releases the view."""
         if isinstance(version, int):
             self.catalogue.info(version)
         return self.publisher.acquire(version, route)
@@ -175,7 +172,7 @@ class Model:
         route: bytes | str | None = None,
         **options: Any,
     ) -> Any:
-        """`View.lookup` on the view that `view(version, route)` gives."""
+        """`View.lookup` on the view of `view(version, route)`."""
         view = self._acquire(version, route)
         began = time.perf_counter_ns() if self._times.watched else 0
         try:
@@ -231,7 +228,7 @@ class Model:
         route: bytes | str | None = None,
         **options: Any,
     ) -> Any:
-        """`View.lookup_bags` on the view that `view(version, route)` gives."""
+        """`View.lookup_bags` on the view of `view(version, route)`."""
         view = self._acquire(version, route)
         began = time.perf_counter_ns() if self._times.watched else 0
         try:
@@ -261,7 +258,7 @@ class Model:
         route: bytes | str | None = None,
         **options: Any,
     ) -> dict[str, Any]:
-        """Several features at once, all of one version and one seq: {feature: what `lookup` returns}."""
+        """Look up several features, all of one version and one seq: {feature: result of `lookup`}."""
         with self.view(version, route) as view:
             return {feature: view.lookup(feature, its, **options) for feature, its in keys.items()}
 
@@ -279,16 +276,13 @@ class Model:
         version: int | str | None = None,
         route: bytes | str | None = None,
     ) -> Any:
-        """`View.predict` on the view that `view(version, route, head)` gives."""
+        """`View.predict` on the view of `view(version, route, head)`."""
         with self.view(version, route, head) as view:
             return view.predict(inputs, outputs=outputs)
 
     @property
     def signature(self) -> Signature | None:
-        """Inputs and outputs of the active version's dense part; None where none is served.
-
-        NotReady where nothing serves.
-        """
+        """Inputs and outputs of the active version's dense part; None if none is served. NotReady if nothing serves."""
         with self.view(STABLE) as view:
             return None if view.predictor is None else view.predictor.signature
 
@@ -306,25 +300,25 @@ class Model:
 
     @property
     def active_version(self) -> int | None:
-        """What `stable` stands for; None where nothing serves."""
+        """The version that `stable` stands for; None if nothing serves."""
         return self.state.live.active_version
 
     def changing(self, change: str, **fields: Any) -> contextlib.AbstractContextManager[dict[str, Any]]:
-        """As `events.changes.changing`, of this model."""
+        """`events.changes.changing` for this model."""
         return changing(self.state.shared.audit, change, self.name, self.position, **fields)
 
     def position(self) -> dict[str, Any]:
-        """What changes move, for the audit: the active version, the canary, and the newest delta of the log."""
+        """The state that changes alter, for the audit: the active version, the canary, and the log's newest delta."""
         return {"active": self.active_version, "canary": self.routes.canary, "seq": self.state.log.last}
 
     @property
     def log(self) -> DeltaLog:
-        """What deltas it has. Read only."""
+        """The delta log. Read only."""
         return self.state.log
 
     @property
     def served(self) -> Routing:
-        """What is served at this moment."""
+        """The current routing."""
         return self.publisher.served
 
     @property
@@ -339,19 +333,18 @@ class Model:
 
     @property
     def features(self) -> dict[str, FeatureSpec]:
-        """The features of the active version. NotReady where nothing serves."""
+        """The features of the active version. NotReady if nothing serves."""
         with self.view(STABLE) as view:
             return view.features
 
     @property
     def tables(self) -> dict[str, TableSpec]:
-        """The tables of the active version. NotReady where nothing serves."""
+        """The tables of the active version. NotReady if nothing serves."""
         with self.view(STABLE) as view:
             return view.open_version.specs
 
     def cache(self, table: str, limit: int = 20) -> dict[str, Any]:
-        """What caches do for a table of the active version: hit rates by size and by the
-        minute, the `limit` hottest keys.
+        """Cache statistics of a table of the active version: hit rates by size and by minute, the `limit` hottest keys.
 
         See `reads/cache_report.py`. NotFound for an unknown table.
         """
@@ -359,9 +352,9 @@ class Model:
             return cache_report(view, table, limit)
 
     def looked_up(self) -> dict[str, dict[str, int]]:
-        """How many keys each tier has answered, of each table of the active version, over all versions.
+        """How many keys each tier has answered, for each table of the active version, over all versions.
 
-        Empty where nothing serves.
+        Empty if nothing serves.
         """
         with self.publisher.pinned() as version:
             tables = {} if version is None else version.tables
@@ -389,7 +382,7 @@ class Model:
 
     @property
     def _partition_problem(self) -> str | None:
-        """Why the version that serves has other keys than the setting says."""
+        """Why the served version has other keys than the setting says, or None."""
         view, wanted = self.state.live.served.active, self.state.shared.settings.own
         if view is None or wanted in ((info := view.open_version.info).own, info.partitions):
             return None

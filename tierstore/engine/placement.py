@@ -1,8 +1,7 @@
-"""Where the rows of a store's models are: what the engine asks of the one object that knows,
-which is chosen as a store opens.
+"""Placements: the protocol of the object that knows where the rows of a store's models are.
 
-`placements/` has the three there are: this machine, a cluster, nodes upstream. Nothing outside of it
-asks where rows are. Any thread.
+One is chosen as a store opens. `placements/` has the three: this machine, a cluster, nodes upstream. Nothing outside
+of it asks where rows are. Any thread.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from tierstore.ingest.bulkload import BulkLoad
 from tierstore.ingest.results import BaseBuild
 from tierstore.types import BaseKind, DeltaResult, ProgressFn
 
-# What a placement may be unable to do, or leave to others. The fields of `ModelPlacement`
-# besides `leads` are among them.
+# Acts that a placement may be unable to do, or leave to others. The fields of `ModelPlacement` besides `leads` are
+# among them.
 Act = Literal[
     "load", "held", "apply_delta", "activate", "force", "rollback", "rollback_to", "canary", "promote", "withdraw",
     "label",
@@ -37,29 +36,24 @@ Act = Literal[
 
 
 class Refusal(NamedTuple):
-    """Why something is not done: the error, and its text, in which `{names}` stand for what the
-    caller and the placement say.
-    """
+    """A refusal: the error, and its text, in which `{names}` are filled in by the caller and the placement."""
 
     error: type[TierstoreError]
     why: str
 
 
 class Refusals:
-    """The column of the table in `placements/refusals.py` that a placement has. Immutable.
-
-    `words`: names in its texts.
-    """
+    """A placement's column of the table in `placements/refusals.py`. Immutable. `words`: names in its texts."""
 
     def __init__(self, by_act: Mapping[Act, Refusal], **words: str) -> None:
         self._by_act, self._words = by_act, words
 
     def allow(self, act: Act) -> bool:
-        """Whether the placement does it: for work that nobody has asked for."""
+        """Whether the placement does this act: for work that nobody has requested."""
         return act not in self._by_act
 
     def check(self, act: Act, **words: object) -> None:
-        """Raise what the table says, where the placement does not do it."""
+        """Raise the table's error if the placement does not do this act."""
         if (refusal := self._by_act.get(act)) is not None:
             raise refusal.error(refusal.why.format(**self._words, **words))
 
@@ -76,18 +70,18 @@ class Refusals:
 
 
 class LoadTarget(Protocol):
-    """Where the rows of a load go."""
+    """The target of a load: where its rows go."""
 
     base: BaseKind  # of the files that are built first
-    keep_times: bool  # whether it has a place for the times of rows
+    keep_times: bool  # whether it can keep the times of rows
 
     def claim(self, snapshot: Snapshot, identity: str) -> None:
-        """Before anything is built. Conflict where there is, or may not be, such a version."""
+        """Claim the version before anything is built. Conflict if there is such a version, or may not be."""
 
     def place(
         self, bulk: BulkLoad, build: BaseBuild, where: VersionDirectory, snapshot: Snapshot, progress: ProgressFn
     ) -> None:
-        """Bring what was built to where it is read, and compare it with what was built."""
+        """Move the built files to where they are read, and compare the result with what was built."""
 
     def publish(self, where: VersionDirectory, build: BaseBuild, manifest: Manifest) -> None:
         """Write the record: from here on the version is there. Side files are in `where` already."""
@@ -96,7 +90,7 @@ class LoadTarget(Protocol):
         """After `claim`: the load has failed, and no other one can go on from it."""
 
     def activate(self, number: int, progress: ProgressFn) -> None:
-        """Switch to what was loaded."""
+        """Switch to the loaded version."""
 
 
 class ApplyDelta(Protocol):
@@ -121,11 +115,11 @@ class Canary(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlacement:
-    """What a placement has for one model. Arguments, results and errors of verbs are those of `Store`."""
+    """The verbs of a placement for one model. Arguments, results and errors are those of `Store`."""
 
     leads: Callable[
         [], bool
-    ]  # of all nodes that a source feeds, whether this is the one that applies its deltas while it can
+    ]  # whether this node is the one that applies a source's deltas, of all nodes that the source feeds
     load: Callable[[], LoadTarget]  # where the rows of a load go
     held: Callable[
         [DeltaHead], DeltaResult | None
@@ -144,38 +138,36 @@ class ModelPlacement:
 
 
 class Placement(Protocol):
-    """Where the rows of all models of a store are."""
+    """The place of the rows of all models of a store."""
 
     refusals: Refusals  # what it does not do
     log_retention_s: float  # how long a delta stays in the log once nothing needs it
 
     def start(self) -> None:
-        """Serve the models there are: each by its pointer (CURRENT, the cluster's, what nodes
-        report), with its log replayed.
-        """
+        """Serve all models: each by its pointer (CURRENT, the cluster's, what nodes report), with its log replayed."""
 
     def close(self, close_models: Callable[[], None]) -> None:
-        """Stop following pointers and logs, close the models, then what their rows were read by."""
+        """Stop following pointers and logs, close the models, then the readers of their rows."""
 
     def loading(self, name: str) -> AbstractContextManager[None]:
-        """Have a model for the length of a load. Of one that has nothing after that, nothing stays."""
+        """Keep a model for the length of a load. If it has nothing after that, nothing remains."""
 
     def adopt(self, name: str, directory: Path) -> None:
-        """Move the directory of a model into the data directory, and serve it. Conflict where there is such a model."""
+        """Move the directory of a model into the data directory, and serve it. Conflict if there is such a model."""
 
     def existing(self, name: str) -> ModelPlacement:
-        """NotFound, naming those there are, for an unknown model."""
+        """The placement of a model. NotFound names the existing ones."""
 
     def open_rows(self, name: str, info: VersionInfo) -> VersionRows:
-        """The row store of a version. ConfigError where the rows are not of this placement, StorageError."""
+        """The row store of a version. ConfigError if the rows are not of this placement, StorageError."""
 
     def add_status(self, document: dict[str, Any]) -> dict[str, Any]:
-        """The status document of the store with what the placement adds to it."""
+        """The status document of the store with the placement's additions."""
 
     @property
     def unheard(self) -> str | None:
-        """Why there may be models that are not here yet; None where all are here."""
+        """Why there may be models that are not here yet; None if all are here."""
 
     @property
     def ready(self) -> bool:
-        """Whether requests are wanted here: a model is served, or all models there are are here."""
+        """Whether requests should be sent here: a model is served, or all existing models are here."""

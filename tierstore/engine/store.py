@@ -48,7 +48,7 @@ from tierstore.status import StoreStatus
 from tierstore.threads import Thread
 from tierstore.types import BackupReport, DeltaResult, ExportReport, ProgressFn, VerifyReport
 
-SWEEP_S = 5.0  # that `close` waits for the removal of a leftover
+SWEEP_S = 5.0  # how long `close` waits for the removal of a leftover
 
 
 def open_store(path: str | Path | None = None, *, config: str | Path | None = None, **settings: Any) -> Store:
@@ -74,7 +74,7 @@ class Store(ParkedMessages):
             self.shared = make_shared(settings, self.root.root, self.lookup_times, self._publishers)
             self.shared.copied = copied.prepare(self.root, self._lock_file)
             self._models = Models(self.root, self.shared)
-            self.parked_files = ParkedFiles(self.root.parked)  # of messages that a source could not apply
+            self.parked_files = ParkedFiles(self.root.parked)  # messages that a source could not apply
             self._sweeping = Thread(
                 target=sweep, args=(self._leftovers, lambda: self._models.closed), name="tierstore-sweeper", daemon=True
             )
@@ -114,16 +114,16 @@ class Store(ParkedMessages):
 
     @property
     def audit(self) -> Audit:
-        """Who changed what; for transports to add whom they refused."""
+        """The audit of changes; transports add the callers that they refused."""
         return self.shared.audit
 
     @property
     def epochs(self) -> Epochs:
-        """The words by which compiled readers of views find what is served."""
+        """The registry of compiled readers, by which they find what is served."""
         return self.shared.epochs
 
     def publish_words(self) -> None:
-        """Let compiled readers, which exist from now on, find what is served."""
+        """Publish what is served to compiled readers, which exist from now on."""
         for name in self.models():
             self.model(name).publisher.publish_words()
 
@@ -132,13 +132,13 @@ class Store(ParkedMessages):
         return self._models.names()
 
     def model(self, name: str) -> Model:
-        """The model of that name. NotFound, which names the existing ones, for an unknown name; RemoteUnavailable where
-        others may have it and are silent.
+        """The model of that name. NotFound, which names the existing ones, for an unknown name; RemoteUnavailable if
+        other machines may have it and do not answer.
         """
         self._check_open()
         model = self._models.get(name)
         if model is None:
-            # nobody can say that there is no such model before all who may have it were heard
+            # an unknown name is certain only after all who may have the model have answered
             why = self.placement.unheard
             raise unknown_model(name, self.models()) if why is None else RemoteUnavailable(why)
         return model
@@ -147,23 +147,21 @@ class Store(ParkedMessages):
         self, source: str | Path, *, activate: bool = True, progress: ProgressFn | None = None,
         cancelled: threading.Event | None = None, model: str | None = None,
     ) -> int:  # fmt: skip
-        """Load the snapshot directory `source`: bulk load, verify, catch up, warm, and switch to it.
+        """Load the snapshot directory `source`: bulk load, verify, catch up, warm, and switch to it. Returns its
+        version.
 
-        Returns its version.
-
-        `source` may be what `build_snapshot` has made of one: then it is only copied and verified. With `activate`
-        False the version is only kept. `progress` is called as it goes; once it switches, changing versions from
-        within that is a Conflict. Set `cancelled` to stop it. `model` is the name that is expected. Raises
-        SnapshotError (file, row, reason) for a bad snapshot and Conflict for a version that is there already;
-        whatever fails, nothing that served changes. Where only the switch fails, or is cancelled, the version is
-        kept, and the error's notes say so.
+        `source` may be a version made by `build_snapshot`: then it is only copied and verified. With `activate` False
+        the version is only kept. `progress` is called during the load; once it switches, changing versions from within
+        that is a Conflict. Set `cancelled` to stop it. `model` is the expected name. Raises SnapshotError (file, row,
+        reason) for a bad snapshot and Conflict for an existing version; an error never changes what serves. If only
+        the switch fails, or is cancelled, the version is kept, and the error's notes say so.
         """
         self._check_open()
-        refuse_inside()  # it would do all its work before it is
+        refuse_inside()  # refused now rather than after all its work
         self.placement.refusals.check("load")
         with audited(self.audit, "load", model, lambda: None, source=str(source)) as noted:
             snapshot = open_source(source, self.settings.own)
-            noted["unchanged"] = True  # so far
+            noted["unchanged"] = True  # until it has changed something
         manifest = snapshot.manifest
         if model is not None and manifest.model != model:
             raise SnapshotError(
@@ -191,11 +189,11 @@ class Store(ParkedMessages):
     def apply_delta(
         self, source: Source, *, model: str | None = None, seq: int | None = None, origin: Origin | None = None
     ) -> DeltaResult:
-        """Apply a delta, bytes or a path, of this `model` and `seq`; log `origin` with it.
+        """Apply a delta, bytes or a path, of this `model` and `seq`; log `origin` with it. On return it is durable and
+        visible.
 
-        On return it is durable and visible.
-
-        DeltaError for a bad or another one, SequenceGap (`expected_seq`) for one out of turn, Conflict, Overloaded.
+        DeltaError for a bad delta or another one than named, SequenceGap (`expected_seq`) for one out of turn,
+        Conflict, Overloaded.
         """
         self._check_open()
         placed = self.placed(self.model((incoming := IncomingDelta(source, model, seq)).head.model))
@@ -205,10 +203,9 @@ class Store(ParkedMessages):
             return placed.apply_delta(delta, incoming.data, origin)
 
     def adopt(self, name: str, directory: Path) -> None:
-        """Serve a model whose directory was made on this file system, as a restore makes
-        it; it is moved into the store.
+        """Serve a model whose directory was made on this file system, as by a restore; it is moved into the store.
 
-        Conflict where there is such a model.
+        Conflict if there is such a model.
         """
         self._check_open()
         self.placement.adopt(name, directory)
@@ -220,10 +217,10 @@ class Store(ParkedMessages):
         self, model: str, version: int, *, force: bool = False, expected_active: int | None = None,
         progress: ProgressFn | None = None,
     ) -> None:  # fmt: skip
-        """Switch to a kept version, after it was caught up and warmed, in one step. `force` also accepts a stale one.
+        """Switch to a kept version in one step, after it was caught up and warmed. `force` also accepts a stale one.
 
-        With `expected_active`, Conflict where neither that version nor `version` is active.
-        To change versions from within `progress`, here and in `rollback` and `canary`, is a Conflict.
+        With `expected_active`, Conflict if neither that version nor `version` is active. Changing versions from within
+        `progress`, here and in `rollback` and `canary`, is a Conflict.
         """
         held = self.model(model)
         progress = progress or ignore
@@ -236,9 +233,9 @@ class Store(ParkedMessages):
     ) -> int:  # fmt: skip
         """Switch to the newest kept version older than the active one. Returns it.
 
-        With `to_seq` the active version stays, and all deltas above that seq are undone: it is what it was right
-        after delta `to_seq` was applied. With `expected_active`, Conflict where another version is active: a
-        rollback that is sent again goes back once.
+        With `to_seq` the active version stays, and all deltas above that seq are undone: it is as it was right after
+        delta `to_seq` was applied. With `expected_active`, Conflict if another version is active: so a rollback that
+        is sent again goes back only once.
         """
         held = self.model(model)
         if to_seq is not None:
@@ -256,9 +253,9 @@ class Store(ParkedMessages):
     def canary(
         self, model: str, version: int, share: float = 0.05, *, force: bool = False, progress: ProgressFn | None = None
     ) -> None:
-        """Serve a kept version next to the active one, to `share` (0 to 1) of the requests that name no version.
+        """Serve a kept version next to the active one, for `share` (0 to 1) of the requests that name no version.
 
-        It is caught up and warmed first; for the version that is the canary already only the share changes.
+        It is caught up and warmed first; if it is the canary already, only the share changes.
         """
         held = self.model(model)
         with held.changing("canary", version=version, share=share, force=force or None):
@@ -271,7 +268,7 @@ class Store(ParkedMessages):
             return self.placed(held).promote()
 
     def withdraw(self, model: str) -> int:
-        """Stop serving the canary; it is kept. Returns it."""
+        """Stop serving the canary, which is kept. Returns it."""
         held = self.model(model)
         with held.changing("withdraw") as fields:
             fields["version"] = self.placed(held).withdraw()
@@ -290,13 +287,13 @@ class Store(ParkedMessages):
             self.placed(held).unlabel(name)
 
     def deactivate(self, model: str) -> None:
-        """Stop serving a model, its canary as well; its versions are kept."""
+        """Stop serving a model, also its canary; its versions are kept."""
         held = self.model(model)
         with held.changing("deactivate"):
             self.placed(held).deactivate()
 
     def drop(self, model: str, version: int) -> None:
-        """Delete a version. Conflict for one that is served."""
+        """Delete a version. Conflict for a served one."""
         held = self.model(model)
         with held.changing("drop", version=version):
             self.placed(held).drop(version)
@@ -312,7 +309,7 @@ class Store(ParkedMessages):
         self, model: str, *, version: int | str | None = None, seq: int | None = None, buckets: int = 1024,
         listed: Mapping[str, Sequence[int]] | None = None, expired_at_s: int | None = None,
     ) -> dict[str, Any]:  # fmt: skip
-        """Digests of all rows that a model serves at one seq, by which nodes are compared; see `operations/digests.py`.
+        """Digests of all rows that a model serves at one seq, for comparing nodes; see `operations/digests.py`.
 
         Look-ups and deltas go on.
         """
@@ -322,20 +319,20 @@ class Store(ParkedMessages):
         self, model: str, directory: str | Path, *, version: int | str | None = None, as_version: int | None = None,
         partitions: int | None = None, progress: ProgressFn | None = None, cancelled: threading.Event | None = None,
     ) -> ExportReport:  # fmt: skip
-        """Write what a model serves now, with all deltas up to one seq, as a snapshot in the new
-        `directory`, or below a URL.
+        """Write what a model serves now, with all deltas up to one seq, as a snapshot in the new `directory`, or below
+        a URL.
 
-        `version` is a number or a label that is served, by default the active version's; `as_version` is the number
-        that the snapshot gets, by default the same. With `partitions`, 1 or more, a built version is written. Deltas,
-        switches and look-ups go on. Set `cancelled` to stop it: Closed. InvalidInput for a model with string keys,
-        Conflict for a directory that exists. What fails leaves no directory.
+        `version` is a served number or label, by default the active version; `as_version` is the number that the
+        snapshot gets, by default the same. With `partitions`, 1 or more, a built version is written. Deltas, switches
+        and look-ups go on. Set `cancelled` to stop it: Closed. InvalidInput for a model with string keys, Conflict for
+        a directory that exists. An error leaves no directory.
         """
         held, options = self.model(model), ExportOptions(version, as_version, partitions)
         where = new_target(directory, outside=self.root.root)
         return export(held, where, options, self.root.root, guarded(progress or ignore), cancelled)
 
     def explain(self, model: str, feature: str, keys: Any, *, version: int | str | None = None) -> dict[str, Any]:
-        """Why a few keys are answered as they are, by a version that serves (number or label; None: the active one).
+        """Why a few keys are answered as they are, by a served version (number or label; None: the active one).
 
         Changes nothing.
         """
@@ -345,19 +342,19 @@ class Store(ParkedMessages):
         self, model: str, directory: str | Path, *, keep: int = 1, progress: ProgressFn | None = None,
         cancelled: threading.Event | None = None,
     ) -> BackupReport:  # fmt: skip
-        """Back up a model as of one moment in a directory or below a URL, where the newest
-        `keep` backups stay; see `restore`.
+        """Back up a model as of one moment in a directory or below a URL, where the newest `keep` backups stay; see
+        `restore`.
         """
         held, where = self.model(model), new_target(directory, outside=self.root.root, empty=False)
         with held.changing("backup", directory=str(directory)):
             return backup(held, where, keep, guarded(progress or ignore), cancelled)
 
     def warm_share(self) -> float:
-        """How much of what a start reads into memory is there: 0 to 1; 1 if there is nothing to read."""
+        """The share of a start's warm-up that is done: 0 to 1; 1 if there is nothing to read."""
         return self.shared.warmer.share()
 
     def unserved(self) -> list[str]:
-        """The models on record that could not be served at the start, and are not since; their `problem` says why."""
+        """Recorded models that could not be served at the start, and are not served since; their `problem` says why."""
         return sorted(model.name for model in self._models.all() if model.state.live.start_problem is not None)
 
     def throttle(self) -> dict[str, Any]:
@@ -395,7 +392,7 @@ class Store(ParkedMessages):
     def _close_models(self) -> None:
         stop_background(self.shared)
         if self._sweeping.ident is not None:
-            self._sweeping.join(SWEEP_S)  # what it leaves, the next start removes
+            self._sweeping.join(SWEEP_S)  # the next start removes what is left
         try:
             self.placement.close(self._models.close)
         finally:

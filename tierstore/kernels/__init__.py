@@ -1,18 +1,17 @@
-"""Numba kernels: arrays and scalars in, arrays out.
+"""Numba kernels, compiled functions of arrays and scalars: where they are kept, and when they are compiled.
 
-Kernels of rows lie here, others beside the Python that calls them: `PARTS` says where.
+Kernels on rows are in this package, others beside the Python that calls them: `PARTS` lists all.
 
-numba keeps compiled kernels on disk. To find out whether one is out of date it looks only at the kernel's own source file
-(its modification time, since 0.68 its content), but kernels inline helpers from other files. So the stamp that numba
-compares holds the content of all `PARTS`: after an edit, or an upgrade, every kernel is compiled again and never runs
-with an old helper inside.
+numba keeps compiled kernels on disk. To find out whether one is out of date, it looks only at the kernel's own source file (its modification time,
+since 0.68 its content), but kernels inline helpers from other files. So the stamp that numba compares covers the content of all `PARTS`: after an
+edit or an upgrade every kernel is compiled again, and none runs with an old helper inside.
 
-This module also chooses where compiled kernels are kept: the first directory that can be written, or one that holds all
-kernels for this machine and version already: `carried.py` says which come with the package. Where all are there, `compiled` reads
-each from there at import. Else it is compiled at its first call; `ahead.py` has other processes compile them meanwhile.
+This module also chooses the directory for compiled kernels: one that already holds all kernels for this machine and version, otherwise the first that
+can be written. A wheel may carry compiled kernels (`carried.py`). If all are there, `compiled` reads each at import; otherwise a kernel is compiled
+at its first call, while other processes (`ahead.py`) compile the others.
 
-Several processes may compile the same kernel at once. Files of other sources, versions or processors have other names, and
-each process compiles the signatures of a kernel in the same order. So a file has the same code, whoever wrote it.
+Several processes may compile the same kernel at once. Files for other sources, versions or processors have other names, and each process compiles the
+signatures of a kernel in the same order. So a file has the same code whichever process wrote it.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from tierstore.kernels import carried
 
 log = logging.getLogger(__name__)
 
-# packages and modules of this package that have kernels, or what kernels inline
+# packages and modules with kernels, or with functions that kernels inline
 PARTS = (
     "kernels",
     "wire",
@@ -59,19 +58,19 @@ PARTS = (
     "tiers.upstream.reads",
 )
 
-_FOLDER = Path(__file__).parent  # where compiled kernels are kept if it can be written
+_FOLDER = Path(__file__).parent  # compiled kernels are kept here if it can be written
 _PACKAGE = _FOLDER.parent
-KERNELS = "kernels"  # within a data directory
+KERNELS = "kernels"  # a folder in a data directory
 _CACHE_VARIABLE = "NUMBA_CACHE_DIR"
-# when a kernel is needed: for any look-up; for what changes rows, or makes look-ups faster; for reactors over HTTP/1.1; for HTTP/2
-# and gRPC, for nodes in front, and for rows that are elsewhere
+# when a kernel is needed: for any look-up; for changes to rows, or for faster look-ups; for reactors over HTTP/1.1; for HTTP/2, gRPC, fronts, and rows
+# on other machines
 FIRST, SOON, HTTP, LAST = range(4)
-_data: list[Path] = []  # the data directory, which takes them where nothing else can be written
+_data: list[Path] = []  # the data directory, used where no other directory can be written
 
 
 @lru_cache
 def sources(folder: Path = _FOLDER) -> dict[Path, str]:
-    """All sources in `folder` and in the folders in it, or of all `PARTS`, with their dotted names below it or below the package."""
+    """All source files below `folder`, or of all `PARTS`, with their dotted names relative to it or to the package."""
     root, parts = (_PACKAGE, PARTS) if folder == _FOLDER else (folder, ("",))
     found: list[Path] = []
     for part in parts:
@@ -95,30 +94,30 @@ def _digest(folder: Path) -> bytes:
 
 
 def _stamp(folder: Path) -> bytes:
-    """Of the sources of `folder`, and of `PARTS`, which others inline."""
+    """A hash of the sources of `folder` and of `PARTS`, which other modules inline."""
     return _digest(folder) + (b"" if folder == _FOLDER else _digest(_FOLDER))
 
 
 @lru_cache
 def _machine(folder: Path) -> carried.Machine:
-    """What kernels of `folder` are compiled for: this processor, or what those are for that the package carries."""
+    """The machine that kernels of `folder` are compiled for: this processor, or the one that the package carries kernels for."""
     own: carried.Machine = cpu_target.target_context.codegen().magic_tuple()
     common = carried.machine(own[0]) if folder == _FOLDER else None
     return common if common is not None and (carried.FOLDER / _mark(folder, LAST, common)).exists() else own
 
 
 def _identity(folder: Path, machine: carried.Machine) -> str:
-    """Of these sources, this numba and such a processor."""
+    """A name for these sources, this numba and such a processor."""
     return hashlib.sha256(_stamp(folder) + repr((numba.__version__, machine)).encode()).hexdigest()[:32]
 
 
 def _mark(folder: Path, when: int, machine: carried.Machine | None = None) -> str:
-    """The name of the file that says: all kernels up to those of `when` are here, for this Python."""
+    """The name of the file whose presence says that all kernels up to level `when` are here, for this Python."""
     return f"complete-{when}-{sys.implementation.cache_tag}-{_identity(folder, machine or _machine(folder))}"
 
 
 def _places(folder: Path) -> Iterator[Path]:
-    """Directories for the kernels of `folder`, the best first."""
+    """Possible directories for the kernels of `folder`, the best first."""
     name = f"{folder.name}_{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
     if named := os.environ.get(_CACHE_VARIABLE):
         yield Path(named).absolute() / name
@@ -132,7 +131,7 @@ def _places(folder: Path) -> Iterator[Path]:
 
 
 def _is_ours(place: Path) -> bool:
-    """Whether `place` and the directory above it are ours or root's, and no others' to write to: what lies there is run."""
+    """Whether `place` and its parent belong to this user or root and nobody else may write there: the code in it is run."""
     with suppress(OSError):
         stats = [part.stat() for part in (place, place.parent)]
         return all(stat.st_uid in (0, os.getuid()) and not stat.st_mode & 0o002 for stat in stats)
@@ -141,27 +140,27 @@ def _is_ours(place: Path) -> bool:
 
 def _can_write(place: Path) -> bool:
     with suppress(OSError):
-        place.mkdir(mode=0o755, parents=True, exist_ok=True)  # others may read what root has compiled
+        place.mkdir(mode=0o755, parents=True, exist_ok=True)  # other users may read what root has compiled
         tempfile.TemporaryFile(dir=place).close()
         return True
     return False
 
 
 def use_data(data: Path) -> None:
-    """Have kernels kept in this data directory if nothing else can be written. Before any of them is imported."""
+    """Allow kernels in this data directory if no other directory can be written. Call it before a kernel is imported."""
     _data.append(data.absolute())
     if directory().is_relative_to(_data[-1] / KERNELS):
-        os.environ[_CACHE_VARIABLE] = str(_data[-1] / KERNELS)  # processes that this one starts look there as well
+        os.environ[_CACHE_VARIABLE] = str(_data[-1] / KERNELS)  # child processes look there too
 
 
 @lru_cache
 def directory(folder: Path = _FOLDER) -> Path:
-    """Where the compiled kernels of `folder` are kept. Raises StorageError where no directory will do."""
+    """The directory of the compiled kernels of `folder`. Raises StorageError if none is usable."""
     mark = _mark(folder, LAST)
     if folder == _FOLDER and (carried.FOLDER / mark).exists():
         return carried.FOLDER  # trusted as the package's sources are
     places: list[Path] = []
-    with suppress(FileNotFoundError):  # of the directory for temporary files: there is none
+    with suppress(FileNotFoundError):  # there is no directory for temporary files
         places += _places(folder)
     for place in places:
         if (place / mark).exists() and _is_ours(place):
@@ -176,20 +175,20 @@ def directory(folder: Path = _FOLDER) -> Path:
 
 
 def child_environment() -> dict[str, str]:
-    """The environment of a process that is to import from where this one does, and, run with `-P`, nothing from its directory.
+    """The environment for a child process that imports the same packages as this one. Run it with `-P`, so that it imports nothing from its directory.
 
-    In a clone another copy of the package lies there, whose kernels are kept elsewhere.
+    In a clone that directory has another copy of the package, with another directory for kernels.
     """
     return dict(os.environ) | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
 
 
 def is_complete(when: int = LAST) -> bool:
-    """Whether all kernels up to those of `when` are compiled, for this machine and version."""
+    """Whether all kernels up to level `when` are compiled, for this machine and version."""
     return any((directory() / _mark(_FOLDER, level)).exists() for level in range(when, LAST + 1))
 
 
 def set_complete(when: int = LAST) -> None:
-    """Say so, from now on. Files of other versions or machines go."""
+    """Mark all kernels up to level `when` as compiled. Removes files of other versions or machines."""
     identity = _identity(_FOLDER, _machine(_FOLDER))
     for pattern in ("complete-*", "*.nb[ic]"):
         for file in directory().glob(pattern):
@@ -199,7 +198,7 @@ def set_complete(when: int = LAST) -> None:
 
 
 def stamp_caches(folder: Path) -> None:
-    """From now on compiled functions of `folder` are kept in its `directory`, until any source there or here changes."""
+    """Keep compiled functions of `folder` in its `directory` from now on, valid until a source changes there or here."""
 
     class Stamped(caching._CacheLocator):  # type: ignore[misc]
         def __init__(self, py_func: Any, source: str) -> None:
@@ -230,7 +229,7 @@ stamp_caches(_FOLDER)
 
 
 class _Files(caching.IndexDataCacheFile):  # type: ignore[misc]
-    """numba's, of one kernel. A file that is damaged counts as missing; one that cannot be written is not kept."""
+    """numba's cache files of one kernel. A damaged file counts as missing; a file that cannot be written is not kept."""
 
     def __init__(self, cache: Any) -> None:
         super().__init__(cache.cache_path, cache._impl.filename_base, cache._impl.locator.get_source_stamp())
@@ -249,7 +248,7 @@ class _Files(caching.IndexDataCacheFile):  # type: ignore[misc]
 
     def save(self, key: Any, data: Any) -> None:
         if self._cache_path == str(carried.FOLDER):
-            return  # what is carried is for other processors too
+            return  # carried kernels serve other processors too
         try:
             super().save(key, data)
         except OSError as error:
@@ -259,13 +258,13 @@ class _Files(caching.IndexDataCacheFile):  # type: ignore[misc]
 
 
 def _keep(cache: Any) -> None:
-    """Have one kernel's cache use `_Files`, and read a kernel without what only a compilation needs.
+    """Have a kernel's cache use `_Files`, and load a cached kernel without what only compiling needs.
 
-    numba registers all that a program may call before it reads the first kernel: 0.4 s. A compilation does so itself.
+    Before the first kernel numba registers everything that a program may call, which takes 0.4 s; a compilation does that itself.
     """
 
     def load_overload(signature: Any, context: Any) -> Any:
-        rtsys.initialize(context)  # which kernels that allocate are linked with
+        rtsys.initialize(context)  # kernels that allocate are linked with it
         return cache._load_overload(signature, context)
 
     index_key = cache._index_key
@@ -274,38 +273,38 @@ def _keep(cache: Any) -> None:
 
 
 class _Target:
-    """What kernels are compiled for, as numba's index of a kernel asks for it."""
+    """The compile target of kernels, in the form that numba's index of a kernel asks for."""
 
     @staticmethod
     def magic_tuple() -> carried.Machine:
         return _machine(_FOLDER)
 
 
-must_keep = False  # whether a kernel that cannot be kept is an error; else it is used all the same
-awaited = False  # whether other processes compile the kernels of SOON now; look-ups do without those meanwhile
+must_keep = False  # whether a kernel that cannot be kept is an error; otherwise it is used anyway
+awaited = False  # whether other processes are compiling the kernels of SOON; look-ups do without those meanwhile
 
-# options of a kernel that neither makes arrays nor returns any. Its caller holds those that it is called with, so references to
-# them need not be counted; numba else does so, with atomic instructions, wherever one function calls another
+# Options of kernels that neither make arrays nor return any. The caller keeps the arguments alive, so numba need not count references to them; by
+# default it does, with atomic instructions, wherever one function calls another.
 BORROWS = {"_nrt": False}
 
 
 class Entry(NamedTuple):
-    """A kernel that is called from Python, or through its address."""
+    """A kernel that Python calls, or that is called by its address."""
 
     when: int
     dispatcher: Any  # numba's
-    build: Callable[[], object]  # compile it, or read it from the cache; any thread, any number of times
+    build: Callable[[], object]  # compiles it, or reads it from the cache; any thread, any number of times
 
 
-entries: list[Entry] = []  # of the modules that are imported
+entries: list[Entry] = []  # of all imported modules
 
 
 def compiled(
     *signatures: Any, when: int = SOON, inner: bool = False, **options: Any
 ) -> Callable[[Callable[..., Any]], Any]:
-    """`numba.njit(signatures, nogil=True, cache=True)`, but compiled at the first call where it is not in the cache.
+    """`numba.njit(signatures, nogil=True, cache=True)`, but a kernel that is not in the cache is compiled at its first call.
 
-    inner: only kernels call it. It is compiled with each of these, and not kept for itself.
+    inner: only kernels call it. It is compiled into each of them, and not kept by itself.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -319,17 +318,17 @@ def compiled(
                 if dispatcher._can_compile:
                     for signature in signatures:
                         dispatcher.compile(signature)
-                    dispatcher.disable_compile()  # for any other
+                    dispatcher.disable_compile()  # for other signatures
 
         def compile_for(*_: Any) -> Any:
             build()
-            return dispatcher  # which numba calls then
+            return dispatcher  # numba then calls it directly
 
         def type_call(args: Any, kws: Any) -> Any:
             build()
             return get_call_template(args, kws)
 
-        # numba calls these where it would compile for the types of the arguments: of a call, and in another kernel
+        # numba calls these where it would compile for the argument types: of a call, and in another kernel
         dispatcher._compile_for_args, dispatcher.get_call_template = compile_for, type_call
         if not inner:
             _add(Entry(when, dispatcher, build))
@@ -357,7 +356,7 @@ class compiled_c:
             callback.enable_caching()
             _keep(callback._cache)
             callback.compile()
-            self._compiled = callback  # kept: its code is
+            self._compiled = callback  # keeps its code alive
             return int(callback.address)
 
 
@@ -368,9 +367,9 @@ def _add(entry: Entry) -> None:
 
 
 def load(when: int = LAST, module: str | None = None) -> None:
-    """Compile kernels that are not, or read them from the cache, up to those of `when`, so that no request waits for it.
+    """Compile all kernels up to level `when`, or read them from the cache, so that no request waits for it.
 
-    `module`: those of this one alone.
+    `module`: only the kernels of this module.
     """
     for entry in entries:
         if entry.when <= when and module in (None, entry.dispatcher.py_func.__module__):

@@ -2,9 +2,9 @@
 
     python -m tierstore.kernels.ahead SHARE SHARES UPTO    # one such process
 
-Each process compiles its share of the kernels into the cache: first those that every look-up needs, last those of the
-reactors, which a service alone needs, HTTP/1.1 before HTTP/2. A store may be opened when the first are there (`prepare`), and the others follow beside it;
-a load waits for those that it needs. A kernel that is called before it is there is compiled where it is called. After a crash the next start compiles what is missing.
+Each process compiles its share of the kernels into the cache: first the kernels that every look-up needs, last those of the reactors, which only a
+service needs, HTTP/1.1 before HTTP/2. A store may open when the first level is complete (`prepare`); a load waits for the kernels that it needs. A
+kernel that is called too early is compiled by its caller. After a crash the next start compiles the missing kernels.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from tierstore.threads import Thread
 
 log = logging.getLogger(__name__)
 
-_LIMIT_S = 1800.0  # of all of it, on a machine that is very busy
+_LIMIT_S = 1800.0  # for all kernels, on a very busy machine
 MOST = 8  # processes, of about 270 MB each
-_NICE = 10  # of processes beside a store that is open
-_NICEST = 19  # of those beside a service whose reactors run
+_NICE = 10  # of processes beside an open store
+_NICEST = 19  # of processes beside a service whose reactors run
 
 Say = Callable[[str], None]
-Report = Callable[[int, int], None]  # how many kernels are compiled, of how many
+Report = Callable[[int, int], None]  # (kernels compiled, kernels in all)
 
 
 class Compilation:
-    """Processes that compile kernels, from now on. They end with this process. Any thread may wait."""
+    """A running compilation of kernels by child processes, which end with this process. Any thread may wait for it."""
 
     def __init__(
         self, processes: int, say: Say, upto: int = kernels.LAST, nice: int = 0, after: Compilation | None = None
     ) -> None:
-        """Those up to `upto`, after another compilation where there is one. `nice`: of the processes, once the first are there."""
+        """Compile the kernels up to level `upto`, after another compilation if one is given. `nice`: of the processes, once the first level is complete."""
         self.error: str | None = None  # what failed, once `done`
         self.first, self.soon, self.http, self.done = (threading.Event() for _ in range(4))
         if kernels.is_complete(kernels.HTTP):
@@ -54,7 +54,7 @@ class Compilation:
         self.seconds = 0.0  # once `done`
         self.upto, self.nice = upto, nice
         self.compiled, self.total = 0, 0  # kernels
-        self.timings: dict[str, float] = {}  # kernel → seconds of processor time, with what it was first to call
+        self.timings: dict[str, float] = {}  # kernel → processor time, with functions that it was first to call
         self._processes, self._say, self._after = processes, say, after
         self._running: list[subprocess.Popen[bytes]] = []
         self._is_first = not kernels.is_complete(kernels.SOON)
@@ -76,7 +76,7 @@ class Compilation:
         start_s = self._start_s = time.monotonic()
         what = "kernels" if self._is_first else "kernels of the service's loops"
         self._say(f"compiling {what} with {self._processes} processes: once for each version and machine")
-        ours, theirs = os.pipe()  # each ends when this does: a signal may end this process between any two lines
+        ours, theirs = os.pipe()  # the pipe closes with this process: a signal may end it between any two lines
         running = self._running
         try:
             running.extend(start_share(i, self._processes, ours, self.upto) for i in range(self._processes))
@@ -92,8 +92,8 @@ class Compilation:
         self._say(f"{what} are compiled ({self.seconds:.1f} s), and kept in {kernels.directory()}")
 
     def _follow(self) -> None:
-        """Read what the processes say, until all have ended."""
-        levels = [0] * (kernels.LAST + 1)  # how many processes have compiled the kernels of each
+        """Read the output of the processes until all have ended."""
+        levels = [0] * (kernels.LAST + 1)  # how many processes have compiled each level
         with selectors.DefaultSelector() as selector:
             for process in self._running:
                 selector.register(cast("IO[bytes]", process.stdout), selectors.EVENT_READ, process)
@@ -136,12 +136,12 @@ class Compilation:
 
     def _give_way(self, nice: int) -> None:
         for process in self._running:
-            with suppress(OSError):  # it has ended; or who has no right to may not raise a priority again
+            with suppress(OSError):  # it has ended, or this user may not raise a priority
                 os.setpriority(os.PRIO_PROCESS, process.pid, nice)
 
 
 def _check(process: subprocess.Popen[bytes]) -> None:
-    """Raise StorageError if a process, whose output has ended, has failed."""
+    """Raise StorageError if a process whose output has ended has failed."""
     _, error = process.communicate()
     if process.returncode:
         why = error.decode(errors="replace").strip()[-500:] or f"a process ended with {process.returncode}"
@@ -153,9 +153,9 @@ _running: Compilation | None = None  # guarded by _lock
 
 
 def start(say: Say = log.info, upto: int = kernels.LAST) -> Compilation | None:
-    """Have kernels compiled, with as many processes as there are processors. None where they are compiled already.
+    """Start compiling kernels, with as many processes as processors. None if all are compiled already.
 
-    upto: LAST for a service; a store in this process needs none after SOON.
+    upto: LAST for a service; a store in this process needs nothing after SOON.
     """
     global _running
     with _lock:
@@ -167,22 +167,22 @@ def start(say: Say = log.info, upto: int = kernels.LAST) -> Compilation | None:
 
 
 def prepare(say: Say = log.info, until: int = kernels.FIRST, report: Report = lambda *_: None) -> None:
-    """Return once the kernels are compiled that every look-up needs, or with `until` SOON all those of a store.
+    """Wait until the kernels are compiled that every look-up needs; with `until` SOON, all kernels of a store.
 
-    After a failure each is compiled at its first call. `report` is called meanwhile, by this thread; what it raises ends the wait.
+    After a failure each kernel is compiled at its first call. This thread calls `report` while it waits; an exception from it ends the wait.
     """
     compilation = start(say, kernels.SOON)
     if compilation is None:
         return
     if until != kernels.FIRST:
-        compilation.nice = 0  # nothing else is done meanwhile
+        compilation.nice = 0  # nothing else runs meanwhile
     _wait(compilation, compilation.first if until == kernels.FIRST else compilation.soon, report)
     if compilation.error is not None:
         log.warning("each kernel is compiled at its first call: %s", compilation.error)
 
 
 def _wait(compilation: Compilation, event: threading.Event, report: Report) -> None:
-    """In steps: a signal that reaches another thread does not end a wait of the main one, which handles signals."""
+    """Wait for an event in short steps, as only the main thread handles signals and another thread's signal does not end its wait."""
     while not event.wait(0.1):
         report(compilation.compiled, compilation.total)
 
@@ -190,10 +190,10 @@ def _wait(compilation: Compilation, event: threading.Event, report: Report) -> N
 def compile_all(
     processes: int, say: Say = lambda _: None, report: Report = lambda *_: None, timings: dict[str, float] | None = None
 ) -> float:
-    """Compile all kernels for this machine and version. Returns the seconds that it took, 0 if they were compiled already.
+    """Compile all kernels for this machine and version. Returns the seconds taken, 0 if they were compiled already.
 
-    `say` is called with a line before and after, `report` meanwhile. `timings` gets the seconds of processor time of each kernel that was
-    not there. Raises StorageError where a process fails.
+    `say` gets a line before and after; `report` is called meanwhile. `timings` gets the seconds of processor time of each newly compiled kernel.
+    Raises StorageError where a process fails.
     """
     if kernels.is_complete():
         return 0.0
@@ -207,23 +207,23 @@ def compile_all(
 
 
 def start_share(share: int, shares: int, stdin: int, upto: int = kernels.LAST) -> subprocess.Popen[bytes]:
-    """A process that does `compile_share`, and ends when `stdin` does."""
+    """Start a process that runs `compile_share`, and ends when `stdin` does."""
     command = [sys.executable, "-P", "-m", "tierstore.kernels.ahead", str(share), str(shares), str(upto)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, 0, stdin=stdin, stdout=pipe, stderr=pipe, env=kernels.child_environment())
 
 
 def compile_share(share: int, shares: int, upto: int = kernels.LAST) -> None:
-    """Compile one share of the kernels into the cache. For a process of its own, which calls none of them.
+    """Compile one share of the kernels into the cache. For a process that calls no kernel.
 
-    Says on standard output how many there are, when one is compiled, and after the last of a level which level that was.
+    Reports on standard output: the number of kernels, each compiled kernel, and each completed level.
     """
     kernels.must_keep = True
     for module in kernels.modules():
         importlib.import_module(module)
     entries = [entry for entry in kernels.entries if entry.when <= upto]
     _make_cheaper([entry.dispatcher for entry in kernels.entries])
-    # identities differ from process to process, the order and the sizes do not: all come to the same shares
+    # identities differ between processes, but order and sizes do not: all processes compute the same shares
     needs = [_needs(entry.dispatcher, {}) for entry in entries]
     mine = _share(needs, [entry.when for entry in entries], share, shares)
     for i, entry in enumerate(entries):
@@ -241,10 +241,10 @@ def compile_share(share: int, shares: int, upto: int = kernels.LAST) -> None:
 
 
 def _share(needs: list[dict[int, int]], when: list[int], share: int, shares: int) -> list[int]:
-    """Which kernels one of `shares` processes compiles, in order; `needs`: the functions that each needs, and their sizes.
+    """The kernels that one of `shares` processes compiles, in order. `needs`: the functions that each kernel needs, with their sizes.
 
-    Those needed first come first, then the largest, each to the share that is smallest with it. What two kernels of one share
-    call is compiled once.
+    Kernels that are needed first come first, then the largest; each goes to the share that is smallest with it. A function that two kernels of a
+    share call is compiled once.
     """
     held: list[dict[int, int]] = [{} for _ in range(shares)]
     mine = []
@@ -257,7 +257,7 @@ def _share(needs: list[dict[int, int]], when: list[int], share: int, shares: int
 
 
 def _needs(dispatcher: Any, needs: dict[int, int]) -> dict[int, int]:
-    """The functions that are compiled with a kernel, itself included, by identity, with the size of their bytecode."""
+    """Add the functions that are compiled with a kernel, itself included: identity → bytes of bytecode."""
     for called in _called(dispatcher, {}).values():
         needs[id(called.py_func)] = len(called.py_func.__code__.co_code)
     return needs
@@ -275,10 +275,10 @@ def _called(dispatcher: Any, found: dict[int, Any]) -> dict[int, Any]:
 
 
 def _make_cheaper(entries: list[Any]) -> None:
-    """Compile only what is kept. For a process that calls no kernel.
+    """Have numba compile only what is kept. For a process that calls no kernel.
 
-    numba makes machine code of each function that a kernel calls, with wrappers to call it from Python and from C. Only what
-    is made where it is inlined is kept. (It is optimized before that too; without that, pooling was slower.)
+    numba makes machine code for each function that a kernel calls, with wrappers for Python and C, but keeps only the code that is inlined in the
+    kernel. (Functions are still optimized before inlining: without that, pooling was slower.)
     """
     found: dict[int, Any] = {}
     for dispatcher in entries:
@@ -294,7 +294,7 @@ def _make_cheaper(entries: list[Any]) -> None:
     def is_kept(self: Any) -> bool:
         if (
             getattr(self, "_compiled_object", None) is not None
-        ):  # read from the cache, where an earlier compilation has left it
+        ):  # read from the cache, where an earlier compilation left it
             return True
         names = (function.name for function in self._final_module.functions if not function.is_declaration)
         return any(name.startswith(("_ZN7cpython", "cfunc.")) for name in names)  # the wrappers
@@ -307,7 +307,7 @@ def _make_cheaper(entries: list[Any]) -> None:
             self._finalized = True
 
     def set_env_of_kept(self: Any, name: str, env: Any) -> None:
-        # no address: a kernel from the cache, kept by a process of another kind, of which nothing is made here
+        # it has no address: a cached kernel, kept by a process of another kind, from which nothing is compiled here
         if self._engine.is_symbol_defined(name) and self._engine.get_global_value_address(name):
             set_env(self, name, env)
 

@@ -1,10 +1,9 @@
-"""Atomic loads and stores, fences, prefetch, and a few machine words' worth of tricks for numba kernels.
+"""Atomic loads and stores, fences, prefetch and vector compares for numba kernels.
 
-For use inside `@njit` code alone. Most take a C-contiguous array and the index of an element (or of
-the first of several), the others addresses. They compile to LLVM instructions, so the compiler keeps
-their order on every machine that it targets, and nothing here is specific to one.
+Only for use inside `@njit` code. Most take a C-contiguous array and the index of an element (or of the first of several), the others take addresses.
+They compile to LLVM instructions, so their order is kept on every machine, and nothing here is specific to one.
 
-Neither index nor address is checked, not even with NUMBA_BOUNDSCHECK: the caller's invariants hold them.
+Neither index nor address is checked, not even with NUMBA_BOUNDSCHECK: the caller must pass valid ones.
 """
 
 from __future__ import annotations
@@ -108,19 +107,19 @@ def _change_at(operation: str) -> Any:
 
 @intrinsic
 def add_at(typingctx: Any, address: Any, value: Any) -> Any:
-    """Add to the int64 at a multiple of 8, in one step and in one order for all threads. Returns what was there before."""
+    """Atomically add to the int64 at a multiple of 8, in one order for all threads. Returns the value before."""
     return _change_at("add")
 
 
 @intrinsic
 def swap_at(typingctx: Any, address: Any, value: Any) -> Any:
-    """Write the int64 at a multiple of 8, in one step and in one order for all threads. Returns what was there before."""
+    """Atomically replace the int64 at a multiple of 8, in one order for all threads. Returns the value before."""
     return _change_at("xchg")
 
 
 @intrinsic
 def raise_at(typingctx: Any, address: Any, value: Any) -> Any:
-    """Make the int64 at a multiple of 8 at least `value`, in one step. Returns what was there before."""
+    """Atomically raise the int64 at a multiple of 8 to at least `value`. Returns the value before."""
     return _change_at("max")
 
 
@@ -146,19 +145,19 @@ def _fence(ordering: str) -> Any:
 
 @intrinsic
 def fence_acquire(typingctx: Any) -> Any:
-    """What was read before stays before whatever is read or written after."""
+    """Reads before the fence stay before all reads and writes after it."""
     return _fence("acquire")
 
 
 @intrinsic
 def fence_release(typingctx: Any) -> Any:
-    """What was read or written before stays before whatever is written after."""
+    """Reads and writes before the fence stay before all writes after it."""
     return _fence("release")
 
 
 @intrinsic
 def fence_all(typingctx: Any) -> Any:
-    """All threads agree on the order of such fences: of two threads that each write, fence and read, one sees the other."""
+    """A fence in one order for all threads: of two threads that each write, fence and read, at least one sees the other's write."""
     return _fence("seq_cst")
 
 
@@ -181,13 +180,13 @@ def prefetch(typingctx: Any, address: Any) -> Any:
 
 @intrinsic
 def prefetch_far(typingctx: Any, address: Any) -> Any:
-    """`prefetch` into the second-level cache, which has room for more lines under way than the first."""
+    """`prefetch` into the second-level cache, which can load more lines at a time than the first."""
     return _prefetch(2)
 
 
 @intrinsic
 def stack_bytes(typingctx: Any, size: Any) -> Any:
-    """The address of `size` bytes (a constant), at a multiple of 64, that are gone when the function returns."""
+    """The address of `size` bytes (a constant) on the stack, at a multiple of 64; gone when the function returns."""
     if not isinstance(size, types.IntegerLiteral):
         raise RequireLiteralValue("the size must be a constant")
     count = size.literal_value
@@ -209,7 +208,7 @@ def _splat(builder: Any, value: Any, lanes: int) -> Any:
 
 @intrinsic
 def match32(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
-    """Bit i of the answer says whether `array[index + i] == value`, for i in 0..31, in a vector compare or two."""
+    """A bit mask: bit i is set if `array[index + i] == value`, for i in 0..31, by one or two vector compares."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         vector = ir.VectorType(args[2].type, 32)
@@ -223,7 +222,7 @@ def match32(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
 
 @intrinsic
 def match8_at(typingctx: Any, address: Any, value: Any) -> Any:
-    """`match32` of the eight int64 at `address`, a multiple of 64."""
+    """`match32` for the eight int64 at `address`, a multiple of 64."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         vector = ir.VectorType(_I64, 8)
@@ -237,7 +236,7 @@ def match8_at(typingctx: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def trailing_zeros(typingctx: Any, word: Any) -> Any:
-    """How many low bits of a uint32 are 0 (32 for 0)."""
+    """The number of low zero bits of a uint32 (32 for 0)."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.zext(builder.cttz(args[0], ir.Constant(ir.IntType(1), 0)), _I64)

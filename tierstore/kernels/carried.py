@@ -1,7 +1,7 @@
-"""Kernels that a wheel carries, compiled for all processors with common features.
+"""Kernels that a wheel carries, compiled for all processors with a common set of features.
 
-`tools/make_compiled_wheel.py` makes such a wheel, for one Python and one numba. Where this processor has the features, and the sources
-and numba are those of the wheel, its kernels are read as they are; else kernels are compiled here, for this processor.
+`tools/make_compiled_wheel.py` makes such a wheel, for one Python and one numba. If this processor has the features, and sources and numba are the
+wheel's, its kernels are used; otherwise kernels are compiled here, for this processor.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from pathlib import Path
 
 import llvmlite.binding
 
-Machine = tuple[str, str, str]  # numba's words: the system, the processor, its features
+Machine = tuple[str, str, str]  # as numba names them: the system, the processor, its features
 
-FOLDER = Path(__file__).parents[1] / "compiled"  # in a checkout there is none
+FOLDER = Path(__file__).parents[1] / "compiled"  # a checkout has none
 
-# By the first part of numba's word for the system, LLVM's words for a processor and its features.
-# x86-64-v3 is defined by the System V ABI, AMD64 supplement, "Micro-architecture levels": Intel from Haswell on, AMD from Zen on.
+# Key: the first part of numba's name for the system; values: LLVM's names for a processor and its features. x86-64-v3 is defined by the System V ABI,
+# AMD64 supplement, "Micro-architecture levels": Intel from Haswell on, AMD from Zen on.
 COMMON = {
     "x86_64": (
         "x86-64-v3",
@@ -26,7 +26,7 @@ COMMON = {
 
 
 def machine(system: str) -> Machine | None:
-    """What a wheel's kernels are compiled for, if this processor has all of its features. None where it has not, or in a checkout."""
+    """The machine that a wheel's kernels are compiled for; None if this processor lacks a feature, or in a checkout."""
     if not FOLDER.is_dir():
         return None
     processor, features = COMMON.get(system.partition("-")[0], ("", "none"))

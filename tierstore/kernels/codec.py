@@ -1,9 +1,9 @@
-"""Storage dtypes: float vectors to the bytes of a stored row, and back.
+"""Storage dtypes: float vectors encoded to the bytes of stored rows, and decoded.
 
-Free functions of arrays without state: any thread may call them, the kernels run without the GIL, nothing
-here touches a disk. Every kernel has one specialization, so that no request waits for the compiler once it is compiled.
+Free functions of arrays without state: any thread may call them, kernels run without the GIL, nothing touches a disk. Every kernel has one
+specialization, so a compiled kernel never makes a request wait for the compiler.
 
-The layout of a row, little-endian, `StorageDtype.row_bytes(dim)` bytes, at any alignment:
+A row, little-endian, is `StorageDtype.row_bytes(dim)` bytes at any alignment:
 
     float32    dim × binary32
     float16    dim × binary16, rounded to nearest, ties to even
@@ -11,13 +11,11 @@ The layout of a row, little-endian, `StorageDtype.row_bytes(dim)` bytes, at any 
     int8       scale (binary32), offset (binary32), dim × uint8; x = fma(scale, code, offset)
     int4       scale (binary16), offset (binary16), dim × 4 bits, the lower half of a byte first; likewise
 
-An `int8` row spans its own minimum (code 0) to its maximum (code 255). The product is added before it is
-rounded, so a row may range from -3e38 to 3e38 although `scale * 255` alone would overflow. The rounding of `int4` rows is
-FBGEMM's to the bit (`FloatToFusedNBitRowwiseQuantizedSBHalf`, the head moved to the front, as its tables for inference have
-it); `schema/layout.md` has it step by step. A row of an odd dim ends with four zero bits.
+An `int8` row spans its minimum (code 0) to its maximum (code 255). The product is added before it is rounded, so a row may range from -3e38 to 3e38
+although `scale * 255` alone would overflow. `int4` rows are rounded as FBGEMM's, to the bit (`FloatToFusedNBitRowwiseQuantizedSBHalf`, with the head
+moved to the front, as in its tables for inference); `schema/layout.md` gives each step. A row of an odd dim ends with four zero bits.
 
-**From another kernel** (numba, nogil): one row is decoded by addresses, so arrays of any mutability share one
-compiled function::
+**From another kernel** (numba, nogil): a row is decoded by addresses, so arrays of any mutability share one compiled function::
 
     from tierstore.kernels.codec import decode_row, out_code       # out_code is called in Python, not in a kernel
 
@@ -61,12 +59,12 @@ _F16_CODE = StorageDtype.FLOAT16.code
 _BF16_CODE = StorageDtype.BFLOAT16.code
 _INT4_CODE = StorageDtype.INT4.code
 
-AS_STORED = 8  # of what is answered, instead of 0 for float32 and 1 for float16: rows as they are stored
+AS_STORED = 8  # an `out_code` beside 0 (float32) and 1 (float16): rows as they are stored
 
-_INFINITE = 0x7F800000  # magnitude bits of binary32 from which on a value is Inf or NaN
+_INFINITE = 0x7F800000  # magnitude bits of binary32; from here on a value is Inf or NaN
 _F16_LIMIT = 0x477FF000  # 65520, the least magnitude that rounds to Inf in binary16
 _BF16_LIMIT = 0x7F7F8000  # the same for bfloat16
-_AHEAD = 16  # rows that a gather asks for before it needs them
+_AHEAD = 16  # rows that a gather prefetches
 
 _REASONS = {1: "NaN", 2: "infinite", 3: "too large"}
 
@@ -91,7 +89,7 @@ def copy_row(dest: Any, source: Any, size: Any) -> Any:
 
 @compiled("void(int64, int64, int64, int64)", inner=True)
 def _decode_int4(out_code: Any, source: Any, dest: Any, dim: Any) -> Any:
-    """`decode_row` of four bits a number: sixteen at once, or two, so that it is vectorized. The product is exact."""
+    """`decode_row` for int4: sixteen numbers at a time, or two, so that it is vectorized. The product is exact."""
     scale, offset = load_two_f16(source)
     codes, pairs = source + 4, dim >> 1
     if out_code == _F32_CODE:
@@ -114,10 +112,10 @@ def _decode_int4(out_code: Any, source: Any, dest: Any, dim: Any) -> Any:
 
 @compiled("void(int64, int64, int64, int64, int64)", inner=True)
 def decode_row(code: Any, out_code: Any, source: Any, dest: Any, dim: Any) -> Any:
-    """Decode one row of `dim` numbers from address `source` to address `dest`.
+    """Decode one row of `dim` numbers from address `source` to address `dest`, at any alignment.
 
-    `code` is StorageDtype.code of the stored row, `out_code` 0 for float32 and 1 for float16 at `dest`. No
-    alignment is needed. A value beyond float16 becomes Inf there, as in NumPy.
+    `code` is StorageDtype.code of the stored row; `out_code` is 0 for float32 and 1 for float16 at `dest`. A value beyond float16 becomes Inf, as in
+    NumPy.
     """
     if code == out_code:
         copy_row(dest, source, dim * (4 >> code))
@@ -165,7 +163,7 @@ def _decode_scatter(
     n_out: Any,
     dim: Any,
 ) -> Any:
-    """Returns -1, or the first position whose source or dest is out of range (rows before it are done)."""
+    """Decode rows to places. Returns -1, or the first position whose source or dest is out of range (rows before it are done)."""
     out_bytes = dim * (4 >> out_code)
     n = len(source)
     for i in range(n):
@@ -198,15 +196,15 @@ def _range_of(source: Any, dim: Any) -> Any:
 
 @compiled("void(int64, int64, int64)", fastmath={"nnan", "nsz"}, inner=True)
 def _encode_int8(source: Any, dest: Any, dim: Any) -> Any:
-    """One row of finite float32 to scale, offset and codes. The arithmetic is in float64: a range may overflow float32."""
+    """Encode one row of finite float32 as scale, offset and codes. Computed in float64: a range may overflow float32."""
     low, high = _range_of(source, dim)
     step = (np.float64(high) - np.float64(low)) / 255.0
-    if step < 1.1754943508222875e-38:  # below the normal range float32 is a fixed grid: go up to the next point of it
+    if step < 1.1754943508222875e-38:  # float32 below the normal range is a fixed grid: round up to its next point
         step = np.ceil(step * 2.0**149) * 2.0**-149
     scale = np.float32(step)
     if (
         np.float64(low) + 255.0 * np.float64(scale) >= 3.4028235677973366e38
-    ):  # would decode to Inf: scale was rounded up
+    ):  # scale was rounded up, and the row would decode to Inf
         scale = np.float32(step * (1.0 - 2.0**-24))
     store_f32(dest, 0, scale)
     store_f32(dest, 1, low)
@@ -223,9 +221,9 @@ def _int4_code(x: Any, offset: Any, inverse: Any) -> Any:
 
 @compiled("void(int64, int64, int64)", inner=True)
 def _encode_int4(source: Any, dest: Any, dim: Any) -> Any:
-    """One row of float32 below 65520 to scale, offset and codes. The arithmetic is in float32, each step rounded: no fastmath."""
+    """Encode one row of float32 below 65520 as scale, offset and codes. Computed in float32, with each step rounded: no fastmath."""
     low, high = _range_of(source, dim)
-    store_f16(dest, 1, low + np.float32(0))  # a minimum of -0 is 0
+    store_f16(dest, 1, low + np.float32(0))  # a minimum of -0 is stored as 0
     offset = load_f16(dest, 1)
     store_f16(dest, 0, (high - offset) / np.float32(15))
     if load_f16(dest, 0) == np.float32(0):
@@ -241,7 +239,7 @@ def _encode_int4(source: Any, dest: Any, dim: Any) -> Any:
 
 @compiled("boolean(boolean, int64, int64)", inner=True)
 def _not_finite(half: Any, source: Any, size: Any) -> Any:
-    """Whether a NaN or an infinity is in `size` bytes of float16 (`half`) or float32: one more carries an exponent of all ones."""
+    """Whether `size` bytes of float16 (`half`) or float32 have a NaN or an infinity, which have an exponent of all ones."""
     exponent = np.uint64(0x7C00_7C00_7C00_7C00) if half else np.uint64(0x7F80_0000_7F80_0000)
     one = np.uint64(0x0400_0400_0400_0400) if half else np.uint64(0x0080_0000_0080_0000)
     carried = np.uint64(0)
@@ -261,7 +259,7 @@ def _any_not_finite(half: Any, source: Any, size: Any) -> Any:
 
 @compiled("UniTuple(int64, 3)(int64, int64, int64, int64, int64, int64, int64)")
 def _encode(code: Any, in_code: Any, vectors: Any, n: Any, dim: Any, out: Any, row_bytes: Any) -> Any:
-    """Returns (row, column, reason) of the first number that `code` cannot hold, or (-1, -1, 0)."""
+    """Encode vectors. Returns (row, column, reason) of the first number that `code` cannot hold, or (-1, -1, 0)."""
     limit = np.int32(
         _F16_LIMIT if code in (_F16_CODE, _INT4_CODE) else _BF16_LIMIT if code == _BF16_CODE else _INFINITE
     )
@@ -302,7 +300,7 @@ def _encode(code: Any, in_code: Any, vectors: Any, n: Any, dim: Any, out: Any, r
 
 
 def out_code(out: npt.NDArray[np.floating]) -> int:
-    """The number by which kernels know the dtype of answers: 0 float32, 1 float16. TypeError for any other."""
+    """The number of an answer's dtype in kernels: 0 float32, 1 float16. TypeError for any other."""
     if out.dtype == np.float32:
         return 0
     if out.dtype == np.float16:
@@ -311,18 +309,18 @@ def out_code(out: npt.NDArray[np.floating]) -> int:
 
 
 def address_of(array: npt.NDArray[Any]) -> int:
-    """Where an array's elements begin, for a kernel; the caller keeps the array."""
+    """The address of an array's elements, for a kernel; the caller keeps the array alive."""
     address: int = (
         array.ctypes.data
-    )  # `__array_interface__` spells out all fields of a record, which costs ten times as much
+    )  # `__array_interface__` lists all fields of a record, which takes ten times as long
     return address
 
 
 def encode(vectors: Vectors, dtype: StorageDtype, out: Rows | None = None) -> Rows:
-    """Rows of `dtype`, uint8[n, row_bytes], from `vectors`, float32 or float16 [n, dim].
+    """Encode `vectors`, float32 or float16 [n, dim], to rows of `dtype`, uint8[n, row_bytes].
 
-    Fills and returns `out` if given. Raises BadRow for the first row with NaN, Inf or a number that rounds to
-    Inf in `dtype`; rows of `out` before it are written, it and those after are not.
+    Fills and returns `out` if given. Raises BadRow for the first row with NaN, Inf or a number that rounds to Inf in `dtype`; then `out` has the rows
+    before it.
     """
     code = out_code(vectors)
     if vectors.ndim != 2 or vectors.shape[1] == 0:
@@ -341,7 +339,7 @@ def encode(vectors: Vectors, dtype: StorageDtype, out: Rows | None = None) -> Ro
 
 
 def all_finite(vectors: Vectors) -> bool:
-    """Whether no number of `vectors`, float32 or float16 and contiguous, is a NaN or an infinity."""
+    """Whether `vectors`, float32 or float16 and contiguous, have no NaN and no infinity."""
     return not _any_not_finite(out_code(vectors) == 1, address_of(vectors), vectors.nbytes)
 
 

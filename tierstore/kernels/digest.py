@@ -1,8 +1,7 @@
-"""An order-independent digest of a table's rows, to tell that what was stored is what was built.
+"""An order-independent digest of a table's rows, to check that the stored rows are the rows that were built.
 
-Each (key, row) is hashed to 64 bits and the hashes are summed modulo 2**64, so parts of a table may
-be digested in any order, by any process, and added up. It guards against lost, doubled, swapped and
-damaged rows; it is no defence against someone who wants two tables to look alike.
+Each (key, row) is hashed to 64 bits and the hashes are summed modulo 2**64, so parts of a table may be digested in any order, by any process, and
+added. The digest detects lost, doubled, swapped and damaged rows; it does not stop someone who makes two tables look alike.
 
 Free functions of arrays; any thread; the interpreter lock is released.
 """
@@ -18,7 +17,7 @@ from numba import types
 from tierstore.kernels import compiled
 from tierstore.types import Keys, Rows
 
-# odd multipliers and the closing mix are those of MurmurHash3's 64-bit finalizer (Appleby, public domain)
+# the odd multipliers and the final mix are those of MurmurHash3's 64-bit finalizer (Appleby, public domain)
 _C1 = np.uint64(0xFF51AFD7ED558CCD)
 _C2 = np.uint64(0xC4CEB9FE1A85EC53)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -28,7 +27,7 @@ _WORDS = types.Array(types.uint64, 2, "C", readonly=True)
 
 
 def digest_rows(keys: Keys, rows: Rows) -> int:
-    """Digest of `keys` (int64 [n]) and `rows` (uint8 [n, row_bytes]), in [0, 2**64). Add up modulo 2**64."""
+    """The digest of `keys` (int64 [n]) and `rows` (uint8 [n, row_bytes]), in [0, 2**64). Digests of parts add up modulo 2**64."""
     return int(_digest(np.ascontiguousarray(keys).view(np.uint64), _words(rows), np.uint64(rows.shape[1])))
 
 
@@ -40,7 +39,7 @@ def row_digests(keys: Keys, rows: Rows) -> npt.NDArray[np.uint64]:
 
 
 def _words(rows: Rows) -> npt.NDArray[np.uint64]:
-    """Rows as words, the last of each filled up with zeros."""
+    """Rows as words; the last word of each row is filled with zeros."""
     row_bytes = rows.shape[1]
     rows = np.ascontiguousarray(rows)
     if row_bytes % 8:

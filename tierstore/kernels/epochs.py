@@ -1,10 +1,9 @@
-"""Readers that take no lock: epoch-based reclamation, its words.
+"""Epoch-based reclamation for readers without locks: the words that readers and publishers share.
 
-A reader writes the generation that it has seen into a word of its own, then uses what is published, and writes 0 when it
-is done. A publisher stores the address of something new and raises the generation. What was replaced may be freed once no
-reader's word is older (`held_below`). There is a fence between a reader's word and its read of what is published: so
-either the publisher sees the word, or the reader sees the new address (Fraser, "Practical lock-freedom", 2004, calls it
-epoch-based; RCU is the Linux kernel's name for something similar).
+A reader writes the generation that it has seen into its own word, uses what is published, and writes 0 when it is done. A publisher stores the
+address of something new and raises the generation. What was replaced may be freed when no reader's word is older (`held_below`). A fence separates
+the reader's write to its word from its read of what is published, so either the publisher sees the word, or the reader sees the new address (Fraser,
+"Practical lock-freedom", 2004; RCU in the Linux kernel is similar).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def publish(place: Any, address: Any, generation: Any) -> Any:
 
 @compiled(types.boolean(*[types.int64] * 4), when=FIRST)
 def held_below(words: Any, count: Any, stride: Any, generation: Any) -> Any:
-    """Whether one of `count` words, `stride` words apart, is of a generation before the one named. 0 is none."""
+    """Whether one of `count` words, `stride` words apart, has a generation before the given one. 0 means no reader."""
     for i in range(count):
         seen = acquire_i64(words + 8 * stride * i)
         if 0 < seen < generation:
@@ -38,5 +37,5 @@ def held_below(words: Any, count: Any, stride: Any, generation: Any) -> Any:
 
 @compiled("int64(int64, int64)", when=FIRST)
 def add(address: Any, value: Any) -> Any:
-    """Add to the int64 at an address as one step, for Python beside compiled threads. Returns what was there before."""
+    """Atomically add to the int64 at an address, for Python beside compiled threads. Returns the value before."""
     return add_at(address, value)

@@ -1,8 +1,6 @@
-"""The hash by which caches, indexes and filters in memory place keys.
+"""The hash by which caches, indexes and in-memory filters place keys.
 
-It must not change: the file `changed.keys` is right only for the filters that this hash gives.
-
-Pure functions; any thread may call them.
+It must not change: filters in the file `changed.keys` depend on it. Pure functions; any thread may call them.
 """
 
 from __future__ import annotations

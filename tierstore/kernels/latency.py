@@ -1,6 +1,6 @@
-"""Buckets of latencies that are fine enough to tell a p99 from one that is a sixth higher.
+"""Histogram buckets for latencies, fine enough that a p99 and one a sixth higher fall into different buckets.
 
-Constants, for compiled threads and Python alike. `COARSE_NS` are what metrics show; all of them are among the fine bounds.
+Constants, for compiled threads and Python. Metrics show `COARSE_NS`, all of which are among the fine bounds.
 """
 
 from __future__ import annotations

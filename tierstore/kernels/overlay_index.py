@@ -1,12 +1,12 @@
-"""Exact index of the keys of a delta: key → row number, look-ups by it, and the order in which a delta is kept.
+"""An exact index of the keys of a delta: key → row number; its look-ups; and the order in which a delta is kept.
 
-Free functions of arrays without state, nogil. An index is written by `build` and never changes after, so any
-number of threads may look keys up in it. It is rebuilt from its keys after a restart; nothing here touches a disk.
+Free functions of arrays without state, nogil. `build` writes an index once, so any number of threads may look keys up in it. It is rebuilt from its
+keys after a restart; nothing here touches a disk.
 
-An index is uint64[capacity], a power of two and at least twice the keys, probed linearly. A slot holds the upper
-half of the key's hash as a tag and the row number in its lower half; a slot of all ones is empty. No key value is
-reserved. A key that is not there, the usual case, is told by a filter that the processor's caches hold longer than the index: two bits of
-one word. One that passes costs a line of the index, and one that is there another, where its key is compared.
+An index is uint64[capacity], a power of two and at least twice the keys, probed linearly. A slot holds the upper half of the key's hash as a tag and
+the row number in its lower half; a slot of all ones is empty. No key value is reserved. Most keys are not in a delta: a filter, small enough for the
+processor's caches, rejects them by two bits of one word. A key that passes costs a line of the index; a key that is present costs another line, where
+it is compared.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tierstore.types import Keys, Rows, StorageDtype, Tier
 
 Index = npt.NDArray[np.uint64]
 
-MAX_KEYS = 0xFFFF_FFFE  # row numbers have 32 bits, and one is taken by the empty slot
+MAX_KEYS = 0xFFFF_FFFE  # row numbers have 32 bits, and the empty slot takes one
 
 _EMPTY = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 _TAG = np.uint64(0xFFFF_FFFF_0000_0000)
 _ROW = np.uint64(0xFFFF_FFFF)
-_BLOCK = 32  # keys whose slots are asked for before the first of them is probed
+_BLOCK = 32  # keys whose slots are prefetched before the first of them is probed
 _BLOCK_BYTES = 8 * _BLOCK
 _PREFETCH_BYTES = 512  # of a row
 OVERLAY = define("Overlay", "rows of a delta, by key", {
@@ -64,7 +64,7 @@ class Part(NamedTuple):
 
 @compiled(types.int64(_KEYS, types.uint64[::1]))
 def _build(keys: Any, index: Any) -> Any:
-    """Returns -1, or the first row whose key was there before."""
+    """Fill an index. Returns -1, or the first row whose key came before."""
     mask = np.uint64(len(index) - 1)
     for row in range(len(keys)):
         h = mix(keys[row])
@@ -79,7 +79,7 @@ def _build(keys: Any, index: Any) -> Any:
 
 @njit(inline="always")
 def _bits(h: Any) -> Any:
-    """Which two bits of its word in the filter a key of this hash sets."""
+    """The two bits of its filter word that a key with this hash sets."""
     return (np.uint64(1) << (h >> np.uint64(58))) | (np.uint64(1) << ((h >> np.uint64(52)) & np.uint64(63)))
 
 
@@ -93,9 +93,9 @@ def _fill_filter(keys: Any, words: Any) -> Any:
 
 @njit
 def answer_at(overlay: Any, out_code: Any, dim: Any, default: Any, out: Any, keys: Any, n: Any, state: Any) -> Any:
-    """`Answering.answer` of `n` keys and states at addresses of any alignment, of an overlay.
+    """`Answering.answer` for `n` keys and states at addresses of any alignment, of the record of an overlay.
 
-    With AS_STORED rows are answered as they are stored, and nothing is written for a deleted key.
+    With AS_STORED rows are copied as they are stored, and nothing is written for a deleted key.
     """
     index, table_keys, deleted, rows = overlay.index_at, overlay.keys_at, overlay.deleted_at, overlay.rows_at
     row_bytes, code, mask = overlay.row_bytes, overlay.code, np.uint64(overlay.slots - 1)
@@ -153,13 +153,13 @@ def answer_at(overlay: Any, out_code: Any, dim: Any, default: Any, out: Any, key
 
 @compiled(types.int64[::1](_KEYS))
 def _dedup_last(keys: Any) -> Any:
-    """Radix sort, byte by byte from the least, of (key, position); bytes that all keys share are skipped."""
+    """Radix sort of (key, position), least significant byte first; bytes that all keys share are skipped."""
     n = len(keys)
     counts = np.zeros((8, 256), np.int64)
     codes = np.empty(n, np.uint64)
     order = np.empty(n, np.int64)
     for i in range(n):
-        code = np.uint64(keys[i]) ^ np.uint64(0x8000_0000_0000_0000)  # so that unsigned order is numeric order
+        code = np.uint64(keys[i]) ^ np.uint64(0x8000_0000_0000_0000)  # unsigned order is then numeric order
         codes[i], order[i] = code, i
         for byte in range(8):
             counts[byte, (code >> np.uint64(8 * byte)) & np.uint64(255)] += 1
@@ -181,7 +181,7 @@ def _dedup_last(keys: Any) -> Any:
         order, order_to = order_to, order
     kept = 0
     for i in range(n):
-        if i + 1 == n or codes[i] != codes[i + 1]:  # the sort is stable: the last of a run came last
+        if i + 1 == n or codes[i] != codes[i + 1]:  # the sort is stable: the last of equal keys came last
             order[kept] = order[i]
             kept += 1
     return order[:kept].copy()
@@ -227,9 +227,9 @@ def _merge(
 
 
 def merge(old: Part, new: Part) -> Part:
-    """Both in one: distinct keys ascending, where a key in both has its row of `new`.
+    """Merge two deltas: distinct keys ascending; a key in both gets its row of `new`.
 
-    Of each: `keys` int64[n] distinct and ascending, `rows` uint8[n, row_bytes] as wide as the other's, `deleted` bool[n].
+    Each part: `keys` int64[n] distinct and ascending, `rows` uint8[n, row_bytes] of equal width, `deleted` bool[n].
     """
     if new.rows.shape[1] != old.rows.shape[1]:
         raise ValueError(f"rows are to be of one width, got {old.rows.shape[1]} and {new.rows.shape[1]} bytes")
@@ -241,9 +241,9 @@ def merge(old: Part, new: Part) -> Part:
 
 
 def build(keys: Keys) -> Index:
-    """An index over `keys`, int64[n], distinct: key → its row number.
+    """Build an index over `keys`, int64[n], distinct: key → its row number.
 
-    The index is to be used with these same keys. Raises ValueError for a key that occurs twice.
+    It must be used with these same keys. Raises ValueError for a key that occurs twice.
     """
     keys = np.ascontiguousarray(keys, np.int64)
     if len(keys) > MAX_KEYS:
@@ -256,9 +256,9 @@ def build(keys: Keys) -> Index:
 
 
 class Answering:
-    """The rows of a delta, to be looked up by key. Constant; any thread may `answer`.
+    """The rows of a delta, looked up by key. Constant; any thread may `answer`.
 
-    `keys` int64[m] are those that `index` was built of; `rows` uint8[m, row_bytes] of `dtype`, `deleted` bool[m].
+    `keys` int64[m] are the keys that `index` was built from; `rows` uint8[m, row_bytes] of `dtype`, `deleted` bool[m].
     """
 
     __slots__ = ("_arrays", "_dim", "words")
@@ -274,8 +274,8 @@ class Answering:
         marks = np.ascontiguousarray(deleted).view(np.uint8)
         words = np.zeros(max(1, len(index) >> 3), np.uint64)  # 16 to 32 bits a key
         _fill_filter(keys, words)
-        self._arrays, self._dim = (index, words, keys, rows, marks), dim  # they keep the memory that the words lie in
-        # for kernels: where the parts lie, see `answer_at`
+        self._arrays, self._dim = (index, words, keys, rows, marks), dim  # keeps the arrays behind the words alive
+        # for kernels: the addresses of the parts, see `answer_at`
         self.words = OVERLAY.make(
             index_at=address_of(index), slots=len(index), filter_at=address_of(words), filter_words=len(words),
             keys_at=address_of(keys), deleted_at=address_of(marks),
@@ -284,13 +284,13 @@ class Answering:
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of memory that finding keys takes."""
+        """Bytes of memory that the index and its filter take."""
         index, words, *_ = self._arrays
         return index.nbytes + words.nbytes
 
 
 def dedup_last(keys: Keys) -> Keys:
-    """Positions of the last occurrence of each key of `keys`, int64[n], in ascending order of the key: int64[m]."""
+    """Positions of the last occurrence of each key of `keys`, int64[n], ascending by key: int64[m]."""
     keys = np.ascontiguousarray(keys, np.int64)
     if (keys[1:] > keys[:-1]).all():
         return np.arange(len(keys), dtype=np.int64)

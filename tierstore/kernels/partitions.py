@@ -1,4 +1,4 @@
-"""Which partition a key's code is in, codes put in order by it, and codes found among others. `schema/built.md` has the function.
+"""Partitions of keys: the partition of a code, codes grouped by partition, and codes found among sorted others. `schema/built.md` defines the function.
 
 Free functions of arrays, nogil; any thread.
 """
@@ -30,10 +30,9 @@ def partition_at(code, count):  # type: ignore[no-untyped-def]
 
 @compiled(types.void(_CODES, _CODES, _CODES, _I64S, _I64S), when=FIRST)
 def group(codes: Any, wanted: Any, group_of: Any, order: Any, starts: Any) -> Any:
-    """The places `wanted` of `codes` by group: those of g are order[starts[g]:starts[g + 1]], in their order in `wanted`.
+    """Sort the places `wanted` of `codes` by group: group g has order[starts[g]:starts[g + 1]], in the order of `wanted`.
 
-    `group_of` int64[partitions]: the group that the codes of a partition are in, or -1; those of no group come last. `starts`
-    int64[groups + 1].
+    `group_of` int64[partitions]: the group for the codes of a partition, or -1 for none; those places come last. `starts` int64[groups + 1].
     """
     groups, count = len(starts) - 1, len(group_of)
     of = np.empty(len(wanted), np.int64)
@@ -53,7 +52,7 @@ def group(codes: Any, wanted: Any, group_of: Any, order: Any, starts: Any) -> An
 
 @compiled(types.int64(_CODES, _CODES, _I64S), when=HTTP)
 def match_sorted(ours: Any, theirs: Any, where: Any) -> Any:
-    """where[i]: the place of ours[i] in `theirs`, unless it is not there. Both ascending. Returns how many are there."""
+    """Set where[i] to the place of ours[i] in `theirs`, if it is there. Both ascending. Returns how many are there."""
     j = found = 0
     for i in range(len(ours)):
         while j < len(theirs) and theirs[j] < ours[i]:
@@ -77,7 +76,7 @@ def partitions_of(codes: Any, count: Any) -> Any:
 
 @compiled(types.boolean[::1](_CODES, _OWN), when=FIRST)
 def are_own(codes: Any, is_own: Any) -> Any:
-    """Of each code, whether `is_own` (bool[partitions]) of its partition."""
+    """Whether `is_own` (bool[partitions]) is set for the partition of each code."""
     own = np.empty(len(codes), np.bool_)
     for i in range(len(codes)):
         own[i] = is_own[partition_at(codes[i], len(is_own))]

@@ -1,9 +1,9 @@
-"""Embedding bags: pooling the vectors of each bag to one, and checking the offsets that cut them.
+"""Embedding bags: pooling the vectors of each bag to one vector, and checking the offsets of bags.
 
 Free functions of arrays without state, nogil: any thread may call them.
 
-Bag `b` is vectors `offsets[b]` up to `offsets[b + 1]`, the last one runs to the end. Sums are taken in float32, in
-the order of the vectors, each product rounded before it is added: the same answer on every machine.
+Bag `b` is vectors `offsets[b]` up to `offsets[b + 1]`; the last bag runs to the end. Sums are taken in float32, in the order of the vectors, with
+each product rounded before it is added: the answer is the same on every machine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _COUNTS = types.Array(types.boolean, 1, "C", readonly=True)
     when=FIRST,
 )
 def _pool(vectors: Any, offsets: Any, weights: Any, counts: Any, combiner: Any, out: Any) -> Any:
-    """Returns -1, or the first bag that does not lie within the vectors. Empty `weights` or `counts` mean none."""
+    """Pool bags. Returns -1, or the first bag that is not within the vectors. Empty `weights` or `counts` mean none."""
     n, dim = vectors.shape
     weighted, padded = len(weights) > 0, len(counts) > 0
     for bag in range(len(offsets)):
@@ -45,7 +45,7 @@ def _pool(vectors: Any, offsets: Any, weights: Any, counts: Any, combiner: Any, 
             return bag
         pooled = out[bag]
         pooled[:] = np.float32(0)
-        total = np.float32(0)  # what the combiner divides by, before the root
+        total = np.float32(0)  # the divisor of the combiner, before the root
         for i in range(start, stop):
             if padded and not counts[i]:
                 continue
@@ -83,7 +83,7 @@ def _are_starts(offsets: Any, n_keys: Any) -> Any:
 
 
 def combiner_code(combiner: Combiner) -> int:
-    """The number by which kernels know a combiner."""
+    """The number of a combiner in kernels."""
     return _COMBINERS[combiner]
 
 
@@ -97,10 +97,9 @@ def pool_bags(
 ) -> npt.NDArray[np.float32]:
     """Pool each bag of `vectors`, float32[n, dim], to one row of the answer, float32[bags, dim].
 
-    `offsets` int64[bags] as `check_offsets` returns them, `weights` float32[n]. Where `counts`, bool[n], is False
-    the vector contributes nothing, its weight neither. `mean` divides by the sum of weights, `sqrtn` by the root of
-    the sum of their squares; a bag that is empty, or whose divisor is zero, answers zeros. Fills and returns `out`
-    if given. Raises IndexError for a bag outside of the vectors.
+    `offsets` int64[bags] as `check_offsets` returns them, `weights` float32[n]. A vector whose `counts`, bool[n], is False adds nothing, and neither
+    does its weight. `mean` divides by the sum of weights, `sqrtn` by the root of the sum of their squares; an empty bag, or one whose divisor is
+    zero, gives zeros. Fills and returns `out` if given. Raises IndexError for a bag outside of the vectors.
     """
     n, dim = vectors.shape
     if out is None:
@@ -124,10 +123,10 @@ def pool_bags(
 
 
 def check_offsets(offsets: npt.ArrayLike, n_keys: int) -> npt.NDArray[np.int64]:
-    """`offsets` as contiguous int64[bags], once they are known to cut `n_keys` keys into bags.
+    """Check that `offsets` cut `n_keys` keys into bags. Returns them as contiguous int64[bags].
 
-    Raises InvalidInput unless they are one-dimensional integers, the first is 0, none is smaller than the one before
-    it and none lies beyond the keys. With no bags there may be no keys.
+    Raises InvalidInput unless they are one-dimensional integers that begin at 0, do not descend and do not pass the keys. Without bags there may be
+    no keys.
     """
     given = np.asarray(offsets)
     if given.dtype == _INT64 and given.ndim == 1 and given.flags.carray and _are_starts(given, n_keys):

@@ -1,7 +1,7 @@
-"""Rates of requests, keys and bytes: token buckets that compiled threads and Python draw from alike, without a lock.
+"""Rate limits of requests, keys and bytes: token buckets for compiled threads and Python, without a lock.
 
-A bucket holds what a second allows, at least one. What is drawn is kept as a moment: when all of it will have flowed back (the
-generic cell rate algorithm of ATM, ITU-T I.371). Two that draw at the same moment may both pass by what one of them leaves.
+A bucket holds what one second allows, at least one unit. It is stored as a moment: when it will be full again (the generic cell rate algorithm of
+ATM, ITU-T I.371). Two callers that draw at the same moment may both pass with what is left for one.
 
 Free functions of addresses, nogil; the memory belongs to the caller.
 """
@@ -18,7 +18,7 @@ from tierstore.kernels import FIRST, compiled
 from tierstore.kernels.atomics import add_at, raise_at, relaxed_i64
 from tierstore.kernels.records import at, define, place
 
-# places in both
+# places of the three units in a bucket
 REQUESTS, KEYS, BYTES = range(3)
 UNITS = 3
 BUCKET = define("Bucket", "rates of requests, keys and bytes; 0 where there is no limit", {
@@ -26,13 +26,13 @@ BUCKET = define("Bucket", "rates of requests, keys and bytes; 0 where there is n
     "milli_rate": ((np.int64, (UNITS,)), "thousandths a second"),
 })  # fmt: skip
 _bucket_at = at(BUCKET)
-FREE = -1  # of `empty_at`: none of them
-_MOST_NS = 1e17  # that one request costs: three years
+FREE = -1  # result of `empty_at`: no unit is used up
+_MOST_NS = 1e17  # the most that one request may cost: three years
 
 
 @nb.njit
 def empty_at(bucket, now_ns):  # type: ignore[no-untyped-def]
-    """The first unit of which less than one is left, or FREE. `bucket` is an address; 0: there are no limits."""
+    """The first unit of which less than one is left, or FREE. `bucket` is an address, or 0 for no limits."""
     if bucket == 0:
         return FREE
     full_at, rates_at = place(_bucket_at(bucket), "full_ns"), place(_bucket_at(bucket), "milli_rate")
@@ -40,7 +40,7 @@ def empty_at(bucket, now_ns):  # type: ignore[no-untyped-def]
         rate = relaxed_i64(rates_at + 8 * unit)
         if rate > 0:
             drawn_ns = relaxed_i64(full_at + 8 * unit) - now_ns
-            room = max(rate - 1000, 0)  # thousandths, beside the one that must be left
+            room = max(rate - 1000, 0)  # in thousandths, without the one that must be left
             if drawn_ns > 0 and nb.float64(drawn_ns) * nb.float64(rate) > nb.float64(room) * 1e9:
                 return unit
     return FREE

@@ -1,11 +1,10 @@
-"""Numbers at an address: loads and stores at any alignment, half precisions, and wide multiplication.
+"""Numbers at an address: loads and stores at any alignment, half precision, and wide multiplication.
 
-For use inside `@njit` code alone. `base` is an address, `index` counts elements of the kind that the name says.
-Nothing is checked, not even with NUMBA_BOUNDSCHECK: the caller's invariants hold the addresses. Numbers in memory are
-little-endian, as is every machine that tierstore runs on.
+Only for use inside `@njit` code. `base` is an address, `index` counts elements of the type in the name. Nothing is checked, not even with
+NUMBA_BOUNDSCHECK: the caller must pass valid addresses. Memory is little-endian, as on every machine that tierstore runs on.
 
-Half precision is done on bit patterns in integer arithmetic: CPUs without F16C would need a library call that the
-just-in-time compiler cannot resolve, and the integer form vectorizes to about the same speed.
+Half precision uses bit patterns and integer arithmetic: CPUs without F16C would need a library call that the just-in-time compiler cannot resolve,
+and the integer form vectorizes to about the same speed.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _I8, _I16, _I32, _I64, _I128 = (ir.IntType(bits) for bits in (8, 16, 32, 64, 128
 _F32 = ir.FloatType()
 _16_F32 = ir.VectorType(_F32, 16)
 
-_INFINITE = 0x7F800000  # magnitude bits of binary32 from which on a value is Inf or NaN
+_INFINITE = 0x7F800000  # magnitude bits of binary32; from here on a value is Inf or NaN
 _F16_LIMIT = 0x477FF000  # 65520, the least magnitude that rounds to Inf in binary16
 
 
@@ -115,7 +114,7 @@ def load_bf16(typingctx: Any, base: Any, index: Any) -> Any:
 
 @intrinsic
 def store_bf16(typingctx: Any, base: Any, index: Any, value: Any) -> Any:
-    """Rounds to nearest even by carrying into the kept half. NaN must have been refused."""
+    """Store a bfloat16, rounded to nearest even by carrying into the kept half. The caller has refused NaN."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         bits = builder.bitcast(args[2], _I32)
@@ -128,7 +127,7 @@ def store_bf16(typingctx: Any, base: Any, index: Any, value: Any) -> Any:
 
 
 def _widened(builder: ir.IRBuilder, halves: ir.Value) -> ir.Value:
-    """binary16 as binary32, one or a vector of them.
+    """Convert binary16 to binary32, one value or a vector.
 
     Exact, and free of subnormal binary32 arithmetic, which some libraries switch off for the process.
     """
@@ -161,7 +160,7 @@ def load_f16(typingctx: Any, base: Any, index: Any) -> Any:
 
 @intrinsic
 def load_two_f16(typingctx: Any, base: Any) -> Any:
-    """The first two numbers, at the cost of one."""
+    """Load the first two float16, at the cost of one."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         both = _widened(builder, _load(builder, args[0], ir.Constant(_I64, 0), ir.VectorType(_I16, 2)))
@@ -173,7 +172,7 @@ def load_two_f16(typingctx: Any, base: Any) -> Any:
 
 @intrinsic
 def store_f16(typingctx: Any, base: Any, index: Any, value: Any) -> Any:
-    """Rounds to nearest even; 65520 and more becomes Inf, NaN stays NaN."""
+    """Store a float16, rounded to nearest even; 65520 and more becomes Inf, NaN stays NaN."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         bits = builder.bitcast(args[2], _I32)
@@ -182,7 +181,7 @@ def store_f16(typingctx: Any, base: Any, index: Any, value: Any) -> Any:
         odd = builder.and_(builder.lshr(magnitude, _const(13)), _const(1))
         rebiased = builder.add(builder.add(magnitude, odd), _const(0xFFF - (112 << 23)))
         normal = builder.lshr(rebiased, _const(13))
-        # adding 0.5 leaves the units of a subnormal binary16 in the last mantissa bits, rounded by the adder
+        # adding 0.5 moves the units of a subnormal binary16 to the last mantissa bits, rounded by the addition
         lifted = builder.bitcast(builder.fadd(builder.bitcast(magnitude, _F32), ir.Constant(_F32, 0.5)), _I32)
         subnormal = builder.sub(lifted, _const(126 << 23))
         finite = builder.select(builder.icmp_unsigned("<", magnitude, _const(113 << 23)), subnormal, normal)
@@ -198,7 +197,7 @@ def store_f16(typingctx: Any, base: Any, index: Any, value: Any) -> Any:
 
 @intrinsic
 def add_scaled_16(typingctx: Any, target: Any, source: Any, factor: Any) -> Any:
-    """`target += factor * source` of the 16 float32 at two addresses, the products rounded before they are added."""
+    """`target += factor * source` for the 16 float32 at two addresses, with the products rounded before they are added."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         zero = ir.Constant(_I64, 0)
@@ -211,7 +210,7 @@ def add_scaled_16(typingctx: Any, target: Any, source: Any, factor: Any) -> Any:
 
 @intrinsic
 def store_scaled_halves_16(typingctx: Any, target: Any, source: Any, scale: Any, offset: Any) -> Any:
-    """`offset + scale * code` as 16 float32 at `target`, of 16 codes of four bits at `source`, the lower half of a byte first."""
+    """Store `offset + scale * code` as 16 float32 at `target`, for the 16 four-bit codes at `source`, lower half of a byte first."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind, zero = ir.VectorType(_I8, 8), ir.Constant(_I64, 0)
@@ -228,7 +227,7 @@ def store_scaled_halves_16(typingctx: Any, target: Any, source: Any, scale: Any,
 
 @intrinsic
 def magnitude(typingctx: Any, value: Any) -> Any:
-    """The bits of |value|, whose order as integers is the order of the magnitudes, NaN above all."""
+    """The bits of |value| as an integer. Integers are in the order of the magnitudes, NaN above all."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.and_(builder.bitcast(args[0], _I32), _const(0x7FFFFFFF))
@@ -248,7 +247,7 @@ def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
 
 @intrinsic
 def load_u32(typingctx: Any, base: Any, index: Any) -> Any:
-    """Widened to 64 bits, so that arithmetic on it stays there."""
+    """Load a uint32, widened to 64 bits so that arithmetic on it stays there."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.zext(_load(builder, args[0], args[1], _I32), _I64)
@@ -258,7 +257,7 @@ def load_u32(typingctx: Any, base: Any, index: Any) -> Any:
 
 @intrinsic
 def fold_multiply(typingctx: Any, a: Any, b: Any) -> Any:
-    """The two halves of the 128-bit product, xored."""
+    """The two halves of the 128-bit product, combined by xor."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         product = builder.mul(builder.zext(args[0], _I128), builder.zext(args[1], _I128))
@@ -280,9 +279,9 @@ def swap_bytes(typingctx: Any, value: Any) -> Any:
 
 @intrinsic
 def call_at(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
-    """Call a compiled function of six int64 that returns one (`cfunc.address`).
+    """Call a compiled function of six int64 that returns one, by its address (`cfunc.address`).
 
-    What is called by address is not compiled into its caller, and into that one's callers, again.
+    A function that is called by address is not compiled again into its callers.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:

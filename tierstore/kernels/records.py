@@ -1,15 +1,15 @@
-"""Records in memory that Python and kernels share: a NumPy dtype says what lies where, and both read it by name.
+"""Records in memory that Python and kernels share: a NumPy dtype defines the layout, and both use fields by name.
 
     STREAM = define("Stream", "a request on its way", {"number": "from 1 on", "window": "bytes that the client takes"})
     stream_at = at(STREAM)
 
-Python makes such memory as an array of the dtype (`STREAM.new(n)`). In a kernel `stream_at(address)` is the record at an address,
-and `stream_at(address, i)` the i-th of those that lie there end to end; `stream.window` is read, and written by `stream.window = n`, with
-one instruction. A field whose kind is another record has the address of one, or 0, and reads as that record. A record is its address
-wherever a number is wanted: `row == 0`, `release(row)`. `place(row, "window")` is the address of a field, for `atomics`.
+Python makes such memory as an array of the dtype (`STREAM.new(n)`). In a kernel `stream_at(address)` is the record at an address, and
+`stream_at(address, i)` the i-th of records that are end to end there; `stream.window` is read, and written by `stream.window = n`, with one
+instruction. A field whose kind is another record holds its address, or 0, and reads as that record. A record can be used as its address, a number:
+`row == 0`, `release(row)`. `place(row, "window")` is the address of a field, for `atomics`.
 
-Neither addresses nor indexes are checked, not even with NUMBA_BOUNDSCHECK: the caller's invariants hold them. Records are at multiples
-of 8. `docs/layouts.md` lists all of them (`tools/make_layouts_page.py`).
+Neither addresses nor indexes are checked, not even with NUMBA_BOUNDSCHECK: the caller must pass valid ones. Records are at multiples of 8.
+`docs/layouts.md` lists all of them (`tools/make_layouts_page.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LINE_BYTES = 64  # of a cache line
 
 
 class Record(types.Type):  # type: ignore[misc]
-    """A record's dtype, and what else there is to say of it; to numba, the type of its address."""
+    """A record's layout: its dtype and the description of its fields; to numba, the type of its address."""
 
     mutable = True
 
@@ -46,22 +46,22 @@ class Record(types.Type):  # type: ignore[misc]
         super().__init__(name)
 
     def new(self, shape: int | tuple[int, ...] = ()) -> npt.NDArray[Any]:
-        """Records of zeros; without a shape, one."""
+        """An array of records of zeros; without a shape, one record."""
         return np.zeros(shape, self.dtype)
 
     def row(self, **values: int) -> tuple[int, ...]:
-        """These values by field, and zeros, as NumPy makes a record of. Raises ValueError for a name that is no field."""
+        """The values of a record by field, zeros for the others, as a tuple for NumPy. Raises ValueError for an unknown field."""
         every = self._zeros | values
         if len(every) != len(self.fields):
             raise ValueError(f"{self.name} has no field {', '.join(values.keys() - self.fields.keys())}")
         return tuple(every.values())
 
     def make(self, **values: int) -> npt.NDArray[Any]:
-        """A record with these values, and zeros. Raises ValueError for a name that is no field."""
+        """A new record with these values, and zeros. Raises ValueError for an unknown field."""
         return np.array(self.row(**values), self.dtype)
 
     def view(self, address: int) -> Any:
-        """The record at an address, with attributes that read and write it."""
+        """The record at an address, with attributes that read and write its fields."""
         return self._structure.from_address(address)
 
     @cached_property
@@ -81,7 +81,7 @@ class Record(types.Type):  # type: ignore[misc]
 
     @lru_cache  # noqa: B019 - records live as long as the process
     def resolve(self, field: str) -> tuple[int, Any, Any]:
-        """(offset of a field, numba's type of what lies there, the type that kernels see)"""
+        """A field: (its offset, numba's type in memory, the type that kernels see)."""
         if field not in self.fields:
             raise TypingError(f"{self.name} has no field {field}: it has {', '.join(self.fields)}")
         dtype, offset = self.dtype.fields[field][:2]  # type: ignore[index]
@@ -91,7 +91,7 @@ class Record(types.Type):  # type: ignore[misc]
         kind = self.fields[field][0]
         return offset, nb.from_dtype(dtype), kind if isinstance(kind, Record) else nb.from_dtype(dtype)
 
-    # numba asks these
+    # numba calls these
 
     def can_convert_to(self, typingctx: Any, other: Any) -> Any:
         return Conversion.safe if other == types.int64 else None
@@ -101,14 +101,14 @@ class Record(types.Type):  # type: ignore[misc]
 
 
 ALL: dict[str, Record] = {}  # by name
-ITSELF = object()  # the kind of a field that has the address of a record of the same kind
+ITSELF = object()  # the kind of a field that holds the address of a record of the same kind
 
 
 def define(name: str, says: str, fields: Mapping[str, Any], *, apart: bool = False, size: int = 0) -> Record:
-    """A record of `fields`: names, several with spaces between them, and what they are; or (kind, what they are).
+    """Define a record. `fields`: names, several with spaces between them, and their description; or (kind, description).
 
-    kind: int64 without one; a type of NumPy, (type, shape), another record, ITSELF. `apart`: each has a cache line of its own.
-    `size`: bytes from one record to the next, where they are more than it has.
+    kind: int64 by default; a NumPy type, (type, shape), another record, ITSELF. `apart`: each field has its own cache line. `size`: bytes from one
+    record to the next, if more than the fields take.
     """
     if name in ALL:
         raise ValueError(f"a record {name} is there already")
@@ -183,7 +183,7 @@ def _to_record(context: Any, builder: Any, kind: Any, wanted: Any, value: Any) -
 
 
 def at(kind: Record) -> Any:
-    """For kernels: the function of an address, and of an index where there are several, that returns the record there."""
+    """The function, for kernels, that returns the record at an address (and an index, where there are several)."""
 
     @intrinsic
     def record_at(typingctx: Any, address: Any, index: Any = None) -> Any:

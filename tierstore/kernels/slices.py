@@ -1,10 +1,10 @@
-"""A load's helper process in short slices: a timer stops its main thread again and again, and it goes on by itself.
+"""Short work slices for a load's helper process: a timer stops its main thread again and again, for a part of each period.
 
-A look-up on the same processor then waits for one slice at most. A helper that paused only between its batches would hold
-a look-up up for a whole batch; measured, that was slower for look-ups than a helper that never paused.
+A look-up on the same processor then waits for at most one slice. A helper that paused only between its batches would delay a look-up by a whole
+batch; measured, that was slower for look-ups than a helper that never paused.
 
-A timer's signal comes once a period. Its handler, which is compiled, sleeps for the part of the period that is not work.
-So no other process is needed to let the helper go on, and a killed parent leaves no helper stopped. For the main thread.
+A timer's signal comes once a period. Its compiled handler sleeps for the part of the period that is not work. So no other process must wake the
+helper, and a killed parent leaves no helper stopped. For the main thread.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ _nanosleep = types.ExternalFunction("nanosleep", types.int32(types.int64, types.
 
 
 class Slices:
-    """One in a process. For any thread that has SIGALRM blocked, as all but the main thread must have."""
+    """The slices of this process, one object. For any thread that blocks SIGALRM, as all but the main thread must."""
 
     def __init__(self) -> None:
-        self._pause = np.zeros(2, np.int64)  # a timespec, which the handler reads
+        self._pause = np.zeros(2, np.int64)  # a timespec that the handler reads
         at = address_of(self._pause)
 
         @nb.cfunc(types.void(types.int32))
         def stop(_signal):  # type: ignore[no-untyped-def]
             _nanosleep(at, 0)
 
-        self._handler = stop  # kept as long as signals may come
+        self._handler = stop  # kept alive while signals may come
         self._share = 1.0
-        install = ctypes.CDLL(None).signal  # as C's: calls that are interrupted are begun again
+        install = ctypes.CDLL(None).signal  # C's `signal`, so that interrupted calls are restarted
         install.restype, install.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_void_p]
         install(signal.SIGALRM, stop.address)
 
     def set_share(self, share: float) -> None:
-        """From now on, work for this share of the time; 1 or 0 stop nothing."""
+        """Work for this share of the time from now on; 1 or 0 stop nothing."""
         if share == self._share:
             return
         self._share = share

@@ -1,10 +1,10 @@
-"""System calls for kernels: files, sockets, epoll, clocks and memory, and what they say when they fail.
+"""System calls for kernels: files, sockets, epoll, clocks and memory, and their errors.
 
-For use inside `@njit` code alone; with `nogil` they run beside the interpreter. An address is a number and is not
-checked, not even with NUMBA_BOUNDSCHECK. The functions are the C library's, found by name when a kernel is loaded. All
-but `allocate`, `release` and the clocks answer what the system call does, or minus the error number.
+Only for use inside `@njit` code; with `nogil` they run beside the interpreter. An address is a number and is not checked, not even with
+NUMBA_BOUNDSCHECK. The functions are the C library's, found by name when a kernel is loaded. All but `allocate`, `release` and the clocks return the
+result of the system call, or minus the error number.
 
-Files are read through `preadv2` and never through a mapping, so that a failing drive is an error number and not a signal.
+Files are read by `preadv2` and never by a mapping, so that a failing drive gives an error number and not a signal.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WILL_NEED = 3  # POSIX_FADV_WILLNEED
 EINTR, EAGAIN = 4, 11
 
 EPOLL_ADD, EPOLL_DEL = 1, 2
-# an event is 32 bits of mask and 64 of data, which lie 4 bytes on where the structure is packed (x86-64), else 8
+# an event has 32 bits of mask and 64 of data, 4 bytes behind them if the structure is packed (x86-64), else 8
 EVENT_BYTES, EVENT_DATA = (12, 4) if platform.machine() in ("x86_64", "AMD64") else (16, 8)
 READABLE, WRITABLE, FAILED, HUNG_UP, HALF_CLOSED = 0x1, 0x4, 0x8, 0x10, 0x2000  # EPOLLIN, OUT, ERR, HUP, RDHUP
 EXCLUSIVE, EDGE = 1 << 28, 1 << 31  # EPOLLEXCLUSIVE, EPOLLET
@@ -37,14 +37,14 @@ def _declare(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
 
 
 def _or_error(builder: Any, got: Any) -> Any:
-    """`got` (64 bits), or minus `errno` where it is negative."""
+    """`got` (64 bits), or minus `errno` if it is negative."""
     where = builder.call(_declare(builder, "__errno_location", _I32.as_pointer(), []), [])
     failed = builder.neg(builder.sext(builder.load(where), _I64))
     return builder.select(builder.icmp_signed("<", got, _I64(0)), failed, got)
 
 
 def _call(builder: Any, name: str, result: Any, kinds: list[Any], args: Any) -> Any:
-    """Call `name` with 64-bit numbers as the `kinds` that it takes; its result widened, errors as `_or_error`."""
+    """Call `name` with 64-bit numbers, converted to `kinds`; the result is widened, with errors as in `_or_error`."""
     given = []
     for value, kind in zip(args, kinds, strict=True):
         if kind is _POINTER:
@@ -60,7 +60,7 @@ def _signature(count: int) -> Any:
 
 
 def _calls(name: str, result: Any, kinds: list[Any], *last: int) -> Any:
-    """An intrinsic that is `_call`; `last`: the last arguments, where they are always the same."""
+    """An intrinsic made of `_call`; `last`: constant last arguments."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _call(builder, name, result, kinds, [*args, *map(_I64, last)])
@@ -106,13 +106,13 @@ def write(typingctx: Any, fd: Any, address: Any, size: Any) -> Any:
 
 @intrinsic
 def receive(typingctx: Any, fd: Any, address: Any, size: Any) -> Any:
-    """`recv` that does not wait: bytes received, 0 when the other side has ended."""
+    """`recv` without waiting: bytes received, 0 when the other side has ended."""
     return _calls("recv", _I64, [_I32, _POINTER, _I64, _I32], 0x40)  # MSG_DONTWAIT
 
 
 @intrinsic
 def send(typingctx: Any, fd: Any, address: Any, size: Any, more: Any) -> Any:
-    """`send` that neither waits nor raises a signal: bytes taken. `more` (0 or 1): others follow at once."""
+    """`send` without waiting or a signal: bytes taken. `more` (0 or 1): others follow at once."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         fd, address, size, more = args
@@ -124,7 +124,7 @@ def send(typingctx: Any, fd: Any, address: Any, size: Any, more: Any) -> Any:
 
 @intrinsic
 def send_pieces(typingctx: Any, fd: Any, pieces: Any, count: Any) -> Any:
-    """`send` of several pieces, `records.TEXT` end to end (struct iovec), at most 1,024."""
+    """`send` of several pieces (`records.TEXT` end to end, as struct iovec), at most 1,024."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         fd, pieces, count = args
@@ -140,13 +140,13 @@ def send_pieces(typingctx: Any, fd: Any, pieces: Any, count: Any) -> Any:
 
 @intrinsic
 def accept(typingctx: Any, fd: Any) -> Any:
-    """`accept4`: the descriptor of a connection that does not wait."""
+    """`accept4`: the descriptor of a non-blocking connection."""
     return _calls("accept4", _I32, [_I32, _POINTER, _POINTER, _I32], 0, 0, 0o2004000)  # NONBLOCK, CLOEXEC
 
 
 @intrinsic
 def end_sending(typingctx: Any, fd: Any) -> Any:
-    """`shutdown` of the side that sends: the other one reads what was sent, and then the end."""
+    """`shutdown` of the sending side: the other side reads what was sent, and then the end."""
     return _calls("shutdown", _I32, [_I32, _I32], 1)  # SHUT_WR
 
 
@@ -175,19 +175,19 @@ def send_at_once(typingctx: Any, fd: Any) -> Any:
 
 @intrinsic
 def hold_packets(typingctx: Any, fd: Any) -> Any:
-    """Set TCP_CORK: what is sent waits until packets are full, or `send_packets`."""
+    """Set TCP_CORK: data wait until packets are full, or until `send_packets`."""
     return _sets_option(6, 3, 1)
 
 
 @intrinsic
 def send_packets(typingctx: Any, fd: Any) -> Any:
-    """Take TCP_CORK back: what waits is sent."""
+    """Unset TCP_CORK: waiting data are sent."""
     return _sets_option(6, 3, 0)
 
 
 @intrinsic
 def drop_on_close(typingctx: Any, fd: Any) -> Any:
-    """SO_LINGER of 0 s: `close` resets the connection and lets go of what the other side has not taken."""
+    """SO_LINGER of 0 s: `close` resets the connection and drops unsent data."""
     return _sets_option(1, 13, 1, 0)
 
 
@@ -199,7 +199,7 @@ def epoll_wait(typingctx: Any, epoll: Any, events: Any, most: Any, timeout_ms: A
 
 @intrinsic
 def epoll_set(typingctx: Any, epoll: Any, operation: Any, fd: Any, mask: Any, data: Any) -> Any:
-    """`epoll_ctl`: report events of `mask` on `fd` with the 64 bits `data` from now on (EPOLL_ADD), or no more (EPOLL_DEL)."""
+    """`epoll_ctl`: report events of `mask` on `fd` with the 64 bits `data` (EPOLL_ADD), or stop (EPOLL_DEL)."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         epoll, operation, fd, mask, data = args
@@ -247,7 +247,7 @@ def wall_ns(typingctx: Any) -> Any:
 
 @intrinsic
 def allocate(typingctx: Any, size: Any) -> Any:
-    """The address of `size` bytes from `malloc`; 0 where there are none."""
+    """The address of `size` bytes from `malloc`; 0 if there is no memory."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         got = builder.call(_declare(builder, "malloc", _POINTER, [_I64]), [args[0]])
@@ -296,7 +296,7 @@ def clear_bytes(typingctx: Any, target: Any, count: Any) -> Any:
 
 @intrinsic
 def same_bytes(typingctx: Any, one: Any, other: Any, count: Any) -> Any:
-    """Whether `count` bytes at two addresses are the same: 1 or 0."""
+    """Whether `count` bytes at two addresses are equal: 1 or 0."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kinds = [_POINTER, _POINTER, _I64]

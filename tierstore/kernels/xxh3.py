@@ -1,8 +1,8 @@
 """XXH3-64 with seed 0: of many strings at once, the codes of string keys; and of the parts of a long input, in any order.
 
-Functions of arrays without state, nogil; any thread may call them. What they answer is on disk and in clients, so it
-never changes. Written from the public description of the algorithm (xxhash.com, doc/xxhash_spec.md, XXH3 by Yann
-Collet); the tests hold it against the `xxhash` package for every length.
+Functions of arrays without state, nogil; any thread may call them. The hashes are on disk and in clients, so they never change. Written from the
+public description of the algorithm (xxhash.com, doc/xxhash_spec.md, XXH3 by Yann Collet); the tests compare with the `xxhash` package for every
+length.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _SECRET = np.frombuffer(
 _STRIPE, _STRIPES = (
     64,
     16,
-)  # bytes of a stripe, and stripes of a block: one for every 8 bytes of the secret but the last 64
+)  # bytes of a stripe; stripes of a block: one for every 8 bytes of the secret but the last 64
 
-# words of the secret, by the byte at which they begin
+# words of the secret, by their first byte
 _WORDS = np.array(
     [int.from_bytes(_SECRET[at : at + 8].tobytes(), "little") for at in range(len(_SECRET) - 7)], np.uint64
 )
@@ -96,7 +96,7 @@ def _hash_to_16(at: Any, size: Any) -> Any:
 
 @compiled("uint64(int64, int64)", inner=True)
 def _mix(at: Any, secret: Any) -> Any:
-    """16 bytes with the 16 bytes of the secret from `secret` on."""
+    """Mix 16 bytes with the 16 bytes of the secret from `secret` on."""
     return fold_multiply(load_u64(at, 0) ^ _WORDS[secret], load_u64(at, 1) ^ _WORDS[secret + 8])
 
 
@@ -104,7 +104,7 @@ def _mix(at: Any, secret: Any) -> Any:
 def _hash_to_240(at: Any, size: Any) -> Any:
     acc = _U64(size) * _P64_1
     if size <= 128:
-        for i in range(((size - 1) >> 5) + 1):  # pairs from both ends inwards; addition leaves their order free
+        for i in range(((size - 1) >> 5) + 1):  # pairs from both ends inwards; the order of additions does not matter
             acc += _mix(at + 16 * i, 32 * i) + _mix(at + size - 16 * i - 16, 32 * i + 16)
         return _avalanche(acc)
     for i in range(8):
@@ -127,14 +127,14 @@ def _accumulate(at: Any, secret: Any, acc: Any) -> Any:
 
 @compiled(types.void(types.uint64[::1]), inner=True)
 def _scramble(acc: Any) -> Any:
-    """Scramble the accumulators behind each block but the last."""
+    """Scramble the accumulators after each block but the last."""
     for i in range(8):
         acc[i] = (acc[i] ^ (acc[i] >> _U64(47)) ^ _WORDS[128 + 8 * i]) * _P32_1
 
 
 @compiled(types.uint64(types.int64, types.int64, types.uint64[::1]), inner=True)
 def _finish(end: Any, size: Any, acc: Any) -> Any:
-    """The last stripe, whole or not, is taken from the end."""
+    """The hash of a long input from its accumulators; the last stripe ends at the input's end."""
     _accumulate(end - _STRIPE, 121, acc)
     x = _U64(size) * _P64_1
     for i in range(0, 8, 2):
@@ -144,7 +144,7 @@ def _finish(end: Any, size: Any, acc: Any) -> Any:
 
 @compiled(types.uint64(types.int64, types.int64, types.uint64[::1]), inner=True)
 def _hash_long(at: Any, size: Any, acc: Any) -> Any:
-    for i in range(8):  # a loop: assigning a slice costs 2 s of compiling the message of an error that cannot be
+    for i in range(8):  # a loop: assigning a slice takes 2 s to compile, for the message of an error that cannot occur
         acc[i] = _START[i]
     for n in range((size - 1) // _STRIPE):
         _accumulate(at + _STRIPE * n, 8 * (n % _STRIPES), acc)
@@ -155,7 +155,7 @@ def _hash_long(at: Any, size: Any, acc: Any) -> Any:
 
 @compiled(types.uint64(types.int64, types.int64, types.uint64[::1]), inner=True)
 def hash_at(at: Any, size: Any, acc: Any) -> Any:
-    """XXH3-64 of `size` bytes at an address; `acc`, uint64[8], is room to work in."""
+    """XXH3-64 of `size` bytes at an address; `acc`, uint64[8], is working memory."""
     if size <= 16:
         return _hash_to_16(at, size)
     return _hash_to_240(at, size) if size <= 240 else _hash_long(at, size, acc)
@@ -163,7 +163,7 @@ def hash_at(at: Any, size: Any, acc: Any) -> Any:
 
 @compiled(types.int64(types.int64, types.int64, _OFFSETS, types.int64[::1]))
 def _hash_strings(data: Any, data_size: Any, offsets: Any, out: Any) -> Any:
-    """Returns -1, or the first string that does not lie within the data."""
+    """Hash strings. Returns -1, or the first string that is not within the data."""
     acc = np.empty(8, np.uint64)
     for i in range(len(out)):
         start, stop = offsets[i], offsets[i + 1]
@@ -176,8 +176,8 @@ def _hash_strings(data: Any, data_size: Any, offsets: Any, out: Any) -> Any:
 def hash_strings(data: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> Keys:
     """XXH3-64, seed 0, of each string, as the int64 of the same bits: int64[n].
 
-    String i is `data[offsets[i]:offsets[i + 1]]`; `data` uint8[bytes], `offsets` int64 or int32 [n + 1], as Arrow
-    lays strings out. Raises ValueError for a string that does not lie within the data.
+    String i is `data[offsets[i]:offsets[i + 1]]`; `data` uint8[bytes], `offsets` int64 or int32 [n + 1], as in Arrow's string arrays. Raises
+    ValueError for a string that is not within the data.
     """
     if data.dtype != np.uint8 or data.ndim != 1:
         raise ValueError(f"data is uint8[bytes], got {data.dtype}{list(data.shape)}")
@@ -231,9 +231,9 @@ def sum_blocks(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
 
 
 def hash_end(tail: npt.NDArray[np.uint8], size: int, acc: npt.NDArray[np.uint64]) -> int:
-    """XXH3-64 of an input of `size` bytes, more than 240, all of whose blocks but the last, whole or not, were added to `acc`.
+    """XXH3-64 of an input of `size` bytes, more than 240, after all blocks but the last (whole or not) were added to `acc`.
 
-    `tail` is that last block, after the 64 bytes that are before it, if there are any.
+    `tail` is the last block, with the 64 bytes before it in front, if there are any.
     """
     last = (size - 1) % BLOCK + 1
     at = tail.ctypes.data

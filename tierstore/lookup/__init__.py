@@ -1,1 +1,1 @@
-"""Compiled look-ups over a view's tiers: by plan (`by_plan.py`), of several features, of rows for a front, from disk."""
+"""Compiled look-ups over the tiers of a view: by plan (`by_plan.py`), for several features, for a front, and from disk."""

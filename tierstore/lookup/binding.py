@@ -1,9 +1,8 @@
-"""A request's sizes put into the plan of its structure: a run that `by_plan.run` can do, and the head of its answer.
+"""Binding: the sizes of one request put into the plan of its structure, as a run for `by_plan.run` and the head of its answer.
 
-A variant says what requests of a structure have in common: which input has the keys of which look-up, what is answered
-in which order, and the text of the answer in pieces, between which numbers go. `bind` checks the numbers of one request as
-the full parser and planner do; what does not pass is for those, who say what is wrong. `write_head` writes the head and the
-JSON of the answer, from its end to its beginning, as each length stands before what it counts.
+A variant holds what all requests of a structure share: which input has the keys of which look-up, the order of the answer, and the answer's text in
+pieces, with numbers between them. `bind` checks the numbers of one request as the full parser and planner do; a request that fails goes to the full
+parser, which reports the fault. `write_head` writes the head and the JSON backwards, because each length stands before what it counts.
 
 Free functions of records and addresses, nogil.
 """
@@ -58,10 +57,10 @@ VALUES = define("Values", "numbers of one answer; pieces name them by their plac
 })  # fmt: skip
 values_at, value_at = at(VALUES), at(OUTPUT)
 
-_MOST_STRING_BYTES, _MOST_COLLIDING = 1 << 18, 64  # of what is read between two other requests
+_MOST_STRING_BYTES, _MOST_COLLIDING = 1 << 18, 64  # limits on strings that are read in one turn
 MOST_CALLS = MOST_TENSORS
 RUN_BYTES = plans.RUN_BYTES + CALL_BYTES * MOST_CALLS
-BOUND, LARGE, WRONG = range(3)  # of `bind`: a run; one that takes long; for the full check
+BOUND, LARGE, WRONG = range(3)  # results of `bind`: a run; a run that takes long; a request for the full parser
 
 _STATUS = np.frombuffer(b"HTTP/1.1 200 OK\r\ndate: ", np.uint8)
 _LENGTH = np.frombuffer(b"\r\ncontent-length: ", np.uint8)
@@ -70,7 +69,7 @@ _TYPE = np.frombuffer(b"\r\ncontent-type: application/octet-stream", np.uint8)
 _CLOSE = np.frombuffer(b"\r\nconnection: close", np.uint8)
 _END = np.frombuffer(b"\r\n\r\n", np.uint8)
 _ID = np.frombuffer(b',"id":"', np.uint8)
-MOST_ADDED_BYTES = 512 + MOST_ID_BYTES  # to the pieces of an answer, beside the digits of values
+MOST_ADDED_BYTES = 512 + MOST_ID_BYTES  # the most bytes that an answer adds to its pieces, without the digits of values
 MOST_DIGITS = 20
 _QUOTE, _CLOSE_OBJECT, _ZERO = 34, 125, 48
 
@@ -79,8 +78,8 @@ _U64 = np.uint64
 
 @nb.njit
 def _elements(row):  # type: ignore[no-untyped-def]
-    """How many elements an input has; -1 where it has more than fit, or not as many as its bytes say."""
-    count, others = nb.int64(1), nb.int64(1)  # others: without sizes of 0
+    """The number of elements of an input; -1 where it is above the limit, or does not fit the number of bytes."""
+    count, others = nb.int64(1), nb.int64(1)  # others: the product without dimensions of 0
     for i in range(row.rank):
         size = row.dims[i]
         count *= size
@@ -105,7 +104,7 @@ def _is_ascii(at, n):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _read_strings(at, size, n, codes, table):  # type: ignore[no-untyped-def]
-    """Write the codes of `n` strings, which take `size` bytes at an address. False: they are none, or only their text can tell them apart."""
+    """Write the codes of `n` strings, `size` bytes at an address. False: malformed, or some string must be told apart by its text."""
     colliding, shared, end = table.colliding, table.colliding_at, at + size
     if colliding > _MOST_COLLIDING:
         return False
@@ -128,7 +127,7 @@ def _read_strings(at, size, n, codes, table):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _hash_codes(codes, n, planned):  # type: ignore[no-untyped-def]
-    """Make row numbers of codes, as `formats/key_hash.py` does."""
+    """Replace codes by row numbers, as `formats/key_hash.py` does."""
     how, mod, lanes = planned.hash, planned.mod, np.empty(8, np.uint64)
     for i in range(n):
         code = load_i64(codes, i)
@@ -141,7 +140,7 @@ def _hash_codes(codes, n, planned):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _make_codes(call, planned, row, tail, codes, table):  # type: ignore[no-untyped-def]
-    """Write the codes of a call's strings or hashed keys, which lie in an input of the request. False: for the full check."""
+    """Write the codes of a call whose keys are strings or hashed, read from an input of the request. False: the full parser must check it."""
     n = call.keys_n
     if call.key_form == STRINGS:
         if row.size > _MOST_STRING_BYTES or not _read_strings(tail + row.at, row.size, n, codes, table):
@@ -166,7 +165,7 @@ def _same_sizes(one, other):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _bind_call(record, planned, call):  # type: ignore[no-untyped-def]
-    """Fill a call but for where it answers. Returns how many keys it has, or -1."""
+    """Fill a call, except where it writes its answer. Returns its number of keys, or -1."""
     copy_bytes(call, planned, CALL_BYTES)
     keys = row_at(record, 1 + planned.keys_of)
     n = _elements(keys)
@@ -190,10 +189,10 @@ def _bind_call(record, planned, call):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def bind(variant, view, record, tail, codes, most_bytes, run, values):  # type: ignore[no-untyped-def]
-    """Fill a run, which has RUN_BYTES, and the values of its answer, from the record of a request of the variant's structure.
+    """Fill a run (RUN_BYTES) and the values of its answer from the record of a request of the variant's structure.
 
-    `tail` is where the request's binary data begins, in which its inputs lie; `codes` has room for MOST_KEYS; `most_bytes` is the setting `max_response`.
-    Returns BOUND, LARGE or WRONG.
+    `tail` is where the request's binary data (its inputs) begins; `codes` has room for MOST_KEYS; `most_bytes` is the setting `max_response`. Returns
+    BOUND, LARGE or WRONG.
     """
     for i in range(record.inputs):
         if _elements(row_at(record, 1 + i)) < 0:
@@ -240,7 +239,7 @@ def bind(variant, view, record, tail, codes, most_bytes, run, values):  # type: 
 
 @nb.njit
 def _place_outputs(variant, record, run, values):  # type: ignore[no-untyped-def]
-    """Lay the outputs end to end, and note where they are and their sizes. Returns the bytes of all."""
+    """Lay the outputs end to end, and note their places and sizes. Returns their total bytes."""
     planned, call = variant.calls, first_call(run)
     for _ in range(variant.planned_calls):
         keys, n = row_at(record, 1 + planned.keys_of), call.keys_n
@@ -258,7 +257,7 @@ def _place_outputs(variant, record, run, values):  # type: ignore[no-untyped-def
         planned = planned_at(planned, 1)
         call = run_call_at(call, 1)
     at, alignment = nb.int64(0), variant.alignment
-    framed = variant.framed != 0 and variant.scoring == 0  # rows for a graph are not the answer
+    framed = variant.framed != 0 and variant.scoring == 0  # rows for a graph are not part of the answer
     for i in range(variant.outputs):
         value = value_at(values, i)
         size = value.bytes
@@ -278,7 +277,7 @@ def _place_outputs(variant, record, run, values):  # type: ignore[no-untyped-def
 
 @nb.njit(inline="always")
 def _before(end, text):  # type: ignore[no-untyped-def]
-    """Write a text that ends where `end` says. Returns where it begins."""
+    """Write a text that ends at the address `end`. Returns where it begins."""
     copy_bytes(end - text.size, nb.int64(text.ctypes.data), text.size)
     return end - text.size
 
@@ -295,9 +294,9 @@ def _digits_before(end, value):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def write_head(variant, record, values, data_bytes, closing, date, end):  # type: ignore[no-untyped-def]
-    """Write an answer's head and its JSON, which end at the address `end`, where `data_bytes` follow. Returns where they begin.
+    """Write an answer's head and JSON backwards from the address `end`, where `data_bytes` of data follow. Returns where the head begins.
 
-    `values` are those of `bind`, `record` has the id, `date` is the address of the date. With `closing` the head ends the connection.
+    `values` come from `bind`, `record` has the id, `date` is the address of the date. With `closing` the head says that the connection ends.
     """
     at = end - 1
     store_u8(at, 0, nb.uint8(_CLOSE_OBJECT))

@@ -1,8 +1,7 @@
-"""Look-ups by plan: what requests of one structure ask for, as numbers, run over a view's tiers straight into an answer.
+"""Look-ups by plan: the look-ups of one request, run over a view's tiers straight into the answer.
 
-Plans and views are records made in Python (`plans.py`); here they are read by address, and nothing is written but the answer,
-its states and the caller's scratch memory. Any thread, without the interpreter lock; the caller sees to it that what the records
-point to stays.
+Python makes plans and views as records (`plans.py`); this module reads them by address, and writes only the answer, its states and the caller's
+scratch memory. Any thread, without the interpreter lock; the caller keeps alive what the records point to.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from tierstore.lookup.plans import (
 from tierstore.lookup.table_rows import aligned, is_cold, pool_found, pool_rows, probe, set_padding, store_half
 from tierstore.types import Tier
 
-# what comes of a run
-ANSWERED, COLD, DOUBTFUL, ELSEWHERE = range(4)  # ELSEWHERE: of what comes behind a run that is COLD
+# results of a run
+ANSWERED, COLD, DOUBTFUL, ELSEWHERE = range(4)  # ELSEWHERE: a COLD run whose rows compiled readers cannot reach
 
 MOST_KEYS = 16384
 MOST_BAGS = 16384
-MOST_WORK_BYTES = 4 << 20  # of rows, those included that are only pooled
+MOST_WORK_BYTES = 4 << 20  # bytes of rows, including rows that are only pooled
 SCRATCH_BYTES = 16 * MOST_BAGS + 3 * MOST_WORK_BYTES + (1 << 16)
 
 _PENDING, _HOST, _ABSENT = int(Tier.PENDING), int(Tier.HOST), int(Tier.ABSENT)
@@ -53,7 +52,7 @@ def first_call(run):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def run_bytes(run):  # type: ignore[no-untyped-def]
-    """Of a run with its calls."""
+    """The size of a run with its calls."""
     return RUN_BYTES + CALL_BYTES * run.calls
 
 
@@ -67,7 +66,7 @@ def any_negative(keys, n):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def pending(run, states):  # type: ignore[no-untyped-def]
-    """How many keys of a run are left for the disk."""
+    """The number of keys of a run that must be read from disk."""
     call, count, n = first_call(run), 0, 0
     for _ in range(run.calls):
         n += call.keys_n if call.kind != CHECKED else 0
@@ -87,7 +86,7 @@ def _are_finite(weights, n):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _check_bags(starts, bags, weights, n):  # type: ignore[no-untyped-def]
-    """Whether starts and weights are as the full check wants them."""
+    """Whether starts and weights pass the full parser's checks."""
     if bags == 0:
         return n == 0
     if load_i64(starts, 0) != 0 or load_i64(starts, bags - 1) > n:
@@ -100,7 +99,7 @@ def _check_bags(starts, bags, weights, n):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def _starts(call, tail, scratch):  # type: ignore[no-untyped-def]
-    """Where the starts of a call's bags are: in the request, or made in scratch memory."""
+    """The address of the starts of a call's bags: in the request, or computed into scratch memory."""
     if call.starts_at >= 0:
         return tail + call.starts_at
     for bag in range(call.bags):
@@ -110,7 +109,7 @@ def _starts(call, tail, scratch):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def _bag_places(call, n, dim, scratch):  # type: ignore[no-untyped-def]
-    """Where all rows of a call, and its pooled bags, lie in scratch memory behind its starts and what `pool_found` takes; and where that ends."""
+    """The addresses in scratch memory of all rows of a call and of its pooled bags, behind its starts and the memory of `pool_found`; and their end."""
     rows = aligned(scratch + 8 * call.bags) + table_rows.bag_scratch(call.bags, dim)
     pooled = aligned(rows + 4 * dim * n)
     return rows, pooled, pooled + 4 * dim * call.bags
@@ -118,13 +117,13 @@ def _bag_places(call, n, dim, scratch):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def bag_scratch(call, n, dim):  # type: ignore[no-untyped-def]
-    """Bytes of scratch memory that a call of bags takes."""
+    """Bytes of scratch memory for a call of bags."""
     return _bag_places(call, n, dim, 0)[2] + 64
 
 
 @nb.njit
 def _run_bags(call, table, keys, n, state, tail, out, scratch):  # type: ignore[no-untyped-def]
-    """A call of kind BAGS_OF_ROWS. Returns what comes of it."""
+    """Run a call of kind BAGS_OF_ROWS. Returns the result for the run."""
     dim, bags, combiner, code = table.dim, call.bags, call.combiner, call.out_code
     weights = 0 if call.weights_at < 0 else tail + call.weights_at
     starts = _starts(call, tail, scratch)
@@ -150,13 +149,13 @@ def _run_bags(call, table, keys, n, state, tail, out, scratch):  # type: ignore[
 
 @nb.njit(inline="always")
 def keys_of(run, call, tail):  # type: ignore[no-untyped-def]
-    """Where the keys of a call are, or the codes that were made of them."""
+    """The address of a call's keys, or of the codes made from them."""
     return call.keys_at + (run.codes_at if call.key_form >= STRINGS else tail)
 
 
 @nb.njit
 def _are_checked(call, n, tail):  # type: ignore[no-untyped-def]
-    """Whether offsets and weights that no bag is made by are as the full check wants them."""
+    """Whether offsets and weights that pool no bag pass the full parser's checks."""
     weights = 0 if call.weights_at < 0 else tail + call.weights_at
     if call.starts_at >= 0:
         return _check_bags(tail + call.starts_at, call.bags, weights, n)
@@ -206,18 +205,17 @@ def _run(run, view, tail, answer, states, scratch):  # type: ignore[no-untyped-d
 
 @compiled_c(types.int64(*[types.int64] * 6), when=HTTP)
 def run(run: Any, view: Any, tail: Any, answer: Any, states: Any, scratch: Any) -> Any:
-    """Answer all calls of a run under a view: ANSWERED, COLD where rows are left for the disk, or DOUBTFUL.
+    """Answer all calls of a run under a view: ANSWERED, COLD (some rows must be read from disk) or DOUBTFUL (the full parser must check).
 
-    `tail` is the address of the request's binary data, `answer` that of the answer's, which is filled, `states` of a
-    byte for each key, which tell afterwards where it was answered; `scratch` of the run's SCRATCH bytes to work in. Only where
-    it is ANSWERED all is there; a DOUBTFUL request is one for the full check.
+    Addresses: `tail`, the request's binary data; `answer`, the answer's data, which is filled; `states`, a byte for each key, set to where it was
+    answered; `scratch`, the run's SCRATCH bytes of working memory. The answer is complete only for ANSWERED.
     """
     return _run(run_at(run), view_at(view), tail, answer, states, scratch)
 
 
 @nb.njit
 def count_keys(run, tail, states, counts, row_words):  # type: ignore[no-untyped-def]
-    """Add to the tables' counts, `row_words` int64 each at address `counts`, where the keys were answered."""
+    """Count for each table which tier answered its keys: `row_words` int64 a table, from address `counts` on."""
     call, state = first_call(run), states
     for _ in range(run.calls):
         if call.kind != CHECKED:

@@ -1,13 +1,13 @@
-"""Rows that memory does not hold, read from disk without the interpreter: beside a request where the system's cache has them, else by reader threads.
+"""Cold reads: rows that memory lacks, read from disk without the interpreter, by a reactor (page cache only) or by reader threads.
 
-`finish` answers what a run has left. A reactor calls it for a few keys and waits for no drive. Where that is not enough, or a request would keep it from
-others for long, it makes a job of the request and writes its number to a pipe, from which all reader threads read. One of them completes the rows in the job's
-own memory, and writes the number to the reactor's pipe, or, of a prediction, to the pipe of the threads that run graphs. A job keeps the
-generation that the reactor had announced, and so its view, until the reactor reclaims it.
+`finish` answers the keys that a run has left. A reactor calls it for a few keys, and never waits for the drive. Where that is not enough, or would
+delay other requests, the reactor makes a job of the request and writes its number to a pipe that all reader threads read. A reader completes the rows
+in the job's own memory, then writes the number to the reactor's pipe, or, for a prediction, to the pipe of the threads that run graphs. Until the
+reactor reclaims it, a job keeps the generation that the reactor had announced, and so its view.
 
-Keys that RocksDB alone has (`sealed_rows.SOME`), that the drive could not read, or that are in another node's partitions are for Python:
-such a job ends as FOR_PYTHON, and Python answers the request from the start. Rows that were read are
-offered to the cache through a pipe to Python, which writes them; an offer that finds no room is dropped.
+Three kinds of keys need Python: keys that only RocksDB has (`sealed_rows.SOME`), keys that the drive failed to read, and keys in another node's
+partitions. Their job ends as FOR_PYTHON, and Python answers the request from the start. Rows that were read are offered to the cache through a pipe
+to Python, which writes them; an offer that finds no room is dropped.
 
 Free functions of records and addresses, nogil. Nothing here survives a crash.
 """
@@ -59,8 +59,8 @@ JOB = define("Job", "a request that a reactor leaves to readers of cold rows, or
     "queued_ns arrived_ns deadline_ns": "when it was queued and came, and when it is late, or 0",
 }, size=256)  # fmt: skip
 job_at = at(JOB)
-DONE, FOR_PYTHON, RETURNED = range(3)  # of `outcome`; RETURNED: by a thread that was to run a graph
-LEFT = 3  # of `finish`: rows that the drive would have to be waited for
+DONE, FOR_PYTHON, RETURNED = range(3)  # a job's `outcome`; RETURNED: a thread that runs graphs has given it back
+LEFT = 3  # result of `finish`: some rows need a wait for the drive
 
 OFFER = define("Offer", "rows for the cache; behind it keys int64[n], states uint8[n] up to a multiple of 8, rows", {
     "table seq row_bytes": "of which table, read under which sequence number, and the bytes of a row",
@@ -68,7 +68,7 @@ OFFER = define("Offer", "rows for the cache; behind it keys int64[n], states uin
     "bytes": "of all of it",
 })  # fmt: skip
 offer_at, _OFFER_BYTES = at(OFFER), OFFER.bytes
-MOST_OFFERED = 64 << 20  # bytes that wait for Python
+MOST_OFFERED = 64 << 20  # bytes of offers that wait for Python
 
 READERS = define("Readers", "what all readers share", {
     "offered": "bytes that wait for Python",
@@ -78,20 +78,20 @@ READERS = define("Readers", "what all readers share", {
 }, apart=True)  # fmt: skip
 readers_at = at(READERS)
 
-_WINDOW = 32  # blocks on their way for one job
+_WINDOW = 32  # blocks that one job reads at a time
 _PENDING, _ABSENT, _DISK = int(Tier.PENDING), int(Tier.ABSENT), int(Tier.DISK)
 
 
 @compiled(types.void(types.int64[::1], types.int64[:, ::1]), when=HTTP)
 def read_heads(blocks: Any, heads: Any) -> Any:
-    """Read the fields of the offers at `blocks`, in their order, to `heads`."""
+    """Copy the fields of the offers at `blocks` to `heads`, in order."""
     for i in range(blocks.size):
         copy_bytes(nb.int64(heads[i].ctypes.data), blocks[i], _OFFER_BYTES)
 
 
 @compiled(types.void(types.int64[::1], types.int64[::1], types.uint8[::1], types.int64), when=HTTP)
 def gather(blocks: Any, keys: Any, states: Any, rows: Any) -> Any:
-    """Put keys, states and rows of the offers at `blocks` end to end; `rows` is an address."""
+    """Copy keys, states and rows of the offers at `blocks` end to end; `rows` is an address."""
     at = 0
     for i in range(blocks.size):
         offer, data = offer_at(blocks[i]), blocks[i] + _OFFER_BYTES
@@ -104,7 +104,7 @@ def gather(blocks: Any, keys: Any, states: Any, rows: Any) -> Any:
 
 @nb.njit
 def _are_own(table, keys):  # type: ignore[no-untyped-def]
-    """Whether this node has the partitions of all `keys`."""
+    """Whether all `keys` are in this node's partitions."""
     is_own, partitions = table.own_at, table.partitions
     if is_own != 0:
         for i in range(keys.size):
@@ -115,7 +115,7 @@ def _are_own(table, keys):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _offer(shared, table, seq, keys, state, rows, row_bytes):  # type: ignore[no-untyped-def]
-    """Offer rows that were read to the cache."""
+    """Offer rows that were read from disk to the cache."""
     n = keys.size
     padded = (n + 7) & ~7
     size = _OFFER_BYTES + 8 * n + padded + n * row_bytes
@@ -138,9 +138,9 @@ def _offer(shared, table, seq, keys, state, rows, row_bytes):  # type: ignore[no
 
 @nb.njit
 def _fetch(shared, table, seq, keys_at, n, state_at, out_code, out, window):  # type: ignore[no-untyped-def]
-    """Answer the keys that are PENDING from disk: write their rows to `out` and their states. With a window of 0, what the drive has yet to read stays PENDING.
+    """Answer the PENDING keys from disk: write rows to `out`, and states. With a window of 0, keys that need a wait for the drive stay PENDING.
 
-    Returns DONE, LEFT where keys are PENDING still, or FOR_PYTHON.
+    Returns DONE, LEFT (keys are still PENDING) or FOR_PYTHON.
     """
     base, dim, code = table.base, table.dim, table.code
     if base == 0:
@@ -160,7 +160,7 @@ def _fetch(shared, table, seq, keys_at, n, state_at, out_code, out, window):  # 
         ascending, starts = order, np.empty(parts + 1, np.int64)
         order = np.empty(pending, np.int64)
         group(wanted_keys, ascending, np.arange(parts), order, starts)
-    which = np.empty(pending, np.int64)  # of the distinct keys, for each in order
+    which = np.empty(pending, np.int64)  # for each PENDING key, its place among the distinct keys
     keys = np.empty(pending, np.int64)
     distinct = 0
     for k in range(pending):
@@ -216,7 +216,7 @@ def _fetch(shared, table, seq, keys_at, n, state_at, out_code, out, window):  # 
 
 @nb.njit
 def _finish_bags(shared, call, table, seq, keys, n, state, tail, out, window):  # type: ignore[no-untyped-def]
-    """Answer the bags of a call that have no answer yet: those with a PENDING key, or all. Unless it returns DONE, nothing has changed."""
+    """Answer the bags of a call that have no answer yet: bags with a PENDING key, or all. Changes nothing unless it returns DONE."""
     dim, bags, keys_a_bag = table.dim, call.bags, call.bag_keys
     weights = 0 if call.weights_at < 0 else tail + call.weights_at
     given = 0 if call.starts_at < 0 else tail + call.starts_at
@@ -260,7 +260,7 @@ def _finish_bags(shared, call, table, seq, keys, n, state, tail, out, window):  
             store_half(pooled_at + 4 * dim * j, dim, out + 2 * dim * which[j])
         else:
             copy_bytes(out + 4 * dim * which[j], pooled_at + 4 * dim * j, 4 * dim)
-    # the arrays last until here
+    # keep the arrays alive until here
     return (
         DONE
         if rows.size + pooled.size + some_keys.size + some_state.size + some_weights.size + starts.size >= 0
@@ -270,9 +270,9 @@ def _finish_bags(shared, call, table, seq, keys, n, state, tail, out, window):  
 
 @compiled_c(types.int64(*[types.int64] * 6), when=HTTP)
 def finish(shared: Any, run: Any, view: Any, tail: Any, data: Any, states: Any) -> Any:
-    """Answer from disk what a run has left PENDING. Returns DONE, LEFT where that would wait for the drive, or FOR_PYTHON.
+    """Answer a run's PENDING keys from disk. Returns DONE, LEFT (the drive would have to be waited for) or FOR_PYTHON.
 
-    `data`: where the rows of the run go; the other addresses as for `by_plan.run`. The run's `window` says what may be waited for.
+    `data`: where the rows of the run go; other addresses as for `by_plan.run`. The run's `window` limits how many blocks may be waited for at a time.
     """
     shared, run, view = readers_at(shared), plans.run_at(run), plans.view_at(view)
     call, state, seq, window, outcome = by_plan.first_call(run), states, view.seq, run.window, DONE
@@ -308,7 +308,7 @@ def finish(shared: Any, run: Any, view: Any, tail: Any, data: Any, states: Any) 
 
 @nb.njit
 def _probe_all(shared, job):  # type: ignore[no-untyped-def]
-    """Do what a reactor does with a small request: what comes of it, as `by_plan.run` says."""
+    """Look a job's keys up in memory, as a reactor does for a small request. Returns a result of `by_plan.run`."""
     scratch = allocate(job.run.scratch + 64)
     if scratch == 0:
         return by_plan.DOUBTFUL
@@ -332,7 +332,7 @@ def complete(shared: Any, job: Any) -> Any:
 
 @compiled(types.void(*[types.int64] * 4), when=HTTP)
 def serve(shared: Any, jobs: Any, inbox: Any, done: Any) -> Any:
-    """Take jobs from `inbox`, a pipe's descriptor, until one below 0 comes. `done`: address of the reactors' own pipes."""
+    """Take jobs from the pipe `inbox` (a descriptor) until a number below 0 comes. `done`: address of the reactors' own pipes."""
     message = np.empty(1, np.int64)
     at = nb.int64(message.ctypes.data)
     readers = readers_at(shared)
@@ -352,11 +352,11 @@ def serve(shared: Any, jobs: Any, inbox: Any, done: Any) -> Any:
 
 @nb.njit
 def queue(job, number, predictions, queued_at):  # type: ignore[no-untyped-def]
-    """Give a prediction whose rows are there to the threads that run graphs. False: there is no room in their pipe."""
+    """Pass a prediction whose rows are complete to the threads that run graphs. False: their pipe is full."""
     message = stack_bytes(8)
     store_i64(message, 0, number)
     job.queued_ns = monotonic_ns()
-    job.outcome = FOR_PYTHON  # until a thread is done with it
+    job.outcome = FOR_PYTHON  # until the thread has finished
     add_at(queued_at, 1)
     if write(predictions, message, 8) == 8:
         return True

@@ -1,7 +1,7 @@
-"""What a node answers a front's request for rows with, without the interpreter, where memory has all of them.
+"""A node's answers to a front that requests rows, made without the interpreter where memory has all of them.
 
-Free functions of addresses; any thread. `tiers/upstream/wire.py` describes request and answer. A plan (`by_plan.py`) is
-found by the request's path and line.
+Free functions of addresses; any thread. `tiers/upstream/wire.py` describes request and answer. The request's path and line select a plan
+(`by_plan.py`).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from tierstore.tiers.upstream.layout import (
 from tierstore.types import Tier
 
 DIGITS = 10
-CANNOT = 0  # instead of the answer's bytes: Python answers
+CANNOT = 0  # in place of the answer's bytes: Python must answer
 
 _PENDING, _ABSENT, _HOST = int(Tier.PENDING), int(Tier.ABSENT), int(Tier.HOST)
-_NOT_OURS = 255  # among the tiers
+_NOT_OURS = 255  # a tier number for codes of other nodes' partitions
 
 
 @nb.njit
@@ -54,7 +54,7 @@ def _mark_foreign(table, codes, n, tiers):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _close_gaps(n, tiers, states, rows, row_bytes):  # type: ignore[no-untyped-def]
-    """Write the states, and move the rows that are there together. Returns how many; -1 where memory lacks one."""
+    """Write the states, and close the gaps between rows that were found. Returns their number; -1 where memory lacks a row."""
     there = 0
     for i in range(n):
         tier = load_u8(tiers, i)
@@ -76,8 +76,7 @@ def _close_gaps(n, tiers, states, rows, row_bytes):  # type: ignore[no-untyped-d
 def run(variant: Any, view: Any, body: Any, size: Any, answer: Any, scratch: Any) -> Any:
     """Answer the request of `size` bytes at `body` under a view. Returns the bytes of the answer, or CANNOT.
 
-    `answer` is the address of room for `rows_begin(n)` bytes and n rows. `scratch`: of n bytes, which tell afterwards which tier
-    has answered a code.
+    `answer` is the address of room for `rows_begin(n)` bytes and n rows. `scratch`: n bytes, set to the tier that answered each code.
     """
     variant, view = plans.variant_at(variant), plans.view_at(view)
     table = plans.table_at(view.tables, variant.table)
@@ -97,7 +96,7 @@ def run(variant: Any, view: Any, body: Any, size: Any, answer: Any, scratch: Any
 
 @nb.njit
 def write_digits(at, value):  # type: ignore[no-untyped-def]
-    """`value` in DIGITS digits, with zeros before it."""
+    """Write `value` with DIGITS digits, zeros first."""
     for i in range(DIGITS):
         store_u8(at, DIGITS - 1 - i, nb.uint8(48 + value % 10))
         value //= 10
@@ -105,7 +104,7 @@ def write_digits(at, value):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def count_codes(n, tiers, row):  # type: ignore[no-untyped-def]
-    """Add to a table's counts, a word a tier at address `row`, which tiers have answered."""
+    """Count in a table's counts, one word a tier at address `row`, which tier answered each code."""
     host = 0
     for i in range(n):
         tier = nb.int64(load_u8(tiers, i))

@@ -1,10 +1,10 @@
-"""The writer of answers over gRPC: a serialized ModelInferResponse around rows that the run has put in their places.
+"""The writer of gRPC answers: a serialized ModelInferResponse around rows that a run has already put in place.
 
-Each output's elements have a tag and their length before them; `binding.bind` keeps that room, or `scoring.bind`. Before all of them comes the
-description, which is written from its end to its beginning, as each length stands before what it counts.
+Each output's elements follow a tag and a length, for which `binding.bind` or `scoring.bind` leaves room. The description comes before all of them; it
+is written backwards, because each length stands before what it counts.
 
-The pieces of a variant: the fields of the model, with how many outputs there are; then, for each output, those of its shape,
-which are sizes that all answers have, with which value is the size behind them; and its name and datatype, with how many those are.
+The pieces of a variant: the fields of the model, with the number of outputs; then, for each output, its shape (sizes that all answers share, and
+which value is the last size), and its name and datatype, with their number.
 
 Free functions of addresses, nogil.
 """
@@ -20,12 +20,12 @@ from tierstore.lookup.plans import piece_at
 from tierstore.wire.protobuf.varint import varint_before
 from tierstore.wire.request_record import NO_ID
 
-ID, OUTPUT, RAW_OUTPUT, SHAPE = 0x1A, 0x2A, 0x32, 0x1A  # tags; SHAPE is of an output
+ID, OUTPUT, RAW_OUTPUT, SHAPE = 0x1A, 0x2A, 0x32, 0x1A  # protobuf tags; SHAPE is a field of an output
 
 
 @nb.njit(inline="always")
 def _length_before(begin, end, tag):  # type: ignore[no-untyped-def]
-    """Write the tag and the length of a field before what lies from `begin` to `end`. Returns where it begins then."""
+    """Write the tag and the length of a field in front of the bytes from `begin` to `end`. Returns the new beginning."""
     at = varint_before(begin, end - begin) - 1
     store_u8(at, 0, nb.uint8(tag))
     return at
@@ -40,7 +40,7 @@ def _piece_before(end, piece):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def frame_outputs(variant, values, data):  # type: ignore[no-untyped-def]
-    """Write the tag and the length of each output before its elements, whose places count from the address `data` on."""
+    """Write the tag and the length of each output in front of its elements. Places of outputs count from the address `data`."""
     for i in range(variant.texts.value):
         value = value_at(values, i)
         begin = data + value.at
@@ -49,9 +49,9 @@ def frame_outputs(variant, values, data):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def describe(variant, record, values, end):  # type: ignore[no-untyped-def]
-    """Write the description, which ends at the address `end`, where the first output follows. Returns where it begins.
+    """Write the description backwards from the address `end`, where the first output begins. Returns where the description begins.
 
-    `values` are those of `bind`, `record` has the id.
+    `values` come from `bind`; `record` has the id.
     """
     pieces, k = variant.texts, variant.pieces - 1
     for _ in range(pieces.value):

@@ -1,7 +1,6 @@
-"""How a plan is found: by the path of a request and the structure of what it describes, and the variant of it that answers now.
+"""The search for a request's plan, by its path and structure, and for the variant of it that answers now.
 
-Free functions of addresses, nogil; nothing is written. Python fills the index (`service/reactor/plan_index.py`). The layouts are
-those of `by_plan.py`.
+Free functions of addresses, nogil; nothing is written. Python fills the index (`service/reactor/plan_index.py`). Layouts are in `plans.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _U64 = np.uint64
 
 @nb.njit
 def hash_at(at, n, seed):  # type: ignore[no-untyped-def]
-    """64 mixed bits of `n` bytes: a plan's place in the index. Equal bytes are told by comparing them."""
+    """A 64-bit hash of `n` bytes: a plan's place in the index. Entries with equal hashes are told apart by comparing their bytes."""
     h = _U64(seed) ^ (_U64(n) * _U64(0x9E3779B97F4A7C15))
     for i in range(n >> 3):
         h = (h ^ load_u64(at, i)) * _U64(0xFF51AFD7ED558CCD)
@@ -48,7 +47,7 @@ def hash_at(at, n, seed):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def place_at(path, path_bytes, structure, structure_bytes, form):  # type: ignore[no-untyped-def]
-    """The hash by which a plan is found."""
+    """The hash under which a plan is stored."""
     return hash_at(structure, structure_bytes, nb.int64(hash_at(path, path_bytes, form)))
 
 
@@ -81,7 +80,7 @@ def find_plan(index, path, path_bytes, structure, structure_bytes, form):  # typ
 
 @nb.njit
 def choose(plan, served, dice):  # type: ignore[no-untyped-def]
-    """(variant, view) that answer a request; 0, 0 where there is no such. `dice` are 32 random bits."""
+    """The (variant, view) that answer a request; (0, 0) where there is none. `dice` are 32 random bits, for the canary's share."""
     active, canary, wanted = served.active, served.canary, plan.wanted
     one, other = plan.variant, plan.other_variant
     view = active

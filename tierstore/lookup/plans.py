@@ -1,7 +1,7 @@
-"""The layouts of plans: what a model serves, the views and tables of that, and how requests of a structure are answered.
+"""The record layouts of plans: what a model serves, its views and tables, and how requests of a structure are answered.
 
-Python makes them (`engine/serving/served.py`, `service/reactor/plan_index.py`); `by_plan.py`, `binding.py` and `scoring.py` read them. A token
-stands for one version with one dense part: a plan's variant is good for a view if their tokens are the same.
+Python makes the records (`engine/serving/served.py`, `service/reactor/plan_index.py`); `by_plan.py`, `binding.py` and `scoring.py` read them. A token
+stands for one version with one dense part: a variant fits a view if their tokens are equal.
 """
 
 from __future__ import annotations
@@ -125,14 +125,14 @@ planned_at, run_at, run_call_at, piece_at = map(at, (PLANNED, RUN, CALL, PIECE))
 check_at, graph_input_at, score_at = map(at, (CHECK, GRAPH_INPUT, SCORE))
 CALL_BYTES, RUN_BYTES = CALL.bytes, RUN.bytes
 
-# of a plan's `form`, and of what is `wanted`
+# values of a plan's `form` and `wanted`
 TENSORS, STORED_ROWS, MESSAGE = range(3)
 ANY_VERSION, ONE_VERSION, STABLE, ONLY_CANARY, BY_LABEL = range(5)
-SETS, WAYS = 512, 8  # of the index of plans
+SETS, WAYS = 512, 8  # of the index of plans: sets, and plans in each
 
 
-ROWS, BAGS_OF_ROWS, FOUND_ALONE, CHECKED = range(4)  # of a call's `kind`; CHECKED: nothing is asked of it
-# of `key_form`: as the table has them; in the other integer type, where those below 0 are of one alone; strings; of a run: numbers that were hashed
+ROWS, BAGS_OF_ROWS, FOUND_ALONE, CHECKED = range(4)  # a call's `kind`; CHECKED: nothing is looked up
+# values of `key_form`: codes as the table has them; the other integer type, in which a negative key is in no table or is another key; strings; hashed
 AS_CODES, NO_NEGATIVE, STRINGS, HASHED = range(4)
 NOT_HASHED, MOD_SIGNED, MOD_UNSIGNED, SEEDED = range(4)
 NOWHERE = -1

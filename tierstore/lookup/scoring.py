@@ -1,10 +1,10 @@
-"""What a prediction asks beyond its look-ups: which sizes must agree, where its graph reads what, and how large the scores are.
+"""Scorings: what a prediction needs beyond its look-ups. Which sizes must agree, where its graph reads each input, and how large the scores are.
 
-A scoring is the part of a variant (`binding.py`) that says this for all requests of a structure. `bind` checks one request's
-sizes as the full planner does; what does not pass is for that one, which says what is wrong. `write_table` notes for whoever
-runs the graph where each of its inputs lies, in which shape, and where the scores go.
+A scoring is the part of a variant (`binding.py`) that says this for all requests of a structure. `bind` checks one request's sizes as the full
+planner does; a request that fails goes to the full planner, which reports the fault. `write_table` lists, for the thread that runs the graph, the
+place and shape of each input and the place of the scores.
 
-Free functions of records and addresses, nogil. `by_plan.py` has the layouts.
+Free functions of records and addresses, nogil. Layouts are in `plans.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tierstore.lookup import binding, by_plan, plans
 from tierstore.wire.protobuf.varint import varint_bytes
 from tierstore.wire.request_record import row_at
 
-OWN = -1  # of an input's `call`
+OWN = -1  # an input's `call`: it is a tensor of the request itself
 GRAPH_ROW = define("GraphRow", "where a tensor of a graph lies, and its shape", {
     "at": "its address",
     "sizes": ((np.int64, (5,)), "its shape"),
@@ -35,9 +35,9 @@ def _size(values, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def bind(variant, record, values):  # type: ignore[no-untyped-def]
-    """Check a request's sizes, and note in `values` those that have names, and of each score its bytes and where in the answer's data they are.
+    """Check a request's sizes. Note in `values` the sizes that have names, and the bytes of each score and their place in the answer's data.
 
-    Returns the bytes of all scores, with what an answer that is framed has between them; or -1.
+    Returns the bytes of all scores, with the tags and lengths between them if the answer is framed; or -1.
     """
     scoring, framed = variant.scoring, variant.framed != 0
     for i in range(binding.MOST_NAMES):
@@ -74,7 +74,7 @@ def _aligned(size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def table_bytes(scoring, record):  # type: ignore[no-untyped-def]
-    """Bytes of a request's table, and of its own tensors behind that."""
+    """Bytes of a request's table and of the request's own tensors behind it."""
     size = _aligned(_ROW_BYTES * (scoring.inputs + scoring.scores))
     wanted = scoring.first_input
     for _ in range(scoring.inputs):
@@ -86,9 +86,9 @@ def table_bytes(scoring, record):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def write_table(scoring, record, run, tail, values, rows, scores, at):  # type: ignore[no-untyped-def]
-    """Write the table of a request, and its own tensors behind it: first inputs, then scores. All but `scoring` are addresses of one request.
+    """Write the table of a request (inputs, then scores), and the request's own tensors behind it. All arguments but `scoring` are of one request.
 
-    `rows`: of those that `run` has looked up; `scores`: the answer's data; `tail`: of the request's binary data.
+    `rows`: the address of the rows that `run` looked up; `scores`: of the answer's data; `tail`: of the request's binary data.
     """
     table, inputs, count = graph_row_at(at), scoring.first_input, scoring.inputs
     own = table + _aligned(_ROW_BYTES * (count + scoring.scores))

@@ -1,8 +1,8 @@
-"""The rows of a table under a view that memory holds: those of its overlays, then those of its host tier.
+"""Rows of a table that memory holds under a view: its overlays are asked first, then its host tier.
 
-Every look-up takes this one step, whether Python makes it, a reactor, or a node for another one. Padding keys are answered before it,
-and what it leaves PENDING is read from disk behind it. A table comes as the address of a TABLE (`plans.py`), and the caller keeps what
-that points to. Any thread, without the interpreter lock.
+Every look-up takes this step, whether Python, a reactor or another node makes it. Padding keys are answered before it; keys that it leaves PENDING
+are read from disk after it. A table is the address of a TABLE record (`plans.py`); the caller keeps alive what that points to. Any thread, without
+the interpreter lock.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ PART = define("Part", "the look-up of one feature, of several that are answered 
     "place": "which place of the buffer is its own",
 })  # fmt: skip
 _part_at = at(PART)
-ROWS, AT = range(2)  # of a place: how many rows, and where in the buffer
-NOT_POOLED = -1  # of `pool`, in place of a count
+ROWS, AT = range(2)  # of `places`: the number of rows, and where they begin in the buffer
+NOT_POOLED = -1  # result of `pool` in place of a count
 
 _PENDING, _ABSENT = int(Tier.PENDING), int(Tier.ABSENT)
 _STATES, _ANSWER = (types.Array(types.uint8, dimensions, "C") for dimensions in (1, 2))
@@ -43,9 +43,9 @@ _PLACES = types.Array(types.int64, 2, "C")
 
 @nb.njit
 def probe(table, keys, n, state, out_code, out):  # type: ignore[no-untyped-def]
-    """Answer those of `n` keys that are PENDING and in memory: rows to `out`. Returns how many the host tier answered.
+    """Answer the PENDING keys that memory holds: rows to `out`. Returns how many of them the host tier answered.
 
-    Rows AS_STORED of keys that are ABSENT hold anything.
+    For ABSENT keys, a row requested AS_STORED is undefined.
     """
     dim = table.dim
     default = table.half_default_at if out_code == 1 else out if out_code == AS_STORED else table.default_at
@@ -60,7 +60,7 @@ def probe(table, keys, n, state, out_code, out):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def set_padding(padding, keys, n, state, out, row_bytes):  # type: ignore[no-untyped-def]
-    """Answer padding keys: zeros, as absent. Returns how many there are."""
+    """Answer padding keys: zeros, as absent. Returns their number."""
     padded = 0
     for i in range(n):
         if load_i64(keys, i) == padding:
@@ -73,7 +73,7 @@ def set_padding(padding, keys, n, state, out, row_bytes):  # type: ignore[no-unt
 
 @nb.njit
 def is_cold(state, n):  # type: ignore[no-untyped-def]
-    """Whether a key is left for the disk."""
+    """Whether some key must be read from disk."""
     for i in range(n):  # noqa: SIM110 - for the compiler
         if load_u8(state, i) == _PENDING:
             return True
@@ -82,9 +82,9 @@ def is_cold(state, n):  # type: ignore[no-untyped-def]
 
 @compiled(types.int64(types.int64, KEYS, _STATES, types.int64, types.int64, types.int64, _ANSWER), when=FIRST)
 def lookup(table: Any, keys: Any, state: Any, out_code: Any, padded: Any, padding: Any, out: Any) -> Any:
-    """`probe` of arrays, once the keys that equal `padding` are answered, if it is `padded`. `out`: the bytes of the rows.
+    """`probe` of arrays, after padding keys (equal to `padding`, if `padded`) are answered. `out`: the bytes of the rows.
 
-    -1 if the sizes do not fit, and nothing is done.
+    Returns -1, with nothing done, if the sizes do not fit.
     """
     table, n = table_at(table), keys.size
     row_bytes = table.row_bytes if out_code == AS_STORED else table.dim * (4 >> out_code)
@@ -98,7 +98,7 @@ def lookup(table: Any, keys: Any, state: Any, out_code: Any, padded: Any, paddin
 
 @compiled(types.int64(types.int64, KEYS, _STATES, types.int64, types.int64, _FLOATS), when=FIRST)
 def lookup_float32(table: Any, keys: Any, state: Any, padded: Any, padding: Any, out: Any) -> Any:
-    """`lookup` into float32[n, dim], as most are: without a view of its bytes."""
+    """`lookup` into float32[n, dim], the usual case, without a view of its bytes."""
     table, n = table_at(table), keys.size
     if state.size != n or out.shape[0] != n or out.shape[1] != table.dim:
         return -1
@@ -110,10 +110,7 @@ def lookup_float32(table: Any, keys: Any, state: Any, padded: Any, padding: Any,
 
 @compiled(types.int64(types.int64, types.int64, _PLACES, KEYS, _STATES, _STATES), when=SOON)
 def gather(parts: Any, count: Any, places: Any, keys: Any, state: Any, out: Any) -> Any:
-    """`lookup` of `count` parts at address `parts`, whose keys lie one after the other; `places` are int64[places, 2].
-
-    Returns as `lookup`.
-    """
+    """`lookup` for `count` parts at address `parts`, whose keys are end to end; `places` are int64[places, 2]. Returns as `lookup`."""
     n = nb.int64(0)
     for p in range(count):
         part = _part_at(parts, p)
@@ -167,7 +164,7 @@ def aligned(at):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def _bag_places(bags, dim, scratch):  # type: ignore[no-untyped-def]
-    """Where one row and pooled bags lie in scratch memory, behind marks of bags; and where that ends."""
+    """Addresses in scratch memory of one row and of pooled bags, behind the marks of bags; and their end."""
     row = aligned(scratch + bags)
     pooled = aligned(row + 4 * dim)
     return row, pooled, aligned(pooled + 4 * dim * bags)
@@ -175,16 +172,16 @@ def _bag_places(bags, dim, scratch):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def bag_scratch(bags, dim):  # type: ignore[no-untyped-def]
-    """Bytes of scratch memory, at a multiple of 64, that `pool_found` takes."""
+    """Bytes of scratch memory that `pool_found` takes, a multiple of 64."""
     return _bag_places(bags, dim, 0)[2]
 
 
 @nb.njit
 def pool_found(table, keys, n, state, padded, padding, starts, bags, weights, combiner, out_code, out, scratch):  # type: ignore[no-untyped-def]
-    """Pool the bags of which the host tier has all keys, as their rows are found. `state` is PENDING everywhere.
+    """Pool the bags whose keys are all in the host tier, row by row as they are found. All of `state` is PENDING.
 
-    Returns how many keys it answered: bags with a key that is PENDING then have no answer. Or NOT_POOLED, where rows of deltas lie over the
-    table, or it changed its size just now: then none has, and states say nothing.
+    Returns how many keys it answered; bags with a key that is still PENDING have no answer. Returns NOT_POOLED, with no answer and undefined states,
+    where rows of deltas lie over the table or the host tier is changing its size.
     """
     dim = table.dim
     row, apart, _ = _bag_places(bags, dim, scratch)
@@ -207,10 +204,10 @@ def pool(
     table: Any, keys: Any, state: Any, padded: Any, padding: Any, starts: Any, weights: Any, combiner: Any,
     out_code: Any, out: Any,
 ) -> Any:  # fmt: skip
-    """`pool_found` of arrays. Bag b is keys [starts[b], starts[b + 1]), the last one runs to the end; `starts` ascends from 0.
+    """`pool_found` of arrays. Bag b has keys [starts[b], starts[b + 1]), the last bag runs to the end; `starts` ascends from 0.
 
-    `weights` float32[n], or empty for ones; `combiner` as `pool.combiner_code`. `state`: zeros. NOT_POOLED also where sizes do not fit or
-    there is no memory to work in.
+    `weights` float32[n], or empty for ones; `combiner` as `pool.combiner_code`; `state`: zeros. NOT_POOLED also where sizes do not fit or working
+    memory is lacking.
     """
     table, n, bags = table_at(table), keys.size, starts.size
     fits = out.shape[0] == bags and out.shape[1] == table.dim * (4 >> out_code) and state.size == n

@@ -1,4 +1,4 @@
-"""How a reactor answers a request: by its plan from memory, or with a job for the readers of cold rows. See `loop.py`.
+"""How a reactor answers a request over HTTP/1.1: by its plan from memory, or with a job for cold reads. See `loop.py`.
 
 Kernels for the thread of one reactor.
 """
@@ -59,7 +59,7 @@ _MOST_TIMEOUT_US = 1 << 50
 
 @nb.njit
 def _has_access(me, fd, at):  # type: ignore[no-untyped-def]
-    """Whether the reactor knows the caller of the request at `at` and lets it ask. Its head is in `found`, which gets the caller."""
+    """Whether the reactor knows the caller of the request at `at` and lets it in. The request's head is in `found`, where the caller is noted."""
     table, found = callers.allowed_at(acquire_i64(place(me.shared, "allowed_at"))), me.found
     if not callers.is_own_host(table, at + found.host_at, found.host_bytes):
         return False
@@ -75,7 +75,7 @@ def _has_access(me, fd, at):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _may_draw(me, plan, now):  # type: ignore[no-untyped-def]
-    """Whether the caller of a request, whose plan is known, may ask of its model, and neither has used up its rates."""
+    """Whether the caller may use the model of the plan, and neither of them is above its rates."""
     caller = me.found.caller
     return (
         callers.may_look_up(caller, plan.model)
@@ -86,7 +86,7 @@ def _may_draw(me, plan, now):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def draw(me, plan, now, keys):  # type: ignore[no-untyped-def]
-    """Charge a request with so many keys."""
+    """Charge the caller and the model for a request with `keys` keys."""
     size = me.found.body_bytes
     rates.draw_at(callers.bucket_of(me.found.caller), now, 1, keys, size)
     rates.draw_at(plan.rates_at, now, 1, keys, size)
@@ -105,21 +105,21 @@ def roll(me):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _add_close(variant, head):  # type: ignore[no-untyped-def]
-    """Add the header that ends a connection to the `head` of an answer, behind its date. What is before it moves forward."""
+    """Add `connection: close` to the `head` of an answer, behind its date. The bytes before it move forward."""
     before = variant.date_at + DATE_BYTES + 2
     move_bytes(head - _CLOSE.size, head, before)
     for i in range(_CLOSE.size):
         store_u8(head - _CLOSE.size + before, i, _CLOSE[i])
 
 
-MAY, LONG = -1, -2  # of `why_not`, `plan_for` and `bind_plan`, beside reasons
+MAY, LONG = -1, -2  # results of `why_not`, `plan_for` and `bind_plan`, beside reasons
 
 
 @nb.njit
 def why_not(me, fd, at, since, began):  # type: ignore[no-untyped-def]
-    """Decide by its head and the time whether the request at `at` may be answered here. Returns MAY, or the reason why not. Its head is in `found`.
+    """Decide from head and time whether the reactor may answer the request at `at`. Returns MAY, or the reason for leaving it to Python.
 
-    `since` is when its first bytes came; 0: all came at once.
+    The head is in `found`. `since` is when the request's first bytes came; 0: all came at once.
     """
     found = me.found
     if found.unusual & ~(http1_head.ROUTED | http1_head.SAMPLED) != 0:
@@ -135,19 +135,19 @@ def why_not(me, fd, at, since, began):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _is_late(since, timeout_ns, began):  # type: ignore[no-untyped-def]
-    """Whether a request that came in parts has used up its timeout already. A timeout of 0 never ends."""
+    """Whether a request that came in parts has already used up its timeout. A timeout of 0 is none."""
     return timeout_ns > 0 and since > 0 and began - since >= timeout_ns
 
 
 @nb.njit
 def _is_closing(me, last):  # type: ignore[no-untyped-def]
-    """Whether the answer ends its connection."""
+    """Whether the connection ends with this answer."""
     return me.found.closing != 0 or (last and me.shared.mode == DRAIN)
 
 
 @nb.njit
 def _send_ready(me, fd, variant, closing, data):  # type: ignore[no-untyped-def]
-    """Send the `data` bytes of an answer whose head is ready, and is written before them."""
+    """Send `data` bytes of an answer, with its prepared head in front of them."""
     before = variant.head_bytes
     target = me.answer + HEAD_ROOM - before
     copy_bytes(target, variant.head_at, before)
@@ -171,7 +171,7 @@ def _send(me, fd, at, size, closing):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _find(me, path, path_bytes, structure, structure_bytes, form):  # type: ignore[no-untyped-def]
-    """(plan, what its model serves) of a request by its path and structure; the second is 0 where there is none."""
+    """The plan of a request, by path and structure, and what its model serves; the second is 0 where there is no plan."""
     plan = plan_search.find_plan(me.shared.plans_at, path, path_bytes, structure, structure_bytes, form)
     if plan == 0:
         return 0, 0
@@ -180,9 +180,9 @@ def _find(me, path, path_bytes, structure, structure_bytes, form):  # type: igno
 
 @nb.njit
 def _may_wait_ns(me, since, began):  # type: ignore[no-untyped-def]
-    """How long a request may wait, in ns, by the rule of `Waits.admit`. Its head is in `found`, its description in the record.
+    """How long a request may wait, in ns, by the rule of `Waits.admit`; below 0: Python decides. Its head is in `found`, its description in the record.
 
-    `since` as for `why_not`. Below 0: Python decides.
+    `since` as for `why_not`.
     """
     if request_record.row_at(me.record, 0).timeout_us > _MOST_TIMEOUT_US:
         return -1
@@ -195,10 +195,10 @@ def _may_wait_ns(me, since, began):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def is_refused(me, plan, variant, since, began):  # type: ignore[no-untyped-def]
-    """Whether a prediction would wait too long for a thread. If so it counts as refused, and the variant has the answer. `since` as for `why_not`.
+    """Whether a prediction would wait too long for a thread. If so, it is counted as refused, and the variant has the answer. `since` as for `why_not`.
 
-    What is refused here costs its reading and a ready
-    answer; by Python, which finds its caches full of the dense part's weights, it costs thirty times as much.
+    A refusal here costs only the reading of the request. A refusal by Python costs thirty times as much, because the dense part's weights fill the
+    processor's caches.
     """
     wait, may_wait = expected_ns(me), _may_wait_ns(me, since, began)
     if wait == 0 or may_wait < 0 or wait <= may_wait:
@@ -215,9 +215,9 @@ def is_refused(me, plan, variant, since, began):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def plan_for(me, path, path_bytes, form, began):  # type: ignore[no-untyped-def]
-    """(why, plan, variant, view) of the request whose description is in the record; `path` is what it asks of.
+    """(reason, plan, variant, view) for the request whose description is in the record; `path` names what it asks for.
 
-    Why: MAY, or a reason why it is for Python.
+    The reason is MAY, or why the request is left to Python.
     """
     structure_bytes = request_record.write_structure(me.record, me.structure)
     if structure_bytes == 0:
@@ -228,7 +228,7 @@ def plan_for(me, path, path_bytes, form, began):  # type: ignore[no-untyped-def]
     if not _may_draw(me, plan, began):
         return ACCESS, 0, 0, 0
     if me.found.unusual & http1_head.ROUTED != 0 and served.canary != 0:
-        return CANARY, 0, 0, 0  # its id says which version answers
+        return CANARY, 0, 0, 0  # the request's id decides which version answers
     variant, view = plan_search.choose(plan, served, roll(me))
     if variant == 0:
         return NO_PLAN, 0, 0, 0
@@ -238,9 +238,9 @@ def plan_for(me, path, path_bytes, form, began):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def bind_plan(me, variant, view, tail, since, more, began):  # type: ignore[no-untyped-def]
-    """Put the request whose description is in the record, and whose data begin at `tail`, into its plan: a run in `me.bound`.
+    """Bind the request (description in the record, data from `tail` on) to its plan: a run in `me.bound`.
 
-    `since` as for `why_not`; `more` are bytes of it that are not counted as held. Returns MAY; LONG, which takes long; or a reason.
+    `since` as for `why_not`; `more`: bytes of the request that are not counted as held. Returns MAY; LONG, for a run that takes long; or a reason.
     """
     timeout_us = request_record.row_at(me.record, 0).timeout_us
     if timeout_us > _MOST_TIMEOUT_US or _is_late(since, timeout_us * 1000, began):
@@ -255,7 +255,7 @@ def bind_plan(me, variant, view, tail, since, more, began):  # type: ignore[no-u
 
 @nb.njit
 def look_up(me, plan, variant, view, tail, began, planned):  # type: ignore[no-untyped-def]
-    """Do the run in `me.bound`: write its rows where the answer's data belong, charge it and count it. Returns what comes of it (`lookup/by_plan.py`)."""
+    """Do the run in `me.bound`: write its rows into the answer's data, charge and count it. Returns the result of the run (`lookup/by_plan.py`)."""
     data = me.answer + HEAD_ROOM
     came = call_at(me.run, me.bound, view, tail, data, me.states, me.scratch)
     if came == by_plan.COLD:
@@ -264,16 +264,16 @@ def look_up(me, plan, variant, view, tail, began, planned):  # type: ignore[no-u
         draw(me, plan, began, me.bound.keys)
         ran = monotonic_ns()
         by_plan.count_keys(me.bound, tail, me.states, me.table_counts, TABLE_COUNT_WORDS)
-        count(me, variant, began, planned, ran, monotonic_ns())  # before it leaves: who has the answer finds it counted
+        count(me, variant, began, planned, ran, monotonic_ns())  # before it is sent: a client finds its answer counted
     return came
 
 
 @nb.njit
 def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
-    """Answer the request of `whole` bytes at `at`, whose head is in `found`, if a plan is known. `last`: nothing came behind it.
+    """Answer the request of `whole` bytes at `at`, whose head is in `found`, if it has a plan. `last`: no bytes follow it.
 
-    Returns ANSWERED; MADE_A_JOB where readers go on, then the connection's row has its number; or else nothing was
-    done, and the reason why the request is for Python.
+    Returns ANSWERED; MADE_A_JOB, where a job goes on and the connection's row has its number; or the reason for leaving the request to Python, and
+    then nothing was done.
     """
     found, since = me.found, connection_at(me.conns, fd).began_ns
     text, text_bytes = at + found.head_bytes, found.json_bytes
@@ -339,7 +339,7 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def answer_rows(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
-    """Answer a front's request for rows (`lookup/front_rows.py`) as `answer` does. Where memory lacks a row, Python gets the request."""
+    """Answer a front's request for rows (`lookup/front_rows.py`), as `answer` does. Where memory lacks a row, Python gets the request."""
     found = me.found
     body, size = at + found.head_bytes, found.body_bytes
     n = (size - REQUEST_HEAD_BYTES) >> 3

@@ -1,6 +1,6 @@
-"""How a reactor answers a look-up over gRPC: by its plan, from memory, a message for a message; and how it begins a prediction. See `loop.py`.
+"""How a reactor answers a gRPC look-up from memory by its plan, and begins a gRPC prediction. See `loop.py`.
 
-What comes before it, and how the answer leaves, is HTTP/2's. Kernels for the thread of one reactor.
+A request message goes in and an answer message comes out; HTTP/2 around them is in `http2.py`. Kernels for the thread of one reactor.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tierstore.wire.request_record import SCANNED, row_at
 
 @nb.njit
 def _refuse(me, variant):  # type: ignore[no-untyped-def]
-    """Refuse a prediction with the header block that its variant has, which may change afterwards."""
+    """Refuse a prediction with the variant's header block, which may change after this call."""
     me.call.answer_at, me.call.answer_bytes = me.answer, variant.head_bytes
     copy_bytes(me.answer, variant.head_at, variant.head_bytes)
     me.line.answers += 1
@@ -46,7 +46,7 @@ def _refuse(me, variant):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _predict(me, fd, plan, variant, view, message, message_bytes, short, began):  # type: ignore[no-untyped-def]
-    """Begin a prediction: MADE_A_JOB, or a reason. `short`: it takes little time."""
+    """Begin a prediction: MADE_A_JOB, or a reason. `short`: its look-ups take little time."""
     call, keys = me.call, me.bound.keys
     data = bind_scores(me, variant)
     if data < 0:
@@ -65,12 +65,15 @@ def _predict(me, fd, plan, variant, view, message, message_bytes, short, began):
 
 @nb.njit
 def answer_call(me, fd, text, message, message_bytes, began):  # type: ignore[no-untyped-def]
-    """Answer the ModelInferRequest of `message_bytes` at `message`, if a plan is known.
+    """Answer the ModelInferRequest of `message_bytes` at `message`, if it has a plan.
 
-    `me.found` says of its headers what it says of a head (`wire/http1/head.py`), by places from `text` on; its body is the message. `me.call` has
-    SINCE_NS. ANSWERED: `me.call` says where the ModelInferResponse is; before it is room for 512 bytes.
-    TURNED_AWAY: it says where the header block of the status is. MADE_A_JOB, of a prediction, or where memory lacks rows: it has its number, and the job's
-    tail counts from the message on. Else nothing was done, and what is returned is the reason why it is for Python.
+    `me.found` describes its headers as it does a head of HTTP/1 (`wire/http1/head.py`), with places counted from `text`; the body is the message.
+    `me.call` has SINCE_NS. Results:
+
+        ANSWERED     `me.call` says where the ModelInferResponse is; there is room for 512 bytes before it
+        TURNED_AWAY  `me.call` says where the header block of the status is
+        MADE_A_JOB   a prediction, or memory lacks rows: `me.call` has the job's number; the job's tail counts from the message
+        a reason     nothing was done, and Python must answer
     """
     call = me.call
     why = why_not(me, fd, text, call.since_ns, began)
@@ -117,5 +120,5 @@ def answer_call(me, fd, text, message, message_bytes, began):  # type: ignore[no
 
 @compiled_c(types.int64(*[types.int64] * 6), when=LAST)
 def run(at: Any, fd: Any, text: Any, message: Any, message_bytes: Any, began: Any) -> Any:
-    """`answer_call` of the reactor whose record is at an address, which is compiled apart."""
+    """`answer_call` with the reactor's record by address; compiled separately."""
     return answer_call(reactor_at(at), fd, text, message, message_bytes, began)

@@ -1,6 +1,6 @@
-"""A reactor's connections: how it accepts and ends them, and sends answers on them. See `loop.py`.
+"""A reactor's connections: accepting them, ending them, and sending answers on them. See `loop.py`.
 
-Kernels for the thread of one reactor, which is the only one to write the rows of its connections.
+Kernels for the thread of one reactor, the only thread that writes the rows of its connections.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ from tierstore.wire.http2 import layout as http2_layout
 _CONTINUE = np.frombuffer(b"HTTP/1.1 100 Continue\r\n\r\n", np.uint8)
 _ONE, _LF = b"1\n"
 
-# --- to Python
+# --- messages to Python
 
 
 @nb.njit
 def notify(me, kind, fd, serial, value, more):  # type: ignore[no-untyped-def]
-    """Write a message to Python's pipe, which has room for one from every connection."""
+    """Write a message to Python's pipe, which has room for one message from every connection."""
     message = me.message
     message.what, message.serial, message.value, message.more = kind + 256 * fd, serial, value, more
     return write(me.outbox, message, MESSAGE_BYTES) == MESSAGE_BYTES
@@ -79,7 +79,7 @@ def notify(me, kind, fd, serial, value, more):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def hold(me, fd, size):  # type: ignore[no-untyped-def]
-    """Count this many bytes as held for a connection's request. A large request counts as far as it has come."""
+    """Set the bytes that count as held for a connection's request. A large request counts as far as it has arrived."""
     row = connection_at(me.conns, fd)
     if row.held != size:
         add_at(place(me.shared, "inflight"), size - row.held)
@@ -88,14 +88,14 @@ def hold(me, fd, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def has_room(me, size):  # type: ignore[no-untyped-def]
-    """Whether so many bytes more may be held."""
+    """Whether `size` more bytes may be held."""
     held = acquire_i64(place(me.shared, "inflight")) + acquire_i64(place(me.shared, "other_inflight"))
     return held + size <= me.limits.most_inflight
 
 
 @nb.njit
 def forget(me, fd):  # type: ignore[no-untyped-def]
-    """Free a connection's row. Its descriptor and its bytes are the caller's concern."""
+    """Free a connection's row. The caller closes the descriptor and frees its bytes."""
     row = connection_at(me.conns, fd)
     hold(me, fd, 0)
     row.state = FREE
@@ -110,7 +110,7 @@ def forget(me, fd):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def let_go_of_answer(me, fd):  # type: ignore[no-untyped-def]
-    """Free an answer that has left, or that nobody wants."""
+    """Free an answer that was sent, or that nobody wants."""
     row = connection_at(me.conns, fd)
     if row.pieces > 0:
         notify(me, SENT, fd, row.serial, 0, 0)
@@ -129,7 +129,7 @@ def free_session(s):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _end_session(me, fd):  # type: ignore[no-untyped-def]
-    """Free the session of an HTTP/2 connection. Python learns which of its streams are lost, and the readers learn it of their jobs."""
+    """Free the session of an HTTP/2 connection. Python is told which streams are lost, and readers which jobs are."""
     conn = connection_at(me.conns, fd)
     s, away = conn.session, 0
     conn.session = 0
@@ -149,7 +149,7 @@ def _end_session(me, fd):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def wait_for_turn(me, fd):  # type: ignore[no-untyped-def]
-    """Go on with a connection when others have had their turn."""
+    """Have this connection go on after others have had their turn."""
     row = connection_at(me.conns, fd)
     if row.flags & WAITS == 0:
         row.flags |= WAITS
@@ -170,7 +170,7 @@ def _let_go(me, fd):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def end(me, fd, abort):  # type: ignore[no-untyped-def]
-    """End a connection. With `abort` it is reset, and what it has not taken is dropped."""
+    """End a connection. `abort`: reset it and drop what the client has not read."""
     _let_go(me, fd)
     if abort:
         drop_on_close(fd)
@@ -181,10 +181,10 @@ def end(me, fd, abort):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def end_after_answer(me, fd, now):  # type: ignore[no-untyped-def]
-    """End a connection whose last answer the socket has taken.
+    """End a connection whose last answer is in the socket.
 
-    A socket that is closed before all that came was read resets its connection, and with that the client may lose the answer. So a client that
-    may still send sees the end of our side first; for a time what it sends is read and dropped (RFC 9112, 9.6).
+    Closing a socket with unread bytes resets the connection, and the client may lose the answer. So this side ends its sending half first; what the
+    client still sends is read and dropped for a time (RFC 9112, 9.6).
     """
     row = connection_at(me.conns, fd)
     if row.flags & LINGERS or row.flags & (ENDED | MAY_READ) == ENDED:
@@ -203,21 +203,21 @@ def end_after_answer(me, fd, now):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def start_serving(me, fd, now, off):  # type: ignore[no-untyped-def]
-    """Begin to serve a connection on the reactor that has the fewest. `off` is TURNED_OFF or 0. Returns False where epoll does not watch it."""
+    """Serve a connection on the reactor that has the fewest. `off` is TURNED_OFF or 0. False where epoll cannot watch it."""
     owner = me.number
     for other in range(me.limits.reactors):
         if relaxed_i64(place(line_at(me.lines, other), "load")) < relaxed_i64(place(line_at(me.lines, owner), "load")):
             owner = other
     row = connection_at(me.conns, fd)
-    # OpenSSL may hold bytes already, of which the socket does not tell
+    # OpenSSL may already hold bytes that the socket no longer reports
     row.owner, row.flags, row.lost = owner, off | (MAY_READ if row.tls != 0 else 0), 0
     row.needed = row.began_ns = row.job = row.held = row.session = row.chunks_head = row.to_drop = 0
     row.deadline_ns = now + (me.limits.idle_ns if off == 0 else me.limits.turn_off_ns)
-    # last: the reactor that owned the row before may be looking at it just now, to end those that are late
+    # write the state last: the reactor that owned the row before may be checking it for lateness now
     release_i64(place(row, "state"), READING)
     raise_at(place(me.shared, "highest"), fd)
     add_at(place(line_at(me.lines, owner), "load"), 1)
-    if off == 0:  # else Python has counted it
+    if off == 0:  # otherwise Python has counted it
         add_at(place(me.shared, "open"), 1)
     data = fd | (row.serial << 32)
     if epoll_set(line_at(me.lines, owner).epoll, EPOLL_ADD, fd, INTEREST, data) == 0:
@@ -233,7 +233,7 @@ def start_serving(me, fd, now, off):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def listen(me, how):  # type: ignore[no-untyped-def]
-    """Have epoll report connections that wait (EPOLL_ADD), or report them no more (EPOLL_DEL)."""
+    """Have epoll report connections that wait to be accepted (EPOLL_ADD), or stop reporting them (EPOLL_DEL)."""
     epoll = me.line.epoll
     epoll_set(epoll, how, me.listener, READABLE | EXCLUSIVE, LISTENER)
     if me.grpc_listener >= 0:
@@ -267,7 +267,7 @@ def accept_new(me, listener, now):  # type: ignore[no-untyped-def]
         if fd == -EINTR:
             continue
         if fd < 0:
-            if fd != -EAGAIN:  # no descriptors left, say: the listener would be told of again at once, for ever
+            if fd != -EAGAIN:  # such as no descriptors: epoll would report the listener again and again
                 _pause(me, NO_DESCRIPTORS)
             return
         send_at_once(fd)
@@ -313,7 +313,7 @@ def send_first(me, fd, at, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def lose_client(me, fd):  # type: ignore[no-untyped-def]
-    """Note that the client of an HTTP/1.1 connection has gone while its request is away."""
+    """Note that the client of an HTTP/1.1 connection has gone while its request is elsewhere."""
     row = connection_at(me.conns, fd)
     row.lost = 1
     if row.job != 0:
@@ -330,7 +330,7 @@ def go_on(me, fd):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def probe_client(me, fd):  # type: ignore[no-untyped-def]
-    """Send an interim answer (RFC 9110, 15.2) to a client whose request is away. A client that has gone resets the connection then. HTTP/1.0 has none."""
+    """Send an interim answer (RFC 9110, 15.2) to a client whose request is elsewhere: if the client has gone, this resets the connection. Not for HTTP/1.0."""
     at = connection_at(me.conns, fd).in_at
     while load_u8(at, 1) != _LF:
         at += 1
@@ -340,7 +340,7 @@ def probe_client(me, fd):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def set_send_deadline(me, fd, size):  # type: ignore[no-untyped-def]
-    """Set until when an answer must have left: a fixed time, and the time that its bytes take at the slowest rate."""
+    """Set the deadline of an answer: a fixed time, and the time for its bytes at the slowest rate allowed."""
     slowest = size * 1_000_000_000 // me.limits.slowest_rate
     connection_at(me.conns, fd).moved_ns = monotonic_ns()
     connection_at(me.conns, fd).deadline_ns = connection_at(me.conns, fd).moved_ns + me.limits.stall_ns + slowest
@@ -348,7 +348,7 @@ def set_send_deadline(me, fd, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def send_on(me, fd):  # type: ignore[no-untyped-def]
-    """Send more of an answer. Returns True once all of it has left, and marks a connection that is lost."""
+    """Send more of an answer. Returns True once all of it was sent; marks a connection that is lost."""
     row = connection_at(me.conns, fd)
     moved = False
     while True:

@@ -1,4 +1,4 @@
-"""Frames of HTTP/2 that leave a reactor: gathered in its memory, kept with the session where the socket does not accept them.
+"""HTTP/2 frames that leave a reactor: gathered in its memory, and kept with the session where the socket does not take them.
 
 Kernels for the thread of one reactor.
 """
@@ -20,12 +20,12 @@ from tierstore.reactor.sockets import send
 from tierstore.wire.http2 import layout as http2_layout
 from tierstore.wire.http2 import out as http2_out
 
-KEPT_BYTES = 1 << 16  # of frames that the socket does not accept; from here on nothing more is read
+KEPT_BYTES = 1 << 16  # of unsent frames; from here on the reactor reads nothing more from the connection
 
 
 @nb.njit
 def bind_frames(me, fd, s):  # type: ignore[no-untyped-def]
-    """Lend the reactor's memory for frames, unless some are kept; and for pieces, which TLS would copy."""
+    """Lend a session the reactor's memory for frames, unless it has kept frames; and memory for pieces, unless TLS would copy them."""
     if s.out_kept == 0:
         s.out_at = s.piece_from = me.frames
         s.out_bytes = 0
@@ -35,7 +35,7 @@ def bind_frames(me, fd, s):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _keep_frames(me, fd, s, left):  # type: ignore[no-untyped-def]
-    """The address of memory where a session keeps `left` bytes of frames that the socket has not taken, and some more; 0: there is none."""
+    """The address of a session's memory for `left` unsent bytes of frames and some more; 0: no memory."""
     kept = allocate(left + KEPT_BYTES)
     if kept != 0:
         s.out_kept = s.out_at = kept
@@ -48,7 +48,7 @@ def _keep_frames(me, fd, s, left):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _flush_pieces(me, fd, s):  # type: ignore[no-untyped-def]
-    """Do `flush` for pieces."""
+    """`flush` for pieces."""
     row = connection_at(me.conns, fd)
     http2_out.end_part(s)
     piece, count = s.pieces, s.pieces_used
@@ -88,7 +88,7 @@ def _flush_pieces(me, fd, s):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def flush(me, fd, s):  # type: ignore[no-untyped-def]
-    """Send the frames that were written. Returns True where all have left, and marks a connection that is lost."""
+    """Send the frames that were written. Returns True where all were sent; marks a connection that is lost."""
     if s.pieces_used > 0:
         return _flush_pieces(me, fd, s)
     row = connection_at(me.conns, fd)
@@ -128,7 +128,7 @@ def flush(me, fd, s):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def push_row(me, fd, s, row):  # type: ignore[no-untyped-def]
-    """Do `http2_out.push`, and tell Python which of its blocks have left."""
+    """`http2_out.push`, and tell Python which of its blocks were sent."""
     stream = row.id
     is_away = row.state & http2_layout.AWAY != 0
     reports, moved = http2_out.push(s, row)
@@ -143,7 +143,7 @@ def push_row(me, fd, s, row):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def set_deadline(me, row):  # type: ignore[no-untyped-def]
-    """Set until when the first block of a stream must have left."""
+    """Set the deadline of the first block of a stream."""
     block = row.first_out
     if block == 0:
         row.deadline_ns = 0
@@ -154,7 +154,7 @@ def set_deadline(me, row):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def push_all(me, fd, s):  # type: ignore[no-untyped-def]
-    """Write what waits on all streams, each in its turn, as far as windows, room and socket go."""
+    """Write what waits on all streams, in turn, as far as windows, room and socket allow."""
     rows, room = s.streams, s.streams_room
     while s.waiting > 0:
         written = s.out_bytes

@@ -1,11 +1,11 @@
-"""How a reactor serves connections of HTTP/2: between sockets and `wire/http2/core.py`, and between streams and Python. See `loop.py`.
+"""HTTP/2 connections of a reactor: between sockets and `wire/http2/core.py`, and between streams and Python. See `loop.py`.
 
-A connection is of HTTP/2 from its preface on, for life. What its frames write is gathered in the reactor's memory and leaves with one
-system call where it can. The session keeps what the socket does not take, and while it keeps much the reactor reads nothing more of the connection. So
-neither a client that does not read nor one that holds its windows back costs more than the bounds say.
+A connection speaks HTTP/2 from its preface to its end. Frames are gathered in the reactor's memory and sent with one system call where possible. The
+session keeps what the socket does not take; while it keeps much, the reactor reads nothing more from the connection. So a client that does not read,
+or that holds its windows back, costs no more than the bounds allow.
 
-The reactor answers a whole call of ModelInfer where a plan allows. Python gets any other request: its head and body, in a block that Python
-frees; then the data of a method that streams, one block at a time, its end, and its loss. Answers come back as blocks (`wire/http2/out.py`).
+The reactor answers a whole ModelInfer call where a plan allows it. Python gets any other request as a block that Python frees: head and body; for a
+streaming method then one block of data at a time, its end, and its loss. Answers come back as blocks (`wire/http2/out.py`).
 
 Kernels for the thread of one reactor.
 """
@@ -54,14 +54,14 @@ from tierstore.wire.http2 import layout as http2_layout
 from tierstore.wire.http2 import out as http2_out
 from tierstore.wire.http2.request import give_credit
 
-GATHERED_BYTES = 1 << 16  # frames that leave before more are written
-HELD_FROM = 1 << 14  # bytes of a connection that count
-_TURN_STREAMS = 64  # that are begun before others have their turn
+GATHERED_BYTES = 1 << 16  # of frames, sent before more are written
+HELD_FROM = 1 << 14  # a connection that holds fewer bytes is not counted
+_TURN_STREAMS = 64  # streams begun before other connections have their turn
 
 
 @nb.njit
 def _finish_turn(me, fd, s, now):  # type: ignore[no-untyped-def]
-    """Send what was written, and note what a connection holds and how long it may wait. The connection may be closed afterwards."""
+    """Send what was written; note what a connection holds and its deadline. The connection may be closed afterwards."""
     row = connection_at(me.conns, fd)
     if row.lost == 0 and flush(me, fd, s) and s.waiting > 0:
         push_all(me, fd, s)
@@ -84,7 +84,7 @@ def _finish_turn(me, fd, s, now):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _read_frames(me, fd, now):  # type: ignore[no-untyped-def]
-    """Read what has come, and do what it asks for. The connection may be closed afterwards."""
+    """Read what has come and act on it. The connection may be closed afterwards."""
     row = connection_at(me.conns, fd)
     s, base, have, came = row.session, me.buffer, nb.int64(0), 0
     bind_frames(me, fd, s)
@@ -144,7 +144,7 @@ def _read_frames(me, fd, now):  # type: ignore[no-untyped-def]
             break
         if row.flags & MAY_READ == 0 or have == BUFFER_BYTES or is_paused:
             break
-    if gone:  # nothing is read of it any more
+    if gone:  # nothing more is read from it
         flush(me, fd, s)
         end(me, fd, False)
         return
@@ -172,7 +172,7 @@ def _on_message(me, fd, message, now):  # type: ignore[no-untyped-def]
     s = conn.session if conn.state == HTTP2 and conn.serial == serial else 0
     row = http2_layout.stream_at(0) if s == 0 else http2_out.row_of(s, stream)
     states = http2_layout.AWAY
-    if kind == STREAM_BLOCK:  # at the end Python answers for those who do jobs
+    if kind == STREAM_BLOCK:  # when the service ends, Python answers requests of jobs too
         states |= http2_layout.HAS_JOB
     if row == 0 or not row.state & states:
         if kind == STREAM_BLOCK:
@@ -181,7 +181,7 @@ def _on_message(me, fd, message, now):  # type: ignore[no-untyped-def]
         return
     bind_frames(me, fd, s)
     if kind == STREAM_BLOCK:
-        add_at(place(me.shared, "inflight"), -size)  # it is the session's from here on
+        add_at(place(me.shared, "inflight"), -size)  # from here on the session counts it
         is_first = row.first_out == 0
         http2_out.queue(s, row, value)
         if is_first:
@@ -203,7 +203,7 @@ def _on_message(me, fd, message, now):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _on_job(me, fd, number, now):  # type: ignore[no-untyped-def]
-    """Take back a job that is done; its stream may have closed. The connection may be closed afterwards."""
+    """Take back a finished job; its stream may have closed. The connection may be closed afterwards."""
     job, conn = job_at(me.jobs, number), connection_at(me.conns, fd)
     s = conn.session if conn.state == HTTP2 and conn.serial == job.serial else 0
     row = http2_layout.stream_at(0) if s == 0 else http2_out.row_of(s, job.stream)
@@ -217,7 +217,7 @@ def _on_job(me, fd, number, now):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _sweep(me, fd, now, stall):  # type: ignore[no-untyped-def]
-    """Reset streams that are late. End a connection that is late or idle, or that has no request when the service ends."""
+    """Reset late streams. End a connection that is late or idle, or that has no request when the service ends."""
     conn = connection_at(me.conns, fd)
     s, row, limits = conn.session, conn.session.streams, me.limits
     is_kept = s.out_kept != 0
@@ -238,10 +238,10 @@ def _sweep(me, fd, now, stall):  # type: ignore[no-untyped-def]
                 is_late = now > until - limits.stall_ns + stall
             else:
                 if arrives and finishing and row.seen == 0:
-                    row.seen = now + limits.finish_ns  # until when it may arrive
+                    row.seen = now + limits.finish_ns  # the time by which it must have arrived
                 is_late = arrives and (now - row.began_ns > limits.arrival_ns or (finishing and now > row.seen))
             if is_late:
-                # what has not arrived was not begun: at the end it may be sent again, elsewhere
+                # a request that has not arrived was not begun: its client may send it again, elsewhere
                 why = http2_layout.REFUSED_STREAM if arrives and finishing else http2_layout.ENHANCE_YOUR_CALM
                 http2_out.write_reset(s, row.id, why)
                 lose(me, fd, s, row)
@@ -257,10 +257,10 @@ def _sweep(me, fd, now, stall):  # type: ignore[no-untyped-def]
 
 @compiled_c(types.int64(*[types.int64] * 6), when=LAST)
 def run(at: Any, what: Any, fd: Any, now: Any, more: Any, _: Any) -> Any:
-    """Serve a connection of HTTP/2 of the reactor whose record is at an address, which is compiled apart.
+    """Serve an HTTP/2 connection of the reactor whose record is at address `at`; compiled separately.
 
-    FRAMES: read what has come; MESSAGE: take Python's at `more`; JOB_ENDED: take the job `more` back; SWEEP: end what is late, `more`: how long
-    nothing may leave.
+    FRAMES: read what has come; MESSAGE: act on Python's message at `more`; JOB_ENDED: take the job `more` back; SWEEP: end what is late, where `more`
+    is how long an answer may not move.
     """
     me = reactor_at(at)
     if what == FRAMES:

@@ -1,4 +1,4 @@
-"""Jobs that a reactor gives to the readers of cold rows and takes back from them, and how it counts an answer. See `loop.py`.
+"""Jobs: requests that a reactor gives to the readers of cold rows and takes back; and how an answer is counted. See `loop.py`.
 
 Kernels for the thread of one reactor.
 """
@@ -52,7 +52,7 @@ def count(me, variant, began, planned, ran, sent):  # type: ignore[no-untyped-de
 
 @nb.njit
 def acquire_job(me):  # type: ignore[no-untyped-def]
-    """(the number of a job that is free, the job). There is one."""
+    """(number, job) of a free job. The caller knows that there is one."""
     me.free_jobs.count -= 1
     number = me.free_jobs.numbers[me.free_jobs.count]
     job = cold_reads.job_at(me.jobs, number)
@@ -68,9 +68,9 @@ def _free_job(me, number):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def read_cached(me, view, tail, data):  # type: ignore[no-untyped-def]
-    """Read the rows of the run at `me.bound` that memory lacks, if they are few and the system's cache has them; they go to `data`.
+    """Read rows that memory lacks for the run at `me.bound` into `data`, if they are few and in the page cache.
 
-    Returns `by_plan.ANSWERED`, COLD, or ELSEWHERE, where compiled readers cannot get at some.
+    Returns `by_plan.ANSWERED`, COLD, or ELSEWHERE, where the compiled readers cannot reach some rows.
     """
     if by_plan.pending(me.bound, me.states) > READ_HERE:
         return by_plan.COLD
@@ -82,10 +82,10 @@ def read_cached(me, view, tail, data):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def make_job(me, fd, plan, variant, view, begin, probed, began, planned):  # type: ignore[no-untyped-def]
-    """Make a job for the readers of the request whose run is at `me.bound`. What the answer has before its data is at `begin`.
+    """Make a job for the readers from the run at `me.bound`. The bytes of the answer before its data are at `begin`.
 
-    `probed`: memory has answered what it holds, and they add what is on disk; else they do all of it. Returns its number, or -1: there is no room.
-    Its `tail` is the caller's to set.
+    `probed`: memory has answered what it holds, and readers add what is on disk; otherwise readers do all look-ups. Returns the job's number, or -1:
+    there is no room. The caller sets the job's `tail`.
     """
     if me.free_jobs.count == 0:
         return nb.int64(-1)
@@ -118,17 +118,17 @@ def make_job(me, fd, plan, variant, view, begin, probed, began, planned):  # typ
 
 @nb.njit
 def give_away(me, plan, number):  # type: ignore[no-untyped-def]
-    """Note in a job who asks, and what holds its view."""
+    """Note a job's caller, and what keeps its view alive."""
     found, job = me.found, cold_reads.job_at(me.jobs, number)
     job.caller_rates = callers.bucket_of(found.caller)
     job.model_rates = plan.rates_at
     job.body_bytes = found.body_bytes
-    release_i64(place(job, "announced"), me.line.announced)  # before the reactor's own is cleared
+    release_i64(place(job, "announced"), me.line.announced)  # before the reactor clears its own announcement
 
 
 @nb.njit
 def await_job(me, fd, number, closing):  # type: ignore[no-untyped-def]
-    """Note in a connection of HTTP/1.1 which job it waits for. The job is given to those who do it once the request's bytes have their place."""
+    """Note in an HTTP/1.1 connection which job it waits for. The job is handed out once the request's bytes have their place."""
     connection_at(me.conns, fd).job = number + 1
     if closing:
         connection_at(me.conns, fd).flags |= CLOSES
@@ -136,21 +136,21 @@ def await_job(me, fd, number, closing):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def hand_out(me, number):  # type: ignore[no-untyped-def]
-    """Give a job to those who do it. Returns False where nobody took it: then it is over, and Python gets the request."""
+    """Give a job to the readers, or to the threads that run graphs. False if neither took it: the job is over, and Python gets the request."""
     job, message = cold_reads.job_at(me.jobs, number), me.message
     message.what = number
     if job.cold == 0:
         given = cold_reads.queue(job, number, me.prediction_outbox, place(me.shared, "queued"))
     else:
         given = write(me.job_outbox, message, 8) == 8
-    if not given:  # there is room for all of them
+    if not given:  # their pipe has room for all jobs
         job.outcome = cold_reads.FOR_PYTHON
     return given
 
 
 @nb.njit
 def submit(me, fd):  # type: ignore[no-untyped-def]
-    """Give a connection's job to those who do it. Its request stays where it is until they are done."""
+    """Hand out a connection's job. Its request stays in place until the job is done."""
     row = connection_at(me.conns, fd)
     number = row.job - 1
     job = cold_reads.job_at(me.jobs, number)
@@ -161,7 +161,7 @@ def submit(me, fd):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _give_back(job):  # type: ignore[no-untyped-def]
-    """Give back what a request has drawn of its rates, because Python charges it again."""
+    """Give back what a request was charged, because Python charges it again."""
     keys = job.keys
     size, began = job.body_bytes, job.began_ns
     rates.draw_at(job.caller_rates, began, -1, -keys, -size)
@@ -170,12 +170,12 @@ def _give_back(job):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def end_job(me, number):  # type: ignore[no-untyped-def]
-    """Count a job that is done, or give back what it has drawn, and free its number but not its memory. Returns whether it has an answer."""
+    """Count a finished job, or give back its charge; free its number but not its memory. Returns whether it has an answer."""
     job = cold_reads.job_at(me.jobs, number)
     answered = job.outcome == cold_reads.DONE
     if answered and job.cold != 0:
         by_plan.count_keys(job.run, job.tail, job.states, me.table_counts, TABLE_COUNT_WORDS)
-    if answered and job.scoring == 0:  # of a prediction Python counts the answer
+    if answered and job.scoring == 0:  # Python counts the answer of a prediction
         now = monotonic_ns()
         count(me, job.variant, job.began_ns, job.planned_ns, now, now)
     if answered:
@@ -189,13 +189,13 @@ def end_job(me, number):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def reason_of(job):  # type: ignore[no-untyped-def]
-    """Why the request of a job that has no answer is Python's."""
+    """The reason why Python must answer the request of a job without an answer."""
     return PREDICTION if job.outcome == cold_reads.RETURNED else ROWS_ON_DISK
 
 
 @nb.njit
 def finish_job(me, number):  # type: ignore[no-untyped-def]
-    """Take back a job of HTTP/1.1 that is done. Returns its connection if there is an answer to send, or -1."""
+    """Take back a finished HTTP/1.1 job. Returns its connection if there is an answer to send, or -1."""
     job = cold_reads.job_at(me.jobs, number)
     answered = end_job(me, number)
     fd, block, size, held = job.fd, job.block, job.head_bytes + job.data_bytes, job.held_bytes
@@ -221,7 +221,7 @@ def finish_job(me, number):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def drop_job(me, number):  # type: ignore[no-untyped-def]
-    """Take back a job that nobody has got yet, as its request cannot be kept."""
+    """Take back a job that was not handed out, because its request cannot be kept."""
     job = cold_reads.job_at(me.jobs, number)
     release(job.block)
     add_at(place(me.shared, "inflight"), -job.held_bytes)

@@ -1,4 +1,4 @@
-"""What reactors work with: the records in their memory, messages, and bounds. See `loop.py`.
+"""The records, messages and bounds of reactors. See `loop.py`.
 
 Python makes the memory and reads the counts (`service/reactor/`).
 """
@@ -15,7 +15,7 @@ from tierstore.wire import request_record
 from tierstore.wire.http1 import head as http1_head
 from tierstore.wire.http2 import layout as http2_layout
 
-FREE, READING, AWAY, SENDING, HTTP2 = range(5)  # of a connection's `state`
+FREE, READING, AWAY, SENDING, HTTP2 = range(5)  # a connection's `state`
 CONNECTION_RECORD = define("Connection", "a client's connection, by its descriptor; its reactor writes it, while it is FREE Python", {
     "state": "FREE, READING, AWAY, SENDING or HTTP2",
     "serial": "tells connections that had the descriptor one after another apart",
@@ -40,10 +40,10 @@ CONNECTION_RECORD = define("Connection", "a client's connection, by its descript
     "tls": "an `SSL *`, or 0",
     "caller_at caller_bytes": "stands for the names of the client's certificate where a request has no Authorization",
 })  # fmt: skip
-# of `flags`: bytes may be waiting in the socket; no request is read after this answer; the client sends nothing more;
-# it is among those that have their next turn at once; it is one too many, and its request is answered so; its last answer has left
+# bits of `flags`, in order: bytes may wait in the socket; the connection ends with this answer; the client sends nothing more; it is due for a turn at
+# once; it is above the limit and gets a refusal; its last answer was sent
 MAY_READ, CLOSES, ENDED, WAITS, TURNED_OFF, LINGERS = 1, 2, 4, 8, 16, 32
-MOST_DROPPED = 1 << 26  # bytes that a client may go on sending behind its last answer
+MOST_DROPPED = 1 << 26  # bytes that a client may still send after its last answer
 
 SHARED = define("Shared", "what all reactors of a service share with Python", {
     "mode": "RUN, DRAIN, FINISH or STOP",
@@ -62,8 +62,8 @@ SHARED = define("Shared", "what all reactors of a service share with Python", {
     "streaming_paths": "paths whose requests are given as they come",
     "unreported": "1: a connection has ended and Python was not told which of its streams are lost",
 }, apart=True)  # fmt: skip
-FULL = 1 << 62  # of a wait for a thread: the queue has no room
-# of `mode`: answer; answer, and close each connection after its answer; answer what has started, then close; end now
+FULL = 1 << 62  # a wait for a thread: the queue has no room
+# values of `mode`: answer; answer, and close each connection after its answer; answer what has started, then close; end now
 RUN, DRAIN, FINISH, STOP = range(4)
 
 OPENSSL = define("OpenSsl", "addresses of functions of OpenSSL", {
@@ -81,9 +81,9 @@ LIMITS = define("Limits", "what bounds connections and requests; constant", {
     "traces": "whether the service reports them",
     "openssl": (OPENSSL, "where the service has TLS"),
 })  # fmt: skip
-# why: it is no look-up; its head is of another form; too many bytes; its caller is not known here, or has used up its rates; its description is of another
-# form; no plan is known; it is a prediction; a row is where readers do not read; its numbers do not pass; no room, or too late;
-# its id says which version answers; the service is ending; its trace is to be reported
+# why Python gets a request: not a look-up; unknown form of head; too many bytes; caller unknown or above its rates; unknown form of description; no
+# plan; a prediction; a row that readers cannot reach; its numbers fail a check; no room, or too late; its id decides the version; the service is
+# ending; its trace must be reported
 (
     OTHER, HEADER, SIZE, ACCESS, DESCRIPTION, NO_PLAN, PREDICTION, ROWS_ON_DISK, VALUES, BUSY, CANARY, ENDING, TRACED,
 ) = range(13)  # fmt: skip
@@ -103,16 +103,16 @@ LINE = define("ReactorLine", "what one reactor says of itself", {
     "reasons": ((np.int64, (len(REASONS),)), "how often a request or a connection was handed to Python, by reason"),
 }, size=256)  # fmt: skip
 
-# kinds of messages: to Python
+# kinds of messages to Python
 (
     REQUEST, REFUSED, SENT, STREAM_REQUEST, STREAM_OPENED, STREAM_DATA, STREAM_LOST, STREAM_SENT,
 ) = range(8)  # fmt: skip
-# and back: an answer in Python's memory, a connection to be served, or an answer in a block that becomes the reactor's; of a silent connection: its end;
-# of a stream: a block, more of the request is wanted, its end
+# kinds of messages to a reactor, in order: an answer in Python's memory; a connection to serve; end a connection; wake up; an answer in a block that
+# becomes the reactor's; end a silent connection; of a stream: a block, data that Python has consumed, a reset
 ANSWER, SERVE, DROP, WAKE, BLOCK, MAKE_ROOM, STREAM_BLOCK, STREAM_CONSUMED, STREAM_RESET = range(9)
-STREAM_SHIFT = 32  # where the number of a stream begins in the first word of a message
+STREAM_SHIFT = 32  # first bit of a stream's number in the first word of a message
 FIRST_PART = (1 << STREAM_SHIFT) - 1
-FRAMES, MESSAGE, SWEEP, JOB_ENDED = range(4)  # what `reactor_http2.run` is to do
+FRAMES, MESSAGE, SWEEP, JOB_ENDED = range(4)  # what `http2.run` is to do
 
 MESSAGE_RECORD = define("Message", "a message to Python or back", {
     "what": "its kind, from bit 8 on a descriptor, from bit 32 on the number of a stream",
@@ -126,7 +126,7 @@ VERSION_COUNTS = define("VersionCounts", "what one reactor has counted of a vers
     "refusal_ns": "how long it took to refuse them",
     "buckets": ((np.int64, (BUCKETS,)), "of answers' latencies"),
 })  # fmt: skip
-TABLE_COUNT_WORDS = 8  # one a tier
+TABLE_COUNT_WORDS = 8  # one for each tier
 
 ANSWERED_CALL = define("AnsweredCall", "a call of gRPC", {
     "answer_at answer_bytes": "the answer's message, or the header block of a refusal, until the next one is made",
@@ -134,26 +134,26 @@ ANSWERED_CALL = define("AnsweredCall", "a call of gRPC", {
     "job": "the number of the job that was made of it",
 })  # fmt: skip
 
-# what comes of a request
-ANSWERED, MADE_A_JOB, TURNED_AWAY = -1, -2, -3  # else a reason; TURNED_AWAY: a call of gRPC, with a status
+# results for a request
+ANSWERED, MADE_A_JOB, TURNED_AWAY = -1, -2, -3  # otherwise a reason; TURNED_AWAY: a gRPC call is answered with a status
 
-EVENTS = 256  # of one turn
-ACCEPTED = 64  # connections of one turn
-MOST_UNDECIDED = 32  # connections that wait for Python's decision, which hold descriptors that others need; the next ones wait to be accepted
-NO_DESCRIPTORS, UNDECIDED = 1, 2  # of `paused`
-PIPELINED = 16  # requests of one connection, before others have their turn
-JOBS = 512  # of one reactor, that readers or threads that predict are at or have before them
-KEPT_JOBS = 128  # that predictions leave to others
-READ_HERE = 64  # keys that memory lacks and a reactor reads itself, where the system's cache has them: 0.1 ms
-AGAIN_WORDS = 1 << 16  # connections that have their next turn at once: there is room for all
-MESSAGES = 64  # of Python, of one turn
-LISTENER, INBOX, JOB_INBOX, GRPC_LISTENER = (k - (1 << 32) for k in range(4))  # in events: no serial is so high
+EVENTS = 256  # in one turn
+ACCEPTED = 64  # connections accepted in one turn
+MOST_UNDECIDED = 32  # connections that wait for Python's decision; others wait to be accepted
+NO_DESCRIPTORS, UNDECIDED = 1, 2  # values of `paused`
+PIPELINED = 16  # requests of one connection in one turn
+JOBS = 512  # of one reactor, with readers or with threads that run graphs
+KEPT_JOBS = 128  # of these, not for predictions
+READ_HERE = 64  # missing keys that a reactor reads itself from the page cache: 0.1 ms
+AGAIN_WORDS = 1 << 16  # room for all connections that are due for a turn at once
+MESSAGES = 64  # from Python, in one turn
+LISTENER, INBOX, JOB_INBOX, GRPC_LISTENER = (k - (1 << 32) for k in range(4))  # in events, where no serial is so high
 BUFFER_BYTES = 1 << 17
-LARGE_TURN = 1 << 20  # bytes of one connection that are read before others have their turn
-HEAD_ROOM = 1 << 15  # before the answer's data
+LARGE_TURN = 1 << 20  # bytes read from one connection in one turn
+HEAD_ROOM = 1 << 15  # bytes in front of the answer's data
 FRAMES_BYTES = 1 << 18
 SWEEP_NS = 1_000_000_000
-PROBE_NS = 50_000_000  # that a request has been away when an end of its client's side most likely means that it is gone
+PROBE_NS = 50_000_000  # after this time away, an end of the client's side most likely means that the client has gone
 
 SERIALS = 0x7FFFFFFF
 BOUNDS = np.array(BOUNDS_NS, np.int64)

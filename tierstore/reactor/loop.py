@@ -1,39 +1,35 @@
-"""The reactor: a compiled loop that owns HTTP connections and answers look-ups whose rows are in memory.
+"""The reactor: a compiled loop that owns client connections and answers look-ups whose rows are in memory.
 
-It runs in threads of its own and never takes the interpreter lock. Of HTTP it knows what `wire/http1/head.py` says; of look-ups
-what `lookup/by_plan.py` says. Rows that memory lacks are read by other threads (`lookup/cold_reads.py`), which complete the answer. Whatever
-else comes is handed to Python through a pipe as a whole request (`REQUEST`, framed by `wire/http1/frame.py`), whose answer comes back. Of a body that is too large,
-or for which there is no room, nothing is kept: Python refuses the request by its head, and what comes of it is dropped.
+It runs in threads of its own and never takes the interpreter lock. `wire/http1/head.py` reads requests, `lookup/by_plan.py` looks rows up. Other
+threads (`lookup/cold_reads.py`) read rows that memory lacks and complete the answer. Every other request goes to Python through a pipe, whole
+(`REQUEST`, framed by `wire/http1/frame.py`), and its answer comes back. A body that is too large, or for which there is no room, is not kept: Python
+refuses the request by its head, and the bytes of the body are dropped.
 
-A connection is a row of `conns`, found by its descriptor. It belongs to one reactor for life, and only that one writes
-its row; Python reads LOST, and the bytes of a request that it was given. Its states:
+A connection is a row of `conns`, found by its descriptor. One reactor owns it for life and alone writes its row; Python reads LOST, and the bytes of
+a request that it was given. States of a connection:
 
                     accept
                       │
-                      ▼    memory has the rows, and the socket takes not all of the answer
+                      ▼    memory has the rows, and the socket takes only a part of the answer
         ┌─────────► READING ────────────────────────────────────────────────► SENDING ─┐
         │             │  │                                                      ▲      │
-        │             │  └─ for a reader, or for Python ─► AWAY ─► answered ────┘      │ all has left
+        │             │  └─ for a reader, or for Python ─► AWAY ─► answered ────┘      │ all was sent
         │             ▼                                                                │
         │   FREE (closed)                                                              │
         └──────────────────────────────────────────────────────────────────────────────┘
 
-An answer that leaves at once never enters SENDING, and bytes of a request that is answered at once are never stored: an
-idle connection holds no memory. One connection is read again only when its answer has left, so a client that does not
-read is not served more.
+An answer that is sent at once skips SENDING, and a request that is answered at once is never stored: an idle connection holds no memory. A connection
+is read again only after its answer was sent, so a client that does not read gets no further answers.
 
-A client may end its side of a connection and still wait for its answers; a client that has gone looks the same. Only the first takes what it is sent.
-So while a request waits, the reactor sends an interim answer (`probe_client`), which resets the connection of a client that has gone. With TLS an end
-is that of both sides.
+A client may end its side of a connection and still wait for answers; a client that has gone looks the same. So while a request of such a client
+waits, the reactor sends an interim answer (`probe_client`), which resets the connection if the client has gone. With TLS, an end ends both sides.
 
-After its last answer a connection goes back to READING, and whatever comes is dropped: its client may still be sending, and would lose the answer to a
-reset (`end_after_answer`).
+After its last answer a connection goes back to READING, and all further bytes are dropped: a reset would lose the answer of a client that is still
+sending (`end_after_answer`).
 
-Time: a request has one to arrive whole, an answer to leave and to go on leaving, and a connection between them. At the
-end all of these are short. Bytes: a head is bounded by
-`wire/http1/head.py`, a body and an answer by the limits; answers that wait to leave count in INFLIGHT, which is shared with Python's
-own count. What it works with is in `layout.py`, connections in `connections.py`, requests in `requests.py`, answers in
-`answers.py`.
+Time limits: for a request to arrive whole, for an answer to be sent and to make progress, and for an idle connection. All are short once the service
+ends. Byte limits: of a head in `wire/http1/head.py`, of bodies and answers in the settings; answers that wait to be sent count in INFLIGHT, which is
+shared with Python's own count. Records are in `layout.py`, connections in `connections.py`, requests in `requests.py`, answers in `answers.py`.
 """
 
 from __future__ import annotations
@@ -188,7 +184,7 @@ def _make_room(me, fd, serial, now):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _on_message(me, message, now):  # type: ignore[no-untyped-def]
-    """Do what a message of Python asks for. Flags lie beside its serial. Returns the connection to read next, or -1."""
+    """Do what a message of Python asks for. Flags are in the same word as its serial. Returns the connection to read next, or -1."""
     what = message.what
     kind, fd = what & 255, (what & FIRST_PART) >> 8
     serial = message.serial
@@ -235,9 +231,9 @@ def _on_message(me, message, now):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _sweep(me, now):  # type: ignore[no-untyped-def]
-    """End connections that are late, and idle ones when the service ends. Try to accept again.
+    """End late connections, and idle connections when the service ends. Try again to accept.
 
-    A client that reads nothing of its answer is late the sooner the more bytes wait to leave.
+    The more bytes wait to be sent, the sooner a client that reads nothing of its answer is late.
     """
     finishing = me.shared.mode >= FINISH
     held = relaxed_i64(place(me.shared, "inflight")) + relaxed_i64(place(me.shared, "other_inflight"))
@@ -255,7 +251,7 @@ def _sweep(me, now):  # type: ignore[no-untyped-def]
         elif finishing and row.state == READING and row.in_bytes == 0 and row.to_drop == 0:
             end(me, fd, False)
         elif (row.deadline_ns != 0 and now > row.deadline_ns) or (row.state == SENDING and now - row.moved_ns > stall):
-            if row.state == READING and row.needed > 0:  # its head has come
+            if row.state == READING and row.needed > 0:  # its head has arrived
                 send(me, fd, nb.int64(_TOO_SLOW.ctypes.data), _TOO_SLOW.size, 0)
                 end_after_answer(me, fd, now)
             else:
@@ -266,7 +262,7 @@ def _sweep(me, now):  # type: ignore[no-untyped-def]
 
 @compiled("void(int64)", when=HTTP)
 def serve(at: Any) -> Any:
-    """Serve until MODE is STOP, with the record Reactor at an address."""
+    """Serve until MODE is STOP, with the Reactor record at address `at`."""
     me = reactor_at(at)
     line = me.line
     mode = RUN
@@ -342,7 +338,7 @@ def _write_message(pipe, what, serial, value, more):  # type: ignore[no-untyped-
 
 @nb.njit
 def _send_block(pipe, what, serial, block, size, inflight):  # type: ignore[no-untyped-def]
-    """Give a block to a reactor. It counts as held until the reactor frees it. Returns 0; or minus the error number, and has freed it."""
+    """Send a block to a reactor, which frees it; until then it counts as held. Returns 0; or minus the error number, with the block freed."""
     add_at(inflight, size)
     failed = _write_message(pipe, what, serial, block, size)
     if failed != 0:
@@ -353,7 +349,7 @@ def _send_block(pipe, what, serial, block, size, inflight):  # type: ignore[no-u
 
 @compiled("int64(int64, int64, int64, int64, int64, int64)", when=HTTP)
 def reply(pipe: Any, what: Any, serial: Any, data: Any, size: Any, inflight: Any) -> Any:
-    """Send a copy of `size` bytes at `data` to a reactor's pipe as the message `what`, for Python: a BLOCK, which it frees.
+    """For Python: send a copy of `size` bytes at `data` to a reactor's pipe, as the message `what` with a block that the reactor frees.
 
     `inflight`: the address of INFLIGHT. Returns 0, or minus the error number.
     """
@@ -374,7 +370,7 @@ def write_message(pipe: Any, what: Any, serial: Any, value: Any, more: Any) -> A
 def write_block(
     pipe: Any, what: Any, serial: Any, places: Any, flags: Any, headers: Any, data: Any, trailers: Any, inflight: Any
 ) -> Any:
-    """Send a copy of the bytes at `places` (address, size), a header block, data and trailers, to a reactor's pipe as a block of a stream.
+    """Send a copy of a header block, data and trailers, at `places` (address, size), to a reactor's pipe as a block of a stream.
 
     `inflight`: the address of INFLIGHT. Returns 0, or minus the error number.
     """
@@ -391,11 +387,11 @@ def write_block(
 
 @compiled("int64(int64, int64, int64, int64)", when=HTTP)
 def watch(epoll: Any, fd: Any, mask: Any, data: Any) -> Any:
-    """Have an epoll report events of `mask` on `fd`, with `data`. Returns 0, or minus the error number."""
+    """Have an epoll report events of `mask` on `fd`, with the 64 bits `data`. Returns 0, or minus the error number."""
     return epoll_set(epoll, EPOLL_ADD, fd, mask, data)
 
 
 @compiled("void(int64)", when=HTTP)
 def free_session(session: Any) -> Any:
-    """Free what a connection of HTTP/2 holds, once its reactor has ended."""
+    """Free the HTTP/2 session of a connection, after its reactor has ended."""
     release_session(http2_layout.session_at(session))

@@ -1,8 +1,9 @@
-"""How a reactor begins a prediction: it looks up all rows, writes them into a block, and leaves the graph to a thread of Python. See `loop.py`.
+"""How a reactor begins a prediction: it looks the rows up into a block, and a thread of Python runs the graph. See `loop.py`.
 
-The block has the head of the answer, room for the scores behind it, and then what `scoring.write_table` writes, and the rows; where rows are
-left to readers of cold rows, what those need lies behind them. Of a table on a device it has the keys in place of the rows, and the thread looks them up.
-The thread reads its inputs there, writes the scores, and gives the job back as those readers do. Where it cannot, the request is Python's. What differs by protocol is the head and what lies between scores, which the caller writes.
+The block has, in order: the head of the answer, room for the scores, what `scoring.write_table` writes, the rows, and what cold reads need where rows
+are left to them. For a table with a device tier it has the keys in place of rows, and the thread looks them up. The thread reads its inputs from the
+block, writes the scores into it, and gives the job back as a cold reader does; if it cannot, Python answers the request. Protocols differ in the head
+and in the bytes between scores, which the caller writes.
 
 Kernels for the thread of one reactor.
 """
@@ -49,7 +50,7 @@ def expected_ns(me):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def bind_scores(me, variant):  # type: ignore[no-untyped-def]
-    """Check the sizes of the prediction whose run is at `me.bound`. Returns the bytes of the answer's data, or -1 where Python has to check."""
+    """Check the sizes of the prediction whose run is at `me.bound`. Returns the bytes of the answer's data, or -1: Python must check."""
     run = me.bound
     data = scoring.bind(variant, me.record, me.values)
     work = run.work_bytes + run.answer_bytes
@@ -60,12 +61,11 @@ def bind_scores(me, variant):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def make_prediction(me, fd, plan, variant, view, tail, short, begin, data, more, since, timeout_ns, began):  # type: ignore[no-untyped-def]
-    """Begin the prediction whose run is at `me.bound`. What its answer has before its `data` bytes is at `begin`, up to HEAD_ROOM.
+    """Begin the prediction whose run is at `me.bound`. The bytes of its answer before its `data` bytes are at `begin`, HEAD_ROOM at most.
 
-    `more` are bytes of the request that are not counted as held; `since` is when its first bytes came, 0: all came at once; `timeout_ns` is
-    the time that it has from then on, or 0. Where memory lacks rows, or it is not `short`, readers of cold rows complete the block before a
-    graph is run on it. Returns (MADE_A_JOB, the number of the job), which is not given to them or to the threads yet; or (a reason, -1), and
-    nothing was done.
+    `more`: bytes of the request that are not counted as held; `since`: when its first bytes came, 0: all came at once; `timeout_ns`: its time from
+    then on, or 0. If memory lacks rows, or it is not `short`, cold readers complete the block before the graph runs. Returns (MADE_A_JOB, the job's
+    number), with the job not handed out yet; or (a reason, -1), with nothing done.
     """
     if me.prediction_outbox < 0:
         return PREDICTION, nb.int64(-1)
@@ -113,14 +113,14 @@ def make_prediction(me, fd, plan, variant, view, tail, short, begin, data, more,
         plans.run_at(kept).codes_at = kept + run_bytes
     job.began_ns, job.planned_ns = began, planned
     job.arrived_ns, job.deadline_ns = arrived, arrived + timeout_ns if timeout_ns > 0 else 0
-    job.outcome, job.queued_ns = cold_reads.FOR_PYTHON, 0  # `queue` says when
+    job.outcome, job.queued_ns = cold_reads.FOR_PYTHON, 0  # `queue` sets the time
     give_away(me, plan, number)
     return MADE_A_JOB, number
 
 
 @nb.njit
 def timeout_of(me):  # type: ignore[no-untyped-def]
-    """The earliest timeout of the request whose head is in `found` and whose description in the record, in ns; 0: it has none."""
+    """The earliest timeout, in ns, of the request whose head is in `found` and whose description is in the record; 0: none."""
     timeout = me.found.timeout_ms * 1_000_000
     own = request_record.row_at(me.record, 0).timeout_us * 1000
     return own if own > 0 and (timeout == 0 or own < timeout) else timeout

@@ -1,4 +1,4 @@
-"""How a reactor reads requests from a connection and goes on with answers that did not leave at once. See `loop.py`.
+"""How a reactor reads requests from a connection, and goes on with answers that were not sent at once. See `loop.py`.
 
 Kernels for the thread of one reactor.
 """
@@ -75,7 +75,7 @@ _HEAD_TOO_LARGE, _NO_HTTP = (
 
 @nb.njit
 def _preface(at, size):  # type: ignore[no-untyped-def]
-    """How many bytes of the preface of HTTP/2 begin the `size` bytes at `at`; 0 where they are something else."""
+    """How many of the `size` bytes at `at` match the beginning of the HTTP/2 preface; 0 where they are something else."""
     size = min(size, PREFACE.size)
     for i in range(size):
         if load_u8(at, i) != PREFACE[i]:
@@ -85,7 +85,7 @@ def _preface(at, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _begin_http2(me, fd):  # type: ignore[no-untyped-def]
-    """Begin a session of HTTP/2, as a connection's preface has come. Returns False where memory lacks."""
+    """Begin an HTTP/2 session on a connection that sent the preface. False: no memory."""
     s = allocate(SESSION_BYTES)
     if s == 0:
         return False
@@ -97,7 +97,7 @@ def _begin_http2(me, fd):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _refuse(me, fd, text, size):  # type: ignore[no-untyped-def]
-    """Answer what is no HTTP, and end the connection with the answer. Returns `size`: all bytes are done with."""
+    """Answer bytes that are not HTTP with an error, and end the connection with it. Returns `size`: all bytes are consumed."""
     connection_at(me.conns, fd).flags |= CLOSES
     send_first(me, fd, nb.int64(text.ctypes.data), text.size)
     return size
@@ -116,9 +116,9 @@ def _give(me, fd, whole, reason, closing):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _give_head(me, fd, size, whole, reason):  # type: ignore[no-untyped-def]
-    """Have Python refuse the request of `whole` bytes, of which `size` are here, and drop what is still to come.
+    """Have Python refuse the request of `whole` bytes, of which `size` have come, and drop the bytes that follow.
 
-    CHUNKED for `whole`: nobody knows how much that is, so the connection ends with the answer.
+    With CHUNKED for `whole` its length is unknown, so the connection ends with the answer.
     """
     row, here, chunked = connection_at(me.conns, fd), size, whole == http1_frame.CHUNKED
     if not chunked:
@@ -129,7 +129,7 @@ def _give_head(me, fd, size, whole, reason):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _reason(at, size):  # type: ignore[no-untyped-def]
-    """Why a request is Python's whose head is not of the known form."""
+    """The reason why a request whose head has an unknown form goes to Python."""
     return HEADER if http1_head.is_ours(at, size) else OTHER
 
 
@@ -140,7 +140,7 @@ def _most(me, at, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _frame(me, fd, at, size):  # type: ignore[no-untyped-def]
-    """Do `_request` for a request that Python gets as soon as it is whole."""
+    """`_request` for a request that Python gets as soon as it is whole."""
     row, found = connection_at(me.conns, fd), me.found
     form = http1_frame.frame_at(at, size, found)
     if (form == http1_head.CUT and size > http1_frame.MOST_HEAD_BYTES) or (
@@ -167,7 +167,7 @@ def _frame(me, fd, at, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _read_chunks(me, fd, at, size):  # type: ignore[no-untyped-def]
-    """Do `_request` for a request whose body comes in chunks."""
+    """`_request` for a request whose body comes in chunks."""
     row, found = connection_at(me.conns, fd), me.found
     came, left = http1_frame.decode(row, at, size, _most(me, at, size))
     found.size = left
@@ -178,7 +178,7 @@ def _read_chunks(me, fd, at, size):  # type: ignore[no-untyped-def]
         return _refuse(me, fd, _NO_HTTP, left)
     head, whole = row.chunks_head, row.chunks_at
     row.chunks_head = 0
-    http1_frame.frame_at(at, head, found)  # again: others were read meanwhile
+    http1_frame.frame_at(at, head, found)  # once more, as `found` was used for other requests meanwhile
     if came == http1_frame.LARGE:
         return _give_head(me, fd, left, http1_frame.CHUNKED, SIZE)
     return _give(me, fd, whole, _reason(at, head), found.closing != 0)
@@ -186,10 +186,10 @@ def _read_chunks(me, fd, at, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _request(me, fd, at, size):  # type: ignore[no-untyped-def]
-    """Deal with the request that the `size` bytes at `at` begin with. Returns how many bytes are done with; 0: more must come first.
+    """Handle the request that begins the `size` bytes at `at`. Returns how many bytes are consumed; 0: more must come first.
 
-    The connection's state tells what became of it: AWAY, Python or a reader has it; HTTP2, it was a preface (no HTTP until that is compiled);
-    else it was answered, or is not all there. `found.size` is how many of the bytes are left once chunks were taken out of them.
+    The connection's state tells the result: AWAY, Python or a reader has the request; HTTP2, it was a preface (which is no HTTP until HTTP/2 is
+    compiled); otherwise it was answered, or is not complete. `found.size` is how many of the bytes remain after chunk lines were removed.
     """
     row, found, limits = connection_at(me.conns, fd), me.found, me.limits
     found.size = size
@@ -240,7 +240,7 @@ def _request(me, fd, at, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _keep(me, fd, base, at, left):  # type: ignore[no-untyped-def]
-    """Keep `left` bytes that begin at `base + at`, with room for the request that they begin. False: no memory."""
+    """Keep `left` bytes from `base + at` on, with room for the request that they begin. False: no memory."""
     row = connection_at(me.conns, fd)
     if left == 0:
         release(row.in_at)
@@ -269,7 +269,7 @@ def _keep(me, fd, base, at, left):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _hand_on(me, fd, now):  # type: ignore[no-untyped-def]
-    """Give the request that a connection's bytes begin with to Python."""
+    """Give the request at the beginning of a connection's bytes to Python."""
     row = connection_at(me.conns, fd)
     row.deadline_ns, row.moved_ns = 0, now
     hold(me, fd, 0)  # Python counts it
@@ -297,7 +297,7 @@ def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
                 return
             if got == 0:
                 row.flags |= ENDED
-            if got <= 0 or (got < wanted and row.flags & ENDED == 0):  # the end itself comes after the last bytes
+            if got <= 0 or (got < wanted and row.flags & ENDED == 0):  # the end comes after the last bytes
                 row.flags &= ~MAY_READ
             have += max(got, 0)
             came += max(got, 0)
@@ -330,13 +330,13 @@ def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
                 wait_for_turn(me, fd)
                 return
             if row.to_drop > 0:
-                pass  # it has a time of its own
+                pass  # a body that is dropped has its own deadline
             elif left == 0:
                 row.deadline_ns = now + (me.limits.idle_ns if row.flags & TURNED_OFF == 0 else me.limits.turn_off_ns)
             elif row.began_ns == 0:
                 row.began_ns = now
                 row.deadline_ns = now + (me.limits.arrival_ns if row.flags & TURNED_OFF == 0 else me.limits.turn_off_ns)
-            if row.held > 0 and not has_room(me, 0):  # for Python to say so
+            if row.held > 0 and not has_room(me, 0):  # Python will refuse it for lack of room
                 chunks = row.chunks_head > 0
                 http1_frame.frame_at(row.in_at, left, me.found)
                 whole = http1_frame.CHUNKED if chunks else me.found.head_bytes + me.found.body_bytes
@@ -373,7 +373,7 @@ def continue_sending(me, fd, now):  # type: ignore[no-untyped-def]
             end(me, fd, True)
         return False
     let_go_of_answer(me, fd)
-    if row.needed > 0:  # the request that it answers is still there
+    if row.needed > 0:  # the answered request is still in the buffer
         left = row.in_bytes - row.needed
         done = row.needed
         row.needed = 0

@@ -1,8 +1,7 @@
-"""Bytes from and to a reactor's connections: in clear, or through OpenSSL for those with TLS. See `loop.py`.
+"""Socket reads and writes of a reactor's connections, in clear or with TLS by OpenSSL. See `loop.py`.
 
-Python makes the handshake (`service/openssl.py`); then the connection's row has the address of its session (`SSL *`), and one thread at a
-time uses it. OpenSSL's functions are called by their addresses.
-Sessions read ahead, and write records one at a time, each whole or not at all.
+Python makes the handshake (`service/openssl.py`); then the connection's row has the address of its session (`SSL *`), and one thread at a time uses
+it. OpenSSL's functions are called by address. Sessions read ahead, and write whole records, one at a time.
 
 Kernels for the thread of one reactor.
 """
@@ -16,9 +15,9 @@ from tierstore.kernels.raw import call_at
 from tierstore.kernels.sysio import EAGAIN
 from tierstore.reactor.layout import ENDED, connection_at
 
-WANT_READ, WANT_WRITE, ZERO_RETURN = 2, 3, 6  # what SSL_get_error answers
+WANT_READ, WANT_WRITE, ZERO_RETURN = 2, 3, 6  # results of SSL_get_error
 _EPIPE = 32
-_MOST = 1 << 30  # that a C int counts
+_MOST = 1 << 30  # the largest size given as a C int
 _RECORD_BYTES = 1 << 14
 
 
@@ -31,7 +30,7 @@ def _call(function, session, at, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _receive_tls(me, row, at, room):  # type: ignore[no-untyped-def]
-    """Do `receive` with TLS. It returns less than `room` only where the socket has nothing more, or ENDED is set."""
+    """`receive` with TLS. Returns less than `room` only where the socket has nothing more, or with ENDED set."""
     session, got = row.tls, nb.int64(0)
     while got < room:
         _call(me.limits.openssl.clear_errors, 0, 0, 0)
@@ -51,7 +50,7 @@ def _receive_tls(me, row, at, room):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def receive(me, fd, at, room):  # type: ignore[no-untyped-def]
-    """`sysio.receive` of a connection."""
+    """`sysio.receive` on a connection."""
     row = connection_at(me.conns, fd)
     if row.tls != 0:
         return _receive_tls(me, row, at, room)
@@ -60,7 +59,7 @@ def receive(me, fd, at, room):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _write(me, session, at, size):  # type: ignore[no-untyped-def]
-    """Send a record: bytes taken, or minus the error number."""
+    """Send one record. Returns the bytes taken, or minus the error number."""
     _call(me.limits.openssl.clear_errors, 0, 0, 0)
     took = _call(me.limits.openssl.write, session, at, min(size, _MOST))
     if took > 0:
@@ -71,12 +70,12 @@ def _write(me, session, at, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def send(me, fd, at, size, more):  # type: ignore[no-untyped-def]
-    """`sysio.send` to a connection. Where it answers EAGAIN, the same bytes are to be sent next, with others behind them or not."""
+    """`sysio.send` on a connection. After EAGAIN the same bytes must be sent next; others may follow them."""
     if connection_at(me.conns, fd).tls == 0:
         return sysio.send(fd, at, size, more)
     if size <= _RECORD_BYTES:
         return _write(me, connection_at(me.conns, fd).tls, at, size)
-    sysio.hold_packets(fd)  # records of one answer in fewer packets
+    sysio.hold_packets(fd)  # put the records of one answer into fewer packets
     sent = took = nb.int64(0)
     while sent < size:
         took = _write(me, connection_at(me.conns, fd).tls, at + sent, size - sent)
@@ -89,7 +88,7 @@ def send(me, fd, at, size, more):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def end_tls(me, fd, abort):  # type: ignore[no-untyped-def]
-    """Free a connection's TLS session, if it has one. Without `abort` the other side learns of the end first."""
+    """Free a connection's TLS session, if it has one. Without `abort`, tell the other side of the end first."""
     row = connection_at(me.conns, fd)
     session, row.tls = row.tls, 0
     if session != 0:

@@ -1,4 +1,4 @@
-"""Streams of HTTP/2 in a reactor: it answers calls, gives all else to Python, and tells Python what comes and what is lost.
+"""HTTP/2 streams of a reactor: it answers calls, gives all other requests to Python, and reports their data and their loss.
 
 Kernels for the thread of one reactor.
 """
@@ -37,7 +37,7 @@ from tierstore.wire.http2 import out as http2_out
 from tierstore.wire.http2.errors import read_u32
 from tierstore.wire.http2.request import keep_body
 
-MOST_AWAY = 2048  # streams of all connections that Python has: each has a few messages in its pipe at most
+MOST_AWAY = 2048  # streams that Python has, over all connections; for each its pipe has a few messages at most
 
 
 @nb.njit
@@ -54,7 +54,7 @@ def _refuse(me, s, row):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _give(me, fd, s, row, kind, reason):  # type: ignore[no-untyped-def]
-    """Give a stream's head, and the body behind it, to Python, which frees them."""
+    """Give a stream's head, and the body behind it, to Python, which frees both."""
     me.line.reasons[reason] += 1
     at, size, head = row.at, row.bytes, row.head_bytes
     fd_stream = fd | row.id << 24
@@ -75,7 +75,7 @@ def _give(me, fd, s, row, kind, reason):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def report_data(me, fd, s, row):  # type: ignore[no-untyped-def]
-    """Give Python what has come of a stream, and its end, once Python has taken what came before."""
+    """Give Python the data of a stream that have come, and its end, once Python has consumed the data before."""
     state = row.state
     ended = 1 if state & http2_layout.ENDED else 0
     if state & http2_layout.DELIVERING or (row.bytes == 0 and (not ended or state & http2_layout.END_DELIVERED)):
@@ -83,7 +83,7 @@ def report_data(me, fd, s, row):  # type: ignore[no-untyped-def]
     at, size = row.at, row.bytes
     fd_stream = fd | row.id << 24
     if not notify(me, STREAM_DATA, fd_stream, connection_at(me.conns, fd).serial | ended << 32, at, size):
-        return  # with what comes next, or when Python has taken something
+        return  # it is reported with the data that come next, or when Python has consumed some
     http2_out.hold(s, -size)
     row.at = 0
     row.bytes = 0
@@ -93,7 +93,7 @@ def report_data(me, fd, s, row):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def lose(me, fd, s, row):  # type: ignore[no-untyped-def]
-    """Close a stream that was reset, by its client or for its error."""
+    """Close a stream that was reset, by its client or for an error."""
     if row.state & http2_layout.HAS_JOB:
         job_at(me.jobs, row.job).lost = 1
     if row.state & http2_layout.AWAY:
@@ -108,7 +108,7 @@ def lose(me, fd, s, row):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _call(me, fd, row, body, size, now):  # type: ignore[no-untyped-def]
-    """Answer the call whose body is `size` bytes, as `reactor_calls.answer_call` does."""
+    """Answer the call whose body is `size` bytes, as `calls.answer_call` does."""
     if size < http2_calls.PREFIX or load_u8(body, 0) != 0 or read_u32(body + 1) != size - http2_calls.PREFIX:
         return DESCRIPTION
     found, began = me.found, monotonic_ns()
@@ -120,7 +120,7 @@ def _call(me, fd, row, body, size, now):  # type: ignore[no-untyped-def]
     found.body_bytes, found.json_bytes = size - http2_calls.PREFIX, http1_head.NONE
     found.kind = http1_head.INFER
     since = row.began_ns
-    me.call.since_ns = since if since < now else 0  # 0: it came with what came last
+    me.call.since_ns = since if since < now else 0  # 0: all of it came in the last read
     line = place(me.line, "announced")
     release_i64(line, acquire_i64(me.shared.generation_at))
     fence_all()
@@ -131,7 +131,7 @@ def _call(me, fd, row, body, size, now):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _answer(me, fd, s, row, came, at, size):  # type: ignore[no-untyped-def]
-    """Answer a call with a message, or with the header block of a status (TURNED_AWAY). What is at an address may change afterwards."""
+    """Answer a call with a message, or with the header block of a status (TURNED_AWAY). The bytes at `at` may change afterwards."""
     request_id, request_id_bytes = row.at + row.request_id_at, row.request_id_bytes
     if came == TURNED_AWAY:
         there = http2_calls.refuse_call(s, row, at, size, request_id, request_id_bytes)
@@ -150,7 +150,7 @@ def _answer(me, fd, s, row, came, at, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def on_job(me, fd, s, row, number):  # type: ignore[no-untyped-def]
-    """Take back a job that is done. `row` is its stream, or 0 where that has closed."""
+    """Take back a finished job. `row` is its stream, or 0 if the stream has closed."""
     job = job_at(me.jobs, number)
     answered = end_job(me, number)
     block, request, request_bytes = job.block, job.request, job.request_bytes
@@ -172,7 +172,7 @@ def on_job(me, fd, s, row, number):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _submit(me, fd, s, row, number):  # type: ignore[no-untyped-def]
-    """Give the job of a stream's call to those who do it, with the request, which may outlive the stream."""
+    """Hand out the job of a stream's call together with the request, which may outlive the stream."""
     job = job_at(me.jobs, number)
     job.stream, job.request, job.request_bytes = row.id, row.at, row.bytes
     job.tail = row.at + row.head_bytes + http2_calls.PREFIX
@@ -188,7 +188,7 @@ def _submit(me, fd, s, row, number):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _on_request(me, fd, s, row, body, size, now):  # type: ignore[no-untyped-def]
-    """Answer a whole request, or give it to those who do jobs or to Python."""
+    """Answer a whole request, or make a job of it, or give it to Python."""
     if row.state & http2_layout.TOO_LARGE:
         _give(me, fd, s, row, STREAM_REQUEST, SIZE)
         return
@@ -210,7 +210,7 @@ def _on_request(me, fd, s, row, body, size, now):  # type: ignore[no-untyped-def
 
 @nb.njit
 def on_event(me, fd, s, event, now):  # type: ignore[no-untyped-def]
-    """Do what a step asks for."""
+    """Act on the result of `core.step`."""
     row, at, size = s.event_row, s.event_at, s.event_bytes
     if event == http2_layout.REQUEST:
         _on_request(me, fd, s, row, at, size, now)

@@ -1,4 +1,6 @@
-"""The service: a data plane that knows no transport, and the transports. `app` is all of it for ASGI servers."""
+"""The service: a data plane that is independent of transports, and the transports. `app` is the whole service for
+ASGI servers.
+"""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
-"""Access to a running service: its tokens, and the names under which it may be asked.
+"""Access to a running service: its tokens, and the host names under which it may be called.
 
-Where there are no tokens everybody that gets here is an admin; the names are what keeps web pages out (a page can have
-its own name resolve to this machine, and then `Host` is that name). `Access` may be used by any thread.
+Without tokens every caller is an admin; the check of names keeps web pages out (a page can have its own name resolve
+to this machine, and then `Host` is that name). `Access` may be used by any thread.
 """
 
 from __future__ import annotations
@@ -31,17 +31,21 @@ _PASSED, _LONGEST_HOST = 256, 300  # values that are kept, and bytes of one: who
 
 
 class Allow(Protocol):
-    """Is told of a Host and an `Authorization` by which a caller may look up, for reactors; None: nobody needs one."""
+    """Is told of a Host and an `Authorization` with which a caller may look up, for reactors; None: no caller needs
+    one.
+    """
 
     def __call__(self, host: bytes, authorization: bytes | None, principal: Principal) -> None: ...
 
 
 class Access:
-    """Constant but for its tokens, which are read again when their file changes, and what it keeps of names."""
+    """The access check. Constant except for its tokens, which are read again when their file changes, and accepted
+    names.
+    """
 
     def __init__(self, settings: Settings) -> None:
-        """Corruption or StorageError for a file of tokens that cannot be read, ConfigError
-        for one that ought to be there.
+        """Corruption or StorageError for a file of tokens that cannot be read, ConfigError for a missing one that is
+        required.
         """
         path = settings.tokens or DataDirectory(settings.data).tokens
         self.tokens = Tokens(path)
@@ -50,7 +54,7 @@ class Access:
         self._beyond = bool(_beyond(settings))  # whether it listens beyond this machine
         self.admin_apart = settings.admin_listen is not None  # whether admin requests have a listener of their own
         own = (socket.gethostname(), socket.getfqdn()) if self._beyond else ()
-        self._names = frozenset(name.lower() for name in (*own, *settings.allowed_host))  # beside those of loopback
+        self._names = frozenset(name.lower() for name in (*own, *settings.allowed_host))  # besides those of loopback
         self._passed: set[bytes] = set()  # values of Host; bounded
         self._counting = threading.Lock()
         self._refused = {"no_token": 0, "forbidden": 0}  # guarded by _counting
@@ -61,19 +65,19 @@ class Access:
         return self.tokens.required
 
     def count(self, error: Forbidden) -> None:
-        """Count a request that was not let in."""
+        """Count a refused request."""
         with self._counting:
             self._refused["no_token" if isinstance(error, Unauthorized) else "forbidden"] += 1
 
     def families(self) -> Iterator[Metric]:
-        """How many requests were not let in."""
+        """Counts of refused requests, as metrics."""
         text = "Requests that were refused: without a valid token, without the right, or under a foreign host name."
         yield counters("tierstore_access_refused", text, "why", self._refused)
 
     def principal(self, authorization: str | bytes | None, names: Sequence[str] = ()) -> Principal:
-        """The caller that a header, or metadata, stands for, or without one its certificate of these `names`.
+        """The caller that a header, or metadata, identifies, or without one its certificate of these `names`.
 
-        Unauthorized where it needs a token, or a certificate with a role, and has no good one.
+        Unauthorized if it needs a token, or a certificate with a role, and has no valid one.
         """
         if not self.tokens.required:
             return LOCAL
@@ -84,12 +88,12 @@ class Access:
     def of_call(
         self, action: Action, authority: bytes, authorizations: Sequence[bytes], names: Sequence[str]
     ) -> Principal:
-        """The caller of a gRPC call that does `action`; Forbidden where it may not, whichever model it concerns.
+        """The caller of a gRPC call that does `action`; Forbidden if it may not, whichever model is concerned.
 
         `authorizations` are the values of that entry of its metadata, `names` those of its certificate.
         """
         try:
-            if authority or action is not Action.OPEN:  # health is told without a name, as over HTTP
+            if authority or action is not Action.OPEN:  # health needs no host name, as over HTTP
                 self.check_host(authority)
             if action is Action.OPEN:
                 return NOBODY
@@ -105,14 +109,14 @@ class Access:
         return principal
 
     def check_listener(self, admin: bool) -> None:
-        """Forbidden for an admin request that has not come by the listener of admin requests, where there is one."""
+        """Forbidden for an admin request that did not come through the admin listener, if there is one."""
         if self.admin_apart and not admin:
             raise Forbidden("admin requests are served on the address of admin_listen alone")
 
     def check_host(self, host: bytes) -> None:
-        """Forbidden for a `Host` or an `:authority` under which the service may not be asked.
+        """Forbidden for a `Host` or an `:authority` under which the service may not be called.
 
-        Where it listens beyond this machine that may be any IP address: nobody can have one point here.
+        If it listens beyond this machine, any IP address is accepted: nobody can make one point here.
         """
         if host in self._passed:
             return
@@ -128,7 +132,8 @@ class Access:
 
 
 def caller_key(names: Sequence[str]) -> bytes:
-    """What a reactor knows the caller of a certificate by, as the value of an Authorization that no client can send.
+    """The key by which a reactor recognizes the caller of a certificate: an Authorization value that no client can
+    send.
 
     Empty without names.
     """
@@ -136,7 +141,7 @@ def caller_key(names: Sequence[str]) -> bytes:
 
 
 def _beyond(settings: Settings) -> list[str]:
-    """The hosts beyond loopback that it listens on."""
+    """The non-loopback hosts that it listens on."""
     hosts = [settings.host]
     if settings.admin_listen is not None and isinstance(address := parse_listen(settings.admin_listen), tuple):
         hosts.append(address[0])
@@ -144,8 +149,8 @@ def _beyond(settings: Settings) -> list[str]:
 
 
 def _check_meant_open(path: Path, *, named: bool) -> None:
-    """Raise ConfigError where a file of tokens is missing that was named, or was there once: a
-    lost file must let nobody in.
+    """Raise ConfigError if a file of tokens is missing that was named, or existed before: a lost file must let
+    nobody in.
     """
     if named:
         raise ConfigError(
@@ -161,10 +166,10 @@ def _check_meant_open(path: Path, *, named: bool) -> None:
 
 
 def check_access(settings: Settings) -> None:
-    """Raise ConfigError for an address beyond loopback, unless there are tokens or a setting says that this is meant.
+    """Raise ConfigError for an address beyond loopback, unless there are tokens or a setting allows it.
 
-    Also for a file of tokens that ought to be there. Logs a warning where it is open beyond loopback, and where there
-    are tokens, and no TLS to hide them.
+    Also for a required file of tokens that is missing. Logs a warning if the service is open beyond loopback, and if
+    there are tokens but no TLS to hide them.
     """
     required, hosts = Access(settings).required, _beyond(settings)
     if not hosts:

@@ -1,4 +1,4 @@
-"""The addresses a service listens on: what is allowed, how they are written, and the socket. Any thread."""
+"""The addresses that a service listens on: which are allowed, how they are written, and the sockets. Any thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tierstore.errors import ConfigError
 
 
 def peer_of(connection: socket.socket) -> tuple[str, int] | None:
-    """The address and the port of the other end; None where it has none, as over a unix socket, or has gone."""
+    """The address and port of the other end; None if it has none, as over a unix socket, or has gone."""
     try:
         name = connection.getpeername()
     except OSError:
@@ -24,10 +24,7 @@ def peer_of(connection: socket.socket) -> tuple[str, int] | None:
 
 
 def is_on_host(connection: socket.socket) -> bool:
-    """Whether who is at the other side of `connection` is on this machine for sure.
-
-    Not where that side has gone already.
-    """
+    """Whether the other end of `connection` is surely on this machine. False if it has gone already."""
     if connection.family == socket.AF_UNIX:
         return True
     peer = peer_of(connection)
@@ -35,8 +32,8 @@ def is_on_host(connection: socket.socket) -> bool:
 
 
 def is_address(host: str) -> bool:
-    """Whether `host`, without port or brackets, is an IP address: no name, so that nobody can
-    have it resolve to another one.
+    """Whether `host`, without port or brackets, is an IP address and not a name, which somebody could resolve
+    elsewhere.
     """
     try:
         ipaddress.ip_address(host)
@@ -46,11 +43,10 @@ def is_address(host: str) -> bool:
 
 
 class Ports:
-    """The sockets of a service, bound and not listening yet: until it is up, connections are
-    refused instead of left waiting.
+    """The sockets of a service, bound and not listening yet: until it runs, connections are refused instead of waiting.
 
-    `grpc` is that of the gRPC port, `admin` that of the listener of admin requests, where it has one of its own.
-    ConfigError where one of them cannot be listened on. A context manager, which closes them.
+    `grpc` is that of the gRPC port, `admin` that of the admin listener, if it is separate. ConfigError if one of them
+    cannot be used. A context manager, which closes them.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -80,16 +76,16 @@ class Ports:
         self.close()
 
 
-# a client whose machine is gone is noticed within this time, where the connection is silent
+# a client whose machine is gone is noticed within this time, if the connection is silent
 _SILENT_S, _PROBE_S, _PROBES = 30, 10, 2
 
 
 def bind_tcp(host: str, port: int, *, for_grpc: bool = False) -> socket.socket:
-    """A bound socket that does not listen yet. ConfigError where it cannot be."""
+    """A bound socket that does not listen yet. ConfigError if it cannot be bound."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections have it from here
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # its connections inherit this
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT_S)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
@@ -115,7 +111,7 @@ def parse_listen(text: str) -> Path | tuple[str, int]:
 
 
 def bind_admin(settings: Settings) -> socket.socket | None:
-    """The socket of the listener of admin requests, bound and not listening yet; None where it has none of its own."""
+    """The socket of the admin listener, bound and not listening yet; None if it is not separate."""
     if settings.admin_listen is None:
         return None
     address = parse_listen(settings.admin_listen)
@@ -123,9 +119,8 @@ def bind_admin(settings: Settings) -> socket.socket | None:
 
 
 def bind_unix(path: Path) -> socket.socket:
-    """A bound socket in the file system, for this user alone; it does not listen yet.
-
-    ConfigError where another process has it.
+    """A bound socket in the file system, for this user alone, that does not listen yet. ConfigError if another
+    process has it.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -140,7 +135,7 @@ def bind_unix(path: Path) -> socket.socket:
 
 
 def _is_unused_socket(path: Path) -> bool:
-    """Whether `path` is a socket that nobody listens on: one that a process has left behind."""
+    """Whether `path` is a socket that nobody listens on, left behind by a process."""
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISSOCK(os.lstat(path).st_mode):
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

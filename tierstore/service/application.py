@@ -1,4 +1,4 @@
-"""The service as an ASGI application, for a server that somebody else runs: `uvicorn tierstore.service:app`.
+"""The service as an ASGI application, for another server: `uvicorn tierstore.service:app`.
 
 The settings are those of `tierstore serve` without flags: tierstore.toml and the environment. Python answers every
 request, and gRPC is not served. The server decides where it listens, so `allowed_host` must name the hosts that
@@ -25,10 +25,10 @@ from tierstore.service.sources.start import start_sources
 
 
 class ServiceApplication:
-    """Opens the store as the server starts, and closes it as the server ends, by the messages of `lifespan`."""
+    """Opens the store when the server starts, and closes it when the server ends, by the messages of `lifespan`."""
 
     def __init__(self, settings: Settings | None = None) -> None:
-        """By default the settings are read as the server starts."""
+        """By default the settings are read when the server starts."""
         self._settings = settings
         self._app: Asgi | None = None
 

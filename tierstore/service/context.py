@@ -1,4 +1,4 @@
-"""What the parts of the service share: the store, the settings, the limits and the stats.
+"""The shared state of the service's parts: the store, the settings, the limits and the stats.
 
 Made before the event loop runs, and used on it and on the pools; each member says which threads may use it.
 """
@@ -47,13 +47,13 @@ DELTAS_AT_ONCE = 2  # bodies of full size that may be held at a time
 
 
 _NOT_COMPILED = "kernels could not be compiled, so Python answers what they would; the log says why"
-# of problems: files, kernels, and the sources by the names that `start_sources` gives them; beside
-# them `load_failed` of models
+# Kinds of problems: files, kernels, and the sources by the names that `start_sources` gives them; besides them
+# `load_failed` of models.
 SERVICE_KINDS = ("tokens", "certificate", "compiled_loops", "watch", "watch_snapshots", "kafka", "kafka_rows", "peers")
 
 
 class ServicePart(Protocol):
-    """A part that not every service has, with metrics of its own. Any thread may read them."""
+    """An optional part of a service, with metrics of its own. Any thread may read them."""
 
     def families(self) -> Iterator[Metric]: ...
 
@@ -68,7 +68,7 @@ class PlanIndex(Protocol):
 
 
 class ChangeSource(ServicePart, Protocol):
-    """A thread that applies changes which it reads somewhere."""
+    """A thread that applies changes that it reads from elsewhere."""
 
     def status(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
@@ -78,13 +78,13 @@ class ChangeSource(ServicePart, Protocol):
 class RequiredSource(ChangeSource, Protocol):
     """A source without which the service is not ready."""
 
-    copying: bool  # whether it brings models, or does not know yet whether it will
+    copying: bool  # whether it copies models, or does not know yet whether it will
     caught_up: bool
 
 
 class Service:
-    """The members are constant after construction, except `draining`, `awaits_grpc`, `reactors_state` and
-    `http2_state`, which the event loop sets.
+    """The service's shared state. Constant after construction, except `draining`, `awaits_grpc`, `reactors_state`
+    and `http2_state`, which the event loop sets.
     """
 
     def __init__(self, store: Any, settings: Settings) -> None:
@@ -95,7 +95,7 @@ class Service:
         self.started_s = time.time()
         self.draining = False
         self._warm = not settings.ready_warm_share  # whether the wanted share is warm; once it is, it stays so
-        self._heard = False  # whether those that have the rows have answered, if these are on other machines; likewise
+        self._heard = False  # whether other machines with rows, if any, have answered; once they have, it stays so
         self.dataplane = DataPlane(store, max_response=settings.max_response)
         self.shed = Shed()
         self.lookup_pool = WorkerPool(
@@ -108,12 +108,11 @@ class Service:
         register_requests(self.lookup_pool, first=True)
         self.batches = Batcher(settings, self.dataplane, self.lookup_pool, self.shed)
         self.admin_pool = WorkerPool("control", threads=ADMIN_THREADS, queue_limit=ADMIN_QUEUE)
-        self.status_pool = WorkerPool("status", threads=1, queue_limit=ADMIN_QUEUE)  # metrics wait for no delta
+        self.status_pool = WorkerPool("status", threads=1, queue_limit=ADMIN_QUEUE)  # metrics must not wait for deltas
         self.explain_pool = WorkerPool(
             "explain", threads=1, queue_limit=EXPLAIN_QUEUE
         )  # reads deltas of the log, for seconds
-        # for calls that open, warm or drop versions, or wait for others that do; deltas and
-        # metrics must not wait for those
+        # for calls that open, warm or drop versions, or wait for such calls; deltas and metrics must not wait for them
         self.switch_pool = WorkerPool("switch", threads=ADMIN_THREADS, queue_limit=ADMIN_QUEUE)
         self.inflight = ByteBudget("look-ups", settings.max_inflight)
         self.delta_bytes = ByteBudget("deltas", settings.max_delta * DELTAS_AT_ONCE)
@@ -131,21 +130,21 @@ class Service:
         self.fronts = Fronts(store.models, store.model)
         self.peer_side = PeerSide(store.models, store.model)
         self.jobs = Jobs(store, lambda model: settings.quota_of(model).loads)
-        self.sources: dict[str, ChangeSource] = {}  # by the name under which the status shows them
-        self.connection_limit: ServicePart | None = None  # where HTTP is served
-        self.reactors: ServicePart | None = None  # where HTTP is served
-        self.reactors_state: str | None = None  # where they serve: "compiling", "running", "failed"
-        self.http2_state = "compiling"  # the same, of HTTP/2 and gRPC
+        self.sources: dict[str, ChangeSource] = {}  # by the name in the status
+        self.connection_limit: ServicePart | None = None  # if HTTP is served
+        self.reactors: ServicePart | None = None  # if HTTP is served
+        self.reactors_state: str | None = None  # if there are reactors: "compiling", "running", "failed"
+        self.http2_state = "compiling"  # the same for HTTP/2 and gRPC
         self.plans: PlanIndex | None = None  # of the reactors, once they serve
-        self.calls: ServicePart | None = None  # of gRPC, where HTTP is served
-        self.awaits_grpc = False  # whether the gRPC port is to be opened: once kernels are compiled
+        self.calls: ServicePart | None = None  # of gRPC, if HTTP is served
+        self.awaits_grpc = False  # whether the gRPC port will be opened, once kernels are compiled
         self._closing = threading.Lock()
         self._observers = (self.freshness, self.history, self.fronts)
         store.observers.extend(self._observers)
 
     @property
     def ready(self) -> bool:
-        """Whether the service wants requests. It answers them in any case, as long as it runs. Any thread."""
+        """Whether the service wants requests. It answers them in any case while it runs. Any thread."""
         if not self._heard:
             self._heard = self.store.placement.ready
         if not self._warm:
@@ -159,7 +158,7 @@ class Service:
 
     @property
     def copying(self) -> bool:
-        """Whether models are being copied from peers, or it is not known yet which are to be copied."""
+        """Whether models are being copied from peers, or it is not known yet which to copy."""
         return any(source.copying for source in self._followers())
 
     @property
@@ -170,15 +169,12 @@ class Service:
         return (source for source in self.sources.values() if isinstance(source, RequiredSource))
 
     def unserved(self) -> list[str]:
-        """The models because of which the service wants no requests: a rolling update is
-        not to go on to the next copy.
-        """
+        """The models because of which the service wants no requests, so that a rolling update waits."""
         return [] if self.settings.ready_unserved else self.store.unserved()
 
     def problems(self) -> list[Problem]:
-        """What is wrong with the service itself: files that could not be read again, sources, loads, compiled loops.
-
-        Any thread.
+        """Problems of the service itself: files that could not be read again, sources, loads, compiled loops. Any
+        thread.
         """
         found = [
             Problem("", "tokens", self.access.tokens.problem or ""),
@@ -192,19 +188,16 @@ class Service:
         return [problem for problem in found if problem.text]
 
     def parts(self) -> list[ServicePart]:
-        """The parts that this service has."""
+        """The optional parts of this service."""
         there = [part for part in (self.connection_limit, self.reactors, self.calls) if part is not None]
         return [self.access, *there, *self.sources.values()]
 
     def refresh(self) -> None:
-        """Bring the stats up to now. Any thread."""
+        """Bring the stats up to date. Any thread."""
         self.store.epochs.collect()
 
     def absorb(self, version: tuple[str, str, int] | None, new: Any, highest: Any) -> None:
-        """Count what reactors have answered (`reactor/layout.py` lists the counts). None: rows for fronts.
-
-        Any thread.
-        """
+        """Add what reactors have counted (`reactor/layout.py` lists the counts). None: rows for fronts. Any thread."""
         seconds, counts = Histogram(REQUEST_BOUNDS_S), new.view(kernel.VERSION_COUNTS.dtype)[0]
         buckets = np.add.reduceat(counts["buckets"], latency.COARSE_FROM)
         seconds.absorb(buckets.tolist(), int(counts["success_ns"]) / 1e9)
@@ -222,12 +215,12 @@ class Service:
         self.inference_stats.absorb(model, number, done, seconds, spent, last_ms)
 
     def _absorb_refused(self, protocol: str, model: str, version: int, counts: Any) -> None:
-        """Count predictions that reactors have refused."""
+        """Add predictions that reactors have refused."""
         waits, full, took_ns = (int(counts[what]) for what in ("refusals", "full_refusals", "refusal_ns"))
         seconds = Histogram(REQUEST_BOUNDS_S)
         seconds.absorb(
             [waits + full, *[0] * len(REQUEST_BOUNDS_S)], took_ns / 1e9
-        )  # none takes as much as the first bound
+        )  # none takes as long as the first bound
         self.shed.count("queue_wait", waits)
         self.shed.count("queue_full", full)
         self.lookup_pool.rejected += full
@@ -235,7 +228,7 @@ class Service:
         self.inference_stats.failed(model, version, took_ns, "overloaded", waits + full)
 
     def count_failed(self, model: str, elapsed_ns: int, error: TierstoreError) -> None:
-        """Count a look-up that failed, for the version that was chosen for it, or else the active one. Any thread."""
+        """Count a failed look-up for the version that was chosen for it, or else the active one. Any thread."""
         version = error.version
         if version is None:
             try:
@@ -246,8 +239,8 @@ class Service:
             self.inference_stats.failed(model, version, elapsed_ns, outcome_of(error))
 
     async def change(self, function: Callable[..., Any], *args: Any, pool: WorkerPool | None = None) -> Any:
-        """Change what serves, on behalf of the requester; by default on the switch pool, as a change
-        may last as long as a warm-up.
+        """Change what serves, on behalf of the requester; by default on the switch pool, as a change may take as
+        long as a warm-up.
         """
         return await (pool or self.switch_pool).run(copy_context().run, function, *args)
 

@@ -1,4 +1,4 @@
-"""The status of an error over HTTP and over gRPC, and the text for its client. Immutable; any thread may use it."""
+"""The status of an error over HTTP and gRPC, and its text for the client. Immutable; any thread may use it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CUT_OFF = "the service stopped before this request was finished, which may have 
 
 
 class HttpError(TierstoreError):
-    """An error of the HTTP transport itself, which has a status of its own (method, media type, host)."""
+    """An error of the HTTP transport itself, with a status of its own (method, media type, host)."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -31,24 +31,24 @@ class HttpError(TierstoreError):
 
 
 class Unserved(TierstoreError):
-    """A part of a protocol that this server does not have. Over gRPC alone."""
+    """A part of a protocol that this server does not have. Only over gRPC."""
 
     grpc_status = "UNIMPLEMENTED"
 
 
 class Cancelled(TierstoreError):
-    """The client cancelled the call and waits for no answer. Over gRPC alone."""
+    """The client cancelled the call and waits for no answer. Only over gRPC."""
 
     grpc_status = "CANCELLED"
 
 
 class MessageTooLarge(TooLarge):
-    """A message beyond the bound of messages. Over gRPC alone."""
+    """A message above the size limit. Only over gRPC."""
 
     grpc_status = "RESOURCE_EXHAUSTED"
 
 
-# Errors that only a client causes, wherever they are noticed: JSON nested very deep, or half a character in a string.
+# Errors that only a client causes, wherever they are noticed: deeply nested JSON, or half a character in a string.
 _CAUSED_BY_CLIENT: tuple[tuple[type[Exception], str], ...] = (
     (RecursionError, "the request is nested too deep"),
     (UnicodeError, "the request holds text that is not Unicode"),
@@ -80,7 +80,9 @@ _GRPC_OUTCOMES = {
 
 
 def _status_of(error: BaseException) -> type[TierstoreError] | TierstoreError:
-    """What says the status of an error: what is none of ours is a client's fault, or a defect of the server."""
+    """The error that determines the status: an error that is not ours is the client's fault, or a defect of the
+    server.
+    """
     if isinstance(error, TierstoreError):
         return error
     return InvalidInput if isinstance(error, tuple(kind for kind, _ in _CAUSED_BY_CLIENT)) else TierstoreError
@@ -97,10 +99,9 @@ def grpc_status(error: BaseException) -> str:
 
 
 def outcome_of(error: BaseException) -> str:
-    """The metric label of `error` where it is counted for a version.
+    """The metric label of `error` when it is counted for a version.
 
-    Storage that fails is told from requests that are too many, and a dense part that takes too
-    long from a caller's deadline.
+    It distinguishes failing storage from too many requests, and a slow dense part from a caller's deadline.
     """
     if isinstance(error, RunLimit):
         return "error"
@@ -115,7 +116,7 @@ def http_outcome(status: int) -> str:
 
 
 def grpc_outcome(code: str) -> str:
-    """The metric label of a gRPC status code: the word for HTTP where one fits."""
+    """The metric label of a gRPC status code: the HTTP label if one fits."""
     return _GRPC_OUTCOMES.get(code, "bad_input")
 
 
@@ -127,7 +128,7 @@ def retry_after(error: BaseException) -> bytes | None:
 
 
 def message_of(error: BaseException) -> str:
-    """The text that a client gets. Details of a defect go to the log alone."""
+    """The text for a client. Details of a defect go only to the log."""
     if isinstance(error, TierstoreError):
         return as_text(explained(error))
     for kind, message in _CAUSED_BY_CLIENT:
@@ -137,12 +138,12 @@ def message_of(error: BaseException) -> str:
 
 
 def as_text(text: str) -> str:
-    """`text` as it can be sent: half characters, which JSON and names of files may hold, are escaped."""
+    """`text` in a form that can be sent: half characters, which JSON and file names may hold, are escaped."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def log_failure(error: BaseException, what: str) -> None:
-    """Log what an operator should look at: defects with their traceback, storage failures in one line."""
+    """Log what an operator should see: defects with their traceback, storage failures in one line."""
     if isinstance(error, StorageError):
         logger.error("%s: %s", what, error)
     elif isinstance(error, tuple(kind for kind, _ in _CAUSED_BY_CLIENT)):

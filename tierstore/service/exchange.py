@@ -1,13 +1,13 @@
-"""One look-up or prediction, from its message to its answer: one life, over every transport and in every protocol.
+"""An exchange: one look-up or prediction from its message to its answer, for every transport and protocol.
 
 The order is always the same: authorise, charge, parse, plan, begin, finish, encode, count. A transport brings the
-message and its caller, says whether the work may be done where it is (`begin`) or waits for a thread (`hand_over`,
-`answer`), and takes the answer. Only a `Message` knows how its protocol writes.
+message and its caller, decides whether the work may be done on the receiving thread (`begin`) or waits for another
+thread (`hand_over`, `answer`), and takes the answer. Only a `Message` knows its protocol's encoding.
 
-A small request whose rows are all in memory is answered in `begin`, on the thread that has received it: that
-is faster than a handoff to a thread. Such work is bounded, and never waits. Where rows have to come from disk,
-a thread of the look-up pool continues where `begin` stopped, so nothing is done or counted twice. Any other
-request is handled on the pool.
+A small request whose rows are all in memory is answered in `begin`, on the thread that has received it: that is faster
+than a handoff to another thread. Such work is bounded, and never waits. If rows must come from disk, a thread of the
+look-up pool continues where `begin` stopped, so nothing is done or counted twice. Any other request is handled on the
+pool.
 
     begin ─┬─ short, in memory ─────────────────────── answered
            └─ hand_over ─┬─ a thread of the pool ───── answered
@@ -36,19 +36,19 @@ from tierstore.service.limits.worker_pool import Done
 from tierstore.service.stats import Timings
 from tierstore.types import model_and_head
 
-# What is tried where the message was received: a fraction of a millisecond of work.
+# Limits of work on the receiving thread: a fraction of a millisecond.
 DIRECT_BYTES = 64 << 10  # of a message
-DIRECT_TEXT_BYTES = 8 << 10  # of elements one by one, either way, and of what describes them: they cost far more a byte
+DIRECT_TEXT_BYTES = 8 << 10  # of elements one by one, either way, and of their description: far slower a byte
 
 A = TypeVar("A")  # an answer
 A_co = TypeVar("A_co", covariant=True)
 
 
 class Message(Protocol[A_co]):
-    """A request as its protocol reads it, and the answer as it writes that. One thread at a time.
+    """A request as its protocol reads it, and the answer as it writes it. One thread at a time.
 
-    `model` is the one that it seems to concern, or None, until it is parsed. What follows
-    `parse` holds once it was parsed.
+    `model` is the one that it seems to concern, or None, until it is parsed. The fields after `parse` are valid once
+    it was parsed.
     """
 
     @property
@@ -59,7 +59,7 @@ class Message(Protocol[A_co]):
     def version(self) -> int | str | None: ...
 
     def parse(self, *, here: bool) -> bool:
-        """Parse the message. False, and nothing is done, where it has to be little work (`here`) and may not be."""
+        """Parse the message. False, with nothing done, if it must be little work (`here`) and might not be."""
 
     @property
     def timeout_us(self) -> int | None: ...
@@ -67,12 +67,12 @@ class Message(Protocol[A_co]):
     def request(self) -> AnyRequest: ...
 
     def is_long(self) -> bool:
-        """Whether reading or writing is surely too much work for where it was received, as far
-        as can be seen without a view.
+        """Whether reading or writing is surely too much work for the receiving thread, as far as can be seen without
+        a view.
         """
 
     def is_short(self, plan: Plan) -> bool:
-        """Whether it is little, rows apart."""
+        """Whether its work is little, besides rows."""
 
     def opened(self, inference: Inference) -> None:
         """Called with the open view and the plan."""
@@ -88,7 +88,7 @@ class Message(Protocol[A_co]):
 
 
 class Exchange(Generic[A]):
-    """A request of `caller` in progress; `route` chooses its version where traffic is split. One thread at a time."""
+    """A request of `caller` in progress; `route` chooses its version if traffic is split. One thread at a time."""
 
     __slots__ = (
         "_began_ns",
@@ -115,16 +115,16 @@ class Exchange(Generic[A]):
         self._charged: str | None = None  # the model whose rates are charged
         self._parsed = self._ended = False
         self._inference: Inference | None = None
-        self._plan: Plan | None = None  # of a request that proved too long for where it was received
+        self._plan: Plan | None = None  # of a request that proved too long for the receiving thread
         self._version: int | None = None  # the one that answers, once it is known
 
     # --- for transports
 
     def begin(self, *, here: bool = True, failed: BaseException | None = None) -> A | None:
-        """Charge the request, and answer it if that is little work and needs no waiting. None: it is to be handed over.
+        """Charge the request, and answer it if that is little work without waiting. None: call `hand_over`.
 
-        Not `here`: it is charged, and all work is for a thread. `failed`: it was begun
-        elsewhere, and is to fail with that.
+        Not `here`: it is only charged, and all work is for another thread. `failed`: it was begun elsewhere, and fails
+        with this error.
         """
         try:
             self._admit()
@@ -139,13 +139,12 @@ class Exchange(Generic[A]):
         return None
 
     def hand_over(self, answered: Done) -> None:
-        """Have a thread of the look-up pool, or a batch, answer what `begin` did not; it tells `answered`.
-
-        Event loop only.
+        """Have a thread of the look-up pool, or a batch, answer what `begin` did not; it calls `answered`. Event
+        loop only.
         """
 
         def ended(answer: A | None, error: BaseException | None) -> None:
-            if error is not None:  # of a call that was not run, too
+            if error is not None:  # also of a call that was not run
                 self.fail(error)
             answered(answer, error)
 
@@ -166,7 +165,7 @@ class Exchange(Generic[A]):
 
     @coroutine
     def handed_over(self) -> Generator[Any, Any, A]:
-        """The answer of `hand_over`. Where no task awaits it, whoever has the answer goes on with the request there."""
+        """The answer of `hand_over`. If no task awaits it, the thread that has the answer goes on with the request."""
         if asyncio.current_task() is None:
             answer: A = yield self.hand_over
             return answer
@@ -189,7 +188,7 @@ class Exchange(Generic[A]):
         return (yield from future)
 
     def answer(self) -> A:
-        """All work that `begin` has not done, on a thread that may wait."""
+        """Do all work that `begin` has not done, on a thread that may wait. Returns the answer."""
         self._note_queued()
         try:
             if self._inference is None:
@@ -205,9 +204,8 @@ class Exchange(Generic[A]):
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Release the view, and count the failure for the version that was chosen.
-
-        Only the first call does anything.
+        """Release the view, and count the failure for the version that was chosen. Only the first call does
+        anything.
         """
         ended, self._ended = self._ended, True
         self._close()
@@ -222,7 +220,7 @@ class Exchange(Generic[A]):
     # --- in a batch (see `dataplane/batching.py`)
 
     def _joint_of(self, plan: Plan) -> Joint | None:
-        """How it may be joined with other requests; None where it is not to be."""
+        """How it may be joined with other requests; None if it should not be."""
         request, batches = self.message.request, self._service.batches
         if plan.dense is None or not batches.max_items or not isinstance(request, Request):
             return None
@@ -232,7 +230,7 @@ class Exchange(Generic[A]):
         return joint if batches.wants(joint) else None
 
     def prepare(self) -> tuple[JoinedRequest, list[Any]]:
-        """Read the request. Its part of the batch, and the arrays for its outputs."""
+        """Read the request. Returns its part of the batch, and the arrays for its outputs."""
         plan, request = self._plan, self.message.request
         assert plan is not None
         assert isinstance(request, Request)
@@ -243,7 +241,7 @@ class Exchange(Generic[A]):
         return JoinedRequest(request, plan, list(elements)), arrays
 
     def complete(self, arrays: list[Any], by: Inference) -> A:
-        """The answer, once the arrays are filled from those of an inference that has finished."""
+        """The answer, once the arrays are filled from an inference that has finished."""
         assert self._plan is not None
         self._version = by.version
         self._note_looked_up(by)
@@ -259,7 +257,7 @@ class Exchange(Generic[A]):
         return model
 
     def _admit(self) -> None:
-        """Authorise and charge, before any work: a message that proves malformed has its price.
+        """Authorise and charge before any work, so that malformed messages cost something too.
 
         A message whose model is not known yet, or does not exist, is charged to its caller alone.
         """
@@ -269,7 +267,7 @@ class Exchange(Generic[A]):
             try:
                 self._service.dataplane.model(model)
             except NotFound:
-                model = None  # refused where its view is opened
+                model = None  # refused when its view is opened
         self._charge(self.caller.principal, model)
 
     def _authorise(self, model: str) -> None:
@@ -309,7 +307,7 @@ class Exchange(Generic[A]):
         return not is_short(plan)
 
     def _note_parsed(self) -> None:
-        """What the message itself says counts: its model, and its timeout."""
+        """Take over what the message itself says: its model, and its timeout."""
         self._parsed = True
         model = self._model
         if model != self._charged:
@@ -321,7 +319,7 @@ class Exchange(Generic[A]):
             self.caller.within(timeout_us * 1000)
 
     def _check_deadline(self) -> None:
-        """Raise where the caller's deadline has passed. Called before work is started."""
+        """Raise if the caller's deadline has passed. Called before work is started."""
         if self.caller.deadline_ns is not None:
             self._service.shed.check(self.caller)
 

@@ -13,7 +13,7 @@ Samples: TypeAlias = Mapping[tuple[str, str], T] | Mapping[str, T] | Iterable[tu
 
 
 class Histogram(Protocol):
-    """What a family of histograms needs of one, see `stats.py`."""
+    """The part of a histogram that a family needs, see `stats.py`."""
 
     total: float
 
@@ -29,7 +29,7 @@ def counter(name: str, text: str, value: float) -> CounterMetricFamily:
 
 
 def gauges(name: str, text: str, labels: str, samples: Samples[float]) -> GaugeMetricFamily:
-    """`labels` are names with spaces between."""
+    """A family of gauges. `labels` are names separated by spaces."""
     family = GaugeMetricFamily(name, text, labels=labels.split())
     for key, value in _items(samples):
         family.add_metric(key, value)
@@ -37,7 +37,7 @@ def gauges(name: str, text: str, labels: str, samples: Samples[float]) -> GaugeM
 
 
 def counters(name: str, text: str, labels: str, samples: Samples[float]) -> CounterMetricFamily:
-    """As `gauges`."""
+    """A family of counters, as `gauges`."""
     family = CounterMetricFamily(name, text, labels=labels.split())
     for key, value in _items(samples):
         family.add_metric(key, value)
@@ -45,7 +45,7 @@ def counters(name: str, text: str, labels: str, samples: Samples[float]) -> Coun
 
 
 def histograms(name: str, text: str, labels: str, samples: Samples[Histogram]) -> HistogramMetricFamily:
-    """As `gauges`; "" for no labels, with the key ()."""
+    """A family of histograms, as `gauges`; "" for no labels, with the key ()."""
     family = HistogramMetricFamily(name, text, labels=labels.split())
     for key, histogram in _items(samples):
         family.add_metric(key, histogram.buckets(), histogram.total)

@@ -1,10 +1,7 @@
-"""Whose request a proxy passes on: the address in `X-Forwarded-For`, where the proxy is one that is trusted.
+"""The client behind proxies: the address in `X-Forwarded-For`, if the proxy is trusted.
 
-Any thread.
-
-Each proxy adds the address that it was asked from behind those that it was told, so the list is read from its
-end: as long as an address is that of a trusted proxy, the one before it counts. What stands before those is the
-client's own word, and is not read.
+Any thread. Each proxy appends the address that called it, so the list is read from its end: while an address is a
+trusted proxy's, the one before it counts. Addresses before that are the client's own claim, and are not read.
 """
 
 from __future__ import annotations
@@ -19,20 +16,22 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Proxies:
-    """Proxies that are believed whom a request is from: those of these networks (`10.0.0.0/8`, `192.0.2.7`)."""
+    """Trusted proxies, whose statement of the client is believed: those of these networks (`10.0.0.0/8`,
+    `192.0.2.7`).
+    """
 
     def __init__(self, trusted: Sequence[str] = ()) -> None:
         self._trusted = [ipaddress.ip_network(one) for one in trusted]
 
     def client(self, peer: tuple[str, int] | None, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-        """The client of a request that came from `peer`: its address, with the port where it is the peer itself."""
+        """The client of a request that came from `peer`: its address, with the port if it is the peer itself."""
         if peer is None:
             return None
         host = self.host(peer[0], headers)
         return host_port(*peer) if host == peer[0] else host
 
     def host(self, peer: str, headers: Iterable[tuple[bytes, bytes]]) -> str:
-        """The IP address alone; `peer` is that of the connection."""
+        """The client's IP address; `peer` is that of the connection."""
         address = _address(peer)
         if not self._trusted or address is None or not self._is_trusted(address):
             return peer
@@ -52,7 +51,7 @@ class Proxies:
 
 
 def _address(text: str) -> Address | None:
-    """The address of `192.0.2.7`, `192.0.2.7:4711`, `2001:db8::1` or `[2001:db8::1]:4711`."""
+    """Parse an address such as `192.0.2.7`, `192.0.2.7:4711`, `2001:db8::1` or `[2001:db8::1]:4711`."""
     if text.startswith("["):
         text = text[1:].partition("]")[0]
     elif text.count(":") == 1:

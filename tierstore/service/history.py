@@ -1,9 +1,7 @@
-"""The last hour of a service: requests, latencies, errors and keys in steps of a quarter of a
-minute, and what was changed.
+"""The last hour of a service: requests, latencies, errors and keys in steps of a quarter of a minute, and changes.
 
-`History` is an observer: the store's sampler tells it that time has passed, and it reads counters that are
-kept anyway, so that look-ups do nothing for it. Any thread may read. After a restart only
-the changes are known, from the audit.
+`History` is an observer: the store's sampler tells it that time has passed, and it reads counters that exist anyway,
+so that look-ups do nothing for it. Any thread may read. After a restart only the changes are known, from the audit.
 """
 
 from __future__ import annotations
@@ -36,11 +34,11 @@ _OF_VERSION = _BUCKETS + len(_OF_REQUESTS)
 _ROLES = ("active", "canary")
 _MINUTE = 60 // STEP_S  # steps
 _LEVELS = ("version", "seq")
-_NOT_SHOWN = ("prune", "delta")  # of changes: housekeeping, and what `deltas` counts
+_NOT_SHOWN = ("prune", "delta")  # changes that are not shown: housekeeping, and what `deltas` counts
 
 
 class _Version:
-    """What the requests that a version answered have come to."""
+    """Totals of the requests that a version answered."""
 
     def __init__(self) -> None:
         self.hour = Hour(_OF_VERSION, 0, STEP_S)
@@ -48,11 +46,11 @@ class _Version:
 
 
 class _Model:
-    """What the requests and keys of a model have come to, however its versions and tables come and go."""
+    """Totals of a model's requests and keys, however its versions and tables come and go."""
 
     def __init__(self) -> None:
         self.hour = Hour(_BUCKETS + len(_COUNTERS), len(_LEVELS), STEP_S)
-        self.versions: dict[int, _Version] = {}  # asked in the last hour; swapped whole, so any thread may read
+        self.versions: dict[int, _Version] = {}  # of the last hour; replaced as a whole, so any thread may read
         self._sums = np.zeros(_BUCKETS + len(_COUNTERS), np.int64)
         self._before: dict[
             Hashable, np.ndarray
@@ -73,7 +71,7 @@ class _Model:
     ) -> int:
         """Note a step. Returns how many keys were looked up in it.
 
-        `versions` are by the name under which they were requested, the model's or that of a head, and their number.
+        `versions` are by the name under which they were requested, the model's or a head's, and their number.
         """
         keys = -int(self._sums[_OF_VERSION])
         for (name, number), counts in versions.items():
@@ -96,7 +94,7 @@ class _Model:
         return keys + int(self._sums[_OF_VERSION])
 
     def _version(self, number: int) -> _Version:
-        """The counts of a version; their first step begins where the last one of the model ended."""
+        """The counts of a version; their first step begins where the model's last one ended."""
         if number not in self.versions:
             made = _Version()
             if self._noted_s is not None:
@@ -105,28 +103,26 @@ class _Model:
         return self.versions[number]
 
     def _grown(self, what: Hashable, counted: list[int]) -> np.ndarray:
-        """What was counted since `what` was last seen; all of it where that was never, or where
-        its counts began anew.
-        """
+        """The counts of `what` since it was last seen; all of them if it is new, or its counts began anew."""
         now, before = np.array(counted, np.int64), self._before.get(what)
         self._before[what] = now
         return now if before is None or (now < before).any() else now - before
 
 
 class History(Observer):
-    """The last hour of one service. `refresh` brings its counters up to now. One thread tells it of the time."""
+    """The last hour of one service. `refresh` brings its counters up to date. One thread tells it the time."""
 
     def __init__(self, store: Any, stats: InferenceStats, times: RequestTimes, refresh: Callable[[], None]) -> None:
         self._store, self._stats, self._times, self._refresh = store, stats, times, refresh
         self._all = Hour(_BUCKETS + 3, 0, STEP_S)
         self._models: dict[str, _Model] = {}
-        self._deltas: Counter[str] = Counter()  # that have become visible, by model: the deltas of one come one by one
-        self._keys = 0  # that were looked up, of whatever model
+        self._deltas: Counter[str] = Counter()  # visible deltas by model; those of one model come one by one
+        self._keys = 0  # keys looked up in all models
         self._step = -1
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that it takes, but for small change."""
+        """Bytes of memory that it takes, approximately."""
         return self._all.nbytes + sum(model.nbytes for model in list(self._models.values()))
 
     def delta_visible(self, model: str, seq: int, rows: int, freshness_s: float) -> None:
@@ -162,8 +158,8 @@ class History(Observer):
         self._all.note(now_s, [*whole["counts"], whole["failed"], self._keys, round(1000 * time.process_time())])
 
     def last_minute(self) -> dict[str, Any]:
-        """Requests of the data plane in the last minute, as far as steps have ended: how many,
-        failures, p50 and p99 in seconds; keys, and seconds of processors. `at_s`: when the last step ended.
+        """Requests of the data plane in the last minute, by completed steps: their number, failures, p50 and p99 in
+        seconds; keys, and seconds of processors. `at_s`: the end of the last step.
         """
         steps = self._all.steps(_MINUTE)
         counted = steps.sum(axis=0)
@@ -179,9 +175,9 @@ class History(Observer):
         }
 
     def document(self, model: str, now_s: float, *, to_admin: bool) -> dict[str, Any]:
-        """What the status page draws of a model, see docs/http-api.md.
+        """The data for the status page's charts of a model, see docs/http-api.md.
 
-        Who has made a change, and from where, is for admins.
+        Only admins see who has made a change, and from where.
         """
         kept = self._models.get(model) or _Model()
         steps = kept.hour.steps()
@@ -204,7 +200,7 @@ def _columns(steps: np.ndarray) -> dict[str, list[Any]]:
 
 
 def _summed(steps: np.ndarray) -> dict[str, Any]:
-    """Steps as one."""
+    """Several steps added together."""
     columns = steps.sum(axis=0, keepdims=True)
     return {
         "seconds": int(columns[0, 1]),
@@ -215,7 +211,9 @@ def _summed(steps: np.ndarray) -> dict[str, Any]:
 def _versions(
     served: Routing, counted: Mapping[int, _Version], lines: list[dict[str, Any]], whole: np.ndarray
 ) -> dict[str, Any]:
-    """The versions that serve or were asked, newest first, over one time: since there is a canary, or the last hour."""
+    """The versions that serve or were requested, newest first, over one time: since there is a canary, or the last
+    hour.
+    """
     roles = {view.version: role for role, view in zip(_ROLES, (served.active, served.canary), strict=True) if view}
     since = {number: _since(lines, number, role) for number, role in roles.items()}
     canary = None if served.canary is None else since[served.canary.version]
@@ -244,7 +242,7 @@ def _versions(
 
 
 def _since(lines: list[dict[str, Any]], number: int, role: str) -> float | None:
-    """When a version has become what it is; None where the end of the audit does not say."""
+    """When a version got its present role; None if the end of the audit does not say."""
     for line in reversed(lines):
         before, after = line.get("before") or {}, line.get("after") or {}
         if after.get(role) == number != before.get(role):
@@ -253,7 +251,7 @@ def _since(lines: list[dict[str, Any]], number: int, role: str) -> float | None:
 
 
 def _changes(lines: list[dict[str, Any]], *, to_admin: bool) -> list[dict[str, Any]]:
-    """What was changed of a model, or tried in vain, newest first."""
+    """Changes of a model, and failed attempts, newest first."""
     found = []
     for line in lines:
         if line["what"] in _NOT_SHOWN or line["outcome"] == "refused":

@@ -1,9 +1,8 @@
-"""TLS by the OpenSSL library itself, so that compiled code can go on with a connection where
-Python has made its handshake.
+"""TLS by the OpenSSL library itself, so that compiled code can continue a connection after Python's handshake.
 
-Python's module `ssl` keeps its sessions for itself. Here they are addresses, and the functions that reactors call are,
-too: those of the same library that the module uses where it is a shared one, else of the system's. Only public
-functions of OpenSSL 1.1.1 and 3 are called.
+Python's module `ssl` does not give its sessions away. Here they are addresses, and so are the functions that reactors
+call: those of the library that the module uses if it is a shared one, else of the system's. Only public functions of
+OpenSSL 1.1.1 and 3 are called.
 
 A `Context` may be used by any thread; a `Session` by one at a time.
 """
@@ -34,14 +33,14 @@ from tierstore.wire import tls_messages
 WANTS_READ, WANTS_WRITE = kernel.WANT_READ, kernel.WANT_WRITE
 _NAMES = ("libssl.so.3", "libssl.so.1.1")
 _MESSAGE_ARGUMENT, _MODE, _READ_AHEAD, _LEAST_VERSION = 16, 33, 41, 123  # of SSL_CTX_ctrl
-# of _MODE: a write may end after a record; its bytes may have moved when it is tried again;
-# idle sessions hold no buffers
+# bits of _MODE: a write may end after a record; its bytes may have moved when it is tried again; idle sessions hold no
+# buffers
 _MODES = 0x1 | 0x2 | 0x4 | 0x10
 _TLS_1_2, _PEM = 0x0303, 1
 _OPTIONS = ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION | ssl.OP_CIPHER_SERVER_PREFERENCE
 _OPTIONS |= getattr(ssl, "OP_IGNORE_UNEXPECTED_EOF", 0x80)
 _REQUIRE_CERTIFICATE = 0x1 | 0x2  # SSL_VERIFY_PEER, SSL_VERIFY_FAIL_IF_NO_PEER_CERT
-HTTP1 = b"\x08http/1.1"  # protocols, as ALPN has them
+HTTP1 = b"\x08http/1.1"  # protocols, in ALPN's form
 HTTP2_OR_1 = b"\x02h2" + HTTP1
 _AGREED, _NO_ANSWER = 1, 3  # OPENSSL_NPN_NEGOTIATED; SSL_TLSEXT_ERR_NOACK
 _ALTERNATIVE_NAMES, _COMMON_NAME = 85, 13  # NIDs
@@ -54,7 +53,7 @@ _Password = CFUNCTYPE(c_int, c_void_p, c_int, c_int, c_void_p)
 
 
 class _Tm(ctypes.Structure):
-    """`struct tm`, with room for what C libraries add."""
+    """`struct tm`, with room for additions of C libraries."""
 
     _fields_ = [
         *((name, c_int) for name in ("second", "minute", "hour", "day", "month", "year", "weekday", "yearday", "dst")),
@@ -62,7 +61,7 @@ class _Tm(ctypes.Structure):
     ]
 
 
-# what is called: what it answers, what it takes
+# functions: result and argument types
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "TLS_server_method": (c_void_p, []),
     "SSL_CTX_new": (c_void_p, [c_void_p]),
@@ -118,8 +117,8 @@ _OF_REACTORS = ("SSL_read", "SSL_write", "SSL_get_error", "ERR_clear_error", "SS
 
 @cache
 def library() -> Any:
-    """The library, with the types of its functions set. ConfigError where there is none."""
-    own = getattr(_ssl, "__file__", None)  # by which all is found that it was linked to
+    """The library, with the types of its functions set. ConfigError if there is none."""
+    own = getattr(_ssl, "__file__", None)  # finds everything that it was linked to
     for name in (own, *_NAMES) if own else _NAMES:
         with contextlib.suppress(OSError, AttributeError):
             # its own functions first: Python may have another OpenSSL built in
@@ -135,7 +134,7 @@ def library() -> Any:
 
 @cache
 def _peer_certificate() -> Any:
-    """The function, by the name that it has since OpenSSL 3, or by that before."""
+    """The function, by its name since OpenSSL 3, or before."""
     names = ("SSL_get1_peer_certificate", "SSL_get_peer_certificate")
     function = next(getattr(library(), name) for name in names if hasattr(library(), name))
     function.restype, function.argtypes = c_void_p, [c_void_p]
@@ -160,7 +159,7 @@ def _addresses(names: tuple[str, ...]) -> npt.NDArray[np.int64]:
 
 @cache
 def _choose_of(protocols: bytes) -> Any:
-    """Chooses the protocol of a connection of these, of those that the client offers (ALPN)."""
+    """A callback that chooses one of these protocols from those that the client offers (ALPN)."""
 
     @_Choose
     def choose(_: Any, out: Any, size: Any, offered: Any, count: int, __: Any) -> int:
@@ -171,10 +170,7 @@ def _choose_of(protocols: bytes) -> Any:
 
 
 class Context:
-    """What connections have in common: a certificate, its key, and whom clients' certificates must be of.
-
-    Never changed.
-    """
+    """Shared by connections: a certificate, its key, and the authorities for clients' certificates. Immutable."""
 
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None, protocols: bytes = HTTP2_OR_1) -> None:
         """ConfigError for files that cannot be used."""
@@ -198,7 +194,7 @@ class Context:
             calls.append(1)
             return -1
 
-        lib.SSL_CTX_set_default_passwd_cb(self._at, refuse)  # OpenSSL's own asks at the terminal
+        lib.SSL_CTX_set_default_passwd_cb(self._at, refuse)  # OpenSSL's own would ask at the terminal
         lib.SSL_CTX_set_session_id_context(self._at, b"tierstore", 9)
         lib.ERR_clear_error()
         loaded = (
@@ -219,14 +215,14 @@ class Context:
 
     def __del__(self) -> None:
         if at := getattr(self, "_at", None):
-            self._lib.SSL_CTX_free(at)  # sessions hold it on
+            self._lib.SSL_CTX_free(at)  # sessions keep it alive
 
     def ends_s(self) -> float:
-        """When its certificate ends, on the wall clock."""
+        """When its certificate expires, on the wall clock."""
         return _end_of(self._lib.SSL_CTX_get0_certificate(self._at))
 
     def session(self, fd: int) -> Session:
-        """A session of a connection whose client begins with its handshake."""
+        """A session for a connection whose client begins with its handshake."""
         at = self._lib.SSL_new(self._at)
         if not at or self._lib.SSL_set_fd(at, fd) != 1:
             self._lib.SSL_free(at)
@@ -235,9 +231,8 @@ class Context:
 
 
 class Session:
-    """TLS on a connection that does not wait: an `SSL *` by its address.
-
-    Whoever has it frees it (`close`), or gives it on (`detach`).
+    """TLS on a non-blocking connection: an `SSL *` by its address. Its owner frees it (`close`), or gives it away
+    (`detach`).
 
     `names` are those of the client's certificate.
     """
@@ -246,9 +241,8 @@ class Session:
         self._lib, self._at, self.names = library(), address, names
 
     def accept(self) -> int | None:
-        """Go on with the handshake. None once it is made, else what it waits for.
-
-        ConnectionError where it has failed.
+        """Go on with the handshake. None once it is complete, else what it waits for. ConnectionError if it has
+        failed.
         """
         self._lib.ERR_clear_error()
         if (came := self._lib.SSL_accept(self._at)) == 1:
@@ -256,7 +250,7 @@ class Session:
         return self._wanted(came)
 
     def read(self) -> bytes | None:
-        """What has come, empty at the end; None: wait for more. ConnectionError where the connection is broken."""
+        """Received bytes, empty at the end; None: wait for more. ConnectionError if the connection is broken."""
         buffer = _buffer()
         self._lib.ERR_clear_error()
         if (got := self._lib.SSL_read(self._at, buffer, _READ_BYTES)) > 0:
@@ -267,7 +261,7 @@ class Session:
         return None
 
     def write(self, address: int, size: int) -> int:
-        """Send of `size` bytes; returns how many have left. 0: wait, and then begin with the same."""
+        """Send from `size` bytes; returns how many were sent. 0: wait, and then begin with the same bytes."""
         self._lib.ERR_clear_error()
         if (sent := self._lib.SSL_write(self._at, address, min(size, 1 << 30))) > 0:
             return int(sent)
@@ -281,7 +275,7 @@ class Session:
         return error
 
     def certificate(self) -> tuple[tuple[str, ...], float | None]:
-        """The names of the client's certificate, and when it ends, on the wall clock; nothing where it has none."""
+        """The names of the client's certificate, and when it expires, on the wall clock; empty without one."""
         found = _peer_certificate()(self._at)
         if not found:
             return (), None
@@ -292,7 +286,7 @@ class Session:
             self._lib.ERR_clear_error()
 
     def moved(self, fd: int) -> Session:
-        """Itself, when the connection has become the descriptor `fd`."""
+        """The same session, after the connection has become the descriptor `fd`."""
         if self._lib.SSL_set_fd(self._at, fd) != 1:
             raise MemoryError("no memory for a connection")
         return self
@@ -317,7 +311,7 @@ _local = threading.local()
 
 
 def _buffer() -> Any:
-    """The buffer of this thread for what is read."""
+    """This thread's read buffer."""
     if not hasattr(_local, "buffer"):
         _local.buffer = ctypes.create_string_buffer(_READ_BYTES)
     return _local.buffer
@@ -325,7 +319,7 @@ def _buffer() -> Any:
 
 @cache
 def _ciphers() -> bytes:
-    """The ciphers that Python's module takes by default, for TLS 1.2, and its level of security."""
+    """The default ciphers of Python's module for TLS 1.2, and its level of security."""
     usual = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     return ":".join([f"@SECLEVEL={usual.security_level}", *(cipher["name"] for cipher in usual.get_ciphers())]).encode()
 
@@ -340,10 +334,10 @@ def _error() -> str:
 
 
 def _names_of(certificate: int) -> tuple[str, ...]:
-    """The names of a client's certificate: URIs, then DNS names. What is not printable is no name.
+    """The names of a client's certificate: URIs, then DNS names, ignoring unprintable ones.
 
-    The common name where it has no alternative names of any kind: authorities check what they write there
-    less, and it may spell a URI.
+    The common name if it has no alternative names of any kind: authorities check its content less, and it may spell a
+    URI.
     """
     lib, why = library(), c_int()
     others = lib.X509_get_ext_d2i(certificate, _ALTERNATIVE_NAMES, byref(why), None)

@@ -1,4 +1,5 @@
-"""What a serving process sets for itself: the allocator, the garbage collector, the file limit, time slices of threads.
+"""Process settings of a service: the allocator, the garbage collector, the file limit, time slices of threads, the
+exit.
 
 `tune_allocator` is called once, before threads start. By default glibc maps blocks of 128 KiB and more anew each time,
 and gives them back to the system when they are freed (the threshold adapts, but not for every size and arena). So each
@@ -26,14 +27,14 @@ logger = logging.getLogger(__name__)
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 _SETTINGS = (
-    (_M_MMAP_THRESHOLD, 32 << 20),  # the most glibc allows
+    (_M_MMAP_THRESHOLD, 32 << 20),  # the most that glibc allows
     (_M_TRIM_THRESHOLD, 128 << 20),
     (_M_TOP_PAD, 16 << 20),
 )
 
 
 def tune_allocator() -> bool:
-    """Apply the settings. False where the C library is not glibc, or refused one."""
+    """Apply the settings. False if the C library is not glibc, or refused one."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
@@ -44,10 +45,10 @@ def tune_allocator() -> bool:
 
 
 def freeze_heap() -> None:
-    """Exclude everything that is there now from garbage collection: the modules, and what lives as long as the process.
+    """Exclude all present objects from garbage collection: the modules, and what lives as long as the process.
 
-    A full collection stops every thread. With the hundreds of thousands of objects of the libraries it lasts a tenth of
-    a second; with only what requests leave behind, a few milliseconds.
+    A full collection stops every thread. With the hundreds of thousands of objects of the libraries it takes a tenth
+    of a second; with only those that requests leave behind, a few milliseconds.
     """
     gc.collect()
     gc.freeze()
@@ -73,11 +74,11 @@ _ATTRIBUTES = struct.Struct("<IIQiIQQQII")  # struct sched_attr
 
 
 def request_short_slices() -> None:
-    """Ask for short time slices for the calling thread, so that it runs soon after it wakes up.
+    """Request short time slices for the calling thread, so that it runs soon after it wakes up.
 
-    Linux' scheduler (EEVDF) runs the thread first whose slice is due to end first. So a thread with short slices does
-    not wait for the whole slices, milliseconds each, of threads that work in the background. A thread may set its own
-    slice from Linux 6.12 on, without privileges; where that is not possible nothing changes.
+    Linux' scheduler (EEVDF) first runs the thread whose slice is due to end first. So a thread with short slices does
+    not wait for the whole slices, milliseconds each, of background threads. A thread may set its own slice from Linux
+    6.12 on, without privileges; otherwise nothing changes.
     """
     number = _SCHED_SETATTR.get(platform.machine())
     if number is None:
@@ -88,17 +89,15 @@ def request_short_slices() -> None:
         ctypes.CDLL(None).syscall(number, 0, attributes, 0)
 
 
-CLOSE_S = 30.0  # for what comes after the requests: pools, the store
-LAST_S = 2.0  # for its own timer to go off
+CLOSE_S = 30.0  # for the steps after the requests: pools, the store
+LAST_S = 2.0  # for its own timer to fire
 EXIT_CODE = 70
 
 
 class ExitBound:
-    """A stop always ends: where it lasts longer than it may, the process exits as it is.
+    """A bound on the stop: if it takes longer, the process exits at once. A context manager; the block is the stop too.
 
-    A context manager; the block is the stop too.
-
-    What is acknowledged is on disk by then, and the next start finds it as after a crash.
+    Acknowledged changes are on disk by then, and the next start finds them as after a crash.
     """
 
     def __init__(self) -> None:
@@ -106,17 +105,16 @@ class ExitBound:
         self._alarmed = False
 
     def signalled(self, seconds: float) -> None:
-        """A signal asks for a stop that may last so long.
+        """Note that a signal requests a stop that may take so long.
 
-        For its handler: takes no lock, and the kernel keeps the time.
-
-        `start` is to follow at once, but for whatever holds up the thread that would call it.
+        For its handler: takes no lock, and the kernel keeps the time. `start` should follow at once, unless something
+        holds up the thread that would call it.
         """
         self._alarmed = True
         signal.setitimer(signal.ITIMER_REAL, seconds + CLOSE_S + LAST_S)
 
     def start(self, seconds: float) -> None:
-        """The stop begins, and may last so long, and `CLOSE_S`. Any thread."""
+        """Begin the stop, which may take so long, and `CLOSE_S`. Any thread."""
         timer = Timer(seconds + CLOSE_S, lambda: _exit_at_once(seconds + CLOSE_S))
         timer.daemon = True
         timer.start()
@@ -140,7 +138,7 @@ def _exit_at_once(seconds: float) -> None:
 
 
 def say(url: str, grpc_target: str | None) -> None:
-    """Print where the service is."""
+    """Print the addresses of the service."""
     also = "" if grpc_target is None else f"gRPC at {grpc_target}\n"
     sys.stdout.write(f"tierstore serves at {url}\n{also}")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""The files that a service reads again while it runs: tokens and certificates, and its log."""
+"""Files that a running service reads again: tokens, certificates, and its log."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ POLL_S = 1.0
 
 
 class Files:
-    """The files that a running service reads again: certificates, tokens, log.
+    """Reads files again while the service runs: certificates, tokens, log.
 
-    Reactors forget whom they may answer when tokens are others than before: they ask nobody. None: there are none.
+    When tokens change, reactors forget the callers that they may answer. None: there are no reactors.
     """
 
     def __init__(self, access: Access, tls: Tls | None, allowed: Allowed | None, audit: Audit) -> None:
@@ -27,15 +27,13 @@ class Files:
         self._generation = self._tokens.generation
 
     async def follow(self) -> None:
-        """Look for files that have changed, now and then, for ever."""
+        """Check periodically whether files have changed, for ever."""
         while True:
             await asyncio.sleep(POLL_S)
             self._refresh()
 
     def renew(self) -> None:
-        """What SIGHUP asks for: certificates and tokens are read again now, and the files of the log
-        and of the audit opened anew.
-        """
+        """Handle SIGHUP: read certificates and tokens again now, and open the files of the log and the audit anew."""
         reopen()
         self._audit.close()  # the next line opens its file again
         logger.info("SIGHUP: certificates and tokens are read again, files of the log and of the audit opened anew")

@@ -1,7 +1,6 @@
-"""Which requests are logged, over every transport: failed ones, refused ones, slow ones, or all of them;
-and whose traces are reported.
+"""The log of requests, for every transport: failed, refused or slow ones, or all; and the traces that are reported.
 
-Look-ups that reactors answer are not logged: they never come to Python. Any thread.
+Look-ups that reactors answer are not logged: Python does not see them. Any thread.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from tierstore.service.traces import Traces
 logger = logging.getLogger(__name__)
 
 LINES_A_SECOND = 10  # of one kind
-REFUSED_EVERY_S = 10.0  # for requests that were not let in: clients repeat them as long as they have the wrong token
+REFUSED_EVERY_S = 10.0  # for requests without valid credentials: clients repeat them while they have the wrong token
 _NOT_LET_IN = (401, 403)
 
 
 class RequestLog:
-    """Writes at most LINES_A_SECOND of failures with one status, and as many of slow requests, and fewer
-    of those without valid credentials.
+    """Writes at most LINES_A_SECOND of failures with one status, and as many of slow requests; fewer of those without
+    valid credentials.
 
     The next line says how many were left out.
     """
@@ -39,13 +38,13 @@ class RequestLog:
         self._all = settings.access_log
         self._slow_ms = settings.slow_request_ms
         self._traces = traces
-        # whether `note` wants those that did not fail
+        # whether `note` wants requests that did not fail
         self.of_successes = self._all or self._slow_ms > 0 or traces is not None
         self._limit = LineLimit(LINES_A_SECOND, 1 / LINES_A_SECOND, clock)
         self._refused_limit = LineLimit(LINES_A_SECOND, REFUSED_EVERY_S, clock)
 
     def logs(self, began_ns: int) -> bool:
-        """Whether a request that came at `began_ns` and succeeds now is to be logged, as far as its time says."""
+        """Whether a request that came at `began_ns` and succeeds now should be logged, judged by its time."""
         return self._all or 0 < self._slow_ms <= (time.perf_counter_ns() - began_ns) / 1e6
 
     def note(
@@ -62,10 +61,10 @@ class RequestLog:
         said: str | None = None,
         headers: Iterable[tuple[bytes, bytes]] = (),
     ) -> None:
-        """Log a request that came at `began_ns` (`time.perf_counter_ns`), if it is to be logged, and report its span.
+        """Log a request that came at `began_ns` (`time.perf_counter_ns`), if it should be logged, and report its span.
 
-        `status` is HTTP's, `said` the name of the status in the line if it has another one. `client` gives the client's
-        address, as long as the request is not answered. `error` is why it failed, and `spent` where its time went.
+        `status` is HTTP's, `said` the name of the status in the line if it has another one. `client` gives the
+        client's address, until the request is answered. `error` is why it failed, and `spent` where its time went.
         `headers` are those that may name its trace, in small letters.
         """
         if self._traces is not None:
@@ -134,17 +133,15 @@ class RequestLog:
 
 
 def one_line(text: str) -> str:
-    """What a client sent, in one line and not too long.
+    """A client's text in one line and not too long.
 
-    Secrets go before it is cut: half of one may not look like one.
+    Secrets are removed before it is cut: half of one may not look like one.
     """
     return repr(without_secrets(text)[:256])[1:-1]
 
 
 def _spent_ms(spent: Timings) -> dict[str, float]:
-    """Where a request's time went: it waited for a thread; rows came from memory, and those that
-    memory lacked; the graph ran.
-    """
+    """Where a request's time went: waiting for a thread; rows from memory; rows that memory lacked; the graph."""
     parts = (spent.queued_ns, spent.lookup_ns - spent.disk_ns, spent.disk_ns, spent.dense_ns)
     names = ("queued_ms", "memory_ms", "disk_ms", "dense_ms")
     return {name: round(ns / 1e6, 3) for name, ns in zip(names, parts, strict=True)}

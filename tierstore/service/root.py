@@ -1,5 +1,5 @@
-"""The root application: `/v2` and `/v1` go to the data plane, `/upstream` to what nodes in front ask, all
-else to the admin application.
+"""The root application: `/v2` and `/v1` go to the data plane, `/upstream` to the routes for other nodes, all else to
+the admin application.
 
 Access is checked and requests are logged around all of it.
 """
@@ -32,7 +32,7 @@ _DELTAS = re.compile(f"/admin/models/{NAME.pattern}/deltas")
 
 
 class _Root:
-    """Dispatches by path, and limits and counts what goes to the admin application."""
+    """Dispatches by path, and limits and counts requests to the admin application."""
 
     def __init__(self, service: Service, admin: AdminApplication) -> None:
         self._service = service
@@ -53,11 +53,11 @@ class _Root:
 
     async def _call_admin(self, scope: Scope, receive: Receive) -> Response:
         if asyncio.current_task() is None:
-            await asyncio.sleep(0)  # FastAPI wants one
+            await asyncio.sleep(0)  # FastAPI needs one
         began_s = time.perf_counter()
         status = 500
         is_delta = scope["method"] == "POST" and _DELTAS.fullmatch(scope["path"]) is not None
-        remaining = sys.maxsize if is_delta else ADMIN_BODY_BYTES  # `max_delta` counts where it is read
+        remaining = sys.maxsize if is_delta else ADMIN_BODY_BYTES  # `max_delta` is checked where it is read
         # From here on: the admin interface may begin with the first request, and the connection is reset soon after.
         until, more = asyncio.get_running_loop().time() + slow_clients.BODY_S, True
 
@@ -94,8 +94,8 @@ def _declared(scope: Scope) -> int:
 
 
 def make_root(service: Service, admin: AdminApplication, allow: Allow) -> RequestLogging:
-    """The whole service as one application; `allow` is called with the headers by which look-ups
-    may be answered elsewhere too.
+    """The whole service as one application; `allow` is called with the headers of callers whose look-ups reactors
+    may answer too.
     """
     proxies = service.proxies
     checked = AccessCheck(_Root(service, admin), service.access, allow, service.store.audit, proxies)

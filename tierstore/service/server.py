@@ -52,12 +52,12 @@ logger = logging.getLogger(__name__)
 
 GRPC_PORT = 8001
 COMPILED_POLL_S = 0.1
-_ENDED = b"\0"  # no signal's number
-ADMIN_CONNECTIONS = 64  # at a time, where admin requests have a listener of their own
+_ENDED = b"\0"  # the number of no signal
+ADMIN_CONNECTIONS = 64  # at the same time, if admin requests have a listener of their own
 
 
 def check_settings(settings: Settings) -> None:
-    """Raise for what this release cannot do, before anything is opened."""
+    """Raise for settings that this release cannot serve, before anything is opened."""
     tls_of(settings)
     check_access(settings)
     check_traces(settings)
@@ -65,9 +65,9 @@ def check_settings(settings: Settings) -> None:
 
 
 def grpc_port_by_default(settings: Settings) -> Settings:
-    """`settings` with a gRPC port: the one that is set, else the usual one.
+    """`settings` with a gRPC port: the configured one, else the usual one.
 
-    Where the HTTP port is 0, a free one, the gRPC port is 0 too.
+    If the HTTP port is 0, a free one, the gRPC port is 0 too.
     """
     if settings.server == "uvicorn":
         if isinstance(settings.grpc_port, int):
@@ -80,10 +80,10 @@ def grpc_port_by_default(settings: Settings) -> Settings:
 
 
 class HttpService:
-    """A store served on one port, or two, which answer alike. Made on any thread; `run` blocks; `stop`
-    may be called from any thread.
+    """A store served on one port, or on two that answer alike. Made on any thread; `run` blocks; any thread may call
+    `stop`.
 
-    `awaits_grpc`: it is not ready before the gRPC port is open, for which all kernels have to be compiled.
+    `awaits_grpc`: it is not ready before the gRPC port is open, for which all kernels must be compiled.
     """
 
     def __init__(self, store: Store, settings: Settings, ports: Ports, *, awaits_grpc: bool) -> None:
@@ -121,7 +121,7 @@ class HttpService:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining, self._ends = False, asyncio.Event()
         self._exit_bound: ExitBound | None = None
-        self._stop_early: float | None = None  # it is to end before it has begun, after so long
+        self._stop_early: float | None = None  # it should end before it has begun, after so long
         store.epochs.add_collector(self._plans.collect)
 
     def _by_uvicorn(self, sock: socket.socket, refusal: ConnectionRefusal, *, admin: bool = False) -> UvicornListener:
@@ -154,8 +154,9 @@ class HttpService:
         self.service.close()
 
     def stop(self, drain_s: float | None = None) -> None:
-        """Begin to end: not ready from now on, closed after `drain_s` (default: the setting). A
-        second call ends at once."""
+        """Begin to end: not ready from now on, closed after `drain_s` (default: the setting). A second call ends at
+        once.
+        """
         seconds = self._settings.drain_s if drain_s is None else drain_s
         if self._loop is None:
             self._stop_early = seconds
@@ -192,14 +193,13 @@ class HttpService:
             task.cancel()
 
     def begin_admin(self) -> None:
-        """Make the admin application now, beside look-ups. Else the first admin request has it made,
-        and waits."""
+        """Make the admin application now, beside look-ups. Otherwise the first admin request makes it, and waits."""
         self._admin.begin()
 
     async def _begin(self) -> list[asyncio.Future[None]]:
         """Begin to serve: by reactors, now or as soon as their kernels are compiled, and until then by uvicorn.
 
-        Returns what is to come.
+        Returns the remaining steps.
         """
         by_uvicorn = self._settings.server == "uvicorn"
         compilation = None if by_uvicorn else ahead.start(logger.info)
@@ -216,7 +216,7 @@ class HttpService:
         return [asyncio.ensure_future(self._start_compiled_after(compilation, server))]
 
     def _start_reactors(self) -> None:
-        """Serve HTTP/1.1 by reactors; where there is TLS, its listener accepts for them."""
+        """Serve HTTP/1.1 by reactors; with TLS, its listener accepts for them."""
         listeners = [self._ports.http] if self.service.tls is None else []
         for sock in listeners:
             sock.listen(BACKLOG)
@@ -228,7 +228,7 @@ class HttpService:
         self.service.reactors_state = "running"
 
     def _start_http2(self) -> None:
-        """Serve HTTP/2 by reactors as well, and gRPC on its port. OSError where another process has taken it."""
+        """Serve HTTP/2 by reactors as well, and gRPC on its port. OSError if another process has taken it."""
         sock, tls = self._ports.grpc, self.service.tls
         if sock is not None and tls is None:
             sock.listen(BACKLOG)
@@ -241,7 +241,7 @@ class HttpService:
     async def _start_compiled_after(self, compilation: ahead.Compilation, server: UvicornListener) -> None:
         """Start reactors once their kernels are compiled, and HTTP/2 once the others are.
 
-        Until then Python answers what reactors would, and nobody gRPC; for good where that fails.
+        Until then Python answers HTTP/1.1, and nothing answers gRPC; for good if compiling fails.
         """
         start_s = time.monotonic()
         logger.info("requests over HTTP are answered by Python, and none over gRPC, until their kernels are compiled")
@@ -276,8 +276,9 @@ class HttpService:
 
     @staticmethod
     async def _compiled(compilation: ahead.Compilation, event: threading.Event, when: int) -> str | None:
-        """Return once kernels up to those of `when` are compiled, and read, so that no request waits for one; else why
-        they are not."""
+        """Wait until kernels up to level `when` are compiled and loaded, so that no request waits for one. Returns
+        the error if they cannot be.
+        """
         while not event.is_set():
             await asyncio.sleep(COMPILED_POLL_S)
         if compilation.error is None:
@@ -285,7 +286,7 @@ class HttpService:
         return compilation.error
 
     async def _finish(self) -> None:
-        """Wait until the reactors have answered the requests in progress, or what was cut off after a time."""
+        """Wait until the reactors have answered the requests in progress, or those that were cut off after a time."""
         for seconds in (FINISH_S, 1.0):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
@@ -324,9 +325,9 @@ class HttpService:
 def serve(settings: Settings, *, announce: Callable[[str, str | None], None] = say) -> None:
     """Open the store, serve it until a stop signal, close it. Blocks the main thread.
 
-    `announce` is called once, when requests are answered, with the URL and the gRPC target (None where gRPC is not
+    `announce` is called once, when requests are answered, with the URL and the gRPC target (None if gRPC is not
     served); by default it prints a line. Raises ConfigError and MissingExtra for settings that cannot be served, and
-    Locked where another process has the data directory open.
+    Locked if another process has the data directory open.
     """
     is_named = isinstance(settings.grpc_port, int)
     settings = grpc_port_by_default(settings)
@@ -347,7 +348,7 @@ def serve(settings: Settings, *, announce: Callable[[str, str | None], None] = s
 
 
 def _run_until_signalled(service: HttpService, started: Callable[[], None], bound: ExitBound, drain_s: float) -> None:
-    """Run a service on a thread of its own, so that the main one hears of signals whatever holds up its event loop.
+    """Run a service on a thread of its own, so that the main thread handles signals whatever holds up the event loop.
 
     The main thread waits for a byte: a signal that another thread gets wakes it too, which no lock would.
     """
@@ -387,11 +388,11 @@ def _run_until_signalled(service: HttpService, started: Callable[[], None], boun
 
 
 class ServerThread:
-    """The service in the background of this process, over a store that the caller keeps open:
-    `with ServerThread(store) as server:`.
+    """The service in the background of this process, over a store that the caller keeps open: `with ServerThread(store)
+    as server:`.
 
-    Inside the block `url` and `port` are set, and `grpc_target` and `grpc_port` where the settings name a gRPC port
-    (else None). Leaving the block, or `close`, ends the service without draining.
+    Inside the block `url` and `port` are set, and `grpc_target` and `grpc_port` if the settings name a gRPC port (else
+    None). Leaving the block, or `close`, ends the service without draining.
     """
 
     def __init__(self, store: Store, settings: Settings | None = None) -> None:
@@ -408,7 +409,7 @@ class ServerThread:
 
     @property
     def admin_url(self) -> str:
-        """Where admin requests are served: `url`, unless they have a listener of their own."""
+        """The URL of admin requests: `url`, unless they have a listener of their own."""
         return self._http.admin_url
 
     @property
@@ -429,7 +430,7 @@ class ServerThread:
         return self._http.service
 
     def start(self) -> ServerThread:
-        """Return when requests are answered."""
+        """Start. Returns when requests are answered."""
         self._thread.start()
         self._up.wait()
         if self._error is not None:

@@ -43,7 +43,7 @@ class Histogram:
         self.total += value
 
     def absorb(self, counts: list[int], total: float) -> None:
-        """Add what was counted elsewhere."""
+        """Add counts from elsewhere."""
         self.counts = [mine + more for mine, more in zip(self.counts, counts, strict=True)]
         self.total += total
 
@@ -60,7 +60,7 @@ class Histogram:
 def bucket_quantiles(q: float, counts: np.ndarray, bounds: Sequence[float] = REQUEST_BOUNDS_S) -> np.ndarray:
     """float64 [n]: the quantile of each row of counts by bucket, int64 [n, buckets], interpolated within its bucket.
 
-    NaN for a row of zeros; the last bound for what lies beyond it.
+    NaN for a row of zeros; the last bound for values beyond it.
     """
     upto = counts.cumsum(axis=1, dtype=np.float64)
     wanted = q * upto[:, -1:]
@@ -80,10 +80,10 @@ class Timings:
     input_ns: int = 0
     inference_ns: int = 0
     output_ns: int = 0
-    # of inference_ns
+    # parts of inference_ns
     lookup_ns: int = 0
     dense_ns: int = 0  # 0 for a request that does not need the dense part
-    disk_ns: int = 0  # of lookup_ns: rows that memory lacked, from disk or from other machines
+    disk_ns: int = 0  # a part of lookup_ns: rows that memory lacked, from disk or other machines
 
     def add(self, more: Timings) -> None:
         self.queued_ns += more.queued_ns
@@ -97,7 +97,7 @@ class Timings:
 
 @dataclass(slots=True)
 class ModelCounts:
-    """What the statistics extension reports of one version."""
+    """One version's numbers for the statistics extension."""
 
     success: int = 0
     failed: int = 0
@@ -109,7 +109,7 @@ class ModelCounts:
     seconds: Histogram = field(default_factory=lambda: Histogram(REQUEST_BOUNDS_S))  # of successes
 
     def document(self) -> dict[str, object]:
-        """The `inference_stats` of the protocol. Every request is its own execution; nothing is cached as a whole."""
+        """The protocol's `inference_stats`. Every request is its own execution; nothing is cached as a whole."""
 
         def entry(count: int, ns: int) -> dict[str, int]:
             return {"count": count, "ns": ns}
@@ -129,8 +129,8 @@ class ModelCounts:
 
 @dataclass(slots=True)
 class PredictTimes:
-    """Requests that the dense part has answered: how many, and their nanoseconds in all, queued,
-    in look-ups, in ONNX Runtime.
+    """Requests that the dense part has answered: their number, and their nanoseconds in all, queued, in look-ups, in
+    ONNX Runtime.
 
     The remainder of `total_ns` is this service's own: parsing, planning, encoding.
     """
@@ -150,13 +150,13 @@ class PredictTimes:
 
 
 class InferenceStats:
-    """Statistics of the versions that answered, the latest few a model. Any thread."""
+    """Statistics of the versions that answered, the latest few of each model. Any thread."""
 
     KEPT_VERSIONS = 8
     KEPT_NAMES = 4096  # of models and heads
 
     def __init__(self, times: LookupTimes) -> None:
-        """`times` gets how long each request lasted, without its dense part."""
+        """`times` gets the time of each request, without its dense part."""
         self._times = times
         self._lock = threading.RLock()
         # guarded by _lock
@@ -189,7 +189,7 @@ class InferenceStats:
             counts.failed_ns += elapsed_ns
 
     def absorb(self, model: str, version: int, count: int, seconds: Histogram, spent: Timings, last_ms: int) -> None:
-        """Add `count` successes that were counted elsewhere, with their latencies and where their time went."""
+        """Add `count` successes counted elsewhere, with their latencies and where their time went."""
         with self._lock:
             counts = self.of(model, version)
             counts.success += count
@@ -205,7 +205,7 @@ class InferenceStats:
             return [(model, number, of) for model, versions in self._counts.items() for number, of in versions.items()]
 
     def requests(self, model: str, version: int | None) -> Requests:
-        """The requests of a model and its heads that named a version or were given to it."""
+        """The requests of a model and its heads that named a version or were assigned to it."""
         outcomes: Counter[str] = Counter()
         for name, number, counts in self.by_version():
             if number == version and model_and_head(name)[0] == model:
@@ -251,7 +251,7 @@ class RequestTimes:
     def of_data_plane(self) -> dict[str, Any]:
         """Requests of the data plane's protocols: upper bounds in seconds, requests in each bucket, and failures.
 
-        Failures are `FAULTS`, and what there was no room for.
+        Failures are `FAULTS`, and requests for which there was no room.
         """
         found = [item for item in list(self.histograms.items()) if item[0][0] not in _NOT_DATA_PLANE]
         counts = [sum(column) for column in zip(*(histogram.counts for _, histogram in found), strict=True)]
@@ -264,7 +264,7 @@ class RequestTimes:
 
     @property
     def requests(self) -> int:
-        """Requests answered, of whatever protocol and outcome."""
+        """Requests answered, in all protocols and with any outcome."""
         return sum(sum(histogram.counts) for histogram in list(self.histograms.values()))
 
 

@@ -1,9 +1,8 @@
-"""TLS: the certificate and the key of a service, read again when their files change, and the
-names in certificates of clients.
+"""TLS files: the certificate and key of a service, read again when they change, and the names in clients' certificates.
 
-A connection has the certificate that was there when it began. Files that make no sense, or do not fit each other,
-change nothing: those read before go on, and `problem` says why. `Tls` is replaced on one thread, the event loop's;
-any thread may read `current`.
+A connection keeps the certificate with which it began. Files that are invalid, or do not fit each other, change
+nothing: the earlier ones stay in use, and `problem` says why. `Tls` is replaced on one thread, the event loop's; any
+thread may read `current`.
 """
 
 from __future__ import annotations
@@ -27,27 +26,27 @@ MAX_FILE_BYTES = 4 << 20  # all authorities of a system take a quarter of a MiB
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """The certificate files, as they were read at one time."""
+    """The certificate files, as read at one time."""
 
     context: Context
-    ends_s: float  # when the certificate ends, on the wall clock
+    ends_s: float  # when the certificate expires, on the wall clock
 
 
 class Tls:
-    """The files that the settings name."""
+    """The TLS files of the settings."""
 
     def __init__(self, settings: Settings) -> None:
-        """ConfigError for files that cannot be used: a service must not start without what it was told to have."""
+        """ConfigError for unusable files: a service must not start without its configured TLS."""
         assert settings.tls_cert is not None
         assert settings.tls_key is not None
         self._certificate, self._key, self._client_ca = settings.tls_cert, settings.tls_key, settings.tls_client_ca
-        self.problem: str | None = None  # why the files could not be read again; those read before go on
+        self.problem: str | None = None  # why the files could not be read again; the earlier ones stay in use
         self._python: ssl.SSLContext | None = None
         self._stamp = self._stamp_now()
         self.current = self._read()
 
     def for_python(self) -> ssl.SSLContext:
-        """The files for a server that has TLS of Python, and HTTP/1.1 alone. They are read again for it as well."""
+        """The files for a server that uses Python's TLS, with only HTTP/1.1. They are read again for it as well."""
         if self._python is None:
             made = self._python = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             made.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -64,7 +63,7 @@ class Tls:
 
     @property
     def ends_s(self) -> float:
-        """When the certificate in use ends, on the wall clock."""
+        """When the certificate in use expires, on the wall clock."""
         return self.current.ends_s
 
     def refresh(self, *, anyway: bool = False) -> None:
@@ -83,7 +82,7 @@ class Tls:
             if self._python is not None:
                 self._load(self._python)
             logger.info("new connections get the certificate that is in %s now", self._certificate)
-        self._stamp = stamp  # of before they were read: a change meanwhile is seen the next time
+        self._stamp = stamp  # from before they were read: a change meanwhile is seen the next time
 
     def _files(self) -> list[Path]:
         return [file for file in (self._certificate, self._key, self._client_ca) if file is not None]
@@ -104,7 +103,7 @@ class Tls:
 
 
 def tls_of(settings: Settings) -> Tls | None:
-    """TLS as the settings have it; None where they have none. ConfigError for settings that do not go together."""
+    """TLS by the settings; None if they have none. ConfigError for contradicting settings."""
     if (settings.tls_cert is None) != (settings.tls_key is None):
         raise ConfigError("expected tls_cert and tls_key together, got one of them")
     if settings.tls_cert is None:
@@ -115,7 +114,7 @@ def tls_of(settings: Settings) -> Tls | None:
 
 
 def has_ended(end_s: float | None) -> bool:
-    """Whether a client's certificate has expired: a handshake that resumes a session does not look."""
+    """Whether a client's certificate has expired: a handshake that resumes a session does not check."""
     return end_s is not None and end_s < time.time()
 
 
@@ -127,7 +126,7 @@ def _check_readable(setting: str, file: Path) -> None:
 
 
 def _stamp(file: Path) -> tuple[int, ...] | None:
-    """What tells one file from the next; None where there is none to be seen."""
+    """Identifies a file's state; None if it cannot be seen."""
     try:
         stat = os.stat(file)
     except OSError:

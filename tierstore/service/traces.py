@@ -1,5 +1,5 @@
-"""Spans of requests and deltas, by OpenTelemetry: where the caller's trace is sampled, its part here
-is reported once it has ended.
+"""OpenTelemetry spans of requests and deltas: if the caller's trace is sampled, the part here is reported once it has
+ended.
 
 No trace begins here: a request without a sampled `traceparent` (W3C Trace Context) has no span, and costs nothing.
 Reactors hand sampled look-ups to Python, which knows where their time went. Durations of stages are measured; in a
@@ -12,8 +12,7 @@ request that waited for a thread they are laid one behind the other, the last up
     dense         the graph
     encode        the answer is written
 
-What is exported to, and how, say OpenTelemetry's variables (OTEL_EXPORTER_OTLP_ENDPOINT,
-OTEL_SERVICE_NAME, …). Any thread.
+OpenTelemetry's variables (OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_SERVICE_NAME, …) configure the export. Any thread.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def check_traces(settings: Settings) -> None:
 
 
 def traces_of(settings: Settings) -> Traces | None:
-    """Traces to where OpenTelemetry's variables say; None where the setting is off."""
+    """Traces to the destination in OpenTelemetry's variables; None if the setting is off."""
     if not settings.traces:
         return None
     check_traces(settings)
@@ -86,8 +85,8 @@ class Traces:
         spent: Timings | None,
         failed: str | None,
     ) -> None:
-        """Report a request that came at `began_ns` (`time.perf_counter_ns`) and ends now; `failed`: why, where
-        that is the service's fault.
+        """Report a request that came at `began_ns` (`time.perf_counter_ns`) and ends now; `failed`: the service's
+        fault, if it was one.
         """
         context = self._sampled({key.decode(): value.decode("latin-1") for key, value in headers if key in _NAMES})
         if context is None:
@@ -119,11 +118,11 @@ class Traces:
             yield
 
     def close(self) -> None:
-        """Export what is left; a collector that does not answer is given up after its timeout."""
+        """Export the remaining spans; a collector that does not answer is given up after its timeout."""
         self._provider.shutdown()
 
     def _sampled(self, headers: Mapping[str, str]) -> Any:
-        """The context that headers name; None where its trace is not recorded."""
+        """The context in the headers; None if its trace is not sampled."""
         if "traceparent" not in headers:
             return None
         from opentelemetry.trace import get_current_span

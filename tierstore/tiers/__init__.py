@@ -1,1 +1,1 @@
-"""The tiers: one file each, one batched protocol."""
+"""The tiers that hold rows: one folder each, one batched protocol (`base.py`)."""

@@ -1,4 +1,4 @@
-"""What other machines answer, as it is read: what is of no form that its reader knows is one error. Any thread."""
+"""Reading the answers of other machines: an answer of unknown form becomes one kind of error. Any thread."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ _SHOWN = 300  # characters of what was wrong
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """RemoteUnavailable, naming `what` is read, for whatever its reader fails by: numbers that are none, things that
-    are missing, of another kind, too large, or nested too deep.
-    """
+    """Raise RemoteUnavailable, naming `what`, if the block fails on values that are malformed, missing, of another type, too large or nested too deep."""
     try:
         yield
     except TierstoreError:

@@ -1,13 +1,12 @@
 """Background work: threads of low priority, and pauses in which requests go first.
 
-A switch warms a version while another one serves. At the same priority it would get every second turn of a processor
-that look-ups need. Niceness belongs to a thread on Linux, and a thread without privileges cannot raise its priority
-again. So background work runs on a thread of its own, which ends with the work.
+A switch warms a version while another one serves. At the same priority the warm-up would get every second turn of a processor that look-ups need.
+Niceness belongs to a thread on Linux, and a thread without privileges cannot raise its priority again. So background work runs on a thread of its
+own, which ends with the work.
 
-How long the pauses are: background work earns time to pause, by working and by the clock, and saves up at most
-`_MOST_SAVED_S` of it. A pause lasts as long as requests are being answered, but no longer than what is saved up, and no
-longer than `_LONGEST_PAUSE_S`. So work that has hardly paused may wait for a burst of requests to end, and under
-requests without end the work takes about four times as long as alone.
+Length of pauses: background work earns time to pause by working and by the clock, and saves at most `_MOST_SAVED_S` of it. A pause lasts while
+requests are being answered, but no longer than the saved time and `_LONGEST_PAUSE_S`. So work that has hardly paused may wait for a burst of requests
+to end, and under constant requests the work takes about four times as long as alone.
 
 Any thread may call anything here. The caller must not hold a lock that requests wait for.
 """
@@ -27,26 +26,26 @@ from tierstore.threads import OwnThreadCall
 
 T = TypeVar("T")
 
-NICENESS = 10  # a tenth of the turns against a thread that has none; all turns of an idle processor
+NICENESS = 10  # a tenth of the turns beside a thread of normal priority; all turns of an idle processor
 
 _SHORTEST_PAUSE_S = (
-    50e-6  # a waiting thread wakes up within it; else the thread that frees a lock gets it again at once
+    50e-6  # a waiting thread wakes up within it; otherwise the thread that releases a lock gets it again at once
 )
-_LONGEST_PAUSE_S = 4e-3  # requests that take longer than this are not waited for
+_LONGEST_PAUSE_S = 4e-3  # a pause does not wait for requests that take longer
 _EARNED_BY_WORK = 3.0  # seconds of pause earned by a second of processor time
 _EARNED_BY_TIME = 0.25  # seconds of pause earned by a second since the last pause, whether it was worked or waited
 _MOST_SAVED_S = 20e-3
-_POLL_S = 100e-6  # between two looks whether requests are still being answered
+_POLL_S = 100e-6  # between two checks whether requests are still being answered
 _SHARE_POLL_S = 0.02  # between two readings of the share in `Pace.sleep`
 
 
 class _ThreadState(threading.local):
-    """What this module keeps of a thread."""
+    """What this module remembers of each thread."""
 
     is_background = False
     never_yields = False
     paused_until = 0.0  # when the last pause ended
-    cpu_s = 0.0  # the thread's processor time by then
+    cpu_s = 0.0  # the thread's processor time at that moment
     saved_s = 0.0  # of pause, earned and not used
 
 
@@ -62,14 +61,14 @@ class RequestCounter(Protocol):
 
 _sources: tuple[
     weakref.ref[RequestCounter], ...
-] = ()  # replaced as a whole; read in order, up to the first that says yes
+] = ()  # replaced as a whole; asked in order, up to the first that says yes
 _sources_lock = threading.Lock()
 
 
 def register_requests(requests: RequestCounter, *, first: bool = False) -> None:
     """Let `yield_to_requests` wait for these requests, for as long as the object lives.
 
-    `first`: it is read before the others, because it counts nearly all requests.
+    `first`: ask it before the others, because it counts nearly all requests.
     """
     global _sources
     with _sources_lock:
@@ -79,9 +78,7 @@ def register_requests(requests: RequestCounter, *, first: bool = False) -> None:
 
 @contextlib.contextmanager
 def without_yielding(hurry: bool) -> Iterator[None]:
-    """With `hurry`, the calling thread does not wait for requests in the block: its work
-    must keep up with something.
-    """
+    """With `hurry`, the calling thread does not wait for requests in the block, because its work is urgent."""
     before, _thread.never_yields = _thread.never_yields, hurry
     try:
         yield
@@ -96,7 +93,7 @@ def _are_under_way() -> bool:
 def become_background() -> None:
     """Lower the priority of the calling thread, for good. Threads that it starts inherit the priority."""
     _thread.is_background = True
-    with contextlib.suppress(OSError):  # where that is refused, requests are only slower
+    with contextlib.suppress(OSError):  # if it is refused, only requests get slower
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
@@ -108,8 +105,8 @@ def is_background() -> bool:
 def yield_to_requests() -> None:
     """Pause: let waiting threads run, and requests that are under way be answered.
 
-    Without it, a thread that waits for the interpreter lock gets it only after the switch interval (5 ms), and a
-    request takes that lock many times. OwnThreadCall it after half a millisecond of work, or less.
+    Without it, a thread that waits for the interpreter lock gets it only after the switch interval (5 ms), and a request takes that lock many times.
+    Call it after at most half a millisecond of work.
     """
     start = time.monotonic()
     earned_s = _EARNED_BY_WORK * (time.thread_time() - _thread.cpu_s) + _EARNED_BY_TIME * (start - _thread.paused_until)
@@ -129,11 +126,9 @@ def yield_if_background() -> None:
 
 
 def in_background(work: Callable[[], T]) -> T:
-    """OwnThreadCall `work` on a background thread, in the caller's context, and wait for it.
+    """Run `work` on a background thread, in the caller's context. Returns its result, or raises its error.
 
-    Returns what it returns, raises what it raises.
-
-    Where no thread can be started, the caller works itself.
+    If no thread can be started, the caller does the work itself.
     """
     context = contextvars.copy_context()
 
@@ -148,14 +143,14 @@ def in_background(work: Callable[[], T]) -> T:
     try:
         return call.result()
     finally:
-        call.wait()  # also where Ctrl-C came
+        call.wait()  # also after Ctrl-C
 
 
 class Pace:
     """Keeps one thread at work for a share of the time: `sleep` makes it pause in proportion to the work before.
 
-    `share` (0 to 1) is read again during the pause. At 0 the pause lasts until it rises, but no longer than `most_s`.
-    `clock` says what counts as work: by default all time that passes; `time.thread_time` for processor time.
+    `share` (0 to 1) is read again during the pause. At 0 the pause lasts until it rises, but at most `most_s`. `clock` defines what counts as work:
+    by default all time that passes; `time.thread_time` for processor time.
     """
 
     def __init__(
@@ -165,7 +160,7 @@ class Pace:
         self.begin()
 
     def begin(self) -> None:
-        """Work begins here: nothing before counts."""
+        """Start counting work from here."""
         self._start = self._clock()
 
     def sleep(self) -> None:

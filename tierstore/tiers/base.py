@@ -1,9 +1,8 @@
-"""What a tier is: the batched protocols that the cascade is written against.
+"""The protocols of tiers: batched look-ups, against which the cascade is written.
 
-A look-up passes its keys through the caches, fastest first, then to the one row store below them. Each
-answers the keys that it holds among those whose state is `Tier.PENDING`, says so in `state`, and leaves the
-others to the next tier. Only the row store knows which keys exist. A cache may forget anything at any time,
-but it must never answer an old row, or that a key does not exist when it does.
+A look-up passes its keys through the caches, fastest first, then to the one row store below them. Each tier answers the keys that it holds among
+those whose state is `Tier.PENDING`, notes that in `state`, and leaves the others to the next tier. Only the row store knows which keys exist. A cache
+may forget anything at any time, but it must never answer with an old row, or call a key absent that exists.
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Peek(NamedTuple):
-    """What a tier holds of one key, read without counting it: a row as stored, or that there is none
-    (`absent`), or nothing of it.
+    """A tier's entry for one key, read without counting it: a row as stored, a note that the key does not exist (`absent`), or nothing.
 
-    `heat`: what a cache knows of how often the key is asked for.
+    `heat`: a cache's measure of how often the key was asked for.
     """
 
     row: bytes | None = None
@@ -38,11 +36,9 @@ class Peek(NamedTuple):
 
 
 class ReadBy(NamedTuple):
-    """What kernels read a table of a row store by. Its addresses are valid until the store is closed, and as long as it
-    is kept.
+    """The addresses by which kernels read a table of a row store. Valid until the store is closed, and while this object is kept.
 
-    `base_at`: of `disk.layout.BASE`. `changes`, `patches`: `sealed_rows.SOME` or ALL, and the addresses of patches,
-    int64, the newest first.
+    `base_at`: of `disk.layout.BASE`. `changes`, `patches`: `sealed_rows.SOME` or ALL, and the addresses of patches, int64, newest first.
     """
 
     base_at: int
@@ -61,34 +57,32 @@ class RowStore(Protocol):
         """
 
     def read_by(self, table_id: int, row_bytes: int) -> ReadBy | None:
-        """What kernels read a table by, as it is now; None: they cannot."""
+        """The addresses by which kernels read a table now; None if they cannot."""
 
     def close(self) -> None: ...
 
 
 class Records(Protocol):
-    """What a version's own records are read from."""
+    """A reader of a version's own records."""
 
     def record(self, name: str) -> bytes | None: ...
     def watermark(self) -> int | None: ...
 
 
 class VersionStore(RowStore, Protocol):
-    """The row store beneath the cascades of a version, which may be written by others too: a row may be
-    newer than the view that asks.
-    """
+    """The row store beneath the cascades of a version. Others may write to it too: a row may be newer than the reader's view."""
 
     def get_at(self, table_id: int, keys: Keys, rows: Rows, state: States, seq: int) -> None:
-        """`get` for a view of `seq`. Overloaded where rows may be newer than that: the request is to be sent again.
+        """`get` for a view of `seq`. Overloaded if rows may be newer than that: the caller should send the request again.
 
-        Keys that could not be read stay PENDING where defaults are to be answered for them.
+        Keys that could not be read stay PENDING if they are to be answered with defaults.
         """
 
     def raise_floor(self, table_id: int, seq: int) -> None:
-        """As of a `CacheTier`, where the store keeps rows of others on this machine."""
+        """`CacheTier.raise_floor`, for a store that keeps other machines' rows on this machine."""
 
     def forget(self, table_id: int, keys: Keys) -> None:
-        """Keep no row of these keys: a delta that is folded has changed them."""
+        """Drop rows of these keys: a delta that was folded has changed them."""
 
 
 class CacheTier(Protocol):
@@ -109,28 +103,28 @@ class CacheTier(Protocol):
     @property
     def allowed_bytes(self) -> int: ...
 
-    budget_bytes: int  # at most
+    budget_bytes: int  # an upper bound
 
     def lookup(self, keys: Keys, out: Vectors, state: States) -> int:
-        """Decode rows of resident keys into `out`, the table's default for keys that do not exist; count heat.
+        """Decode rows of resident keys into `out`, or the table's default for keys that do not exist; count heat.
 
         Returns how many keys were answered with a row.
         """
 
     def peek(self, key: int) -> Peek:
-        """What is held of a key, without counting it: neither heat nor hits."""
+        """The cache's entry for a key, read without counting heat or hits."""
 
     def insert(self, keys: Keys, rows: Rows, seq: int) -> int:
-        """Offer distinct keys with their stored rows; admission is the tier's. Returns the rows admitted."""
+        """Offer distinct keys with their stored rows; the tier decides which to admit. Returns the rows admitted."""
 
     def insert_absent(self, keys: Keys, seq: int) -> int:
         """Offer distinct keys that do not exist. Returns the keys admitted."""
 
     def raise_floor(self, seq: int) -> None:
-        """From now on refuse rows read under a view older than `seq`, because a delta is about to be folded."""
+        """Refuse, from now on, rows read under a view older than `seq`, because a delta is about to be folded."""
 
     def update(self, keys: Keys, rows: Rows, deleted: npt.NDArray[np.bool_]) -> None:
-        """Apply a delta to those of its distinct keys that are resident. Admits no key."""
+        """Apply a delta to its distinct keys that are resident. Admits no key."""
 
     def warm(self, keys: Keys, rows: Rows, seq: int | None = None) -> int:
         """Fill free room with distinct keys, hottest first; none if `seq` is below the floor.

@@ -1,7 +1,7 @@
-"""Reads of one table from other machines, joined: a key that a thread is reading already is not read a second time.
+"""Joined reads of one table from other machines: a key that a thread is already reading is not read a second time.
 
-Any thread. The bytes that look-ups wait for are bounded. Which deltas a row has is not known beforehand: every read
-says it (`Watermarks`), and the caller compares with its view.
+Any thread. The bytes that look-ups wait for are bounded. Which deltas a row has is not known beforehand: every read reports it (`Watermarks`), and
+the caller compares with its view.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ NO_LIMIT = np.iinfo(np.int64).max
 
 
 class Watermarks(NamedTuple):
-    """What was read, by part: int64 [parts] each.
+    """The deltas of the rows that were read, by part: int64 [parts] each.
 
-    Rows of part p have every delta up to `low[p]` and none above `high[p]`; NO_LIMIT and -1 for
-    parts that no key was read from.
+    Rows of part p have every delta up to `low[p]` and none above `high[p]`; NO_LIMIT and -1 for parts that no key was read from.
     """
 
     low: npt.NDArray[np.int64]
@@ -37,12 +36,12 @@ class Watermarks(NamedTuple):
 
     @property
     def lowest(self) -> int:
-        """All rows have every delta up to this one; NO_LIMIT if nothing was read."""
+        """The seq up to which all rows have every delta; NO_LIMIT if nothing was read."""
         return int(self.low.min())
 
     @property
     def highest(self) -> int:
-        """No row has a delta above this one; -1 if nothing was read."""
+        """The seq above which no row has a delta; -1 if nothing was read."""
         return int(self.high.max())
 
     def with_others(self, other: Watermarks) -> Watermarks:
@@ -50,7 +49,7 @@ class Watermarks(NamedTuple):
 
 
 class LookupLimits(Protocol):
-    """What bounds the look-ups of all tables together."""
+    """Limits of the look-ups of all tables together."""
 
     @property
     def timeout_s(self) -> float: ...
@@ -60,22 +59,20 @@ class LookupLimits(Protocol):
 
 
 class Bounds(NamedTuple):
-    """Which deltas the rows of a read have: none above `upto` (None: any), and all up to
-    `floor`, or they are of no use.
-    """
+    """The deltas that rows of a read may have: none above `upto` (None: no limit), and all up to `floor`."""
 
     upto: int | None = None
     floor: int = 0
 
 
 class _Reading:
-    """Keys that one thread reads now, and what it got, for others that want some of them."""
+    """Keys that one thread is reading, and the result, for other threads that want some of them."""
 
     def __init__(self, codes: Keys, bounds: Bounds) -> None:
         self.codes, self.bounds = codes, bounds
         self.followers = 0  # guarded by the table's lock
         self.done = threading.Event()
-        # before `done`, and only where there are followers
+        # written before `done`, and only if there are followers
         self.rows: Rows = np.empty((0, 0), np.uint8)
         self.state: States = np.empty(0, np.uint8)
         self.watermarks: Watermarks | None = None
@@ -88,7 +85,7 @@ class _Follow(NamedTuple):
 
 
 class JoinedTable:
-    """One table of one version; a subclass says how keys are read. `parts`: of its watermarks."""
+    """One table of one version; a subclass implements the reading. `parts`: of its watermarks."""
 
     def __init__(self, limits: LookupLimits, row_bytes: int, parts: int) -> None:
         # constant after construction
@@ -100,10 +97,7 @@ class JoinedTable:
     def _read(
         self, codes: Keys, places: Keys, rows: Rows, state: States, deadline_s: float, bounds: Bounds
     ) -> Watermarks:
-        """Read the `places` of `codes` into the same places of `rows` and `state`.
-
-        RemoteUnavailable for what could not be read.
-        """
+        """Read the `places` of `codes` into the same places of `rows` and `state`. RemoteUnavailable for keys that could not be read."""
         raise NotImplementedError
 
     def fetch(
@@ -116,13 +110,12 @@ class JoinedTable:
         upto: int | None = None,
         floor: int = 0,
     ) -> Watermarks:
-        """Read `codes` (int64 [n], ascending, distinct) into `rows` (uint8 [n, row_bytes], rows may lie apart).
+        """Read `codes` (int64 [n], ascending, distinct) into `rows` (uint8 [n, row_bytes], rows may have gaps between them).
 
-        state[i] becomes REMOTE with rows[i] filled, or ABSENT. `deadline_s` is of `time.monotonic`; without it the time
-        that the options allow. `upto` and `floor` as in `Bounds`, where the other side can choose; compare with what is
-        returned. Keys that could not be read stay as they were (PENDING); after all others are answered,
-        RemoteUnavailable is raised with their codes in `.keys`. Raises Overloaded (nothing was read) where look-ups
-        wait for too many bytes already, and Closed.
+        state[i] becomes REMOTE with rows[i] filled, or ABSENT. `deadline_s` is of `time.monotonic`; without it the options' time counts. `upto` and
+        `floor` as in `Bounds`, if the other side can choose; compare with the returned watermarks. Keys that could not be read stay as they were
+        (PENDING); after all others are answered, RemoteUnavailable is raised with their codes in `.keys`. Raises Overloaded (nothing was read) if
+        look-ups already wait for too many bytes, and Closed.
         """
         self._limits.check_open()
         size = self._row_bytes
@@ -176,9 +169,7 @@ class JoinedTable:
         return watermarks
 
     def _join(self, codes: Keys, bounds: Bounds) -> tuple[_Reading | None, Keys, list[_Follow]]:
-        """Which keys this thread reads itself (announced to others from now on), and
-        where the others will come from.
-        """
+        """The keys that this thread reads itself (now announced to others), and where the other keys will come from."""
         wanted = np.arange(len(codes))
         follows: list[_Follow] = []
         with self._lock:
@@ -210,7 +201,7 @@ class JoinedTable:
         reading.done.set()
 
     def _copy(self, follow: _Follow, rows: Rows, state: States, deadline_s: float) -> Watermarks | None:
-        """What another thread has read; None where it could not, or not in time."""
+        """Copy what another thread has read; None if it failed or is too late."""
         reading = follow.reading
         if not reading.done.wait(max(0.0, deadline_s - time.monotonic())) or reading.watermarks is None:
             return None

@@ -1,8 +1,6 @@
-"""Other machines that rows are read from, whatever the wire: limits, connections that are kept, who is
-left alone, bytes waited for.
+"""Connections to other machines that rows are read from, for any protocol: limits, kept connections, suspects, bytes waited for.
 
-Any thread may call anything. A connection is one user's at a time; one on which something failed is
-closed and never used again.
+Any thread may call anything. A connection has one user at a time; a connection on which something failed is closed and never used again.
 """
 
 from __future__ import annotations
@@ -21,10 +19,9 @@ from tierstore.errors import Closed
 class Options:
     """Limits of one node's use of other machines.
 
-    `timeout_s` bounds a look-up, everything in it included, unless the caller has a deadline of its own.
-    `other_after_s`: a machine that has not answered by then is left, and its keys are asked from another one that has
-    them; 0: replicas of a cluster are not asked at all. `connections`: the most to each machine that are kept.
-    `outstanding_bytes`: the most that look-ups under way may be waiting for.
+    `timeout_s` bounds a whole look-up, unless the caller has a deadline of its own. `other_after_s`: a machine that has not answered by then is given
+    up, and its keys are requested from another machine that has them; 0: replicas of a cluster are never used. `connections`: the most that are kept
+    to each machine. `outstanding_bytes`: the most that look-ups under way may wait for.
     """
 
     timeout_s: float = 1.0
@@ -32,7 +29,7 @@ class Options:
     other_after_s: float = 0.25
     connections: int = 16
     outstanding_bytes: int = 256 << 20
-    suspect_s: float = 0.5  # a machine that failed is left alone so long, where another one can answer
+    suspect_s: float = 0.5  # a machine that failed is left alone so long, if another one can answer
 
 
 class Connection(Protocol):
@@ -44,7 +41,7 @@ C = TypeVar("C", bound=Connection)
 
 
 class Machines(Generic[K, C]):
-    """The machines of one cluster, or of one front, by their addresses `K`. `what` they are is for messages."""
+    """The machines of one cluster, or of one front, by their addresses `K`. `what` names them in messages."""
 
     def __init__(self, options: Options, what: str) -> None:
         # constant after construction
@@ -53,7 +50,7 @@ class Machines(Generic[K, C]):
         self._lock = threading.Lock()
         self._idle: dict[tuple[K, bool], list[C]] = defaultdict(list)
         self._opened: Counter[K] = Counter()
-        self._suspects: dict[K, float] = {}  # until when
+        self._suspects: dict[K, float] = {}  # machine → until when it is suspect
         self._outstanding = 0
         self._closed = False
 
@@ -69,7 +66,7 @@ class Machines(Generic[K, C]):
     # --- bytes
 
     def reserve(self, size: int) -> bool:
-        """Count bytes that a look-up waits for. False, and not counted, where there are too many already."""
+        """Count bytes that a look-up waits for. False, and not counted, if there are too many already."""
         with self._lock:
             if self._outstanding and self._outstanding + size > self.options.outstanding_bytes:
                 return False
@@ -80,10 +77,10 @@ class Machines(Generic[K, C]):
         with self._lock:
             self._outstanding -= size
 
-    # --- who has failed
+    # --- machines that failed
 
     def suspect(self, machine: K) -> None:
-        """It does not answer: it is left alone for a moment, and its idle connections are closed."""
+        """Leave a machine that does not answer alone for a moment, and close its idle connections."""
         with self._lock:
             self._suspects[machine] = time.monotonic() + self.options.suspect_s
         self.forget(machine)
@@ -96,10 +93,10 @@ class Machines(Generic[K, C]):
                 until_s = None
             return until_s is not None
 
-    # --- connections, of each machine in two roles
+    # --- connections: each machine has two roles
 
     def kept(self, machine: K, *, replica: bool = False) -> C | None:
-        """A connection that is idle, for this user alone; None where one is to be opened, which is counted."""
+        """An idle connection, for this user alone; None if a new one must be opened, which is counted."""
         with self._lock:
             self.check_open()
             if idle := self._idle[machine, replica]:
@@ -108,7 +105,7 @@ class Machines(Generic[K, C]):
             return None
 
     def keep(self, machine: K, connection: C, *, replica: bool = False) -> None:
-        """Have a connection for the next user, or close it. Only where every answer was read."""
+        """Keep a connection for the next user, or close it. Only if every answer was read."""
         with self._lock:
             idle = self._idle[machine, replica]
             if not self._closed and len(idle) < self.options.connections:
@@ -117,11 +114,11 @@ class Machines(Generic[K, C]):
         connection.close()
 
     def opened(self, machine: K) -> int:
-        """How many connections were opened to it."""
+        """How many connections were opened to this machine."""
         return self._opened[machine]
 
     def forget(self, machine: K) -> None:
-        """Close the idle connections to it."""
+        """Close the idle connections to this machine."""
         with self._lock:
             stale = [one for replica in (False, True) for one in self._idle.pop((machine, replica), ())]
         for one in stale:
@@ -136,7 +133,7 @@ class Machines(Generic[K, C]):
             }
 
     def close(self) -> None:
-        """Connections in use end when they are given back; look-ups under way end with Closed."""
+        """Close all. Connections in use end when they are given back; look-ups under way end with Closed."""
         with self._lock:
             self._closed = True
             idle = [one for kept in self._idle.values() for one in kept]

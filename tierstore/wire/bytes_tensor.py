@@ -1,4 +1,4 @@
-"""The wire form of string tensors, u32 little-endian length before each element, taken apart and put together.
+"""The wire form of string tensors: each element follows its length (u32, little-endian). Splitting and joining.
 
 Functions of arrays: no shared state, nogil; any thread may call them.
 """
@@ -16,7 +16,7 @@ _BYTES = types.Array(types.uint8, 1, "C", readonly=True, aligned=True)
 
 @compiled(types.int64(_BYTES, types.Array(types.uint8, 1, "C"), types.Array(types.int64, 1, "C")))
 def _split(wire, data, offsets):  # type: ignore[no-untyped-def]
-    """Returns the number of wire bytes used, or -1 - i where element i runs past the end."""
+    """Split the elements. Returns the number of wire bytes used, or -1 - i where element i runs past the end."""
     size = len(wire)
     at = filled = np.int64(0)
     offsets[0] = 0
@@ -31,7 +31,7 @@ def _split(wire, data, offsets):  # type: ignore[no-untyped-def]
             | np.int64(wire[at + 3]) << 24
         )
         at += 4
-        # room for the prefixes that follow too: `data` has none for more
+        # leave room for the prefixes of the elements that follow: `data` has none for them
         if size - at < length + 4 * (count - 1 - i):
             return -1 - i
         for k in range(length):
@@ -58,7 +58,7 @@ def _join(data, offsets, wire):  # type: ignore[no-untyped-def]
 
 
 def join_prefixed(data: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
-    """The wire form of elements that lie end to end: element i is `data[offsets[i]:offsets[i + 1]]`, below 2^32 bytes.
+    """The wire form of elements that are end to end in `data`: element i is `data[offsets[i]:offsets[i + 1]]`, below 2^32 bytes.
 
     data uint8[bytes], offsets int64[n + 1], ascending; read-only or not.
     """
@@ -70,7 +70,7 @@ def join_prefixed(data: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64]) -
 
 
 def split_prefixed(wire: npt.NDArray[np.uint8], count: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    """Take `count` length-prefixed elements apart: (data uint8[bytes], offsets int64[count + 1]), end to end.
+    """Split `count` length-prefixed elements: (data uint8[bytes], offsets int64[count + 1]), with the elements end to end in `data`.
 
     wire uint8[bytes], contiguous, read-only or not. Raises ValueError unless the elements fill `wire` exactly.
     """

@@ -1,4 +1,4 @@
-"""Who may ask a reactor: under the values of Host, and with the tokens, that have passed the check of access before. See `loop.py`.
+"""Access checks in a reactor: the Host values and tokens that Python's access check has already accepted. See `reactor/loop.py`.
 
 Python publishes the table (`service/reactor/allowed.py`). Free functions of records and addresses; any thread.
 """
@@ -23,13 +23,13 @@ ALLOWED = define("Allowed", "who may ask a reactor", {
     "first_token": (TOKEN, "those that have passed the check of access before"),
 })  # fmt: skip
 allowed_at, token_at = at(ALLOWED), at(TOKEN)
-NEEDED_BY_NOBODY = -1  # of `tokens`
-NOBODY, EVERYBODY = 0, -1  # of `caller_of`
+NEEDED_BY_NOBODY = -1  # in place of `tokens`: no request needs a token
+NOBODY, EVERYBODY = 0, -1  # results of `caller_of`
 
 
 @nb.njit
 def is_own_host(table, at, n):  # type: ignore[no-untyped-def]
-    """Whether the `n` bytes of a Host header, or of an `:authority`, are one that has passed the check of access before."""
+    """Whether the `n` bytes of a Host header or of `:authority` are a value that Python's access check has accepted."""
     for k in range(table.hosts):
         own = text_at(table.first_host, k)
         if n > 0 and own.bytes == n and same_bytes(own.at, at, n) == 1:
@@ -39,9 +39,9 @@ def is_own_host(table, at, n):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def caller_of(table, at, n):  # type: ignore[no-untyped-def]
-    """The token's entry that the `n` bytes of an Authorization header are; EVERYBODY, or NOBODY that is known.
+    """The entry of the token in the `n` bytes of an Authorization header; EVERYBODY where none is needed; NOBODY for an unknown token.
 
-    What is secret is compared in a time that does not depend on it.
+    Secrets are compared in a time that does not depend on them.
     """
     tokens = table.tokens
     if tokens == NEEDED_BY_NOBODY:
@@ -60,7 +60,7 @@ def caller_of(table, at, n):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def may_look_up(caller, model):  # type: ignore[no-untyped-def]
-    """Whether a caller may look up in the model of a slot."""
+    """Whether a caller may look up in the model with this slot."""
     if caller == EVERYBODY:
         return True
     models = caller.models_at

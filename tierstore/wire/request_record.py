@@ -1,9 +1,9 @@
-"""The record of an inference request: what its description says, as numbers, whatever protocol it came in.
+"""The record of an inference request: what the request says, as numbers, whatever its protocol.
 
-A scanner of each protocol fills it (`wire/json/scan.py`, `wire/protobuf/scan.py`); `lookup/binding.py` reads it. It has a head, then rows of one form: the request's own, one for
-each input, one for each requested output. Names and texts are places in the request's bytes, by address. What tells
-requests apart that need another plan is written as a *structure*: names, datatypes, ranks and what is asked of outputs,
-in their order. Sizes, the id and the timeout are values, and not in it.
+Each protocol has a scanner that fills it (`wire/json/scan.py`, `wire/protobuf/scan.py`); `lookup/binding.py` reads it. It has a head, then rows of
+one form: one for the request, one for each input, one for each requested output. Names and texts are addresses in the request's bytes. Requests that
+need different plans differ in their *structure*: names, datatypes, ranks and options of outputs, in order. Sizes, the id and the timeout are values,
+and not part of it.
 
 Free functions of records, nogil; the memory belongs to the caller.
 """
@@ -44,13 +44,13 @@ MOST_SIZE = (1 << 31) - 1  # of a dimension, and of `size`
 MOST_TENSORS = 128  # inputs, and outputs
 RECORD_BYTES = RECORD.bytes + ROW.bytes * (1 + 2 * MOST_TENSORS)
 
-# datatypes by number, from 1 on, and the bytes of an element; 0: any number
+# datatypes by number, from 1 on, and the bytes of an element; 0: variable
 DATATYPES = (
     "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64", "BYTES",
 )  # fmt: skip
 WIDTHS = np.array([0, 1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 4, 8, 0], np.int64)
 
-SCANNED, NOT_OF_FORM = 0, 1  # what a scanner says
+SCANNED, NOT_OF_FORM = 0, 1  # results of a scanner
 
 MOST_STRUCTURE_BYTES = 8192
 _LENGTH_BYTES = 2
@@ -58,13 +58,13 @@ _LENGTH_BYTES = 2
 
 @nb.njit
 def row_at(record, number):  # type: ignore[no-untyped-def]
-    """A row: 0 is the request's own, then come the inputs, then the outputs."""
+    """A row of the record: 0 is the request's, then the inputs', then the outputs'."""
     return _row_at(record_at(record, 1), number)
 
 
 @nb.njit
 def begin(record):  # type: ignore[no-untyped-def]
-    """An empty record."""
+    """Make a record empty."""
     record.inputs = 0
     record.outputs = 0
     record.id_bytes = NO_ID
@@ -80,7 +80,7 @@ def clear_row(row):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def _text(target, text, size):  # type: ignore[no-untyped-def]
-    """Write the length of a text and the text. Returns what follows."""
+    """Write a text, its length first. Returns what follows."""
     store_u8(target, 0, nb.uint8(size & 255))
     store_u8(target, 1, nb.uint8(size >> 8))
     copy_bytes(target + _LENGTH_BYTES, text, size)
@@ -89,7 +89,7 @@ def _text(target, text, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def write_structure(record, target):  # type: ignore[no-untyped-def]
-    """Write a record's structure to memory of MOST_STRUCTURE_BYTES. Returns how many bytes it has; 0: it has no room."""
+    """Write a record's structure to memory of MOST_STRUCTURE_BYTES. Returns its bytes; 0: it does not fit."""
     inputs, outputs = record.inputs, record.outputs
     room = MOST_STRUCTURE_BYTES
     for i in range(1 + inputs + outputs):

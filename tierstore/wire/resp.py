@@ -1,11 +1,11 @@
-"""The protocol of Redis (RESP2) for batches of rows of one size: requests written, sent, received and parsed without Python.
+"""The protocol of Redis (RESP2) for batches of rows of equal size: requests and replies without Python.
 
-A request is a sequence of commands on each of some connections; the replies come in the same order. A command asks either for
-a watermark (`MARK`: two numbers of a hash) or for rows (`ROWS`: fields of a hash, each 8 bytes of code). Rows go straight
-from the connection's buffer to their place; `order` says which. A reply that is an error is kept as text and fails its command
-alone. Whatever else does not fit what was requested ends the connection: its state is not known any more.
+A request is a sequence of commands on each connection; the replies come in the same order. A command asks either for a watermark (`MARK`: two numbers
+of a hash) or for rows (`ROWS`: fields of a hash; a field is the 8 bytes of a code). Rows are copied from the connection's buffer to the places that
+`order` gives. A reply that is an error is kept as text, and fails only its command. Any other reply that does not fit the request ends the
+connection, whose state is then unknown.
 
-Nothing here reads a reply's size from the wire and trusts it: a row's size is known, and a line longer than the buffer is an error.
+No size in a reply is trusted: the size of a row is known, and a line longer than the buffer is an error.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ MARK, ROWS = 0, 1
 RUNNING, DONE, CLOSED, TIMED_OUT, UNEXPECTED = range(5)
 
 KEY_BYTES = 14  # of a field in a request
-MOST_ROW_BYTES = 99_999  # a reply's head then fits into 8 bytes
-ERROR_BYTES = 160  # kept of an error's text
+MOST_ROW_BYTES = 99_999  # so that the head of a reply fits into 8 bytes
+ERROR_BYTES = 160  # of an error's text
 _CR, _LF, _DOLLAR, _STAR, _MINUS = 13, 10, 36, 42, 45
 _REMOTE, _ABSENT = int(Tier.REMOTE), int(Tier.ABSENT)
 _KEY_HEAD = 0x0A0D3824  # "$8\r\n"
 _NIL = 0x0A0D312D24  # "$-1\r\n"
 _NIL_BYTES = 5
-_AGAIN = -1  # of a parser: more bytes are needed
+_AGAIN = -1  # result of a parser: more bytes are needed
 
 _U64 = np.uint64
 _CODES = types.Array(types.int64, 1, "C", readonly=True)
@@ -95,7 +95,7 @@ def encode_keys(codes: Any, order: Any, at: Any) -> Any:
 def encode_rows(
     codes: Any, order: Any, rows: Any, stride: Any, row_bytes: Any, head: Any, head_bytes: Any, at: Any
 ) -> Any:
-    """Write fields and rows of codes[order] to the address `at`; row i lies at `rows` + i * stride."""
+    """Write fields and rows of codes[order] to the address `at`; row i is at `rows` + i * stride."""
     for i in range(len(order)):
         store_u64(at, 0, nb.uint64(_KEY_HEAD))
         store_u64(at + 4, 0, nb.uint64(codes[order[i]]))
@@ -112,7 +112,7 @@ def encode_rows(
 
 @compiled("int64(int64, int64)", inner=True)
 def _line(at: Any, size: Any) -> Any:
-    """The bytes of the line at `at`, without its end; _AGAIN if there is no end."""
+    """The bytes of the line at `at`, without its line end; _AGAIN if the line is not complete."""
     for i in range(size - 1):
         if load_u8(at, i) == _CR and load_u8(at, i + 1) == _LF:
             return i
@@ -121,10 +121,9 @@ def _line(at: Any, size: Any) -> Any:
 
 @compiled("int64(int64, int64, int64, int64)", inner=True)
 def _parse_mark(at: Any, size: Any, marks: Any, item: Any) -> Any:
-    """One of the two numbers of a watermark: its bytes, _AGAIN, or -2. A missing one stays as it was.
+    """Parse one of the two numbers of a watermark. Returns its bytes, _AGAIN, or -2. A missing number leaves the mark as it was.
 
-    `marks` is the address of both bounds. The first command of a tag gives the lower one, items 0 and 1 of it; the second the upper
-    one, items 2 and 3.
+    `marks` is the address of both bounds. A tag's first command gives the lower bound, items 0 and 1; its second the upper bound, items 2 and 3.
     """
     head = _line(at, size)
     if head == _AGAIN:
@@ -150,7 +149,7 @@ def _parse_mark(at: Any, size: Any, marks: Any, item: Any) -> Any:
 
 @nb.njit
 def _parse(server, targets):  # type: ignore[no-untyped-def]
-    """Read all whole elements that were received; the others move to the buffer's beginning. The STATUS from now on."""
+    """Parse all complete elements that were received, and move the remaining bytes to the front of the buffer. Returns the new STATUS."""
     at, size = server.buffer_at, server.received
     begin = at
     end = at + size
@@ -225,7 +224,7 @@ def _parse(server, targets):  # type: ignore[no-untyped-def]
 
 @compiled(types.void(types.int64, types.int64), when=LAST)
 def parse(server: Any, targets: Any) -> Any:
-    """Read what one connection's buffer has; for connections whose bytes come another way, such as through TLS. Addresses of records."""
+    """Parse the buffer of one connection whose bytes were received another way, such as TLS. Arguments are addresses of records."""
     connection = _server_at(server)
     connection.status = _parse(connection, _targets_at(targets))
 
@@ -239,8 +238,8 @@ def _must_wait(result: Any) -> Any:
 def exchange(servers: Any, polled: Any, deadline_ns: Any, targets: Any) -> Any:
     """Send all requests and read all replies, on all connections at once, until the deadline (of `time.monotonic_ns`).
 
-    `servers` is the address of a SERVER for each entry of `polled`, int64 [servers], which is working memory; `targets` that of the
-    TARGETS. `status` says of each connection how it went.
+    `servers` is the address of a SERVER for each entry of `polled`, int64 [servers], which is working memory; `targets` that of the TARGETS. The
+    result of each connection is in its `status`.
     """
     while True:
         running = 0

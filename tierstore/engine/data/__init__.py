@@ -1,3 +1,3 @@
-"""The data of a version in memory: overlays, the cascade over the tiers of a table, promotion
-between them, and their budgets.
+"""A version's data in memory: overlays, the cascade over a table's tiers, promotion between tiers, and memory
+budgets.
 """

@@ -1,6 +1,6 @@
-"""Memory shared by everything that is open: host tier bytes dealt to versions, and bytes of unfolded deltas.
+"""Memory budgets shared by all open versions: bytes of the host tier, and bytes of unfolded deltas.
 
-Both are bounds: what they hand out never adds up to more. Any thread may call; each has its own lock.
+Both are bounds: what they give out never adds up to more. Any thread may call; each has its own lock.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 
 from tierstore.errors import Overloaded, TooLarge
 
-_GROWTH_BYTES = 256 << 20  # at once
+_GROWTH_BYTES = 256 << 20  # a version grows by at most so much at a time
 
 
 def deal(total: int, needs: Sequence[int], weights: Sequence[float]) -> list[int]:
@@ -36,17 +36,17 @@ def deal(total: int, needs: Sequence[int], weights: Sequence[float]) -> list[int
 
 
 def deal_caches(total: int, needs: Sequence[int], models: Sequence[Hashable]) -> list[int]:
-    """Split `total` among versions by what each needs. `models` says which model each belongs to.
+    """Split `total` among versions by their needs. `models`: the model of each.
 
     None gets more than it needs; what one does not need goes to the others. Versions of one model share what the model
-    would get with one of them, so that a switch of one is no loss to the others.
+    would get with one of them, so that a switch of one model takes nothing from the others.
     """
     open_ = Counter(models)
     return deal(total, needs, [need / open_[model] for need, model in zip(needs, models, strict=True)])
 
 
 class MemoryUser(Protocol):
-    """What uses memory of a tier: a version that serves or is about to."""
+    """A user of a tier's memory: a version that serves or is about to."""
 
     @property
     def host_need_bytes(self) -> int: ...
@@ -65,22 +65,22 @@ class MemoryUser(Protocol):
 
 
 class HostBudget:
-    """Deals `total` bytes to the versions that are open, and deals again when one is opened or closed.
+    """Divides `total` bytes among the open versions, and again whenever one is opened or closed.
 
-    What shrinks does so in place, keeping its hottest rows, before another one gets its memory; so all together never
-    go beyond the budget, two versions of a model in a switch included. `rebalance` lets grow what may.
+    A version that shrinks does so in place, keeping its hottest rows, before another gets its memory; so all together
+    never exceed the budget, also with two versions of a model in a switch. `rebalance` lets versions grow.
     """
 
     def __init__(self, total: int) -> None:
         self.total = total
         self._lock = threading.Lock()
-        self._models: dict[MemoryUser, Hashable] = {}  # what is open, and its model
-        self._awaited = self._of_all = 0  # bytes that versions to come need, and those there will be then
-        self._dealt = 0  # of them, to those that came
+        self._models: dict[MemoryUser, Hashable] = {}  # open version → its model
+        self._awaited = self._of_all = 0  # bytes that awaited versions need, and that all versions will need then
+        self._dealt = 0  # bytes given to awaited versions that have come
 
     @property
     def users(self) -> list[MemoryUser]:
-        """What is open."""
+        """The open versions."""
         return list(self._models)
 
     @property
@@ -89,8 +89,10 @@ class HostBudget:
 
     @contextmanager
     def awaiting(self, need_bytes: int) -> Iterator[None]:
-        """In the block versions that need so much in all come, in any order: each gets
-        its share as if all were there. It is for a budget of which nothing is in use.
+        """In the block versions that need so many bytes in all come, in any order: each gets its share as if all were
+        open.
+
+        For a budget of which nothing is in use.
         """
         self._awaited = self._of_all = need_bytes
         self._dealt = 0
@@ -106,7 +108,7 @@ class HostBudget:
         """
         with self._lock:
             need = user.host_need_bytes
-            if 0 < need <= self._awaited and not replaced:  # there may be hundreds to come: none is asked about others
+            if 0 < need <= self._awaited and not replaced:  # hundreds may come: none is asked about others
                 share = need if self._of_all <= self.total else int(self.total * need / self._of_all)
                 user.attach_host(min(share, self.total - self._dealt), min(self.total, need), None)
                 self._awaited -= need
@@ -126,23 +128,23 @@ class HostBudget:
             self._dealt = self.used if self._awaited else 0
 
     def release(self, user: MemoryUser) -> None:
-        """Free the share of `user`; its host tables are closed already."""
+        """Free the share of `user`, whose host tables are closed already."""
         with self._lock:
             self._models.pop(user, None)
 
     def rebalance(self, stopping: Callable[[], bool] = lambda: False) -> None:
-        """Let grow what has less than its share, until `stopping()`. In steps: between them others are admitted."""
+        """Let versions below their share grow, until `stopping()`. In steps: between them others are admitted."""
         stuck: set[MemoryUser] = set()
         while not stopping() and self._rebalance_one(stuck):
             pass
 
     def _rebalance_one(self, stuck: set[MemoryUser]) -> bool:
-        """One step, of some hundred MiB at most; False where none remains. `stuck` cannot get any closer to their
-        shares.
+        """One step, of some hundred MiB at most; False if none is left. `stuck`: versions that cannot get closer to
+        their share.
         """
         with self._lock:
             shares = [(user, share) for user, share in self._deal(self._models).items() if user not in stuck]
-            room, moved = self.total - self.used, 0  # asked once: there may be hundreds
+            room, moved = self.total - self.used, 0  # computed once: there may be hundreds of versions
             shrinking = [each for each in shares if each[0].host_reserved_bytes > each[1] or each[0].host_is_uneven]
             for user, share in shrinking:
                 has = user.host_reserved_bytes
@@ -171,7 +173,9 @@ class HostBudget:
 
 
 class DecodeBudget:
-    """Bytes of deltas that are being decoded, all together: a compressed one may take a thousand times its length."""
+    """A bound on bytes of all deltas that are being decoded: a compressed delta may take a thousand times its
+    length.
+    """
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -184,10 +188,10 @@ class DecodeBudget:
 
     @contextmanager
     def reserved(self, nbytes: int) -> Iterator[Callable[[int], None]]:
-        """Have so many bytes for the length of the block, and more with what it yields.
+        """Reserve so many bytes for the block, and more by calling what it yields.
 
-        Overloaded where others have them. TooLarge for what could never fit; what is reserved later is beyond that, and
-        a delta that is alone may have it.
+        Overloaded if others have them. TooLarge for what could never fit; later reservations may exceed the bound for
+        a delta that is alone.
         """
         held = 0
         if nbytes > self.total:
@@ -213,7 +217,7 @@ class DecodeBudget:
 
 
 class OverlayBudget:
-    """Bytes of deltas that are visible but not folded, all models together."""
+    """A bound on bytes of deltas that are visible but not folded, for all models together."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -225,7 +229,7 @@ class OverlayBudget:
         return self._used
 
     def reserve(self, nbytes: int) -> None:
-        """Reserve, or raise Overloaded; TooLarge for what could never fit."""
+        """Reserve bytes, or raise Overloaded; TooLarge for what could never fit."""
         if nbytes > self.total:
             raise TooLarge(
                 f"a delta of {nbytes:,} bytes in memory is beyond overlay_budget, {self.total:,}; split it or raise "
@@ -240,6 +244,6 @@ class OverlayBudget:
             self._used += nbytes
 
     def release(self, nbytes: int) -> None:
-        """Return what was reserved."""
+        """Return reserved bytes."""
         with self._lock:
             self._used -= nbytes

@@ -1,6 +1,6 @@
-"""The cascade: the tiers of one table of a version, what is read from the last of them and promoted, and counts.
+"""The cascade: the tiers of one table of a version, reads from the last of them, promotion, and counts.
 
-Look-ups come through a view's `TableView`. Any thread; what is shared is either immutable or guarded by the tier that
+Look-ups come through a view's `TableView`. Any thread; shared data is either immutable or guarded by the tier that
 owns it.
 """
 
@@ -23,27 +23,27 @@ from tierstore.types import Keys, Partitions, Rows, States, TableSpec, Tier, Vec
 
 _ANSWERING = (Tier.DEVICE, Tier.HOST, Tier.DISK, Tier.REMOTE, Tier.OVERLAY, Tier.ABSENT)
 _DISK, _REMOTE = np.uint8(Tier.DISK), np.uint8(Tier.REMOTE)
-_PENDING, _HOST = np.uint8(Tier.PENDING), np.uint8(Tier.HOST)  # compared with arrays, where an enum's member is slow
+_PENDING, _HOST = np.uint8(Tier.PENDING), np.uint8(Tier.HOST)  # for arrays, where an enum's member is slow
 _NONE = np.empty(0, np.int64)
 READ_BATCH = 8192  # keys of one read while warming up
-SHORT_BATCH = 1024  # while requests are served: half a millisecond, after which another thread gets the processor
+SHORT_BATCH = 1024  # while requests are served: half a millisecond, then another thread gets the processor
 
 
 class LookupCounts:
     """How many keys each tier has answered, for one table of a model, over all its versions. Any thread."""
 
     def __init__(self) -> None:
-        self.insight = CacheInsight()  # what else is known of these look-ups
+        self.insight = CacheInsight()  # further statistics of these look-ups
         self._lock = threading.Lock()
         self._counts = np.zeros(len(Tier), np.int64)
-        self._from_host = 0  # keys besides, of batches that the host tier answered as a whole
+        self._from_host = 0  # more keys, of batches that the host tier answered as a whole
 
     def add(self, counts: np.ndarray) -> None:
         with self._lock:
             self._counts += counts
 
     def add_host(self, keys: int) -> None:
-        """`add`, for keys that were all answered by the host tier."""
+        """`add` for keys that were all answered by the host tier."""
         with self._lock:
             self._from_host += keys
 
@@ -67,8 +67,8 @@ class LookupCounts:
 class Cascade:
     """One table of one version: caches over a row store.
 
-    `default` is float32[dim]. `own`: the partitions that it has the keys of, None for all. Other keys are never in
-    memory, so what is read from the row store alone is checked.
+    `default` is float32[dim]. `own`: the partitions whose keys it has, None for all. Other keys are never in memory,
+    so only reads from the row store check this.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class Cascade:
         self.own = own
         self.host: HostTable | None = None
         self.device: DeviceTable | None = None
-        self.offer: Callable[..., None] | None = None  # what the host tier answered, to the device; does not wait
+        self.offer: Callable[..., None] | None = None  # gets keys that the host tier answered; does not wait
         self.counts = counts
         self.epochs_id: int | None = None  # see `Epochs.table_id`
 
     def count(self, state: States, skipped: int) -> None:
-        """Count keys by the tiers that answered them; `skipped` of those that are ABSENT were not looked up."""
+        """Count keys by the tiers that answered them; `skipped` of the ABSENT keys were not looked up."""
         if not skipped and (state == _HOST).all():
             self.counts.add_host(len(state))
             return
@@ -98,7 +98,7 @@ class Cascade:
         self.counts.add(counts)
 
     def count_from_host(self, keys: Keys) -> None:
-        """Count and offer keys that the host tier has answered, as most are; cheaper than telling tiers apart."""
+        """Count and offer keys that the host tier has answered, the usual case; cheaper than telling tiers apart."""
         self.counts.add_host(len(keys))
         if self.offer is not None:
             self.offer(keys)
@@ -115,8 +115,8 @@ class Cascade:
         state[pending] = found[inverse]
 
     def read_and_promote(self, seq: int, distinct: Keys) -> tuple[Rows, States, np.ndarray]:
-        """`read_rows`; keys that could not be read, where defaults are wanted for them, are ABSENT, and are promoted as
-        nothing.
+        """`read_rows`, then promotion. Keys that could not be read are ABSENT if they are to get defaults, and are
+        not promoted.
         """
         rows, found, there = self.read_rows(distinct, seq)
         if found.all():
@@ -128,7 +128,9 @@ class Cascade:
         return rows, found, there
 
     def promote(self, seq: int, distinct: Keys, rows: Rows, there: np.ndarray) -> None:
-        """Offer to the host tier what was read of distinct keys under a view of `seq`; it may have been left since."""
+        """Offer rows of distinct keys, read under a view of `seq` that may have been released since, to the host
+        tier.
+        """
         if self.host is None:
             return
         if there.all():
@@ -138,9 +140,9 @@ class Cascade:
             self.host.insert_absent(distinct[~there], seq)
 
     def read_rows(self, distinct: Keys, seq: int | None = None) -> tuple[Rows, States, np.ndarray]:
-        """(rows, states, which are there) of keys, ascending and distinct, from the row store alone.
+        """Read keys, ascending and distinct, from the row store alone: (rows, states, which are there).
 
-        `seq` is that of the view that reads; None for a version that does not serve yet.
+        `seq` is the seq of the reading view; None for a version that does not serve yet.
         """
         rows = np.empty((len(distinct), self.spec.row_bytes), np.uint8)
         found = np.zeros(len(distinct), np.uint8)
@@ -151,7 +153,7 @@ class Cascade:
         return rows, found, (found == _DISK) | (found == _REMOTE)
 
     def warm(self, keys: Keys, progress: Callable[[int], None]) -> None:
-        """Read these keys (distinct, hottest first) into the device tier and what is left of them into the host tier.
+        """Read these keys (distinct, hottest first) into the device tier, and those left over into the host tier.
 
         Ends when both are full. Called before the version serves, by the thread that also applies its deltas.
         """
@@ -176,12 +178,12 @@ class Cascade:
                 break
 
     def own_of(self, keys: Keys) -> Keys:
-        """The keys of `keys` that this node owns: what was hot elsewhere, or is named by a snapshot, may be others."""
+        """The keys that this node owns. Keys that were hot elsewhere, or that a snapshot names, may be others."""
         return keys if self.own is None else keys[are_own(keys, self.own)]
 
     @property
     def caches(self) -> list[DeviceTable | HostTable]:
-        """The caches that there are, fastest first."""
+        """The caches of the table, fastest first."""
         return [cache for cache in (self.device, self.host) if cache is not None]
 
     @property
@@ -190,12 +192,12 @@ class Cascade:
         return sum(cache.capacity_rows for cache in self.caches)
 
     def hot_keys(self, limit: int) -> Keys:
-        """At most `limit` keys that the caches hold, hottest first; one that both hold is there twice."""
+        """At most `limit` keys that the caches hold, hottest first; a key that both hold is there twice."""
         return np.concatenate([_NONE, *(cache.hot_keys(limit) for cache in self.caches)])[:limit]
 
     def hot_keys_by_part(self) -> Iterator[list[Keys]]:
-        """All keys that the caches hold, a part at a time: by degree of heat, hottest first;
-        the device's before all others.
+        """All keys that the caches hold, a part at a time: by degree of heat, hottest first, the device's before all
+        others.
         """
         if self.device is not None:
             yield [self.device.hot_keys(self.device.capacity_rows)]
@@ -204,13 +206,13 @@ class Cascade:
                 yield [_NONE, *part]
 
     def raise_floor(self, seq: int) -> None:
-        """A delta of `seq` is about to be folded; see `CacheTier`."""
+        """Prepare caches for the fold of a delta of `seq`; see `CacheTier`."""
         for cache in self.caches:
             cache.raise_floor(seq)
         self.store.raise_floor(self.table_id, seq)
 
     def update_caches(self, keys: Keys, rows: Rows, deleted: np.ndarray) -> None:
-        """Bring resident rows and absent marks up to a delta that the disk tier holds already."""
+        """Apply a delta that the disk tier holds already to resident rows and absent marks."""
         for cache in self.caches:
             cache.update(keys, rows, deleted)
         self.store.forget(self.table_id, keys)

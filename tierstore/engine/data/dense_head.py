@@ -1,6 +1,6 @@
-"""A dense part as a view has it: one of those over the tables of a version, by the name of its head.
+"""A dense part in a view: one of the dense parts over a version's tables, by the name of its head.
 
-Immutable; any thread. The one without a name is the model's own, and served under the name of the model.
+Immutable; any thread. The head without a name is the model's own, served under the model's name.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from dataclasses import dataclass, field
 
 from tierstore.predict.session import DenseSession
 
-GONE = b""  # the graph of a head that a delta took away
+GONE = b""  # the graph of a head that a delta has removed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseHead:
-    """`predictor` is the graph, ready to run; None where it cannot be served here, for the reason `unserved`.
+    """One dense part. `predictor` is the graph, ready to run; None if it cannot be served here, for the reason
+    `unserved`.
 
-    `graph`: its ONNX as a delta brought it; None where the files of the version have it.
+    `graph`: its ONNX as a delta brought it; None if the version's files have it.
     """
 
     predictor: DenseSession | None = None
@@ -25,7 +26,7 @@ class DenseHead:
     graph: bytes | None = field(default=None, repr=False)
 
     def shares_plans_with(self, other: DenseHead) -> bool:
-        """Whether what was planned for one holds for the other: graphs of the same bindings."""
+        """Whether plans made for one are valid for the other: graphs with the same bindings."""
         mine, its = self.predictor, other.predictor
         if mine is None or its is None:
             return mine is its
@@ -36,12 +37,12 @@ Heads = Mapping[str, DenseHead]
 
 
 def with_brought(before: Heads, brought: Heads) -> dict[str, DenseHead]:
-    """The heads there are once a delta has brought some, or taken them away."""
+    """The heads after a delta has brought or removed some."""
     return {name: head for name, head in {**before, **brought}.items() if head.graph != GONE}
 
 
 def passed_over_after(before: Mapping[str, str], brought: Heads, passed_over: Mapping[str, str]) -> dict[str, str]:
-    """Which newest graphs do not fit a version, and why, by head: those of before, but for heads that newer
-    deltas have brought, and those that are newer still.
+    """The newest graphs that do not fit a version, by head, and why: those of before, without heads that newer
+    deltas have brought, and those of newer deltas.
     """
     return {head: why for head, why in before.items() if head not in brought} | dict(passed_over)

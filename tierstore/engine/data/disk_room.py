@@ -1,9 +1,7 @@
-"""Room on disk for a model: the quota of its delta log, and the floor of free space.
+"""Room on disk for a model: the quota of its delta log, and the least free space to keep.
 
-Any thread.
-
-Both are looked at before something is written, so that what a store needs to go on (folds,
-records, the audit) finds room.
+Any thread. Both are checked before something is written, so that the store's own needs (folds, records, the audit)
+find room.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ class DiskRoom:
         self._looked_s = 0.0
 
     def check_delta(self, nbytes: int) -> None:
-        """DiskFull where the log has no room for a delta of `nbytes`. One that passes counts."""
+        """DiskFull if the log has no room for a delta of `nbytes`. A delta that passes is counted."""
         self.check_free("a delta", nbytes)
         if self._log_bytes is None:
             return
@@ -55,7 +53,7 @@ class DiskRoom:
             self._logged += nbytes
 
     def check_free(self, what: str, nbytes: int = 0) -> None:
-        """DiskFull where `nbytes` more would leave less free than is to be kept."""
+        """DiskFull if `nbytes` more would leave too little free space."""
         root = self._where.root if self._where.root.exists() else self._where.root.parent
         check_free(root, self._reserve, what, nbytes)
 
@@ -68,7 +66,7 @@ class DiskRoom:
 
 
 def check_free(root: Path, reserve: int, what: str, nbytes: int) -> None:
-    """DiskFull where `nbytes` more would leave less than `reserve` free on the file system of `root`."""
+    """DiskFull if `nbytes` more would leave less than `reserve` free on the file system of `root`."""
     if not reserve:
         return
     there = _free_and_floor(root, reserve)
@@ -80,8 +78,8 @@ def check_free(root: Path, reserve: int, what: str, nbytes: int) -> None:
 
 
 def disk_status(root: Path, reserve: int) -> dict[str, Any]:
-    """`free` bytes of the file system of `root`, those of them that are kept in `reserve`, and the
-    `problem` where no more are left.
+    """`free` bytes of the file system of `root`, the `reserve` of them, and the `problem` if only the reserve is
+    left.
     """
     free, floor = _free_and_floor(root, reserve) or (None, 0)
     full = free is not None and reserve and free < floor
@@ -90,9 +88,7 @@ def disk_status(root: Path, reserve: int) -> dict[str, Any]:
 
 
 def _free_and_floor(root: Path, reserve: int) -> tuple[int, int] | None:
-    """Bytes that are free, and that are to stay so; None where that cannot be read: the
-    write itself says what is wrong.
-    """
+    """(free bytes, bytes that must stay free); None if that cannot be read: the write itself will report the error."""
     try:
         stat = os.statvfs(root)
     except OSError:

@@ -1,4 +1,4 @@
-"""Counters over the last hour, in steps: what was counted in each, and how things stood at its end.
+"""Counters over the last hour, in steps: what was counted in each step, and levels at its end.
 
 One thread notes, any may read.
 """
@@ -14,10 +14,10 @@ HOUR_S = 3600
 
 
 class Hour:
-    """What `counters` counters, which only grow, and `levels` other numbers were at the ends
-    of steps of `step_s` seconds.
+    """The values of `counters` counters, which only grow, and `levels` other numbers at the ends of steps of `step_s`
+    seconds.
 
-    int64, and so `HOUR_S / step_s + 1` rows of 8 bytes a number and for the time, however long it runs.
+    Takes `HOUR_S / step_s + 1` rows of 8 bytes for each number and for the time, however long it runs.
     """
 
     def __init__(self, counters: int, levels: int, step_s: int) -> None:
@@ -33,7 +33,7 @@ class Hour:
         return self._rows.nbytes
 
     def note(self, now_s: float, numbers: Sequence[int]) -> bool:
-        """Note the counters and levels, unless that was done in this step. Returns whether it was now."""
+        """Note the counters and levels, unless that was done in this step. Returns whether it was done now."""
         at_s = int(now_s // self.step_s) * self.step_s
         with self._lock:
             last_s = int(self._rows[(self._noted - 1) % len(self._rows), 0]) if self._noted else -1
@@ -46,10 +46,10 @@ class Hour:
         return True
 
     def steps(self, last: int | None = None) -> np.ndarray:
-        """int64 [n, 2 + counters + levels], oldest first: when each step ended, its seconds, what was
-        counted in it, the levels then.
+        """int64 [n, 2 + counters + levels], oldest first: the end of each step, its seconds, its counts, the levels at
+        its end.
 
-        `last`: only so many. A step in which nothing was noted is a part of the next.
+        `last`: only so many steps. A step without a note is part of the next.
         """
         with self._lock:
             first = self._noted - min(self._noted, len(self._rows) if last is None else last + 1)

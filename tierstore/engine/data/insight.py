@@ -1,6 +1,6 @@
-"""What the host tier does for a table: its hit rate, at this size and at others, and the keys that are looked up most.
+"""Statistics of a table's host tier: its hit rate at this size and at others, and the keys that are looked up most.
 
-`step` is for one thread, every so often; any thread may read. Look-ups are sampled in turn for two ends: by key, for
+`step` is for one thread, at intervals; any thread may read. Look-ups are sampled in turn in two ways: by key, for
 trials of caches of other sizes, and all of them for a moment, for counts of keys.
 """
 
@@ -15,20 +15,20 @@ from tierstore.tiers.host.table import HostTable
 from tierstore.tiers.host.trials import CacheTrials
 
 _LATE = 10  # minutes
-_COUNTED = 2048  # look-ups of a moment
-_AFRESH = 1.5  # how many times larger or smaller a cache is when trials for it begin anew
+_COUNTED = 2048  # look-ups sampled in such a moment
+_AFRESH = 1.5  # if a cache gets so many times larger or smaller, its trials begin anew
 
 
 class CacheInsight:
-    """What a table's cache does and would do at other sizes, over all versions of its model."""
+    """Statistics of a table's cache, at its size and at other sizes, over all versions of its model."""
 
     def __init__(self) -> None:
         self.sample = AccessSample()
         self.counts = KeyCounts()
         self._trials: CacheTrials | None = None
-        self._counting = False  # what is sampled now
+        self._counting = False  # what is being sampled now
         self._capacity_rows = 0
-        self._hour = Hour(2, 2, 60)  # keys, and those that were read; version and seq
+        self._hour = Hour(2, 2, 60)  # keys, and keys that were read; version and seq
 
     @property
     def nbytes(self) -> int:
@@ -36,10 +36,7 @@ class CacheInsight:
         return self.sample.nbytes + self.counts.nbytes + self._hour.nbytes + (0 if trials is None else trials.nbytes)
 
     def step(self, host: HostTable, clock_s: float) -> None:
-        """Take what was sampled since the last step from the table that serves, and sample on.
-
-        `clock_s` never goes back.
-        """
+        """Take the samples since the last step from the table that serves, and sample on. `clock_s` never goes back."""
         trials, rows = self._trials, host.capacity_rows
         if trials is None or not 1 / _AFRESH <= rows / trials.rows <= _AFRESH:
             if trials is not None:
@@ -59,18 +56,18 @@ class CacheInsight:
         self._hour.note(now_s, (sum(lookup_keys.values()), read_keys(lookup_keys), version, seq))
 
     def forget(self) -> None:
-        """The table has no cache any more."""
+        """Forget everything: the table has no cache any more."""
         self.sample.collect(0)
         self._capacity_rows, trials, self._trials = 0, self._trials, None
         if trials is not None:
             trials.close()
 
     def status(self) -> dict[str, Any]:
-        """`rows` that the cache holds at most; its `hit_rate` of late and the `curve` of it by size;
-        `bytes` that knowing it takes.
+        """`rows` that the cache can hold, its recent `hit_rate`, the `curve` of it by size, and the `bytes` of these
+        statistics.
 
-        A hit rate is the share of the keys that did not have to be read from disk or from elsewhere, so that keys which
-        do not exist count as answered. That of late is of `_LATE` minutes; None where nothing was looked up.
+        A hit rate is the share of keys that were not read from disk or another machine, so keys that do not exist
+        count as answered. The recent one is of `_LATE` minutes; None if nothing was looked up.
         """
         trials = self._trials
         curve = [] if trials is None else [point._asdict() for point in trials.curve()]
@@ -83,9 +80,7 @@ class CacheInsight:
         }
 
     def history(self) -> list[dict[str, Any]]:
-        """The last hour minute by minute, the oldest first: when it ended, keys looked up, how
-        many were read, what was served.
-        """
+        """The last hour by minutes, oldest first: the minute's end, keys looked up, keys read, what was served."""
         return [
             {"at_s": at_s, "keys": keys, "read": read, "version": version, "seq": seq}
             for at_s, _, keys, read, version, seq in self._hour.steps().tolist()
@@ -93,5 +88,5 @@ class CacheInsight:
 
 
 def read_keys(lookup_keys: dict[str, int]) -> int:
-    """How many of the keys counted by tier had to be read from disk or from elsewhere."""
+    """How many of the keys counted by tier were read from disk or another machine."""
     return lookup_keys.get("disk", 0) + lookup_keys.get("remote", 0)

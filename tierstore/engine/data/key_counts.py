@@ -1,7 +1,4 @@
-"""The keys that are looked up most, counted in a bounded number of places.
-
-For one thread; others may call `hottest`.
-"""
+"""Counts of the keys that are looked up most, in bounded memory. For one thread; others may call `hottest`."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import numpy as np
 
 from tierstore.types import Keys
 
-PLACES = 4096  # keys that are counted; of those beyond, the rarest are forgotten
+PLACES = 4096  # keys that are counted; beyond that the rarest are forgotten
 _HALF_LIFE_S = 600.0  # after which a look-up counts half
 
 
@@ -17,7 +14,7 @@ class KeyCounts:
     """Counts of samples of all look-ups, which fade with time."""
 
     def __init__(self) -> None:
-        # replaced whole, so that readers need no lock: keys, their counts by descending count, all look-ups
+        # replaced as a whole, so that readers need no lock: keys, their counts in descending order, all look-ups
         self._counted = np.empty(0, np.int64), np.empty(0, np.float64), 0.0
         self._clock_s = 0.0
 

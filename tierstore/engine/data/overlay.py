@@ -1,7 +1,6 @@
-"""An overlay: one delta, or several in a row merged, as look-ups see it before it is folded into the tiers.
+"""An overlay: one delta, or several merged, that look-ups see before it is folded into the tiers.
 
-Immutable once made, so any number of threads may search it. It lives in memory only: the delta log holds the
-same rows durably.
+Immutable, so any number of threads may search it. It is in memory only: the delta log holds the same rows durably.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from tierstore.types import Keys, Partitions, Rows, TableSpec
 
 
 class OverlayTable:
-    """The rows of one table in an overlay: distinct `keys` ascending, their `rows` as stored, and which are deletions.
+    """One table in an overlay: distinct `keys` ascending, their `rows` as stored, and which are deletions.
 
-    `times`: when they were written, where the table has a ttl.
+    `times`: when they were written, if the table has a ttl.
     """
 
     __slots__ = ("_answering", "deleted", "keys", "nbytes", "rows", "spec", "times")
@@ -43,11 +42,11 @@ class OverlayTable:
 
     @property
     def words(self) -> np.ndarray:
-        """Where its parts lie, for kernels: `overlay_index.Answering.words`."""
+        """The addresses of its parts, for kernels: `overlay_index.Answering.words`."""
         return self._answering.words
 
     def merged(self, newer: OverlayTable) -> OverlayTable:
-        """Two tables of overlays as one; a key in both keeps its row of `newer`."""
+        """Two tables of overlays merged; a key in both keeps its row of `newer`."""
         old = overlay_index.Part(self.keys, self.rows, self.deleted)
         both = overlay_index.merge(old, overlay_index.Part(newer.keys, newer.rows, newer.deleted))
         times: Times | None = None
@@ -82,11 +81,11 @@ class Overlay:
 
     @property
     def says_of_dense(self) -> bool:
-        """Whether its deltas brought a dense part, which fits the version or is passed over."""
+        """Whether its deltas brought a dense part, which fits the version or was passed over."""
         return bool(self.heads or self.passed_over)
 
     def merged(self, newer: Overlay) -> Overlay:
-        """This overlay and the one that follows it as one."""
+        """This overlay merged with the one that follows it."""
         tables = dict(self.tables)
         for name, table in newer.tables.items():
             tables[name] = tables[name].merged(table) if name in tables else table
@@ -102,10 +101,10 @@ class Overlay:
 
 
 def stack(overlays: tuple[Overlay, ...], new: Overlay, *, frozen: Overlay | None) -> tuple[Overlay, ...]:
-    """Put `new` on top of `overlays` (newest first), merging so that a look-up searches few of them.
+    """Put `new` on top of `overlays` (newest first), merging them so that a look-up searches few.
 
-    Neighbours of like size merge, so n deltas stand as about log2(n) overlays and each row is copied about
-    log2(n) times. `frozen` is the one being folded: it must stay the object that it is.
+    Neighbours of like size merge, so n deltas are about log2(n) overlays and each row is copied about log2(n) times.
+    `frozen`, the one being folded, is not merged.
     """
     older = list(overlays)
     while older and older[0] is not frozen and older[0].nbytes <= 2 * new.nbytes:
@@ -121,11 +120,11 @@ def encode_delta(
     for_this_version: bool,
     own: Partitions | None = None,
 ) -> Overlay:
-    """Turn a delta into an overlay in the storage dtypes of `specs`, or raise DeltaError naming table and row.
+    """Make an overlay of a delta, in the storage dtypes of `specs`; DeltaError names table and row.
 
-    `colliding` are the keys that collide in the version, table by table, with all deltas before this one. A delta that
-    is for another version becomes an empty overlay, which moves the watermark on. With `own`, keys in other partitions
-    are checked as all are, so that every node accepts the same deltas, and then left out.
+    `colliding`: the version's colliding keys by table, with all deltas before this one. A delta for another version
+    becomes an empty overlay, which moves the watermark on. With `own`, keys in other partitions are checked too, so
+    that every node accepts the same deltas, and then left out.
     """
     if not for_this_version:
         return Overlay(delta.seq, delta.seq, {})

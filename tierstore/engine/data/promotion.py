@@ -1,11 +1,11 @@
-"""Promotion from the host tier to the device, and back for rows that are evicted there: one thread, and rings of keys.
+"""Promotion from the host tier to the device, and back for rows that the device evicts: one thread, and rings of keys.
 
-Look-ups offer keys that the host tier answered, from any thread, and never wait: what finds no room in the table's ring
-is dropped, and all of it where another one is offering. The thread has compiled code take keys, choose among them and
-move their rows. It works under a view that it holds like a request, so that no delta newer than the view is folded
-meanwhile; keys in the view's overlays are skipped. So what the host tier holds of the others is current, and stays so
-until both tiers have it: a row is never older than a delta, on either side. A key is admitted the second time that it
-is offered (or at once where there is room), because a row that is looked up once is not worth room on the device.
+Look-ups offer keys that the host tier answered, from any thread, without waiting: keys that find no room in the
+table's ring are dropped, and all keys if another thread is offering. The promoter's compiled code takes keys, chooses
+among them and moves their rows. It holds a view like a request, so that no delta newer than the view is folded
+meanwhile; keys in the view's overlays are skipped. So the host tier's rows of the other keys are current, and stay so
+until both tiers have them: a row is never older than a delta, on either side. A key is admitted when it is offered for
+the second time (or at once while there is room), because a row that is looked up once is not worth room on the device.
 """
 
 from __future__ import annotations
@@ -31,39 +31,38 @@ from tierstore.types import Keys, States
 
 log = logging.getLogger(__name__)
 
-RING_KEYS = 1 << 15  # offered and not looked at, a table
-_JOB_KEYS = 4096  # that are looked at at a time
-_SEEN = 1 << 16  # fingerprints of keys offered lately, a table
+RING_KEYS = 1 << 15  # keys of a table that are offered and not handled yet
+_JOB_KEYS = 4096  # keys handled at a time
+_SEEN = 1 << 16  # fingerprints of recently offered keys of a table
 _EVERY: States = np.empty(0, np.uint8)
 
 
 class Moment(Protocol):
-    """What a promotion needs of a view."""
+    """The part of a view that a promotion needs."""
 
     @property
     def seq(self) -> int: ...
     def table(self, name: str) -> TableView: ...
 
 
-# Calls its argument with the view that serves a version now, and holds that view meanwhile; does
-# nothing where none serves.
+# Calls its argument with the view that serves a version now, holding it meanwhile; does nothing if none serves.
 WithView = Callable[[Callable[[Moment], None]], None]
 
 
 class Offers:
-    """Rows that look-ups offer to the caches of one table of one version. Any thread."""
+    """Keys that look-ups offer to the caches of one table of one version. Any thread."""
 
     def __init__(self, promoter: Promoter, table: Cascade, with_view: WithView) -> None:
         self._promoter, self._table, self._with_view = promoter, table, with_view
         self._lock = threading.Lock()
         # guarded by _lock
         self._ring = np.zeros(staging.RING_WORDS + RING_KEYS, np.int64)
-        self._queued = False  # whether the thread is to come
-        # of the promoter's thread alone
+        self._queued = False  # whether the promoter's thread will come
+        # only for the promoter's thread
         self._keys, self._seen = np.empty(_JOB_KEYS, np.int64), np.zeros(_SEEN, np.uint16)
 
     def __call__(self, keys: Keys, states: States = _EVERY) -> None:
-        """Offer the keys whose state is HOST; without states all."""
+        """Offer the keys whose state is HOST; without states, all keys."""
         if kernels.awaited or not self._lock.acquire(blocking=False):
             self._promoter.dropped += len(keys)
             return
@@ -77,11 +76,11 @@ class Offers:
 
     @property
     def waiting(self) -> int:
-        """Keys that are offered and not looked at."""
+        """The number of offered keys that are not handled yet."""
         return int(self._ring[staging.PUT] - self._ring[staging.POPPED])
 
     def promote(self) -> None:
-        """On the promoter's thread: move some keys, and have the others wait for their turn."""
+        """On the promoter's thread: move some keys; others wait for their turn."""
         with self._lock:
             keys = self._keys[: staging.pop(self._ring, self._keys)]
             self._queued = bool(self.waiting)
@@ -113,20 +112,20 @@ class Offers:
 
 
 class Promoter:
-    """The queue and its thread. Any thread may `put`; `close` once no look-up runs."""
+    """The queue of tables with offers, and its thread. Any thread may `put`; `close` once no look-up runs."""
 
     def __init__(self) -> None:
-        # a table is in it once, however many keys it has waiting
+        # a table is in it once, however many keys wait
         self._queue: queue.Queue[Offers | Callable[[], None] | None] = queue.Queue()
         self._thread = Thread(target=self._run, name="tierstore-promoter", daemon=True)
-        self.dropped = 0  # keys; about
+        self.dropped = 0  # keys; approximate
         self._thread.start()
 
     def put(self, offers: Offers) -> None:
         self._queue.put(offers)
 
     def alone(self, work: Callable[[], None]) -> None:
-        """Do `work` while nothing is promoted. What it raises is raised here."""
+        """Do `work` while nothing is promoted. Raises its errors."""
         done: Future[None] = Future()
 
         def on_thread() -> None:

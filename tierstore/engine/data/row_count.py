@@ -1,8 +1,8 @@
-"""How many rows a table holds, moved on by every fold.
+"""The number of rows of a table, updated by every fold.
 
-A fold of few keys looks each of them up in the disk tier, and so counts exactly. Of many keys it looks up some, drawn
-at random, and assumes that the others are like them: from then on the count is an estimate, and says so, until all rows
-are counted (`verify`). The counts are recorded in the same atomic step as the rows.
+A fold of few keys looks each of them up in the disk tier, and so counts exactly. For many keys it looks up a random
+sample and assumes that the others are alike: then the count is an estimate, and is marked so, until all rows are
+counted (`verify`). Counts are recorded in the same atomic step as the rows.
 
 Free functions; `change` is for the thread that folds.
 """
@@ -23,7 +23,7 @@ from tierstore.tiers.base import Records, RowStore
 from tierstore.types import Keys, Tier
 
 RECORD = "rows"
-SAMPLE = 1024  # keys of a table that a fold looks up at most: some milliseconds where none is in the system's cache
+SAMPLE = 1024  # keys of a table that a fold looks up at most: some milliseconds if none is in the page cache
 
 
 class RowCount(NamedTuple):
@@ -37,14 +37,14 @@ class RowCount(NamedTuple):
 
 
 def record(watermark: int, counts: Mapping[str, RowCount]) -> dict[str, bytes]:
-    """The store's own record of the counts at a watermark."""
+    """The record of the counts at a watermark."""
     return {RECORD: json.dumps({"watermark": watermark, "tables": counts}).encode()}
 
 
 def recorded(disk: Records, watermark: int, loaded: Mapping[str, RowCount], delta_seq: int) -> dict[str, RowCount]:
-    """The counts at the watermark of a disk tier whose tables had `loaded` rows, at `delta_seq`.
+    """The counts at a disk tier's watermark. Its tables had `loaded` rows at `delta_seq`.
 
-    Where no record is of that watermark, since another release has folded, they are estimates.
+    Estimates if the record is of another watermark, because another release has folded.
     """
     try:
         document = json.loads(disk.record(RECORD) or b"{}")
@@ -60,7 +60,7 @@ def recorded(disk: Records, watermark: int, loaded: Mapping[str, RowCount], delt
 
 
 def change(disk: RowStore, table_id: int, delta: OverlayTable, seed: int) -> RowCount:
-    """By how many rows a table grows (or shrinks) by a delta that is not in the disk tier yet."""
+    """The change of a table's row count by a delta that is not in the disk tier yet."""
     rng = np.random.default_rng(seed)
     new, gone = delta.keys[~delta.deleted], delta.keys[delta.deleted]
     most = len(delta.keys) if len(delta.keys) <= SAMPLE else SAMPLE // 2
@@ -72,7 +72,7 @@ def change(disk: RowStore, table_id: int, delta: OverlayTable, seed: int) -> Row
 def _share_there(
     disk: RowStore, table_id: int, row_bytes: int, keys: Keys, most: int, rng: np.random.Generator
 ) -> tuple[float, bool]:
-    """Which share of the keys, ascending and distinct, the disk tier holds, and whether each of them was looked up."""
+    """The share of keys, ascending and distinct, that the disk tier holds, and whether each of them was looked up."""
     sample = keys if len(keys) <= most else keys[np.sort(rng.choice(len(keys), most, replace=False))]
     if not len(sample):
         return 0.0, not len(keys)

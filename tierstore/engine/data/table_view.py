@@ -1,7 +1,7 @@
-"""A table under a view: the view's overlays over the tiers of the table. Every look-up reads its rows here.
+"""A table under a view: the view's overlays over the table's tiers. Every look-up reads its rows here.
 
-Immutable; any number of threads. The view must be held for as long as a look-up takes, which is what makes the
-promotion at its end safe. Nothing here survives a crash.
+Immutable; any number of threads. The view must be held during a look-up, because that makes the promotion at its end
+safe. Nothing here survives a crash.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _NO_WEIGHTS = np.empty(0, np.float32)
 
 
 class TableView:
-    """One table, as a view of `seq` has it: `overlays`, the newest first, lie over it.
+    """One table in a view of `seq`: `overlays`, newest first, over the tiers.
 
-    It keeps the memory that kernels read by `words`, also that of a host tier which is closed meanwhile: that answers
+    It keeps alive the memory that kernels read by `words`, also of a host tier that is closed meanwhile, which answers
     nothing then.
     """
 
@@ -45,7 +45,7 @@ class TableView:
         addresses = np.array([address_of(overlay.words) for overlay in overlays], np.int64)
         defaults = [np.ascontiguousarray(table.default, dtype) for dtype in DTYPES]
         self._kept = areas, addresses, defaults
-        # a `plans.TABLE`, without what only compiled readers take from it
+        # a `plans.TABLE`, without the fields that only compiled readers need
         self.words = TABLE.make(
             host=0 if host is None or areas is None else host.words_at,
             overlays=len(overlays), overlays_at=address_of(addresses),
@@ -56,14 +56,14 @@ class TableView:
 
     @property
     def address(self) -> int:
-        """Where the words are."""
+        """The address of the words."""
         return self._at
 
     def probe(self, keys: Keys, out: Vectors, state: States, code: int, padding: int | None = None) -> int:
-        """The part of a look-up that never waits: answer the keys whose state is PENDING from memory alone.
+        """The first part of a look-up, which never waits: answer the PENDING keys that memory has.
 
-        `out[i]` becomes its row or the default, in the dtype of `code`, and zeros of a `padding` key; `state[i]` the
-        tier. Returns how many the host tier has answered. To be followed by `finish`, once, where the keys are counted.
+        `out[i]` becomes the row or the default, in the dtype of `code`, or zeros for the `padding` key; `state[i]` the
+        tier. Returns how many keys the host tier has answered. Call `finish` afterwards, once; it counts the keys.
         """
         padded = padding is not None
         try:
@@ -82,7 +82,7 @@ class TableView:
     def finish(self, keys: Keys, out: Vectors, state: States, padding: int | None = None) -> None:
         """Read from disk what `probe` has left, promote it, and count.
 
-        `Cascade.count_from_host` does where the host tier has answered all.
+        If the host tier has answered all keys, call `Cascade.count_from_host` instead.
         """
         table = self.table
         pending = np.flatnonzero(state == _PENDING)
@@ -93,14 +93,14 @@ class TableView:
         table.count(state, 0 if padding is None else int(np.count_nonzero(keys == padding)))
 
     def lookup(self, keys: Keys, out: Vectors, state: States, code: int = 0) -> None:
-        """Answer every key, whose state is PENDING."""
+        """Answer every key; all states are PENDING."""
         self.probe(keys, out, state, code)
         self.finish(keys, out, state)
 
     def pool(
         self, keys: Keys, bags: Pooling, out: Vectors, state: States, code: int, padding: int | None = None
     ) -> int:
-        """Pool the bags of which the host tier has all keys; returns as `table_rows.pool_found`."""
+        """Pool the bags whose keys are all in the host tier; returns as `table_rows.pool_found`."""
         if kernels.awaited or self.overlays or self.table.device is not None:
             return NOT_POOLED
         came: int = kernel.pool(
@@ -110,10 +110,10 @@ class TableView:
         return came
 
     def stored(self, keys: Keys) -> tuple[Rows, States]:
-        """(rows as stored, states) of keys, ascending and distinct, from memory alone; rows of keys that are
-        PENDING or ABSENT hold anything.
+        """Look up keys, ascending and distinct, in memory alone: (rows as stored, states). Rows of PENDING or ABSENT
+        keys are undefined.
 
-        Without the device tier, which has nothing that the tiers below lack. To be followed by `finish_stored`.
+        Does not ask the device tier, whose rows are all in the tiers below. Call `finish_stored` afterwards.
         """
         rows, state = np.empty((len(keys), self.table.spec.row_bytes), np.uint8), np.zeros(len(keys), np.uint8)
         kernel.lookup(self._at, keys, state, AS_STORED, False, 0, rows)
@@ -130,10 +130,10 @@ class TableView:
         self.table.count(state, 0)
 
     def on_device(self, keys: Keys | KeysThere, state: States, dtype: Any, bags: Pooling | None) -> Any:
-        """Rows, or pooled bags, of `keys` as an array of `dtype` on the device; None where the device tier cannot.
+        """Rows, or pooled bags, of `keys` as an array of `dtype` on the device; None if the device tier cannot answer.
 
-        As `lookup`, but that the answer is made there; keys whose state is PADDING are zeros and count for nothing.
-        `state` says the tiers. They are not counted yet.
+        Like `lookup` otherwise; keys whose state is PADDING are zeros and add nothing. `state` gets the tiers, which
+        are not counted yet.
         """
         table = self.table
         cache = table.device
@@ -148,7 +148,7 @@ class TableView:
         return vectors
 
     def _rows_of_overlays(self, keys: Keys, state: States, dtype: Any) -> Vectors:
-        """Rows of the keys that deltas answer, in their order; their states are set."""
+        """Rows of the keys that deltas answer, in their order; sets their states."""
         rows = np.empty((len(keys), self.table.spec.dim), dtype)
         self._answer_overlaid(keys, rows, state, DTYPES.index(rows.dtype))
         answered: Vectors = rows[(state != _PENDING) & (state != PADDING)]
@@ -168,10 +168,7 @@ class TableView:
         return changed
 
     def _below_device(self, keys: Keys, dtype: Any) -> tuple[Vectors, States]:
-        """(rows of `dtype`, states) of keys that the device tier does not hold, from the tiers below it.
-
-        None of them is in the overlays.
-        """
+        """Look up keys that the device tier and the overlays lack in the tiers below: (rows of `dtype`, states)."""
         table = self.table
         rows, state = np.empty((len(keys), table.spec.dim), dtype), np.zeros(len(keys), np.uint8)
         if table.host is not None:
@@ -182,10 +179,10 @@ class TableView:
         return rows, state
 
     def warm(self, keys: Keys, at: int) -> None:
-        """Read one batch of hot keys, after `at` hotter ones, into the tier that they belong to.
+        """Read one batch of hot keys, after `at` hotter ones, into the tier for their rank.
 
-        For a version that serves. As in every promotion, keys in the overlays are left out, and no delta newer than the
-        view is folded meanwhile.
+        For a version that serves. As in every promotion, keys in the overlays are left out, and no delta newer than
+        the view is folded meanwhile.
         """
         table = self.table
         cache = table.host if table.device is None or at >= table.device.capacity_rows else table.device

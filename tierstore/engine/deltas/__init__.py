@@ -1,3 +1,3 @@
-"""The way of a delta: the log, the overlays of what is served, the fold into the tiers, the
-replay onto a version that opens.
+"""Deltas: the log, the overlays over what is served, the fold into the tiers, and the replay for a version that
+opens.
 """

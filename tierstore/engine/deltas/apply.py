@@ -1,10 +1,10 @@
-"""The way of a delta into what is served.
+"""Applying a delta: checked, logged, and published in all versions that are served.
 
-There is one log, and a delta goes into every version that is served: all their views are published as one, before the
-delta is acknowledged. Any thread may apply, one at a time (`LiveViews.write`); look-ups wait for none of it. A large
-delta is worked on at a low priority (docs/decisions/delta-latency.md).
+There is one log, and a delta goes into every served version: all their views are published in one step, before the
+delta is acknowledged. Any thread may apply, one at a time (`LiveViews.write`); look-ups never wait for it. A large
+delta is handled at a low priority (docs/decisions/delta-latency.md).
 
-After a crash: a delta that was acknowledged is in the log; the view is made again by replay.
+After a crash: an acknowledged delta is in the log; the view is made again by replay.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from tierstore.types import DeltaResult, TableSpec
 
 log = logging.getLogger(__name__)
 
-Brought = dict[Version, Heads]  # a delta's dense parts, ready to run, by version
+Brought = dict[Version, Heads]  # version → dense parts of a delta, ready to run
 
 
 class DeltaPath:
-    """Deltas of one model: checked, logged, and published.
+    """Applies the deltas of one model.
 
-    `specs_of` gives the tables of a version that may not be served, or None for one that does not exist (yet). `dense`
-    makes a delta's dense part ready, if it has one.
+    `specs_of` gives the tables of a version that may not be served, or None if it does not exist (yet). `dense` makes
+    a delta's dense part ready, if it has one.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class DeltaPath:
     ) -> DeltaResult:
         """Log a delta, then publish it. On return it is durable, and every request that starts sees it whole.
 
-        `data` is what `delta` was read from. `origin` is logged with it: a source finds there how far it
-        has read. lenient: it is acknowledged already, so of what does not fit a version nothing is applied
-        to that one, as in a catch-up.
+        `data` is what `delta` was read from. `origin` is logged with it: a source finds there how far it has read.
+        lenient: for a delta that was acknowledged before; parts that do not fit a version are skipped there, as in a
+        catch-up.
         """
         if delta.dense:  # the threads of a session would inherit the priority
             return self._apply(delta, data, origin, lenient)
@@ -109,8 +109,8 @@ class DeltaPath:
                 overlays = self._overlays(delta, views, served, brought)
             try:
                 self._log_and_publish(delta, data, origin, views, overlays, served)
-            except BaseException:  # if it is in the log it will be taken for held
-                with contextlib.suppress(Exception):  # else the next delta tries again
+            except BaseException:  # if it is in the log it counts as held
+                with contextlib.suppress(Exception):  # otherwise the next delta tries again
                     self._show_logged()
                 raise
             if undone is None:
@@ -122,7 +122,7 @@ class DeltaPath:
         return DeltaResult(model, delta.seq, applied=True)
 
     def held(self, head: DeltaHead) -> DeltaResult | None:
-        """The result for a delta that the log has, which need not be decoded; None for another one, of whatever seq."""
+        """The result for a delta that the log has already, which need not be decoded; None for any other delta."""
         if self._log.digest(head.seq) != head.digest:
             return None
         with self._live.write:
@@ -136,14 +136,14 @@ class DeltaPath:
         return DeltaResult(self._live.model, seq, applied=False, send_as=(self._log.last or 0) + 1 if undone else None)
 
     def check(self, delta: Delta, served: Routing) -> list[Overlay]:
-        """What a delta would put over the views that are served; DeltaError where it does not fit one.
+        """The overlays that a delta would add to the views that are served; DeltaError if it does not fit one.
 
-        Nothing is changed.
+        Changes nothing.
         """
         return self._overlays(delta, [view for view in served.views if view.seq < delta.seq], served, {})
 
     def _fitting(self, delta: Delta, view: View, served: Routing, brought: Brought) -> Overlay:
-        """What of a delta fits one version."""
+        """The overlay of a delta for one version, with the parts that fit it."""
         why: str | None = None
         for part in (delta, replace(delta, dense={})):
             try:
@@ -161,7 +161,7 @@ class DeltaPath:
         return Overlay(delta.seq, delta.seq, {})
 
     def _overlays(self, delta: Delta, views: Sequence[View], served: Routing, brought: Brought) -> list[Overlay]:
-        """One overlay a view, checked: nothing is changed yet."""
+        """One overlay for each view, checked: nothing is changed yet."""
         overlays = [self._encode(delta, view, served) for view in views]
         base = delta.base_version
         if base is not None and served.numbered(base) is None and (specs := self._specs_of(base)) is not None:
@@ -185,7 +185,7 @@ class DeltaPath:
         served: Routing,
     ) -> None:
         def log_it() -> None:
-            self._record.repair()  # else the next start might serve another version, without this delta
+            self._record.repair()  # or the next start might serve another version, without this delta
             by_view = list(zip(views, overlays, strict=True))
             passed_over = [view.version for view, overlay in by_view if overlay.passed_over]
             self._log.append(delta.seq, data, delta.digest, with_passed_over(origin, passed_over))
@@ -206,9 +206,9 @@ class DeltaPath:
         seq: int,
         first: Callable[[], None] = lambda: None,
     ) -> None:
-        """Put overlays, whose bytes are reserved, over views.
+        """Publish overlays, whose bytes are reserved, over views.
 
-        What may fail comes before `first`, but for want of memory.
+        Everything that may fail comes before `first`, except for lack of memory.
         """
         budget, after = self._live.overlay_budget, served
         reserved = surplus = _bytes(overlays)
@@ -220,7 +220,7 @@ class DeltaPath:
             after = served.with_views(
                 View(view.open_version, stacked, seq) for view, stacked in zip(views, stacks, strict=True)
             )
-            # rows that a newer delta in the same overlay replaced are gone
+            # frees rows that a newer delta in the same overlay replaced
             surplus = sum(view.overlay_bytes for view in views) + reserved - sum(map(_bytes, stacks))
             first()
             self._live.publisher.publish(after)
@@ -231,7 +231,7 @@ class DeltaPath:
         budget.release(surplus)
 
     def _show_logged(self) -> None:
-        """Publish what the log has and views lack: where something came between (Ctrl-C, no memory). Holds `write`."""
+        """Publish deltas of the log that views lack, after an interruption (Ctrl-C, no memory). Holds `write`."""
         for view in self._live.served.views:
             served, budget = self._live.served, self._live.overlay_budget
             if not missing(view, self._log):
@@ -254,7 +254,7 @@ class DeltaPath:
     def _brought_ahead(self, delta: Delta) -> Brought:
         """A delta's dense parts, made before `write` is held, so that no other producer waits for them.
 
-        The delta's turn may change until then: what is doubtful is made later.
+        The delta's turn may change until then: doubtful parts are made later.
         """
         last = self._log.last
         if not delta.dense or last is None or delta.seq != last + 1:
@@ -267,7 +267,7 @@ class DeltaPath:
             }
 
     def _check_log(self, delta: Delta, served: Routing) -> None:
-        """NotReady where the log is so damaged that it accepts no delta, or cannot say whether it had this one."""
+        """NotReady if the log is so damaged that it accepts no delta, or cannot say whether it had this one."""
         why = self._log.unusable or (self._log.why_lost(delta.seq) if served.active is None else None)
         if why is not None:
             raise NotReady(f"model {self._live.model!r} takes no delta {delta.seq}: {why}")
@@ -275,7 +275,7 @@ class DeltaPath:
     def _is_held(self, delta: Delta, served: Routing) -> bool:
         """Whether the log has this delta.
 
-        Conflict for one of other content, SequenceGap for one that is not the next.
+        Conflict for a delta of other content with this seq, SequenceGap for one that is not the next.
         """
         model, last = self._live.model, self._log.last
         if last is None:
@@ -297,7 +297,7 @@ class DeltaPath:
 
 @contextmanager
 def _naming_the_canary(view: View, served: Routing) -> Iterator[None]:
-    """An error because of the canary says so: the active version could accept the delta."""
+    """Add to an error that the canary caused it: the active version could accept the delta."""
     try:
         yield
     except (DeltaError, TooLarge) as error:

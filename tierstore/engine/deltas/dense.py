@@ -1,7 +1,7 @@
 """The dense parts of a model: made into sessions, checked and warmed before they serve.
 
 `open` is for the thread that makes a version ready, `of_delta` for the thread that applies a delta; neither needs a
-lock that look-ups need. Sessions live in memory only: the version's directory and the delta log hold the graphs.
+lock that look-ups need. Sessions are in memory only: the version's directory and the delta log hold the graphs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _KEPT_COUNTS = 8 * MOST_HEADS
 
 
 class DenseParts:
-    """What deltas bring of a model's dense parts."""
+    """Makes the dense parts of one model ready: of versions that open, and of deltas."""
 
     def __init__(
         self,
@@ -59,29 +59,29 @@ class DenseParts:
         active: Callable[[], View | None],
     ) -> None:
         self._model, self._runtime, self._info_of, self._active = model, runtime, info_of, active
-        self._counts: dict[str, DenseCounts] = {}  # by head, of those that there were; over all versions
+        self._counts: dict[str, DenseCounts] = {}  # by head, also heads that are gone; over all versions
 
     def counts_of(self, head: str) -> DenseCounts:
-        """The runs of a head, over all versions."""
+        """The counts of a head's runs, over all versions."""
         if head not in self._counts and len(self._counts) >= _KEPT_COUNTS:  # heads may come and go without end
             self._counts.pop(next(iter(self._counts)), None)
         return self._counts.setdefault(head, DenseCounts())
 
     @property
     def missing(self) -> str | None:
-        """Why no dense part can be served here; None where they can."""
+        """Why no dense part can be served here; None if they can."""
         return self._runtime.missing
 
     @property
     def kept(self) -> str:
-        """What a status document says of the dense part of a version that is not open."""
+        """The status text for the dense part of a version that is not open."""
         return "kept" if self._runtime.missing is None else f"kept, not served: {self._runtime.missing}"
 
     def open(self, version: Version, *, lenient: bool) -> None:
-        """Have a version's dense parts ready to run; nothing to do for those that are.
+        """Make a version's dense parts ready to run, unless they are.
 
-        The version must hold the deltas that brought them. SnapshotError for one that cannot be served; if `lenient`
-        the version goes without, and says so.
+        The version must hold the deltas that brought them. SnapshotError for a dense part that cannot be served; if
+        `lenient` the version goes without, and says so.
         """
         opened = dict(version.heads)
         for head in version.info.heads:
@@ -116,11 +116,11 @@ class DenseParts:
     def of_delta(
         self, delta: Delta, graphs: Mapping[str, bytes], view: View, *, accepted: bool = False, waits: bool = True
     ) -> dict[str, DenseHead]:
-        """The new dense parts of a delta, run on `view`, which the caller holds; not run without the extra. DeltaError.
+        """The new dense parts of a delta, tried on `view`, which the caller holds; not tried without the extra.
+        DeltaError.
 
-        For `accepted` and `waits` see `Runtime.load`.
-        Of a delta that is for every version, an input that is a feature of the active version must be one here as well:
-        else requests that suit that one would make no sense to this one.
+        For `accepted` and `waits` see `Runtime.load`. In a delta for every version, an input that is a feature of the
+        active version must be a feature here too: otherwise requests for that version would make no sense to this one.
         """
         heads = with_brought(view.heads, {head: DenseHead(graph=graph) for head, graph in graphs.items()})
         if len(heads.keys() - {""}) > MOST_HEADS:
@@ -162,9 +162,10 @@ class DenseParts:
                 raise _unfit(delta, head, f"does not fit version {number}", error) from error
 
     def _warm(self, session: DenseSession, view: View, head: str) -> None:
-        """Run it: on requests made from its signature, then on those recorded in the snapshot, which must succeed.
+        """Run a session: on requests made from its signature, then on requests recorded in the snapshot, which must
+        succeed.
 
-        The former may fail, but not for their time or memory: they are small.
+        The first may fail, but not for lack of time or memory: they are small.
         """
         try:
             warm(session, lambda feature, lead: _rows(view, feature, lead), yield_to_requests)
@@ -192,7 +193,7 @@ def _check_meaning(session: DenseSession, view: View, active: View) -> None:
 
 
 def part_of(head: str) -> str:
-    """The head in a message, and a blank after it; nothing for the one without a name."""
+    """The head in a message, followed by a blank; empty for the head without a name."""
     return f"{head!r} " if head else ""
 
 
@@ -201,7 +202,7 @@ def _unfit(delta: Delta, head: str, what: str, error: Exception) -> DeltaError:
 
 
 def check_dense(info: VersionInfo, head: str, model: bytes) -> None:
-    """Corruption where a version's dense part is not what was written."""
+    """Corruption if a version's dense part is not the one that was written."""
     expected = info.heads.get(head)
     if expected is not None and xxhash.xxh3_64_hexdigest(model) != expected:
         raise Corruption(
@@ -211,7 +212,7 @@ def check_dense(info: VersionInfo, head: str, model: bytes) -> None:
 
 
 def recorded(info: VersionInfo, head: str) -> list[Path]:
-    """The requests recorded for a head of a version, in order."""
+    """The recorded requests of a version's head, in order."""
     folder = info.where.requests(head)
     return sorted(folder.glob("*.npz")) if folder.is_dir() else []
 

@@ -22,8 +22,8 @@ _MOST_FOLDING = 0.1  # of the time
 class Folder:
     """Folds the overlays of one model, on one thread at a time.
 
-    An overlay is `grace_s` old before it is folded, so that deltas merge in memory. `share` says how much of the time
-    folds may take, 0 to 1, but never 0.
+    An overlay is folded `grace_s` after it was made, so that deltas merge in memory. `share`: the share of the time
+    that folds may take, above 0 and at most 1.
     """
 
     def __init__(self, live: LiveViews, grace_s: float, share: Callable[[], float] = lambda: 1.0) -> None:
@@ -36,18 +36,16 @@ class Folder:
 
     @property
     def pressed(self) -> bool:
-        """Whether what is not folded takes much of the memory that it may."""
+        """Whether unfolded deltas take much of their memory budget."""
         budget = self._live.overlay_budget
         return 4 * budget.used > budget.total
 
     def fold_due(self) -> float:
         """Fold the oldest overlay into the tiers, if that may be done now, then publish a view without it.
 
-        Producers and look-ups go on.
-
-        Returns the seconds until one may be folded, NEVER_S while nothing changes. An overlay that requests read
-        beneath is chosen all the same, and takes no delta in from then on; of two versions it is that of the one whose
-        readers have left.
+        Producers and look-ups go on. Returns the seconds until one may be folded, NEVER_S while nothing changes. An
+        overlay that requests read beneath is chosen all the same, and takes in no delta from then on; of two versions,
+        the one whose readers have left is chosen.
         """
         live, changed = self._live, self._live.publisher.changed
         with changed:
@@ -57,7 +55,7 @@ class Folder:
             self._choose(None)
             return NEVER_S
         now_s = time.monotonic()
-        # what comes in a pause is merged in memory: a fold costs much the same, be it of one delta or of fifty
+        # deltas in a pause are merged in memory: a fold of one delta takes about as long as a fold of fifty
         until_s = view.overlays[-1].born_s + self._grace_s
         if not self.pressed:
             until_s = max(until_s, self._pause_until_s)
@@ -70,15 +68,15 @@ class Folder:
             took_s = self._fold(view)
         finally:
             self._choose(None)
-        # forty times as long as each delta waits in any case, at most
+        # at most forty times as long as each delta waits in any case
         pause_s = min(took_s / (_MOST_FOLDING * self._share()), 40 * self._grace_s, 2.0)
         self._pause_until_s = time.monotonic() + pause_s
         return 0.0
 
     def _choose(self, version: Version | None) -> View | None:
-        """Have no delta merge any more into the oldest overlay of a version as it is served now.
+        """Freeze the oldest overlay of a version's current view, so that no delta is merged into it.
 
-        None: it has none, and all overlays take deltas in.
+        None if there is none, and all overlays take in deltas.
         """
         live = self._live
         if version is None and live.folding is None:
@@ -94,7 +92,7 @@ class Folder:
             return version.rows.may_fold(seq) and not self._live.publisher.read_below(version, seq)
 
     def _fold(self, view: View) -> float:
-        """Returns the seconds that it took."""
+        """Fold the view's oldest overlay. Returns the seconds taken."""
         live, version, oldest = self._live, view.open_version, view.overlays[-1]
         began_s = time.monotonic()
         if len(view.overlays) > 1:  # deltas arrive faster than they are folded
@@ -111,9 +109,8 @@ class Folder:
         return time.monotonic() - began_s
 
     def tidy(self, stopping: Callable[[], bool]) -> None:
-        """Put the files of changed rows of what serves in order. It is broken off where deltas need the fold more.
-
-        StorageError, Corruption.
+        """Tidy the files of changed rows of served versions. Stops if deltas need the fold more. StorageError,
+        Corruption.
         """
         live = self._live
         for version in [view.open_version for view in live.served.views if view.open_version.rows.needs_tidying()]:
@@ -128,5 +125,5 @@ class Folder:
             in_background(lambda version=version, give_up=give_up: version.tidy(give_up))  # type: ignore[misc]
             with live.write:
                 now = live.served.view_of(version)
-                if now is not None:  # for compiled readers to let go of what it replaced
+                if now is not None:  # compiled readers then release what it replaced
                     live.publisher.publish(live.served.with_views([View(version, now.overlays, now.seq)]))

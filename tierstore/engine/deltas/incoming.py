@@ -1,4 +1,4 @@
-"""A delta as it comes: which it is, before it is decoded; decoded within the memory that is there for all that come.
+"""An incoming delta: identified before it is decoded, and decoded within a memory budget for all of them.
 
 Any thread.
 """
@@ -20,14 +20,14 @@ from tierstore.tiers.background import in_background
 
 Source = bytes | bytearray | memoryview | str | Path
 
-LARGE_BYTES = 1 << 20  # deltas from here on take milliseconds of a processor, which look-ups would wait for
+LARGE_BYTES = 1 << 20  # larger deltas take milliseconds of a processor, which look-ups would wait for
 KEPT_BYTES = 16 << 20
 _KEY_BYTES = 32  # of a row in an overlay beside its numbers, at most: key, index, marks
 T = TypeVar("T")
 
 
 class IncomingDelta:
-    """A delta, given as bytes or as a path. DeltaError where it cannot be read, or is not the one that is expected."""
+    """A delta, given as bytes or a path. DeltaError if it cannot be read, or is not the expected one."""
 
     def __init__(self, source: Source, model: str | None, seq: int | None) -> None:
         self.data = _bytes_of(source)
@@ -39,9 +39,9 @@ class IncomingDelta:
 
     @contextmanager
     def decoded(self, decoding: DecodeBudget, unfolded: OverlayBudget) -> Iterator[Delta]:
-        """The delta, whose bytes are reserved for the length of the block. Overloaded where others have them.
+        """Decode the delta; its bytes stay reserved for the block. Overloaded if other deltas have them.
 
-        They are those of its batches, of the rows that are gathered from them, and of these as they are stored.
+        The bytes are those of its batches, of the rows gathered from them, and of these as stored.
         """
         with decoding.reserved(self.head.decoded_bytes) as more:
             delta = gently(self.data, unfolded, lambda: read_delta(self.data, reserve=more))
@@ -50,15 +50,15 @@ class IncomingDelta:
 
 
 class DecodedDeltas:
-    """Deltas of a node's models that one part of it has decoded, for the parts that need them next.
+    """Decoded deltas of a node's models, kept by one part of the node for the parts that need them next.
 
-    By their digests, the newest ones that fit into `KEPT_BYTES`. Any thread.
+    By digest, the newest that fit into `KEPT_BYTES`. Any thread.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         # guarded by _lock
-        self._kept: dict[str, Delta] = {}  # the oldest first
+        self._kept: dict[str, Delta] = {}  # oldest first
         self._bytes = 0
 
     def add(self, delta: Delta) -> Delta:
@@ -71,12 +71,12 @@ class DecodedDeltas:
         return delta
 
     def read(self, data: bytes, digest: str) -> Delta:
-        """The delta of these bytes. DeltaError where they are none."""
+        """Decode the delta in these bytes. DeltaError if they are none."""
         return self._kept.get(digest) or self.add(read_delta(data))
 
 
 def _bytes_in_memory(delta: Delta) -> int:
-    """Bytes of its rows and their keys, at most."""
+    """An upper bound on the bytes of its rows and keys."""
     return sum(len(table.keys) * (4 * (table.dim or 0) + _KEY_BYTES) for table in delta.tables.values())
 
 
@@ -86,7 +86,7 @@ def gently(data: bytes | memoryview, unfolded: OverlayBudget, work: Callable[[],
 
 
 def _bytes_of(source: bytes | bytearray | memoryview | str | Path) -> bytes | memoryview:
-    """The bytes of a delta, given as such or as a path or file:// URL. DeltaError where they cannot be read."""
+    """The bytes of a delta, given as such or as a path or file:// URL. DeltaError if they cannot be read."""
     if isinstance(source, bytes):
         return source
     if isinstance(source, (bytearray, memoryview)):

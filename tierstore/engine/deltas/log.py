@@ -1,18 +1,19 @@
-"""The delta log of a model: one file a delta, the source of truth for what was acknowledged.
+"""The delta log of a model: one file a delta, the source of truth for acknowledged deltas.
 
 One writer (the model's write lock). `read` and the properties: any thread that holds that lock, or that can handle an
 entry that was pruned meanwhile (NotFound).
 
-After a crash: an entry is there whole, under a name that carries its sequence number and its digest, or not at
-all. `base.json` holds `start`: entries at or below it do not count, whether or not their files are gone already.
+After a crash: an entry is there whole, under a name that has its sequence number and its digest, or not at all.
+`base.json` holds `start`: entries at or below it do not count, whether or not their files are gone already.
 
-A log that is damaged opens all the same, and says so by `damage`. What is lost of it cannot be read, so a version that
-lacks some of that is not served; one that lacks nothing of it can be. Where `base.json` is lost, every entry counts as
-lost, and nothing is added or forgotten until it is back, or `restart` begins the log again.
+A damaged log opens all the same, and reports it by `damage`. Lost entries cannot be read, so a version that lacks some
+of them is not served; a version that lacks none can be. If `base.json` is lost, every entry counts as lost, and
+nothing is added or forgotten until it is back, or `restart` begins the log again.
 
-`log.end`, next to the log's directory, names the newest entry: where the log ends before it, what lies between is lost.
-It is written once an entry is durable, in place and without a flush of its own. So it never names an entry that is not
-durable, and after a power failure it may name an earlier one. Where the log begins again earlier, it is durable first.
+`log.end`, next to the log's directory, names the newest entry: if the log ends before it, the entries between are
+lost. It is written once an entry is durable, in place and without a flush of its own. So it never names an entry that
+is not durable, and after a power failure it may name an earlier one. If the log begins again earlier, it is made
+durable first.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ END_DIGITS = 20  # in `log.end`, as in the names of entries
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Deltas `first` to `last`, whose acknowledged content the log does not have. `why` also says what to do."""
+    """Deltas `first` to `last`, acknowledged, whose content the log does not have. `why` also says what to do."""
 
     first: int
     last: int
@@ -52,7 +53,7 @@ class Lost:
 
 
 class DeltaLog:
-    """Entries `start + 1 … last`, contiguous but for what is lost.
+    """Entries `start + 1 … last`, contiguous except for lost ones.
 
     `start` is None until the first restart: no delta fits yet.
     """
@@ -64,10 +65,10 @@ class DeltaLog:
         self.last: int | None = None  # the newest seq held, or None where the log has not begun
         self._entries: dict[int, str] = {}  # seq → digest, ascending
         self._lost: list[Lost] = []  # ascending
-        self.unusable: str | None = None  # why nothing may be added or forgotten: where the log begins is not known
-        self._base_in_doubt = False  # base.json may say something else than `start`
-        self._end = 0  # that the file of that name says; 0 where there is none
-        self._in_doubt: list[tuple[int, Path]] = []  # entries that may have their names though nothing counts them
+        self.unusable: str | None = None  # why nothing may be added or forgotten: it is unknown where the log begins
+        self._base_in_doubt = False  # base.json may differ from `start`
+        self._end = 0  # the number in that file; 0 without one
+        self._in_doubt: list[tuple[int, Path]] = []  # entries that may have their names although they do not count
         try:
             files.make_dir(where.log)
             found = where.log_on_disk()
@@ -75,7 +76,7 @@ class DeltaLog:
             self._give_up(f"delta log {where.log} cannot be used: {error}; mend that and start again", [])
             self.last = MAX_ORDINAL  # there may be more than any version holds
             return
-        with contextlib.suppress(StorageError):  # what cannot be removed does no harm
+        with contextlib.suppress(StorageError):  # files that cannot be removed do no harm
             files.sweep(where.log)
         try:
             self._end = _read_end(where)
@@ -92,7 +93,7 @@ class DeltaLog:
         paths: dict[int, list[Path]] = {}
         for seq, digest, path in found:
             if seq <= start:
-                _remove(path)  # below a restart or a prune that was cut off
+                _remove(path)  # below a restart or a prune that was interrupted
             else:
                 paths.setdefault(seq, []).append(path)
                 self._entries[seq] = digest
@@ -131,9 +132,9 @@ class DeltaLog:
         return Corruption(f"{self._where.log_base} is missing, which says where the entries in {self._where.log} begin")
 
     def seen(self, watermark: int, *, from_log: bool) -> None:
-        """A version holds the deltas up to `watermark`: where nothing else says how far the log went, that does.
+        """Learn that a version holds the deltas up to `watermark`: how far the log went, if nothing else says that.
 
-        `from_log` where they were not all in its snapshot: then the log had begun.
+        `from_log`: they were not all in its snapshot, so the log had begun.
         """
         if self.start is None and from_log:
             self._give_up(f"{self._no_beginning()}; {_how_to_begin([], self._end)}", [])
@@ -142,18 +143,17 @@ class DeltaLog:
 
     @property
     def damage(self) -> list[str]:
-        """What is wrong with the log, and what to do."""
+        """Faults of the log, and what to do."""
         return [lost.why for lost in self._lost] if self.unusable is None else [self.unusable]
 
     def status(self) -> dict[str, int | None]:
-        """`start`, `last` (None where they are not known), and how many `entries` there are."""
+        """`start`, `last` (None if unknown), and how many `entries` there are."""
         start, last = (self.start, self.last) if self.unusable is None else (None, None)
         return {"start": start, "last": last, "entries": self.entries}
 
     def check(self) -> None:
-        """Read the files that say where it begins and ends.
-
-        StorageError where that cannot be, or is not what was written.
+        """Check the files that say where the log begins and ends. StorageError if they cannot be read or are
+        damaged.
         """
         _read_start(self._where)
         files.read_number(self._where.log_end)
@@ -163,13 +163,13 @@ class DeltaLog:
         return [seq for seq in list(self._entries) if self.why_lost(seq) is None]
 
     def lost_above(self, seq: int) -> str | None:
-        """Why a version with the deltas up to `seq` cannot have those that came later; None where it can."""
+        """Why a version with the deltas up to `seq` cannot get the later ones; None if it can."""
         if self.unusable is not None:
             return self.unusable if seq < (self.last or 0) else None
         return next((lost.why for lost in self._lost if lost.last > seq), None)
 
     def why_lost(self, seq: int) -> str | None:
-        """Why it is not known what was acknowledged as delta `seq`; None where it is."""
+        """Why it is unknown what was acknowledged as delta `seq`; None if it is known."""
         return self.unusable or next((lost.why for lost in self._lost if lost.first <= seq <= lost.last), None)
 
     @property
@@ -187,14 +187,14 @@ class DeltaLog:
         return self._entries.get(seq)
 
     def digest_of(self, after: int, upto: int) -> str | None:
-        """One digest of the digests of entries `after + 1` to `upto`; None where one of them is not held."""
+        """One digest of the digests of entries `after + 1` to `upto`; None if one of them is not held."""
         if after < (self.start or 0) or upto > (self.last or 0):
             return None
         held = [digest for seq in range(after + 1, upto + 1) if (digest := self._entries.get(seq)) is not None]
         return xxhash.xxh3_64_hexdigest("".join(held).encode()) if len(held) == upto - after else None
 
     def received_s(self, seq: int) -> float | None:
-        """When an entry was written here, seconds since 1970; None where it is not held (any more)."""
+        """When an entry was written here, seconds since 1970; None if it is not held (any more)."""
         digest = self._entries.get(seq)
         return None if digest is None else _changed_s(self._where.log_entry(seq, digest)) or None
 
@@ -217,7 +217,7 @@ class DeltaLog:
             self._entries[seq] = digest
             self.last = seq  # from here on it counts
         except BaseException:
-            # not acknowledged, so the next start must not find it next to another delta of that seq
+            # it is not acknowledged, so the next start must not find it next to another delta of that seq
             with contextlib.suppress(StorageError):
                 self._resolve_doubts()
             raise
@@ -227,7 +227,7 @@ class DeltaLog:
         try:
             _write_end(self._where, seq)
             self._end = seq
-        except OSError as error:  # it only says less than it could
+        except OSError as error:  # the file only says less than it could
             logger.warning("%s cannot be written: %s", self._where.log_end, error)
 
     def _resolve_doubts(self) -> None:
@@ -261,11 +261,11 @@ class DeltaLog:
         return data
 
     def newest_origin(self, source: str) -> Origin | None:
-        """The origin of the newest entry that came from `source`, which is the origin's field of that name."""
+        """The origin of the newest entry that came from `source`, the origin's field of that name."""
         for seq in sorted(self._entries, reverse=True):
             try:
                 origin = origins.read(self._where.log_entry(seq, self._entries[seq]))
-            except OSError as error:  # `read` reports it where the delta is needed
+            except OSError as error:  # `read` reports it when the delta is needed
                 logger.warning("the origin of delta %d cannot be read: %s", seq, error)
                 continue
             if origin is not None and origin.get("source") == source:
@@ -282,7 +282,7 @@ class DeltaLog:
         return version in origins.passed_over_by(origin)
 
     def event_time(self, seq: int) -> datetime | None:
-        """When an entry happened, by its first message alone; None where it is not held, or is damaged."""
+        """The event time of an entry, from its first message alone; None if it is not held, or is damaged."""
         digest = self._entries.get(seq)
         try:
             return None if digest is None else read_event_time(self._where.log_entry(seq, digest))
@@ -290,7 +290,7 @@ class DeltaLog:
             return None
 
     def restart(self, seq: int) -> None:
-        """Begin again after `seq`; every entry held is forgotten."""
+        """Begin again after `seq`; all entries are forgotten."""
         if seq < self._end:
             # durable before the beginning is moved, or a crash in between would look like a loss
             files.publish_bytes(self._where.log_end, files.checked_number(seq, digits=END_DIGITS))
@@ -299,7 +299,7 @@ class DeltaLog:
         self._forget_to(seq, list(self._entries))
         self.last = seq
         self._note_end(seq)
-        for path in beyond:  # the next start would take these for what came after
+        for path in beyond:  # the next start would take these for later entries
             files.remove_file(path)
 
     def ages(self) -> Iterator[tuple[int, float]]:
@@ -318,7 +318,7 @@ class DeltaLog:
         try:
             self._publish_start(start)
         except BaseException:
-            # it may have its name all the same, and the next start would then drop what is acknowledged
+            # it may have its name all the same, and the next start would then drop acknowledged deltas
             with contextlib.suppress(StorageError):
                 if self.start is None or self.unusable is not None:
                     files.remove_file(self._where.log_base)
@@ -348,9 +348,7 @@ def _read_start(where: ModelDirectory) -> int | None:
 
 
 def _read_end(where: ModelDirectory) -> int:
-    """What `log.end` says; 0 where there is none (of an earlier release), or where it is
-    damaged, which its content shows.
-    """
+    """The number in `log.end`; 0 without one (an earlier release), or if its content is damaged."""
     try:
         text = files.read_number(where.log_end)
     except StorageError as error:
@@ -360,7 +358,7 @@ def _read_end(where: ModelDirectory) -> int:
 
 
 def _write_end(where: ModelDirectory, seq: int) -> None:
-    """In place, always of one length: a sector has the old number or the new one, wherever the power fails."""
+    """Write in place, always the same length: a sector has the old number or the new one, wherever the power fails."""
     fd = os.open(where.log_end, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         os.ftruncate(fd, os.pwrite(fd, files.checked_number(seq, digits=END_DIGITS), 0))
@@ -377,7 +375,7 @@ def _how_to_begin(found: list[tuple[int, str, Path]], end: int) -> str:
 
 
 def _changed_s(path: Path) -> float:
-    """When a file was written last, seconds since 1970; 0 for one that was removed and is not needed any more."""
+    """When a file was last written, seconds since 1970; 0 for a file that was removed and is not needed any more."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:
@@ -385,6 +383,6 @@ def _changed_s(path: Path) -> float:
 
 
 def _remove(path: Path) -> None:
-    # what stays behind is removed at the next start
+    # files left behind are removed at the next start
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)

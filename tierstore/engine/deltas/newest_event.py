@@ -1,8 +1,7 @@
 """The event time of the newest delta that a model shows: how fresh its answers are.
 
-An applied delta brings its own event time. After a start, and after a rollback to a delta, it is read from the log. A
-producer's clock may be ahead, so an event time never counts as later than the moment the delta was received.
-Any thread.
+An applied delta brings its event time. After a start, and after a rollback to a delta, it is read from the log. A
+producer's clock may be ahead, so an event time never counts as later than the receipt of the delta. Any thread.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from tierstore.engine.serving.undone_record import Undone
 
 
 class Event(NamedTuple):
-    """When a delta happened, as it says, and when it was received."""
+    """The event time of a delta, as it says, and when it was received."""
 
     time: datetime
     received: datetime
 
     @property
     def since(self) -> datetime:
-        """From when on it is counted how old it is."""
+        """The moment from which the delta's age counts."""
         return min(self.time, self.received)
 
 
@@ -31,14 +30,14 @@ class NewestEvent:
 
     def __init__(self, log: DeltaLog) -> None:
         self._log = log
-        self._cached: tuple[int, Undone, Event | None] | None = None  # as of a seq; replaced whole
+        self._cached: tuple[int, Undone, Event | None] | None = None  # as of a seq; replaced as a whole
 
     def applied(self, seq: int, event_time: datetime) -> None:
-        """Delta `seq`, which came just now, is visible. One thread at a time."""
+        """Note that delta `seq`, which came just now, is visible. One thread at a time."""
         self._cached = seq, self._log.undone, Event(event_time, datetime.now(UTC))
 
     def at(self, seq: int) -> Event | None:
-        """The event of the newest delta up to `seq` that is not undone; None where the log does not have it."""
+        """The event of the newest delta up to `seq` that is not undone; None if the log does not have it."""
         cached, undone = self._cached, self._log.undone
         if cached is None or cached[0] != seq or cached[1] is not undone:
             cached = self._cached = seq, undone, self._read(seq, undone)

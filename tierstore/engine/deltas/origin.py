@@ -1,7 +1,6 @@
-"""Where a logged delta came from, and who passed over its dense part, as the end of its file in the delta log:
-written with the delta, in one step.
+"""The origin of a logged delta, and which versions passed over its dense part: the end of its file in the delta log.
 
-Pure functions over bytes. The layout is in `schema/layout.md`.
+Written with the delta, in one step. Pure functions over bytes. The layout is in `schema/layout.md`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import xxhash
 
 from tierstore.errors import Corruption
 
-Origin = Mapping[str, Any]  # a JSON object; its source knows what is in it, but for the field below
+Origin = Mapping[str, Any]  # a JSON object; only its source knows its content, except for the field below
 
 PASSED_OVER_BY = "dense_passed_over_by"  # versions that served and did not accept the delta's dense part
 
@@ -26,7 +25,7 @@ _END = struct.Struct("<QQ8s")  # XXH3-64 of the document, its length, the magic
 
 
 def encode(origin: Origin) -> bytes:
-    """What follows the bytes of a delta in its file."""
+    """The bytes behind a delta in its file."""
     document = json.dumps(origin, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
     return document + _END.pack(xxhash.xxh3_64_intdigest(document), len(document), _MAGIC)
 
@@ -43,7 +42,7 @@ def passed_over_by(origin: Origin | None) -> Collection[int]:
 
 
 def split(data: bytes, path: Path) -> tuple[bytes, Origin | None]:
-    """(the delta, its origin or None) of the content of a file. Corruption where there is an origin that is damaged."""
+    """Split the content of a file: (the delta, its origin or None). Corruption if the origin is damaged."""
     if not data.endswith(_MAGIC):
         return data, None
     begin = len(data) - _END.size

@@ -1,6 +1,6 @@
-"""Catching a version up from the delta log, while it does not serve.
+"""Catching up: replaying the delta log onto a version that does not serve.
 
-For one thread at a time a version. A crash in between loses nothing: each fold carries its watermark.
+For one thread at a time for each version. A crash in between loses nothing: each fold has its watermark.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tierstore.types import Progress, ProgressFn
 
 log = logging.getLogger(__name__)
 
-FOLD_BYTES = 64 << 20  # of deltas that are folded as one
+FOLD_BYTES = 64 << 20  # bytes of deltas that are folded together
 MOST_STALLS = 5  # rounds in which deltas came as fast as they were replayed
 
 
@@ -39,14 +39,12 @@ def catch_up(
     undone: Undone | None = None,
     progress: ProgressFn | None = None,
 ) -> None:
-    """Fold what the log holds above the watermark of `version`, until at most `lag` deltas are missing.
+    """Fold the log's deltas above the watermark of `version`, until at most `lag` are missing.
 
-    Of deltas that are `undone` (None: as the log says) only the watermark moves on.
-
-    The log may grow meanwhile. Where it grows as fast as it is replayed, a catch-up that may leave some (`lag`) ends
-    without being so near: its caller does the remainder while producers wait, or there would be no end. A delta whose
-    rows do not fit the version is a DeltaError, or skipped if `lenient`. A dense part that does not fit it is skipped
-    in any case, the rows of that delta are not; the version says so.
+    For `undone` deltas (None: as the log says) only the watermark moves on. The log may grow meanwhile. If it grows as
+    fast as it is replayed, a catch-up that may leave some (`lag`) ends early: its caller does the remainder while
+    producers wait, or there would be no end. A delta whose rows do not fit the version is a DeltaError, or skipped if
+    `lenient`. A dense part that does not fit is always skipped, but not the rows of its delta; the version reports it.
     """
     if deltas.start is None:
         return
@@ -59,7 +57,7 @@ def catch_up(
         if progress is not None:
             progress(Progress("catch up", held - begin, last - begin))
         stalls += last - held >= lacking
-        hurry = stalls > 0  # else a thread that yields to requests never reaches the end of the log
+        hurry = stalls > 0  # or a thread that yields to requests never reaches the end of the log
         lacking = last - held
         with without_yielding(hurry):
             merged, with_graphs = _gather(
@@ -71,15 +69,14 @@ def catch_up(
 
 
 def missing(view: View, deltas: DeltaLog) -> bool:
-    """Whether the log holds what a view lacks."""
+    """Whether the log holds deltas that a view lacks."""
     return max(view.seq, deltas.start or 0) < (deltas.last or 0)
 
 
 def unfolded(view: View, deltas: DeltaLog, dense: DenseParts, *, limit: int) -> Overlay | None:
-    """What the log holds and a view lacks, leniently, for its version to serve from memory;
-    None where nothing is missing.
+    """The log's deltas that a view lacks, leniently, for serving from memory; None if none is missing.
 
-    TooLarge where it would take more than about `limit` bytes.
+    TooLarge if it would take more than about `limit` bytes.
     """
     if not missing(view, deltas):
         return None
@@ -102,8 +99,8 @@ def _gather(
     undone: Undone,
     colliding: Mapping[str, CollidingKeys],
 ) -> tuple[Overlay, list[Delta]]:
-    """The deltas above `held`, up to `last` or until they have `limit` bytes, as one overlay; and those of them that
-    bring dense parts to the version, which are not in it.
+    """The deltas above `held`, up to `last` or until they have `limit` bytes, as one overlay without dense parts;
+    and those of them that bring dense parts to the version.
     """
     overlays: tuple[Overlay, ...] = ()
     colliding = dict(colliding)
@@ -144,7 +141,7 @@ def _add_dense(
 ) -> None:
     """Add the newest graph of each head that fits to an overlay, checked as if the version had served all the time.
 
-    The graphs of one delta fit all, or are passed over. Those that were accepted are not checked again, unless the
+    The graphs of a delta fit all together, or are passed over. Accepted graphs are not checked again, unless the
     overlay is to `serve` as it is: then they are made ready to run.
     """
     view = View(version, (), version.watermark)

@@ -1,4 +1,4 @@
-"""What a log of deltas may forget: one rule for the log on a node and for the one in a cluster."""
+"""Retention of deltas: one rule for what the log on a node, and the log in a cluster, may forget."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from itertools import takewhile
 def may_go(
     entries: Iterable[tuple[int, float]], held: Iterable[int], loading: Iterable[int], start: int, keep_s: float
 ) -> int | None:
-    """The newest entry up to which a log that begins after `start` is needed no more; None where all of it is to stay.
+    """The newest entry up to which a log that begins after `start` may forget all; None if everything must stay.
 
-    `entries`: (seq, when it came, in seconds since 1970), ascending; each stays for `keep_s`.
-    `held`: what each kept version has.
-    `loading`: where the snapshots begin that are being loaded. Whatever lacks more than the log has is stale, and needs
-    nothing of it; where nothing says what is needed, everything stays.
+    `entries`: (seq, when it came, in seconds since 1970), ascending; each stays for `keep_s`. `held`: the watermark of
+    each kept version. `loading`: where the snapshots that are being loaded begin. A version that lacks more than the
+    log has is stale, and needs nothing of it; if nothing says what is needed, everything stays.
     """
     needed = min((seq for seq in (*held, *loading) if seq >= start), default=None)
     if needed is None:

@@ -1,1 +1,1 @@
-"""What the engine reports to others as it happens."""
+"""Events that the engine reports to others as they happen."""

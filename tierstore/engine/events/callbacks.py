@@ -1,12 +1,12 @@
 """Progress callbacks of a switch.
 
-They run while it is under way: on the thread that holds its lock, or on one that this thread waits for.
+They run during the switch: on the thread that holds its lock, or on one that this thread waits for. So a callback must
+not call anything that needs the switch to be over: on the first thread that would change what the switch works on, on
+the second it would wait for ever. Such a call is refused, for every model: two switches that wait for each other's
+callbacks would not end either. Look-ups, deltas, labels and the canary's share wait for no switch, so they are
+allowed.
 
-So a callback must not call what needs the switch to be over: on the first thread that would change what the switch
-works on, on the second it would wait for ever. It is refused, for every model: two switches that wait for each other's
-callbacks would not end either. Look-ups, deltas, labels and the canary's share wait for no switch, so they are allowed.
-
-Any thread may call anything; whether a thread is inside a callback is kept per thread.
+Any thread may call anything; whether a thread is inside a callback is noted for each thread.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SwitchLock:
 
     @contextmanager
     def if_free(self) -> Iterator[bool]:
-        """Hold it for the length of the block, unless another thread does: then False, and it is not waited for."""
+        """Hold the lock for the block, unless another thread does: then False, without waiting."""
         refuse_inside()
         held = self._lock.acquire(blocking=False)
         try:

@@ -1,4 +1,6 @@
-"""The log and the audit of what serves: one line per change, with the requester where there is one. Any thread."""
+"""The log and the audit of changes to what serves: one line a change, with the requester if there is one. Any
+thread.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,14 @@ from tierstore.errors import TierstoreError, explained
 
 logger = logging.getLogger(__name__)
 
-IN_PROCESS = "in process"  # a program that has the store open and does not say who it is
-REQUESTER: ContextVar[str | None] = ContextVar("REQUESTER", default=None)  # whose request this thread or task works on
+IN_PROCESS = "in process"  # a program that has the store open and does not name its user
+REQUESTER: ContextVar[str | None] = ContextVar("REQUESTER", default=None)  # on whose behalf this thread or task works
 
-State = Callable[[], dict[str, Any] | None]  # what a change may move; called before and after
+State = Callable[[], dict[str, Any] | None]  # the state that a change may alter; called before and after
 
 
 def requester() -> str:
-    """Who makes the change that this thread or task is at."""
+    """The requester of the change that this thread or task makes."""
     return REQUESTER.get() or IN_PROCESS
 
 
@@ -31,9 +33,7 @@ def audited(
 ) -> Iterator[dict[str, Any]]:
     """Add a line to the audit when the block ends, with or without an error.
 
-    The block may add to the fields that it gets.
-
-    A block that sets `unchanged` has changed nothing: then there is no line.
+    The block may add to the fields that it gets. If it sets `unchanged`, there is no line.
     """
     before = state()
     try:

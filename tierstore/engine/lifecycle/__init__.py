@@ -1,1 +1,1 @@
-"""How versions come and go: the catalogue of those on disk, switches, warm-up, housekeeping."""
+"""The life of versions: the catalogue of versions on disk, switches, warm-up, housekeeping."""

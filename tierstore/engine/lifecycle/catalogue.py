@@ -1,10 +1,10 @@
-"""The versions of a model on disk: complete ones, those that are being loaded, unfinished
-loads, damaged ones, leftovers.
+"""The catalogue of a model's versions on disk: complete, loading, unfinished and damaged ones, and leftovers.
 
-What is here is replaced whole, or changed in one step, under the model's write lock; any thread may read without it.
+Its fields are replaced as a whole, or changed in one step, under the model's write lock; any thread may read without
+it.
 
-After a crash: a version is there if its record is. What a load left behind stays for a time, so that a load of the same
-snapshot can go on from it; what a drop or a fold left behind goes at the next start.
+After a crash: a version is there if its record is. Leftovers of a load stay for a time, so that a load of the same
+snapshot can go on from them; leftovers of a drop or a fold are removed at the next start.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Catalogue:
         self._keep_loads = keep_loads
         # guarded by the write lock
         self._infos: dict[int, VersionInfo] = {}
-        self.loading: dict[int, tuple[int, Progress]] = {}  # version → (delta_seq, how far)
+        self.loading: dict[int, tuple[int, Progress]] = {}  # version → (delta_seq, progress)
         self.unfinished: dict[int, Unfinished] = {}
         # written at start, and by drops and loads of that version
-        self.damaged: dict[int, str] = {}  # versions whose record could not be read at start, and why
+        self.damaged: dict[int, str] = {}  # versions whose record could not be read at start → why
         self.replaced: dict[Path, int] = {}  # directories of lines that no longer count → their version
-        # written at start alone
+        # written only at start
         self.unreadable: str | None = None  # why the directory could not be listed
-        self.leftovers: list[Path] = []  # of crashes; nothing needs them
+        self.leftovers: list[Path] = []  # left by crashes; nothing needs them
 
     # --- complete versions
 
@@ -55,12 +55,12 @@ class Catalogue:
         return sorted(self._infos)
 
     def infos(self) -> list[VersionInfo]:
-        """What is known of each complete version, ascending."""
+        """The record of each complete version, ascending."""
         infos = self._infos
         return [infos[number] for number in sorted(infos)]
 
     def where(self, number: int) -> VersionDirectory:
-        """The directory of a version: of the line of it that counts."""
+        """The directory of a version: of its line that counts."""
         return self._where.version(number, self._log.undone.line(number))
 
     def __contains__(self, number: int) -> bool:
@@ -70,7 +70,7 @@ class Catalogue:
         return self._infos.get(number)
 
     def info(self, number: int) -> VersionInfo:
-        """NotFound, naming the versions there are, for an unknown one."""
+        """The record of a version. NotFound names the existing versions."""
         info = self._infos.get(number)
         if info is None:
             raise NotFound(
@@ -79,17 +79,17 @@ class Catalogue:
         return info
 
     def specs(self, number: int) -> Mapping[str, TableSpec] | None:
-        """The tables of a version; None for one that is not here (yet)."""
+        """The tables of a version; None if it is not here (yet)."""
         info = self._infos.get(number)
         return None if info is None else info.specs
 
     def add(self, info: VersionInfo) -> None:
-        """Count a version whose directory is complete."""
+        """Add a version whose directory is complete."""
         with self._live.write:
             self._infos = {**self._infos, info.number: info}
 
     def replace(self, infos: Iterable[VersionInfo]) -> None:
-        """Versions were built again: these lines of them count now. Holds `write`."""
+        """Use these lines of versions that were built again. Holds `write`."""
         newer = {info.number: info for info in infos if self._infos[info.number] is not info}
         self.replaced |= {self._infos[number].where.root: number for number in newer}
         self._infos = {**self._infos, **newer}
@@ -104,30 +104,30 @@ class Catalogue:
         return self._log.start is not None and info.watermark < self._log.start
 
     def is_outdated(self, number: int) -> bool:
-        """Whether the version holds deltas that are undone: to serve it, it must be built again."""
+        """Whether the version holds undone deltas: it must be built again before it serves."""
         return number in self._log.undone.outdated
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to keep: no version, complete or on its way, and no log."""
+        """Whether there is nothing to keep: no version, complete or loading, and no log."""
         present = self._infos or self.damaged or self.loading or self.unfinished
         return not present and self._log.start is None and self.unreadable is None
 
     def check_readable(self) -> None:
-        """StorageError where the directory could not be listed: there may be versions that are not here."""
+        """StorageError if the directory could not be listed: there may be versions that are not here."""
         if self.unreadable is not None:
             raise StorageError(self.unreadable)
 
     # --- loads
 
     def loads(self) -> list[tuple[int, Progress]]:
-        """Versions that are being loaded, and how far."""
+        """Versions that are being loaded, and their progress."""
         return [
             (number, progress) for number, (_, progress) in sorted(self.loading.items()) if number not in self._infos
         ]
 
     def keep_unfinished(self, number: int) -> bool:
-        """Remember what a load left behind, if another one can go on from it."""
+        """Note an unfinished load if another load can go on from it."""
         found = find_unfinished(self.where(number)) if self._keep_loads else None
         if found is None:
             return False
@@ -143,7 +143,7 @@ class Catalogue:
         return True
 
     def discard_unfinished(self, number: int) -> Path | None:
-        """Forget an unfinished load, and rename its directory. Returns what is left to be removed."""
+        """Forget an unfinished load, and rename its directory. Returns the path that is still to be removed."""
         with self._live.write:
             if number not in self.unfinished:  # a load goes on from it
                 return None
@@ -152,7 +152,8 @@ class Catalogue:
             return trash
 
     def discard_unfinished_up_to(self, number: int) -> list[Path]:
-        """The same for those of older versions, whose place a load of `number` takes; its own is forgotten.
+        """Discard unfinished loads of older versions, which a load of `number` replaces, and forget that of `number`
+        itself.
 
         Holds `write`.
         """
@@ -162,7 +163,7 @@ class Catalogue:
         return [path for path in trash if path is not None]
 
     def discard_damaged(self, number: int) -> Path | None:
-        """Forget a damaged version, and rename its directory. Returns what is left to be removed."""
+        """Forget a damaged version, and rename its directory. Returns the path that is still to be removed."""
         with self._live.write:
             self.check_not_loading(number)
             self.loading[number] = self._log.last or 0, Progress("drop")  # so that no load of it begins meanwhile
@@ -175,16 +176,16 @@ class Catalogue:
                 del self.loading[number]
 
     def check_not_loading(self, number: int) -> None:
-        """Conflict where the version is being loaded."""
+        """Conflict if the version is being loaded."""
         if number in self.loading:
             raise Conflict(f"version {number} of {self._name!r} is being loaded")
 
     # --- start
 
     def find(self) -> None:
-        """Find the versions on disk, and what crashes left next to them. Before the model starts.
+        """Find the versions on disk, and leftovers of crashes next to them. Before the model starts.
 
-        Whatever is wrong with one version, or with the directory as a whole, keeps nothing else from being found.
+        A fault of one version, or of the directory as a whole, does not hide the others.
         """
         self._find_leftovers(self._where.root)
         infos: dict[int, VersionInfo] = {}
@@ -194,7 +195,7 @@ class Catalogue:
             self._log.undone = read_undone(self._where.undone)
         except OSError as error:
             self.unreadable = f"{self._where.root} cannot be read: {error.strerror or error}; mend that and start again"
-            if isinstance(error, StorageError):  # which lines count is not known
+            if isinstance(error, StorageError):  # it is unknown which lines count
                 self.unreadable, lines = str(error), []
         for number, line in lines:
             try:
@@ -204,7 +205,7 @@ class Catalogue:
                     info = None
                     self._discard_replaced(number, line)
             except Exception as error:  # noqa: BLE001 - the others serve
-                if os.path.lexists(self._where.version(number, line).root):  # else it lost its name, if nothing more
+                if os.path.lexists(self._where.version(number, line).root):  # or it lost its name, if nothing more
                     self.damaged[number] = str(error)
                 log.error("model %s: version %d is damaged: %s", self._name, number, error)
             else:
@@ -213,7 +214,7 @@ class Catalogue:
         self._infos = infos
 
     def _discard_replaced(self, number: int, line: int) -> None:
-        """A line that does not count goes, if the one that does is there."""
+        """Remove a line that does not count, if the line that counts is there."""
         where, counts = self._where.version(number, line), self.where(number)
         if files.exists(where.record) and not files.exists(counts.record):
             raise Corruption(
@@ -230,7 +231,7 @@ class Catalogue:
             if not self.keep_unfinished(number):
                 self._discard(where.root)
             return None
-        self._discard(where.build)  # of a fold that was cut off
+        self._discard(where.build)  # of a fold that was interrupted
         for folder in (where.root, where.hot_keys):
             self._find_leftovers(folder)
         info = VersionInfo(where)

@@ -1,7 +1,8 @@
-"""A data directory that was copied (`cp -a`, rsync) while a process had it open: its files are of different moments.
+"""Data directories that were copied (`cp -a`, rsync) while a process had them open: their files are of different
+moments.
 
-It opens as any other, as everything in it is checked. What tore is the model's problem, which says how to make the copy
-whole.
+Such a directory opens like any other, as everything in it is checked. A torn model has a problem that says how to make
+the copy whole.
 
 Before the models start, on the thread that opens the store.
 """
@@ -19,9 +20,8 @@ log = logging.getLogger(__name__)
 
 
 def prepare(root: DataDirectory, lock_file: int) -> bool:
-    """Whether it is such a copy.
-
-    Then what might not fit the RocksDB beside it is removed, and made again: filters of changed keys.
+    """Whether the data directory is such a copy. If so, filters of changed keys, which might not fit their RocksDB, are
+    removed, to be made again.
 
     `lock_file` is the descriptor of its LOCK. StorageError.
     """
@@ -37,7 +37,7 @@ def prepare(root: DataDirectory, lock_file: int) -> bool:
 
 
 def what_to_do(where: ModelDirectory) -> str:
-    """What a person can do, for the problem of a model that does not open."""
+    """What a person can do about a model that does not open, as a part of its problem."""
     return (
         "this directory was copied while a process had the original open, so its files are of different moments. "
         "Deltas that its log lacks can be copied from the original: cp -n "

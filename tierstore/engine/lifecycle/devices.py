@@ -1,6 +1,6 @@
-"""How the GPU's memory is divided among versions (`tiers/device/gpu.py` says whether there is one).
+"""The division of the GPU's memory among versions (`tiers/device/gpu.py` says whether there is a GPU).
 
-One budget, in bytes, for all models and versions. It is divided as the host tier's is, but tables only halve and
+One budget, in bytes, for all models and versions. It is divided like the host tier's, but tables only halve and
 double. Workspaces are subtracted first. Any thread may call anything.
 """
 
@@ -35,7 +35,7 @@ class Devices:
         self._shares: dict[int, DeviceShare] = {}  # by id of the version, which it keeps
 
     def admit(self, version: Version, replaced: Sequence[Version], publisher: Publisher) -> None:
-        """Give a version that is about to serve its device tables, making room at the cost of `replaced` first."""
+        """Give a version that is about to serve its device tables, taking memory from `replaced` first."""
         version.gpu = self.gpu
         if self.promoter is None:
             return
@@ -46,7 +46,7 @@ class Devices:
         self.budget.admit(share, *before)
 
     def release(self, version: Version) -> None:
-        """Free the share of a version; it is closed already."""
+        """Free the share of a version that is closed already."""
         with self._lock:
             share = self._shares.pop(id(version), None)
         if share is not None:
@@ -73,14 +73,14 @@ class Devices:
         return document
 
     def close(self) -> None:
-        """Once every version is closed."""
+        """Close the GPU, once every version is closed."""
         if self.promoter is not None:
             self.promoter.close()
         self.gpu.close()
 
 
 class DeviceShare(MemoryUser):
-    """What one version has of the device: its part of the budget, under the names that `HostBudget` calls."""
+    """One version's part of the device budget, with the methods that `HostBudget` calls."""
 
     def __init__(self, version: Version, gpu: Gpu, promoter: Promoter, publisher: Publisher) -> None:
         self.version, self._gpu, self._promoter, self._publisher = version, gpu, promoter, publisher
@@ -104,7 +104,7 @@ class DeviceShare(MemoryUser):
         return max(used, self._reserved)
 
     def attach_host(self, budget_bytes: int, limit_bytes: int, like: MemoryUser | None) -> None:
-        # tables double and halve: what may be had later is what they can double to
+        # tables double and halve: the later limit is what they can double to
         halvings = (limit_bytes // budget_bytes).bit_length() - 1 if budget_bytes else 0
         fraction, self._limit = 0.5**halvings, budget_bytes << halvings
         tables = self.version.tables.values()
@@ -134,7 +134,7 @@ class DeviceShare(MemoryUser):
     def _with_view(self, work: Callable[[Moment], None]) -> None:
         try:
             view = self._publisher.acquire(self.version.number)
-        except TierstoreError:  # it is not served, or not any more
+        except TierstoreError:  # it is not served, or no longer
             return
         try:
             if view.open_version is self.version:

@@ -1,7 +1,7 @@
-"""The format of a data directory as a whole: a number in `format.json`, read before anything else there.
+"""The format number of a data directory, in `format.json`, which is read before anything else there.
 
-It moves where an earlier release would take the directory for something else than it is. What only adds to a directory
-leaves it: records have formats of their own. docs/upgrade.md says what that means for going back.
+It changes when an earlier release would misread the directory. Additions do not change it: records have formats of
+their own. docs/upgrade.md describes going back.
 
 On the thread that opens the store, which holds the directory's lock.
 """
@@ -22,10 +22,10 @@ FORMAT = 1
 
 
 def check(root: DataDirectory) -> None:
-    """Corruption, naming the release that wrote it, where the directory has a format that this one does not know.
+    """Corruption, naming the release that wrote it, if the directory has a format that this release does not know.
 
-    A directory without the file is new, or of a release that wrote none: both are of format 1. A file that is damaged
-    says nothing, and the records beneath say what they are themselves: it is written again.
+    A directory without the file is new, or of a release that wrote none: both are of format 1. A damaged file is
+    written again, as the records in the directory have formats of their own.
     """
     try:
         document = files.read_json(root.format)
@@ -43,5 +43,5 @@ def check(root: DataDirectory) -> None:
 def _write(root: DataDirectory) -> None:
     with contextlib.suppress(
         StorageError
-    ):  # of a full disk, which must not keep the store from opening: the next start does it
+    ):  # of a full disk, which must not keep the store from opening: the next start writes it
         files.publish_record(root.format, {"format": FORMAT})

@@ -1,7 +1,8 @@
-"""One process at a time has a data directory open: an flock on the file LOCK, which the kernel drops with the process.
+"""The lock of a data directory, for one process at a time: an flock on the file LOCK, which the kernel drops with the
+process.
 
-LOCK names the process, for people who look, and the directory by its inode, until the process closes it. So a directory
-that was copied while a process had it open is told apart: its LOCK names another one. Where the process serves the
+Until the process closes the directory, LOCK names the process, for people who look, and the directory by its inode. So
+a directory that was copied while open can be recognized: its LOCK names another inode. If the process serves the
 directory, LOCK names the URL too.
 """
 
@@ -15,11 +16,11 @@ from pathlib import Path
 from tierstore.errors import Locked, StorageError
 
 _MOST_BYTES = 512  # of LOCK
-_held: set[int] = set()  # descriptors of what this process has locked; added and removed in one step each
+_held: set[int] = set()  # descriptors of locked files of this process; added and removed in one step each
 
 
 def lock(path: Path) -> int:
-    """Lock the file `path`. Returns its descriptor, for `unlock`. Locked where it is locked already, StorageError."""
+    """Lock the file `path`. Returns its descriptor, for `unlock`. Locked if it is locked already, StorageError."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
@@ -40,9 +41,7 @@ def lock(path: Path) -> int:
 
 
 def announce(path: Path, url: str) -> None:
-    """Leave in the file at `path`, which this process has locked, where the directory is served:
-    for those who find it locked.
-    """
+    """Write the URL of the service into the locked file at `path`, for those who find it locked."""
     with contextlib.suppress(OSError):  # a full disk must not keep the store from serving
         words = [*path.read_bytes().split()[:2], url.encode()]
         with path.open("r+b") as file:
@@ -55,21 +54,21 @@ def _url_in(descriptor: int) -> str | None:
 
 
 def is_copy(path: Path, descriptor: int) -> bool:
-    """Whether the directory of the LOCK at `path`, locked as `descriptor`, was copied from
-    one that a process had open.
+    """Whether the directory of the LOCK at `path`, locked as `descriptor`, was copied from one that a process had
+    open.
     """
     directory = _directory_in(descriptor)
     return directory is not None and directory != os.stat(path.parent).st_ino
 
 
 def _directory_in(descriptor: int) -> int | None:
-    """The inode that a LOCK names; None where a process has closed the directory, or an earlier release wrote it."""
+    """The inode in a LOCK; None if the directory was closed, or an earlier release wrote the file."""
     words = os.pread(descriptor, _MOST_BYTES, 0).split()
     return int(words[1]) if len(words) in (2, 3) and words[1].isdigit() else None
 
 
 def _why(path: Path, descriptor: int) -> str:
-    # not by the number of the process: in two containers both are 1
+    # not by process number: in two containers both are 1
     here = os.fstat(descriptor)
     if any(os.path.samestat(here, os.fstat(one)) for one in tuple(_held)):
         return f"{path.parent} is open in this process already: use the store that has it open, or close that first"
@@ -81,7 +80,7 @@ def _why(path: Path, descriptor: int) -> str:
 
 
 def unlock(descriptor: int, *, whole: bool = True) -> None:
-    """Give the directory back; what is `whole` passes for no copy any more."""
+    """Unlock the directory; if it is `whole` it no longer counts as a copy."""
     _held.discard(descriptor)
     with contextlib.suppress(OSError):
         if whole:

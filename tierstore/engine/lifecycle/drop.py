@@ -1,7 +1,7 @@
-"""Deleting versions: those that a user drops, and those that are older than the ones to be kept.
+"""Deleting versions: by a user's request, and surplus versions.
 
-Any thread. A directory first loses its name, under the switch lock, and is then removed without any lock, which may
-take long. After a crash in between, the next start removes it.
+Any thread. A directory first loses its name, under the switch lock, and is then removed without a lock, which may take
+long. After a crash in between, the next start removes it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,13 @@ class Drops:
         self._live, self._catalogue = state.live, state.catalogue
 
     def drop(self, number: int) -> None:
-        """Delete a version that is not served, one that is damaged or half loaded as well;
-        its memory and disk are freed.
-        """
+        """Delete a version that is not served, also a damaged or half loaded one; its memory and disk are freed."""
         trash = self._discard(number)
         if trash is not None:
             files.remove_leftover(trash)
 
     def drop_surplus(self) -> None:
-        """Delete versions older than those that are to be kept. Does nothing while a switch is under way."""
+        """Delete versions beyond the number to keep. Does nothing while a switch is under way."""
         trash: list[Path | None] = []
         with self._state.switch.if_free() as held:
             if held:
@@ -48,7 +46,7 @@ class Drops:
                 files.remove_leftover(path)
 
     def _surplus(self) -> list[int]:
-        """Versions that are older than those that are to be kept, and that are not used."""
+        """Unused versions beyond the number to keep."""
         catalogue, keep = self._catalogue, self._state.shared.settings.keep_versions
         surplus = surplus_of(
             catalogue.numbers, self._live.active_version, {self._routes.canary, *catalogue.loading}, keep
@@ -56,7 +54,7 @@ class Drops:
         return [n for n in surplus if n not in self._state.retiring and n not in self._opener.scanned]
 
     def _discard(self, number: int) -> Path | None:
-        """Forget a version, and rename its directory. Returns what is left to be removed."""
+        """Forget a version, and rename its directory. Returns the path that is still to be removed."""
         state, catalogue = self._state, self._catalogue
         with state.switch:
             catalogue.check_not_loading(number)
@@ -69,13 +67,13 @@ class Drops:
             check_unused(state.name, number, [self._live.active_version], self._routes.canary)
             state.retiring.await_closed(state.name, number)
             with self._live.write:
-                state.record.repair()  # CURRENT must not go on naming it
+                state.record.repair()  # CURRENT must not name it any more
             self._opener.scanned.close(number)
             for root in [root for root, of in catalogue.replaced.items() if of == number]:
-                files.remove_tree(root)  # before the line that counts: without it, a start would not know what they are
+                files.remove_tree(root)  # before the line that counts, or a start would not know what they are
                 del catalogue.replaced[root]
             try:
                 return files.discard(info.where.root)
             finally:
-                if not files.exists(info.where.record):  # what is left of it lost its name, and goes at the next start
+                if not files.exists(info.where.record):  # its remains have no name, and go at the next start
                     catalogue.forget(number)

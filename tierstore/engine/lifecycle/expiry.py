@@ -1,12 +1,11 @@
-"""When the rows of what serves expire: a check of each version's times, after it is opened
-and then every `ttl_check_s`.
+"""Expiry: a check of the row times of each served version, after it is opened and then every `ttl_check_s`.
 
-A clock that is wrong for the length of one check must not delete a table. So the rows to go are counted first, and of a
-table that would lose more than a share (`ttl_most_share`, or what expires evenly since the last check) none goes: that
-is the error of `check` until the clock was set, the next check is due, or the setting says that it is meant.
+A clock that is wrong during one check must not delete a table. So expired rows are counted first. If a table would
+lose more than a share (`ttl_most_share`, or what expires evenly since the last check), none is deleted: `check` fails
+until the clock was set, the next check is due, or the setting allows it.
 
-On the thread of housekeeping's tasks, at the pace of the throttle. What a crash or an error
-leaves undone the next check does.
+On the thread of housekeeping's tasks, at the pace of the throttle. What a crash or an error leaves undone, the next
+check does.
 """
 
 from __future__ import annotations
@@ -27,32 +26,32 @@ from tierstore.types import Keys
 
 log = logging.getLogger(__name__)
 
-_CLOCK_SET_S = 60.0  # by so much at least: less is a clock that is adjusted
-_READERS_S = 30.0  # to wait for requests that began before; else the next try goes on
+_CLOCK_SET_S = 60.0  # by at least so much: less is a clock that is adjusted
+_READERS_S = 30.0  # the wait for requests that began before; after that the next try goes on
 
 
 class _Ended(Exception):
-    """The version is needed otherwise, or the model is being closed."""
+    """The check was ended: the version is needed otherwise, or the model is being closed."""
 
 
 class Expiry:
-    """Looks for rows of one model whose ttl is over, and deletes them.
+    """Finds expired rows of one model and deletes them.
 
-    `stopping` says that the model is being closed.
+    `stopping`: the model is being closed.
     """
 
     def __init__(self, state: ModelState, stopping: Callable[[], bool]) -> None:
         self._state, self._stopping = state, stopping
         self._checked_s: weakref.WeakKeyDictionary[Version, float] = weakref.WeakKeyDictionary()
-        # removed from disk, and perhaps in caches again; of versions that are open
-        # what was not removed because it is too much, and by how much the clock was ahead of the monotonic one then
+        # removed from disk, but perhaps in caches again; of versions that are open
+        # rows that were not removed because they are too many, and how far the clock was ahead of the monotonic one
+        # then
         self._refused: weakref.WeakKeyDictionary[Version, tuple[str, float]] = weakref.WeakKeyDictionary()
         self._to_forget: weakref.WeakKeyDictionary[Version, tuple[str, Keys]] = weakref.WeakKeyDictionary()
 
     def check(self) -> None:
-        """Remove expired rows of each version that serves, where that is due. StorageError.
-
-        Conflict where they are too many.
+        """Remove expired rows of each served version, if its check is due. StorageError; Conflict if they are too
+        many.
         """
         live = self._state.live
         for number in live.served.versions:
@@ -99,7 +98,7 @@ class Expiry:
             for keys in old_keys(version, table, oldest_s):
                 self._check_goes_on(version)
                 if len(keys):
-                    self._to_forget[version] = table, keys  # before: where this fails it may have been done
+                    self._to_forget[version] = table, keys  # noted before: if it fails it may have been done
                     expired += len(expire(version, table, keys, oldest_s))
                     self._forget(version)
                 pace.sleep()
@@ -114,7 +113,7 @@ class Expiry:
             self._refused[version] = "; ".join(refused), ahead_s
 
     def _count(self, version: Version, table: str, oldest_s: int, pace: Pace) -> int:
-        """How many rows were written before `oldest_s`."""
+        """The number of rows that were written before `oldest_s`."""
         count = 0
         for keys in old_keys(version, table, oldest_s):
             self._check_goes_on(version)
@@ -123,7 +122,7 @@ class Expiry:
         return count
 
     def _forget(self, version: Version) -> None:
-        """Once no reader has what was removed last any more, see to it that no cache has it."""
+        """Once no reader has the rows that were removed last, remove them from all caches."""
         if version not in self._to_forget:
             return
         live, changed = self._state.live, self._state.live.publisher.changed
@@ -139,7 +138,7 @@ class Expiry:
         promoter = self._state.shared.devices.promoter
         if promoter is None:
             forget(version, table, keys)
-        else:  # else a row might be on its way between host and device meanwhile
+        else:  # or a row might be on its way between host and device
             promoter.alone(lambda: forget(version, table, keys))
         del self._to_forget[version]
 
@@ -153,5 +152,5 @@ class Expiry:
 
 
 def _ahead_s() -> float:
-    """How far the clock is ahead of the monotonic one, which nobody sets."""
+    """How far the clock is ahead of the monotonic clock, which nobody sets."""
     return time.time() - time.monotonic()

@@ -1,7 +1,7 @@
-"""How fresh a model's answers are, against the limit that is set for it (`freshness_max_s`).
+"""The freshness of a model's answers, against its limit (`freshness_max_s`).
 
-Too old is a problem that status reports, and no reason not to answer: readiness stays as it is, since other
-nodes are as old. Any thread.
+Answers that are too old are a problem in the status, but are still given: readiness does not change, since other nodes
+are as old. Any thread.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from tierstore.engine.lifecycle.state import ModelState
 
 
 class Freshness:
-    """How old the newest delta of one model is, and whether that is too old."""
+    """The age of the newest delta of one model, and whether it is too old."""
 
     def __init__(self, state: ModelState, newest: NewestEvent) -> None:
         self._state, self._newest = state, newest
         self._max_s = state.shared.settings.quota_of(state.name).freshness_max_s
 
     def status(self) -> dict[str, Any]:
-        """`last_event_time` (ISO 8601) of the newest delta that is visible, `delta_age_s` since then, or
-        since it was received where that was before, and whether that is `fresh`.
+        """`last_event_time` (ISO 8601) of the newest visible delta, `delta_age_s` since then (or since its receipt, if
+        earlier), and whether that is `fresh`.
 
-        Where the log has no such delta, the age is that of the active version's snapshot. None where it is not known,
-        and for `fresh` where there is no limit.
+        If the log has no such delta, the age is that of the active version's snapshot. None if it is unknown; `fresh`
+        is None without a limit.
         """
         event, age_s = self._event(), self._age_s()
         fresh = None if age_s is None or not self._max_s else age_s <= self._max_s
@@ -34,7 +34,7 @@ class Freshness:
 
     @property
     def problem(self) -> str | None:
-        """The problem that the newest delta is too old; None where it is not, or where nothing serves."""
+        """The problem that the newest delta is too old; None if it is not, or if nothing serves."""
         if not self._max_s:
             return None
         age_s = self._age_s()

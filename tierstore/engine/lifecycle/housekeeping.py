@@ -1,8 +1,7 @@
-"""The background work of a model: folds, the closing of versions that were replaced, and housekeeping tasks.
+"""The background work of a model: folds, the closing of replaced versions, and housekeeping tasks.
 
-It runs on the threads that all models share: what folds and closes on one kind, tasks on another. What fails is tried
-again, each thing by itself, and reported by `problem` until it succeeds: look-ups go on, and the log holds what is not
-folded.
+It runs on threads that all models share: folds and closing on one kind, tasks on another. Each failed step is tried
+again by itself, and reported by `problem` until it succeeds: look-ups go on, and the log holds what is not folded.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ class Housekeeping:
         # constant after construction
         self._folder, self._retiring, self._publisher, self._free = folder, retiring, publisher, free
         self.tasks = RecurringTasks(f"model {model}")
-        self._job: ScheduledJob | None = None  # which folds and closes
-        # of the thread that runs the job
+        self._job: ScheduledJob | None = None  # folds and closes
+        # for the thread that runs the job
         self._backoff_s = self._retry_s = self._tidy_s = self._wait_s = 0.0
 
     @property
     def problem(self) -> str | None:
-        """What has failed and was not done since."""
+        """The work that has failed and was not done since, or None."""
         return self.tasks.problem
 
     @property
@@ -50,14 +49,14 @@ class Housekeeping:
         return self.tasks.stopping
 
     def start(self, folding: Scheduler, tending: Scheduler, tasks: Mapping[str, Callable[[], None]]) -> None:
-        """Each of `tasks`, by what is said when it fails, is done every 30 s, and soon after a version was closed."""
+        """Start it. `tasks`, by the text for their failure, run every 30 s, and soon after a version was closed."""
         self.tasks.start(tending, tasks)
         self._job = folding.add(self._fold_and_close, EVERY_S)
         self._publisher.changed.then = self._job.wake
-        self._job.wake()  # what was published before
+        self._job.wake()  # for what was published before
 
     def stop(self) -> None:
-        """End it. May be called where it was never started."""
+        """Stop it. May be called if it was never started."""
         self.tasks.stopping = True
         with self._publisher.changed:
             self._publisher.changed.notify_all()  # a task may wait for readers
@@ -66,11 +65,11 @@ class Housekeeping:
             self._job.end()
 
     def run_tasks(self) -> None:
-        """Do every task now. What fails keeps no other from being done, and becomes a `problem`."""
+        """Run every task now. A failure becomes a `problem`, and does not stop the other tasks."""
         self.tasks.run()
 
     def _fold_and_close(self) -> float:
-        """Do what is due. Returns after how many seconds more is, if nothing is published meanwhile."""
+        """Do what is due. Returns the seconds until more is due, if nothing is published meanwhile."""
         if (wait_s := self._retry_s - time.monotonic()) > 0:
             return wait_s
         closed = self.tasks.attempt(CLOSING, self._close_unread)

@@ -1,4 +1,4 @@
-"""A load's claim on a version's directory and on the log, and what becomes of both when it ends.
+"""The claims of loads on a version's directory and on the log, and what happens to both at their end.
 
 Any thread; the heavy work of a load is in `operations/load.py`. After a crash see `unfinished.py`.
 """
@@ -27,15 +27,15 @@ class Loads:
 
     @contextlib.contextmanager
     def claim(self, number: int, delta_seq: int, identity: str, activate: bool) -> Iterator[ProgressFn]:
-        """Reserve a version's directory, and the log from `delta_seq` on, for a load; on an error nothing of it stays.
+        """Reserve a version's directory, and the log from `delta_seq` on, for a load; an error removes the directory.
 
-        Except what is loaded and could only not be switched to; what serves meanwhile; and what a load of the same
-        snapshot, by its `identity`, can go on from. The version may be there already: then it was only not switched to.
-        Where the model was closed, the directory may be another process's by now.
+        It stays if the version was loaded and only the switch failed, if it serves meanwhile, or if a load of the same
+        snapshot, by its `identity`, can go on from it. The version may be there already, if only its switch failed. If
+        the model was closed, the directory may belong to another process by now.
         """
         where = self._catalogue.where(number)
         with self._live.write:
-            self._catalogue.check_readable()  # there may be such a version
+            self._catalogue.check_readable()  # such a version may be among them
             complete = number in self._catalogue
             self._check(number, delta_seq, identity)
             if not complete:
@@ -64,9 +64,9 @@ class Loads:
                 self._catalogue.damaged.pop(number, None)  # its directory was replaced, or removed
 
     def _check(self, number: int, delta_seq: int, identity: str) -> None:
-        """Conflict or SnapshotError where such a load cannot be. Holds `write`."""
+        """Conflict or SnapshotError if such a load is impossible. Holds `write`."""
         name, is_caught_up = self._state.name, self._state.shared.placement.refusals.allow("catch_up")
-        start = self._log.start if is_caught_up else None  # else it is the target's to know what it lacks
+        start = self._log.start if is_caught_up else None  # otherwise the target must know what it lacks
         if number in self._catalogue.loading:
             raise Conflict(f"version {number} of {name!r} is being loaded already")
         if number in self._catalogue:
@@ -88,7 +88,7 @@ class Loads:
             )
 
     def _forget_outdated(self, number: int) -> None:
-        """What is said of a version of that number that was dropped. Holds `write`."""
+        """Forget notes on a dropped version with that number. Holds `write`."""
         state = self._state
         if self._catalogue.is_outdated(number):
             state.record.repair()
@@ -97,7 +97,7 @@ class Loads:
             state.log.undone = undone
 
     def _check_number(self, number: int, *, activate: bool) -> None:
-        """Conflict where there are as many versions as there may be. Holds `write`."""
+        """Conflict if there are as many versions as allowed. Holds `write`."""
         name, settings, served = self._state.name, self._state.shared.settings, self._live.served.versions
         there = {*self._catalogue.numbers, *self._catalogue.loading} - {number}
         most = settings.quota_of(name).versions
@@ -105,7 +105,7 @@ class Loads:
             raise Conflict(
                 f"model {name!r} has {len(there)} versions, its quota is {most}; drop one first: {sorted(there)}"
             )
-        # nothing drops these: only what is older than the active version is
+        # nothing drops these: only versions older than the active one are dropped
         waiting = sorted(other for other in there if other > (self._live.active_version or 0) and other not in served)
         most = settings.keep_versions + 1
         if not activate and len(waiting) >= most:
@@ -119,7 +119,7 @@ class Loads:
         if number in catalogue and (not isinstance(error, SnapshotError) or isinstance(error, LoadCancelled)):
             error.add_note(f"version {number} of {state.name!r} is loaded all the same, and kept; it is not active")
             return
-        # a complete one may be on its way to be served, by another thread's switch
+        # a complete version may be on its way to be served, by another thread's switch
         with state.switch if number in catalogue else contextlib.nullcontext():
             if not (self._live.closed or number in self._live.served.versions or number in state.retiring):
                 catalogue.forget(number)

@@ -1,8 +1,7 @@
-"""Opening a version, and making it ready before it serves: room in memory, the deltas it lacks,
-warm caches, its dense part.
+"""Opening a version and making it ready to serve: memory, missing deltas, warm caches, its dense part.
 
-For the thread that holds the switch lock, one at a time. A version that fails on the way is
-closed, and what serves goes on.
+For the thread that holds the switch lock, one at a time. A version that fails on the way is closed, and what serves
+goes on.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Opener:
         self.scanned = ScannedVersions()
 
     def open(self, info: VersionInfo) -> Version:
-        """Open a version that is not served. Whether that succeeded is its `problem`."""
+        """Open a version that is not served. Its `problem` says whether that failed."""
         with _noting_problems(info):
             self.scanned.close(info.number)
             rows = self._shared.placement.open_rows(self._state.name, info)
@@ -55,7 +54,7 @@ class Opener:
 
     @contextlib.contextmanager
     def opened(self, info: VersionInfo) -> Iterator[Version]:
-        """A version that is not served, open for the length of the block."""
+        """Open a version that is not served, for the block."""
         version = self.open(info)
         try:
             yield version
@@ -64,11 +63,10 @@ class Opener:
 
     @contextlib.contextmanager
     def reading(self, number: int) -> Iterator[DiskTier]:
-        """The disk tier of a version, to be read as a whole, for however long; nothing waits for the end of the block.
+        """The disk tier of a version, for reading it whole, for however long; nothing waits for the end of the block.
 
-        It is that of a version that serves, or of a kept one, which is opened and not dropped by
-        housekeeping. A thread that needs the version otherwise (to serve it, to drop it, to close the
-        model) closes it: then reads raise Closed.
+        The version serves, or is a kept one, which is opened and not dropped by housekeeping. A thread that needs the
+        version otherwise (to serve it, to drop it, to close the model) closes it: then reads raise Closed.
         """
         open_version = self._served_or_retiring(number)
         if open_version is not None:
@@ -95,7 +93,7 @@ class Opener:
         return self._state.retiring.numbered(number) if view is None else view.open_version
 
     def read_records(self, info: VersionInfo) -> None:
-        """Find out the watermark of a version that is only kept: its records are read, and nothing of its base."""
+        """Learn the watermark of a kept version: reads its records, and nothing of its base."""
         try:
             with (
                 _noting_problems(info),
@@ -113,7 +111,7 @@ class Opener:
         finally:
             self._shared.host_budget.release(version)
             self._shared.devices.release(version)
-            self._shared.memory.wake()  # others may have it
+            self._shared.memory.wake()  # others may get it
 
     @contextlib.contextmanager
     def warmed(
@@ -126,12 +124,11 @@ class Opener:
         start: bool = False,
         undone: Undone | None = None,
     ) -> Iterator[Version]:
-        """A version opened, caught up but for the last step (without what is `undone`), and
-        warm; closed if the block fails.
+        """A version opened, caught up except for the last step (without `undone` deltas), and warm; closed if the block
+        fails.
 
-        It makes its room in memory at the cost of `replaced` first, the active version first of them. At a `start` it
-        is warmed once it serves, and may lack what a full disk does not take. Conflict for one that is stale, unless
-        `force`.
+        It takes its memory from `replaced` first, of which the active version is the first. At a `start` it is warmed
+        once it serves, and may lack what a full disk does not take. Conflict for a stale one, unless `force`.
         """
         state, live = self._state, self._state.live
         live.check_open()
@@ -146,7 +143,7 @@ class Opener:
         try:
             with contextlib.suppress(*may_lack):
                 self._catch_up(version, lag=SWITCH_LAG, force=force, undone=undone, progress=progress)
-            # of tables as they are by now
+            # as tables are by now
             self._shared.host_budget.admit(version, *replaced)
             self._shared.devices.admit(version, replaced, live.publisher)
             if start:
@@ -160,7 +157,7 @@ class Opener:
             state.dense.open(version, lenient=force)
             yield version
         except BaseException:
-            if live.served.view_of(version) is None:  # else the block got as far as it had to
+            if live.served.view_of(version) is None:  # or the block got as far as it had to
                 self.free(version)
             raise
 
@@ -173,7 +170,7 @@ class Opener:
         undone: Undone | None = None,
         progress: ProgressFn | None = None,
     ) -> None:
-        """Fold what the version lacks, where that is this node's to do; else what is missing is served from memory."""
+        """Fold what the version lacks, if this node is to do that; otherwise serve it from memory."""
         if self._shared.placement.refusals.allow("catch_up"):
             catch_up(
                 version, self._state.log, self._state.dense, lag=lag, lenient=force, undone=undone, progress=progress
@@ -181,10 +178,11 @@ class Opener:
 
     @contextlib.contextmanager
     def last_view(self, version: Version, *, force: bool, start: bool, undone: Undone | None = None) -> Iterator[View]:
-        """Caught up to the end of the log (without what is `undone`), while producers wait. Holds `write`.
+        """The view of a version that is caught up to the end of the log (without `undone` deltas), while producers
+        wait. Holds `write`.
 
-        What was not folded is in memory: at a `start` what a full disk does not take, and
-        what is not this node's to fold.
+        What was not folded is in memory: at a `start` what a full disk does not take, and what this node is not to
+        fold.
         """
         missing_why: DiskFull | str = "the rows that others bring do not have them yet"
         try:
@@ -241,7 +239,7 @@ class Opener:
 
         if like is None:
             warm()
-        else:  # there are requests to give way to
+        else:  # there are requests that go first
             in_background(warm)
 
     def _counts_of(self, table: str) -> LookupCounts:

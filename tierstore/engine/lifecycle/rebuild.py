@@ -1,11 +1,10 @@
-"""Building a version again from its base, as a new line of it, so that the log can be replayed
-onto it without what is undone.
+"""Building a version again from its base, as a new line, so that the log can be replayed without undone deltas.
 
-The base's sealed files never change after a load, so the new line has the same ones, by second names; only its RocksDB,
-which holds what deltas changed, begins empty. For the thread that holds the switch lock; what serves goes on.
+The base's sealed files never change after a load, so the new line has hard links to them; only its RocksDB, which
+holds what deltas changed, begins empty. For the thread that holds the switch lock; what serves goes on.
 
-After a crash: the line does not count until `undone.json` names it
-(`serving/undone_record.py`), and goes at the next start.
+After a crash: the line does not count until `undone.json` names it (`serving/undone_record.py`), and is removed at the
+next start.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ _BLOCK_CACHE_BYTES = 1 << 20
 
 
 class Rebuilder:
-    """Builds versions of one model again, without the deltas that are undone."""
+    """Builds versions of one model again, without undone deltas."""
 
     def __init__(self, state: ModelState, opener: Opener) -> None:
         self._state, self._opener = state, opener
         self._live, self._catalogue = state.live, state.catalogue
 
     def check(self, info: VersionInfo) -> None:
-        """Conflict where the version cannot be built again."""
+        """Conflict if the version cannot be built again."""
         name, start, base_seq = self._state.name, self._state.log.start, info.manifest.delta_seq
         what = f"version {info.number} of {name!r} cannot be built again from its base"
         self._state.shared.placement.refusals.check("rebuild", model=name, number=info.number)
@@ -57,31 +56,30 @@ class Rebuilder:
 
     @contextlib.contextmanager
     def built(self, info: VersionInfo) -> Iterator[VersionInfo]:
-        """A new line of a version, with its snapshot's rows alone. It is removed if the block fails.
+        """A new line of a version, with its snapshot's rows alone. It is removed if the block fails. Conflict,
+        StorageError.
 
-        Conflict, StorageError.
-
-        While the block runs the log keeps what the line needs.
+        During the block the log keeps what the line needs.
         """
         state, number = self._state, info.number
         state.room.check_free("a rollback to a delta")
         with self._reserved(info):
             self.check(info)
-            state.record.repair()  # else the last line that failed might be the one on record
+            state.record.repair()  # or the last line that failed might be the one on record
             where = state.where.version(number, state.log.undone.line(number) + 1)
             try:
                 self._build(info, where)
                 yield VersionInfo(where)
             except BaseException:
                 counts = state.where.version(number, state.log.undone.line(number)).root == where.root
-                if not counts and not state.record.in_doubt:  # else the next start may need it
+                if not counts and not state.record.in_doubt:  # or the next start may need it
                     with contextlib.suppress(StorageError):
                         files.remove_tree(where.root)
                 raise
 
     @contextlib.contextmanager
     def _reserved(self, info: VersionInfo) -> Iterator[None]:
-        """Let nobody drop the version, nor prune the log above its snapshot."""
+        """Keep others from dropping the version, or from pruning the log above its snapshot."""
         loading, number = self._catalogue.loading, info.number
         with self._live.write:
             before = loading.get(number)  # of a load that only switches now
@@ -96,7 +94,7 @@ class Rebuilder:
                     loading[number] = before
 
     def _build(self, info: VersionInfo, where: VersionDirectory) -> None:
-        files.remove_tree(where.root)  # of one that could not be removed
+        files.remove_tree(where.root)  # of a line that could not be removed
         files.make_dir(where.root)
         view = self._live.served.numbered(info.number)
         if view is not None and view.open_version.info is info:
@@ -144,7 +142,7 @@ class Rebuilder:
 
 
 def _in_folder(old: Path, new: Path) -> list[tuple[Path, Path]]:
-    """(file, its second name) of each file that is directly in a folder; none where there is no folder."""
+    """(file, its hard link) of each file directly in a folder; none if there is no folder."""
     if not old.is_dir():
         return []
     return [(path, new / path.name) for path in sorted(old.iterdir()) if path.is_file()]

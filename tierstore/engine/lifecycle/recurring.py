@@ -1,8 +1,6 @@
 """Background work that runs every 30 s, and soon after it is woken.
 
-What fails is tried again, each thing by itself, and reported by `problem` until it succeeds.
-
-Any thread may call anything.
+Each failed task is tried again by itself, and reported by `problem` until it succeeds. Any thread may call anything.
 """
 
 from __future__ import annotations
@@ -20,21 +18,21 @@ EVERY_S = 30.0
 
 
 class RecurringTasks:
-    """Tasks by what is said when they fail, of `whose`: a model, or the store."""
+    """Tasks by the text for their failure, of `whose`: a model, or the store."""
 
     def __init__(self, whose: str) -> None:
         self._whose = whose  # constant after construction
         self._running = threading.Lock()
         self._reporting = threading.Lock()
-        self._problems: dict[str, str] = {}  # replaced whole, guarded by _reporting
-        # of the thread that starts and stops
+        self._problems: dict[str, str] = {}  # replaced as a whole, guarded by _reporting
+        # for the thread that starts and stops
         self._tasks: Mapping[str, Callable[[], None]] = {}
         self._job: ScheduledJob | None = None
         self.stopping = False
 
     @property
     def problem(self) -> str | None:
-        """What has failed and was not done since."""
+        """The work that has failed and was not done since, or None."""
         return "; ".join(f"{what}: {why}" for what, why in self._problems.items()) or None
 
     def start(self, scheduler: Scheduler, tasks: Mapping[str, Callable[[], None]]) -> None:
@@ -42,12 +40,12 @@ class RecurringTasks:
         self._job = scheduler.add(self._run, EVERY_S)
 
     def wake(self) -> None:
-        """Have the tasks done soon. Nothing where they were never started."""
+        """Run the tasks soon. Does nothing if they were never started."""
         if self._job is not None:
             self._job.wake()
 
     def stop(self) -> None:
-        """Do them no more, and wait for what is being done, which `stopping` tells to end."""
+        """Stop running them, and wait for the running task, which `stopping` tells to end."""
         self.stopping = True
         if self._job is not None:
             self._job.end()
@@ -58,13 +56,13 @@ class RecurringTasks:
         return EVERY_S
 
     def run(self) -> None:
-        """Do every task. What fails keeps no other from being done, and becomes a `problem`."""
+        """Run every task. A failure becomes a `problem`, and does not stop the other tasks."""
         with self._running:
             for what, task in self._tasks.items():
                 self.attempt(what, task)
 
     def attempt(self, what: str, work: Callable[[], None]) -> bool:
-        """Do this, and report it as a problem if it fails. Whether it succeeded."""
+        """Do `work`, and report a failure as a problem. Returns whether it succeeded."""
         why: str | None = None
         try:
             work()

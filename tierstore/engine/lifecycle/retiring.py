@@ -9,7 +9,7 @@ from tierstore.engine.serving.publisher import Publisher
 from tierstore.engine.versions.version import Version
 from tierstore.errors import Conflict
 
-DRAIN_S = 60.0  # how long a switch to a version, and a model that is closed, wait for requests that began before
+DRAIN_S = 60.0  # how long a switch to a version, and closing a model, wait for requests that began before
 
 
 class RetiringVersions:
@@ -18,7 +18,7 @@ class RetiringVersions:
     def __init__(self, publisher: Publisher) -> None:
         self._publisher, self._changed = publisher, publisher.changed
         self._versions: list[Version] = []
-        self._awaited: list[int] = []  # numbers that somebody waits for
+        self._awaited: list[int] = []  # numbers that a thread waits for
 
     def __len__(self) -> int:
         return len(self._versions)
@@ -27,20 +27,20 @@ class RetiringVersions:
         return self.numbered(number) is not None
 
     def add(self, version: Version) -> None:
-        """`version` is about to stop serving."""
+        """Note that `version` is about to stop serving."""
         with self._changed:
             if version not in self._versions:
                 self._versions.append(version)
             self._changed.notify_all()
 
     def remove(self, version: Version) -> None:
-        """`version` is closed."""
+        """Note that `version` is closed."""
         with self._changed:
             self._versions.remove(version)
             self._changed.notify_all()
 
     def numbered(self, number: int) -> Version | None:
-        """The one of that number that is still open; the latest of several lines."""
+        """The version with this number that is still open; the latest of several lines."""
         with self._changed:
             return next((version for version in reversed(self._versions) if version.number == number), None)
 
@@ -61,12 +61,12 @@ class RetiringVersions:
             )
 
     def is_awaited(self, number: int) -> bool:
-        """Whether somebody needs the version closed, to serve or to drop it: long work on it is to end."""
+        """Whether a thread waits for the version to be closed, to serve or to drop it: long work on it should end."""
         with self._changed:
             return number in self._awaited
 
     def await_closed(self, model: str, number: int) -> None:
-        """As `wait_closed`, for as long as readers may take. Conflict after that."""
+        """`wait_closed`, for as long as readers may take. Conflict after that."""
         with self._changed:
             self._awaited.append(number)
             try:

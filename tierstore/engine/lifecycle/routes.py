@@ -1,10 +1,11 @@
-"""What changes routing alone: which of the versions that are open get which requests, now and after a restart.
+"""Changes of routing alone: which of the open versions get which requests, now and after a restart.
 
-Any thread; each verb holds the write lock for a moment and waits for no switch. A canary goes with one active version:
-when another one becomes active, or none, the canary is promoted (if it is the one) or withdrawn, in the same step.
+Any thread; each verb holds the write lock for a moment and waits for no switch. A canary belongs to one active
+version: when another becomes active, or none, the canary is promoted (if it is the one) or withdrawn, in the same
+step.
 
-After a crash: CURRENT names the active version, and `routes.json`
-(`serving/routing_record.py`) the canary and the labels.
+After a crash: CURRENT names the active version, and `routes.json` (`serving/routing_record.py`) the canary and the
+labels.
 """
 
 from __future__ import annotations
@@ -43,23 +44,23 @@ class Routes:
         undone: Undone | None = None,
         built: Sequence[VersionInfo] = (),
     ) -> None:
-        """Serve that from now on, and after a restart, together with the canary that is `awaited`.
+        """Serve this routing from now on, and after a restart, together with the canary that is `awaited`.
 
-        In the same step that is `undone`, and the lines count that were `built`. Holds `write`. On an error nothing has
-        changed.
+        In the same step `undone` takes effect, and the lines that were `built` count. Holds `write`. On an error
+        nothing has changed.
         """
         state, live = self._state, self._live
         live.check_open()
         for info in state.catalogue.infos():
-            # before CURRENT, which alone says so of the active version; a crash in between
-            # leaves what holds in any case
+            # before CURRENT, which alone names the active version; after a crash in between, the record holds in any
+            # case
             if info.number not in served.versions:
                 info.save_dense_accepted()
         routes = RoutingRecord.for_routing(served, awaited)
         state.record.write(routes, lambda: self.restart_log(served.active), undone)
         try:
             self._set(served, awaited, undone, built)
-        except BaseException:  # Ctrl-C, no memory: what is on record must be what serves
+        except BaseException:  # Ctrl-C, no memory: the record must be what serves
             self._set(served, awaited, undone, built)
             raise
 
@@ -82,10 +83,10 @@ class Routes:
         live.set(served)
 
     def restart_log(self, active: View | None) -> None:
-        """Restart the log where the active version's snapshot reaches beyond it, or where nothing says what it held.
+        """Restart the log if the active version's snapshot reaches beyond it, or if nothing says what it held.
 
-        In the second case another version must become active: by that, all that the log may have held is given up or in
-        that version. Holds `write`.
+        In the second case another version must become active: then everything that the log may have held is given up
+        or in that version. Holds `write`.
         """
         if active is None:
             return
@@ -98,7 +99,7 @@ class Routes:
             deltas.restart(watermark)
 
     def _forget_undone_beyond(self, last: int) -> None:
-        """The log is to end there: the seqs after it are to be given again."""
+        """Forget undone seqs after `last`, where the log is to end: they will be given again."""
         undone = self._state.log.undone.with_last(last)
         if undone is not self._state.log.undone:
             save_undone(self._state.where.undone, undone)
@@ -108,13 +109,13 @@ class Routes:
 
     @property
     def canary(self) -> int | None:
-        """The canary's number, also where it could not be served after a restart; None where there is none."""
+        """The canary's number, also if it could not be served after a restart; None if there is none."""
         if self._live.served.canary is not None:
             return self._live.served.canary.version
         return None if self.awaited is None else self.awaited.canary
 
     def set_share(self, number: int, share: float) -> bool:
-        """Set the canary's share. False, and nothing is changed, where the canary is not version `number`."""
+        """Set the canary's share. False, with nothing changed, if the canary is not version `number`."""
         with self._live.write:
             served = self._live.served
             if served.canary is None or served.canary.version != number:
@@ -123,10 +124,7 @@ class Routes:
             return True
 
     def promote(self, number: int) -> bool:
-        """Make the canary the active version.
-
-        False, and nothing is changed, where the canary is not version `number`.
-        """
+        """Make the canary the active version. False, with nothing changed, if the canary is not version `number`."""
         with self._live.write:
             served = self._live.served
             if served.canary is None or served.canary.version != number:
@@ -136,7 +134,7 @@ class Routes:
         return True
 
     def withdraw(self) -> int:
-        """Stop serving the canary; the version is kept, labels that point to it go. Returns its number."""
+        """Stop serving the canary; the version is kept, its labels are removed. Returns its number."""
         with self._live.write:
             served, number = self._live.served, self.canary
             if number is None:
@@ -151,7 +149,9 @@ class Routes:
     # --- labels
 
     def label(self, name: str, number: int) -> None:
-        """Give a serving version a label, which it has until it stops serving. Conflict for another one."""
+        """Give a serving version a label, which it has until it stops serving. Conflict for a version that does not
+        serve.
+        """
         check_label(name)
         with self._live.write:
             info, served = self._state.catalogue.info(number), self._live.served
@@ -165,7 +165,7 @@ class Routes:
             self.publish(replace(served, labels=labels), self.awaited and self.awaited.without_label(name))
 
     def unlabel(self, name: str) -> None:
-        """Remove a label. NotFound where there is none of that name, Conflict for `stable` and `canary`."""
+        """Remove a label. NotFound if there is none of that name, Conflict for `stable` and `canary`."""
         if name in (STABLE, CANARY):
             raise Conflict(f"label {name!r} cannot be removed: it always stands for the {name} version")
         with self._live.write:

@@ -1,7 +1,6 @@
-"""What may be done with a model's versions, by what is active and what is the canary: one set of
-rules, wherever the pointer is.
+"""Rules for a model's versions: what may be done, given the active version and the canary, wherever the pointer is.
 
-Pure functions, which raise Conflict. For this machine they are called by `switch.py`, `routes.py` and `drop.py`.
+Pure functions, which raise Conflict. For this machine `switch.py`, `routes.py` and `drop.py` call them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def check_active(model: str, active: int | None, expected: int | None, there: Se
 
 
 def newest_before(model: str, active: int, there: Sequence[int]) -> int:
-    """The version that a rollback goes to, of those `there`, ascending."""
+    """The version that a rollback goes to, out of `there`, ascending."""
     if not (older := [number for number in there if number < active]):
         raise Conflict(
             f"model {model!r} has no version older than {active}, which serves, to roll back to; a load that failed "
@@ -35,7 +34,7 @@ def newest_before(model: str, active: int, there: Sequence[int]) -> int:
 
 
 def check_canary(model: str, number: int, active: int | None, canary: int | None) -> None:
-    """Whether a version may become the canary, or be it still."""
+    """Conflict if a version may not become, or stay, the canary."""
     if active is None:
         raise Conflict(f"model {model!r} has no active version to stand beside; activate {number} instead")
     if number == active:
@@ -53,7 +52,7 @@ def no_canary(model: str, why: str | None = None) -> Conflict:
 
 
 def check_unused(model: str, number: int, active: Container[int | None], canary: int | None) -> None:
-    """Whether a version may be dropped. `active`: it, and what is about to be."""
+    """Conflict if a version may not be dropped. `active`: the active version, and one that is about to be."""
     if number in active:
         raise Conflict(f"version {number} of {model!r} is active; activate another one first")
     if number == canary:
@@ -61,8 +60,8 @@ def check_unused(model: str, number: int, active: Container[int | None], canary:
 
 
 def surplus_of(there: Iterable[int], active: int | None, used: Container[int | None], keep: int) -> list[int]:
-    """Which versions, ascending, are beyond the `keep` newest of those older than the active
-    one; those `used` do not count.
+    """The versions, ascending, beyond the `keep` newest of those older than the active one; `used` versions do not
+    count.
     """
     older = sorted(number for number in there if active is not None and number < active and number not in used)
     return older[: max(0, len(older) - keep)]

@@ -1,7 +1,7 @@
-"""Looks at what host tiers do: one thread for a store, which takes what look-ups have noted (`data/insight.py`).
+"""The sampler of host tiers: one thread for a store, which collects what look-ups have noted (`data/insight.py`).
 
-It works for at most one part in `_PART` of the time beside telling observers that time has passed, and
-look-ups of a busy table note keys for a tenth of the time: to note costs the kernel that finds rows 3 to 4%.
+It works for at most one part in `_PART` of the time, besides telling observers that time has passed. Look-ups of a
+busy table note keys for a tenth of the time: noting slows the kernel that finds rows by 3 to 4%.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tierstore.tiers.background import become_background
 
 log = logging.getLogger(__name__)
 
-MOST_TABLES = 64  # that are sampled, half a megabyte each; others have no curve and no hottest keys
+MOST_TABLES = 64  # sampled tables, half a megabyte each; others have no curve and no hottest keys
 _EVERY_S, _NOTED_S = 0.5, 0.05  # a turn; how much of it look-ups of a busy table are noted
 _RETRY_S = 60.0  # after a step that failed
 _BUSY_KEYS = 50_000  # looked up in that time
@@ -29,7 +29,7 @@ _PART = 400
 
 
 class CacheSampler:
-    """The thread. `publishers` gives those of all models that there are."""
+    """The thread. `publishers` gives the publishers of all models."""
 
     def __init__(
         self,
@@ -42,14 +42,14 @@ class CacheSampler:
         self._publishers, self._refresh, self._observers, self._every_s = publishers, refresh, observers, every_s
         self._stopping = threading.Event()
         self._thread = Thread(target=self._run, name="tierstore-cache-sampler", daemon=True)
-        self._sampled: list[CacheInsight] = []  # replaced whole
-        self._failed: list[Observer] = []  # that have raised
+        self._sampled: list[CacheInsight] = []  # replaced as a whole
+        self._failed: list[Observer] = []  # observers that have raised
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, and wait for it. May be called where it was never started."""
+        """End the thread, and wait for it. May be called if it was never started."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -82,7 +82,7 @@ class CacheSampler:
                 self._failed.append(observer)
 
     def step(self, now_s: float, clock_s: float | None = None) -> None:
-        """Take what was noted by all tables that are served. `clock_s`: on a clock that never goes back, if another."""
+        """Collect the samples of all served tables. `clock_s`: a clock that never goes back, if it is another one."""
         self._refresh()
         sampled: list[CacheInsight] = []
         for publisher in self._publishers():

@@ -1,7 +1,7 @@
 """Kept versions that are open only because they are read as a whole, such as by `verify`.
 
-The reader holds no lock: a thread that needs such a version otherwise closes it, and what is read then raises Closed.
-Any thread.
+The reader holds no lock: a thread that needs such a version otherwise closes it, and reads then raise Closed. Any
+thread.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from tierstore.engine.versions.version import Version
 
 
 class ScannedVersions:
-    """Versions of one model that are read as a whole, with how many readers each has. One without readers is closed."""
+    """Open versions of one model that are read as a whole, with their number of readers. One without readers is
+    closed.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # held until a version is closed: the next to open it must find its files free
@@ -24,14 +26,14 @@ class ScannedVersions:
         return number in self._open
 
     def acquire(self, number: int, open_: Callable[[], Version]) -> Version:
-        """The version that is open already, or what `open_` opens. `release` it."""
+        """The version if it is open already, or the one that `open_` opens. `release` it."""
         with self._lock:
             version, readers = self._open.get(number) or (open_(), 0)
             self._open[number] = version, readers + 1
             return version
 
     def release(self, version: Version, *, failed: bool = False) -> None:
-        """End of one reader. Where it `failed`, the version is closed, and other readers of it begin again."""
+        """End one reader. If it `failed`, the version is closed, and other readers of it begin again."""
         with self._lock:
             current, readers = self._open.get(version.number, (None, 0))
             if current is not version:

@@ -1,8 +1,8 @@
-"""What the parts of one model share, and what all models of a store share.
+"""State that the parts of one model share, and that all models of a store share.
 
-Locks are taken in the order `switch`, `live.write`, the publisher's condition. What opens, switches or deletes versions
-holds `switch`, one thread at a time, while deltas and look-ups go on; what only changes routing (share, labels,
-withdraw) waits for none of that.
+Locks are taken in the order `switch`, `live.write`, the publisher's condition. Opening, switching and deleting
+versions hold `switch`, one thread at a time, while deltas and look-ups go on; changes of routing alone (share, labels,
+withdraw) wait for none of that.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _TENDING = 2  # threads
 
 @dataclass(slots=True)
 class Shared:
-    """What all models of a store have in common."""
+    """State that all models of a store share."""
 
     settings: Settings
     root: Path  # the data directory
@@ -61,11 +61,11 @@ class Shared:
     sampler: CacheSampler
     audit: Audit
     observers: list[Observer]
-    folding: Scheduler  # what folds overlays and closes what was replaced
+    folding: Scheduler  # folds overlays and closes what was replaced
     tending: Scheduler  # housekeeping
     memory: RecurringTasks = field(
         default_factory=lambda: RecurringTasks("the store")
-    )  # what deals it to versions again
+    )  # deals memory to versions again
     epochs: Epochs = field(default_factory=Epochs)
     placement: Placement = field(init=False)  # set as the store opens
     copied: bool = False  # the data directory is a copy of one that was open, see `copied.py`
@@ -74,7 +74,7 @@ class Shared:
 def make_shared(
     settings: Settings, root: Path, lookup_times: LookupTimes, publishers: Callable[[], list[Publisher]]
 ) -> Shared:
-    """`root`: the data directory. `publishers` returns those of all models."""
+    """Make it. `root`: the data directory; `publishers` returns those of all models."""
     # warming a version while another serves uses half of the processors at most
     readers = ReaderPool(settings.disk_threads, background=min(settings.disk_threads, max(0, processors() // 2 - 1)))
     epochs, observers = Epochs(), list[Observer]()
@@ -100,7 +100,7 @@ def make_shared(
 
 
 class ModelState:
-    """What one model consists of: its versions on disk, its delta log, what it serves, and the locks.
+    """The parts of one model: its versions on disk, its delta log, what it serves, and the locks.
 
     Constant after construction.
     """

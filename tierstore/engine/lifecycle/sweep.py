@@ -1,4 +1,4 @@
-"""Removing what crashes left behind. On a thread of its own, as it may be as large as a version."""
+"""Removal of what crashes left behind, on a thread of its own, as it may be as large as a version."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ log = logging.getLogger(__name__)
 
 
 def sweep(leftovers: Callable[[], Iterable[tuple[str, Path]]], ended: Callable[[], bool]) -> None:
-    """Remove leftovers, with the names of their models, until `ended`."""
+    """Remove leftovers, which come with their model's name, until `ended`."""
     become_background()
     for model, path in leftovers():
         if ended():
             return
         try:
             files.remove_leftover(path)
-        except StorageError as error:  # a helper of a killed process may write there; the next start sweeps
+        except StorageError as error:  # a helper of a killed process may write there; the next start sweeps again
             log.warning("model %s: %s", model, error)

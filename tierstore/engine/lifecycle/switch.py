@@ -1,6 +1,6 @@
-"""Which of a model's versions serve: verbs that open one, switch to it, or stop serving.
+"""Switches: verbs that open a version, switch to it, or stop serving it.
 
-Each holds the switch lock; deltas and look-ups go on meanwhile. Any thread may call. What fails changes nothing.
+Each holds the switch lock; deltas and look-ups go on meanwhile. Any thread may call. A failed switch changes nothing.
 
 After a crash: CURRENT names the active version; see `routes.py`.
 """
@@ -37,11 +37,11 @@ class Switcher:
     def activate(
         self, number: int, *, force: bool = False, expected_active: int | None = None, progress: ProgressFn = ignore
     ) -> None:
-        """Open, catch up and warm a kept version, then switch to it in one step; nothing to do for the active one.
+        """Open, catch up and warm a kept version, then switch to it in one step; does nothing for the active one.
 
-        The canary is promoted if it is the one, and withdrawn otherwise. Conflict for a version that is
-        stale, unless `force`: then it serves without what it lacks; and where `expected_active` is given
-        and a third version is active.
+        The canary is promoted if it is this version, and withdrawn otherwise. Conflict for a stale version, unless
+        `force`: then it serves without the deltas it lacks. Conflict also if `expected_active` is given and a third
+        version is active.
         """
         with self._state.switch:
             info = self._catalogue.info(number)
@@ -68,9 +68,7 @@ class Switcher:
     ) -> int:
         """Go back to the newest kept version older than the active one. Returns its number.
 
-        The canary as for `activate`.
-
-        Conflict where `expected_active` is given and another version is active.
+        The canary as for `activate`. Conflict if `expected_active` is given and another version is active.
         """
         with self._state.switch:
             older = newest_before(self._name, self._check_active(expected_active), self._catalogue.numbers)
@@ -78,10 +76,10 @@ class Switcher:
             return older
 
     def rollback_to(self, seq: int, *, expected_active: int | None = None, progress: ProgressFn = ignore) -> int:
-        """Bring the active version back to what it was right after delta `seq` was applied. Returns its number.
+        """Bring the active version back to its state right after delta `seq` was applied. Returns its number.
 
-        It is built again beside what serves and switched to in one step. All later deltas up to that step are undone
-        then, in every version; the canary is withdrawn. Conflict where that cannot be, see `Rebuilder.check`.
+        It is built again beside what serves and switched to in one step. All later deltas up to that step are then
+        undone in every version; the canary is withdrawn. Conflict if that is impossible, see `Rebuilder.check`.
         """
         with self._state.switch:
             number = self._check_active(expected_active)
@@ -96,11 +94,10 @@ class Switcher:
         return number
 
     def follow_undone(self, rollbacks: Rollbacks, progress: ProgressFn = ignore) -> None:
-        """Have that undone which a peer has undone: `rollbacks` are this model's, and those
-        that the peer has done since.
+        """Undo what a peer has undone: `rollbacks` are this model's, and those that the peer has done since.
 
-        Of deltas that are still to come from the peer it is on record before they come. Where what serves has such a
-        delta it is built again, as by `rollback_to`. Conflict where that cannot be.
+        For deltas that are still to come from the peer, this is on record before they come. If what serves has such a
+        delta it is built again, as by `rollback_to`. Conflict if that is impossible.
         """
         with self._state.switch:
             number = self._check_active(None)
@@ -116,7 +113,8 @@ class Switcher:
     def _build_without(
         self, info: VersionInfo, ahead: Undone, at_last: Callable[[], Undone], progress: ProgressFn
     ) -> None:
-        """Serve a new line of the active version without what is undone; `at_last` says it for the step to it.
+        """Serve a new line of the active version without undone deltas; `at_last` gives them, at the moment of the
+        switch.
 
         Holds the switch lock.
         """
@@ -146,7 +144,7 @@ class Switcher:
             )
 
     def _outdating(self, undone: Undone) -> Undone:
-        """What is to be undone, with the versions that are outdated by it. Holds `write`."""
+        """The record of what is to be undone, with the versions that it makes outdated. Holds `write`."""
         outdated = {
             info.number
             for info in self._catalogue.infos()
@@ -155,12 +153,12 @@ class Switcher:
         return replace(undone, outdated=undone.outdated | outdated)
 
     def _held_by(self, info: VersionInfo) -> int:
-        """The newest delta that a version has, in memory alone if it is served."""
+        """The newest delta that a version has, also in memory if it is served."""
         view = self._live.served.numbered(info.number)
         return info.watermark if view is None else view.seq
 
     def deactivate(self) -> None:
-        """Stop serving, the canary as well; the versions are kept."""
+        """Stop serving, also the canary; the versions are kept."""
         with self._state.switch, self._live.write:
             old = self._live.active_version
             self._routes.publish(Routing())
@@ -168,11 +166,11 @@ class Switcher:
             self._report(old, None)
 
     def canary(self, number: int, share: float, *, force: bool = False, progress: ProgressFn = ignore) -> None:
-        """Serve a kept version next to the active one: to `share` (0 to 1) of the requests that name no version.
+        """Serve a kept version next to the active one, for `share` (0 to 1) of the requests that name no version.
 
-        It is opened, caught up and warmed first, as in a switch. For the version that is the canary already only the
-        share changes. Conflict for the active version, while there is another canary, where nothing is active, and for
-        a version that is stale, unless `force`.
+        It is opened, caught up and warmed first, as in a switch. If it is the canary already, only the share changes.
+        Conflict for the active version, while there is another canary, if nothing is active, and for a stale version,
+        unless `force`.
         """
         share = check_share(share)
         if self._routes.set_share(number, share):
@@ -195,7 +193,7 @@ class Switcher:
     def add_canary(
         self, info: VersionInfo, share: float, *, force: bool, progress: ProgressFn, start: bool = False
     ) -> None:
-        """Make a version ready and serve it as the canary. Holds the switch lock, but for a `start`."""
+        """Make a version ready and serve it as the canary. Holds the switch lock, except at a `start`."""
         replaced = [view.open_version for view in self._live.served.views]
         with (
             self._current_line(info, force=force) as line,
@@ -221,8 +219,8 @@ class Switcher:
 
     @contextlib.contextmanager
     def _current_line(self, info: VersionInfo, *, force: bool) -> Iterator[VersionInfo]:
-        """The version itself, or a new line of it where it holds what is undone; by `force`
-        itself where that cannot be.
+        """The version itself, or a new line of it if it holds undone deltas; with `force` itself if that is
+        impossible.
         """
         if not self._catalogue.is_outdated(info.number):
             yield info
@@ -240,7 +238,7 @@ class Switcher:
             yield line
 
     def _publish(self, served: Routing, info: VersionInfo, line: VersionInfo) -> None:
-        """Serve that, in which `line` of the version `info` is new. Holds `write`."""
+        """Publish a routing in which `line` of the version `info` is new. Holds `write`."""
         if line is info:
             self._routes.publish(served)
             return
@@ -249,12 +247,12 @@ class Switcher:
         self._routes.publish(served, undone=undone, built=[line])
 
     def follow(self, number: int, ready: Callable[[], float | None], *, start: bool, progress: ProgressFn) -> None:
-        """Serve a version as the cluster's pointer says: it is made warm, `ready` waits for its
-        moment, then it is published.
+        """Serve a version as the cluster's pointer says: it is warmed, `ready` waits for its moment, then it is
+        published.
 
-        `ready` gives the share that it has as the canary, None where it is to be active. What `ready` or `progress`
-        raises ends it, and nothing has changed. Also for the active version, opened anew: for a node that missed
-        deltas. At a `start` it is warmed while it serves.
+        `ready` returns its share as the canary, or None if it is to be active. An error of `ready` or `progress` ends
+        this with nothing changed. Also for the active version, opened anew: for a node that missed deltas. At a
+        `start` it is warmed while it serves.
         """
         with self._state.switch:
             info, old = self._catalogue.info(number), self._live.active_version
@@ -270,10 +268,7 @@ class Switcher:
             self._report(old, number)
 
     def follow_canary(self, current: int | None, canary: int | None, share: float) -> None:
-        """Have the canary that is served become active, or go, or get its share, as the cluster's pointer says.
-
-        Waits for no switch.
-        """
+        """Promote, withdraw or re-share the served canary, as the cluster's pointer says. Waits for no switch."""
         served = self._live.served
         if served.canary is None:
             return

@@ -1,4 +1,4 @@
-"""What housekeeping does for a model now and then (`housekeeping.py`). On one thread; what fails is tried again."""
+"""Housekeeping tasks of a model (`housekeeping.py`). On one thread; what fails is tried again."""
 
 from __future__ import annotations
 
@@ -22,21 +22,19 @@ from tierstore.formats import files
 
 log = logging.getLogger(__name__)
 
-_READERS_S = 1.0  # to wait for requests that began before
+_READERS_S = 1.0  # the wait for requests that began before
 KEPT_LAG = 256  # deltas a kept version may fall behind before it is caught up in the background
 
 
 class Tasks:
-    """The background work of one model. `stopping` says that the model is being closed."""
+    """The background work of one model. `stopping`: the model is being closed."""
 
     def __init__(self, state: ModelState, opener: Opener, drops: Drops, stopping: Callable[[], bool]) -> None:
         self._state, self._opener, self._drops, self._stopping = state, opener, drops, stopping
         self._expiry = Expiry(state, stopping)
 
     def by_problem(self) -> dict[str, Callable[[], None]]:
-        """In the order in which they are done, by what is said when they fail; those alone that the
-        placement leaves to this node.
-        """
+        """The tasks that the placement leaves to this node, in order, by the text for their failure."""
         allow = self._state.shared.placement.refusals.allow
         tasks: dict[str, tuple[Callable[[], None], Act | None]] = {
             "what larger tables have replaced is not freed": (self._close_outgrown, None),
@@ -56,7 +54,7 @@ class Tasks:
             self._close_outgrown_of(view.open_version)
 
     def _close_outgrown_of(self, version: Version) -> None:
-        """Free the host tables of a version that larger ones have replaced, once no reader is at them."""
+        """Free the host tables of a version that larger ones have replaced, once no reader uses them."""
         live, changed, outgrown = self._state.live, self._state.live.publisher.changed, version.hosts.outgrown
         if not outgrown or not live.renew(version):
             return
@@ -88,11 +86,13 @@ class Tasks:
                 self._report("prune", deltas=dropped, before={"start": before}, after={"start": log_.start})
 
     def _lowest_needed(self, info: VersionInfo) -> int:
-        """The seq above which a version needs the log; one that is to be built again needs it from its snapshot on."""
+        """The seq above which a version needs the log; a version that must be built again needs it from its snapshot
+        on.
+        """
         return info.manifest.delta_seq if self._state.catalogue.is_outdated(info.number) else info.watermark
 
     def _remove_replaced(self) -> None:
-        """Remove the lines that count no more, once nothing reads them."""
+        """Remove lines that no longer count, once nothing reads them."""
         state = self._state
         for root, number in list(state.catalogue.replaced.items()):
             with state.switch.if_free() as held:
@@ -104,7 +104,9 @@ class Tasks:
                 files.remove_leftover(trash)
 
     def _catch_up_kept(self) -> None:
-        """A kept version never falls far behind, so that rollback is quick. One that cannot keeps no other from it."""
+        """Catch up kept versions, so that a rollback is quick. A version that cannot be caught up does not stop the
+        others.
+        """
         state = self._state
         failed: list[str] = []
         with state.switch.if_free() as held:
@@ -125,7 +127,7 @@ class Tasks:
             raise TierstoreError("; ".join(failed))
 
     def _is_behind(self, info: VersionInfo) -> bool:
-        """Whether a version is to be caught up: it lacks many deltas, can have them, and nothing uses it."""
+        """Whether a version should be caught up: it lacks many deltas, can get them, and nothing uses it."""
         state, number = self._state, info.number
         used = (
             number in state.catalogue.loading
@@ -137,7 +139,7 @@ class Tasks:
         return lags and not used and not state.catalogue.is_stale(info) and not state.catalogue.is_outdated(number)
 
     def _drop_unfinished(self) -> None:
-        """Remove what no load went on from for a time."""
+        """Remove unfinished loads that no load went on from for a time."""
         state = self._state
         for number, load in state.catalogue.unfinished.items():
             if load.age_s >= state.shared.settings.load_retention_s:
@@ -149,7 +151,7 @@ class Tasks:
 
     def _check_bases(self) -> None:
         for view in self._state.live.served.views:
-            with contextlib.suppress(Closed):  # it serves no more
+            with contextlib.suppress(Closed):  # it no longer serves
                 view.open_version.disk.check_base()
 
     def _let_files_go(self) -> None:

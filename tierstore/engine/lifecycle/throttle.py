@@ -1,13 +1,13 @@
 """The duty cycle of background work, chosen so that look-ups stay about as quick as in quiet times.
 
-Loads, verification and warming use processors, memory and drives that look-ups need. How much that costs is not
-predictable, so it is measured: the p99 of look-ups while such work is done, against that of quiet times.
-`Control` decides, and is pure; `Throttle` measures, on a thread of its own, and background work reads its
-`share`. Without look-ups the share is 1.
+Loads, verification and warming use processors, memory and drives that look-ups need. How much that costs cannot be
+predicted, so it is measured: the p99 of look-ups during such work, compared with quiet times. `Control` decides, and
+is pure; `Throttle` measures, on a thread of its own, and background work reads its `share`. Without look-ups the share
+is 1.
 
-Quiet is when no such work is done. A load may take hours, and a measurement from before it would be too old, so the
-work pauses for a moment now and then, and look-ups are measured meanwhile. Folds go by the share too, but count as
-quiet: deltas arrive all day.
+Quiet is when no such work is done. A load may take hours, and a measurement from before it would be too old, so work
+pauses for a moment now and then, and look-ups are measured meanwhile. Folds follow the share too, but count as quiet:
+deltas arrive all day.
 
 Any thread may call anything.
 """
@@ -33,28 +33,28 @@ from tierstore.threads import Thread
 
 log = logging.getLogger(__name__)
 
-LEAST_SHARE = 0.05  # so that a load ends, whatever look-ups do
-LEAST_OF_A_SWITCH = 0.25  # of work that a caller waits for, and of folds
-_FASTER, _FASTER_OF = 0.05, 0.15  # added to the share, a window; at most so much of what it is
-_SLOWER_LEAST, _SLOWER_MOST = 0.5, 0.85  # multiplied with it, by how much too slow look-ups are
-_NEW_QUIET = 0.5  # weight of a quiet window against those before
-_QUIET_EVERY_S = 60.0  # of work, or of times without a measurement
+LEAST_SHARE = 0.05  # so that a load ends, however slow look-ups get
+LEAST_OF_A_SWITCH = 0.25  # for work that a caller waits for, and for folds
+_FASTER, _FASTER_OF = 0.05, 0.15  # added to the share, a window; at most this part of the share
+_SLOWER_LEAST, _SLOWER_MOST = 0.5, 0.85  # factors for the share, by how much too slow look-ups are
+_NEW_QUIET = 0.5  # weight of a quiet window against earlier ones
+_QUIET_EVERY_S = 60.0  # of work, or of time without a measurement
 _SLOW, _QUIET_EVERY_S_IF_SLOW = (
     0.5,
     10.0,
-)  # below that share it costs little to see whether it is the work that is to blame
+)  # below that share it costs little to find out whether work is the cause
 _HARDLY_SLOWED, _TRIES, _NO_QUICKER, _IN_VAIN_S = 0.8, 3, 0.8, 60.0  # see `Control._weigh`
-_WINDOW_S, _LONGEST = 1.0, 5  # a window; so many of them if look-ups are few
+_WINDOW_S, _LONGEST = 1.0, 5  # a window; so many together if look-ups are few
 _QUIET_WINDOWS = 2  # at most, while work pauses
-_COMES_TO_A_STOP_S = 0.3  # in which work comes to a stop
-_ENOUGH, _FEWEST = 500, 200  # look-ups of a window: at which it may end, and below which its p99 says nothing
+_COMES_TO_A_STOP_S = 0.3  # in which work stops
+_ENOUGH, _FEWEST = 500, 200  # look-ups of a window: at which it may end, and below which its p99 means nothing
 
 
 class LookupTimes:
-    """How many look-ups took how long. Any thread may add; of two that are added at the same time one may be lost."""
+    """Counts of look-ups by duration. Any thread may add; of two additions at the same time one may be lost."""
 
     def __init__(self) -> None:
-        self.watched = False  # whether look-ups that are not measured elsewhere are to be
+        self.watched = False  # whether look-ups that are not measured elsewhere should be
         self.counts = [0] * BUCKETS
 
     def add(self, ns: int) -> None:
@@ -67,7 +67,7 @@ class LookupTimes:
 
 
 def p99_s(counts: Sequence[int]) -> float | None:
-    """The 99th percentile of look-ups counted by bucket; None where they are too few to say."""
+    """The 99th percentile of look-ups counted by bucket; None if they are too few."""
     reached = np.cumsum(counts)
     if reached[-1] < _FEWEST:
         return None
@@ -83,7 +83,7 @@ def p99_s(counts: Sequence[int]) -> float | None:
 class Control:
     """The decision: additive increase, multiplicative decrease, between `LEAST_SHARE` and 1.
 
-    `most`: how many times the quiet p99 look-ups may take while work is done.
+    `most`: the allowed p99 during work, as a multiple of the quiet p99.
     """
 
     most: float
@@ -92,17 +92,17 @@ class Control:
     since_quiet_s: float = math.inf  # of work
     full_s: float | None = None  # the p99 while work is hardly slowed down
     at_least: list[float] = field(default_factory=list)  # the latest p99s at the least share, all too slow
-    vain_s: float = 0.0  # for so long work is not slowed down
+    vain_s: float = 0.0  # so long work is not slowed down
 
     def quiet(self, p99: float | None) -> None:
-        """A window without work; None for too few look-ups."""
+        """Take in a window without work; None for too few look-ups."""
         self.since_quiet_s = 0.0
         if p99 is not None:
             before = p99 if self.quiet_s is None else self.quiet_s
             self.quiet_s = before * (p99 / before) ** _NEW_QUIET
 
     def worked(self, p99: float | None, lookups: int, seconds: float) -> None:
-        """A window in which work was done."""
+        """Take in a window with work."""
         self.since_quiet_s += seconds
         if not lookups:
             self.share = 1.0
@@ -133,7 +133,7 @@ class Control:
             self.share = max(LEAST_SHARE, self.share * min(_SLOWER_MOST, max(_SLOWER_LEAST, limit / p99)))
 
     def wants_quiet(self, p99: float | None) -> bool:
-        """Whether work is to pause for a window, after a window of work with that p99."""
+        """Whether work should pause for a window, after a window of work with that p99."""
         every_s = _QUIET_EVERY_S if self.share > _SLOW else _QUIET_EVERY_S_IF_SLOW
         return p99 is not None and self.since_quiet_s >= every_s
 
@@ -146,7 +146,7 @@ class Throttle:
     ) -> None:
         # constant after construction
         self.times, self._refresh, self.window_s = times, refresh, window_s
-        self.control = Control(most)  # of the thread; others read
+        self.control = Control(most)  # for the thread; others read
         self._thread = Thread(target=self._run, name="tierstore-throttle", daemon=True)
         self._changed = threading.Condition()
         # guarded by _changed
@@ -159,12 +159,12 @@ class Throttle:
 
     @property
     def share(self) -> float:
-        """How much of the time work may be done now: 0, for a moment, to 1."""
+        """The share of the time for work now: 0, for a moment, to 1."""
         return 0.0 if self._paused else self.control.share
 
     @contextlib.contextmanager
     def at_work(self, kind: str) -> Iterator[None]:
-        """In the block work is done that look-ups may notice."""
+        """In the block work is done that may slow look-ups."""
         self._count(kind, 1)
         try:
             yield
@@ -185,9 +185,7 @@ class Throttle:
         return any(self._work.values())
 
     def status(self) -> dict[str, Any]:
-        """`share` of the time, what is at work, and the p99 of look-ups: now, in quiet, and
-        how many times that it may be.
-        """
+        """`share` of the time, what is at work, and the p99 of look-ups: now, in quiet, and the allowed multiple."""
         with self._changed:
             work = sorted(kind for kind, count in self._work.items() if count)
         return {
@@ -203,7 +201,7 @@ class Throttle:
             self._thread.start()
 
     def close(self) -> None:
-        """End the thread; the share is 1 from then on. May be called where it was never started."""
+        """End the thread; the share is 1 from then on. May be called if it was never started."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -235,7 +233,7 @@ class Throttle:
             self.control.since_quiet_s += seconds
 
     def _pause(self, generation: int) -> None:
-        """Have work pause, and measure."""
+        """Pause work, and measure."""
         self._paused = True
         try:
             if self._wait(generation, min(_COMES_TO_A_STOP_S, self.window_s)):
@@ -246,8 +244,8 @@ class Throttle:
             self._paused = False
 
     def _measure(self, generation: int, most: int) -> tuple[float | None, int]:
-        """(p99, look-ups) of at most so many windows, which end early once there were
-        enough, or work begins or ends.
+        """(p99, look-ups) of at most so many windows, which end early after enough look-ups, or when work begins or
+        ends.
         """
         begin, new = self._counts(), [0]
         for _ in range(most):
@@ -262,6 +260,6 @@ class Throttle:
         return self.times.counts.copy()
 
     def _wait(self, generation: int, seconds: float) -> bool:
-        """False where work has begun or ended, or the thread is to end."""
+        """Wait. False if work has begun or ended, or the thread should end."""
         with self._changed:
             return not self._changed.wait_for(lambda: self._stopping or generation != self._generation, seconds)

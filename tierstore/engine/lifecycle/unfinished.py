@@ -1,6 +1,6 @@
-"""Loads that were broken off and can go on: what they left behind.
+"""Leftovers of loads that were broken off and can go on.
 
-Their directories have a journal and no record. The catalogue says which there are.
+Their directories have a journal and no record. The catalogue lists them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tierstore.formats.names import BUILD, LOADING, VersionDirectory
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """What one load left behind. `since_s` is when it last made progress, seconds since 1970."""
+    """The leftovers of one load. `since_s`: when it last made progress, seconds since 1970."""
 
     where: VersionDirectory
     bytes: int
@@ -29,7 +29,7 @@ class Unfinished:
 
 
 def find_unfinished(where: VersionDirectory) -> Unfinished | None:
-    """What a load left behind that another one can go on from; None if there is nothing. StorageError."""
+    """The leftovers that another load can go on from; None if there are none. StorageError."""
     try:
         since_s = where.journal.stat().st_mtime
     except FileNotFoundError:
@@ -40,8 +40,7 @@ def find_unfinished(where: VersionDirectory) -> Unfinished | None:
 
 
 def clear_for(where: VersionDirectory, identity: str) -> None:
-    """Make a version's directory ready for a load of the snapshot `identity`: what such a load left behind stays.
-
+    """Prepare a version's directory for a load of the snapshot `identity`: leftovers of such a load stay.
     StorageError.
     """
     if files.read_bytes(where.loading) == identity.encode() and not files.exists(where.record):
@@ -54,7 +53,7 @@ def clear_for(where: VersionDirectory, identity: str) -> None:
 
 
 def finish_load(where: VersionDirectory) -> None:
-    """The version was loaded, or switched to: a load of the same snapshot has nothing to go on from."""
+    """Remove the leftovers, once the version was loaded or switched to."""
     if where.loading.exists():
         with contextlib.suppress(StorageError):
             files.remove_file(where.loading)

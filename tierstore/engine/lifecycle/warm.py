@@ -1,10 +1,10 @@
-"""Warming versions that serve already: after a start, the rows of hot keys are read into memory, hottest first.
+"""Warm-up of versions that serve already: after a start, rows of hot keys are read into memory, hottest first.
 
-One thread for a store, of low priority. It reads at most `warm_rate` rows a second, or fewer where look-ups get slower
-by it. It also saves the hot keys of what serves from time to time, so that a start after a crash has them. Those of a
-version that is not warm yet are not saved, since the file says more than what is in memory.
+One thread for a store, of low priority. It reads at most `warm_rate` rows a second, or fewer if look-ups get slower.
+It also saves the hot keys of what serves from time to time, for a start after a crash. The keys of a version that is
+not warm yet are not saved, since the file has more of them than memory.
 
-`add` before `start`; any thread may read the progress. Only what is saved survives a crash.
+`add` before `start`; any thread may read the progress. Only saved keys survive a crash.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from tierstore.types import Keys
 
 log = logging.getLogger(__name__)
 
-_AWAITED_S = 0.1  # between two looks whether kernels are compiled
-_MOST_FAILURES = 16  # batches that the disk does not give, after which a warm-up is over
+_AWAITED_S = 0.1  # between two checks whether kernels are compiled
+_MOST_FAILURES = 16  # batches that the disk cannot read, after which a warm-up ends
 
 
 @dataclass(slots=True)
 class _Plan:
-    """What is to be read into one table: the keys of all sources, one after the other."""
+    """The keys to read into one table, from all sources, one after the other."""
 
     table: Cascade
     sources: Sequence[Keys]
@@ -48,7 +48,7 @@ class _Plan:
         return min(sum(map(len, self.sources)), self.table.capacity_rows)
 
     def next(self, limit: int) -> Keys:
-        """The keys that come next, at most `limit`; none at the end."""
+        """The next keys, at most `limit`; none at the end."""
         begin = self.done
         for keys in self.sources:
             if begin < len(keys):
@@ -58,7 +58,7 @@ class _Plan:
 
 
 class WarmUp:
-    """Reads into memory what was hot, for one version. `step` is for one thread."""
+    """The warm-up of one version. `step` is for one thread."""
 
     def __init__(self, version: Version, publisher: Publisher) -> None:
         self.version, self.publisher = version, publisher
@@ -69,12 +69,12 @@ class WarmUp:
 
     @property
     def done(self) -> int:
-        """Keys that were read."""
+        """The number of keys that were read."""
         return sum(min(plan.done, plan.total) for plan in self._plans)
 
     @property
     def total(self) -> int:
-        """Keys that are to be."""
+        """The number of keys to read."""
         return sum(plan.total for plan in self._plans)
 
     @property
@@ -82,10 +82,10 @@ class WarmUp:
         return self.done >= self.total
 
     def step(self, view: View, limit: int) -> int:
-        """Read at most `limit` keys, of the table that is furthest behind, under a view of the
-        version that the caller holds.
+        """Read at most `limit` keys, of the table that is furthest behind, under a view of the version that the caller
+        holds.
 
-        Returns how many it were; 0 at the end. What the disk does not give is passed over: look-ups will say so.
+        Returns their number; 0 at the end. Keys that the disk cannot read are skipped: look-ups will report the error.
         """
         plan = min(self._plans, key=lambda plan: plan.done / plan.total if plan.total else 1.0, default=None)
         if plan is None or plan.done >= plan.total:
@@ -97,7 +97,7 @@ class WarmUp:
 
 
 class Warmer:
-    """The thread. `publishers` gives those of all models that there are."""
+    """The thread. `publishers` gives the publishers of all models."""
 
     def __init__(
         self, publishers: Callable[[], Sequence[Publisher]], rate: float, save_every_s: float, throttle: Throttle
@@ -109,29 +109,29 @@ class Warmer:
         self._thread = Thread(target=self._run, name="tierstore-warmer", daemon=True)
         # guarded by _lock
         self._lock = threading.Lock()
-        self._warm_ups: tuple[WarmUp, ...] = ()  # replaced whole, so that readers need no lock
-        self._over = 0  # keys read by those that are over
-        # of the thread
+        self._warm_ups: tuple[WarmUp, ...] = ()  # replaced as a whole, so that readers need no lock
+        self._over = 0  # keys read by finished warm-ups
+        # for the thread
         self._saved_s = time.monotonic()
         self._next_s = 0.0
         self._pace_of_work = Pace(lambda: max(LEAST_SHARE, throttle.share), most_s=0.5)
 
     def add(self, version: Version, publisher: Publisher) -> None:
-        """Warm a version, which is about to serve."""
+        """Warm a version that is about to serve."""
         with self._lock:
             self._warm_ups = (*self._warm_ups, WarmUp(version, publisher))
 
     def warm_up_of(self, version: Version) -> WarmUp | None:
-        """The warm-up of a version; None where it is over, or there was none."""
+        """The warm-up of a version; None if it is over, or there was none."""
         return next((each for each in self._warm_ups if each.version is version), None)
 
     def share(self) -> float:
-        """How much of it is there, 0 to 1; 1 where nothing is to be read."""
+        """The share that is read, 0 to 1; 1 if nothing is to be read."""
         progress = self.progress()
         return 1.0 if progress is None else progress[0] / max(1, progress[1])
 
     def progress(self) -> tuple[int, int] | None:
-        """(keys read, keys to be read) of all warm-ups since the start; None once all are over."""
+        """(keys read, keys to read) of all warm-ups since the start; None once all are over."""
         with self._lock:
             warm_ups, over = self._warm_ups, self._over
         if not warm_ups:
@@ -142,7 +142,7 @@ class Warmer:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, and wait for it. May be called where it was never started."""
+        """End the thread, and wait for it. May be called if it was never started."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -178,7 +178,7 @@ class Warmer:
             with warm_up.publisher.hold_all() as served:  # no longer than this: it holds folds back
                 view = served.view_of(warm_up.version)
                 rows = 0 if view is None else warm_up.step(view, SHORT_BATCH)
-        except Exception as error:  # whatever it is, the other keys are read, and other versions warmed
+        except Exception as error:  # whatever the error, the other keys are read, and other versions warmed
             log.warning("warming version %d: %s", warm_up.version.number, error, exc_info=_unexpected(error))
             warm_up.failures += 1
             rows = 0 if warm_up.failures == _MOST_FAILURES else SHORT_BATCH
@@ -198,7 +198,7 @@ class Warmer:
         self._stopping.wait(self._next_s - now)
 
     def save_hot_keys(self) -> None:
-        """Save those of everything that serves and is warm. On the thread, every so often."""
+        """Save the hot keys of everything that serves and is warm. On the thread, periodically."""
         for publisher in self._publishers():
             for number in publisher.served.versions:
                 with publisher.pinned(number) as version:
@@ -206,7 +206,7 @@ class Warmer:
                         continue
                     try:
                         version.save_hot_keys(self._stopping.is_set)
-                    except Exception as error:  # whatever it is, the next try is made
+                    except Exception as error:  # whatever the error, the next try is made
                         log.warning(
                             "hot keys of version %d are not saved: %s", number, error, exc_info=_unexpected(error)
                         )
@@ -214,5 +214,5 @@ class Warmer:
 
 
 def _unexpected(error: Exception) -> bool:
-    """Whether the log is to say where an error came from."""
+    """Whether the log should show where an error came from."""
     return not isinstance(error, TierstoreError)

@@ -1,1 +1,1 @@
-"""Long work on a whole model or store: load, verify, status."""
+"""Long operations on a whole model or store: load, verify, export, backup, status."""

@@ -1,4 +1,4 @@
-"""Long work on a model beside what serves: on a thread of its own of low priority, which its caller waits for."""
+"""Long work on a model beside what serves, on a thread of its own of low priority, which its caller waits for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 def aside(
     throttle: Throttle, name: str, work: Callable[[Callable[[], bool]], T], cancelled: threading.Event | None
 ) -> T:
-    """What `work` returns; the function that it gets says when it is to end: it was `cancelled`, or Ctrl-C came."""
+    """The result of `work`. The function that it gets says when to end: when `cancelled`, or after Ctrl-C."""
     interrupted = threading.Event()
 
     def stops() -> bool:

@@ -1,11 +1,11 @@
 """`backup`: a model as it is at one moment, in a directory or in object storage, file by file, while it serves.
 
-First an image of the model's directory is made beside it, by second names for its files: they are written once and
-never changed. Only for that does anything wait: switches, drops and folds until it is made, deltas for the last step of
-it. Then the image is read, what the place does not have yet is sent there, and the image is removed.
+First an image of the model's directory is made beside it, of hard links: files are written once and never changed.
+Only this makes others wait: switches, drops and folds until it is made, deltas during its last step. Then the image is
+read, contents that the target lacks are sent there, and the image is removed.
 
-On a thread of low priority. A crash leaves an image, which the next start removes, and at the place
-contents that the next backup uses.
+On a thread of low priority. A crash leaves an image, which the next start removes, and contents at the target, which
+the next backup uses.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PAUSE_S = 0.01
 def backup(
     model: Model, target: Path | str, keep: int, progress: ProgressFn, cancelled: threading.Event | None
 ) -> BackupReport:
-    """See `Store.backup`; `target` is one that `new_target` has checked."""
+    """See `Store.backup`; `target` was checked by `new_target`."""
     _check(model, keep)
     throttle = model.state.shared.throttle
     return aside(throttle, "backup", lambda stops: _backup(model, target, keep, progress, stops), cancelled)
@@ -99,7 +99,7 @@ def make_image(model: Model, to: ModelDirectory) -> tuple[int | None, int]:
     while True:
         try:
             return _try_image(model, to)
-        except Closed:  # a version that served no more was closed meanwhile
+        except Closed:  # a version that no longer served was closed meanwhile
             model.state.live.check_open()
             files.remove_tree(to.root)
             time.sleep(_PAUSE_S)
@@ -109,13 +109,13 @@ def _try_image(model: Model, to: ModelDirectory) -> tuple[int | None, int]:
     state = model.state
     files.make_dir(to.log)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(state.switch)  # so no version comes, goes, or becomes another line
+        stack.enter_context(state.switch)  # so no version comes, goes, or changes its line
         versions: list[tuple[VersionInfo, DiskTier]] = []
         for info in state.catalogue.infos():
             disk = stack.enter_context(model.opener.reading(info.number))
             versions.append((info, disk))
             _link(files_of(info.where.db / BASE), info.where.db / BASE, to.root / info.where.root.name / BASE)
-        with contextlib.suppress(StorageError):  # what is pruned meanwhile is not needed
+        with contextlib.suppress(StorageError):  # a pruned entry is not needed
             _link_log(state.log, model.where, to)
         served = [view.open_version for view in state.live.served.views]
         for version in [*served, *state.retiring.all()]:
@@ -136,7 +136,7 @@ def _try_image(model: Model, to: ModelDirectory) -> tuple[int | None, int]:
 
 
 def _version(info: VersionInfo, disk: DiskTier, to: Path) -> None:
-    """A version in the image: RocksDB's files as of now, and all others but those that are being
+    """Put a version into the image: RocksDB's files as they are now, and all others except files that are being
     written or can be made again.
     """
     files.make_dir(to)
@@ -152,7 +152,7 @@ def _records(where: ModelDirectory) -> list[Path]:
 
 
 def _link_log(entries: DeltaLog, where: ModelDirectory, to: ModelDirectory) -> None:
-    """Have the entries of the log in the image, and no others."""
+    """Put the log's entries into the image, and nothing else."""
     counted = {where.log_entry(seq, digest).name for seq in entries.held() if (digest := entries.digest(seq))}
     there = set(os.listdir(to.log))
     for name in there - counted:
@@ -161,7 +161,7 @@ def _link_log(entries: DeltaLog, where: ModelDirectory, to: ModelDirectory) -> N
 
 
 def _link(paths: list[Path], root: Path, to: Path) -> None:
-    """Give files below `root` a second name below `to`."""
+    """Hard-link files below `root` into `to`."""
     pairs = [(path, to / path.relative_to(root)) for path in paths]
     for folder in dict.fromkeys(new.parent for _, new in pairs):
         files.make_dir(folder)
@@ -169,12 +169,12 @@ def _link(paths: list[Path], root: Path, to: Path) -> None:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """All files below a folder, but those that are being written."""
+    """All files below a folder, except those that are being written."""
     return [path for path in sorted(folder.rglob("*")) if path.is_file() and not is_scratch(path.name)]
 
 
 def entry_of(path: Path, name: str) -> BackupFile:
-    """What a file is in a backup, under the name `name`; it is read whole. StorageError."""
+    """A file's entry in a backup, under the name `name`; the file is read whole. StorageError."""
     try:
         digest, size = content_of(path)
         return BackupFile(path=name, bytes=size, xxh3=digest, changed_ns=path.stat().st_mtime_ns)
@@ -182,12 +182,12 @@ def entry_of(path: Path, name: str) -> BackupFile:
         raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-# --- what is sent
+# --- sending
 
 
 @dataclass
 class _Sending:
-    """An image on its way to a place."""
+    """An image that is being sent to a target."""
 
     backups: Backups
     model: str
@@ -196,7 +196,7 @@ class _Sending:
     still_alone: StillAlone
 
     def send(self, image: Path, active: int | None, seq: int, keep: int) -> BackupReport:
-        """Send what the place does not have, then the backup, and remove those that are not kept."""
+        """Send the contents that the target lacks, then the backup, and remove backups that are not kept."""
         before = self.backups.read(self.model, None, self.scratch)
         earlier = {} if before is None else {file.path: file for file in before.files}
         there = self.backups.contents(self.model)
@@ -229,7 +229,7 @@ class _Sending:
         return BackupReport(self.model, active, seq, len(entries), done, new)
 
     def _entry(self, path: Path, name: str, earlier: dict[str, BackupFile], there: set[str]) -> BackupFile:
-        """What a file is in the backup; one that the last backup had, and that is there, is not read again."""
+        """A file's entry in the backup; a file of the last backup whose content is there is not read again."""
         found = path.stat()
         before = earlier.get(name)
         if (
@@ -244,7 +244,7 @@ class _Sending:
         return entry_of(path, name)
 
     def _remove_older(self, made: Backup, keep: int, remove: Callable[[str], None]) -> None:
-        """Backups but the newest `keep`, and then the contents that none of these has."""
+        """Remove all backups but the newest `keep`, and then the contents that none of these has."""
         numbers = self.backups.numbers(self.model)  # without the new one
         kept = list(numbers)[len(numbers) - (keep - 1) :] if keep > 1 else []
         wanted = {file.content for file in made.files}

@@ -1,8 +1,8 @@
-"""Digests of every row that is served, at one seq: by them two nodes are compared without sending their rows.
+"""Digests of every row that is served, at one seq, by which two nodes are compared without sending their rows.
 
-The rows of a table are put into buckets by the hash of their keys, and a digest is made of each bucket; where those of
-two nodes differ, the digest of each row in it tells which keys do. As for `sample`, one of a bucket is the sum of those
-of its rows, so their order does not count.
+The rows of a table are put into buckets by the hash of their keys, and each bucket has a digest; if two nodes differ
+in one, the digest of each row in it shows which keys do. As for `sample`, a bucket's digest is the sum of its rows'
+digests, so their order does not count.
 
 On a thread of low priority while the model serves; it only reads, at one `moment`.
 """
@@ -42,13 +42,13 @@ def digests(
     """Digests of all rows of a version (a number or a label; None: the active one).
 
     Args:
-        seq: at which; where the version is at another one nothing is read. None: at whichever.
-        buckets: into so many the rows of each table are divided, 1 to `MOST_BUCKETS`.
+        seq: the expected seq; if the version is at another one nothing is read. None: any.
+        buckets: the number of buckets for the rows of each table, 1 to `MOST_BUCKETS`.
         listed: by table, the buckets whose rows are listed in place of digests of buckets; others are not read.
         expired_at_s: seconds since 1970; rows that are expired then count as absent, removed or not.
 
     Returns `{"model", "version", "seq", "dense", "tables"}`. `dense`: a hash of the dense parts, None without one.
-    `tables`, None at another seq: of each `rows`, and `digests`, 16 hex digits for each bucket in a row; of one
+    `tables`, None at another seq: for each table `rows`, and `digests`, 16 hex digits for each bucket; for a table
     whose rows are listed `keys`, their codes, and `digests` of each row.
     """
     if not 1 <= buckets <= MOST_BUCKETS:
@@ -121,7 +121,7 @@ def as_hex(values: Digests) -> str:
 
 
 def _digest_of(graphs: Mapping[str, bytes]) -> str | None:
-    """A digest of all graphs; that of the one without a name where there is no other."""
+    """A digest of all graphs; the graph's own if there is only the one without a name."""
     digests = {head: xxhash.xxh3_64_hexdigest(graph) for head, graph in sorted(graphs.items())}
     if digests.keys() <= {""}:
         return digests.get("")

@@ -1,7 +1,7 @@
-"""Why a key is answered as it is: what each tier holds of it, and which delta wrote or deleted it last.
+"""Explanations of answers: what each tier holds of a key, and which delta wrote or deleted it last.
 
-For a person, a few keys at a time; looking changes nothing (`holdings.py`). Any thread may call it. The view is held
-while tiers are looked at, and let go before the log is searched (`key_history.py`).
+For people, a few keys at a time; it changes nothing (`holdings.py`). Any thread may call it. The view is held while
+tiers are read, and released before the log is searched (`key_history.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tierstore.kernels import codec
 from tierstore.tiers.base import Peek
 from tierstore.types import Keys, TableSpec
 
-MOST_KEYS = 100  # of a request
+MOST_KEYS = 100  # in a request
 _NO_HISTORY: dict[str, Any] = {"written": None, "undone": [], "passed_over": []}
 
 
@@ -40,7 +40,7 @@ def explain(
 ) -> dict[str, Any]:
     """Why `keys` of a feature are answered as they are, by `version` (a number or a label; None: the active one).
 
-    docs/cli.md says what is in the document. Errors as of a look-up, and InvalidInput for more than MOST_KEYS keys.
+    docs/cli.md describes the document. Errors as of a look-up, and InvalidInput for more than MOST_KEYS keys.
     """
     keys = keys.tolist() if hasattr(keys, "tolist") else list(keys)
     if not 1 <= len(keys) <= MOST_KEYS:
@@ -48,7 +48,7 @@ def explain(
     with model.view(STABLE if version is None else version) as view:
         of = view.feature(feature)
         spec, codes = of.rows.table.spec, of.codes(keys)
-    number = view.version  # by which it is asked for again: what a label stands for may change
+    number = view.version  # to ask for it again: a label may change its version
     document = explain_codes(model, lambda: model.view(number), spec.name, codes)
     entries = []
     for key, entry in zip(keys, document.pop("keys"), strict=True):
@@ -69,7 +69,7 @@ def explain_codes(
     table: str,
     codes: Keys,
 ) -> dict[str, Any]:
-    """`explain` of codes of a table, by the view that `hold` gives."""
+    """`explain` for codes of a table, with the view that `hold` gives."""
     with hold() as view:
         version = view.open_version
         cascade, info, colliding = version.tables[table], version.info, view.colliding.get(table)
@@ -118,7 +118,7 @@ def _entry(
         return entry | _NO_HISTORY | {"state": "elsewhere", "why": why}
     entry["row"] = numbers(peek.row, spec) if peek.row is not None else _floats(table.default)
     unread = seen.errors and tier == "absent"
-    if unread:  # no tier that could be read holds it, and one could not be
+    if unread:  # no tier that could be read holds it, and one could not be read
         entry |= {"tier": None, "default": False, "row": None}
     if place is not None and place.explained is not None:
         theirs: dict[str, Any] = place.explained
@@ -185,7 +185,7 @@ def _why_absent(seen: Holdings, spec: TableSpec, info: VersionInfo, history: Key
             "undone",
             f"delta {undone[0].seq} {'deleted' if undone[0].deleted else 'wrote'} it, and a rollback has undone that",
         )
-    if history.ended is None or info.base == "sealed":  # whose deltas leave a mark of what they delete
+    if history.ended is None or info.base == "sealed":  # its deltas leave a mark of what they delete
         had = int(info.tables[spec.name].get("expired", 0))
         also = f", or was one of {had:,} that had expired at the load" if had else ""
         return (
@@ -201,7 +201,7 @@ def _tier(name: str, peek: Peek, more: Mapping[str, Any], spec: TableSpec) -> di
 
 
 def numbers(row: bytes, spec: TableSpec) -> list[float]:
-    """The numbers of a row as stored."""
+    """The numbers in a stored row."""
     out = np.empty((1, spec.dim), np.float32)
     codec.decode(np.frombuffer(row, np.uint8).reshape(1, -1).copy(), spec.dtype, out)
     return _floats(out[0])
@@ -212,7 +212,7 @@ def _floats(vector: Any) -> list[float]:
 
 
 def _rolled_back(rollbacks: Sequence[tuple[int, int]], seq: int) -> int | None:
-    """To which delta the rollback went that has undone `seq`."""
+    """The delta of the rollback that has undone `seq`."""
     return next((to for to, last in reversed(rollbacks) if to < seq <= last), None)
 
 

@@ -1,10 +1,9 @@
 """`export`: write what a model serves now, base plus deltas at one seq, as a snapshot.
 
-Runs on a thread of low priority while the model serves; it only reads, at one `moment`.
+On a thread of low priority while the model serves; it only reads, at one `moment`. To a URL, shards are uploaded as
+they are finished. A built version is built from a snapshot, which is then removed.
 
-To a URL, shards are uploaded as they are finished. A built version is built of a snapshot that is removed then.
-
-After a crash there is no `snapshot.json` or `built.json`, so nothing accepts what is there.
+After a crash there is no `snapshot.json` or `built.json`, so nothing accepts the files.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ from tierstore.types import ExportReport, KeyType, Progress, ProgressFn, Rows, S
 
 log = logging.getLogger(__name__)
 
-_READ_BYTES = 64 << 20  # that all tables together may have read ahead
-SCRATCH = f"{TEMPORARY}export-"  # begins the names of directories that a crash may leave
+_READ_BYTES = 64 << 20  # that all tables together may read ahead
+SCRATCH = f"{TEMPORARY}export-"  # prefix of directories that a crash may leave
 _LEAST_ROWS, _MOST_ROWS = 2048, 65536  # of a batch
 
 
@@ -66,9 +65,7 @@ def export(
     progress: ProgressFn,
     cancelled: threading.Event | None,
 ) -> ExportReport:
-    """See `Store.export`; `target` is one that `new_target` has checked, `scratch` is where
-    files are on the way to a URL.
-    """
+    """See `Store.export`; `target` was checked by `new_target`; `scratch` holds files on their way to a URL."""
     work = _export if options.partitions is None else _export_built
     with _made(target) if isinstance(target, Path) else contextlib.nullcontext():
         return aside(
@@ -80,9 +77,9 @@ def export(
 
 
 def new_target(target: str | Path, *, outside: Path, empty: bool = True) -> Path | str:
-    """The path, absolute; or the URL, below which, if it is to be `empty`, there is nothing.
+    """The absolute path, or the URL; an `empty` URL must have nothing below it.
 
-    InvalidInput for a path in the data directory `outside`, but for its `exports`.
+    InvalidInput for a path in the data directory `outside`, except in its `exports`.
     """
     if isinstance(target, str) and is_url(target):
         if empty:
@@ -103,7 +100,7 @@ def _export_built(
     progress: ProgressFn,
     stops: Callable[[], bool],
 ) -> ExportReport:
-    """Export a snapshot beside the target, and build that."""
+    """Export a snapshot beside the target, and build a version of it there."""
     shared = model.state.shared
 
     def checked(step: Progress) -> None:
@@ -172,7 +169,7 @@ def _export(
 
 @contextlib.contextmanager
 def _made(directory: Path) -> Iterator[None]:
-    """A directory made for the block; removed with all that is in it if the block fails."""
+    """A directory made for the block; removed with its contents if the block fails."""
     files.make_dir(directory.parent)
     try:
         os.mkdir(directory)
@@ -199,14 +196,14 @@ def _check_keys(model: str, view: View) -> None:
 
 
 def _default(version: Version, spec: TableSpec) -> str | list[float]:
-    """The default row of a table as it is answered: a mean stays the one of the load, whatever deltas changed since."""
+    """A table's default row as it is answered: a mean stays that of the load, whatever deltas changed since."""
     vector: list[float] = version.tables[spec.name].default.tolist()
     return "zeros" if spec.default == "zeros" else vector
 
 
 def _vectors(rows: Rows, spec: TableSpec) -> Vectors:
-    """The vectors that are stored as `rows`: of their own dtype if NumPy has it, else float32, from
-    which a load makes those rows.
+    """The vectors that are stored as `rows`, in their own dtype if NumPy has it, else as float32 from which a load
+    makes these rows.
     """
     shape = len(rows), spec.dim
     half = spec.dtype is StorageDtype.FLOAT16
@@ -216,7 +213,7 @@ def _vectors(rows: Rows, spec: TableSpec) -> Vectors:
 
 
 def _write_remaining(writer: SnapshotWriter, moment: ServedMoment) -> None:
-    """All but the rows: features, warm-up keys, the dense parts and their recorded requests."""
+    """Write everything but the rows: features, warm-up keys, the dense parts and their recorded requests."""
     info = moment.version.info
     for feature in info.features.values():
         how = None if feature.hash is None else asdict(feature.hash)

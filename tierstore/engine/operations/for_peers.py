@@ -1,10 +1,9 @@
-"""What a node gives to its peers: what its logs hold, and its models as they are at one moment, file
-by file, as a backup has them.
+"""A node's answers to its peers: what its logs hold, and its models at one moment, file by file, as in a backup.
 
-There is one image of a model at a time, for all peers that copy it, held while they read it. It is made by a thread of
-low priority, and goes once nobody has asked for HOLD_S. The log goes on meanwhile: what came after the image a peer
-gets as deltas, so an image from before the log begins is made again. Any thread may call anything. A crash leaves an
-image, which the next start removes.
+There is one image of a model at a time, for all peers that copy it, held while they read it. A thread of low priority
+makes it, and it is removed when nobody has asked for HOLD_S. The log goes on meanwhile: a peer gets what came after
+the image as deltas, so an image from before the log begins is made again. Any thread may call anything. A crash leaves
+an image, which the next start removes.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from tierstore.tiers.background import Pace
 
 log = logging.getLogger(__name__)
 
-HOLD_S = 300.0  # that an image is held after the last question
+HOLD_S = 300.0  # how long an image is held after the last request
 READ_BYTES = 8 << 20  # the most of a file that is read at once
 
 
@@ -45,16 +44,16 @@ class Image:
         self._changed = threading.Condition()
         # guarded by _changed
         self.used_s = time.monotonic()
-        self.done = self.total = 0  # bytes that were read for the list of files, of how many
-        self.backup: Backup | None = None  # once it is made
+        self.done = self.total = 0  # bytes that were read for the list of files, and of how many
+        self.backup: Backup | None = None  # set once it is made
         self.error: Exception | None = None
-        self._paths: dict[str, Path] = {}  # of contents
+        self._paths: dict[str, Path] = {}  # content → path
         self._ended = threading.Event()
         Thread(target=self._run, name="tierstore-image", daemon=True).start()
 
     @property
     def usable(self) -> bool:
-        """Whether it is on its way, or there and what came since is in the log."""
+        """Whether it is being made, or is there and the log has everything since."""
         if self._ended.is_set() or self.error is not None:
             return False
         return self.backup is None or self.backup.seq >= (self.model.log.start or 0)
@@ -64,13 +63,13 @@ class Image:
             self.used_s = time.monotonic()
 
     def end(self) -> None:
-        """Let it go."""
+        """Release it."""
         with self._changed:
             self._ended.set()
             self._changed.notify_all()
 
     def path(self, content: str) -> Path:
-        """Where a content is. NotFound."""
+        """The path of a content. NotFound."""
         with self._changed:
             self.used_s = time.monotonic()
             if self._ended.is_set() or content not in self._paths:
@@ -112,24 +111,22 @@ class Image:
 
 
 class PeerSide:
-    """What other nodes may ask of a store. `models` gives the models that there are, `model` one by its name.
+    """A store's answers to other nodes. `models` gives all models, `model` one by its name.
 
     `close` it before the store.
     """
 
     def __init__(self, models: Callable[[], list[str]], model: Callable[[str], Model]) -> None:
-        self.node = secrets.token_hex(8)  # by which a node knows itself among the peers it is given
+        self.node = secrets.token_hex(8)  # by which a node recognizes itself among the peers it is given
         self._models, self._model = models, model
-        self._numbers = itertools.count(time.time_ns())  # no two images have one, also not after a restart
+        self._numbers = itertools.count(time.time_ns())  # no two images have the same number, also after a restart
         self._lock = threading.Lock()
         # guarded by _lock
         self._of: dict[str, Image] = {}
         self._closed = False
 
     def logs(self) -> dict[str, Any]:
-        """By model what its log holds: deltas `start + 1` to `last`, which rollbacks there
-        were, and what is wrong with it.
-        """
+        """By model what its log holds: deltas `start + 1` to `last`, its rollbacks, and its faults."""
         found = {}
         for name in self._models():
             with contextlib.suppress(NotFound):  # it is gone meanwhile
@@ -149,14 +146,14 @@ class PeerSide:
         return self._model(name).state.log.digest_of(after, upto)
 
     def image(self, name: str) -> dict[str, Any]:
-        """The image of a model, begun where there is none: its number and its `backup`, or how far it is."""
+        """The image of a model, begun if there is none: its number and its `backup`, or its progress."""
         image = self._image(name)
         if image.backup is None:
             return {"number": image.number, "done": image.done, "total": image.total}
         return {"number": image.number, "backup": image.backup.model_dump(mode="json")}
 
     def _image(self, name: str) -> Image:
-        """NotFound; Conflict for a model that has nothing to be copied; what the image failed by."""
+        """NotFound; Conflict for a model that has nothing to copy; the error of a failed image."""
         model = self._model(name)
         model.state.shared.placement.refusals.check("backup", model=name)
         if model.active_version is None:
@@ -176,7 +173,7 @@ class PeerSide:
         return image
 
     def read(self, name: str, content: str, begin: int, count: int) -> bytes:
-        """Bytes of a file of the image that is held. NotFound, StorageError."""
+        """Bytes of a file of the held image. NotFound, StorageError."""
         if not 0 < count <= READ_BYTES:
             raise InvalidInput(f"count: expected 1 to {READ_BYTES} bytes, got {count}")
         with self._lock:
@@ -194,7 +191,7 @@ class PeerSide:
             raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
 
     def close(self) -> None:
-        """Hold none any more."""
+        """Release all images."""
         with self._lock:
             self._closed = True
             for image in self._of.values():

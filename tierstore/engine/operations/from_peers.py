@@ -1,9 +1,8 @@
-"""What a node takes from a peer: deltas that it has acknowledged, which of them are undone, and whole models.
+"""What a node takes over from a peer: acknowledged deltas, which of them are undone, and whole models.
 
-Of a model the files of its image are read, each compared with its checksum, into a directory beside the models.
-What was read stays there when the copy is broken off, by a crash or by the peer, and the next try goes on from
-it: whole files are compared with what the peer's list says, and a file that was broken off is read on from where
-it ends. One thread a data directory.
+The files of a model's image are read into a directory beside the models, each compared with its checksum. Files that
+were read stay if a crash or the peer breaks the copy off, and the next try goes on from them: whole files are compared
+with the peer's list, and a partial file is read on from its end. One thread for a data directory.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from tierstore.tiers.upstream.peer import Peer, PeerImage
 from tierstore.types import Progress, ProgressFn
 
 SCRATCH = f"{TEMPORARY}copy-"
-CHUNK_BYTES = 4 << 20  # of a file that are asked for at once
+CHUNK_BYTES = 4 << 20  # of a file that are requested at once
 _BLOCK = 4 << 20
 _IMAGE_POLL_S = 0.1
-IMAGE_S = 600.0  # that an image may take for a file; each is read as a whole first
+IMAGE_S = 600.0  # how long an image may take for a file; each is read as a whole first
 _TRIES = 10  # of a copy whose image is replaced meanwhile
 
 
 def follow_delta(model: Model, data: bytes, seq: int) -> None:
-    """Apply a delta that a peer has acknowledged: of what does not fit a version nothing is applied to that one,
-    and one that is undone to none.
+    """Apply a delta that a peer has acknowledged. Parts that do not fit a version are skipped there; an undone delta is
+    applied to none.
 
-    Errors are those of `Store.apply_delta`.
+    Errors as `Store.apply_delta`.
     """
     shared = model.state.shared
     with IncomingDelta(data, model.name, seq).decoded(shared.decoding, shared.overlay_budget) as delta:
@@ -46,27 +45,24 @@ def follow_delta(model: Model, data: bytes, seq: int) -> None:
 
 
 def follow_undone(model: Model, rollbacks: Rollbacks) -> None:
-    """Have undone what a peer has undone, see `Switcher.follow_undone`."""
+    """Undo what a peer has undone, see `Switcher.follow_undone`."""
     with model.changing("rollback") as noted:
         model.switcher.follow_undone(rollbacks)
         noted["undone"] = [list(each) for each in model.log.undone.ranges]
 
 
 def copies_of(root: Path) -> list[Path]:
-    """What copies that were broken off have left in a data directory."""
+    """Leftovers of copies that were broken off, in a data directory."""
     return list(root.glob(f"{SCRATCH}*"))
 
 
 def copy_model(
     peer: Peer, model: str, root: DataDirectory, reserve: int, progress: ProgressFn, stopping: threading.Event
 ) -> Path:
-    """Make the directory of a model as a peer has it, leaving `reserve` bytes free.
+    """Copy the directory of a model from a peer, leaving `reserve` bytes free. Returns it, to be moved into the store.
 
-    Returns it, to be moved into the store.
-
-    RemoteUnavailable, NotFound, Overloaded: try again, and it goes on. Corruption for a file that did not come
-    as the peer has it; it is read anew by the next try. DiskFull where what is still to come has no room.
-    Closed once `stopping` is set.
+    RemoteUnavailable, NotFound, Overloaded: try again, and it goes on. Corruption for a file that differs from the
+    peer's; the next try reads it again. DiskFull if the remaining bytes have no room. Closed once `stopping` is set.
     """
     where = root.root / f"{SCRATCH}{model}"
     image = _await_image(peer, model, progress, stopping)
@@ -78,7 +74,7 @@ def copy_model(
         check_free(root.root, reserve, f"a copy of model {model!r}", total - files.tree_bytes(where))
         fetch_files(_Files(peer, stopping), image.backup, where, 0, total, progress)
         before, image = image, _await_image(peer, model, progress, stopping)
-        if image.number == before.number:  # else it was replaced meanwhile: most of the files are the same
+        if image.number == before.number:  # otherwise it was replaced meanwhile: most of the files are the same
             return where
     raise RemoteUnavailable(f"{peer}: its image of model {model!r} is another one each time; it is tried again")
 
@@ -110,7 +106,7 @@ def _check(backup: Backup, model: str, peer: Peer) -> None:
 
 
 def _remove_others(where: Path, backup: Backup) -> None:
-    """Remove what an earlier try has left and this copy does not use."""
+    """Remove files of an earlier try that this copy does not use."""
     wanted = {where / file.path for file in backup.files}
     wanted |= {_part(where / file.path, file) for file in backup.files}
     for path in sorted(where.rglob("*")) if where.is_dir() else []:
@@ -119,7 +115,7 @@ def _remove_others(where: Path, backup: Backup) -> None:
 
 
 def _part(to: Path, file: BackupFile) -> Path:
-    """What there is of a file that has not come whole."""
+    """The path of a partly received file."""
     return to.with_name(f"{TEMPORARY}{file.xxh3}-{file.bytes}-{to.name}"[:255])
 
 
@@ -143,7 +139,7 @@ class _Files:
         files.rename(part, to)
 
     def _receive(self, model: str, file: BackupFile, part: Path) -> str:
-        """Bring `part` to its full length. Returns the XXH3-64 of its bytes."""
+        """Receive the remainder of `part`. Returns the XXH3-64 of its bytes."""
         hashed, size = xxhash.xxh3_64(), 0
         try:
             with open(part, "a+b") as to:

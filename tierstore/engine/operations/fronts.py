@@ -1,9 +1,9 @@
-"""What a node gives to nodes in front of it: what it serves, rows of one version as of one seq, records, deltas.
+"""A node's answers to fronts: what it serves, rows of one version as of one seq, records, deltas.
 
-A front asks for rows as of its own seq. So views that were replaced are held until every front is beyond them, but for
-LAG_S at most, and the last view of a version that serves no more for as long as a front serves that version, unless
-something else waits for it to be closed. While nobody in front asks, nothing is held. Any thread may call anything; a
-thread that ends by itself lets go of what is not needed any more.
+A front asks for rows as of its own seq. So replaced views are held until every front is beyond them, but for LAG_S at
+most, and the last view of a version that no longer serves while a front serves that version, unless something else
+waits for it to be closed. While no front asks, nothing is held. Any thread may call anything; a thread that ends by
+itself releases what is no longer needed.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from tierstore.tiers.upstream import wire
 from tierstore.tiers.upstream.layout import ABSENT, FOREIGN, THERE
 from tierstore.types import Keys, Partitions, Tier
 
-KEEP_S = 0.2  # that a view is held in any case after it was replaced
-LAG_S = 10.0  # that a front is waited for
+KEEP_S = 0.2  # how long a view is held in any case after it was replaced
+LAG_S = 10.0  # how long a front is waited for
 GONE_S = 3.0  # after which a front that has not asked counts as gone
-LONGEST_S = 3600.0  # that a version is held after it was left
-LOG_BYTES = 8 << 20  # of deltas that are read as one
+LONGEST_S = 3600.0  # how long a version is held after it was left
+LOG_BYTES = 8 << 20  # of deltas that are read together
 NEWEST = int(np.iinfo(np.int64).max)
 _LOOK_S = 0.1
 
@@ -51,8 +51,8 @@ def partitions_of(model: Model) -> Partitions | None:
 
 
 def line_of(model: Model, view: View) -> str:
-    """What tells one content of a version number from others: what was loaded, tables, features, and which of its
-    deltas were undone.
+    """Identifies the content of a version number: what was loaded, tables, features, and which of its deltas were
+    undone.
     """
     info = view.open_version.info
     tables = [(s.name, s.key.value, s.dim, s.dtype.value, s.default) for s in info.specs.values()]
@@ -62,7 +62,7 @@ def line_of(model: Model, view: View) -> str:
     )
     undone = [each for each in model.state.log.undone.ranges if each[1] > info.manifest.delta_seq]
     parts = [tables, features, undone]
-    if info.content is not None:  # else an earlier release has loaded it, and nodes of that one say the same of it
+    if info.content is not None:  # else an earlier release has loaded it, and nodes of that release report the same
         named = {head: digest for head, digest in info.loaded_digests.items() if head}
         parts += [info.content, info.loaded_digests.get(""), *([named] if named else [])]
     return xxhash.xxh3_64_hexdigest(json.dumps(parts).encode())
@@ -72,7 +72,7 @@ def line_of(model: Model, view: View) -> str:
 class _Held:
     view: View
     line: str
-    replaced_s: float | None = None  # since when there is a newer view, or the version serves no more
+    replaced_s: float | None = None  # since when there is a newer view, or the version no longer serves
 
 
 class HeldViews:
@@ -82,10 +82,10 @@ class HeldViews:
         self._model, self._publisher = model, model.publisher
         self._lock = threading.Lock()
         # guarded by _lock
-        self._held: list[_Held] = []  # by age
+        self._held: list[_Held] = []  # oldest first
         self._fronts: dict[
             str, tuple[float, int, int]
-        ] = {}  # when it last said so, the version that it serves, its seq
+        ] = {}  # front → when it last reported, the version that it serves, its seq
         self._called_s = -GONE_S
         self._partitions: tuple[object, Partitions | None] = None, None
 
@@ -94,7 +94,7 @@ class HeldViews:
         return time.monotonic() - self._called_s < GONE_S
 
     def touch(self, front: str | None = None, serves: tuple[int, int] | None = None) -> None:
-        """Somebody in front asks; the front of that name serves a version at a seq."""
+        """Note that a front asks; the named front serves a version at a seq."""
         with self._lock:
             self._called_s = now_s = time.monotonic()
             if front is not None and serves is not None:
@@ -103,7 +103,7 @@ class HeldViews:
             self._update()
 
     def update(self) -> None:
-        """Something was published."""
+        """Note that something was published."""
         with self._lock:
             if self.in_use:
                 self._update()
@@ -121,10 +121,10 @@ class HeldViews:
                 entry.replaced_s = now_s
 
     def expire(self, *, all_of_them: bool = False) -> bool:
-        """Let go of what is not needed any more. Whether something is still held."""
+        """Release views that are no longer needed. Returns whether any view is still held."""
         with self._lock:
             now_s, in_use = time.monotonic(), self.in_use and not all_of_them
-            after: dict[int, _Held] = {}  # by version the entry that came after
+            after: dict[int, _Held] = {}  # by version, the entry that came after
             for entry in reversed(list(self._held)):
                 newer = after.get(entry.view.version)
                 after[entry.view.version] = entry
@@ -145,9 +145,9 @@ class HeldViews:
         return age_s < KEEP_S or (age_s < LAG_S and any(seq < newer.view.seq for _, _, seq in there))
 
     def acquire(self, number: int, line: str, upto: int) -> View:
-        """The newest view of a version that has no delta above `upto`, the oldest where all have; to be released.
+        """The newest view of a version that has no delta above `upto`, or the oldest if all have; to be released.
 
-        NotFound where none is held.
+        NotFound if none is held.
         """
         with self._lock:
             found = [entry.view for entry in self._held if entry.view.version == number and entry.line == line]
@@ -163,7 +163,7 @@ class HeldViews:
 
     @contextmanager
     def at(self, number: int, line: str) -> Iterator[View]:
-        """The newest view of a version. NotFound where none is held."""
+        """The newest view of a version. NotFound if none is held."""
         view = self.acquire(number, line, NEWEST)
         try:
             yield view
@@ -171,7 +171,7 @@ class HeldViews:
             self.release(view)
 
     def newest(self) -> dict[int, tuple[View, str]]:
-        """By version the newest view and its line."""
+        """By version, the newest view and its line."""
         with self._lock:
             return {entry.view.version: (entry.view, entry.line) for entry in self._held}
 
@@ -184,9 +184,9 @@ class HeldViews:
 
 
 class StoredRead:
-    """Rows of codes as they are stored. What memory has is there at once.
+    """A read of rows of codes as they are stored. Rows in memory are there at once.
 
-    `finish` is for any one thread; `close` in any case.
+    `finish` is for any one thread; call `close` in any case.
     """
 
     def __init__(self, held: HeldViews, view: View, table: str, codes: Keys) -> None:
@@ -199,7 +199,7 @@ class StoredRead:
 
     @property
     def waits(self) -> bool:
-        """Whether `finish` has to read a disk."""
+        """Whether `finish` must read a disk."""
         return not self._state.all()
 
     def finish(self) -> list[bytes | memoryview]:
@@ -220,9 +220,9 @@ class StoredRead:
 
 
 class Fronts(Observer):
-    """What nodes in front of a store may ask of it.
+    """A store's answers to its fronts.
 
-    `models` gives the models that there are, `model` one by its name. `close` it before the store.
+    `models` gives all models, `model` one by its name. `close` it before the store.
     """
 
     def __init__(self, models: Callable[[], list[str]], model: Callable[[str], Model]) -> None:
@@ -247,7 +247,7 @@ class Fronts(Observer):
     def held(self, name: str, front: str | None = None, serves: tuple[int, int] | None = None) -> HeldViews:
         """The views of a model, held from now on.
 
-        NotFound for an unknown one; Conflict where its rows are on other machines.
+        NotFound for an unknown one; Conflict if its rows are on other machines.
         """
         model = self._model(name)
         model.state.shared.placement.refusals.check("serve_fronts")
@@ -260,7 +260,7 @@ class Fronts(Observer):
             held.touch(front, serves)
             if self._thread is None:
                 thread = Thread(target=self._run, name="tierstore-fronts", daemon=True)
-                thread.start()  # before it counts as there
+                thread.start()  # before it counts as running
                 self._thread = thread
         return held
 
@@ -275,13 +275,13 @@ class Fronts(Observer):
                     return
 
     def close(self) -> None:
-        """Hold nothing any more."""
+        """Release all views."""
         with self._lock:
             self._closed = True
             for held in self._of.values():
                 held.expire(all_of_them=True)
 
-    # --- what is asked
+    # --- answers
 
     def state(self, front: str, serves: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
         """What each model serves, for a front that serves these: (version, seq) by model."""
@@ -300,7 +300,7 @@ class Fronts(Observer):
         return {"models": models}
 
     def rows(self, name: str, number: int, table: str, request: wire.RowsRequest) -> StoredRead:
-        """Begin to read rows. NotFound; Conflict where none have the delta `floor`."""
+        """Begin to read rows. NotFound; Conflict if no view has the delta `floor`."""
         held = self.held(name)
         view = held.acquire(number, request.line, request.upto)
         try:
@@ -316,7 +316,7 @@ class Fronts(Observer):
             raise
 
     def explain(self, name: str, number: int, table: str, line: str, upto: int, codes: Keys) -> dict[str, Any]:
-        """`explain_codes`, as of `upto`. NotFound."""
+        """`explain_codes` as of `upto`. NotFound."""
         held = self.held(name)
 
         @contextmanager
@@ -350,7 +350,7 @@ class Fronts(Observer):
             return found if isinstance(found, bytes) else bytes(read_regular(found))
 
     def deltas(self, name: str, after: int, count: int) -> list[bytes | memoryview]:
-        """At most `count` deltas of the log after `after`, in parts, see `wire`; none where the log begins later."""
+        """At most `count` deltas of the log after `after`, in parts, see `wire`; none if the log begins later."""
         log = self._model(name).state.log
         entries: list[wire.LoggedDelta] = []
         size = 0
@@ -367,12 +367,12 @@ class Fronts(Observer):
 
 
 def _owned(codes: Keys, partitions: Partitions | None) -> Any:
-    """bool[n], or a slice of all of them: which codes this node owns."""
+    """bool[n], or a slice of all: which codes this node owns."""
     return slice(None) if partitions is None else are_own(codes, partitions)
 
 
 def _side_files(view: View) -> dict[str, Path | bytes]:
-    """Dense parts, warm-up keys, recorded requests: by path in the version's directory."""
+    """Dense parts, warm-up keys and recorded requests, by path in the version's directory."""
     where = view.open_version.info.where
     found: dict[str, Path | bytes] = {dense_file(head): where.dense(head) for head in where.denses()}
     folder = where.requests().parent

@@ -1,7 +1,7 @@
-"""What each tier holds of a key, as a look-up would find it, read without changing anything: for `explain`.
+"""The entries of all tiers for a key, as a look-up would find them, read without changing anything: for `explain`.
 
-No row is promoted, no heat is counted, no cache of ours is filled; pages that are read from disk may stay in the
-system's cache. Any thread, for as long as it holds the view.
+No row is promoted, no heat is counted, no cache of ours is filled; pages that are read from disk may stay in the page
+cache. Any thread, while it holds the view.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ CACHES = ("device", "host", "ssd_cache")
 
 @dataclass(slots=True)
 class Holdings:
-    """What tiers hold of one key, in the order in which look-ups ask them: (tier, what, more about it).
+    """The entries of tiers for one key, in the order of look-ups: (tier, entry, more about it).
 
-    `agree`: whether every cache holds what lies beneath; None where there is nothing to compare. `errors`: by tier.
+    `agree`: whether every cache agrees with the tiers below; None if there is nothing to compare. `errors`: by tier.
     """
 
     code: int
@@ -33,13 +33,13 @@ class Holdings:
     place: Place | None = None
     tiers: list[tuple[str, Peek, dict[str, Any]]] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)
-    time_s: int | None = None  # when its row was last written, where that is kept
+    time_s: int | None = None  # when its row was last written, if that is kept
     agree: bool | None = None
     differ: list[str] = field(default_factory=list)
 
     @property
     def answering(self) -> tuple[str, Peek]:
-        """The first tier that holds something, as a look-up finds it; `absent` where none does."""
+        """The first tier that holds something, as a look-up finds it; `absent` if none does."""
         read = ((tier, peek) for tier, peek, _ in self.tiers if not peek.heat.get("filtered"))
         return next(((tier, peek) for tier, peek in read if peek.holds != "nothing"), ("absent", Peek(absent=True)))
 
@@ -48,7 +48,7 @@ class Holdings:
 
 
 def look(view: View, table: Cascade, codes: Keys) -> list[Holdings]:
-    """What tiers hold of each of `codes`."""
+    """The entries of tiers for each of `codes`."""
     places = view.open_version.rows.places(table.spec.name, codes, view.seq)
     found = []
     for code, place in zip(codes.tolist(), places, strict=True):

@@ -1,6 +1,6 @@
-"""Which deltas of the log wrote or deleted a few keys of a table: for `explain`. Any thread; only reads.
+"""The deltas of the log that wrote or deleted a few keys of a table: for `explain`. Any thread; only reads.
 
-The log is read from its newest entry back, within bounds, and what was not searched is said.
+The log is read from its newest entry back, within bounds; the result says what was not searched.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SEARCH_S = 5.0
 class Write(NamedTuple):
     """A delta that wrote or deleted a key.
 
-    `received_s`: when the log got it, seconds since 1970; None where its file is gone.
+    `received_s`: when the log got it, seconds since 1970; None if its file is gone.
     """
 
     seq: int
@@ -47,14 +47,14 @@ class Write(NamedTuple):
 
 @dataclass(slots=True)
 class KeyHistory:
-    """What the log says of the keys: newest first, by code.
+    """The log's writes to the keys: newest first, by code.
 
     `first`: the oldest seq that was searched; `ended`: why not further.
     """
 
     last: dict[int, Write] = field(default_factory=dict)
     undone: dict[int, list[Write]] = field(default_factory=dict)
-    others: dict[int, list[Write]] = field(default_factory=dict)  # for another version alone
+    others: dict[int, list[Write]] = field(default_factory=dict)  # only for another version
     first: int = 0
     newest: int = 0
     ended: str | None = None
@@ -63,9 +63,7 @@ class KeyHistory:
 def search(
     log: DeltaLog, info: VersionInfo, table: str, codes: Keys, to_codes: Callable[[Any], Keys], upto: int
 ) -> KeyHistory:
-    """Which deltas wrote or deleted `codes`: from the newest, `upto`, back until each is
-    found, or the bounds are reached.
-    """
+    """The deltas that wrote or deleted `codes`: from `upto` back until each is found, or the bounds are reached."""
     floor = max(log.start or 0, info.manifest.delta_seq)
     history = KeyHistory(first=upto + 1, newest=upto)
     left, nbytes, until_s = {*codes.tolist()}, 0, time.monotonic() + SEARCH_S
@@ -81,7 +79,7 @@ def search(
         except NotFound:
             history.ended = f"the log holds no delta up to {seq} any more"
             return history
-        except InvalidInput:  # one that does not fit the table: the version has passed it over
+        except InvalidInput:  # it does not fit the table: the version has skipped it
             history.first = seq
             continue
         except TierstoreError as error:

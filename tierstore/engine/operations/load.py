@@ -1,10 +1,8 @@
-"""Loading a snapshot while others serve: build, ingest, verify, record, and then activate, unless
-the caller does not want that.
+"""Loading a snapshot while others serve: build, ingest, verify, record, and then activate unless the caller declines.
 
-Runs on the caller's thread; the heavy work is in the helper processes of `ingest/`. A crash leaves a
-directory, and so does a load that is cancelled: one of the same snapshot goes on from there. On other errors
-it is removed at once. Once the record is published the version is kept, even if it cannot be switched to,
-unless the snapshot turns out to be bad then.
+On the caller's thread; the heavy work is in the helper processes of `ingest/`. A crash or a cancelled load leaves a
+directory, from which a load of the same snapshot goes on. On other errors it is removed at once. Once the record is
+published the version is kept, even if the switch to it fails, unless the snapshot then turns out to be bad.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ def load(
     progress: ProgressFn,
     cancelled: threading.Event | None,
 ) -> int:
-    """Load `snapshot` as a version of `model`. Returns the version. Whatever fails, nothing that served changes.
+    """Load `snapshot` as a version of `model`. Returns the version. An error never changes what serves.
 
     With `aside` it leaves half of the processors to what serves.
     """
@@ -66,7 +64,7 @@ def load(
             note(step)
             progress(step)
 
-        if number not in model.catalogue:  # else it was loaded before, and not switched to
+        if number not in model.catalogue:  # otherwise it was loaded before, and not switched to
             where = model.catalogue.where(number)
             target.claim(snapshot, identity)
             try:
@@ -83,7 +81,7 @@ def load(
                 if not can_go_on(error):
                     target.abandon(number)
                 raise
-            files.remove_tree(where.build)  # not before: else a crash in between would cost the whole load
+            files.remove_tree(where.build)  # not before: a crash in between would cost the whole load
             model.catalogue.add(VersionInfo(where))
         if activate:
             target.activate(number, report)
@@ -101,7 +99,7 @@ def _build(
     progress: ProgressFn,
     cancelled: threading.Event | None,
 ) -> BaseBuild:
-    """Build the base's files in helper processes, bring them to the target, and read everything back."""
+    """Build the base's files in helper processes, move them to the target, and read everything back."""
     settings = shared.settings
     with BulkLoad(
         snapshot,
@@ -126,7 +124,7 @@ def _build(
 
 
 def _check_dense(snapshot: Snapshot, shared: Shared, may_go_on: Callable[[], None]) -> None:
-    """Refuse dense parts that could not be served, and requests that cannot be read, before any row is."""
+    """Refuse dense parts that could not be served, and requests that cannot be read, before rows are built."""
     for head in snapshot.manifest.recorded:
         for name, path in snapshot.request_paths(head):
             may_go_on()

@@ -1,8 +1,8 @@
-"""Every row that a model serves at one moment, to be read by whoever writes or compares them all.
+"""Moments: every row that a model serves at one moment, for work that writes or compares all of them.
 
-A view is held until every table has an iterator of that moment, a fraction of a second: until then no delta that comes
-later is folded. From then on deltas, folds and switches go on as ever. The version that is read stays open until the
-block ends, also where another one is switched to; but a switch back to it, or its drop, ends the work on it.
+A view is held until every table has an iterator of that moment, a fraction of a second: until then no later delta is
+folded. After that deltas, folds and switches go on as ever. The version stays open until the block ends, also if
+another one is switched to; but a switch back to it, or its drop, ends the work on it.
 
 On the caller's thread; it only reads.
 """
@@ -29,15 +29,15 @@ from tierstore.formats.row_times import TIME_BYTES, Times, as_rows, from_rows
 from tierstore.tiers.disk.merge import Changes, merged_blocks
 from tierstore.types import Keys, Rows
 
-_READ_BYTES = 64 << 20  # that all tables together may have read ahead
+_READ_BYTES = 64 << 20  # that all tables together may read ahead
 _LEAST_ROWS, _MOST_ROWS = 2048, 65536  # of a batch
 
 
 @dataclass(frozen=True, slots=True)
 class ServedMoment:
-    """A version at one seq. `tables` has the rows of each by ascending code, of that moment, each to be read once.
+    """A version at one seq. `tables` has each table's rows of that moment by ascending code, each to be read once.
 
-    With each batch are the times of its rows, where the table has some.
+    With each batch are the times of its rows, if the table has some.
     """
 
     version: Version
@@ -47,7 +47,7 @@ class ServedMoment:
 
 
 def check_goes_on(what: str, model: Model, number: int | None, stops: Callable[[], bool]) -> None:
-    """Closed where the work `what` is to end, or version `number`, which it still reads, is needed otherwise."""
+    """Closed if the work `what` should end, or version `number`, which it still reads, is needed otherwise."""
     model.state.live.check_open()
     if stops():
         raise Closed(f"the {what} of {model.name!r} was cancelled")
@@ -59,7 +59,7 @@ def check_goes_on(what: str, model: Model, number: int | None, stops: Callable[[
 
 @contextlib.contextmanager
 def moment_of(model: Model, wanted: int | str | None, check: Callable[[View], None]) -> Iterator[ServedMoment]:
-    """What is served now by a version (number or label; None: the active one), which `check` may refuse.
+    """What a version (number or label; None: the active one) serves now; `check` may refuse its view.
 
     Its version stays open until the end of the block.
     """
@@ -79,7 +79,7 @@ def moment_of(model: Model, wanted: int | str | None, check: Callable[[View], No
 
 
 def _read(view: View, stack: contextlib.ExitStack) -> ServedMoment:
-    """The moment of a view that is held. When this returns, all iterators stand, and the view may be released."""
+    """The moment of a held view. When this returns, all iterators are positioned, and the view may be released."""
     version = view.open_version
     row_bytes = sum(8 + spec.row_bytes for spec in version.specs.values())
     batch = max(_LEAST_ROWS, min(_MOST_ROWS, _READ_BYTES // max(1, row_bytes)))
@@ -87,11 +87,11 @@ def _read(view: View, stack: contextlib.ExitStack) -> ServedMoment:
     def standing(table_id: int, row_bytes: int) -> Iterator[tuple[Keys, Rows]]:
         stored = version.disk.scan(table_id, row_bytes, batch)
         stack.callback(stored.close)  # type: ignore[attr-defined]
-        first = next(stored, None)  # only now its iterator stands
+        first = next(stored, None)  # only now its iterator is positioned
         return chain(() if first is None else (first,), stored)
 
     tables: dict[str, Iterator[tuple[Keys, Rows, Times | None]]] = {}
-    with version.writing:  # else rows might expire between two of them
+    with version.writing:  # or rows might expire between two of them
         for name, table in version.tables.items():
             overlays = view.table(name).overlays
             changed = reduce(OverlayTable.merged, reversed(overlays)) if overlays else None
@@ -109,7 +109,7 @@ def _read(view: View, stack: contextlib.ExitStack) -> ServedMoment:
 def _with_changes(
     stored: Iterator[tuple[Keys, Rows]], changed: OverlayTable | None, rows: Rows | None, batch: int
 ) -> Iterator[tuple[Keys, Rows]]:
-    """What is stored, as overlays have changed it; `rows` in place of those of the overlays."""
+    """Stored rows with the changes of overlays; `rows` replace those of the overlays."""
     if changed is None:
         yield from stored
         return
@@ -121,7 +121,7 @@ def _with_changes(
 
 
 def _changes(changed: OverlayTable, rows: Rows, batch: int) -> Iterator[Changes]:
-    """What an overlay changes, by ascending code."""
+    """The changes of an overlay, by ascending code."""
     for start in range(0, len(changed.keys), batch):
         part = slice(start, start + batch)
         deleted = changed.deleted[part].astype(np.bool_)
@@ -131,7 +131,7 @@ def _changes(changed: OverlayTable, rows: Rows, batch: int) -> Iterator[Changes]
 def _in_step(
     table: str, rows: Iterator[tuple[Keys, Rows]], times: Iterator[tuple[Keys, Rows]]
 ) -> Iterator[tuple[Keys, Rows, Times | None]]:
-    """Rows with the times of the same keys, in batches as the rows come. Corruption where the keys are not the same."""
+    """Rows with the times of the same keys, in the batches of the rows. Corruption if the keys differ."""
     ahead, ahead_times = np.empty(0, np.int64), np.empty((0, TIME_BYTES), np.uint8)
     for keys, stored in rows:
         n = len(keys)
@@ -144,7 +144,7 @@ def _in_step(
 
 
 def _graphs(view: View) -> dict[str, bytes]:
-    """The ONNX files that the view serves, by head, or would serve where the extra is installed.
+    """The ONNX files that the view serves, by head, or would serve if the extra were installed.
 
     No fold replaces them while the view is held.
     """

@@ -1,4 +1,4 @@
-"""What a person does with parked messages: list, show, retry, skip. Any thread.
+"""A person's operations on parked messages: list, show, retry, skip. Any thread.
 
 `skip` applies a delta without rows under the seq, so that the log has no gap and every replica that does the same has
 the same log. Its event time is that of the message.
@@ -24,7 +24,7 @@ from tierstore.types import DeltaResult
 
 
 class ParkedMessages(ABC):
-    """The verbs of a store for them."""
+    """The verbs of a store for parked messages."""
 
     parked_files: ParkedFiles
 
@@ -46,7 +46,7 @@ class ParkedMessages(ABC):
         return [asdict(record) for record in self.parked_files.list(all_states=all_states)]
 
     def parked_message(self, name: str) -> dict[str, Any]:
-        """One of them, by its id, without its payload. NotFound."""
+        """A parked message, by its id, without its payload. NotFound."""
         return asdict(self.parked_files.get(name))
 
     def parked_payload(self, name: str) -> bytes:
@@ -54,9 +54,9 @@ class ParkedMessages(ABC):
         return self.parked_files.payload(name)
 
     def retry_parked(self, name: str) -> dict[str, Any]:
-        """Apply one now. Returns it, with `applied`.
+        """Apply a parked message now. Returns it, with `applied`.
 
-        What fails stays parked: DeltaError, Conflict, SequenceGap, NotReady.
+        If it fails it stays parked: DeltaError, Conflict, SequenceGap, NotReady.
         """
         files, record = self.parked_files, self.parked_files.get(name)
         payload = files.payload(name)
@@ -66,7 +66,9 @@ class ParkedMessages(ABC):
             return {**asdict(files.resolve(name, "retried")), "applied": result.applied}
 
     def skip_parked(self, name: str) -> dict[str, Any]:
-        """Do without one: a delta without rows gets its seq. Conflict where an earlier delta is still to come."""
+        """Give a parked message up: a delta without rows gets its seq. Conflict if an earlier delta is still to
+        come.
+        """
         record = self.parked_files.get(name)
         if record.state != "parked":
             raise NotFound(f"{name} was {record.state} already")
@@ -79,7 +81,7 @@ class ParkedMessages(ABC):
 
 
 def _fill(record: Parked, model: Model, placed: ModelPlacement) -> bool:
-    """Apply an empty delta under the seq; False where the log has another one."""
+    """Apply an empty delta under the seq; False if the log has another one."""
     assert record.seq is not None
     last = model.log.last
     if last is not None and record.seq <= last:

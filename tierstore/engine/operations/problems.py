@@ -1,13 +1,11 @@
-"""What is wrong with a store, by kind: what its status says, as a list that alerts are made of.
-docs/runbook.md has a part for each kind.
-"""
+"""The problems of a store, by kind: its status as a list for alerts. docs/runbook.md has a part for each kind."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-# of a model, as `Model.problems` and its nodes have them
+# of a model, as in `Model.problems`, and of its nodes
 MODEL_KINDS = (
     "not_serving", "log_damaged", "canary_not_served", "partitions", "background_work", "not_fresh", "version_damaged",
     "dense_passed_over", "cluster", "upstream",
@@ -16,7 +14,7 @@ STORE_KINDS = ("disk_full", "audit", "ssd_cache", "cluster", "upstream")  # of t
 
 
 class Problem(NamedTuple):
-    """`model` is empty where it is no model's."""
+    """A problem. `model` is empty if it is not a model's."""
 
     model: str
     kind: str

@@ -1,7 +1,7 @@
-"""`restore`: models of a backup in a data directory that no process has open, each whole or not at all.
+"""`restore`: models of a backup into a data directory that no process has open, each whole or not at all.
 
-On the caller's thread. Everything is read, checked and made durable beside the models, and takes its place at the end
-by one rename a model; what a crash leaves is removed by the next start.
+On the caller's thread. Everything is read, checked and made durable beside the models, and put in place at the end by
+one rename for each model; the next start removes what a crash leaves.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def restore(
     """Bring models, by default all, from backups in `source` (a directory or a URL) into the data directory `data`.
 
     `number` is that of the backup, by default the newest. Every file is compared with its checksum. Conflict for a
-    model that `data` has already, NotFound for one that has no such backup, Corruption for a file that is damaged,
-    Locked where a process has `data` open; then nothing is restored.
+    model that `data` has already, NotFound for one that has no such backup, Corruption for a damaged file, Locked if a
+    process has `data` open; then nothing is restored.
     """
     root = DataDirectory(Path(data).absolute())
     with _own(root):
@@ -71,7 +71,7 @@ def restore(
 
 @contextlib.contextmanager
 def _own(root: DataDirectory) -> Iterator[None]:
-    """Have a data directory for the block, made where there is none; if the block fails, nothing of that stays."""
+    """Lock a data directory for the block, creating it if needed; if the block fails, a new directory is removed."""
     with files.new_dirs(root.models) as made:
         held = lock(root.lock)
         try:
@@ -86,7 +86,7 @@ def _own(root: DataDirectory) -> Iterator[None]:
 
 
 def leftovers_of(root: Path) -> list[Path]:
-    """What exports and restores that were killed have left in a data directory. For the process that has it open."""
+    """Leftovers of killed exports and restores in a data directory. For the process that has it open."""
     return [path for begin in (export.SCRATCH, SCRATCH, TRASH) for path in root.glob(f"{begin}*")]
 
 
@@ -103,14 +103,14 @@ def _found(backups: Backups, model: str, number: int | None, scratch: Path) -> B
 
 
 class Contents(Protocol):
-    """Where the files of a backup come from."""
+    """The source of a backup's files."""
 
     def fetch(self, model: str, file: BackupFile, to: Path) -> None:
         """Make a file, whose content must be what was backed up."""
 
 
 def fetch_files(contents: Contents, backup: Backup, to: Path, done: int, total: int, progress: ProgressFn) -> int:
-    """Make the directory of a model. Returns how many bytes are done."""
+    """Make the directory of a model. Returns the bytes done so far."""
     for file in backup.files:
         path = to / file.path
         files.make_dir(path.parent)

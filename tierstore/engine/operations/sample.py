@@ -1,6 +1,6 @@
-"""Digests of some rows of what is served, at one seq: by them two nodes are compared without sending their tables.
+"""Digests of some served rows, at one seq, by which two nodes are compared without sending their tables.
 
-The rows are answered as a request would get them, overlays included. Any thread; only reads.
+The rows are as a request would get them, overlays included. Any thread; only reads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tierstore.kernels.digest import digest_rows
 from tierstore.types import Keys, Tier
 
 MOST_KEYS = 65536  # of a table, in one request
-_PIECES = 16  # of the codes that a node chooses: runs of neighbours, spread over the table
+_PIECES = 16  # runs of neighbouring codes that a node chooses, spread over the table
 _LOWEST, _END = -(1 << 63), 1 << 63
 
 
@@ -32,17 +32,17 @@ def sample(
     rows: int,
     expired_at_s: int | None = None,
 ) -> dict[str, Any]:
-    """What `version` (a number or a label; None: the active one) answers for some keys of every table.
+    """Digests of the answers of `version` (a number or a label; None: the active one) for some keys of every table.
 
     Args:
-        keys: by table, the keys' codes, at most `MOST_KEYS`. A code is the key itself, as int64 (for uint64 its
-            bit pattern, for a string its hash). None: `rows` of each table are chosen, the same ones on every
-            node that has the same rows.
-        expired_at_s: seconds since 1970; rows that are expired then count as absent, whether this
-            node has removed them or not.
+        keys: by table, the keys' codes, at most `MOST_KEYS`. A code is the key itself, as int64 (for uint64 its bit
+            pattern, for a string its hash). None: `rows` of each table are chosen, the same ones on every node that has
+            the same rows.
+        expired_at_s: seconds since 1970; rows that are expired then count as absent, whether this node has removed them
+            or not.
 
-    Returns `{"model", "version", "seq", "tables": {table: {"keys": [code], "found": n,
-    "digest": 16 hex digits, "ttl_s"}}}`.
+    Returns `{"model", "version", "seq", "tables": {table: {"keys": [code], "found": n, "digest": 16 hex digits,
+    "ttl_s"}}}`.
     """
     with model.view(STABLE if version is None else version) as view:
         tables = view.open_version.tables
@@ -90,7 +90,7 @@ def _digest(view: View, table: Cascade, name: str, codes: Keys, expired_at_s: in
 
 
 def _times(view: View, name: str, codes: Keys) -> Times | None:
-    """When rows were last written; 0 where there is none, or it has just expired.
+    """When rows were last written; 0 for rows that do not exist, or have just expired.
 
     None for a table without times here.
     """
@@ -113,9 +113,7 @@ def _chosen(view: View, rows: int) -> dict[str, Keys]:
 
 
 def _spread(view: View, table: Cascade, rows: int) -> Keys:
-    """At most `rows` codes that the table's files hold, in runs that begin at positions
-    which depend on the table alone.
-    """
+    """At most `rows` codes from the table's files, in runs that begin at positions that depend on the table alone."""
 
     def next_codes(low: int, count: int) -> Keys:
         return view.open_version.disk.codes_from(table.table_id, table.spec.row_bytes, low, count)

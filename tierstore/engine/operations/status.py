@@ -1,6 +1,6 @@
-"""The status document of a store and of a model: one place that says what a person or a dashboard may read.
+"""The status document of a store and of a model: what people and dashboards may read.
 
-Reads counters without stopping anything, so numbers of one document may be a moment apart.
+It reads counters without stopping anything, so numbers of one document may be a moment apart.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tierstore.engine.versions.info import VersionInfo
 
 
 def store_status(models: Mapping[str, Model], shared: Shared, warming: dict[str, int] | None) -> dict[str, Any]:
-    """The status document: of these models, and of what all models of the store share."""
+    """The status document of these models, and of what all models of the store share."""
     shared.epochs.collect()
     return {
         "models": {name: model_status(model) for name, model in models.items()},
@@ -35,13 +35,13 @@ def store_status(models: Mapping[str, Model], shared: Shared, warming: dict[str,
 
 
 def with_problems(document: dict[str, Any]) -> dict[str, Any]:
-    """The whole status document with what is wrong by what it says."""
+    """The status document with its problems."""
     return document | {"problems": [problem._asdict() for problem in problems_of(document)]}
 
 
 def model_status(model: Model) -> dict[str, Any]:
     """`{"active_version", "watermark", "versions": […], "tables": {…}, …}`, see docs/http-api.md."""
-    with model.publisher.hold_all() as served:  # held, so that what is reported stays open
+    with model.publisher.hold_all() as served:  # held, so that the reported versions stay open
         return _document(model, served)
 
 
@@ -87,7 +87,7 @@ def _document(model: Model, served: Routing) -> dict[str, Any]:
 
 
 def _warming(model: Model, view: View) -> dict[str, int] | None:
-    """How far the warm-up of a version is that serves after a start, in keys; None where it is over."""
+    """The progress, in keys, of a version's warm-up after a start; None if it is over."""
     warm_up = model.state.shared.warmer.warm_up_of(view.open_version)
     return None if warm_up is None else {"done": warm_up.done, "total": warm_up.total}
 
@@ -112,13 +112,13 @@ def _canary(view: View, share: float) -> dict[str, Any]:
 
 
 def _runs(model: Model, view: View, head: str) -> dict[str, float]:
-    """Figures of a head over all versions, and of its buffers in the active one."""
+    """Counts of a head over all versions, and of its buffers in the active one."""
     session = view.heads[head].predictor if head in view.heads else None
     return model.dense.counts_of(head).as_dict() | {"buffer_bytes": 0 if session is None else session.buffer_bytes}
 
 
 def _heads(model: Model, info: VersionInfo, view: View | None) -> dict[str, str]:
-    """What becomes of a version's dense parts, by head; `view` if it is served."""
+    """The state of a version's dense parts, by head; `view` if it is served."""
     if view is None:
         states = dict.fromkeys(info.heads, model.dense.kept)
     else:
@@ -132,7 +132,7 @@ def _heads(model: Model, info: VersionInfo, view: View | None) -> dict[str, str]
 
 
 def _passed_over(info: VersionInfo, view: View | None) -> Mapping[str, str]:
-    """Why newer dense parts than a version has are not served, by head."""
+    """Why dense parts newer than the version's are not served, by head."""
     return info.passed_over if view is None else view.passed_over
 
 
@@ -180,17 +180,17 @@ def _versions(model: Model, served: Routing) -> list[dict[str, Any]]:
 
 
 def _host_bytes(view: View) -> dict[str, int]:
-    """What the host tier may use for all tables, and how much it would need to hold every row."""
+    """The bytes that the host tier may use for all tables, and the bytes that it would need for every row."""
     return {"budget": view.open_version.hosts.budget_bytes, "need": view.open_version.host_need_bytes}
 
 
 def _partitions(info: VersionInfo) -> dict[str, Any] | None:
-    """Which partitions of the keys a version has, and of how many; None: all keys, which are in no partitions."""
+    """The partitions of a version, and the number of all; None: it has all keys, without partitions."""
     return None if info.partitions is None else info.partitions.document()
 
 
 def _share(served: Routing, view: View | None) -> float | None:
-    """The share of the requests that name no version; None for what is not served."""
+    """The share of the requests that name no version; None if it is not served."""
     if view is None:
         return None
     return served.share if view is served.canary else 1.0 - served.share

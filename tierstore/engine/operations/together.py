@@ -1,4 +1,4 @@
-"""All models of a store that is open: begun, released and closed together."""
+"""All models of an open store: begun, released and closed together."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Models:
     def __init__(self, root: DataDirectory, shared: Shared) -> None:
         self.root, self._shared = root, shared  # constant after construction
         self._lock = threading.RLock()
-        # guarded by _lock; one step each, so that readers need no lock
+        # guarded by _lock; changed in one step each, so that readers need no lock
         self._models: dict[str, Model] = {}
-        self._loads: Counter[str] = Counter()  # under way
-        self.closed = False  # set as the store closes: from then on nothing is released
+        self._loads: Counter[str] = Counter()  # model → loads under way
+        self.closed = False  # set when the store closes: after that nothing is released
 
     def names(self) -> list[str]:
         """Sorted."""
@@ -37,7 +37,7 @@ class Models:
         return self._models.get(name)
 
     def find(self) -> list[Model]:
-        """The models that the data directory has, not started yet. StorageError where it cannot be read."""
+        """The models in the data directory, not started yet. StorageError if it cannot be read."""
         try:
             names = self.root.models_on_disk()
         except OSError as error:
@@ -53,7 +53,7 @@ class Models:
             return self._models[name]
 
     def adopt(self, name: str, directory: Path, start: Callable[[Model], None]) -> None:
-        """Move a model's directory here, and `start` the model. Conflict where there is one of that name."""
+        """Move a model's directory here, and `start` the model. Conflict if there is one of that name."""
         with self._lock:
             if self.closed or name in self._models or files.exists(self.root.model(name).root):
                 raise Conflict(f"model {name!r} is here already, and is not copied over it")
@@ -70,7 +70,7 @@ class Models:
             self._models[name] = model
 
     def release(self, name: str) -> Model | None:
-        """Remove a model that has no version and is not being loaded, to be closed; None where there is none."""
+        """Remove a model that has no version and is not being loaded, to be closed; None if it is not so."""
         with self._lock:
             model = self._models.get(name)
             is_needed = model is None or self.closed or self._loads[name] or not model.catalogue.is_empty
@@ -78,9 +78,7 @@ class Models:
 
     @contextlib.contextmanager
     def loading(self, name: str, begin: Callable[[str], object]) -> Iterator[None]:
-        """A model, which `begin` makes if it is new, is needed for the length of the
-        block, though it may have nothing.
-        """
+        """In the block a model, which `begin` makes if it is new, is kept, though it may have nothing."""
         with self._lock:
             self._loads[name] += 1
         try:
@@ -91,14 +89,16 @@ class Models:
                 self._loads[name] -= 1
 
     def close(self) -> None:
-        """Once the placement begins none any more. One that fails keeps no other from being closed."""
+        """Close all models, once the placement begins none any more. An error does not stop the others from being
+        closed.
+        """
         with contextlib.ExitStack() as stack:
             for model in self.all():
                 stack.callback(model.close)
 
 
 def start_background(shared: Shared) -> None:
-    """Begin what looks after all models from time to time."""
+    """Start the background work over all models."""
     for part in (shared.throttle, shared.warmer, shared.sampler):
         part.start()
 
@@ -110,7 +110,7 @@ def start_background(shared: Shared) -> None:
 
 
 def stop_background(shared: Shared) -> None:
-    """End what works beside the models."""
+    """Stop the background work over all models."""
     shared.memory.stop()
     shared.dense.limits.close()
     shared.throttle.close()
@@ -119,7 +119,7 @@ def stop_background(shared: Shared) -> None:
 
 
 def close_shared(shared: Shared) -> None:
-    """Close what models have in common, after them."""
+    """Close what models share, after the models."""
     with contextlib.ExitStack() as stack:
         stack.callback(shared.readers.close)
         stack.callback(shared.folding.close)

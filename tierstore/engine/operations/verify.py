@@ -1,7 +1,7 @@
-"""`verify`: read back everything that is stored and say what is wrong with it.
+"""`verify`: read back everything that is stored and report its faults.
 
-Runs on the caller's thread while the models serve; it only reads. Nothing waits for it: a version that is switched to
-or away from meanwhile is read again from its beginning.
+On the caller's thread while the models serve; it only reads. Nothing waits for it: a version that is switched to or
+away from meanwhile is read again from its beginning.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PAUSE_S = 0.01
 def verify_store(models: Sequence[Model], where: Path, progress: ProgressFn, throttle: Throttle) -> VerifyReport:
     """Check every block of every version against its checksum, row lengths and row counts, and every logged delta.
 
-    Where there is no version in the data directory `where`, that is a problem: nothing was checked.
+    If the data directory `where` has no version, that is a problem: nothing was checked.
     """
     with throttle.at_work("verify"):
         report = _verify(models, progress, Pace(lambda: throttle.share))
@@ -69,7 +69,7 @@ def _verify(models: Sequence[Model], progress: ProgressFn, pace: Pace) -> Verify
 
 
 def _check_version(model: Model, info: VersionInfo, progress: ProgressFn) -> tuple[int, int, list[str]]:
-    """(rows, bytes, what is wrong) of one version."""
+    """(rows, bytes, faults) of one version."""
     while True:
         try:
             with model.opener.reading(info.number) as disk:
@@ -84,7 +84,7 @@ def _check_version(model: Model, info: VersionInfo, progress: ProgressFn) -> tup
 
 
 def _check_files(info: VersionInfo) -> None:
-    """Corruption where the record or a dense part is not what was written."""
+    """Corruption if the record or a dense part is not what was written."""
     files.read_json(info.where.record)
     for head, expected in info.loaded_digests.items():
         _check_loaded_dense(info.where.dense_loaded(head), expected)
@@ -121,7 +121,7 @@ def _check_loaded_dense(path: Path, expected: str) -> None:
 
 
 def _check_log(model: Model) -> tuple[int, list[str]]:
-    """(entries read, what is wrong) of the log, and of the records that the next start reads."""
+    """(entries read, faults) of the log, and of the records that the next start reads."""
     log, record = model.state.log, model.state.record
     problems, count = [f"{model.name}: {why}" for why in log.damage], 0
     for check in (record.current, record.routes, record.undone, log.check):
@@ -147,7 +147,7 @@ def _check_rows(model: str, info: VersionInfo, disk: DiskTier, progress: Progres
     lengths = {info.tables[name]["id"]: spec.row_bytes for name, spec in info.specs.items()}
     lengths |= dict.fromkeys(info.times_ids.values(), TIME_BYTES)
     content = disk.verify(lengths, lambda done: progress(Progress(phase, done, max(done, total))))
-    # of the disk, which moves with the rows; that of the version moves a little later
+    # the disk's watermark, which moves with the rows; the version's moves a little later
     untouched = disk.watermark() == info.manifest.delta_seq and disk.record(EXPIRED) is None
     still = disk.watermark() == watermark and disk.record(EXPIRED) == expired
     if watermark is not None and still:

@@ -1,4 +1,1 @@
-"""Where rows are: on this machine, in a cluster, on nodes upstream.
-
-What the engine asks of them is in `placement.py`.
-"""
+"""The placements of rows: this machine, a cluster, nodes upstream. Their protocol is in `placement.py`."""

@@ -1,4 +1,4 @@
-"""Which placement a store has, by its settings."""
+"""The choice of a store's placement, by its settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from tierstore.errors import ConfigError
 
 
 def choose_placement(shared: Shared, models: Models) -> Placement:
-    """ConfigError for settings that contradict each other, or the data directory; else raises as the placement does."""
+    """The placement. ConfigError for settings that contradict each other, or the data directory; other errors as the
+    placement's.
+    """
     remote, upstream = shared.settings.remote, shared.settings.upstream
     if remote is not None and upstream is not None:
         raise ConfigError("remote and upstream: rows are either in a cluster or on nodes upstream; set one of them")

@@ -1,6 +1,6 @@
-"""What a placement does not do, as one table: by act, the error and its text.
+"""The acts that a placement refuses, as one table: by act, the error and its text.
 
-Where the table says nothing, it is done.
+Acts that are not in the table are done.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _everywhere(error: type[TierstoreError], why: str) -> dict[Name, Refusal]:
 
 
 def _of_others(who: str) -> dict[Name, Refusal]:
-    """Work that nobody asks for here."""
+    """A refusal of work that nobody requests here."""
     return _everywhere(InvalidInput, f"{who} does that")
 
 

@@ -1,1 +1,1 @@
-"""What answers a request: a view, and the look-ups and predictions on it."""
+"""Answers to requests: a view, and the look-ups and predictions on it."""

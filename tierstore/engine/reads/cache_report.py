@@ -1,4 +1,4 @@
-"""What the caches do for one table: the hit rate by the minute and by size, and the keys that are looked up most.
+"""The report on a table's caches: the hit rate by minute and by size, and the keys that are looked up most.
 
 Only reads; any thread, under a view that the caller holds.
 """
@@ -19,8 +19,8 @@ def cache_report(view: View, table: str, limit: int) -> dict[str, Any]:
     """`{"table", "key", "rows", "hit_rate", "curve", "bytes", "hottest", "history"}` of a table of a served version.
 
     `hottest`: at most `limit` entries `{"key", "share"}`. Before look-ups are counted these are the keys that were hot
-    when the version was last served, and their share is None. For keys that are strings `key` is the hash, 16 hex
-    digits, because the strings are not kept; where keys collide it is the string. NotFound for an unknown table.
+    when the version was last served, and their share is None. For string keys `key` is the hash, 16 hex digits,
+    because the strings are not kept; for colliding keys it is the string. NotFound for an unknown table.
     """
     if not 1 <= limit <= MOST_HOTTEST:
         raise InvalidInput(f"limit: expected 1 to {MOST_HOTTEST}, got {limit}")
@@ -52,7 +52,7 @@ def _shown(code: int, kind: KeyType) -> int | str:
 
 
 def _with_causes(minutes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each minute with what changed in it: `switch` to another version, `deltas` that were applied."""
+    """Each minute with the changes in it: `switch` to another version, `deltas` that were applied."""
     return [
         now | {"switch": now["version"] != before["version"], "deltas": max(0, now["seq"] - before["seq"])}
         for before, now in pairwise([*minutes[:1], *minutes])

@@ -1,7 +1,7 @@
-"""Look-ups whose answer stays on a GPU: overlays first, then the device tier, then what lies below it.
+"""Look-ups whose answer stays on a GPU: overlays first, then the device tier, then the tiers below it.
 
-On the caller's thread, under the caller's view; any number of threads. The answer is complete when it is returned, so
-any stream may read it at once.
+On the caller's thread, under the caller's view; any number of threads. A returned answer is complete, so any stream
+may read it at once.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tierstore.types import Keys, KeyType, Tier
 
 @dataclass(frozen=True, slots=True)
 class OnDevice:
-    """Rows [n, dim] or [bags, dim] at an address of a device's memory, which `array` keeps."""
+    """Rows [n, dim] or [bags, dim] at an address of device memory, which `array` keeps alive."""
 
     address: int
     array: Any
 
 
 class DeviceLookup:
-    """A look-up into device memory, not begun before `finish`. One thread at a time, as `Lookup`."""
+    """A look-up into device memory, which begins only with `finish`. One thread at a time, as `Lookup`."""
 
     __slots__ = ("_gpu", "_what", "found")
 
@@ -45,14 +45,14 @@ class DeviceLookup:
 
     @property
     def pending(self) -> bool:
-        """`finish` waits for the device, so always."""
+        """True: `finish` waits for the device."""
         return True
 
     def finish(self) -> OnDevice:
-        """The answer, complete. To be called once; sets `found`, as of `Lookup`.
+        """The answer, complete. Call it once; sets `found`, as for `Lookup`.
 
-        Where the device tier cannot answer, CPU memory does, and the answer is uploaded. NotReady within the capture of
-        a CUDA graph.
+        If the device tier cannot answer, CPU memory does, and the answer is uploaded. NotReady while a CUDA graph is
+        captured.
         """
         with _outside_of_captures():
             array = self._answer()
@@ -78,7 +78,7 @@ class DeviceLookup:
 
 
 def gpu_of(version: Version, device: str) -> Gpu:
-    """The one that the tables of a version that serves are on. Errors say what is missing of `device`."""
+    """The GPU of a served version's tables. Errors say why `device` is not available."""
     gpu = version.gpu
     assert gpu is not None
     gpu.memory_of(device)
@@ -95,16 +95,16 @@ def _outside_of_captures() -> Iterator[None]:
 
 @contextmanager
 def of_caller(version: Version, device: str | None, stream: Any) -> Iterator[Gpu]:
-    """Within the block look-ups come after the work in the caller's `stream`, None for the one that it is in."""
+    """In the block look-ups come after the work in the caller's `stream`, None for its current one."""
     gpu = gpu_of(version, "gpu" if device in (None, "cpu") else str(device))
     with _outside_of_captures(), gpu.in_stream(stream):
         yield gpu
 
 
 def keys_there(gpu: Gpu, keys: Any, feature: FeatureView) -> KeysThere | None:
-    """Keys that lie on the GPU, to be looked up where they are; None where the CPU has to see them.
+    """Keys on the GPU, to be looked up in place; None if the CPU must see them.
 
-    That is for deltas that are not in the tiers yet, for padding, for hashes, and what is no int64[n].
+    It must for deltas that are not in the tiers yet, for padding, for hashes, and unless they are int64[n].
     """
     spec, table = feature.spec, feature.rows.table
     if spec.hash is not None or spec.padding_key is not None or table.spec.key is not KeyType.INT64:

@@ -1,4 +1,4 @@
-"""A feature under a view: how its keys become codes, and where the rows of these are. Immutable; any thread."""
+"""A feature under a view: how its keys become codes, and where their rows are. Immutable; any thread."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COMBINERS = {combiner.value: combiner for combiner in Combiner}
 
 
 class FeatureView:
-    """One feature: its `rows` are those of a table, and `padding` is the code of its padding key, if it has one."""
+    """One feature: its `rows` are in a table; `padding` is the code of its padding key, if it has one."""
 
     __slots__ = ("_colliding", "_hash", "_key_type", "dim", "padding", "rows", "spec")
 
@@ -39,19 +39,19 @@ class FeatureView:
         return rows_of(as_codes(keys, self._key_type), self._hash)
 
     def skipped(self, codes: Keys) -> int:
-        """How many of these are the padding key's, which is not looked up."""
+        """How many codes are the padding key's, which is not looked up."""
         return 0 if self.padding is None else int(np.count_nonzero(codes == self.padding))
 
     def bags(
         self, n: int, offsets: npt.ArrayLike, weights: npt.ArrayLike | None = None, combiner: str | None = None
     ) -> Pooling:
-        """How `n` keys are pooled, checked. InvalidInput."""
+        """The pooling of `n` keys, checked. InvalidInput."""
         how = self._combiner(combiner)
         factors = None if weights is None else _checked_weights(weights, n)
         return Pooling(check_offsets(offsets, n), factors, how)
 
     def _combiner(self, name: str | None) -> Combiner:
-        """The combiner of that name; for None the feature's own. InvalidInput where there is none."""
+        """The combiner of that name; for None the feature's own. InvalidInput if there is none."""
         if name is None:
             if self.spec.combiner is None:
                 raise InvalidInput(
@@ -65,7 +65,7 @@ class FeatureView:
         return combiner
 
     def checked_out(self, out: Vectors, n: int, code: int) -> Vectors:
-        """`out`, where an answer of `n` rows goes. InvalidInput where it does not fit."""
+        """`out`, checked for an answer of `n` rows. InvalidInput if it does not fit."""
         shape, dtype = (n, self.dim), DTYPES[code]
         flags = out.flags
         if out.shape != shape or out.dtype != dtype or not flags.c_contiguous or not flags.writeable:
@@ -77,7 +77,7 @@ class FeatureView:
 
 
 def answer_code(dtype: str) -> int:
-    """The code of an answer's dtype by its name. InvalidInput for another one."""
+    """The code of an answer's dtype, by its name. InvalidInput for other names."""
     code = _CODES.get(dtype) if isinstance(dtype, str) else None
     if code is None:
         raise InvalidInput(f"dtype {dtype!r} is not known: answers are 'float32' or 'float16'")

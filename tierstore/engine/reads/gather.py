@@ -1,6 +1,6 @@
-"""Look-ups of several features in one step, for the dense part: their rows go into the buffer that its session reads.
+"""Look-ups of several features in one step, for the dense part: rows go into the buffer that its session reads.
 
-What memory lacks is read from disk feature by feature. The view is held until a look-up is finished.
+Rows that memory lacks are read from disk feature by feature. The view is held until a look-up is finished.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _PENDING = np.uint8(Tier.PENDING)
 
 
 class Gathering:
-    """How rows of some features are looked up in one step under one view. Immutable; any thread."""
+    """The look-up of some features in one step under one view. Immutable; any thread."""
 
     __slots__ = ("_features", "_parts", "_where", "bindings")
 
     def __init__(self, bindings: Bindings, features: Sequence[FeatureView]) -> None:
-        """`bindings` are those of the dense part whose buffer has places for the `features`."""
+        """`bindings`: of the dense part whose buffer has places for the `features`."""
         self.bindings = bindings
         order = list(bindings.features)
-        self._features = []  # with the code of its answer, and which place it has
+        self._features = []  # with the code of its answer, and its place
         for feature in features:
             name = feature.spec.name
             self._features.append((feature, int(bindings.features[name].dtype == "float16"), order.index(name)))
@@ -43,26 +43,25 @@ class Gathering:
         self._where = address_of(self._parts), len(parts)
 
     def begin(self, keys: Sequence[Any], places: npt.NDArray[np.int64], memory: npt.NDArray[np.uint8]) -> GatheredRows:
-        """Start a look-up of the keys of each feature; `places` of `memory` are as `Run.places` has them.
-
-        Raises InvalidInput.
+        """Start a look-up of the keys of each feature; `places` of `memory` are as in `Run.places`. Raises
+        InvalidInput.
         """
         codes = [feature.codes(of) for of, (feature, _, _) in zip(keys, self._features, strict=True)]
         return self.begin_codes(np.concatenate(codes) if len(codes) > 1 else codes[0], places, memory)
 
     def begin_codes(self, codes: Keys, places: npt.NDArray[np.int64], memory: npt.NDArray[np.uint8]) -> GatheredRows:
-        """`begin`, with the codes of all keys, feature after feature."""
+        """`begin` with the codes of all keys, feature after feature."""
         return GatheredRows(self, codes, places, memory)
 
 
 def can_gather(feature: FeatureView) -> bool:
-    """Whether its rows can be looked up in one step with others: not where a device tier answers first."""
+    """Whether its rows can be looked up in one step with others: not if a device tier answers first."""
     table = feature.rows.table
     return table.device is None and table.host is not None and not kernels.awaited
 
 
 class GatheredRows:
-    """A look-up under way: what memory holds is answered. One thread at a time."""
+    """A look-up under way, with the keys in memory answered. One thread at a time."""
 
     __slots__ = ("_codes", "_gathering", "_hits", "_memory", "_places", "_state")
 
@@ -77,11 +76,11 @@ class GatheredRows:
 
     @property
     def pending(self) -> bool:
-        """Whether there are rows that only the disk tier can answer."""
+        """Whether some rows must come from the disk tier."""
         return self._hits < len(self._codes) and bool((self._state == _PENDING).any())
 
     def finish(self) -> None:
-        """Read what is pending, and count. To be called once."""
+        """Read what is pending, and count. Call it once."""
         whole, begin, places = self._hits == len(self._codes), 0, self._places.tolist()
         for feature, code, place in self._gathering._features:
             n, at = places[place]

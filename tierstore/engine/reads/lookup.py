@@ -1,4 +1,4 @@
-"""Look-ups under way: begun with what memory can answer, finished with what the disk tier must.
+"""Look-ups in two steps: begun with the keys that memory can answer, finished with the keys for the disk tier.
 
 The view is held until they are finished. Each belongs to one thread at a time; another one may finish it.
 """
@@ -22,7 +22,7 @@ _ALL = slice(None)
 
 
 class Lookup:
-    """A look-up of rows, one a key."""
+    """A look-up of rows, one for each key."""
 
     __slots__ = ("_codes", "_feature", "_hits", "_rows", "state")
 
@@ -37,7 +37,7 @@ class Lookup:
 
     @property
     def pending(self) -> bool:
-        """Whether there are rows that only the disk tier can answer: then `finish` waits for it."""
+        """Whether some rows must come from the disk tier: then `finish` waits for it."""
         return self._hits < len(self._codes) and bool((self.state == _PENDING).any())
 
     @property
@@ -47,7 +47,7 @@ class Lookup:
         return found
 
     def finish(self) -> Vectors:
-        """The answer, complete: vectors [n, dim]. To be called once."""
+        """The answer, complete: vectors [n, dim]. Call it once."""
         codes, feature = self._codes, self._feature
         if self._hits == len(codes):
             feature.rows.table.count_from_host(codes)
@@ -59,8 +59,8 @@ class Lookup:
 class BagLookup:
     """A look-up of pooled bags.
 
-    Bags of which the host tier has all keys are pooled as their rows are found. Of the others all rows are looked up,
-    and then pooled; so are all bags of a table that has overlays, or that the device tier holds too.
+    Bags whose keys are all in the host tier are pooled as their rows are found. For the other bags all rows are looked
+    up, and then pooled; so are all bags of a table that has overlays or a device tier.
     """
 
     __slots__ = ("_answer", "_bags", "_codes", "_feature", "_hits", "_other", "_others", "_places", "_state")
@@ -86,17 +86,17 @@ class BagLookup:
 
     @property
     def pending(self) -> bool:
-        """As `Lookup.pending`."""
+        """See `Lookup.pending`."""
         return self._others is not None and self._others.pending
 
     @property
     def found(self) -> np.ndarray:
-        """As `Lookup.found`, one a key."""
+        """See `Lookup.found`; one for each key."""
         found: np.ndarray = self._state != _ABSENT
         return found
 
     def finish(self) -> Vectors:
-        """The answer, complete: vectors [bags, dim]. To be called once."""
+        """The answer, complete: vectors [bags, dim]. Call it once."""
         feature, others, bags, codes = self._feature, self._others, self._bags, self._codes
         if self._hits == len(codes):
             feature.rows.table.counts.add_host(len(codes))
@@ -105,7 +105,7 @@ class BagLookup:
         else:
             rows: Any = others.finish()
             counted = None if feature.padding is None else codes[self._places] != feature.padding
-            with np.errstate(over="ignore"):  # what is beyond float16 is infinite there
+            with np.errstate(over="ignore"):  # values beyond float16 are infinite there
                 self._answer[self._other] = pool_bags(rows, bags.offsets, bags.weights, counted, bags.combiner)
             at_once = np.ones(len(codes), np.bool_)
             at_once[self._places] = False
@@ -116,7 +116,7 @@ class BagLookup:
 
 
 def _bags_at(bags: Pooling, which: np.ndarray, n: int) -> tuple[np.ndarray, Pooling]:
-    """Positions of the keys of the bags `which`, int64[m], and how these are pooled; `n` keys are in all bags."""
+    """Positions of the keys of the bags `which`, int64[m], and their pooling; `n` keys are in all bags."""
     lengths = np.append(bags.offsets[1:], n)[which] - bags.offsets[which]
     starts = np.cumsum(lengths) - lengths
     positions = np.repeat(bags.offsets[which] - starts, lengths)

@@ -1,4 +1,4 @@
-"""One prediction on one view: keys to rows, rows and the caller's own tensors to scores.
+"""One prediction on one view: keys to rows, then rows and the caller's own tensors to scores.
 
 Free functions; any thread may call them with a view that it holds. Rows and graph are of that view, so of one version
 and one moment.
@@ -31,7 +31,7 @@ class StartedLookup(Protocol):
 
 
 class PredictionView(Protocol):
-    """What a prediction needs of a view."""
+    """The part of a view that a prediction needs."""
 
     @property
     def features(self) -> Mapping[str, FeatureSpec]: ...
@@ -48,12 +48,12 @@ class PredictionView(Protocol):
 def predict(
     view: PredictionView, session: DenseSession, inputs: Mapping[str, Any], outputs: Sequence[str] = ()
 ) -> dict[str, Array]:
-    """Run `session` on `inputs`, the rows of its features looked up in `view`.
+    """Run `session` on `inputs`, with the rows of its features looked up in `view`.
 
-    Returns the outputs by name, by default all. `inputs`: for a feature its keys, [n] or [batch, k], or (keys, offsets)
-    or (keys, offsets, weights) for ragged bags, offsets None for those of keys of shape [batch, k]; for the dense
-    part's own inputs arrays or nested lists. Raises InvalidInput for what does not fit, StorageError where the disk
-    failed, InferenceError where ONNX Runtime did.
+    Returns the outputs by name, by default all. `inputs`: for a feature its keys, [n] or [batch, k], or (keys,
+    offsets) or (keys, offsets, weights) for ragged bags, offsets None for keys of shape [batch, k]; for the dense
+    part's own inputs arrays or nested lists. Raises InvalidInput for inputs that do not fit, StorageError if the disk
+    failed, InferenceError if ONNX Runtime did.
     """
     bindings = session.bindings
     unknown = [name for name in outputs if name not in bindings.outputs]
@@ -61,11 +61,11 @@ def predict(
         raise InvalidInput(f"no output {unknown[0]!r}; the dense part has {', '.join(bindings.outputs)}")
     leads: dict[str, Shape] = {}
     rows: dict[str, Any] = {}  # keys whose rows are not pooled
-    bags: dict[str, tuple[Any, dict[str, Any]]] = {}  # and how they are
+    bags: dict[str, tuple[Any, dict[str, Any]]] = {}  # keys and pooling of others
     plain: dict[str, Array] = {}
     for name, value in inputs.items():
         if name in bindings.features:
-            if type(value) is np.ndarray and value.ndim == 1 and value.dtype.kind in "iu":  # as most are
+            if type(value) is np.ndarray and value.ndim == 1 and value.dtype.kind in "iu":  # the usual case
                 leads[name], rows[name] = value.shape, value
                 continue
             leads[name], keys, bag = _keys(view, name, value)
@@ -103,12 +103,12 @@ def predict(
         there = started.finish()
         slot.bind(name, there.address, there)
     answer = session.run(run, slot, plain)
-    session.release(slot)  # a run that failed keeps its slot to itself
+    session.release(slot)  # a failed run keeps its slot
     return dict(zip(run.outputs, answer, strict=True))
 
 
 def _keys(view: PredictionView, name: str, value: Any) -> tuple[Shape, Any, dict[str, Any]]:
-    """The shape of a feature's answer before its last dimension, its keys, and how `View.begin` is to pool them."""
+    """The shape of a feature's answer before its last dimension, its keys, and the pooling for `View.begin`."""
     value = as_bags(name, value)
     keys, offsets, weights = value, None, None
     if isinstance(value, tuple):
@@ -143,7 +143,7 @@ def _keys(view: PredictionView, name: str, value: Any) -> tuple[Shape, Any, dict
 
 
 def _tensor(tensor: Tensor, value: Any) -> Array:
-    """`value` as a C-contiguous array of the tensor's dtype; numbers may be narrower, or floats wider."""
+    """`value` as a C-contiguous array of the tensor's dtype; narrower numbers, and wider floats, are converted."""
     try:
         array = np.asarray(value)
         if tensor.datatype == BYTES:

@@ -1,6 +1,6 @@
-"""A view: what one request works on. A version, the overlays over it, and the seq that both add up to.
+"""A view: the state that one request reads. A version, the overlays over it, and the seq that both add up to.
 
-Immutable, so any number of threads may look up in one. The publisher (`serving/publisher.py`) says which views are
+Immutable, so any number of threads may look up in one. The publisher (`serving/publisher.py`) knows which views are
 current, and which older ones are still read.
 """
 
@@ -31,15 +31,15 @@ from tierstore.tiers.device.gpu import Gpu
 from tierstore.tiers.device.lookup import KeysThere
 from tierstore.types import FeatureSpec, KeysLike, TableSpec, Vectors
 
-_MOST_GATHERINGS = 64  # of one view
+_MOST_GATHERINGS = 64  # for one view
 _NO_HEAD = DenseHead()
 
 
 class View:
     """Look-ups at one moment. The model makes it; callers use `with model.view() as view:`.
 
-    `heads` are its dense parts by name. `predictor` is the graph of the one that it is read by, `head`; its own
-    without a name, unless it comes from `under`.
+    `heads` are its dense parts by name. `predictor` is the graph of `head`, which predictions use: the head without a
+    name, unless the view comes from `under`.
     """
 
     __slots__ = (
@@ -80,7 +80,7 @@ class View:
         self._gatherings: dict[tuple[str, ...], Gathering] = {}
 
     def under(self, head: str) -> View:
-        """This view, to be read by one of its heads. NotFound names those there are."""
+        """This view, with one of its heads for predictions. NotFound names the existing heads."""
         if not head:
             return self
         view = self._under.get(head)
@@ -108,7 +108,7 @@ class View:
         return self._version.features
 
     def shares_plans_with(self, other: View) -> bool:
-        """Whether what was planned under `other` holds here: the same version, with heads of the same bindings."""
+        """Whether plans made under `other` are valid here: the same version, with heads of the same bindings."""
         if self.features is not other.features or self.heads.keys() != other.heads.keys():
             return False
         return all(head.shares_plans_with(other.heads[name]) for name, head in self.heads.items())
@@ -120,14 +120,14 @@ class View:
 
     @property
     def unserved(self) -> str | None:
-        """Why the dense part that is kept is not served; None where it is, and where there is none."""
+        """Why the kept dense part is not served; None if it is, or if there is none."""
         if self.predictor is not None or not self.has_dense:
             return None
         return self.heads[self.head].unserved or INSTALL
 
     @property
     def passed_over(self) -> dict[str, str]:
-        """By head the newest dense part that does not fit the version, and why; not where a newer one does."""
+        """By head, the newest dense part that does not fit the version, and why; not if a newer one fits."""
         found: dict[str, str] = self._version.info.passed_over
         for overlay in reversed(self.overlays):
             found = passed_over_after(found, overlay.heads, overlay.passed_over)
@@ -138,7 +138,7 @@ class View:
         return sum(overlay.nbytes for overlay in self.overlays)
 
     def table(self, name: str) -> TableView:
-        """A table of the version as this view has it."""
+        """A table of the version under this view."""
         found = self._tables.get(name)
         if found is None:
             overlays = [overlay.tables[name] for overlay in self.overlays if name in overlay.tables]
@@ -146,11 +146,11 @@ class View:
         return found
 
     def table_of(self, feature: str) -> TableSpec:
-        """The table that a feature reads. NotFound names the features there are."""
+        """The table that a feature reads. NotFound names the existing features."""
         return self.feature(feature).rows.table.spec
 
     def feature(self, name: str) -> FeatureView:
-        """How a feature's keys become codes, and where the rows of these are. NotFound names the features there are."""
+        """How a feature's keys become codes, and where their rows are. NotFound names the existing features."""
         found = self._features.get(name) if isinstance(name, str) else None
         if found is None:
             spec = self._version.features.get(name) if isinstance(name, str) else None
@@ -296,7 +296,7 @@ class View:
         dtype: str = "float32",
         out: Vectors | None = None,
     ) -> Lookup | BagLookup:
-        """Start a look-up, pooled if `offsets` are given: what memory can answer is answered, without waiting.
+        """Start a look-up, pooled if `offsets` are given: keys in memory are answered, without waiting.
 
         Arguments and errors as for `lookup` and `lookup_bags`. The view must be held until `Lookup.finish`.
         """
@@ -307,9 +307,7 @@ class View:
         return BagLookup(of, codes, of.bags(len(codes), offsets, weights, combiner), code, out)
 
     def gathering(self, bindings: Bindings, features: tuple[str, ...]) -> Gathering | None:
-        """How the rows of some features are looked up where a dense part reads them; None
-        where each has to be by itself.
-        """
+        """The look-up in one step of the features that a dense part reads; None if each must be looked up by itself."""
         gathering = self._gatherings.get(features)
         if gathering is not None and gathering.bindings is bindings:
             return gathering
@@ -322,12 +320,12 @@ class View:
         return gathering
 
     def answers_on_gpu(self, number: int) -> bool:
-        """Whether answers can be left on the GPU of that number, as this process counts them."""
+        """Whether answers can stay on the GPU with this number, as this process counts them."""
         gpu = self._version.gpu
         return gpu is not None and gpu.has(f"gpu:{number}")
 
     def rows_on(self, session: DenseSession) -> str | None:
-        """The device on which `session` reads rows that the device tier has there; None: it reads CPU memory."""
+        """The device on which `session` reads rows of the device tier in place; None: it reads CPU memory."""
         device, gpu = session.rows_on, self._version.gpu
         return device if device is not None and gpu is not None and gpu.has(device) else None
 
@@ -342,7 +340,7 @@ class View:
         combiner: str | None = None,
         dtype: str = "float32",
     ) -> DeviceLookup:
-        """Start a look-up whose rows are left on a device that is `rows_on`. Arguments and errors as for `begin`.
+        """Start a look-up whose rows stay on the device `rows_on`. Arguments and errors as for `begin`.
 
         Nothing is done before `DeviceLookup.finish`, until which the view must be held.
         """
@@ -352,12 +350,12 @@ class View:
         return DeviceLookup(gpu_of(self._version, device), of, codes, bags, code)
 
     def _keys_for(self, gpu: Gpu, feature: str, keys: Any, device: str | None) -> Any:
-        """Keys that may lie on the GPU, as a look-up takes them: there where that is possible, else in CPU memory."""
+        """Keys that may be on the GPU, for a look-up: there if possible, else in CPU memory."""
         there = None if device == "cpu" else keys_there(gpu, keys, self.feature(feature))
         return gpu.to_host(keys) if there is None else there
 
     def _left_on(self, device: str | None, out: Vectors | None, return_found: bool, *what: Any, **how: Any) -> Any:
-        """`lookup`, or `lookup_bags`, whose answer is left on a device."""
+        """`lookup`, or `lookup_bags`, with an answer that stays on a device."""
         if out is not None:
             raise InvalidInput("out: an answer on a device is a new array; leave out away")
         lookup = self.begin_on_device(str(device), *what, **how)

@@ -1,1 +1,1 @@
-"""What is served at this moment, and what the next start is to serve."""
+"""The served state: what is served at this moment, and what the next start will serve."""

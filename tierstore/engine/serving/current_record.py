@@ -1,9 +1,8 @@
-"""What the next start is to serve: CURRENT, which names the active version, `routes.json` (`routing_record.py`), and
-`undone.json` (`undone_record.py`).
+"""The record of what the next start serves: CURRENT (the active version), `routes.json` and `undone.json`.
 
-One change at a time: the caller holds the model's write lock. A change that fails puts back what was there. Where even
-that fails (the disk is full, say), the files are in doubt: they may differ from what serves, and nothing more is
-acknowledged until `repair` has put them right.
+Their modules are `routing_record.py` and `undone_record.py`. One change at a time: the caller holds the model's write
+lock. A failed change puts back the state before. If even that fails (such as on a full disk), the files are in doubt:
+they may differ from what serves, and nothing more is acknowledged until `repair` has corrected them.
 
 After a crash: the rename of CURRENT decides, see `write`.
 """
@@ -22,14 +21,14 @@ from tierstore.formats.names import ModelDirectory, format_version, parse_versio
 
 
 class CurrentRecord:
-    """The record of what the next start of one model serves."""
+    """What the next start of one model serves, on record."""
 
     def __init__(self, where: ModelDirectory) -> None:
         self._where = where
-        self._in_doubt: dict[Path, bytes | None] = {}  # what each file should hold
+        self._in_doubt: dict[Path, bytes | None] = {}  # file → the content it should have
 
     def current(self) -> int | None:
-        """The active version; None where there is none. Corruption if it is invalid."""
+        """The active version; None if there is none. Corruption if it is invalid."""
         text = files.read_number(self._where.current)
         if text is None:
             return None
@@ -46,7 +45,7 @@ class CurrentRecord:
         return read_routes(self._where.routes)
 
     def undone(self) -> Undone:
-        """What is undone, and which lines count. Corruption if it is invalid."""
+        """The undone deltas, and the lines that count. Corruption if it is invalid."""
         return read_undone(self._where.undone)
 
     @property
@@ -55,15 +54,14 @@ class CurrentRecord:
         return bool(self._in_doubt)
 
     def write(self, routes: RoutingRecord, then: Callable[[], None], undone: Undone | None = None) -> None:
-        """Have the next start serve that, and call `then`, which must succeed as well.
+        """Record what the next start serves, and call `then`, which must succeed as well. An error restores the state
+        before.
 
-        On an error everything is as it was before.
-
-        `undone`, where it changes, comes first: after a crash the next start serves the lines that it names, with the
-        deltas that it leaves, and a canary on record that it makes outdated is served no more.
+        If `undone` changes, it is written first: after a crash the next start serves the lines that it names, with the
+        deltas that it leaves, and does not serve a recorded canary that it makes outdated.
 
         CURRENT comes before the log, which `then` may restart: after a crash in between, the next start restarts it.
-        The other way round, the former version would be served without the deltas that the log has just forgotten. And
+        In the other order the former version would be served without the deltas that the log has just forgotten. And
         CURRENT comes before the routes: the old routes name their active version, and mean nothing for another one.
         """
         self.repair()
@@ -80,13 +78,13 @@ class CurrentRecord:
             save_routes(self._where.routes, routes)
             then()
         except BaseException:
-            self._in_doubt = before  # one that failed may have taken its name all the same
+            self._in_doubt = before  # a failed one may have taken its name all the same
             with contextlib.suppress(StorageError):
                 self.repair()
             raise
 
     def repair(self) -> None:
-        """Put right what a change that failed has left; nothing to do after any other. StorageError."""
+        """Correct the files after a failed change; nothing to do after any other. StorageError."""
         for path, content in list(self._in_doubt.items()):
             if content is None:
                 files.remove_file(path)

@@ -1,7 +1,7 @@
-"""Compiled readers of views: which there are, what is published for them, and when they no longer use what it replaced.
+"""Compiled readers of views: which exist, what is published for them, and when they stop using what it replaced.
 
-They take no lock and notify no thread when they are done (`kernels/epochs.py`). So what is replaced while one of them
-may be reading it is kept by `retire`, and one thread polls until they have gone on, which takes microseconds as a rule.
+They take no lock and notify no thread when they are done (`kernels/epochs.py`). So `retire` keeps what is replaced
+while a compiled reader may use it, and one thread polls until they have gone on, which usually takes microseconds.
 
 Any thread may call anything.
 """
@@ -23,12 +23,12 @@ from tierstore.kernels import epochs as kernel
 from tierstore.kernels.codec import address_of
 from tierstore.threads import Thread
 
-MOST_MODELS = 1 << 16  # that compiled readers can serve; further ones are served by Python alone
+MOST_MODELS = 1 << 16  # that compiled readers can serve; Python alone serves further ones
 _LOOK_S = 0.0005
 
 
 class Epochs:
-    """The compiled readers of one store's views, and which generation of them each is at."""
+    """The compiled readers of one store's views, and the generation that each is at."""
 
     def __init__(self) -> None:
         # the views that compiled readers find, by the address of their words
@@ -54,14 +54,14 @@ class Epochs:
         return bool(self._readers)
 
     def slot(self, model: str) -> int | None:
-        """The index of a model in `models`, which never changes; None where `models` is full."""
+        """The index of a model in `models`, which never changes; None if `models` is full."""
         with self._lock:
             if model not in self._slots and len(self._slots) == MOST_MODELS:
                 return None
             return self._slots.setdefault(model, len(self._slots))
 
     def table_id(self, table: Any) -> int:
-        """A number for a table of an open version, by which compiled readers name it; the same as long as it lives."""
+        """The number of a table of an open version for compiled readers; the same as long as it lives."""
         with self._lock:
             if table.epochs_id is None:
                 table.epochs_id = next(self._table_ids)
@@ -69,22 +69,22 @@ class Epochs:
             return int(table.epochs_id)
 
     def table(self, number: int) -> Any:
-        """The table of a number; None where it is gone."""
+        """The table with a number; None if it is gone."""
         return self._tables.get(number)
 
     def add_readers(self, words: npt.NDArray[Any]) -> None:
-        """From now on readers announce themselves in `words["announced"]`, int64, zeros until they do."""
+        """Add readers. They announce themselves in `words["announced"]`, int64, zeros until they do."""
         with self._lock:
             announced = words["announced"]
             self._readers.append((words, int(announced.ctypes.data), len(words), announced.strides[0] // 8))
 
     def remove_readers(self, words: npt.NDArray[Any]) -> None:
-        """The readers of `words` have ended."""
+        """Remove the readers of `words`, which have ended."""
         with self._lock:
             self._readers = [entry for entry in self._readers if entry[0] is not words]
 
     def add_collector(self, collect: Callable[[], None]) -> None:
-        """`collect` adds what compiled readers have counted since its last call."""
+        """Add a function that adds what compiled readers have counted since its last call."""
         with self._lock:
             self._collectors.append(collect)
 
@@ -98,7 +98,7 @@ class Epochs:
             collect()
 
     def add_offers(self, await_offers: Callable[[], None]) -> None:
-        """`await_offers` waits until what compiled readers have offered to caches until now was handled."""
+        """Add a function that waits until everything that compiled readers have offered to caches was handled."""
         with self._lock:
             self._offers.append(await_offers)
 
@@ -107,18 +107,20 @@ class Epochs:
             self._offers.remove(await_offers)
 
     def await_offers(self) -> None:
-        """Wait until no row that a compiled reader has offered to a cache until now is still on its way there."""
+        """Wait until no row that a compiled reader has offered to a cache so far is still on its way there."""
         for await_offers in list(self._offers):
             await_offers()
 
     def publish(self, location: int, address: int) -> int:
-        """Store `address` at `location`, where compiled readers look, and begin a generation, which is returned."""
+        """Store `address` at `location`, where compiled readers look, and begin a generation. Returns the
+        generation.
+        """
         return int(kernel.publish(location, address, address_of(self.generation)))
 
     def retire(self, generation: int, kept: Any, then: Callable[[], None]) -> bool:
-        """Keep what was replaced when `generation` began until no reader is at it, then call `then` on another thread.
+        """Keep what was replaced when `generation` began until no reader uses it, then call `then` on another thread.
 
-        False where none is at it now: nothing is kept, and `then` is not called.
+        False if no reader uses it now: nothing is kept, and `then` is not called.
         """
         with self._lock:
             if not self._held_below(generation):
@@ -128,13 +130,13 @@ class Epochs:
                 thread = Thread(target=self._look, name="tierstore-epochs", daemon=True)
                 with contextlib.suppress(
                     RuntimeError
-                ):  # no thread can be started: the next one that is retired tries again
+                ):  # no thread can be started: the next call of `retire` tries again
                     thread.start()
                     self._thread = thread
             return True
 
     def once_unread(self, then: Callable[[], None]) -> None:
-        """Call `then` once no reader is at what readers could find until now, here or on another thread."""
+        """Call `then` once no reader uses what readers could find until now, here or on another thread."""
         if not self.retire(self.publish(address_of(self._nowhere), 0), None, then):
             then()
 
@@ -142,7 +144,7 @@ class Epochs:
         return any(kernel.held_below(address, count, stride, generation) for _, address, count, stride in self._readers)
 
     def _look(self) -> None:
-        """Until nothing is retired any more."""
+        """Poll until nothing is retired any more."""
         while True:
             time.sleep(_LOOK_S)
             with self._lock:

@@ -1,7 +1,7 @@
-"""What a model serves right now, and the lock under which that changes.
+"""What a model serves now, and the lock under which that changes.
 
-Look-ups hold no lock but the publisher's, for a moment. `write` is held by the thread that changes the delta log,
-the records of what serves, or a view; locks are taken in the order switch lock, `write`, the publisher's condition.
+Look-ups hold no lock but the publisher's, for a moment. The thread that changes the delta log, the records of what
+serves, or a view holds `write`; locks are taken in the order switch lock, `write`, the publisher's condition.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LiveViews:
         self.write = threading.Lock()
         # guarded by write
         self.folding: Overlay | None = None  # being folded: no delta merges into it
-        self.start_problem: str | None = None  # why the start could not serve; None once something was switched to
+        self.start_problem: str | None = None  # why the start could not serve; None after the first switch
         self._closed = False
 
     @property
@@ -42,15 +42,12 @@ class LiveViews:
 
     @property
     def active_version(self) -> int | None:
-        """The active version's number; None where nothing serves."""
+        """The active version's number; None if nothing serves."""
         view = self.publisher.current
         return None if view is None else view.version
 
     def set(self, served: Routing) -> list[Version]:
-        """Publish what is to be served, caught up. Holds `write`.
-
-        Returns the versions that were served and are no more.
-        """
+        """Publish a routing that is caught up. Holds `write`. Returns the versions that are no longer served."""
         before = self.served.views
         self.publisher.publish(served)
         gone = [view for view in before if served.view_of(view.open_version) is None]
@@ -58,10 +55,7 @@ class LiveViews:
         return [view.open_version for view in gone]
 
     def renew(self, version: Version) -> bool:
-        """Publish the view of a version anew, so that the readers of the one before come to an end.
-
-        False where it is not served.
-        """
+        """Publish the view of a version anew, so that the readers of the view before end. False if it is not served."""
         with self.write:
             view = self.served.view_of(version)
             if view is not None:
@@ -69,7 +63,7 @@ class LiveViews:
             return view is not None
 
     def check_open(self) -> None:
-        """Closed once the model was closed; its directory may be another process's then."""
+        """Raise Closed if the model was closed; its directory may be another process's then."""
         if self._closed:
             raise Closed(f"the store of model {self.model!r} was closed")
 

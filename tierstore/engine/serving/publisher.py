@@ -1,8 +1,8 @@
-"""What is served now, and which older views are still read (read-copy-update).
+"""The publisher of one model's views: what is served now, and which older views are still read (read-copy-update).
 
 A delta is folded only when no request reads a view from before it, and a version that is not served any more is closed
 only when its last reader has ended. Python's readers are counted; compiled ones announce themselves (`epochs.py`), and
-count as readers of whatever they may be at. Any thread may call anything.
+count as readers of everything that they may use. Any thread may call anything.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _tokens = itertools.count(1)
 
 
 class Changed(threading.Condition):
-    """A condition that calls `then` too, with its lock held, when all who wait for it are notified."""
+    """A condition that also calls `then`, with its lock held, when all its waiters are notified."""
 
     then: Callable[[], None] = staticmethod(lambda: None)
 
@@ -36,20 +36,20 @@ class Publisher:
     """What one model serves, and the former views that are still read."""
 
     def __init__(self, model: str, epochs: Epochs | None = None) -> None:
-        """`epochs` knows of compiled readers, if there may be any."""
+        """`epochs` knows the compiled readers, if there may be any."""
         self._model, self._epochs = model, epochs
         self._lock = (
             threading.RLock()
-        )  # the one in `changed`, which costs a request half as much to acquire as that does
+        )  # the lock in `changed`, which costs a request half as much to acquire as that does
         self.changed = Changed(
             self._lock
         )  # notified at each publication and when the last reader of a retired view has ended
         self._served = Routing()
         self._retired: list[View] = []
         self._pinned: list[Version] = []
-        self._background: list[View] = []  # held by background work, once for each time
-        self._words: list[PublishedWords] = []  # that compiled readers find: one, but where a publication was cut off
-        self._announced: list[tuple[View, ...]] = []  # what was served before and a compiled reader may be at
+        self._background: list[View] = []  # held by background work, once for each hold
+        self._words: list[PublishedWords] = []  # for compiled readers: one, unless a publication was interrupted
+        self._announced: list[tuple[View, ...]] = []  # served before, and perhaps in use by a compiled reader
         self._tokens: list[tuple[int, View]] = []  # of the latest two views that cannot share plans
 
     @property
@@ -63,17 +63,17 @@ class Publisher:
 
     def under_way(self) -> bool:
         """Whether a request reads what is served."""
-        served = self._served  # of each of hundreds of models, again and again
+        served = self._served  # called for each of hundreds of models, again and again
         return any(
             view is not None and view.readers and view.readers > self._background.count(view)
             for view in (served.active, served.canary)
         )
 
     def publish(self, served: Routing) -> None:
-        """From now on requests that start work on a view of `served`. One atomic step.
+        """Let requests that start from now on use a view of `served`. One atomic step.
 
-        Where an exception comes in between (Ctrl-C, no memory) it may be done or not, or done for compiled readers
-        alone; the next publication does it whole.
+        After an exception in between (Ctrl-C, no memory) it may be done or not, or done for compiled readers alone;
+        the next publication does it whole.
         """
         with self.changed:
             if self._epochs is not None and self._epochs.active:
@@ -84,7 +84,7 @@ class Publisher:
             self.changed.notify_all()
 
     def publish_words(self) -> None:
-        """Have compiled readers find what is served, now that there are some."""
+        """Publish what is served to compiled readers, now that there are some."""
         with self.changed:
             if self._epochs is not None:
                 self._publish_words(self._epochs, self._served)
@@ -96,7 +96,7 @@ class Publisher:
         words = PublishedWords(served, self._token, epochs)
         self._tokens = [(token, view) for token, view in self._tokens if view in served.views]
         replaced = list(self._words)
-        self._words.append(words)  # before they are found
+        self._words.append(words)  # before they can be found
         generation = epochs.publish(address_of(epochs.models) + 8 * slot, words.address)
         before = dict.fromkeys(view for old in replaced for view in old.served.views)
         former = tuple(view for view in before if view not in served.views)
@@ -121,26 +121,24 @@ class Publisher:
         return next((token for token, other in self._tokens if other.shares_plans_with(view)), None)
 
     def token(self, view: View) -> int | None:
-        """The token by which compiled readers find a view; None where neither it nor one
-        like it was published lately.
-        """
+        """The token of a view for compiled readers; None if neither it nor a view like it was published lately."""
         with self._lock:
             return self._existing_token(view)
 
     def acquire(self, wanted: int | str | None = None, route: bytes | str | None = None) -> View:
-        """Begin to read the view that `Routing.choose` says, with its errors."""
+        """Begin to read the view that `Routing.choose` returns, with its errors."""
         with self._lock:
             served = self._served
             view = served.active
-            if view is None or wanted is not None or served.canary is not None:  # else there is nothing to choose
+            if view is None or wanted is not None or served.canary is not None:  # otherwise there is nothing to choose
                 view = served.choose(self._model, wanted, route)
             view.readers += 1
             return view
 
     def hold(self, *views: View) -> tuple[View, ...]:
-        """Hold views, by default all that are served, for work that is no request, until `unhold`. Returns them.
+        """Hold views, by default all that are served, for work that is not a request, until `unhold`. Returns them.
 
-        Those that are named must be served or held.
+        Given views must be served or held.
         """
         with self.changed:
             held = views or self._served.views
@@ -150,7 +148,7 @@ class Publisher:
             return held
 
     def unhold(self, *views: View) -> None:
-        """Stop holding these."""
+        """Release held views."""
         with self.changed:
             for view in views:
                 self._background.remove(view)
@@ -158,7 +156,7 @@ class Publisher:
 
     @contextmanager
     def hold_all(self) -> Iterator[Routing]:
-        """Hold every view that is served, for work that is no request."""
+        """Hold every served view in the block, for work that is not a request."""
         with self.changed:
             served = self._served
             held = self.hold(*served.views) if served.views else ()
@@ -179,14 +177,11 @@ class Publisher:
         return any(view.open_version is version and view.seq < seq for view in self._former())
 
     def read_before(self, version: Version) -> bool:
-        """Whether a view of `version` is still read that was published before the latest one.
-
-        Call it under `changed`.
-        """
+        """Whether a view of `version` from before the latest publication is still read. Call it under `changed`."""
         return any(view.open_version is version for view in self._former())
 
     def lowest_seq(self) -> int | None:
-        """The lowest seq of the views that are served or still read; None where nothing is."""
+        """The lowest seq of the views that are served or still read; None if there are none."""
         with self.changed:
             return min((view.seq for view in (*self._served.views, *self._former())), default=None)
 
@@ -204,9 +199,9 @@ class Publisher:
 
     @contextmanager
     def pinned(self, number: int | None = None) -> Iterator[Version | None]:
-        """Keep a served version open for long work that is no look-up: unlike a view, it holds no fold back.
+        """Keep a served version open for long work that is not a look-up: unlike a view, it holds no fold back.
 
-        The one with that number, or the active one; yields None where it is not served.
+        The version with that number, or the active one; yields None if it is not served.
         """
         with self.changed:
             view = self._served.active if number is None else self._served.numbered(number)
@@ -223,7 +218,7 @@ class Publisher:
 
 
 class Lease:
-    """`with` this to hold a view for the length of a request."""
+    """A held view for the length of a request: use it in a `with`."""
 
     __slots__ = ("_head", "_publisher", "_route", "_view", "_wanted")
 

@@ -1,6 +1,6 @@
-"""What a model serves at one moment: the active version's view, maybe a canary's, and which requests get which one.
+"""The routing of a model at one moment: the active version's view, maybe a canary's, and which requests get which.
 
-Immutable, so any thread may use one; the publisher swaps it whole.
+Immutable, so any thread may use one; the publisher replaces it as a whole.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from tierstore.engine.reads.view import View
 from tierstore.engine.versions.version import Version
 from tierstore.errors import NotFound, NotReady
 
-STABLE, CANARY = "stable", "canary"  # labels that are always the active version and the canary
+STABLE, CANARY = "stable", "canary"  # labels that always mean the active version and the canary
 _HASHES = 2.0**64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routing:
-    """`share` (0 to 1) of the requests that name no version go to the canary. `labels`: free ones, by name the version.
+    """A routing. `share` (0 to 1) of the requests that name no version go to the canary. `labels`: free labels →
+    version.
 
-    `problem` says why nothing is active where something should be.
+    `problem` says why nothing is active although something should be.
     """
 
     active: View | None = None
@@ -34,12 +35,12 @@ class Routing:
 
     @property
     def views(self) -> tuple[View, ...]:
-        """The active version's first."""
+        """The served views, the active version's first."""
         return tuple(view for view in (self.active, self.canary) if view is not None)
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Numbers of what is served, the active version's first."""
+        """Numbers of the served versions, the active version's first."""
         return tuple(view.version for view in self.views)
 
     def view_of(self, version: Version) -> View | None:
@@ -51,13 +52,13 @@ class Routing:
         return next((view for view in self.views if view.version == number), None)
 
     def all_labels(self) -> dict[str, int]:
-        """Every label there is and the version it stands for: `stable`, `canary`, then the free ones by name."""
+        """Every label and its version: `stable`, `canary`, then the free ones by name."""
         own = zip((STABLE, CANARY), (self.active, self.canary), strict=True)
         fixed = {name: view.version for name, view in own if view is not None}
         return fixed | dict(sorted(self.labels.items()))
 
     def with_views(self, views: Iterable[View]) -> Routing:
-        """The same with newer views of versions that are served."""
+        """The same routing with newer views of served versions."""
         newer = {id(view.open_version): view for view in views}
 
         def newest(view: View | None) -> View | None:
@@ -66,16 +67,17 @@ class Routing:
         return replace(self, active=newest(self.active), canary=newest(self.canary))
 
     def nothing(self, model: str, then: str = "") -> NotReady:
-        """The error where nothing is active; `then` is what to do it before."""
+        """The error if nothing is active; `then` is what can be done once something is."""
         if self.problem is not None:
             return NotReady(f"model {model!r} does not serve: {self.problem}")
         return NotReady(f"model {model!r} has no active version; load or activate one{then}")
 
     def choose(self, model: str, wanted: int | str | None, route: bytes | str | None) -> View:
-        """The view that answers a request: of the version or label it asks for, or as the share says.
+        """The view that answers a request: of the version or label that it names, or by the share.
 
-        Equal `route`s get equal versions while canary and share stay the same; a route that got the canary at a smaller
-        share still gets it at a larger one. NotReady for a version that is not served, NotFound for an unknown label.
+        Equal `route`s get equal versions while canary and share stay the same; a route that got the canary at a
+        smaller share still gets it at a larger one. NotReady for a version that is not served, NotFound for an unknown
+        label.
         """
         active, canary = self.active, self.canary
         if active is None:

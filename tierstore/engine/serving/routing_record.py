@@ -1,8 +1,8 @@
 """The durable record of how a model routes requests: its canary, the canary's share, and the free labels.
 
-`routes.json` in the model's directory says for which active version it holds; where CURRENT names another one it means
-nothing. So a switch, which publishes CURRENT, voids the record in the same step, whenever a crash happens. No record
-means no canary and no labels. Pure functions and immutable values; writes are the model's, one at a time.
+`routes.json` in the model's directory names the active version for which it is valid; if CURRENT names another one it
+means nothing. So a switch, which publishes CURRENT, voids the record in the same step, whenever a crash happens. No
+record means no canary and no labels. Pure functions and immutable values; the model writes, one at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class RoutingRecord:
-    """While version `active` is active: the canary's number, its share of requests (0 to 1), free labels."""
+    """The record, valid while version `active` is active: the canary's number, its share of requests (0 to 1), free
+    labels.
+    """
 
     active: int | None = None
     canary: int | None = None
@@ -32,7 +34,7 @@ class RoutingRecord:
 
     @classmethod
     def for_routing(cls, served: Routing, awaited: RoutingRecord | None = None) -> RoutingRecord:
-        """What a restart is to find: what is served, and the canary that is `awaited`."""
+        """The record for a restart: what is served, and the canary that is `awaited`."""
         active, canary = (None if view is None else view.version for view in (served.active, served.canary))
         labels = dict(served.labels)
         if awaited is None:
@@ -43,16 +45,16 @@ class RoutingRecord:
         return replace(self, labels={label: version for label, version in self.labels.items() if label != name})
 
     def for_active(self, active: int) -> RoutingRecord:
-        """What of the record holds where `active` is the active version.
+        """The valid part of the record if `active` is the active version.
 
-        A canary that is active was promoted, and a crash came before the record said so: it keeps its labels.
+        An active canary was promoted, and a crash came before the record said so: it keeps its labels.
         """
         canary = self.canary if active == self.active else None
         labels = {name: number for name, number in self.labels.items() if number in (active, canary)}
         return RoutingRecord(active, canary, self.share if canary is not None else 0.0, labels)
 
     def document(self) -> dict[str, Any] | None:
-        """The record as JSON; None where there is nothing to say."""
+        """The record as JSON; None if it is empty."""
         if self.canary is None and not self.labels:
             return None
         canary = None if self.canary is None else {"version": self.canary, "share": self.share}
@@ -60,7 +62,7 @@ class RoutingRecord:
 
 
 def read_routes(path: Path) -> RoutingRecord:
-    """The record at `path`; empty where there is none. Corruption if it is invalid."""
+    """The record at `path`; empty if there is none. Corruption if it is invalid."""
     try:
         document = files.read_json(path)
     except NotFound:
@@ -77,7 +79,7 @@ def read_routes(path: Path) -> RoutingRecord:
 
 
 def save_routes(path: Path, routes: RoutingRecord) -> None:
-    """Publish the record, or remove it where it would say nothing. What is there already is not written again."""
+    """Publish the record, or remove it if it is empty. An unchanged record is not written again."""
     document = routes.document()
     if document is None:
         if files.exists(path):
@@ -88,12 +90,14 @@ def save_routes(path: Path, routes: RoutingRecord) -> None:
         if {name: value for name, value in written.items() if name != WRITER} == document:
             return
     except TierstoreError:
-        pass  # none, or damaged
+        pass  # missing, or damaged
     files.publish_record(path, document)
 
 
 def check_label(name: object) -> str:
-    """`name`, if it may be a free label: a name that is no number, and not one of the two that always mean the same."""
+    """`name`, if it may be a free label: a name that is not a number, nor one of the two labels with a fixed
+    meaning.
+    """
     label = check_name("label", name)
     if label.isdigit():
         raise InvalidInput(f"label {label!r} would be taken for a version; use a name that is not all digits")

@@ -1,7 +1,7 @@
-"""What is served, as numbers for compiled readers (`lookup/by_plan.py` has the layout).
+"""The served state as numbers for compiled readers (`lookup/plans.py` has the layout).
 
-The words hold addresses of memory that belongs to a version's tables and to overlays. `PublishedWords` keeps the views,
-whose publisher keeps their versions open, for as long as a compiled reader may be at them. Immutable; any thread.
+The words hold addresses of memory that belongs to a version's tables and to overlays. `PublishedWords` keeps the
+views, whose publisher keeps their versions open, while a compiled reader may use them. Immutable; any thread.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Words = npt.NDArray[Any]
 
 
 def can_be_read(table: Cascade) -> bool:
-    """Whether a compiled reader may look up in a table: not where a device tier may have the rows alone."""
+    """Whether a compiled reader may look up in a table: not if only a device tier may have the rows."""
     return table.device is None and table.offer is None
 
 
 def labels_word(served: Routing) -> int:
-    """A number for the labels of one's own that there are: equal for equal ones."""
+    """A number for the free labels: equal for equal labels."""
     return xxhash.xxh3_64_intdigest(repr(sorted(served.labels.items())).encode()) >> 1
 
 
 class PublishedWords:
-    """The views of one `Routing`, `served`, as words, whose address is `address`; 0 where nothing is served."""
+    """The views of one `Routing`, `served`, as words at `address`, which is 0 if nothing is served."""
 
     def __init__(self, served: Routing, token_of: Callable[[View], int], epochs: Epochs) -> None:
         self.served = served
@@ -69,7 +69,7 @@ class PublishedWords:
         return words
 
     def _hashes_shared(self, view: View, table: Cascade) -> Words:
-        """The hashes by which string keys of a table cannot be told apart."""
+        """The hashes that several string keys of a table share."""
         colliding = view.colliding.get(table.spec.name)
         shared = np.empty(0, np.int64) if colliding is None else colliding.hashes
         self._kept.append(shared)

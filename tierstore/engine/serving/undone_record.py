@@ -1,9 +1,9 @@
-"""The durable record of the deltas that a rollback has undone: `undone.json` in the model's directory.
+"""The durable record of undone deltas, which a rollback has taken out: `undone.json` in the model's directory.
 
-An undone delta is applied to no version from the log, now or later. What a version had of it goes when the version is
-built again from its base: that makes a new **line** of it, in a directory of its own, and this record names the line
-that counts. So publishing the record is the one step from the old state to the new one. Immutable values and pure
-functions; writes are the model's, one at a time.
+An undone delta is applied to no version from the log, now or later. A version that had it is built again from its
+base: that makes a new **line** of it, in a directory of its own, and this record names the line that counts. So
+publishing the record is the one step from the old state to the new one. Immutable values and pure functions; the model
+writes, one at a time.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Rollbacks = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Undone:
-    """`rollbacks`: (to which delta, which was the newest then), in the order in which they were done; of those with one
-    newest delta only the last. `lines`: of versions whose line is not 0.
+    """The record. `rollbacks`: (to which delta, the newest delta then), in order; of those with the same newest delta
+    only the last. `lines`: of versions whose line is not 0.
 
-    `outdated`: versions whose line holds what is undone now, or lacks what is not undone any more.
+    `outdated`: versions whose line holds undone deltas, or lacks deltas that are no longer undone.
     """
 
     rollbacks: Rollbacks = ()
@@ -44,22 +44,22 @@ class Undone:
         return self.lines.get(version, 0)
 
     def end_of_range(self, seq: int) -> int | None:
-        """The last seq of the range that `seq` is in; None where it is not undone."""
+        """The last seq of the undone range that `seq` is in; None if it is not undone."""
         return next((last for first, last in self.ranges if first <= seq <= last), None)
 
     def begin_of_range(self, seq: int) -> int | None:
-        """The first seq of the range that `seq` is in; None where it is not undone."""
+        """The first seq of the undone range that `seq` is in; None if it is not undone."""
         return next((first for first, last in self.ranges if first <= seq <= last), None)
 
     def as_of(self, seq: int, last: int) -> Undone:
-        """What is undone after a rollback to delta `seq`, where `last` is the newest one: what was undone when `seq`
-        was applied, and all that came after it.
+        """The record after a rollback to delta `seq`, where `last` is the newest delta: what was undone when `seq`
+        was applied, and everything after it.
         """
         before = _before(self.rollbacks, last)
         return replace(self, rollbacks=(*before, (seq, last)) if seq < last else before)
 
     def with_last(self, last: int) -> Undone:
-        """The same, of a log that ends with `last`."""
+        """The same record, for a log that ends with `last`."""
         kept = self.rollbacks
         while kept and kept[-1][1] > last:
             to = kept[-1][0]
@@ -71,11 +71,11 @@ class Undone:
         return _within(self.ranges, low, high) != _within(other.ranges, low, high)
 
     def with_line(self, version: int, line: int) -> Undone:
-        """The same, with a version built again as that line."""
+        """The same record, with a version built again as this line."""
         return replace(self, lines={**self.lines, version: line}, outdated=self.outdated - {version})
 
     def without(self, versions: Iterable[int]) -> Undone:
-        """The same, with nothing said of versions that are gone.
+        """The same record, without versions that are gone.
 
         The numbers of their lines stay: a load may be using one.
         """
@@ -119,7 +119,7 @@ def _within(ranges: Ranges, low: int, high: int) -> list[list[int]]:
 
 
 def read_undone(path: Path) -> Undone:
-    """The record at `path`; empty where there is none. Corruption if it is invalid."""
+    """The record at `path`; empty if there is none. Corruption if it is invalid."""
     try:
         document = files.read_json(path)
     except NotFound:
@@ -131,7 +131,7 @@ def read_undone(path: Path) -> Undone:
         ends = [-1, *(end for each in ranges for end in each)]
         if any(end >= next_ if at % 2 == 0 else end > next_ for at, (end, next_) in enumerate(pairwise(ends))):
             raise ValueError("the ranges are not ascending")
-        # a release that kept no history left the rollbacks that count still
+        # a release that kept no history left only rollbacks that still count
         rollbacks = tuple((first - 1, last) for first, last in ranges)
         if "rollbacks" in document:
             rollbacks = _pairs(document["rollbacks"])

@@ -1,1 +1,1 @@
-"""One version of a model: its record, its open files and caches, the dense part and the hot keys it keeps on disk."""
+"""One version of a model: its record, its open files and caches, and the dense parts and hot keys on disk."""

@@ -1,10 +1,10 @@
-"""The graphs in a version's directory, which move on in one step with rows and watermark.
+"""The graphs in a version's directory, which change in one step with rows and watermark.
 
-`dense.onnx` is the one that holds, of a head `dense.<head>.onnx`; where a delta took the head away it is empty. A fold
-with a newer one writes it next to that as `dense-<seq>….onnx` and records that seq in the same atomic step as the rows
-and the watermark; then the file is renamed. So after a crash rows and graphs are both of before or both of after:
-`finish_dense`, called when the version is opened, finishes what was cut off. One thread at a time: the one that folds
-into the version, or opens it.
+`dense.onnx` is the valid graph, for a head `dense.<head>.onnx`; it is empty if a delta removed the head. A fold with a
+newer graph writes it next to that as `dense-<seq>….onnx` and records its seq in the same atomic step as the rows and
+the watermark; then the file is renamed. So after a crash rows and graphs are both old or both new: `finish_dense`,
+called when the version is opened, finishes what was interrupted. One thread at a time: the one that folds into the
+version, or opens it.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ PASSED_OVER = "dense passed over"  # which newer ones do not fit the version, an
 
 
 def seq_record(head: str) -> str:
-    """The record with the delta of the graph that holds; none where it is the snapshot's."""
+    """The record with the delta of the valid graph; none if it is the snapshot's."""
     return f"dense.{head}" if head else "dense"
 
 
 def digest_record(head: str) -> str:
-    """The record with the digest of what that delta brought, after its seq: an earlier release leaves it as it was."""
+    """The record with the digest of that delta's graph, after its seq: earlier releases leave it as it was."""
     return f"{seq_record(head)} xxh3"
 
 
 def stage_dense(where: VersionDirectory, overlay: Overlay, disk: Records) -> dict[str, bytes]:
-    """Write the graphs of an overlay next to those that hold. Returns the records that go with its rows.
+    """Write the graphs of an overlay next to the valid ones. Returns the records that go with its rows.
 
-    Those that were loaded get second names: a rollback to a delta needs them again.
+    Loaded graphs get hard links: a rollback to a delta needs them again.
     """
     records = {}
     for head, brought in overlay.heads.items():
@@ -56,13 +56,13 @@ def stage_dense(where: VersionDirectory, overlay: Overlay, disk: Records) -> dic
 
 
 def show_staged(where: VersionDirectory, overlay: Overlay) -> None:
-    """Have the graphs of an overlay hold, once its rows are in."""
+    """Make the graphs of an overlay valid, once its rows are in."""
     for head in overlay.heads:
         files.rename(where.dense_to_come(overlay.hi, head), where.dense(head))
 
 
 def finish_dense(where: VersionDirectory, disk: Records) -> None:
-    """Finish what a crash cut off."""
+    """Finish what a crash interrupted."""
     for seq, head, path in where.denses_to_come():
         if disk.record(seq_record(head)) == str(seq).encode():
             files.rename(path, where.dense(head))
@@ -73,7 +73,7 @@ def finish_dense(where: VersionDirectory, disk: Records) -> None:
 def passed_over(disk: Records) -> dict[str, str]:
     """Which newest graphs did not fit, and why, by head."""
     text = (disk.record(PASSED_OVER) or b"").decode(errors="replace")
-    if not text.startswith("{"):  # of the one without a name alone
+    if not text.startswith("{"):  # only of the one without a name
         return {"": text} if text else {}
     try:
         return {str(head): str(why) for head, why in json.loads(text).items()}
@@ -86,17 +86,17 @@ def _encode(passed_over: Mapping[str, str]) -> bytes:
 
 
 def loaded_dense(where: VersionDirectory, disk: Records, head: str) -> Path | None:
-    """A head's graph as it was loaded; None where it is there no more."""
+    """A head's graph as it was loaded; None if it is gone."""
     if files.exists(where.dense_loaded(head)):
         return where.dense_loaded(head)
     return where.dense(head) if disk.record(seq_record(head)) is None and files.exists(where.dense(head)) else None
 
 
 def heads_there(where: VersionDirectory, disk: Records | None, loaded: Mapping[str, str]) -> dict[str, str | None]:
-    """The heads of a version, with the XXH3-64 of their graphs; None where it was not written down.
+    """The heads of a version, with the XXH3-64 of their graphs; None if it was not recorded.
 
-    `loaded` are the digests of those that were loaded; `disk` None: no delta has brought any. An empty file is a head
-    that went only where that was written down: it may have been cut off.
+    `loaded` are the digests of loaded graphs; `disk` None: no delta has brought any. An empty file is a removed head
+    only if that was recorded: it may have been cut off.
     """
     digests = {
         head: loaded.get(head) if disk is None else _digest(disk, head, loaded.get(head)) for head in where.denses()

@@ -1,14 +1,13 @@
-"""Removing expired rows from an open version, as if a delta had deleted them, but for the seq.
+"""Removing expired rows from an open version, as if a delta had deleted them, but without a seq.
 
-The times of a table's rows are rows themselves, of four bytes, under an id of their own in the same disk
-tier (`times_id`). `expire` writes a mark of deletion for each expired row and for its time, in one atomic
-step: so no replay and no look-up brings it back, and a later delta revives the key. A delta that is not
-folded yet lies above, and is not touched.
+The times of a table's rows are rows themselves, of four bytes, under their own id in the same disk tier (`times_id`).
+`expire` writes a deletion mark for each expired row and for its time, in one atomic step: so no replay and no look-up
+brings it back, and a later delta revives the key. A delta that is not folded yet is above, and is not touched.
 
-A reader that read the row before may still put it into a cache after `expire` has taken it out. So once all such
-readers have ended, `forget` is called with the same keys.
+A reader that read the row before may still put it into a cache after `expire` has removed it. So once all such readers
+have ended, `forget` is called with the same keys.
 
-One thread at a time a version, beside folds and look-ups. A crash leaves each step whole or undone.
+One thread at a time for a version, beside folds and look-ups. A crash leaves each step whole or undone.
 """
 
 from __future__ import annotations
@@ -25,14 +24,13 @@ from tierstore.formats import files
 from tierstore.formats.row_times import TIME_BYTES, from_rows
 from tierstore.types import Keys, Tier
 
-_MOST_KEYS, _ROW_BYTES = 32768, 16 << 20  # of one step
+_MOST_KEYS, _ROW_BYTES = 32768, 16 << 20  # in one step
 
 
 def old_keys(version: Version, table: str, oldest_s: int) -> Iterator[Keys]:
-    """Keys of rows that were written before `oldest_s`, ascending, for one step each time; as of
-    when the first are asked for.
+    """Keys of rows that were written before `oldest_s`, ascending, for one step each time; as of the first request.
 
-    There are none in many of them: the caller may pause, or end.
+    Many of these batches are empty: the caller may pause, or end.
     """
     most = max(1024, min(_MOST_KEYS, _ROW_BYTES // version.specs[table].row_bytes))
     waiting = np.empty(0, np.int64)
@@ -46,7 +44,6 @@ def old_keys(version: Version, table: str, oldest_s: int) -> Iterator[Keys]:
 
 def expire(version: Version, table: str, keys: Keys, oldest_s: int) -> Keys:
     """Remove those of `keys` (ascending, distinct) that were still written before `oldest_s`. Returns them.
-
     StorageError.
     """
     info, disk = version.info, version.disk
@@ -71,7 +68,7 @@ def expire(version: Version, table: str, keys: Keys, oldest_s: int) -> Keys:
 
 
 def forget(version: Version, table: str, keys: Keys) -> None:
-    """Take what readers have put into the caches since out of them again, but for keys that a delta has revived."""
+    """Remove from the caches again what readers have put there since, except keys that a delta has revived."""
     with version.writing:
         state = np.zeros(len(keys), np.uint8)
         version.disk.get(version.info.times_ids[table], keys, np.zeros((len(keys), TIME_BYTES), np.uint8), state)

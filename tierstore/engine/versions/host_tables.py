@@ -1,10 +1,9 @@
-"""The host tables of one open version: made within a budget, resized in place, and replaced where rows outgrow them.
+"""The host tables of one open version: made within a budget, resized in place, and replaced when rows outgrow them.
 
-A table reserves addresses for the rows that it is to hold, so what can hold many more is another one, which takes over
-what the first has in memory. Readers of older views may be at the first: it is kept until `close_outgrown`, and counts
-until then.
+A table reserves addresses for the rows that it may hold, so many more rows need another table, which takes over the
+rows in memory. Readers of older views may still use the first: it is kept, and counted, until `close_outgrown`.
 
-`resize` and `close` may be called from any thread, while look-ups and folds go on; what deals a budget calls one at a
+`resize` and `close` may be called from any thread, while look-ups and folds go on; the budget's owner calls one at a
 time.
 """
 
@@ -21,11 +20,11 @@ from tierstore.tiers.host.table import HostTable
 from tierstore.types import Tier
 
 _OUTGROWN = 1.5  # of what a table was made for: then a set gets as many keys as it has ways
-_TRAFFIC_KEYS = 100_000  # looked up, from which on they say more than sizes
+_TRAFFIC_KEYS = 100_000  # look-ups from which on they say more than sizes
 
 
 class HostTables:
-    """The host tier of a version's `tables`. `writing` is held by what changes rows on disk, and so in memory."""
+    """The host tier of a version's `tables`. Changes of rows on disk, and so in memory, hold `writing`."""
 
     def __init__(self, info: VersionInfo, tables: Mapping[str, Cascade], writing: threading.Lock) -> None:
         self._info, self._tables, self._writing = info, tables, writing
@@ -34,8 +33,8 @@ class HostTables:
         self.budget_bytes = 0
         self._open = False
         self._limit = 0
-        self._weights: list[float] = []  # by which the budget is dealt to the tables
-        self._weighed: list[int] = []  # what they needed then
+        self._weights: list[float] = []  # by which the budget is divided among the tables
+        self._weighed: list[int] = []  # their needs then
         self._outgrown: list[tuple[Cascade, HostTable | None]] = []  # None: the table had none
 
     @property
@@ -45,18 +44,18 @@ class HostTables:
 
     @property
     def reserved_bytes(self) -> int:
-        # a table of few, large sets cannot always be made as small as is asked
+        # a table of few, large sets cannot always be as small as requested
         used = sum(host.bytes_in_use for table in self._tables.values() if (host := table.host) is not None)
         return max(used + sum(host.bytes_in_use for _, host in self._outgrown if host is not None), self.budget_bytes)
 
     @property
     def are_uneven(self) -> bool:
-        """Whether a table has grown so much that the budget is to be dealt to the tables anew."""
+        """Whether a table has grown so much that the budget should be divided among the tables anew."""
         needs = zip(self._info.host_needs(), self._weighed, strict=False)
         return self._open and any(need > before * _OUTGROWN for need, before in needs)
 
     def weights(self, needs: Sequence[int], like: Mapping[str, Cascade]) -> list[float]:
-        """What a budget is dealt to the tables by: the traffic on those `like` them where there is some, else size."""
+        """The weights for dividing a budget: the traffic on the tables `like` these if there is some, else sizes."""
         traffic = [
             like[name].counts.total * table.spec.row_bytes if name in like else 0
             for name, table in self._tables.items()
@@ -68,10 +67,9 @@ class HostTables:
         ]
 
     def attach(self, budget_bytes: int, limit_bytes: int, like: Mapping[str, Cascade], seq: int) -> None:
-        """Give every table its host tier, dealt by traffic on the tables `like` them where there are some, else by
-        size. What was read beneath `seq` does not come in.
+        """Give every table its host tier; `weights` divides the budget. Rows that were read beneath `seq` are refused.
 
-        Each reserves addresses for what it could use of `limit_bytes`, and may use its part of `budget_bytes`.
+        Each reserves addresses for its possible part of `limit_bytes`, and may use its part of `budget_bytes`.
         """
         with self._lock:
             self._open, self._limit = True, limit_bytes
@@ -87,17 +85,17 @@ class HostTables:
         self._weights = self.weights(self._weighed, like)
 
     def _shares(self, budget_bytes: int) -> list[tuple[Cascade, int, int]]:
-        """(table, what it needs, what it may have)."""
+        """(table, its need, its share)."""
         needs = self._info.host_needs()
         return list(zip(self._tables.values(), needs, deal(budget_bytes, needs, self._weights), strict=True))
 
     def _made(self, table: Cascade, limit: int, share: int) -> HostTable | None:
-        """A host table that may use `share` bytes, and `limit` later; None where it could hold nothing of use."""
+        """A host table that may use `share` bytes, and `limit` later; None if it could hold nothing useful."""
         if share < MIN_TABLE_BUDGET / 2:
             return None
         sample = table.counts.insight.sample
         host = HostTable(table.spec, limit, default_vector=table.default, fraction=share / limit, sample=sample)
-        if host.bytes_in_use > share:  # of sets so large that they cannot be so few
+        if host.bytes_in_use > share:  # its sets are so large that there cannot be so few
             host.close()
             host = HostTable(table.spec, share, default_vector=table.default, sample=sample)
         if host.capacity_rows:
@@ -106,7 +104,7 @@ class HostTables:
         return None
 
     def resize(self, budget_bytes: int) -> None:
-        """Make do with so much, or use it, in place or by larger tables."""
+        """Shrink or grow to this budget, in place or by larger tables."""
         with self._lock:
             if not self._open:  # another thread has freed the version
                 return
@@ -114,7 +112,7 @@ class HostTables:
                 self._weigh(self._tables)
             self.budget_bytes = max(self.budget_bytes, budget_bytes)
             shares = self._shares(budget_bytes)
-            for table, need, share in sorted(shares, key=_growth):  # what shrinks first
+            for table, need, share in sorted(shares, key=_growth):  # tables that shrink come first
                 room, host = share - self._outgrown_bytes(table), table.host
                 if host is None or room > host.budget_bytes * _OUTGROWN:
                     self._replace(table, need, room)
@@ -123,7 +121,7 @@ class HostTables:
             self.budget_bytes = budget_bytes
 
     def _replace(self, table: Cascade, need: int, room: int) -> None:
-        """Have a larger host table, within `room` together with the one that there is, whose rows it takes over."""
+        """Replace a host table by a larger one that takes over its rows, with both within `room`."""
         old = table.host
         kept = 0 if old is None else min(old.bytes_in_use, room // 2)
         limit = min(need, max(self._limit, room), 2 * (room - kept))  # most tables can be half as large as that
@@ -131,7 +129,7 @@ class HostTables:
         if new is None:
             return
         if old is not None:
-            if new.budget_bytes <= old.budget_bytes * _OUTGROWN:  # of sets so large that it cannot be
+            if new.budget_bytes <= old.budget_bytes * _OUTGROWN:  # its sets are so large that it cannot be larger
                 new.close()
                 return
             old.resize(min(1.0, kept / old.budget_bytes))
@@ -148,11 +146,11 @@ class HostTables:
 
     @property
     def outgrown(self) -> list[HostTable | None]:
-        """What was replaced, and readers of views from before may be at; None for a table that had nothing."""
+        """Replaced tables that readers of older views may still use; None for a table that had nothing."""
         return [host for _, host in self._outgrown]
 
     def close_outgrown(self, hosts: Sequence[HostTable | None]) -> None:
-        """Free these, which nobody reads any more. The next deal of the budget gives their memory to others."""
+        """Free these, which nobody reads any more. The next division of the budget gives their memory to others."""
         with self._lock:
             for host in filter(None, hosts):
                 self.budget_bytes -= host.bytes_in_use
@@ -172,7 +170,7 @@ class HostTables:
 
 
 def _copy(old: HostTable, new: HostTable) -> None:
-    """Bring the hottest rows of `old`, which nothing changes meanwhile, into `new`, which nobody reads yet."""
+    """Copy the hottest rows of `old`, which nothing changes meanwhile, to `new`, which nobody reads yet."""
     keys = old.hot_keys(new.capacity_rows)
     for begin in range(0, len(keys), READ_BATCH):
         part = keys[begin : begin + READ_BATCH]

@@ -1,7 +1,7 @@
-"""The keys that were hot when a version last served, in a file a table, hottest first: `hot/<table>.npy`.
+"""The hot keys of a version when it last served, in a file for each table, hottest first: `hot/<table>.npy`.
 
-Any thread. They only say what to warm: a file that is damaged or missing costs time, and no answer. A crash leaves the
-file as it was saved last.
+Any thread. They only say what to warm: a damaged or missing file costs time, and no answer. A crash leaves the file as
+it was saved last.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tierstore.types import Keys
 
 log = logging.getLogger(__name__)
 
-_MAPPED = 1 << 20  # bytes of a file from which on it is not read as a whole
+_MAPPED = 1 << 20  # larger files are mapped rather than read as a whole
 _COPIED = 1 << 20
 STEP = 8192  # keys: half a millisecond
 _NONE = np.empty(0, np.int64)
 
 
 def load_keys(path: Path) -> list[Keys]:
-    """The keys in a file, mapped where they are many; none where the file is bad, which is no reason not to serve."""
+    """The keys in a file, mapped if they are many; none if the file is bad, which is no reason not to serve."""
     try:
         mapped = "r" if path.stat().st_size > _MAPPED else None
         keys = np.load(path, mmap_mode=mapped, allow_pickle=False)  # type: ignore[arg-type]
@@ -41,9 +41,9 @@ def load_keys(path: Path) -> list[Keys]:
 
 
 def save_keys(path: Path, parts: Iterable[Sequence[Keys]]) -> None:
-    """Publish the keys of all parts, each of which has one array for each degree of heat, hottest first.
+    """Publish the keys of all parts; each part has one array for each degree of heat, hottest first.
 
-    Never holds more than one part: keys wait in scratch files, one a degree, until all are there. StorageError.
+    Holds at most one part: keys wait in scratch files, one for each degree, until all are there. StorageError.
     """
     files.make_dir(path.parent)
     count = 0

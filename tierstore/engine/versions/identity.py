@@ -1,10 +1,10 @@
-"""Which load of which version a directory, its RocksDB and its record are of: what belongs together says the same.
+"""The identity of a version's content: a directory, its RocksDB and its record must come from the same load.
 
-The record (`version.json`) has the digest of the content that was loaded; RocksDB has that digest too, with model,
-version and line. So files that came under another version's name, by a restore by hand or a `mv`, are refused as they
-are opened. Nodes in front of several compare the digest as well: under one number they read rows of one content alone.
+The record (`version.json`) has the digest of the loaded content; RocksDB has that digest too, with model, version and
+line. So files that came under another version's name, by a manual restore or a `mv`, are refused when they are opened.
+Fronts compare the digest of their nodes as well: under one number they read rows of one content only.
 
-What an earlier release has loaded, or built again, says nothing, and is taken as it is.
+Versions that an earlier release has loaded, or built again, have no digest, and are accepted.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ CONTENT = "content"  # the field of `version.json`
 
 
 def content_digest(manifest: Manifest, build: BaseBuild) -> str:
-    """32 hex digits that are equal on every node that loads one snapshot.
+    """32 hex digits that are equal on every node that loads the same snapshot.
 
-    Whichever of its partitions it loads, and however they were built. They are of the manifest, with the checksums of
-    its shards. Where a shard has none, its name and the time of the snapshot count too, and the digests of the rows, as
-    far as every node has the same ones.
+    They do not depend on which of its partitions it loads, or how they were built. They are a digest of the manifest,
+    with the checksums of its shards. If a shard has none, its name and the time of the snapshot count too, and the
+    digests of the rows, as far as every node has the same ones.
     """
     document = manifest.to_document()
     for name in ("dense", "heads", "warmup", "requests"):  # their names differ from build to build
@@ -51,7 +51,7 @@ def content_digest(manifest: Manifest, build: BaseBuild) -> str:
 def identity_record(
     where: VersionDirectory, manifest: Manifest, content: str | None, partitions: Partitions | None
 ) -> dict[str, bytes]:
-    """What RocksDB in a version's directory is to say of itself; nothing where the content is not known."""
+    """The identity record for RocksDB in a version's directory; none if the content is unknown."""
     if content is None:
         return {}
     document = {
@@ -65,7 +65,7 @@ def identity_record(
 
 
 def check_identity(where: VersionDirectory, expected: Mapping[str, bytes], disk: Records) -> None:
-    """Corruption where a RocksDB says that it is of something else than `identity_record` expects of this directory."""
+    """Corruption if a RocksDB has another identity than `identity_record` expects of this directory."""
     found = disk.record(IDENTITY)
     if found is None or found == expected.get(IDENTITY):
         return

@@ -1,6 +1,6 @@
-"""What is known of a version without opening it: its record, and what the records in its disk tier say.
+"""The record of a version, known without opening it: its `version.json`, and the records in its disk tier.
 
-A fold moves it on, and whatever opens the version; one thread at a time (the model sees to that), any thread may read.
+Folds and opening the version change it, one thread at a time (the model ensures that); any thread may read.
 
 After a crash the directory is whole if its record (`version.json`, written last) is there, and a leftover otherwise.
 """
@@ -47,18 +47,18 @@ RECORD_FORMATS: dict[int, BaseKind | Literal["remote"]] = {
     2: "sealed",
     3: "remote",
 }  # an older release must not take one for the other
-_IN_PARTITIONS = 4  # of either base; without its record `partitions` absent keys could not be told from other nodes'
+_IN_PARTITIONS = 4  # for either base; without its record `partitions`, absent keys would look like other nodes'
 MIN_TABLE_BUDGET = 128 << 10
 EXPIRED = "expired"  # the record of how many rows have expired since the load, by table
 
 
 def watermark_record(seq: int) -> dict[str, bytes]:
-    """The store's own record by which a version knows its watermark."""
+    """The store's record of a version's watermark."""
     return {WATERMARK: str(seq).encode()}
 
 
 def first_records(where: VersionDirectory, manifest: Manifest, build: BaseBuild) -> dict[str, bytes]:
-    """The store's own records of a version as it is loaded."""
+    """The store's records of a version as it is loaded."""
     tables = {name: CollidingKeys(table.colliding) for name, table in build.tables.items()}
     identity = identity_record(where, manifest, content_digest(manifest, build), build.own)
     return watermark_record(manifest.delta_seq) | colliding.to_record(tables) | identity
@@ -105,7 +105,7 @@ def make_record(
 
 
 def digests_record(digests: Mapping[str, str]) -> dict[str, Any]:
-    """What `version.json` says of the graphs that were loaded; the fields of which `_loaded_digests` reads."""
+    """The fields of `version.json` for the loaded graphs; `_loaded_digests` reads them."""
     named = {head: digest for head, digest in digests.items() if head}
     return {"dense": digests.get("")} | ({"heads": named} if named else {})
 
@@ -122,7 +122,7 @@ def _local_base(name: object) -> BaseKind:
 
 
 def _check_table(table: Mapping[str, Any], spec: TableSpec) -> None:
-    """ValueError, TypeError or KeyError where a table's entry is not as `write_record` makes it."""
+    """ValueError, TypeError or KeyError if a table's entry is not as `write_record` makes it."""
     if len(table["default"]) != spec.dim or not np.isfinite(np.asarray(table["default"], np.float32)).all():
         raise ValueError(f"table {spec.name!r}: expected a default of {spec.dim} numbers")
     if not 1 <= int(table["id"]) <= MAX_TABLE_ID or int(table["rows"]) < 0:
@@ -132,9 +132,7 @@ def _check_table(table: Mapping[str, Any], spec: TableSpec) -> None:
 
 
 def _read_dense_accepted(path: Path) -> int:
-    """The seq in a file, or 0: without it dense parts are checked once more, so a bad
-    file is no reason not to serve.
-    """
+    """The seq in a file, or 0: then dense parts are checked once more, so a bad file is no reason not to serve."""
     try:
         text = files.read_number(path)
     except Corruption as error:
@@ -159,7 +157,7 @@ def _read_expired(disk: Records) -> dict[str, int]:
 class VersionInfo:
     """One version on disk.
 
-    `number`, `specs` and `features` are constant; the watermark and what goes with it move on.
+    `number`, `specs` and `features` are constant; the watermark and what depends on it change.
     """
 
     def __init__(self, where: VersionDirectory) -> None:
@@ -168,15 +166,15 @@ class VersionInfo:
         if (form := record.get("format")) not in formats:
             raise of_another_release(where.record, form, " or ".join(map(str, formats)), record)
         self.where = where
-        self.loaded_at_s: float = record.get("loaded_at_s", 0.0)  # tells two loads of one number apart
-        self.partitions: Partitions | None = None  # that its keys are in; None: of all keys, which are in no partitions
+        self.loaded_at_s: float = record.get("loaded_at_s", 0.0)  # distinguishes two loads of one number
+        self.partitions: Partitions | None = None  # of its keys; None: it has all keys, without partitions
         try:
             if form == _IN_PARTITIONS:
                 self.partitions = Partitions.of_document(record["partitions"])
             self.base = RECORD_FORMATS[form] if self.partitions is None else _local_base(record["base"])
             document, self.tables = record["manifest"], dict[str, dict[str, Any]](record["tables"])
             self.loaded_digests = _loaded_digests(record)  # of graphs, by head
-            self.content: str | None = record.get(CONTENT)  # None where an earlier release has loaded it
+            self.content: str | None = record.get(CONTENT)  # None if an earlier release has loaded it
             self.tags = [
                 str(tag).encode() for tag in record.get("tags", ())
             ]  # of a version whose rows are in a cluster
@@ -185,30 +183,30 @@ class VersionInfo:
                 _check_table(self.tables[spec.name], spec)
         except (LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
             raise Corruption(f"{where.record} is invalid ({error!r}); drop the version and load it again") from error
-        # of the tables whose rows have times here
+        # tables whose rows have times here
         self.times_ids = {name: times_id(int(of["id"])) for name, of in self.tables.items() if of.get("times")}
-        self.expired: dict[str, int] = {}  # rows by table, since the load; replaced whole
-        self.expiry_checked_s: float | None = None  # when that was looked for last, since it was opened
+        self.expired: dict[str, int] = {}  # rows by table, since the load; replaced as a whole
+        self.expiry_checked_s: float | None = None  # the last check since it was opened
         self.number = self.manifest.version
         self.specs: dict[str, TableSpec] = self.manifest.table_specs()
         self.features: dict[str, FeatureSpec] = self.manifest.feature_specs()
-        self.watermark = self.manifest.delta_seq  # the owner moves it on
-        self.colliding: Mapping[str, CollidingKeys] = {}  # as of the watermark; replaced whole
-        # the heads that its files have, with their digests, None where an earlier release wrote it; replaced whole
+        self.watermark = self.manifest.delta_seq  # the owner changes it
+        self.colliding: Mapping[str, CollidingKeys] = {}  # as of the watermark; replaced as a whole
+        # the heads in its files, with their digests, None if an earlier release wrote them; replaced as a whole
         self.heads = heads_there(where, None, self.loaded_digests)
         self.problem: str | None = None  # why it could not be opened when that was tried last
         self.passed_over: dict[str, str] = {}  # by head the newest that a delta brought and that does not fit
         # dense parts of deltas above the watermark and up to this one were accepted by the version while it served
         self.dense_accepted_upto = self._dense_accepted_saved = _read_dense_accepted(where.accepted)
         self._counting = threading.Lock()
-        # guarded by _counting; the counts are replaced whole, so that readers need no lock
+        # guarded by _counting; the counts are replaced as a whole, so that readers need no lock
         self.counts = {name: RowCount(int(table["rows"]), exact=True) for name, table in self.tables.items()}
         self._counts_at = self.watermark
-        # by table, since the load or the start: memory is dealt by it, and is not to follow rows that come and go
+        # by table, since the load or the start: memory is divided by it, and should not follow rows that come and go
         self.most_rows = {name: count.rows for name, count in self.counts.items()}
 
     def loaded_records(self) -> dict[str, bytes] | None:
-        """`first_records` again, but for the identity, of a version that deltas have changed since; None where an
+        """`first_records` again, without the identity, for a version that deltas have changed since; None if an
         earlier release did not keep them.
         """
         if self.colliding and any("colliding" not in table for table in self.tables.values()):
@@ -217,23 +215,20 @@ class VersionInfo:
         return watermark_record(self.manifest.delta_seq) | colliding.to_record(tables)
 
     def identity_record(self, where: VersionDirectory) -> dict[str, bytes]:
-        """What RocksDB is to say of itself in the directory `where`, of this version or of a line of it."""
+        """The identity record for RocksDB in the directory `where`, of this version or of a line of it."""
         return identity_record(where, self.manifest, self.content, self.partitions)
 
     def check_identity(self, disk: Records) -> None:
-        """Corruption where a RocksDB says that it is of something else than this directory."""
+        """Corruption if a RocksDB has another identity than this directory."""
         check_identity(self.where, self.identity_record(self.where), disk)
 
     @property
     def own(self) -> Partitions | None:
-        """The partitions that it has, where it has not all of them."""
+        """The partitions that it has, if not all."""
         return None if self.partitions is None or self.partitions.are_all else self.partitions
 
     def learn(self, disk: Records) -> None:
-        """Take over what the records in its disk tier say.
-
-        Corruption if they make no sense, or are of another version.
-        """
+        """Take over the records in its disk tier. Corruption if they make no sense, or are of another version."""
         self.check_identity(disk)
         watermark = disk.watermark()
         if watermark is None:
@@ -258,15 +253,15 @@ class VersionInfo:
         self.heads = heads_there(self.where, disk, self.loaded_digests)
 
     def fold_heads(self, overlay: Overlay) -> None:
-        """The graphs of an overlay hold now, or are passed over; the owner has moved the files."""
+        """Note that the graphs of an overlay are valid now, or passed over; the owner has moved the files."""
         graphs = {name: head.graph for name, head in overlay.heads.items() if head.graph is not None}
         brought = {name: xxhash.xxh3_64_hexdigest(graph) for name, graph in graphs.items() if graph != GONE}
         self.heads = {**{name: digest for name, digest in self.heads.items() if name not in graphs}, **brought}
         self.passed_over = passed_over_after(self.passed_over, overlay.heads, overlay.passed_over)
 
     def ttl_status(self, table: TableSpec) -> dict[str, Any] | None:
-        """What the status says of a table with a ttl: rows that have expired, at the load and since, and when
-        that was looked for; else None.
+        """The status of a table with a ttl: rows that have expired, at the load and since, and the time of the last
+        check; else None.
         """
         checked_s = self.expiry_checked_s
         if table.ttl_s is None:
@@ -279,7 +274,7 @@ class VersionInfo:
         }
 
     def counts_with(self, overlay: Overlay, disk: RowStore) -> dict[str, RowCount]:
-        """The counts that hold once `overlay` is folded into `disk`; for the thread that folds."""
+        """The counts after `overlay` is folded into `disk`; for the thread that folds."""
         with self._counting:
             if self._counts_at >= overlay.hi:  # a fold that failed later
                 return self.counts
@@ -292,7 +287,7 @@ class VersionInfo:
         return {name: count.plus(changes[name]) if name in changes else count for name, count in counts.items()}
 
     def set_counts(self, counts: Mapping[str, RowCount], watermark: int) -> None:
-        """From now on these hold: a fold has brought the disk tier to `watermark`."""
+        """Use these counts from now on: a fold has brought the disk tier to `watermark`."""
         with self._counting:
             self._count(counts, watermark)
 
@@ -301,13 +296,13 @@ class VersionInfo:
         self.most_rows = {name: max(rows, counts[name].rows) for name, rows in self.most_rows.items()}
 
     def recounted(self, rows: Mapping[str, int], watermark: int) -> None:
-        """All rows were counted, in a disk tier of that watermark; of no use if it has moved on since."""
+        """Use counts of all rows in a disk tier of that watermark, unless it has changed since."""
         with self._counting:
             if self._counts_at == watermark:
                 self.counts = {name: RowCount(count, exact=True) for name, count in rows.items()}
 
     def host_needs(self) -> list[int]:
-        """Bytes of the host tier with which every row would be resident, table by table."""
+        """Bytes of the host tier with which every row would be resident, by table."""
         rows = self.most_rows
         # 16 bytes of bookkeeping a row at most
         return [
@@ -320,9 +315,7 @@ class VersionInfo:
         ]
 
     def save_dense_accepted(self) -> None:
-        """Have the next start find `dense_accepted_upto`, of a version that is to serve
-        no more; mostly nothing to do.
-        """
+        """Save `dense_accepted` for the next start, for a version that will serve no more; mostly nothing to do."""
         upto = self.dense_accepted_upto
         if upto > max(self.watermark, self._dense_accepted_saved):
             files.publish_bytes(self.where.accepted, files.checked_number(upto))

@@ -1,7 +1,7 @@
-"""An open version: its files, and what of it is in memory.
+"""An open version: its files, and its parts in memory.
 
-Look-ups come from any thread through a view; `fold`, `attach_host` and `close` come from one thread at a time
-(the model sees to that). RocksDB holds the watermark in the same atomic step as the rows of a delta.
+Look-ups come from any thread through a view; `fold`, `attach_host` and `close` come from one thread at a time (the
+model ensures that). RocksDB holds the watermark in the same atomic step as the rows of a delta.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Version:
     """An open version of a model. `tables` are its cascades, by name."""
 
     def __init__(self, info: VersionInfo, rows: VersionRows, counts: Callable[[str], LookupCounts]) -> None:
-        """`counts` gives the model's counts for a table. Host tables come by `attach_host`."""
+        """`counts` gives the model's counts for a table. `attach_host` adds host tables."""
         self.info, self.rows = info, rows
         self.number = info.number
         self.specs, self.features = info.specs, info.features
@@ -50,23 +50,23 @@ class Version:
         }
         info.learn(rows)
         self.watermark = info.watermark
-        self.writing = threading.Lock()  # held by what writes the disk tier, a fold or `expiry.py`
+        self.writing = threading.Lock()  # held by writers of the disk tier, a fold or `expiry.py`
         self.hosts = HostTables(info, self.tables, self.writing)
-        self.heads: Heads = {}  # the dense parts as of the watermark, once they are opened; replaced whole
-        self._moved: tuple[int, int] | None = None  # as of the last `let_files_go`
+        self.heads: Heads = {}  # the dense parts as of the watermark, once they are opened; replaced as a whole
+        self._moved: tuple[int, int] | None = None  # at the last `let_files_go`
         self.gpu: Gpu | None = None  # set once its device tables are attached
 
     @property
     def disk(self) -> DiskTier:
-        """The version's files on this machine, for what reads or keeps them whole; a placement
-        without files allows none of that.
+        """The version's files on this machine, for work that reads or keeps them whole; a placement without files
+        refuses that.
         """
         assert self.rows.disk is not None
         return self.rows.disk
 
     @property
     def colliding(self) -> Mapping[str, CollidingKeys]:
-        """The keys that collide as of the watermark, by table, where there are some."""
+        """The colliding keys as of the watermark, by table, if there are some."""
         return self.info.colliding
 
     # host tier
@@ -85,15 +85,15 @@ class Version:
         return self.hosts.are_uneven
 
     def attach_host(self, budget_bytes: int, limit_bytes: int, like: MemoryUser | None) -> None:
-        """As `HostTables.attach`."""
+        """See `HostTables.attach`."""
         self.hosts.attach(budget_bytes, limit_bytes, like.tables if isinstance(like, Version) else {}, self.watermark)
 
     def resize_host(self, budget_bytes: int) -> None:
         self.hosts.resize(budget_bytes)
 
     def warm(self, like: Version | None, progress: Callable[[int, int], None]) -> None:
-        """Fill the caches: with what is hot in `like`, else with the keys saved when last
-        served, then the snapshot's own.
+        """Fill the caches: with the hot keys of `like`, else with the keys saved when last served, then the
+        snapshot's own.
         """
         plans: list[tuple[Cascade, Keys]] = []
         for name, table in self.tables.items():
@@ -111,13 +111,13 @@ class Version:
             done += len(keys)
 
     def kept_hot_keys(self, table: str) -> list[Keys]:
-        """What to warm a table with, best first: the keys that were hot when last served, then the snapshot's own."""
+        """The keys to warm a table with, best first: those that were hot when last served, then the snapshot's own."""
         return [*load_keys(self.info.where.hot(table)), *load_keys(self.info.where.warmup(table))]
 
     def save_hot_keys(self, give_up: Callable[[], bool] = lambda: False) -> None:
-        """Remember what is resident, hottest first, for the next start, while look-ups and folds go on. StorageError.
+        """Save the resident keys, hottest first, for the next start, while look-ups and folds go on. StorageError.
 
-        `give_up` is called again and again; once it returns True, Closed.
+        `give_up` is called often; once it returns True, Closed.
         """
 
         def parts(table: Cascade) -> Iterator[list[Keys]]:
@@ -131,7 +131,7 @@ class Version:
                 save_keys(self.info.where.hot(name), parts(table))
 
     def let_files_go(self, once_unread: Callable[[Callable[[], None]], None]) -> None:
-        """Close its files on this machine, if nothing was read from them or changed in them since the last call.
+        """Close its files on this machine, if they were neither read nor changed since the last call.
 
         Reads and folds open them again. `once_unread` as for `DiskTier.let_go`. On one thread.
         """
@@ -146,16 +146,15 @@ class Version:
     def fold(self, overlay: Overlay) -> None:
         """Move an overlay into the tiers: disk first, in one atomic step with the watermark, then resident rows.
 
-        No request may be at work on a view older than `overlay.hi`. From `raise_floor` on, a row that was read
-        before cannot be promoted any more, so no row that this replaces returns.
+        No request may use a view older than `overlay.hi`. From `raise_floor` on, a row that was read before cannot be
+        promoted any more, so no replaced row returns.
         """
         with self.writing:
             self._fold(overlay)
 
     def tidy(self, give_up: Callable[[], bool]) -> None:
-        """Put the files of changed rows in order, on the thread that folds; `give_up` is asked again and again.
-
-        StorageError, Corruption.
+        """Tidy the files of changed rows, on the thread that folds; `give_up` is called often. StorageError,
+        Corruption.
         """
         with self.writing:
             self.rows.tidy(self.info, give_up)
@@ -191,8 +190,8 @@ class Version:
         self.rows.close()
 
     def status(self, colliding: Mapping[str, CollidingKeys]) -> dict[str, Any]:
-        """Per table: rows as of the folded watermark, keys that collide, where keys were answered,
-        bytes a tier holds and may hold.
+        """By table: rows as of the folded watermark, colliding keys, where keys were answered, bytes that a tier
+        holds and may hold.
         """
         tables = {}
         counts = self.info.counts

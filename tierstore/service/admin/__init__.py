@@ -1,1 +1,1 @@
-"""For operators and producers: the admin interface, metrics, the pages, deltas from a directory."""
+"""The interface for operators and producers: admin requests, metrics, pages, deltas."""

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class AdminApplication:
-    """What `routes` makes. FastAPI takes long to import, and no look-up needs it: it is imported here alone."""
+    """The application of `routes`. FastAPI takes long to import, and no look-up needs it: it is imported only here."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._making: asyncio.Task[FastAPI] | None = None
 
     def begin(self) -> asyncio.Task[FastAPI]:
-        """Begin to make it, unless that has begun. Where it failed, for want of descriptors, say, it is tried again."""
+        """Begin to make it, unless that has begun. If it failed, such as for lack of descriptors, it is tried again."""
         making = self._making
         if making is None or (making.done() and (making.cancelled() or making.exception() is not None)):
             making = self._making = asyncio.create_task(asyncio.to_thread(self._make))
@@ -42,7 +42,7 @@ class AdminApplication:
         try:
             await app(scope, receive, send)
         except Exception as error:
-            if scope.get(ERROR) is not error:  # else it has been answered
+            if scope.get(ERROR) is not error:  # otherwise it has been answered
                 raise
         fields.pop(b"content-length", None)
         return Response(status, chunks, fields.pop(b"content-type", b""), [*fields.items()])

@@ -1,4 +1,4 @@
-"""The admin route by which caches are looked at: hit rates and hottest keys of a table."""
+"""The admin route of cache statistics: hit rates and hottest keys of a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The request that says why keys are answered as they are: for whoever may look rows up."""
+"""The request that explains answers for keys: for every caller that may look rows up."""
 
 from __future__ import annotations
 

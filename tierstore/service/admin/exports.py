@@ -1,4 +1,4 @@
-"""What writes a model's state elsewhere, as a job: exports and backups. Part of the admin interface (`routes.py`)."""
+"""Jobs that write a model's state elsewhere: exports and backups. Part of the admin interface (`routes.py`)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class JobStarted(BaseModel):
 
 
 def add_exports(app: FastAPI, service: Service) -> None:
-    """Exports and backups; what they write is below `export_root`, by default in the data directory."""
+    """Add exports and backups; they write below `export_root`, by default in the data directory."""
     settings = service.settings
     root = settings.export_root or DataDirectory(settings.data).exports
 

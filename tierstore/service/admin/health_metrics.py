@@ -1,4 +1,6 @@
-"""What an alert is made of, as Prometheus families: problems by kind, what will end, disk, memory by part, versions."""
+"""Metrics for alerts, as Prometheus families: problems by kind, expiring credentials, disk, memory by part,
+versions.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ _PAGE_BYTES = resource.getpagesize()
 
 
 def problems(models: Iterable[str], found: Iterable[Problem]) -> Iterator[Metric]:
-    """1 for each that there is, 0 for each that there could be."""
+    """1 for each existing problem, 0 for each other known kind."""
     there = {(problem.model, problem.kind) for problem in found}
     possible = {("", kind) for kind in (*STORE_KINDS, *SERVICE_KINDS)}
     possible |= {(model, kind) for model in models for kind in (*MODEL_KINDS, "load_failed")}
@@ -31,7 +33,7 @@ def problems(models: Iterable[str], found: Iterable[Problem]) -> Iterator[Metric
 
 
 def ends(service: Service) -> Iterator[Metric]:
-    """When credentials end, on the wall clock."""
+    """When credentials expire, on the wall clock."""
     found = {}
     if service.tls is not None:
         found["certificate"] = service.tls.ends_s
@@ -52,7 +54,7 @@ def disk(status: dict[str, Any]) -> Iterator[Metric]:
 
 
 def memory(status: dict[str, Any], service: Service) -> Iterator[Metric]:
-    """Where the resident memory of the process is. `other`: the interpreter, code, threads, and what nobody counts."""
+    """The parts of the process's resident memory. `other`: the interpreter, code, threads, and everything uncounted."""
     disks = [document.get("disk", {}) for document in status["models"].values()]
     cache = status.get("ssd_cache") or {}
     parts = {
@@ -80,7 +82,7 @@ def memory(status: dict[str, Any], service: Service) -> Iterator[Metric]:
 
 
 def releases() -> Iterator[Metric]:
-    """The release that runs."""
+    """The running release."""
     yield InfoMetricFamily("tierstore_build", "The release that runs.", value={"version": __version__})
 
 
@@ -91,7 +93,7 @@ def loads(service: Service) -> Iterator[Metric]:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is not swapped out; 0 where the system does not say."""
+    """Memory of this process that is not swapped out; 0 if the system does not report it."""
     try:
         return int(Path(f"/proc/{os.getpid()}/statm").read_text().split()[1]) * _PAGE_BYTES
     except (OSError, ValueError):
@@ -99,7 +101,7 @@ def resident_bytes() -> int:
 
 
 def named_heads(model: str, document: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """The figures of the dense parts in a model's status, by the names under which these are served."""
+    """The figures of the dense parts in a model's status, by the names under which they are served."""
     own: Mapping[str, Any] | None = document.get("dense")
     heads = {head_name(model, head): stats for head, stats in document.get("heads", {}).items()}
     return [*([] if own is None else [(model, own)]), *heads.items()]

@@ -29,7 +29,9 @@ Documents = dict[str, Any]  # of models, by name
 
 
 class Exposition:
-    """Has a registry of its own, so that a program which embeds the service keeps its metrics apart."""
+    """The metrics document. It has a registry of its own, so that a program that embeds the service keeps its
+    metrics apart.
+    """
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -39,7 +41,7 @@ class Exposition:
             kind(registry=self._registry)
 
     def text(self) -> bytes:
-        """The exposition format."""
+        """The metrics in the exposition format."""
         self._service.refresh()
         return generate_latest(self._registry)
 
@@ -51,7 +53,7 @@ class Everything(Collector):
         self._service = service
 
     def describe(self) -> list[Metric]:
-        return []  # else the registry would collect once at registration
+        return []  # or the registry would collect once at registration
 
     def collect(self) -> Iterator[Metric]:
         service, status = self._service, self._service.store.status()
@@ -81,7 +83,7 @@ def _store(service: Service, status: dict[str, Any]) -> Iterator[Metric]:
 
 
 def _tables_of(models: Documents) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(model, table, what the status says of it)."""
+    """(model, table, its part of the status)."""
     for model, document in models.items():
         for table, entry in document["tables"].items():
             yield model, table, entry
@@ -159,7 +161,7 @@ def _tables(models: Documents) -> Iterator[Metric]:
     yield gauges("tierstore_table_rows", text, "model table", by_table(lambda entry: entry["rows"]))
     text = "Rows older than the table's ttl that the active version lacks, left out by its load or deleted since."
     yield gauges("tierstore_expired_rows", text, "model table", by_table(expired))
-    curve: list[tuple[Key, float]] = [  # of tables that a cache is tried for, and only as soon as that says something
+    curve: list[tuple[Key, float]] = [  # of tables with cache trials, once those have results
         ((model, table, f"{point['scale']:g}"), point["hit_rate"])
         for model, table, entry in _tables_of(models)
         for point in entry.get("cache", {}).get("curve", ())
@@ -286,7 +288,7 @@ def _service(service: Service) -> Iterator[Metric]:
 
 
 def _bounds(service: Service) -> Iterator[Metric]:
-    """How full every queue and buffer of the service is, and how much it may hold."""
+    """The fill and the limit of every queue and buffer of the service."""
     for pool in (
         service.lookup_pool, service.admin_pool, service.switch_pool, service.status_pool, service.explain_pool,
     ):  # fmt: skip

@@ -1,8 +1,8 @@
-"""The pages `/` and `/docs`, each one document that needs no other host. Any thread.
+"""The pages `/` and `/docs`, each one document that loads nothing from other hosts. Any thread.
 
 `static/` has their markup, styles and scripts, which are put into one document when this module is imported, and named
-by their hashes in its policy: a browser runs nothing else, whatever gets into the page. The status page asks the admin
-interface; the page of that is made of its OpenAPI document and has no script.
+by their hashes in its policy: a browser runs nothing else, whatever gets into the page. The status page calls the
+admin interface; the page about that interface is made from its OpenAPI document and has no script.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _read(name: str) -> str:
 
 
 def _one_document(name: str) -> str:
-    """A page with the styles and scripts that it refers to in their places."""
+    """A page with the styles and scripts that it refers to inserted."""
     page = re.sub(
         r'<link rel="stylesheet" href="(.+?)">', lambda style: f"<style>\n{_read(style[1])}</style>", _read(name)
     )
@@ -31,8 +31,8 @@ def _one_document(name: str) -> str:
 
 
 def _policy(page: str) -> str:
-    """The Content-Security-Policy of a page: its own styles and scripts, requests to its own
-    service, no frame around it.
+    """The Content-Security-Policy of a page: its own styles and scripts, requests to its own service, no frame
+    around it.
     """
     hashes = {
         kind: " ".join(
@@ -53,7 +53,7 @@ STATUS_POLICY, DOCS_POLICY = _policy(STATUS_PAGE), _policy(_DOCS_PAGE.template)
 
 
 class Operation(NamedTuple):
-    """A request of the admin interface, in words."""
+    """A request of the admin interface, described for people."""
 
     tag: str
     name: str  # method and path
@@ -98,7 +98,7 @@ def _operation(document: dict[str, Any], method: str, path: str, operation: dict
     for status, answer in operation.get("responses", {}).items():
         schema = answer.get("content", {}).get("application/json", {}).get("schema", {})
         names = ", ".join(name for name, *_ in _fields(document, schema))
-        if status != "422":  # FastAPI's word for what is 400 here
+        if status != "422":  # FastAPI's status for what is 400 here
             rows.append((status, f"{{{names}}}" if names else "JSON", ""))
     (tag, *_) = operation.get("tags", ["others"])
     return Operation(tag, f"{method} {path}", operation.get("description", ""), rows, " ".join(example))
@@ -134,7 +134,7 @@ def _type(document: dict[str, Any], schema: dict[str, Any]) -> str:
 
 
 def _resolved(document: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema, or the one that it refers to; of alternatives the first that is an object."""
+    """A schema, or the one that it refers to; of alternatives the first object."""
     for one in schema.get("anyOf", ()):
         if "$ref" in one:
             return _resolved(document, one)

@@ -1,4 +1,4 @@
-"""The requests by which nodes that should serve the same are compared: of some rows, and of all."""
+"""Requests for comparing nodes that should serve the same: of some rows, and of all."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The admin interface, the metrics and the pages: a FastAPI application for every path outside the data plane.
 
-Handlers run on the event loop. Calls that may block go to the admin pool, and calls that may wait for a
-switch to the switch pool, so that deltas do not wait; metrics and the status have a thread of their own.
-Errors are problem+json (RFC 9457).
+Handlers run on the event loop. Calls that may block go to the admin pool, and calls that may wait for a switch to the
+switch pool, so that deltas do not wait; metrics and the status have a thread of their own. Errors are problem+json
+(RFC 9457).
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class ActiveVersion(BaseModel):
 
 
 def _theirs(answer: messages.Response) -> Response:
-    """One of our responses as FastAPI's."""
+    """One of our responses as a response of FastAPI."""
     headers = {name.decode(): value.decode("latin-1") for name, value in answer.headers}
     return Response(b"".join(answer.chunks), answer.status, headers, answer.content_type.decode())
 
@@ -138,7 +138,7 @@ def make_app(service: Service) -> FastAPI:
         title="tierstore",
         version=__version__,
         description="Admin interface; the data plane is the Open Inference Protocol below /v2.",
-        docs_url=None,  # FastAPI's pages load their scripts from elsewhere
+        docs_url=None,  # FastAPI's pages load their scripts from other hosts
         redoc_url=None,
     )
     _add_error_handlers(app)
@@ -163,7 +163,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     async def theirs(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        if isinstance(error.__cause__, TierstoreError):  # FastAPI has caught it where it read the body
+        if isinstance(error.__cause__, TierstoreError):  # FastAPI has caught it while it read the body
             return await ours(request, error.__cause__)
         detail = str(error.detail)
         if error.status_code in (404, 405):
@@ -255,7 +255,7 @@ def _add_deltas(app: FastAPI, service: Service) -> None:
             service.rates.admit(principal_of(request.scope), model, len(body))
             result = await service.change(lambda: service.store.apply_delta(body, model=model), pool=service.admin_pool)
         except Overloaded as error:
-            # the producer has to slow down, whichever limit was reached
+            # the producer must slow down, whichever limit was reached
             raise _TooManyDeltas(str(error), error.retry_after_s) from error
         except Disconnected:
             raise HttpError(400, "the body ended early") from None
@@ -367,7 +367,7 @@ def _add_routing(app: FastAPI, service: Service) -> None:
 
 
 def _service_state(service: Service, role: Role | None) -> dict[str, Any]:
-    """`role` is that of the caller."""
+    """The state of the service; `role` is the caller's."""
     return {
         "version": __version__,
         "ready": service.ready,
@@ -383,6 +383,6 @@ def _service_state(service: Service, role: Role | None) -> dict[str, Any]:
         "inflight_bytes": {"used": service.inflight.used_bytes, "total": service.inflight.limit_bytes},
         "access": {"tokens": service.access.tokens.required, "tls": service.tls is not None, "role": role},
         "source_roots": [str(root) for root in service.settings.source_root],
-        "watch": None,  # where there is none
+        "watch": None,  # if there is none
         **{name: source.status() for name, source in service.sources.items()},
     }

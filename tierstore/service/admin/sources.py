@@ -1,5 +1,4 @@
-"""Which snapshots a client may have loaded, and where it may have exports and backups written: under
-the roots, symlinks resolved.
+"""The allowed places of snapshots to load, and of exports and backups: below the roots, with symlinks resolved.
 
 A function of the file system; any thread may call it. It may block on a slow mount, so not on the event loop.
 """
@@ -17,8 +16,8 @@ _LONGEST = 4096
 
 
 def resolve_source(source: str, roots: Sequence[Path | str]) -> Path | str:
-    """The absolute, resolved path of `source`: a path (a relative one is tried in each root) or a
-    `file://` URL; or a URL as it is.
+    """The absolute, resolved path of `source`: a path (a relative one is tried in each root), or a `file://` URL; other
+    URLs unchanged.
 
     Raises InvalidInput for a chained URL, another scheme, a path that does not exist, and one outside every root,
     whether by `..` or by a symbolic link. The message never says whether something outside exists.
@@ -49,15 +48,14 @@ def resolve_source(source: str, roots: Sequence[Path | str]) -> Path | str:
 
 
 def check_still_there(source: Path | str, roots: Sequence[Path | str]) -> None:
-    """InvalidInput where what `resolve_source` gave is a link by now: a load waits for its turn."""
+    """InvalidInput if a result of `resolve_source` is a link by now: a load waits for its turn."""
     if resolve_source(str(source), roots) != source:
         raise InvalidInput(f"source {str(source)!r} was replaced by a link while its load waited")
 
 
 def resolve_target(directory: str, root: Path | str, *, new: bool = True) -> Path | str:
-    """The absolute, resolved path of a directory to be written: one below `root`, in which a relative one is.
-
-    Or a URL below one.
+    """The absolute, resolved path of a directory to write: one below `root`, which relative paths start from; or a URL
+    below one.
 
     InvalidInput for another place, Conflict for a directory that exists where a `new` one is expected.
     """

@@ -1,1 +1,1 @@
-"""The data plane, which knows no transport: requests are planned, looked up and scored, one by one or in batches."""
+"""The data plane, independent of transports: requests are planned, looked up and scored, one by one or in batches."""

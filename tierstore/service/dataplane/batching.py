@@ -3,8 +3,8 @@
 Off unless `batch_max_items` is set. The event loop adds requests to an open batch; a thread of the look-up pool closes
 the batch, runs it under one view, and answers each request. A batch is queued for the pool when its first request
 comes, and requests join until a thread has popped it, so on an idle service no request waits. With `batch_delay_us` it
-is queued that much later, or when it is full. A request that is wrong fails alone: where a joined run fails, each
-request is run by itself.
+is queued that much later, or when it is full. A bad request fails alone: if a joined run fails, each request is run by
+itself.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 
 
 class Member(Protocol):
-    """A request that is joined with others. One thread at a time: the event loop, then a thread of the pool."""
+    """A request that can join a batch. One thread at a time: the event loop, then a thread of the pool."""
 
     caller: Caller
 
     def prepare(self) -> tuple[JoinedRequest, list[Any]]:
-        """Read the request. Its part of the batch, and the arrays for its outputs."""
+        """Read the request. Returns its part of the batch, and the arrays for its outputs."""
 
     def complete(self, arrays: list[Any], by: Inference) -> Any:
-        """The outcome, once the arrays are filled from those of an inference that has finished."""
+        """The outcome, once the arrays are filled from an inference that has finished."""
 
     def answer(self) -> Any:
-        """The outcome without the others."""
+        """The outcome of running it by itself."""
 
 
 class _Batch:
-    """Requests that will run together; open, so that others may join, while the batcher lists it."""
+    """Requests that will run together; others may join while the batcher lists it."""
 
     def __init__(self, key: Hashable, model: str, version: int) -> None:
         self.key, self.model, self.version = key, model, version
@@ -67,15 +67,15 @@ class _Batch:
 
 
 class Batcher:
-    """`add` is called on one event loop; any thread may read the metrics."""
+    """Joins requests into batches. `add` is called on one event loop; any thread may read the metrics."""
 
     def __init__(self, settings: Settings, dataplane: DataPlane, pool: WorkerPool, shed: Shed) -> None:
         # constant after construction
         self.max_items = settings.batch_max_items
-        self.waits = settings.batch_delay_us > 0  # for others to join, though a thread is idle
+        self.waits = settings.batch_delay_us > 0  # for others to join, even if a thread is idle
         self._delay_s = settings.batch_delay_us / 1e6
         self._dataplane, self._pool, self._shed = dataplane, pool, shed
-        self._requests = PlanCache()  # joined ones, with their plans, by key and shapes
+        self._requests = PlanCache()  # joined requests, with their plans, by key and shapes
         self.waiting_limit = pool.queue_limit + pool.threads
         # the event loop's
         self.waiting = 0  # requests in batches that are not answered yet
@@ -86,11 +86,11 @@ class Batcher:
         self._apart = 0
 
     def wants(self, joint: Joint | None) -> bool:
-        """Whether a request is to be joined with others. Any thread."""
+        """Whether a request should be joined with others. Any thread."""
         return joint is not None and joint.items <= self.max_items
 
     def add(self, member: Member, model: str, version: int, joint: Joint) -> asyncio.Future[Any]:
-        """Answer a request together with others; await its outcome. Raises Overloaded at once when too many wait."""
+        """Answer a request together with others; await its outcome. Raises Overloaded at once if too many wait."""
         if self.waiting >= self.waiting_limit:
             self._shed.count("queue_full")
             raise Overloaded(f"{self.waiting} requests wait to be answered in batches already; try again in a second")
@@ -149,7 +149,7 @@ class Batcher:
     # --- on a thread of the pool
 
     def _run(self, batch: _Batch) -> list[Any]:
-        """An outcome for each member: its response, or the error that it fails with."""
+        """An outcome for each member: its response, or its error."""
         with self._lock:
             self._shut(batch)
         members = batch.members
@@ -176,7 +176,7 @@ class Batcher:
         return outcomes
 
     def _together(self, batch: _Batch, ready: list[tuple[int, JoinedRequest, list[Any]]], outcomes: list[Any]) -> bool:
-        """Run the joined request. False where that is not possible, or has failed."""
+        """Run the joined request. False if that is impossible, or has failed."""
         parts = [part for _, part, _ in ready]
         shapes = joined_shapes(parts)
         key = (batch.key, shapes)
@@ -210,7 +210,7 @@ class Batcher:
             self._sizes.add(items)
 
     def count_apart(self, requests: int) -> None:
-        """Count requests that could not be run as one. Any thread."""
+        """Count requests that could not be run together. Any thread."""
         with self._lock:
             self._apart += requests
 

@@ -1,4 +1,4 @@
-"""The datatypes of tensors, with their names in every protocol that is served: one table. Constants; any thread."""
+"""The datatypes of tensors, with their names in every served protocol, as one table. Constants; any thread."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class Datatype(NamedTuple):
     """A datatype of the protocols."""
 
     name: str  # in the Open Inference Protocol
-    contents: str | None  # the field of its InferTensorContents that holds elements one by one, over gRPC
+    contents: str | None  # the field of its InferTensorContents with elements one by one, over gRPC
     tf_number: int  # of TensorFlow's DataType
     tf_name: str
-    tf_field: str  # the field of TensorFlow's TensorProto that holds elements one by one
+    tf_field: str  # the field of TensorFlow's TensorProto with elements one by one
 
     @property
     def dtype(self) -> np.dtype[Any] | None:
-        """NumPy's, little-endian; None for BYTES, whose elements have any size."""
+        """NumPy's dtype, little-endian; None for BYTES, whose elements have any size."""
         return None if self.name == BYTES else DTYPES[self.name]
 
 
@@ -47,6 +47,6 @@ DATATYPES = {
 BY_TF_NUMBER = {datatype.tf_number: datatype for datatype in DATATYPES.values()}
 NUMPY_DTYPE = {name: dtype for name, datatype in DATATYPES.items() if (dtype := datatype.dtype) is not None}
 
-# of keys, by the table's type, the usual one first; and of the vectors that are answered
+# of keys, by the table's type, the usual one first; and of answered vectors
 KEY_DATATYPES = {KeyType.INT64: ("INT64", "UINT64"), KeyType.UINT64: ("UINT64", "INT64"), KeyType.STRING: (BYTES,)}
 VECTOR_DATATYPES = {"FP32": "float32", "FP16": "float16"}

@@ -1,13 +1,12 @@
-"""Look-ups as clients of NVIDIA HPS's Triton backend send them: the keys of all tables in one
-input, all rows in one output.
+"""Look-ups in the form of NVIDIA HPS's Triton backend: the keys of all tables in one input, all rows in one output.
 
     KEYS      INT64   [1, n]       keys of the first table, then of the second, …
     NUMKEYS   INT32   [1, tables]  how many of them are of each table
     OUTPUT0   FP32    [numbers]    rows of the first table, then of the second, …
 
 Tables are ordered by the first feature that reads them. The size of the output depends on the values of NUMKEYS, so it
-is allocated when those are read. A model that has an input of either name is looked up in the usual way. Pure
-functions; any thread. What a client sends wrong is InvalidInput.
+is allocated after these are read. A model that has an input of either name is looked up in the usual way. Pure
+functions; any thread. A malformed request is InvalidInput.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _DATATYPES = {KEYS: "INT64", NUMBERS: "INT32"}
 
 
 def is_hps(view: View, request: Request) -> bool:
-    """Whether a request is one of an HPS client."""
+    """Whether a request is from an HPS client."""
     if len(request.inputs) != 2 or {tensor.name for tensor in request.inputs} != {KEYS, NUMBERS}:
         return False
     own = view.features if view.predictor is None else {**view.features, **view.predictor.bindings.plain}
@@ -70,7 +69,7 @@ def plan_hps(view: View, request: Request) -> Plan:
             f"{shown(list(numbers.shape))}"
         )
     count = math.prod(keys.shape)
-    # at the most: as if all keys were of the table with the longest rows
+    # at most: as if all keys were of the table with the longest rows
     work_bytes = count * max(call.table.dim for call in calls.values()) * NUMPY_DTYPE[datatype].itemsize
     specs = [OutputSpec(ROWS, datatype, (-1,), 0 if request.outputs else None, fixed=False)]
     return Plan.under(view, None, list(calls.values()), specs, work_bytes, count, 1 - position)

@@ -53,8 +53,8 @@ AnyRequest: TypeAlias = Request | memoryview | Callable[[View], Request]
 class Inference:
     """One request in progress: it holds a view from `DataPlane.open` to `close`. One thread at a time.
 
-    `lookup_ns` and `dense_ns` are the nanoseconds spent so far in look-ups and in the dense part; `disk_ns`, of
-    `lookup_ns`, those in which rows that memory lacked were read.
+    `lookup_ns` and `dense_ns` are the nanoseconds so far in look-ups and in the dense part; `disk_ns`, a part of
+    `lookup_ns`, those of reading rows that memory lacked.
     """
 
     __slots__ = (
@@ -81,9 +81,9 @@ class Inference:
     ) -> None:
         self._lease, self._max_response = lease, max_response
         self._lookups: list[tuple[Call, Lookup | BagLookup | DeviceLookup]] = []
-        self._device: str | None = None  # that the dense part reads rows on, if not in CPU memory
+        self._device: str | None = None  # on which the dense part reads rows, if not in CPU memory
         self._slot: Slot | None = None
-        self._gathered: GatheredRows | None = None  # of the calls that are `gathered`
+        self._gathered: GatheredRows | None = None  # of calls that are `gathered`
         self._dense_inputs: dict[str, npt.NDArray[Any]] = {}
         self.lookup_ns = self.dense_ns = self.disk_ns = 0
         self.arrays: list[Any] = []
@@ -117,7 +117,7 @@ class Inference:
 
     @property
     def view(self) -> View:
-        """The view that it reads; until `close`."""
+        """The view that it reads, until `close`."""
         return self._view
 
     def close(self) -> None:
@@ -130,12 +130,11 @@ class Inference:
         return self.plan.version
 
     def begin(self, elements: Sequence[Elements], arrays: list[Any]) -> bool:
-        """Answer from memory as much as possible, without waiting.
-
-        True if that was all; then `finish` does not wait either.
+        """Answer from memory as much as possible, without waiting. True if that was all; then `finish` does not wait
+        either.
 
         `elements` are those of the request's inputs. `arrays` has one for each planned output, of its shape and dtype,
-        C-contiguous; or None where the output is not `fixed` or is left on a device, which `finish` replaces.
+        C-contiguous; or None if the output is not `fixed` or stays on a device; `finish` replaces those.
         """
         began_ns = time.perf_counter_ns()
         self.arrays = arrays
@@ -197,7 +196,7 @@ class Inference:
         return not any(lookup.pending for _, lookup in self._lookups)
 
     def _apart(self, elements: Sequence[Elements], codes: npt.NDArray[np.int64]) -> list[Elements]:
-        """The elements with those of each gathered call, which came as one."""
+        """The elements, with those of all gathered calls, which came as one array, split."""
         every, at = list(elements), 0
         for call in self.plan.calls:
             if call.gathered:
@@ -207,7 +206,7 @@ class Inference:
         return every
 
     def _hidden(self) -> list[str]:
-        """The features whose rows the dense part reads in CPU memory, where it reads others on the device."""
+        """The features whose rows the dense part reads in CPU memory, while it reads others on the device."""
         return [call.feature.name for call in self.plan.calls if call.hidden and not self._reads_on_device(call)]
 
     def _reads_on_device(self, call: Call) -> bool:
@@ -215,11 +214,11 @@ class Inference:
         return self._device is not None and call.hidden and not call.rows and 0 not in call.lead
 
     def _is_left(self, call: Call) -> bool:
-        """Whether a call's rows are an answer that is left on a device."""
+        """Whether a call's rows are an answer that stays on a device."""
         return self._left_on is not None and bool(call.rows) and call.feeds is None
 
     def _target(self, call: Call) -> tuple[npt.NDArray[Any], str]:
-        """Where a call's rows go, and in which dtype."""
+        """The place and dtype of a call's rows."""
         if call.feeds is not None and call.hidden:
             assert self._slot is not None
             assert self._view.predictor is not None
@@ -227,7 +226,7 @@ class Inference:
         position = call.rows[0]
         out: npt.NDArray[Any] = self.arrays[position]
         if call.feeds is not None:
-            self._dense_inputs[call.feature.name] = out  # the graph reads the same memory that is the output
+            self._dense_inputs[call.feature.name] = out  # the graph reads the same memory as the output
         return out, VECTOR_DATATYPES[self.plan.specs[position].datatype]
 
     def finish(self) -> None:
@@ -278,7 +277,7 @@ class Inference:
 
 
 def _own_array(name: str, datatype: str, elements: Elements) -> npt.NDArray[Any]:
-    """The elements of the dense part's own input as its session reads them."""
+    """The elements of the dense part's own input, as its session reads them."""
     if datatype != BYTES:
         array: npt.NDArray[Any] = elements
         return array
@@ -290,7 +289,7 @@ def _own_array(name: str, datatype: str, elements: Elements) -> npt.NDArray[Any]
 
 
 class DataPlane:
-    """Look-ups for the transports.
+    """Look-ups and predictions for the transports.
 
     `store` is the engine's; `max_response` limits the bytes of a response and of the rows behind it.
     """
@@ -301,7 +300,7 @@ class DataPlane:
         self._planner = Planner()
 
     def model(self, name: str) -> Any:
-        """The engine's model by the name of a request, which may be that of a head.
+        """The engine's model for the name in a request, which may be a head's.
 
         NotFound for a name that no model, and no head of what is served, has or can have.
         """
@@ -309,7 +308,7 @@ class DataPlane:
         try:
             model = self._store.model(name)
         except NotFound:
-            if NAME.fullmatch(name) is None:  # it may be anything, so the message is kept short
+            if NAME.fullmatch(name) is None:  # it may be anything, so the message is short
                 raise NotFound(f"unknown model {shown(name)}") from None
             raise
         if head and (served := model.served.views) and not any(head in view.heads for view in served):
@@ -317,16 +316,16 @@ class DataPlane:
         return model
 
     def view(self, name: str, version: int | str | None = None, route: bytes | str | None = None) -> Any:
-        """What `Model.view` gives, by the name of a request. Errors as `model` and `Model.view`."""
+        """The result of `Model.view`, for the name in a request. Errors as `model` and `Model.view`."""
         return self.model(name).view(version, route, model_and_head(name)[1])
 
     def versions(self, name: str) -> list[int]:
-        """The versions that serve a model, or a head, ascending."""
+        """The versions that serve a model or a head, ascending."""
         views, head = self.model(name).served.views, model_and_head(name)[1]
         return sorted(view.version for view in views if not head or head in view.heads)
 
     def names(self) -> list[str]:
-        """The names by which requests may ask: each model's, and those of the heads that its active version has."""
+        """The names that requests may use: each model's, and those of its active version's heads."""
         return [head_name(name, head) for name in self._store.models() for head in self._heads(name)]
 
     def _heads(self, name: str) -> list[str]:
@@ -345,13 +344,13 @@ class DataPlane:
 
         `request` may be the raw keys of a model's only feature, in the binary form, or a function that makes the
         request for the view that will answer it. `version` is a number, a label, or None: then the active version
-        answers or, for its share, the canary, and the same one for equal `route`s. The `version` of an error is
-        the one that had been chosen.
+        answers or, by its share, the canary, and the same one for equal `route`s. The `version` of an error is the one
+        that had been chosen.
         """
         return self._inference(model, self.view(model, version, route), request)
 
     def on(self, model: str, view: View, request: AnyRequest) -> Inference:
-        """As `open`, on a view of the model, or of the model of a head, that the caller holds until it is closed."""
+        """`open` on a view of the model, or of a head's model, that the caller holds until it is closed."""
         return self._inference(model, nullcontext(view.under(model_and_head(model)[1])), request)
 
     def _inference(self, model: str, lease: Any, request: AnyRequest) -> Inference:

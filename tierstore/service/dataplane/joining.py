@@ -1,11 +1,11 @@
-"""Several predict requests as one: whether they may be joined, the joined request, and its outputs split again.
+"""Joining predict requests: whether requests may be joined, the joined request, and its outputs split again.
 
-Requests are joined along the batch dimension, the first of every tensor. That is right for a dense part that treats the
-rows of a batch one by one, as ranking models do. A graph does not say whether it does, so the operator has to switch
+Requests are joined along the batch dimension, the first of every tensor. That is right for a dense part that treats
+the rows of a batch one by one, as ranking models do. A graph does not say whether it does, so the operator must switch
 joining on. What a graph does say is checked: all inputs of the dense part, and all requested outputs, declare the same
 name as their first dimension, and in the request that has one size everywhere.
 
-Pure functions, and values that are not changed once made; any thread.
+Pure functions, and immutable values; any thread.
 """
 
 from __future__ import annotations
@@ -22,21 +22,19 @@ from tierstore.service.dataplane.datatypes import BYTES
 from tierstore.service.dataplane.plan import OutputSpec, Plan, Request, parts_of
 from tierstore.service.dataplane.tensors import Elements, TensorSpec
 
-_RAGGED = "flat"  # keys and weights of ragged bags, whose offsets divide them
+_RAGGED = "flat"  # keys and weights of ragged bags, which offsets divide
 
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """How a request may be joined: `key` is equal for requests that may be joined with one
-    another; `items` is its batch size.
-    """
+    """How a request may be joined: `key` is equal for requests that may be joined; `items` is its batch size."""
 
     key: Hashable
     items: int
 
 
 def joint_of(request: Request, plan: Plan) -> Joint | None:
-    """How a request may be joined with others; None where it may not."""
+    """How a request may be joined with others; None if it may not."""
     dense = plan.dense
     if dense is None or not can_join(plan):
         return None
@@ -69,15 +67,15 @@ def can_join(plan: Plan) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class JoinedRequest:
-    """One of the requests that are joined, with its elements."""
+    """One of the joined requests, with its elements."""
 
     request: Request
     plan: Plan
     elements: Sequence[Elements]
 
     def check(self) -> None:
-        """InvalidInput where its offsets or weights are wrong: in the joined request they could
-        pass for those of another one.
+        """InvalidInput if its offsets or weights are wrong: in the joined request they might pass as another
+        request's.
         """
         for call in self.plan.calls:
             parts_of(call, self.elements)
@@ -92,7 +90,7 @@ def joined_shapes(parts: Sequence[JoinedRequest]) -> tuple[tuple[int, ...], ...]
 
 
 def joined_request(first: Request, shapes: Sequence[tuple[int, ...]]) -> Request:
-    """The request that stands for all parts."""
+    """The request that combines all parts."""
     inputs = [TensorSpec(t.name, t.datatype, shape) for t, shape in zip(first.inputs, shapes, strict=True)]
     return Request(inputs, first.outputs, first.combiner)
 

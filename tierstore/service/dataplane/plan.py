@@ -1,8 +1,8 @@
 """Requests and their plans: what a request asks for, and how it is answered under one version.
 
-`planner.py` makes a plan of a request; see `inference.py` for the names of inputs and outputs. Offsets and weights of
-ragged bags are checked when a request is planned, and again with its data. Values are not changed once made, except
-as `Request` says; any thread. What a client sends wrong is InvalidInput.
+`planner.py` makes plans; `inference.py` lists the names of inputs and outputs. Offsets and weights of ragged bags are
+checked when a request is planned, and again with its data. Values are immutable, except as `Request` says; any thread.
+A malformed request is InvalidInput.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _STRINGS = np.dtype(object)
 
 @dataclass(slots=True)  # not frozen, see TensorSpec
 class RequestedOutput:
-    """An output that a client names: `datatype` FP32 or FP16 for vectors, `combiner` for its
-    bags; None for the defaults.
+    """An output that a client names: `datatype` FP32 or FP16 for vectors, `combiner` for its bags; None for the
+    defaults.
     """
 
     name: str
@@ -40,8 +40,8 @@ class RequestedOutput:
 class OutputSpec:
     """An output of a plan. `index` is its position among the requested outputs, None for a default output.
 
-    Where `fixed` is false the array is there only after the run: until then `shape` may hold -1, `nbytes` is 0, and
-    BYTES are an object array of str.
+    If `fixed` is false the array exists only after the run: until then `shape` may hold -1, `nbytes` is 0, and BYTES
+    are an object array of str.
     """
 
     __slots__ = ("datatype", "dtype", "fixed", "index", "name", "nbytes", "shape")
@@ -56,9 +56,7 @@ class OutputSpec:
 
 @dataclass(slots=True)
 class Call:
-    """One feature's look-up: the positions of its inputs among those of the request, and of its
-    outputs among those of the plan.
-    """
+    """One feature's look-up: the positions of its inputs in the request, and of its outputs in the plan."""
 
     feature: FeatureSpec
     table: TableSpec
@@ -67,24 +65,24 @@ class Call:
     keys: int
     offsets: int | None = None
     weights: int | None = None
-    bags: int = 0  # with offsets: how many
+    bags: int = 0  # with offsets: their number
     rows: list[int] = field(default_factory=list)
     found: list[int] = field(default_factory=list)
-    feeds: FeatureInput | None = None  # the input of the dense part that takes the rows
+    feeds: FeatureInput | None = None  # the input of the dense part that gets the rows
     hidden: bool = False  # whether those go into a buffer of the dense part, not into an output
-    gathered: bool = False  # whether nothing but that is to be done for it
-    # once the request is planned
+    gathered: bool = False  # whether that is all that the call does
+    # set once the request is planned
     shape: tuple[int, int] = (0, 0)  # of its rows as one matrix
     pooled: bool = False  # whether bags must be pooled: one unweighted key a bag is that key's row
 
     def resolve(self) -> None:
-        """Note what follows from the request as a whole."""
+        """Derive the fields that depend on the request as a whole."""
         self.shape = math.prod(self.lead), self.table.dim
         ragged = self.offsets is not None or self.weights is not None or len(self.spec.shape) == 2
         self.pooled = self.combiner is not None and ragged
 
     def resized(self, spec: TensorSpec) -> Call:
-        """A call that is `gathered`, for other keys."""
+        """A `gathered` call, for other keys."""
         n = math.prod(spec.shape)
         return Call(
             self.feature, self.table, spec, self.combiner, self.keys, feeds=self.feeds, hidden=True, gathered=True,
@@ -99,7 +97,7 @@ class Call:
         return self.spec.shape if self.combiner is None else self.spec.shape[:1]
 
     def starts(self) -> npt.NDArray[np.int64]:
-        """Where each bag begins, for a call without offsets. Only called once the size of the output is checked."""
+        """Where each bag begins, for a call without offsets. Only called after the size of the output was checked."""
         shape = self.spec.shape
         return np.arange(shape[0], dtype=np.int64) * (shape[1] if len(shape) == 2 else 1)
 
@@ -108,11 +106,9 @@ class Call:
 class DensePlan:
     """One run of the dense part.
 
-    `inputs`: (input, position of the request's own tensor); `positions` of the outputs of `run`.
-
-    `hidden` and `gathered` are names of features, those of the calls that are so. `joined` are the first and the last
-    of the inputs that are keys of all gathered calls, in their order and as their tables have them, with nothing in
-    between; None where they are not.
+    `inputs`: (input, position of the request's own tensor); `positions` of the outputs of `run`. `hidden` and
+    `gathered` are names of features, of the calls with these properties. `joined`: the first and the last input, if
+    the keys of all gathered calls are consecutive inputs, in order and in the tables' form; None otherwise.
     """
 
     run: Run
@@ -124,19 +120,17 @@ class DensePlan:
 
     @property
     def hidden_bytes(self) -> int:
-        """The least that the request's strings need once they are split for the run, in bytes."""
+        """The least bytes that the request's strings need once they are split for the run."""
         return sum(8 * math.prod(self.run.inputs[t.name]) for t, _ in self.inputs if t.datatype == BYTES)
 
 
 @dataclass(slots=True)
 class Plan:
-    """How a request is answered under one version and dense part: checked against both, ready for data.
+    """How a request is answered under one version and dense part: checked against both, ready for data. Immutable.
 
-    Not changed after.
-
-    `features` are those of the version, `bindings` and `loose` those of the dense part: `fits` compares their identity.
-    `dense` is the run of the dense part, if there is one; `numbers` the input that divides the keys among tables
-    (`hps.py`). `memo` belongs to the transport, `joint` to the batcher.
+    `features` are those of the version, `bindings` and `loose` those of the dense part: `fits` compares their
+    identity. `dense` is the run of the dense part, if there is one; `numbers` the input that divides the keys among
+    tables (`hps.py`). `memo` belongs to the transport, `joint` to the batcher.
     """
 
     version: int
@@ -170,11 +164,11 @@ class Plan:
 
     @property
     def rows_alone(self) -> set[int]:
-        """The outputs that are rows which no graph reads."""
+        """The outputs with rows that no graph reads."""
         return {call.rows[0] for call in self.calls if call.rows and call.feeds is None}
 
     def fits(self, view: View) -> bool:
-        """Whether it is of the view's version and dense part."""
+        """Whether it was made for the view's version and dense part."""
         if self.features is not view.features:
             return False
         session = view.predictor
@@ -186,7 +180,7 @@ class Plan:
 
 
 def check_lookup_bytes(nbytes: int, allowed: int) -> None:
-    """TooLarge where a look-up needs more bytes than are allowed."""
+    """TooLarge if a look-up needs more bytes than are allowed."""
     if nbytes > allowed:
         raise TooLarge(
             f"the look-up takes {nbytes} bytes of rows, {allowed} are allowed: split it, or raise max_response"
@@ -195,10 +189,10 @@ def check_lookup_bytes(nbytes: int, allowed: int) -> None:
 
 @dataclass(slots=True)
 class Request:
-    """What is requested, without the data: inputs in the order of their elements; outputs, none for the default ones.
+    """A request without its data: inputs in the order of their elements; outputs, none for the default ones.
 
-    `combiner` is for every feature whose output does not name one. `device`: where rows that no graph reads are left,
-    in place of CPU memory.
+    `combiner` is for every feature whose output does not name one. `device`: where rows that no graph reads should
+    stay, instead of CPU memory.
     """
 
     inputs: Sequence[TensorSpec]
@@ -211,7 +205,7 @@ class Request:
 
 
 def bags_of(call: Call, tensor: TensorSpec) -> int:
-    """How many bags the offsets divide the keys into. InvalidInput where the tensor does not fit."""
+    """The number of bags that the offsets make. InvalidInput if the tensor does not fit."""
     name = call.feature.name
     if call.combiner is None:
         raise InvalidInput(f"input '{name}.offsets': feature {name!r} has no combiner, so its keys form no bags")
@@ -239,7 +233,7 @@ def check_weights_spec(call: Call, tensor: TensorSpec) -> None:
 def parts_of(
     call: Call, elements: Sequence[Elements]
 ) -> tuple[npt.NDArray[np.int64] | None, npt.NDArray[np.float32] | None]:
-    """The call's offsets and weights, None where it has none. InvalidInput for wrong values."""
+    """The call's offsets and weights, None if it has none. InvalidInput for wrong values."""
     offsets = None if call.offsets is None else _check_offsets(call, elements[call.offsets])
     weights = None if call.weights is None else _check_weights(call, elements[call.weights])
     return offsets, weights
@@ -270,7 +264,7 @@ DIRECT_WORK_BYTES = 1 << 20  # of rows
 
 
 def is_short(plan: Plan) -> bool:
-    """Whether a plan is so little work that it may run where the request was received: a fraction of a millisecond."""
+    """Whether a plan is so little work that it may run on the receiving thread: a fraction of a millisecond."""
     return (
         plan.dense is None
         and plan.numbers is None

@@ -1,9 +1,7 @@
-"""The plan cache: requests that came before.
+"""The plan cache: parsed requests and their plans, for requests that come again.
 
-Most clients send the same JSON again and again, with other data behind it.
-
-Any thread. None of a request's data is kept. A plan that is kept with a request is checked against the version that
-answers whenever it is used, so a switch of versions needs no clearing.
+Most clients send the same JSON again and again, with other data behind it. Any thread. No data of a request is kept. A
+kept plan is checked against the version that answers whenever it is used, so a switch needs no clearing.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from collections.abc import Hashable
 from typing import Any
 
 MOST_CACHED = 256
-MOST_CACHED_BYTES = 16 << 10  # of the JSON of one
+MOST_CACHED_BYTES = 16 << 10  # of one request's JSON
 
 
 class PlanCache:
@@ -28,7 +26,7 @@ class PlanCache:
         return len(self._entries)
 
     def find(self, key: Hashable) -> Any:
-        """What was kept under `key`, or None."""
+        """The value under `key`, or None."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is not None:

@@ -1,7 +1,6 @@
-"""The planner: makes a plan of a request, whose inputs and outputs it checks against the features and
-the dense part of a version.
+"""The planner: makes plans of requests, checking inputs and outputs against a version's features and dense part.
 
-Pure functions; any thread. What a client sends wrong is InvalidInput. `inference.py` lists the inputs and outputs.
+Pure functions; any thread. A malformed request is InvalidInput. `inference.py` lists the inputs and outputs.
 """
 
 from __future__ import annotations
@@ -44,16 +43,15 @@ def make_plan(view: View, request: Request) -> Plan:
 
 
 class Planner:
-    """Plans requests.
-
-    One that differs in nothing but sizes from one that came before costs a fraction of `make_plan`. Any thread.
+    """Plans requests. A request that differs only in sizes from an earlier one costs a fraction of `make_plan`. Any
+    thread.
     """
 
     def __init__(self) -> None:
         self._plans = PlanCache()  # the first of each structure
 
     def plan(self, model: str, view: View, request: Request) -> Plan:
-        """As `make_plan`, for a view of `model`."""
+        """`make_plan` for a view of `model`."""
         if view.predictor is None:
             return make_plan(view, request)
         inputs = tuple([(tensor.name, tensor.datatype, len(tensor.shape)) for tensor in request.inputs])
@@ -69,13 +67,13 @@ class Planner:
 
 
 def _is_resizable(plan: Plan) -> bool:
-    """Whether it is of rows for the dense part and its outputs alone."""
+    """Whether a plan has only rows for the dense part and its outputs."""
     dense = plan.dense
     return dense is not None and all(call.gathered for call in plan.calls) and len(plan.specs) == len(dense.positions)
 
 
 def _resized(like: Plan, session: DenseSession, request: Request) -> Plan:
-    """The plan of a request that has the structure of one that was planned, and other sizes. Raises InvalidInput."""
+    """The plan of a request with the structure of a planned one, and other sizes. Raises InvalidInput."""
     assert like.dense is not None
     calls = [call.resized(request.inputs[call.keys]) for call in like.calls]
     inputs = like.dense.inputs
@@ -269,9 +267,7 @@ def _outputs(view: View, calls: dict[str, Call], requested: Sequence[RequestedOu
 
 
 def _work_bytes(calls: dict[str, Call], specs: list[OutputSpec], dense: DensePlan | None) -> int:
-    """Bytes of the outputs, and of rows that are looked up only to be pooled, scored, or
-    to see whether they are found.
-    """
+    """Bytes of the outputs, and of rows that are looked up only to be pooled, scored, or checked for existence."""
     hidden = 0 if dense is None else dense.hidden_bytes
     for call in calls.values():
         answered = bool(call.rows) or call.feeds is not None
@@ -283,7 +279,7 @@ def _work_bytes(calls: dict[str, Call], specs: list[OutputSpec], dense: DensePla
 
 
 def raw_input(view: View, data: memoryview) -> tuple[TensorSpec, Elements]:
-    """Keys of the only feature of a model, sent as bytes without a description."""
+    """Keys of a model's only feature, sent as bytes without a description."""
     plain = {} if view.predictor is None else view.predictor.bindings.plain
     if len(view.features) != 1 or plain:
         names = [*view.features, *plain]

@@ -1,7 +1,7 @@
 """Tensors of the Open Inference Protocol: shapes, and elements read from JSON or from bytes.
 
-Pure functions and immutable values; any thread. They know the protocol's words but no transport. Everything wrong with
-a tensor is InvalidInput, and names the tensor.
+Pure functions and immutable values; any thread. They are independent of transports. Every error of a tensor is
+InvalidInput, and names the tensor.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ MAX_RANK = 8
 _MAX_SIZE = (1 << 31) - 1  # of one dimension
 
 
-@dataclass(slots=True)  # not frozen: that makes construction cost several times as much
+@dataclass(slots=True)  # not frozen: that makes construction several times as slow
 class TensorSpec:
-    """The description of an input; not changed after. Its elements are kept apart, flat and row-major.
+    """The description of an input; immutable. Its elements are kept apart, flat and row-major.
 
     Elements are a `large_binary` array for BYTES, else an array of the datatype's dtype.
     """
@@ -43,13 +43,13 @@ def shown(value: object) -> str:
     """`value` for an error message: short, whatever a client sent."""
     try:
         text = repr(value)
-    except RecursionError:  # parsers of JSON go deeper than Python can show
+    except RecursionError:  # JSON parsers nest deeper than Python can show
         return f"{type(value).__name__} that is nested too deep"
     return text if len(text) <= 80 else text[:77] + "…"
 
 
 def listed(names: Iterable[str]) -> str:
-    """`names` for a message, in their order: the first twenty, and how many there are."""
+    """`names` for a message, in their order: the first twenty, and the number of all."""
     every = list(names)
     text = ", ".join(every[:20])
     return text if len(every) <= 20 else f"{text}, … ({len(every)} in all)"
@@ -74,7 +74,7 @@ def check_shape(name: str, shape: object) -> tuple[int, ...]:
                 f"input {shown(name)}: a size must be an integer from 0 to {_MAX_SIZE}; the shape is {shown(shape)}"
             )
     sizes: tuple[int, ...] = tuple(shape)
-    if 0 in sizes and math.prod(size or 1 for size in sizes) > _MAX_SIZE:  # of nothing, yet too large for an array
+    if 0 in sizes and math.prod(size or 1 for size in sizes) > _MAX_SIZE:  # no elements, yet too large for an array
         raise InvalidInput(f"input {shown(name)}: the sizes beside 0 are too large; the shape is {shown(shape)}")
     return sizes
 
@@ -94,7 +94,7 @@ def check_size(name: str, datatype: str, shape: tuple[int, ...], nbytes: int) ->
 def elements_from_bytes(name: str, datatype: str, shape: tuple[int, ...], data: memoryview) -> Elements:
     """Elements of a tensor in its binary form (little-endian; BYTES: a u32 length before each).
 
-    A view of `data` where its address allows, else a copy: compiled kernels need aligned arrays.
+    A view of `data` if it is aligned, else a copy: compiled kernels need aligned arrays.
     """
     check_size(name, datatype, shape, len(data))
     dtype = NUMPY_DTYPE.get(datatype)
@@ -149,7 +149,7 @@ def elements_from_list(name: str, datatype: str, shape: tuple[int, ...], flat: l
 
 
 def _beyond(name: str, datatype: str, shape: tuple[int, ...], flat: list[Any]) -> InvalidInput:
-    """The error of the first number that is beyond its datatype."""
+    """The error for the first number out of its datatype's range."""
     dtype = NUMPY_DTYPE[datatype]
     low, high = _bounds(dtype)
 
@@ -167,7 +167,7 @@ def _beyond(name: str, datatype: str, shape: tuple[int, ...], flat: list[Any]) -
 
 
 def _misfit(name: str, datatype: str, shape: tuple[int, ...], flat: list[Any], number: int) -> InvalidInput:
-    """The error of element `number`, which is beyond its datatype."""
+    """The error for element `number`, which is out of its datatype's range."""
     low, high = _bounds(NUMPY_DTYPE[datatype])
     return InvalidInput(
         f"input {shown(name)}: {_element(shape, number)} is {shown(flat[number])}, which does not fit {datatype}, "
@@ -184,7 +184,7 @@ def _bounds(dtype: np.dtype[Any]) -> tuple[float, float]:
 
 
 def _element(shape: tuple[int, ...], number: int) -> str:
-    """The place of an element of a tensor, for a message."""
+    """The position of an element in a tensor, for a message."""
     place = [int(index) for index in np.unravel_index(number, shape)]
     return f"element {place[0] if len(place) == 1 else place}, counted from 0,"
 
@@ -216,7 +216,9 @@ def _strings_from_bytes(name: str, count: int, data: memoryview) -> pa.Array:
 
 
 def flatten(name: str, data: list[Any], rank: int) -> tuple[list[Any], tuple[int, ...]]:
-    """(elements, sizes a level) of evenly nested lists; one pass of C code a level, none a element."""
+    """Flatten evenly nested lists: (elements, sizes a level); one pass of C code for each level, none for each
+    element.
+    """
     sizes = [len(data)]
     while data and type(data[0]) is list:
         if len(sizes) == rank:

@@ -1,6 +1,6 @@
-"""The base of the data plane's applications: one request from its headers to its response, counted once.
+"""The base of the data plane's HTTP applications: one request from its headers to its response, counted once.
 
-Begins on the event loop, and goes on on the thread that has the answer of a look-up. Keeps no state of a request.
+It begins on the event loop, and goes on on the thread that has a look-up's answer. Keeps no state of a request.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class HttpMessage(Message[Response], Protocol):
     """A look-up over HTTP, whose path says the model."""
 
     def receive(self, body: memoryview, caller: Caller) -> None:
-        """Take the body, which is complete."""
+        """Take the complete body."""
 
 
 class ProtocolApplication:
-    """The application of one protocol; a subclass says how requests are answered."""
+    """The application of one protocol; a subclass implements how requests are answered."""
 
     PROTOCOL: str  # its label in the metrics
 
@@ -63,7 +63,7 @@ class ProtocolApplication:
         return response
 
     async def _answer(self, scope: Scope, receive: Receive, holding: Reservation, began_ns: int) -> Response:
-        # of a header that comes twice the last counts; Host and Origin were checked before
+        # if a header comes twice the last one counts; Host and Origin were checked before
         headers: Headers = dict(scope["headers"])
         message = self._lookup(scope, headers, holding)
         if message is None:
@@ -79,15 +79,15 @@ class ProtocolApplication:
     # --- for subclasses
 
     def _lookup(self, scope: Scope, headers: Headers, holding: Reservation) -> HttpMessage | None:
-        """The look-up that is requested, its body not read yet; None for any other request."""
+        """The requested look-up, its body not read yet; None for any other request."""
         raise NotImplementedError
 
     async def _document(self, scope: Scope, headers: Headers, receive: Receive, holding: Reservation) -> Response:
-        """The response to a request that is no look-up."""
+        """The response to a request other than a look-up."""
         raise NotImplementedError
 
     def _error(self, error: BaseException) -> Response:
-        """An error in the protocol's words."""
+        """An error in the protocol's form."""
         return error_response(error)
 
     def _count(self, response: Response, began_ns: int) -> None:
@@ -96,6 +96,6 @@ class ProtocolApplication:
 
 
 def allow(method: str, allowed: str) -> None:
-    """HttpError 405 for another method; HEAD goes where GET does."""
+    """HttpError 405 for another method; HEAD is allowed where GET is."""
     if method != allowed and not (allowed == "GET" and method == "HEAD"):
         raise HttpError(405, f"method {shown(method)} is not allowed here; use {allowed}")

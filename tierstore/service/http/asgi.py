@@ -1,7 +1,8 @@
-"""The application as ASGI servers drive it, and uvicorn, which serves it where no compiled thread does.
+"""The application as ASGI servers call it, and uvicorn, which serves it where no compiled thread does.
 
 uvicorn serves the address of admin requests, every request until the kernels of reactors are compiled, and every
-request with `server = "uvicorn"`. It does not pass on a client's certificate, so a caller with TLS needs a token there.
+request with `server = "uvicorn"`. It does not pass on a client's certificate, so a caller with TLS needs a token
+there.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class Asgi:
-    """`app` by the form of ASGI 3. `admin`: admin requests may come here. `closes`: whether answers end connections.
+    """`app` as an ASGI 3 application. `admin`: admin requests may come here. `closes`: whether answers end connections.
 
-    `on_host`: whoever asks is on this machine.
+    `on_host`: the caller is on this machine.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Asgi:
 
 
 class UvicornListener:
-    """Serves `app` to who connects to a bound `sock`, and `refusal` to those beyond its limit, from `start` on."""
+    """Serves `app` to clients of a bound `sock`, and `refusal` to those beyond its limit, from `start` on."""
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class UvicornListener:
 
         self._app, self._refusal, self._ending = app, refusal, False
         self._path = Path(sock.getsockname()) if sock.family == socket.AF_UNIX else None
-        self._socket = sock.dup()  # uvicorn closes its own
+        self._socket = sock.dup()  # uvicorn closes its own socket
         self._task: asyncio.Task[None] | None = None
         self._server = uvicorn.Server(
             uvicorn.Config(
@@ -102,26 +103,28 @@ class UvicornListener:
         )
 
     async def start(self) -> None:
-        """Return once it serves."""
+        """Start. Returns once it serves."""
         self._task = asyncio.create_task(self._server.serve([self._socket]))
         while not self._server.started and not self._task.done():
             await asyncio.sleep(0.001)
 
     def hand_on(self) -> None:
-        """Accept no more, and end each connection with its next answer. Those that wait are for who else listens."""
+        """Accept no more, and end each connection with its next answer. Waiting connections are for other listeners."""
         self._ending = True
         for server in self._server.servers:
             server.close()
 
     async def stop(self) -> None:
-        """Accept no more, and return once what is in progress is answered, or its time is over."""
+        """Accept no more, and return once requests in progress are answered, or their time is over."""
         self._remove_path()
         self._server.should_exit = True
         if self._task is not None:
             await self._task
 
     def close(self) -> None:
-        """Any thread, when the event loop has ended, whether or not it was started or stopped. May be called twice."""
+        """Close it after the event loop has ended, whether or not it was started or stopped. Any thread; may be
+        called twice.
+        """
         self._remove_path()
         self._socket.close()
 

@@ -1,7 +1,7 @@
-"""How many HTTP connections may be open, and the answer to those beyond.
+"""The limit of open HTTP connections, and the answer to connections beyond it.
 
-The first request of a connection beyond the limit is refused in the words of its protocol, and the connection is closed
-then. Of those there are few at a time; further ones are closed at once.
+The first request of a connection beyond the limit is refused in the form of its protocol, and the connection is closed
+then. There are few such connections at a time; further ones are closed at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tierstore.service.families import counter, gauge
 from tierstore.service.http.messages import CLOSE, Receive, Response, Scope, error_for_path
 from tierstore.service.http.middleware import RequestLogging
 
-REFUSED_AT_ONCE = 256  # at most, and a quarter of those that are served: where few files may be open, others need them
+REFUSED_AT_ONCE = 256  # at most, and a quarter of those served: if few files may be open, others need them
 FEW_REFUSED = 16
 
 
@@ -42,7 +42,7 @@ class ConnectionRefusal:
 
 
 class Served(Protocol):
-    """Counts the connections of reactors, those that are on their way to them, and those that are refused."""
+    """Counts the connections of reactors, those on their way to them, and refused ones."""
 
     @property
     def open(self) -> int: ...
@@ -54,11 +54,11 @@ class Served(Protocol):
 
 
 class ConnectionLimit:
-    """Counts the connections of reactors, and decides what becomes of a new one."""
+    """Counts the connections of reactors, and decides about each new one."""
 
     def __init__(self, service: Service, limit: int, served: Served) -> None:
         self._service, self.limit, self._served = service, limit, served
-        self.made_room = 0  # silent connections, for others
+        self.made_room = 0  # silent connections that were ended for others
         self.refusal = ConnectionRefusal(service, limit)
 
     @property
@@ -72,23 +72,19 @@ class ConnectionLimit:
 
     @property
     def most_refused(self) -> int:
-        """How many may be in refusal at a time."""
+        """The most connections in refusal at a time."""
         return min(REFUSED_AT_ONCE, max(FEW_REFUSED, self.limit // 4))
 
     def admit(self) -> bool:
-        """Count a connection that is on its way to a reactor.
-
-        False, and not counted, where there are as many as there may be.
-        """
+        """Count a connection on its way to a reactor. False, and not counted, if the limit is reached."""
         if self.open >= self.limit:
             return False
         self._served.count_other(1)
         return True
 
     def make_room(self) -> bool:
-        """End a silent connection, and count another one in its place.
-
-        False: there is none, and nothing is counted.
+        """End a silent connection, and count another one in its place. False, with nothing counted, if there is
+        none.
         """
         if not self._served.make_room():
             return False
@@ -96,7 +92,7 @@ class ConnectionLimit:
         return True
 
     def refuse(self) -> bool:
-        """Count a connection that is to be refused in words. False: it is to be closed at once."""
+        """Count a connection to be refused in words. False: close it at once."""
         self._service.shed.count("connections")
         if self.refused >= self.most_refused:
             return False
@@ -104,7 +100,7 @@ class ConnectionLimit:
         return True
 
     def release(self, *, refused: bool) -> None:
-        """A connection that was counted has ended before it was a reactor's."""
+        """Note that a counted connection has ended before it was a reactor's."""
         if refused:
             self._served.count_refused(-1)
         else:

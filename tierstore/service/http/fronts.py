@@ -1,10 +1,10 @@
-"""What other nodes ask of this one, over HTTP: nodes in front, and peers that catch up from it or copy its models.
+"""Requests of other nodes over HTTP: fronts, and peers that catch up from this node or copy its models.
 
 See `tiers/upstream/wire.py` for the bytes, docs/upstream.md and docs/several-nodes.md for the use.
 
-Runs on the event loop. Requests for rows that are in memory are answered by reactors, once one of their
-kind was answered here; what comes here nevertheless is answered at once if memory has the rows of few keys.
-What may wait goes to the pools.
+Runs on the event loop. Reactors answer requests for rows in memory, once a request of the same kind was answered here;
+other requests are answered at once if they have few keys and memory has the rows. Work that may wait goes to the
+pools.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class FrontsHttp(ProtocolApplication):
             begin, count = query.number("begin"), query.number("count")
             holding.reserve(min(count, READ_BYTES))
             return Response(200, [await pool.run(self._peers.read, words[0], words[1], begin, count)], _OCTETS)
-        if kind == "state":  # microseconds a model
+        if kind == "state":  # microseconds for each model
             return json_response(self._fronts.state(query.text("front"), query.versions("serves")))
         if kind == "deltas":
             after, count = query.number("after"), query.number("count")
@@ -131,7 +131,7 @@ class FrontsHttp(ProtocolApplication):
         return json_response(await run(self._fronts.explain, words[0], int(words[1]), words[2], line, upto, codes))
 
     def _admit(self, scope: Scope, model: str, request: wire.RowsRequest, nbytes: int) -> None:
-        """Charge it to its caller and its model. RateLimited where one of them has used up its rates."""
+        """Charge a request to its caller and its model. RateLimited if one of them has used up its rates."""
         charge = self._service.rates.admit(principal_of(scope), model, nbytes)
         if charge is not None:
             charge.keys(len(request.codes))
@@ -146,7 +146,7 @@ class FrontsHttp(ProtocolApplication):
     def _response(
         self, scope: Scope, model: str, request: wire.RowsRequest, read: StoredRead, chunks: list[bytes | memoryview]
     ) -> Response:
-        """The answer with rows. The next request of its kind is for a reactor."""
+        """The answer with rows. Teaches reactors to answer the next request of this kind."""
         if (plans := self._service.plans) is not None:
             plans.learn_rows(model, read.view, read.table, scope["path"], request.line)
         return Response(200, chunks, _OCTETS)
@@ -158,11 +158,11 @@ class FrontsHttp(ProtocolApplication):
             read.close()
             raise
         pending.add_done_callback(lambda _: read.close())  # if it was not run
-        return await asyncio.shield(pending)  # where this task is cancelled, the thread goes on with the view
+        return await asyncio.shield(pending)  # if this task is cancelled, the thread goes on with the view
 
 
 def _parse(path: str) -> tuple[str, list[str]]:
-    """(what is asked, the words in the path)."""
+    """(the kind of request, the words in the path)."""
     for kind, pattern in _PATHS:
         if (match := pattern.fullmatch(path)) is not None and is_listed(path):
             return kind, list(match.groups())
@@ -189,7 +189,7 @@ def _decode_explain(body: bytes) -> tuple[str, int, Keys]:
 
 
 class _Query:
-    """The query of a request. HttpError 400 for what is missing or malformed."""
+    """The query of a request. HttpError 400 for missing or malformed parts."""
 
     def __init__(self, scope: Scope) -> None:
         self._values = parse_qs(scope["query_string"].decode("latin-1"))

@@ -1,8 +1,8 @@
-"""What reactors hand off to Python: whole requests, whose answers go back to them.
+"""Requests that reactors hand off to Python; their answers go back to the reactors.
 
-HTTP/2 hands off streams (`reactor/streams.py`): those of gRPC go on to their own receiver, any other is a request.
-The reactor has framed a request of HTTP/1 and checked its head, so Python only splits it. Event loop only, except
-that threads answer the requests that were left to them.
+HTTP/2 hands off streams (`reactor/streams.py`): gRPC streams have their own receiver, any other is a request. The
+reactor has framed an HTTP/1 request and checked its head, so Python only splits it. Event loop only, except that
+threads answer the requests that were left to them.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ _NOT_GRPC = (
 
 
 class Answer:
-    """Where the answer to a request goes: to its connection, as HTTP/1.1. Any thread."""
+    """The HTTP/1.1 connection that waits for an answer. Any thread."""
 
     def __init__(self, handoff: Handoff, reply: Reply, *, is_head: bool) -> None:
         self._handoff, self._reply, self._is_head = handoff, reply, is_head
 
     def send(self, response: Response | None) -> None:
-        """None: nobody waits for one."""
+        """Send the response; None: nobody waits for one."""
         handoff, reply = self._handoff, self._reply
         if response is None:
             reply.drop()
@@ -82,7 +82,7 @@ class Answer:
 
 
 class StreamAnswer:
-    """Where the answer to a request on a stream of HTTP/2 goes. Any thread."""
+    """The HTTP/2 stream that waits for an answer. Any thread."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -101,11 +101,11 @@ class CallReceiver(StreamReceiver, Protocol):
     """Receives the streams of gRPC."""
 
     def has(self, path: bytes) -> bool:
-        """Whether a path is that of a method."""
+        """Whether a path is a method's."""
 
 
 class RequestDispatch:
-    """Receives streams: those of gRPC are for `calls`, the others are whole requests for `handoff`."""
+    """Receives streams: gRPC streams go to `calls`, the others are whole requests for `handoff`."""
 
     def __init__(self, handoff: Handoff, calls: CallReceiver | None) -> None:
         self._handoff, self._calls = handoff, calls
@@ -139,7 +139,7 @@ class RequestDispatch:
 
 
 def _whole(body: memoryview) -> Receive:
-    """What receives a body that is there."""
+    """A `receive` for a body that is there."""
 
     async def receive() -> MutableMapping[str, Any]:
         return {"type": "http.request", "body": body, "more_body": False}
@@ -148,7 +148,7 @@ def _whole(body: memoryview) -> Receive:
 
 
 def _failing(error: TierstoreError) -> Receive:
-    """What receives a body that is not there, for who may send one at all."""
+    """A `receive` that raises an error in place of a body."""
 
     async def receive() -> MutableMapping[str, Any]:
         raise error
@@ -159,7 +159,7 @@ def _failing(error: TierstoreError) -> Receive:
 class _Run:
     """A request that the application answers. It begins without a task, as most end where they begin.
 
-    One thread at a time: the event loop, then perhaps the thread that has the answer of a look-up.
+    One thread at a time: the event loop, then perhaps the thread that has a look-up's answer.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class _Run:
         self.has_ended = False
 
     def step(self, value: Any = None, error: BaseException | None = None) -> Any:
-        """Go on, with what was awaited. Returns what is awaited next: a future, what hands a look-up over, or None."""
+        """Go on, with the awaited value. Returns what is awaited next: a future, the handover of a look-up, or None."""
         try:
             if error is not None:
                 return self.context.run(self._coroutine.throw, error)
@@ -199,7 +199,7 @@ class _Run:
 
 
 class _Resumed:
-    """A coroutine that has begun already, and awaits something: to be awaited in a task."""
+    """A coroutine that has begun already and awaits something, to be awaited in a task."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Response | None], awaited: Any) -> None:
         self._coroutine, self._awaited = coroutine, awaited
@@ -220,7 +220,7 @@ class _Resumed:
 
 
 class Handoff:
-    """From `reactors` to the application `app`, and to that of `limit` for connections beyond it."""
+    """Passes requests from `reactors` to the application `app`, and to that of `limit` for connections beyond it."""
 
     def __init__(
         self, reactors: Reactors, app: App, limit: ConnectionLimit, inflight: ByteBudget, settings: Settings
@@ -240,7 +240,7 @@ class Handoff:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is in progress, or its answer is not sent."""
+        """Whether a request is in progress, or an answer is not sent yet."""
         reactors = self._reactors
         return bool(
             self._tasks
@@ -252,7 +252,7 @@ class Handoff:
         )
 
     def refused(self, fd: int) -> None:
-        """A connection is one too many: a silent one makes room for it, or it is refused."""
+        """Handle a connection beyond the limit: a silent one makes room for it, or it is refused."""
         if self._limit.make_room():
             self._reactors.serve_connection(fd)
         elif self._limit.refuse():
@@ -261,7 +261,7 @@ class Handoff:
             os.close(fd)
 
     def request(self, reply: Reply, data: bytes) -> None:
-        """Answer a request of HTTP/1."""
+        """Answer an HTTP/1 request."""
         first, headers, body_at = split_head(data)
         method, target, version = first.split(b" ")
         if not target.startswith(b"/"):
@@ -281,7 +281,7 @@ class Handoff:
         self._begin(Answer(self, reply, is_head=method == b"HEAD"), scope, receive, app)
 
     def stream(self, stream: Stream, body: bytes) -> None:
-        """Answer a whole request of HTTP/2."""
+        """Answer a whole HTTP/2 request."""
         path, _, query = stream.path.partition(b"?")
         headers = stream.headers
         if stream.authority and all(name != b"host" for name, _ in headers):
@@ -303,7 +303,7 @@ class Handoff:
         self._go_on(_Run(answer, scope["path"], (app or self._app)(scope, receive)))
 
     def _go_on(self, run: _Run) -> None:
-        """Have a request go on as far as it gets, and see to it that it goes on from there."""
+        """Run a request as far as possible, and arrange for it to go on."""
         awaited = run.step()
         while callable(awaited):
             self._left[run] = None
@@ -327,7 +327,7 @@ class Handoff:
             run.step(answer, error)
 
     def cut_off(self) -> None:
-        """Have requests that are in progress answered, in place of threads too. Once; then nothing is left."""
+        """Answer requests in progress in place of their threads. Once; afterwards none is left."""
         if self._cut:
             return
         self._cut = True
@@ -340,6 +340,6 @@ class Handoff:
         self._reactors.cut_off(Closed(CUT_OFF))
 
     def hold(self, size: int) -> Callable[[], None]:
-        """Count so many bytes of an answer; what is returned is called when it has left."""
+        """Count so many bytes of an answer. Call the result once they were sent."""
         self._inflight.hold(size)
         return partial(self._inflight.release, size)

@@ -1,4 +1,4 @@
-"""The handshake of connections with TLS, after which they are a reactor's. Event loop only."""
+"""The TLS handshake of connections, after which they belong to a reactor. Event loop only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HANDSHAKE_S = 10.0  # for a client to begin TLS
 
 
 async def handshake(sock: socket.socket, context: Context) -> Session:
-    """The session of a connection whose handshake has been made. OSError where that fails, or takes too long."""
+    """The session of a connection after its handshake. OSError if that fails, or takes too long."""
     loop, fd = asyncio.get_running_loop(), sock.fileno()
     session = context.session(fd)
     try:

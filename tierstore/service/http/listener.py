@@ -1,4 +1,6 @@
-"""Accepts connections with TLS, makes their handshake, and gives them to reactors, which accept others themselves."""
+"""The listener for TLS: accepts connections, makes their handshake, and gives them to reactors, which accept others
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,14 @@ from tierstore.service.tls import Tls
 
 logger = logging.getLogger(__name__)
 _AT_ONCE = 64  # connections accepted in one turn of the event loop
-_PAUSE_S = 0.1  # where no more files may be opened
+_PAUSE_S = 0.1  # if no more files may be opened
 
 
 class Listener:
-    """Accepts from `sock`, bound and not listening yet, as many as `limit` allows, and few that are to be refused.
+    """Accepts connections from `sock`, bound and not listening yet, as many as `limit` allows, and a few to be refused.
 
-    Where there is no place left a connection that has been in its handshake for a while makes room. `serve_connection`
-    gets the descriptor and the session of each connection, and whether it is to be refused.
+    If no place is left, a connection that has been in its handshake for a while makes room. `serve_connection` gets
+    the descriptor and the session of each connection, and whether it is to be refused.
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class Listener:
     ) -> None:
         self._socket, self._limit, self._tls, self._serve_connection = sock, limit, tls, serve_connection
         self._beginning: set[asyncio.Task[Any]] = set()  # connections in their handshake
-        self._handshakes: Silent[asyncio.Task[Any]] = Silent()  # those that are counted
+        self._handshakes: Silent[asyncio.Task[Any]] = Silent()  # counted handshakes
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
@@ -82,14 +84,14 @@ class Listener:
         task.add_done_callback(self._beginning.discard)
 
     def _make_room(self) -> bool:
-        """End a handshake in progress, whose place is free then. False: there is none, or it has begun just now."""
+        """End a handshake in progress to free its place. False: there is none, or it has begun just now."""
         if (task := self._handshakes.pop()) is None:
             return False
         task.cancel()
         return True
 
     def _begin(self, connection: socket.socket, host: str, refused: bool, task: asyncio.Task[Session]) -> None:
-        """A handshake has ended: give the connection to a reactor."""
+        """After a handshake: give the connection to a reactor."""
         counted = self._handshakes.discard(host, task)
         error = None if task.cancelled() else task.exception()
         if task.cancelled() or error is not None or not (counted or refused):

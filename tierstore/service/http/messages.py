@@ -1,6 +1,6 @@
 """Requests and responses over HTTP: bodies read within limits, responses, errors, content codings.
 
-An application gets a request as ASGI has it, a scope and `receive`, and returns its response. `read_body` runs on the
+An application gets a request as in ASGI, a scope and `receive`, and returns its response. `read_body` runs on the
 event loop; the rest are pure functions for any thread.
 """
 
@@ -36,29 +36,29 @@ Fields = Sequence[tuple[bytes, bytes]]
 JSON = b"application/json"
 _AUTO_DETECT = 47  # zlib's wbits for gzip and zlib streams alike
 _MAX_MEMBERS = 16  # of a gzip body
-_PART_BYTES = 64 << 10  # of a compressed body that are read, and of what they hold, at a time
-_SMALL_JSON = 64 << 10  # what so little of it takes is less than what a thread needs anyway
+_PART_BYTES = 64 << 10  # of a compressed body that are read, and of their decoded form, at a time
+_SMALL_JSON = 64 << 10  # parsing so little JSON takes less than a thread needs anyway
 _ACCEPTED = {b"gzip": 31, b"deflate": 15}
 _REFUSED = re.compile(rb"q\s*=\s*0(?:\.0*)?")
 CLOSE = b"connection", b"close"
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
 
-# a whole number of milliseconds: ours, and the one that Envoy, and so Istio, passes on to the services behind it
+# a whole number of milliseconds: our header, and the one that Envoy, and so Istio, passes on to the services behind it
 TIMEOUT_HEADERS = (b"x-request-timeout-ms", b"x-envoy-expected-rq-timeout-ms")
-# in a scope: the connection, which knows whether it is lost; when the head came, if that was before the body's time
+# in a scope: the connection, which knows whether it is lost; when the head came, if earlier than the body's time
 CONNECTION, ARRIVED = "tierstore.connection", "tierstore.arrived"
 # and for the log: why it failed, where its time went
 ERROR, SPENT = "tierstore.error", "tierstore.spent"
-# and for access: where the request came in, who sent it
+# and for access: where the request came in, and from whom
 PEER, PRINCIPAL = "tierstore.peer", "tierstore.principal"
-REQUEST_ID = b"x-request-id"  # sent back; requests of one id get one version
+REQUEST_ID = b"x-request-id"  # sent back; requests with the same id get the same version
 
 
 @dataclass(frozen=True, slots=True)
 class HttpPeer:
-    """The other side of a connection: whether it is at the listener of admin requests, its certificate's names, and
-    whether it is known to be on this machine: it came over loopback, or by a unix socket.
+    """The client's side of a connection: whether it is at the admin listener, its certificate's names, and whether
+    it is surely on this machine (over loopback, or by a unix socket).
     """
 
     admin: bool = False
@@ -69,9 +69,9 @@ class HttpPeer:
 UNNAMED = HttpPeer()
 
 
-# the error with which a request is to be answered, if it has failed before it came
+# the error of a request that has failed before it came
 FAILED = "tierstore.failed"
-# whether a reactor may have handed the request on for want of a plan, or of its caller
+# whether a reactor may have handed the request over for lack of a plan, or of its caller
 UNPLANNED = "tierstore.unplanned"
 
 
@@ -83,7 +83,7 @@ class Disconnected(Exception):
 class Response:
     """A response. `chunks` are bytes-like and sent in order, without a copy.
 
-    `outcome` is its label in the metrics, where its status alone does not say it.
+    `outcome` is its label in the metrics, if its status alone does not determine it.
     """
 
     status: int
@@ -110,7 +110,7 @@ def json_response(document: Any, status: int = 200) -> Response:
 
 
 def error_response(error: BaseException) -> Response:
-    """The protocol's `{"error": …}` with the status that fits."""
+    """The protocol's `{"error": …}` with the error's status."""
     response = json_response({"error": message_of(error)}, http_status(error))
     if (seconds := retry_after(error)) is not None:
         response.headers.append((b"retry-after", seconds))
@@ -122,13 +122,13 @@ def error_response(error: BaseException) -> Response:
 
 
 def ready_response(response: Response) -> bytes:
-    """All bytes of a response that is sent more than once; `DATE_PLACE` stands where its date goes."""
+    """All bytes of a response that is sent more than once, with `DATE_PLACE` in place of its date."""
     headers, chunks = response.pieces()
     return b"".join([response_head(response.status, headers, date=DATE_PLACE), *chunks])
 
 
 def response_head(status: int, headers: Fields, *, closes: bool = False, date: bytes | None = None) -> bytes:
-    """The head of a response over HTTP/1.1, with its date; where it `closes` the connection it says so."""
+    """The head of a response over HTTP/1.1, with its date; if it `closes` the connection it says so."""
     lines = [_STATUS_LINES[status], b"date: ", date or date_now(), b"\r\n"]
     for name, value in headers:
         lines += (name, b": ", value, b"\r\n")
@@ -138,7 +138,7 @@ def response_head(status: int, headers: Fields, *, closes: bool = False, date: b
     return b"".join(lines)
 
 
-_date = 0, b""  # a second, and how it is written
+_date = 0, b""  # a second, and its text
 
 
 def date_now() -> bytes:
@@ -160,7 +160,7 @@ HEALTH = {
 
 
 def scope_of(version: str, method: bytes, path: bytes, query: bytes, headers: list[tuple[bytes, bytes]]) -> Scope:
-    """A request as ASGI has it, its connection apart."""
+    """A request as an ASGI scope, without its connection."""
     named = unquote(path.decode("ascii"))
     return {
         "type": "http",
@@ -194,7 +194,7 @@ def principal_of(scope: Scope) -> Principal:
 
 
 def caller_of(scope: Scope, headers: Headers, arrived_ns: int) -> Caller:
-    """The caller, with the deadline that its headers name. InvalidInput for a deadline without a meaning."""
+    """The caller, with the deadline in its headers. InvalidInput for a malformed deadline."""
     connection = scope.get(CONNECTION)
     caller = Caller(arrived_ns, None if connection is None else connection.is_lost, principal_of(scope))
     for name in TIMEOUT_HEADERS:
@@ -213,10 +213,8 @@ async def read_body(
 ) -> memoryview:
     """The whole body. TooLarge from the first byte beyond `limit` (or from Content-Length, before any byte is read).
 
-    `setting`: the name of the one that the limit is.
-
-    Every byte that has arrived is reserved; announced ones are not, so idle connections hold nothing. The HTTP parser
-    reads and drops the remainder of a refused body.
+    `setting`: the name of the setting with this limit. Every byte that has arrived is reserved; announced bytes are
+    not, so idle connections hold nothing. The HTTP parser reads and drops the remainder of a refused body.
     """
     which = f" ({setting})" if setting else ""
     declared = headers.get(b"content-length", b"")
@@ -236,9 +234,9 @@ async def read_body(
 
 @contextlib.asynccontextmanager
 async def body_deadline(until: float | None = None) -> AsyncIterator[None]:
-    """A deadline for the time in which a body is received, by default BODY_S from now on.
+    """A deadline for receiving a body, by default BODY_S from now on.
 
-    HttpError 408 at a moment of the loop's time. Where no task runs the request, its body is there.
+    HttpError 408 at a moment of the loop's time. If no task runs the request, its body is there.
     """
     if asyncio.current_task() is None:
         yield
@@ -263,7 +261,7 @@ def _part(message: MutableMapping[str, Any], before: int, limit: int, holding: R
 def decode_body(body: memoryview, coding: bytes, limit: int, reserve: Callable[[int], None]) -> memoryview:
     """`body` without its Content-Encoding. TooLarge beyond `limit` decoded bytes, however few were sent.
 
-    `reserve` is called for bytes before they are decoded, a part at a time; what it raises ends it.
+    `reserve` is called for bytes before they are decoded, a part at a time; its error ends the decoding.
     """
     if coding in (b"", b"identity"):
         return body
@@ -297,7 +295,7 @@ def decode_body(body: memoryview, coding: bytes, limit: int, reserve: Callable[[
 
 
 def decoded(body: memoryview, headers: Headers, limit: int, holding: Reservation) -> memoryview:
-    """`decode_body` by its header; what that adds is reserved before."""
+    """`decode_body` by the request's header, with the added bytes reserved before."""
     coding = headers.get(b"content-encoding")
     if coding is None:
         return body
@@ -305,7 +303,7 @@ def decoded(body: memoryview, headers: Headers, limit: int, holding: Reservation
 
 
 def to_parse(text: memoryview, limit: int, holding: Reservation) -> memoryview:
-    """`text`, a JSON document, once what it takes to parse it is reserved. TooLarge for what is beyond `limit`."""
+    """`text`, a JSON document, after the memory for parsing it is reserved. TooLarge beyond `limit`."""
     nbytes = parsed_bytes(text)
     if nbytes > limit:
         raise TooLarge(
@@ -318,10 +316,10 @@ def to_parse(text: memoryview, limit: int, holding: Reservation) -> memoryview:
 
 
 def parsed_bytes(text: memoryview) -> int:
-    """What a JSON document takes while it is parsed and after, at most, beside its own bytes; 0 where it is small.
+    """The most memory that a JSON document takes while it is parsed and after, beside its own bytes; 0 if it is small.
 
-    By what the parser takes for each value, object, string and character; a body of empty objects is
-    the worst, 35 times its size.
+    Estimated by what the parser takes for each value, object, string and character; a body of empty objects is the
+    worst, 35 times its size.
     """
     if len(text) <= _SMALL_JSON:
         return 0
@@ -331,15 +329,15 @@ def parsed_bytes(text: memoryview) -> int:
 
 
 def wanted_coding(accept: bytes) -> bytes | None:
-    """The coding of the response: gzip or deflate where Accept-Encoding takes one of them,
-    and refuses an answer as it is.
+    """The coding of the response: gzip or deflate if Accept-Encoding takes one of them, and refuses an uncompressed
+    answer.
 
-    Libraries of HTTP send codings with every request, some just gzip. Vectors hardly shrink, and compressing them costs
+    HTTP libraries send codings with every request, some only gzip. Vectors hardly shrink, and compressing them costs
     milliseconds, so that is not taken as a wish. RFC 9110 always allows identity, unless a weight of 0 refuses it.
     """
     if b";" not in accept:
         return None
-    weights: dict[bytes, bool] = {}  # whether each coding is taken
+    weights: dict[bytes, bool] = {}  # whether each coding is accepted
     for entry in accept.lower().split(b","):
         coding, _, weight = entry.partition(b";")
         weights[coding.strip()] = _REFUSED.fullmatch(weight.strip()) is None
@@ -355,7 +353,7 @@ def compress(chunks: Iterable[bytes | memoryview], coding: bytes) -> bytes:
 
 
 def is_coded(headers: Headers) -> bool:
-    """Whether the client wants its response in a coding."""
+    """Whether the client wants its response compressed."""
     accept = headers.get(b"accept-encoding")
     return accept is not None and wanted_coding(accept) is not None
 
@@ -372,9 +370,7 @@ PROBLEM = b"application/problem+json"
 
 
 def problem(status: int, detail: str, headers: dict[bytes, bytes] | None = None, **more: Any) -> Response:
-    """problem+json (RFC 9457), which the admin interface answers errors with; `more` are
-    further members of the document.
-    """
+    """problem+json (RFC 9457), the errors of the admin interface; `more` are further members of the document."""
     document = {
         "type": "about:blank",
         "title": HTTPStatus(status).phrase,
@@ -395,5 +391,5 @@ def problem_response(error: Exception) -> Response:
 
 
 def error_for_path(path: str, error: Exception) -> Response:
-    """`error` in the form that `path` promises: that of its protocol, or problem+json."""
+    """`error` in the form for `path`: that of its protocol, or problem+json."""
     return error_response(error) if path.startswith(("/v2", "/v1")) else problem_response(error)

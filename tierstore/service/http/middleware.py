@@ -1,9 +1,9 @@
-"""What is wrapped around the whole application: the check of access, and the log of requests.
+"""Wrappers of the whole application: the access check, and the log of requests.
 
 A page in a browser on this machine can reach a loopback port too: under a name of its own that it rebinds to 127.0.0.1
 (then `Host` is that name), or by a plain cross-site request (then `Origin` is the page's, and `Sec-Fetch-Site` says
-so). Both are refused on every path, with tokens and without; but a link to a page of ours may be followed from
-anywhere. The request's own id is sent back with each answer of Python's.
+so). Both are refused on every path, with and without tokens; but links to our pages may be followed from anywhere.
+Python's answers send the request's own id back.
 
 It keeps no state of a request.
 """
@@ -46,13 +46,13 @@ from tierstore.service.request_log import RequestLog, one_line
 _ADMIN_PATHS = "/admin/"
 _HEALTH = ("/v2/health/live", "/v2/health/ready")
 _JOB = re.compile("/admin/jobs/[^/]+")
-_OWN_SITE = (b"same-origin", b"none")  # what a browser says of its user's own requests, and of those of our pages
+_OWN_SITE = (b"same-origin", b"none")  # a browser's word for its user's own requests, and those of our pages
 _SAFE = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
 
 
 class AccessCheck:
-    """Wraps the application: refuses requests under other names, those of web pages, and those without a
-    token that may.
+    """Wraps the application: refuses requests under other names, requests of web pages, and those without a
+    sufficient token.
     """
 
     def __init__(self, app: App, access: Access, allow: Allow, audit: Audit, proxies: Proxies) -> None:
@@ -72,9 +72,7 @@ class AccessCheck:
         return await self._app(scope, receive)
 
     async def _attempt(self, action: Action, model: str | None, scope: Scope, receive: Receive) -> Response | None:
-        """A request to change something; if it fails before anything that has a line in the
-        audit began, it gets one here.
-        """
+        """A request for a change. If it fails before anything with a line in the audit began, it gets one here."""
         attempt = AuditedChange()
         # the next request of the connection may be in the same context
         attempts, requesters = ATTEMPT.set(attempt), REQUESTER.set(_requester_of(scope, self._proxies))
@@ -91,7 +89,7 @@ class AccessCheck:
             REQUESTER.reset(requesters)
 
     def _note(self, scope: Scope, error: Forbidden) -> None:
-        """Attempts to change something are for the audit."""
+        """Note attempts at changes in the audit."""
         method, path = scope["method"], scope["path"]
         if of_http(method, path)[0] in CHANGES:
             self._audit.refused(f"{method} {path}", _requester_of(scope, self._proxies), error)
@@ -108,7 +106,7 @@ class AccessCheck:
             elif name == b"sec-fetch-site" and value not in _OWN_SITE and scope["method"] not in _SAFE:
                 raise Forbidden("the request is that of a page of another site, which may change nothing here")
         if not hosts and not origins and scope["path"] in _HEALTH:
-            return  # a load balancer's check by HTTP/1.0, which learns nothing but the status
+            return  # a load balancer's check by HTTP/1.0, which learns only the status
         if len(hosts) != 1:
             raise Forbidden("expected exactly one Host header")
         (host,) = hosts
@@ -144,20 +142,20 @@ class AccessCheck:
             self._allow(host, key, principal)
 
     def _pass_all(self, scope: Scope, host: bytes) -> None:
-        """Let a request pass where nobody needs a token."""
+        """Accept a request if no caller needs a token."""
         scope[PRINCIPAL] = LOCAL
         self._allow(host, None, LOCAL)
 
 
 def _is_same_origin(origin: str, host: str) -> bool:
-    """Whether the page at `origin` came from the service itself, which was asked as `host`."""
+    """Whether the page at `origin` came from the service itself, which was called as `host`."""
     try:
         page, here = urlsplit(origin), urlsplit(f"//{host}")
         usual = {"http": 80, "https": 443}.get(page.scheme)
         ports = page.port or usual, here.port or usual
     except ValueError:
         return False
-    # `null`, which sandboxed pages send, has no name
+    # `null`, sent by sandboxed pages, has no name
     return bool(page.hostname) and page.hostname == here.hostname and ports[0] == ports[1]
 
 
@@ -173,7 +171,7 @@ class RequestLogging:
         response: Response | None
         try:
             response = await self._app(scope, receive)
-        except asyncio.CancelledError:  # there is no more time for it
+        except asyncio.CancelledError:  # its time is over
             ended = scope[ERROR] = Closed(CUT_OFF)
             response = error_for_path(scope["path"], ended)
         self._send_back(response, request_id)

@@ -63,7 +63,7 @@ _REFUSAL = ready_response(error_response(Overloaded(WAITS_TOO_LONG)))
 
 
 class InferMessage:
-    """An inference request over HTTP, as a `Message`. `teaches`: whether reactors are to learn from it."""
+    """An inference request over HTTP, as a `Message`. `teaches`: whether reactors should learn from it."""
 
     __slots__ = (
         "_answer",
@@ -84,7 +84,7 @@ class InferMessage:
     _caller: Caller
     _layout: ResponseLayout
     _parsed: InferRequest
-    _tail: memoryview | None  # what follows the JSON
+    _tail: memoryview | None  # the bytes behind the JSON
 
     def __init__(
         self,
@@ -149,8 +149,8 @@ class InferMessage:
             self._teach(self._service.plans, self._tail, inference)
 
     def _teach(self, plans: PlanIndex, tail: memoryview, inference: Inference) -> None:
-        """Have reactors answer requests such as this one, or begin them; or at least refuse them
-        where they would wait too long.
+        """Teach reactors to answer or begin requests like this one, or at least to refuse them if they would wait
+        too long.
         """
         plan, view = inference.plan, inference.view
         if b"content-encoding" in self._headers:
@@ -206,7 +206,7 @@ _ADMIN_BODY_BYTES = 1 << 20
 
 
 class OipHttp(ProtocolApplication):
-    """The application."""
+    """The HTTP application of the Open Inference Protocol."""
 
     PROTOCOL = "oip_http"
 
@@ -301,7 +301,7 @@ class OipHttp(ProtocolApplication):
             allow(method, "GET")
             return json_response(of_kind.status(name))
         allow(method, "POST")
-        if verb == "unregister":  # served even where none can be registered: benchmarks request it unconditionally
+        if verb == "unregister":  # served even if none can be registered: benchmarks always request it
             await self._service.admin_pool.run(of_kind.unregister, name)
         elif verb == "register" and name is not None:
             document = _json_object(body, headers)
@@ -337,7 +337,7 @@ def _model_path(parts: list[str], path: str) -> tuple[str, int | str | None]:
 
 
 def _json_object(body: memoryview, headers: Headers) -> dict[str, Any]:
-    """The body of a request that is no look-up, as a JSON object; an empty body is an empty object."""
+    """The body of a request other than a look-up, as a JSON object; an empty body is an empty object."""
     if coding := headers.get(b"content-encoding"):
         body = decode_body(body, coding.strip().lower(), _ADMIN_BODY_BYTES, lambda nbytes: None)
     if not len(body):

@@ -84,7 +84,7 @@ class PredictMessage:
     def is_long(self) -> bool:
         if is_coded(self._headers):
             return True
-        # the request depends on the view; but default outputs are those of the dense part where there is one
+        # the request depends on the view; but default outputs are those of the dense part if there is one
         if self._parsed.signature != DEFAULT or self._parsed.picked:
             return False
         return self._service.dataplane.scores(self.model)
@@ -112,7 +112,7 @@ _MAX_VERSION = (1 << 63) - 1
 
 
 class TfsHttp(ProtocolApplication):
-    """The application."""
+    """The HTTP application of TensorFlow Serving's interface."""
 
     PROTOCOL = "tfs_http"
 
@@ -145,7 +145,7 @@ class TfsHttp(ProtocolApplication):
     def _error(self, error: BaseException) -> Response:
         response = super()._error(error)
         if isinstance(error, NotReady):
-            response.status = HTTPStatus.NOT_FOUND  # in this protocol, what is not served is not found
+            response.status = HTTPStatus.NOT_FOUND  # in this protocol, a model that is not served is not found
         return response
 
 
@@ -159,7 +159,7 @@ def _path(scope: Scope) -> re.Match[str]:
 
 
 def _version(path: re.Match[str]) -> int | str | None:
-    """The version or label that a path names."""
+    """The version or label in a path."""
     label: str | None = path["label"]
     if path["version"] is None:
         return label

@@ -1,3 +1,1 @@
-"""What limits the service: worker threads with bounded queues, budgets of bytes, load
-shedding, loads in the background.
-"""
+"""Limits of the service: worker threads with bounded queues, byte budgets, load shedding, background jobs."""

@@ -1,10 +1,8 @@
-"""Loads, exports and backups that run in the background: one of each kind at a time, with a bounded
-queue and a bounded history.
+"""Background jobs: loads, exports and backups, one of each kind at a time, with a bounded queue and a bounded history.
 
-One that makes no progress (its mount hangs, say) lets those of other models pass it, so at times more than one runs.
-
-Any thread may use `Jobs`; each job runs on a thread of its own. Jobs do not survive a restart: an interrupted one
-leaves nothing that counts, and has to be requested again.
+A job that makes no progress (its mount hangs, say) lets those of other models pass it, so at times more than one runs.
+Any thread may use `Jobs`; each job runs on a thread of its own. Jobs do not survive a restart: an interrupted job
+leaves nothing that counts, and must be requested again.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ Kind = Literal["load", "export", "backup"]
 
 QUEUE_LIMIT = 16  # running jobs included
 HISTORY_LIMIT = 256
-STUCK_S = 60.0  # without progress: then the next job of its kind starts at the same time
+STUCK_S = 60.0  # without progress: after that the next job of its kind starts beside it
 _POLL_S = 0.5
 
 
@@ -41,9 +39,8 @@ _POLL_S = 0.5
 class Job:
     """One load, export or backup.
 
-    Written by its own thread (and under the lock while it is queued); a reader may see a step late.
-
-    `source` is the snapshot of a load, and the directory or URL that others write.
+    Written by its own thread (and under the lock while it is queued); a reader may see a step late. `source` is the
+    snapshot of a load, or the target directory or URL.
     """
 
     id: str
@@ -71,7 +68,7 @@ class Job:
     moved_s: float = 0.0  # of the last progress; 0 before the job starts
 
     def note(self, progress: Progress) -> None:
-        """Note the progress; the rate is that of the phase."""
+        """Note the progress; the rate is of its phase."""
         if (progress.phase, progress.done) != (self.phase, self.done):
             self.moved_s = time.monotonic()
         if progress.phase != self.phase:
@@ -80,11 +77,11 @@ class Job:
 
     @property
     def waits(self) -> str:
-        """What it waits for, as the end of a sentence; empty where it does not wait."""
+        """What it waits for, as the end of a sentence; empty if it does not wait."""
         return f", waits: {self.waits_for}" if self.waits_for else ""
 
     def document(self) -> dict[str, Any]:
-        """The job as `/admin/jobs/{id}` shows it; `rate` in rows a second, `eta_s` to the end of the phase."""
+        """The job as in `/admin/jobs/{id}`; `rate` in rows a second, `eta_s` to the end of the phase."""
         running = self.state == "running"
         elapsed_s = time.monotonic() - self.phase_began_s
         moved = self.done - self.phase_began_at
@@ -118,7 +115,7 @@ class Jobs:
     limit = QUEUE_LIMIT
 
     def __init__(self, store: Any, limit_of: Callable[[str], int | None] = lambda model: None) -> None:
-        """`limit_of` a model is how many of its loads may run or wait."""
+        """`limit_of`: model → how many of its loads may run or wait."""
         self._store, self._limit_of = store, limit_of
         self._lock = threading.Lock()
         # guarded by _lock
@@ -133,13 +130,13 @@ class Jobs:
 
     @property
     def waiting(self) -> int:
-        """Jobs that have not ended."""
+        """The number of jobs that have not ended."""
         return len(self._active)
 
     def submit(
         self, model: str, source: Path | str, *, activate: bool, check: Callable[[], None] = lambda: None
     ) -> Job:
-        """Queue a load. `check` is called when its turn has come, and raises where it may not be any more.
+        """Queue a load. `check` is called when its turn comes, and raises if it is no longer allowed.
 
         Overloaded when the queue is full.
         """
@@ -175,7 +172,7 @@ class Jobs:
             )
 
     def get(self, job_id: str, models: Collection[str] | None = None) -> Job:
-        """A job that runs, waits, or ended lately, for a caller who may know of these models. NotFound otherwise."""
+        """A job that runs, waits, or ended lately, for a caller that may know of these models. NotFound otherwise."""
         with self._lock:
             job = self._active.get(job_id) or self._history.get(job_id)
         if job is None or (models is not None and job.model not in models):
@@ -183,13 +180,13 @@ class Jobs:
         return job
 
     def all(self) -> list[Job]:
-        """Every job that is kept, the latest first."""
+        """Every kept job, the latest first."""
         with self._lock:
             jobs = [*self._active.values(), *self._history.values()]
         return sorted(jobs, key=lambda job: job.created_s, reverse=True)
 
     def failed(self) -> dict[str, str]:
-        """Why the last load of a model failed, by model; those that were cancelled do not count."""
+        """Why the last load of a model failed, by model; cancelled loads do not count."""
         last: dict[str, Job] = {}
         for job in self.all():
             if job.kind == "load" and job.state != "running" and not job.cancelled.is_set():
@@ -197,7 +194,7 @@ class Jobs:
         return {model: f"{job.source}: {job.error}" for model, job in last.items() if job.state == "failed"}
 
     def cancel(self, job_id: str, models: Collection[str] | None = None) -> Job:
-        """Ask a job to stop; it ends as failed. Conflict for one that has ended; `models` as for `get`."""
+        """Tell a job to stop; it ends as failed. Conflict for one that has ended; `models` as for `get`."""
         job = self.get(job_id, models)
         if job.state != "running":
             raise Conflict(f"job {job_id} has ended: {job.state}")
@@ -207,7 +204,7 @@ class Jobs:
         return job
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Cancel what runs and what waits, and end the thread."""
+        """Cancel all jobs, and end the thread."""
         with self._lock:
             self._closed = True
             for job in self._active.values():
@@ -216,7 +213,7 @@ class Jobs:
             self._changed.wait_for(lambda: not self._active, timeout=timeout_s)
 
     def _work(self) -> None:
-        """Start each job in its turn; one that was cancelled while it waited comes first, and only ends."""
+        """Start each job in its turn; a job that was cancelled while it waited comes first, and only ends."""
         with self._lock:
             while not (self._closed and not self._active):
                 job = self._next()
@@ -227,7 +224,7 @@ class Jobs:
                 thread = Thread(target=self._run, args=(job,), name=f"tierstore-{job.kind}-{job.id}", daemon=True)
                 try:
                     thread.start()
-                except RuntimeError as error:  # no memory for its stack, or too many of them
+                except RuntimeError as error:  # no memory for its stack, or too many threads
                     self._ended(job, f"no thread could be started for it: {error}; try again")
                 else:
                     self._threads[job.id] = thread

@@ -1,7 +1,7 @@
 """Rates: the requests, keys and bytes a second of each caller, and of each model.
 
-Token buckets that hold what a second allows. A request passes while no bucket is empty, and then costs what it costs,
-even if a bucket goes below zero: so one that is larger than a second allows is served, and what follows waits longer.
+Token buckets that hold what one second allows. A request passes while no bucket is empty, and then costs its full
+price, even if a bucket goes below zero: so a request above a second's allowance is served, and later ones wait longer.
 The keys of a request are known once it is planned, and are charged then. Reactors draw from the same buckets
 (`kernels/rates.py`). Any thread.
 """
@@ -40,7 +40,7 @@ class _Bucket:
         self.address = address_of(self.words)
 
     def check(self, now_ns: int) -> None:
-        """RateLimited where less than one of something is left."""
+        """RateLimited if less than one unit of something is left."""
         unit = kernel.empty(self.address, now_ns)
         if unit != kernel.FREE:
             rate = self.rates[unit]
@@ -54,7 +54,7 @@ class _Bucket:
 
 
 class Charge:
-    """What one request costs; its keys once they are known. One thread at a time."""
+    """The price of one request; its keys once they are known. One thread at a time."""
 
     __slots__ = ("_buckets", "_now_ns")
 
@@ -77,7 +77,7 @@ class RateLimits:
         clock: Callable[[], float] = time.monotonic,
         refused: Callable[[], object] = lambda: None,
     ) -> None:
-        """`refused` is called for each request that there is no room for."""
+        """`refused` is called for each refused request."""
         self._models = {name: _rates(quota) for name, quota in settings.quotas.items()}
         self._clock, self._refused = clock, refused
         self._lock = threading.Lock()
@@ -89,11 +89,11 @@ class RateLimits:
         return rates if rates is not None else self._models.get(ANY_MODEL, NO_LIMITS)
 
     def words_of(self, principal: Principal) -> Words | None:
-        """A caller's bucket, for compiled threads; None where it has no rates."""
+        """A caller's bucket, for compiled threads; None if it has no rates."""
         return self._bucket("", principal.name, principal.rates).words if principal.rates else None
 
     def words_of_model(self, model: str) -> Words | None:
-        """A model's, likewise."""
+        """A model's bucket, for compiled threads; None if it has no rates."""
         rates = self.of_model(model)
         return self._bucket("model ", model, rates).words if rates else None
 
@@ -101,17 +101,16 @@ class RateLimits:
         with self._lock:
             each = self._buckets.get((kind, name))
             if each is None:
-                if len(self._buckets) >= _MOST_BUCKETS:  # deltas may name models that there are not
+                if len(self._buckets) >= _MOST_BUCKETS:  # deltas may name models that do not exist
                     del self._buckets[next(iter(self._buckets))]
                 each = self._buckets[kind, name] = _Bucket(kind + name, rates)
             return each
 
     def admit(self, principal: Principal, model: str | None, nbytes: int) -> Charge | None:
-        """Charge a request with a body of `nbytes`. RateLimited, and nothing is charged, where there is no room.
+        """Charge a request with a body of `nbytes`; None if there are no rates. RateLimited, with nothing charged, if a
+        bucket is empty.
 
-        None: no rates.
-
-        `model` None: it is not known which one it concerns.
+        `model` None: it is unknown which one it concerns.
         """
         of_model = NO_LIMITS if model is None else self.of_model(model)
         if not principal.rates and not of_model:

@@ -1,4 +1,4 @@
-"""Load shedding: until when a caller waits, which calls are not run any more, and how many those were.
+"""Load shedding: how long callers wait, which calls are not run any more, and how many those were.
 
 A thread that pops a call from a queue first calls `Waits.check`: a call whose deadline has passed, whose client has
 gone, or which has waited too long, is refused before work is done for it. Any thread.
@@ -18,11 +18,11 @@ from tierstore.errors import DeadlineExceeded, Overloaded
 from tierstore.service.families import counters, histograms
 from tierstore.service.stats import REQUEST_BOUNDS_S, Histogram
 
-# why: no room in a queue, too long in it, the deadline passed there, the client left, too many connections, a rate
+# reasons: no room in a queue, too long in it, deadline passed there, client gone, too many connections, a rate
 REASONS = ("queue_full", "queue_wait", "deadline", "gone", "connections", "rate")
 
 T = TypeVar("T")
-_RECENT = 64  # calls whose times tell how long the next ones take
+_RECENT = 64  # calls whose times predict those of the next ones
 WAITS_TOO_LONG = "too many calls wait for a thread already; try again in a second"
 
 
@@ -31,7 +31,8 @@ class Gone(Exception):
 
 
 class Caller:
-    """The client that waits for an answer: who it is, since when, until when, and whether it is still connected.
+    """The client that waits for an answer: its identity, since when and until when it waits, and whether it is still
+    connected.
 
     Times are of `time.perf_counter_ns`. One thread at a time, except `gone`.
     """
@@ -43,7 +44,7 @@ class Caller:
         self.deadline_ns: int | None = None
 
     def within(self, timeout_ns: int | None) -> None:
-        """Set the deadline to so long after the arrival; of several deadlines the earliest counts."""
+        """Set the deadline to this time after the arrival; of several deadlines the earliest counts."""
         if timeout_ns is not None:
             until_ns = self.arrived_ns + timeout_ns
             self.deadline_ns = until_ns if self.deadline_ns is None else min(self.deadline_ns, until_ns)
@@ -54,7 +55,7 @@ class Caller:
 
 
 class Shed:
-    """Counts of refused requests, by reason, and how long calls waited, by pool."""
+    """Counts of refused requests, by reason, and waiting times of calls, by pool."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -67,11 +68,11 @@ class Shed:
             self._counts[reason] += calls
 
     def of(self, reason: str) -> int:
-        """How many were refused for a reason."""
+        """The number of requests refused for a reason."""
         return self._counts[reason]
 
     def check(self, caller: Caller) -> None:
-        """Raise DeadlineExceeded or Gone where nobody waits for the answer any more, and count it."""
+        """Raise DeadlineExceeded or Gone if nobody waits for the answer any more, and count it."""
         self.check_at(caller, time.perf_counter_ns())
 
     def check_at(self, caller: Caller, now_ns: int) -> None:
@@ -106,20 +107,18 @@ class Shed:
 
 
 class Waits:
-    """The rule of one queue: a call waits `limit_s` at most, and is not queued where it would wait too long.
+    """The rule of one queue: a call waits at most `limit_s`, and is not queued if it would wait too long. Any thread.
 
-    Any thread.
-
-    The expected wait follows from the number of calls before it and the time that the last ones took. In a queue as
-    long as its calls' deadlines, each call would begin just before its deadline and end after it, which helps nobody.
+    The expected wait follows from the number of calls before it and the time of the last ones. In a queue as long as
+    its calls' deadlines, each call would begin just before its deadline and end after it, which helps nobody.
     """
 
     def __init__(self, pool: str, shed: Shed, limit_s: float) -> None:
         self._pool, self.shed, self._limit_s = pool, shed, limit_s
-        self.call_s = 0.0  # what a call takes; of two threads that note one at the same time one may be lost
+        self.call_s = 0.0  # the time of a call; of two threads that note one at the same time one may be lost
 
     def timed(self, call: Callable[..., T], *args: Any) -> T:
-        """Run a call, and note how long it has taken its thread, whatever comes of it."""
+        """Run a call, and note how long it takes its thread, whether it succeeds or not."""
         began_s = time.perf_counter()
         try:
             return call(*args)
@@ -127,28 +126,28 @@ class Waits:
             self.ran(time.perf_counter() - began_s)
 
     def ran(self, took_s: float) -> None:
-        """Note how long a call has taken its thread."""
+        """Note how long a call took its thread."""
         self.call_s += (took_s - self.call_s) / (_RECENT if self.call_s else 1)
 
     def expected_s(self, pending: int, threads: int) -> float:
         """How long a call that comes now would wait, with so many queued or running on `threads` threads."""
-        busy = pending >= threads  # those that run are half done, as a mean
+        busy = pending >= threads  # running calls are half done, on average
         return busy * (pending - threads + 0.5) * self.call_s / threads
 
     def admit(self, wait_s: float, remaining_s: float | None) -> None:
-        """Called before a call is queued that would wait about `wait_s`; it has a deadline in `remaining_s`, or none.
+        """Check a call before it is queued: it would wait about `wait_s`; its deadline is in `remaining_s`, or None.
 
-        Raises Overloaded where it would wait for more than half of that: the other half is for its own work, and
-        for what the estimate lacks.
+        Raises Overloaded if it would wait for more than half of that: the other half is for its own work, and for
+        errors of the estimate.
         """
         if wait_s > (self._limit_s if remaining_s is None else min(self._limit_s, max(remaining_s, 0) / 2)):
             self.shed.count("queue_wait")
             raise Overloaded(WAITS_TOO_LONG)
 
     def check(self, queued_ns: int, caller: Caller | None = None) -> None:
-        """Called by the thread that popped a call, before it runs the call. `queued_ns` is when it was queued.
+        """Check a call that was popped, before it is run. `queued_ns` is when it was queued.
 
-        Raises Gone, DeadlineExceeded or Overloaded for a call that is not to be run any more.
+        Raises Gone, DeadlineExceeded or Overloaded for a call that should not be run any more.
         """
         now_ns = time.perf_counter_ns()
         waited_s = (now_ns - queued_ns) / 1e9

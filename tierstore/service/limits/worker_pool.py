@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 Done: TypeAlias = Callable[[Any, BaseException | None], None]  # called with the result, or else the error
-# whether nobody waits any more, whom to call back, when it was queued, the caller, the function and its arguments
+# whether nobody waits any more, the callback, when it was queued, the caller, the function and its arguments
 _Item = tuple[Callable[[], bool] | None, Done, int, Caller | None, Callable[..., Any], tuple[Any, ...]]
 
 
@@ -40,7 +40,7 @@ class WorkerPool:
 
     Leaner than `loop.run_in_executor` (one future instead of two, no condition variable), because every look-up pays
     for the handoff to a thread. Calls run in order; with `waits`, only those that somebody still waits for, and that
-    have not to wait too long. With `with_jobs` compiled threads give it jobs as well, see `serve_jobs`.
+    have not waited too long. With `with_jobs` compiled threads give it jobs as well, see `serve_jobs`.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class WorkerPool:
         self.threads = threads
         self.queue_limit = queue_limit
         self.waits = waits
-        # written on the event loop alone
-        self.rejected = 0  # by reactors too
+        # only written on the event loop
+        self.rejected = 0  # also by reactors
         self._closed = False
         # of `serve_jobs`
         self._words = kernel.SHARED.new()
@@ -78,7 +78,7 @@ class WorkerPool:
         return max(0, self._all_pending - self.threads)
 
     def under_way(self) -> bool:
-        """Whether a call is queued, running, or on its way back to the loop. Never after the pool was closed."""
+        """Whether a call is queued, running, or on its way back to the loop. False once the pool is closed."""
         return self._all_pending > 0 and not self._closed  # a loop that has ended counts no call as back
 
     @property
@@ -86,26 +86,25 @@ class WorkerPool:
         return self._pending + int(self._words["queued"])
 
     def serve_jobs(self, words: npt.NDArray[Any], serve: Callable[[int], None]) -> None:
-        """From now on a thread gives `serve` the number of each job that is written to
-        `jobs.outbox`, and `jobs_done` follows.
+        """From now on a thread calls `serve` with each job number that is written to `jobs.outbox`; `jobs_done`
+        follows.
 
-        `words` is the memory of the reactors, which count the jobs that they give there, and read how long one
-        would wait. Event loop only.
+        `words` is the memory of the reactors, which count their jobs there, and read how long one would wait. Event
+        loop only.
         """
         self._words, self._serve_job = words, serve
         self._publish()
 
     def jobs_done(self, count: int) -> None:
-        """So many jobs are over. Any thread."""
+        """Note that so many jobs are over. Any thread."""
         atomics.add(kernel.SHARED.place(self._words, "queued"), -count)
         self._publish()
 
     def run(self, function: Callable[..., T], *args: Any, caller: Caller | None = None) -> asyncio.Future[T]:
         """Run `function(*args)` on a worker; await the result.
 
-        Raises Overloaded at once when the queue is full, or too long for it.
-
-        The future raises DeadlineExceeded, Gone or Overloaded where the call is not run, see `Waits.check`.
+        Raises Overloaded at once when the queue is full, or too long for it. The future raises DeadlineExceeded, Gone
+        or Overloaded if the call is not run, see `Waits.check`.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
@@ -118,7 +117,7 @@ class WorkerPool:
         return future
 
     def start(self, done: Done, function: Callable[..., T], *args: Any, caller: Caller | None = None) -> None:
-        """As `run`, but the worker tells `done` what came of it: nothing goes back to the loop."""
+        """`run`, but the worker calls `done` with the result: nothing goes back to the loop."""
 
         def counted(result: Any, error: BaseException | None) -> None:
             self._count(-1)
@@ -165,7 +164,7 @@ class WorkerPool:
         self._publish()
 
     def _publish(self) -> None:
-        """Tell reactors what a call takes its thread."""
+        """Publish to reactors how long a call takes its thread."""
         if self.waits is not None:
             self._words["call_ns"] = int(self.waits.call_s * 1e9)
 
@@ -218,7 +217,7 @@ class WorkerPool:
 class ByteBudget:
     """Bytes that requests in progress may hold together.
 
-    Compiled threads may use the same budget: then each side reads the count of the other, see `share`.
+    Compiled threads may use the same budget: then each side reads the other's count, see `share`.
     """
 
     def __init__(self, name: str, limit_bytes: int) -> None:
@@ -231,8 +230,8 @@ class ByteBudget:
         self.rejected = 0
 
     def share(self, *, theirs: npt.NDArray[np.int64], ours: npt.NDArray[np.int64]) -> None:
-        """From now on `theirs`, one number that compiled threads write, counts too; `ours`
-        is the count for them to read.
+        """From now on `theirs`, a number that compiled threads write, counts too; `ours` is our count for them to
+        read.
         """
         self._theirs, self._ours = theirs, ours
 
@@ -241,7 +240,7 @@ class ByteBudget:
         return self._used + int(self._theirs)
 
     def reserve(self, nbytes: int) -> None:
-        """Reserve `nbytes`. Raises Overloaded, and reserves nothing, where that would exceed the limit."""
+        """Reserve `nbytes`. Raises Overloaded, with nothing reserved, if that would exceed the limit."""
         with self._lock:
             if self.used_bytes + nbytes > self.limit_bytes:
                 self.rejected += 1
@@ -253,7 +252,7 @@ class ByteBudget:
             self._ours[...] = self._used
 
     def hold(self, nbytes: int) -> None:
-        """Count `nbytes` that are allocated already, whatever the limit says."""
+        """Count `nbytes` that are allocated already, without checking the limit."""
         with self._lock:
             self._used += nbytes
             self._ours[...] = self._used
@@ -266,7 +265,7 @@ class ByteBudget:
 
 
 class Reservation:
-    """What one request has reserved of a budget. One thread at a time; `release` releases all of it."""
+    """One request's reservation from a budget. One thread at a time; `release` releases all of it."""
 
     __slots__ = ("_budget", "_held")
 

@@ -1,1 +1,1 @@
-"""The protocols of look-ups and predictions, whatever transport they come over."""
+"""The protocols of look-ups and predictions, for every transport."""

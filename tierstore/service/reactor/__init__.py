@@ -1,1 +1,1 @@
-"""The Python side of the reactors: their threads and memory, and the plans that they answer by."""
+"""The Python side of the reactors: their threads and memory, and the plans by which they answer."""

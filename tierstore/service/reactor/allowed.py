@@ -1,8 +1,8 @@
-"""Whom reactors answer: values of Host, and tokens, that have passed the check of access before.
+"""The callers that reactors may answer: values of Host, and tokens, that have passed the access check before.
 
-`Access` decides, and reactors compare bytes with what it has let pass. Of a caller its latest `EACH` spellings of
-Authorization are kept, and of all callers `MOST`; the oldest makes room. What is replaced is kept until no reader is at
-it. For the event loop. Reactors read what is published, without a lock (`wire/callers.py`).
+`Access` decides, and reactors compare bytes with what it has accepted. For each caller its latest `EACH` spellings of
+Authorization are kept, and `MOST` for all callers; the oldest makes room. Replaced tables are kept until no reader
+uses them. For the event loop. Reactors read the published table without a lock (`wire/callers.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tierstore.reactor import layout as kernel
 from tierstore.service.limits.rates import RateLimits
 from tierstore.wire import callers as layout
 
-MOST = 64  # tokens, which a reactor compares one by one; what is beyond is for Python to check
-EACH = 8  # spellings of one caller's
+MOST = 64  # tokens, which a reactor compares one by one; Python checks others
+EACH = 8  # spellings of one caller's token
 MOST_HOSTS, _LONGEST_HOST = 64, 300  # values of Host, and bytes of one
 
 Words = npt.NDArray[np.int64]
@@ -32,16 +32,17 @@ class Allowed:
 
     def __init__(self, shared: npt.NDArray[Any], epochs: Epochs, rates: RateLimits) -> None:
         self._word, self._epochs, self._rates = kernel.SHARED.place(shared, "allowed_at"), epochs, rates
-        self._hosts: dict[bytes, None] = {}  # the oldest first
-        self._tokens: dict[bytes, Principal] = {}  # the oldest first
-        self._open = False  # whether nobody needs a token
+        self._hosts: dict[bytes, None] = {}  # oldest first
+        self._tokens: dict[bytes, Principal] = {}  # oldest first
+        self._open = False  # whether no caller needs a token
         self._published: object = None  # what reactors read
         self._publish()
 
     def add(self, host: bytes, authorization: bytes | None, principal: Principal) -> None:
-        """Answer look-ups with a value of Host or `:authority`, and of Authorization, by which `principal` has passed.
+        """Answer look-ups with a value of Host or `:authority`, and of Authorization, with which `principal` was
+        accepted.
 
-        `authorization` None: nobody needs a token.
+        `authorization` None: no caller needs a token.
         """
         changed = self._add_host(host)
         if authorization is None:
@@ -65,7 +66,7 @@ class Allowed:
         return True
 
     def clear(self) -> None:
-        """Answer no look-ups until `add` is called again: tokens have changed."""
+        """Answer no look-ups until `add` is called again, because tokens have changed."""
         self._tokens.clear()
         self._open = False
         self._publish()
@@ -98,7 +99,7 @@ class Allowed:
         self._epochs.retire(generation, old, lambda: None)
 
     def _models(self, principal: Principal) -> Words | None:
-        """How many models a caller is for and their slots; None: it is for all of them."""
+        """The number of models that a caller may use and their slots; None: all models."""
         if principal.models is None or principal is LOCAL:
             return None
         slots = [slot for slot in map(self._epochs.slot, sorted(principal.models)) if slot is not None]

@@ -1,7 +1,6 @@
 """Threads that read rows from disk for the reactors, and the thread that offers those rows to the caches.
 
-`ColdReaders` is made, started and stopped by `Reactors`; a reader never takes the interpreter
-lock (`lookup/cold_reads.py`).
+`Reactors` makes, starts and stops `ColdReaders`; a reader never takes the interpreter lock (`lookup/cold_reads.py`).
 """
 
 from __future__ import annotations
@@ -33,16 +32,18 @@ logger = logging.getLogger(__name__)
 _READ_BYTES = 1 << 16
 _ADDRESS = struct.Struct("<q")
 _END, _MARK = _ADDRESS.pack(-1), _ADDRESS.pack(-2)
-_GATHER_S = 0.02  # that offers are gathered
-_OFFERS_S = 10.0  # that offers may be on their way; longer only where the threads are being ended
+_GATHER_S = 0.02  # time in which offers are gathered
+_OFFERS_S = 10.0  # the longest wait for offers; longer only if the threads are being ended
 
 _libc = ctypes.CDLL(None)
-free = _libc.free  # of blocks that compiled threads make
+free = _libc.free  # frees blocks that compiled threads make
 free.argtypes, free.restype = [ctypes.c_void_p], None
 
 
 class ColdReaders:
-    """`threads` readers for `reactors` reactors, with the jobs that those may give them, or to threads that predict."""
+    """`threads` readers for `reactors` reactors, and the jobs that reactors may give them or the threads that
+    predict.
+    """
 
     def __init__(self, reactors: int, threads: int, epochs: Epochs) -> None:
         # constant after construction
@@ -52,10 +53,10 @@ class ColdReaders:
         self.free_jobs["numbers"] = np.arange(reactors * kernel.JOBS).reshape(reactors, kernel.JOBS)
         self._epochs = epochs
         self.shared = cold_reads.READERS.make()
-        self.done_at = np.zeros(reactors, np.int64)  # of each reactor: where to write what is done
+        self.done_at = np.zeros(reactors, np.int64)  # for each reactor: the pipe for finished jobs
         self._thread_count = threads
-        # from `start` on: descriptors of pipes
-        self.inboxes: list[int] = []  # of each reactor: jobs that are done
+        # descriptors of pipes, after `start`
+        self.inboxes: list[int] = []  # of each reactor: finished jobs
         self.outbox = self._offers = -1
         self._threads: list[threading.Thread] = []
         self._promoter: _Promoter | None = None  # guarded by _marking
@@ -64,9 +65,8 @@ class ColdReaders:
     def start(self, open_pipe: Callable[[], tuple[int, int]], predictions: int, queued_at: int) -> None:
         """Begin to read, once the kernels are compiled: reading an address compiles.
 
-        `open_pipe` gives (end to read, end to write); the caller closes both after `stop`.
-
-        `predictions`: the pipe for those whose rows are there, or -1; `queued_at`: the address of how many wait in it.
+        `open_pipe` gives (end to read, end to write); the caller closes both after `stop`. `predictions`: the pipe for
+        predictions whose rows are complete, or -1; `queued_at`: the address of the number that wait in it.
         """
         self.shared["run_at"], self.shared["finish_at"] = by_plan.run.address, cold_reads.finish.address
         self._epochs.add_readers(self.jobs)
@@ -93,7 +93,7 @@ class ColdReaders:
         self._epochs.add_offers(self._await_offers)
 
     def _await_offers(self) -> None:
-        """Wait until the offers made until now were handled."""
+        """Wait until all offers made so far were handled."""
         passed = threading.Event()
         with self._marking:
             if self._promoter is None:
@@ -128,7 +128,8 @@ class ColdReaders:
 class _Promoter(Thread):
     """Offers rows that readers have read to the caches of their tables, until it pops the end mark.
 
-    Whoever puts another mark into the pipe has appended an event to `marks` before; it is set once the mark is popped.
+    A thread that puts another mark into the pipe has appended an event to `marks` before, which is set when the mark
+    is popped.
     """
 
     def __init__(self, epochs: Epochs, shared: npt.NDArray[Any], inbox: int) -> None:
@@ -141,7 +142,7 @@ class _Promoter(Thread):
             select.select([self._inbox], [], [])
             time.sleep(
                 _GATHER_S
-            )  # what one request offers is little, and a turn of the interpreter costs as much as many rows
+            )  # one request offers few rows, and a turn of the interpreter costs as much as many rows
             messages = np.frombuffer(os.read(self._inbox, _READ_BYTES), np.int64)
             try:
                 if (offers := messages[messages > 0]).size:

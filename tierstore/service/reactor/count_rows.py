@@ -1,7 +1,4 @@
-"""The counts that compiled threads add to.
-
-Each thread has rows of its own, so nothing is locked; a reader adds them up.
-"""
+"""Counts that compiled threads add to, in rows of their own, so that nothing is locked; a reader adds them up."""
 
 from __future__ import annotations
 
@@ -19,8 +16,8 @@ Counts = npt.NDArray[np.int64]
 class CountRows(Generic[K]):
     """`rows` rows of `width` counts for each of `threads`, assigned by key: int64[threads, rows, width] in `words`.
 
-    A row is kept as long as it has users. `absorb` gets its counts in parts, at `collect` and when the last user
-    releases it: what was added to each count, and the highest that any thread has there. Any thread.
+    A row is kept while it has users. `absorb` gets its counts in parts, at `collect` and when the last user releases
+    it: the additions to each count, and the highest of any thread. Any thread.
     """
 
     def __init__(self, threads: int, rows: int, width: int, absorb: Callable[[K, Counts, Counts], None]) -> None:
@@ -35,7 +32,7 @@ class CountRows(Generic[K]):
         self._seen = np.zeros((rows, width), np.int64)
 
     def acquire(self, key: K) -> int | None:
-        """The row of a key, to be released; None where all rows are in use."""
+        """The row of a key, to be released; None if all rows are in use."""
         with self._lock:
             row = self._row_of.get(key)
             if row is None:
@@ -47,7 +44,7 @@ class CountRows(Generic[K]):
             return row
 
     def release(self, key: K) -> None:
-        """One user less. Called when no thread adds to the row for that user any more."""
+        """Release a user's row. Called when no thread adds to the row for that user any more."""
         with self._lock:
             self._users[key] -= 1
             if self._users[key]:
@@ -58,7 +55,7 @@ class CountRows(Generic[K]):
             self._free.append(row)
 
     def collect(self) -> None:
-        """Pass on what was counted since the last time."""
+        """Pass on everything that was counted since the last call."""
         with self._lock:
             for key, row in self._row_of.items():
                 self._collect(key, row)

@@ -1,5 +1,5 @@
-"""Header blocks of HTTP/2 (HPACK, RFC 7541) as Python writes them: fields that no table gets, so a block
-depends on nothing before it.
+"""HTTP/2 header blocks (HPACK, RFC 7541) written by Python: fields that enter no table, so that a block depends on
+no other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Fields = Iterable[tuple[bytes, bytes]]
 
 _PLACES = {name.encode(): place for place, (name, _) in reversed(list(enumerate(STATIC, 1)))}
 _STATUSES = {int(value): bytes((0x80 | place,)) for place, (name, value) in enumerate(STATIC, 1) if name == ":status"}
-# of one connection, and not of a stream (RFC 9113, 8.2.2)
+# fields of a connection and not of a stream (RFC 9113, 8.2.2)
 _OF_CONNECTIONS = {b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"}
 
 
@@ -40,7 +40,7 @@ def _field(name: bytes, value: bytes) -> bytes:
 
 
 def encode(fields: Fields) -> bytes:
-    """`fields` as a header block; those of connections are left out."""
+    """`fields` as a header block, without those of connections."""
     return b"".join(
         _field(lowered, value) for name, value in fields if (lowered := name.lower()) not in _OF_CONNECTIONS
     )

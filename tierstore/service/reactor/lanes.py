@@ -1,8 +1,8 @@
-"""The order in which Python serves what reactors hand off: short turns, with a share for all that is not of one model.
+"""The order in which Python serves requests from reactors: short turns, with a share for requests of no single model.
 
-A thousand connections may hand off a request each at the same time. Served all in one turn of the event loop, they
-would keep a health check waiting for a second: it needs several turns. So a turn ends after a few milliseconds, and in
-each come first the checks of health, then other requests outside `/v2/models/` and `/v1/models/` (metrics,
+A thousand connections may hand off a request each at the same time. If all were served in one turn of the event loop,
+a health check, which needs several turns, would wait for a second. So a turn ends after a few milliseconds, and in
+each turn health checks come first, then other requests outside `/v2/models/` and `/v1/models/` (metrics,
 administration), then the remainder. Each of the three has its share of every turn.
 """
 
@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator
 from tierstore.reactor import layout as kernel
 from tierstore.wire.http2 import head as http2_head
 
-Message = tuple[int, int, int, int]  # kind and descriptor, serial, address of bytes, how many
+Message = tuple[int, int, int, int]  # kind and descriptor, serial, address of bytes, their number
 
-HEALTH_S = 0.008  # of one turn
+HEALTH_S = 0.008  # in one turn
 URGENT_S = 0.002
 OTHERS_S = 0.004
 _HEAD_BYTES = 32
-_STREAM_HEAD_BYTES = 56  # a block of HTTP/2 has room for as many, whatever its head
+_STREAM_HEAD_BYTES = 56  # an HTTP/2 block has room for so many, whatever its head
 _HEALTH = re.compile(
     rb"GET /v2/health/(?:live|ready)[ ?\n]"
     rb"|POST /(?:grpc\.health\.v1\.Health/Check|inference\.GRPCInferenceService/Server(?:Live|Ready))\n"
@@ -33,7 +33,7 @@ _URGENT = re.compile(rb"[A-Z]+ /(?!v[12]/models/|upstream/|inference\.|tensorflo
 
 
 class Lanes:
-    """Messages that wait for their turn; `serve` gets each once, in their order."""
+    """Messages that wait for their turn; `serve` is called once with each, in order."""
 
     def __init__(self, serve: Callable[[Message], None]) -> None:
         self._serve = serve
@@ -52,12 +52,12 @@ class Lanes:
         lane.append(message)
 
     def start(self) -> None:
-        """Serve what was put, as far as it goes in one turn, and the remainder in further ones."""
+        """Serve the messages that were put, as far as possible in one turn, and the others in further turns."""
         if self._next is None:
             self._turn()
 
     def drain(self) -> Iterator[Message]:
-        """What nobody will serve any more."""
+        """The messages that will not be served any more."""
         if self._next is not None:
             self._next.cancel()
         for lane in self._all:
@@ -68,7 +68,7 @@ class Lanes:
         self._next = None
         try:
             self._serve_some()
-        finally:  # whatever becomes of one, the others have their turn
+        finally:  # whatever happens to one, the others have their turn
             if self:
                 self._next = asyncio.get_running_loop().call_soon(self._turn)
 
@@ -83,7 +83,7 @@ class Lanes:
 
 
 def _head_of(message: Message) -> bytes:
-    """How a whole request begins; nothing for any other message."""
+    """The beginning of a whole request; empty for any other message."""
     what, _, at, size = message
     if what & 255 == kernel.STREAM_REQUEST:
         return ctypes.string_at(at + 8 * http2_head.HEAD_WORDS, _STREAM_HEAD_BYTES)

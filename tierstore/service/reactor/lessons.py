@@ -1,4 +1,4 @@
-"""What reactors learn from: requests that Python has planned, as their protocol has them. Pure functions; any thread."""
+"""Lessons for reactors: requests that Python has planned, in their protocol's form. Pure functions; any thread."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tierstore.service.protocols.oip.json_response import VALUE, ResponseLayout
 from tierstore.service.reactor.variants import Pieces, has_room, leading_sizes
 from tierstore.wire.json import scan as json_scan
 
-Logged = tuple[str, str, str | None]  # a method, a path, and the name of the status of success where it is not HTTP's
+Logged = tuple[str, str, str | None]  # a method, a path, and the name of the status of success if it is not HTTP's
 
 
 class Lesson(Protocol):
-    """A request that Python has planned: what of its plan in a reactor depends on the protocol."""
+    """A request that Python has planned: the parts of its plan in a reactor that depend on the protocol."""
 
     @property
     def protocol(self) -> str:
@@ -33,41 +33,45 @@ class Lesson(Protocol):
 
     @property
     def path(self) -> bytes:
-        """By which a plan is found, beside the structure."""
+        """The path by which a plan is found, besides the structure."""
 
     @property
     def logged(self) -> Logged:
-        """How the log names such requests."""
+        """The name of such requests in the log."""
 
     def scan(self, record: int, structure: int) -> int:
-        """Scan it as a reactor does, to these addresses. Returns the bytes of the structure; 0 where it is not of the form."""
+        """Scan it as a reactor does, to these addresses. Returns the bytes of the structure; 0 if it is not of the
+        form.
+        """
 
     def is_binary(self) -> bool:
-        """Whether all inputs lie in the request, and all outputs in the answer, as bytes."""
+        """Whether all inputs in the request, and all outputs in the answer, are bytes."""
 
     @property
     def request(self) -> AnyRequest:
         """What is requested."""
 
     def pieces(self, plan: Plan) -> Pieces | None:
-        """The text of a look-up's answer, as its writer has it; None where it is too long for a reactor."""
+        """The text of a look-up's answer, for its writer; None if it is too long for a reactor."""
 
     def score_pieces(self, plan: Plan, scores: npt.NDArray[Any]) -> Pieces | None:
-        """As `pieces`, of a prediction; `scores` are those of its scoring (`lookup/scoring.py`)."""
+        """`pieces` for a prediction; `scores` are those of its scoring (`lookup/scoring.py`)."""
 
 
 def size_value(output: int, which: int) -> int:
-    """The number of the value that is a size of an output: its first (0) or its second one (1)."""
+    """The number of the value for a size of an output: its first (0) or second (1) size."""
     return binding.OUTPUT.bytes // 8 * output + which
 
 
 def bytes_value(output: int) -> int:
-    """The number of the value that is how many bytes an output has."""
+    """The number of the value for the bytes of an output."""
     return size_value(output, binding.OUTPUT.offset("bytes") // 8)
 
 
 def row_shapes(plan: Plan) -> list[list[int]] | None:
-    """The shape of each output of a look-up: sizes, or ~ the number of the value that is one. None: one has more sizes than there are values."""
+    """The shape of each output of a look-up: sizes, or ~ the number of a value. None: some output has more sizes
+    than there are values.
+    """
     shapes = []
     for i, spec in enumerate(plan.specs):
         lead = leading_sizes(spec)
@@ -78,7 +82,7 @@ def row_shapes(plan: Plan) -> list[list[int]] | None:
 
 
 def score_shapes(scores: npt.NDArray[Any]) -> list[list[int]]:
-    """The shape of each score: sizes, or ~ the number of the value that is one."""
+    """The shape of each score: sizes, or ~ the number of a value."""
     named = binding.VALUES.offset("named") // 8
     sizes = [row["sizes"][: row["rank"]].tolist() for row in scores]
     return [[size if size >= 0 else ~(named + ~size) for size in shape] for shape in sizes]
@@ -92,7 +96,7 @@ class HttpLesson:
     def __init__(
         self, model: str, version: int | str | None, text: memoryview, parsed: InferRequest, answer: ResponseLayout
     ) -> None:
-        """`text` is its JSON, `version` the one that its path names, `answer` the layout of its outputs."""
+        """`text` is its JSON, `version` the version in its path, `answer` the layout of its outputs."""
         of = "" if version is None else f"versions/{version}/"
         path = f"/v2/models/{model}/{of}infer"
         self.path, self.logged = path.encode(), ("POST", path, None)
@@ -115,7 +119,9 @@ class HttpLesson:
         return all(type(source) is InBody for source in parsed.sources)
 
     def pieces(self, plan: Plan) -> Pieces | None:
-        """Texts with the values behind them, as `binding.write_head` has them. The brace that ends it is not in it: an id may come before that."""
+        """Texts with the values behind them, for `binding.write_head`. The closing brace is not in it: an id may
+        come before that.
+        """
         return self._pieces(row_shapes(plan))
 
     def score_pieces(self, plan: Plan, scores: npt.NDArray[Any]) -> Pieces | None:

@@ -1,4 +1,4 @@
-"""The memory of one reactor, and what the standard library lacks to set one up. Any thread."""
+"""The memory of one reactor, and system calls for setting it up that the standard library lacks. Any thread."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def areas() -> dict[str, int]:
 
 
 def limits_of(settings: Settings, threads: int, connections: int, descriptors: int) -> npt.NDArray[Any]:
-    """What bounds the requests and the connections of `threads` reactors."""
+    """The limits of requests and connections for `threads` reactors."""
     return kernel.LIMITS.make(
         most_connections=connections,
         most_body=min(settings.max_request, settings.max_inflight),

@@ -1,4 +1,4 @@
-"""What reactors have answered, handed to Python and hold, as Prometheus families."""
+"""Metrics of reactors, as Prometheus families: what they have answered, handed to Python, and hold."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tierstore.service.families import counters, gauge, gauges
 
 
 def families(lines: npt.NDArray[Any], *, unfinished: int, unsent_bytes: int) -> Iterator[Metric]:
-    """`lines` has a line of each reactor; `unfinished` requests have begun to arrive, `unsent_bytes`
-    wait to be taken by clients.
+    """`lines` has a line of each reactor; `unfinished` requests have begun to arrive, `unsent_bytes` wait for
+    clients to read them.
     """
     text = "Requests that a reactor answered or refused without the interpreter."
     answers = {str(number): int(line["answers"]) for number, line in enumerate(lines)}

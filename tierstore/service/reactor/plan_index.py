@@ -1,13 +1,13 @@
-"""The index of plans by which reactors answer: how requests of a structure are answered, as
-numbers (`lookup/by_plan.py`).
+"""The index of plans by which reactors answer: how requests of a structure are answered, as numbers
+(`lookup/plans.py`).
 
 `PlanIndex.learn` is called when Python has planned a request, and keeps the plan of its structure if a reactor can run
 it: look-ups of rows and bags with binary keys in the body and binary outputs, and predictions of scores alone, whose
-graph a thread of Python runs (`predictions.py`). Of other predictions it keeps that a reactor can refuse them.
-`learn_rows` does it for a front's requests for rows (`lookup/front_rows.py`), all those of a table, version and line
-by one plan. The number of plans is bounded; the least recently used of its set makes room. What is learned in a second
-is bounded too, so that who sends a new structure each time costs what Python's answers cost. Any thread may call
-anything; compiled threads read the index as it is filled.
+graph a thread of Python runs (`predictions.py`). For other predictions it notes that a reactor can refuse them.
+`learn_rows` does it for a front's requests for rows (`lookup/front_rows.py`), with one plan for all requests of a
+table, version and line. The number of plans is bounded; the least recently used of its set makes room. Plans learned
+in a second are bounded too, so that a client that sends a new structure each time costs no more than Python's answers.
+Any thread may call anything; compiled threads read the index while it is filled.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from tierstore.types import Tier, model_and_head
 from tierstore.wire import request_record
 from tierstore.wire.http1.date import DATE_PLACE
 
-MOST_LEARNED = 256  # at once, and LEARNED_A_SECOND
+MOST_LEARNED = 256  # at a time, and LEARNED_A_SECOND
 LEARNED_A_SECOND = 64
-_MOST_UNFIT = 1024  # structures that reactors cannot answer, which are not looked at again
-_MOST_VERSIONS, _MOST_TABLES = 512, 4096  # with counts of their own; requests beyond them are answered by Python
+_MOST_UNFIT = 1024  # structures that reactors cannot answer, which are not tried again
+_MOST_VERSIONS, _MOST_TABLES = 512, 4096  # with counts of their own; Python answers requests beyond them
 _ROWS_HEAD = b"HTTP/1.1 200 OK\r\ndate: %b\r\ncontent-length: %b\r\ncontent-type: application/octet-stream\r\n\r\n"
 _DIGITS = b"-" * front_rows.DIGITS
 
@@ -53,9 +53,9 @@ Version = tuple[str, str, int]  # a protocol, a model, its version
 
 
 class _Variant:
-    """How a request is answered under one version and dense part. `kept` is what its words point to."""
+    """How a request is answered under one version and dense part. `kept`: the objects that its words point to."""
 
-    scoring = 0  # the number of a prediction's
+    scoring = 0  # the number of a prediction's scoring
 
     def __init__(
         self, words: npt.NDArray[Any], version: Version | None, tables: list[LookupCounts], *kept: object
@@ -66,7 +66,7 @@ class _Variant:
 
 
 class _Planned:
-    """A structure with its variants, the newest first; `words` is what the reactor reads."""
+    """A structure with its variants, newest first; `words` is for the reactor."""
 
     def __init__(
         self, place: Place, model: int, rates: Words | None, wanted: int, labelled: int, variants: list[_Variant]
@@ -110,9 +110,8 @@ class PlanIndex:
         absorb: Any,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`rates` are those that reactors draw from.
-
-        `absorb` is called with a version, its new counts, and the highest counts of any thread.
+        """`rates` are those that reactors draw from. `absorb` is called with a version, its new counts, and the
+        highest counts of any thread.
         """
         # constant after construction
         self._store, self._rates, self._clock = store, rates, clock
@@ -121,9 +120,9 @@ class PlanIndex:
             threads, _MOST_VERSIONS, kernel.VERSION_COUNTS.bytes // 8, absorb
         )
         self.tables: CountRows[LookupCounts] = CountRows(threads, _MOST_TABLES, kernel.TABLE_COUNT_WORDS, _add_keys)
-        self.scorings: dict[int, Scoring] = {}  # by number; each as long as a thread may be given a job of it
+        self.scorings: dict[int, Scoring] = {}  # by number; kept while a thread may get a job of it
         self._numbers = itertools.count(1)
-        self._index = layout.ENTRY.new((layout.SETS, layout.WAYS))  # compiled threads read it
+        self._index = layout.ENTRY.new((layout.SETS, layout.WAYS))  # read by compiled threads
         self._index_at = shared["plans_at"] = address_of(self._index)
         self._lock = threading.Lock()
         # guarded by _lock
@@ -141,11 +140,11 @@ class PlanIndex:
     def learn(
         self, model: str, view: Any, version: int | str | None, plan: Plan, lesson: Lesson, refusal: bytes | None = None
     ) -> None:
-        """Keep how requests of `model`, or of a head, that have the structure of this one are answered under
-        `view`, if a reactor can do it.
+        """Teach reactors how requests of `model`, or of a head, with this structure are answered under `view`, if they
+        can.
 
-        `version` is the one that the request names. `refusal`: of a prediction, which a reactor refuses with these
-        bytes where it would wait too long; over HTTP `DATE_PLACE` is in them for the date. Else it begins it, if it
+        `version` is the one in the request. `refusal`: for a prediction, these bytes refuse a request that would wait
+        too long; over HTTP they have `DATE_PLACE` for the date. Otherwise the reactor begins the prediction, if it
         can.
         """
         if plan.dense is not None and refusal is None:
@@ -182,8 +181,8 @@ class PlanIndex:
             self._keep(place, owner, slot, wanted, labelled, new)
 
     def learn_rows(self, model: str, view: Any, table: str, path: str, line: str) -> None:
-        """Keep how a front's requests for rows of a table, at `path`, are answered under
-        `view`, if a reactor can do it.
+        """Teach reactors how a front's requests for rows of a table, at `path`, are answered under `view`, if they
+        can.
         """
         token, slot = self._store.model(model).publisher.token(view), self._epochs.slot(model)
         cascade = view.open_version.tables[table]
@@ -206,15 +205,12 @@ class PlanIndex:
             self._keep(place, model, slot, layout.ONE_VERSION, 0, variant)
 
     def _place(self, lesson: Lesson) -> Place | None:
-        """Where requests of a lesson's structure are found; None where reactors do not know its form.
-
-        Called with the lock held.
-        """
+        """The place of a lesson's structure; None if reactors do not know its form. Called with the lock held."""
         size = lesson.scan(*self._scanned)
         return (lesson.path, self._structure[:size].tobytes(), lesson.form) if size else None
 
     def _has_time(self) -> bool:
-        """Whether one more may be learned now; it counts. Called with the lock held."""
+        """Whether one more may be learned now; it is counted. Called with the lock held."""
         now_s = self._clock()
         passed_s, self._learned_at_s = now_s - self._learned_at_s, now_s
         self._may_learn = min(float(MOST_LEARNED), self._may_learn + passed_s * LEARNED_A_SECOND)
@@ -224,7 +220,7 @@ class PlanIndex:
         return True
 
     def _knows(self, place: Place, token: int, labelled: int) -> bool:
-        """Whether its plan has a variant for the token, and is of these labels."""
+        """Whether the plan at a place has a variant for the token, and is of these labels."""
         before = self._planned.get(place)
         if before is None or before.words["labelled"] != labelled:
             return False
@@ -234,7 +230,7 @@ class PlanIndex:
         """Have reactors answer requests of `place` by a further variant. Called with the lock held."""
         before = self._planned.get(place)
         variants = [] if before is None else [variant for variant in before.variants if variant.token != new.token]
-        if wanted == layout.BY_LABEL:  # it stands for one version at a time
+        if wanted == layout.BY_LABEL:  # a label stands for one version at a time
             variants = []
         rates = self._rates.words_of_model(model)
         planned = _Planned(place, slot, rates, wanted, labelled, [new, *variants[:1]])
@@ -253,9 +249,9 @@ class PlanIndex:
         self._publish(planned, way, before, unused)
 
     def _publish(self, planned: _Planned, way: int, before: _Planned | None, unused: list[_Variant]) -> None:
-        """Put a plan where reactors look, in place of one `before`. Called with the lock held.
+        """Put a plan into the index, in place of `before`. Called with the lock held.
 
-        What is replaced is kept while a reactor may read it; then the counts of `unused` are released. A reader in
+        The replaced plan is kept while a reactor may read it; then the counts of `unused` are released. A reader in
         between sees a hash with the plan of another one, whose bytes it compares.
         """
         number = planned.hash & (layout.SETS - 1)
@@ -273,14 +269,14 @@ class PlanIndex:
             release()
 
     def _release(self, variant: _Variant) -> None:
-        """Release the counts of a variant: nobody counts by it any more."""
+        """Release the counts of a variant that no reactor uses any more."""
         self.scorings.pop(variant.scoring, None)
         self.versions.release(variant.version)
         for table in variant.tables:
             self.tables.release(table)
 
     def _count_rows(self, version: Version | None, tables: list[LookupCounts]) -> list[int] | None:
-        """Where a version and tables are counted, to be released; None where there is no room for one of them."""
+        """The places for counts of a version and tables, to be released; None if there is no room for one of them."""
         held: list[tuple[CountRows[Any], Any]] = []
         rows: list[int] = []
         for of, key in ((self.versions, version), *((self.tables, table) for table in tables)):
@@ -303,7 +299,7 @@ class PlanIndex:
     def _predicting(
         self, token: int, view: Any, plan: Plan, lesson: Lesson, refusal: bytes, version: Version
     ) -> _Variant | None:
-        """None where a reactor cannot begin it, or the counts of a table are out of its reach.
+        """The variant of a prediction; None if a reactor cannot begin it, or there is no room for counts.
 
         Called with the lock held.
         """
@@ -328,7 +324,7 @@ class PlanIndex:
         return new
 
     def _variant(self, token: int, view: Any, plan: Plan, lesson: Lesson, version: Version) -> _Variant | None:
-        """None where a reactor cannot answer, or a table or its counts are out of its reach."""
+        """The variant; None if a reactor cannot answer, or there is no room for a table or its counts."""
         tables = view.open_version.tables
         if not is_runnable(plan) or not lesson.is_binary():
             return None
@@ -345,7 +341,7 @@ class PlanIndex:
         return _Variant(words, version, counts, *kept)
 
     def collect(self) -> None:
-        """Bring the stats of versions and tables up to now."""
+        """Bring the stats of versions and tables up to date."""
         self.versions.collect()
         self.tables.collect()
 
@@ -359,7 +355,7 @@ def _refusal_words(refusal: bytes) -> dict[str, int]:
 
 
 def _wanted(version: int | str | None) -> int:
-    """What the path of a request names, as the kernel has it."""
+    """The kernel's number for the version in a request's path."""
     if version is None:
         return layout.ANY_VERSION
     if isinstance(version, int):

@@ -1,14 +1,13 @@
-"""Predictions that reactors have begun: threads of the look-up pool run their graphs on the rows that lie ready.
+"""Predictions that reactors have begun: threads of the look-up pool run their graphs on the prepared rows.
 
 A reactor looks the rows up, writes the head of the answer, and puts the number of a job into the pool's queue
-(`reactor/predictions.py`). Rows of tables with a device tier it leaves to the thread, which hands
-them to the graph where they lie. A thread runs the graph, writes the scores behind the head, and gives the job back
-to its reactor, which sends the answer: two wake-ups. A job keeps the view, and so the dense part, of its rows. Its
-words say who waits for it: a connection of HTTP/1.1, or a stream of gRPC. Python answers a job that fails: it sends,
-counts and logs the error. Python also answers a job whose request has to be planned anew.
+(`reactor/predictions.py`). It leaves rows of tables with a device tier to the thread, which passes them to the graph
+in place. A thread runs the graph, writes the scores behind the head, and gives the job back to its reactor, which
+sends the answer: two wake-ups. A job keeps the view of its rows, and so the dense part. Its words name the waiting
+client: an HTTP/1.1 connection, or a gRPC stream. Python answers a job that fails: it sends, counts and logs the error.
+Python also answers a job whose request must be planned anew.
 
-`serve` runs on the pool's threads; `cut_off` and `error_of` on the event loop, `close` on any thread,
-once.
+`serve` runs on the pool's threads; `cut_off` and `error_of` on the event loop, `close` on any thread, once.
 """
 
 from __future__ import annotations
@@ -46,16 +45,16 @@ from tierstore.wire.http1.head import MOST_HEAD_BYTES
 logger = logging.getLogger(__name__)
 
 _NUMBER = struct.Struct("<q")
-_MEMORY = [ctypes.c_char * (1 << bits) for bits in range(48)]  # blocks by their size, rounded up
+_MEMORY = [ctypes.c_char * (1 << bits) for bits in range(48)]  # blocks by size, rounded up
 _DONE, _FOR_PYTHON, _RETURNED = job_words.DONE, job_words.FOR_PYTHON, job_words.RETURNED
 _FIELDS = job_words.JOB.dtype.names or ()
 _REQUEST_ID = b"x-request-id"
-_MOST_ERRORS = 4096  # errors that wait to be fetched; older ones beyond that are dropped
+_MOST_ERRORS = 4096  # errors that wait to be fetched; beyond that the oldest are dropped
 Words = dict[str, int]
 
 
 class Counted(Protocol):
-    """What of the service knows of predictions."""
+    """The part of the service that counts predictions."""
 
     dataplane: DataPlane
     lookup_pool: WorkerPool
@@ -87,12 +86,12 @@ class _Job:
 
     @property
     def items(self) -> int:
-        """The first size of all its inputs and outputs; 0 where they differ."""
+        """The first size of all its inputs and outputs; 0 if they differ."""
         sizes = {array.shape[0] for array in (*self.feed.values(), *self.targets)}
         return sizes.pop() if len(sizes) == 1 else 0
 
     def joins(self, other: _Job) -> bool:
-        """Whether it differs from another one of its structure in the first sizes alone."""
+        """Whether it differs from another one of its structure only in the first sizes."""
         mine, its = (*self.feed.values(), *self.targets), (*other.feed.values(), *other.targets)
         return all(one.shape[1:] == another.shape[1:] for one, another in zip(mine, its, strict=True))
 
@@ -116,15 +115,15 @@ class Predictions:
         self._lock = threading.Lock()
         # guarded by _lock
         self._running: set[int] = set()  # numbers of jobs
-        # by connection and stream, with the connection's serial, until Python answers
+        # by connection, serial and stream, until Python answers
         self._errors: dict[tuple[int, int], tuple[int, BaseException]] = {}
         self._cut = False  # whether nothing is answered any more
-        self._closed = False  # whether a thread is to free what it is at
+        self._closed = False  # whether a thread must free its job itself
 
     # --- on threads of the pool
 
     def serve(self, number: int) -> None:
-        """Run a job, and those that may be joined with it."""
+        """Run a job, and jobs that may be joined with it."""
         job = self._begin(number)
         if job is None:
             return
@@ -158,7 +157,7 @@ class Predictions:
             self._pool.jobs_done(len(jobs))
 
     def _begin(self, number: int) -> _Job | None:
-        """A job that a thread has taken from the queue; None where it is over already."""
+        """Take a job from the queue; None if it is over already."""
         words = _words(self._jobs[number])
         with self._lock:
             cut = self._cut
@@ -167,10 +166,10 @@ class Predictions:
         if cut:
             self._pool.jobs_done(1)
             return None
-        return _Job(number, words, self._scorings[words["scoring"]])  # kept as long as the job keeps its view
+        return _Job(number, words, self._scorings[words["scoring"]])  # kept while the job keeps its view
 
     def _others(self, first: _Job) -> list[_Job]:
-        """Jobs that wait and may be joined with one; what else was at the head of the queue goes to its end."""
+        """Waiting jobs that may be joined with one; others at the head of the queue go to its end."""
         assert self._pool.jobs is not None
         others, back, items = [], [], first.items
         for number in self._pool.jobs.jobs(self._most_items):
@@ -201,7 +200,7 @@ class Predictions:
     def _run(self, job: _Job) -> None:
         scoring, began_ns = job.scoring, time.perf_counter_ns()
         session = scoring.session
-        if session.loose is not scoring.loose:  # an output is not as it was declared: to be planned anew
+        if session.loose is not scoring.loose:  # an output differs from its declaration: plan the request anew
             self._end(job, None)
             return
         lookup_ns = 0
@@ -225,14 +224,14 @@ class Predictions:
             for spec, array in zip(like.inputs, job.feed.values(), strict=True)
         ]
         request = Request(specs, like.outputs, like.combiner)
-        view = self._views[job.words["of_view"]]  # which the job keeps
+        view = self._views[job.words["of_view"]]  # the job keeps it
         with self._service.dataplane.on(job.scoring.model, view, request) as inference:
             inference.begin([array.reshape(-1) for array in job.feed.values()], job.targets)
             inference.finish()
         return inference.lookup_ns
 
     def _run_joined(self, jobs: list[_Job]) -> bool:
-        """Run jobs as one. False where that is not possible, or has failed."""
+        """Run jobs together. False if that is impossible, or has failed."""
         scoring, began_ns = jobs[0].scoring, time.perf_counter_ns()
         session, items = scoring.session, [job.items for job in jobs]
         if session.loose is not scoring.loose:
@@ -254,7 +253,7 @@ class Predictions:
         return True
 
     def _answer(self, job: _Job, began_ns: int, dense_ns: int, more_lookup_ns: int = 0) -> None:
-        """The scores are there: count the prediction, and have its reactor send the answer."""
+        """Count a prediction whose scores are there, and have its reactor send the answer."""
         words, scoring, service = job.words, job.scoring, self._service
         came_ns, planned_ns, queued_ns = words["began_ns"], words["planned_ns"], words["queued_ns"]
         now_ns = time.perf_counter_ns()
@@ -263,7 +262,7 @@ class Predictions:
             began_ns - queued_ns, planned_ns - came_ns, lookup_ns + dense_ns,
             now_ns - began_ns - dense_ns - more_lookup_ns, lookup_ns, dense_ns
         )  # fmt: skip
-        if not self._cut:  # counted before it leaves: who has the answer finds it counted
+        if not self._cut:  # counted before it is sent: a client that has the answer finds it counted
             service.inference_stats.succeeded(scoring.model, scoring.version, now_ns - came_ns, spent)
             service.request_times.add(scoring.protocol, "ok", (now_ns - words["arrived_ns"]) / 1e9)
             if service.request_log.logs(words["arrived_ns"]):
@@ -291,17 +290,17 @@ class Predictions:
         return split_head(self._request(words, MOST_HEAD_BYTES))[1], reply.client
 
     def _request(self, words: Words, most: int = 1 << 62) -> bytes:
-        """A copy of the head and the body of a request that is not answered yet, or of its first bytes."""
+        """A copy of the head and the body, or of the first bytes, of a request that is not answered yet."""
         at, size = words["request"], words["request_bytes"]
         if not words["stream"]:
             at, size = self._pipes.conns[["in_at", "needed"]][words["fd"]].tolist()
         return ctypes.string_at(at, min(size, most))
 
     def _end(self, job: _Job, error: BaseException | None) -> None:
-        """Leave a job to Python, which answers with an error; None: from the start."""
+        """Leave a job to Python, which answers with an error; None: Python answers it from the start."""
         words, scoring = job.words, job.scoring
-        if isinstance(error, Gone):  # of which the reactor knows
-            if words["stream"]:  # a call is counted whatever becomes of it
+        if isinstance(error, Gone):  # the reactor knows
+            if words["stream"]:  # a call is counted in any case
                 seconds = (time.perf_counter_ns() - words["arrived_ns"]) / 1e9
                 self._service.request_times.add(scoring.protocol, "cancelled", seconds)
         elif error is not None:
@@ -314,7 +313,7 @@ class Predictions:
         self._give_back(job, _RETURNED)
 
     def _give_back(self, job: _Job, outcome: int) -> None:
-        """Give a job back to its reactor, unless somebody has answered in its place."""
+        """Give a job back to its reactor, unless it was answered in its place."""
         with self._lock:
             self._running.remove(job.number)
             if self._closed:
@@ -335,9 +334,10 @@ class Predictions:
         return error if of == serial else None
 
     def cut_off(self) -> list[tuple[Words, bytes]]:
-        """From now on nothing is answered. Returns the words and the request of each job that is left.
+        """Answer nothing from now on. Returns the words and the request of each remaining job.
 
-        Not of those that were not queued yet: readers of cold rows read the request, which goes once it is answered.
+        Without jobs that were not queued yet: readers of cold rows read their request, which is freed once it is
+        answered.
         """
         with self._lock:
             self._cut = True
@@ -351,7 +351,7 @@ class Predictions:
         return mine
 
     def close(self) -> None:
-        """Free what is left, once the reactors have ended: but for what a thread is at, which that one frees."""
+        """Free the remaining jobs, once the reactors have ended; a thread frees the one that it works on."""
         with self._lock:
             self._cut = self._closed = True
             for number in np.flatnonzero(self._mine()).tolist():
@@ -360,11 +360,11 @@ class Predictions:
 
 
 def _words(row: Any) -> Words:
-    """The words of a job by their names."""
+    """The words of a job by name."""
     return dict(zip(_FIELDS, row.tolist(), strict=True))
 
 
 def _free(words: Words) -> None:
-    """Free what a job has in memory."""
+    """Free a job's memory."""
     free(words["block"])
     free(words["request"] or None)

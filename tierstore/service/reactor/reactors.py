@@ -1,5 +1,4 @@
-"""The reactors of a service: threads that run `reactor/loop.py`, their memory, and the
-pipes between them and Python.
+"""The reactors of a service: threads that run `reactor/loop.py`, their memory, and the pipes between them and Python.
 
 Made on any thread. `start`, `start_http2`, `finish` and everything that comes through the pipe run on the event loop;
 `close` may block, and runs on any thread, once. A compiled loop never takes the interpreter lock. A pipe carries
@@ -83,7 +82,7 @@ class Reactors:
         self.words["generation_at"], self.words["models_at"] = address_of(epochs.generation), address_of(epochs.models)
         self.cold_readers = ColdReaders(threads, settings.disk_threads, epochs)
         self._memory = [mmap.mmap(-1, sum(areas().values())) for _ in range(threads)]
-        self._predictions: Predictions | None = None  # set before `start`, with the pipe of those who run them
+        self._predictions: Predictions | None = None  # set before `start`, with the pipe of their threads
         self._prediction_outbox = -1
         # the event loop's
         self.running = False  # from `start` on, for good
@@ -112,9 +111,9 @@ class Reactors:
         streams: StreamReceiver,
         streaming: Sequence[bytes] = (),
     ) -> None:
-        """Serve HTTP/1.1, on the running event loop, for what connects to `listeners`, one at most, or is given back.
+        """Serve HTTP/1.1, on the running event loop, for connections to `listeners`, one at most, and those given back.
 
-        They listen already. `streaming`: paths of gRPC whose requests are given as they come.
+        They listen already. `streaming`: gRPC paths whose requests are passed on as they arrive.
         """
         self.streams.start(streams, streaming)
         self._receiver, self._loop = receiver, asyncio.get_running_loop()
@@ -148,7 +147,7 @@ class Reactors:
         self.running = True
 
     def start_http2(self, listeners: Sequence[socket.socket] = ()) -> None:
-        """Serve HTTP/2 and nodes in front as well, and what connects to `listeners`, one at most, which listen already.
+        """Serve HTTP/2 and fronts as well, and connections to `listeners`, one at most, which listen already.
 
         After `start`, once its kernels are compiled: reading an address compiles.
         """
@@ -163,7 +162,7 @@ class Reactors:
                     register(epoll.fileno(), listener.fileno(), sysio.READABLE | sysio.EXCLUSIVE, kernel.GRPC_LISTENER)
 
     def predict_with(self, service: Counted, scorings: Mapping[int, Scoring]) -> None:
-        """Have the threads of a service's look-up pool run the graphs of predictions. Before `start`."""
+        """Let the threads of a service's look-up pool run the graphs of predictions. Before `start`."""
         pool = service.lookup_pool
         assert pool.jobs is not None
         self._predictions = Predictions(service, scorings, self, self.cold_readers, self._epochs.views)
@@ -171,7 +170,7 @@ class Reactors:
         pool.serve_jobs(self.words, self._predictions.serve)
 
     def drain(self) -> None:
-        """From now on a connection is closed after its next answer, which says so."""
+        """From now on each connection is closed after its next answer, which says so."""
         self._set_mode(kernel.DRAIN)
 
     def finish(self) -> None:
@@ -179,7 +178,7 @@ class Reactors:
         self._set_mode(kernel.FINISH)
 
     def close(self) -> None:
-        """End the threads, and close every connection that is still open. Once; not on the event loop while it runs."""
+        """End the threads, and close every open connection. Once; not on the event loop while it runs."""
         self._set_mode(kernel.STOP)
         for worker in self._workers:
             if worker.ident is not None:
@@ -219,7 +218,7 @@ class Reactors:
         self._workers.clear()
 
     def _close_left(self, inbox: int) -> None:
-        """Close connections that a reactor was to take in which has ended, and free answers that it has not read."""
+        """Close connections that an ended reactor was to take over, and free answers that it has not read."""
         for what, _, value, _ in self._left_in(inbox):
             if what & 255 == kernel.SERVE:
                 self.tls.close(what >> 8)
@@ -228,7 +227,7 @@ class Reactors:
 
     @staticmethod
     def _left_in(pipe: int) -> Iterator[Message]:
-        """Messages that nobody has read."""
+        """Messages that were not read."""
         with contextlib.suppress(BlockingIOError):
             while pipe >= 0 and (data := os.read(pipe, _READ_BYTES // _MESSAGE.size * _MESSAGE.size)):
                 yield from _MESSAGE.iter_unpack(data)
@@ -248,7 +247,7 @@ class Reactors:
         self._pipes += ends
         with contextlib.suppress(OSError):  # a user may have used up all pipe memory
             fcntl.fcntl(ends[1], fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        # of one connection at most a request, a sent answer and the connection itself are in a pipe
+        # for each connection a pipe has at most a request, a sent answer and the connection itself
         fit = int(fcntl.fcntl(ends[1], fcntl.F_GETPIPE_SZ)) // _MESSAGE.size // 4
         if fit < self._limits["most_connections"]:
             logger.warning("pipes are short: %d HTTP connections may be open", fit)
@@ -272,7 +271,7 @@ class Reactors:
         )  # fmt: skip
 
     def count_in(self, versions: npt.NDArray[np.int64], tables: npt.NDArray[np.int64]) -> None:
-        """Where each thread counts, int64[threads, rows, words]. Called before `start`."""
+        """Set where each thread counts, int64[threads, rows, words]. Called before `start`."""
         self.counts_at = [address_of(of) for of in versions]
         self.table_counts_at = [address_of(of) for of in tables]
 
@@ -285,7 +284,7 @@ class Reactors:
                 os.write(self._inboxes[reactor], _MESSAGE.pack(kind | fd << 8, serial, address, count))
 
     def reply(self, number: int, what: int, serial: int, data: npt.NDArray[np.uint8]) -> None:
-        """Write to a reactor's pipe a message with a copy of `data`."""
+        """Write a message with a copy of `data` to a reactor's pipe."""
         inflight = kernel.SHARED.place(self.words, "inflight")
         with self._writing:
             if not self._inboxes:
@@ -295,7 +294,7 @@ class Reactors:
             raise OSError(-failed, os.strerror(-failed))
 
     def cut_off(self, error: BaseException) -> None:
-        """Have predictions answered with an error in place of the threads that have them."""
+        """Answer predictions with an error, in place of their threads."""
         for words, request in [] if self._predictions is None else self._predictions.cut_off():
             if words["stream"]:
                 self.streams.fail(words, request, error)
@@ -318,7 +317,7 @@ class Reactors:
     def serve_connection(self, fd: int, session: Session | None = None, refused: bool = False) -> None:
         """Give a connection to a reactor, which owns the descriptor and the session from now on.
 
-        It is counted already, as another one or as one that is refused. Event loop only.
+        It is counted already, as on its way or as refused. Event loop only.
         """
         if not self.tls.put(fd, session):
             (self.count_refused if refused else self.count_other)(-1)
@@ -326,22 +325,21 @@ class Reactors:
         self.notify(fd % self.threads, kernel.SERVE, fd, 0, kernel.TURNED_OFF if refused else 0, 0)
 
     def count_other(self, connections: int) -> None:
-        """So many more connections, or fewer, are on their way to reactors."""
+        """Add to the number of connections on their way to reactors; it may be negative."""
         atomics.add(kernel.SHARED.place(self.words, "other_open"), connections)
 
     def count_refused(self, connections: int) -> None:
-        """So many more connections, or fewer, are refused."""
+        """Add to the number of refused connections; it may be negative."""
         atomics.add(kernel.SHARED.place(self.words, "turned_off"), connections)
 
     @property
     def refused(self) -> int:
-        """Connections that are one too many, and are refused in words."""
+        """Connections beyond the limit that are being refused in words."""
         return int(self.words["turned_off"])
 
     def make_room(self) -> bool:
-        """End a silent connection, and count another one in its place.
-
-        False: there is none, or there are too many on their way.
+        """End a silent connection, and count another one in its place. False if there is none, or too many are on
+        their way.
         """
         most = int(self._limits["most_connections"])
         if self.open >= most + min(most, _ON_THEIR_WAY) or (found := self._silent.pop()) is None:
@@ -353,12 +351,12 @@ class Reactors:
 
     @property
     def open(self) -> int:
-        """Connections that are open, and on their way here."""
+        """Open connections, including those on their way here."""
         return int(self.words["open"]) + int(self.words["other_open"])
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes of answers that are not sent yet, without those in Python's memory."""
+        """Bytes of unsent answers, without those in Python's memory."""
         return int(self.words["inflight"])
 
     def _on_messages(self) -> None:
@@ -406,7 +404,7 @@ class Reactors:
 
     @property
     def handed_on(self) -> dict[str, int]:
-        """Requests that reactors have handed to Python, by the reason."""
+        """Requests that reactors have handed to Python, by reason."""
         counts = self._lines["reasons"].sum(0)
         return dict(zip(kernel.REASONS, counts.tolist(), strict=True))
 

@@ -1,5 +1,5 @@
-"""Answers to requests that a reactor has handed to Python: each goes back to its
-connection through the reactor's pipe.
+"""Answers to requests that a reactor has handed to Python; each goes back to its connection through the reactor's
+pipe.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tierstore.service.addresses import is_on_host, peer_of
 from tierstore.service.reactor.streams import Streams
 from tierstore.service.reactor.tls_rows import TlsRows
 
-_CLOSES = 1 << 31  # a flag next to a serial
+_CLOSES = 1 << 31  # a flag beside a serial
 Sending = tuple[npt.NDArray[np.int64], list[npt.NDArray[np.uint8]], Callable[[], None]]
 
 
@@ -34,9 +34,7 @@ def split_head(data: bytes) -> tuple[bytes, list[tuple[bytes, bytes]], int]:
 
 
 class Pipes(Protocol):
-    """What a reply needs of the reactors: their connections, their pipes, and where answers
-    in Python's memory are kept.
-    """
+    """The part of the reactors that a reply needs: connections, pipes, and the place of answers in Python's memory."""
 
     conns: npt.NDArray[Any]
     tls: TlsRows
@@ -48,18 +46,17 @@ class Pipes(Protocol):
 
 
 class Reply:
-    """The connection that waits for the answer to a request. Call one of `send`, `send_copy` and `drop`, once.
-
-    Any thread.
+    """The connection that waits for the answer to a request. Call one of `send`, `send_copy` and `drop`, once. Any
+    thread.
     """
 
     __slots__ = ("_fd", "_reactor", "_reactors", "_serial", "error", "reason")
 
     def __init__(self, reactors: Pipes, reactor: int, fd: int, serial: int) -> None:
-        """`serial` with the reason behind it, as a REQUEST has it."""
+        """`serial`: with the reason behind it, as in a REQUEST."""
         self._reactors, self._reactor, self._fd, self._serial = reactors, reactor, fd, serial & kernel.SERIALS
-        self.reason = serial >> 32  # why the reactor has not answered, one of `kernel.REASONS` by its place
-        self.error: BaseException | None = None  # to be told in answer: why what was begun has failed
+        self.reason = serial >> 32  # why the reactor has not answered: an index of `kernel.REASONS`
+        self.error: BaseException | None = None  # the error to answer with: why what was begun has failed
 
     def is_lost(self) -> bool:
         """Whether the client has gone. Any thread."""
@@ -67,7 +64,7 @@ class Reply:
 
     @property
     def client(self) -> tuple[str, int] | None:
-        """The client's address and port, as long as it is not answered."""
+        """The client's address and port, until it is answered."""
         try:
             with socket.socket(fileno=os.dup(self._fd)) as connection:
                 return peer_of(connection)
@@ -81,27 +78,27 @@ class Reply:
 
     @property
     def began_ns(self) -> int:
-        """When the first bytes of the request came, on the monotonic clock; 0 where all bytes came at once."""
+        """When the first bytes of the request came, on the monotonic clock; 0 if all came at once."""
         return int(self._reactors.conns["began_ns"][self._fd])
 
     @property
     def closes(self) -> bool:
-        """Whether the request asked for its connection to end with the answer, as long as it is not answered."""
+        """Whether the request asked for its connection to end with the answer; valid until it is answered."""
         return bool(self._reactors.conns["flags"][self._fd] & kernel.CLOSES)
 
     @property
     def is_refused(self) -> bool:
-        """Whether its connection is one too many."""
+        """Whether its connection is beyond the limit."""
         return bool(self._reactors.conns["flags"][self._fd] & kernel.TURNED_OFF)
 
     @property
     def has_body(self) -> bool:
-        """Whether the body is there: it is not where it is too large, or where there is no room for it."""
+        """Whether the body is there: not if it is too large, or there was no room for it."""
         return not self._reactors.conns["to_drop"][self._fd]
 
     @property
     def on_host(self) -> bool:
-        """Whether the client is on this machine for sure, as long as it is not answered."""
+        """Whether the client is surely on this machine; valid until it is answered."""
         try:
             with socket.socket(fileno=os.dup(self._fd)) as connection:
                 return is_on_host(connection)
@@ -110,7 +107,7 @@ class Reply:
 
     @property
     def is_last(self) -> bool:
-        """Whether nothing has come behind the request, as long as it is not answered."""
+        """Whether nothing has come behind the request; valid until it is answered."""
         row = self._reactors.conns[self._fd]
         return bool(row["in_bytes"] <= row["needed"])
 

@@ -1,7 +1,7 @@
-"""How predictions of a structure are run by one dense part: as numbers for the reactors
-(`lookup/scoring.py`), and for a thread of Python.
+"""Scorings: how one dense part runs predictions of a structure, as numbers for reactors (`lookup/scoring.py`), and for
+a thread.
 
-Pure functions, and values that are not changed once made; any thread.
+Pure functions, and immutable values; any thread.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Tensors = list[tuple[str, np.dtype[Any], int]]
 class Scoring:
     """What a thread needs to run the graph: `inputs` and `outputs` with their names, dtypes and ranks.
 
-    `loose` is what was known of the session's outputs when it was made; `joins`: whether requests may be joined.
-    `request`: the one that it was learned from, where the thread looks up too; then `inputs` are those of the request.
+    `loose`: what was known of the session's outputs when it was made; `joins`: whether requests may be joined.
+    `request`: the one that it was learned from, if the thread looks up too; then `inputs` are those of the request.
     """
 
     protocol: str
@@ -50,17 +50,17 @@ class Scoring:
     request: Request | None = None
 
     def runs_as(self, other: Scoring) -> bool:
-        """Whether it is the same run of a graph, so that requests of both, in whatever protocol, may be joined."""
+        """Whether it is the same run of a graph, so that requests of both, in any protocol, may be joined."""
         mine, its = ((one.inputs, one.outputs, one.loose, one.joins) for one in (self, other))
         return self is other or (self.session is other.session and mine == its)
 
 
 class Unfit(Exception):
-    """A structure that reactors cannot begin."""
+    """Reactors cannot begin predictions of this structure."""
 
 
 def can_score(lesson: Lesson, plan: Plan, session: DenseSession | None) -> bool:
-    """Whether a reactor can begin predictions of this structure, of any sizes: scores alone, binary both ways."""
+    """Whether a reactor can begin predictions of this structure, of any sizes: only scores, binary both ways."""
     dense = plan.dense
     if session is None or dense is None or plan.numbers is not None or not lesson.is_binary():
         return False
@@ -68,12 +68,12 @@ def can_score(lesson: Lesson, plan: Plan, session: DenseSession | None) -> bool:
         return False
     if any(tensor.datatype == BYTES for tensor, _ in dense.inputs):
         return False
-    # strings that nothing is asked of are checked by Python
+    # Python checks strings that nothing is looked up for
     return not any(call.spec.datatype == BYTES and call.feeds is None for call in plan.calls)
 
 
 def may_learn(lesson: Lesson, plan: Plan, session: DenseSession | None, batches: Batcher) -> bool:
-    """Whether reactors are to learn from a request: not from predictions that Python joins, which wait otherwise."""
+    """Whether reactors should learn from a request: not from predictions that Python joins, which wait otherwise."""
     if plan.dense is None or not batches.max_items:
         return True
     return not batches.waits and can_score(lesson, plan, session)
@@ -92,7 +92,7 @@ class _Shapes:
         self._numbers: dict[str, int] = {}
 
     def add_own(self, tensor: Tensor, of: int, rank: int) -> None:
-        """An input of the graph that is the input `of` of the request, which has so many sizes."""
+        """Add an input of the graph that is the input `of` of the request, with `rank` sizes."""
         if tensor.shape == ():  # the protocol has no tensors without dimensions
             self.checks.append((of, 0, 1))
             rank = 0
@@ -100,11 +100,11 @@ class _Shapes:
         self._check(of, tensor.shape or ())
 
     def add_feature(self, feature: FeatureInput, number: int, call: Call) -> None:
-        """One that has the rows of a look-up, the one of that number."""
+        """Add an input with the rows of a look-up, by the look-up's number."""
         of, lead = (call.keys, len(call.lead)) if call.offsets is None else (call.offsets, 1)
         declared = feature.tensor.shape
         width = feature.dim if len(feature.shape_for(call.lead)) == lead + 1 else 0
-        flat = feature.dim if lead == 2 and not width else 0  # rows lie side by side
+        flat = feature.dim if lead == 2 and not width else 0  # rows are side by side
         self.half |= feature.dtype == "float16"
         self.inputs.append((number, of, lead, width, flat))
         if declared is None:
@@ -127,7 +127,7 @@ class _Shapes:
                 self.checks.append((of, axis, ~number))
 
     def score(self, spec: OutputSpec, declared: Sequence[Dim] | None) -> tuple[int, int, list[int]]:
-        """An output, whose sizes have to follow from those of inputs."""
+        """An output, whose sizes must follow from those of inputs."""
         if declared is None or len(declared) > layout.MOST_SCORE_RANK:
             raise Unfit
         sizes = []
@@ -143,7 +143,7 @@ def scoring_words(
 ) -> tuple[npt.NDArray[Any], list[npt.NDArray[Any]]]:
     """(the words, what they point to: checks, inputs and scores). Raises Unfit.
 
-    `apart`: who runs the graph looks up too; its inputs are those of the request.
+    `apart`: the thread that runs the graph looks up too; its inputs are those of the request.
     """
     dense, bindings, shapes = plan.dense, session.bindings, _Shapes()
     assert dense is not None
@@ -183,7 +183,7 @@ def scoring_words(
 def scoring_of(
     lesson: Lesson, model: str, plan: Plan, session: DenseSession, parts: list[npt.NDArray[Any]], *, apart: bool
 ) -> Scoring:
-    """What a thread needs, of the structure that `scoring_words` was called with and gave `parts`."""
+    """A thread's scoring, for the structure that `scoring_words` was called with and returned `parts` for."""
     request: Request | None = None
     inputs: Tensors = []
     if apart:

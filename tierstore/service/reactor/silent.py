@@ -1,7 +1,7 @@
-"""Connections of reactors that make room for new ones where there are as many as there may be.
+"""Silent connections of reactors, which make room for new ones when the limit is reached.
 
-Those whose clients have asked for nothing for a while, or have not said what for. First of the address that has most of
-them, so that one client's connections cost that client's own; of them the one that has been silent longest.
+Their clients have sent no request for a while, or no complete head. The first to go is of the address that has most of
+them, so that a client's many connections cost that client its own; of those, the one that has been silent longest.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy.typing as npt
 from tierstore.reactor import layout as kernel
 from tierstore.service.limits.silent import SILENT_S, host_of
 
-_LOOKED_AT = 256  # connections whose addresses are asked for in one look: drawn at random where there are more
-_FOUND = 16  # that one look names
-_PAUSE_S = 0.05  # between two looks
+_LOOKED_AT = 256  # connections whose addresses are read at a time: drawn at random if there are more
+_FOUND = 16  # found at a time
+_PAUSE_S = 0.05  # between two searches
 
 
 class SilentConnections:
-    """Connections among `conns` that make room for new ones, as `limits` bounds them; `words` is
-    the memory that reactors share.
+    """Connections among `conns` that make room for new ones, within `limits`; `words` is the reactors' shared
+    memory.
     """
 
     def __init__(self, conns: npt.NDArray[Any], limits: npt.NDArray[Any], words: npt.NDArray[Any]) -> None:
@@ -34,8 +34,8 @@ class SilentConnections:
         self._random = np.random.default_rng()
 
     def pop(self) -> tuple[int, int, int] | None:
-        """Reactor, descriptor and serial of a connection that is to make room; the reactor
-        looks whether it still is silent.
+        """Reactor, descriptor and serial of a connection that should make room; the reactor checks whether it is
+        still silent.
         """
         if not self._found and time.monotonic() >= self._next_look_s:
             self._look()
@@ -51,11 +51,11 @@ class SilentConnections:
         rows = self._conns[: int(self._words["highest"]) + 1]
         state, deadline = rows["state"], rows["deadline_ns"]
         is_http2 = state == kernel.HTTP2
-        begins = ~is_http2 & (rows["in_bytes"] > 0)  # a head that is not whole
+        begins = ~is_http2 & (rows["in_bytes"] > 0)  # an incomplete head
         since = deadline - np.where(begins, self._limits["arrival_ns"], self._limits["idle_ns"])
         since[rows["flags"] & kernel.LINGERS != 0] = 0  # it has its last answer
         is_silent = (is_http2 & (deadline != 0)) | ((state == kernel.READING) & (rows["needed"] == 0))
-        is_silent &= rows["flags"] & kernel.TURNED_OFF == 0  # which has no place
+        is_silent &= rows["flags"] & kernel.TURNED_OFF == 0  # it has no place to give
         fds = np.flatnonzero(is_silent & (since < time.monotonic_ns() - int(SILENT_S * 1e9)))
         if len(fds) > _LOOKED_AT:
             fds = self._random.choice(fds, _LOOKED_AT, replace=False)

@@ -1,8 +1,8 @@
-"""Streams of HTTP/2 that reactors give to Python: each carries one request, whole or in pieces, and its answer.
+"""HTTP/2 streams that reactors give to Python: each carries one request, whole or in pieces, and its answer.
 
 The event loop receives the events of a stream in order: either the whole request, or its opening, its data and its
-end; and once, if it happens, that the stream is lost. Any thread may answer. An answer is copied into a block that then
-belongs to the reactor, which counts its bytes until they are sent.
+end; and once, if it happens, its loss. Any thread may answer. An answer is copied into a block that then belongs to
+the reactor, which counts its bytes until they are sent.
 """
 
 from __future__ import annotations
@@ -44,57 +44,56 @@ _DESCRIPTION_ROOM = 1 << 20  # of a message, in addition to its tensors
 
 
 def most_message(settings: Settings) -> int:
-    """Bytes of one message of gRPC, and of a body over HTTP/2 until Python has looked whose it is."""
+    """The most bytes of a gRPC message, and of a body over HTTP/2 until Python knows its sender."""
     return min(settings.max_request + _DESCRIPTION_ROOM, settings.max_inflight)
 
 
 class StreamReceiver(Protocol):
-    """Receives what reactors give of streams."""
+    """Receives events of streams from reactors."""
 
     def request(self, stream: Stream, body: bytes) -> None:
-        """A whole request. Where `stream.too_large`, `body` is empty."""
+        """A whole request. If `stream.too_large`, `body` is empty."""
 
     def opened(self, stream: Stream) -> None:
-        """The headers of a method that streams have come."""
+        """The headers of a streaming method's request have come."""
 
     def data(self, stream: Stream, data: bytes) -> None:
-        """More has come; `stream.consumed` lets the client send as much again."""
+        """More data have come; `stream.consumed` lets the client send as much again."""
 
     def ended(self, stream: Stream) -> None:
         """The client has sent everything."""
 
     def lost(self, stream: Stream) -> None:
-        """The client has reset the stream, or its connection has ended. Nothing more comes, and nothing leaves."""
+        """The client has reset the stream, or its connection has ended. Nothing more comes, and nothing is sent."""
 
 
 class Stream:
-    """One stream: a request, and its answer. `respond`, or `send_headers`, `send_data` and `end`; or `reset`.
-
+    """One stream: a request, and its answer. Call `respond`, or `send_headers`, `send_data` and `end`; or `reset`.
     Any thread.
     """
 
     def __init__(self, streams: Streams, fd: int, serial: int, number: int, head: bytes, reason: int) -> None:
         self._streams, self._fd, self._serial, self.number = streams, fd, serial, number
-        # when its headers came, on the monotonic clock; its grpc-timeout, 0 without one; whether it is a call of gRPC
+        # when its headers came, on the monotonic clock; its grpc-timeout, 0 without one; whether it is a gRPC call
         self.arrived_ns, self.timeout_ms, is_grpc = _WORDS.unpack_from(head)
         self.is_grpc = bool(is_grpc)
         first, authority, *lines, _ = head[_WORDS.size :].split(b"\n")
         method, _, path = first.partition(b" ")
         self.method, self.path, self.authority = method, path, authority
-        # regular fields, names in small letters
+        # regular fields, with names in small letters
         self.headers: list[tuple[bytes, bytes]] = []
         for line in lines:
             name, _, value = line.partition(b":")
             self.headers.append((name, value))
-        self.reason = reason  # why the reactor has not answered, one of `kernel.REASONS` by its place
-        self.error: BaseException | None = None  # to be told in answer: why what was begun has failed
+        self.reason = reason  # why the reactor has not answered: an index of `kernel.REASONS`
+        self.error: BaseException | None = None  # the error to answer with: why what was begun has failed
         self.too_large = False  # the body was larger than `most_message`, and is not there
         self.peer_names: tuple[str, ...] = ()  # of the client's certificate
         self._lock = threading.Lock()
         # guarded by _lock
-        self._waiting: deque[Sent] = deque()  # for what was sent to leave, in its order
+        self._waiting: deque[Sent] = deque()  # for sent blocks to leave, in order
         self._lost = False
-        self._ended = False  # whether all of the answer was given
+        self._ended = False  # whether the whole answer was given
 
     def is_lost(self) -> bool:
         """Whether the client has reset the stream, or is gone."""
@@ -102,13 +101,13 @@ class Stream:
 
     @property
     def client(self) -> tuple[str, int] | None:
-        """The client's address and port, as long as it is not answered; None where it has none."""
+        """The client's address and port, until it is answered; None if it has none."""
         with self.connection() as connection:
             return None if connection is None else peer_of(connection)
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[socket.socket | None]:
-        """The stream's connection, for what there is to ask of it; None where that has ended."""
+        """The stream's connection, for questions to the socket; None if it has ended."""
         try:
             made = socket.socket(fileno=os.dup(self._fd))
         except OSError:
@@ -125,7 +124,7 @@ class Stream:
         trailers: Fields | None = None,
         sent: Sent | None = None,
     ) -> None:
-        """Answer as a whole. `sent` is called once the answer has left, or never will."""
+        """Answer as a whole. `sent` is called once the answer was sent, or never will be."""
         self._send(encode_head(status, headers), chunks, b"" if trailers is None else encode(trailers), True, sent)
 
     def send_headers(self, status: int, headers: Fields) -> None:
@@ -138,7 +137,7 @@ class Stream:
         self._send(b"", (), encode(trailers), True, None)
 
     def reset(self, code: int = http2_layout.CANCEL) -> None:
-        """Take back the answer, as far as it has not left."""
+        """Take back the unsent part of the answer."""
         with self._lock:
             if self._lost or self._ended:
                 return
@@ -150,7 +149,7 @@ class Stream:
             sent()
 
     def consumed(self, size: int) -> None:
-        """Let the client send so many bytes more."""
+        """Let the client send `size` more bytes."""
         if not self._lost and not self._ended:
             self._streams.notify(self, kernel.STREAM_CONSUMED, size, 0)
 
@@ -185,7 +184,7 @@ class Stream:
             sent()
 
     def _lose(self) -> bool:
-        """The stream is lost. Returns whether its answer was not given yet."""
+        """Note that the stream is lost. Returns whether its answer was not given yet."""
         with self._lock:
             open_, self._lost = not self._ended and not self._lost, True
             waiting = self._pop_waiting()
@@ -195,21 +194,21 @@ class Stream:
 
 
 class StreamPipes(Protocol):
-    """What streams need of the reactors."""
+    """The part of the reactors that streams need."""
 
     conns: npt.NDArray[Any]
     tls: TlsRows
     words: npt.NDArray[Any]
 
     def error_of(self, fd: int, serial: int, stream: int = 0) -> BaseException | None:
-        """What has to be told in answer to a request that came back from a thread that predicts; see `Predictions`."""
+        """The error to answer a request with that came back from a thread that predicts; see `Predictions`."""
 
     def send_stream(self, reactor_number: int, write: Callable[[int], int]) -> None:
         """Have `write` write to a reactor's pipe, unless that is closed; it returns 0, or minus an error number."""
 
 
 class Streams:
-    """The streams that Python has. Any thread may call `of_job`, `send`, `notify` and `forget`."""
+    """Python's streams. Any thread may call `of_job`, `send`, `notify` and `forget`."""
 
     def __init__(self, pipes: StreamPipes) -> None:
         self._pipes = pipes
@@ -217,7 +216,7 @@ class Streams:
         self._receiver: StreamReceiver | None = None
 
     def start(self, receiver: StreamReceiver, streaming: Sequence[bytes]) -> None:
-        """From now on `receiver` gets streams; those of the paths `streaming` as they come, if they are of gRPC."""
+        """From now on `receiver` gets streams; gRPC streams of the paths `streaming` in pieces as they arrive."""
         self._receiver = receiver
         paths = [np.frombuffer(path, np.uint8) for path in streaming]
         texts = np.array([(address_of(path), len(path)) for path in paths], TEXT.dtype)
@@ -232,7 +231,7 @@ class Streams:
         return len(self._open)
 
     def serve(self, kind: int, place: int, serial: int, address: int, more: int) -> None:
-        """A message of a reactor; `place`: the descriptor, and the stream's number above it."""
+        """Handle a message of a reactor; `place`: the descriptor, and the stream's number above it."""
         fd, number, flags = place & 0xFFFFFF, place >> (kernel.STREAM_SHIFT - 8), serial >> 32
         serial &= kernel.SERIALS
         receiver = self._receiver
@@ -270,24 +269,24 @@ class Streams:
             receiver.ended(found)
 
     def of_job(self, words: Mapping[str, int], request: bytes) -> tuple[Stream, bytes]:
-        """The stream that waits for a job, which is the reactor's still, and its body. Any thread."""
+        """The stream that waits for a job, which is still the reactor's, and its body. Any thread."""
         head_bytes, reason = words["tail"] - http2_calls.PREFIX - words["request"], kernel.PREDICTION
         stream = Stream(self, words["fd"], words["serial"], words["stream"], request[:head_bytes], reason)
         return stream, request[head_bytes:]
 
     def fail(self, words: Mapping[str, int], request: bytes, error: BaseException) -> None:
-        """Have a job's stream answered with an error, in place of who has the job."""
+        """Answer a job's stream with an error, in place of the job's thread."""
         assert self._receiver is not None
         stream, body = self.of_job(words, request)
         stream.peer_names, stream.error = self._pipes.tls.names_of(words["fd"], words["serial"]), error
         self._receiver.request(stream, body)
 
     def lose_unreported(self) -> None:
-        """Lose streams whose connections have ended without a word: the pipe was full."""
+        """Lose streams whose connections have ended without a message: the pipe was full."""
         self._lose([stream for stream in self._open.values() if not self.has(stream._fd, stream._serial)])
 
     def close(self) -> None:
-        """The reactors have ended."""
+        """Close all, after the reactors have ended."""
         self._lose(list(self._open.values()), tell=False)
 
     def has(self, fd: int, serial: int) -> bool:
@@ -316,7 +315,7 @@ class Streams:
         self._write(stream, lambda pipe: reactor_loop.write_message(pipe, what, stream._serial, value, more))
 
     def send(self, stream: Stream, head: bytes, chunks: Iterable[Buffer], trailers: bytes, flags: int) -> None:
-        """Give a stream's reactor a block with a copy of all this."""
+        """Give a stream's reactor a block with a copy of head, chunks and trailers."""
         arrays = [np.frombuffer(piece, np.uint8) for piece in (head, *chunks, trailers) if len(piece)]
         places = np.array([(address_of(array), len(array)) for array in arrays], np.int64).reshape(-1, 2)
         inflight = kernel.SHARED.place(self._pipes.words, "inflight")

@@ -1,4 +1,4 @@
-"""TLS in the rows of connections: sessions, and the names of clients' certificates, by descriptor and serial.
+"""TLS of connections, by descriptor and serial: sessions, and the names of clients' certificates.
 
 A row is written while its connection belongs to Python. Any thread may call `close`.
 """
@@ -17,18 +17,18 @@ from tierstore.service.openssl import Session, functions
 
 
 class TlsRows:
-    """What the rows of the connections `conns` have of TLS. `limits` gets where OpenSSL's functions are."""
+    """TLS fields in the rows of the connections `conns`. `limits` gets the addresses of OpenSSL's functions."""
 
     def __init__(self, conns: npt.NDArray[Any], limits: npt.NDArray[Any], *, with_tls: bool) -> None:
         self._conns = conns
         limits["openssl"] = address_of(functions()) if with_tls else 0
-        # by descriptor: a connection's serial, the names of its client's certificate, and what reactors know them by
+        # by descriptor: a connection's serial, the names of its client's certificate, and the reactors' key for them
         self._named: dict[int, tuple[int, tuple[str, ...], npt.NDArray[np.uint8]]] = {}
 
     def put(self, fd: int, session: Session | None) -> bool:
-        """Write what a connection has that is to be a reactor's, to which the session belongs then.
+        """Write the TLS fields of a connection that goes to a reactor, which then owns the session.
 
-        False: no row, and it is closed.
+        False: there is no row, and the connection is closed.
         """
         if fd >= len(self._conns):
             if session is not None:

@@ -1,4 +1,4 @@
-"""How requests of a structure are answered, as numbers: the words of a variant (`lookup/binding.py`).
+"""Variants as numbers: how requests of a structure are answered, as words for reactors (`lookup/binding.py`).
 
 Pure functions; any thread.
 """
@@ -30,16 +30,16 @@ Pieces = list[tuple[bytes, int]]  # of an answer: texts, each with what its writ
 
 
 def address(data: bytes) -> int:
-    """The address of bytes that the caller keeps."""
+    """The address of bytes that the caller keeps alive."""
     return address_of(np.frombuffer(data, np.uint8))
 
 
 def variant_words(
     token: int, plan: Plan, form: int, pieces: Pieces, view: Any, counts: list[int]
 ) -> tuple[Words, list[object]]:
-    """(the words, what they point to), of look-ups.
+    """The words of a look-up's variant, and the objects that they point to.
 
-    `pieces` are those of an answer of the `form`; `counts` says where version and tables are counted.
+    `pieces` are those of an answer of the `form`; `counts`: the places of the version's and tables' counts.
     """
     rows = [(call.rows[0], plan.specs[call.rows[0]].datatype == "FP16") if call.rows else None for call in plan.calls]
     elements = [spec.dtype.itemsize * (1 if spec.name.endswith(FOUND) else spec.shape[-1]) for spec in plan.specs]
@@ -57,8 +57,8 @@ def prediction_words(
     refusal: dict[str, int],
     scoring: Words,
 ) -> tuple[Words, list[object]]:
-    """As `variant_words`, of predictions, whose rows have places for their graph: with the words
-    of a refusal, and of a scoring.
+    """`variant_words` for predictions, whose rows have places for their graph: with the words of a refusal, and of a
+    scoring.
     """
     rows: list[tuple[int, bool] | None] = []
     elements: list[int] = []
@@ -80,8 +80,8 @@ def _variant_words(
     elements: list[int],
     more: dict[str, int],
 ) -> tuple[Words, list[object]]:
-    """`rows`: for each call which output its rows are, and whether as halves; `elements`: bytes
-    of an element of each output.
+    """`rows`: for each call the output with its rows, and whether as halves; `elements`: bytes of an element of each
+    output.
     """
     order = list(view.open_version.tables)
     calls = [
@@ -93,8 +93,8 @@ def _variant_words(
     for piece, value in pieces:
         texts.append((at, len(piece), value))
         at += len(piece)
-    # one array of calls, bytes of elements and texts: to make one, and to ask for its address,
-    # costs more than its numbers
+    # one array of calls, bytes of elements and texts: making an array and getting its address costs more than its
+    # numbers
     numbers = np.array([*chain(*calls), *elements, *chain(*texts)], np.int64)
     calls_at = address_of(numbers)
     elements_at = calls_at + layout.PLANNED.bytes * len(calls)
@@ -113,15 +113,15 @@ def _variant_words(
 
 
 def is_runnable(plan: Plan) -> bool:
-    """Whether a reactor can answer requests of this plan's structure, whatever their sizes."""
+    """Whether a reactor can answer requests of this plan's structure, of any sizes."""
     if plan.dense is not None or plan.numbers is not None:
         return False
-    # strings that nothing is asked of are checked by Python
+    # Python checks strings that nothing is looked up for
     return not any(call.spec.datatype == BYTES and not call.rows and not call.found for call in plan.calls)
 
 
 def leading_sizes(spec: OutputSpec) -> int:
-    """How many of an output's sizes are values of the request; those behind them are the same for all requests."""
+    """How many of an output's sizes are values of the request; later sizes are the same for all requests."""
     return len(spec.shape) - (0 if spec.name.endswith(FOUND) else 1)
 
 
@@ -131,12 +131,12 @@ def has_room(texts: Iterable[bytes], values: int) -> bool:
 
 
 def _planned_call(call: Call, rows: tuple[int, bool] | None, table: int, counts: int) -> tuple[int, ...]:
-    """A call as `binding.bind` reads it. `rows`: which output its rows are, and whether as halves."""
+    """A call in the form for `binding.bind`. `rows`: the output with its rows, and whether as halves."""
     if rows is not None:
         kind = layout.BAGS_OF_ROWS if call.pooled else layout.ROWS
     else:
         kind = layout.FOUND_ALONE if call.found else layout.CHECKED
-    padding = call.feature.padding_key  # a key that collides is Python's, as all of its hash are
+    padding = call.feature.padding_key  # Python handles a key that collides, and all keys with its hash
     usual, how = call.spec.datatype == KEY_DATATYPES[call.feature.key_type(call.table)][0], call.feature.hash
     form = layout.STRINGS if call.spec.datatype == BYTES else layout.AS_CODES if usual else layout.NO_NEGATIVE
     return layout.PLANNED.row(

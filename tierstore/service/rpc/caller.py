@@ -1,6 +1,6 @@
-"""Who makes a gRPC call: principal, address, request id; and whose call a thread is at.
+"""The caller of a gRPC call: principal, address, request id; and the caller that a thread works for.
 
-An object for each call; any thread.
+One object for each call; any thread.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from tierstore.service.reactor.streams import Stream
 from tierstore.service.request_log import one_line
 from tierstore.wire.http2.head import NO_TIMEOUT
 
-REQUEST_ID = b"x-request-id"  # of a call's metadata: parts of one request get one version
+REQUEST_ID = b"x-request-id"  # in a call's metadata: requests with the same id get the same version
 
 
 class RpcCaller:
     """The caller of a stream, by its headers.
 
-    `waiting` is it as one that waits for an answer; `unplanned`: whether reactors lacked a plan, or it.
-    `authorizations` are the values of that entry of its metadata, `coding` is that of `grpc-encoding`.
+    `waiting`: the same as a `Caller` that waits for an answer; `unplanned`: whether reactors lacked a plan, or the
+    caller. `authorizations` are the values of that entry of its metadata, `coding` is that of `grpc-encoding`.
     """
 
     __slots__ = ("_proxies", "_stream", "attempt", "authorizations", "coding", "request_id", "unplanned", "waiting")
 
     def __init__(self, stream: Stream, proxies: Proxies, *, arrived_ns: int | None = None) -> None:
-        """`proxies`: those that are trusted. `arrived_ns`: when its request came, if not with the stream.
+        """`proxies`: the trusted ones. `arrived_ns`: when its request came, if not with the stream.
 
-        InvalidInput for a deadline without a meaning.
+        InvalidInput for a malformed deadline.
         """
         self.waiting = Caller(arrived_ns or stream.arrived_ns or time.perf_counter_ns(), stream.is_lost)
         self.unplanned = stream.reason in (kernel.NO_PLAN, kernel.ACCESS)
@@ -61,7 +61,7 @@ class RpcCaller:
 
     @property
     def principal(self) -> Principal:
-        """Nobody, until it is known."""
+        """The principal; nobody until it is known."""
         return self.waiting.principal
 
     @property
@@ -71,23 +71,23 @@ class RpcCaller:
 
     @property
     def host(self) -> str:
-        """The caller's IP address, as long as the call is not answered."""
+        """The caller's IP address, until the call is answered."""
         client = self._stream.client
         return "" if client is None else self._proxies.host(client[0], self._stream.headers)
 
     @property
     def on_host(self) -> bool:
-        """Whether it is on this machine for sure."""
+        """Whether it is surely on this machine."""
         with self._stream.connection() as connection:
             return connection is not None and is_on_host(connection)
 
     @property
     def who(self) -> str:
-        """The principal, where there are tokens, and its address."""
+        """The principal, if there are tokens, and its address."""
         return str(self) if self.principal in (LOCAL, NOBODY) else f"{self.principal.name} at {self}"
 
     def address(self) -> str:
-        """`HOST:PORT`, or behind a proxy the HOST alone, as long as the call is not answered."""
+        """`HOST:PORT`, or only the HOST behind a proxy, until the call is answered."""
         return self._proxies.client(self._stream.client, self._stream.headers) or "somebody"
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ class RpcCaller:
 
 @contextlib.contextmanager
 def acting_for(caller: RpcCaller) -> Iterator[None]:
-    """What this thread does within the block is done for them."""
+    """In the block this thread works for a caller."""
     requesters, attempts = REQUESTER.set(caller.who), ATTEMPT.set(caller.attempt)
     try:
         yield
@@ -106,5 +106,5 @@ def acting_for(caller: RpcCaller) -> Iterator[None]:
 
 
 def sent_back(request_id: str | None) -> list[tuple[bytes, bytes]]:
-    """The id of a request, as trailers of its answer."""
+    """The id of a request as trailers of its answer."""
     return [] if request_id is None else [(REQUEST_ID, request_id.encode("latin-1"))]

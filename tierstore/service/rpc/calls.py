@@ -1,9 +1,9 @@
-"""gRPC calls, each on a stream of HTTP/2 that the reactors give to Python.
+"""gRPC calls, each on an HTTP/2 stream that the reactors give to Python.
 
-A look-up lives as over HTTP: it is answered on the event loop, or waits for a thread of the look-up pool, or joins a
-batch. Other methods run on the pools of the admin interface, those that never wait on the event loop. A stream of
-messages is an object of the event loop, which works on one message at a time and lets the client send more as it
-goes on; it needs no thread.
+A look-up goes as over HTTP: it is answered on the event loop, or waits for a thread of the look-up pool, or joins a
+batch. Other methods run on the pools of the admin interface; those that never wait run on the event loop. A stream of
+messages is an object of the event loop, which handles one message at a time and lets the client send more as it goes
+on; it needs no thread.
 
 Answers are sent by the threads that have made them.
 """
@@ -35,13 +35,13 @@ from tierstore.service.rpc.tfserving import TensorFlowServing
 from tierstore.service.stats import Timings
 
 READY_POLL_S = 0.1
-MOST_STREAMS = 1024  # of messages, open at a time
-IDLE_S = 1.0  # how long one has to be idle before it makes room for another
+MOST_STREAMS = 1024  # of messages, open at the same time
+IDLE_S = 1.0  # idle time after which a stream makes room for another
 _NO_MESSAGE = "the call has one request message; got none"
 
 
 class Calls:
-    """Receives the streams of gRPC. `allow` hears of callers whose look-ups reactors may answer as well."""
+    """Receives gRPC streams. `allow` is called with callers whose look-ups reactors may answer as well."""
 
     def __init__(self, service: Service, allow: Allow) -> None:
         self.service, self._allow = service, allow
@@ -51,8 +51,8 @@ class Calls:
         self.health = Health(names)
         servicers += [self.health.servicer, *reflection_of([*names, self.health.servicer.name])]
         self._methods = {path: method for servicer in servicers for path, method in self._methods_of(servicer)}
-        self._open: dict[_Call, None] = {}  # calls that are not answered
-        self._flows: dict[Stream, Flow] = {}  # those that have been idle longest first
+        self._open: dict[_Call, None] = {}  # unanswered calls
+        self._flows: dict[Stream, Flow] = {}  # longest idle first
         self.closing = False
 
     def _methods_of(self, servicer: Servicer) -> Iterator[tuple[bytes, Method]]:
@@ -80,7 +80,7 @@ class Calls:
 
     @property
     def streaming(self) -> tuple[bytes, ...]:
-        """The paths of the methods whose messages are given as they come."""
+        """The paths of the methods whose messages are passed on as they arrive."""
         return tuple(path for path, method in self._methods.items() if method.serve is not None)
 
     @property
@@ -91,11 +91,11 @@ class Calls:
     # --- streams of HTTP/2
 
     def has(self, path: bytes) -> bool:
-        """Whether a path is that of a method."""
+        """Whether a path is a method's."""
         return path in self._methods
 
     def request(self, stream: Stream, body: bytes) -> None:
-        """A call with all of its messages."""
+        """Handle a call with all of its messages."""
         method = self._methods.get(stream.path)
         if method is None:
             refuse(stream, "UNIMPLEMENTED", "Method not found!")
@@ -139,7 +139,7 @@ class Calls:
     # --- for calls
 
     def authorise(self, method: Method, stream: Stream, caller: RpcCaller) -> None:
-        """Find out who calls. Forbidden where they may not, or under a name that is not the service's."""
+        """Identify the caller. Forbidden if it may not call, or uses a name that is not the service's."""
         access = self.service.access
         checked = method.action, stream.authority, caller.authorizations, stream.peer_names
         principal = caller.waiting.principal = access.of_call(*checked)
@@ -151,10 +151,7 @@ class Calls:
             self._allow(stream.authority, key, principal)
 
     def make_room(self) -> None:
-        """Make room for one more stream of messages.
-
-        Overloaded where none of those that are open has been idle for long.
-        """
+        """Make room for one more stream of messages. Overloaded if no open one has been idle for long."""
         if len(self._flows) < MOST_STREAMS:
             return
         idle = next((flow for flow in self._flows.values() if not flow.busy), None)
@@ -170,7 +167,7 @@ class Calls:
         self._flows.pop(flow.stream, None)
 
     def claim(self, call: _Call) -> bool:
-        """Whether a call is to be answered by who asks: it was not answered yet. Any thread."""
+        """Whether the asking thread should answer a call: it was not answered yet. Any thread."""
         return self._open.pop(call, call) is None
 
     # --- start and end
@@ -185,7 +182,7 @@ class Calls:
         self.health.report(True)
 
     def drain(self) -> None:
-        """Health reports not to serve; calls are answered as before."""
+        """Report unhealthy; calls are answered as before."""
         self.health.drain()
 
     def stop(self) -> None:
@@ -197,7 +194,7 @@ class Calls:
                 flow.finish("UNAVAILABLE", ENDS)
 
     def cut_off(self) -> None:
-        """Answer calls that are in progress, in place of their threads."""
+        """Answer calls in progress, in place of their threads."""
         for call in list(self._open):
             call.fail(Closed(CUT_OFF))
 
@@ -213,7 +210,7 @@ class Calls:
 
 
 def refuse(stream: Stream, code: str, details: str, request_id: str | None = None) -> None:
-    """Answer with a status alone."""
+    """Answer with only a status."""
     stream.respond(200, [*status_alone(code, details), *sent_back(request_id)])
 
 
@@ -254,7 +251,7 @@ class _Call:
             holding.release()
 
     def _run(self, message: bytes, caller: RpcCaller) -> bytes:
-        """A method that is no look-up, on its thread."""
+        """Run a method other than a look-up, on its thread."""
         self._calls.service.shed.check(caller.waiting)
         assert self._method.run is not None
         with acting_for(caller):
@@ -294,7 +291,7 @@ class _Call:
         if not self._calls.claim(self):
             return
         caller = self._caller
-        if caller is None:  # its deadline has no meaning
+        if caller is None:  # its deadline is malformed
             caller = RpcCaller(self._stream, self._calls.service.proxies, arrived_ns=self._stream.arrived_ns)
         status = self._method.accounts.failed(caller, error)
         refuse(self._stream, *status, caller.request_id)

@@ -1,4 +1,6 @@
-"""A stream of messages over gRPC: what has arrived, and the message in progress. Any thread may call `send`."""
+"""An open stream of gRPC messages: the bytes that have arrived, and the message in progress. Any thread may call
+`send`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ FIRST_S = 10.0  # for the first message of a stream to come
 
 
 class Flows(Protocol):
-    """The calls, as far as a stream of messages needs them."""
+    """The part of the calls that a stream of messages needs."""
 
     service: Service
     most_message: int
@@ -36,11 +38,11 @@ class Flows(Protocol):
 class Flow:
     """An open stream of messages; see `methods.MessageStream`.
 
-    Its messages' bytes are reserved until they were worked on.
+    The bytes of its messages are reserved until they were handled.
     """
 
     def __init__(self, calls: Flows, method: Method, stream: Stream) -> None:
-        """TierstoreError where it is refused."""
+        """Open it. TierstoreError if it is refused."""
         self._calls, self._method, self.stream = calls, method, stream
         caller = self.caller = RpcCaller(stream, calls.service.proxies)
         calls.authorise(method, stream, caller)
@@ -52,7 +54,7 @@ class Flow:
         self._loop = asyncio.get_running_loop()
         self.since = self._loop.time()  # when it became idle
         self.busy = self._over = self._has_ended = False
-        self._owed = 0  # bytes that the client may send again once the message at work is done
+        self._owed = 0  # bytes that the client may send again once the message in progress is done
         self._when_over: Callable[[], None] | None = None
         self._deadline: asyncio.TimerHandle | None = None
         if (remaining_s := self.caller.waiting.remaining_s()) is not None:
@@ -85,7 +87,7 @@ class Flow:
         self._go_on()
 
     def forget(self) -> None:
-        """End its part here: the stream is over."""
+        """End its part here, because the stream is over."""
         if self._over:
             return
         self._over = True
@@ -101,7 +103,7 @@ class Flow:
 
     def caller_now(self) -> RpcCaller:
         caller = RpcCaller(self.stream, self._calls.service.proxies, arrived_ns=time.perf_counter_ns())
-        self._calls.authorise(self._method, self.stream, caller)  # its token may have ended since
+        self._calls.authorise(self._method, self.stream, caller)  # its token may have expired since
         caller.waiting.deadline_ns = self.caller.waiting.deadline_ns
         return caller
 

@@ -1,7 +1,7 @@
 """Health checking, for gRPC's own tools (`grpc.health.v1`).
 
-Health is that of the server as a whole and of each service: serving, from when the server is ready until it begins to
-drain. Whether a model answers is for ModelReady to say.
+Health is that of the server as a whole and of each service: serving from when the server is ready until it begins to
+drain. ModelReady reports whether a model answers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OVERALL = ""
 
 
 class _Watcher:
-    """A call that watches the health of `service`; `host` is where it comes from."""
+    """A call that watches the health of `service`; `host` is its client's."""
 
     def __init__(self, flow: MessageStream, service: str) -> None:
         self.flow, self.service, self.host = flow, service, flow.caller.host
@@ -36,13 +36,13 @@ class _Watcher:
 
 
 class Health:
-    """`services` are the full names of the services whose health is reported."""
+    """The health service. `services`: the full names of the services whose health is reported."""
 
     def __init__(self, services: Sequence[str]) -> None:
         self._names = (OVERALL, *services, NAME)
         self._serving, self._ended = True, False
         self._drains = False
-        self._watchers: dict[_Watcher, None] = {}  # the oldest first
+        self._watchers: dict[_Watcher, None] = {}  # oldest first
         self.servicer = Servicer(
             NAME, STANDARD, health={"Check": by_message(Request, self._check)}, streams={"Watch": self._watch}
         )
@@ -52,12 +52,12 @@ class Health:
         return len(self._watchers)
 
     def report(self, serving: bool) -> None:
-        """Set the health that is reported from now on; nothing changes once it drains."""
+        """Set the reported health; nothing changes once it drains."""
         self._serving = serving
         self._send_all()
 
     def drain(self) -> None:
-        """Report not to serve from now on."""
+        """Report unhealthy from now on."""
         self._drains = True
         self._send_all()
 
@@ -78,7 +78,7 @@ class Health:
             flow.finish("UNAVAILABLE", ENDS)
 
     def _make_room(self, host: str) -> None:
-        """The host that has most watchers makes room for one that has fewer. Overloaded where `host` has as many."""
+        """End a watcher of the host that has most, for a host with fewer. Overloaded if `host` has as many."""
         hosts = Counter(watcher.host for watcher in self._watchers)
         most, count = hosts.most_common(1)[0]
         if count < hosts[host] + 2:

@@ -1,4 +1,4 @@
-"""What reactors learn from requests over gRPC. Pure functions; any thread."""
+"""Lessons for reactors from requests over gRPC. Pure functions; any thread."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class MessageLesson:
         return self._pieces(plan, score_shapes(scores))
 
     def _pieces(self, plan: Plan, shapes: list[list[int]] | None) -> Pieces | None:
-        """The pieces of an answer as `lookup/grpc_answer.py` has them."""
+        """The pieces of an answer, for `lookup/grpc_answer.py`."""
         if shapes is None:
             return None
         head = _Response(model_name=self._parsed.model, model_version=str(plan.version))

@@ -1,5 +1,4 @@
-"""Messages of gRPC on a stream of HTTP/2: their prefix, their coding, the deadline of a
-call, and its status in trailers.
+"""gRPC messages on an HTTP/2 stream: their prefix, their coding, a call's deadline, and its status in trailers.
 
 Source: gRPC over HTTP/2 (https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md). Pure functions, and
 `Messages`, which belongs to one stream.
@@ -13,7 +12,7 @@ from collections.abc import Callable
 from tierstore.errors import InvalidInput
 from tierstore.service.error_status import MessageTooLarge, Unserved
 
-PREFIX_BYTES = 5  # of a message: whether it is compressed, and its length
+PREFIX_BYTES = 5  # before a message: whether it is compressed, and its length
 CONTENT_TYPE = b"application/grpc"
 CODES = {
     name: number
@@ -31,11 +30,11 @@ IDLE = "this stream was idle, and another one needed its place; open it again"
 MOST_DETAILS = 2048  # bytes of a status' text; up to three times as many once encoded
 ACCEPTED = (b"grpc-accept-encoding", b"identity,deflate,gzip")
 _CODINGS = {b"gzip": 31, b"deflate": 15}  # with zlib's wbits
-_STEP_BYTES = 256 << 10  # that are decoded at a time
+_STEP_BYTES = 256 << 10  # decoded at a time
 
 
 def prefixed(message: bytes) -> bytes:
-    """`message` as it goes over a stream."""
+    """`message` as it is sent on a stream."""
     return prefix_of(message) + message
 
 
@@ -55,23 +54,23 @@ def status_of(code: str, details: str) -> list[tuple[bytes, bytes]]:
 
 
 def status_alone(code: str, details: str) -> list[tuple[bytes, bytes]]:
-    """The headers of an answer that is a status alone."""
+    """The headers of an answer with only a status."""
     return [(b"content-type", CONTENT_TYPE), *status_of(code, details)]
 
 
 def _encoded(text: bytes) -> bytes:
-    """Percent-encoded: what is not printable ASCII, and the sign itself."""
+    """Percent-encoded: everything but printable ASCII, and the sign itself."""
     return b"".join(b"%c" % byte if 0x20 <= byte < 0x7F and byte != 0x25 else b"%%%02X" % byte for byte in text)
 
 
 class Messages:
-    """Messages taken from the data of one stream. `limit` is the most bytes of one, as it comes and decoded.
+    """Messages taken from the data of one stream. `limit` is the most bytes of one, as it arrives and decoded.
 
     `reserve` is called with bytes before they are decoded. One thread.
     """
 
     def __init__(self, coding: bytes | None, limit: int, reserve: Callable[[int], None]) -> None:
-        """`coding` is the value of `grpc-encoding`. Unserved for one that is not known."""
+        """`coding` is the value of `grpc-encoding`. Unserved for an unknown one."""
         self._coding = None if coding in (None, b"identity") else coding
         if self._coding is not None and self._coding not in _CODINGS:
             raise Unserved(f"grpc-encoding {self._coding[:40].decode('latin-1')!r} is not known; use gzip or deflate")
@@ -79,7 +78,7 @@ class Messages:
         self._data = bytearray()
 
     def __len__(self) -> int:
-        """Bytes that have come and are not taken."""
+        """Bytes that have come and are not taken yet."""
         return len(self._data)
 
     def add(self, data: bytes) -> None:
@@ -92,7 +91,7 @@ class Messages:
         return len(data) >= PREFIX_BYTES and len(data) >= PREFIX_BYTES + _size_of(data)
 
     def next(self) -> bytes | None:
-        """The next message; None: it has not come yet. MessageTooLarge, InvalidInput for what is none."""
+        """The next message; None: it has not come yet. MessageTooLarge, InvalidInput for malformed bytes."""
         message = self.first(self._data)
         if message is not None:
             del self._data[: PREFIX_BYTES + _size_of(self._data)]
@@ -105,7 +104,7 @@ class Messages:
         return None if message is None else self._plain(*message)
 
     def first(self, data: bytes | bytearray) -> tuple[int, bytes] | None:
-        """(whether it is compressed, its bytes) of the message that `data` begins with; None: it is not all there."""
+        """(whether it is compressed, its bytes) of the message that begins `data`; None: it is incomplete."""
         if len(data) < PREFIX_BYTES:
             return None
         size = _size_of(data)

@@ -1,8 +1,7 @@
-"""The methods of gRPC's services, by what they are to the calls: look-ups, other methods by the
-threads that they take, streams.
+"""The methods of gRPC services, by how calls handle them: look-ups, other methods by their threads, streams.
 
-Methods get and return serialized messages, because those of a look-up are too large for protobuf to parse and build as
-a whole; `by_message` is for the others. An error that a method raises becomes the call's status.
+Methods get and return serialized messages, because protobuf would be too slow for the large messages of a look-up;
+`by_message` is for the others. An error of a method becomes the call's status.
 """
 
 from __future__ import annotations
@@ -29,31 +28,31 @@ STANDARD = "grpc"  # the protocol label of gRPC's own services
 
 
 class MessageStream(Protocol):
-    """An open stream of messages, of which one is worked on at a time: until `done`."""
+    """An open stream of messages, one of which is handled at a time: until `done`."""
 
     caller: RpcCaller
 
     def caller_now(self) -> RpcCaller:
-        """The caller of the message that has come now. Forbidden where it may not any more."""
+        """The caller of the message that has come now. Forbidden if it may not call any more."""
 
     def send(self, message: bytes, sent: Callable[[], None] | None = None) -> None:
         """Send an answer. Any thread."""
 
     def done(self) -> None:
-        """The next message may come."""
+        """Note that the next message may come."""
 
     def finish(self, code: str = "OK", details: str = "") -> None:
         """End the stream, with a status."""
 
     def when_over(self, ended: Callable[[], None]) -> None:
-        """Have `ended` called when the stream has ended, however it does."""
+        """Have `ended` called when the stream has ended, in any way."""
 
 
 Unary: TypeAlias = Callable[[bytes, RpcCaller], bytes]
 Receive: TypeAlias = Callable[[bytes, RpcCaller, Reservation], Message[bytes]]  # of a look-up
 Streamed: TypeAlias = Callable[[bytes, MessageStream], None]  # of one message of a stream, on the event loop
-# Is told, on any thread, the answer to a look-up or its error; where its time went; what it holds
-# until the answer has left.
+# Called, on any thread, with the answer to a look-up or its error; where its time went; what it holds until the answer
+# was sent.
 LookedUp: TypeAlias = Callable[[bytes | None, BaseException | None, Timings | None, Reservation], None]
 
 
@@ -65,16 +64,14 @@ class Servicer:
     protocol: str
     lookups: Mapping[str, Receive] = field(default_factory=dict)
     controls: Mapping[str, Unary] = field(default_factory=dict)
-    switches: Mapping[str, Unary] = field(default_factory=dict)  # may last as long as a warm-up
+    switches: Mapping[str, Unary] = field(default_factory=dict)  # may take as long as a warm-up
     health: Mapping[str, Unary] = field(default_factory=dict)  # never wait
     streams: Mapping[str, Streamed] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A method as its calls need it: `receive` for a look-up, `run` for any other, with
-    its pool, `serve` for a stream.
-    """
+    """A method for its calls: `receive` for a look-up, `run` with its pool for any other, `serve` for a stream."""
 
     action: Action
     accounts: Accounts
@@ -85,7 +82,7 @@ class Method:
 
 
 def parse_message(kind: Any, message: bytes) -> Any:
-    """`message` as one of class `kind`; InvalidInput where it is none."""
+    """`message` parsed as class `kind`; InvalidInput if it is malformed."""
     try:
         return kind.FromString(message)
     except DecodeError as error:
@@ -93,7 +90,7 @@ def parse_message(kind: Any, message: bytes) -> Any:
 
 
 def by_message(kind: Any, method: Callable[[Any, RpcCaller], Any]) -> Unary:
-    """A method of serialized messages, from one of messages: its argument is of class `kind`."""
+    """A method of serialized messages, made of one that takes a message of class `kind`."""
 
     def call(message: bytes, caller: RpcCaller) -> bytes:
         answer: bytes = method(parse_message(kind, message), caller).SerializeToString()
@@ -139,13 +136,13 @@ class Accounts:
         self._audit = service.store.audit if of_grpc(self._path) in CHANGES else None
 
     def answered(self, caller: RpcCaller, spent: Timings | None = None) -> None:
-        """Count a call that is answered; `spent` is where its time went."""
+        """Count an answered call; `spent` is where its time went."""
         self._times.add(self._protocol, "ok", (time.perf_counter_ns() - caller.waiting.arrived_ns) / 1e9)
         if self._log.of_successes:
             self._note(caller, 200, "OK", spent=spent)
 
     def failed(self, caller: RpcCaller, error: BaseException) -> tuple[str, str]:
-        """Count a call that failed; the audit notes it where it would have changed something and has no line yet.
+        """Count a failed call; the audit notes it if it would have changed something and has no line yet.
 
         Returns its status and the text for its client.
         """

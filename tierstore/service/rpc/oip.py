@@ -1,6 +1,6 @@
 """`inference.GRPCInferenceService`: the Open Inference Protocol v2 over gRPC, with the extensions of Triton's clients.
 
-Documents are those of `oip/documents.py`, as messages. Methods run where `calls.py` has them run.
+Documents are those of `oip/documents.py`, as messages. `calls.py` decides where methods run.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from tierstore.service.rpc.protobuf import (
 )
 from tierstore.service.stats import Timings
 
-_PARSED_TIMES = 48  # what a byte of a request without its raw tensors may take: empty inputs are the worst
+_PARSED_TIMES = 48  # memory for a byte of a request without its raw tensors: empty inputs are the worst
 _TOO_LONG = Overloaded(WAITS_TOO_LONG)
 _REFUSAL = encode_head(200, status_alone(grpc_status(_TOO_LONG), message_of(_TOO_LONG)))
-FRAME_BYTES = 24  # the first bytes of a message; with its length they say which frame it may have
+FRAME_BYTES = 24  # the first bytes of a message; with its length they select a possible frame
 
 
 class InferMessage:
@@ -117,9 +117,7 @@ class InferMessage:
         return True
 
     def _parse(self) -> RpcRequest:
-        """`parse_request`, or its earlier result for a message that differs only in its
-        data, or in its id and its data.
-        """
+        """`parse_request`, or its earlier result for a message that differs only in its data or id."""
         parts, cache = self._parts, self._service.plan_cache
         key = (bool(parts.raw), parts.meta)
         parsed: RpcRequest | None = cache.find(key)
@@ -135,7 +133,7 @@ class InferMessage:
         return parsed
 
     def _has_frame(self, parsed: RpcRequest) -> bool:
-        """Whether the length and the first bytes identify a message like this, whatever its data are."""
+        """Whether the length and the first bytes identify such a message, whatever its data are."""
         if self._id or any(spec.datatype == BYTES for spec in parsed.request.inputs):
             return False
         return len(self._message) >= FRAME_BYTES and all(start >= FRAME_BYTES for start, _ in self._parts.positions)
@@ -185,7 +183,7 @@ _StreamAnswer = message_class("inference.ModelStreamInferResponse")
 
 
 def _final_response() -> bytes:
-    """Serialized: the parameter that says to a streaming client that a request has no further answer."""
+    """Serialized: the parameter that tells a streaming client that a request has no further answer."""
     answer = message_class("inference.ModelInferResponse")()
     answer.parameters["triton_final_response"].bool_param = True
     fields: bytes = answer.SerializeToString()
@@ -254,9 +252,8 @@ class InferenceService:
     # --- look-ups
 
     def _streamed(self, message: bytes, flow: MessageStream) -> None:
-        """A request of a stream: its answer comes before that of the next.
-
-        An error is the answer too, and the stream goes on.
+        """Handle a request of a stream: its answer comes before that of the next. An error is an answer too, and the
+        stream goes on.
         """
         loop, accounts, caller = asyncio.get_running_loop(), self._accounts, flow.caller
 
@@ -351,7 +348,7 @@ def _unserved(extension: str) -> Callable[[Any, RpcCaller], None]:
 
 
 def _stream_answer(answer: bytes) -> bytes:
-    """An answer to a request of a stream."""
+    """The answer to a request of a stream."""
     return length_delimited(_STREAMED, len(answer)) + answer
 
 

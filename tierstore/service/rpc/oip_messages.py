@@ -1,8 +1,7 @@
-"""Inference requests and responses of the Open Inference Protocol over gRPC: the description
-of the tensors, by protobuf.
+"""Inference requests and responses of the Open Inference Protocol over gRPC: descriptions of tensors, by protobuf.
 
-Values here are not changed once made, so that a request that comes again with other data, and the response of a plan,
-are parsed and built once. Any thread. A malformed request is InvalidInput.
+Values here are immutable, so that a request that comes again with other data, and the response of a plan, are parsed
+and built once. Any thread. A malformed request is InvalidInput.
 """
 
 from __future__ import annotations
@@ -40,9 +39,7 @@ _Response = message_class("inference.ModelInferResponse")
 
 @dataclass(slots=True)
 class Raw:
-    """Elements that are the raw tensor `index`, of `nbytes` bytes of a dtype; -1 for BYTES, of
-    which there may be any number.
-    """
+    """Elements in the raw tensor `index`, of `nbytes` bytes of a dtype; -1 for BYTES, whose number is free."""
 
     index: int
     dtype: np.dtype[Any] | None
@@ -51,7 +48,7 @@ class Raw:
 
 @dataclass(slots=True)
 class Typed:
-    """Elements that are fields of the description."""
+    """Elements in fields of the description."""
 
     elements: Elements
 
@@ -60,8 +57,8 @@ class Typed:
 class RpcRequest:
     """A request's description, parsed.
 
-    `sources` say where each input's elements are, `targets` where in shared memory each requested output goes (None: in
-    the response); `raws` is how many raw tensors there must be.
+    `sources` say where each input's elements are, `targets` where in shared memory each requested output goes (None:
+    in the response); `raws` is the required number of raw tensors.
     """
 
     model: str
@@ -79,7 +76,7 @@ class RpcRequest:
 
     @property
     def span_bytes(self) -> int:
-        """Bytes of the inputs that lie in shared memory."""
+        """Bytes of the inputs in shared memory."""
         return sum(source.nbytes for source in self.sources if isinstance(source, Span))
 
 
@@ -116,7 +113,7 @@ def parse_request(meta: bytes, *, raw: bool) -> RpcRequest:
 
 
 def read_elements(parsed: RpcRequest, raw: Sequence[memoryview], regions: Regions) -> list[Elements]:
-    """The elements of the inputs: views of the message where they can be, copies of what lies in shared memory."""
+    """The elements of the inputs: views of the message if possible, copies of data in shared memory."""
     if len(raw) != parsed.raws:
         raise InvalidInput(
             f"raw_input_contents: expected {parsed.raws}, one an input that is not in shared memory; got {len(raw)}"
@@ -125,7 +122,7 @@ def read_elements(parsed: RpcRequest, raw: Sequence[memoryview], regions: Region
     for spec, source in zip(parsed.request.inputs, parsed.sources, strict=True):
         if isinstance(source, Raw):
             data = raw[source.index]
-            if len(data) == source.nbytes:  # else it is wrong, or of BYTES
+            if len(data) == source.nbytes:  # otherwise it is wrong, or of BYTES
                 array = np.frombuffer(data, source.dtype)
                 elements.append(array if array.flags.aligned else array.copy())
                 continue
@@ -160,7 +157,7 @@ def _output(output: Any) -> tuple[RequestedOutput, Span | None]:
 
 
 def _input(tensor: Any, index: int | None) -> tuple[TensorSpec, Raw | Typed | Span]:
-    """An input and where its elements are; `index` is that of its raw tensor, None where there are no raw tensors."""
+    """An input and the place of its elements; `index` is that of its raw tensor, None without raw tensors."""
     name = tensor.name
     if not name:
         raise InvalidInput("every input needs a name")
@@ -203,7 +200,7 @@ def _typed(spec: TensorSpec, contents: Any) -> Elements:
 
 
 class ResponseLayout:
-    """The response of a plan, without its id and its data. Not changed once made."""
+    """The response of a plan, without its id and its data. Immutable."""
 
     __slots__ = ("_before", "_head", "_late", "_model", "_plan", "spans")
 
@@ -228,7 +225,7 @@ class ResponseLayout:
         return described
 
     def check_spans(self, regions: Regions) -> None:
-        """InvalidInput where an output does not fit the span that the client named."""
+        """InvalidInput if an output does not fit the span that the client named."""
         check_outputs(self.spans, self._plan.specs, regions)
 
     def allocate(self) -> list[Any]:
@@ -255,7 +252,7 @@ class ResponseLayout:
 
 
 def split_message(received: bytes) -> Parts:
-    """The parts of a request's message, whose id is checked to be text."""
+    """The parts of a request's message; its id is checked to be text."""
     parts = Parts(received)
     try:
         parts.id.decode()

@@ -1,12 +1,12 @@
 """The messages of the gRPC protocols: their classes, and their bytes where protobuf would copy tensors.
 
-The classes are in a pool of their own, loaded when this module is imported. The descriptors are
-`protocols.binpb`, which `tools/make_protocols.py` makes of `schema/grpc/*.proto`. In a pool of our own they
-collide with no other copy in the same process (a client's, TensorFlow's), and without generated code they depend
-on no particular release of protobuf.
+The classes are in a pool of their own, loaded when this module is imported. The descriptors are `protocols.binpb`,
+which `tools/make_protocols.py` makes from `schema/grpc/*.proto`. In a pool of their own they collide with no other
+copy in the same process (a client's, TensorFlow's), and without generated code they depend on no particular release of
+protobuf.
 
 A request is split, and a response joined, by the wire format (https://protobuf.dev/programming-guides/encoding):
-tensors of a request are views of the message as it came, those of a response are copied once, into the message that is
+tensors of a request are views of the received message, those of a response are copied once, into the message that is
 sent. Protobuf parses and builds the remaining fields. Pure functions; any thread.
 """
 
@@ -54,15 +54,15 @@ RAW_OUTPUT = b"\x32"
 _LONGEST_VARINT = 10
 _FIRST = b"\n"  # of bytes, number 1
 _MOST_RAW = 4096  # raw tensors of a request
-_SMALL = 64 << 10  # what so little of a message takes is less than what a thread needs anyway
-_MOST_FIELDS = 4096  # that are looked at one by one
+_SMALL = 64 << 10  # handling so small a message takes less than a thread needs anyway
+_MOST_FIELDS = 4096  # fields that are read one by one
 
 
 def parsed_bytes(message: bytes, times: int, raw: tuple[int, ...] = ()) -> int:
-    """What protobuf takes for a message, at most, beside its own bytes; 0 where that is little.
+    """The most memory that protobuf takes for a message, besides its own bytes; 0 if that is little.
 
-    `times` is the worst that a byte of it may become. `raw`: the numbers of the fields that lead to one
-    whose bytes are only copied.
+    `times` is the worst that a byte of it may become. `raw`: the numbers of the fields that lead to one whose bytes
+    are only copied.
     """
     if len(message) <= _SMALL:
         return 0
@@ -71,7 +71,7 @@ def parsed_bytes(message: bytes, times: int, raw: tuple[int, ...] = ()) -> int:
 
 
 def _bytes_beside(message: bytes, at: int, end: int, path: tuple[int, ...], fields: list[int]) -> int:
-    """How many of the bytes [at, end) are not of the field at `path`."""
+    """The number of bytes [at, end) outside of the field at `path`."""
     beside = 0
     while at < end:
         start, fields[0] = at, fields[0] - 1
@@ -92,7 +92,7 @@ def _bytes_beside(message: bytes, at: int, end: int, path: tuple[int, ...], fiel
 class Parts:
     """The parts of a ModelInferRequest: `meta` is the message without its id and its raw tensors.
 
-    `positions` are where the raw tensors begin and end.
+    `positions`: where the raw tensors begin and end.
     """
 
     __slots__ = ("id", "meta", "positions", "raw")
@@ -132,17 +132,17 @@ class Parts:
 
 
 class Frame:
-    """All of a message but its raw tensors.
+    """A message without its raw tensors, to recognize others that differ only in their data: same length, same other
+    bytes.
 
-    A message of that length, with the same bytes there, differs only in its data.
-
-    That is so because a message is split by these bytes only: the end of each raw tensor is stated in front of it.
+    That is enough because only these bytes decide how a message is split: the end of each raw tensor is stated in
+    front of it.
     """
 
     __slots__ = ("_gaps", "_length", "_positions")
 
     def __init__(self, message: bytes, positions: list[tuple[int, int]]) -> None:
-        """`positions` are where its raw tensors begin and end, in order."""
+        """`positions`: where its raw tensors begin and end, in order."""
         self._length, self._positions = len(message), positions
         begins, ends = [0, *(stop for _, stop in positions)], [*(start for start, _ in positions), len(message)]
         self._gaps = [(begin, message[begin:end]) for begin, end in zip(begins, ends, strict=True) if begin < end]
@@ -159,8 +159,8 @@ class Frame:
 
 
 def first_field(message: bytes) -> bytes:
-    """Field 1, of bytes, of a message that begins with it, as serializers write it; nothing
-    where it does not, or is cut.
+    """Field 1, of bytes, of a message that begins with it, as serializers write it; empty otherwise, or if it is
+    cut.
     """
     if not message.startswith(_FIRST):
         return b""
@@ -172,7 +172,7 @@ def first_field(message: bytes) -> bytes:
 
 
 def first_text(message: bytes) -> str | None:
-    """The text of `first_field`; None where there is none."""
+    """The text of `first_field`; None if it is not text."""
     try:
         return first_field(message).decode() or None
     except UnicodeDecodeError:

@@ -1,5 +1,4 @@
-"""Reflection: gRPC's own tools learn the messages of the services from the server
-(`grpc.reflection.v1`, and `v1alpha`).
+"""Reflection: gRPC's own tools get the services' messages from the server (`grpc.reflection.v1`, and `v1alpha`).
 
 It knows the descriptors of `protobuf.POOL`. An answer takes microseconds, so the event loop makes it.
 """
@@ -35,7 +34,7 @@ def _method(answer_to: Callable[[bytes], bytes]) -> Streamed:
 
 
 def _answers_of(release: str, names: Sequence[str]) -> Callable[[bytes], bytes]:
-    """What makes an answer of a request, in the messages of a release, about the services `names`."""
+    """The function that answers requests about the services `names`, in the messages of a release."""
     request_kind, answer_kind = (message_class(f"{release}.ServerReflection{kind}") for kind in ("Request", "Response"))
 
     def answer_to(message: bytes) -> bytes:
@@ -53,7 +52,7 @@ def _answers_of(release: str, names: Sequence[str]) -> Callable[[bytes], bytes]:
 
 
 def _fill(answer: Any, request: Any, names: Sequence[str]) -> None:
-    """KeyError for what is not there."""
+    """Fill in an answer. KeyError for unknown names."""
     match request.WhichOneof("message_request"):
         case "list_services":
             for name in names:
@@ -79,7 +78,7 @@ def _extension(wanted: Any) -> Any:
 
 
 def _add_files(answer: Any, file: Any) -> None:
-    """A file, and those that it imports."""
+    """Add a file, and the files that it imports."""
     files: dict[str, bytes] = {}
     ahead = [file]
     while ahead:

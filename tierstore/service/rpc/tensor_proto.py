@@ -34,8 +34,8 @@ _VARINT_BYTES = 5  # of a length
 def tensor_of(name: str, tensor: Any, limit: int) -> tuple[TensorSpec, Elements]:
     """A TensorProto's shape and elements: a view of its content, or an array of its values.
 
-    Where it has fewer values than its shape says, the last one is repeated, as in TensorFlow; `limit` is
-    the most bytes of the result.
+    If it has fewer values than its shape says, the last one is repeated, as in TensorFlow; `limit` is the most bytes
+    of the result.
     """
     served = BY_TF_NUMBER.get(tensor.dtype)
     if served is None:
@@ -59,7 +59,7 @@ def _shape(name: str, shape: Any) -> tuple[int, ...]:
 
 
 def _values(name: str, datatype: str, shape: tuple[int, ...], tensor: Any, limit: int) -> Elements:
-    """Elements from values one by one."""
+    """Elements from values that come one by one."""
     field = DATATYPES[datatype].tf_field
     values = getattr(tensor, field)
     count, got = math.prod(shape), len(values)
@@ -156,7 +156,7 @@ def heads_of(plan: Plan) -> list[bytes | None]:
 
 
 def answer_of(model: str, version: int, signature: str, plan: Plan, arrays: Sequence[npt.NDArray[Any]]) -> bytes:
-    """A PredictResponse as it goes over the wire."""
+    """A serialized PredictResponse."""
     pieces: list[Any] = []
     for spec, head, array in zip(plan.specs, heads_of(plan), arrays, strict=True):
         if spec.datatype == BYTES:
@@ -170,7 +170,7 @@ def answer_of(model: str, version: int, signature: str, plan: Plan, arrays: Sequ
 
 
 def _string_output(name: str, array: npt.NDArray[Any]) -> bytes:
-    """An entry of strings, an array of str: TensorFlow's clients read those as `string_val` alone."""
+    """An entry of strings, an array of str: TensorFlow's clients read those only as `string_val`."""
     tensor = TensorProto(dtype=DATATYPES[BYTES].tf_number, string_val=list(map(str.encode, array.reshape(-1).tolist())))
     for size in array.shape:
         tensor.tensor_shape.dim.add(size=size)

@@ -29,9 +29,9 @@ from tierstore.service.rpc.protobuf import first_field, first_text, message_clas
 from tierstore.service.rpc.tensor_proto import answer_of, tensor_of
 
 PredictRequest = message_class("tensorflow.serving.PredictRequest")
-_PARSED_TIMES = 80  # what a byte of a request may take but for the content of its tensors: empty inputs are the worst
+_PARSED_TIMES = 80  # memory for a byte of a request without its tensors' content: empty inputs are the worst
 _CONTENT = (2, 2, 4)  # inputs, value, tensor_content
-DIRECT_PREDICT_BYTES = 16 << 10  # of a message that is parsed where it was received: its elements may come one by one
+DIRECT_PREDICT_BYTES = 16 << 10  # of a message that is parsed on the receiving thread: its elements may come one by one
 
 
 class PredictMessage:
@@ -92,7 +92,7 @@ class PredictMessage:
         return made
 
     def is_long(self) -> bool:
-        """Because one value may be repeated very often, or it needs the dense part."""
+        """Whether it may be long: one value may be repeated very often, or it needs the dense part."""
         shapes = [[dim.size for dim in tensor.tensor_shape.dim] for tensor in self._received.inputs.values()]
         if any(math.prod(shape) > DIRECT_KEYS for shape in shapes):
             return True
@@ -148,7 +148,7 @@ StatusResponse = message_class("tensorflow.serving.GetModelStatusResponse")
 
 
 class TensorFlowServing:
-    """The methods; any thread."""
+    """The methods of both services; any thread."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

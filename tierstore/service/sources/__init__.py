@@ -1,5 +1,3 @@
-"""Where changes come from without a request: each source is a thread of its own that
-applies what it reads to the store.
-"""
+"""Sources of changes other than requests: each is a thread of its own that applies what it reads to the store."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Deltas from a directory: `<dir>/<model>/<seq>.arrow`, written under another name and renamed, applied in order.
 
-One thread, which the service starts and ends. Files stay where they are; after a restart those that the store holds
+One thread, which the service starts and ends. Files stay where they are; after a restart those that the store has
 already are skipped by their seq. A file that cannot be applied blocks its model, is reported, and is tried again when
 it changes or after a pause that doubles.
 """
@@ -30,17 +30,17 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.2
 _CLOCK_STEP_NS = 2_000_000_000  # a directory that changed more recently is listed again: its clock is coarse
 _FIRST_PAUSE_S = 0.5
-_LONGEST_PAUSE_S = 30.0  # for a file that is bad
-_LONGEST_WAIT_S = 2.0  # for one that came too early
+_LONGEST_PAUSE_S = 30.0  # for a bad file
+_LONGEST_WAIT_S = 2.0  # for a file that came too early
 
 
 @dataclass(slots=True)
 class _Feed:
-    """One model's directory. The watcher's thread only."""
+    """One model's directory. Only for the watcher's thread."""
 
-    done: int | None = None  # every seq up to this one is applied; None: not known yet
+    done: int | None = None  # every seq up to this one is applied; None: unknown yet
     listed_ns: int = -1  # the directory's mtime when it was last listed and nothing was left to do
-    failed: tuple[Any, ...] | None = None  # the file that was not applied, as it was
+    failed: tuple[Any, ...] | None = None  # the state of the file that was not applied
     pause_s: float = 0.0
     retry_s: float = 0.0
     error: str | None = None
@@ -102,7 +102,7 @@ class Watcher:
             self._stop.wait(self._poll_s)
 
     def _scan(self) -> str | None:
-        """Follow every model's directory; what is wrong with what lies beside them."""
+        """Read every model's directory. Returns faults of other files there."""
         misplaced = []
         for path in sorted(self._directory.iterdir()):
             if self._stop.is_set():
@@ -130,7 +130,7 @@ class Watcher:
             if self._stop.is_set() or not self._apply(directory.name, feed, seq, path):
                 return
         if not waiting:
-            feed.error = feed.failed = None  # the file that held the model up is gone
+            feed.error = feed.failed = None  # the file that blocked the model is gone
         feed.listed_ns = changed_ns if time.time_ns() - changed_ns > _CLOCK_STEP_NS else -1
 
     def _watermark(self, model: str) -> int | None:
@@ -141,7 +141,7 @@ class Watcher:
         return watermark
 
     def _apply(self, model: str, feed: _Feed, seq: int, path: Path) -> bool:
-        """Apply one file; whether the next may follow."""
+        """Apply one file. Returns whether the next may follow."""
         try:
             stat = path.stat()
         except FileNotFoundError:
@@ -155,7 +155,7 @@ class Watcher:
             result = self._store.apply_delta(path, model=model, seq=seq)
         except SequenceGap as gap:
             if gap.expected_seq > seq:
-                feed.done = seq  # older than the log: the snapshot that began it holds this delta
+                feed.done = seq  # older than the log: the snapshot that began it has this delta
                 return True
             self._fail(path, feed, identity, gap)
             return False

@@ -1,8 +1,8 @@
 """Deltas from a Kafka topic, each applied once, in the order of the seqs of its model.
 
-One thread reads all partitions of the topic and applies what is next. What came too early waits in a window of bounded
-size. What cannot be applied is parked. What the store has already is skipped. Positions are logged with the deltas, so
-a crash neither loses nor repeats one (`kafka_positions.py`).
+One thread reads all partitions of the topic and applies each model's next delta. Early deltas wait in a window of
+bounded size. Deltas that cannot be applied are parked. Deltas that the store has already are skipped. Positions are
+logged with the deltas, so a crash neither loses nor repeats one (`kafka_positions.py`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from tierstore.service.traces import Traces
 
 logger = logging.getLogger(__name__)
 
-_WINDOW_BYTES = 64 << 20  # of messages that wait for a delta that comes later; beyond it they are read again
-GAP_S = 10.0  # that a delta may be missing before earlier messages are read again for it
+_WINDOW_BYTES = 64 << 20  # of messages that wait for an earlier delta; beyond it they are read again
+GAP_S = 10.0  # how long a delta may be missing before earlier messages are read again for it
 
 
 class KafkaSource:
@@ -52,10 +52,10 @@ class KafkaSource:
         self._positions = Positions(store.root.kafka_positions, self._topic)
         self._parked = store.parked_files
         self._followed: set[str] = set()
-        self._seen: dict[str, int] = {}  # model → the newest seq of its log when it was looked at last
+        self._seen: dict[str, int] = {}  # model → its log's newest seq at the last look
         self._gaps: dict[str, tuple[int, float]] = {}  # model → (the missing seq, since when)
         self._rewound_for: dict[str, int] = {}  # model → the seq that a rewind has looked for
-        self._forgot_at: dict[str, int] = {}  # model → the newest seq of its log when the window had no room
+        self._forgot_at: dict[str, int] = {}  # model → its log's newest seq when the window had no room
         self._saved_s = self._checked_s = self._maintained_s = 0.0
         self._reader: TopicReader | None = None
         self._thread = TopicThread("tierstore-kafka", self._topic, self.stats, self)
@@ -63,7 +63,7 @@ class KafkaSource:
         self._thread.start()
 
     def status(self) -> dict[str, Any]:
-        """The state, the lag, what was applied, and what holds up which model."""
+        """The state, the lag, what was applied, and what blocks which model."""
         return self.stats.status(self._parked.count(self._topic))
 
     def families(self) -> Iterator[Metric]:
@@ -71,13 +71,13 @@ class KafkaSource:
         return families(self.status())
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Finish the delta that is being applied, note the positions, and end."""
+        """Finish the delta that is being applied, record the positions, and end."""
         self._thread.close(timeout_s)
 
     # --- the thread
 
     def begin(self) -> None:
-        """Connect, and read on from what is recorded."""
+        """Connect, and read on from the recorded positions."""
         settings = self._settings
         self._reader = reader = connect_topic(settings, self._topic)
         cluster, partitions = reader.partitions()
@@ -105,7 +105,7 @@ class KafkaSource:
             reader.close()
 
     def step(self) -> None:
-        """Read some messages, and apply what is next."""
+        """Read some messages, and apply the next deltas."""
         reader = self._current()
         waiting = time.monotonic() < self._applier.resume_s
         reader.pause(waiting)
@@ -113,7 +113,7 @@ class KafkaSource:
         for number, message in enumerate(messages):
             try:
                 self._receive(message)
-            except StorageError as error:  # it could not be parked: read it again later, and what came behind it
+            except StorageError as error:  # it could not be parked: read it and later ones again
                 again: dict[int, int] = {}
                 for other in messages[number:]:
                     again[other.partition] = min(other.offset, again.get(other.partition, other.offset))
@@ -138,7 +138,7 @@ class KafkaSource:
         return self._reader
 
     def _logs(self) -> dict[str, int]:
-        """Model → the newest seq of its log, of models that have one."""
+        """Model → the newest seq of its log, for models that have one."""
         logs = {}
         for name in self._store.models():
             try:
@@ -152,7 +152,7 @@ class KafkaSource:
     # --- messages
 
     def _receive(self, message: KafkaMessage) -> None:
-        """Put a message where it belongs. StorageError where it had to be parked and could not be."""
+        """Put a message where it belongs. StorageError if it should be parked and could not be."""
         stats = self.stats
         stats.read(message.timestamp_ms)
         try:
@@ -173,11 +173,11 @@ class KafkaSource:
             self._applier.too_large.append(held)
 
     def _is_same(self, head: Head) -> bool:
-        """Whether the delta is one that the log holds, or held."""
+        """Whether the delta is one that the log has, or had."""
         digest = self._store.model(head.model).log.digest(head.seq)
         return digest is None or digest == head.digest
 
-    # --- now and then
+    # --- periodic work
 
     def _maintain(self) -> None:
         now, reader = time.monotonic(), self._current()
@@ -194,7 +194,7 @@ class KafkaSource:
         reader.look()
 
     def _follow_models(self) -> None:
-        """A model that is new here, or that was dropped and loaded again, is read from earlier messages."""
+        """Read earlier messages for a model that is new here, or that was dropped and loaded again."""
         logs = self._logs()
         self._followed = {
             model for model in self._followed if model in logs and logs[model] >= self._seen.get(model, 0)
@@ -209,7 +209,7 @@ class KafkaSource:
             self._rewind(logs, wanted, gaps)
 
     def _new_gaps(self, logs: dict[str, int]) -> set[str]:
-        """Models that have waited for a delta for a while, which no message brought, nor a rewind."""
+        """Models that have waited for a delta for a while, which neither a message nor a rewind brought."""
         now, parked = time.monotonic(), {(record.model, record.seq) for record in self._parked.list()}
         gaps = {}
         for model in self._window.models() if self._current().at_end else []:
@@ -255,7 +255,7 @@ class KafkaSource:
         return {one: self._window.needed(one, offset) for one, offset in self._current().positions.items()}
 
     def save(self) -> None:
-        """Note the positions."""
+        """Record the positions."""
         self._saved_s = time.monotonic()
         self._positions.save(self._needed(), self._followed)
 

@@ -1,4 +1,4 @@
-"""What was read from a topic, applied to the store, or parked where it cannot be. The Kafka source's thread alone."""
+"""Applying deltas that were read from a topic, or parking them. Only on the Kafka source's thread."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0  # after an error of a model that is not ready, or of the disk
 LONGEST_RETRY_S = 10.0
-STANDBY_S = 2.0  # that a delta may take to come from the node that leads, before this one brings it in
+STANDBY_S = 2.0  # how long a delta may take to come from the leading node, before this one applies it
 
 
 class Applier:
@@ -51,22 +51,22 @@ class Applier:
         self._traces = traces
         self._window = Window(0)
         self._reader: TopicReader | None = None
-        self._seen: dict[str, int] = {}  # model → the newest seq of its log when it was last looked at
+        self._seen: dict[str, int] = {}  # model → its log's newest seq at the last look
         self._not_before: dict[str, float] = {}  # model → when to try its next delta again
         self._awaited: dict[
             str, tuple[int, float]
-        ] = {}  # model → (a seq that the leading node is to bring in, since when)
-        self._standing_in: set[str] = set()  # models whose deltas the leading node did not bring in
+        ] = {}  # model → (a seq that the leading node should apply, since when)
+        self._standing_in: set[str] = set()  # models whose deltas the leading node did not apply
         self.too_large: list[Held] = []  # to be parked
         self.why: dict[str, str] = {}  # model → why its next delta cannot be applied yet
         self.resume_s = 0.0  # until then the store accepts nothing
 
     def begin(self, window: Window, reader: TopicReader) -> None:
-        """Apply what comes into this window from this reader."""
+        """Apply deltas from this window and this reader."""
         self._window, self._reader, self.too_large = window, reader, []
 
     def last(self, model: str) -> int | None:
-        """The newest seq of a model's log; None where there is none."""
+        """The newest seq of a model's log; None if there is none."""
         try:
             return self._store.model(model).log.last
         except NotFound:
@@ -96,7 +96,7 @@ class Applier:
             )
 
     def apply_ready(self) -> None:
-        """Apply what is next, of each model. StorageError where something had to be parked and could not be."""
+        """Apply the next delta of each model. StorageError if something should be parked and could not be."""
         while self.too_large:
             self._park(self.too_large[0], f"it has more than {self._max_delta} bytes (max_delta)")
             del self.too_large[0]
@@ -114,9 +114,9 @@ class Applier:
                 return
 
     def _is_ours(self, held: Held) -> bool:
-        """Whether this node brings a delta in now.
+        """Whether this node should apply a delta now.
 
-        Of several nodes in front of one cluster it is the one that leads, while it can.
+        Of several nodes that use one cluster it is the leading one, while it can.
         """
         if held.model in self._standing_in or self._leads(held.model):
             return True
@@ -134,7 +134,7 @@ class Applier:
         return self._store.placed(self._store.model(model)).leads()
 
     def _drop_held(self, model: str, last: int) -> None:
-        """Let go of deltas that the log holds; park those that differ from what it holds."""
+        """Drop deltas that the log has; park those that differ from the log's."""
         for held in list(self._window.upto(model, last)):
             if not held.complete:
                 if self._seen.get(model) != last:  # the log went on without it
@@ -153,7 +153,7 @@ class Applier:
         self._seen[model] = last
 
     def _try(self, held: Held) -> bool:
-        """Apply or park a delta; False where it has to be tried again."""
+        """Apply or park a delta; False if it must be tried again."""
         try:
             applied = self._apply_now(held)
         except (Overloaded, StorageError) as error:
@@ -175,7 +175,7 @@ class Applier:
             self.stats.applied += 1
         else:
             self.stats.duplicates += 1
-            self._standing_in.discard(held.model)  # another node has brought it in
+            self._standing_in.discard(held.model)  # another node has applied it
         return True
 
     def _apply_now(self, held: Held) -> bool:
@@ -192,9 +192,7 @@ class Applier:
             return self._store.apply_delta(data, model=held.model, seq=held.seq, origin=origin).applied
 
     def _traced(self, held: Held) -> AbstractContextManager[None]:
-        """Reports what its block does with a delta, where that is wanted; in the words of
-        OpenTelemetry's conventions for messages.
-        """
+        """Report what the block does with a delta, if that is wanted, by OpenTelemetry's conventions for messages."""
         if self._traces is None:
             return nullcontext()
         attributes = {
@@ -205,7 +203,7 @@ class Applier:
         return self._traces.delta(held.trace, attributes)
 
     def wait(self, error: TierstoreError) -> None:
-        """Read no more for a while: the store accepts nothing now."""
+        """Read nothing for a while, because the store accepts nothing now."""
         seconds = error.retry_after_s if isinstance(error, Overloaded) else RETRY_S
         self.resume_s = time.monotonic() + max(0.05, min(seconds, LONGEST_RETRY_S))
         if self.stats.waits(str(error)):

@@ -1,11 +1,11 @@
-"""How far a topic was read, so that a start goes on where it has to.
+"""The positions in a topic, from which a start goes on.
 
-Each delta is logged with its origin, which has the lowest offset of each partition that was still needed once that
-delta counts. That is true for good, so a start takes the highest of what the newest entries say. `positions.json` says
-the same for what comes without an entry (duplicates, parked messages), now and then.
+Each delta is logged with its origin, which has the lowest offset of each partition that was still needed after that
+delta. That stays true, so a start takes the highest offsets of the newest entries. `positions.json` records the same
+from time to time, for messages without an entry (duplicates, parked messages).
 
-A rewind makes earlier statements void: it begins a new `epoch`, and only statements of the epoch in `positions.json`
-count. Where that file is lost, the topic is read from its beginning; what is held is skipped. One thread.
+A rewind makes earlier records void: it begins a new `epoch`, and only records of the epoch in `positions.json` count.
+If that file is lost, the topic is read from its beginning; deltas that the store has are skipped. One thread.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ SOURCE = "kafka"
 class Positions:
     """The record of one topic. `models` are those that were followed up to the positions.
 
-    source: the word by which entries of logs say where they come from. Where the rows of a topic are gathered, each
-    model has a record of its own.
+    source: names this record in the entries of logs. For a topic of rows, each model has a record of its own.
     """
 
     def __init__(self, path: Path, topic: str, source: str = SOURCE) -> None:
@@ -37,12 +36,11 @@ class Positions:
         self.epoch = 0
         self.saved: dict[int, int] = {}
         self.models: set[str] = set()
-        self.seq = 0  # the newest of the model's log when the record was written, where it is of one model
+        self.seq = 0  # the newest of the model's log when the record was written, if it is of one model
 
     def load(self, cluster: str, origins: Mapping[str, Origin | None]) -> bool:
-        """Read what is known of the topic in this cluster; `origins` are the newest ones, by model.
-
-        False where nothing is.
+        """Read what is known of the topic in this cluster; `origins` are the newest ones, by model. False if nothing
+        is.
         """
         self.cluster = cluster
         record = self._read()
@@ -62,9 +60,9 @@ class Positions:
         return True
 
     def adopt(self, origin: Origin | None) -> bool:
-        """Take over what an entry says, where the record is lost. False where it is of another topic or cluster.
+        """Take over an entry's positions, if the record is lost. False if it is of another topic or cluster.
 
-        Only where nothing but the entry itself says that it counts: a log that was begun anew has none of before.
+        Only if the entry itself is the only evidence: a log that was begun anew has none from before.
         """
         if origin is None or (origin.get("topic"), origin.get("cluster")) != (self._topic, self.cluster):
             return False
@@ -88,7 +86,7 @@ class Positions:
             return {}
 
     def origin(self, resume: Mapping[int, int], **more: object) -> Origin:
-        """What is logged with a delta."""
+        """The origin to log with a delta."""
         return {
             "source": self._source,
             "topic": self._topic,
@@ -99,7 +97,7 @@ class Positions:
         }
 
     def save(self, positions: Mapping[int, int], models: Iterable[str], *, new_epoch: bool = False) -> None:
-        """Make a record durable. With `new_epoch` nothing that was said before counts any more."""
+        """Make a record durable. With `new_epoch` no earlier record counts any more."""
         epoch, wanted = self.epoch + new_epoch, set(models)
         if not new_epoch and self.saved == positions and self.models == wanted:
             return

@@ -1,7 +1,4 @@
-"""Which topics have rows, whose they are and how they are written: what the settings `kafka_rows…` say.
-
-Pure functions and values.
-"""
+"""Topics of rows: whose rows they have and how they are encoded, by the settings `kafka_rows…`."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ _ROUTE = re.compile(r"([A-Za-z0-9._-]{1,249})(?:=([^/]+)/([^/]+))?")
 
 @dataclass(frozen=True, slots=True)
 class TopicRoute:
-    """A topic and whose rows it has; None where headers of each message say it."""
+    """A topic and the table of its rows; None if headers of each message name it."""
 
     topic: str
     model: str | None = None
@@ -36,7 +33,7 @@ class TopicRoute:
         return cls(*match.groups())
 
     def place(self, message: KafkaMessage) -> tuple[str, str]:
-        """(model, table) of a message. DeltaError where it does not say them."""
+        """(model, table) of a message. DeltaError if it does not name them."""
         if self.model is not None and self.table is not None:
             return self.model, self.table
         headers = dict(message.headers)
@@ -50,7 +47,7 @@ class TopicRoute:
 
 
 def make_row_reader(settings: Settings) -> RowReader:
-    """The reader of rows that the settings describe. ConfigError, MissingExtra."""
+    """The reader of rows for these settings. ConfigError, MissingExtra."""
     names = field_names(settings.kafka_rows_fields)
     registry = registry_of(read_options(settings.kafka_config))
     value = decoder(settings.kafka_rows_format, names, registry=registry, schema=settings.kafka_rows_schema)
@@ -59,7 +56,7 @@ def make_row_reader(settings: Settings) -> RowReader:
 
 
 def check_row_topics(settings: Settings) -> None:
-    """ConfigError or MissingExtra for settings of rows that cannot be followed."""
+    """ConfigError or MissingExtra for settings of rows that cannot be used."""
     topics = [TopicRoute.parse(text).topic for text in settings.kafka_rows]
     if len(set(topics)) < len(topics):
         raise ConfigError("kafka_rows: expected each topic once")

@@ -1,9 +1,9 @@
 """Rows from Kafka topics, one a message, gathered into deltas: each row counts once, in the order of its partition.
 
-A thread a topic reads all partitions. The rows of a model wait for `kafka_rows_gather_s`; then they become the next
-delta of that model's log, which is logged with the positions of the model in the same step. So a start goes on
-behind what the log holds, and a crash neither loses nor repeats a row (docs/decisions/kafka.md). What is no row, or
-does not fit its table, is parked.
+One thread for each topic reads all partitions. The rows of a model wait for `kafka_rows_gather_s`; then they become
+the next delta of that model's log, which is logged with the positions of the model in the same step. So a start goes
+on behind the log's content, and a crash neither loses nor repeats a row (docs/decisions/kafka.md). Messages that are
+malformed, or do not fit their table, are parked.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from tierstore.tiers.background import without_yielding, yield_to_requests
 logger = logging.getLogger(__name__)
 
 BATCH = 2048  # messages that are read at a time
-_SHORT, _LONG = 32, 512  # messages to be read, and rows to be worked on, in about half a millisecond
+_SHORT, _LONG = 32, 512  # messages to read, and rows to handle, in about half a millisecond
 PENDING_BYTES = 64 << 20  # of rows that wait to become a delta, at most
-MOST_PARKED = 1000  # messages of a topic: beyond it something else is wrong than a row
+MOST_PARKED = 1000  # messages of a topic: beyond it the fault is not a single row's
 
 
 @dataclass(slots=True)
 class _Attempt:
-    """A delta that was made of the first `count` rows that wait, and may be in the log although it failed."""
+    """A delta made of the first `count` waiting rows, which may be in the log although it failed."""
 
     seq: int
     data: bytes
@@ -100,18 +100,19 @@ class RowTopic:
         self._thread.start()
 
     def status(self) -> dict[str, Any]:
-        """The state, the lag, what was applied, and what holds up which model."""
+        """The state, the lag, what was applied, and what blocks which model."""
         return self.stats.status(self._parked.count(self._topic))
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Finish the delta that is being applied, note the positions, and end. Rows that wait are
-        read again by the next start."""
+        """Finish the delta that is being applied, record the positions, and end. The next start reads waiting rows
+        again.
+        """
         self._thread.close(timeout_s)
 
     # --- the thread
 
     def begin(self) -> None:
-        """Connect, and read on behind what the logs of the models have."""
+        """Connect, and read on behind the content of the models' logs."""
         self._reader = reader = connect_topic(self._settings, self._topic, batch=BATCH)
         self._cluster, partitions = reader.partitions()
         reader.positions = dict.fromkeys(partitions, 0)
@@ -121,20 +122,20 @@ class RowTopic:
         self.stats.topic.connected()
 
     def end(self) -> None:
-        """Disconnect; what waits is read again."""
+        """Disconnect; waiting rows are read again."""
         reader, self._reader = self._reader, None
         if reader is not None:
             reader.close()
 
     def step(self) -> None:
-        """Read some messages, and apply what has waited long enough."""
+        """Read some messages, and apply rows that have waited long enough."""
         reader = self._current()
         waiting = time.monotonic() < self._resume_s
         reader.pause(waiting or not self._models or self._too_many_parked() or self._is_full())
         messages = reader.poll(min(POLL_S, self._settings.kafka_rows_gather_s))
         if reader.went_back:
             self._begin_anew(reader.went_back)
-        # what lags behind keeps up with the topic rather than wait for requests
+        # when it lags behind it keeps up with the topic rather than wait for requests
         with without_yielding(len(messages) >= BATCH):
             self._receive_all(messages)
             if time.monotonic() >= self._resume_s:
@@ -148,7 +149,7 @@ class RowTopic:
                 yield_to_requests()
             try:
                 self._receive(message)
-            except (StorageError, Unreachable) as error:  # it could not be parked, or its schema could not be had
+            except (StorageError, Unreachable) as error:  # it could not be parked, or its schema was unreachable
                 self._read_again(messages[number:])
                 self._wait(error)
                 break
@@ -170,7 +171,7 @@ class RowTopic:
         return self._parked.count(self._topic) >= MOST_PARKED
 
     def _wait(self, error: TierstoreError) -> None:
-        """Read and apply no more for a while."""
+        """Read and apply nothing for a while."""
         seconds = error.retry_after_s if isinstance(error, Overloaded) else RETRY_S
         self._resume_s = time.monotonic() + max(0.05, min(seconds, LONGEST_RETRY_S))
         if self.stats.topic.waits(str(error)):
@@ -179,8 +180,7 @@ class RowTopic:
     # --- messages
 
     def _receive(self, message: KafkaMessage) -> None:
-        """Have a row wait with those of its model. StorageError where it had to be parked and
-        could not be; Unreachable."""
+        """Let a row wait with those of its model. StorageError if it should be parked and could not be; Unreachable."""
         self.stats.topic.read(message.timestamp_ms)
         model: str | None = None
         try:
@@ -255,7 +255,7 @@ class RowTopic:
         self._why.pop(model.name, None)
 
     def _make(self, model: Model, of: _Followed) -> _Attempt | None:
-        """The next delta, of rows that fit; those that do not are parked. None where none is left."""
+        """The next delta, of rows that fit; those that do not are parked. None if none is left."""
         last = model.log.last
         assert last is not None
         rows = of.pending[: of.most]
@@ -288,14 +288,14 @@ class RowTopic:
         of.nbytes = sum(len(row.message.value) for row in of.pending) + ROW_BYTES * len(of.pending)
 
     def _needed(self, of: _Followed, waiting: Sequence[Row]) -> dict[int, int]:
-        """Partition → the lowest offset whose row the model's log has not, once it has all but those that wait."""
+        """Partition → the lowest offset whose row the model's log lacks, once it has all but the waiting ones."""
         needed = {one: max(offset, of.skip.get(one, 0)) for one, offset in self._current().positions.items()}
         for row in waiting:
             message = row.message
             needed[message.partition] = min(message.offset, needed[message.partition])
         return needed
 
-    # --- now and then
+    # --- periodic work
 
     def _maintain(self) -> None:
         now, reader = time.monotonic(), self._current()
@@ -315,7 +315,7 @@ class RowTopic:
         return [self._needed(of, of.pending) for of in self._models.values()]
 
     def save(self) -> None:
-        """Note how far each model has come."""
+        """Record each model's positions."""
         self._saved_s = time.monotonic()
         for model, last in self._logs().items():
             if (of := self._models.get(model)) is not None:
@@ -323,7 +323,7 @@ class RowTopic:
                 of.positions.save(self._needed(of, of.pending), [model])
 
     def _logs(self) -> dict[str, int]:
-        """Model → the newest seq of its log, of models whose rows may come and that have one."""
+        """Model → the newest seq of its log, for models whose rows may come and that have one."""
         logs = {}
         for name in self._store.models() if self._route.model is None else [self._route.model]:
             with contextlib.suppress(NotFound):
@@ -332,7 +332,7 @@ class RowTopic:
         return logs
 
     def _adopt(self, model: str, last: int) -> dict[int, int]:
-        """Follow a model. Returns from which offset of each partition."""
+        """Follow a model. Returns the first offset to read in each partition."""
         reader, source = self._current(), f"kafka rows {self._topic}"
         positions = Positions(self._store.root.kafka_rows(self._topic, model), self._topic, source)
         origin = self._store.model(model).log.newest_origin(source)
@@ -348,7 +348,7 @@ class RowTopic:
         return begin
 
     def _follow_models(self) -> None:
-        """A model that is new here, or was dropped and loaded again, is read from earlier messages."""
+        """Read earlier messages for a model that is new here, or was dropped and loaded again."""
         logs, reader = self._logs(), self._current()
         for model, of in list(self._models.items()):
             if model not in logs or logs[model] < of.positions.seq:
@@ -367,7 +367,7 @@ class RowTopic:
         reader.seek({one: min(begin.get(one, 0) for begin in begins) for one in reader.positions})
 
     def _begin_anew(self, partitions: set[int]) -> None:
-        """Take what partitions hold now for new, though their offsets were read before."""
+        """Treat everything in these partitions as new, though their offsets were read before."""
         for model, of in self._models.items():
             for one in partitions:
                 of.skip.pop(one, None)

@@ -1,7 +1,4 @@
-"""What a topic of rows reports: as a topic of deltas does, and its counts of rows.
-
-Written by its thread, read by any.
-"""
+"""The status of a topic of rows: that of a topic of deltas, and counts of rows. Written by its thread, read by any."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ _OF_TOPIC = (
 
 
 class RowStats:
-    """Counts since the start. `topic`: the state and what is counted of messages."""
+    """Counts since the start. `topic`: the state, and counts of messages."""
 
     def __init__(self, topic: str) -> None:
         self.topic = KafkaStats(topic)
@@ -32,7 +29,7 @@ class RowStats:
         self.freshness = Histogram(FRESHNESS_BOUNDS_S)
 
     def visible(self, rows: Sequence[Row]) -> None:
-        """Count rows that every request sees from now on, and how long after their events that is."""
+        """Count rows that every request sees from now on, and their age by event time."""
         ages_s = np.maximum(0.0, time.time() - np.array([row.event_ms for row in rows]) / 1000)
         places = np.searchsorted(FRESHNESS_BOUNDS_S, ages_s)
         counts = np.bincount(places, minlength=len(FRESHNESS_BOUNDS_S) + 1)

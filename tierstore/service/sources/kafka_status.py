@@ -1,4 +1,4 @@
-"""What the Kafka source reports: its state, its lag, its counts. Written by its thread, read by any."""
+"""The status of the Kafka source: its state, its lag, its counts. Written by its thread, read by any."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class KafkaStats:
         self.topic = topic
         self.state = "starting"
         self.problem: str | None = None
-        self.held_up: dict[str, str] = {}  # model, or topic → why
+        self.held_up: dict[str, str] = {}  # model, or topic → why it is blocked
         self.passed_over: Counter[str] = Counter()  # by model that the store does not have; at most MOST_MODELS of them
         self.applied = self.duplicates = self.parked = self.abandoned = 0
         self.errors = self.rewinds = self.rebalances = 0
@@ -38,14 +38,14 @@ class KafkaStats:
         self.state, self.problem = "reading", None
 
     def failed(self, state: str, why: str) -> bool:
-        """Nothing can be read. Returns whether that is news."""
+        """Note that nothing can be read. Returns whether that is news."""
         self.errors += 1
         news = (state, why) != (self.state, self.problem)
         self.state, self.problem = state, why
         return news
 
     def waits(self, why: str) -> bool:
-        """The store accepts nothing. Returns whether that is news."""
+        """Note that the store accepts nothing. Returns whether that is news."""
         self.errors += 1
         news, self._waits = why != self._waits, why
         return news
@@ -65,7 +65,7 @@ class KafkaStats:
         self.state = "rebalancing"
 
     def update(self, reader: TopicReader, waiting: bool, held_up: dict[str, str]) -> None:
-        """Say how things stand, after each step. `held_up`: why, by model, or by topic where it is no single one's."""
+        """Update the state, after each step. `held_up`: why, by model, or by topic if it is no single model's."""
         if (standing := reader.standing()) is not None:
             held_up = {**held_up, self.topic: standing}
         self.held_up = held_up
@@ -81,13 +81,13 @@ class KafkaStats:
             self.state, self.problem = "caught up" if reader.at_end else "reading", None
 
     def place(self, positions: Mapping[int, int], lag: Mapping[int, int]) -> None:
-        """Where each partition is read, and how many messages are behind that."""
+        """Note the position in each partition, and the number of messages behind it."""
         self._partitions = {
             str(one): {"position": position, "lag": lag.get(one, 0)} for one, position in positions.items()
         }
 
     def status(self, parked: int) -> dict[str, Any]:
-        """The document; `partitions` and `lag_messages` are None where they are not known."""
+        """The document; `partitions` and `lag_messages` are None if unknown."""
         partitions = self._partitions
         behind = self.state != "caught up" and self._newest_ms > 0
         return {

@@ -1,8 +1,7 @@
-"""What became of the snapshots of watched locations, by model; it survives a restart as
-`watch_snapshots.json` in the data directory.
+"""The record of snapshots from watched locations, by model: `watch_snapshots.json` in the data directory.
 
-Any thread, under `lock`. A change is durable when `save` has returned. The record is written before what it announces
-is begun: after a crash a version that is `pending` is gone on with.
+Any thread, under `lock`. A change is durable when `save` has returned. It is recorded before the step that it
+announces: after a crash a `pending` version is continued.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ FORMAT = 1
 
 @dataclass(slots=True)
 class ModelRecord:
-    """What became of one model's snapshots in watched locations: versions up to `seen` are not loaded any more, as
-    they were loaded, or as newer ones were active.
+    """The record of one model's snapshots: versions up to `seen` are not loaded any more, as they were loaded, or
+    newer ones were active.
     """
 
     seen: int = 0
-    pending: int | None = None  # is being loaded, or is loaded and has not become what the policy says
-    canary: int | None = None  # is the canary, and promoted or withdrawn by itself
+    pending: int | None = None  # being loaded, or loaded and not yet what the policy requires
+    canary: int | None = None  # it is the canary, and promoted or withdrawn automatically
     beside: int | None = None  # the active version when `pending` or `canary` was set
-    last: str | None = None  # what happened last, for a person
-    problem: str | None = None  # why the canary was withdrawn; until something newer comes
+    last: str | None = None  # the last event, for a person
+    problem: str | None = None  # why the canary was withdrawn; until a newer version comes
 
 
 class LocationRecords:
@@ -50,21 +49,21 @@ class LocationRecords:
         except NotFound:
             pass
         except (Corruption, KeyError, TypeError, AttributeError) as error:
-            # what is active and what is kept is not loaded again all the same
+            # active and kept versions are still not loaded again
             log.warning("%s cannot be used and is begun anew: %s", path, error)
 
     def of(self, model: str) -> ModelRecord:
-        """The record of a model; made where there is none. Hold `lock` to change it."""
+        """The record of a model; made if there is none. Hold `lock` to change it."""
         with self.lock:
             return self._models.setdefault(model, ModelRecord())
 
     def models(self) -> dict[str, ModelRecord]:
-        """All records, by name of the model."""
+        """All records, by model."""
         with self.lock:
             return dict(self._models)
 
     def save(self) -> None:
-        """Publish what has changed. StorageError."""
+        """Publish the changes. StorageError."""
         with self.lock:
             models = {model: asdict(record) for model, record in sorted(self._models.items())}
             if models != {model: asdict(record) for model, record in self._saved.items()}:

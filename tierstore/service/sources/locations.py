@@ -1,11 +1,11 @@
-"""Snapshots from watched locations: the newest of each model is loaded once complete, and becomes what a policy says.
+"""Snapshots from watched locations: the newest complete one of each model is loaded, and used as a policy says.
 
-A thread for each location looks there, and loads by the jobs of the service; one more judges canaries. They start with
-the service and end with it. What became of a version is recorded before the next step (`location_record.py`), so a
-restart goes on where it was.
+One thread for each location looks there, and loads by the jobs of the service; one more judges canaries. They start
+with the service and end with it. The state of a version is recorded before the next step (`location_record.py`), so a
+restart goes on from there.
 
-No version is loaded twice. None is activated that is older than one which was active, or next to a change that a person
-made meanwhile: then it is kept, and the status says so.
+No version is loaded twice. A version is not activated if it is older than one that was active, or if a person made a
+change meanwhile: then it is kept, and the status says so.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ logger = logging.getLogger(__name__)
 TRIAL_POLL_S = 1.0
 _JOB_POLL_S = 0.2
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 30.0, 3600.0  # for a version that cannot be loaded
-_LONGEST_WAIT_S = 60.0  # for one that something else stands in the way of
+_LONGEST_WAIT_S = 60.0  # for a version that something else blocks
 
 
 @dataclass(slots=True)
 class _Failure:
-    """Why a snapshot was not loaded, or did not become what it should; tried again when it changes, or later."""
+    """Why a snapshot was not loaded, or not used as it should be; tried again when it changes, or later."""
 
     error: str
     source: Path | str
@@ -55,7 +55,7 @@ class _Failure:
 
 @dataclass(slots=True)
 class _Place:
-    """One location. Its thread's only, but for what the status reads."""
+    """One location. Only for its thread, except what the status reads."""
 
     finder: Finder
     state: str = "not looked at yet"
@@ -76,7 +76,7 @@ class _Place:
 
 
 class _Hold(Exception):
-    """The version stays loaded and is not activated; says why."""
+    """The version stays loaded and is not activated; the text says why."""
 
 
 class Locations(Observer):
@@ -91,7 +91,7 @@ class Locations(Observer):
         locations = [of.absolute() if isinstance(of, Path) else of for of in settings.watch_snapshots]
         self._places = [_Place(Finder(location)) for location in locations]
         self._busy: set[str] = set()  # models that a thread loads; under the lock of the records
-        self._trials: dict[str, Trial] = {}  # of the thread that judges
+        self._trials: dict[str, Trial] = {}  # for the thread that judges
         self._stop = threading.Event()
         self._counts = threading.Lock()
         self.loaded = self.errors = 0  # under _counts
@@ -105,13 +105,13 @@ class Locations(Observer):
         return Thread(target=work, args=args, name="tierstore-locations", daemon=True)
 
     def version_switched(self, model: str, old: int | None, new: int | None) -> None:
-        """As Observer: what was active once is not gone behind by itself."""
+        """See Observer. A version older than one that was active is never activated automatically."""
         with self._records.lock:
             record = self._records.of(model)
             record.seen, record.problem = max(record.seen, old or 0, new or 0), None
 
     def status(self) -> dict[str, Any]:
-        """What each location has, what became of it, and what is wrong."""
+        """The snapshots of each location, their state, and faults."""
         places = [
             {
                 "location": place.name,
@@ -141,7 +141,7 @@ class Locations(Observer):
         }
 
     def problems(self) -> list[str]:
-        """What keeps locations from being followed, for the health of the service."""
+        """Why locations cannot be followed, for the health of the service."""
         found = [f"watched {place.name}: {problem}" for place in self._places for problem in place.problems()]
         return found + [f"{model}: {of.problem}" for model, of in self._records.models().items() if of.problem]
 
@@ -158,7 +158,7 @@ class Locations(Observer):
         yield gauge(f"{name}_problems", text, len(self.problems()))
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """End: a load that runs is left to the jobs, and gone on with after a restart."""
+        """End. A running load is left to the jobs, and continued after a restart."""
         self._stop.set()
         until_s = time.monotonic() + timeout_s
         for thread in self._threads:
@@ -200,7 +200,7 @@ class Locations(Observer):
             newest[snapshot.model] = snapshot
         place.found = len(found)
         for model in set(place.failures) - set(newest):
-            del place.failures[model]  # what could not be loaded is gone
+            del place.failures[model]  # the snapshot that could not be loaded is gone
         for snapshot in newest.values():
             if self._stop.is_set():
                 return
@@ -208,7 +208,7 @@ class Locations(Observer):
         self._records.save()
 
     def _floor(self, model: str) -> int:
-        """Versions up to this one are not loaded; but for the one that is pending."""
+        """Versions up to this one are not loaded, except the pending one."""
         record = self._records.of(model)
         seen = max(record.seen, self._active(model) or 0)
         return seen if record.pending is None else min(seen, record.pending - 1)
@@ -228,7 +228,7 @@ class Locations(Observer):
             place.failures.pop(model, None)
             return
         if record.canary is not None:
-            return  # that one's trial goes on
+            return  # its trial goes on
         failure = place.failures.get(model)
         if failure is not None and failure.source == snapshot.source and time.monotonic() < failure.retry_s:
             place.finder.forget(snapshot.source)  # it may be removed, or written again
@@ -243,7 +243,7 @@ class Locations(Observer):
             if snapshot.version > self._floor(model):
                 self._bring(snapshot)
             place.failures.pop(model, None)
-        except Overloaded as error:  # as many jobs wait as may
+        except Overloaded as error:  # the queue of jobs is full
             logger.info("watching %s: %s", place.name, error)
         except Exception as error:  # noqa: BLE001 - reported, and tried again
             self._fail(place, snapshot, error)
@@ -269,7 +269,7 @@ class Locations(Observer):
             logger.warning("watching %s: %s: %s", place.name, snapshot.source, text)
 
     def _bring(self, snapshot: FoundSnapshot) -> None:
-        """Load a snapshot and do with it what the policy says."""
+        """Load a snapshot and use it as the policy says."""
         model, version = snapshot.model, snapshot.version
         record = self._records.of(model)
         kept = model in self._store.models() and version in self._store.model(model).versions
@@ -302,7 +302,7 @@ class Locations(Observer):
             if job.state != "done":
                 raise TierstoreError(job.error or "the load failed")
         except BaseException:
-            if not self._stop.is_set():  # else the next start goes on
+            if not self._stop.is_set():  # otherwise the next start goes on
                 with self._records.lock:
                     record.pending = None
             raise
@@ -310,7 +310,7 @@ class Locations(Observer):
             self.loaded += 1
 
     def _activate(self, model: str, version: int) -> str:
-        """Have a loaded version become what the policy says. Returns what it is now; _Hold where it stays kept."""
+        """Use a loaded version as the policy says. Returns its new state; _Hold if it stays kept."""
         policy = self._settings.snapshot_policy(model)
         record, active = self._records.of(model), self._active(model)
         if active == version:
@@ -355,7 +355,7 @@ class Locations(Observer):
                     logger.warning("the canary of %s: %s", model, error)
 
     def _judge(self, model: str, version: int) -> None:
-        """Promote or withdraw the canary that a location brought, if it is time; forget it where a person did."""
+        """Promote or withdraw the canary that a location brought, if it is time; forget it if a person did."""
         held = self._store.model(model)
         served, on_record = held.served, held.routes.canary
         active = None if served.active is None else served.active.version

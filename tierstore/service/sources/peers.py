@@ -1,10 +1,10 @@
-"""What this node lacks, from peers: nodes that serve the same models.
+"""Catching up from peers: nodes that serve the same models.
 
-One thread looks at the logs of all peers once a second. Models that are not here are copied as the node starts, until
-it has caught up; deltas are fetched whenever a peer has more of them, in the order of their seqs, and what a peer has
-undone is undone. A peer whose deltas, or whose rollbacks, are others than this node's is refused, and named.
+One thread reads the state of all peers' logs once a second. When the node starts, models that are not here are copied,
+until it has caught up; deltas are fetched whenever a peer has more of them, in the order of their seqs, and what a
+peer has undone is undone. A peer whose deltas or rollbacks differ from this node's is refused, and named.
 
-After a crash: what was applied is in the log, and a copy goes on from what it has read.
+After a crash: applied deltas are in the log, and a copy goes on from the files that it has read.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from tierstore.types import Progress
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
-RECENT_S = 2.0  # that a look at the peers' logs may be old, for what they had then to count as all
-MOST_SLOW = 3  # rounds that take longer: then deltas come as fast as they are fetched
-PATIENCE_S = 60.0  # after which a node with models goes on with what it has, where nothing comes though peers answer
-BATCH = 256  # deltas that are asked for at once; a peer sends some megabytes of them
+RECENT_S = 2.0  # the most age of a look at the peers' logs for their content then to count as all
+MOST_SLOW = 3  # slower rounds: then deltas come as fast as they are fetched
+PATIENCE_S = 60.0  # after which a node with models goes on with what it has, if nothing comes though peers answer
+BATCH = 256  # deltas requested at once; a peer sends some megabytes of them
 
 
 class Differs(Conflict):
-    """A peer's log is not this node's: nothing is taken from it."""
+    """A peer's log differs from this node's: nothing is taken from it."""
 
 
 class TooFarBehind(TierstoreError):
-    """This node lacks what no peer has any more."""
+    """This node lacks deltas that no peer has any more."""
 
 
 def make_peers(settings: Settings) -> list[Peer]:
@@ -65,29 +65,29 @@ def make_peers(settings: Settings) -> list[Peer]:
 class Peers:
     """Follows the peers until closed.
 
-    The attributes that have no underscore, `status` and `families` may be read from any thread.
+    Attributes without an underscore, `status` and `families` may be read from any thread.
     """
 
     def __init__(self, store: Store, settings: Settings, own: str) -> None:
-        """`own`: how this node names itself to peers."""
+        """`own`: this node's name for peers."""
         self._store, self._settings, self._own = store, settings, own
         self._peers = make_peers(settings)
         self._stop = threading.Event()
-        # written by the thread alone
-        self.copying = True  # until it is known which models are to be copied, and while they are
+        # only written by the thread
+        self.copying = True  # until it is known which models to copy, and while they are copied
         self.caught_up = False  # once it is, it stays so
         self.applied = self.copied = self.errors = 0
         self._slow_rounds = 0  # in which all was fetched, but not within RECENT_S
-        self._progress_s = time.monotonic()  # when something was fetched last
-        self._copies: dict[str, Progress] = {}  # of models that are being copied
+        self._progress_s = time.monotonic()  # when something was last fetched
+        self._copies: dict[str, Progress] = {}  # model → progress of its copy
         self._problems: dict[str, str] = {}  # by peer, or by peer and model, in the last round
-        self._complete = False  # once all models that peers have are here: others come by loads from then on
+        self._complete = False  # once all models of peers are here: after that others come only by loads
         self._equal: dict[tuple[str, str], _Compared] = {}  # by peer and model
         self._thread = Thread(target=self._run, name="tierstore-peers", daemon=True)
         self._thread.start()
 
     def status(self) -> dict[str, Any]:
-        """Whether the node has caught up, what was fetched, what is being copied, and what is wrong."""
+        """Whether the node has caught up, what was fetched, what is being copied, and faults."""
         return {
             "peers": [str(peer) for peer in self._peers],
             "caught_up": self.caught_up,
@@ -126,7 +126,7 @@ class Peers:
             self._stop.wait(POLL_S)
 
     def _note(self, problems: dict[str, str], key: str, whose: str, error: Exception) -> None:
-        """Have a problem of `whose`, a peer's, by its name."""
+        """Note a problem of a peer, `whose`, by its name."""
         text = message_of(error)
         text = text if isinstance(error, TierstoreError) else f"{whose}: {text}"
         problems[key] = text
@@ -139,13 +139,13 @@ class Peers:
             logger.warning("peers: %s", text)
 
     def _round(self, problems: dict[str, str]) -> None:
-        """Fetch what is to be had now."""
+        """Fetch everything that is available now."""
         began_s = time.monotonic()
         found: dict[Peer, PeerLogs] = {}
         for peer in self._peers:
             try:
                 logs = peer.logs()
-                if logs.node != self._own:  # a list that is the same on all nodes has this one as well
+                if logs.node != self._own:  # a list that is the same on all nodes includes this node
                     found[peer] = logs
             except Exception as error:  # noqa: BLE001 - whatever one peer causes is no other's
                 self._note(problems, str(peer), str(peer), error)
@@ -172,7 +172,9 @@ class Peers:
     # --- models
 
     def _copy_all(self, found: dict[Peer, PeerLogs], problems: dict[str, str]) -> bool:
-        """Copy the models that are not here. Whether all are here, by what peers say that have all of theirs."""
+        """Copy the models that are not here. Returns whether all are here, by the lists of peers that have all of
+        theirs.
+        """
         names = {name for logs in found.values() for name, log in logs.models.items() if log.active is not None}
         missing = sorted(names - set(self._store.models()))
         for name in missing:
@@ -188,7 +190,7 @@ class Peers:
         self.copying = bool(names - set(self._store.models()))
         if not found or self.copying or any(logs.copying for logs in found.values()):
             return False
-        for path in copies_of(self._store.root.root):  # of models that came otherwise
+        for path in copies_of(self._store.root.root):  # of models that came another way
             files.remove_tree(path)
         return True
 
@@ -207,7 +209,7 @@ class Peers:
     # --- deltas
 
     def _follow(self, name: str, found: dict[Peer, PeerLogs], problems: dict[str, str]) -> bool:
-        """Fetch the deltas of a model that is here. Whether nothing is to be had that is still missing."""
+        """Fetch the deltas of a model that is here. Returns whether no missing delta is available."""
         done = True
         logs = {peer: log for peer, of in found.items() if (log := of.models.get(name)) is not None}
         for peer in sorted(logs, key=lambda peer: -(logs[peer].last or 0)):
@@ -215,7 +217,7 @@ class Peers:
                 self._follow_one(self._store.model(name), peer, logs[peer])
             except Exception as error:  # noqa: BLE001 - as above
                 self._note(problems, f"{peer} {name}", str(peer), error)
-                done = done and isinstance(error, (Differs, TooFarBehind))  # others may pass
+                done = done and isinstance(error, (Differs, TooFarBehind))  # other errors may pass
         return done
 
     def _follow_one(self, model: Model, peer: Peer, theirs: PeerLog) -> None:
@@ -223,7 +225,7 @@ class Peers:
         if theirs.damage is not None:
             raise TooFarBehind(f"{peer}: its log of {model.name!r} is damaged: {theirs.damage}")
         if None in (theirs.start, theirs.last, log.start, log.last, model.active_version) or log.unusable:
-            return  # nothing to compare; what is wrong here the model's own problem says
+            return  # nothing to compare; the model's own problem reports the fault
         ours, there = (log.start or 0, log.last or 0), (theirs.start or 0, theirs.last or 0)
         if there[0] > ours[1]:
             raise TooFarBehind(
@@ -247,7 +249,7 @@ class Peers:
     def _compare(
         self, model: Model, peer: Peer, rollbacks: Rollbacks, ours: tuple[int, int], theirs: tuple[int, int]
     ) -> None:
-        """Undo what the peer has undone since. Differs where its log is not this model's, as far as both go.
+        """Undo what the peer has undone since. Differs if its log is not this model's, as far as both go.
 
         `ours` and `theirs`: (start, last) of both logs.
         """
@@ -264,7 +266,7 @@ class Peers:
             is_unmoved = before is not None and before.undone is log.undone
             if not (_extends(there, here) or (is_unmoved and _corrects(there, here))):
                 if _extends(here, there) and theirs[1] <= ours[1]:
-                    return  # it is to follow this node
+                    return  # it should follow this node
                 raise Differs(
                     f"{peer}: its rollbacks of {model.name!r} are others than here: it went back {_shown(there)}, and "
                     f"this node {_shown(here)}. Nothing is taken from it; `tierstore rollback --to-seq` on one of "
@@ -277,9 +279,9 @@ class Peers:
         self._equal[key] = compared
 
     def _name_difference(self, model: Model, peer: Peer, begin: int, end: int) -> None:
-        """Differs, naming the first delta that is another one there.
+        """Raise Differs, naming the first delta that differs there.
 
-        RemoteUnavailable where one of both has just forgotten some.
+        RemoteUnavailable if one of the logs has just forgotten some.
         """
         low, high, at = begin, end, end  # up to `low` they are equal, up to `high` not
         while True:
@@ -300,7 +302,7 @@ class Peers:
 
 
 class _Compared(NamedTuple):
-    """Two logs of a model that were found equal, as far as both go: this node's, and that of a peer."""
+    """Two logs of a model that were found equal, as far as both go: this node's, and a peer's."""
 
     model: Model
     undone: Undone
@@ -310,7 +312,7 @@ class _Compared(NamedTuple):
 
 
 def _extends(longer: Rollbacks, shorter: Rollbacks) -> bool:
-    """Whether to one list of rollbacks others were added since."""
+    """Whether one list of rollbacks is the other one with more added."""
     return longer[: len(shorter)] == shorter
 
 

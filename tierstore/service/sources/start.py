@@ -1,5 +1,5 @@
-"""The sources that the settings name: checked before the store opens, started once the service
-answers, closed before the store.
+"""Starting the configured sources: checked before the store opens, started once the service answers, closed before
+the store.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def check_sources(settings: Settings) -> None:
 
 
 def start_sources(service: Service, settings: Settings) -> dict[str, ChangeSource]:
-    """Start each source that the settings name. Returns them by the name under which the status shows them."""
+    """Start each configured source. Returns them by their names in the status."""
     sources: dict[str, ChangeSource] = {}
     if settings.watch is not None:
         sources["watch"] = Watcher(service.store, settings.watch, max_delta=settings.max_delta)

@@ -1,8 +1,6 @@
-"""A thread that follows a topic, whatever is read from it: it connects, works step by step, and
-connects again after a failure.
+"""A thread that follows a topic of any kind: it connects, works step by step, and connects again after a failure.
 
-Beside it what every follower of a topic does: connect by the settings, find how far back to
-read, look for new partitions.
+Also shared by all followers of topics: connecting by the settings, how far back to read, new partitions.
 """
 
 from __future__ import annotations
@@ -27,20 +25,20 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
 SAVE_S = 5.0  # between records of positions that no delta was logged with
-METADATA_S = 30.0  # between questions for the topic's partitions
+METADATA_S = 30.0  # between requests for the topic's partitions
 
 
 class Work(Protocol):
-    """What the thread does. Any error in it ends the connection, and `begin` is called again after a pause."""
+    """The thread's work. Any error in it ends the connection, and `begin` is called again after a pause."""
 
     def begin(self) -> None: ...
     def step(self) -> None: ...
-    def save(self) -> None: ...  # at the end of the thread, where it is connected
+    def save(self) -> None: ...  # at the end of the thread, if it is connected
     def end(self) -> None: ...
 
 
 class TopicThread:
-    """The thread of one topic. `stopping` is set when it is to end."""
+    """The thread of one topic. `stopping` is set when it should end."""
 
     def __init__(self, name: str, topic: str, stats: KafkaStats, work: Work) -> None:
         self._topic, self._stats, self._work = topic, stats, work
@@ -96,14 +94,11 @@ def far_back(reader: TopicReader, settings: Settings) -> dict[int, int]:
 
 
 def new_partitions(reader: TopicReader, cluster: str) -> list[int]:
-    """Partitions that the topic has and that are not read yet.
-
-    Unreachable where the brokers now belong to another cluster.
-    """
+    """Partitions of the topic that are not read yet. Unreachable if the brokers now belong to another cluster."""
     try:
         now, partitions = reader.partitions()
     except Unreachable:
-        return []  # `problem` says it; what was read can still be applied
+        return []  # `problem` reports it; messages that were read can still be applied
     if now != cluster:
         raise Unreachable(f"kafka: the brokers now belong to another cluster, {now!r}: reading it from its beginning")
     return [one for one in partitions if one not in reader.positions]

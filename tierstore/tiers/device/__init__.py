@@ -1,1 +1,1 @@
-"""The device tier: hot rows in GPU memory. `cache.py` is its form as a tier, `cupy_device.py` the only user of CuPy."""
+"""The device tier: hot rows in GPU memory. `table.py` has the tier itself, `cupy_device.py` is the only user of CuPy."""

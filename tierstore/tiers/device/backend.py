@@ -1,9 +1,8 @@
-"""What the device tier asks of a GPU: memory, streams that copy and launch, and the kernels' source.
+"""The protocol of a GPU for the device tier: memory, streams that copy and launch, and the kernels' source.
 
-Two things speak this protocol: `device.CudaDevice` over CuPy, and a stand-in of the tests that runs the same kernels
-on the CPU. Work in a stream is done in order and later: a download is there only after `synchronize`, and memory
-that is uploaded must stay as it is until then. Any thread may call anything; two threads that put work into one stream
-agree on its order themselves. Nothing survives the process.
+Two classes implement it: `CudaDevice` over CuPy, and a stand-in of the tests that runs the same kernels on the CPU. Work in a stream is done in order
+and later: a download is complete only after `synchronize`, and memory that is uploaded must not change until then. Any thread may call anything; two
+threads that put work into one stream must agree on its order. Nothing survives the process.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class OutOfDeviceMemory(DeviceError):
 
 
 class Captured(DeviceError):
-    """The program captures a CUDA graph, during which the driver refuses the call. The device goes on working."""
+    """A CUDA graph is being captured, so the driver refuses the call. The device goes on working."""
 
 
 class Buffer(Protocol):
@@ -65,7 +64,7 @@ class Buffer(Protocol):
 
 
 class DeviceStream(Protocol):
-    """A queue of work. `handle` and `events`: the driver's names for it, and for two events of its own."""
+    """A queue of work. `handle`, `events`: the driver's handles for it, and for two events of its own."""
 
     handle: int
     events: tuple[int, int]
@@ -80,18 +79,18 @@ class DeviceStream(Protocol):
         """Fill with zeros."""
 
     def launch(self, kernel: str, threads: int, *args: Any) -> None:
-        """Run a kernel with at least this many threads. `args`: integers, and `TABLE` and `HOST` arrays [1]."""
+        """Run a kernel with at least so many threads. `args`: integers, and `TABLE` and `HOST` arrays [1]."""
 
     def wait_for_caller(self) -> None:
-        """Let later work wait for the work in the streams of the calling thread's program.
+        """Make later work wait for the work in the streams of the calling thread's program.
 
-        An answer may get the memory of an array that was freed while the program's kernels were still to read it.
+        An answer may reuse the memory of an array that was freed while the program's kernels were still reading it.
         """
 
     def wait_for_word(self, at: int, scratch: np.ndarray) -> None:
         """Wait until a kernel of this stream has written to a uint32 of pinned memory, which was 0.
 
-        DeviceError where all work so far is done, or has failed, without that. `scratch` int64[2] is the caller's.
+        DeviceError if all work in the stream has ended without that, or has failed. `scratch`: int64[2], working memory.
         """
 
     def synchronize(self) -> None:
@@ -99,13 +98,13 @@ class DeviceStream(Protocol):
 
 
 class DriverCalls(Protocol):
-    """The driver as compiled look-ups call it: the addresses of its functions, and the kernels by name."""
+    """The driver for compiled look-ups: the addresses of its functions, and the kernels by name."""
 
     calls: np.ndarray
     kernels: Mapping[str, int]
 
     def check(self, status: int) -> None:
-        """Raise what an error of the driver is to us."""
+        """Raise our error for an error status of the driver."""
 
 
 class Backend(Protocol):
@@ -114,16 +113,16 @@ class Backend(Protocol):
     number: int
 
     def alloc(self, nbytes: int) -> Buffer:
-        """Memory that holds anything. OutOfDeviceMemory where there is none."""
+        """Uninitialised memory. OutOfDeviceMemory if there is none."""
 
     def pinned(self, nbytes: int) -> np.ndarray:
         """uint8[nbytes] of page-locked CPU memory, freed with its last reference."""
 
     def register(self, at: int, nbytes: int) -> int:
-        """Lock whole pages of CPU memory, which kernels can read from then on. Returns their address for those."""
+        """Lock whole pages of CPU memory so that kernels can read them. Returns their address for kernels."""
 
     def unregister(self, at: int) -> None:
-        """Undo `register`. No kernel that may read it is under way."""
+        """Undo `register`. No kernel may still be reading the memory."""
 
     def stream(self) -> DeviceStream: ...
 
@@ -131,21 +130,21 @@ class Backend(Protocol):
         """The driver's functions and kernels, made at the first call."""
 
     def callers(self) -> tuple[int, int]:
-        """Handles of the streams in which the calling thread's program works, each NOBODY where there is none."""
+        """Handles of the streams in which the calling thread's program works; NOBODY in place of a missing one."""
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """A new array on the device for an answer; it belongs to the caller.
 
-        OutOfDeviceMemory where there is no room, Captured while the calling thread captures a CUDA graph.
+        OutOfDeviceMemory if there is no room, Captured while the calling thread captures a CUDA graph.
         """
 
     def in_stream(self, stream: Any) -> AbstractContextManager[None]:
-        """Within the block the calling thread's program works in `stream`, which has `__cuda_stream__`."""
+        """In the block the calling thread's program works in `stream`, which has `__cuda_stream__`."""
 
     def adopt(self, array: Any) -> Any:
-        """An array of any library that lies on this device, contiguous, as work in the caller's stream finds it.
+        """An array of any library, contiguous on this device, as it is after the work in the caller's stream.
 
-        InvalidInput where it lies elsewhere or is none; Captured as by `empty`.
+        InvalidInput if it is elsewhere or no array; Captured as by `empty`.
         """
 
     def synchronize(self) -> None:
@@ -156,7 +155,7 @@ class Backend(Protocol):
 
 
 def lies_on_gpu(values: Any) -> bool:
-    """Whether these are an array in the memory of a GPU, of any library."""
+    """Whether a value is an array in GPU memory, of any library."""
     if type(values) is np.ndarray or type(values) is list:
         return False
     if hasattr(values, "__cuda_array_interface__"):

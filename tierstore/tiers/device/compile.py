@@ -1,9 +1,8 @@
-"""Machine code of the kernels, by NVRTC.
+"""Compiles the kernels to machine code, by NVRTC.
 
-It takes about a second and writes no file. CuPy's own way to compile (`RawModule`) is not used: it adds
-`-ftz=true`, so that numbers below 2^-126 would become zeros and answers differ from the CPU's; it needs CUDA's
-headers, which the kernels do not; and its cache on disk fails where the home directory cannot be written. Any
-thread may call; nothing survives the process.
+It takes about a second and writes no file. CuPy's own way to compile (`RawModule`) is not used: it adds `-ftz=true`, so that numbers below 2^-126
+would become zeros and answers would differ from the CPU's; it needs CUDA's headers, which the kernels do not; and its cache on disk fails if the home
+directory cannot be written. Any thread may call; nothing survives the process.
 """
 
 from __future__ import annotations
@@ -18,14 +17,13 @@ OPTIONS = ("-std=c++17", "-ftz=false")
 
 @cache
 def compile_kernels(nvrtc: Any, capability: str) -> bytes:
-    """What the driver loads for a device of `capability` (`90` is 9.0). `nvrtc` is `cupy.cuda.nvrtc`.
+    """Compile for a device of `capability` (`90` is 9.0). `nvrtc` is `cupy.cuda.nvrtc`.
 
-    A CUBIN; or, for a device newer than this NVRTC, PTX, which the driver translates. DeviceError where NVRTC is not
-    there or refuses.
+    Returns a CUBIN; or, for a device newer than this NVRTC, PTX, which the driver translates. DeviceError if NVRTC is missing or refuses.
     """
     try:
         supported = nvrtc.getSupportedArchs()
-    except Exception as error:  # each version of CuPy raises something else
+    except Exception as error:  # each version of CuPy raises a different error
         raise DeviceError(
             f"NVRTC, which compiles the kernels, cannot be used: {error}; pip install 'tierstore[gpu]' brings it "
             "for CUDA 12, 'tierstore[gpu-cuda13]' for CUDA 13"

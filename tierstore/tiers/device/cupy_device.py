@@ -1,13 +1,12 @@
-"""The only importer of CuPy: finds GPUs, and implements `backend.py` with their memory, streams and kernels.
+"""GPUs through CuPy: finds them, and implements `backend.py`. The only module that imports CuPy.
 
-`find_devices` imports CuPy, and nothing before it. A machine without CuPy, or without a GPU, has no device tier, and
-the reason is reported. Driver errors become `DeviceError` here. Any thread may call anything; CUDA's current device,
-which each thread has its own, is set around every call and restored. Kernels are compiled when a device's first stream
-is made, while a store opens. Look-ups and kernels go by the driver's own functions (`driver.py`). Nothing survives the
-process.
+CuPy is imported at the first `find_devices`, not earlier. A machine without CuPy, or without a GPU, has no device tier, and the reason is reported.
+Driver errors become `DeviceError` here. Any thread may call anything; CUDA's current device, which is a setting of each thread, is set around every
+call and restored. Kernels are compiled when a device's first stream is made, while a store opens. Look-ups and kernels use the driver's own functions
+(`driver.py`). Nothing survives the process.
 
-Where there is no GPU, the tests run the kernels and all logic above on the CPU, compile the kernels with NVRTC where
-it is installed, and compare what is called here with what CuPy has, where that is installed.
+On a machine without a GPU, the tests run the kernels and all code above them on the CPU, compile the kernels with NVRTC if it is installed, and
+compare the calls made here with CuPy's signatures if CuPy is installed.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _Result = TypeVar("_Result")
 
 
 def find_devices() -> tuple[int, str | None]:
-    """(number of CUDA devices, why there is none)."""
+    """(number of CUDA devices, the reason if there are none)."""
     try:
         cupy = import_module("cupy")
     except ImportError as error:
@@ -49,14 +48,14 @@ def find_devices() -> tuple[int, str | None]:
 
 
 def driver_addresses() -> list[int]:
-    """Addresses of what `driver_calls.py` calls. There has to be a driver."""
+    """Addresses of the functions that `driver_calls.py` calls. A driver must be present."""
     cuda, libc = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL(None)
     functions = [*(cuda[name] for name in FUNCTIONS), libc.sched_yield, libc.usleep]
     return [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions]
 
 
 def _translated(method: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Run a method with its device as the current one, and translate its errors."""
+    """Wrap a method: run it with its device as the current one, and translate its errors."""
 
     @wraps(method)
     def run(self: Any, *args: Any) -> _Result:
@@ -67,7 +66,7 @@ def _translated(method: Callable[..., _Result]) -> Callable[..., _Result]:
 
 
 class _Current:
-    """See `CudaDevice.current`. Not CuPy's `Device`, which takes ten times as long."""
+    """The context manager of `CudaDevice.current`. CuPy's own `Device` takes ten times as long."""
 
     __slots__ = ("_before", "_device")
 
@@ -87,7 +86,7 @@ class _Current:
 
 
 class CudaBuffer:
-    """Memory by cudaMalloc: freed memory goes back to the driver, so that the budget is what other programs see."""
+    """Memory from cudaMalloc: freed memory goes back to the driver, so that other programs see what the budget says."""
 
     def __init__(self, device: CudaDevice, nbytes: int) -> None:
         self.device, self.nbytes = device, nbytes
@@ -97,7 +96,7 @@ class CudaBuffer:
             except device.runtime.CUDARuntimeError as error:
                 if error.status != OUT_OF_MEMORY:
                     raise
-                device.cupy.get_default_memory_pool().free_all_blocks()  # which CuPy keeps for later arrays
+                device.cupy.get_default_memory_pool().free_all_blocks()  # memory that CuPy keeps for later arrays
                 self._memory = device.cupy.cuda.Memory(nbytes)
         self.address = int(self._memory.ptr)
 
@@ -107,7 +106,7 @@ class CudaBuffer:
 
 
 class CudaStream:
-    """A stream that does not wait for the default one."""
+    """A stream that does not wait for the default stream."""
 
     def __init__(self, device: CudaDevice) -> None:
         self.device = device
@@ -148,7 +147,7 @@ class CudaStream:
 
 
 class CudaDevice:
-    """One GPU. A `Backend`."""
+    """One GPU, as a `Backend`."""
 
     def __init__(self, number: int) -> None:
         count, why = find_devices()
@@ -165,11 +164,11 @@ class CudaDevice:
         return self
 
     def current(self) -> _Current:
-        """Within the block it is the current one of this thread, and errors are ours."""
+        """Make it the current device of this thread in the block, and translate errors."""
         return _Current(self)
 
     def translated(self, error: BaseException) -> DeviceError | None:
-        """What an error of the driver is to us; None for another one."""
+        """Our error for an error of the driver; None for other errors."""
         cuda = self.cupy.cuda
         if isinstance(error, cuda.memory.OutOfMemoryError):
             return OutOfDeviceMemory(f"device {self.number}: {error}")
@@ -183,11 +182,11 @@ class CudaDevice:
 
     @_translated
     def driver(self) -> Driver:
-        """This device's kernels, compiled at the first call, and what calls them. DeviceError where that fails."""
+        """This device's kernels, compiled at the first call, and the driver functions to launch them. DeviceError if that fails."""
         with self._lock:
             if self._driver is None:
                 cuda = self.cupy.cuda
-                self._module = cuda.function.Module()  # kept: the kernels are in it
+                self._module = cuda.function.Module()  # kept, because the kernels are in it
                 self._module.load(compile_kernels(cuda.nvrtc, cuda.Device(self.number).compute_capability))
                 kernels = {name: int(self._module.get_function(name).ptr) for name in kernel_names()}
                 context = int(cuda.driver.ctxGetCurrent())
@@ -233,7 +232,7 @@ class CudaDevice:
         self._check_capture()
         cupy = self.cupy
         try:
-            # DLPack makes the stream wait for what makes the array
+            # DLPack makes this stream wait for the stream that writes the array
             mine = cupy.from_dlpack(array) if hasattr(array, "__dlpack__") else cupy.asarray(array)
         except (BufferError, TypeError, ValueError) as error:
             raise InvalidInput(f"expected a dense array in the memory of GPU {self.number}: {error}") from error
@@ -242,7 +241,7 @@ class CudaDevice:
         return cupy.ascontiguousarray(mine)
 
     def _check_capture(self) -> None:
-        """Captured while the caller's stream is being captured: what follows would end the capture."""
+        """Raise Captured while the caller's stream is being captured, because the calls that follow would end the capture."""
         if self.cupy.cuda.get_current_stream().is_capturing():
             raise Captured(captured(self.number))
 

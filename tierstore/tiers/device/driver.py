@@ -1,7 +1,7 @@
-"""What is put into a stream of a GPU without the interpreter, by the driver's own functions (`driver_calls.py`).
+"""Work for a GPU's streams without the interpreter, by the driver's own functions (`driver_calls.py`).
 
-A look-up is one `launch` and one `wait`: no call of CuPy, no event, no copy, nothing that is allocated. Any thread may
-call; two that put work into one stream agree on its order themselves. Nothing survives the process.
+A look-up is one `launch` and one `wait`: it calls no CuPy, uses no event, copies and allocates nothing. Any thread may call; two threads that put
+work into one stream must agree on its order. Nothing survives the process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FOR_KERNELS = 3  # CU_MEMHOSTREGISTER_PORTABLE, _DEVICEMAP
 class Driver:
     """The driver's functions and kernels for one device. Constant after construction.
 
-    `addresses`: of FUNCTIONS and of the two of the C library. `kernels`: their handles. `describe`: what an error is.
+    `addresses`: of FUNCTIONS and of the two C library functions. `kernels`: their handles. `describe`: the text of an error.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Driver:
         self.calls = np.array([*addresses, context], np.int64)
 
     def call(self, which: int, *args: int) -> None:
-        """One of the functions, by its place in `driver_calls.py`, with at most four arguments."""
+        """Call one of the functions, by its number in `driver_calls.py`, with at most four arguments."""
         one, two, three, four = (*args, 0, 0, 0)[:4]
         self.check(driver_calls.call(self.calls, which, one, two, three, four, np.zeros(2, np.int64)))
 
@@ -64,7 +64,7 @@ class Driver:
         self.call(driver_calls.UNREGISTER, at)
 
     def check(self, status: int) -> None:
-        """Raise what an error of the driver is to us."""
+        """Raise our error for an error status of the driver."""
         if status == 0:
             return
         if status in CAPTURING:
@@ -75,9 +75,9 @@ class Driver:
 
 
 class Queue:
-    """A stream, by its handle. Arguments of kernels lie in memory of its own, which the driver reads at each launch.
+    """A stream, by its handle. Kernel arguments are in memory of its own, which the driver reads at each launch.
 
-    `events`: handles of as many events as `follow` names streams at most.
+    `events`: handles of at least as many events as `follow` gets streams.
     """
 
     def __init__(self, driver: Driver, stream: int, events: Sequence[int]) -> None:
@@ -114,7 +114,7 @@ class Queue:
             self._driver.call(driver_calls.COPY, to, data.ctypes.data, data.nbytes, self._stream)
 
     def follow(self, streams: Sequence[int]) -> None:
-        """Let later work wait for the work in others, NOBODY passed over."""
+        """Make later work wait for the work in other streams; NOBODY is skipped."""
         self._driver.check(
             driver_calls.follow(self._calls, self._stream, np.array(streams, np.int64), self._events, self._popped)
         )
@@ -125,7 +125,7 @@ class Queue:
 
 
 def captured(number: int) -> str:
-    """What a caller is told that captures a CUDA graph."""
+    """The error text for a caller that captures a CUDA graph."""
     return (
         f"device {number}: a CUDA graph is being captured, and a look-up cannot be part of it; look up after the "
         "capture"

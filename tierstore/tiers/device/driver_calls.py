@@ -1,8 +1,7 @@
-"""A GPU's driver, called by the addresses of its functions: work is put into a stream, and a kernel is waited for.
+"""Compiled calls of a GPU driver, by the addresses of its functions: put work into a stream, and wait for a kernel.
 
-`calls` int64[ADDRESSES] has the addresses, then the context that all calls are made in. Nothing is allocated and no interpreter is
-entered. Any thread may call; two that put work into one stream agree on its order themselves. Every function returns 0, or the
-driver's error.
+`calls` int64[ADDRESSES] has the addresses, then the context for all calls. Nothing is allocated and the interpreter is not entered. Any thread may
+call; two threads that put work into one stream must agree on its order. Every function returns 0, or the driver's error.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from tierstore.kernels.raw import call_at
 (
     LAUNCH, COPY, RECORD, WAIT, QUERY, PUSH, POP, MODE, REGISTER, UNREGISTER, MAPPED, YIELD, SLEEP, CONTEXT, ADDRESSES,
 ) = range(15)  # fmt: skip
-NOBODY = -1  # in place of a stream: there is none
-UNSAID = -1  # a stream has done all its work, and the word that is waited for is not there
+NOBODY = -1  # in place of a stream
+UNSAID = -1  # result of `wait`: the stream has done all its work, and the expected word is not there
 _NOT_READY = 600
-_FIRST_OF_CAPTURES, _LAST_OF_CAPTURES = 900, 909  # a call is refused because a graph is being captured
-_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: what this thread calls disturbs no capture of another one
-_SPINS = 4096  # looks at the word, before other threads of the CPU are let run in between: 10 us
-_LOOKS = 64  # more, before the driver is asked how the stream is
-_EAGER = 64  # times that it is asked before the thread sleeps in between
+_FIRST_OF_CAPTURES, _LAST_OF_CAPTURES = 900, 909  # errors of calls that are refused because a graph is being captured
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: calls of this thread do not disturb captures of other threads
+_SPINS = 4096  # reads of the word before the thread lets other threads run in between: 10 us
+_LOOKS = 64  # further reads before the driver is asked for the state of the stream
+_EAGER = 64  # such questions before the thread sleeps in between
 _SLEEP_US = 20
 _I64 = ir.IntType(64)
 _WORDS = types.int64[::1]
@@ -38,7 +37,7 @@ _WORDS = types.int64[::1]
 def launch_at(
     typingctx: Any, function: Any, kernel: Any, blocks: Any, threads: Any, stream: Any, arguments: Any
 ) -> Any:
-    """cuLaunchKernel of a line of blocks, without shared memory. Its integers of 32 bits are passed in words, as the ABI has it."""
+    """cuLaunchKernel of a line of blocks, without shared memory. 32-bit integers are passed in words, as the ABI requires."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         at, kernel, blocks, threads, stream, arguments = args
@@ -52,7 +51,7 @@ def launch_at(
 
 @compiled(types.int64(_WORDS, types.int64, types.int64, types.int64, types.int64, types.int64, _WORDS), when=LAST)
 def launch(calls: Any, kernel: Any, blocks: Any, threads: Any, stream: Any, arguments: Any, scratch: Any) -> Any:
-    """Put a kernel into a stream. `arguments`: the address of pointers to them, which the driver reads before this returns."""
+    """Put a kernel into a stream. `arguments`: the address of pointers to its arguments, which the driver reads before this returns."""
     status = types.int32(call_at(calls[PUSH], calls[CONTEXT], 0, 0, 0, 0, 0))
     if status == 0:
         status = types.int32(launch_at(calls[LAUNCH], kernel, blocks, threads, stream, arguments))
@@ -62,7 +61,7 @@ def launch(calls: Any, kernel: Any, blocks: Any, threads: Any, stream: Any, argu
 
 @compiled(types.int64(_WORDS, *[types.int64] * 5, _WORDS), when=LAST)
 def call(calls: Any, which: Any, one: Any, two: Any, three: Any, four: Any, scratch: Any) -> Any:
-    """Call a function of at most four arguments, in the context, so that no capture of another thread is disturbed."""
+    """Call a function of at most four arguments in the context, without disturbing another thread's capture."""
     status = types.int32(call_at(calls[PUSH], calls[CONTEXT], 0, 0, 0, 0, 0))
     if status == 0:
         scratch[1] = _RELAXED
@@ -75,7 +74,7 @@ def call(calls: Any, which: Any, one: Any, two: Any, three: Any, four: Any, scra
 
 @compiled(types.int64(_WORDS, types.int64, _WORDS, _WORDS, _WORDS), when=LAST)
 def follow(calls: Any, stream: Any, others: Any, events: Any, scratch: Any) -> Any:
-    """Have later work of a stream wait for the work in others, by an event for each."""
+    """Make later work of a stream wait for the work in other streams, by an event for each."""
     status = types.int32(call_at(calls[PUSH], calls[CONTEXT], 0, 0, 0, 0, 0))
     if status == 0:
         status = come_after(calls, stream, others, events)
@@ -85,7 +84,7 @@ def follow(calls: Any, stream: Any, others: Any, events: Any, scratch: Any) -> A
 
 @nb.njit
 def come_after(calls: Any, stream: Any, others: Any, events: Any) -> Any:
-    """`follow`, in a context that is current already. Of `others`, NOBODY is passed over."""
+    """`follow` in a context that is current already. NOBODY among `others` is skipped."""
     status = types.int32(0)
     for k in range(len(others)):
         if status == 0 and others[k] != NOBODY:
@@ -97,7 +96,7 @@ def come_after(calls: Any, stream: Any, others: Any, events: Any) -> Any:
 
 @compiled(types.int64(_WORDS, types.int64, types.int64, _WORDS), when=LAST)
 def wait(calls: Any, word: Any, stream: Any, scratch: Any) -> Any:
-    """Wait until the uint32 at an address is not 0. UNSAID, or an error, where the stream's work has ended without that."""
+    """Wait until the uint32 at an address is not 0. Returns UNSAID, or an error, if the stream's work has ended without that."""
     for _ in range(_SPINS):
         if acquire_u32(word) != 0:
             return 0

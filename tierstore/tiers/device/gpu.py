@@ -1,7 +1,7 @@
-"""The GPU of a store, the memory used of it, and the reason where there is no device tier.
+"""The GPU of a store and its memory, or the reason why there is no device tier.
 
-It is the first that CUDA shows: `CUDA_VISIBLE_DEVICES` chooses another. Constant after construction; any thread may
-call anything. Nothing survives the process.
+It is the first GPU that CUDA shows: `CUDA_VISIBLE_DEVICES` chooses another. Constant after construction; any thread may call anything. Nothing
+survives the process.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from tierstore.types import TableSpec
 log = logging.getLogger(__name__)
 
 MIN_BUDGET = 1 << 20
-NAMES = ("gpu", "gpu:0")  # of it, where a caller says on which device an answer is to be
+NAMES = ("gpu", "gpu:0")  # names of the GPU in a caller's `device`
 
 
 def find_backend() -> tuple[Backend | None, str | None]:
-    """(the device, the reason where there is none)."""
+    """(the device, the reason if there is none)."""
     count, why = find_devices()
     return (CudaDevice(0), None) if count else (None, why)
 
 
 class _Stream:
-    """A stream by its address."""
+    """A stream, by its address."""
 
     def __init__(self, address: int) -> None:
         self._address = address
@@ -77,7 +77,7 @@ class Gpu:
             self.reason = f"the device cannot be used: {error}"
 
     def cache(self, spec: TableSpec, budget_bytes: int, default: np.ndarray, fraction: float) -> DeviceTable:
-        """A table of `budget_bytes`. There has to be a device."""
+        """A table of `budget_bytes`. There must be a device."""
         assert self.memory is not None
         return DeviceTable(spec, budget_bytes, self.memory, default_vector=default, fraction=fraction)
 
@@ -87,11 +87,11 @@ class Gpu:
         return 0 if self.memory is None else self.memory.table_bytes
 
     def has(self, device: str) -> bool:
-        """Whether it is the one of that name."""
+        """Whether `device` names this GPU."""
         return self.memory is not None and device in NAMES
 
     def memory_of(self, device: str) -> DeviceMemory:
-        """The memory of a GPU, by one of its names. Errors say what is missing."""
+        """The memory of the GPU named `device`. The error says what is missing."""
         name, _, number = device.partition(":")
         if name != "gpu" or (number and not number.isdecimal()):
             raise InvalidInput(f"device {device!r} is unknown: answers are on 'cpu' or 'gpu'")
@@ -103,18 +103,17 @@ class Gpu:
         return self.memory
 
     def upload(self, array: np.ndarray) -> Any:
-        """A copy of an answer there."""
+        """A copy of an answer in GPU memory."""
         assert self.memory is not None
         return to_device(self.memory, array)
 
     def to_host(self, values: Any) -> Any:
-        """A copy in CPU memory of an array that lies there; others as they are."""
+        """A copy in CPU memory of an array in GPU memory; other arrays unchanged."""
         assert self.memory is not None
         return from_device(self.memory, values) if lies_on_gpu(values) else values
 
     def in_stream(self, stream: Any) -> AbstractContextManager[None]:
-        """Within the block the caller's work is in `stream`: an object with `__cuda_stream__`, a stream's address as an
-        integer, or None for where it is."""
+        """Say in which stream the caller works, in the block. `stream`: an object with `__cuda_stream__`, an address as an integer, or None for the current stream."""
         assert self.memory is not None
         if stream is None:
             return nullcontext()
@@ -135,6 +134,6 @@ class Gpu:
         }
 
     def close(self) -> None:
-        """Free the workspaces. No table may be on the device any more."""
+        """Free the workspaces. No table may be left on the device."""
         if self.memory is not None:
             self.memory.close()

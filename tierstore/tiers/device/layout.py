@@ -1,4 +1,4 @@
-"""Where a table's sets are in device memory, for the CPU side; `cuda/layout.cuh` has it for kernels.
+"""The places of a table's sets in device memory, for the CPU; `cuda/layout.cuh` has the same for kernels.
 
 Immutable values.
 """
@@ -16,7 +16,7 @@ WAYS = 15
 LINE_BYTES = 128
 ABSENT_BYTES = 32
 ABSENT_WAYS = 3
-MAX_DEPTH = 6  # halvings: a table can go down to 1/64; there is a segment more
+MAX_DEPTH = 6  # halvings: a table can shrink to 1/64; it has one segment more than halvings
 COUNTER_BYTES = 64  # totals int64[4] of `write.cu`, then uint32[2] of `say_done`
 READERS_AT = 32
 MAX_HEAT = 3
@@ -25,7 +25,7 @@ _WAY = np.arange(WAYS, dtype=np.uint64)
 
 
 class DeviceLayout:
-    """How many sets a table of `budget_bytes` has, and how large its segments are."""
+    """The number of sets of a table of `budget_bytes`, and the size of its segments."""
 
     def __init__(self, spec: TableSpec, budget_bytes: int) -> None:
         self.spec = spec
@@ -47,7 +47,7 @@ class DeviceLayout:
         return self.sets_per_region << depth
 
     def bytes_at(self, depth: int) -> int:
-        """All memory of the table when 2**depth regions are in use."""
+        """Bytes of the table when 2**depth regions are in use."""
         return self.control_bytes + self.sets(depth) * self.set_bytes
 
     def table(self, segments: list[int], fallback: int, depth: int) -> np.ndarray:

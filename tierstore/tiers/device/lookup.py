@@ -1,9 +1,8 @@
-"""Look-ups whose answer stays on the device: a kernel answers what is there or in the host tier, and lists the others.
+"""Look-ups whose answer stays on the device: one kernel answers the keys that the device or host tier has, and lists the others.
 
-A second one, where anything is listed, answers with those rows. One call is one look-up, on the caller's thread, with
-one workspace for each chunk; any number of threads may call. Kernels read keys and rows in page-locked CPU memory and
-write states and lists there; many keys are copied up first. The first kernel answers with the rows that it finds, so
-none moves in between; of bags that wait for others it keeps them.
+If keys are listed, a second kernel answers them with rows from the tiers below. A call is one look-up, on the caller's thread, with one workspace for
+each chunk; any number of threads may call. Kernels read keys and rows in page-locked CPU memory and write states and lists there; many keys are
+copied up first. The first kernel writes the rows that it finds to the answer, or, for bags that wait for listed keys, to the workspace.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from tierstore.tiers.device.workspaces import ALIGN, NOTHING, DeviceMemory, Work
 from tierstore.tiers.host.table import HostTable
 from tierstore.types import Combiner, Keys, States, Tier, Vectors
 
-PADDING = 255  # the state of a key whose answer is zeros and that does not count in a bag
+PADDING = 255  # the state of a key that is answered with zeros and does not count in a bag
 
 _NONE, _NO_WEIGHTS = np.empty(0, np.int64), np.empty(0, np.float32)
 _PARTS = (
     "keys", "offsets", "weights", "before", "state", "missing", "places", "rows", "done", "source", "kept", "whole",
 )  # fmt: skip
 
-# keys, which may be there several times, dtype → (rows of that dtype, states): the answer of the tiers below
+# answers of the tiers below: (keys, with repeats; dtype) → (rows of that dtype, states)
 Fetch = Callable[[Keys, Any], tuple[Vectors, States]]
 
 
 @dataclass(slots=True, eq=False)
 class Pooling:
-    """How a look-up is pooled: offsets int64[bags] as `check_offsets` returns them, weights float32[n] or None."""
+    """The pooling of a look-up: offsets int64[bags] as `check_offsets` returns them, weights float32[n] or None."""
 
     offsets: np.ndarray
     weights: np.ndarray | None
@@ -44,9 +43,9 @@ class Pooling:
 
 @dataclass(slots=True, eq=False)
 class KeysThere:
-    """Codes int64[n] in the device's memory, at an address, once the work in the caller's stream is done."""
+    """Codes int64[n] in device memory, valid after the work in the caller's stream."""
 
-    array: Any  # of `Backend.adopt`
+    array: Any  # from `Backend.adopt`
     address: int
 
     def __len__(self) -> int:
@@ -54,7 +53,7 @@ class KeysThere:
 
 
 class _Chunk(NamedTuple):
-    """Keys [begin, end) and, where pooled, bags [first, last) of them."""
+    """A part of a look-up: keys [begin, end) and, if pooled, their bags [first, last)."""
 
     begin: int
     end: int
@@ -72,7 +71,7 @@ def answer(
     bags: Pooling | None = None,
     host: HostTable | None = None,
 ) -> Any:
-    """A new array of `dtype` on the device with the answer, [n, dim] or [bags, dim]; None where the device cannot.
+    """A new array of `dtype` on the device with the answer, [n, dim] or [bags, dim]; None if the device cannot answer.
 
     See `look_up`.
     """
@@ -97,17 +96,17 @@ def look_up(
     """Answer every key, on the device.
 
     Args:
-        keys: int64[n]; on the device only where none was answered already and none is PADDING.
-        state: uint8[n]: PENDING for keys to look up, PADDING for those that are zeros, else that of a key answered
-            already. On return PADDING has become ABSENT and PENDING the tier that answered.
+        keys: int64[n]; on the device only if none is answered yet and none is PADDING.
+        state: uint8[n]: PENDING for keys to look up, PADDING for zeros, otherwise the state of a key that is answered
+            already. On return PADDING has become ABSENT, and PENDING the tier that answered.
         answered: rows of the keys answered already, in their order; float32 if pooled, else of the dtype of `out`.
         out: an array on the device, from `Backend.empty`: float32 or float16 [n, dim], or [bags, dim].
         fetch: answers keys that the kernel has not found. Called on this thread, once a chunk.
-        host: the host tier below, which the kernel reads where it may.
+        host: the host tier below, which the kernel reads if it may.
 
     Returns:
         False if the device cannot answer (it has failed, the table was closed, or one bag is larger than a workspace).
-        Then `state` and `out` hold anything.
+        Then `state` and `out` are undefined.
 
     Raises:
         Captured: a CUDA graph is being captured.
@@ -162,7 +161,7 @@ def from_device(memory: DeviceMemory, array: Any) -> np.ndarray:
 
 
 class _Work:
-    """One look-up; see `look_up`."""
+    """The state of one look-up; see `look_up`."""
 
     __slots__ = (
         "address", "answered", "answered_at", "bags", "fetch", "half", "host", "keys", "of", "out_width", "room_width",
@@ -190,14 +189,14 @@ class _Work:
         self.out_width = table.spec.dim * (4 >> self.half)
         self.row_dtype = np.float32 if bags is not None or not self.half else np.float16
         row_width = table.spec.dim * (2 if self.row_dtype is np.float16 else 4)
-        self.room_width = max(row_width, table.layout.stride)  # of rows that were read below, decoded or as stored
+        self.room_width = max(row_width, table.layout.stride)  # of rows from the tiers below, decoded or as stored
         self.answered_at = _NONE
         if len(answered):
             self.answered_at = np.flatnonzero((state != Tier.PENDING) & (state != PADDING))
 
     def chunks(self) -> list[_Chunk] | None:
-        """The parts of the look-up that fit into a workspace; None where one bag does not."""
-        a_key = 8 + 1 + 1 + 8 + 4 + self.room_width  # as `round_trip.py` cuts it
+        """The look-up cut into parts that fit a workspace; None if one bag does not."""
+        a_key = 8 + 1 + 1 + 8 + 4 + self.room_width  # as `round_trip.py` divides a workspace
         room = self.table.device.workspace_bytes - 20 * ALIGN
         n = len(self.state)
         if self.bags is None:
@@ -216,7 +215,7 @@ class _Work:
     def _bag_chunks(self, room: int, a_key: int, a_bag: int) -> list[_Chunk] | None:
         assert self.bags is not None
         ends = np.append(self.bags.offsets[1:], len(self.state))
-        cost = ends * a_key + np.arange(1, len(ends) + 1) * a_bag  # of all bags up to and with this one
+        cost = ends * a_key + np.arange(1, len(ends) + 1) * a_bag  # of all bags up to and including this one
         chunks, first, spent = [], 0, 0
         while first < len(ends):
             last = int(np.searchsorted(cost, spent + room, side="right"))
@@ -250,7 +249,7 @@ class _Work:
         if said < 0:
             device.driver.check(round_trip.FAILED - said)
         if said and self.host is not None:
-            if self.there is not None:  # into memory of the CPU that rows are put to later, if any are
+            if self.there is not None:  # to CPU memory, from where rows are put to their places later, if there are any
                 keys = ws.staging(int(ws.frame[round_trip.AT_ROWS]), end - begin, np.int64)
                 ws.stream.download(keys, self.there.address + 8 * begin)
                 ws.stream.synchronize()
@@ -258,7 +257,7 @@ class _Work:
         return said < 2 or self._answer_listed(ws, chunk, said // 2)
 
     def _answer_listed(self, ws: Workspace, chunk: _Chunk, listed: int) -> bool:
-        """Have the rows of the listed keys put to their places, or the bags that waited for them pooled."""
+        """Put the rows of the listed keys to their places, or pool the bags that waited for them."""
         at = dict(zip(_PARTS, ws.frame[round_trip.AT : round_trip.COPIED].tolist(), strict=True))
         self._stage_rows(ws, at, chunk, listed)
         with self.table.reading() as view:
@@ -271,7 +270,7 @@ class _Work:
         return True
 
     def _second(self, ws: Workspace, at: dict[str, int], chunk: _Chunk, table: np.ndarray, listed: int) -> tuple:
-        """The kernel that answers what was listed: its name, threads and arguments."""
+        """The second kernel, which answers listed keys: its name, threads and arguments."""
         rows, half = ws.here(at["rows"]), self.half
         if self.bags is None:
             out, dim = self.address + chunk.begin * self.out_width, self.table.spec.dim
@@ -286,7 +285,7 @@ class _Work:
         )  # fmt: skip
 
     def _stage_rows(self, ws: Workspace, at: dict[str, int], chunk: _Chunk, listed: int) -> None:
-        """Put the rows of the listed keys, from the tiers below or answered before, where a kernel reads them."""
+        """Put the rows of the listed keys (read below or answered before) where a kernel reads them."""
         state = ws.staging(at["state"], chunk.end - chunk.begin)
         positions = ws.staging(at["places"], listed, np.uint32)
         missing = ws.staging(at["missing"], listed, np.int64)

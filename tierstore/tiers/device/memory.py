@@ -1,7 +1,7 @@
-"""The device memory of one table, and the stream in which all of its kernels run. See `table.py` for why one stream.
+"""The device memory of one table, and the one stream of all its kernels. `table.py` says why there is one stream.
 
-`order` is held for a few launches, while kernels are put into the stream. Methods that write are for one
-thread at a time. Errors of the device are DeviceError. Nothing survives the process.
+`order` is held for a few launches, while kernels are put into the stream. Methods that write are for one thread at a time. Errors of the device are
+DeviceError. Nothing survives the process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tierstore.tiers.device.window import HostWindow
 from tierstore.tiers.device.workspaces import DONE_BYTES, DeviceMemory, Reading, Workspace
 from tierstore.types import Keys, Rows, TableSpec
 
-Counters = npt.NDArray[np.int64]  # of a table: rows, absent keys, let in, put out
+Counters = npt.NDArray[np.int64]  # of a table: rows, absent keys, admitted, evicted
 
 
 class GivenUp(DeviceError):
@@ -37,9 +37,9 @@ class GivenUp(DeviceError):
 
 
 class TableMemory:
-    """Segments of sets, of which `depth` + 1 are in use; the smallest first.
+    """Segments of sets, smallest first, of which `depth` + 1 are in use.
 
-    Not in use any more once `table` is None.
+    No longer in use once `table` is None.
     """
 
     def __init__(self, spec: TableSpec, layout: DeviceLayout, device: DeviceMemory, default: np.ndarray) -> None:
@@ -70,29 +70,28 @@ class TableMemory:
         return self._layout.table(addresses, self._control.address + COUNTER_BYTES, self.depth)
 
     def _use(self, table: np.ndarray | None) -> None:
-        """What kernels are launched with from now on; None: the table is not in use."""
+        """Set the table that kernels are launched with; None: the table is not in use."""
         self.table = table
         self.order.words[round_trip.TABLE] = 0 if table is None else table.ctypes.data
 
     @contextmanager
     def reading(self) -> Iterator[Reading | None]:
-        """Put a kernel that reads into the stream, within the block. None where the table is not in use."""
+        """In the block, put a kernel that reads into the stream. None if the table is not in use."""
         with self.order:
             yield None if self.table is None else Reading(self.stream, self.table, self._control)
 
     @contextmanager
     def writing(self) -> Iterator[Reading]:
-        """Put a kernel that writes into the stream, within the block. Raises GivenUp."""
+        """In the block, put a kernel that writes into the stream. Raises GivenUp."""
         with self.reading() as view:
             if view is None:
                 raise GivenUp(f"the device tier of table {self._name} was given up")
             yield view
 
     def run_writer(self, ws: Workspace, done_at: int, kernel: str, teams: int, *args: Any) -> tuple[Counters, int]:
-        """Run a kernel that writes, and wait for it. Returns the totals of the table, and how many rows are handed back
-        or keys marked absent.
+        """Run a kernel that writes, and wait for it. Returns the table's totals, and the number of rows handed back or of keys marked absent.
 
-        `args` are those between the table and the totals; WRITTEN_BYTES of `ws` at `done_at` are the kernel's.
+        `args` are the kernel's arguments between the table and the totals; it uses WRITTEN_BYTES of `ws` at `done_at`.
         """
         with self.writing() as view:
             _launch(ws, view, view.table, done_at, kernel, teams, *args)
@@ -107,12 +106,12 @@ class TableMemory:
                 last = self._segments.pop()
                 self.depth -= 1
                 self._use(self._described())
-            totals, _ = _totals(ws, 0)  # from here on no kernel uses the upper half
+            totals, _ = _totals(ws, 0)  # after this no kernel uses the upper half
             last.free()
             return totals
 
     def double(self) -> None:
-        """Twice the sets. Raises OutOfDeviceMemory, and then nothing has changed."""
+        """Double the number of sets. Raises OutOfDeviceMemory with nothing changed."""
         sets = self._layout.sets(self.depth)
         buffer = self._device.backend.alloc(self._layout.segment_bytes(self.depth + 1))
         with self._device.workspace() as ws:
@@ -126,7 +125,7 @@ class TableMemory:
             _totals(ws, 0)
 
     def resident(self) -> list[tuple[Keys, npt.NDArray[np.uint8]]]:
-        """(keys, heat) of all sets in use, in parts. For a writer: nothing else may write meanwhile."""
+        """(keys, heat) of all sets in use, in parts. For the writer: nothing else may write meanwhile."""
         return [part for segment in range(self.depth + 1) for part in self._read_segment(segment)]
 
     def _read_segment(self, segment: int) -> list[tuple[Keys, npt.NDArray[np.uint8]]]:
@@ -144,7 +143,7 @@ class TableMemory:
         return parts
 
     def read_set(self, number: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], Rows]:
-        """(line, absent keys, rows at their stride) of a set in use. For a writer, as `resident`."""
+        """(line, absent keys, rows at their stride) of a set in use. For the writer, as `resident`."""
         layout = self._layout
         segment = (number // layout.sets_per_region).bit_length()
         index = number - (layout.sets_per_region << (segment - 1) if segment else 0)
@@ -164,14 +163,14 @@ class TableMemory:
         return parts[0].view(np.uint64), parts[1].view(np.uint64), parts[2].reshape(WAYS, layout.stride)
 
     def give_up(self) -> None:
-        """Not in use from now on. Its memory is held until `free`, because kernels may still be running."""
+        """Stop using the table. Its memory is held until `free`, because kernels may still be running."""
         with self.order:
             self._use(None)
 
     def free(self) -> None:
-        """Give the memory back, once kernels under way have ended. May be repeated.
+        """Free the memory after kernels under way have ended. May be repeated.
 
-        Raises DeviceError, but frees it.
+        Frees it even if it raises DeviceError.
         """
         with self.order:
             self._use(None)
@@ -184,7 +183,7 @@ class TableMemory:
         finally:
             for buffer in segments:
                 buffer.free()
-            del self._control  # its memory goes with the last look-up that answers with the default
+            del self._control  # its memory is freed with the last look-up that answers with the default
 
 
 def _launch(ws: Workspace, view: Reading, table: np.ndarray, done_at: int, kernel: str, teams: int, *args: Any) -> None:
@@ -193,6 +192,6 @@ def _launch(ws: Workspace, view: Reading, table: np.ndarray, done_at: int, kerne
 
 
 def _totals(ws: Workspace, done_at: int) -> tuple[Counters, int]:
-    """Wait for a kernel that writes."""
+    """Wait for a kernel that writes. Returns the totals, and the number of listed keys or rows."""
     listed = ws.wait(done_at)
     return ws.staging(done_at + DONE_BYTES, 4, np.int64).copy(), listed

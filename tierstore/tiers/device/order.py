@@ -1,7 +1,6 @@
-"""Who may put work into a table's stream, and what its kernels are launched with: a lock that compiled code takes too.
+"""The lock on a table's stream, with the launch arguments that it guards; compiled code takes the same lock.
 
-It is held for a few launches. Python code that finds it taken lets other threads run meanwhile. Nothing survives the
-process.
+It is held for a few launches. Python code that finds it taken lets other threads run meanwhile. Nothing survives the process.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from tierstore.tiers.device.backend import NO_HOST, DeviceStream
 
 
 class Order:
-    """A lock, with `words` int64[ORDER_WORDS] for `round_trip.py`, which are guarded by it.
+    """A lock, and `words` int64[ORDER_WORDS] for `round_trip.py`, which it guards.
 
-    `stream`: the table's. `counters`: where kernels that read count, on the device.
+    `stream`: the table's. `counters`: the device address where kernels that read count.
     """
 
     def __init__(self, stream: DeviceStream, counters: int) -> None:

@@ -1,6 +1,6 @@
-"""What a device table holds of one key, read from where it lies: for a person who asks, so nothing is counted.
+"""A device table's entry for one key, read from device memory without counting, for people who inspect a store.
 
-`cuda/layout.cuh` says where everything is. For a thread that holds the lock of the table's writers.
+`cuda/layout.cuh` describes the memory. For a thread that holds the lock of the table's writers.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from tierstore.tiers.device.memory import TableMemory
 
 
 def peek(memory: TableMemory | None, layout: DeviceLayout, key: int, give_up: Callable[[DeviceError], None]) -> Peek:
-    """What the table holds of `key`, a code. `heat`: its hits lately (0 to 3).
+    """The table's entry for `key`, a code. `heat`: its recent hits (0 to 3).
 
-    `give_up` is told where the device fails.
+    Calls `give_up` if the device fails.
     """
     if memory is None or memory.table is None:
         return Peek()
@@ -36,5 +36,5 @@ def peek(memory: TableMemory | None, layout: DeviceLayout, key: int, give_up: Ca
 
 
 def _place(head: int, words: npt.NDArray[np.uint64], ways: int, key: int) -> int | None:
-    """Which of the occupied ways has the key; `words` are its line, of which word 0 is `head`."""
+    """The place of the key among the occupied ways; `words` are its line, and word 0 is `head`."""
     return next((way for way in range(ways) if head >> way & 1 and int(words[1 + way]) == key), None)

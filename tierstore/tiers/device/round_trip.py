@@ -1,8 +1,8 @@
-"""A look-up's way to a GPU and back without the interpreter: keys are staged, one kernel is launched and waited for, states come back.
+"""A GPU look-up without the interpreter: keys are staged, one kernel is launched and waited for, states come back.
 
-`order` int64[ORDER_WORDS] belongs to a table: a lock, which is held while work is put into the table's stream, and the addresses that
-kernels are launched with. `frame` int64[FRAME_WORDS] belongs to a workspace: where its memory is, what the caller asks for, where the
-parts of the workspace begin, and arguments that the driver reads. Nothing is allocated.
+`order` int64[ORDER_WORDS] belongs to a table: a lock, held while work is put into the table's stream, and the addresses for launches. `frame`
+int64[FRAME_WORDS] belongs to a workspace: its memory, the caller's request, the offsets of the workspace's parts, and kernel arguments that the
+driver reads. Nothing is allocated.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tierstore.tiers.device.driver_calls import CONTEXT, COPY, LAUNCH, POP, PUSH
 from tierstore.tiers.host.cache.layout import KEYS
 from tierstore.types import Tier
 
-# of `order`: TABLE, HOST and NO_HOST are addresses of `struct Table` and `struct Host`; TABLE is 0 where the table is not in use.
-# HOST_OF tells of which host tier HOST is.
+# Words of `order`. TABLE, HOST and NO_HOST are addresses of `struct Table` and `struct Host`; TABLE is 0 if the table is not in use. HOST_OF identifies
+# the host tier of HOST.
 LOCK, TABLE, HOST, HOST_OF, NO_HOST, STREAM, COUNTERS, ORDER_WORDS = range(8)
 
-# of `frame`: its memory, on the CPU and on the device; the look-up; then offsets, cells of arguments, their addresses, scratch
+# words of `frame`: its memory on the CPU and on the device; the look-up; then offsets, argument cells, their addresses, scratch
 PINNED, DEVICE, EVENTS = 0, 1, 2
 JOB = 4
 KERNEL, CALLER, ALSO, OF, OUT, HALF, WIDTH, DIM, BEGIN, COMBINER, THERE = range(JOB, JOB + 11)
@@ -34,16 +34,16 @@ AT = JOB + JOB_WORDS
     AT_KEYS, AT_OFFSETS, AT_WEIGHTS, AT_BEFORE, AT_STATE, AT_MISSING, AT_PLACES, AT_ROWS, AT_DONE, AT_SOURCE, AT_KEPT,
     AT_WHOLE,
 ) = range(AT, AT + 12)  # fmt: skip
-COPIED = AT_WHOLE + 1  # whether keys, offsets and weights were copied to the device's memory
+COPIED = AT_WHOLE + 1  # whether keys, offsets and weights were copied to device memory
 _CELLS, _MOST = COPIED + 1, 24
 _ARGUMENTS = _CELLS + _MOST
 _SCRATCH = _ARGUMENTS + _MOST
 FRAME_WORDS = _SCRATCH + 2
 
-NOT_IN_USE, FAILED = -1, -16  # FAILED - status: the error that `driver_calls.py` has returned
+NOT_IN_USE, FAILED = -1, -16  # FAILED - status: an error from `driver_calls.py`
 ALIGN = 16  # the widest access of a kernel
-COPIED_FROM = 1 << 17  # bytes from which on a copy is faster than a kernel's reads of page-locked memory: 16,384 keys
-TEAM, WARP, THREADS = 8, 32, 256  # lanes that work on one key, or two at once; on one bag; of a block
+COPIED_FROM = 1 << 17  # bytes; from here on a copy is faster than a kernel's reads of page-locked memory: 16,384 keys
+TEAM, WARP, THREADS = 8, 32, 256  # lanes: for one key, or for two at a time; for one bag; of a block
 _HOST = int(Tier.HOST)
 _WORDS = types.int64[::1]
 _WEIGHTS = types.Array(types.float32, 1, "C", readonly=True)
@@ -57,21 +57,21 @@ def try_lock(order: Any) -> Any:
 
 @compiled(types.void(_WORDS), when=LAST)
 def unlock(order: Any) -> None:
-    """Give a table's lock back."""
+    """Release a table's lock."""
     release_i64(order.ctypes.data, 0)
 
 
 @nb.njit
 def _cut(frame: Any, n: Any, bags: Any) -> Any:
-    """Note where the parts of a workspace begin, for `n` keys in `bags`."""
+    """Note the offsets of a workspace's parts, for `n` keys in `bags`."""
     pooled = bags != 0
     width = n * frame[DIM] * 4 if pooled else 0
     sizes = (
-        # read by kernels, where they lie or after one copy up; `before` is, where some keys are answered already
+        # read by kernels, in place or after one copy up; `before` if some keys are answered already
         n * 8 if frame[THERE] == 0 else 0, bags * 8, n * 4 if pooled else 0, n,
-        # in CPU memory alone; but on the device `rows` are those that a kernel has read in the host tier
+        # only in CPU memory; but the device's `rows` are rows that a kernel has read in the host tier
         n, n * 8, n * 4, n * frame[WIDTH], np.int64(8),
-        # on the device alone
+        # only on the device
         n * 8 if pooled else 0, width, bags,
     )  # fmt: skip
     at: Any = 0
@@ -82,11 +82,11 @@ def _cut(frame: Any, n: Any, bags: Any) -> Any:
 
 @compiled(types.int64(_WORDS, _WORDS, _WORDS, KEYS, types.uint8[::1], KEYS, _WEIGHTS), when=LAST)
 def look_up(calls: Any, order: Any, frame: Any, keys: Any, state: Any, offsets: Any, weights: Any) -> Any:
-    """Answer what the device, or the host tier below, has of `keys`; see `lookup.py`.
+    """Answer the `keys` that the device or the host tier below has; see `lookup.py`.
 
-    `keys`: not read where THERE says at which address of the device they lie. `state` uint8[n] is read and, where nothing is listed, written.
-    `offsets`: of bags, in the whole look-up; empty: rows are not pooled. `weights`: empty for ones.
-    Returns twice the number of keys that were listed, and 1 if the host tier has answered any; or NOT_IN_USE; or FAILED - status.
+    `keys`: not read if THERE gives their device address. `state` uint8[n] is read and, if no key is listed, written. `offsets`: of bags, within the
+    whole look-up; empty: no pooling. `weights`: empty for ones. Returns twice the number of listed keys, plus 1 if the host tier has answered any; or
+    NOT_IN_USE; or FAILED - status.
     """
     n, bags, here = state.size, offsets.size, frame[PINNED]
     weighted = weights.size != 0
@@ -117,7 +117,7 @@ def look_up(calls: Any, order: Any, frame: Any, keys: Any, state: Any, offsets: 
 
 @nb.njit
 def _put(calls: Any, order: Any, frame: Any, n: Any, bags: Any, told: Any, weighted: Any) -> Any:
-    """Put the kernel into the table's stream, after the work in the caller's. Returns 0 or the driver's error."""
+    """Put the kernel into the table's stream, after the work in the caller's stream. Returns 0 or the driver's error."""
     stream, scratch = order[STREAM], np.int64(frame.ctypes.data) + _SCRATCH * 8
     status = types.int32(call_at(calls[PUSH], calls[CONTEXT], 0, 0, 0, 0, 0))
     if status != 0:
@@ -139,7 +139,7 @@ def _put(calls: Any, order: Any, frame: Any, n: Any, bags: Any, told: Any, weigh
 
 @nb.njit
 def _arguments(order: Any, frame: Any, n: Any, bags: Any, where: Any, told: Any, weighted: Any) -> Any:
-    """Write the arguments of `look_up` or `pool` (`cuda/lookup.cu`). Returns how many threads it takes."""
+    """Write the arguments of `look_up` or `pool` (`cuda/lookup.cu`). Returns the number of threads."""
     here, there, cells, pointers = frame[PINNED], frame[DEVICE], frame[_CELLS:], frame[_ARGUMENTS:]
     for k in range(_MOST):
         pointers[k] = np.int64(frame.ctypes.data) + (_CELLS + k) * 8
@@ -168,7 +168,7 @@ def _arguments(order: Any, frame: Any, n: Any, bags: Any, where: Any, told: Any,
 
 @nb.njit
 def _answered(frame: Any, state: Any) -> Any:
-    """What a kernel that is done has said, as `look_up` returns it; with the states, where it has listed no key."""
+    """The result of a finished kernel, as `look_up` returns it. Copies the states if no key is listed."""
     here = frame[PINNED]
     listed = np.int64(acquire_u32(here + frame[AT_DONE] + 4))
     if listed != 0:

@@ -1,7 +1,7 @@
-"""What a table in a GPU's memory is given: the ring of keys that are offered to it, which of them are let in, and rows where a kernel reads them.
+"""Promotion to a device table, compiled: the ring of offered keys, the choice among them, and rows staged where a kernel reads them.
 
-`ring` int64[2 + capacity] has how many keys were popped and how many were put, then the keys; its lock is the caller's. Everything is done
-without the interpreter. Addresses are of memory that the caller keeps meanwhile.
+`ring` int64[2 + capacity] has the number of keys popped, the number put, then the keys; the caller holds its lock. Everything runs without the
+interpreter. The caller keeps alive the memory of all addresses.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _U64 = np.uint64
 
 @compiled(types.int64(_WORDS, KEYS, _STATES), when=LAST)
 def offer(ring: Any, keys: Any, states: Any) -> Any:
-    """Put keys whose state is HOST into a ring; without states all. Returns how many found no room."""
+    """Put keys whose state is HOST into a ring; without states, all keys. Returns how many found no room."""
     room, every = ring.size - RING_WORDS - (ring[PUT] - ring[POPPED]), states.size == 0
     dropped = 0
     for i in range(keys.size):
@@ -47,7 +47,7 @@ def offer(ring: Any, keys: Any, states: Any) -> Any:
 
 @compiled(types.int64(_WORDS, _WORDS), when=LAST)
 def pop(ring: Any, keys: Any) -> Any:
-    """Remove the oldest keys from a ring, as many as fit. Returns how many."""
+    """Pop the oldest keys from a ring into `keys`, as many as fit. Returns their number."""
     n = min(keys.size, ring[PUT] - ring[POPPED])
     for i in range(n):
         keys[i] = ring[RING_WORDS + (ring[POPPED] + i) % (ring.size - RING_WORDS)]
@@ -57,7 +57,7 @@ def pop(ring: Any, keys: Any) -> Any:
 
 @nb.njit
 def _was_offered(seen: Any, key: Any) -> Any:
-    """Whether a key was offered lately: a direct-mapped table of fingerprints, which forgets what is overwritten."""
+    """Whether a key was offered before: a direct-mapped table of fingerprints, which forgets what is overwritten."""
     hashed = mix(key)
     slot, fingerprint = np.int64(hashed >> _U64(24)) & (seen.size - 1), np.uint16(hashed >> _U64(48)) | np.uint16(1)
     before = seen[slot] == fingerprint
@@ -67,9 +67,9 @@ def _was_offered(seen: Any, key: Any) -> Any:
 
 @compiled(types.int64(_WORDS, types.uint16[::1], types.boolean, _WORDS, *[types.int64] * 4), when=LAST)
 def choose(keys: Any, seen: Any, is_full: Any, overlays: Any, host: Any, dim: Any, row_bytes: Any, rows: Any) -> Any:
-    """Leave in `keys` the distinct ones that the host tier has, and no overlay. Returns how many; their rows, as stored, are at `rows`.
+    """Keep in `keys` the distinct keys that the host tier has and no overlay has. Returns their number; their stored rows are at `rows`.
 
-    Where the table `is_full` a key is left that was offered before: `seen` uint16[a power of two]. `overlays`: addresses of their words.
+    If the table `is_full`, only keys that were offered before are kept: `seen` uint16[a power of two]. `overlays`: addresses of their words.
     """
     keys.sort()
     n, last = 0, keys[0] if keys.size else 0
@@ -92,12 +92,12 @@ def choose(keys: Any, seen: Any, is_full: Any, overlays: Any, host: Any, dim: An
                 keys[chosen] = keys[i]
                 copy_bytes(rows + chosen * row_bytes, rows + i * row_bytes, row_bytes)
             chosen += 1
-    return chosen if absent.size >= 0 else 0  # the arrays last until here
+    return chosen if absent.size >= 0 else 0  # keeps the arrays alive until here
 
 
 @compiled(types.void(_ROWS, types.int64, types.int64), when=LAST)
 def spread(rows: Any, to: Any, stride: Any) -> None:
-    """Copy rows uint8[n, row_bytes] to an address, at a stride."""
+    """Copy rows uint8[n, row_bytes] to an address, `stride` bytes apart."""
     n, row_bytes, at = rows.shape[0], rows.shape[1], np.int64(rows.ctypes.data)
     if row_bytes == stride:
         copy_bytes(to, at, n * stride)
@@ -111,9 +111,9 @@ def stage(
     keys: Any, depth: Any, sets_per_region: Any, rows: Any, row_bytes: Any, rows_to: Any, stride: Any, deleted: Any,
     keys_to: Any, runs_to: Any, deleted_to: Any
 ) -> Any:  # fmt: skip
-    """Write keys in the order of their sets, those of one set in their own, and where each set's begin, and the end, to `runs_to`.
+    """Write keys sorted by set (in their order within a set), with the beginnings of the sets' runs, and the end, to `runs_to`.
 
-    With them their rows, at a stride, and `deleted`, where there are any. Returns how many sets there are.
+    Their rows, at a stride, and `deleted` go with them, if given. Returns the number of sets.
     """
     n, runs = keys.size, 0
     sets = np.empty(n, np.int64)

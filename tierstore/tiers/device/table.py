@@ -1,12 +1,12 @@
 """The device tier: one table's hottest rows in GPU memory (docs/decisions/device-tier.md).
 
-Any thread may call anything. All kernels of a table run in one stream: **the order of that stream is what makes rows
-whole and deltas visible**. A kernel that reads never runs beside one that writes, and a look-up put in after `update`
-has returned sees what it wrote. So kernels need no versions, fences or second tries. The price: kernels of one table do
-not overlap. What a kernel writes it reads out of page-locked memory, where compiled code has put it.
+Any thread may call anything. All kernels of a table run in one stream, and **the order of that stream keeps rows whole and makes deltas visible**: a
+kernel that reads never runs beside one that writes, and a look-up that is launched after `update` has returned sees what it wrote. So kernels need no
+versions, fences or retries. The price: kernels of one table do not overlap. Kernels that write read their input in page-locked memory, where compiled
+code has staged it.
 
-`_lock` is held by one writer at a time; `insert` and `insert_absent` do not wait for it. A device that fails is not
-used from then on: look-ups leave every key to the next tier. Nothing survives the process.
+`_lock` is held by one writer at a time; `insert` and `insert_absent` do not wait for it. After a failure the device is not used any more: look-ups
+leave every key to the next tier. Nothing survives the process.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from tierstore.types import Keys, Rows, States, TableSpec, Tier, Vectors
 
 log = logging.getLogger(__name__)
 
-ROWS, ABSENT_KEYS, ADMITTED, EVICTED = range(4)  # of the counters
-_CHUNK, _FILLED = 8192, 16_384  # keys of one kernel that writes: look-ups wait for it
+ROWS, ABSENT_KEYS, ADMITTED, EVICTED = range(4)  # places in the counters
+_CHUNK, _FILLED = 8192, 16_384  # keys of one kernel that writes, for which look-ups wait; of one that fills a new table
 _LARGEST = 1 << 20  # keys of one kernel that reads
 _PENDING = np.uint8(Tier.PENDING)
 _ALL_THERE = np.empty(0, np.bool_)
 
 
 class _Staged(NamedTuple):
-    """Where in a workspace a kernel that writes has what it reads (addresses), and what it writes back (offsets)."""
+    """Places in a workspace: input of a kernel that writes (addresses), and its output (offsets)."""
 
     keys: int
     runs: int
@@ -63,8 +63,8 @@ class _Staged(NamedTuple):
 class DeviceTable:
     """A set-associative cache of one table of one version in device memory (see `cuda/layout.cuh`). A `CacheTier`.
 
-    It never uses more than `budget_bytes`, including all bookkeeping; workspaces belong to the device. `fraction` (1,
-    1/2 … 1/64) says how much of it is in use. Where the device has less free memory, the table is smaller.
+    It never uses more than `budget_bytes`, including all bookkeeping; workspaces belong to the device. `fraction` (1, 1/2 … 1/64) of it is in use. If
+    the device has less free memory, the table is smaller.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class DeviceTable:
         return 0 if self.memory is None else self.memory.depth
 
     def give_up(self, error: DeviceError) -> None:
-        """The device has failed: never read the table again, because what it holds may be out of date."""
+        """After a failure of the device: never read the table again, because it may be out of date."""
         if isinstance(error, GivenUp):
             return
         if self.problem is None:
@@ -117,10 +117,10 @@ class DeviceTable:
     # --- look-ups
 
     def lookup(self, keys: Keys, out: Vectors, state: States) -> int:
-        """Answer keys whose state is PENDING: row and DEVICE, or the default and ABSENT; others stay as they are.
+        """Answer keys whose state is PENDING: row and DEVICE, or the default and ABSENT; leave others unchanged.
 
-        `keys` int64[n], `out` float32 or float16 [n, dim], `state` uint8[n], all contiguous, in CPU memory. Rows of
-        `out` whose keys stay PENDING hold anything. Counts heat. Returns how many were answered with a row.
+        `keys` int64[n], `out` float32 or float16 [n, dim], `state` uint8[n], all contiguous, in CPU memory. Rows of `out` whose keys stay PENDING are
+        undefined. Counts heat. Returns how many keys were answered with a row.
         """
         half = out_code(out)
         check_answer(self.spec, keys, out, state)
@@ -168,17 +168,17 @@ class DeviceTable:
         return int(np.count_nonzero(found == Tier.DEVICE))
 
     def reading(self) -> AbstractContextManager[Reading | None]:
-        """As `TableMemory.reading`; None as well where there never was any memory."""
+        """`TableMemory.reading`; None also if there never was any memory."""
         return nullcontext() if self.memory is None else self.memory.reading()
 
     def read_below(self, host: HostTable) -> None:
-        """Have look-ups whose answer stays on the device read this host tier too. For a background thread."""
+        """Let look-ups whose answer stays on the device read this host tier too. For a background thread."""
         if self._is_in_use:
             assert self.memory is not None
             self.memory.window.open(host)
 
     def peek(self, key: int) -> Peek:
-        """What is held of a key, without counting it. A promotion that comes at that moment is dropped."""
+        """The table's entry for a key, read without counting. A promotion at that moment is dropped."""
         with self._lock:
             return peek(self.memory, self.layout, key, self.give_up)
 
@@ -192,7 +192,7 @@ class DeviceTable:
         return self.exchange(keys, rows, seq, keep=False)[0]
 
     def exchange(self, keys: Keys, rows: Rows, seq: int, *, keep: bool = True) -> tuple[int, Keys, Rows]:
-        """`insert`, and with `keep` also (keys, rows) of those evicted for it, current in a view of `seq`."""
+        """`insert`; with `keep`, also returns (keys, rows) of the evicted keys, current in a view of `seq`."""
         rows = check_rows(self.spec, keys, rows)
         nobody = np.empty(0, np.int64), np.empty((0, self.spec.row_bytes), np.uint8)
         if not self._begin_promotion(seq):
@@ -223,7 +223,7 @@ class DeviceTable:
             self._lock.release()
 
     def _begin_promotion(self, seq: int) -> bool:
-        """Acquire the lock if it is free and the promotion is not stale; the caller releases it."""
+        """Take the lock if it is free and the promotion is not stale; the caller releases it."""
         if not self._is_in_use:
             return False
         if not self._lock.acquire(blocking=False):
@@ -236,15 +236,15 @@ class DeviceTable:
         return True
 
     def raise_floor(self, seq: int) -> None:
-        """From now on promotions read under a view older than `seq` are dropped. Call it before the fold writes."""
+        """Drop, from now on, promotions read under a view older than `seq`. Call it before the fold writes."""
         with self._lock:
             self._floor_seq = max(self._floor_seq, seq)
 
     def update(self, keys: Keys, rows: Rows, deleted: np.ndarray) -> None:
-        """Fold: apply a delta to resident rows, of distinct `keys`, rows uint8[n, row_bytes], deleted bool[n].
+        """Fold: apply a delta to resident rows of distinct `keys`; rows uint8[n, row_bytes], deleted bool[n].
 
-        Rows of deleted keys are not read. Keys that are not resident are not admitted. Every look-up that starts
-        after the return sees it. The lock is released between chunks, as by the host tier.
+        Rows of deleted keys are not read. Keys that are not resident are not admitted. Every look-up that starts after the return sees the delta. The
+        lock is released between chunks, as in the host tier.
         """
         rows = check_rows(self.spec, keys, rows)
         keys, deleted = np.ascontiguousarray(keys), np.ascontiguousarray(deleted)
@@ -271,7 +271,7 @@ class DeviceTable:
     def warm(self, keys: Keys, rows: Rows, seq: int | None = None) -> int:
         """Fill free places with distinct keys, hottest first; nothing is evicted. Returns the rows admitted.
 
-        Once the version serves, `seq` is that of the view they were read under; dropped if it is below the floor.
+        Once the version serves, `seq` is the seq of the view under which they were read; dropped if it is below the floor.
         """
         keys, rows = np.ascontiguousarray(keys), check_rows(self.spec, keys, rows)
         with self._lock:
@@ -284,7 +284,7 @@ class DeviceTable:
                 return 0
 
     def _insert(self, keys: Keys, rows: Rows, *, keep: bool) -> tuple[int, Keys, Rows]:
-        """Holds `_lock`."""
+        """`insert` and `exchange`, with `_lock` held."""
         admitted, stride = int(self._counters[ADMITTED]), self.layout.stride
         keys, rows = np.ascontiguousarray(keys), np.ascontiguousarray(rows)
         out_keys, out_rows = [np.empty(0, np.int64)], [np.empty((0, self.spec.row_bytes), np.uint8)]
@@ -302,7 +302,7 @@ class DeviceTable:
         return int(self._counters[ADMITTED]) - admitted, np.concatenate(out_keys), np.concatenate(out_rows)
 
     def _fill(self, keys: Keys, rows: Rows) -> int:
-        """Holds `_lock`. Threads stage parts side by side, as one alone copies less than the bus takes."""
+        """Fill free places, with `_lock` held. Several threads stage parts, as one copies less than the bus can take."""
         before = int(self._counters[ADMITTED])
         step = min(_FILLED, (self.device.workspace_bytes - 4 * ALIGN) // (self.layout.stride + 8))
         parts = [(keys[begin : begin + step], rows[begin : begin + step]) for begin in range(0, len(keys), step)]
@@ -326,13 +326,13 @@ class DeviceTable:
 
     @property
     def _step(self) -> int:
-        """Keys that one kernel writes: as many as a workspace stages with their rows, twice."""
+        """The number of keys for one kernel that writes: half of what a workspace can stage with rows."""
         return min(_CHUNK, (self.device.workspace_bytes - 10 * ALIGN) // (2 * self.layout.stride + 32))
 
     def _stage(
         self, ws: Workspace, keys: Keys, rows: Rows | None = None, deleted: np.ndarray = _ALL_THERE, evicted: int = 0
     ) -> tuple[_Staged, int]:
-        """Put what a kernel is to write where it reads it. Returns where, and how many sets are written to."""
+        """Stage input for a kernel that writes. Returns its place, and the number of sets written to."""
         n, layout = len(keys), self.layout
         row_bytes = 0 if rows is None else layout.stride
         keys_at, runs_at, rows_at, deleted_at, *others = ws.cut(
@@ -346,7 +346,7 @@ class DeviceTable:
         return _Staged(*map(ws.here, (keys_at, runs_at, rows_at, deleted_at)), *others), int(runs)
 
     def _write(self, ws: Workspace, done_at: int, kernel: str, teams: int, *args: Any) -> int:
-        """`TableMemory.run_writer`, and keep the totals; returns what it returns beside them. Holds `_lock`."""
+        """`TableMemory.run_writer`, keeping the totals; returns its second result. Holds `_lock`."""
         assert self.memory is not None
         totals, listed = self.memory.run_writer(ws, done_at, kernel, teams, *args)
         if self._is_in_use:
@@ -356,10 +356,10 @@ class DeviceTable:
     # --- size
 
     def resize(self, fraction: float) -> None:
-        """Use `fraction` (1, 1/2 … 1/64) of the budget, keep the hottest rows, and give other memory back.
+        """Use `fraction` (1, 1/2 … 1/64) of the budget, keep the hottest rows, and free the other memory.
 
-        Look-ups go on, and wait for one kernel a step. A fraction between two of these counts as the smaller. Where the
-        device has no memory to grow, the table stays as it is, and `problem` says so.
+        Look-ups go on, and wait for one kernel a step. Other fractions are rounded down. If the device has no memory to grow, the table stays as it
+        is, and `problem` says so.
         """
         with self._lock:
             memory = self.memory
@@ -372,7 +372,7 @@ class DeviceTable:
                 while wanted > memory.depth:
                     memory.double()
                 if memory.table is not None:
-                    self.problem = None  # of an earlier try to grow
+                    self.problem = None  # from an earlier try to grow
             except OutOfDeviceMemory as error:
                 self.problem = f"no device memory beyond {self.bytes_in_use:,} bytes of table {self.spec.name}: {error}"
                 log.warning("%s", self.problem)
@@ -411,7 +411,7 @@ class DeviceTable:
 
     @property
     def allowed_bytes(self) -> int:
-        """Bytes that it may use at the present fraction."""
+        """Bytes that the table may use at the present fraction."""
         return int(self.budget_bytes * 0.5 ** (self.layout.max_depth - self._depth))
 
     @property
@@ -430,7 +430,7 @@ class DeviceTable:
         }  # fmt: skip
 
     def close(self) -> None:
-        """Give the memory back, once kernels under way have ended; later look-ups leave every key PENDING."""
+        """Free the memory after kernels under way have ended; later look-ups leave every key PENDING."""
         with self._lock:
             self._counters[:2] = 0
             if self.memory is not None:

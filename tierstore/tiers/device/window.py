@@ -1,7 +1,7 @@
-"""The host tier's memory as kernels of one device table read it: registered with the driver while it lies as it is.
+"""The host tier's memory as kernels of one device table read it: registered with the driver as long as its layout stays.
 
-`open` locks a few GB a second, so a background thread calls it. What kernels are launched with changes while the
-table's `order` is held, and `close` waits for the last of them. Any thread may call; nothing survives the process.
+`open` locks a few GB a second, so a background thread calls it. Launch arguments change while the table's `order` is held, and `close` waits for the
+last kernel that reads. Any thread may call; nothing survives the process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NOT_YET = "the host tier has not answered yet"
 
 
 class HostWindow:
-    """`problem` says why kernels do not read a host tier; None where they do."""
+    """The registration of one host tier. `problem` says why kernels do not read it; None if they do."""
 
     def __init__(self, backend: Backend, stream: DeviceStream, order: Order) -> None:
         # constant after construction
@@ -32,24 +32,24 @@ class HostWindow:
         self.problem: str | None = NOT_YET
         self._registered: list[int] = []
         # guarded by _order
-        self._of: HostTable | None = None  # that was tried last
+        self._of: HostTable | None = None  # the host tier that was tried last
         self._words = NO_HOST
 
     def _read(self, host: HostTable | None, words: np.ndarray) -> None:
-        """Have kernels that are launched from now on read this one, by `HOST` [1]."""
+        """Launch kernels from now on with this host tier, by `HOST` [1]."""
         with self._order:
-            self._of, self._words = host, words  # kept while kernels are launched with its address
+            self._of, self._words = host, words  # kept alive while kernels are launched with its address
             self._order.words[round_trip.HOST] = words.ctypes.data
             self._order.words[round_trip.HOST_OF] = 0 if host is None else id(host)
 
     def open(self, host: HostTable) -> None:
-        """Have kernels read this one; where it was tried before, and has the same size, nothing is done."""
+        """Let kernels read this host tier. Does nothing if it was tried before with the same size."""
         if self._of is not host:
             host.open_to(lambda memory: self._open(host, memory), lambda: self._stop(host))
 
     def _open(self, host: HostTable, memory: HostMemory) -> None:
         with self._changing:
-            self._close()  # of another one
+            self._close()  # the host tier before
             words = self._register(memory)
             self._read(host, words)
 
@@ -72,13 +72,13 @@ class HostWindow:
                 self._close()
 
     def close(self) -> None:
-        """No kernel reads any host tier, from now on until `open`."""
+        """Let kernels read no host tier, until the next `open`."""
         with self._changing:
             self._close()
 
     def _close(self) -> None:
         self._read(None, NO_HOST)
-        with suppress(DeviceError):  # which is not used again, then
+        with suppress(DeviceError):  # then the device is not used again
             self._stream.synchronize()
         while self._registered:
             with suppress(DeviceError):
@@ -87,7 +87,7 @@ class HostWindow:
 
 
 def _words(memory: HostMemory, there: dict[tuple[int, int], int]) -> np.ndarray:
-    """`HOST` of memory of which some ranges lie elsewhere for kernels."""
+    """`HOST` for memory with some ranges at other addresses for kernels."""
     areas, (depth, cursor) = memory.areas, memory.shape
     words = np.zeros(1, HOST)
     for name, at in ("lines", address_of(areas.lines)), ("absent", address_of(areas.absent)), ("rows", areas.rows):

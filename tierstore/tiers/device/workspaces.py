@@ -1,11 +1,10 @@
-"""A device's workspaces: fixed memory in which look-ups and writers stage what is uploaded and downloaded.
+"""A device's workspaces: fixed memory in which look-ups and writers stage uploads and downloads.
 
-A workspace is a piece of device memory, as much page-locked CPU memory (its staging buffer), and a stream for
-copies. Their number and size are fixed, so staging memory is bounded: larger requests are cut into chunks,
-and a thread that finds all workspaces in use waits for one. Any thread may use one.
+A workspace is a piece of device memory, as much page-locked CPU memory (its staging buffer), and a stream for copies. Number and size are fixed, so
+staging memory is bounded: larger requests are cut into chunks, and a thread that finds all workspaces in use waits for one. Any thread may use one.
 
-ANSWERING of them are for answers that stay on the device. A thread that holds one of those may wait for a read
-of the disk. A thread that holds one of the others waits for nothing but its kernel, so few are enough.
+ANSWERING of them are for answers that stay on the device; a thread with one of these may wait for a disk read. A thread with one of the others waits
+only for its kernel, so few are enough.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from tierstore.tiers.device.layout import READERS_AT
 from tierstore.tiers.device.round_trip import ALIGN as ALIGN
 from tierstore.tiers.device.round_trip import COPIED_FROM
 
-DONE_BYTES = 8  # what a kernel says when it is done (`say_done`): uint32[2]
-WRITTEN_BYTES = DONE_BYTES + 32  # and one that writes to a table: then int64[4], its totals
-NOTHING = 0  # an argument of a kernel, for an array that is not there
-ANSWERING = 8  # as many look-ups are under way at once
-WRITING = 4  # as many threads stage what is written
+DONE_BYTES = 8  # a kernel's report that it is done (`say_done`): uint32[2]
+WRITTEN_BYTES = DONE_BYTES + 32  # the report of a kernel that writes: then int64[4], the totals
+NOTHING = 0  # a kernel argument for an absent array
+ANSWERING = 8  # look-ups under way at once
+WRITING = 4  # threads that stage writes at once
 WORKSPACES = ANSWERING + WRITING
 WORKSPACE_BYTES = 32 << 20  # 65,536 keys with rows of 400 bytes
-_SHARE = 16  # workspaces together use at most one part in so many of the budget
+_SHARE = 16  # workspaces use at most this part of the budget: one in so many
 
 
 class Reading(NamedTuple):
-    """What a kernel that reads is launched with; held until it has run, as the default vector is in `control`."""
+    """Arguments for launching a kernel that reads; kept until it has run, as the default vector is in `control`."""
 
     stream: DeviceStream
     table: np.ndarray  # `TABLE`
@@ -42,14 +41,14 @@ class Reading(NamedTuple):
 
     @property
     def counters(self) -> int:
-        """Where kernels that read count, an argument of theirs."""
+        """The address where kernels that read count, as a kernel argument."""
         return self.control.address + READERS_AT
 
 
 class Workspace:
-    """One workspace, held by one thread within a `with`. Parts are at the same offsets on the device and in `staging`.
+    """One workspace, used by one thread in a `with`. Parts have the same offsets on the device and in `staging`.
 
-    `frame` int64[FRAME_WORDS] is `round_trip.py`'s. `idle`: where it is put when it is held no more.
+    `frame` int64[FRAME_WORDS] is for `round_trip.py`. `idle`: the queue to which it returns.
     """
 
     def __init__(self, backend: Backend, nbytes: int, idle: SimpleQueue[Workspace]) -> None:
@@ -57,10 +56,10 @@ class Workspace:
         self._buffer: Buffer = backend.alloc(nbytes)
         self._pinned = backend.pinned(nbytes)
         self._pinned_at = int(self._pinned.ctypes.data)
-        self._scratch = np.zeros(2, np.int64)  # of whoever waits
+        self._scratch = np.zeros(2, np.int64)  # for waits
         self.stream: DeviceStream = backend.stream()
-        self._held: Reading | None = None  # by the kernel under way
-        self.is_free = True  # no kernel or copy of an earlier user can still be using it
+        self._held: Reading | None = None  # for the kernel under way
+        self.is_free = True  # no kernel or copy of an earlier user can still use it
         self.frame = np.zeros(round_trip.FRAME_WORDS, np.int64)
         self.frame[: round_trip.JOB] = self._pinned_at, self._buffer.address, *self.stream.events
         self.job = self.frame[round_trip.JOB : round_trip.AT]
@@ -83,13 +82,13 @@ class Workspace:
         self._idle.put(self)
 
     def _wait_until_free(self) -> None:
-        """Wait for all work that may use it. DeviceError where the driver refuses: then the next user waits."""
+        """Wait for all work that may use it. If the driver refuses (DeviceError), the next user waits."""
         if not self.is_free:
             self._backend.synchronize()
             self.is_free = True
 
     def cut(self, *sizes: int) -> list[int]:
-        """Offsets of parts of these sizes, one after another. ValueError where they do not fit."""
+        """Offsets of parts of these sizes, one after another. ValueError if they do not fit."""
         offsets, at = [], 0
         for size in sizes:
             offsets.append(at)
@@ -99,17 +98,17 @@ class Workspace:
         return offsets
 
     def at(self, offset: int) -> int:
-        """The device address of an offset, as an argument of kernels."""
+        """The device address of an offset, as a kernel argument."""
         return self._buffer.address + offset
 
     def here(self, offset: int) -> int:
-        """The address of an offset of its page-locked CPU memory, which kernels reach too."""
+        """The address of an offset in its page-locked CPU memory, which kernels reach too."""
         return self._pinned_at + offset
 
     def send(self, stream: DeviceStream, begin: int, end: int) -> Callable[[int], int]:
-        """Have [begin, end) read by the next kernel of `stream`: gives the addresses of its offsets.
+        """Let the next kernel of `stream` read [begin, end). Returns a function from offsets to addresses.
 
-        A kernel reads little straight from page-locked memory, in less time than a copy takes to begin.
+        Few bytes are read straight from page-locked memory, in less time than a copy takes to begin.
         """
         if end - begin < COPIED_FROM:
             return self.here
@@ -117,13 +116,13 @@ class Workspace:
         return self.at
 
     def launch(self, reading: Reading, done_at: int, kernel: str, threads: int, *args: Any) -> None:
-        """Run a kernel, which says at offset `done_at` that it is done."""
+        """Run a kernel that reports at offset `done_at` when it is done."""
         self.staging(done_at, 2, np.uint32)[:] = 0
         self._held = reading
         reading.stream.launch(kernel, threads, *args, reading.counters, self.here(done_at))
 
     def wait(self, done_at: int) -> int:
-        """Wait for that kernel. Returns how many keys it has listed. DeviceError where it has failed."""
+        """Wait for that kernel. Returns how many keys it has listed. DeviceError if it has failed."""
         assert self._held is not None
         self._held.stream.wait_for_word(self.here(done_at), self._scratch)
         self._held = None
@@ -139,7 +138,7 @@ class Workspace:
 
 
 class DeviceMemory:
-    """A device and its workspaces. They are part of `budget_bytes`; the remainder is for tables."""
+    """A device and its workspaces, which are part of `budget_bytes`; tables get the remainder."""
 
     def __init__(self, backend: Backend, budget_bytes: int) -> None:
         self.backend, self.driver = backend, backend.driver()
@@ -151,15 +150,15 @@ class DeviceMemory:
         ]
 
     def workspace(self, *, answers: bool = False) -> Workspace:
-        """Take one for a `with`, with `answers` one of those for that. Waits while all of its kind are in use."""
+        """A workspace for a `with`; with `answers`, one for answers on the device. Waits while all of that kind are in use."""
         return self._idle[answers].get()
 
     @property
     def held(self) -> int:
-        """Workspaces that are in use now."""
+        """The number of workspaces in use."""
         return WORKSPACES - sum(idle.qsize() for idle in self._idle.values())
 
     def close(self) -> None:
-        """Free them. None may be in use."""
+        """Free the workspaces. None may be in use."""
         for workspace in self._all:
             workspace.free()

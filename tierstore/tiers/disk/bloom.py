@@ -1,10 +1,10 @@
-"""A Bloom filter over int64 keys that reads memory once a key: may this key be one of those that were added?
+"""A Bloom filter over int64 keys that reads memory once for each key: may this key have been added?
 
-Split blocks of 256 bits, as Parquet has them (parquet-format, BloomFilter.md; the idea is Putze, Sanders and Singler,
-2007): the upper half of a key's hash chooses a block, the lower half one bit in each of its eight words.
+Split blocks of 256 bits, as in Parquet (parquet-format, BloomFilter.md; the idea is Putze, Sanders and Singler, 2007): the upper half of a key's hash
+chooses a block, the lower half one bit in each of its eight words.
 
-Free functions of arrays, nogil. One writer at a time adds, while any number of threads read. Bits are only ever set, each
-word at once. So a reader finds every key that was added before it got the array.
+Free functions of arrays, nogil. One writer at a time adds, while any number of threads read. Bits are only ever set, a whole word at a time. So a
+reader finds every key that was added before it got the array.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tierstore.types import Keys
 
 Filter = npt.NDArray[np.uint32]
 
-WORDS = 8  # of a block, 4 bytes each
+WORDS = 8  # words of a block, 4 bytes each
 _AHEAD = 16
 _U32, _U64 = np.uint32, np.uint64
 _SALTS = np.array(
@@ -39,13 +39,13 @@ def _block_of(key: Any, blocks: Any) -> Any:
 
 @compiled("uint32(int64, int64)", inner=True)
 def _bit(key: Any, word: Any) -> Any:
-    product = _U32(_U32(mix(key)) * _SALTS[word])  # numba widens what it multiplies
+    product = _U32(_U32(mix(key)) * _SALTS[word])  # numba widens the product
     return _U32(_U32(1) << (product >> _U32(27)))
 
 
 @compiled("boolean(int64, uint32[::1])", inner=True)
 def holds(key: Any, words: Any) -> Any:
-    """Whether one key may have been added."""
+    """Whether a key may have been added."""
     at, there = _block_of(key, len(words) // WORDS), True
     for j in range(WORDS):
         there &= (words[at + j] & _bit(key, j)) != 0
@@ -82,7 +82,7 @@ def probe(keys: Any, words: Any, maybe: Any) -> Any:
 
 
 def empty(keys: int, bits_a_key: int) -> Filter:
-    """A filter for so many keys: uint32 [8 × blocks]."""
+    """An empty filter for so many keys: uint32 [8 × blocks]."""
     return np.zeros(max(1, -(-keys * bits_a_key // (32 * WORDS))) * WORDS, np.uint32)
 
 
@@ -92,5 +92,5 @@ def add(words: Filter, keys: Keys) -> int:
 
 
 def may_hold(words: Filter, keys: Keys, maybe: npt.NDArray[np.bool_]) -> int:
-    """Set maybe[i] where keys[i] may have been added; the others stay as they are. Returns how many were set."""
+    """Set maybe[i] if keys[i] may have been added; leave the others. Returns how many were set."""
     return int(probe(keys, words, maybe))

@@ -1,8 +1,7 @@
-"""The keys of a table that deltas may have changed: a Bloom filter that grows, so that other
-keys are not read from RocksDB.
+"""The keys of a table that deltas may have changed: a growing Bloom filter, so that other keys are not read from RocksDB.
 
-One writer at a time adds; any thread reads. `changed_keys_file.py` keeps what was added on disk. A key that was added
-is always found. About one in a hundred others is found too, and costs a look-up in RocksDB.
+One writer at a time adds; any thread reads. `changed_keys_file.py` keeps what was added on disk. An added key is always found. About one in a hundred
+other keys is found too, and costs a look-up in RocksDB.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from tierstore.tiers.disk import bloom
 from tierstore.types import Keys
 
 BITS_A_KEY = 12
-SMALLEST = 1 << 14  # keys of a first layer
+SMALLEST = 1 << 14  # keys of the first layer
 
 
 @dataclass(slots=True)
@@ -31,15 +30,14 @@ class ChangedKeys:
     """The changed keys of one table. Layers double in size, so their number stays small."""
 
     def __init__(self) -> None:
-        # replaced whole by the writer, so that readers need no lock
+        # replaced as a whole by the writer, so that readers need no lock
         self._layers: tuple[_Layer, ...] = ()
-        # for kernels: the address of the number of layers, followed by the address and the
-        # number of words of each; or 0
+        # for kernels: the address of the number of layers, followed by the address and the number of words of each layer; or 0
         self.place = np.zeros(1, np.int64)
-        self._published: list[npt.NDArray[np.int64]] = []  # kernels may read them still; they are few
+        self._published: list[npt.NDArray[np.int64]] = []  # kept, because kernels may still read them; they are few
 
     def add(self, keys: Keys) -> Keys:
-        """Add `keys` (int64 [n]). Readers that begin after this has returned find them.
+        """Add `keys` (int64 [n]). Readers that begin after the return find them.
 
         Returns the keys that were not found before.
         """
@@ -50,7 +48,7 @@ class ChangedKeys:
         return new
 
     def put(self, new: Keys) -> None:
-        """`add` keys that are not found yet. In the same order they give the same filter, bit by bit."""
+        """`add` for keys that are not found yet. The same keys in the same order give the same filter, bit by bit."""
         layers = self._layers
         if layers and (room := layers[-1].capacity - layers[-1].held) > 0:
             part, new = new[:room], new[room:]

@@ -1,17 +1,13 @@
-"""The filters of changed keys (`changed_keys.py`) in a file next to RocksDB, so that a start need
-not read all of RocksDB's keys.
+"""The file of a table's filters of changed keys (`changed_keys.py`), next to RocksDB, so that a start need not read all of RocksDB's keys.
 
     header (16 bytes, and 8 of the identity) | entries
 
-An entry is what one delta has added to the filters: for each table, the keys that its filter did not find. Replayed in
-order, entries give the same filters, bit by bit. That matters: a key that a filter found by chance is in no entry, and
-the filter must go on finding it. An entry is durable before RocksDB has the delta, and has the delta's watermark. So a
-file that reaches RocksDB's watermark lacks nothing; any other file is written again. Where RocksDB says of which
-version it is, so does the file, and one of another version or line is written again too. schema/layout.md has the
-bytes.
+An entry is what one delta has added to the filters: for each table, the keys that its filter did not find. Entries replayed in order give the same
+filters, bit by bit. That matters: a key that a filter found by chance is in no entry, and the filter must still find it. An entry is durable before
+RocksDB has the delta, and has the delta's watermark. So a file that reaches RocksDB's watermark is complete; any other file is written again. So is a
+file whose version or line is not RocksDB's, if RocksDB records its own. schema/layout.md has the bytes.
 
-For the one writer of a tier. A crash leaves whole entries, and perhaps a part of a last one,
-whose delta is not in RocksDB.
+For the one writer of a tier. A crash leaves whole entries, and perhaps a part of one more, whose delta is not in RocksDB.
 """
 
 from __future__ import annotations
@@ -40,13 +36,13 @@ _TABLE = struct.Struct("<IIQ")  # id, 0, keys
 
 
 def _head(identity: bytes | None) -> bytes:
-    """The header of a file beside a RocksDB with that record of its identity, if it has one."""
+    """The header of a file beside a RocksDB with this identity record, if it has one."""
     head = _HEADER.pack(b"TIERCHGD", FORMATS[identity is not None], BITS_A_KEY, SMALLEST)
     return head if identity is None else head + xxhash.xxh3_64_intdigest(identity).to_bytes(8, "little")
 
 
 def entry(watermark: int, tables: Mapping[int, Keys]) -> bytes:
-    """The bytes of one entry. `tables` gives for each table id the keys that are new to its filter."""
+    """The bytes of one entry. `tables`: table id → the keys that are new to its filter."""
     parts = [part for number, keys in tables.items() for part in (_TABLE.pack(number, 0, len(keys)), keys.tobytes())]
     body = b"".join(parts)
     return _ENTRY.pack(len(body), watermark, _checksum(watermark, body)) + body
@@ -59,10 +55,9 @@ def _checksum(watermark: int, body: bytes | memoryview) -> int:
 
 
 def replay(path: Path, watermark: int, identity: bytes | None) -> tuple[dict[int, ChangedKeys], int] | None:
-    """(filters by table id, bytes of the file up to its last whole entry), or None for a file that is behind RocksDB,
-    or of another one.
+    """(filters by table id, bytes of the file up to its last whole entry), or None for a file that is behind RocksDB, or belongs to another one.
 
-    StorageError where it cannot be read.
+    StorageError if it cannot be read.
     """
     try:
         data = np.memmap(path, np.uint8, "r").data if path.stat().st_size else memoryview(b"")
@@ -96,7 +91,7 @@ def _put(body: memoryview, filters: dict[int, ChangedKeys]) -> None:
 
 
 def rewrite(path: Path, entries: Iterable[bytes], identity: bytes | None) -> int:
-    """Publish a file of these entries. Returns its bytes. Raises StorageError, and what `entries` raises."""
+    """Publish a file of these entries. Returns its bytes. Raises StorageError, and errors of `entries`."""
     with files.publish(path) as file:
         file.write(_head(identity))
         for each in entries:
@@ -105,15 +100,15 @@ def rewrite(path: Path, entries: Iterable[bytes], identity: bytes | None) -> int
 
 
 class ChangedFile:
-    """The file, for appending. Where it cannot be written it is removed, and the next start writes it again."""
+    """The file, for appending. If it cannot be written it is removed, and the next start writes it again."""
 
     def __init__(self, path: Path, size: int) -> None:
-        """`size`: bytes up to the last whole entry; what follows is cut off."""
+        """`size`: bytes up to the last whole entry; bytes behind are cut off."""
         self._path = path
         self._size: int | None = size  # None: it is not kept up to date
 
     def add(self, watermark: int, tables: Mapping[int, Keys]) -> bool:
-        """Append an entry and make it durable. False where it is not in the file, and the file is still there."""
+        """Append an entry and make it durable. False if it is not in the file, and the file is still there."""
         if self._size is not None:
             try:
                 with open(self._path, "r+b") as file:

@@ -1,6 +1,6 @@
-"""Steps over many entries of a RocksDB iterator, by short blocks so that other threads get their turn.
+"""A RocksDB iterator that steps over many entries in short blocks, so that other threads get their turn.
 
-`database.py` sees to it that no step is made on a closed database. For one thread at a time.
+`database.py` makes sure that no step is made on a closed database. For one thread at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Cursor:
 
     def __init__(self, end: bytes, *, values: bool = True) -> None:
         self.end, self.values = end, values
-        self.iterator: Any = None  # used by calls that have entered the database; None once it is closed
+        self.iterator: Any = None  # used only inside the database's `entered`; None once it is closed
 
     def next(self, entries: int) -> tuple[list[bytes], list[bytes], bool]:
         """Step over up to `entries`; the last item says whether there may be more."""
@@ -33,9 +33,9 @@ class Cursor:
         return stored, values, more
 
     def _next_block(self, wanted: int, stored: list[bytes], values: list[bytes]) -> bool:
-        """Add up to `wanted` entries; whether there may be more."""
+        """Add up to `wanted` entries. Returns whether there may be more."""
         iterator, nothing = self.iterator, repeat(())
-        # key() is None at the end, which ends the zip before the value is asked for and a step is made
+        # key() is None at the end, and ends the zip before a value is read and a step is made
         steps = zip(
             iter(iterator.key, None),
             starmap(iterator.value, nothing) if self.values else repeat(b""),
@@ -47,7 +47,7 @@ class Cursor:
             stored.extend(map(itemgetter(0), block))
             values.extend(map(itemgetter(1), block))
             if len(block) < wanted:
-                iterator.status()  # an iterator also just stops at a damaged block; this raises then
+                iterator.status()  # an iterator also stops at a damaged block; then this raises
         finally:
             del iterator, steps  # an error keeps this frame alive, and an iterator keeps the database open
         if len(block) < wanted or stored[-1] >= self.end:

@@ -1,11 +1,11 @@
-"""One RocksDB directory: who uses it, and when it is open, for reading or for writing.
+"""One RocksDB directory: its users, and when it is open, for reading or for writing.
 
-It is open while it is used. It is opened for reading, which costs a millisecond and one file for each sorted file, and
-for writing once something is to be changed. What nobody uses stays open, the `MOST_UNUSED` of this process that were
-used last; the others are closed, and opened again when they are needed.
+It is open while it is used. It is opened for reading, which takes a millisecond and one descriptor for each sorted file, and for writing once
+something is to be changed. Unused databases stay open, the `MOST_UNUSED` of this process that were used last; others are closed, and opened again
+when they are needed.
 
-RocksDB crashes the process if it is used after it is closed. So every use is within `entered`, and `close` waits until
-nobody is within it or within `held`. Any thread may call anything, but `ingest` is for one writer.
+RocksDB crashes the process if it is used after it is closed. So every use is inside `entered`, and `close` waits until no thread is inside `entered`
+or `held`. Any thread may call anything, but `ingest` is for one writer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tierstore.tiers.disk.rocks import driver_errors, scan_options, tier_options
 
 log = logging.getLogger(__name__)
 
-_L0_MAX = 24  # RocksDB does not hold ingests back, however many files pile up
+_L0_MAX = 24  # RocksDB does not delay ingests, however many files pile up
 _MERGE_POLL_S = 0.01
 MOST_UNUSED = 16
 _PROPERTIES = {
@@ -43,7 +43,7 @@ _PROPERTIES = {
 
 
 class _Connection:
-    """RocksDB as it was opened once."""
+    """An open RocksDB, from opening it to closing it."""
 
     def __init__(self, db: rocksdict.Rdict, writable: bool) -> None:
         self.db, self.writable = db, writable  # constant after construction
@@ -56,7 +56,7 @@ class _Connection:
         return not self.users and not self.cursors
 
     def stats(self) -> dict[str, int]:
-        """Files and bytes, as RocksDB says. `l0_files`: how many a look-up may have to read before the others."""
+        """Files and bytes, as RocksDB reports them. `l0_files`: files that a look-up may have to read before the others."""
         counts = {name: int(self.db.property_int_value(f"rocksdb.{rocks}") or 0) for name, rocks in _PROPERTIES.items()}
         counts["l0_files"] = int(self.db.property_value("rocksdb.num-files-at-level0") or 0)
         counts["files"] = len(self.db.live_files())
@@ -64,7 +64,7 @@ class _Connection:
 
 
 class Database:
-    """Opened at construction, for once. Raises StorageError, Locked, Corruption, or DiskFull for a `new` one."""
+    """One RocksDB directory. Construction opens it once. Raises StorageError, Locked, Corruption, or DiskFull for a `new` one."""
 
     def __init__(
         self, path: Path, *, block_cache_bytes: int, open_threads: int, new: bool = False, read_only: bool = False
@@ -72,14 +72,14 @@ class Database:
         # constant after construction
         self._path, self._cache_bytes, self._open_threads = path, block_cache_bytes, open_threads
         self._read_only = read_only
-        self._opening = threading.Lock()  # held by who opens it or closes what is open; taken before _gate
+        self._opening = threading.Lock()  # held while it is opened or closed; taken before _gate
         # guarded by _gate
         self._gate = threading.Condition()
         self._users = 0  # within `held`
         self._closed = False
         self._current: _Connection | None = None
-        self._former: list[_Connection] = []  # that are used still
-        self._last_stats: dict[str, int] = {}  # as they were when it was last open
+        self._former: list[_Connection] = []  # still in use
+        self._last_stats: dict[str, int] = {}  # from the last time that it was open
         if new:
             self._current = self._connect(to_write=True, new=True)
         with self.entered():
@@ -94,13 +94,13 @@ class Database:
         with driver_errors(f"opening {self._path}"):
             if not new:
                 check_directory(self._path)
-            # the family's options must be given as such: on reopen RocksDB would take its defaults for it
+            # the family's options must be given as such: on reopen RocksDB would use its defaults
             db = rocksdict.Rdict(str(self._path), family, column_families={"default": family}, access_type=access)
         return _Connection(db, to_write)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Within the block `close` does not return. Raises Closed."""
+        """In the block `close` does not return. Raises Closed."""
         with self._gate:
             if self._closed:
                 raise Closed(f"{self._path}: the disk tier was closed")
@@ -115,13 +115,13 @@ class Database:
 
     @contextmanager
     def alone(self) -> Iterator[bool]:
-        """Whether nobody is within `held`; then nobody is until the block ends."""
+        """Whether no thread is inside `held`; then none can enter until the block ends."""
         with self._gate:
             yield not self._users
 
     @contextmanager
     def entered(self, *, to_write: bool = False) -> Iterator[rocksdict.Rdict]:
-        """Use RocksDB within the block: it stays open until the block ends. Raises Closed, and as construction."""
+        """Use RocksDB in the block: it stays open until the block ends. Raises Closed, and errors as construction."""
         with self._connected(to_write) as connection:
             yield connection.db
 
@@ -166,7 +166,7 @@ class Database:
         _unused.note(self)
 
     def let_go(self) -> bool:
-        """Close what is open if nobody uses it; False where somebody does."""
+        """Close the connection if it is not used; False if it is."""
         if not self._opening.acquire(blocking=False):
             return False
         try:
@@ -181,7 +181,7 @@ class Database:
             self._opening.release()
 
     def stats(self) -> dict[str, int]:
-        """Files and bytes, as RocksDB says; where it is not open, as it said last."""
+        """Files and bytes, as RocksDB reports them, or reported last while it was open."""
         with self.held():
             with self._gate:
                 if self._current is None:
@@ -192,10 +192,9 @@ class Database:
     def scan(
         self, doing: str, first: bytes, end: bytes, entries: int, *, values: bool = True
     ) -> Iterator[tuple[list[bytes], list[bytes]]]:
-        """(stored keys, values) from `first` to before `end`, at most `entries` at a time,
-        as they were at the beginning.
+        """(stored keys, values) from `first` up to `end`, at most `entries` at a time, as they were at the beginning.
 
-        Without `values` they are empty. Raises Closed where the database is closed meanwhile; `doing` is for errors.
+        Without `values` they are empty. Raises Closed if the database is closed meanwhile; `doing` is for errors.
         """
         cursor = Cursor(end, values=values)
         with self._connected() as connection, driver_errors(doing):
@@ -216,10 +215,7 @@ class Database:
                 connection.cursors.discard(cursor)
 
     def ingest(self, paths: Sequence[Path]) -> None:
-        """Take sorted files in by moving them, all or none; of files with the same key the later wins.
-
-        Raises StorageError.
-        """
+        """Take in sorted files by moving them, all or none; the later file wins for a key in several. Raises StorageError."""
         options = rocksdict.IngestExternalFileOptions()
         options.set_move_files(True)
         doing = f"ingesting {len(paths)} files into {self._path}"
@@ -230,21 +226,18 @@ class Database:
             db.ingest_external_file(list(map(str, paths)), options)
 
     def checkpoint(self, path: Path) -> None:
-        """Make a directory `path` with what is in files at this moment, sorted files by second names.
-
-        Raises StorageError.
-        """
+        """Make a directory `path` with the files as they are now, sorted files by hard links. Raises StorageError."""
         yield_to_requests()  # with the interpreter lock held, it takes milliseconds
         with self.entered(to_write=True) as db, driver_errors(f"copying {self._path} to {path}"):
             rocksdict.Checkpoint(db).create_checkpoint(str(path))
 
     def compact(self) -> None:
-        """Merge everything down and wait for it."""
+        """Merge all files and wait for it."""
         with self.entered(to_write=True) as db, driver_errors(f"compacting {self._path}"):
             db.compact_range(None, None)
 
     def _await_merges(self, db: rocksdict.Rdict) -> None:
-        """Wait while too many files are not merged: each of them costs every look-up. Raises StorageError, Closed."""
+        """Wait while too many files are not merged: each of them slows every look-up. Raises StorageError, Closed."""
         while int(db.property_value("rocksdb.num-files-at-level0") or 0) >= _L0_MAX:
             if int(db.property_int_value("rocksdb.background-errors") or 0):
                 raise StorageError(f"{self._path}: RocksDB cannot merge files any more; see its LOG file there")
@@ -254,10 +247,7 @@ class Database:
                 self._gate.wait(_MERGE_POLL_S)
 
     def close(self) -> None:
-        """Wait for calls under way, then close the files and give the lock back. Scans end with Closed.
-
-        May be repeated.
-        """
+        """Wait for calls under way, then close the files and release the lock. Scans end with Closed. May be repeated."""
         with self._gate:
             if self._closed:
                 return
@@ -281,20 +271,19 @@ class Database:
             with driver_errors(f"closing {self._path}"):
                 connection.db.close()
         except StorageError as error:
-            # it says again how a merge failed, and is closed all the same; nothing that was
-            # ingested waits to be written
+            # it reports a failed merge again, and is closed all the same; nothing that was ingested waits to be written
             log.warning("%s", error)
 
 
 class _Unused:
-    """The databases of this process that are open, the one that was used longest ago first."""
+    """The open databases of this process, the least recently used first."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: OrderedDict[Database, None] = OrderedDict()  # guarded by _lock
 
     def note(self, database: Database) -> None:
-        """A database was used, and is open: others are closed, as far as there are too many and nobody uses them."""
+        """Note that a database was used and is open; close others that nobody uses if there are too many."""
         with self._lock:
             self._open[database] = None
             self._open.move_to_end(database)

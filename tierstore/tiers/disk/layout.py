@@ -1,4 +1,4 @@
-"""The layouts of sealed files that are open, as kernels read them."""
+"""The record layouts of open sealed files, for kernels."""
 
 from __future__ import annotations
 

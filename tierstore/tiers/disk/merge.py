@@ -1,4 +1,4 @@
-"""Rows in ascending order of keys, with later changes of some of them merged in.
+"""Merging of sorted rows: rows in ascending order of keys, with later changes applied.
 
 Pure functions over immutable arrays; any thread.
 """
@@ -18,10 +18,10 @@ Changes = tuple[Keys, npt.NDArray[np.bool_], Rows]  # keys [n], which of them ar
 def merged_blocks(
     base: Iterator[tuple[Keys, Rows]], changes: Iterator[Changes], entries: int
 ) -> Iterator[tuple[Keys, Rows, int]]:
-    """The rows of `base` as `changes` leave them: keys, rows, and how many deleted keys were among them.
+    """Apply `changes` to the rows of `base`: yields keys, rows, and how many deleted keys were among them.
 
-    Keys ascend from batch to batch in both, and no batch is empty. Batches that come out have at most `entries` rows
-    where those of `base` and `changes` do. The first batch of changes is read before the first of `base`.
+    In both, keys ascend from batch to batch, and no batch is empty. Yielded batches have at most `entries` rows if those of `base` and `changes` do.
+    The first batch of changes is read before the first of `base`.
     """
     pending = next(changes, None)
     for keys, rows in base:
@@ -45,16 +45,16 @@ def merged_blocks(
 
 
 def ascending(parts: Sequence[Iterator[tuple[Keys, Rows]]], each: int) -> Iterator[tuple[Keys, Rows]]:
-    """The rows of all parts by key. Of each part keys ascend, and no key is in two.
+    """The rows of all parts by key. Keys of a part ascend, and no key is in two parts.
 
-    With batches of at most `each` rows it holds, and gives at a time, at most twice as many for each part.
+    With batches of at most `each` rows, it holds and yields at most twice as many for each part.
     """
     if len(parts) == 1:
         yield from parts[0]
         return
     sources = [_Ahead(part, each) for part in parts]
     while sources := [source for source in sources if source.fill()]:
-        # beyond this key a part may have keys that are not read yet
+        # above this key a part may have keys that are not read yet
         sure = min((int(source.keys[-1]) for source in sources if not source.ended), default=None)
         pieces = [source.pop(sure) for source in sources]
         keys, rows = (np.concatenate(column) for column in zip(*pieces, strict=True))
@@ -63,7 +63,7 @@ def ascending(parts: Sequence[Iterator[tuple[Keys, Rows]]], each: int) -> Iterat
 
 
 class _Ahead:
-    """What is read ahead of one part: at least `least` rows, until it has `ended`."""
+    """The rows that were read ahead of one part: at least `least`, until the part has `ended`."""
 
     def __init__(self, part: Iterator[tuple[Keys, Rows]], least: int) -> None:
         self._part, self._least = part, least
@@ -71,7 +71,7 @@ class _Ahead:
         self.ended = False
 
     def fill(self) -> bool:
-        """Whether there are more rows."""
+        """Read ahead. Returns whether there are rows left."""
         while not self.ended and len(self.keys) < self._least:
             batch = next(self._part, None)
             if batch is None:
@@ -83,7 +83,7 @@ class _Ahead:
         return bool(len(self.keys))
 
     def pop(self, upto: int | None) -> tuple[Keys, Rows]:
-        """The rows with keys up to and including this one; None: all."""
+        """Take the rows with keys up to and including `upto`; None: all."""
         at = len(self.keys) if upto is None else int(np.searchsorted(self.keys, upto, "right"))
         popped = self.keys[:at], self._rows[:at]
         self.keys, self._rows = self.keys[at:], self._rows[at:]
@@ -101,7 +101,7 @@ def _split_at(entries: Changes, end: int) -> tuple[Changes, Changes]:
 def _merge(
     keys: Keys, rows: Rows, changed: Keys, deleted: npt.NDArray[np.bool_], new_rows: Rows
 ) -> tuple[Keys, Rows, int]:
-    """Rows without changed ones, merged with the new rows, by key; and how many keys were marked as deleted."""
+    """Rows without changed ones, merged by key with the new rows; and how many keys were marked as deleted."""
     if not len(changed):
         return keys, rows, 0
     kept = ~np.isin(keys, changed, assume_unique=True)

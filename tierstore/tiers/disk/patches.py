@@ -1,16 +1,14 @@
-"""Sealed patches: rows that deltas have changed, in files that kernels read as they read the base.
+"""Sealed patches: rows that deltas have changed, in files that kernels read like the base.
 
-RocksDB is where changes are durable, and a key costs a call of its driver under the interpreter lock there. So each
-change is also written as a patch: one sealed file a table, sorted, whose rows have a mark behind them that says whether
-the key is deleted, and the filter of its keys beside it. RocksDB's record `patches` names those that hold, in the same
-atomic step as the rows: a patch that it does not name is what a crash has left. Four patches of like size become one,
-up to a size, so a day has a few dozen.
+Changes are durable in RocksDB, but there each key costs a driver call under the interpreter lock. So each change is also written as a patch: one
+sealed file for each table, sorted, with a mark behind each row that says whether the key is deleted, and the filter of its keys beside it. RocksDB's
+record `patches` names the valid patches, and is written in the same atomic step as the rows: a patch that it does not name is left over from a crash.
+Four patches of like size are merged into one, up to a size limit, so a day has a few dozen.
 
-Patches are a copy, and nothing waits for the drive to have them. Where one is missing or damaged, as after a restore,
-RocksDB answers, until they are made again from it.
+Patches are copies, and nothing waits until they are on the drive. If one is missing or damaged, as after a restore, RocksDB answers until the patches
+are rebuilt from it.
 
-`Patches` is for the one writer of a tier; any thread may use what `of` gives, whose files stay open for as long as it
-is kept.
+`Patches` is for the one writer of a tier; any thread may use the result of `of`, whose files stay open while it is kept.
 """
 
 from __future__ import annotations
@@ -47,22 +45,22 @@ log = logging.getLogger(__name__)
 FOLDER = "patches"
 RECORD = "patches"
 BITS_A_KEY = 10
-LIKE_SIZED = 4  # patches that become one
-MOST_BYTES = 512 << 20  # of a patch that others are merged into: some ten seconds of a background thread
+LIKE_SIZED = 4  # patches that are merged into one
+MOST_BYTES = 512 << 20  # the largest merged patch: merging it takes a background thread some ten seconds
 _MANY = 32
-_SMALLEST = 1024  # keys: smaller patches are of one size
+_SMALLEST = 1024  # keys: smaller patches count as of one size
 _PIECE_BYTES = 4 << 20  # of rows that are merged at a time
 _NONE = np.empty(0, np.int64)
 
 Marked = tuple[Keys, Rows]  # rows with the mark behind them
-Trust = tuple[bool, tuple["Patch", ...]]  # what holds
+Trust = tuple[bool, tuple["Patch", ...]]  # the valid patches, and whether they are complete
 
 
 class Patch:
-    """An open patch. Constant; its file is closed when nothing refers to it any more."""
+    """An open patch. Constant; its file is closed with the last reference."""
 
     def __init__(self, path: Path, xxh3: str, size: int, words: bloom.Filter) -> None:
-        """StorageError, Corruption: it is not the file that was written."""
+        """Raises StorageError or Corruption if it is not the file that was written."""
         opened = open_sealed(path, xxh3=xxh3, size=size)
         self.path, self.bytes, self.keys = path, size, opened.rows
         self.table_id, self.row_bytes = opened.table_id, opened.row_bytes - sealed_rows.MARK_BYTES
@@ -79,7 +77,7 @@ class Patch:
 
     @property
     def entry(self) -> dict[str, Any]:
-        """What the record says of it."""
+        """The patch's entry in the record."""
         file = self._table.files[0]
         return {"name": self.path.name, "bytes": file.size, "xxh3": file.xxh3, "filter": _digest(self._filter)}
 
@@ -102,10 +100,9 @@ class Patch:
 
 
 class Patched(NamedTuple):
-    """What kernels read a table's changed rows by: `sealed_rows.SOME` or ALL, and the addresses of patches, the newest
-    first.
+    """The patches of a table as kernels read them: `sealed_rows.SOME` or ALL, and the addresses of patches, newest first.
 
-    `row_bytes` is that of all of them; None: they differ. Valid as long as it is kept.
+    `row_bytes` is that of all of them; None: they differ. Valid while it is kept.
     """
 
     changes: int
@@ -114,7 +111,7 @@ class Patched(NamedTuple):
     row_bytes: int | None
 
     def awake(self) -> None:
-        """As `SealedTable.awake`. One that cannot be opened leaves its keys to RocksDB."""
+        """`SealedTable.awake`. A patch that cannot be opened leaves its keys to RocksDB."""
         for patch in self.kept:
             with suppress(StorageError):
                 patch.awake()
@@ -128,20 +125,19 @@ class Patches:
 
     def __init__(self, directory: Path) -> None:
         self._folder = directory / FOLDER
-        self._patches: tuple[Patch, ...] = ()  # the newest first, of all tables
+        self._patches: tuple[Patch, ...] = ()  # of all tables, newest first
         self._next = 1
-        self._unnamed: list[Path] = []  # files that the next record does not name any more
-        self._whole = False  # whether they have all changed rows
-        self._served: tuple[bool, dict[int, Patched]] = False, {}  # replaced whole, as readers take no lock
-        self.damaged = False  # set by any thread that could not read one
+        self._unnamed: list[Path] = []  # files that the next record no longer names
+        self._whole = False  # whether the patches have all changed rows
+        self._served: tuple[bool, dict[int, Patched]] = False, {}  # replaced as a whole, as readers take no lock
+        self.damaged = False  # set by any thread that could not read a patch
         self._using = threading.Lock()
-        self._users = 0  # that read them whole, guarded by _using
+        self._users = 0  # threads that read whole patches; guarded by _using
 
     def open(self, record_of: Callable[[str], bytes | None], *, changed: bool, tidy: bool) -> None:
-        """Open those that a tier's record names; `record_of` reads its records. `changed`: whether deltas have changed
-        a row.
+        """Open the patches that a tier's record names; `record_of` reads its records. `changed`: whether deltas have changed a row.
 
-        `tidy`: remove files that it does not name. What cannot be opened is RocksDB's to answer, until `rebuild`.
+        `tidy`: remove files that it does not name. RocksDB answers for patches that cannot be opened, until `rebuild`.
         """
         record, whole = record_of(RECORD), not changed
         entries: list[dict[str, Any]] = []
@@ -177,14 +173,14 @@ class Patches:
         return Patch(path, str(entry["xxh3"]), int(entry["bytes"]), words)
 
     def of(self, table_id: int, row_bytes: int) -> Patched:
-        """A table's, as they are now, for rows of so many bytes. Any thread."""
+        """The patches of a table as they are now, for rows of so many bytes. Any thread."""
         whole, tables = self._served
         found = tables.get(table_id) or (_ALL if whole else NO_PATCHES)
         return found if found.row_bytes == row_bytes or not found.kept else NO_PATCHES
 
     @property
     def is_whole(self) -> bool:
-        """Whether they have all changed rows, as far as is known; if not, they are to be made again."""
+        """Whether the patches have all changed rows, as far as is known; if not, they must be rebuilt."""
         return self._whole and not self.damaged
 
     @property
@@ -194,7 +190,7 @@ class Patches:
 
     @property
     def are_many(self) -> bool:
-        """Whether there are so many of a table that reading and descriptors feel it."""
+        """Whether a table has so many patches that reads get slower or descriptors scarce."""
         return any(len(own) > _MANY for own in self._by_table().values())
 
     def _by_table(self) -> dict[int, list[Patch]]:
@@ -204,13 +200,13 @@ class Patches:
         return of
 
     def _drop(self) -> None:
-        """Have RocksDB answer what they have."""
+        """Let RocksDB answer for all patches."""
         self._unnamed += [patch.path for patch in self._patches]
         self._whole = self.damaged = False
         self._publish(())
 
     def distrust(self) -> Trust:
-        """Have RocksDB answer all that was changed. Returns what `trust` takes this back with."""
+        """Let RocksDB answer for everything that was changed. Returns a value for `trust`, which undoes it."""
         before = self._whole, self._patches
         self._whole = False
         self._publish(())
@@ -223,11 +219,9 @@ class Patches:
     # --- changes, by the one writer
 
     def write(self, tables: Sequence[Entries], records: Records) -> tuple[list[Patch], Records]:
-        """Write the patches of a change. Returns them, and the records that go into RocksDB with it; then call `add`,
-        or `remove`.
+        """Write the patches of a change. Returns them, and the records to put into RocksDB with it; then call `add`, or `remove`.
 
-        `records` are those of the change. By them it is noticed where another release has changed rows since.
-        StorageError.
+        `records`: the change's own; they show whether another release has changed rows since. StorageError.
         """
         if self.damaged:
             self._drop()
@@ -246,7 +240,7 @@ class Patches:
         return new, self._records((*new[::-1], *self._patches), records, self._whole)
 
     def add(self, new: list[Patch]) -> None:
-        """RocksDB has the change that these were written for. May be repeated."""
+        """Use these patches, now that RocksDB has the change. May be repeated."""
         self._publish((*new[::-1], *(patch for patch in self._patches if patch not in new)))
         unnamed, self._unnamed = self._unnamed, []
         self.remove_files(unnamed)
@@ -255,7 +249,7 @@ class Patches:
         self.remove_files([patch.path for patch in patches])
 
     def remove_files(self, paths: Iterable[Path]) -> None:
-        """Remove patches by their path; one that stays is removed by the next start."""
+        """Remove patches by their paths; the next start removes one that stays."""
         for path in paths:
             for file in (path, path.with_name(_filter_name(path.name))):
                 try:
@@ -264,11 +258,10 @@ class Patches:
                     log.warning("%s", error)
 
     def merge(self, give_up: Callable[[], bool]) -> None:
-        """Make one of patches of like size, of each table, until there are no four of them. Readers go on.
+        """Merge patches of like size, for each table, until no four are left. Readers go on.
 
-        The files that it makes dead are removed with the next change, whose record does not name them. `give_up` is
-        asked again and again: once it says so nothing comes of the merge that is under way. StorageError; Corruption,
-        then they are `damaged`.
+        Merged files are removed with the next change, whose record does not name them. `give_up` is called again and again: once it returns True, the
+        running merge is dropped. StorageError; Corruption, then they are `damaged`.
         """
         for table_id in self._by_table():
             while run := _alike(self._by_table()[table_id]):
@@ -301,10 +294,9 @@ class Patches:
     def rebuild(
         self, tables: Iterable[tuple[int, int, Iterator[Changes]]], give_up: Callable[[], bool]
     ) -> list[Patch] | None:
-        """Patches of all that RocksDB has: of each table its id, the bytes of a row, and its entries. To be given to
-        `replace_all`; None where `give_up` has said so.
+        """Make patches of everything in RocksDB, for `replace_all`. For each table: its id, the bytes of a row, and its entries.
 
-        StorageError; no file is left then.
+        None if `give_up` returned True. StorageError, with no file left.
         """
         new: list[Patch] = []
         try:
@@ -319,11 +311,11 @@ class Patches:
         return new
 
     def records_of(self, patches: Sequence[Patch], records: Records) -> Records:
-        """The records by which these are all there are, and whole."""
+        """The records that say that these are all patches, and that they are complete."""
         return self._records(patches, records, whole=True)
 
     def replace_all(self, patches: Sequence[Patch]) -> None:
-        """RocksDB has `records_of` them."""
+        """Use these patches only: RocksDB has their `records_of`."""
         self._unnamed += [patch.path for patch in self._patches]
         self._whole, self.damaged = True, False
         self._publish(tuple(patches))
@@ -372,7 +364,7 @@ class Patches:
         self._served = self._whole, tables
 
     def let_go(self) -> list[int]:
-        """As `SealedTable.let_go`, of all, where nothing reads them whole."""
+        """`SealedTable.let_go` for all patches, unless a thread reads whole ones."""
         with self._using:
             return [] if self._users else [descriptor for patch in self._patches for descriptor in patch.let_go()]
 
@@ -407,7 +399,7 @@ class Patches:
         }
 
     def close(self) -> None:
-        """Let go of them; who reads them still has them."""
+        """Drop the patches; their readers still have them."""
         self._whole = False
         self._publish(())
 
@@ -416,7 +408,7 @@ _ALL = Patched(sealed_rows.ALL, _NONE, (), None)
 
 
 class _GivenUp(Exception):
-    """What is being written is broken off."""
+    """Writing was stopped by `give_up`."""
 
 
 def _until(parts: Iterator[Marked], give_up: Callable[[], bool]) -> Iterator[Marked]:
@@ -454,12 +446,12 @@ def _row_bytes(patches: Sequence[Patch]) -> int | None:
 
 
 def _level(patch: Patch) -> int:
-    """How often four patches of the smallest size had to become one for one of its size."""
+    """How many rounds of merging four smallest patches it takes to get a patch of this size."""
     return max(0, (patch.keys // _SMALLEST).bit_length() - 1) // 2
 
 
 def _alike(patches: Sequence[Patch]) -> list[Patch]:
-    """The newest patches, up to the last of four of like size or smaller ones; none where there are not so many."""
+    """The newest patches, up to the last of four of like size or smaller; none if there are not so many."""
     run: list[Patch] = []
     if not patches or _row_bytes(patches) is None:
         return run
@@ -472,7 +464,7 @@ def _alike(patches: Sequence[Patch]) -> list[Patch]:
 
 
 def _pieces(entries: Iterator[tuple[Keys, npt.NDArray[np.bool_], Rows]], row_bytes: int) -> Iterator[Iterator[Marked]]:
-    """Entries as parts of patches of at most MOST_BYTES each; none where there are no entries."""
+    """Entries cut into patches of at most MOST_BYTES each; none if there are no entries."""
     most = max(1, MOST_BYTES // (row_bytes + 9))
     pending = next(entries, None)
     while pending is not None:
@@ -492,7 +484,7 @@ def _pieces(entries: Iterator[tuple[Keys, npt.NDArray[np.bool_], Rows]], row_byt
 
 
 def _merge(sources: Sequence[Iterator[Marked]]) -> Iterator[Marked]:
-    """The keys of all, ascending; of one that several have, the row of the first that has it."""
+    """The keys of all sources, ascending; a key in several has the row of the first source that has it."""
     merged = sources[-1]
     for newer in sources[-2::-1]:
         merged = _merge_two(merged, newer)

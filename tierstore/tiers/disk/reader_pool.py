@@ -1,12 +1,11 @@
-"""A bounded pool of threads that read misses from disk. All disk tiers of a process share it.
+"""A bounded pool of threads that read misses from disk, shared by all disk tiers of a process.
 
-RocksDB's batched get has one read at a time under way on each thread, so several threads are needed to keep a drive
-busy. A caller splits its keys into chunks and works through them itself, and idle threads of the pool join in. So no
-caller waits for a thread: with the pool busy or closed it does all chunks alone, and many callers cannot deadlock.
-Callers on background threads (`background.py`) have helpers of their own, which are background threads too.
+RocksDB's batched get keeps one read at a time under way on each thread, so several threads are needed to keep a drive busy. A caller splits its keys
+into chunks and works through them itself, and idle threads of the pool join in. So no caller waits for a thread: if the pool is busy or closed it
+does all chunks alone, and many callers cannot deadlock. Callers on background threads (`background.py`) have helpers of their own, which are
+background threads too.
 
-Any thread may call anything here, but work that runs in the pool must not use the pool.
-Nothing needs to survive a crash.
+Any thread may call anything here, but work that runs in the pool must not use the pool. Nothing needs to survive a crash.
 """
 
 from __future__ import annotations
@@ -19,13 +18,11 @@ from concurrent.futures import Future
 from tierstore.threads import Pool
 from tierstore.tiers.background import become_background, is_background, yield_if_background
 
-CHUNK_KEYS = 128  # keys a task: 0.4 ms if cached, against 20 µs for a hand-over; and enough tasks if not cached
+CHUNK_KEYS = 128  # keys a task: 0.4 ms if cached, against 20 µs for handing it over; and enough tasks if not cached
 
 
 class ReaderPool:
-    """At most `threads` helpers, in addition to the callers; and `background` (default: as
-    many) for background threads.
-    """
+    """At most `threads` helpers, in addition to the callers; and `background` (default: as many) for background threads."""
 
     def __init__(self, threads: int, *, background: int | None = None, chunk_keys: int = CHUNK_KEYS) -> None:
         lowly = threads if background is None else background
@@ -39,10 +36,8 @@ class ReaderPool:
     def run(self, count: int, work: Callable[[int, int], None], chunk: int | None = None) -> None:
         """Call `work(start, stop)` for consecutive chunks of range(count), on this thread and idle helpers.
 
-        A chunk has `chunk_keys` keys, or `chunk` where the work itself keeps many reads under way.
-
-        Returns when all are done. The first error that `work` raises is raised here, after the
-        chunks under way have ended; the other chunks are skipped.
+        A chunk has `chunk_keys` keys, or `chunk` if the work itself keeps many reads under way. Returns when all are done. Raises the first error of
+        `work`, after the chunks under way have ended; other chunks are skipped.
         """
         chunk = chunk or self.chunk_keys
         if count <= chunk:
@@ -75,7 +70,7 @@ class ReaderPool:
             raise
 
     def close(self) -> None:
-        """End the threads when they have done their chunks. Tiers then read on their callers' threads."""
+        """End the threads after their chunks. Tiers then read on their callers' threads."""
         self._helpers.close()
         self._lowly.close()
 
@@ -89,7 +84,7 @@ class _Helpers:
         """Let up to so many helpers call `work`, once each."""
         started: list[Future[None]] = []
         if self._executor is not None:
-            # a closed executor refuses with RuntimeError: the caller then works alone
+            # a closed executor raises RuntimeError: the caller then works alone
             with contextlib.suppress(RuntimeError):
                 started.extend(self._executor.submit(work) for _ in range(min(wanted, self._threads)))
         return started

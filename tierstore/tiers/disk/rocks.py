@@ -25,8 +25,8 @@ _READAHEAD_BYTES = 1 << 20
 def table_options(*, bloom: bool, block_cache: rocksdict.Cache | None = None) -> rocksdict.Options:
     """Options for files and column families: raw bytes, no compression (floats do not shrink), XXH3 checksums.
 
-    Index and filters of open files stay in memory, outside the block cache: a third of a byte a row.
-    `bloom` adds a filter of 10 bits a key, for files in which most keys are not found.
+    Index and filters of open files stay in memory, outside the block cache: a third of a byte for each row. `bloom` adds a filter of 10 bits a key,
+    for files in which most keys are not found.
     """
     table = rocksdict.BlockBasedOptions()
     table.set_checksum_type(rocksdict.ChecksumType.xxh3())
@@ -47,7 +47,7 @@ def tier_options(block_cache: rocksdict.Cache, open_threads: int) -> rocksdict.O
     options.set_optimize_filters_for_hits(True)  # no filters on the last level, whose keys mostly exist
     options.set_max_open_files(_open_files())
     options.set_max_file_opening_threads(open_threads)
-    # merging of deltas: below the base in size, and never a reason to hold an ingest back
+    # merging of deltas: below the base in size, and never a reason to delay an ingest
     options.set_level_compaction_dynamic_level_bytes(True)
     options.set_level_zero_file_num_compaction_trigger(_L0_TRIGGER)
     options.set_level_zero_slowdown_writes_trigger(_NEVER)
@@ -75,7 +75,7 @@ def _open_files() -> int:
 
 
 def scan_options() -> rocksdict.ReadOptions:
-    # no bounds: rocksdict keeps the upper one in memory that it frees, and takes the lower one for an upper one
+    # no bounds: rocksdict keeps the upper bound in memory that it frees, and takes the lower for the upper
     options = rocksdict.ReadOptions()
     options.set_verify_checksums(True)
     options.fill_cache(False)
@@ -84,9 +84,9 @@ def scan_options() -> rocksdict.ReadOptions:
 
 
 def translate(error: Exception, doing: str) -> TierstoreError:
-    """Our error for one of RocksDB's: those are bare exceptions that differ only in their text, or a bare OSError."""
+    """Our error for an error of RocksDB: a bare exception, of which only the text differs, or a bare OSError."""
     text = str(error)
-    if isinstance(error, OSError):  # of the binding itself, which reads a file of its own
+    if isinstance(error, OSError):  # from the binding itself, which reads a file of its own
         return StorageError(f"{doing}: {error.strerror or text}")
     if isinstance(error, rocksdict.DbClosedError):
         return Closed(f"{doing}: the disk tier was closed")
@@ -103,7 +103,7 @@ def translate(error: Exception, doing: str) -> TierstoreError:
 
 @contextmanager
 def driver_errors(doing: str) -> Iterator[None]:
-    """Translate what RocksDB raises inside the block; errors with a type of their own pass."""
+    """Translate RocksDB's errors in the block; errors with a type of their own pass."""
     try:
         yield
     except Exception as error:

@@ -1,21 +1,18 @@
-"""The disk tier over sealed base files: loaded rows are in files of our own, rows that deltas changed are in RocksDB.
+"""The disk tier over sealed base files: loaded rows are in our own files, rows that deltas changed are in RocksDB.
 
-Kernels (`sealed_rows.py`) read, without the interpreter lock and without an object for each row: a key from the
-base, if a filter in memory says that no delta has changed it, else from a copy of the changes (`patches.py`), as long
-as that has all of them, else from RocksDB. RocksDB's record `base` names the base's files, so that one that is missing,
-cut off or replaced is refused when the tier is opened. The filter is kept in a file (`changed_keys_file.py`), and is
-filled from RocksDB where that file is not up to date.
+Kernels (`sealed_rows.py`) read without the interpreter lock and without an object for each row. They read a key from the base if a filter in memory
+says that no delta has changed it; otherwise from a copy of the changes (`patches.py`) if that is complete; otherwise from RocksDB. RocksDB's record
+`base` names the base's files, so opening the tier refuses a base file that is missing, cut off or replaced. The filter is kept in a file
+(`changed_keys_file.py`), and is filled from RocksDB if that file is not up to date.
 
 Threads and crashes: as in `tier.py`. The base never changes after a load.
 
-Why a look-up never answers an older row than an earlier look-up: `change` adds its keys to the filter first, then has
-RocksDB take in the rows, and then publishes the patches that have them, in one step. A look-up takes the patches that
-there are, and then reads the filter. Without a key of a change in its patches it answers what was there before, from an
-older patch or the base, as if it had begun earlier; one that begins later has the same patches or newer ones. Where
-patches do not have all changes, a key in the filter that they lack is read from RocksDB, which has the newest row, or,
-until the change is there, what it had before; if that is nothing, the base has it. If the filter were filled
-afterwards, a look-up in between would miss a row that another thread has read already. Nobody relies on a change before
-`change` has returned.
+Why a look-up never answers an older row than an earlier look-up: `change` first adds its keys to the filter, then has RocksDB take in the rows, and
+then publishes their patches, in one step. A look-up takes the current patches, and then reads the filter. If its patches lack a key of the change, it
+answers the value before, from an older patch or the base, as if it had begun earlier; a look-up that begins later has the same patches or newer ones.
+If patches are not complete, a key that is in the filter but not in them is read from RocksDB, which has the newest row, or, until the change is
+there, the row before; if it has none, the base has it. If the filter were filled afterwards, a look-up in between would miss a row that another
+thread has read already. Nobody relies on a change before `change` has returned.
 """
 
 from __future__ import annotations
@@ -55,17 +52,15 @@ from tierstore.types import MAX_PARTITIONS, BaseKind, Keys, Rows, States, Tier
 log = logging.getLogger(__name__)
 
 BASE = "base"
-_CHUNK_KEYS = 1024  # of one task: 2 ms warm
-_WINDOW = 32  # reads that a task has under way
-_COPY_ROWS = 16384  # at a time
-_PATCHES = 64  # that may be open; with more tables and changes there are more
-_NO_BLOCKS = np.zeros(2, np.int64)  # where the parts of no base begin
+_CHUNK_KEYS = 1024  # keys of one task: 2 ms warm
+_WINDOW = 32  # reads of a task under way
+_COPY_ROWS = 16384  # rows at a time
+_PATCHES = 64  # open patches that are allowed for; many tables and changes have more
+_NO_BLOCKS = np.zeros(2, np.int64)  # the block places of an empty base
 
 
 def base_record(files: Sequence[SealedFile | SstFile], parts: int = 1) -> dict[str, bytes]:
-    """The record that names the sealed files of a tier's base, and of how many partitions
-    they are where each is of one.
-    """
+    """The record that names the sealed files of a tier's base, and the number of partitions if each file has only one."""
     entries = [{"name": file.path.name, "bytes": file.bytes, "xxh3": file.xxh3} for file in files]
     return {BASE: json.dumps(entries if parts == 1 else {"partitions": parts, "files": entries}).encode()}
 
@@ -73,20 +68,20 @@ def base_record(files: Sequence[SealedFile | SstFile], parts: int = 1) -> dict[s
 class SealedTier(DiskTier):
     """A RocksDB directory that has the base's files in its folder `base`. Make one with `create` or `open`."""
 
-    _open_threads = 1  # deltas are only a few files
+    _open_threads = 1  # RocksDB has only deltas, which are a few files
 
     def __init__(self, path: Path, database: Database, readers: ReaderPool) -> None:
         super().__init__(path, database, readers)
-        # replaced whole by the one writer, so that readers need no lock
+        # replaced as a whole by the one writer, so that readers need no lock
         self._base: dict[int, SealedTable] = {}
         self._changed: dict[int, ChangedKeys] = {}
-        self._words: dict[int, npt.NDArray[np.int64]] = {}  # for kernels, by table
-        self._changed_file: ChangedFile | None = None  # of the writer
+        self._words: dict[int, npt.NDArray[np.int64]] = {}  # for kernels, by table id
+        self._changed_file: ChangedFile | None = None  # for the writer
         self._patches = Patches(path)
 
     @classmethod
     def open(cls, path: Path, *, block_cache_bytes: int, reader: ReaderPool, read_only: bool = False) -> Self:
-        """As DiskTier.open; raises Corruption for a base file that is missing or is not the one that was built."""
+        """`DiskTier.open`; Corruption for a base file that is missing or is not the one that was built."""
         tier = cls._open(path, block_cache_bytes, reader, read_only=read_only)
         try:
             tier._open_base()
@@ -94,7 +89,7 @@ class SealedTier(DiskTier):
             open_files.allow(_PATCHES)
             changed = any(changed.keys for changed in tier._changed.values())
             tier._patches.open(tier.record, changed=changed, tidy=not read_only)
-            close_all(tier._let_files_go())  # a version that is opened may not be read for long
+            close_all(tier._let_files_go())  # an opened version may not be read for a long time
         except BaseException:
             tier.close()
             raise
@@ -103,7 +98,7 @@ class SealedTier(DiskTier):
     def _fill_changed(self, *, keep: bool) -> None:
         """Fill the filters from their file, or else from RocksDB's keys.
 
-        With `keep`, that file is kept up to date from now on.
+        With `keep`, the file is kept up to date from now on.
         """
         path, watermark, identity = self.path / changed_keys_file.NAME, self.watermark(), self.record(IDENTITY)
         replayed = None if watermark is None else changed_keys_file.replay(path, watermark, identity)
@@ -124,7 +119,7 @@ class SealedTier(DiskTier):
         self._have_filters()
 
     def _have_filters(self) -> None:
-        """Make a filter for each table of the base, before any reader: only the writer adds to the dictionary later."""
+        """Make a filter for each table of the base before there are readers: later only the writer adds to the dictionary."""
         self._changed = {table_id: ChangedKeys() for table_id in self._base} | self._changed
 
     def _entries_from_rocksdb(self, watermark: int) -> Iterator[bytes]:
@@ -137,7 +132,7 @@ class SealedTier(DiskTier):
         self._have_filters()
 
     def ingest(self, files: Sequence[SstFile | SealedFile | Path]) -> None:
-        """Ingest the base's files, once, with a file of records, `base_record` among them. Rows come by `change`."""
+        """Take in the base's files, once, with a file of records, `base_record` among them. Later rows come by `change`."""
         sealed = [file for file in files if isinstance(file, SealedFile)]
         sorted_files = [file for file in files if not isinstance(file, SealedFile)]
         for file in sorted_files:
@@ -167,7 +162,7 @@ class SealedTier(DiskTier):
         rename_all([(file.path, folder / file.path.name) for file in sealed])
 
     def change(self, path: Path, records: Records, tables: Sequence[Entries]) -> None:
-        """As DiskTier.change, with the patches of the change."""
+        """`DiskTier.change`, with the patches of the change."""
         open_files.allow(len(tables))
         patches, all_records = self._patches.write(tables, records)
         try:
@@ -177,7 +172,7 @@ class SealedTier(DiskTier):
             super().change(path, all_records, tables)
             self._patches.add(patches)
         except BaseException:
-            before = self._patches.distrust()  # the change may be there: RocksDB knows
+            before = self._patches.distrust()  # the change may be in RocksDB: let it answer
             is_there = self.record(PATCHES) == all_records[PATCHES]
             self._patches.trust(before)
             if is_there:
@@ -188,16 +183,16 @@ class SealedTier(DiskTier):
 
     @property
     def needs_tidying(self) -> bool:
-        """As in DiskTier."""
+        """See DiskTier."""
         return not self._patches.is_whole or self._patches.is_due
 
     @property
     def must_tidy(self) -> bool:
-        """As in DiskTier."""
+        """See DiskTier."""
         return self._patches.are_many
 
     def tidy(self, path: Path, records: Records, row_bytes: Mapping[int, int], give_up: Callable[[], bool]) -> None:
-        """As in DiskTier: patches that do not have all changes are made again, and those of like size merged."""
+        """`DiskTier.tidy`: rebuilds patches that are not complete, and merges patches of like size."""
         if not self._patches.is_whole:
             entries = ((number, size, self._entries(number, size, _COPY_ROWS)) for number, size in row_bytes.items())
             new = self._patches.rebuild(entries, give_up)
@@ -212,19 +207,19 @@ class SealedTier(DiskTier):
         self._patches.merge(give_up)
 
     def get(self, table_id: int, keys: Keys, rows: Rows, state: States) -> None:
-        """As DiskTier.get. A table whose rows are of another length than `rows` is Corruption, for all keys."""
+        """`DiskTier.get`. If a table's rows have another length than `rows`, Corruption for all keys."""
         keys = np.ascontiguousarray(keys)
         with self._database.held():
             table = self._base.get(table_id)
             if table is not None:
                 table.check_row_bytes(rows.shape[1], keys)
-            if (by := self.read_by(table_id, rows.shape[1])) is None:  # a table without rows, and without changes
+            if (by := self.read_by(table_id, rows.shape[1])) is None:  # a table without rows and without changes
                 state[:] = Tier.ABSENT
                 return
             parts = 1 if table is None else table.parts
             if parts == 1 and rows.flags.c_contiguous:
                 failures = self._get_by(by, table_id, keys, rows, state)
-            else:  # kernels want keys by part, and rows without gaps
+            else:  # kernels need keys by part, and rows without gaps
                 order, starts = np.empty(len(keys), np.int64), np.empty(parts + 1, np.int64)
                 group(keys, np.arange(len(keys)), np.arange(parts), order, starts)
                 whole, found = np.empty(rows.shape, np.uint8), np.zeros(len(keys), np.uint8)
@@ -234,7 +229,7 @@ class SealedTier(DiskTier):
             raise _joined(failures)
 
     def _get_by(self, by: ReadBy, table_id: int, keys: Keys, rows: Rows, state: States) -> list[StorageError]:
-        """`get` of keys by part and then ascending. Returns errors, with the keys that could not be read."""
+        """`get` for keys by part and then ascending. Returns errors, with the keys that could not be read."""
         failures: list[StorageError] = []
         damaged = bool(self._read(by, by.changes, table_id, keys, rows, state))
         left = np.flatnonzero(state == Tier.PENDING)  # perhaps changed, or the base's and damaged: RocksDB knows
@@ -250,7 +245,7 @@ class SealedTier(DiskTier):
             failures.append(error)
             lost = np.isin(some, error.keys)
         if by.changes == sealed_rows.ALL and (not damaged or (found != Tier.PENDING).any()):
-            self._patches.damaged = True  # they could not answer what is theirs
+            self._patches.damaged = True  # they could not answer their keys
         scatter(order, got, found, rows, state)
         left = np.sort(order[(found == Tier.PENDING) & ~lost])  # RocksDB does not have them
         if len(left):
@@ -286,9 +281,9 @@ class SealedTier(DiskTier):
         return [self._base[table_id].why(keys, lost)] if lost else []
 
     def peek(self, table_id: int, row_bytes: int, key: int) -> dict[str, Peek]:
-        """As DiskTier.peek: `changes`, what deltas have brought, and `base`.
+        """`DiskTier.peek`: `changes` (rows that deltas brought) and `base`.
 
-        Changes that the filter denies are `filtered`: no look-up reads them.
+        A change that the filter denies is `filtered`: no look-up reads it.
         """
         keys, rows, state = np.array([key], np.int64), np.empty((1, row_bytes), np.uint8), np.zeros(1, np.uint8)
         with self._database.held():
@@ -302,14 +297,14 @@ class SealedTier(DiskTier):
         return {"changes": changes, "base": Peek(rows.tobytes()) if state[0] == Tier.DISK else Peek()}
 
     def check_base(self) -> None:
-        """As DiskTier.check_base: by the ends of the files."""
+        """`DiskTier.check_base`, by the ends of the files."""
         with self._database.held():
             for table in self._base.values():
                 for file in table.files:
                     check_still(file)
 
     def let_go(self, once_unread: Callable[[Callable[[], None]], None]) -> None:
-        """As DiskTier.let_go."""
+        """See DiskTier."""
         super().let_go(once_unread)
         with self._database.alone() as is_alone:
             if not is_alone:
@@ -325,7 +320,7 @@ class SealedTier(DiskTier):
         return descriptors
 
     def read_by(self, table_id: int, row_bytes: int) -> ReadBy | None:
-        """As in RowStore; None for a table without rows and changes, or where its rows have another length."""
+        """See RowStore. None for a table without rows and changes, or if its rows have another length."""
         table, changed = self._base.get(table_id), self._changed.get(table_id)
         if changed is None or (table is not None and table.row_bytes != row_bytes):
             return None
@@ -338,9 +333,9 @@ class SealedTier(DiskTier):
         return ReadBy(address_of(words), patched.changes, patched.addresses, patched)
 
     def stats(self) -> dict[str, int]:
-        """RocksDB's, whose `bytes` and `files` are of deltas, and the base's.
+        """RocksDB's counts, whose `bytes` and `files` are of deltas, and the base's.
 
-        `…_memory_bytes` are held while it is open.
+        `…_memory_bytes` are held while the tier is open.
         """
         return super().stats() | {
             "base_files": sum(len(table.files) for table in self._base.values()),
@@ -358,13 +353,13 @@ class SealedTier(DiskTier):
     def verify(
         self, row_bytes: Mapping[int, int], progress: Callable[[int], None] | None = None
     ) -> dict[int, TableContent]:
-        """As DiskTier.verify; patches are read back too. One that is damaged is made again by `tidy`."""
+        """`DiskTier.verify`; patches are read back too. `tidy` rebuilds a damaged one."""
         content = super().verify(row_bytes, progress)
         self._patches.check()
         return content
 
     def close(self) -> None:
-        """As DiskTier.close, and close the base."""
+        """Close RocksDB and the base, as DiskTier does."""
         super().close()  # waits for calls under way: after this none uses a file descriptor
         self._close_base()
         self._patches.close()
@@ -387,7 +382,7 @@ class SealedTier(DiskTier):
     def _live_blocks(
         self, table_id: int, row_bytes: int, entries: int, low: int | None = None, high: int | None = None
     ) -> Iterator[tuple[Keys, Rows, int]]:
-        """As in DiskTier, of the base with the deltas' changes merged in."""
+        """`DiskTier._live_blocks`, of the base with the deltas' changes merged in."""
         table = self._base.get(table_id)
         deltas = self._entries(table_id, row_bytes, entries, low, high)
         if table is None:
@@ -421,7 +416,7 @@ BASES: dict[BaseKind, type[DiskTier]] = {"sealed": SealedTier, "rocksdb": DiskTi
 
 
 def _without_base(changed_at: int) -> npt.NDArray[Any]:
-    """The words of a table that the base has no rows of."""
+    """The words of a table without rows in the base."""
     return BASE_WORDS.make(part_starts_at=address_of(_NO_BLOCKS), parts=1, changed_at=changed_at)
 
 
@@ -445,7 +440,7 @@ def _open_tables(path: Path, record: bytes | None) -> dict[int, SealedTable]:
 
 
 def _entries_of(record: bytes, path: Path) -> tuple[int, list[dict[str, Any]]]:
-    """What `base_record` was made of: how many partitions, and name, bytes and checksum of each file."""
+    """The parts of a `base_record`: how many partitions, and name, bytes and checksum of each file."""
     try:
         document = json.loads(record)
         parts, files = (1, document) if isinstance(document, list) else (document["partitions"], document["files"])

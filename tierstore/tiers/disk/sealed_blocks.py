@@ -1,10 +1,10 @@
-"""Blocks of a sealed base file: filling them, reading them back, and looking keys up in them.
+"""Blocks of a sealed base file: packing, unpacking, and looking keys up in them.
 
-Free functions of arrays, nogil; any number of threads, each with a buffer of its own. A block holds, without gaps,
-`per_block` keys (int64, ascending), as many rows, zeros, and a checksum in its last 8 bytes; only the last block of a
-file may hold fewer, and then its other places are zeros. schema/layout.md has it to the byte.
+Free functions of arrays, nogil; any number of threads, each with a buffer of its own. A block holds, without gaps, `per_block` keys (int64,
+ascending), as many rows, zeros, and a checksum in its last 8 bytes; only the last block of a file may hold fewer, and then its other places are
+zeros. schema/layout.md has each byte.
 
-Blocks are read with `preadv2`, not through a mapping: what the drive cannot read comes back as an error number.
+Blocks are read with `preadv2`, not through a mapping: a read error of the drive is an error number.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from tierstore.kernels.raw import fold_multiply, load_u64, store_u64
 from tierstore.kernels.sysio import NOWAIT, WILL_NEED, advise, read_at
 from tierstore.types import Keys, Rows, Tier
 
-# what may be wrong with a block; positive numbers are those of the system (errno)
+# what may be wrong with a block; positive numbers are the system's (errno)
 DAMAGED = -1  # the checksum does not match
-CUT = -2  # the file ends before it
-MISPLACED = -3  # a whole block, but not the one that belongs there
+CUT = -2  # the file ends before the block
+MISPLACED = -3  # a whole block, but another one than expected
 
-HEADER_BYTES = 4096  # blocks begin here, so that each lies in pages of its own
+HEADER_BYTES = 4096  # blocks begin here, so that each has pages of its own
 
 _U64 = np.uint64
-# digits of the fractional part of the golden ratio, and the primes of XXH64: any odd numbers of mixed bits would do
+# digits of the fractional part of the golden ratio, and the primes of XXH64: any odd numbers with mixed bits would do
 _S0, _S1 = _U64(0x9E3779B97F4A7C15), _U64(0xC2B2AE3D27D4EB4F)
 _S2, _S3 = _U64(0x165667B19E3779F9), _U64(0x27D4EB2F165667C5)
 _C1, _C2 = _U64(0xFF51AFD7ED558CCD), _U64(0xC4CEB9FE1A85EC53)
@@ -44,7 +44,7 @@ _I64S = types.int64[::1]
 
 @compiled("uint64(int64, int64, int64)", inner=True)
 def _checksum(at: Any, block_bytes: Any, number: Any) -> Any:
-    """Of all of a block but its last 8 bytes, in whose place the block's number goes in."""
+    """The checksum of a block's bytes before its last 8, with the block's number in place of those."""
     a, b, c, d = _S0, _S1, _S2, _S3
     words = block_bytes >> 3
     for j in range(0, words, 8):
@@ -75,7 +75,7 @@ def _pack(keys: Any, rows: Any, row_bytes: Any, out: Any, per_block: Any, block_
 def _unpack(
     keys: Any, rows: Any, row_bytes: Any, blocks: Any, per_block: Any, block_bytes: Any, first_block: Any, floor: Any
 ) -> Any:
-    """Returns -1, or the first block that is damaged or out of order; `floor` is the key before the first."""
+    """Unpack blocks. Returns -1, or the first block that is damaged or out of order; `floor` is the key before the first."""
     last = floor
     for block in range((len(keys) + per_block - 1) // per_block):
         at = blocks + block * block_bytes
@@ -94,7 +94,7 @@ def _unpack(
 
 @compiled("int64(int64, int64, int64, int64)", inner=True)
 def read_whole(fd: Any, buffer: Any, size: Any, offset: Any) -> Any:
-    """0, an error number, or CUT. Waits for the drive."""
+    """Read all of `size` bytes: 0, an error number, or CUT. Waits for the drive."""
     done = 0
     while done < size:
         got = read_at(fd, buffer + done, size - done, offset + done, 0)
@@ -109,7 +109,7 @@ def read_whole(fd: Any, buffer: Any, size: Any, offset: Any) -> Any:
 
 @compiled(types.int64(_KEYS, types.int64, types.int64, types.int64), inner=True)
 def _last_at_most(sorted_keys: Any, key: Any, start: Any, end: Any) -> Any:
-    """The last place before `end` whose key is at most `key`, where that at `start` is; strides grow from there, then halve."""
+    """The last place before `end` whose key is at most `key`, given that the key at `start` is; strides grow from there, then halve."""
     low, step = start, 1
     while low + step < end and sorted_keys[low + step] <= key:
         low += step
@@ -135,7 +135,7 @@ def _answer(
     keys: Any, wanted: Any, rows: Any, row_bytes: Any, state: Any, trouble: Any,
     first: Any, last: Any, buffer: Any, per_block: Any, block_bytes: Any, number: Any, count: Any, fence: Any,
 ) -> Any:  # fmt: skip
-    """Answer keys[first:last], which belong into the block in `buffer`. Returns 1 if they cannot be, 0 otherwise."""
+    """Answer keys[first:last] from the block in `buffer`. Returns 1 if the block cannot answer, 0 otherwise."""
     wrong = 0
     if load_u64(buffer, (block_bytes >> 3) - 1) != _checksum(buffer, block_bytes, number):
         wrong = DAMAGED
@@ -148,7 +148,7 @@ def _answer(
     for i in range(first, last):
         if not wanted[i]:
             continue
-        key, high = keys[i], count  # keys ascend, so that each is searched for from where the last one was
+        key, high = keys[i], count  # keys ascend, so each is searched for from the place of the one before
         while high - at > 1:
             middle = (at + high) >> 1
             if np.int64(load_u64(buffer, middle)) <= key:
@@ -177,24 +177,24 @@ def look_up(
 ) -> Any:  # fmt: skip
     """Answer the `wanted` of `keys` (int64[n], distinct, by part and then ascending): rows[i] and state[i] DISK, or ABSENT.
 
-    `fences` is the first key of each block of all files in order. With one part keys ascend from file to file; else part p has
-    the keys of partition p, and the blocks part_starts[p] to part_starts[p + 1] - 1. With one part keys may also ascend in runs. `file_ends`, `file_rows`
-    and `fds`, one for each file: the blocks up to its end, counted over all files, its rows, its descriptor. `rows`: the address of
-    n rows of `row_bytes`.
+    `fences` is the first key of each block of all files in order. With one part, keys ascend from file to file, and the wanted keys may also ascend
+    in runs; otherwise part p has the keys of partition p, and the blocks part_starts[p] to part_starts[p + 1] - 1. `file_ends`, `file_rows` and
+    `fds`, one for each file: the blocks up to its end, counted over all files; its rows; its descriptor. `rows`: the address of n rows of
+    `row_bytes`.
 
-    Blocks that are in the system's cache are read at once; the others afterwards, `window` of them on their way at a time. With a window of 0
-    nothing waits for the drive: their keys stay as they are. Returns how many blocks failed; `trouble` says for their keys what was wrong.
+    Blocks in the page cache are read at once; the others afterwards, `window` of them at a time. With a window of 0 nothing waits for the drive: keys
+    of other blocks stay as they are. Returns how many blocks failed; `trouble` has the error for their keys.
     """
     buffer_array = np.empty(block_bytes, np.uint8)
     buffer = np.int64(buffer_array.ctypes.data)
     waiting = np.empty(
         (len(keys) if window > 0 else 0, 4), np.int64
-    )  # first key, last key, block, file: of blocks that are not in memory
+    )  # of blocks that are not in memory: first key, last key, block, file
     waits, failed, first, block, file = 0, 0, 0, 0, 0
     parts, part, end = len(part_starts) - 1, -1, 0
     while first < len(keys):
         if parts == 1 and first > 0 and keys[first] < keys[first - 1]:
-            part = -1  # another run begins, be its first key wanted or not
+            part = -1  # another run begins, whether its first key is wanted or not
         if not wanted[first]:
             first += 1
             continue
@@ -223,7 +223,7 @@ def look_up(
                 keys, wanted, rows, row_bytes, state, trouble,
                 first, last, buffer, per_block, block_bytes, block - start, count, fences[block],
             )  # fmt: skip
-        elif window > 0:  # whatever the reason is, the read that waits will tell
+        elif window > 0:  # whatever the reason, the read that waits will report it
             waiting[waits, 0], waiting[waits, 1], waiting[waits, 2], waiting[waits, 3] = first, last, block, file
             waits += 1
             if waits <= window:
@@ -251,7 +251,7 @@ def look_up(
 
 
 def pack(keys: Keys, rows: Rows, per_block: int, block_bytes: int, first_block: int) -> npt.NDArray[np.uint8]:
-    """Blocks of `keys` (int64 [n], ascending, distinct) and `rows` (uint8 [n, row_bytes]), back to back.
+    """Pack `keys` (int64 [n], ascending, distinct) and `rows` (uint8 [n, row_bytes]) into blocks, end to end.
 
     `first_block` is the number in its file of the first of them.
     """
@@ -274,10 +274,10 @@ def unpack(
     first_block: int,
     floor: int | None,
 ) -> tuple[Keys, Rows, int]:
-    """Keys and rows (count of them) out of blocks as `pack` made them.
+    """Unpack `count` keys and rows from blocks made by `pack`.
 
-    The third item is -1, or the number within `blocks` of the first block that is damaged or out of order; `floor` is
-    the key before the first, if there is one.
+    The third item is -1, or the number within `blocks` of the first block that is damaged or out of order; `floor` is the key before the first, if
+    there is one.
     """
     keys = np.empty(count, np.int64)
     rows = np.empty((count, row_bytes), np.uint8)

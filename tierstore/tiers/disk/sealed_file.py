@@ -2,8 +2,7 @@
 
     header (4096 bytes) | blocks | first key of each block (int64) | trailer (48 bytes)
 
-Every block carries a checksum of its own; header, first keys and trailer have one together, in the trailer.
-schema/layout.md has the bytes.
+Every block has its own checksum; header, first keys and trailer share one, in the trailer. schema/layout.md has the bytes.
 
 Free functions; any thread may call them. A file appears under its name whole and synced, or not at all.
 """
@@ -45,7 +44,7 @@ class SealedFile:
 
 @dataclass(slots=True)
 class Opened:
-    """A file that was opened, and checked in all that can be checked without reading its blocks."""
+    """An open file, checked as far as is possible without reading its blocks."""
 
     path: Path
     fd: int  # -1 while it is closed, see `open_again`
@@ -63,8 +62,7 @@ class Opened:
 def write_sealed(path: Path, table_id: int, keys: Keys, rows: Rows) -> SealedFile:
     """Write one file of `keys` (int64 [n], ascending, distinct) and `rows` (uint8 [n, row_bytes]).
 
-    Raises ValueError when keys are out of order or there are none, StorageError when the disk fails or is
-    full; no file is left then.
+    Raises ValueError when keys are out of order or there are none, StorageError when the disk fails or is full; no file is left then.
     """
     return write_sealed_parts(path, table_id, rows.shape[1], [(keys, rows)])
 
@@ -72,7 +70,7 @@ def write_sealed(path: Path, table_id: int, keys: Keys, rows: Rows) -> SealedFil
 def write_sealed_parts(
     path: Path, table_id: int, row_bytes: int, parts: Iterable[tuple[Keys, Rows]], *, durable: bool = True
 ) -> SealedFile:
-    """`write_sealed`, of rows in parts of any length. One part is held at a time. `durable` as for `files.publish`."""
+    """`write_sealed` for rows in parts of any length. Holds one part at a time. `durable` as for `files.publish`."""
     block_bytes, per_block = block_shape(row_bytes)
     content = xxhash.xxh3_64()
     first_keys: list[Keys] = []
@@ -118,7 +116,7 @@ def write_sealed_parts(
             raise ValueError(f"{path.name}: expected one row for each of one or more ascending, distinct keys")
         all_first_keys = np.concatenate(first_keys)
         file.write(all_first_keys.data)
-        # with the hash of the blocks: a file of other rows under the same keys must not pass for this one
+        # includes the hash of the blocks: a file of other rows under the same keys must not pass for this one
         header = _HEADER.pack(_MAGIC, FORMAT, table_id, row_bytes, block_bytes, per_block, content.intdigest())
         header = header.ljust(HEADER_BYTES, b"\0")
         trailer = _trailer(header, all_first_keys, count, last_key)
@@ -130,7 +128,7 @@ def write_sealed_parts(
 
 
 def open_sealed(path: Path, *, xxh3: str, size: int) -> Opened:
-    """Open the file that `write_sealed` described so; its first keys are read, its blocks are not.
+    """Open the file that `write_sealed` returned this checksum and size for; reads its first keys, not its blocks.
 
     Raises Corruption if it is not that file or was cut off, StorageError if it cannot be read.
     """
@@ -154,7 +152,7 @@ def _open(path: Path) -> int:
 
 
 def open_again(file: Opened) -> int:
-    """A descriptor of a file that was opened before. Corruption where it is another file now, StorageError."""
+    """A new descriptor of a file that was opened before. Corruption if it is another file now, StorageError."""
     fd = _open(file.path)
     try:
         _check_still(file, fd)
@@ -186,14 +184,12 @@ def _opened(path: Path, fd: int, xxh3: str, size: int) -> Opened:
 
 
 def _read_singly(fd: int, file: Opened) -> None:
-    """Look-ups read single blocks: reading ahead would only fill the system's cache."""
+    """Turn read-ahead off: look-ups read single blocks, and reading ahead would only fill the page cache."""
     os.posix_fadvise(fd, 0, HEADER_BYTES + len(file.first_keys) * file.block_bytes, os.POSIX_FADV_RANDOM)
 
 
 def check_still(file: Opened) -> None:
-    """Corruption where another sealed file was copied over one that was opened, in place: its blocks are
-    whole, so no read notices it.
-    """
+    """Raise Corruption if another sealed file was copied over an open one in place: its blocks are whole, so no read notices it."""
     if file.fd < 0:
         os.close(open_again(file))
     else:
@@ -215,7 +211,7 @@ def _check_still(file: Opened, fd: int) -> None:
 def read_blocks(file: Opened, first: int, last: int, floor: int | None) -> tuple[Keys, Rows]:
     """Keys and rows of blocks [first, last), with every checksum verified; `floor` is the key before them, if any.
 
-    Raises Corruption naming file and block, StorageError if the drive does not give them.
+    Raises Corruption naming file and block, StorageError for errors of the drive.
     """
     try:
         raw = _read(file.fd, HEADER_BYTES + first * file.block_bytes, (last - first) * file.block_bytes)
@@ -230,7 +226,7 @@ def read_blocks(file: Opened, first: int, last: int, floor: int | None) -> tuple
     if bad >= 0:
         raise Corruption(f"{file.path}: block {first + bad} (key {file.first_keys[first + bad]} on) is damaged")
     if not np.array_equal(keys[:: file.per_block], file.first_keys[first:last]):
-        raise Corruption(f"{file.path}: blocks {first} to {last - 1} are not those that belong there")
+        raise Corruption(f"{file.path}: blocks {first} to {last - 1} are not the blocks that were written there")
     return keys, rows
 
 

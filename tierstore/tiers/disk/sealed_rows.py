@@ -1,10 +1,10 @@
-"""Rows on disk: sealed patches, which have the rows that deltas changed, over a sealed base.
+"""Look-ups of rows on disk: sealed patches, with the rows that deltas changed, over a sealed base.
 
-A patch is a sealed file of one table whose rows have a mark behind them: 0, or DELETED. Where a key is in several, the newest
-tells. A filter in memory says which keys deltas may have changed, and a filter of each patch which of those it may have; so a key that
-nothing has changed is read from the base at once, and one that was changed from the patch that has it.
+A patch is a sealed file of one table with a mark behind each row: 0, or DELETED. If several patches have a key, the newest wins. A filter in memory
+says which keys deltas may have changed, and each patch has a filter of its keys; so an unchanged key is read from the base at once, and a changed one
+from the patch that has it.
 
-Free functions of records and addresses, nogil; any thread. What the records point to is the caller's to keep.
+Free functions of records and addresses, nogil; any thread. The caller keeps alive what the records point to.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tierstore.tiers.disk import bloom, sealed_blocks
 from tierstore.tiers.disk.layout import base_at, patch_at
 from tierstore.types import Tier
 
-DELETED = 1  # of the mark behind a patch's row
+DELETED = 1  # the mark behind a patch's row
 MARK_BYTES = 1
-# who has the rows that deltas changed: nobody asks, as the base alone is meant; the patches, but for some; the patches
+# where the rows that deltas changed are: BASE_ALONE, do not look; SOME, some may be missing in the patches; ALL, all are in the patches
 BASE_ALONE, SOME, ALL = range(3)
 
 _PENDING, _ABSENT, _DISK = np.uint8(Tier.PENDING), np.uint8(Tier.ABSENT), np.uint8(Tier.DISK)
@@ -33,7 +33,7 @@ _KEYS = types.Array(types.int64, 1, "C", readonly=True)
 
 @nb.njit
 def _perhaps_changed(changed, keys, perhaps):  # type: ignore[no-untyped-def]
-    """Mark the `keys` that a delta may have changed, and count them; `changed` is the address of the address of the filter's layers."""
+    """Mark and count the `keys` that a delta may have changed; `changed` is the address of the address of the filter's layers."""
     layers, found = acquire_i64(changed), 0
     if layers != 0:
         for i in range(load_i64(layers, 0)):
@@ -54,13 +54,13 @@ def _look_up(files, keys, wanted, rows, row_bytes, state, trouble, window):  # t
 
 @nb.njit
 def _look_up_changed(patches, count, keys, perhaps, rows, row_bytes, state, window):  # type: ignore[no-untyped-def]
-    """Answer the keys that are `perhaps` changed and that a patch has, and take their marks from `perhaps`.
+    """Answer the keys marked in `perhaps` that a patch has, and clear their marks.
 
-    Where a patch has a key and cannot answer it, its state stays PENDING, and its mark is taken all the same: no older patch may answer it.
-    Returns how many are marked still.
+    If a patch has a key but cannot answer it, the state stays PENDING and the mark is cleared too: no older patch may answer it. Returns the number
+    of marks left.
     """
     n, left = keys.size, 0
-    wanted, places = np.empty(n, np.int64), np.empty(n, np.int64)  # those that no patch has answered yet
+    wanted, places = np.empty(n, np.int64), np.empty(n, np.int64)  # the keys that no patch has answered yet
     for i in range(n):
         wanted[left], places[left] = keys[i], i
         left += perhaps[i]
@@ -100,11 +100,11 @@ def _look_up_changed(patches, count, keys, perhaps, rows, row_bytes, state, wind
 def read(base, patches, count, changes, keys, rows, row_bytes, state, trouble, window):  # type: ignore[no-untyped-def]
     """Answer `keys` (int64[n], distinct, by part and then ascending), whose states are PENDING: rows[i] and DISK, or ABSENT.
 
-    `patches`: the address of the addresses of `count` patches, the newest first. `changes`: BASE_ALONE, SOME or ALL. `rows` is
-    the address of n rows of `row_bytes`; `window` as for `sealed_blocks.look_up`.
+    `patches`: the address of the addresses of `count` patches, newest first. `changes`: BASE_ALONE, SOME or ALL. `rows`: the address of n rows of
+    `row_bytes`; `window` as for `sealed_blocks.look_up`.
 
-    What stays PENDING: with SOME, a key that was perhaps changed and that no patch has; with a window of 0, one that would have to wait for
-    the drive; one whose patch is damaged. `trouble` (int32[n], zeros) says what is wrong with blocks of the base. Returns how many of those there are.
+    These keys stay PENDING: with SOME, a key that may have changed and is in no patch; with a window of 0, a key that needs a wait for the drive; a
+    key whose patch is damaged. `trouble` (int32[n], zeros) gets the errors of base blocks. Returns the number of such blocks.
     """
     n = keys.size
     wanted = np.zeros(n, np.bool_)
@@ -114,7 +114,7 @@ def read(base, patches, count, changes, keys, rows, row_bytes, state, trouble, w
     if left > 0 and count > 0:
         perhaps = wanted.copy()
         left = _look_up_changed(patches, count, keys, wanted, rows, row_bytes, state, window)
-        for k in range(n):  # what the patches did not have is the base's, or RocksDB's
+        for k in range(n):  # keys that no patch had are in the base, or in RocksDB
             wanted[k] = not perhaps[k] or (wanted[k] and changes == ALL)
     else:
         for k in range(n):
@@ -135,5 +135,5 @@ def look_up(
     base: Any, patches: Any, count: Any, changes: Any, keys: Any, rows: Any, row_bytes: Any, state: Any, trouble: Any,
     window: Any,
 ) -> Any:  # fmt: skip
-    """`read`, of a base at an address."""
+    """`read` with the base by address."""
     return read(base_at(base), patches, count, changes, keys, rows, row_bytes, state, trouble, window)

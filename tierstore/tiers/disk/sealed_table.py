@@ -1,8 +1,7 @@
-"""The sealed files of one table as one: finds the block that may hold a key, and lets the kernel read it there.
+"""The sealed files of one table: finds the block that may hold a key, and lets a kernel read it there.
 
-Any thread may read. The tier (`sealed.py`) opens the files, and closes them when nobody reads them any more. Meanwhile
-their descriptors may be let go; `awake` opens them again. Kernels find them in memory, and -1 where there is none: a
-compiled reader leaves the keys to Python then.
+Any thread may read. The tier (`sealed.py`) opens the files, and closes them when nobody reads them any more. In between their descriptors may be
+closed; `awake` opens them again. Kernels find descriptors in memory; a compiled reader that finds -1 leaves its keys to Python.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ _READ_BYTES = 4 << 20  # of a scan
 class SealedTable:
     """The base files of one table, whose keys ascend from file to file.
 
-    Or in `parts`: then each file has keys of one partition of so many, files are in the order of their partitions,
-    and keys ascend within each.
+    With `parts`, each file has keys of one partition of so many, files are in the order of partitions, and keys ascend within each.
     """
 
     def __init__(self, files: list[Opened], parts: int = 1) -> None:
@@ -49,7 +47,7 @@ class SealedTable:
         self.first_keys: Keys = (
             one.first_keys if len(files) == 1 else np.concatenate([file.first_keys for file in files])
         )
-        # in memory once: those of the files are parts of it
+        # in memory once: the arrays of files are parts of it
         self.files = [
             replace(file, first_keys=self.first_keys[end - len(file.first_keys) : end])
             for file, end in zip(files, ends.tolist(), strict=True)
@@ -62,7 +60,7 @@ class SealedTable:
         self._is_awake = True  # guarded by _opening; read without it
 
     def words(self, changed_at: int) -> npt.NDArray[Any]:
-        """Where its parts are, for kernels; `changed_at` is the filter's."""
+        """The addresses of its parts, for kernels; `changed_at` is the filter's."""
         (ends, rows), fds = self._numbers, self._descriptors
         return BASE.make(
             fences_at=address_of(self.first_keys), fences=len(self.first_keys),
@@ -80,7 +78,7 @@ class SealedTable:
             )
 
     def why(self, keys: Keys, lost: list[tuple[int, npt.NDArray[np.int32]]]) -> StorageError:
-        """The error that tells what was wrong: from which place in `keys` on, `trouble` of `sealed_rows.read`."""
+        """The error for failed blocks. `lost`: a place in `keys`, and `trouble` of `sealed_rows.read` from there on."""
         trouble = np.zeros(len(keys), np.int32)
         for start, wrong in lost:
             trouble[start : start + len(wrong)] = wrong
@@ -106,9 +104,7 @@ class SealedTable:
         return Corruption(f"{where}: {words[what]}", keys=codes)
 
     def runs(self, low: int | None, high: int | None, entries: int, part: int) -> Iterator[tuple[Opened, int, int]]:
-        """(file, first block, last block + 1) of pieces that together hold every key in
-        [low, high) of a part, ascending.
-        """
+        """(file, first block, last block + 1) of pieces that together hold every key of a part in [low, high), ascending."""
         at_once = max(1, min(_READ_BYTES // self.block_bytes, entries // self.per_block))
         begin, end = self.part_starts[part : part + 2]
         those = np.searchsorted(self._numbers[0], (begin, end), "right")
@@ -121,7 +117,7 @@ class SealedTable:
                 yield file, begin, min(begin + at_once, last)
 
     def awake(self) -> None:
-        """Have all files open, until `let_go`. Corruption where one is not the file that it was, StorageError."""
+        """Open all files, until `let_go`. Corruption if one is not the file that it was, StorageError."""
         if not self._is_awake:
             with self._opening:
                 open_files.allow(len(self.files))
@@ -131,7 +127,7 @@ class SealedTable:
                 self._is_awake = True
 
     def let_go(self) -> list[int]:
-        """Have no file open. Returns the descriptors, to be closed once no compiled reader has them any more.
+        """Give up all descriptors. Returns them, to be closed once no compiled reader has them any more.
 
         No thread of Python may be reading meanwhile.
         """
@@ -153,7 +149,7 @@ def close_all(descriptors: Iterable[int]) -> None:
 
 
 def _partition_of_all(file: Opened, parts: int) -> int:
-    """The partition that all keys of a file are in. Corruption where they are in several."""
+    """The partition of all keys of a file. Corruption if they are in several."""
     of = partition_of(file.first_keys, parts)
     if (of != of[0]).any():
         raise Corruption(f"{file.path}: its keys are in several partitions of {parts}")

@@ -1,20 +1,17 @@
-"""Sorted table files: how keys, rows and records become RocksDB SST files.
+"""Sorted table files: the form in which rows and records enter RocksDB.
 
-Every row and every record enters a disk tier as such a file. Layout of a file's entries:
+Every row and every record enters a disk tier in such a file. Layout of its entries:
 
     key    table id (2 bytes, big-endian) + key code (8 bytes, big-endian, sign bit flipped)
     value  the row in its storage dtype; empty means that the key is deleted
 
-so that byte order is (table, numeric key). Where a table has a ttl, the times of its rows are a table of its
-own, whose id has the highest bit set. Table id 0 holds the store's own records; their keys are two zero bytes
-and the record's name in UTF-8.
+so that byte order is (table, numeric key). If a table has a ttl, the times of its rows are a table of their own, whose id has the highest bit set.
+Table id 0 holds the store's own records; their keys are two zero bytes and the record's name in UTF-8.
 
-Free functions; any thread may call them, several files may be written at once. RocksDB holds the
-interpreter lock while it writes. So the entries of a delta, which is folded while requests are served, are
-written in short blocks with a pause after each: otherwise a thread that waits for the lock waits for the
-switch interval, 5 ms.
-A file is complete and synced when `write_sst` returns; a crash before leaves a partial file that
-nothing refers to.
+Free functions; any thread may call them, several files may be written at once. RocksDB holds the interpreter lock while it writes. So the entries of
+a delta, which is folded while requests are served, are written in short blocks with a pause after each: otherwise a thread that waits for the lock
+waits for the switch interval, 5 ms. A file is complete and synced when `write_sst` returns; a crash before leaves a partial file that nothing refers
+to.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ from tierstore.types import Keys, Rows
 META_TABLE = 0
 KEY_BYTES = 10
 MAX_TABLE_ID = 0xFFFF
-TIMES_BIT = 0x8000  # of the id of a table's times
+TIMES_BIT = 0x8000  # set in the id of a table's times
 _SIGN = np.int64(-(2**63))
 _BLOCK = 4096  # entries handed to RocksDB at a time
 _SHORT_BLOCK = 512  # about a quarter of a millisecond with the interpreter lock held
@@ -53,7 +50,7 @@ Records = Mapping[str, bytes]
 class SstFile:
     """A finished file.
 
-    `xxh3` is the XXH3-64 (16 hex digits) of its bytes as built; of a delta, `keys` of its tables and its records.
+    `xxh3` is the XXH3-64 (16 hex digits) of its bytes as built; for a delta, `keys` are those of its tables and its records.
     """
 
     path: Path
@@ -65,12 +62,12 @@ class SstFile:
 
 
 def times_id(table_id: int) -> int:
-    """Under which id a table's times are: rows of four bytes, with the keys of the table."""
+    """The table id of a table's times: rows of four bytes, with the keys of the table."""
     return table_id | TIMES_BIT
 
 
 def pack_keys(table_id: int, keys: Keys) -> npt.NDArray[np.void]:
-    """Encode `keys` (int64 [n]) as n items of 10 bytes; `.tolist()` of it gives `bytes` objects."""
+    """Encode `keys` (int64 [n]) as n items of 10 bytes; `.tolist()` turns them into `bytes` objects."""
     if not META_TABLE < table_id <= MAX_TABLE_ID:
         raise ValueError(f"table id {table_id} is out of range: expected 1 to {MAX_TABLE_ID}")
     packed = np.empty((len(keys), KEY_BYTES), np.uint8)
@@ -111,12 +108,10 @@ def write_sst(
 ) -> SstFile:
     """Write one sorted file and sync it.
 
-    `records` go to the store's own table. Each of `tables` is (table id, keys int64 [n] ascending and
-    distinct, rows uint8 [n, row_bytes], deleted bool [n] or None), in ascending order of ids. `delta`
-    adds a Bloom filter, since most look-ups miss a delta. Needs at least one entry.
+    `records` go to the store's own table. Each of `tables` is (table id, keys int64 [n] ascending and distinct, rows uint8 [n, row_bytes], deleted
+    bool [n] or None), in ascending order of ids. `delta` adds a Bloom filter, since most look-ups miss a delta. Needs at least one entry.
 
-    Raises ValueError when entries are out of order or there are none, StorageError when the disk
-    fails or is full; no file is left then.
+    Raises ValueError when entries are out of order or there are none, StorageError when the disk fails or is full; no file is left then.
     """
     writer = rocksdict.SstFileWriter(table_options(bloom=delta))
     entries = 0
@@ -130,7 +125,7 @@ def write_sst(
                     yield_to_requests()
             if not entries:
                 raise ValueError("nothing to write: a sorted file needs at least one record or row")
-            writer.finish()  # a millisecond of the interpreter lock, as ingesting the file takes
+            writer.finish()  # holds the interpreter lock for a millisecond, as ingesting the file does
         changed = [(table_id, keys) for table_id, keys, _, _ in tables] if delta else None
         return SstFile(path, file_xxh3(path), path.stat().st_size, entries, changed, records or {})
     except BaseException:
@@ -172,8 +167,7 @@ def _values(rows: Rows, deleted: npt.NDArray[np.bool_] | None) -> list[bytes]:
 def file_xxh3(path: Path) -> str:
     """XXH3-64 of a file's bytes, 16 hex digits.
 
-    RocksDB's file writer drops what it wrote from the OS cache, so this reads from the drive what is
-    really there, and leaves it cached.
+    RocksDB's file writer drops what it wrote from the page cache, so this reads from the drive itself, and leaves the bytes cached.
     """
     digest = xxhash.xxh3_64()
     try:

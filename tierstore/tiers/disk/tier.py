@@ -1,14 +1,13 @@
 """The disk tier: one version's rows in one RocksDB directory, read in sorted batches.
 
-Nothing is written through RocksDB's log: rows and records come in as finished sorted files (`sst.py`) that are ingested
-by moving them. Each ingest is one atomic step. A value of no bytes marks a deleted key.
+Nothing is written through RocksDB's log: rows and records come in as finished sorted files (`sst.py`), which are ingested by moving them. Each ingest
+is one atomic step. A value of no bytes marks a deleted key.
 
-Threads: `get`, `scan`, `record`, `watermark`, `stats` and `verify` may be called from many threads at once, also while
-`ingest` runs; they see each ingest as a whole or not at all. `ingest` is for one writer. `close` waits until the calls
-under way have ended; later calls raise Closed.
+Threads: `get`, `scan`, `record`, `watermark`, `stats` and `verify` may be called from many threads at once, also while `ingest` runs; they see an
+ingest as a whole or not at all. `ingest` is for one writer. `close` waits until the calls under way have ended; later calls raise Closed.
 
-Crash: what an `ingest` that returned has taken in is there after a crash. An ingest that was interrupted is there as a
-whole or not at all; files that were not moved stay where they were.
+Crash: what an `ingest` that returned has taken in is there after a crash. An interrupted ingest is there as a whole or not at all; files that were
+not moved stay where they were.
 """
 
 from __future__ import annotations
@@ -48,19 +47,17 @@ from tierstore.tiers.disk.sst import (
 from tierstore.types import Keys, Rows, States, Tier
 
 WATERMARK = "watermark"
-IDENTITY = "identity"  # the record of which version the tier is of, if there is one
+IDENTITY = "identity"  # the record of the tier's version, if there is one
 _RECORDS = 2048  # read at a time
 _RECORDS_CACHE_BYTES = 1 << 20
 _DIGEST_BLOCK = 65536
 _OPEN_THREADS = 16  # RocksDB's default; each takes a tenth of a millisecond to start, with the interpreter lock held
-_TABLE_OF = itemgetter(slice(0, 2))  # of a stored key
+_TABLE_OF = itemgetter(slice(0, 2))  # the table's part of a stored key
 
 
 @dataclass(frozen=True, slots=True)
 class TableContent:
-    """What a table holds: live rows, keys marked as deleted, and the digest of the live
-    rows (see `kernels/digest.py`).
-    """
+    """The content of a table: live rows, keys marked as deleted, and the digest of the live rows (see `kernels/digest.py`)."""
 
     rows: int
     deleted: int
@@ -70,7 +67,7 @@ class TableContent:
 class DiskTier:
     """One RocksDB directory. Make one with `create` or `open`."""
 
-    _open_threads = _OPEN_THREADS  # that read its files' ends when it is opened
+    _open_threads = _OPEN_THREADS  # threads that read the ends of its files at opening
 
     def __init__(self, path: Path, database: Database, readers: ReaderPool) -> None:
         # constant after construction
@@ -84,11 +81,9 @@ class DiskTier:
 
     @classmethod
     def open(cls, path: Path, *, block_cache_bytes: int, reader: ReaderPool, read_only: bool = False) -> Self:
-        """Open the tier in `path`. Raises StorageError if there is none, Corruption. Its first change raises Locked if
-        another one has changed it and is open.
+        """Open the tier in `path`. Raises StorageError if there is none, Corruption. Its first change raises Locked if another open tier has changed it.
 
-        Any number of processes may open a tier with `read_only`, if none of them writes it;
-        then nothing can be ingested.
+        Any number of processes may open a tier with `read_only`, if none of them writes it; then nothing can be ingested.
         """
         return cls._open(path, block_cache_bytes, reader, read_only=read_only)
 
@@ -104,8 +99,7 @@ class DiskTier:
     def ingest(self, files: Sequence[SstFile | SealedFile | Path]) -> None:
         """Take in sorted files, all or none, by moving them into the directory (same file system).
 
-        Of files that hold the same key, the later in `files` wins. Raises StorageError; the files
-        then stay where they are.
+        If several files hold a key, the later in `files` wins. Raises StorageError; the files then stay where they are.
         """
         if not files:
             return
@@ -120,33 +114,29 @@ class DiskTier:
 
     @property
     def must_tidy(self) -> bool:
-        """Whether there are so many files that it must not wait for other work."""
+        """Whether there are so many files that `tidy` must not wait for other work."""
         return False
 
     def tidy(self, path: Path, records: Records, row_bytes: Mapping[int, int], give_up: Callable[[], bool]) -> None:
-        """Put the files of changed rows in order, by the thread that changes. Readers go on; `give_up` is asked often.
+        """Tidy the files of changed rows, on the thread that makes changes. Readers go on; `give_up` is called often.
 
-        `records` and `row_bytes`, by table id, are those of a change, `path` as for it. StorageError, Corruption.
+        `records` and `row_bytes` (by table id) as for a change, `path` too. StorageError, Corruption.
         """
 
     def get(self, table_id: int, keys: Keys, rows: Rows, state: States) -> None:
         """Read `keys` (int64 [n], ascending, distinct) into `rows` (uint8 [n, row_bytes]).
 
-        state[i] becomes DISK with rows[i] filled, or ABSENT. Keys in a damaged block stay as they
-        were; after all others are answered, Corruption is raised with their codes in `.keys`. Raises
-        Closed, or StorageError in the same way (`.keys`) when reads fail.
+        state[i] becomes DISK with rows[i] filled, or ABSENT. Keys in a damaged block stay as they were; after all others are answered, Corruption is
+        raised with their codes in `.keys`. Raises Closed, or StorageError in the same way (`.keys`) when reads fail.
         """
         self._get(table_id, keys, rows, state, unknown=Tier.ABSENT)
 
     def peek(self, table_id: int, row_bytes: int, key: int) -> dict[str, Peek]:
-        """What each part of the tier holds of a key, by name, the one that answers first; no cache is filled.
-
-        Errors as `get`.
-        """
+        """The entries of the tier's parts for a key, by name, the part that answers first; fills no cache. Errors as `get`."""
         return {"disk": self._peek(table_id, row_bytes, key)}
 
     def _peek(self, table_id: int, row_bytes: int, key: int) -> Peek:
-        """What RocksDB holds of a key."""
+        """RocksDB's entry for a key."""
         with self._database.entered() as db, driver_errors(f"reading key {key} of table {table_id} of {self.path}"):
             value: bytes | None = db.get(_stored(table_id, key), read_opt=scan_options())
         if value is not None and len(value) not in (0, row_bytes):
@@ -156,11 +146,11 @@ class DiskTier:
         return Peek(value or None, absent=value == b"")
 
     def read_by(self, table_id: int, row_bytes: int) -> ReadBy | None:
-        """Only the driver reads its files."""
+        """None: only the driver reads RocksDB's files."""
         return None
 
     def change(self, path: Path, records: Records, tables: Sequence[Entries]) -> None:
-        """Take in a change of rows and records in one atomic step, by way of a file at `path`. One thread at a time.
+        """Take in a change of rows and records in one atomic step, through a file at `path`. One thread at a time.
 
         `tables` as for `write_sst`. StorageError; then nothing has changed, and no file is left.
         """
@@ -173,7 +163,7 @@ class DiskTier:
             raise
 
     def _get(self, table_id: int, keys: Keys, rows: Rows, state: States, *, unknown: Tier) -> None:
-        """`get`, with ABSENT only for keys that are marked as deleted, and `unknown` for keys that are in no file."""
+        """`get`, with ABSENT only for keys that are marked as deleted, and `unknown` for keys in no file."""
         with self._database.entered() as db:
             packed = pack_keys(table_id, keys)
             lost: list[tuple[int, Exception]] = []
@@ -192,7 +182,7 @@ class DiskTier:
         return value or None
 
     def watermark(self) -> int | None:
-        """The seq of the newest delta in the tier, from the last ingested file; None where there is none."""
+        """The seq of the newest delta in the tier, from the last ingested file; None if there is none."""
         value = self.record(WATERMARK)
         if value is None:
             return None
@@ -203,8 +193,8 @@ class DiskTier:
     def scan(self, table_id: int, row_bytes: int, batch_rows: int = 65536) -> Iterator[tuple[Keys, Rows]]:
         """Live rows in ascending order of keys, as (int64 [n], uint8 [n, row_bytes]) with n <= batch_rows.
 
-        Every block's checksum is verified; the block cache stays as it is. Sees the tier as it was when
-        the scan began. Raises Corruption, or Closed if the tier is closed meanwhile.
+        Verifies every block's checksum; leaves the block cache as it is. Sees the tier as it was when the scan began. Raises Corruption, or Closed if
+        the tier is closed meanwhile.
         """
         for keys, rows, _ in self._live_blocks(table_id, row_bytes, batch_rows):
             if len(keys):
@@ -221,15 +211,12 @@ class DiskTier:
         return np.concatenate(found)[:count] if found else np.empty(0, np.int64)
 
     def check_base(self) -> None:
-        """Notice, without reading rows, where a file of the base is not the one that was opened.
-
-        Corruption, StorageError, Closed.
-        """
+        """Check, without reading rows, that the base's files are still the ones that were opened. Corruption, StorageError, Closed."""
 
     def let_go(self, once_unread: Callable[[Callable[[], None]], None]) -> None:
-        """Have no file open, if no thread is reading: reads open them again.
+        """Close all files if no thread is reading; reads open them again.
 
-        `once_unread` calls what it is given once no compiled reader is at what there was.
+        `once_unread` calls its argument once no compiled reader uses the old descriptors.
         """
         self._database.let_go()
 
@@ -238,9 +225,8 @@ class DiskTier:
     ) -> dict[int, TableContent]:
         """Read every block back with its checksum verified, and sum up each table.
 
-        `row_bytes` says for each table id how long its rows are. Calls `progress(entries)` with the
-        running total. Reading leaves the files in the OS cache. Raises Corruption naming the file
-        that RocksDB found damaged, or the table and key of a row of another length.
+        `row_bytes`: table id → length of its rows. Calls `progress(entries)` with the running total. Leaves the files in the page cache. Raises
+        Corruption naming the file that RocksDB found damaged, or the table and key of a row of another length.
         """
         self.check_background()
         for _ in self._blocks(META_TABLE, _RECORDS):
@@ -264,9 +250,7 @@ class DiskTier:
         *,
         report: Callable[[int], None],
     ) -> TableContent:
-        """What a table holds of the keys in [low, high) (None: no limit), read as by
-        `verify`; `report(more entries)`.
-        """
+        """The content of a table for the keys in [low, high) (None: no limit), read as by `verify`; `report(more entries)`."""
         count = deleted = digest = 0
         for keys, rows, gone in self._live_blocks(table_id, row_bytes, _DIGEST_BLOCK, low, high):
             digest = (digest + digest_rows(keys, rows)) % 2**64
@@ -275,16 +259,16 @@ class DiskTier:
         return TableContent(count, deleted, digest)
 
     def checkpoint(self, path: Path) -> None:
-        """Make a directory `path` with RocksDB's files as they are at this moment. Raises StorageError, Closed."""
+        """Make a directory `path` with RocksDB's files as they are now. Raises StorageError, Closed."""
         self._database.checkpoint(path)
 
     def compact(self) -> None:
-        """Merge everything down and wait for it. Raises StorageError if a merge failed in the background."""
+        """Merge all files and wait for it. Raises StorageError if a merge failed in the background."""
         self._database.compact()
         self.check_background()
 
     def check_background(self) -> None:
-        """Raise StorageError if RocksDB's own threads have failed (it says so nowhere else)."""
+        """Raise StorageError if RocksDB's own threads have failed, which it reports nowhere else."""
         failed = self.stats()["background_errors"]
         if failed:
             raise StorageError(f"{self.path}: RocksDB reports {failed} failed background jobs; see its LOG file there")
@@ -298,28 +282,20 @@ class DiskTier:
         return self._database.stats()["bytes"]
 
     def close(self) -> None:
-        """Wait for calls under way, then close the files and give the lock back. Scans end with Closed.
-
-        May be repeated.
-        """
+        """Wait for calls under way, then close the files and release the lock. Scans end with Closed. May be repeated."""
         self._database.close()
 
     def _live_blocks(
         self, table_id: int, row_bytes: int, entries: int, low: int | None = None, high: int | None = None
     ) -> Iterator[tuple[Keys, Rows, int]]:
-        """Keys and rows that are not deleted, at most `entries` at a time, and how many
-        deleted keys were among them.
-        """
+        """Keys and rows that are not deleted, at most `entries` at a time, and how many deleted keys were among them."""
         for keys, deleted, rows in self._entries(table_id, row_bytes, entries, low, high):
             yield (keys[~deleted], rows, int(np.count_nonzero(deleted))) if deleted.any() else (keys, rows, 0)
 
     def _entries(
         self, table_id: int, row_bytes: int, entries: int, low: int | None = None, high: int | None = None
     ) -> Iterator[tuple[Keys, npt.NDArray[np.bool_], Rows]]:
-        """Keys, which of them are deleted, and the rows of the others.
-
-        Raises Corruption for a row of another length.
-        """
+        """Keys, which of them are deleted, and the rows of the others. Raises Corruption for a row of another length."""
         for stored, values in self._blocks(table_id, entries, low, high):
             keys = unpack_keys(stored)
             deleted = ~np.fromiter(map(bool, values), np.bool_, len(values))
@@ -337,15 +313,13 @@ class DiskTier:
     def _blocks(
         self, table_id: int, entries: int, low: int | None = None, high: int | None = None
     ) -> Iterator[tuple[list[bytes], list[bytes]]]:
-        """(stored keys, values) of a table, of keys in [low, high) (None: no limit); at most `entries` at a time."""
+        """(stored keys, values) of a table, for keys in [low, high) (None: no limit); at most `entries` at a time."""
         first = _prefix(table_id) if low is None else _stored(table_id, low)
         end = _prefix(table_id + 1) if high is None else _stored(table_id, high)
         return self._database.scan(f"scanning table {table_id} of {self.path}", first, end, entries)
 
     def _table_keys(self) -> Iterator[tuple[int, Keys]]:
-        """(table id, keys in ascending order) of every entry that is no record, including
-        deleted keys; values are not read.
-        """
+        """(table id, keys in ascending order) of every entry that is not a record, including deleted keys; reads no values."""
         first, end = _prefix(META_TABLE + 1), _prefix(MAX_TABLE_ID + 1)
         doing = f"reading the keys of {self.path}"
         for stored, _ in self._database.scan(doing, first, end, _DIGEST_BLOCK, values=False):
@@ -354,12 +328,12 @@ class DiskTier:
 
 
 def open_records(path: Path, reader: ReaderPool) -> DiskTier:
-    """Open the tier in `path`, of either kind, for its records only: its base is not opened, and nothing is written."""
+    """Open the tier in `path`, of either form, for its records only: does not open its base, and writes nothing."""
     return DiskTier.open(path, block_cache_bytes=_RECORDS_CACHE_BYTES, reader=reader, read_only=True)
 
 
 def _prefix(table_id: int) -> bytes:
-    """The stored key at which a table's keys begin; past the last table, where all keys end."""
+    """The stored key at which a table's keys begin; behind the last table, where all keys end."""
     return table_id.to_bytes(2, "big") if table_id <= MAX_TABLE_ID else b"\xff" * (KEY_BYTES + 1)
 
 
@@ -377,7 +351,7 @@ def _read_chunk(
     lost: list[tuple[int, Exception]],
     unknown: Tier,
 ) -> None:
-    """Read one chunk. One damaged block fails a whole batch, so a failed one is halved down to the keys that fail."""
+    """Read one chunk. One damaged block fails a whole batch, so a failed batch is halved down to the keys that fail."""
     try:
         values: list[bytes | None] = db.get(stored)
     except Exception as error:

@@ -1,1 +1,1 @@
-"""The host tier: hot rows in CPU memory. `table.py` is its form as a tier."""
+"""The host tier: hot rows in CPU memory. `table.py` has the tier itself."""

@@ -1,4 +1,4 @@
-"""Where the parts of a host table lie in its mapping. Immutable values."""
+"""The layout of a host table's mapping: sizes and places of its areas. Immutable values."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tierstore.tiers.host.cache.heat import POLICY_BYTES
 from tierstore.tiers.host.cache.layout import ABSENT_BYTES, ABSENTS, CONTROL_BYTES, LINE_BYTES, LINES, WAYS, Areas
 from tierstore.types import TableSpec
 
-ALL_ROWS = 1.5  # of the bytes that rows need, so that all stay: sets fill unevenly, with a third of 56 ways spare
-# halvings: a table can shrink to 1/256; further bits of a hash say which line of its set a key belongs to
+ALL_ROWS = 1.5  # times the bytes of all rows, so that all stay: sets fill unevenly, with a third of 56 ways spare
+# halvings: a table can shrink to 1/256; further bits of a hash give a key's home line
 _MAX_DEPTH = 8
 
 
@@ -34,7 +34,7 @@ class Layout:
         self.size = CONTROL_BYTES + self.sets * self.set_bytes
 
     def area_bytes(self) -> tuple[int, ...]:
-        """Bytes a set, area by area; each area is halved by itself. Lines and rows begin where cache lines do."""
+        """Bytes a set for each area; each area is halved by itself. Lines and rows begin at cache lines."""
         return LINES * LINE_BYTES, ABSENTS * ABSENT_BYTES, WAYS * self.row_bytes, POLICY_BYTES
 
     def cut(self, memory: mmap.mmap) -> Areas:

@@ -1,7 +1,7 @@
-"""The memory of a host table: one mapping, how much of it is in use, and how that grows and shrinks in place.
+"""The memory of a host table: one mapping, the part in use, and how that grows and shrinks in place.
 
-Linux only: pages that are given back come back as zeros, which makes them empty sets. Any thread may read; `resize` is
-for one thread at a time, `void` for one that holds all of the table's locks.
+Linux only: freed pages come back as zeros, which are empty sets. Any thread may read; `resize` is for one thread at a time, `void` for a thread that
+holds all of the table's locks.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from tierstore.tiers.host.cache.layout import CONTROL_BYTES, EPOCH, GEOMETRY
 from tierstore.tiers.host.layout import Layout
 from tierstore.types import Keys
 
-_STEP_BYTES = 1 << 18  # of sets that a resize changes before it lets other writers have the lock
-_STEP_SETS = 512  # of which keys are listed before others have their turn
-_FREED_BYTES = 8 << 20  # at once: half a millisecond where pages are small
+_STEP_BYTES = 1 << 18  # bytes of sets that a resize changes before other writers get the lock
+_STEP_SETS = 512  # sets whose keys are listed before other threads get their turn
+_FREED_BYTES = 8 << 20  # bytes freed at once: half a millisecond with small pages
 _HUGE_PAGE = 2 << 20
-_LONGEST_PAGE_S = 1e-3  # nothing else runs on the processor while the kernel makes one: 0.2 ms where it has the memory
+_LONGEST_PAGE_S = 1e-3  # nothing else runs on the processor while the kernel makes a page: 0.2 ms if it has the memory
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0)  # the budget is a bound, not a claim on memory that is not touched yet
 
 
 class HostMemory:
-    """A mapping laid out by `layout`, of which at least `sets` are in use. Its pages become real as they are touched.
+    """A mapping laid out by `layout`, of which at least `sets` are in use. Its pages become real when they are touched.
 
-    Raises ConfigError where it cannot be reserved.
+    Raises ConfigError if it cannot be reserved.
     """
 
     def __init__(self, layout: Layout, sets: int, table: str) -> None:
@@ -53,7 +53,7 @@ class HostMemory:
         while depth and sets <= layout.sets_per_region << (depth - 1):
             depth -= 1
         self.areas.control[GEOMETRY] = (layout.sets_per_region << depth) - sets << 8 | depth
-        self.areas.control[EPOCH] = 1  # never 0, as it reads once the memory is given back
+        self.areas.control[EPOCH] = 1  # never 0, which is read once the memory is freed
 
     @property
     def size(self) -> int:
@@ -68,7 +68,7 @@ class HostMemory:
 
     @property
     def sets_spanned(self) -> int:
-        """Nothing lies beyond so many sets."""
+        """The number of sets up to the last one in use."""
         return self._layout.sets_per_region << self.shape[0]
 
     @property
@@ -78,7 +78,7 @@ class HostMemory:
 
     @property
     def bytes_in_use(self) -> int:
-        """Bytes that may be touched at present."""
+        """Bytes that may be touched now."""
         return CONTROL_BYTES + self.sets_in_use * self._layout.set_bytes
 
     def keys_by_heat(self, begin: int, end: int, limit: int) -> list[Keys]:
@@ -98,25 +98,23 @@ class HostMemory:
         return [out[start[rank] : at[rank]] for rank in reversed(range(resize_kernels.RANKS))]
 
     def populate(self) -> None:
-        """Have the memory of all sets in use, a huge page at a time, in between of requests.
+        """Take the memory of all sets in use, a huge page at a time, between requests. Call it before anybody else uses the table.
 
-        Before anybody else uses it.
-
-        Where a huge page takes long (4.5 ms from a hypervisor that has to find the memory itself), those that remain
-        are small ones, taken as rows come; `allow_huge_pages` then has the kernel make huge ones of them.
+        If a huge page takes long (4.5 ms from a hypervisor that must find the memory itself), the remaining pages are small and are taken as rows
+        come; after `allow_huge_pages` the kernel makes huge pages of them.
         """
         start = address_of(self.areas.control)
         for begin, end in self._parts(0, self.sets_spanned):
             for at in range(-(-(start + begin) // _HUGE_PAGE) * _HUGE_PAGE - start, end - _HUGE_PAGE + 1, _HUGE_PAGE):
                 began = time.thread_time()
-                ctypes.memset(start + at, 0, 1)  # as it reads in any case; without the interpreter lock
+                ctypes.memset(start + at, 0, 1)  # it reads as 0 anyway; memset releases the interpreter lock
                 if time.thread_time() - began > _LONGEST_PAGE_S:
                     self._advise("MADV_NOHUGEPAGE")
                     return
                 yield_to_requests()
 
     def allow_huge_pages(self) -> None:
-        """Let the kernel back all of it with huge pages, in its own time."""
+        """Let the kernel back the whole mapping with huge pages, in its own time."""
         self._advise("MADV_HUGEPAGE")
 
     def _advise(self, name: str) -> None:
@@ -126,7 +124,7 @@ class HostMemory:
     def resize(self, sets: int, lock: threading.Lock, counters: npt.NDArray[np.int64]) -> None:
         """Use so many sets, keeping the hottest rows. Takes `lock`, the writers', for one step after the other.
 
-        A table that is halved as often as it can be stays as it is.
+        A table that cannot be halved any further stays as it is.
         """
         while self.sets_in_use > sets and self.shape[0]:
             self._merge(self.sets_in_use - sets, lock, counters)
@@ -134,7 +132,7 @@ class HostMemory:
             self._split(sets - self.sets_in_use, lock, counters)
 
     def _merge(self, most: int, lock: threading.Lock, counters: npt.NDArray[np.int64]) -> None:
-        """Give back at most so many sets of the upper half, and at least one."""
+        """Free at most so many sets of the upper half, and at least one."""
         depth, cursor = self.shape
         half = self._layout.sets_per_region << (depth - 1)
         until = min(half, cursor + most)
@@ -155,7 +153,7 @@ class HostMemory:
             self.areas.control[EPOCH] += 1
             if not cursor:
                 depth, cursor = depth + 1, self._layout.sets_per_region << depth
-                # twice the sets, all of them merged: every key lies where it lay before
+                # twice the sets, all of them still merged: every key stays in its place
                 self.areas.control[GEOMETRY] = cursor << 8 | depth
         for begin, end in reversed(self._steps(max(0, cursor - most), cursor)):
             with lock:
@@ -163,12 +161,12 @@ class HostMemory:
             yield_to_requests()
 
     def _steps(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """The sets [begin, end) in parts, between which others have the lock."""
+        """The sets [begin, end) in parts, between which other threads get the lock."""
         step = max(1, _STEP_BYTES // self._layout.set_bytes)
         return [(at, min(at + step, end)) for at in range(begin, end, step)]
 
     def _give_back(self, begin: int, end: int) -> None:
-        """Free the memory of the sets [begin, end) in every area, whole pages; they read as zeros, as empty sets do."""
+        """Free the memory of the sets [begin, end) in every area, whole pages; they read as zeros, which are empty sets."""
         page = mmap.PAGESIZE
         for first, last in self._parts(begin, end):
             first, last = -(-first // page) * page, last // page * page
@@ -176,14 +174,14 @@ class HostMemory:
                 self._mapping.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def _parts(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """Where the sets [begin, end) lie in the mapping, area by area: [first byte, last byte)."""
+        """The places of the sets [begin, end) in the mapping, area by area: [first byte, last byte)."""
         at = CONTROL_BYTES
         for size in self._layout.area_bytes():
             yield at + begin * size, at + end * size
             at += self._layout.sets * size
 
     def ranges_in_use(self) -> list[tuple[int, int]]:
-        """The addresses [begin, end) of what may be touched at present: whole pages, ascending."""
+        """The address ranges [begin, end) that may be touched now: whole pages, ascending."""
         depth, cursor = self.shape
         half = self._layout.sets_per_region << depth >> 1
         start, page = address_of(self.areas.control), mmap.PAGESIZE
@@ -201,7 +199,7 @@ class HostMemory:
         return ranges
 
     def huge_page_bytes(self) -> int:
-        """Bytes of the mapping that the kernel backs with huge pages (0 where it does not say). Takes milliseconds."""
+        """Bytes of the mapping that the kernel backs with huge pages (0 if it does not report them). Takes milliseconds."""
         first = address_of(self.areas.control)
         last, total, inside = first + self.size, 0, False
         with contextlib.suppress(OSError), open("/proc/self/smaps", encoding="ascii", errors="replace") as lines:
@@ -215,9 +213,9 @@ class HostMemory:
         return total
 
     def void(self) -> None:
-        """Free the pages, though a reader may still hold the arrays: what it reads becomes void first, then zeros.
+        """Free the pages, though a reader may still hold the arrays: its reads become void first, then zeros.
 
-        The address range itself goes with the last reference to the areas.
+        The address range itself is freed with the last reference to the areas.
         """
         self.areas.control[EPOCH] += 1
         for at in range(0, self.size, _FREED_BYTES):

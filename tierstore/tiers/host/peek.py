@@ -1,7 +1,6 @@
-"""What a host table holds of one key, read in Python where it lies: for a person who asks, so nothing is counted.
+"""A host table's entry for one key, read in Python without counting, for people who inspect a store.
 
-`tiers/host/cache/layout.py` and `heat.py` say where everything is. For a thread that holds the
-lock of the table's writers.
+`tiers/host/cache/layout.py` and `heat.py` describe the memory. For a thread that holds the lock of the table's writers.
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ from tierstore.tiers.host.cache.layout import (
 
 
 def peek(areas: Areas, key: int) -> Peek:
-    """What the table holds of `key`, a code.
-
-    `heat`: its hits lately (0 to 3) and its queue, or whether it was evicted lately.
-    """
+    """The table's entry for `key`, a code. `heat`: its recent hits (0 to 3) and its queue, or whether it was evicted lately."""
     hashed = int(mix_all(np.array([key], np.int64))[0])
     home = _set_of(areas, hashed)
     way = _way(areas, home, key)

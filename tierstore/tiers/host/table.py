@@ -1,8 +1,7 @@
 """The host tier: one table's hottest rows in CPU memory.
 
-Any number of threads may call `lookup` and `hot_keys` at any time; they take no lock. Writers hold the table's own lock
-for a short time. `insert` and `insert_absent` give up if it is held, because no request should wait for a promotion;
-other writers wait.
+Any number of threads may call `lookup` and `hot_keys` at any time; they take no lock. Writers hold the table's own lock for a short time. `insert`
+and `insert_absent` give up if it is held, because no request should wait for a promotion; other writers wait.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from tierstore.tiers.host.peek import peek
 from tierstore.tiers.host.sample import NOTHING, AccessSample
 from tierstore.types import Keys, Rows, States, TableSpec, Vectors
 
-_CHUNK = 2048  # keys that a writer handles before it lets others have the lock
-_PART = 1 << 15  # sets whose keys are listed as one: 15 MB of them
-_BYTES_A_KEY = 1 << 18  # bytes: with more keys than that nearly every huge page gets a row
+_CHUNK = 2048  # keys that a writer handles before other threads get the lock
+_PART = 1 << 15  # sets whose keys are listed together: 15 MB of them
+_BYTES_A_KEY = 1 << 18  # bytes for each key: with more keys than that nearly every huge page gets a row
 _FLOAT32 = np.dtype(np.float32)
 _NO_WEIGHTS = np.empty(0, np.float32)
 
@@ -39,9 +38,9 @@ _NO_WEIGHTS = np.empty(0, np.float32)
 class HostTable:
     """A set-associative cache of one table of one version (see `tiers/host/cache/layout.py`) in one mapping.
 
-    The mapping is never larger than `budget_bytes` and includes all bookkeeping; its pages become real as they are
-    touched. `fraction` (0 to 1) says how much of it may be in use; `resize` changes that. With a budget too small for
-    one set the table holds nothing, and the next tier answers every key. Look-ups are noted in `sample`.
+    The mapping is never larger than `budget_bytes` and includes all bookkeeping; its pages become real as they are touched. `fraction` (0 to 1) of it
+    may be in use; `resize` changes that. With a budget too small for one set the table holds nothing, and the next tier answers every key. Look-ups
+    are noted in `sample`.
     """
 
     def __init__(
@@ -57,8 +56,7 @@ class HostTable:
         self.spec, self.budget_bytes, self._sample = spec, int(budget_bytes), sample
         self._defaults = [np.ascontiguousarray(default_vector, dtype) for dtype in (np.float32, np.float16)]
         self._layout = Layout(spec, self.budget_bytes)
-        # the mapping, and its addresses; a thread that uses the addresses holds the areas meanwhile. None where the
-        # table holds nothing, or no longer
+        # the mapping and its addresses; a thread that uses addresses holds the areas meanwhile. None if the table holds nothing, or is closed
         self._memory: HostMemory | None = None
         self._areas: Areas | None = None  # of `_memory`
         self._where = lookup_kernels.HOST_TABLE.new()
@@ -72,7 +70,7 @@ class HostTable:
         if self._layout.sets:
             self._open(fraction)
         self._resize_lock = threading.Lock()  # held for a whole resize; acquired before _lock
-        self._stop_readers: Callable[[], None] | None = None  # of who reads by `open_to`; guarded by _resize_lock
+        self._stop_readers: Callable[[], None] | None = None  # of the reader by `open_to`; guarded by _resize_lock
 
     def _open(self, fraction: float) -> None:
         self._memory = HostMemory(self._layout, self._sets_of(fraction), self.spec.name)
@@ -86,34 +84,32 @@ class HostTable:
         self._areas = areas
 
     def _sets_of(self, fraction: float) -> int:
-        """How many sets fit into a fraction of the budget; at least one region is always in use."""
+        """The number of sets in a fraction of the budget; at least one region is always in use."""
         sets = (int(self.budget_bytes * fraction) - CONTROL_BYTES) // self._layout.set_bytes
         return min(max(sets, self._layout.sets_per_region), self._layout.sets)
 
     @property
     def allowed_bytes(self) -> int:
-        """Bytes that it may use at present: `fraction` of the budget."""
+        """Bytes that the table may use now: `fraction` of the budget."""
         return int(self.budget_bytes * self._fraction)
 
     @property
     def areas(self) -> Areas | None:
-        """What keeps the mapping, for who reads by `words_at`; None where the table holds nothing."""
+        """An object that keeps the mapping alive, for users of `words_at`; None if the table holds nothing."""
         return self._areas
 
     @property
     def words_at(self) -> int:
-        """The address of the words by which kernels look up here (`tiers/host/cache/lookup.py`), or 0
-        where the table holds nothing.
-        """
+        """The address of the words for look-up kernels (`tiers/host/cache/lookup.py`), or 0 if the table holds nothing."""
         return 0 if self._areas is None else self._where_at
 
     def lookup(self, keys: Keys, out: Vectors, state: States) -> int:
-        """Answer keys whose state is PENDING: row and HOST, or the default and ABSENT; other keys stay as they are.
+        """Answer keys whose state is PENDING: row and HOST, or the default and ABSENT; leave other keys unchanged.
 
-        `keys` int64[n], `out` float32 or float16 [n, dim], `state` uint8[n], all contiguous. Rows of `out`
-        whose keys stay PENDING hold anything. Counts heat. Returns how many were answered with a row.
+        `keys` int64[n], `out` float32 or float16 [n, dim], `state` uint8[n], all contiguous. Rows of `out` whose keys stay PENDING are undefined.
+        Counts heat. Returns how many keys were answered with a row.
         """
-        areas = self._areas  # keeps the mapping until this returns
+        areas = self._areas  # keeps the mapping alive until the return
         if areas is None:
             return 0
         check_answer(self.spec, keys, out, state)
@@ -122,27 +118,27 @@ class HostTable:
         return int(lookup_kernels.lookup(self._where_at, keys, state, code, address_of(out), default))
 
     def stored(self, keys: Keys, *, noted: bool = True) -> tuple[Rows, States]:
-        """(rows uint8[n, row_bytes], states) of keys, as stored; the state is HOST for those that are here.
+        """(rows uint8[n, row_bytes], states) of keys, as stored; the state of resident keys is HOST.
 
         Counts heat, and is `noted` as a look-up.
         """
         rows, state = np.zeros((len(keys), self.spec.row_bytes), np.uint8), np.zeros(len(keys), np.uint8)
         with contextlib.nullcontext(self.words_at) if noted else self.unnoted() as where_at:
-            areas = self._areas  # keeps the mapping until this returns
+            areas = self._areas  # keeps the mapping alive until the return
             if areas is not None and where_at:
-                at = address_of(rows)  # also of what absent keys are answered with
+                at = address_of(rows)  # absent keys get bytes from here too
                 lookup_kernels.lookup(where_at, np.ascontiguousarray(keys), state, AS_STORED, at, at)
         return rows, state
 
     def note_answered(self, keys: Keys, state: States) -> None:
-        """Note in the sample the keys whose state is HOST, which somebody has looked up by `open_to`."""
+        """Note in the sample the keys whose state is HOST, which a reader has looked up by `open_to`."""
         sampling.note_answered(self._sample.address, keys, state)
 
     def open_to(self, read: Callable[[HostMemory], None], stop: Callable[[], None]) -> None:
-        """Have `read` begin to read the memory where it lies, beside writers, until `stop` was called.
+        """Let `read` read the memory directly, beside writers, until `stop` was called.
 
-        That is called once, before anything moves to another set or is given back, and returns when nothing is read any
-        more. Neither is called where the table holds nothing.
+        `stop` is called once, before keys move to other sets or memory is freed, and returns when nothing reads any more. Neither is called if the
+        table holds nothing.
         """
         with self._resize_lock:
             self._recall()
@@ -151,23 +147,23 @@ class HostTable:
                 read(self._memory)
 
     def _recall(self) -> None:
-        """Nobody reads the memory but look-ups, from now on. Called with `_resize_lock` held."""
+        """Stop the reader of `open_to`, if there is one. Called with `_resize_lock` held."""
         stop, self._stop_readers = self._stop_readers, None
         if stop is not None:
             stop()
 
     @contextlib.contextmanager
     def unnoted(self) -> Iterator[int]:
-        """In the block kernels look up by the words at this address, unnoted in the sample; 0: nothing is held."""
+        """In the block kernels may look up by the words at this address, without noting samples; 0: the table holds nothing."""
         areas, where = self._areas, self._where.copy()
         where["sample"] = NOTHING.address
         yield 0 if areas is None else address_of(where)
-        del areas, where  # kept until here
+        del areas, where  # keeps them alive until here
 
     def try_accesses(self, keys: Keys) -> int:
-        """Look keys up one after the other, and let in each that is missing, its row all zeros. Returns the misses.
+        """Look keys up one after the other, and admit each missing key with a row of zeros. Returns the misses.
 
-        For a table that is there to see what one of its size would do, and that one thread has alone.
+        For a trial table that one thread uses alone, to measure a cache of its size.
         """
         areas = self._areas
         if areas is None or kernels.awaited:
@@ -176,7 +172,7 @@ class HostTable:
         return int(write_kernels.try_accesses(areas, np.ascontiguousarray(keys), address_of(row), self._counters))
 
     def absent_among(self, keys: Keys) -> np.ndarray:
-        """Which of these keys are remembered as not existing, bool[n]; counts as no look-up."""
+        """Which of these keys are remembered as not existing, bool[n]; does not count as a look-up."""
         absent, areas = np.zeros(len(keys), np.uint8), self._areas
         if areas is not None and not kernels.awaited:
             write_kernels.find_absent_keys(areas, np.ascontiguousarray(keys), absent)
@@ -184,7 +180,7 @@ class HostTable:
 
     @property
     def capacity_rows(self) -> int:
-        """Rows that fit into the part that is in use."""
+        """Rows that fit into the part in use."""
         memory = self._memory
         return 0 if memory is None else memory.sets_in_use * WAYS
 
@@ -195,15 +191,14 @@ class HostTable:
         return 0 if memory is None else memory.bytes_in_use
 
     def peek(self, key: int) -> Peek:
-        """What is held of a key, without counting it. A promotion that comes at that moment is dropped."""
+        """The table's entry for a key, read without counting. A promotion at that moment is dropped."""
         with self._lock:
             return Peek() if self._areas is None else peek(self._areas, key)
 
     def insert(self, keys: Keys, rows: Rows, seq: int) -> int:
         """Promote distinct keys with rows uint8[n, row_bytes] read under a view of `seq`. Returns the rows admitted.
 
-        Dropped as a whole (0) if `seq` is below the floor, another writer is at work, or
-        the kernel is not compiled yet.
+        Dropped as a whole (0) if `seq` is below the floor, another writer is at work, or the kernel is not compiled yet.
         """
         areas = self._begin_promotion(seq)
         if areas is None:
@@ -215,10 +210,7 @@ class HostTable:
             self._lock.release()
 
     def insert_absent(self, keys: Keys, seq: int) -> int:
-        """Remember distinct keys that do not exist in a view of `seq`; dropped as by `insert`.
-
-        Returns the keys admitted.
-        """
+        """Remember distinct keys that do not exist in a view of `seq`; dropped as by `insert`. Returns the keys admitted."""
         areas = self._begin_promotion(seq)
         if areas is None:
             return 0
@@ -228,14 +220,12 @@ class HostTable:
             self._lock.release()
 
     def _begin_promotion(self, seq: int) -> Areas | None:
-        """Acquire the lock if it is free and the promotion is not stale; the caller releases it.
+        """Take the lock if it is free and the promotion is not stale; the caller releases it.
 
-        Why the floor is checked under the lock. A request reads row r0 of key k from disk under seq 5.
-        Delta 6 changes k to r1: its fold raises the floor to 6, writes r1 to disk, then updates k here
-        if resident. If the promotion checked the floor first, lost its processor, and wrote only after
-        that update had found k not resident, r0 would hide r1 for good. Under one lock the
-        promotion is either wholly before `raise_floor`, and then the update finds k and overwrites it,
-        or wholly after, and then it is dropped.
+        Why the floor is checked under the lock. A request reads row r0 of key k from disk under seq 5. Delta 6 changes k to r1: its fold raises the
+        floor to 6, writes r1 to disk, then updates k here if resident. If the promotion checked the floor first, lost its processor, and wrote only
+        after that update had found k not resident, r0 would hide r1 for good. Under one lock the promotion is either wholly before `raise_floor`, and
+        then the update finds k and overwrites it, or wholly after, and then it is dropped.
         """
         if self._areas is None or kernels.awaited:
             return None
@@ -249,19 +239,15 @@ class HostTable:
         return self._areas
 
     def raise_floor(self, seq: int) -> None:
-        """From now on promotions read under a view older than `seq` are dropped.
-
-        To be called before the fold writes to disk.
-        """
+        """Drop, from now on, promotions read under a view older than `seq`. Call it before the fold writes to disk."""
         with self._lock:
             self._floor_seq = max(self._floor_seq, seq)
 
     def update(self, keys: Keys, rows: Rows, deleted: np.ndarray) -> None:
-        """Fold: apply a delta to resident rows, of distinct `keys`, rows uint8[n, row_bytes], deleted bool[n].
+        """Fold: apply a delta to resident rows of distinct `keys`; rows uint8[n, row_bytes], deleted bool[n].
 
-        Rows of deleted keys are not read. Keys that are not resident are not admitted. The lock is
-        released between chunks: promotions in between were read under the delta's view or a newer one, or
-        are refused by the floor, and so never bring an older row.
+        Rows of deleted keys are not read. Keys that are not resident are not admitted. The lock is released between chunks: promotions in between
+        were read under the delta's view or a newer one, or the floor refuses them, so they never bring an older row.
         """
         rows = check_rows(self.spec, keys, rows)
         keys, deleted = np.ascontiguousarray(keys), np.ascontiguousarray(deleted)
@@ -276,11 +262,9 @@ class HostTable:
 
     @contextlib.contextmanager
     def gently_warmed(self, keys: int) -> Iterator[None]:
-        """In the block so many keys come by `warm`, beside requests, before anybody looks here: memory
-        is taken a little at a time.
-        """
+        """In the block, `warm` brings so many keys beside requests, before the table serves: memory is taken a little at a time."""
         memory = self._memory
-        if memory is None or memory.bytes_in_use > keys * _BYTES_A_KEY:  # else rows touch hardly any of it
+        if memory is None or memory.bytes_in_use > keys * _BYTES_A_KEY:  # with fewer keys, rows touch hardly any of it
             yield
             return
         memory.populate()
@@ -292,7 +276,7 @@ class HostTable:
     def warm(self, keys: Keys, rows: Rows, seq: int | None = None) -> int:
         """Fill free places with distinct keys, hottest first; nothing is evicted. Returns the rows admitted.
 
-        Once the version serves, `seq` is that of the view they were read under; dropped if it is below the floor.
+        Once the version serves, `seq` is the seq of the view under which they were read; dropped if it is below the floor.
         """
         keys, rows = np.ascontiguousarray(keys), check_rows(self.spec, keys, rows)
         admitted = 0
@@ -311,9 +295,7 @@ class HostTable:
         return self._hottest(limit, None)
 
     def sample_keys(self, limit: int) -> Keys:
-        """Some resident keys int64[m], m <= limit, from so few sets that it takes no
-        time, however large the table is.
-        """
+        """Some resident keys int64[m], m <= limit, from so few sets that it is fast, however large the table is."""
         return self._hottest(limit, limit)
 
     def _hottest(self, limit: int, sets: int | None) -> Keys:
@@ -329,8 +311,7 @@ class HostTable:
     def hot_keys_by_part(self) -> Iterator[list[Keys]]:
         """All resident keys, part by part: for each part int64 arrays, one for each degree of heat, hottest first.
 
-        Uses memory for one part only, and lets everything else go on between two. During a `resize` a key
-        may be missing or appear twice.
+        Uses memory for one part only, and other threads go on between two parts. During a `resize` a key may be missing or appear twice.
         """
         first = 0
         while True:
@@ -343,10 +324,10 @@ class HostTable:
             first += _PART
 
     def resize(self, fraction: float) -> None:
-        """Use `fraction` (0 to 1) of the budget, keep the hottest rows, and give other memory back.
+        """Use `fraction` (0 to 1) of the budget, keep the hottest rows, and free the other memory.
 
-        Readers and writers go on meanwhile; only another resize waits. The time is in proportion to the change. A table
-        cannot shrink below `smallest_fraction`, and stays there.
+        Readers and writers go on meanwhile; only another resize waits. The time is in proportion to the change. A table cannot shrink below
+        `smallest_fraction`, and stays there.
         """
         with self._resize_lock:
             if self._memory is None:
@@ -361,7 +342,7 @@ class HostTable:
         return 0.5**self._layout.max_depth
 
     def huge_page_bytes(self) -> int:
-        """Bytes of the mapping that the kernel backs with huge pages (0 where it does not say). Takes milliseconds."""
+        """Bytes of the mapping that the kernel backs with huge pages (0 if it does not report them). Takes milliseconds."""
         memory = self._memory
         return 0 if memory is None else memory.huge_page_bytes()
 
@@ -379,7 +360,7 @@ class HostTable:
         }  # fmt: skip
 
     def close(self) -> None:
-        """Give the memory back. Look-ups under way end safely; later ones leave every key PENDING."""
+        """Free the memory. Look-ups under way end safely; later ones leave every key PENDING."""
         with self._resize_lock, self._lock:
             self._recall()
             memory, self._memory, self._areas = self._memory, None, None

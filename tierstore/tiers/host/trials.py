@@ -1,11 +1,11 @@
-"""How often the host tier would answer with less or more memory: small caches of its kind, tried with sampled look-ups.
+"""Trials that estimate the host tier's hit rate with less or more memory: small caches fed with sampled look-ups.
 
-A cache of C rows and look-ups of all keys behave like one of C/k rows and the look-ups of one key of k (Waldspurger,
-Saemundsson, Ahmad, Park, USENIX ATC 2017). So for each size there is a cache of about `TRIAL_ROWS` times its scale, by
-the same kernels and with the same policy, that is asked for the sampled keys alone.
+A cache of C rows under all look-ups behaves like a cache of C/k rows under the look-ups of one key in k (Waldspurger, Saemundsson, Ahmad, Park,
+USENIX ATC 2017). So each size has a cache of about `TRIAL_ROWS` times its scale, with the same kernels and policy, that gets the look-ups of sampled
+keys only.
 
-The share of misses is taken of all keys that were looked up while the sample was, sampled or not: the few keys that
-nearly all look-ups ask for are hardly ever missing, and whether one of them is in the sample must not matter.
+The share of misses counts all keys that were looked up during the sample, sampled or not: the few keys that most look-ups ask for rarely miss, and
+the result must not depend on whether one of them is in the sample.
 
 For one thread.
 """
@@ -24,11 +24,11 @@ from tierstore.tiers.host.sample import ALL
 from tierstore.tiers.host.table import HostTable
 from tierstore.types import Keys, KeyType, StorageDtype, TableSpec
 
-SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the cache that there is
-TRIAL_ROWS = 2048  # of the cache that stands for it
-_HALF_LIFE = 64 * TRIAL_ROWS  # sampled look-ups after which what came before counts half
+SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)  # relative to the present cache
+TRIAL_ROWS = 2048  # of the trial cache that stands for it
+_HALF_LIFE = 64 * TRIAL_ROWS  # sampled look-ups after which earlier ones count half
 _ENOUGH = (
-    32  # look-ups a row that it holds, after which a cache has is_warm in that is not full: it has what is asked for
+    32  # look-ups for each row held, after which a cache that is not full has warmed up: it has all keys that are used
 )
 
 _SPEC = TableSpec("trial", KeyType.INT64, 1, StorageDtype.INT8, "zeros")
@@ -36,7 +36,7 @@ _SET_BYTES = Layout(_SPEC, 0).set_bytes
 
 
 class Point(NamedTuple):
-    """`hit_rate` of the look-ups that reach the host tier, if it held `rows` rows; None while that is not known yet."""
+    """`hit_rate` of the look-ups that reach the host tier, if it held `rows` rows; None while it is unknown."""
 
     scale: float
     rows: int
@@ -48,7 +48,7 @@ class _Trial:
     scale: float
     cache: HostTable
     tried: int = 0
-    misses: float = 0.0  # of the look-ups that count, which fade
+    misses: float = 0.0  # of the counted look-ups; older ones fade
     seen: float = 0.0
 
     @property
@@ -59,7 +59,7 @@ class _Trial:
 
 
 class CacheTrials:
-    """Trials for a cache of `rows` rows. Look-ups are to be sampled by `bound` (see `AccessSample.collect`)."""
+    """Trials for a cache of `rows` rows. Sample look-ups by `bound` (see `AccessSample.collect`)."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -72,8 +72,8 @@ class CacheTrials:
         return sum(trial.cache.bytes_in_use for trial in self._trials)
 
     def add(self, keys: Keys, seen: int) -> None:
-        """Try sampled look-ups, int64[n], one after the other, out of `seen` look-ups of any keys."""
-        keys = mix_all(keys).view(np.int64)  # else the bits by which keys were sampled would say in which sets they are
+        """Try sampled look-ups, int64[n], one after the other; they are a sample of `seen` look-ups."""
+        keys = mix_all(keys).view(np.int64)  # or the bits that choose the sample would choose the sets too
         faded = 0.5 ** (len(keys) / _HALF_LIFE)
         for trial in self._trials:
             counts = trial.is_warm
@@ -84,7 +84,7 @@ class CacheTrials:
                 trial.seen = trial.seen * faded + seen
 
     def curve(self) -> list[Point]:
-        """By size, ascending; more memory never answers less."""
+        """The estimates by size, ascending; more memory never gives a lower hit rate."""
         points, best = [], 0.0
         for trial in self._trials:
             hit_rate = None

@@ -1,9 +1,6 @@
-"""Commands to the server that has a slot, tried again where the cluster has changed.
+"""Commands to the server that has a slot, tried again where the cluster has changed. For writes and admin, not for look-ups.
 
-For writes and admin, not for look-ups.
-
-Any thread may call anything. Whatever is sent here may arrive twice: every write of ours is
-such that this changes nothing.
+Any thread may call anything. A command may arrive twice: every write of ours has the same effect then.
 """
 
 from __future__ import annotations
@@ -26,16 +23,15 @@ Packed = bytes | bytearray | memoryview
 
 
 def command(*words: bytes) -> bytes:
-    """One command as it goes over the wire."""
+    """One command as it is sent."""
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
 
 
 def call(cluster: Cluster, slot: int, packed: Sequence[Packed], *, timeout_s: float) -> list[Any]:
     """Send commands (see `command`) to the master of `slot` over one connection. Returns their replies.
 
-    Follows the slot to another server, and waits for a new master, for at most `timeout_s`; it then
-    raises RemoteUnavailable. Raises StorageError with the server's words where it refuses a command (no
-    memory, no permission, wrong type).
+    Follows the slot to another server, and waits for a new master, for at most `timeout_s`; then it raises RemoteUnavailable. Raises StorageError
+    with the server's words if it refuses a command (no memory, no permission, wrong type).
     """
     redis = driver()
     deadline_s = time.monotonic() + timeout_s
@@ -83,7 +79,7 @@ def call(cluster: Cluster, slot: int, packed: Sequence[Packed], *, timeout_s: fl
 
 
 def _send(connection: Any, packed: Sequence[Packed], *, asking: bool) -> list[Any]:
-    """All replies, or the first error among them, after all were read."""
+    """Send the commands and read all replies. Returns them, or the first error among them."""
     redis = driver()
     parts = [part for one in packed for part in ((_ASKING, one) if asking else (one,))]
     connection.send_packed_command(parts, check_health=False)

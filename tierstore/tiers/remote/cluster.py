@@ -1,7 +1,6 @@
-"""A cluster that is connected: which server has which slot, and connections to them. redis-py's own client is `client`.
+"""A connected cluster: which server has which slot, and connections to the servers. redis-py's own client is `client`.
 
-Any thread may call anything. A map of slots is replaced as a whole when the cluster has changed; nobody waits for that
-but those whose keys have moved.
+Any thread may call anything. The map of slots is replaced as a whole when the cluster has changed; only look-ups whose keys have moved wait for that.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tierstore.tiers.remote.options import Endpoints, ServerAddress, parse_serve
 
 log = logging.getLogger(__name__)
 
-_REFRESH_EVERY_S = 0.1  # at most
+_REFRESH_EVERY_S = 0.1  # at most one refresh in this time
 _MOST_SERVERS = 100  # of a slot
 
 Topology = dict[int, tuple[ServerAddress, ...]]  # slot → its master, then its replicas
@@ -37,7 +36,7 @@ def connect(urls: str, options: Options | None = None) -> Cluster:
 
 
 class Cluster:
-    """See the module. `close` ends its connections; look-ups under way then end, with Closed."""
+    """A cluster and its connections. `close` ends them; look-ups under way then end with Closed."""
 
     def __init__(self, endpoints: Endpoints, options: Options) -> None:
         # constant after construction
@@ -62,7 +61,7 @@ class Cluster:
 
     @property
     def client(self) -> Any:
-        """redis-py's client of the cluster, with replies as bytes, for all that is not a look-up of rows."""
+        """redis-py's client of the cluster, with replies as bytes, for everything but look-ups of rows."""
         with self._connecting:
             self.machines.check_open()
             if self._client is None:
@@ -85,9 +84,9 @@ class Cluster:
             raise explain_error(self.endpoints, error) from error
 
     def call(self, *words: Any) -> Any:
-        """The reply to a command that is no look-up, by redis-py's client, which finds the server; text as bytes.
+        """The reply to a command other than a look-up, by redis-py's client, which finds the server; text as bytes.
 
-        RemoteUnavailable where the cluster cannot be reached.
+        RemoteUnavailable if the cluster cannot be reached.
         """
         redis = driver()
         try:
@@ -99,7 +98,7 @@ class Cluster:
             raise explain_error(self.endpoints, error) from error
 
     def master_of(self, slot: int) -> ServerAddress:
-        """Raises RemoteUnavailable where no server has the slot."""
+        """The master of a slot. Raises RemoteUnavailable if no server has it."""
         try:
             return self._topology[slot][0]
         except KeyError:
@@ -111,7 +110,7 @@ class Cluster:
         return self._topology.get(slot, ())[1:]
 
     def masters(self) -> dict[ServerAddress, list[int]]:
-        """The slots of each master that has some, in a steady order."""
+        """The slots of each master that has some, in a stable order."""
         found: dict[ServerAddress, list[int]] = {}
         for slot, servers in sorted(self._topology.items()):
             found.setdefault(servers[0], []).append(slot)
@@ -128,15 +127,14 @@ class Cluster:
         return choose_tags(list(self.masters().values()), per_master)
 
     def refresh(self, seen: Topology | None = None, deadline_s: float | None = None) -> None:
-        """Read anew which server has which slot.
+        """Read again which server has which slot.
 
-        With `seen`: unless that was done, or has failed, since `seen` was the map.
-
-        Keeps the old map and raises RemoteUnavailable if no server answers by the deadline, ConfigError if they refuse.
+        With `seen`: unless that was done, or has failed, since `seen` was the map. Keeps the old map and raises RemoteUnavailable if no server
+        answers by the deadline, ConfigError if they refuse.
         """
         if not self._refreshing.acquire(timeout=_remaining(deadline_s)):
             raise RemoteUnavailable(
-                f"no server of the cluster at {self.endpoints} has answered in time where slots are"
+                f"no server of the cluster at {self.endpoints} has said in time which server has which slot"
             )
         try:
             since_s = time.monotonic() - self._refreshed_s
@@ -174,11 +172,11 @@ class Cluster:
 
     @property
     def topology(self) -> Topology:
-        """The map of slots as it is now; it is never changed, but replaced."""
+        """The current map of slots; a map is never changed, but replaced."""
         return self._topology
 
     def moved(self, slot: int, target: ServerAddress) -> None:
-        """A server has said who has the slot now; until the next refresh."""
+        """Note that a server has named the new server of a slot; valid until the next refresh."""
         with self._refreshing:
             if self._topology.get(slot, (None,))[0] != target:
                 self._topology = self._topology | {slot: (target, *self._topology.get(slot, ())[1:])}
@@ -193,7 +191,7 @@ class Cluster:
                 self._client.close()
 
     def _servers(self) -> list[ServerAddress]:
-        """All that may be asked about the cluster, those that failed lately last."""
+        """All servers that may be asked about the cluster; servers that failed lately come last."""
         found = dict.fromkeys(self.endpoints.addresses)
         found.update(dict.fromkeys(_distinct(self._topology.values())))
         return sorted(found, key=self.machines.is_suspect)
@@ -211,13 +209,13 @@ class Cluster:
             raise error if isinstance(error, StorageError) else explain_error(address, error) from error
         if not found:
             raise RemoteUnavailable(
-                f"{address} knows of no slots: the cluster was not created yet, or the server was reset"
+                f"{address} reports no slots: the cluster was not created yet, or the server was reset"
             )
         return found
 
 
 def _topology(reply: Any, host: str) -> Topology:
-    """The map that `CLUSTER SLOTS` is answered with. A server without a name is the one that was asked, `host`."""
+    """The map in the reply to `CLUSTER SLOTS`. A server without a name is the one that replied, `host`."""
     found: Topology = {}
     for low, high, *servers in reply:
         if not (0 <= int(low) <= int(high) < SLOTS and 1 <= len(servers) <= _MOST_SERVERS):
@@ -228,7 +226,7 @@ def _topology(reply: Any, host: str) -> Topology:
 
 
 def _remaining(deadline_s: float | None) -> float:
-    """Seconds until a deadline; a day where there is none."""
+    """Seconds until a deadline; a day if there is none."""
     return 86400.0 if deadline_s is None else max(0.0, deadline_s - time.monotonic())
 
 

@@ -33,17 +33,17 @@ def driver(module: str = "redis") -> Any:
 
 
 class ServerConnection:
-    """One connection, for one user at a time. `buffer` is where kernels receive into."""
+    """One connection, for one user at a time. Kernels receive into `buffer`."""
 
     def __init__(self, address: ServerAddress, opened: Any, tls: bool) -> None:
         self.address, self.tls = address, tls
         self.driver = opened
-        self.used = False  # it has answered before: where it fails now, the server may just have closed it
+        self.used = False  # it has answered before: if it fails now, the server may just have closed it
         self.socket: socket.socket = opened._sock
         self.buffer = np.empty(_BUFFER_BYTES + _SLACK, np.uint8)
 
     def fit(self, element_bytes: int) -> None:
-        """Have room for at least one element of a reply."""
+        """Make room for at least one element of a reply."""
         if self.buffer_bytes < 2 * element_bytes:
             self.buffer = np.empty(2 * element_bytes + _SLACK, np.uint8)
 
@@ -52,16 +52,13 @@ class ServerConnection:
         return len(self.buffer) - _SLACK
 
     def send(self, request: npt.NDArray[np.uint8], until_s: float) -> bool:
-        """Send all of it, by the socket's own methods.
-
-        Raises OSError, TimeoutError after `until_s` of `time.monotonic`.
-        """
+        """Send the whole request, by the socket's own methods. Raises OSError, TimeoutError after `until_s` of `time.monotonic`."""
         self.socket.settimeout(max(0.001, until_s - time.monotonic()))
         self.socket.sendall(request.data)
         return True
 
     def receive(self, server: Any, until_s: float) -> bool:
-        """Some bytes more into the buffer; False if the server has closed the connection. Raises as `send`."""
+        """Receive some more bytes into the buffer; False if the server has closed the connection. Raises as `send`."""
         self.socket.settimeout(max(0.001, until_s - time.monotonic()))
         count = self.socket.recv_into(self.buffer.data[server["received"] : self.buffer_bytes])
         server["received"] += count
@@ -73,7 +70,7 @@ class ServerConnection:
 
 
 class Connections:
-    """Connections to the servers of one cluster, constant after construction; `machines` keeps those that are idle."""
+    """Connections to the servers of one cluster, constant after construction; `machines` keeps the idle ones."""
 
     def __init__(self, endpoints: Endpoints, options: Options) -> None:
         self._endpoints, self._options = endpoints, options
@@ -82,14 +79,14 @@ class Connections:
     def acquire(
         self, address: ServerAddress, *, replica: bool = False, timeout_s: float | None = None
     ) -> ServerConnection:
-        """An idle connection, or a new one. `replica`: one on which a replica answers reads.
+        """An idle connection, or a new one. `replica`: a connection on which a replica answers reads.
 
-        Raises RemoteUnavailable where the server cannot be reached, ConfigError where it refuses user, password or TLS.
+        Raises RemoteUnavailable if the server cannot be reached, ConfigError if it refuses user, password or TLS.
         """
         return self.machines.kept(address, replica=replica) or self._open(address, replica, timeout_s)
 
     def release(self, connection: ServerConnection, *, replica: bool = False) -> None:
-        """Keep it for the next user. Only where every reply was read."""
+        """Keep a connection for the next user. Only if every reply was read."""
         connection.used = True
         self.machines.keep(connection.address, connection, replica=replica)
 
@@ -133,7 +130,7 @@ class Connections:
 
 
 def explain_error(address: ServerAddress | Endpoints, error: Exception) -> ConfigError | RemoteUnavailable:
-    """An error of redis-py as one of ours that names the server and what to do."""
+    """Our error for an error of redis-py; it names the server and says what to do."""
     redis = driver()
     text = " ".join(str(error).split())[:200]
     if isinstance(error, (redis.AuthenticationError, redis.exceptions.NoPermissionError)):

@@ -1,11 +1,10 @@
-"""Names of everything in the cluster, and which tag a key's row lies under. Pure functions; any thread may call them.
+"""Names of everything in the cluster, and the tag of each key's row. Pure functions; any thread may call them.
 
     ts:{<tag>}:<model>:<version>           hash: seq, applying, epoch, chunk, digest (the watermark of this tag)
     ts:{<tag>}:<model>:<version>:<table>   hash: code (8 bytes, little-endian) → row as stored
 
-A *tag* is what Redis calls a hash tag: keys with the same tag lie in the same slot, so that one server has them and one
-command or script may touch all of them. A version's tags are chosen once, at its load, and written into its manifest.
-`<table>` is the table's name; names have no colon and no brace.
+A *tag* is a hash tag of Redis: keys with the same tag are in the same slot, so one server has them and one command or script may touch all of them. A
+version's tags are chosen once, at its load, and written into its manifest. `<table>` is the table's name; names have no colon and no brace.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from itertools import count
 from tierstore.errors import InvalidInput
 
 SLOTS = 16384
-MOST_TAGS = 64  # for each master: more of them make commands too short (docs/decisions/remote-tier.md)
+MOST_TAGS = 64  # for each master: more would make commands too short (docs/decisions/remote-tier.md)
 
 # fields of a tag's watermark
 SEQ = b"seq"  # the newest delta whose rows are all there
 APPLYING = b"applying"  # the newest delta of which rows may be there
-EPOCH = b"epoch"  # of the newest writer; one with a lower epoch is refused
-CHUNK = b"chunk"  # of the delta `applying`: how many of its chunks are there
-DIGEST = b"digest"  # seq and digest of the delta `applying`: another one under its seq is refused
+EPOCH = b"epoch"  # of the newest writer; a writer with a lower epoch is refused
+CHUNK = b"chunk"  # how many chunks of the delta `applying` are there
+DIGEST = b"digest"  # seq and digest of the delta `applying`: another delta with this seq is refused
 
 
 def slot_of(tag: bytes) -> int:
@@ -41,15 +40,13 @@ def rows_key(tag: bytes, model: str, version: int, table: str) -> bytes:
 
 
 def choose_tags(slots: Sequence[Sequence[int]], per_master: int) -> list[bytes]:
-    """Tags for a new version: `per_master` for each master, whose slots `slots` has.
-
-    Those of a master are spread over its slots.
+    """Tags for a new version: `per_master` for each master, spread over its slots, which are in `slots`.
 
     Raises InvalidInput for a number of tags that is not between 1 and MOST_TAGS.
     """
     if not 1 <= per_master <= MOST_TAGS:
         raise InvalidInput(f"expected 1 to {MOST_TAGS} tags for each master, got {per_master}")
-    wanted: dict[int, tuple[int, int]] = {}  # slot → which tag it would serve
+    wanted: dict[int, tuple[int, int]] = {}  # slot → the number of the tag for it
     for master, owned in enumerate(slots):
         for number, slot in enumerate(owned):
             wanted[slot] = (master, number * per_master // len(owned))

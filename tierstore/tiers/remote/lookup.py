@@ -1,9 +1,7 @@
-"""One batch of keys of one table, read from all servers at once, with another try where a
-server failed or a slot has moved.
+"""Look-ups in a cluster: one batch of keys of one table, read from all servers at once, with retries.
 
-For one thread. The first try goes to the masters, by kernels over sockets (`wire/resp.py`). What failed is
-tried again: where the slots are now, or at a replica; a slot that is just being migrated is read through
-redis-py's own client, which knows how.
+For one thread. The first try goes to the masters, by kernels over sockets (`wire/resp.py`). What failed is tried again, at the new server of a slot
+or at a replica; a slot that is being migrated is read by redis-py's own client, which handles that.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from tierstore.types import Keys, Rows, States, Tier
 from tierstore.wire import resp
 
 _ATTEMPTS = 4
-_PAUSE_S = 0.02  # before another try where the server says that it is not ready
+_PAUSE_S = 0.02  # before another try if the server says that it is not ready
 
 
 class Cause(Enum):
@@ -72,14 +70,14 @@ _BY_WORD = {
 class Read:
     """A read of the places `wanted` of `codes`, into the same places of `rows` and `state`.
 
-    A replica without the delta `floor` is of no use.
+    A replica without the delta `floor` is not used.
     """
 
     def __init__(
         self, cluster: Cluster, table: TableLayout, codes: Keys, wanted: Keys, rows: Rows, state: States, floor: int = 0
     ) -> None:
         self._floor = floor
-        self._behind: dict[int, Failure] = {}  # of tags, what their replicas have answered
+        self._behind: dict[int, Failure] = {}  # tag → the answer of its replicas
         self._cluster, self._table = cluster, table
         self._codes, self._rows, self._state = codes, rows, state
         tags = len(table.tags)
@@ -91,7 +89,7 @@ class Read:
         self._failures: dict[int, Failure] = {}
 
     def run(self, deadline_s: float) -> Watermarks:
-        """Until the deadline (of `time.monotonic`).
+        """Read until done, or until the deadline (of `time.monotonic`).
 
         Raises RemoteUnavailable for keys that were not read, after all others were.
         """
@@ -153,7 +151,7 @@ class Read:
         return groups, until_s
 
     def _exchange(self, groups: dict[tuple[ServerAddress, bool], list[int]], until_s: float) -> None:
-        """Ask all servers at once; fills rows and states, and `_failures`."""
+        """Ask all servers at once; fill rows and states, and `_failures`."""
         table = self._table
         opened: list[tuple[ServerConnection, bool, list[int]]] = []
         commands: list[tuple[int, int, int, int]] = []
@@ -208,7 +206,7 @@ class Read:
             polled = np.empty(len(servers), np.int64)
             resp.exchange(address_of(servers), polled, int(until_s * 1e9), address_of(targets))
             early = (servers["status"] == resp.DONE) & (servers["sent"] < servers["send_bytes"])
-            servers["status"][early] = resp.UNEXPECTED  # of what follows nobody would know whose reply it is
+            servers["status"][early] = resp.UNEXPECTED  # replies that follow could not be matched to requests
             return
         for connection, server, request in zip(connections, servers, requests, strict=True):
             server["status"] = _status_of(lambda c=connection, r=request: c.send(r, until_s))
@@ -219,7 +217,7 @@ class Read:
                     resp.parse(address_of(servers[i:]), address_of(targets))
 
     def _judge(self, connection: ServerConnection, replica: bool, tags: list[int], status: int) -> None:
-        """After an exchange: keep the connection or not, and note which tags were not read."""
+        """After an exchange: keep the connection or close it, and note which tags were not read."""
         address = connection.address
         if status == resp.DONE:
             self._cluster.connections.release(connection, replica=replica)
@@ -243,7 +241,7 @@ class Read:
         self._failures.update(dict.fromkeys(tags, failure))
 
     def _failure_of(self, tag: int, address: ServerAddress, replica: bool) -> Failure | None:
-        """What the replies for one tag say is wrong."""
+        """The failure that the replies for one tag report, or None."""
         if self._errors[tag, 0]:
             text = self._errors[tag].tobytes().rstrip(b"\0").decode(errors="replace")
             word, _, details = text.partition(" ")
@@ -270,7 +268,7 @@ class Read:
             self._state[self._places(tag)] = Tier.PENDING
 
     def _prepare_retry(self, seen: Any, deadline_s: float) -> bool:
-        """Learn from the failures where to ask next. False if asking again is of no use."""
+        """Decide from the failures where to ask next. False if another try is of no use."""
         cluster = self._cluster
         causes = {failure.cause for failure in self._failures.values()}
         if causes <= {Cause.REFUSED, Cause.MISSING, Cause.SUSPECT}:
@@ -295,7 +293,7 @@ class Read:
         return True
 
     def _read_by_client(self, tags: list[int]) -> None:
-        """Tags whose slot is being migrated: redis-py follows it from server to server."""
+        """Read tags whose slot is being migrated: redis-py follows it from server to server."""
         redis = driver()
         table, client = self._table, self._cluster.client
         for tag in tags:
@@ -339,7 +337,7 @@ class Read:
 
 
 def _status_of(call: Any) -> int:
-    """How a transfer through Python ended."""
+    """The status of a transfer through Python."""
     try:
         return resp.RUNNING if call() else resp.CLOSED
     except TimeoutError:

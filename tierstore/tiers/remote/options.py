@@ -1,4 +1,4 @@
-"""Where a cluster is and how to talk to it: the addresses of `--remote`."""
+"""The addresses of a cluster, and how to connect to it: the setting `--remote`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ServerAddress(NamedTuple):
 
 
 def port_of(value: Any) -> int:
-    """The port that a server has said. ValueError, TypeError."""
+    """The port that a server has reported. ValueError, TypeError."""
     port = int(value)
     if not 0 < port < 1 << 16:
         raise ValueError(f"expected a port of 1 to 65535, got {port}")
@@ -37,22 +37,21 @@ def port_of(value: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """What `parse_server_urls` found: where to begin, and what redis-py needs for a connection."""
+    """The result of `parse_server_urls`: the first servers to ask, and redis-py's settings for a connection."""
 
     addresses: tuple[ServerAddress, ...]
     tls: bool
-    credentials: dict[str, Any] = field(repr=False)  # the password is one of them
+    credentials: dict[str, Any] = field(repr=False)  # includes the password
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.addresses))
 
 
 def parse_server_urls(urls: str, environment: Mapping[str, str] = os.environ) -> Endpoints:
-    """`redis://[user[:password]@]host[:port],…` or `rediss://…`, with `?ssl_ca_certs=FILE` and the like at the end.
+    """Parse `redis://[user[:password]@]host[:port],…` or `rediss://…`, with `?ssl_ca_certs=FILE` and the like at the end.
 
-    The scheme and the user need to be given once, before the first address. User and password may also be in the
-    environment (TIERSTORE_REMOTE_USER, TIERSTORE_REMOTE_PASSWORD), which keeps them out of lists of processes.
-    Raises ConfigError; it never shows the password.
+    The scheme and the user need to be given once, before the first address. User and password may also be in the environment (TIERSTORE_REMOTE_USER,
+    TIERSTORE_REMOTE_PASSWORD), which keeps them out of lists of processes. Raises ConfigError, which never shows the password.
     """
     scheme, separator, remaining = urls.strip().partition("://")
     if not separator or scheme not in ("redis", "rediss"):

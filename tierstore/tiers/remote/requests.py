@@ -1,4 +1,4 @@
-"""What a table is called in the cluster, and the bytes that ask for its rows. Immutable; any thread may call it."""
+"""A table's names in the cluster, and the bytes of requests for its rows. Immutable; any thread may call it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TableLayout:
         starts: Keys,
         commands: list[tuple[int, int, int, int]],
     ) -> npt.NDArray[np.uint8]:
-        """The bytes that ask one server for the keys of these tags; appends what they ask for to `commands`.
+        """The bytes of a request to one server for the keys of these tags; appends its commands to `commands`.
 
         Each tag's watermark is read before its rows and after them.
         """

@@ -1,13 +1,12 @@
-"""What runs on the servers: a script in Lua, as one step. All its keys have the same tag."""
+"""Scripts in Lua that run on the servers, each as one step. All keys of a call have the same tag."""
 
 from __future__ import annotations
 
-APPLIED, ALREADY, GAP, FENCED, MISSING, FORKED = range(6)  # what it returns first
+APPLIED, ALREADY, GAP, FENCED, MISSING, FORKED = range(6)  # the first of the returned values
 
-# KEYS: the watermark, then the rows of a table for each piece. ARGV: epoch, seq, the seq before it, digest ('':
-# not known), chunk, whether it is the last; then for each piece: bytes of a row, codes, rows, codes of deleted
-# keys. Returns an outcome, and the epoch or seq that it is about. Seqs are compared as text: Lua's numbers are
-# doubles, which end at 2⁵³.
+# KEYS: the watermark, then the rows of a table for each piece. ARGV: epoch, seq, the seq before it, digest ('': unknown), chunk, whether it is the last
+# chunk; then for each piece: bytes of a row, codes, rows, codes of deleted keys. Returns an outcome, and the epoch or seq that it refers to. Seqs are
+# compared as text: Lua's numbers are doubles, which are exact only up to 2⁵³.
 APPLY = b"""
 local mark = redis.call('HMGET', KEYS[1], 'seq', 'applying', 'epoch', 'chunk', 'digest')
 if not mark[1] then return {4, 0} end

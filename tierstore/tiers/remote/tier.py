@@ -12,10 +12,7 @@ from tierstore.types import Keys, Rows, States
 
 
 class RemoteTable(JoinedTable):
-    """One table of one version.
-
-    `tags` are the version's, in the order of its manifest, and the parts of its watermarks.
-    """
+    """One table of one version in a cluster. `tags` are the version's, in the order of its manifest, and the parts of its watermarks."""
 
     def __init__(
         self, cluster: Cluster, model: str, version: int, table: str, tags: Sequence[bytes], row_bytes: int
@@ -28,5 +25,5 @@ class RemoteTable(JoinedTable):
     def _read(
         self, codes: Keys, places: Keys, rows: Rows, state: States, deadline_s: float, bounds: Bounds
     ) -> Watermarks:
-        # a cluster has rows of one moment: what a master has that does not fit the bounds is for the caller to refuse
+        # a cluster has the rows of one moment: the caller refuses rows that do not fit the bounds
         return Read(self._cluster, self.layout, codes, places, rows, state, bounds.floor).run(deadline_s)

@@ -1,12 +1,11 @@
-"""Rows into the cluster: a version's load, deltas tag by tag, and the removal of a version.
+"""Writes to the cluster: a version's load, its deltas tag by tag, and its removal.
 
-A version can be read from the moment on at which its tags have watermarks (`finish`), which is after all its rows. A
-delta goes to each tag by a script on the server, which refuses an epoch that is too low and a seq that is not the next,
-and changes rows, watermark and epoch as one. A large delta goes in chunks; the watermark then says which delta is being
-applied, and moves with the last chunk.
+A version can be read once its tags have watermarks (`finish`), which is after all its rows. A delta goes to each tag by a script on the server, which
+refuses an epoch that is too low and a seq that is not the next, and changes rows, watermark and epoch in one step. A large delta goes in chunks; the
+watermark then says which delta is being applied, and moves with the last chunk.
 
-A `Writer` is for one thread; it sends to several servers at once. Everything may be done again after a crash: rows are
-the same rows, a delta that is there is left alone, and one that is half there is applied from its beginning.
+A `Writer` is for one thread; it sends to several servers at once. Everything may be done again after a crash: rows are the same rows, an applied
+delta is left alone, and a half applied delta is applied from its beginning.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from tierstore.types import Keys, Rows, Tier
 from tierstore.wire import resp
 
 _CHUNK_BYTES = 512 << 10  # of a command of a load
-_DELTA_BYTES = 1 << 20  # of a script: a server answers nobody else meanwhile, about 5 ms
+_DELTA_BYTES = 1 << 20  # of a script, in which a server answers nobody else: about 5 ms
 _THREADS = 8
 _FIRST_STEP = 10_000
 
@@ -41,9 +40,7 @@ _reading = reading("what the cluster answers")
 
 
 class Change(NamedTuple):
-    """What a delta does to one table: distinct codes int64 [n], rows uint8 [n, row_bytes],
-    and bool [n] where a key goes.
-    """
+    """The changes of a delta to one table: distinct codes int64 [n], rows uint8 [n, row_bytes], and bool [n], True for deleted keys."""
 
     table: str
     codes: Keys
@@ -52,13 +49,13 @@ class Change(NamedTuple):
 
 
 class TagState(NamedTuple):
-    """A tag's watermark, as it is stored."""
+    """A tag's watermark, as stored."""
 
     seq: int
     applying: int
     epoch: int
     chunk: int
-    digest: str = ""  # of the delta `applying`; empty where it is not known
+    digest: str = ""  # of the delta `applying`; empty if it is unknown
 
 
 class Writer:
@@ -89,9 +86,9 @@ class Writer:
     # ---- a load
 
     def write_rows(self, table: str, codes: Keys, rows: Rows) -> None:
-        """Put `rows` uint8 [n, row_bytes] of `codes` int64 [n] into the cluster, over what is there.
+        """Write `rows` uint8 [n, row_bytes] of `codes` int64 [n] to the cluster, over existing rows.
 
-        Raises RemoteUnavailable, StorageError (the cluster has no memory, for one).
+        Raises RemoteUnavailable, StorageError (such as when the cluster has no memory).
         """
         rows = self._checked(table, codes, rows)
         order, starts = self._grouped(codes)
@@ -105,17 +102,17 @@ class Writer:
         self._on_tags(write, np.flatnonzero(np.diff(starts)).tolist())
 
     def finish(self, *, seq: int, epoch: int = 0) -> None:
-        """The load is complete, with every delta up to `seq`: from now on the version can be read."""
+        """Mark the load as complete, with every delta up to `seq`: from now on the version can be read."""
         fields = (SEQ, b"%d" % seq, APPLYING, b"%d" % seq, EPOCH, b"%d" % epoch, CHUNK, b"0")
         self._on_tags(lambda tag: self._call(tag, [command(b"HSET", self._watermark_key(tag), *fields)]))
 
     @_reading
     def counts(self, table: str) -> list[int]:
-        """Rows of a table that each tag has."""
+        """The number of a table's rows in each tag."""
         return self._on_tags(lambda tag: int(self._call(tag, [command(b"HLEN", self._rows_key(tag, table))])[0]))
 
     def count(self, table: str) -> int:
-        """Rows of a table that the cluster has."""
+        """The number of a table's rows in the cluster."""
         return sum(self.counts(table))
 
     def verify(self, table: str, rows: int, codes: Keys, sample: Rows) -> None:
@@ -144,7 +141,7 @@ class Writer:
 
     @_reading
     def states(self) -> list[TagState | None]:
-        """The watermark of each tag; None where there is none, because the version is not complete or was dropped."""
+        """The watermark of each tag; None if it has none, because the version is not complete or was dropped."""
 
         def read(tag: int) -> TagState | None:
             request = command(b"HMGET", self._watermark_key(tag), SEQ, APPLYING, EPOCH, CHUNK, DIGEST)
@@ -152,23 +149,20 @@ class Writer:
             if numbers[0] is None:
                 return None
             seq, applying, epoch, chunk = (int(value or 0) for value in numbers)
-            named, _, of = (digest or b"").decode().partition(" ")  # a node of an earlier release leaves it as it was
+            named, _, of = (digest or b"").decode().partition(" ")  # earlier releases leave it as it was
             return TagState(seq, applying, epoch, chunk, of if named == str(applying) else "")
 
         return self._on_tags(read)
 
     def fence(self, epoch: int) -> None:
-        """From now on refuse writes under a lower epoch than this. Raises Fenced if there is a higher one already."""
+        """Refuse, from now on, writes under a lower epoch than this. Raises Fenced if there is a higher one already."""
         self._on_tags(lambda tag: self._run(tag, epoch, 0, "", 0, True, []))
 
     def apply_delta(self, epoch: int, seq: int, changes: Sequence[Change], digest: str = "") -> list[bool]:
-        """Put delta `seq` into every tag, those included that it does not change.
+        """Apply delta `seq` to every tag, also to tags that it does not change. Returns for each tag whether the delta was new.
 
-        Returns for each whether it was new there.
-
-        Raises Fenced, SequenceGap (a tag lacks deltas before this one; `expected_seq` is the lowest),
-        RemoteUnavailable. Some tags may have it then: apply it again. Corruption where a tag has rows of this seq from
-        a delta with another digest.
+        Raises Fenced, SequenceGap (a tag lacks deltas before this one; `expected_seq` is the lowest), RemoteUnavailable. Some tags may have it then:
+        apply it again. Corruption if a tag has rows of this seq from a delta with another digest.
         """
         grouped = [
             (change, self._checked(change.table, change.codes, change.rows), *self._grouped(change.codes))
@@ -187,7 +181,7 @@ class Writer:
         return self._on_tags(apply)
 
     def _of_tag(self, tag: int, grouped: Sequence[tuple[Change, Rows, Keys, Keys]]) -> Iterator[_Piece]:
-        """A tag's part of the changes, in pieces that a script can do."""
+        """A tag's part of the changes, in pieces of the size for one script."""
         for change, rows, order, starts in grouped:
             places = order[starts[tag] : starts[tag + 1]]
             gone = places[change.deleted[places]]
@@ -209,7 +203,7 @@ class Writer:
     def _run(
         self, tag: int, epoch: int, seq: int, digest: str, chunk: int, last: bool, pieces: Sequence[_Piece]
     ) -> int:
-        """The script on one tag: APPLIED or ALREADY."""
+        """Run the script on one tag: APPLIED or ALREADY."""
         keys = [self._watermark_key(tag), *(self._rows_key(tag, piece.table) for piece in pieces)]
         arguments = [b"%d" % epoch, b"%d" % seq, b"%d" % (seq - 1), digest.encode(), b"%d" % chunk, b"%d" % last]
         for piece in pieces:
@@ -237,8 +231,8 @@ class Writer:
     def drop(self, *, pause_s: float = 0.1, check: Callable[[], None] | None = None) -> None:
         """Remove the version: first its watermarks, so that nobody reads half of it, then its rows, one hash at a time.
 
-        The server frees a hash beside its work (UNLINK); `pause_s` between two keeps that from piling up. `check` is
-        called between them and may raise. May be called again.
+        The server frees a hash in the background (UNLINK); `pause_s` between two hashes keeps that from piling up. `check` is called between them and
+        may raise. May be called again.
         """
         self._on_tags(lambda tag: self._call(tag, [command(b"UNLINK", self._watermark_key(tag))]))
         for table in self._row_bytes:
@@ -248,7 +242,7 @@ class Writer:
                 if self._call(tag, [command(b"UNLINK", self._rows_key(tag, table))])[0]:
                     time.sleep(pause_s)
 
-    # ---- in common
+    # ---- shared helpers
 
     @_reading
     def _call(self, tag: int, packed: list[Any]) -> list[Any]:
@@ -264,7 +258,7 @@ class Writer:
         return replies
 
     def _on_tags(self, work: Callable[[int], T], tags: Sequence[int] | None = None) -> list[T]:
-        """`work(tag)` of all tags, several at a time; the first error after all have ended."""
+        """`work(tag)` for all tags, several at a time; raises the first error after all have ended."""
         futures = [self._threads.submit(work, tag) for tag in (range(len(self._tags)) if tags is None else tags)]
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
@@ -284,7 +278,7 @@ class Writer:
         return np.ascontiguousarray(rows)
 
     def _put_command(self, key: bytes, codes: Keys, places: Keys, rows: Rows) -> memoryview:
-        """HSET of the rows at `places`."""
+        """The HSET command for the rows at `places`."""
         row_bytes = rows.shape[1]
         head = b"$%d\r\n" % row_bytes
         begin = b"*%d\r\n$4\r\nHSET\r\n$%d\r\n%s\r\n" % (2 + 2 * len(places), len(key), key)
@@ -316,7 +310,7 @@ class _Piece(NamedTuple):
 
 
 def _chunked(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
-    """Pieces together as long as they are small; one empty chunk if there is nothing."""
+    """Small pieces grouped into chunks; one empty chunk if there are no pieces."""
     chunk: list[_Piece] = []
     for piece in pieces:
         if chunk and sum(one.size for one in chunk) + piece.size > _DELTA_BYTES:

@@ -1,3 +1,1 @@
-"""A cache on the local SSD for rows that are on other machines: its file, the tables in it,
-and the thread that fills it.
-"""
+"""The cache on the local SSD for rows of other machines: its file, its tables, and the thread that fills it."""

@@ -1,11 +1,9 @@
-"""The cache on the local SSD of a node whose rows are on other machines: all tables of all versions in
-one file, within one budget.
+"""The cache on the local SSD of a node whose rows are on other machines: all tables of all versions in one file, within one budget.
 
-Rows that look-ups have read elsewhere wait in a bounded queue; one thread writes them. Each table fills a segment
-of the file at a time. Where no segment is free, the one that was filled first makes room, whichever table has it:
-rows in it that were asked for since are written again, the others go; where most were asked for it stays, and the
-next one makes room (a clock of segments). So the budget goes to the tables and versions that are asked, and the
-disk is written in long pieces.
+Rows that look-ups have read elsewhere wait in a bounded queue; one thread writes them. Each table fills a segment of the file at a time. If no
+segment is free, the one that was filled first makes room, whichever table has it: its rows that were asked for since are written again, the others
+are dropped; if most were asked for, it stays and the next segment makes room (a clock of segments). So the budget goes to the tables and versions
+that are asked for, and the disk is written in long pieces.
 
 Any thread may call anything. A disk that fails, or is full, switches the cache off; look-ups go on without it.
 """
@@ -26,12 +24,12 @@ from tierstore.tiers.ssd.file import Bytes, CacheFile
 from tierstore.tiers.ssd.table import Offer, SsdTable, slot_keys
 from tierstore.types import Keys
 
-_CHANCES = 4  # segments that may stay before one has to go
-WAITING_BYTES = 32 << 20  # of rows that wait to be written; more are not let in
+_CHANCES = 4  # segments that may stay before one must make room
+WAITING_BYTES = 32 << 20  # of rows that wait to be written; more are refused
 
 
 class SsdCache:
-    """Arguments as of `CacheFile`."""
+    """The cache and the thread that writes it. Arguments as for `CacheFile`."""
 
     def __init__(
         self,
@@ -52,7 +50,7 @@ class SsdCache:
         self._thread.start()
 
     def table(self, rows: int, row_bytes: int) -> SsdTable | None:
-        """A table of a version. None where its rows are larger than a segment."""
+        """A new table for a version. None if its rows are larger than a segment."""
         if row_bytes + ssd_index.HEAD_BYTES > self.file.segment_bytes:
             return None
         with self._lock:
@@ -60,18 +58,18 @@ class SsdCache:
             return SsdTable(self.file, self._tables, rows, row_bytes, self._put)
 
     def drop(self, table: SsdTable) -> None:
-        """The table's version is closed: its segments are free for others."""
+        """Free the segments of a table whose version was closed."""
         table.close()
         self._queue.put(table)
 
     def drain(self) -> None:
-        """Wait until what was offered by now is written."""
+        """Wait until everything offered so far is written."""
         done = threading.Event()
         self._queue.put(done)
         done.wait()
 
     def close(self) -> None:
-        """No look-up may be running."""
+        """Close the cache. No look-up may be running."""
         self._queue.put(None)
         self._thread.join()
         self.file.close()
@@ -118,7 +116,7 @@ class SsdCache:
     def _append(self, table: SsdTable, slots: Bytes, admit: Callable[[Keys, int], None]) -> None:
         """Write slots of a table.
 
-        `admit` is called with their keys and the first slot's number, once they are there to be read.
+        Once they can be read, `admit` is called with their keys and the first slot's number.
         """
         done = 0
         while done < len(slots):
@@ -138,7 +136,7 @@ class SsdCache:
                 table.open = None
 
     def _make_room(self) -> bool:
-        """Free the segment that was filled first. False where no segment is full: tables are filling all there are."""
+        """Free the segment that was filled first. False if no segment is full: tables are filling all of them."""
         for chance in range(len(self._full)):
             table, segment = self._full.popleft()
             kept = table.release(segment, may_stay=chance < _CHANCES)

@@ -1,8 +1,7 @@
-"""The file of the cache on SSD: segments of equal size, of which each belongs to one table at a time, or to none.
+"""The file of the cache on SSD: segments of equal size, each of which belongs to one table at a time, or is free.
 
-Any thread may read; one thread reserves, writes and frees segments. The file has no name, so that nothing of it is
-there after the process, however that ends. What the disk cannot do switches the cache off for good: `problem` says why,
-and the file's bytes are given back.
+Any thread may read; one thread reserves, writes and frees segments. The file has no name, so that nothing is left of it after the process, however
+that ends. Errors of the disk switch the cache off for good: `problem` says why, and the file's bytes are freed.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from tierstore.types import Keys, Rows, States
 
 log = logging.getLogger(__name__)
 
-_SEGMENTS = 1024  # at least, where they do not get smaller than a look-up's rows by that
+_SEGMENTS = 1024  # the fewest segments, unless they would get smaller than a look-up's rows
 _LARGEST, _SMALLEST = 1 << 20, 1 << 16
 _CHUNK = 512  # keys that one thread reads
-_WINDOW = 32  # slots that it has on their way
+_WINDOW = 32  # slots that it reads at a time
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class CacheFile:
-    """At most `budget_bytes`.
+    """The file. It has at most `budget_bytes`.
 
-    `check_room` raises StorageError where the file system has no room for so many more bytes.
+    `check_room` raises StorageError if the file system has no room for so many more bytes.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class CacheFile:
         self._lock = threading.Lock()
         self.problem: str | None = None
         # of the thread that writes
-        self._used_ever = 0  # segments that were ever in use
+        self._used_ever = 0  # segments that have ever been in use
         self._free: list[int] = []
         self._file: IO[bytes] | None = None
         try:
@@ -67,11 +66,11 @@ class CacheFile:
 
     @property
     def has_room(self) -> bool:
-        """Whether there is a segment that nobody has."""
+        """Whether a segment is free."""
         return self._used_ever < self.segments or bool(self._free)
 
     def reserve(self) -> int | None:
-        """A segment that nobody has, None where there is none. StorageError where the disk is full."""
+        """A free segment, None if there is none. StorageError if the disk is full."""
         if self._free:
             return self._free.pop()
         if self._used_ever == self.segments:
@@ -98,7 +97,7 @@ class CacheFile:
         return np.frombuffer(data, np.uint8)
 
     def read(self, layout: npt.NDArray[np.int64], slots: Keys, keys: Keys, rows: Rows, state: States) -> None:
-        """As `index.read`, on several threads. What the disk cannot read stays as it is."""
+        """`index.read`, on several threads. Keys that the disk cannot read stay as they are."""
 
         def work(begin: int, end: int) -> None:
             buffer, part = np.empty(int(layout[2]), np.uint8), slice(begin, end)
@@ -121,12 +120,12 @@ class CacheFile:
         self.shrink()
 
     def shrink(self) -> None:
-        """Give the file's bytes back; reads find nothing then."""
+        """Free the file's bytes; reads find nothing then."""
         if self._file is not None:
             with suppress(OSError):
                 self._file.truncate(0)
 
     def close(self) -> None:
-        """No thread may be reading."""
+        """Close the file. No thread may be reading."""
         if self._file is not None:
             self._file.close()

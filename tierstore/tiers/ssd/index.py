@@ -1,15 +1,15 @@
-"""The cache on SSD: which keys it holds and where, and reading them from its file.
+"""The index of the cache on SSD: which keys it holds and where, and reading them from its file.
 
-Free functions of arrays and addresses, nogil. The index and the fingerprints are changed by one thread at a time, which holds the
-lock of their table; `pack` and `read` need no lock.
+Free functions of arrays and addresses, nogil. One thread at a time, which holds the lock of the table, changes the index and the fingerprints; `pack`
+and `read` need no lock.
 
-A *slot* of the file holds a key (int64), a checksum, and the row, each at a multiple of 8 bytes. Slots are numbered through the file:
-`per_segment` of them in each segment, from its beginning, without gaps.
+A *slot* of the file holds a key (int64), a checksum, and the row, each at a multiple of 8 bytes. Slots are numbered through the file: `per_segment`
+of them in each segment, from its beginning, without gaps.
 
-The index is made of buckets of 16 entries, uint64: the slot's number plus one (38 bits), 24 bits of the key's hash, 2 bits of heat;
-0 is no entry. A key is in one of two buckets, so that they fill evenly. Of two keys of a bucket with the same bits of hash one is held. So an
-entry is a guess: the key in the slot decides. Its
-checksum is of the table's number as well; it says that the slot is this table's still, and was not being written while it was read.
+The index has buckets of 16 entries, uint64: the slot's number plus one (38 bits), 24 bits of the key's hash, 2 bits of heat; 0 is no entry. A key is
+in one of two buckets, so that buckets fill evenly. Of two keys of a bucket with the same hash bits only one is held. So an entry is a guess: the key
+in the slot decides. The slot's checksum covers the table's number as well; it proves that the slot still belongs to this table, and was not being
+written while it was read.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from tierstore.kernels.sysio import NOWAIT, WILL_NEED, advise, read_at
 from tierstore.tiers.disk.sealed_blocks import CUT, read_whole
 from tierstore.types import Tier
 
-WAYS = 16  # of a bucket
+WAYS = 16  # entries of a bucket
 HEAD_BYTES = 16  # of a slot: key and checksum
 MAX_BUCKETS = 1 << 31
-HELD, EVICTED = range(2)  # of the counters, int64[2]
+HELD, EVICTED = range(2)  # places of the counters, int64[2]
 
-_AHEAD = 8  # keys whose bucket is asked for ahead
+_AHEAD = 8  # keys whose bucket is prefetched ahead
 _TAG = np.uint64(((1 << 24) - 1) << 2)
-_HEAT = np.uint64(3)  # at most
+_HEAT = np.uint64(3)  # the most heat
 _NONE = np.uint64(0)
 _SLOT_AT = np.uint64(26)
 _U64 = np.uint64
-# digits of pi's fractional part: any odd numbers of mixed bits would do
+# digits of pi's fractional part: any odd numbers with mixed bits would do
 _S0, _S1 = _U64(0x243F6A8885A308D3), _U64(0x13198A2E03707345)
 _DISK = np.uint8(Tier.DISK)
 
@@ -50,7 +50,7 @@ _I64S = types.int64[::1]
 
 @nb.njit(inline="always")
 def _bucket(hashed, index):  # type: ignore[no-untyped-def]
-    """Where a bucket of the key begins: its first one, or with `_other` of its hash its second."""
+    """The place of a key's first bucket, by its hash; with the hash from `_other`, of its second."""
     return nb.int64(((hashed >> _U64(32)) * _U64(index.size // WAYS)) >> _U64(32)) * WAYS
 
 
@@ -73,7 +73,7 @@ def _find(index, hashed):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def _place(index, hashed):  # type: ignore[no-untyped-def]
-    """Where an entry of a new key goes: into the emptier bucket; where both are full, in the place of the least heat."""
+    """The place for the entry of a new key: in the emptier bucket; if both are full, over the entry with the least heat."""
     best, most_empty = nb.int64(-1), 0
     start = _bucket(hashed, index)
     for _ in range(2):
@@ -102,7 +102,7 @@ def _prefetch_ahead(index, keys, i):  # type: ignore[no-untyped-def]
 
 @compiled(types.int64(_INDEX, _KEYS, _I64S))
 def find(index: Any, keys: Any, slots: Any) -> Any:
-    """slots[i]: where the row of keys[i] may be, or -1. Counts heat. Returns how many there are."""
+    """slots[i]: where the row of keys[i] may be, or -1. Counts heat. Returns how many were found."""
     found = 0
     for i in range(keys.size):
         _prefetch_ahead(index, keys, i)
@@ -120,7 +120,7 @@ def find(index: Any, keys: Any, slots: Any) -> Any:
 
 @compiled(types.void(_INDEX, _KEYS, types.int64, _I64S))
 def put(index: Any, keys: Any, first: Any, counters: Any) -> Any:
-    """keys[i] is in slot `first + i` from now on."""
+    """Note that keys[i] is in slot `first + i`."""
     for i in range(keys.size):
         _prefetch_ahead(index, keys, i)
         hashed = mix(keys[i])
@@ -135,7 +135,7 @@ def put(index: Any, keys: Any, first: Any, counters: Any) -> Any:
 def drop(index: Any, keys: Any, counters: Any) -> Any:
     """Hold none of these keys any more.
 
-    What is found first may be the entry of another key with the same bits, which shares one bucket only; so all that there are go.
+    The first entry found may belong to another key with the same hash bits, which shares one bucket only; so all such entries are removed.
     """
     for i in range(keys.size):
         _prefetch_ahead(index, keys, i)
@@ -149,7 +149,7 @@ def drop(index: Any, keys: Any, counters: Any) -> Any:
 
 @compiled(types.void(_INDEX, _KEYS, types.int64, types.int8[::1]))
 def cool(index: Any, keys: Any, first: Any, heat: Any) -> Any:
-    """heat[i]: what keys[i] has, which is none from now on; -1 where it is not in slot `first + i` any more."""
+    """heat[i]: the heat of keys[i], which is cleared; -1 if the key is no longer in slot `first + i`."""
     for i in range(keys.size):
         _prefetch_ahead(index, keys, i)
         at = _find(index, mix(keys[i]))
@@ -161,7 +161,7 @@ def cool(index: Any, keys: Any, first: Any, heat: Any) -> Any:
 
 @compiled(types.void(_INDEX, _KEYS, types.boolean[::1]))
 def note(seen: Any, keys: Any, before: Any) -> Any:
-    """before[i]: whether keys[i] was noted lately. A word of `seen` has the 16 bits of hash of the four keys that came to it last."""
+    """before[i]: whether keys[i] was noted lately. A word of `seen` has 16 hash bits of each of the last four keys that came to it."""
     for i in range(keys.size):
         hashed = mix(keys[i])
         at = nb.int64(((hashed >> _U64(32)) * _U64(seen.size)) >> _U64(32))
@@ -176,7 +176,7 @@ def note(seen: Any, keys: Any, before: Any) -> Any:
 
 @compiled("uint64(int64, int64, int64)", inner=True)
 def _checksum(slot: Any, slot_bytes: Any, table: Any) -> Any:
-    """Of the table's number, the key and the row, where `slot` is the slot's address."""
+    """The checksum of the table's number, the key and the row in a slot at an address."""
     x = fold_multiply(load_u64(slot, 0) ^ mix(table) ^ _S0, _S1)
     for word in range(HEAD_BYTES >> 3, slot_bytes >> 3):
         x = fold_multiply(load_u64(slot, word) ^ _S1 ^ x, _S0 ^ _U64(word))
@@ -185,7 +185,7 @@ def _checksum(slot: Any, slot_bytes: Any, table: Any) -> Any:
 
 @compiled(types.void(_KEYS, *[types.int64] * 6))
 def pack(keys: Any, rows: Any, stride: Any, row_bytes: Any, out: Any, slot_bytes: Any, table: Any) -> Any:
-    """Fill slots of a table at the address `out`, whose bytes are zeros, with keys and the rows at `rows`, `stride` bytes apart."""
+    """Fill slots of a table at the address `out`, which has zeros, with keys and the rows at `rows`, `stride` bytes apart."""
     for i in range(keys.size):
         slot = out + i * slot_bytes
         store_u64(slot, 0, _U64(keys[i]))
@@ -227,10 +227,10 @@ def read(
     buffer: Any,
     window: Any,
 ) -> Any:
-    """Read what is in `slots` (-1: nothing) into `rows`. state[i] becomes DISK where keys[i] of this table is there, whole.
+    """Read `slots` (-1: none) into `rows`. state[i] becomes DISK if the slot holds keys[i] of this table, whole.
 
-    `layout`: slots of a segment, its bytes, bytes of a slot, the table's number. `buffer`: the address of room for a slot. What is not in the system's cache
-    is read last, `window` slots on their way at a time. Returns 0 or an error number.
+    `layout`: slots of a segment, its bytes, bytes of a slot, the table's number. `buffer`: the address of room for a slot. Slots outside of the page
+    cache are read last, `window` of them at a time. Returns 0 or an error number.
     """
     per_segment, segment_bytes, slot_bytes, table = layout[0], layout[1], layout[2], layout[3]
     waiting, waits = np.empty(keys.size, np.int64), 0
@@ -243,7 +243,7 @@ def read(
             if _answer(buffer, slot_bytes, table, keys[i], rows + i * stride, row_bytes):
                 state[i] = _DISK
             continue
-        waiting[waits], offsets[waits] = i, offset  # whatever the reason is, the read that waits will tell
+        waiting[waits], offsets[waits] = i, offset  # whatever the reason, the read that waits will report it
         waits += 1
         if waits <= window:
             advise(fd, offset, slot_bytes, WILL_NEED)
@@ -255,6 +255,6 @@ def read(
             i = waiting[n]
             if _answer(buffer, slot_bytes, table, keys[i], rows + i * stride, row_bytes):
                 state[i] = _DISK
-        elif wrong != CUT:  # cut: the cache was switched off meanwhile
+        elif wrong != CUT:  # CUT: the cache was switched off meanwhile
             return wrong
     return 0

@@ -1,8 +1,7 @@
 """The rows of one table of one version that are on the local SSD.
 
-Any thread may look up and offer; one thread writes (`cache.py`). A row is held under the rules of every cache: what was
-read under a view from before a fold is not let in (`raise_floor`), and what a fold changes goes (`forget`). So what is
-held is right for every view that is read.
+Any thread may look up and offer; one thread writes (`cache.py`). The rules of every cache apply: rows read under a view from before a fold are
+refused (`raise_floor`), and rows that a fold changes are dropped (`forget`). So a held row is right for every view that reads it.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from tierstore.tiers.ssd import index as ssd_index
 from tierstore.tiers.ssd.file import Bytes, CacheFile
 from tierstore.types import Keys, Rows, States, Tier
 
-_FILL = 0.85  # of the index: hardly a key finds its buckets full
-_FEWEST = 4096  # rows that the index of a small table is made for, as deltas bring more
-_MOST_KEPT = 0.5  # of a segment that makes room: so each byte that is let in costs one more at most
+_FILL = 0.85  # of the index: few keys then find both buckets full
+_FEWEST = 4096  # rows for which the index of a small table has room, as deltas bring more
+_MOST_KEPT = 0.5  # of a segment that makes room: so each admitted byte costs at most one more
 
 
 class Offer(NamedTuple):
-    """Rows that are to be held, as read under a view of `seq`."""
+    """Rows that may be held, as read under a view of `seq`."""
 
     table: SsdTable
     keys: Keys
@@ -36,20 +35,17 @@ class Offer(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Slots of a segment that makes room which are worth another place, and how often the table had changed by then."""
+    """Slots of a segment that makes room that are worth keeping, and the table's count of changes by then."""
 
     slots: Bytes
     changes: int
 
 
 class SsdTable:
-    """`rows`: how many the table has, as far as is known.
+    """One table of the cache. `rows`: how many the table has, as far as is known.
 
-    `put` gives an offer to the thread that writes; it does not wait.
-
-    `number`: no other table of the file has it, or had. A segment may get into other hands between the
-    moment at which a look-up finds a slot in the index and the one at which it reads it; what it reads then
-    does not match the checksum.
+    `put` gives an offer to the thread that writes; it does not wait. `number`: unique in the file, for good. A segment may change its table between
+    the moment at which a look-up finds a slot in the index and the moment at which it reads it; then the checksum does not match.
     """
 
     def __init__(self, file: CacheFile, number: int, rows: int, row_bytes: int, put: Callable[[Offer], None]) -> None:
@@ -63,14 +59,14 @@ class SsdTable:
         # guarded by _lock
         self._lock = threading.Lock()
         self._index = np.zeros(buckets * ssd_index.WAYS, np.uint64)
-        self._seen = np.zeros(buckets * ssd_index.WAYS // 4, np.uint64)  # what was offered lately
+        self._seen = np.zeros(buckets * ssd_index.WAYS // 4, np.uint64)  # keys that were offered lately
         self._counters = np.zeros(2, np.int64)
         self._hits = self._misses = self._admitted = 0
         self._floor_seq, self._changes = -1, 0
         self.closed = False
         # of the thread that writes
         self.open: int | None = None  # the segment that is being filled
-        self.filled = 0  # its slots
+        self.filled = 0  # its slots in use
         self.segments = 0
 
     @property
@@ -78,7 +74,7 @@ class SsdTable:
         return self._index.nbytes + self._seen.nbytes
 
     def lookup(self, keys: Keys, rows: Rows, state: States) -> None:
-        """state[i] becomes DISK, and rows[i] the row, where it is held; all are PENDING before."""
+        """For held rows, state[i] becomes DISK with rows[i] filled; all are PENDING before."""
         if self._file.problem is not None or kernels.awaited:
             return
         slots = np.empty(len(keys), np.int64)
@@ -92,7 +88,7 @@ class SsdTable:
             self._misses += len(keys) - hits
 
     def peek(self, key: int) -> Peek:
-        """What is held of a key, without counting it."""
+        """The cache's entry for a key, read without counting."""
         with self._lock:
             entry = 0 if self.closed or self._file.problem is not None else _entry_of(self._index, key)
         if not entry or kernels.awaited:
@@ -103,9 +99,9 @@ class SsdTable:
         return Peek(row.tobytes(), heat={"hits": heat}) if state[0] == Tier.DISK else Peek()
 
     def offer(self, keys: Keys, rows: Rows, seq: int) -> None:
-        """Rows of distinct keys that were read from elsewhere under a view of `seq`, which nobody changes afterwards.
+        """Offer rows of distinct keys, read elsewhere under a view of `seq`; nobody changes the arrays afterwards.
 
-        Held where there is room, else from the second time on: a row that is read once is not worth another's place.
+        They are held if there is room, otherwise when offered for the second time: a row that is read once is not worth another's place.
         """
         if self._file.problem is not None or kernels.awaited or not len(keys):
             return
@@ -120,15 +116,13 @@ class SsdTable:
             self._put(Offer(self, keys, rows, seq))
 
     def raise_floor(self, seq: int) -> None:
-        """From now on rows that were read under a view older than `seq` are not let in;
-        before the delta `seq` is folded.
-        """
+        """Refuse, from now on, rows that were read under a view older than `seq`. Call it before the delta `seq` is folded."""
         with self._lock:
             self._floor_seq = max(self._floor_seq, seq)
             self._changes += 1
 
     def forget(self, keys: Keys) -> None:
-        """Hold none of these keys: a delta that is folded has changed them."""
+        """Drop these keys: a delta that was folded has changed them."""
         keys = np.ascontiguousarray(keys)
         with self._lock:
             self._changes += 1
@@ -138,7 +132,7 @@ class SsdTable:
     # --- for the thread that writes
 
     def pack(self, keys: Keys, rows: Rows) -> Bytes:
-        """uint8 [n, slot_bytes]"""
+        """Slots with these keys and rows: uint8 [n, slot_bytes]."""
         slots = np.zeros((len(keys), self.slot_bytes), np.uint8)
         ssd_index.pack(
             keys, rows.ctypes.data, rows.strides[0], self.row_bytes, slots.ctypes.data, self.slot_bytes, self._number
@@ -146,17 +140,14 @@ class SsdTable:
         return slots
 
     def admit(self, keys: Keys, first: int, seq: int) -> None:
-        """The keys of an offer are in slots from `first` on."""
+        """Note that the keys of an offer are in slots from `first` on."""
         with self._lock:
             if seq >= self._floor_seq and not self.closed:
                 ssd_index.put(self._index, keys, first, self._counters)
                 self._admitted += len(keys)
 
     def admit_again(self, keys: Keys, first: int, changes: int) -> None:
-        """The keys of `Kept` are in slots from `first` on.
-
-        A fold since then may have changed them: then none is held.
-        """
+        """Note that the keys of `Kept` are in slots from `first` on, unless a fold since then may have changed them."""
         with self._lock:
             if changes == self._changes and not self.closed:
                 ssd_index.put(self._index, keys, first, self._counters)
@@ -164,7 +155,7 @@ class SsdTable:
                 self._counters[ssd_index.EVICTED] += len(keys)
 
     def release(self, segment: int, may_stay: bool) -> Kept | None:
-        """Hold nothing that is in a segment. Returns what was asked for since it was looked at last, hottest first.
+        """Drop everything in a segment. Returns what was asked for since its last turn, hottest first.
 
         None if it `may_stay` and does, because most of it was asked for.
         """
@@ -193,7 +184,7 @@ class SsdTable:
             }  # fmt: skip
 
     def close(self) -> None:
-        """Hold nothing any more."""
+        """Drop everything."""
         with self._lock:
             self.closed = True
             self._index, self._seen = np.zeros(0, np.uint64), np.zeros(0, np.uint64)

@@ -1,5 +1,4 @@
-"""HTTP to one node: connections that are kept, each for one user at a time, and requests whose
-answers are waited for later.
+"""HTTP connections to one node, each kept and for one user at a time, with requests whose answers are awaited later.
 
 Any thread. A connection on which something failed is closed and never used again.
 """
@@ -27,19 +26,19 @@ from tierstore.tiers.upstream.options import NodeAddress
 from tierstore.tiers.upstream.wire import MOST_LOG_BYTES, PREFIX, LoggedDelta, decode_entries
 from tierstore.types import NAME
 
-DOCUMENT_BYTES = 64 << 20  # of an answer in JSON, at most
+DOCUMENT_BYTES = 64 << 20  # the most of an answer in JSON
 _HEAD_BYTES = 64 << 10
 _LEAST_S = 0.001
-_KEPT_BYTES = 1 << 20  # of the memory for answers of a connection that is idle
+_KEPT_BYTES = 1 << 20  # the largest answer buffer of an idle connection
 _NOTHING = np.empty(0, np.uint8)
-_SHOWN = 500  # characters of what a node says is wrong
+_SHOWN = 500  # characters of a node's error
 
 Seq = Annotated[int, Field(ge=0, lt=1 << 63)]
 ModelName = Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
 
 
 class Document(BaseModel):
-    """The form of an answer in JSON. What a later release adds is passed over."""
+    """A JSON answer. Fields that a later release adds are ignored."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
@@ -48,7 +47,7 @@ D = TypeVar("D", bound=Document)
 
 
 class Broken(OSError):
-    """The connection ended; `unanswered`: before anything of an answer came, so that a request may be sent again."""
+    """The connection ended; `unanswered`: before any byte of an answer came, so that the request may be sent again."""
 
     def __init__(self, why: str, *, unanswered: bool) -> None:
         super().__init__(why)
@@ -61,7 +60,7 @@ class NodeReply(NamedTuple):
 
     @property
     def problem(self) -> str:
-        """What an error says."""
+        """The text of an error."""
         with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
             document = json.loads(bytes(self.body))
             return str(document.get("error") or document.get("detail"))[:_SHOWN]
@@ -72,7 +71,7 @@ class _Answer:
     """The `Receiver` of one answer."""
 
     def start(self, status: int, headers: Mapping[str, str], nbytes: int) -> None:
-        # not written to beforehand: what does not come takes no memory
+        # not written to beforehand, so that unused parts take no memory
         self.status, self.body, self._filled = status, np.empty(nbytes, np.uint8).data, 0
 
     def buffer(self) -> memoryview:
@@ -83,10 +82,10 @@ class _Answer:
 
 
 class NodeConnection:
-    """One connection."""
+    """One connection to a node."""
 
     def __init__(self, address: NodeAddress, timeout_s: float, tls: ssl.SSLContext | None) -> None:
-        self.used = False  # it has answered before: where it fails now, the node may just have closed it
+        self.used = False  # it has answered before: if it fails now, the node may just have closed it
         sock = socket.create_connection(address[:2], timeout_s)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -109,7 +108,7 @@ class NodeConnection:
         return self._buffer
 
     def answered(self, *, closes: bool) -> None:
-        """A whole answer was read, by a kernel; `closes`: it says that it is the last."""
+        """Note that a kernel has read a whole answer; `closes`: the answer says that it is the last."""
         self.used, self.open = True, not closes
         if len(self._buffer) > _KEPT_BYTES:
             self._buffer = _NOTHING
@@ -124,9 +123,9 @@ class NodeConnection:
             raise Broken(str(error), unanswered=True) from error
 
     def receive(self, until_s: float, most: int) -> NodeReply:
-        """The answer to what was sent last, with a body of at most `most` bytes.
+        """The answer to the last request, with a body of at most `most` bytes.
 
-        TimeoutError; Broken; ValueError for what is no answer of our service.
+        TimeoutError; Broken; ValueError for an answer that is not from our service.
         """
         answer = _Answer()
         self._incoming.expect(answer, most)
@@ -169,7 +168,7 @@ class UpstreamNode:
         return str(self.address)
 
     def acquire(self) -> NodeConnection:
-        """A connection for this thread. OSError where there is none."""
+        """A connection for this thread. OSError if none can be opened."""
         kept = self.machines.kept(self.address)
         return kept or NodeConnection(self.address, self.machines.options.connect_timeout_s, self._tls)
 
@@ -186,10 +185,7 @@ class UpstreamNode:
     def request(
         self, method: str, target: str, body: bytes = b"", *, timeout_s: float, most: int = DOCUMENT_BYTES
     ) -> NodeReply:
-        """Send a request and wait for its answer, a body of at most `most` bytes.
-
-        RemoteUnavailable where it does not answer.
-        """
+        """Send a request and wait for its answer, a body of at most `most` bytes. RemoteUnavailable if the node does not answer."""
         until_s = time.monotonic() + timeout_s
         whole = self.head(method, target, len(body)) + body
         try:
@@ -215,7 +211,7 @@ class UpstreamNode:
             raise RemoteUnavailable(f"{self.address} does not answer: {error or type(error).__name__}") from error
 
     def get(self, target: str, *, timeout_s: float, most: int = DOCUMENT_BYTES) -> memoryview:
-        """The body of what is at `target`. NotFound, Overloaded, RemoteUnavailable, with what the node says."""
+        """The body of the answer for `target`. NotFound, Overloaded, RemoteUnavailable, with the node's words."""
         return self._body("GET", target, timeout_s, most)
 
     def _body(self, method: str, target: str, timeout_s: float, most: int) -> memoryview:
@@ -226,11 +222,11 @@ class UpstreamNode:
         raise kind(f"{self.address} answers {reply.status}: {reply.problem}")
 
     def document(self, form: type[D], target: str, *, timeout_s: float, method: str = "GET") -> D:
-        """The document at `target`. Errors as `get`; RemoteUnavailable for one of another form."""
+        """The document at `target`. Errors as `get`; RemoteUnavailable for another form."""
         return self.parse(form, self._body(method, target, timeout_s, DOCUMENT_BYTES), target)
 
     def parse(self, form: type[D], body: memoryview, target: str) -> D:
-        """A document that is here."""
+        """Parse a document that was received."""
         try:
             return form.model_validate_json(bytes(body))
         except ValidationError as error:
@@ -242,7 +238,7 @@ class UpstreamNode:
             ) from error
 
     def deltas(self, model: str, after: int, count: int, *, timeout_s: float, largest: int) -> list[LoggedDelta]:
-        """At most `count` deltas from `after + 1` on; none where the log begins later. One may have `largest` bytes.
+        """At most `count` deltas from `after + 1` on; none if the log begins later. A delta may have `largest` bytes.
 
         Errors as `get`; Corruption.
         """

@@ -1,6 +1,4 @@
-"""Where the nodes are that this one asks, and how to talk to them: the addresses of `--upstream`
-and `--peer`, token and TLS.
-"""
+"""The addresses of nodes that this node asks, and how to connect to them: `--upstream` and `--peer`, token and TLS."""
 
 from __future__ import annotations
 
@@ -26,8 +24,8 @@ class NodeAddress(NamedTuple):
 
 
 def parse_node_urls(urls: str, setting: str = "upstream") -> tuple[NodeAddress, ...]:
-    """`http://host:port,…` or `https://host:port,…`, of a setting. Raises ConfigError."""
-    if "@" in urls:  # said without them: it may be a password
+    """Parse `http://host:port,…` or `https://host:port,…` of a setting. Raises ConfigError."""
+    if "@" in urls:  # the error does not show them: they may have a password
         raise ConfigError(
             f"{setting}: expected addresses such as {_EXAMPLE}, got a user or a password: give the nodes' token as "
             "upstream_token"
@@ -48,7 +46,7 @@ def parse_node_urls(urls: str, setting: str = "upstream") -> tuple[NodeAddress, 
 
 
 def check_token(addresses: tuple[NodeAddress, ...]) -> None:
-    """ConfigError where a token would leave this machine unencrypted."""
+    """ConfigError if a token would leave this machine unencrypted."""
     for one in addresses:
         why = why_not_token(str(one), one.host, tls=one.tls, setting="upstream_allow_insecure_token")
         if why is not None:
@@ -56,9 +54,9 @@ def check_token(addresses: tuple[NodeAddress, ...]) -> None:
 
 
 def tls_context(addresses: tuple[NodeAddress, ...], ca: str | None) -> ssl.SSLContext | None:
-    """What checks the certificates of nodes; None where none speaks TLS.
+    """The TLS context that checks the nodes' certificates; None if no address has TLS.
 
-    ConfigError for a file that has no authorities.
+    ConfigError for a file without certificate authorities.
     """
     if not any(address.tls for address in addresses):
         return None

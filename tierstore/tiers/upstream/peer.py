@@ -1,8 +1,6 @@
-"""What a node asks of a peer, which serves the same models: what its logs hold, deltas of
-them, and models file by file.
+"""Requests to a peer, a node that serves the same models: its logs, their deltas, and models file by file.
 
-Any thread. Errors are those of `Node.get`: RemoteUnavailable where the peer does not answer, or answers what
-is no answer of our service.
+Any thread. Errors as `UpstreamNode.get`: RemoteUnavailable if the peer does not answer, or if the answer is not from our service.
 """
 
 from __future__ import annotations
@@ -16,12 +14,12 @@ from tierstore.formats.backups import Backup
 from tierstore.tiers.upstream.connections import Document, ModelName, Seq, UpstreamNode
 from tierstore.tiers.upstream.wire import PREFIX, LoggedDelta
 
-TIMEOUT_S = 30.0  # for what a peer has to read first
+TIMEOUT_S = 30.0  # for answers for which a peer must first read files
 QUICK_TIMEOUT_S = 5.0
 
 
 class PeerLog(Document):
-    """What the log of a peer's model holds: deltas `start + 1` to `last`; both None where it has not begun."""
+    """The log of a peer's model: it holds deltas `start + 1` to `last`; both None if it has not begun."""
 
     active: int | None
     start: Seq | None
@@ -37,9 +35,9 @@ class PeerLog(Document):
 
 
 class PeerLogs(Document):
-    """What a peer says of the delta logs of all its models. `node`: how the peer names itself.
+    """The delta logs of all models of a peer. `node`: the peer's own name.
 
-    `copying`: it is bringing models to itself, so these may not be all.
+    `copying`: the peer is fetching models, so there may be more.
     """
 
     node: str
@@ -48,7 +46,7 @@ class PeerLogs(Document):
 
 
 class PeerImage(Document):
-    """A model as it was at one moment: `backup` once the peer has read it, which is `done` of `total` bytes before."""
+    """A model as it was at one moment. `backup` is set once the peer has read it; before, it has read `done` of `total` bytes."""
 
     number: int
     backup: Backup | None = None
@@ -73,7 +71,7 @@ class Peer:
         return self.node.document(PeerLogs, f"{PREFIX}/logs", timeout_s=QUICK_TIMEOUT_S)
 
     def digest(self, model: str, after: int, upto: int) -> str | None:
-        """One digest of deltas `after + 1` to `upto`; None where the peer does not hold them all (any more)."""
+        """The digest of deltas `after + 1` to `upto`; None if the peer does not hold all of them."""
         query = urlencode({"after": after, "upto": upto})
         return self.node.document(_Digest, f"{PREFIX}/models/{model}/log?{query}", timeout_s=TIMEOUT_S).digest
 
@@ -82,12 +80,12 @@ class Peer:
         return self.node.deltas(model, after, count, timeout_s=TIMEOUT_S, largest=largest)
 
     def image(self, model: str) -> PeerImage:
-        """The image of a model that the peer holds for us from now on, while we read it."""
+        """The image of a model, which the peer keeps for us while we read it."""
         target = f"{PREFIX}/models/{model}/image"
         return self.node.document(PeerImage, target, timeout_s=TIMEOUT_S, method="POST")
 
     def read(self, model: str, content: str, begin: int, count: int) -> memoryview:
-        """At most `count` bytes of a content of the image, from `begin` on. NotFound where the image is gone."""
+        """At most `count` bytes of a content of the image, from `begin` on. NotFound if the image is gone."""
         query = urlencode({"begin": begin, "count": count})
         target = f"{PREFIX}/models/{model}/image/{content}?{query}"
         return self.node.get(target, timeout_s=TIMEOUT_S, most=count)

@@ -1,7 +1,7 @@
-"""Rows from nodes upstream, without Python: keys by the node to ask, all sockets at once, answers into their places.
+"""Reads of rows from upstream nodes, without Python: all sockets at once, and answers copied to their places.
 
-Free functions of arrays and addresses, nogil; any thread. `tiers/upstream/wire.py` describes requests and answers. Of HTTP an
-answer's status, Content-Length and `Connection: close` are understood; nothing that a node says of sizes is trusted.
+Free functions of arrays and addresses, nogil; any thread. `tiers/upstream/wire.py` describes requests and answers. From HTTP only the status,
+Content-Length and `Connection: close` are read; no size in an answer is trusted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NODE = define("AskedNode", "a connection to a node that is asked for rows", {
 })  # fmt: skip
 _node_at = at(NODE)
 RUNNING, DONE, CLOSED, TIMED_OUT, UNEXPECTED = range(5)
-MALFORMED = -1  # of `scatter`
+MALFORMED = -1  # result of `scatter`
 
 _REMOTE, _ABSENT = int(Tier.REMOTE), int(Tier.ABSENT)
 _LENGTH = np.frombuffer(b"content-length:", np.uint8)
@@ -57,7 +57,7 @@ def _begins(at, size, text):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _digits(at, size):  # type: ignore[no-untyped-def]
-    """The number that 1 to 18 digits spell, spaces before them aside; -1 where it is none."""
+    """The number in 1 to 18 digits, ignoring spaces in front; -1 if it is malformed."""
     while size > 0 and load_u8(at, 0) == _SPACE:
         at += 1
         size -= 1
@@ -66,7 +66,7 @@ def _digits(at, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _read_head(node):  # type: ignore[no-untyped-def]
-    """Read the head of an answer, if all of it is there. The STATUS from now on."""
+    """Read the head of an answer if it is complete. Returns the new STATUS."""
     at, size = node.buffer_at, node.received
     line, status, length = 0, -1, -1
     node.closes = 0
@@ -92,7 +92,7 @@ def _read_head(node):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _read(node):  # type: ignore[no-untyped-def]
-    """Receive what there is of an answer. The STATUS from now on."""
+    """Receive available bytes of an answer. Returns the new STATUS."""
     got = receive(node.fd, node.buffer_at + node.received, node.buffer_bytes - node.received)
     if got <= 0:
         return CLOSED if got == 0 else RUNNING if got == -EAGAIN or got == -EINTR else got
@@ -108,8 +108,8 @@ def _read(node):  # type: ignore[no-untyped-def]
 def exchange(nodes: Any, polled: Any, deadline_ns: Any) -> Any:
     """Send all requests and read all answers, on all connections at once, until the deadline (of `time.monotonic_ns`).
 
-    `nodes` is the address of an NODE for each entry of `polled`, int64 [nodes], which is working memory. `status` says of each how it
-    went, and where DONE, the other fields have its answer.
+    `nodes` is the address of a NODE for each entry of `polled`, int64 [nodes], which is working memory. The result of each is in its `status`; if
+    that is DONE, the other fields have its answer.
     """
     polled[:] = 0
     while True:
@@ -122,7 +122,7 @@ def exchange(nodes: Any, polled: Any, deadline_ns: Any) -> Any:
                     node.sent += sent
                 elif sent != -EAGAIN and sent != -EINTR:
                     node.status = sent
-            if node.status == RUNNING and polled[c] >> 48 != 0:  # what `poll` has said of it
+            if node.status == RUNNING and polled[c] >> 48 != 0:  # the events that `poll` returned
                 node.status = _read(node)
             if node.status == RUNNING:
                 wanted = READABLE | (WRITABLE if node.sent < node.send_bytes else 0)
@@ -145,10 +145,10 @@ def exchange(nodes: Any, polled: Any, deadline_ns: Any) -> Any:
     types.int64(types.int64, types.int64, _I64S, types.int64, types.int64, types.int64, types.int64, _I64S), when=LAST
 )
 def scatter(body: Any, size: Any, places: Any, rows: Any, stride: Any, row_bytes: Any, state: Any, seq: Any) -> Any:
-    """Store the answer of `size` bytes at `body`: rows and states of `places`, and its seq.
+    """Store the answer of `size` bytes at `body`: rows and states at `places`, and its seq.
 
-    `rows` and `state` are addresses, row i lies at `rows` + i * stride. Returns how many codes the node does not own, whose places are
-    then the first of `places`; MALFORMED, and nothing is stored, where it is no answer for so many codes of such rows.
+    `rows` and `state` are addresses, row i is at `rows` + i * stride. Returns the number of codes that the node does not own, whose places are then
+    the first of `places`; or MALFORMED, with nothing stored, if the answer does not fit these codes and rows.
     """
     n = len(places)
     begin = rows_begin(n)

@@ -1,8 +1,7 @@
-"""One table of one version, read from the nodes that have its rows: each key from a node that owns its partition.
+"""One table of one version on upstream nodes: each key is read from a node that owns its partition.
 
-Any thread. Kernels send all requests before they wait for an answer, and put the rows into their places
-(`reads.py`). What a node does not answer is asked from another one that owns the same partitions; what
-nobody answers fails, and the other keys do not.
+Any thread. Kernels send all requests before they wait for an answer, and copy the rows to their places (`reads.py`). Keys that a node does not answer
+are requested from another owner of the same partitions; keys that nobody answers fail, and the others do not.
 """
 
 from __future__ import annotations
@@ -28,47 +27,44 @@ from tierstore.tiers.upstream.options import NodeAddress
 from tierstore.types import Keys, Rows, States
 
 _ATTEMPTS = 4
-_ERROR_BYTES = 64 << 10  # of an answer that has no rows
-_PAUSE_S = 0.05  # in which a node that refused is looked at again
+_ERROR_BYTES = 64 << 10  # of an answer without rows
+_PAUSE_S = 0.05  # after which a node that refused is asked about its state again
 
 
 class Nodes:
-    """All nodes of a front. `machines` is what they have in common."""
+    """All nodes of a front. `machines` has their shared limits and connections."""
 
     def __init__(self, nodes: Sequence[UpstreamNode], machines: Machines[NodeAddress, NodeConnection]) -> None:
         self.nodes, self.machines = tuple(nodes), machines  # constant after construction
-        self._turn = 0  # a look-up that misses one of two steps is none the worse
+        self._turn = 0  # a lost step does no harm
 
     def next_turn(self) -> int:
-        """Which node is the first to be asked among several."""
+        """The number of the node to ask first among several."""
         self._turn = (self._turn + 1) % len(self.nodes)
         return self._turn
 
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Which node can be asked for which partition of a version: `owns` bool [nodes, partitions].
-
-    `line`: what requests name.
-    """
+    """Which node has which partition of a version: `owns` bool [nodes, partitions]. `line`: the line that requests name."""
 
     owns: npt.NDArray[np.bool_]
     line: str
 
 
 class OwnerSource(NamedTuple):
-    """What a table's reads need to know, at each moment.
+    """The current state that a table's reads need.
 
-    `refresh` is called with a node that is not as it was said to be.
+    `refresh` is called with a node whose state differs from what it last reported.
     """
 
     ownership: Callable[[], Ownership]
     refresh: Callable[[int], None]
-    newest: Callable[[], int]  # the seq that rows may have where the reader names none
+    newest: Callable[[], int]  # the seq for readers that name none
 
 
 class UpstreamTable(JoinedTable):
-    """A table of one version whose rows other nodes have. Its watermarks have one part."""
+    """A table of a version whose rows are on other nodes. Its watermarks have one part."""
 
     def __init__(self, nodes: Nodes, model: str, version: int, table: str, row_bytes: int, source: OwnerSource) -> None:
         super().__init__(nodes.machines, row_bytes, 1)
@@ -86,7 +82,7 @@ class UpstreamTable(JoinedTable):
 
 
 class _Request(NamedTuple):
-    """To a node for the rows of `places`."""
+    """A request to one node for the rows of `places`."""
 
     node: int
     places: Keys
@@ -95,15 +91,15 @@ class _Request(NamedTuple):
 
 
 class _Read:
-    """One batch, on one thread."""
+    """One batch of keys, on one thread."""
 
     def __init__(self, table: UpstreamTable, codes: Keys, rows: Rows, state: States, bounds: Bounds) -> None:
         self._table, self._codes, self._rows, self._state = table, codes, rows, state
         self._bounds = bounds
-        self._excluded: set[int] = set()  # nodes that are not asked again, but for those that may have changed since
+        self._excluded: set[int] = set()  # nodes that are not asked again, unless they may have changed since
         self._again: set[int] = set()
-        self._patient = False  # all that could answer have been tried: from now on the deadline alone counts
-        self._why: dict[str, None] = {}  # in order, each once
+        self._patient = False  # every possible node was tried: from now on only the deadline counts
+        self._why: dict[str, None] = {}  # reasons, in order, each once
         self._low, self._high = Watermarks.none(1)
 
     def run(self, places: Keys, deadline_s: float) -> Watermarks:
@@ -114,7 +110,7 @@ class _Read:
             pending = np.sort(np.concatenate([nobody, self._exchange(groups, owned, deadline_s)]))
             if not len(pending) or time.monotonic() >= deadline_s or not (groups or self._again):
                 break
-            if len(nobody) and self._again:  # what these nodes said of themselves is read anew
+            if len(nobody) and self._again:  # read again what these nodes report of themselves
                 time.sleep(max(0.0, min(_PAUSE_S, deadline_s - time.monotonic())))
                 self._excluded -= self._again
                 self._again.clear()
@@ -128,13 +124,13 @@ class _Read:
         return Watermarks(self._low, self._high)
 
     def _assign(self, places: Keys, owned: Ownership) -> tuple[dict[int, Keys], Keys]:
-        """Places by the node to ask for them, and those that nobody can be asked for."""
+        """Places by the node to ask for them, and the places for which there is no node."""
         machines, (nodes, _) = self._table.nodes.machines, owned.owns.shape
         turn = self._table.nodes.next_turn()
         order = (np.arange(nodes) + turn) % nodes
         usable = owned.owns[order]
         usable[[number in self._excluded for number in order]] = False
-        sound = usable.copy()  # one that has failed a moment ago is asked where there is no other
+        sound = usable.copy()  # a node that failed a moment ago is asked only if there is no other
         sound[[machines.is_suspect(self._table.nodes.nodes[number].address) for number in order]] = False
         usable = np.where(sound.any(0), sound, usable)
         of_partition = np.where(usable.any(0), order[usable.argmax(0)], -1)
@@ -145,7 +141,7 @@ class _Read:
         return {number: of for number, of in groups.items() if len(of)}, ordered[bounds[nodes] :]
 
     def _exchange(self, groups: dict[int, Keys], owned: Ownership, deadline_s: float) -> Keys:
-        """Ask each node for its places, all at once. Returns those that were not answered."""
+        """Ask each node for its places, all at once. Returns the places that were not answered."""
         at_once = wire.keys_at_once(self._table.row_bytes)
         failed: list[Keys] = [np.empty(0, np.int64)]
         while groups:
@@ -156,7 +152,7 @@ class _Read:
         return np.concatenate(failed)
 
     def _until(self, owned: Ownership, deadline_s: float) -> float:
-        """How long to wait: shorter where another node could answer for one of them."""
+        """How long to wait: shorter if another node could answer for one of them."""
         usable = owned.owns.copy()
         usable[list(self._excluded)] = False
         if (usable.sum(0) > 1).any() and not self._patient:
@@ -167,7 +163,7 @@ class _Read:
         """Ask each node once. Returns the places that were not answered."""
         failed: list[Keys] = []
         requests: list[_Request] = []
-        stale: dict[int, Keys] = {}  # of nodes that had closed a connection that was idle
+        stale: dict[int, Keys] = {}  # of nodes that had closed an idle connection
         try:
             for number, places in groups.items():
                 try:
@@ -198,7 +194,7 @@ class _Read:
         return self._table.nodes.nodes[number].head("POST", self._table.path, len(body)) + body
 
     def _transfer(self, requests: list[_Request], until_s: float) -> list[NodeReply | Exception]:
-        """The answer to each, or what went wrong: OSError, ValueError. TLS is Python's."""
+        """The answer to each request, or its OSError or ValueError. Python handles TLS."""
         replies: dict[int, NodeReply | Exception] = {}
         coded = [at for at, request in enumerate(requests) if request.connection.tls]
         plain = [at for at, request in enumerate(requests) if not request.connection.tls]
@@ -235,7 +231,7 @@ class _Read:
 
     @staticmethod
     def _reply(connection: NodeConnection, node: Any, buffer: npt.NDArray[np.uint8]) -> NodeReply | Exception:
-        """What a kernel has read, still in the connection's buffer."""
+        """The answer that a kernel has read, still in the connection's buffer."""
         status = int(node["status"])
         if status == kernel.DONE:
             begin = int(node["body_at"])
@@ -249,7 +245,7 @@ class _Read:
         return Broken(why, unanswered=bool(node["received"] == 0))
 
     def _judge(self, request: _Request, reply: NodeReply | Exception) -> Keys:
-        """Take over an answer. Returns the places that it does not have."""
+        """Take over an answer. Returns the places that it lacks."""
         number, places, connection, _ = request
         node = self._table.nodes.nodes[number]
         if isinstance(reply, Exception):
@@ -265,7 +261,7 @@ class _Read:
         return foreign
 
     def _store(self, number: int, places: Keys, reply: NodeReply) -> Keys:
-        """Put rows and states into their places. Returns those whose codes the node does not own."""
+        """Copy rows and states to their places. Returns the places whose codes the node does not own."""
         seq, body, rows = np.empty(1, np.int64), np.frombuffer(reply.body, np.uint8), self._rows
         foreign = kernel.scatter(
             address_of(body), len(body), places, address_of(rows), rows.strides[0], self._table.row_bytes,
@@ -276,7 +272,7 @@ class _Read:
                 number,
                 Corruption(
                     f"expected rows of {self._table.row_bytes} bytes for {len(places)} keys, got {len(body)} bytes "
-                    "that are none"
+                    "of another form"
                 ),
             )
             return places
@@ -286,14 +282,14 @@ class _Read:
         return places[:foreign]
 
     def _refused(self, number: int, why: str) -> None:
-        """A node is not as it was said to be, or does not answer."""
+        """Note that a node does not answer, or that its state differs from what it last reported."""
         self._excluded.add(number)
         self._again.add(number)
         self._why[why] = None
         self._table.source.refresh(number)
 
     def _note(self, number: int, error: Exception) -> None:
-        """A node does not answer."""
+        """Note that a node does not answer."""
         node = self._table.nodes.nodes[number]
         node.machines.suspect(node.address)
         self._refused(number, f"{node} does not answer: {error or type(error).__name__}")

@@ -1,10 +1,9 @@
-"""What a node in front and the nodes that have the rows send each other: paths, and rows as bytes. Pure functions.
+"""Messages between a front and upstream nodes: paths, and rows as bytes. Pure functions.
 
-A request for rows is a POST with the body `<line: 16 characters> <upto: int64> <floor: int64> <codes: int64[n],
-ascending>`, all little-endian: rows as of `upto`, of no use without the delta `floor`. Its answer is `<seq: int64> <n:
-int64> <states: uint8[n]> <zeros up to a multiple of 64 bytes> <rows>`: the seq that all of the rows have, one state a
-code, and the rows of the codes that are there, one after the other, as stored. Kernels write and read both
-(`lookup/front_rows.py`, `reads.py`; `layout.py` has the numbers).
+A request for rows is a POST with the body `<line: 16 characters> <upto: int64> <floor: int64> <codes: int64[n], ascending>`, all little-endian: it
+asks for rows as of `upto` that have at least the delta `floor`. Its answer is `<seq: int64> <n: int64> <states: uint8[n]> <zeros up to a multiple of
+64 bytes> <rows>`: the seq of all rows, one state for each code, and the rows of the codes that exist, end to end, as stored. Kernels write and read
+both (`lookup/front_rows.py`, `reads.py`; `layout.py` has the constants).
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from tierstore.types import Keys, Rows
 
 PREFIX = "/upstream"
 OCTETS = "application/octet-stream"
-MOST_KEYS = 65536  # of a request
-MOST_BYTES = 16 << 20  # of the rows of an answer
+MOST_KEYS = 65536  # in a request
+MOST_BYTES = 16 << 20  # of the rows in an answer
 _HEAD = struct.Struct("<qq")
 _REQUEST = struct.Struct(f"<{LINE_BYTES}sqq")
-_ENTRY = struct.Struct("<qQ")  # of a delta: seq, bytes; its digest and its bytes follow
+_ENTRY = struct.Struct("<qQ")  # a delta's seq and bytes; its digest and its bytes follow
 DIGEST_BYTES = 16
-MOST_LOG_BYTES = 16 << 20  # of an answer with deltas, beside its last delta
+MOST_LOG_BYTES = 16 << 20  # of an answer with deltas, without its last delta
 
 
 def keys_at_once(row_bytes: int) -> int:
-    """How many codes a request may have."""
+    """The most codes of a request."""
     return max(1, min(MOST_KEYS, MOST_BYTES // row_bytes))
 
 
@@ -41,7 +40,7 @@ def rows_path(model: str, version: int, table: str) -> str:
 
 
 def explain_path(model: str, version: int, table: str) -> str:
-    """Where codes are explained: a POST of JSON, `{"line", "upto", "codes"}`."""
+    """The path that explains codes: a POST of JSON, `{"line", "upto", "codes"}`."""
     return f"{PREFIX}/models/{model}/versions/{version}/tables/{table}/explain"
 
 
@@ -61,7 +60,7 @@ def encode_rows(seq: int, states: npt.NDArray[np.uint8], rows: Rows) -> list[byt
 
 
 def answer_bytes(keys: int, row_bytes: int) -> int:
-    """The most that an answer for so many codes has."""
+    """The most bytes of an answer for so many codes."""
     return rows_begin(keys) + keys * row_bytes
 
 
@@ -81,7 +80,7 @@ def encode_request(request: RowsRequest) -> bytes:
 
 
 def decode_request(body: bytes | bytearray | memoryview) -> RowsRequest:
-    """ValueError where it is none, or its codes are not ascending and distinct."""
+    """Parse a request. ValueError if it is malformed, or its codes are not ascending and distinct."""
     size = len(body) - _REQUEST.size
     if size % 8 or not 0 <= size <= 8 * MOST_KEYS:
         raise ValueError(
@@ -95,7 +94,7 @@ def decode_request(body: bytes | bytearray | memoryview) -> RowsRequest:
 
 
 class LoggedDelta(NamedTuple):
-    """A delta as the log has it."""
+    """A delta as it is in the log."""
 
     seq: int
     digest: str
@@ -103,7 +102,7 @@ class LoggedDelta(NamedTuple):
 
 
 def encode_entries(entries: list[LoggedDelta]) -> list[bytes | memoryview]:
-    """Deltas, in parts."""
+    """Deltas as bytes, in parts."""
     parts: list[bytes | memoryview] = []
     for seq, digest, data in entries:
         parts += [_ENTRY.pack(seq, len(data)), digest.encode().ljust(DIGEST_BYTES), data]
@@ -111,7 +110,7 @@ def encode_entries(entries: list[LoggedDelta]) -> list[bytes | memoryview]:
 
 
 def decode_entries(body: bytes | bytearray | memoryview, after: int, count: int) -> list[LoggedDelta]:
-    """At most `count` deltas, from `after + 1` on, each compared with its digest. Corruption for anything else."""
+    """At most `count` deltas, from `after + 1` on, each checked against its digest. Corruption for anything else."""
     entries = list[LoggedDelta]()
     at, text = 0, memoryview(body)
     while at < len(body):

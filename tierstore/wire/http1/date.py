@@ -1,4 +1,4 @@
-"""The date of an HTTP answer (IMF-fixdate of RFC 9110, 5.6.7), written without the interpreter. Any thread."""
+"""The Date header of an HTTP answer (IMF-fixdate of RFC 9110, 5.6.7), written without the interpreter. Any thread."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tierstore.kernels.atomics import copy_bytes
 from tierstore.kernels.raw import store_u8
 
 DATE_BYTES = 29
-DATE_PLACE = b"." * DATE_BYTES  # in a ready head
+DATE_PLACE = b"." * DATE_BYTES  # a placeholder in a prepared head
 
 _DAYS = np.frombuffer(b"Thu, Fri, Sat, Sun, Mon, Tue, Wed, ", np.uint8)  # 1 January 1970 was a Thursday
 _MONTHS = np.frombuffer(b" Mar  Apr  May  Jun  Jul  Aug  Sep  Oct  Nov  Dec  Jan  Feb ", np.uint8)
@@ -27,7 +27,7 @@ def _put(at, i, value, digits):  # type: ignore[no-untyped-def]
 def write_date_at(seconds, at):  # type: ignore[no-untyped-def]
     """Write the date of `seconds` since 1970 to DATE_BYTES bytes at an address."""
     days, of_day = seconds // 86400, seconds % 86400
-    # days from 1 March of the year 0, in which a leap day comes last (Hinnant, "chrono-compatible date algorithms")
+    # days from 1 March of year 0, so that a leap day comes last (Hinnant, "chrono-compatible date algorithms")
     shifted = days + 719468
     era, of_era = shifted // 146097, shifted % 146097
     year = (of_era - of_era // 1460 + of_era // 36524 - of_era // 146096) // 365

@@ -1,8 +1,8 @@
-"""Where any request over HTTP/1 ends (RFC 9112), so that Python gets it whole: its head, and its body without chunks.
+"""Framing of any HTTP/1 request (RFC 9112): where it ends, so that Python gets it whole, with its body free of chunk lines.
 
-What is answered without the interpreter, and what such a request says, is in `head.py`. Here is what every request says: how its head and its body
-end, whether the connection goes on, whether the client waits to be told to send. What cannot be read in one way alone is BAD: two lengths, a length
-beside chunks, another coding than chunks, a line that is folded, or ends without CR. A wish for another protocol is passed over (RFC 9110, 7.8).
+`head.py` reads requests that a reactor answers itself. This module reads what every request says: where head and body end, whether the connection
+goes on, and whether the client waits for `100 Continue`. A request with more than one possible reading is BAD: two lengths, a length beside chunks, a
+coding other than chunks, a folded line, or a line without CR. `Upgrade` is ignored (RFC 9110, 7.8).
 
 Free functions of addresses, nogil.
 """
@@ -28,11 +28,11 @@ from tierstore.wire.http1.head import (
     read_version,
 )
 
-GOOD, BAD = PLAIN, FOREIGN  # or CUT
-CHUNKED = -2  # for the length of a body
+GOOD, BAD = PLAIN, FOREIGN  # results, beside CUT
+CHUNKED = -2  # in place of a body's length
 MOST_HEAD_BYTES = 1 << 16
-DONE, MORE, MALFORMED, LARGE = range(4)  # of `decode`
-SIZE_LINE, AFTER_DATA, TRAILERS = -1, -2, -3  # what comes next of chunks, where no data do
+DONE, MORE, MALFORMED, LARGE = range(4)  # results of `decode`
+SIZE_LINE, AFTER_DATA, TRAILERS = -1, -2, -3  # in place of the bytes left of a chunk: what comes next
 _MOST_DIGITS = 18
 _MOST_HEX_DIGITS = 12
 _SPACE, _TAB, _CR, _LF, _SEMICOLON = 32, 9, 13, 10, 59
@@ -41,7 +41,7 @@ _CHUNKED, _CONTINUE = (np.frombuffer(text, np.uint8) for text in (b"chunked", b"
 
 @nb.njit
 def _request_line(at, n, found):  # type: ignore[no-untyped-def]
-    """How many bytes the request line has with CR LF; or minus CUT or BAD."""
+    """The bytes of the request line with CR LF; or minus CUT or BAD."""
     i = 0
     while i < n and IN_NAME[load_u8(at, i)] != 0:
         i += 1
@@ -60,7 +60,7 @@ def _request_line(at, n, found):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def frame_at(at, n, found):  # type: ignore[no-untyped-def]
-    """What the `n` bytes at an address begin with: GOOD, and `found` has the head's bytes, the body's and what ends; CUT; or BAD."""
+    """Frame the `n` bytes at address `at`: GOOD, with `found` filled (bytes of head and body, what ends); CUT; or BAD."""
     i = _request_line(at, n, found)
     if i <= 0:
         return -i
@@ -107,7 +107,7 @@ def _hex(byte):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _line_end(at, begin, n):  # type: ignore[no-untyped-def]
-    """Where the CR LF of a line is; -1: it is to come; -2: a control byte is in it."""
+    """The place of a line's CR LF; -1: it has not come yet; -2: there is a control byte in the line."""
     for i in range(begin, n):
         byte = load_u8(at, i)
         if byte == _CR:
@@ -121,7 +121,7 @@ def _line_end(at, begin, n):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _chunk_size(at, begin, end):  # type: ignore[no-untyped-def]
-    """The size that a line says, or -1; an extension behind it means nothing here."""
+    """The size in a chunk's first line, or -1; an extension behind it is ignored."""
     value, i = nb.int64(0), begin
     while i < end and _hex(load_u8(at, i)) >= 0:
         value = value * 16 + _hex(load_u8(at, i))
@@ -135,9 +135,9 @@ def _chunk_size(at, begin, end):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def decode(row, at, size, most):  # type: ignore[no-untyped-def]
-    """Take the lines of chunks out of the `size` bytes at an address, so that the body of a request lies in one piece behind its head.
+    """Remove chunk lines from the `size` bytes at an address, so that a request's body is one piece behind its head.
 
-    Up to `row.chunks_at` that is done. Returns (DONE, MORE, MALFORMED, or LARGE for a body above `most`; how many bytes there are now).
+    The bytes before `row.chunks_at` are done. Returns (DONE, MORE, MALFORMED, or LARGE for a body above `most`; the number of bytes now).
     """
     end, left, came = row.chunks_at, row.chunk_left, MORE
     raw, head = end, row.chunks_head

@@ -1,19 +1,19 @@
-"""The head of an HTTP/1 request, in the form that is answered without the interpreter.
+"""The head of an HTTP/1 request, in the form that a reactor answers without the interpreter.
 
-A pure function of bytes; any thread. It knows a part of RFC 9112 and decides one question: is this the head of
-a POST to a look-up, or for a front's rows, and where does the request end? Only a head of which every line has a known form, with one
-`Content-Length` of digits alone, is PLAIN. All else is FOREIGN: `frame.py` finds its end, and Python answers. What cannot
-be told yet is CUT. There is no guessing: a head that is PLAIN means the same to every server.
+A pure function of bytes; any thread. It reads a part of RFC 9112 and decides: is this the head of a POST for a look-up or for a front's rows, and
+where does the request end? A head is PLAIN only if every line has a known form and there is one `Content-Length`, of digits. Any other head is
+FOREIGN: `frame.py` finds its end, and Python answers. A head that is too short to decide is CUT. Nothing is guessed: a PLAIN head means the same to
+every server.
 
     request line    POST <path> HTTP/1.1       path: /v2/models/…/infer, /v1/models/…:predict or /upstream/m…/rows of [A-Za-z0-9_./:-]
                                                HTTP/1.0 too, whose connections end with the answer
     each header     <name>:<value>             name: a token; value: printable, with blanks before it
     end of a line   CR LF
 
-Names that no rule of this service reads change nothing, whatever their value (`MEANT` has the others): proxies, meshes and tracers
-add what they like. A name that is read comes once, with a value of ASCII, and no blank behind it.
+Headers that no rule of this service reads may have any value (`MEANT` lists the others): proxies, meshes and tracers add what they like. A header
+that is read comes once, with a value of ASCII without a blank behind it.
 
-`parse` is compared with a parser in Python by tests/wire/test_http1_head.py.
+tests/wire/test_http1_head.py compares `parse` with a parser in Python.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HEAD = define("Head", "what `parse` finds; places count from the request's first
     "caller": (TOKEN, "who asks, for who checks access (`wire/callers.py`)"),
 })  # fmt: skip
 head_at = at(HEAD)
-INFER, PREDICT, ROWS = range(3)  # of `kind`
+INFER, PREDICT, ROWS = range(3)  # values of `kind`
 NONE = -1  # `json_bytes` without Inference-Header-Content-Length
 
 MOST_HEAD_BYTES = 8192
@@ -57,25 +57,25 @@ def _hash(name: str) -> int:
     return value
 
 
-# Headers that are read. Of each there may be one.
+# Headers that are read. Each may come once.
 READ = (
     "host", "content-length", "connection", "inference-header-content-length", "accept-encoding", "x-request-id", "authorization",
     "x-request-timeout-ms", "x-envoy-expected-rq-timeout-ms", "origin", "content-encoding", "upgrade", "traceparent",
 )  # fmt: skip
-# Headers by which a request means something else than without them, in a way that only the full server knows.
+# Headers that change what a request means, in a way that only the full server handles.
 FOREIGN_NAMES = ("transfer-encoding", "expect")
 MEANT = (*READ, *FOREIGN_NAMES)
 _ORIGIN = READ.index("origin")
-# why a PLAIN head is not for the short way; bits of `unusual`
-ROUTED = 1  # has a request id, by which a canary's share is dealt
-CODED = 2  # its body is coded, or its answer must be
+# Bits of `unusual`: why a reactor leaves a PLAIN head to Python.
+ROUTED = 1  # has a request id, which decides whether the canary answers
+CODED = 2  # its body is compressed, or its answer must be
 ODD_VALUE = 4  # a value that the full check refuses
-FROM_A_PAGE = 8  # a browser sends it for a page: whose, and whether that may, is for the check of access
-SAMPLED = 16  # its trace is recorded: for Python where this service reports traces
+FROM_A_PAGE = 8  # sent by a browser for a web page: the access check decides whether the page's origin may
+SAMPLED = 16  # its trace is recorded: Python answers where this service reports traces
 
 _NAMES = np.array([_hash(name) for name in MEANT], np.uint64)
 assert len(set(_NAMES.tolist())) == len(_NAMES)
-# open addressing: a name's hash, and its number
+# a hash table with open addressing: the hash of a name, and the name's number
 _SLOTS = 64
 _SLOT_NAMES, _SLOT_NUMBERS = np.zeros(_SLOTS, np.uint64), np.full(_SLOTS, -1, np.int64)
 for _place, _name in enumerate(_NAMES.tolist()):
@@ -85,7 +85,7 @@ for _place, _name in enumerate(_NAMES.tolist()):
     _SLOT_NAMES[_slot], _SLOT_NUMBERS[_slot] = _name, _place
 _FOREIGN_FROM = len(READ)
 TRANSFER_ENCODING, EXPECT = (MEANT.index(name) for name in FOREIGN_NAMES)
-# how they are spelled, so that no name made to have the hash of another passes for it
+# the spelling of names: another name with an equal hash is not taken for one of them
 _SPELLED = np.frombuffer("".join(MEANT).encode(), np.uint8)
 _SPELLED_FROM = np.cumsum([0, *(len(name) for name in MEANT)])
 
@@ -105,7 +105,7 @@ _VERSION = np.frombuffer(b" HTTP/1.", np.uint8)
 _INFER_ENDS = np.frombuffer(b"/infer", np.uint8)
 _PREDICT_ENDS = np.frombuffer(b":predict", np.uint8)
 _ROWS_ENDS = np.frombuffer(b"/rows", np.uint8)
-# what Connection may say; the last two go with a wish for HTTP/2, which is passed over
+# options of Connection; the last two belong to an upgrade to HTTP/2, which is ignored
 _OPTIONS = [np.frombuffer(text, np.uint8) for text in (b"close", b"keep-alive", b"te", b"upgrade", b"http2-settings")]
 _CLOSE, _KEEP_ALIVE, _TE, _UPGRADE, _HTTP2_SETTINGS = _OPTIONS
 _H2C, _IDENTITY = (np.frombuffer(text, np.uint8) for text in (b"h2c", b"identity"))
@@ -114,7 +114,7 @@ _SPACE, _TAB, _CR, _LF, _COLON, _ZERO, _COMMA, _SEMICOLON, _STAR = 32, 9, 13, 10
 
 @nb.njit(inline="always")
 def _starts_with(at, n, wanted, begin, size):  # type: ignore[no-untyped-def]
-    """Whether the `n` bytes at an address begin as wanted: PLAIN, FOREIGN, or CUT where they are too few to tell."""
+    """Whether the `n` bytes at `at` have the wanted bytes from `begin` on: PLAIN, FOREIGN, or CUT where they are too few to tell."""
     for i in range(min(n, size)):
         if load_u8(at, i) != wanted[begin + i]:
             return FOREIGN
@@ -123,7 +123,7 @@ def _starts_with(at, n, wanted, begin, size):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def read_number(at, size, most_digits):  # type: ignore[no-untyped-def]
-    """The number that `size` bytes spell, or -1. With 19 digits it is to be below 2⁶³."""
+    """The number in `size` digits, or -1. With 19 digits the caller makes sure that it is below 2⁶³."""
     if size < 1 or size > most_digits:
         return nb.int64(-1)
     value = nb.int64(0)
@@ -154,7 +154,7 @@ def read_version(at, n, begin, found):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _path(at, n, found):  # type: ignore[no-untyped-def]
-    """How many bytes the request line has with CR LF; or minus CUT or FOREIGN."""
+    """The bytes of the request line with CR LF; or minus CUT or FOREIGN."""
     kind, opening = INFER, _starts_with(at, n, _OPENINGS, 0, _OPENING_BYTES)
     while opening == FOREIGN and kind < ROWS:
         kind += 1
@@ -181,7 +181,7 @@ def _path(at, n, found):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def _is_spelled(number, at, size):  # type: ignore[no-untyped-def]
-    """Whether the name of `size` bytes of IN_NAME at an address is the one of a number, in any case."""
+    """Whether the `size` bytes at `at`, all of IN_NAME, are the header name with this number, in any case."""
     spelled = _SPELLED_FROM[number]
     if _SPELLED_FROM[number + 1] - spelled != size:
         return False
@@ -203,19 +203,19 @@ def _is_blank(byte):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _is_plain(at, begin, end):  # type: ignore[no-untyped-def]
-    """Whether a value is ASCII without tabs, and no blank is its last byte."""
+    """Whether a value is ASCII without tabs and does not end with a blank."""
     for i in range(begin, end):
         if load_u8(at, i) > 126 or load_u8(at, i) == _TAB:
             return False
     return end == begin or load_u8(at, end - 1) != _SPACE
 
 
-UNREAD = 1 << 20  # the number of a header that nobody reads
+UNREAD = 1 << 20  # the number of a header that nothing reads
 
 
 @nb.njit
 def read_line(at, n, begin):  # type: ignore[no-untyped-def]
-    """(header's number, where its value begins, where it ends, where its line does) of the line at `begin`; the number may be -CUT, or -FOREIGN for no header."""
+    """The line at `begin`: (header's number, where its value begins, where the value ends, where the line ends). The number is -CUT, or -FOREIGN for no header."""
     hashed = _U64(0xCBF29CE484222325)
     i = begin
     while i < n:
@@ -252,7 +252,7 @@ def read_line(at, n, begin):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def is_word(at, size, word):  # type: ignore[no-untyped-def]
-    """Whether `size` bytes at an address spell a word of small letters, in any case."""
+    """Whether `size` bytes at an address are `word` (in small letters), in any case."""
     if size != word.size:
         return False
     for k in range(size):
@@ -266,7 +266,7 @@ def is_word(at, size, word):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def options(at, size):  # type: ignore[no-untyped-def]
-    """What Connection says: bit 0 to close, bit 1 anything that is not known here."""
+    """What Connection says. Bit 0: close; bit 1: an unknown option."""
     says, i = 0, 0
     while i <= size:
         while i < size and load_u8(at, i) == _SPACE:
@@ -297,12 +297,12 @@ def is_sampled(at, size):  # type: ignore[no-untyped-def]
     if size < _TRACEPARENT:
         return False
     digit = load_u8(at, _TRACEPARENT - 1)
-    return ((digit ^ (digit >> 6)) & 1) != 0  # of `a` to `f` the lowest bit is turned: a is 10, and its code 97
+    return ((digit ^ (digit >> 6)) & 1) != 0  # for `a` to `f` the lowest bit is inverted: a is 10, and its code 97
 
 
 @nb.njit
 def _may_be_refused(at, size):  # type: ignore[no-untyped-def]
-    """Whether Accept-Encoding may refuse an answer as it is: by weights, of `identity` or of all codings."""
+    """Whether Accept-Encoding may refuse an uncompressed answer: it gives weights for `identity` or for all codings."""
     weighed = named = False
     for i in range(size):
         byte = load_u8(at, i)
@@ -313,7 +313,7 @@ def _may_be_refused(at, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def is_ours(at, n):  # type: ignore[no-untyped-def]
-    """Whether `n` bytes at an address begin as a request that a reactor may answer, whatever follows."""
+    """Whether `n` bytes at an address begin as a request that a reactor may answer."""
     for kind in range(ROWS + 1):
         if _starts_with(at, n, _OPENINGS, kind * _OPENING_BYTES, _OPENING_BYTES) == PLAIN:
             return True
@@ -322,7 +322,7 @@ def is_ours(at, n):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def parse_at(at, n, found):  # type: ignore[no-untyped-def]
-    """What the `n` bytes at address `at` begin with: PLAIN, and `found` says the rest; CUT; or FOREIGN."""
+    """Parse the head at address `at` of `n` bytes: PLAIN, with `found` filled; CUT; or FOREIGN."""
     i = _path(at, n, found)
     if i <= 0:
         return -i

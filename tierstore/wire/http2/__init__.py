@@ -1,1 +1,1 @@
-"""HTTP/2 (RFC 9113) of a server, without a socket: `core.py` reads a frame."""
+"""The server's side of HTTP/2 (RFC 9113), without a socket: `core.py` reads a frame."""

@@ -1,4 +1,4 @@
-"""Answers to calls of gRPC on an HTTP/2 session: the frames of a message and of how the call ended.
+"""Answers to gRPC calls on an HTTP/2 session: the frames of a message and of the call's status.
 
 Free functions of addresses, nogil; the thread of the session.
 """
@@ -30,19 +30,19 @@ from tierstore.wire.http2.out import (
 _STARTS = np.frombuffer(b"\x88\x0f\x10\x10application/grpc", np.uint8)  # :status 200, content-type
 _GOOD = np.frombuffer(b"\x00\x0bgrpc-status\x010", np.uint8)
 _REQUEST_ID = np.frombuffer(b"x-request-id", np.uint8)
-_STAYS_FROM = 1 << 15  # bytes of a message that are not copied: fewer cost less than the pieces
-PREFIX = 5  # of a message of gRPC: whether it is compressed, its length
+_STAYS_FROM = 1 << 15  # a message of at least so many bytes is not copied; below that, a copy is cheaper than pieces
+PREFIX = 5  # bytes before a gRPC message: whether it is compressed, its length
 
 
 @nb.njit
 def trailers_bytes(request_id_bytes):  # type: ignore[no-untyped-def]
-    """The most bytes that the trailers of a call that went well take."""
+    """The most bytes that the trailers of a successful call take."""
     return _GOOD.size + (_REQUEST_ID.size + request_id_bytes + hpack.MOST_ADDED if request_id_bytes > 0 else 0)
 
 
 @nb.njit
 def write_trailers(target, request_id, request_id_bytes):  # type: ignore[no-untyped-def]
-    """Write grpc-status 0, and the request's id where it has one. Returns the bytes written."""
+    """Write grpc-status 0, and the request's id if it has one. Returns the bytes written."""
     copy_bytes(target, nb.int64(_GOOD.ctypes.data), _GOOD.size)
     if request_id_bytes == 0:
         return _GOOD.size
@@ -52,7 +52,7 @@ def write_trailers(target, request_id, request_id_bytes):  # type: ignore[no-unt
 
 @nb.njit
 def _write_call(s, row, message, size, request_id, request_id_bytes, most, stays):  # type: ignore[no-untyped-def]
-    """Write all frames of a call's answer, of at most so many bytes each. `stays`: what leaves of the message is not copied."""
+    """Write all frames of a call's answer, of at most `most` bytes each. `stays`: the sent part of the message is not copied."""
     stream = row.id
     write_headers(s, stream, nb.int64(_STARTS.ctypes.data), _STARTS.size, 0)
     before, left = PREFIX, size
@@ -83,7 +83,7 @@ def _write_call(s, row, message, size, request_id, request_id_bytes, most, stays
 
 @nb.njit
 def refuse_call(s, row, head, size, request_id, request_id_bytes):  # type: ignore[no-untyped-def]
-    """Answer a call with a header block alone, which says its status, and the request's id where it has one; as a block. False: no memory."""
+    """Queue, as a block, a header block that has the status and, if there is one, the request's id. False: no memory."""
     room = _REQUEST_ID.size + request_id_bytes + hpack.MOST_ADDED
     block = allocate(block_bytes(size + room, 0, 0))
     if block == 0:
@@ -100,9 +100,9 @@ def refuse_call(s, row, head, size, request_id, request_id_bytes):  # type: igno
 
 @nb.njit
 def answer_call(s, row, message, size, request_id, request_id_bytes):  # type: ignore[no-untyped-def]
-    """Answer a call with a message: at once where windows and room allow, else as a block. False: no memory.
+    """Answer a call with a message: at once where windows and room allow, otherwise as a block. False: no memory.
 
-    Where pieces are used afterwards, the message must have left before it changes.
+    Where pieces are used, the message must stay unchanged until it was sent.
     """
     data = PREFIX + size
     most = min(s.peer_frame, nb.int64(layout.FRAME_BYTES))

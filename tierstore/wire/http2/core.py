@@ -1,17 +1,17 @@
-"""HTTP/2 (RFC 9113) of a server without a socket: bytes in at an address, changes of streams, bytes out into a buffer.
+"""The server's side of HTTP/2 (RFC 9113) without a socket: bytes in at an address, changes of streams, bytes out into a buffer.
 
-`step` takes one frame. What it comes to is for the caller, who answers requests (`out.py`) and moves bytes: a reactor between this and a
-socket, the event loop between this and TLS. Frames of control are answered here. An error of a stream resets it; an error of the
-connection writes GOAWAY, and the session is BROKEN: nothing more is read.
+`step` reads one frame. The caller acts on the result: it answers requests (`out.py`) and moves bytes. Callers are the reactor, between this and a
+socket, and the event loop, between this and TLS. Control frames are answered here. An error of a stream resets the stream; an error of the connection
+writes GOAWAY, and the session is BROKEN: nothing more is read.
 
-    frame ──► step ──► REQUEST    whole, in one piece: `event_row` is the stream, `event_at` and `event_bytes` the body
-                       OPENED     of a method that streams: its headers have come
-                       CAME       bytes of it, at `event_at`; ENDED of its `state` says whether they are the last
-                       RESET      by the client, or for its error: the caller closes the row
-                       SENDABLE   the peer's windows are larger: `push` what waits, of `event_row` or of all
-                       FAILED     after what is in the buffer the connection ends
+    frame ──► step ──► REQUEST    a whole request: `event_row` is the stream, `event_at` and `event_bytes` the body
+                       OPENED     the headers of a streaming method have come
+                       CAME       bytes of a streaming method's request, at `event_at`; ENDED of its `state`: they are the last
+                       RESET      a stream was reset by the client or for an error: the caller closes the row
+                       SENDABLE   the peer's windows are larger: `push` what waits on `event_row`, or on all streams
+                       FAILED     the connection ends after the bytes that are in the buffer
 
-Each bound is named in `layout.py`. Free functions of addresses, nogil; one thread at a time for a session.
+All bounds are named in `layout.py`. Free functions of addresses, nogil; one thread at a time for a session.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _u16(at):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def begin_session(address, most_body, streaming):  # type: ignore[no-untyped-def]
-    """Begin a session in SESSION_BYTES at an address, behind the preface and before any frame. The caller lends it a buffer."""
+    """Begin a session in SESSION_BYTES at an address, after the preface and before any frame. The caller lends it a buffer."""
     s = layout.session_at(address)
     clear_bytes(s, layout.SESSION_HEAD_BYTES)
     hpack.begin_table(layout.session_at(s, 1))
@@ -62,7 +62,7 @@ def begin_session(address, most_body, streaming):  # type: ignore[no-untyped-def
 
 @nb.njit
 def write_settings(s):  # type: ignore[no-untyped-def]
-    """Write what this side announces. The buffer has CONTROL_ROOM."""
+    """Write this side's SETTINGS. The buffer has CONTROL_ROOM."""
     at = write_control(s, layout.SETTINGS, 0, 0, 18)
     for which, value in (
         (layout.MAX_CONCURRENT_STREAMS, layout.MOST_STREAMS), (layout.INITIAL_WINDOW_SIZE, layout.STREAM_WINDOW), (layout.MAX_HEADER_LIST_SIZE, layout.MOST_LIST_BYTES),
@@ -76,7 +76,7 @@ def write_settings(s):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def end_session(s):  # type: ignore[no-untyped-def]
-    """Free what a session holds, but for itself and the buffer that it was lent."""
+    """Free the memory that a session holds, except the session itself and the buffer that it was lent."""
     free_rows(s)
     release(s.block_at)
     s.block_at = 0
@@ -84,7 +84,7 @@ def end_session(s):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def go_away(s):  # type: ignore[no-untyped-def]
-    """Begin no more streams: those that have begun are answered. The buffer has CONTROL_ROOM."""
+    """Announce that no more streams begin; streams that have begun are answered. The buffer has CONTROL_ROOM."""
     if not s.flags & layout.GOING:
         s.flags |= layout.GOING
         write_goaway(s, 0)
@@ -116,7 +116,7 @@ def _on_settings(s, at, size, flags, stream, now):  # type: ignore[no-untyped-de
             window = value
         elif which == layout.HEADER_TABLE_SIZE and value < hpack.CAPACITY and not s.flags & layout.NO_TABLE:
             s.flags |= layout.TABLE_SHRUNK
-    if window >= 0:  # the last of them holds
+    if window >= 0:  # if a setting comes twice, the last one counts
         more, row = window - s.initial, s.streams
         for _ in range(s.streams_room):
             if row.id != 0:
@@ -214,14 +214,14 @@ def _on_frame(s, kind, at, size, flags, stream, work, now):  # type: ignore[no-u
             return fail(s, layout.PROTOCOL_ERROR)
         if size < 8:
             return fail(s, layout.FRAME_SIZE_ERROR)
-    return control(s, now)  # of types that nobody knows too
+    return control(s, now)  # frames of unknown types too
 
 
 @nb.njit
 def step(s, at, n, work, now):  # type: ignore[no-untyped-def]
-    """Take the frame that the `n` bytes at `at` begin with. Returns (its bytes, what it comes to).
+    """Read the frame at the beginning of the `n` bytes at `at`. Returns (bytes of the frame, result).
 
-    No bytes: more must come first, or the buffer has no CONTROL_ROOM. `work`: WORK_BYTES. Of a frame that is too large the head is enough.
+    0 bytes: more must come first, or the buffer has no CONTROL_ROOM. `work`: WORK_BYTES. For a frame that is too large, its head suffices.
     """
     if n < layout.FRAME_HEAD or room_of(s) < layout.CONTROL_ROOM:
         return 0, layout.NOTHING

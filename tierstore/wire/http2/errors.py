@@ -1,4 +1,4 @@
-"""Errors of HTTP/2 sessions and streams, and what a client may not do without end.
+"""Errors of HTTP/2 sessions and streams, and limits on what a client may do too often.
 
 Free functions of addresses, nogil.
 """
@@ -27,7 +27,7 @@ def read_u32(at):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def fail(s, code):  # type: ignore[no-untyped-def]
-    """End the connection with an error."""
+    """End the connection with an error: write GOAWAY."""
     write_goaway(s, code)
     s.flags = s.flags | layout.BROKEN | layout.GOING
     return layout.FAILED
@@ -35,9 +35,9 @@ def fail(s, code):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def count_often(s, counter, most, now):  # type: ignore[no-untyped-def]
-    """Count what a client may not do without end, `resets` or `controls`, whose address is `counter`. True where that was too often in this second.
+    """Count an event in `counter`, the address of `resets` or `controls`. True if there were more than `most` in this second.
 
-    Streams that were answered (`out.finish`) pay for resets, then or later: a client whose deadlines pass while the service is busy is no flood.
+    Each answered stream (`out.finish`) allows some resets, at once or later: a client whose deadlines pass while the service is busy is no flood.
     """
     second = now // 1_000_000_000
     if s.second != second:
@@ -50,7 +50,7 @@ def count_often(s, counter, most, now):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def reset_stream(s, stream, code, now):  # type: ignore[no-untyped-def]
-    """Reset a stream for an error. Returns RESET where it has a row, in EVENT_ROW."""
+    """Reset a stream for an error. Returns RESET if it has a row, which is in EVENT_ROW."""
     if count_often(s, place(s, "resets"), layout.MOST_RESETS, now):
         return fail(s, layout.ENHANCE_YOUR_CALM)
     write_reset(s, stream, code)
@@ -70,7 +70,7 @@ def control(s, now):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def closed(s, stream, now):  # type: ignore[no-untyped-def]
-    """Answer a frame for a closed stream with a reset. It may have been under way when the stream was reset here."""
+    """Answer a frame for a closed stream with a reset. The client may have sent it before it heard of the reset."""
     if count_often(s, place(s, "controls"), layout.MOST_CONTROLS, now):
         return fail(s, layout.ENHANCE_YOUR_CALM)
     write_reset(s, stream, layout.STREAM_CLOSED)

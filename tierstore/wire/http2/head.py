@@ -1,9 +1,9 @@
-"""The head of an HTTP/2 request: a decoded header list, checked as RFC 9113 (8.2, 8.3) asks, kept with its stream as text.
+"""The head of an HTTP/2 request: a decoded header list, checked as RFC 9113 (8.2, 8.3) asks, and kept with its stream as text.
 
     HEAD_WORDS, 8 bytes each;  <method> <path> LF  <authority> LF  { <name>:<value> LF }
 
-No part of the text can have a line feed in it, so Python splits it. What a reactor reads itself (`wire/http1/head.py` has the same of HTTP/1) stands in
-the stream's record, by its place in the text. Trailers are checked, and dropped.
+No part of the text can have a line feed in it, so Python splits it at them. The fields that a reactor reads (see `wire/http1/head.py`) are in the
+stream's record, by their place in the text. Trailers are checked and dropped.
 
 Free functions of addresses, nogil.
 """
@@ -26,12 +26,12 @@ from tierstore.wire.http2.layout import (
 )
 from tierstore.wire.json.text import names_of, place_of
 
-# when it came; the milliseconds of its grpc-timeout, 0 without one, or NO_TIMEOUT for one without a meaning; 1: it is a call of gRPC
+# three words: when the head came; its grpc-timeout in ms (0 without one, NO_TIMEOUT for a malformed one); 1 for a gRPC call
 HEAD_WORDS = 3
 NO_TIMEOUT = -1
-GOOD, EXPECTS, MALFORMED, NO_MEMORY = range(4)  # EXPECTS: good, and its client waits to be told to go on
+GOOD, EXPECTS, MALFORMED, NO_MEMORY = range(4)  # EXPECTS: good, and the client waits for `100 Continue`
 
-# names by their first place in HPACK's static table; those that it lacks by their place in a list, from _OTHERS on
+# names by their first index in HPACK's static table; others by their index in _NAMES, plus _OTHERS
 _AUTHORITY, _METHOD, _PATH, _SCHEME, _STATUS = 1, 2, 4, 6, 8
 _AUTHORIZATION, _CONTENT_ENCODING, _CONTENT_LENGTH, _CONTENT_TYPE, _EXPECT, _HOST = 23, 26, 28, 31, 35, 38
 _TRANSFER_ENCODING = 57
@@ -49,12 +49,12 @@ _COLON, _LF, _SPACE, _TAB, _SLASH, _STAR = 58, 10, 32, 9, 47, 42
 _MOST_DIGITS = 18  # of lengths and timeouts
 _IN_NAME = http1_head.IN_NAME.copy()
 _IN_NAME[65:91] = 0  # capital letters
-_PSEUDO = 5  # words: where method, path, scheme and authority are, by address; then how many bytes
-# units of grpc-timeout: so many of them are so many milliseconds
+_PSEUDO = 5  # words: the addresses of method, path, scheme and authority; then their numbers of bytes
+# units of grpc-timeout: _UNIT_OF of a unit are _UNIT_MS milliseconds
 _UNITS = b"numSMH"
 _UNIT_OF = np.array([1_000_000, 1_000, 1, 1, 1, 1], np.int64)
 _UNIT_MS = np.array([1, 1, 1, 1_000, 60_000, 3_600_000], np.int64)
-_MOST_TIMEOUT_MS = 1 << 40  # whose nanoseconds are a number too
+_MOST_TIMEOUT_MS = 1 << 40  # the largest timeout, so that it can be counted in nanoseconds
 
 
 @nb.njit(inline="always")
@@ -64,7 +64,7 @@ def _is(at, size, wanted):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _is_name(at, size):  # type: ignore[no-untyped-def]
-    """Whether a name is a token in small letters."""
+    """Whether a name is a token without capital letters."""
     for i in range(size):
         if _IN_NAME[load_u8(at, i)] == 0:
             return False
@@ -73,7 +73,7 @@ def _is_name(at, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _is_value(at, size):  # type: ignore[no-untyped-def]
-    """Whether a value has no control bytes, and no blank at an end."""
+    """Whether a value has no control bytes, and no blank at either end."""
     for i in range(size):
         byte = load_u8(at, i)
         if (byte < _SPACE and byte != _TAB) or byte == 127:
@@ -96,7 +96,7 @@ def _is_path(at, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _timeout_ms(at, size):  # type: ignore[no-untyped-def]
-    """The milliseconds of a grpc-timeout, at least 1; NO_TIMEOUT where it is none."""
+    """The milliseconds of a grpc-timeout, at least 1; NO_TIMEOUT if it is malformed."""
     if size < 2 or size > 9:
         return NO_TIMEOUT
     value = http1_head.read_number(at, size - 1, _MOST_DIGITS)
@@ -110,7 +110,7 @@ def _timeout_ms(at, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _kind(streaming, path, path_bytes, is_grpc):  # type: ignore[no-untyped-def]
-    """How to take the request of a path: WHOLE, CALL or STREAMING. `streaming` has the paths of methods that stream, or is 0."""
+    """How a request for a path is handled: WHOLE, CALL or STREAMING. `streaming` has the paths of streaming methods, or is 0."""
     if not is_grpc:
         return WHOLE
     if _is(path, path_bytes, INFER_PATH):
@@ -132,7 +132,7 @@ def _write(target, n, at, size, end):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def read_head(row, text, fields, count, streaming, now):  # type: ignore[no-untyped-def]
-    """Keep `count` decoded fields as the head of a stream. GOOD, EXPECTS, MALFORMED or NO_MEMORY."""
+    """Keep `count` decoded fields as the head of a stream. Returns GOOD, EXPECTS, MALFORMED or NO_MEMORY."""
     method = path = scheme = authority = host = nb.int64(0)
     method_bytes = path_bytes = authority_bytes = host_bytes = nb.int64(0)
     authorization = request_id = -1
@@ -264,7 +264,7 @@ def _is_name_of_method(at, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def are_trailers(text, fields, count):  # type: ignore[no-untyped-def]
-    """Whether decoded fields may end a request: no pseudo-headers, names and values as they may be."""
+    """Whether decoded fields may be trailers: no pseudo-headers, valid names and values."""
     for i in range(count):
         field = field_at(fields, i)
         name, name_bytes = text + field.name_at, field.name_bytes

@@ -1,14 +1,12 @@
-"""Header fields of HTTP/2, compressed and not: HPACK (RFC 7541), without the interpreter.
+"""HPACK (RFC 7541), the compression of HTTP/2 header fields, without the interpreter.
 
-`decode` reads one header block with the table of its connection. `encode_field` and `encode_indexed` write fields that every
-decoder reads, whatever came before: this side's encoder has no dynamic table, so a block that is written once goes into
-any connection, and the size of the peer's table never matters.
+`decode` reads one header block with the table of its connection. `encode_field` and `encode_indexed` write fields that every decoder can read at any
+time: this side's encoder has no dynamic table, so a block that is written once fits every connection, and the size of the peer's table never matters.
 
-What a peer sends is bounded. An integer has five continuation bytes at most, no write goes beyond the room that the caller gives, and a
-block that unfolds to more than MOST_UNFOLDED bytes is an error of the connection, so small blocks do not cost much work.
+What a peer sends is bounded. An integer has at most five continuation bytes, nothing is written beyond the caller's room, and a block that expands to
+more than MOST_UNFOLDED bytes is an error of the connection, so small blocks cannot cost much work.
 
-Free functions of addresses, nogil; a connection's thread calls them, one at a time for a table. Compared with the package
-`hpack` by tests/wire/test_hpack.py.
+Free functions of addresses, nogil; the thread of the connection calls them. tests/wire/test_hpack.py compares them with the package `hpack`.
 """
 
 from __future__ import annotations
@@ -31,16 +29,16 @@ FIELD = define("HeaderField", "a field that `hpack.decode` found", {
 })  # fmt: skip
 field_at = at(FIELD)
 
-# what `decode` returns in place of a count: the block is no HPACK, which ends the connection; the list is beyond the caller's room
+# results of `decode` in place of a count: malformed HPACK, which ends the connection; a list beyond the caller's room
 COMPRESSION, TOO_LARGE = -1, -2
 
-CAPACITY = 4096  # of a table as RFC 7541 counts: SETTINGS_HEADER_TABLE_SIZE as it is without a word
-LEAST_ROOM = CAPACITY  # of `text`: what goes into a table is decoded there
-MOST_UNFOLDED = 1 << 20  # bytes of names and values of a block
+CAPACITY = 4096  # bytes of a table, counted as RFC 7541 does: the default of SETTINGS_HEADER_TABLE_SIZE
+LEAST_ROOM = CAPACITY  # of `text`: new table entries are decoded there first
+MOST_UNFOLDED = 1 << 20  # bytes of names and values in a block
 MOST_ADDED = 16  # bytes of an encoded field beside its name and value
-NO_TABLE = 0x20  # before the first field of a block: from here on the table has no bytes
+NO_TABLE = 0x20  # in front of a block's first field: sets the size of the table to 0
 
-_OVERHEAD = 32  # of an entry, as RFC 7541 counts
+_OVERHEAD = 32  # of an entry, by RFC 7541
 _ENTRIES = CAPACITY // _OVERHEAD
 TABLE = define("HeaderTable", "the dynamic table of one peer's encoder (HPACK)", {
     "count size": "entries, and their bytes as RFC 7541 counts them",
@@ -56,7 +54,7 @@ TABLE = define("HeaderTable", "the dynamic table of one peer's encoder (HPACK)",
 table_at = at(TABLE)
 _NAME_SHIFT, _VALUE_SHIFT, _IS_SHIFT, _PART = 16, 32, 48, 0xFFFF
 
-# RFC 7541, appendix A: the static table, from 1 on
+# RFC 7541, appendix A: the static table, from index 1 on
 _STATIC = (
     ":authority|:method GET|:method POST|:path /|:path /index.html|:scheme http|:scheme https|:status 200|:status 204|"
     ":status 206|:status 304|:status 400|:status 404|:status 500|accept-charset|accept-encoding gzip, deflate|"
@@ -72,7 +70,7 @@ _NAMES, _NAMES_FROM = names_of(*(name for name, _ in STATIC))
 _FIELDS, _FIELDS_FROM = names_of(*(name + value for name, value in STATIC))
 _FIRST = np.array([0] + [1 + [one for one, _ in STATIC].index(name) for name, _ in STATIC], np.int64)
 
-# RFC 7541, appendix B: the bits of each byte's code, and of EOS last. Codes count up, in the order of their length, then of their byte
+# RFC 7541, appendix B: the bits of each byte's code, EOS last. Codes count up in the order of length, then byte
 _CODE_BITS = """
 13 23 28 28 28 28 28 28 28 24 30 28 28 30 28 28 28 28 28 28 28 28 30 28 28 28 28 28 28 28 28 28
  6 10 10 12 13  6  8 11 10 10  8 11  8  6  6  6  5  5  5  6  6  6  6  6  6  6  7  8 15  6 12 10
@@ -85,14 +83,14 @@ _CODE_BITS = """
 30
 """
 _EOS = 256
-# a step of four bits from a place in the tree of codes: the place that follows, the byte that is whole, and these
+# a step of four bits in the tree of codes: the next place, the byte that is complete, and flags
 _BYTE_SHIFT, _IS_BYTE, _IS_WRONG, _MAY_END = 8, 1 << 16, 1 << 17, 1 << 18
 
 
 def _steps() -> np.ndarray:
-    """What four bits lead to from each place in the tree, uint32[places * 16]; place 0 is the root."""
+    """For each place in the tree, where the next four bits lead: uint32[places * 16]; place 0 is the root."""
     bits = [int(word) for word in _CODE_BITS.split()]
-    tree = [[-1, -1]]  # where a bit leads: a place, or past all places a byte
+    tree = [[-1, -1]]  # where a bit leads: a place; numbers above all places are bytes
     code, length = 0, 0
     for byte in sorted(range(_EOS + 1), key=lambda one: (bits[one], one)):
         code, length = code << bits[byte] - length, bits[byte]
@@ -105,7 +103,7 @@ def _steps() -> np.ndarray:
             place = branch[code >> bit & 1]
         tree[place][code & 1] = _EOS + byte
         code += 1
-    ends, place = [0], 0  # padding is the beginning of EOS, of less than a byte
+    ends, place = [0], 0  # padding is the beginning of EOS, shorter than a byte
     for _ in range(7):
         place = tree[place][1]
         ends.append(place)
@@ -135,7 +133,7 @@ def _static_at(index):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def _entry_at(table, index):  # type: ignore[no-untyped-def]
-    """The word of an entry of the dynamic table; 0 is the newest."""
+    """The word of an entry of the dynamic table; index 0 is the newest."""
     return table.entries[(table.newest - index) % _ENTRIES]
 
 
@@ -150,7 +148,7 @@ def _read_ring(table, entry, target, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _shrink(table, limit):  # type: ignore[no-untyped-def]
-    """Forget the oldest entries until the others have `limit` bytes at most."""
+    """Evict the oldest entries until the table has at most `limit` bytes."""
     while table.count > 0 and table.size > limit:
         entry = _entry_at(table, table.count - 1)
         table.count -= 1
@@ -160,7 +158,7 @@ def _shrink(table, limit):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _insert(table, at, name_bytes, value_bytes, name_is):  # type: ignore[no-untyped-def]
-    """Make the name and the value at `at`, end to end, the newest entry. One that is too large empties the table."""
+    """Insert the name and the value at `at`, end to end, as the newest entry. An entry that is too large empties the table."""
     size, limit = name_bytes + value_bytes, table.limit
     _shrink(table, limit - size - _OVERHEAD)
     if size + _OVERHEAD > limit:
@@ -179,7 +177,7 @@ def _insert(table, at, name_bytes, value_bytes, name_is):  # type: ignore[no-unt
 
 @nb.njit(inline="always")
 def _integer(at, i, size, mask):  # type: ignore[no-untyped-def]
-    """(an integer whose prefix is the bits of `mask`, what follows); -1 where it is cut off, or longer than any that is of use."""
+    """(an integer whose prefix is the bits of `mask`, what follows); -1 where it is cut off or too long."""
     if i >= size:
         return -1, i
     value = nb.int64(load_u8(at, i)) & mask
@@ -199,7 +197,7 @@ def _integer(at, i, size, mask):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _huffman(at, size, target, room):  # type: ignore[no-untyped-def]
-    """The bytes that `size` bytes of Huffman's code are, or -1. As many as there is room for are written."""
+    """Decode `size` bytes of Huffman code. Returns the decoded length, or -1; writes as many bytes as there is room for."""
     steps = nb.int64(_STEPS.ctypes.data)
     place, seen, step, n = 0, 0, nb.int64(_MAY_END), 0
     for i in range(size):
@@ -217,7 +215,7 @@ def _huffman(at, size, target, room):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _string(at, i, size, target, room):  # type: ignore[no-untyped-def]
-    """(the bytes of a string, or -1; what follows). Where they are more than `room`, what is at `target` is of no use."""
+    """(length of a string, or -1; what follows). If it is longer than `room`, the bytes at `target` are undefined."""
     if i >= size:
         return -1, i
     is_huffman = load_u8(at, i) & nb.uint8(128)
@@ -233,9 +231,9 @@ def _string(at, i, size, target, room):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _literal(table, at, i, size, mask, target, room):  # type: ignore[no-untyped-def]
-    """(bytes of the name, bytes of the value, NAME_IS, what follows) of a field that is spelled; -1 where it is none.
+    """A literal field: (bytes of the name, bytes of the value, NAME_IS, what follows); -1 where it is malformed.
 
-    The name and the value are written end to end, where there is room for both.
+    Name and value are written end to end, if there is room for both.
     """
     index, i = _integer(at, i, size, mask)
     count = table.count
@@ -264,7 +262,7 @@ def _literal(table, at, i, size, mask, target, room):  # type: ignore[no-untyped
 
 @nb.njit
 def _indexed(table, index, target, room):  # type: ignore[no-untyped-def]
-    """(bytes of the name, bytes of the value, NAME_IS) of an entry, written end to end where there is room; -1 where there is none."""
+    """An indexed field: (bytes of the name, bytes of the value, NAME_IS), written end to end if there is room; -1 for an unknown index."""
     if index <= 0 or index > _STATIC_COUNT + table.count:
         return -1, 0, 0
     if index <= _STATIC_COUNT:
@@ -281,7 +279,7 @@ def _indexed(table, index, target, room):  # type: ignore[no-untyped-def]
 
 @compiled(types.void(types.int64), when=LAST)
 def begin_table(table: Any) -> Any:
-    """Make TABLE_BYTES at an address, a multiple of 8, the empty table of a new connection."""
+    """Initialise TABLE_BYTES at an address, a multiple of 8, as the empty table of a new connection."""
     table = table_at(table)
     table.count = table.size = table.newest = table.end = 0
     table.limit = CAPACITY
@@ -289,10 +287,10 @@ def begin_table(table: Any) -> Any:
 
 @compiled(types.int64(*[types.int64] * 7), when=LAST)
 def decode(table: Any, at: Any, size: Any, text: Any, text_room: Any, fields: Any, most_fields: Any) -> Any:
-    """Decode a header block of `size` bytes: how many fields it has, COMPRESSION or TOO_LARGE.
+    """Decode a header block of `size` bytes. Returns the number of fields, COMPRESSION or TOO_LARGE.
 
-    The names and values are written to `text`, which has room for `text_room` bytes, LEAST_ROOM at least; `fields` has
-    `most_fields` FIELDs. After TOO_LARGE both hold nothing of use, but the table is as the peer's encoder has it.
+    Names and values are written to `text`, of `text_room` bytes, at least LEAST_ROOM; `fields` has `most_fields` FIELDs. After TOO_LARGE both are
+    undefined, but the table is in step with the peer's encoder.
     """
     table = table_at(table)
     i, count, used, unfolded, is_over = 0, 0, 0, 0, False
@@ -320,7 +318,7 @@ def decode(table: Any, at: Any, size: Any, text: Any, text_room: Any, fields: An
         if name_bytes < 0:
             return COMPRESSION
         if name_bytes + value_bytes > room and not is_over:
-            is_over, used, i = True, 0, begin  # once more, where all that a table may have has room
+            is_over, used, i = True, 0, begin  # start again at the front of `text`, where every table entry fits
             continue
         unfolded += name_bytes + value_bytes
         if unfolded > MOST_UNFOLDED:
@@ -359,13 +357,13 @@ def _write_integer(target, first, mask, value):  # type: ignore[no-untyped-def]
 
 @compiled(types.int64(types.int64, types.int64), when=LAST)
 def encode_indexed(target: Any, index: Any) -> Any:
-    """Write a field that the static table has, one byte. Returns the bytes written."""
+    """Write a field of the static table, one byte. Returns the bytes written."""
     return _write_integer(target, 128, 127, index)
 
 
 @compiled(types.int64(*[types.int64] * 5), when=LAST)
 def encode_field(target: Any, name: Any, name_bytes: Any, value: Any, value_bytes: Any) -> Any:
-    """Write a field that no table gets, of a name in small letters. Returns the bytes written: MOST_ADDED more than it has at most."""
+    """Write a field (name in small letters) that enters no table. Returns the bytes written, at most MOST_ADDED more than name and value."""
     index = 1 + place_of(name, 0, name_bytes, _NAMES, _NAMES_FROM)
     n = _write_integer(target, 0, 15, index)
     if index == 0:

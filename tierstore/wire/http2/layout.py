@@ -1,7 +1,7 @@
-"""HTTP/2 (RFC 9113) in memory: a session, its streams, blocks that are to leave; and every bound of it.
+"""HTTP/2 (RFC 9113) in memory: the records of a session, its streams and blocks, and all bounds.
 
-A *session* is the state of one connection. A *stream* is a row of its table of streams. A *block* is what is to leave on a stream: a header
-block, data, trailers. `core.py` says who writes them.
+A *session* is the state of one connection. A *stream* is a row of its table of streams. A *block* is a part of an answer that waits to be sent on a
+stream: header block, data, trailers. `core.py` and `out.py` write them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tierstore.wire.http2 import hpack
 
 PREFACE = np.frombuffer(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", np.uint8)
 
-# frames: their types, flags, and error codes
+# frames: types, flags, error codes
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 FRAME_HEAD = 9
 END_STREAM, ACK, END_HEADERS, PADDED, HAS_PRIORITY = 0x1, 0x1, 0x4, 0x8, 0x20
@@ -25,24 +25,24 @@ HEADER_TABLE_SIZE, ENABLE_PUSH, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX
     range(1, 7)
 )
 MOST_WINDOW = (1 << 31) - 1
-FIRST_WINDOW = (1 << 16) - 1  # of a connection, and of streams until SETTINGS say otherwise
-FRAME_BYTES = 1 << 14  # what a frame may have, unless SETTINGS say otherwise; and what it may have here
+FIRST_WINDOW = (1 << 16) - 1  # of a connection, and of streams until SETTINGS change it
+FRAME_BYTES = 1 << 14  # the most of a sent frame, until SETTINGS change it; the most of a received one
 
 # bounds
-MOST_STREAMS = 100  # of a connection at a time; MAX_CONCURRENT_STREAMS
-MOST_LIST_BYTES = 1 << 14  # of a header list, decoded; MAX_HEADER_LIST_SIZE
+MOST_STREAMS = 100  # open at a time on a connection; MAX_CONCURRENT_STREAMS
+MOST_LIST_BYTES = 1 << 14  # of a decoded header list; MAX_HEADER_LIST_SIZE
 MOST_FIELDS = 256
-MOST_BLOCK_BYTES = 1 << 15  # of a header block, as it comes
+MOST_BLOCK_BYTES = 1 << 15  # of a header block as it arrives
 MOST_CONTINUATIONS = 16
-MOST_RESETS = 400  # of streams, by the client or for its errors, in a second
-ANSWER_RESETS = 4  # that it may have beside them for each stream that was answered, in that second or later
-MOST_SAVED_RESETS = 4_000  # of those that it has not had yet
-MOST_CONTROLS = 20_000  # PING, SETTINGS, PRIORITY, frames without meaning and empty ones, in a second
-STREAM_WINDOW = 1 << 20  # what a client may send ahead on a stream
+MOST_RESETS = 400  # streams reset in a second, by the client or for its errors
+ANSWER_RESETS = 4  # resets allowed in addition for each answered stream, in that second or later
+MOST_SAVED_RESETS = 4_000  # of these, the most that may be left for later
+MOST_CONTROLS = 20_000  # PING, SETTINGS, PRIORITY, frames of unknown types and empty frames in a second
+STREAM_WINDOW = 1 << 20  # bytes that a client may send ahead on a stream
 CONNECTION_WINDOW = 1 << 24  # and on a connection
-CREDIT_BYTES = 1 << 22  # of a connection, that are given back at once
+CREDIT_BYTES = 1 << 22  # credit of a connection that is given back at once
 
-# a block begins with this; then the header block, the data, the trailers
+# a block begins with this record; header block, data and trailers follow
 BLOCK = define("OutgoingBlock", "what is to leave on a stream: a header block, data and trailers lie behind it", {
     "next_block": (ITSELF, "what leaves after it"),
     "ends": "ENDS, REPORTS",
@@ -104,26 +104,26 @@ SESSION = define("Session", "a connection of HTTP/2; the table of the peer's enc
 session_at = at(SESSION)
 SESSION_HEAD_BYTES = SESSION.bytes
 SESSION_BYTES = SESSION_HEAD_BYTES + hpack.TABLE.bytes
-# of a session's `flags`: the peer's first SETTINGS have come; GOAWAY was written; after an error nothing more is read; SETTINGS were written;
-# the peer's table of our headers has become smaller, which the next header block has to say; it has said so, once for all
+# bits of a session's `flags`, in order: the peer's first SETTINGS have come; GOAWAY was written; an error occurred, and nothing more is read; SETTINGS
+# were written; the peer has made the table for our headers smaller, which the next header block must say; it has been said, for good
 HAS_SETTINGS, GOING, BROKEN, GREETED, TABLE_SHRUNK, NO_TABLE = 1, 2, 4, 8, 16, 32
 
 FIRST_ROOM = 4  # streams that a new session has room for
-# of a stream's `state`: the client sends no more; its request is Python's; data of it are on their way there; its end was told there; its
-# request was too large; the last block of the answer is there; its request is a job's
+# bits of a stream's `state`, in order: the client sends no more; Python has its request; data are on their way to Python; Python was told its end; its
+# request was too large; the last block of the answer is here; a job has its request
 ENDED, AWAY, DELIVERING, END_DELIVERED, TOO_LARGE, FINAL, HAS_JOB = 1, 2, 4, 8, 16, 32, 64
-# of its `kind`: a call of ModelInfer that is answered here, perhaps; a request that is given on whole; one that is given on as it comes
+# a stream's `kind`: a ModelInfer call that may be answered here; a request that Python gets whole; a request that Python gets in parts
 CALL, WHOLE, STREAMING = range(3)
 
-# of a block's `ends`: the stream ends with it; somebody waits to hear that it has left
+# bits of a block's `ends`: the stream ends with it; Python is told when it was sent
 ENDS, REPORTS = 1, 2
 
-# what a step comes to
+# results of `core.step`
 NOTHING, REQUEST, OPENED, CAME, RESET, SENDABLE, FAILED = range(7)
 
-CONTROL_ROOM = 256  # bytes that a step may write
+CONTROL_ROOM = 256  # the most bytes that a step writes
 PIECES = 528  # for an answer of 4 MiB in the smallest frames
 
-# memory to decode a header list in
+# memory for decoding a header list
 FIELDS_BYTES = hpack.FIELD.bytes * MOST_FIELDS
 WORK_BYTES = FIELDS_BYTES + MOST_LIST_BYTES + 2 * MOST_FIELDS + 64

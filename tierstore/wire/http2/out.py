@@ -1,8 +1,8 @@
-"""What leaves on an HTTP/2 session: frames written to its buffer, and blocks that wait for their stream's turn and the peer's windows.
+"""The sending side of an HTTP/2 session: frames written to a buffer, and blocks that wait for their turn and the peer's windows.
 
-The buffer is lent by whoever moves bytes to the peer. A frame is in it whole or not at all, so what was
-written leaves in its order; what the windows or the room do not take stays a block of its stream, and `push` goes on with it.
-The data of a long answer may stay where they are, where room for pieces is lent too: then pieces say what leaves, in its order.
+The caller that moves bytes to the peer lends the buffer. A frame is in the buffer whole or not at all, so frames are sent in the order of writing.
+What windows or room do not allow stays a block of its stream, and `push` goes on with it. If room for pieces is lent too, the data of a long answer
+are not copied: pieces then list what to send, in order.
 
 Free functions of addresses, nogil; the thread of the session.
 """
@@ -36,13 +36,13 @@ def write_frame_head(at, size, kind, flags, stream):  # type: ignore[no-untyped-
 
 @nb.njit(inline="always")
 def room_of(s):  # type: ignore[no-untyped-def]
-    """How many more bytes fit into the buffer."""
+    """The bytes left in the buffer."""
     return s.out_room - s.out_bytes
 
 
 @nb.njit(inline="always")
 def room_of_data(s):  # type: ignore[no-untyped-def]
-    """As `room_of`, without what is kept for frames of control."""
+    """`room_of` without the room that is reserved for control frames."""
     return room_of(s) - layout.CONTROL_ROOM
 
 
@@ -59,7 +59,7 @@ def wrote(s, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def write_control(s, kind, flags, stream, size):  # type: ignore[no-untyped-def]
-    """Write the head of a small frame; its `size` bytes are the caller's to write at what is returned."""
+    """Write the head of a small frame. Returns the address where the caller writes its `size` bytes."""
     at = end_of(s)
     write_frame_head(at, size, kind, flags, stream)
     wrote(s, layout.FRAME_HEAD + size)
@@ -88,7 +88,7 @@ def write_goaway(s, code):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def row_of(s, stream):  # type: ignore[no-untyped-def]
-    """The address of an open stream, or 0."""
+    """The address of an open stream's row, or 0."""
     row, left = s.streams, s.open
     for _ in range(s.streams_room):
         if left == 0:
@@ -103,7 +103,7 @@ def row_of(s, stream):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def new_row(s, stream):  # type: ignore[no-untyped-def]
-    """The address of a free row, which is the stream's from now on; 0: no memory. Rows may move."""
+    """The address of a new row for a stream; 0: no memory. Rows may move."""
     room = s.streams_room
     if s.open == room:
         more = max(2 * room, layout.FIRST_ROOM)
@@ -131,7 +131,7 @@ def hold(s, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def drop_request(s, row):  # type: ignore[no-untyped-def]
-    """Free what has come of a stream's request."""
+    """Free the bytes of a stream's request."""
     hold(s, -row.bytes)
     release(row.at)
     row.at = 0
@@ -140,7 +140,7 @@ def drop_request(s, row):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def close_row(s, row):  # type: ignore[no-untyped-def]
-    """Close a stream: nothing of it comes or leaves any more."""
+    """Close a stream: nothing more is read or sent on it."""
     drop_request(s, row)
     block = row.first_out
     if block != 0:
@@ -178,7 +178,7 @@ def block_bytes(headers, data, trailers):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def begin_block(address, ends, headers, data, trailers):  # type: ignore[no-untyped-def]
-    """Begin a block at an address. Returns where its bytes go: headers, data, trailers, end to end."""
+    """Initialise a block at an address. Returns where its bytes go: headers, data, trailers, end to end."""
     block = layout.block_at(address)
     block.next_block = 0
     block.ends = ends
@@ -193,7 +193,7 @@ def begin_block(address, ends, headers, data, trailers):  # type: ignore[no-unty
 
 @nb.njit
 def queue(s, row, address):  # type: ignore[no-untyped-def]
-    """Let the block at an address be the last to leave on a stream, which owns it from now on."""
+    """Append the block at an address to a stream, which owns the block from now on."""
     block = layout.block_at(address)
     if row.first_out == 0:
         row.first_out = block
@@ -214,9 +214,9 @@ def _headers_room(s, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def write_headers(s, stream, at, size, flags):  # type: ignore[no-untyped-def]
-    """Write a header block as HEADERS and, where a frame does not take it, CONTINUATION. There is room.
+    """Write a header block as HEADERS and, where it exceeds a frame, CONTINUATION. The caller has checked the room.
 
-    The first one after the peer's table has become smaller says that no table is used (RFC 7541, 4.2), which is so from the first on.
+    After the peer has made its table smaller, the first block says that no table is used (RFC 7541, 4.2), which has been so all along.
     """
     kind, most, before = layout.HEADERS, s.peer_frame, 0
     if s.flags & layout.TABLE_SHRUNK:
@@ -255,14 +255,14 @@ def _write_data(s, row, at, size, flags):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def use_windows(s, row, size):  # type: ignore[no-untyped-def]
-    """Take the bytes of data that leave from the windows."""
+    """Take `size` bytes of data from the windows."""
     row.window -= size
     s.send_window -= size
 
 
 @nb.njit(inline="always")
 def end_part(s):  # type: ignore[no-untyped-def]
-    """Add what was written to the buffer since the last part of it to the pieces."""
+    """Add what was written to the buffer since the last piece to the pieces."""
     part = text_at(s.pieces, s.pieces_used)
     part.at, part.bytes = s.piece_from, end_of(s) - s.piece_from
     s.piece_from = end_of(s)
@@ -271,7 +271,7 @@ def end_part(s):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def add_piece(s, at, size):  # type: ignore[no-untyped-def]
-    """Let data leave from where they are, behind what was written."""
+    """Send data from where they are, behind what was written."""
     end_part(s)
     piece = text_at(s.pieces, s.pieces_used)
     piece.at, piece.bytes = at, size
@@ -280,7 +280,7 @@ def add_piece(s, at, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _push_block(s, row, block):  # type: ignore[no-untyped-def]
-    """Write what there is room for of a block. True once all of it was written."""
+    """Write as much of a block as there is room for. True once all of it was written."""
     ends, data, trailers = (
         block.ends & layout.ENDS,
         block.data_bytes,
@@ -307,7 +307,7 @@ def _push_block(s, row, block):  # type: ignore[no-untyped-def]
         if room_of_data(s) < _headers_room(s, trailers):
             return False
         write_headers(s, row.id, at + data, trailers, layout.END_STREAM if ends else 0)
-    elif ends and headers + data == 0:  # an end alone
+    elif ends and headers + data == 0:  # only the end of the stream
         if room_of_data(s) < layout.FRAME_HEAD:
             return False
         write_control(s, layout.DATA, layout.END_STREAM, row.id, 0)
@@ -316,9 +316,9 @@ def _push_block(s, row, block):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def push(s, row):  # type: ignore[no-untyped-def]
-    """Write what waits on a stream, as far as windows and room go. Returns (blocks that are done and tell so, whether any was done).
+    """Write what waits on a stream, as far as windows and room allow. Returns (blocks that were sent and are reported, whether any block was sent).
 
-    A stream whose end was written is closed; the client's part of it too, if it has not ended that itself.
+    A stream whose end was written is closed, and the client's side of it too if the client has not ended it.
     """
     reports, moved = 0, False
     while row.first_out != 0:
@@ -342,6 +342,6 @@ def push(s, row):  # type: ignore[no-untyped-def]
 def finish(s, row):  # type: ignore[no-untyped-def]
     """Close a stream whose answer was written to its end."""
     if not row.state & layout.ENDED:
-        write_reset(s, row.id, layout.NO_ERROR)  # the remainder of the request is not wanted
+        write_reset(s, row.id, layout.NO_ERROR)  # the rest of the request is not wanted
     s.resets = max(s.resets - layout.ANSWER_RESETS, -layout.MOST_SAVED_RESETS)
     close_row(s, row)

@@ -1,6 +1,6 @@
-"""Requests as they come over HTTP/2: header blocks, bodies, trailers, and the windows of those who send them.
+"""HTTP/2 requests as they arrive: header blocks, bodies, trailers, and the windows of their senders.
 
-What comes of a frame is what `core.step` returns. Free functions of addresses, nogil.
+Results are returned through `core.step`. Free functions of addresses, nogil.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tierstore.wire.http2.out import (
     write_headers,
 )
 
-_LIST_TOO_LARGE = np.frombuffer(b"\x08\x03431", np.uint8)  # :status, literal, for a header list that is too large
+_LIST_TOO_LARGE = np.frombuffer(b"\x08\x03431", np.uint8)  # :status 431 as a literal: the header list is too large
 _CONTINUE = np.frombuffer(b"\x08\x03100", np.uint8)
 _PRIORITY_BYTES = 5
 MOST_ID = (1 << 31) - 1
@@ -37,7 +37,7 @@ def _ended(s, row, now):  # type: ignore[no-untyped-def]
         return reset_stream(s, row.id, layout.PROTOCOL_ERROR, now)
     s.event_row = row
     if row.state & layout.TOO_LARGE:
-        return layout.NOTHING  # it is Python's already
+        return layout.NOTHING  # Python has it already
     if row.kind == layout.STREAMING:
         s.event_bytes = 0
         return layout.CAME
@@ -46,7 +46,7 @@ def _ended(s, row, now):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _too_large(s, row):  # type: ignore[no-untyped-def]
-    """Drop a body beyond the limit. Python refuses its request."""
+    """Drop a body above the limit. Python refuses its request."""
     row.state |= layout.TOO_LARGE
     hold(s, row.head_bytes - row.bytes)
     row.bytes = row.head_bytes
@@ -58,7 +58,7 @@ def _too_large(s, row):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _on_block(s, at, size, stream, flags, work, now):  # type: ignore[no-untyped-def]
-    """Take a whole header block: the head of a new stream, or the trailers of an open one."""
+    """Read a whole header block: the head of a new stream, or the trailers of an open one."""
     fields, text = work, work + layout.FIELDS_BYTES
     count = hpack.decode(layout.session_at(s, 1), at, size, text, layout.MOST_LIST_BYTES, fields, layout.MOST_FIELDS)
     if count == hpack.COMPRESSION:
@@ -74,7 +74,7 @@ def _on_block(s, at, size, stream, flags, work, now):  # type: ignore[no-untyped
         return _ended(s, row, now)
     if stream <= s.newest:
         if flags & layout.END_STREAM and count >= 0 and http2_head.are_trailers(text, fields, count):
-            return closed(s, stream, now)  # they were under way when the stream was reset or answered
+            return closed(s, stream, now)  # the client sent them before it heard of the reset or the answer
         return fail(s, layout.STREAM_CLOSED)
     if s.flags & layout.GOING:
         return reset_stream(s, stream, layout.REFUSED_STREAM, now)
@@ -115,7 +115,7 @@ def _on_block(s, at, size, stream, flags, work, now):  # type: ignore[no-untyped
 
 @nb.njit
 def _moved(at, have, size):  # type: ignore[no-untyped-def]
-    """A block of `size` with the `have` bytes of the one at an address, which is freed; or 0: no memory, and they are where they were."""
+    """Move a block to a new one of `size` bytes with its first `have` bytes, and free the old one. 0: no memory, and nothing has changed."""
     kept = allocate(size)
     if kept != 0:
         copy_bytes(kept, at, have)
@@ -125,7 +125,7 @@ def _moved(at, have, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _keep_part(s, at, size):  # type: ignore[no-untyped-def]
-    """Keep a part of a header block whose remainder is to come. False: it is too large, or there is no memory."""
+    """Keep a part of a header block. False: it is too large, or there is no memory."""
     have = s.block_bytes
     if have + size > layout.MOST_BLOCK_BYTES:
         return False
@@ -191,7 +191,7 @@ def on_continuation(s, at, size, flags, stream, work, now):  # type: ignore[no-u
 
 @nb.njit
 def keep_body(s, row, at, size, expected):  # type: ignore[no-untyped-def]
-    """Keep bytes of a request behind those that have come; `expected`: so many come with them, or -1. False: no memory."""
+    """Keep bytes of a request behind those before. `expected`: how many come with them, or -1. False: no memory."""
     have = row.bytes
     if have + size > row.room:
         room = max(have + size, min(2 * have, have + expected) if expected > size else 2 * have)
@@ -209,7 +209,7 @@ def keep_body(s, row, at, size, expected):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _expected(row, at, size):  # type: ignore[no-untyped-def]
-    """How many bytes of a body come from here on, as far as the client says so; or -1."""
+    """How many bytes of a body are still to come, if the client says so; or -1."""
     if row.declared >= 0:
         return size + row.declared
     if row.bytes == row.head_bytes and size >= 5 and load_u8(at, 0) == 0:
@@ -287,7 +287,7 @@ def on_data(s, at, size, flags, stream, now):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def give_credit(s, row, size):  # type: ignore[no-untyped-def]
-    """Let a client send so many bytes more on a stream. The buffer has CONTROL_ROOM."""
+    """Let a client send `size` more bytes on a stream. The buffer has CONTROL_ROOM."""
     row.credit += size
     if row.credit >= layout.STREAM_WINDOW // 2:
         write_credit(s, row.id, row.credit)

@@ -1,18 +1,18 @@
-"""The scanner of inference requests of the Open Inference Protocol: their JSON into a record (`wire/request_record.py`).
+"""The scanner of JSON inference requests (Open Inference Protocol): JSON in, a record out (`wire/request_record.py`).
 
-It knows the JSON that look-ups and predictions with binary tensors consist of, and nothing else:
+It reads only the JSON of look-ups and predictions with binary tensors:
 
     request      { "id": text, "parameters": {…}, "inputs": [tensor, …], "outputs": [tensor, …] }   in any order
     tensor       { "name": text, "datatype": text, "shape": [number, …], "parameters": {…} }
     parameters   binary_data_size, timeout: number; binary_data, binary_data_output: true or false; dtype, combiner: text
     text         printable ASCII without \\ and "; an id may have the escapes that JSON's writers write, and other characters
-    number       digits, no zero before others
+    number       digits, without leading zeros
 
-Other members, which the protocol passes over, are passed over where they are a text, an integer, true, false or null. A member that
-comes twice, data in the JSON, shared memory, an escape in a name, an exponent: all else is not of this FORM, and is for the full
-parser, which gets the same bytes. There is no guessing: what is SCANNED means the same to every reader of JSON.
+Unknown members, which the protocol ignores, are skipped if they are a text, an integer, true, false or null. All other JSON is not of this FORM: a
+member that comes twice, data in the JSON, shared memory, an escape in a name, an exponent. Then the full parser gets the same bytes. Nothing is
+guessed: SCANNED JSON means the same to every reader of JSON.
 
-Free functions of addresses, nogil. `tests/wire/test_json_scan.py` has a twin in Python, and compares.
+Free functions of addresses, nogil. `tests/wire/test_json_scan.py` compares with a twin in Python.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from tierstore.wire.request_record import (
 
 MOST_TEXT_BYTES = 1 << 16
 
-# members, by place in their list
+# known members, by their place in a list
 _REQUEST, _REQUEST_FROM = names_of("id", "parameters", "inputs", "outputs")
 _TENSOR, _TENSOR_FROM = names_of("name", "datatype", "shape", "parameters", "data")
 _PARAMETER, _PARAMETER_FROM = names_of(
@@ -113,7 +113,7 @@ def _parameters(text, i, n, row):  # type: ignore[no-untyped-def]
             end = text_end(text, i, n)
             if end < 0:
                 return -1
-            # with its quote: an empty one is told from none
+            # with its quote, so that an empty text differs from none
             if which == 3:
                 row.dtype_at, row.dtype_bytes = text + i, end - i
             else:
@@ -185,7 +185,7 @@ def _tensor(text, i, n, row):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _tensors(text, i, n, record, of_outputs):  # type: ignore[no-untyped-def]
-    """Read a list of tensors, inputs or outputs, into rows behind those that there are. Returns what follows, or -1."""
+    """Read a list of tensors, inputs or outputs, into the rows behind the existing ones. Returns what follows, or -1."""
     if of_outputs:
         which, after = word_at(text, i, n)
         if which == NULL:
@@ -212,7 +212,7 @@ def _tensors(text, i, n, record, of_outputs):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _finish_inputs(record):  # type: ignore[no-untyped-def]
-    """Note where the bytes of each input are. False where one is not described whole."""
+    """Note where the bytes of each input are. False if the description of an input is incomplete."""
     at = nb.int64(0)
     for i in range(record.inputs):
         row = row_at(record, 1 + i)
@@ -227,7 +227,7 @@ def _finish_inputs(record):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def scan_at(text, n, record):  # type: ignore[no-untyped-def]
-    """Fill a record from `n` bytes of JSON at `text`: SCANNED, or NOT_OF_FORM, and the record means nothing."""
+    """Fill a record from `n` bytes of JSON at `text`. Returns SCANNED, or NOT_OF_FORM with the record undefined."""
     begin(record)
     own, i = row_at(record, 0), skip_blanks(text, 0, n)
     if n > MOST_TEXT_BYTES or not is_there(text, i, n, OPEN):
@@ -257,7 +257,7 @@ def scan_at(text, n, record):  # type: ignore[no-untyped-def]
         elif which == 2:
             inputs_at = i
             i = _tensors(text, i, n, record, False)
-        elif inputs_at < 0:  # outputs that come before the inputs: read once more behind them
+        elif inputs_at < 0:  # outputs before inputs: read them again after the inputs
             outputs_at = i
             i = _tensors(text, i, n, record, True)
             record.outputs = 0
@@ -277,7 +277,7 @@ def scan_at(text, n, record):  # type: ignore[no-untyped-def]
 
 @compiled(types.int64(types.int64, types.int64, types.int64, types.int64), when=HTTP)
 def scan(text: Any, n: Any, record: Any, structure: Any) -> Any:
-    """Scan `n` bytes of JSON at an address, for Python: the bytes of the structure, which is written; 0 where it is not of the form."""
+    """For Python: scan `n` bytes of JSON at an address, and write the structure. Returns its bytes; 0 where the JSON is not of the form."""
     record = record_at(record)
     if scan_at(text, n, record) != SCANNED:
         return 0

@@ -1,7 +1,7 @@
-"""The parts of JSON that requests consist of, in a closed grammar: texts, numbers, members and what comes between them.
+"""Parsers for the parts of JSON in requests, in a closed grammar: texts, numbers, members and separators.
 
-Each function takes the address of a text, a place in it, and its length, and gives what follows; -1, or a value of -1, where it is of
-another form, which is for the full parser. Free functions of addresses, nogil; nothing is written.
+Each function gets the address of a text, a place in it and its length, and returns what follows; or -1, or a value of -1, for another form, which the
+full parser must read. Free functions of addresses, nogil; nothing is written.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def names_of(*names: str) -> tuple[np.ndarray, np.ndarray]:
 _WORDS, _WORDS_FROM = names_of("true", "false", "null")
 TRUE, FALSE, NULL = range(3)
 
-# bytes of texts: 1 in any; 2 in ids too, those of UTF-8, which are checked apart
+# bytes of texts: 1 allowed in all texts; 2 allowed in ids only (UTF-8, which is checked separately)
 _IN_TEXT = np.zeros(256, np.uint8)
 _IN_TEXT[32:127] = 1
 _IN_TEXT[[_QUOTE, _BACKSLASH]] = 0
 _ESCAPED = np.zeros(256, np.uint8)
-_ESCAPED[np.frombuffer(b'"\\bfnrt', np.uint8)] = 1  # those that are written back as they came
+_ESCAPED[np.frombuffer(b'"\\bfnrt', np.uint8)] = 1  # escapes that are written back unchanged
 
 
 @nb.njit(inline="always")
@@ -63,7 +63,7 @@ def place_of(text, at, size, names, begins):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def text_end(text, i, n):  # type: ignore[no-untyped-def]
-    """The closing quote of the text whose opening one is at `i`; -1 where it is none of the form."""
+    """The closing quote of the text whose opening quote is at `i`; -1 for another form."""
     if i >= n or load_u8(text, i) != _QUOTE:
         return -1
     i += 1
@@ -74,7 +74,7 @@ def text_end(text, i, n):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def is_utf8(at, n):  # type: ignore[no-untyped-def]
-    """Whether `n` bytes are UTF-8 as Unicode has it: no surrogates, nothing overlong or beyond U+10FFFF."""
+    """Whether `n` bytes are valid UTF-8: no surrogates, no overlong forms, nothing beyond U+10FFFF."""
     i = 0
     while i < n:
         lead = nb.int64(load_u8(at, i))
@@ -100,7 +100,7 @@ def is_utf8(at, n):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def id_end(text, i, n):  # type: ignore[no-untyped-def]
-    """As `text_end`, of an id."""
+    """`text_end` for an id."""
     if i >= n or load_u8(text, i) != _QUOTE:
         return -1
     begin_at, other = i + 1, False
@@ -139,7 +139,7 @@ def number_at(text, i, n):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def word_at(text, i, n):  # type: ignore[no-untyped-def]
-    """(true, false or null at `i`, by place; what follows), or (-1, i)."""
+    """(the place of true, false or null at `i` in their list, what follows), or (-1, i)."""
     for k in range(3):
         size = _WORDS_FROM[k + 1] - _WORDS_FROM[k]
         if i + size <= n and place_of(text, i, size, _WORDS, _WORDS_FROM) == k:
@@ -149,7 +149,7 @@ def word_at(text, i, n):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def pass_over(text, i, n):  # type: ignore[no-untyped-def]
-    """What follows the value at `i`, which nobody reads; -1 where it is none of the form."""
+    """Skip the value at `i`. Returns what follows; -1 for another form."""
     if i >= n:
         return -1
     if load_u8(text, i) == _QUOTE:
@@ -185,7 +185,7 @@ def is_there(text, i, n, byte):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def next_at(text, i, n, close):  # type: ignore[no-untyped-def]
-    """(what comes behind a member or an element: the place of the next one, or of what follows `close`; whether it was `close`)."""
+    """Read the separator behind a member or element: (the place of the next one, or of what follows `close`; whether it was `close`)."""
     i = skip_blanks(text, i, n)
     if is_there(text, i, n, _COMMA):
         return skip_blanks(text, i + 1, n), False

@@ -1,20 +1,18 @@
-"""The scanner of inference requests of the Open Inference Protocol over gRPC: a serialized ModelInferRequest into a record (`wire/request_record.py`).
+"""The scanner of gRPC inference requests (Open Inference Protocol): a serialized ModelInferRequest in, a record out (`wire/request_record.py`).
 
-It knows the fields that look-ups and predictions with raw tensors consist of, in the order of their numbers, as all writers have
-them, and nothing else:
+It reads only the fields of look-ups and predictions with raw tensors, in the order of their numbers, as all writers write them:
 
     request      model_name, model_version, id, parameters…, inputs…, outputs…, raw_input_contents… (one for each input)
-    input        name, datatype, shape (packed or not), parameters…, contents without anything in it
+    input        name, datatype, shape (packed or not), parameters…, empty contents
     output       name, parameters…
     parameter    a name and one value of any type; timeout: a number; dtype, combiner: text
 
-Other parameters, which the protocol passes over, are passed over. A field of another number, type or order, one that comes twice, a
-varint that is longer than it must be, text that is not UTF-8 where it is not part of the structure, contents with data, shared
-memory: all else is not of this FORM, and is for protobuf itself, which gets the same bytes. There is no guessing: what is SCANNED means
-the same to every reader of protobuf.
+Other parameters, which the protocol ignores, are skipped. All other messages are not of this FORM: a field of another number, type or order, a field
+that comes twice, a varint that is longer than needed, text outside the structure that is not UTF-8, contents with data, shared memory. Then protobuf
+itself gets the same bytes. Nothing is guessed: a SCANNED message means the same to every reader of protobuf.
 
-The elements of an input are where they came: AT counts from the message's first byte. The row of the request has the model's name. A
-`dtype` or `combiner` begins with the last byte of its length, so that an empty one is told from none.
+The elements of an input stay in place: AT counts from the message's first byte. The row of the request has the model's name. A `dtype` or `combiner`
+begins with the last byte of its length, so that an empty text differs from none.
 
 Free functions of addresses, nogil. `tests/wire/test_protobuf_scan.py` compares with protobuf.
 """
@@ -48,7 +46,7 @@ from tierstore.wire.request_record import (
 MOST_DESCRIPTION_BYTES = 1 << 16  # of a message without its raw tensors
 
 _VARINT, _FIXED64, _BYTES = 0, 1, 2  # types on the wire
-# tags, a byte each: the number of a field and its type
+# tags, a byte each: a field's number and type
 _MODEL, _VERSION, _ID, _PARAMETERS, _INPUT, _OUTPUT, _RAW = (number << 3 | _BYTES for number in range(1, 8))
 _NAME, _DATATYPE, _SHAPE, _INPUT_PARAMETERS, _CONTENTS = (number << 3 | _BYTES for number in range(1, 6))
 _ONE_SIZE = 3 << 3 | _VARINT
@@ -73,7 +71,7 @@ _NAMES, _NAMES_FROM = names_of(*DATATYPES)
 
 @nb.njit(inline="always")
 def _field_at(text, i, end):  # type: ignore[no-untyped-def]
-    """(tag, where what the field holds begins, where it ends) at `i`, of a field of bytes; the end is -1 where it is none."""
+    """A length-delimited field at `i`: (tag, where its content begins, where it ends); the end is -1 where there is none."""
     tag = nb.int64(load_u8(text, i))
     if tag & 7 != _BYTES:
         return tag, i + 1, nb.int64(-1)
@@ -85,7 +83,7 @@ def _field_at(text, i, end):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _is_number(text, i, end):  # type: ignore[no-untyped-def]
-    """Whether the bytes from `i` to `end` are one varint of up to 64 bits."""
+    """Whether the bytes from `i` to `end` are one varint of at most 64 bits."""
     size = end - i
     if size < 1 or size > _MOST_NUMBER_BYTES:
         return False
@@ -98,7 +96,7 @@ def _is_number(text, i, end):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _is_value(text, i, end):  # type: ignore[no-untyped-def]
-    """Whether the bytes from `i` to `end` are the value of a parameter that nobody reads."""
+    """Whether the bytes from `i` to `end` are the value of an unknown parameter."""
     if i == end:
         return True
     tag = nb.int64(load_u8(text, i))
@@ -114,7 +112,7 @@ def _is_value(text, i, end):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _text_value(text, i, end, target):  # type: ignore[no-untyped-def]
-    """Put the text that is a parameter's value into `target`, address and bytes. False where it is none, or a second one."""
+    """Note a parameter's text value in `target` (address and bytes). False for another type, or a second value."""
     if i == end or target.bytes != 0:
         return False
     tag, begins, after = _field_at(text, i, end)
@@ -124,7 +122,7 @@ def _text_value(text, i, end, target):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _parameter(text, i, end, row):  # type: ignore[no-untyped-def]
-    """Read the parameter from `i` to `end` into a row. False where it is of another form."""
+    """Read the parameter from `i` to `end` into a row. False for another form."""
     if i == end:
         return False
     tag, key, key_end = _field_at(text, i, end)
@@ -150,7 +148,7 @@ def _parameter(text, i, end, row):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _sizes(text, i, end, row, most):  # type: ignore[no-untyped-def]
-    """Add up to `most` sizes, which are between `i` and `end`, to a row's shape. Returns what follows, or -1."""
+    """Add at most `most` sizes, from `i` to `end`, to a row's shape. Returns what follows, or -1."""
     while i < end and most > 0:
         size, i = varint_at(text, i, end)
         rank = row.rank
@@ -164,7 +162,7 @@ def _sizes(text, i, end, row, most):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _input(text, i, end, row):  # type: ignore[no-untyped-def]
-    """Read the input from `i` to `end`, but where its elements are, into a row. False where it is of another form."""
+    """Read the input from `i` to `end` into a row, except where its elements are. False for another form."""
     clear_row(row)
     last = nb.int64(0)
     while i < end:
@@ -200,7 +198,7 @@ def _input(text, i, end, row):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _output(text, i, end, row):  # type: ignore[no-untyped-def]
-    """Read the requested output from `i` to `end` into a row. False where it is of another form."""
+    """Read the requested output from `i` to `end` into a row. False for another form."""
     clear_row(row)
     while i < end:
         tag, at, i = _field_at(text, i, end)
@@ -216,7 +214,7 @@ def _output(text, i, end, row):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _repeated(text, tag, at, end, record, raws):  # type: ignore[no-untyped-def]
-    """Read one of the fields that a request may have many of. False where it is of another form."""
+    """Read a repeated field of the request. False for another form."""
     inputs, outputs = record.inputs, record.outputs
     if tag == _RAW:
         if raws == inputs or end - at > MOST_SIZE:
@@ -238,7 +236,7 @@ def _repeated(text, tag, at, end, record, raws):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def scan_at(text, n, record):  # type: ignore[no-untyped-def]
-    """Fill a record from a message of `n` bytes at `text`: SCANNED, or NOT_OF_FORM, and the record means nothing."""
+    """Fill a record from a message of `n` bytes at `text`. Returns SCANNED, or NOT_OF_FORM with the record undefined."""
     begin(record)
     own, i, last, raws = row_at(record, 0), nb.int64(0), nb.int64(0), 0
     while i < n:
@@ -267,7 +265,7 @@ def scan_at(text, n, record):  # type: ignore[no-untyped-def]
 
 @compiled(types.int64(types.int64, types.int64, types.int64, types.int64), when=LAST)
 def scan(text: Any, n: Any, record: Any, structure: Any) -> Any:
-    """Scan a message of `n` bytes at an address, for Python: the bytes of the structure, which is written; 0 where it is not of the form."""
+    """For Python: scan a message of `n` bytes at an address, and write the structure. Returns its bytes; 0 where the message is not of the form."""
     record = record_at(record)
     if scan_at(text, n, record) != SCANNED:
         return 0

@@ -1,6 +1,6 @@
 """Varints of protobuf's wire format (https://protobuf.dev/programming-guides/encoding), read and written at addresses.
 
-Free functions, nogil. What is read is not negative and as short as it can be: all else is for protobuf itself.
+Free functions, nogil. Only varints that are not negative and as short as possible are read: protobuf itself must read others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def varint_at(text, i, end):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def varint_bytes(value):  # type: ignore[no-untyped-def]
-    """How many bytes a number that is not negative takes."""
+    """The bytes of a number that is not negative, as a varint."""
     size = 1
     while value > 0x7F:
         value >>= 7
@@ -49,7 +49,7 @@ def write_varint(at, value):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def varint_before(end, value):  # type: ignore[no-untyped-def]
-    """Write a number that ends where `end` says. Returns where it begins."""
+    """Write a number so that it ends at the address `end`. Returns where it begins."""
     begin = end - varint_bytes(value)
     write_varint(begin, value)
     return begin

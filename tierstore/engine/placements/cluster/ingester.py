@@ -1,10 +1,11 @@
-"""The node with a model's lease brings acknowledged deltas into the rows in the cluster, and cleans up there.
+"""The ingester: the node with a model's lease applies acknowledged deltas to the rows in the cluster, and cleans up
+there.
 
-Every node has one of these threads; the lease says whose works. The others only look whether the rows are there. It has
-an epoch, which each tag compares as it changes rows: a node that lost the lease and does not know it is refused. A
-delta goes to all tags of a version before the next one does. It waits until every node that reports has the delta and
-reads no view from before it, so that no request finds rows that are newer than its view. A node that has gone silent is
-not waited for: what it reads tells it.
+Every node has such a thread; the lease decides which one works. The others only check whether the rows are there. The
+lease has an epoch, which each tag compares as it changes rows: a node that has lost the lease without knowing is
+refused. A delta goes to all tags of a version before the next one does. It waits until every node that reports has the
+delta and reads no view from before it, so that no request finds rows that are newer than its view. A silent node is
+not waited for: it notices by the rows that it reads.
 
 After a crash another node goes on from what the tags say; a delta that only some of them have is sent to all again.
 """
@@ -36,7 +37,7 @@ from tierstore.tiers.remote.write import Change, Writer
 log = logging.getLogger(__name__)
 
 DROPPING = "dropping"
-PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.1  # between two turns of the node that has the lease: after work, and in quiet
+PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.1  # between two turns of the node with the lease: after work, and in quiet
 CLEAN_EVERY_S = 5.0
 STALLED_S = 10.0  # a node whose seq does not move for so long is not waited for
 BATCH = 64
@@ -47,7 +48,7 @@ class LeaseLost(TierstoreError):
 
 
 class Ingester:
-    """Brings deltas into one model's rows in the cluster while it has the lease, on the node `node`."""
+    """Applies deltas to one model's rows in the cluster while the node `node` has the lease."""
 
     def __init__(
         self, model: Model, shared: SharedModel, node: str, settings: Settings, open_writer: Writers,
@@ -58,23 +59,23 @@ class Ingester:
         self._open_writer, self._decoded = open_writer, decoded
         self._thread = Thread(target=self._run, name=f"tierstore-ingest-{model.name}", daemon=True)
         self._stopping = threading.Event()
-        # of the thread; others may read
-        self.epoch: int | None = None  # while this node has the lease
+        # written by the thread; others may read
+        self.epoch: int | None = None  # set while this node has the lease
         self.problem: str | None = None
-        # of the thread
+        # for the thread
         self._acquired_s = 0.0
-        self._above = 0  # the newest epoch that a tag has refused this node for
-        self._writers: dict[int, Writer] = {}  # by version, whose tags refuse what is older than `epoch`
-        self._reached: dict[int, int] = {}  # by version, what all tags have
-        self._nodes: dict[str, tuple[int, float]] = {}  # the seq of each, and since when
+        self._above = 0  # the newest epoch for which a tag has refused this node
+        self._writers: dict[int, Writer] = {}  # by version; their tags refuse epochs below `epoch`
+        self._reached: dict[int, int] = {}  # by version, the seq that all tags have
+        self._nodes: dict[str, tuple[int, float]] = {}  # node → its seq, and since when
         self._cleaned_s = 0.0
-        self._failed: dict[int, str] = {}  # by version, why deltas do not go on into it
+        self._failed: dict[int, str] = {}  # version → why deltas are not applied to it
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop, and give the lease up. May be called where it was never started."""
+        """Stop, and give the lease up. May be called if it was never started."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -102,7 +103,7 @@ class Ingester:
                         exc_info=not isinstance(error, TierstoreError),
                     )  # fmt: skip
                 self.problem = str(error)
-                self._forget()  # what the tags have is read again
+                self._forget()  # read again what the tags have
                 pause_s = 0.5
         if self.epoch is not None or self._acquired_s:
             try:
@@ -121,7 +122,7 @@ class Ingester:
             writer.close()
 
     def _turn(self) -> bool:
-        """One look at everything. Whether there was something to do."""
+        """Check everything once. Returns whether there was something to do."""
         epoch = self._have_lease()
         if epoch is None:
             self._check_tags()
@@ -136,18 +137,18 @@ class Ingester:
                 try:
                     self._bring(info, pointer, upto, epoch)
                     self._failed.pop(info.number, None)
-                except (StorageError, SequenceGap) as error:  # it keeps no other version from going on
+                except (StorageError, SequenceGap) as error:  # it does not stop other versions
                     if str(error) != self._failed.get(info.number):
                         log.error("model %s: deltas do not go on into the cluster: %s", self._model.name, error)
                     self._failed[info.number] = str(error)
-                    self._close_writer(info.number)  # what its tags have is read again
+                    self._close_writer(info.number)  # read again what its tags have
         if time.monotonic() - self._cleaned_s >= CLEAN_EVERY_S:
             self._clean(pointer, epoch)
             self._cleaned_s = time.monotonic()
         return self._reached != before
 
     def _have_lease(self) -> int | None:
-        """The epoch; None where the lease is another node's."""
+        """The epoch; None if the lease is another node's."""
         if self.epoch is None or time.monotonic() - self._acquired_s > self._settings.remote_lease_s / 3:
             epoch = self._shared.acquire(self._node, self._settings.remote_lease_s, self._above)
             self._acquired_s = time.monotonic()
@@ -186,7 +187,7 @@ class Ingester:
     # --- deltas
 
     def _bring(self, info: VersionInfo, pointer: Pointer, upto: int, epoch: int) -> None:
-        """Apply to a version what it lacks of the deltas up to `upto`."""
+        """Apply to a version the deltas up to `upto` that it lacks."""
         number = info.number
         writer = self._writers.get(number)
         if writer is None:
@@ -209,7 +210,7 @@ class Ingester:
             raise LeaseLost("the lease is another node's")
 
     def _check_tags(self) -> None:
-        """On a node without the lease: notice where tags of what it serves are gone."""
+        """On a node without the lease: notice if tags of served versions are gone."""
         if time.monotonic() - self._cleaned_s < CLEAN_EVERY_S:
             return
         self._cleaned_s, failed = time.monotonic(), dict[int, str]()
@@ -239,7 +240,7 @@ class Ingester:
         writer.apply_delta(epoch, entry.seq, changes, entry.digest)
 
     def _encode(self, info: VersionInfo, entry: LogEntry) -> Overlay:
-        """The delta's rows, encoded as by nodes that serve the version: what does not fit it is passed over."""
+        """The delta's rows, encoded as by nodes that serve the version: parts that do not fit it are skipped."""
         delta = self._decoded.read(entry.data, entry.digest)
         for_it = delta.base_version in (None, info.number)
         try:
@@ -268,7 +269,7 @@ class Ingester:
                 self._close_writer(number)
 
     def _mark_surplus(self, records: Mapping[int, dict[str, Any]], pointer: Pointer) -> None:
-        """Versions older than those that are to be kept, and loads that nobody goes on with, are to be dropped."""
+        """Mark versions beyond the number to keep, and loads that nobody goes on with, to be dropped."""
         ready = [number for number, record in records.items() if record["state"] == READY]
         surplus = surplus_of(ready, pointer.current, {pointer.canary, pointer.wanted}, self._settings.keep_versions)
         for number, record in records.items():
@@ -295,7 +296,9 @@ class Ingester:
         return self._open_writer(self._model.name, number, record["tables"], [tag.encode() for tag in record["tags"]])
 
     def _trim(self, records: Mapping[int, dict[str, Any]], pointer: Pointer, epoch: int) -> None:
-        """Cut off of the log what every version has, those included that are being loaded, once it is old enough."""
+        """Cut off the log's entries that every version has, also versions that are being loaded, once they are old
+        enough.
+        """
         entries = self._shared.read(0, BATCH)
         if not entries or not self._reached:
             return

@@ -1,6 +1,6 @@
-"""A model of a cluster on this node, and what may be asked of any node: deltas, loads, switches and drops.
+"""A cluster's model on this node, and the verbs that any node accepts: deltas, loads, switches and drops.
 
-Any thread may call. What is acknowledged is in the cluster, and this node serves it; the others follow in a moment.
+Any thread may call. An acknowledged change is in the cluster, and this node serves it; the others follow in a moment.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from tierstore.types import DeltaResult, Progress, ProgressFn
 
 log = logging.getLogger(__name__)
 
-PREPARE_S = 600.0  # that a switch waits until every node has made the version ready
-VISIBLE_S = 30.0  # that a delta may take until this node serves it
+PREPARE_S = 600.0  # how long a switch waits until every node has made the version ready
+VISIBLE_S = 30.0  # how long a delta may take until this node serves it
 _PAUSE_S = 0.05  # between two tries to append
-_TRIES = 50  # of a change that others come before
+_TRIES = 50  # of a change that loses to others
 
 
 class ClusterModel:
-    """One model of this node. `new_target`: where the rows of a load of it go. `decoded`: deltas of all of them."""
+    """One model on this node. `new_target`: the target of a load. `decoded`: deltas of all models."""
 
     def __init__(
         self, model: Model, cluster: Commands, node: str, settings: Settings, writers: Writers, refusals: Refusals,
@@ -80,7 +80,7 @@ class ClusterModel:
     # --- deltas
 
     def held(self, head: DeltaHead) -> DeltaResult | None:
-        """The result for a delta that the cluster's log and this node have."""
+        """The result for a delta that both the cluster's log and this node have."""
         if self.model.log.digest(head.seq) != head.digest or (self.follower.pointer.seq or 0) < head.seq:
             return None
         return DeltaResult(self.model.name, head.seq, applied=False)
@@ -102,9 +102,9 @@ class ClusterModel:
         return DeltaResult(self.model.name, delta.seq, applied=applied)
 
     def _append(self, delta: Delta, data: bytes | memoryview) -> bool:
-        """Append a delta to the cluster's log, where that has all that this node has.
+        """Append a delta to the cluster's log, if that has everything that this node has.
 
-        Waits for what was lost to be put back.
+        Waits until lost deltas are put back.
         """
         seq, mine, until_s = delta.seq, self.model.log, time.monotonic() + VISIBLE_S
         while True:
@@ -136,10 +136,10 @@ class ClusterModel:
             time.sleep(_PAUSE_S)
 
     def _recover(self) -> bool:
-        """After another server has taken over: have new deltas taken again, once nodes have put back what they have.
+        """After another server has taken over: accept new deltas again, once nodes have put back what they have.
 
-        Where no node had what all rows have, the log goes on after that; of a delta that only some rows
-        have, nothing else is taken.
+        If no node had a delta that all rows have, the log goes on after it; for a delta that only some rows have, no
+        other content is accepted.
         """
         pointer = self.shared.pointer()
         if pointer.recovering is None or pointer.current is None:
@@ -154,9 +154,9 @@ class ClusterModel:
         return self.shared.recovered(pointer.recovering, reached, digests.get(reached or 0, ""), owed)
 
     def _check(self, delta: Delta) -> None:
-        """DeltaError for one that does not fit what is served: once it is in the log, every node passes over it.
+        """DeltaError for a delta that does not fit what is served: once in the log, every node would skip it.
 
-        TooLarge for one that not every node can have in memory.
+        TooLarge for a delta that not every node can hold in memory.
         """
         with self.model.publisher.hold_all() as served:
             overlays = self.model.deltas.check(delta, served)
@@ -186,7 +186,7 @@ class ClusterModel:
     def activate(
         self, number: int, *, force: bool = False, expected_active: int | None = None, progress: ProgressFn
     ) -> None:
-        """Have every node make a version ready, then move the pointer. Conflict where one of them cannot."""
+        """Have every node make a version ready, then move the pointer. Conflict if a node cannot."""
         with self._switching:
             self._check_ready(number, force=force)
             pointer = self._announce(number, expected_active)
@@ -221,7 +221,7 @@ class ClusterModel:
                 )
 
     def _announce(self, number: int, expected_active: int | None) -> Pointer | None:
-        """Have all nodes make a version ready. Returns the pointer after that, None for the version that is current."""
+        """Have all nodes make a version ready. Returns the new pointer, None for the version that is current."""
         for _ in range(_TRIES):
             pointer = self.shared.pointer()
             if pointer.current == number:
@@ -237,7 +237,7 @@ class ClusterModel:
         raise Conflict(f"model {self.model.name!r}: others change it all the time; try again")
 
     def _await_nodes(self, number: int, generation: int, progress: ProgressFn) -> None:
-        """Wait until every node that reports is ready; one that is gone is not waited for."""
+        """Wait until every node that reports is ready; a node that is gone is not waited for."""
         until_s = time.monotonic() + PREPARE_S
         while True:
             reports = self.shared.beat(self._node, None)
@@ -272,7 +272,7 @@ class ClusterModel:
         }  # fmt: skip
 
     def _change(self, changes: Callable[[Pointer], dict[str, float | None]]) -> None:
-        """Change the pointer, by what holds at that moment."""
+        """Change the pointer, given its state at that moment."""
         for _ in range(_TRIES):
             pointer = self.shared.pointer()
             if self.shared.change(pointer, **changes(pointer)):
@@ -295,7 +295,7 @@ class ClusterModel:
         return older
 
     def drop(self, number: int) -> None:
-        """Have a version go from the cluster, slowly. Conflict for the one that is current or wanted."""
+        """Remove a version from the cluster, slowly. Conflict for one that is current or wanted."""
         record, pointer = self.shared.version(number), self.shared.pointer()
         check_unused(self.model.name, number, (pointer.current, pointer.wanted), pointer.canary)
         if record["state"] != DROPPING and not self.shared.record(number, record, {**record, "state": DROPPING}):
@@ -307,7 +307,7 @@ class ClusterModel:
     def canary(self, number: int, share: float, *, force: bool, progress: ProgressFn) -> None:
         """Have every node make a version ready, then serve it as the canary.
 
-        Errors as `Store.canary`; Conflict where one cannot.
+        Errors as `Store.canary`; Conflict if a node cannot.
         """
         share = check_share(share)
         with self._switching:
@@ -332,7 +332,7 @@ class ClusterModel:
             )
 
     def promote(self) -> int:
-        """Make the canary the current version, which every node serves already. Returns its number."""
+        """Make the canary, which every node serves already, the current version. Returns its number."""
         with self._switching:
             number = self.shared.pointer().canary
             if number is None:
@@ -356,7 +356,7 @@ class ClusterModel:
         raise no_canary(self.model.name)
 
     def status(self) -> dict[str, Any]:
-        """What this node knows of the model in the cluster, without asking it."""
+        """What this node knows of the model in the cluster, without asking the cluster."""
         pointer, problems = self.follower.pointer, (self.follower.silent, self.ingester.problem, self.follower.lost)
         return {
             "reachable": self.follower.silent is None,

@@ -1,4 +1,7 @@
-"""Rows in a cluster: its models are found there, begun here, and followed until the store closes. Any thread."""
+"""The placement of rows in a cluster: its models are found there, begun here, and followed until the store closes.
+
+Any thread.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +43,11 @@ from tierstore.wire import resp
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0  # for new models
-REFRESH_EVERY_S = 10.0  # which servers there are: a replica that comes later is to be asked, too
+REFRESH_EVERY_S = 10.0  # of the list of servers: a replica that comes later should be used too
 
 
 class ClusterPlacement:
-    """The `Placement` of a node in front of the cluster at `urls`. Raises as `connect`."""
+    """The `Placement` of a node that uses the cluster at `urls`. Raises as `connect`."""
 
     ready = True
 
@@ -56,7 +59,7 @@ class ClusterPlacement:
         self.node = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self.cluster = connect(urls, Options(timeout_s=settings.remote_timeout_s))
         self.followed = FollowedModels(shared, models, self._member, self._look, LOOK_EVERY_S, "tierstore-cluster")
-        # of the thread that looks; others may read
+        # written by the thread that looks for models; others may read
         self._refreshed_s = time.monotonic()
         self.problem: str | None = None
 
@@ -67,14 +70,14 @@ class ClusterPlacement:
         )  # fmt: skip
 
     def start(self) -> None:
-        """StorageError where the cluster cannot be asked for its models."""
-        kernels.load(module=resp.__name__)  # rather than within the time of the first look-up
+        """StorageError if the cluster cannot be asked for its models."""
+        kernels.load(module=resp.__name__)  # now, not during the first look-up
         for name in model_names(self.cluster):
             self.followed.member(name)
         self.followed.start()
 
     def close(self, close_models: Callable[[], None]) -> None:
-        """The others hear that this node is gone."""
+        """Stop; the other nodes are told that this node is gone."""
         self.followed.close(close_models, self.cluster.close)
 
     def _look(self) -> None:
@@ -98,9 +101,9 @@ class ClusterPlacement:
             self.problem = str(error)
 
     def _forget(self, name: str) -> None:
-        """End a model that is not on the cluster's list: its only load has failed.
+        """End a model that is not on the cluster's list, because its only load has failed.
 
-        One that is served was lost from the list.
+        A served model that is missing was lost from the list, and is kept.
         """
         with self.followed.lock:
             member = self.followed.existing(name)
@@ -116,7 +119,7 @@ class ClusterPlacement:
             files.remove_tree(model.where.root)
 
     def loading(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Once the cluster's list lacks a model that has nothing, every node forgets it."""
+        """Keep a model during a load. When the cluster's list lacks a model that has nothing, every node forgets it."""
         return self.followed.models.loading(name, self.followed.member)
 
     def adopt(self, name: str, directory: Path) -> None:
@@ -127,13 +130,13 @@ class ClusterPlacement:
 
     @property
     def unheard(self) -> str | None:
-        """All models that the cluster had when this node began are here."""
+        """Why models of the cluster may be missing here; None once all that it had at the start are here."""
         silent = [member.follower.silent for member in self.followed.by_name.values()]
         why = next((why for why in (self.problem, *silent) if why is not None), None)
         return None if why is None else f"which models the cluster has is not known: {why}"
 
     def _new_target(self, member: ClusterModel) -> ClusterTarget:
-        """Where the rows of a load go."""
+        """The target of a load."""
 
         def activate(number: int, report: ProgressFn) -> None:
             member.activate(number, progress=report)
@@ -158,7 +161,7 @@ class ClusterPlacement:
         return rows
 
     def _places(self, rows: RemoteRows, info: VersionInfo, table: str, codes: Keys, seq: int) -> list[Place]:
-        """`FindPlaces`: each key is read from the server that has it."""
+        """`FindPlaces`: each key is read from its server."""
         until_s, count, spec = time.monotonic() + PLACES_S, len(info.tags), info.specs[table]
         places = [Place(partition=(part, count)) for part in partition_of(codes, count).tolist()]
         for place, code in zip(places, codes.tolist(), strict=True):
@@ -178,7 +181,7 @@ class ClusterPlacement:
         return self.followed.add_status(document, "remote", self.status())
 
     def status(self) -> dict[str, Any]:
-        """This node, and the cluster as it sees it."""
+        """The status of this node, and of the cluster as it sees it."""
         members = self.followed.by_name.values()
         return {
             "node": self.node,

@@ -1,4 +1,4 @@
-"""The steps that the cluster does as one, as Lua: each works on the keys of one model, which lie in one slot.
+"""Lua scripts for the cluster, each one atomic step on the keys of one model, which are in one slot.
 
 Numbers that may pass 2⁵³ (seqs, versions) are compared as text: Lua's numbers are doubles.
 """
@@ -8,12 +8,11 @@ from __future__ import annotations
 RECOVERY_MS = (
     1000  # a server that has taken over is not sent new deltas before all nodes had that time to put back theirs
 )
-NODE_GONE_MS = 5000  # a node that has not reported for so long is waited for no more
+NODE_GONE_MS = 5000  # a node that has not reported for so long is not waited for any more
 
-# `notice` notices that another server answers than before (`server`: the id of its replication history,
-# which a failover and a restart change): it may lack what was acknowledged. From then on the model is
-# `recovering`, and all nodes that were there are waited for. `less` and `of` are for seqs as text, and for
-# the digest of one ("<seq> <digest>").
+# `notice` notices that another server answers than before (`server`: the id of its replication history, which a
+# failover and a restart change): it may lack acknowledged deltas. From then on the model is `recovering`, and all nodes
+# that were there are waited for. `less` and `of` are for seqs as text, and for the digest of a seq ("<seq> <digest>").
 _NOTICE = """
 local t = redis.call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)

@@ -1,8 +1,7 @@
-"""One model as the cluster has it: its versions, the pointer to the current one, its delta log, the lease, its nodes.
+"""A model in the cluster: its versions, the pointer to the current one, its delta log, the lease, its nodes.
 
-All of its keys have one hash tag, so a step that touches several of them is one script (`scripts.py`). Any
-thread of any node may call anything. What a call that returned has changed is there as far as the cluster
-is durable (docs/remote.md).
+All of its keys have one hash tag, so a step that touches several of them is one script (`scripts.py`). Any thread of
+any node may call anything. Changes of a call that returned are as durable as the cluster (docs/remote.md).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Recovering(Overloaded):
 
 
 class Commands(Protocol):
-    """What is needed of a connected cluster. Raises StorageError where it cannot be reached."""
+    """The needed part of a connected cluster. Raises StorageError if it cannot be reached."""
 
     def call(self, *words: Any) -> Any: ...
 
@@ -56,7 +55,7 @@ class SharedModel:
 
     @_reading
     def pointer(self) -> Pointer:
-        """What holds now."""
+        """The pointer as it is now."""
         fields = _pairs(self._cluster.call("HGETALL", self._current))
 
         def number(name: str) -> int | None:
@@ -74,7 +73,7 @@ class SharedModel:
         )  # fmt: skip
 
     def change(self, before: Pointer, **changes: float | None) -> bool:
-        """Set fields of the pointer, if nothing but marks has changed since `before`. False where something has."""
+        """Set fields of the pointer, if nothing but marks has changed since `before`; False otherwise."""
         words = [word for name, value in changes.items() for word in (name, "" if value is None else value)]
         seq = "" if before.seq is None else before.seq
         return bool(self._run(scripts.CHANGE, [self._current], before.generation, seq, *words))
@@ -93,7 +92,7 @@ class SharedModel:
         return dict(sorted(found.items()))
 
     def version(self, number: int) -> dict[str, Any]:
-        """NotFound, naming the versions there are, for an unknown one."""
+        """The record of a version. NotFound names the existing versions."""
         versions = self.versions()
         if number not in versions:
             raise NotFound(
@@ -102,7 +101,7 @@ class SharedModel:
         return versions[number]
 
     def record(self, number: int, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> bool:
-        """Replace the record of a version (None: there is none). False where it is not `before` any more."""
+        """Replace the record of a version (None: there is none). False if it is no longer `before`."""
         if before is None and after is not None:
             self.list_model()
         done = bool(self._run(scripts.RECORD, [self._versions, self._current], number, _text(before), _text(after)))
@@ -111,7 +110,7 @@ class SharedModel:
         return done
 
     def list_model(self) -> None:
-        """Have every node find the model."""
+        """Put the model on the list by which every node finds it."""
         self._cluster.call("SADD", MODELS, self.name)
 
     def forget_model(self) -> None:
@@ -145,7 +144,7 @@ class SharedModel:
         self._cluster.call("HSET", self._load_key(number), file, rows)
 
     def claim_load(self, number: int, owner: str, ttl_s: float) -> bool:
-        """Whether `owner` is the one that loads a version now; to be called again before `ttl_s` is over."""
+        """Whether `owner` is the one that loads a version now; call it again before `ttl_s` is over."""
         key = f"{self._base}loader:{number}"
         if self._cluster.call("SET", key, owner, "NX", "PX", int(ttl_s * 1000)):
             return True
@@ -158,7 +157,7 @@ class SharedModel:
         self._cluster.call("UNLINK", self._load_key(number), f"{self._base}loader:{number}")
 
     def remove_files(self, number: int) -> None:
-        """Remove what a version has under the model's own tag."""
+        """Remove the keys of a version under the model's own tag."""
         self._cluster.call("UNLINK", f"{self._base}files:{number}", self._load_key(number))
         self._cluster.call("HDEL", self._current, f"mark:{number}")
 
@@ -168,17 +167,16 @@ class SharedModel:
     # --- the log
 
     def append(self, seq: int, digest: str, data: bytes | memoryview, after: str | None) -> bool:
-        """Acknowledge a delta: it is in the log. False where the log has it already.
+        """Acknowledge a delta: put it into the log. False if the log has it already. Conflict and SequenceGap as for
+        any delta.
 
-        Conflict and SequenceGap as for any delta.
-
-        `after` is the digest of the delta before it, where the caller has that one. Forked where the log has another
-        one there. Recovering where the log may lack what was acknowledged: nodes are putting it back.
+        `after` is the digest of the delta before it, if the caller has it. Forked if the log has another delta there.
+        Recovering if the log may lack acknowledged deltas, which nodes are putting back.
         """
         return self._append(seq, digest, data, after, again=False)
 
     def put_back(self, seq: int, digest: str, data: bytes, after: str | None) -> bool:
-        """As in `Followed`. False where the log has it already, or has not come so far."""
+        """See `Followed`. False if the log has it already, or does not reach so far."""
         try:
             return self._append(seq, digest, data, after, again=True)
         except SequenceGap:
@@ -216,10 +214,10 @@ class SharedModel:
         return False
 
     def recovered(self, recovering: str, reached: int | None, digest: str, owed: tuple[int, str] | None) -> bool:
-        """Take new deltas again, once every node has put back what it has. False where some are still waited for.
+        """Accept new deltas again, once every node has put back what it has. False if some are still waited for.
 
-        `reached` is what all rows have, `digest` that of its delta: the log goes on after it, though it may not have it
-        any more. `owed`: the delta, with its digest, of which some rows are there and others not.
+        `reached` is the seq that all rows have, `digest` that of its delta: the log goes on after it, even if it does
+        not have it any more. `owed`: the delta, with its digest, of which some rows are there and others are not.
         """
         keys = [self._current, self._nodes, self._alive]
         words = (
@@ -232,7 +230,7 @@ class SharedModel:
 
     @_reading
     def read(self, after: int, count: int) -> list[LogEntry]:
-        """At most `count` entries above `after`, ascending. The first is not `after + 1` where the log begins later."""
+        """At most `count` entries above `after`, ascending. The first is not `after + 1` if the log begins later."""
         entries: list[LogEntry] = []
         for name, fields in self._cluster.call("XRANGE", self._log, f"({after}-0", "+", "COUNT", count) or ():
             of = _pairs(fields)
@@ -248,9 +246,9 @@ class SharedModel:
 
     @_reading
     def acquire(self, owner: str, ttl_s: float, above: int = 0) -> int | None:
-        """The fencing epoch, where `owner` has the lease for `ttl_s` more; None where another node has it.
+        """The fencing epoch, if `owner` gets the lease for `ttl_s` more; None if another node has it.
 
-        It is beyond the epoch `above`: epochs that were given out may be lost with a server.
+        It is above the epoch `above`: epochs that were given out may be lost with a server.
         """
         return int(self._run(scripts.ACQUIRE, [self._lease, self._epochs], owner, int(ttl_s * 1000), above)) or None
 
@@ -259,7 +257,7 @@ class SharedModel:
 
     @_reading
     def lease(self) -> tuple[str, int] | None:
-        """(owner, epoch) of the lease; None where nobody has it."""
+        """(owner, epoch) of the lease; None if nobody has it."""
         held = self._cluster.call("GET", self._lease)
         if not held:
             return None
@@ -267,7 +265,7 @@ class SharedModel:
         return owner, _natural(epoch)
 
     def progress(self, epoch: int, number: int, mark: int, trim_below: int | None) -> bool:
-        """Report that all rows of a version have reached `mark`, and cut the log off. False where the lease is lost."""
+        """Report that all rows of a version have reached `mark`, and cut the log off. False if the lease is lost."""
         below = "" if trim_below is None else trim_below
         return bool(
             self._run(scripts.PROGRESS, [self._lease, self._current, self._log], epoch, f"mark:{number}", mark, below)
@@ -275,25 +273,25 @@ class SharedModel:
 
     @_reading
     def beat(self, node: str, report: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
-        """Say that a node is there (None: only look), and return the reports of all that are, by node."""
+        """Report that a node is there (None: only read), and return the reports of all such nodes."""
         keys = [self._nodes, self._alive, self._current]
         found = self._run(scripts.BEAT, keys, node, "" if report is None else json.dumps(report))
         return {name: _object(text) for name, text in _pairs(found).items()}
 
     def withdraw_node(self, node: str) -> None:
-        """The node goes, and nobody is to wait for it."""
+        """Remove a node that ends, so that nobody waits for it."""
         self._cluster.call("HDEL", self._nodes, node)
         self._cluster.call("ZREM", self._alive, node)
 
 
 @_reading
 def model_names(cluster: Commands) -> list[str]:
-    """The models that a cluster has, sorted."""
+    """The names of a cluster's models, sorted."""
     return sorted(name.decode() for name in cluster.call("SMEMBERS", MODELS))
 
 
 def _natural(text: Any) -> int:
-    """A number that fits into 63 bits."""
+    """Parse a number that fits into 63 bits."""
     number = int(text)
     if not 0 <= number < 1 << 63:
         raise ValueError(f"expected a number of 0 to {(1 << 63) - 1}, got {str(text)[:40]}")
@@ -301,7 +299,7 @@ def _natural(text: Any) -> int:
 
 
 def _object(text: Any) -> dict[str, Any]:
-    """An object in JSON."""
+    """Parse a JSON object."""
     document = json.loads(text)
     if not isinstance(document, dict):
         raise TypeError(f"expected an object, got {type(document).__name__}")
@@ -309,7 +307,7 @@ def _object(text: Any) -> dict[str, Any]:
 
 
 def _digest_of(fields: Mapping[str, bytes]) -> str | None:
-    """The digest of the newest delta; None where what is there is of another one."""
+    """The digest of the newest delta; None if the stored one is of another delta."""
     seq, _, digest = fields.get("digest", b"").partition(b" ")
     return digest.decode() or None if seq == fields.get("seq") else None
 
@@ -319,6 +317,6 @@ def _text(record: Mapping[str, Any] | None) -> str:
 
 
 def _pairs(reply: Any) -> dict[str, Any]:
-    """A hash as the driver gives it: a mapping, or names and values in turn."""
+    """A hash as the driver returns it (a mapping, or names and values in turn), as a dict."""
     items = reply.items() if isinstance(reply, Mapping) else zip(reply[::2], reply[1::2], strict=True)
     return {name.decode() if isinstance(name, bytes) else str(name): value for name, value in items}

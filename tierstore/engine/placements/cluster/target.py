@@ -1,9 +1,9 @@
-"""The rows of a load, brought into a cluster: from the files that were built, one after another, to all tags at a time.
+"""The target of a load in a cluster: rows are uploaded from the built files, one after another, to all tags at a time.
 
-On the thread of the load. After a crash, or where the load was cancelled, one of the same snapshot goes on: the built
-files are kept on this machine (`ingest/`), and the cluster knows how many rows of each of them were written. Rows that
-are written twice do no harm. A server may have lost what was written, so the rows of each tag are counted before the
-load ends. The version is not there for anybody before its record says that it is ready.
+On the thread of the load. After a crash, or if the load was cancelled, a load of the same snapshot goes on: the built
+files are kept on this machine (`ingest/`), and the cluster knows how many rows of each were written. Rows that are
+written twice do no harm. A server may have lost rows, so the rows of each tag are counted before the load ends. Nobody
+sees the version before its record says that it is ready.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ Writers = Callable[[str, int, dict[str, int], list[bytes]], Writer]  # model, ve
 
 
 class ClusterTarget:
-    """A version's rows under its tags in the cluster. For one load. `activate` is what a switch is to be done by."""
+    """A version's rows under its tags in the cluster. For one load. `activate` makes the switch."""
 
     base: BaseKind = "sealed"
-    keep_times = False  # rows in a cluster expire by a load alone
+    keep_times = False  # rows in a cluster expire only by a load
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class ClusterTarget:
         self._record: dict[str, Any] = {}
 
     def claim(self, snapshot: Snapshot, identity: str) -> None:
-        """Have the cluster know of the load: one node at a time may do it."""
+        """Announce the load in the cluster: only one node at a time may do it."""
         manifest, shared = snapshot.manifest, self._shared
         before = shared.versions().get(manifest.version)
         if before is not None and before["state"] != LOADING:
@@ -91,7 +91,7 @@ class ClusterTarget:
             "identity": identity,
             "tags": tags,
             "tables": row_bytes,
-            "delta_seq": manifest.delta_seq,  # the log keeps what comes after it
+            "delta_seq": manifest.delta_seq,  # the log keeps later deltas
             "since_s": now_s,
         }
         self._begin_record(manifest, before, record)
@@ -102,7 +102,7 @@ class ClusterTarget:
         self._record = record
 
     def _check_log(self, manifest: Manifest) -> None:
-        """SnapshotError where deltas that the snapshot lacks are gone from the log."""
+        """SnapshotError if deltas that the snapshot lacks are gone from the log."""
         newest = self._shared.pointer().seq
         if newest is None or manifest.delta_seq >= newest:
             return
@@ -128,7 +128,7 @@ class ClusterTarget:
         snapshot: Snapshot,
         progress: ProgressFn,
     ) -> None:
-        """Write every row, then count what the cluster has, and compare some rows of each file."""
+        """Write every row, then count the cluster's rows, and compare some rows of each file."""
         manifest = snapshot.manifest
         for name, table in build.tables.items():
             if table.colliding:
@@ -153,9 +153,9 @@ class ClusterTarget:
     def _upload(
         self, writer: Writer, manifest: Manifest, names: dict[int, str], built: list[SealedFile], progress: ProgressFn
     ) -> tuple[dict[str, list[tuple[Keys, Rows]]], dict[str, Keys]]:
-        """Write what the cluster does not have yet.
+        """Write rows that the cluster lacks.
 
-        Returns by table some rows of each file, and how many there are of each tag.
+        Returns by table some rows of each file, and the number of rows of each tag.
         """
         shared, number, total = self._shared, manifest.version, sum(table.rows for table in manifest.tables)
         kept = shared.checkpoints(number)
@@ -184,8 +184,8 @@ class ClusterTarget:
     def _write_missing(
         self, writer: Writer, names: dict[int, str], built: list[SealedFile], per_tag: Mapping[str, Keys]
     ) -> None:
-        """Write again what a server has lost since, with a failover: its rows are counted,
-        whatever the checkpoints say.
+        """Write again rows that a server has lost since, in a failover: they are counted, whatever the checkpoints
+        say.
         """
         number, pace, tags = int(writer.version), Pace(self._share), len(self._record["tags"])
         short = {table: np.flatnonzero(np.array(writer.counts(table)) != count) for table, count in per_tag.items()}
@@ -217,7 +217,7 @@ class ClusterTarget:
         shared.end_load(number)
 
     def abandon(self, number: int) -> None:
-        """Nothing of the load stays in the cluster, nor of the model, where this would have been its first version."""
+        """Remove everything of the load from the cluster, and the model, if this would have been its first version."""
         shared, record = self._shared, self._record
         try:
             tags = [tag.encode() for tag in record["tags"]]
@@ -227,7 +227,7 @@ class ClusterTarget:
             shared.end_load(number)
             shared.record(number, record, None)
             shared.forget_model()
-        except StorageError as error:  # it goes after `load_retention_s`
+        except StorageError as error:  # it is removed after `load_retention_s`
             log.warning("leftovers of a failed load stay in the cluster for now: %s", error)
 
     def activate(self, number: int, progress: ProgressFn) -> None:
@@ -235,9 +235,9 @@ class ClusterTarget:
 
 
 class _Part(NamedTuple):
-    """Some rows of a built file, the last of which is its row `upto` - 1.
+    """Consecutive rows of a built file, up to its row `upto` - 1.
 
-    `is_sample`: the first or the last of them.
+    `is_sample`: the first or the last part.
     """
 
     table: str
@@ -248,7 +248,7 @@ class _Part(NamedTuple):
 
 
 def _parts(file: SealedFile, names: Mapping[int, str], tables: Container[str] | None = None) -> Iterator[_Part]:
-    """All rows of a built file, in order; none where it is not of one of `tables`."""
+    """All rows of a built file, in order; none if it is not of one of `tables`."""
     opened = open_sealed(file.path, xxh3=file.xxh3, size=file.bytes)
     try:
         table, at_once, blocks = names[opened.table_id], max(1, BATCH_ROWS // opened.per_block), len(opened.first_keys)

@@ -1,3 +1,1 @@
-"""What rows on other machines have in common, in a cluster or upstream: a pointer and a log that are
-followed, and rows that are read.
-"""
+"""Shared code for rows on other machines, in a cluster or upstream: following a pointer and a log, and reading rows."""

@@ -1,4 +1,4 @@
-"""The data directory of a node whose rows are on other machines: it has copies and caches alone."""
+"""The data directory of a node whose rows are on other machines: it has only copies and caches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tierstore.tiers.ssd.cache import SsdCache
 
 
 def check_no_local_models(root: DataDirectory, option: str) -> None:
-    """ConfigError where it has models whose rows are on this machine; `option` is why there may be none."""
+    """ConfigError if it has models whose rows are on this machine; `option` is why there may be none."""
     for name in root.models_on_disk():
         where = root.model(name)
         for number, line in where.versions_on_disk():
@@ -25,7 +25,7 @@ def check_no_local_models(root: DataDirectory, option: str) -> None:
 
 
 def clear(where: ModelDirectory) -> None:
-    """Remove what an earlier process has followed: the other machines say it again. Hot keys stay."""
+    """Remove what an earlier process has followed: the other machines report it again. Hot keys stay."""
     if not where.root.is_dir():
         return
     for path in (where.current, where.routes, where.undone, where.log_end):
@@ -34,11 +34,11 @@ def clear(where: ModelDirectory) -> None:
 
 
 def open_ssd_cache(shared: Shared, root: DataDirectory) -> SsdCache | None:
-    """The cache on the disk of the data directory; None where none is wanted."""
+    """The cache on the disk of the data directory; None if none is wanted."""
     settings, where = shared.settings, root.root
     if not settings.ssd_cache:
         return None
-    if not kernels.awaited:  # else look-ups do without it, until its kernels are there
+    if not kernels.awaited:  # otherwise look-ups do without it, until its kernels are there
         kernels.load(module=ssd_index.__name__)
     return SsdCache(
         where, settings.ssd_cache, shared.readers,

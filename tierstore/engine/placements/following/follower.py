@@ -1,12 +1,11 @@
-"""One model whose rows are on other machines, as this node serves it: versions, pointer and log, by one thread.
+"""The follower of one model whose rows are on other machines: one thread for its versions, pointer and log.
 
 It is written for a cluster; nodes upstream are another `Followed`. A delta in the cluster's log is put into the node's
 own log and overlays, as if a client had sent it here, and becomes visible; its overlay is folded (dropped) once all
-rows in the cluster have it. A version that all nodes are to make ready is opened and warmed next to the one that
+rows in the cluster have it. A version that all nodes should make ready is opened and warmed next to the one that
 serves, and served when the pointer moves to it.
 
-The node's own log is a copy of the end of the cluster's, begun again at each start. Of it all
-hot keys alone survive a crash.
+The node's own log is a copy of the end of the cluster's, begun again at each start. Only hot keys survive a crash.
 """
 
 from __future__ import annotations
@@ -31,37 +30,37 @@ from tierstore.types import Progress
 
 log = logging.getLogger(__name__)
 
-SHORTEST_S, LONGEST_S = 0.01, 0.1  # between two looks at the pointer: after a change, and in quiet
+SHORTEST_S, LONGEST_S = 0.01, 0.1  # between two checks of the pointer: after a change, and in quiet
 BEAT_S = 1.0
 SILENT_S = 3.0
-BATCH = 64  # entries of the log that are read at once
+BATCH = 64  # entries of the log that are read together
 
 
 class Follower:
-    """Follows a model whose rows are on other machines. `start` before anything else; `close` before the model is.
+    """Follows one model. `start` before anything else; `close` before the model is closed.
 
-    `decode` gives the delta of the log's bytes and their digest.
+    `decode` decodes a delta from the log's bytes and their digest.
     """
 
     def __init__(self, model: Model, shared: Followed, node: str, decode: Callable[[bytes, str], Delta]) -> None:
         self.model, self.shared, self._node, self._decode = model, shared, node, decode
         self._copies = VersionCopies(model, shared)
         self._thread = Thread(target=self._run, name=f"tierstore-follow-{model.name}", daemon=True)
-        self._switch: threading.Thread | None = None  # of the version that is made ready
+        self._switch: threading.Thread | None = None  # of the version that is being made ready
         self._wake = threading.Event()
-        # guarded by changed, which is notified whenever something of it is new
+        # guarded by changed, which is notified of every change
         self.changed = threading.Condition()
         self.pointer = Pointer()
         self.problem: str | None = None  # why the cluster cannot be followed at the moment
         self._lost: tuple[int | None, str] | None = None  # see `lost`, and the version that served then
         self._prepared: int | None = None
-        self._failed: tuple[int, int, str] | None = None  # version, generation, why
-        self._failed_at = 0  # what its rows had then
+        self._failed: tuple[int, int, str] | None = None  # (version, generation, why)
+        self._failed_at = 0  # the seq of its rows then
         self._stopping = False
-        # of the thread
+        # for the thread
         self._reported: tuple[float, dict[str, Any]] = (0.0, {})
         self._seen: tuple[str, int] = ("", -1)  # the pointer's server and generation: another server may count again
-        self._put_back_to = ""  # the server that has all that this node has
+        self._put_back_to = ""  # the server that has everything that this node has
         self._looked_s = time.monotonic()
 
     # --- start and stop
@@ -69,7 +68,7 @@ class Follower:
     def start(self) -> None:
         """Serve what the pointer names, with every delta that is acknowledged by now; then follow.
 
-        What fails is the `problem`, and tried again: the other models serve.
+        A failure becomes the `problem`, and is tried again: the other models serve.
         """
         try:
             self._look(start=True)
@@ -87,11 +86,11 @@ class Follower:
                 thread.join()
 
     def wake(self) -> None:
-        """Look at the cluster at once."""
+        """Check the cluster at once."""
         self._wake.set()
 
     def wait_for(self, seq: int, timeout_s: float) -> bool:
-        """Wait until this node serves the delta `seq`. False where it does not in that time."""
+        """Wait until this node serves the delta `seq`. False if it does not in that time."""
         self.wake()
         with self.changed:
             return self.changed.wait_for(lambda: self._stopping or self._has(seq), timeout_s) and self._has(seq)
@@ -101,20 +100,20 @@ class Follower:
         return view is not None and view.seq >= seq
 
     def wait_served(self, holds: Callable[[Routing], bool], timeout_s: float) -> bool:
-        """Wait until something holds of what this node serves."""
+        """Wait until a condition holds for what this node serves."""
         self.wake()
         with self.changed:
             return self.changed.wait_for(lambda: self._stopping or holds(self.model.publisher.served), timeout_s)
 
     @property
     def silent(self) -> str | None:
-        """Why this node does not know what the cluster says; None where it does. A call may hang for long."""
+        """Why this node does not know the cluster's state; None if it does. A call may hang for long."""
         silent_s = time.monotonic() - self._looked_s
         return self.problem or (f"it has not answered for {silent_s:.0f} s" if silent_s > SILENT_S else None)
 
     @property
     def lost(self) -> str | None:
-        """Which deltas this node had and the cluster has otherwise by now; until another version serves."""
+        """The deltas that this node had and that differ in the cluster now; until another version serves."""
         lost = self._lost
         return lost[1] if lost is not None and lost[0] == self.model.active_version else None
 
@@ -149,7 +148,7 @@ class Follower:
             self.changed.notify_all()
 
     def _look(self, *, start: bool = False) -> bool:
-        """Do what the cluster says by now. Whether anything was new."""
+        """Do what the cluster says now. Returns whether anything was new."""
         pointer = self.shared.pointer()
         self._looked_s = time.monotonic()
         moved = pointer != self.pointer
@@ -175,7 +174,7 @@ class Follower:
             self.model.switcher.follow_canary(pointer.current, pointer.canary, pointer.share)
             self._check_line(pointer)
             self._follow(pointer)
-        self._seen = seen  # only now: what failed is tried again
+        self._seen = seen  # only now: a failure is tried again
         self._beat()
         with self.changed:
             self.changed.notify_all()
@@ -197,7 +196,7 @@ class Follower:
     # --- deltas
 
     def _put_back(self, pointer: Pointer) -> None:
-        """Append again what the cluster has acknowledged and lost, as a failover may: this node has it."""
+        """Append deltas again that the cluster has acknowledged and lost, as in a failover: this node has them."""
         local = self.model.state.log
         if not self.shared.forgetful or pointer.seq is None or local.start is None or local.last is None:
             return
@@ -210,13 +209,13 @@ class Follower:
                 log.warning("model %s: the cluster had lost delta %d; it is put back", self.model.name, seq)
 
     def _check_digest(self, pointer: Pointer) -> None:
-        """Forked where the newest delta of the cluster is another one here."""
+        """Forked if the newest delta of the cluster differs from this node's."""
         held = None if pointer.seq is None else self.model.state.log.digest(pointer.seq)
         if None not in (held, pointer.digest) and held != pointer.digest:
             raise Forked(f"delta {pointer.seq} of {self.model.name!r} is another one in the cluster")
 
     def _follow_instead(self, pointer: Pointer) -> None:
-        """Serve what the cluster has, where this node, cut off meanwhile, has deltas that were lost there."""
+        """Serve what the cluster has, if this node, cut off meanwhile, has deltas that were lost there."""
         local = self.model.state.log
         lost = local.last
         after = max(0, (local.start or 0))
@@ -244,7 +243,7 @@ class Follower:
             if not entries or entries[0].seq != local.last + 1:
                 if pointer.current == self.model.active_version:
                     self._begin_again(pointer, "missed deltas that the log does not have any more")
-                return  # else the log was begun again by a switch that this node has not made yet
+                return  # otherwise a switch that this node has not made yet has begun the log again
             if entries[0].after not in ("", local.digest(local.last) or entries[0].after):
                 raise Forked(f"delta {entries[0].seq} of {self.model.name!r} comes after another one in the cluster")
             for entry in entries:
@@ -252,7 +251,7 @@ class Follower:
                     return
 
     def _apply_one(self, entry: LogEntry, pointer: Pointer) -> bool:
-        """Make a delta visible. False where memory has no room for it yet, or had none, and its rows have it."""
+        """Make a delta visible. False if memory has no room for it yet, or had none and its rows have it by now."""
         delta = self._decode(entry.data, entry.digest)
         try:
             self.model.deltas.apply(delta, entry.data, lenient=True)
@@ -270,7 +269,9 @@ class Follower:
         return True
 
     def _begin(self, pointer: Pointer) -> None:
-        """Begin the node's log at what all rows of the current version have, with what the cluster's has above."""
+        """Begin the node's log at the seq that all rows of the current version have, followed by the cluster's
+        entries.
+        """
         assert pointer.current is not None
         state, mark = self.model.state, self._mark(pointer, pointer.current)
         with state.live.write:
@@ -286,7 +287,7 @@ class Follower:
                     state.log.append(entry.seq, entry.data, entry.digest)
 
     def _check_line(self, pointer: Pointer) -> None:
-        """Open the version that serves anew where its rows are others by now."""
+        """Open the served version anew if its rows were replaced."""
         view = self.model.publisher.current
         if view is None or view.version != pointer.current:
             return
@@ -294,7 +295,7 @@ class Follower:
             self._begin_again(pointer, f"version {view.version} was built again")
 
     def _begin_again(self, pointer: Pointer, why: str) -> None:
-        """Nothing in memory can be trusted."""
+        """Begin again, because nothing in memory can be trusted."""
         number = pointer.current
         assert number is not None
         log.warning("model %s: %s; its caches begin again", self.model.name, why)
@@ -310,11 +311,11 @@ class Follower:
     # --- versions
 
     def _follow(self, pointer: Pointer) -> None:
-        """Begin to make ready what is wanted, or to serve what is current."""
+        """Begin to make the wanted version ready, or to serve the current one."""
         served, local = self.model.publisher.served, self.model.state.log
         if self._switch is not None and self._switch.is_alive():
             return
-        canary = None if served.active is None else pointer.canary  # it stands beside one
+        canary = None if served.active is None else pointer.canary  # it needs an active version beside it
         for number in (pointer.current, canary, pointer.wanted):
             info = None if number is None else self.model.catalogue.get(number)
             if number is None or number in served.versions or info is None or self._failed_before(number, pointer):
@@ -330,7 +331,9 @@ class Follower:
             return
 
     def _failed_before(self, number: int, pointer: Pointer) -> bool:
-        """It may succeed once more deltas are in its rows: then fewer have to be in memory."""
+        """Whether making this version ready has failed before. It may succeed once its rows have more deltas: then
+        fewer need memory.
+        """
         info, failed = self.model.catalogue.info(number), self._failed
         return failed is not None and failed[:2] == (number, pointer.generation) and self._failed_at >= info.watermark
 
@@ -340,7 +343,7 @@ class Follower:
         except Exception as error:
             with self.changed:
                 self._failed = number, self.pointer.generation, str(error)
-                info = self.model.catalogue.get(number)  # none where that is why: it is tried again once it is back
+                info = self.model.catalogue.get(number)  # none if that is the reason: it is tried again once it is back
                 self._failed_at = info.watermark if info else -1
             if not isinstance(error, (Closed, Conflict)):
                 log.exception("model %s: version %d is not ready", self.model.name, number)
@@ -357,9 +360,9 @@ class Follower:
         self.model.switcher.follow(number, ready, start=start, progress=report)
 
     def _await_turn(self, number: int) -> float | None:
-        """Wait until the pointer is at a ready version. Returns its share as the canary, None where it is current.
+        """Wait until the pointer is at a ready version. Returns its share as the canary, None if it is current.
 
-        Conflict where it is not wanted any more.
+        Conflict if it is not wanted any more.
         """
         with self.changed:
             self._prepared = number
@@ -372,7 +375,7 @@ class Follower:
     def _has_turn(self, number: int) -> bool:
         return number in (self.pointer.current, self.pointer.canary)
 
-    # --- what others hear of this node
+    # --- reports to others
 
     def _beat(self) -> None:
         with self.changed:
@@ -393,7 +396,7 @@ class Follower:
             self._reported = time.monotonic(), report
 
     def _lowest_seq(self) -> int | None:
-        """No request here reads below it."""
+        """The seq below which no request here reads."""
         lowest = self.model.publisher.lowest_seq()
         return self.model.state.log.last if lowest is None else lowest
 

@@ -1,7 +1,6 @@
-"""The models of other machines on this node: each is begun once, found by its name, and
-followed until the store closes.
+"""The followed models of a store: each is begun once, found by its name, and followed until the store closes.
 
-Any thread. One thread looks for new ones. The data directory has only copies and caches.
+Any thread. One thread looks for new models. The data directory has only copies and caches.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from tierstore.threads import Thread
 
 
 class FollowedModel(Protocol):
-    """One model, with what follows it."""
+    """A model with its follower."""
 
     placement: ModelPlacement
 
     def start(self) -> None:
-        """Serve it as it is over there, and follow it."""
+        """Serve it as the other machines do, and follow it."""
 
     def close(self) -> None:
-        """Stop that; before the model is closed."""
+        """Stop following; before the model is closed."""
 
     def status(self) -> dict[str, Any]: ...
 
@@ -40,7 +39,7 @@ M = TypeVar("M", bound=FollowedModel)
 class FollowedModels(Generic[M]):
     """The followers of one store's models.
 
-    `make` gives a begun model what follows it; `look` is called every `every_s` seconds, by the thread `name`.
+    `make` gives a new model its follower; `look` is called every `every_s` seconds, by the thread `name`.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class FollowedModels(Generic[M]):
         self.by_name: dict[str, M] = {}
 
     def start(self) -> None:
-        """Begin to look for new ones."""
+        """Begin to look for new models."""
         self._thread.start()
 
     def _run(self) -> None:
@@ -79,14 +78,14 @@ class FollowedModels(Generic[M]):
             return self.by_name[name]
 
     def remove(self, name: str) -> M:
-        """Follow a model no more; `close` what is returned."""
+        """Stop following a model; `close` the result."""
         with self.lock:
             member = self.by_name[name]
             self.by_name = {other: of for other, of in self.by_name.items() if other != name}
             return member
 
     def existing(self, name: str) -> M:
-        """NotFound, naming those there are, for an unknown one."""
+        """A followed model. NotFound names the existing ones."""
         member = self.by_name.get(name)
         if member is None:
             raise unknown_model(name, self.by_name)
@@ -102,9 +101,9 @@ class FollowedModels(Generic[M]):
     def close(
         self, close_models: Callable[[], None], disconnect: Callable[[], None], *watched: Callable[[], None]
     ) -> None:
-        """Stop following, end what is `watched`, close the models, then what reads their rows.
+        """Stop following, end what is `watched`, close the models, then the readers of their rows.
 
-        What fails keeps nothing else open.
+        An error leaves nothing else open.
         """
         self.stopping.set()
         if self._thread.ident is not None:

@@ -1,12 +1,12 @@
-"""The row store of a version whose rows are on other machines: reads them, and refuses what
-does not fit the view that asks.
+"""The row store of a version whose rows are on other machines: reads rows, and refuses rows that do not fit the reading
+view.
 
-Of what was read it is known up to which seq it has every delta, and above which it has none (`Watermarks`): from a
-cluster each tag of a version says it, from nodes upstream each answer. Any thread may read; `trust` is for the thread
-that folds, `reached` for the one that follows the cluster.
+Each read reports up to which seq its rows have every delta, and above which they have none (`Watermarks`): in a
+cluster by each tag of a version, upstream by each answer. Any thread may read; `trust` is for the thread that folds,
+`reached` for the one that follows the cluster.
 
-Where the node has a cache on its SSD, a look-up reads there first. What is held there is right for every view,
-so that it needs no comparing.
+If the node has a cache on its SSD, a look-up reads there first. Rows held there are right for every view, so they need
+no comparison.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from tierstore.tiers.ssd.table import SsdTable
 from tierstore.types import Keys, Rows, States, Tier
 
 _TRIES = 3
-PLACES_S = 10.0  # after which other machines are not asked for further keys of one explanation
-RETRY_S = 0.1  # a node is so far behind the cluster at most, as a rule
+PLACES_S = 10.0  # after this, other machines are not asked for further keys of one explanation
+RETRY_S = 0.1  # usually the longest that a node is behind the cluster
 
 
 class FetchTable(Protocol):
@@ -45,10 +45,8 @@ class FetchTable(Protocol):
 class RemoteRows:
     """Rows of one version that are on other machines. `tables` by id.
 
-    `reached`: the seq that all of its rows have reached, as far as this node has heard.
-
-    `where` the rows are is for messages. `line`: see `Pointer`. `cache`: rows of its tables are kept there.
-    `find_places`: for `explain`.
+    `reached`: the seq that all of its rows have reached, as far as this node knows. `where`: the place of the rows,
+    for messages. `line`: see `Pointer`. `cache`: for rows of its tables. `find_places`: for `explain`.
     """
 
     disk = None
@@ -81,14 +79,14 @@ class RemoteRows:
         return self._trusted
 
     def record(self, name: str) -> None:
-        """The cluster keeps a version's records otherwise."""
+        """None: the cluster keeps a version's records in another form."""
 
     def trust(self, seq: int) -> None:
         """From now on rows without the deltas up to `seq` are an error."""
         self._trusted = max(self._trusted, seq)
 
     def fold(self, info: VersionInfo, overlay: Overlay) -> None:
-        """The rows of an overlay are there: from now on it is an error if they are not."""
+        """The rows have the overlay's deltas: from now on rows without them are an error."""
         self.trust(overlay.hi)
         for name, head in overlay.heads.items():
             files.publish_bytes(info.where.dense(name), head.graph or GONE)
@@ -98,19 +96,16 @@ class RemoteRows:
         return seq <= self.reached
 
     def keep(self, table_id: int, rows: int, row_bytes: int) -> None:
-        """Have rows of a table kept on this machine's SSD, where the node has a cache there.
-
-        Before anything is read.
-        """
+        """Keep rows of a table in this machine's SSD cache, if there is one. Before anything is read."""
         if self._cache is not None and (table := self._cache.table(rows, row_bytes)) is not None:
             self._cached[table_id] = table
 
     def get(self, table_id: int, keys: Keys, rows: Rows, state: States) -> None:
-        """As in `RowStore`: whatever the rows are by now, and no older than what this node relies on."""
+        """See `RowStore`: rows as they are now, and no older than what this node relies on."""
         self._read(table_id, keys, rows, state, None)
 
     def get_at(self, table_id: int, keys: Keys, rows: Rows, state: States, seq: int) -> None:
-        """As in `SharedRowStore`."""
+        """See `VersionStore`."""
         cached = self._cached.get(table_id)
         if cached is None:
             self._read_or_default(table_id, keys, rows, state, seq)
@@ -146,7 +141,7 @@ class RemoteRows:
             marks = table.fetch(keys, rows, state, upto=seq, floor=trusted)
             if marks.lowest >= trusted:
                 break
-            state[:] = Tier.PENDING  # another thread's read, which was joined, may have begun before that
+            state[:] = Tier.PENDING  # a joined read of another thread may have begun before that
         else:
             raise StorageError(
                 f"{self._name}: {self._where} has deltas up to {marks.lowest}, and had them up to {trusted}: a server "
@@ -162,10 +157,7 @@ class RemoteRows:
             )
 
     def peek(self, table_id: int, row_bytes: int, key: int, seq: int) -> Peek:
-        """What the other machines hold of a key for a view of `seq`, read beside the cache.
-
-        StorageError, Overloaded.
-        """
+        """The other machines' row of a key for a view of `seq`, read beside the cache. StorageError, Overloaded."""
         rows, state = np.empty((1, row_bytes), np.uint8), np.zeros(1, np.uint8)
         self._read(table_id, np.array([key], np.int64), rows, state, seq)
         return Peek(rows.tobytes()) if state[0] == Tier.REMOTE else Peek(absent=True)
@@ -174,7 +166,7 @@ class RemoteRows:
         return self._find_places(table, codes, seq)
 
     def beneath(self, info: VersionInfo, table: str, code: int, place: Place | None) -> Beneath:
-        """What the cache on this machine's SSD holds, where there is one, and what the machine at `place` said."""
+        """The entry of this machine's SSD cache, if there is one, and the report of the machine at `place`."""
         seen, cached = Beneath(newer_than_overlays=True), self._cached.get(info.tables[table]["id"])
         if cached is not None:
             peek = cached.peek(code)
@@ -187,17 +179,17 @@ class RemoteRows:
         return seen
 
     def raise_floor(self, table_id: int, seq: int) -> None:
-        """As in `SharedRowStore`."""
+        """See `VersionStore`."""
         if (cached := self._cached.get(table_id)) is not None:
             cached.raise_floor(seq)
 
     def forget(self, table_id: int, keys: Keys) -> None:
-        """As in `SharedRowStore`."""
+        """See `VersionStore`."""
         if (cached := self._cached.get(table_id)) is not None:
             cached.forget(keys)
 
     def cache_stats(self, table_id: int) -> dict[str, int]:
-        """Figures of the cache of a table's rows on this machine's SSD; empty where none are kept."""
+        """Counts of the SSD cache for a table's rows; empty if none are kept."""
         cached = self._cached.get(table_id)
         return {} if cached is None else cached.stats()
 
@@ -212,23 +204,23 @@ class RemoteRows:
         return False
 
     def tidy(self, info: VersionInfo, give_up: Callable[[], bool]) -> None:
-        """Changed rows are in no files here."""
+        """Nothing: changed rows are in no files here."""
 
     def read_by(self, table_id: int, row_bytes: int) -> None:
-        """Kernels have no address to read them at."""
+        """None: kernels have no address to read the rows at."""
 
     def tier_bytes(self, table_id: int, table_bytes: int, of_all: int) -> dict[str, int]:
         return {"disk": self.cache_stats(table_id).get("bytes", 0), "remote": table_bytes}
 
     def bytes_on_disk(self) -> int:
-        """How many bytes are kept on this machine's disk."""
+        """Bytes on this machine's disk."""
         return sum(int(table.stats()["bytes"]) for table in self._cached.values())
 
     def stats(self) -> dict[str, int]:
         return {"bytes": self.bytes_on_disk(), "files": 0, "defaulted_keys": self.defaulted}
 
     def close(self) -> None:
-        """Once; no look-up may be running."""
+        """Close it, once; no look-up may be running."""
         self._closed = True
         if self._cache is not None:
             for table in self._cached.values():

@@ -1,6 +1,6 @@
-"""What this node has on disk of the versions in the cluster: their records and side files, so that they can be opened.
+"""Copies of the cluster's version records and side files on this node's disk, so that versions can be opened.
 
-For the thread that follows the model. A copy whose record is missing is left by a crash, and made again.
+For the thread that follows the model. A copy without its record is left by a crash, and made again.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ READY = "ready"
 
 
 class VersionCopies:
-    """What this node has on its disk of one model's versions in the cluster."""
+    """This node's copies of one model's versions in the cluster."""
 
     def __init__(self, model: Model, shared: Followed) -> None:
         self._model, self._shared = model, shared
         self._fresh: set[int] = set()  # made by this process: side files of an earlier one may be older than the rows
 
     def update(self, records: Mapping[int, Mapping[str, Any]], pointer: Pointer) -> Pointer:
-        """Have a copy of every version that is ready, and of no other but those that are still served.
+        """Keep a copy of every version that is ready, and of no other except those that are still served.
 
-        Returns the pointer by which new copies may be opened: dense parts may be of deltas that
-        came since `pointer` was read.
+        Returns the pointer by which new copies may be opened: dense parts may be of deltas that came since `pointer`
+        was read.
         """
         fetched: list[int] = []
         model, catalogue = self._model, self._model.catalogue
@@ -59,12 +59,12 @@ class VersionCopies:
         return pointer
 
     def lacks(self, pointer: Pointer) -> bool:
-        """Whether a version that is to be served is not here: its record may have been lost for a while."""
+        """Whether a version that should be served is not here: its record may have been lost for a while."""
         named = {pointer.current, pointer.canary, pointer.wanted} - {None}
         return not named <= set(self._model.catalogue.numbers)
 
     def update_dense(self, number: int) -> Pointer:
-        """Have the dense parts of a version as the other machines have them. Returns the pointer as of then.
+        """Fetch the dense parts of a version from the other machines. Returns the pointer as of then.
 
         A delta's dense parts are there before its rows are, and its seq is in the log before. So with all deltas of
         that pointer there are no rows of a delta whose dense part is missing, and no dense part whose rows are.

@@ -1,4 +1,4 @@
-"""Rows on this machine: what a store without a cluster and without nodes upstream has. Any thread."""
+"""The placement of rows on this machine, for a store without a cluster and without upstream nodes. Any thread."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tierstore.threads import Pool
 from tierstore.tiers.disk.database import MOST_UNUSED
 from tierstore.tiers.disk.sealed import BASES
 
-START_THREADS = 8  # models that start at once
-_OF_A_CHANGE = 8  # files that RocksDB has open beside those of rows while it takes a change in, and the log's
+START_THREADS = 8  # models that start at the same time
+_OF_A_CHANGE = 8  # files that RocksDB has open beside those of rows during a change, and the log's
 BLOCK_CACHE_BYTES = 32 << 20  # of RocksDB's block cache for each open version: mostly index blocks
 
 
@@ -38,7 +38,7 @@ class LocalPlacement:
         self.log_retention_s = shared.settings.log_kept_s
 
     def start(self) -> None:
-        """In parallel, because each model waits for its own files most of the time."""
+        """Start all models in parallel, because each waits for its own files most of the time."""
         every = self._models.find()
         with Pool(max(1, min(START_THREADS, len(every))), "tierstore-start") as threads:
             threads.map(lambda model: model.catalogue.find(), every)
@@ -54,7 +54,7 @@ class LocalPlacement:
 
     @contextlib.contextmanager
     def loading(self, name: str) -> Iterator[None]:
-        """A first load that fails leaves no trace of the model, unless another one is coming."""
+        """Keep a model during a load: a first load that fails leaves no trace of it, unless another load is coming."""
         try:
             with self._models.loading(name, self._models.begin):
                 yield

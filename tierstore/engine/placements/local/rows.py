@@ -1,4 +1,4 @@
-"""The rows of a version on this machine: its disk tier, and the fold that moves it on in one atomic step."""
+"""The rows of a version on this machine: its disk tier, and the fold that changes it in one atomic step."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ class LocalRows:
         self.disk.get(table_id, keys, rows, state)
 
     def get_at(self, table_id: int, keys: Keys, rows: Rows, state: States, seq: int) -> None:
-        """Any view: folds wait for the views that are read."""
+        """`get`, for any view: folds wait for the views that are read."""
         self.disk.get(table_id, keys, rows, state)
 
     def raise_floor(self, table_id: int, seq: int) -> None:
-        """Nothing is kept of other machines."""
+        """Nothing: no rows of other machines are kept."""
 
     def forget(self, table_id: int, keys: Keys) -> None:
-        """As above."""
+        """Nothing: no rows of other machines are kept."""
 
     def may_fold(self, seq: int) -> bool:
         return True
 
     def fold(self, info: VersionInfo, overlay: Overlay) -> None:
-        """One atomic step of the disk tier: rows, watermark, and which dense part holds."""
+        """One atomic step of the disk tier: rows, watermark, and which dense part is valid."""
         disk, where, ids = self.disk, info.where, {name: int(table["id"]) for name, table in info.tables.items()}
         if overlay.heads:
-            finish_dense(where, disk)  # a fold that failed may have had another name
+            finish_dense(where, disk)  # a failed fold may have had another name
         counts = info.counts_with(overlay, disk)
         yield_to_requests()
         records = watermark_record(overlay.hi) | rowcount.record(overlay.hi, counts)
@@ -95,7 +95,7 @@ class LocalRows:
         return [None] * len(codes)
 
     def beneath(self, info: VersionInfo, table: str, code: int, place: Place | None) -> Beneath:
-        """What look-ups read from disk, and when the row was written."""
+        """The row that look-ups read from disk, and when it was written."""
         seen, times = Beneath(), info.times_ids.get(table)
         try:
             parts = self.disk.peek(info.tables[table]["id"], info.specs[table].row_bytes, code)
@@ -112,7 +112,7 @@ class LocalRows:
         return seen
 
     def tier_bytes(self, table_id: int, table_bytes: int, of_all: int) -> dict[str, int]:
-        """Tables share their files: each has its part of them."""
+        """A table's part of the shared files, by its size."""
         return {"disk": int(self.disk.bytes_on_disk() * table_bytes / of_all)}
 
     def cache_stats(self, table_id: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The start of a model: open what CURRENT and the routes name, replay the log onto it, and serve.
 
-On the thread that opens the store. It is warmed once it serves (`warm.py`). A version that cannot be opened is reported
-by `problem`, and the model waits for another; the other models serve in any case.
+On the thread that opens the store. It is warmed once it serves (`warm.py`). A version that cannot be opened is
+reported by `problem`, and the model waits for another; the other models serve in any case.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Starter:
 
     @property
     def host_need_bytes(self) -> int:
-        """Memory for the host tier that the version to be served could use."""
+        """Memory of the host tier that the version to be served could use."""
         with contextlib.suppress(TierstoreError):
             current = self._state.record.current()
             info = None if current is None else self._state.catalogue.get(current)
@@ -41,7 +41,7 @@ class Starter:
 
     @property
     def files(self) -> int:
-        """How many files of rows what is to be served has, which are open while they are read."""
+        """The number of row files of the versions to be served, which are open while they are read."""
         with contextlib.suppress(TierstoreError):
             current = self._state.record.current()
             served = [] if current is None else [current, self._state.record.routes().for_active(current).canary]
@@ -51,7 +51,7 @@ class Starter:
         return 0
 
     def start(self) -> None:
-        """Serve what the last process served, and begin housekeeping. What is wrong becomes the model's problem."""
+        """Serve what the last process served, and begin housekeeping. A failure becomes the model's problem."""
         state = self._state
         for why in state.log.damage:
             log.error("model %s: %s", state.name, why)
@@ -109,7 +109,7 @@ class Starter:
             state.live.set(active)
 
     def _serve_canary(self, number: int, recorded: RoutingRecord) -> None:
-        """One that cannot be served is reported, and everything else goes on."""
+        """Serve the recorded canary. A failure is reported, and everything else goes on."""
         labels = {name: other for name, other in recorded.labels.items() if other != recorded.active}
         self._routes.awaited = replace(recorded, labels=labels)
         try:
@@ -127,7 +127,7 @@ class Starter:
             log.error("model %s: %s", self._state.name, self._routes.problem)
             return RoutingRecord(active)
         if recorded.canary is not None and self._state.catalogue.is_outdated(recorded.canary):
-            # a crash came between a rollback to a delta and the record of the routes that goes with it
+            # a crash came between a rollback to a delta and the record of its routes
             labels = {name: number for name, number in recorded.labels.items() if number == active}
             return RoutingRecord(active, labels=labels)
         return recorded

@@ -1,7 +1,7 @@
-"""The rows of a load, brought to this machine's disk: a directory of the version, which the load has claimed.
+"""The target of a load on this machine's disk: a directory of the version, which the load has claimed.
 
-On the thread of the load. A crash leaves the directory without its record; a load of the same
-snapshot goes on from there.
+On the thread of the load. A crash leaves the directory without its record; a load of the same snapshot goes on from
+there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tierstore.types import BaseKind, ProgressFn
 
 
 class LocalTarget:
-    """This machine's disk as the `Target` of a load."""
+    """This machine's disk as the `LoadTarget` of a load."""
 
     keep_times = True
 
@@ -39,7 +39,7 @@ class LocalTarget:
         files.publish_record(where.record, make_record(where, manifest, build))
 
     def abandon(self, number: int) -> None:
-        """Nothing: the directory goes with the claim."""
+        """Nothing: the claim's end removes the directory."""
 
     def activate(self, number: int, progress: ProgressFn) -> None:
         self._model.switcher.activate(number, progress=progress)

@@ -1,6 +1,7 @@
-"""Which version a node in front serves, and which node it asks for what: pure functions of what the nodes report.
+"""The choices of a front: which version it serves, and which node it asks for what. Pure functions of the nodes'
+reports.
 
-A partition counts where a node that answers owns it; a node that does not answer decides nothing.
+A partition counts if a node that answers owns it; a node that does not answer decides nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def _partitions(document: Any) -> types.Partitions:
 
 @dataclass(frozen=True, slots=True)
 class VersionState:
-    """A version that a node can be asked for. `seq`: the newest delta that its rows have there."""
+    """A version that a node can be asked for. `seq`: the newest delta of its rows there."""
 
     line: str
     seq: int
@@ -37,7 +38,7 @@ class VersionState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReportedModel:
-    """A model as one node reports it. `log`: (start, last), None where it has not with_log. `own` bool[partitions]."""
+    """A model as one node reports it. `log`: (start, last), None if it has not begun. `own` bool[partitions]."""
 
     active: int | None
     log: tuple[int, int] | None
@@ -66,16 +67,16 @@ class ModelDocument(Document):
 
 
 class ModelsDocument(Document):
-    """What a node reports of all its models."""
+    """A node's report of all its models."""
 
     models: dict[ModelName, ModelDocument]
 
 
-States = Sequence[ReportedModel | None]  # by node; None where it does not answer, or does not have the model
+States = Sequence[ReportedModel | None]  # by node; None if it does not answer, or does not have the model
 
 
 def problem_of(states: States) -> str | None:
-    """Why the nodes cannot be read together; None where they can."""
+    """Why the nodes cannot be read together; None if they can."""
     counts = sorted({len(state.own) for state in states if state is not None} - {1})
     if len(counts) > 1:
         return (
@@ -103,9 +104,9 @@ def _covers(owners: Partitions, needed: Partitions) -> bool:
 
 
 def line_of(states: States, number: int, before: str | None = None) -> str | None:
-    """The line of a version that covers the most partitions; among equals the one of `before`.
+    """The line of a version that covers the most partitions; among equals the line of `before`.
 
-    None where nobody has it.
+    None if no node has the version.
     """
     lines = sorted({state.versions[number].line for state in states if state is not None and number in state.versions})
     if not lines:
@@ -122,9 +123,9 @@ def ownership(states: States, number: int, line: str) -> Ownership:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`current` is to be served, `wanted` to be made ready.
+    """A choice: `current` should be served, `wanted` made ready.
 
-    `marks` and `lines` by version; `complete`: can be asked for wholly.
+    `marks` and `lines` by version; `complete`: versions that all partitions can be asked for.
     """
 
     current: int | None
@@ -136,7 +137,7 @@ class Choice:
 
 
 def choose(states: States, served: int | None, lines: Mapping[int, str]) -> Choice:
-    """What holds now, for a front that serves `served` and has opened `lines` of versions."""
+    """The choice for a front that serves `served` and has opened `lines` of versions."""
     there = [state for state in states if state is not None]
     needed = _partitions_answered(states)
     numbers = sorted({number for state in there for number in state.versions})

@@ -1,4 +1,4 @@
-"""One model as the nodes upstream have it together: what a `Follower` follows. Any thread."""
+"""One model as upstream nodes have it together: the `Followed` of a `Follower`. Any thread."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ REMOTE_FORMAT = 3  # of `version.json`: rows are on other machines
 
 
 class VersionDocument(Document):
-    """What a front needs to open a version: its record, and the names of its side files."""
+    """A version as a front opens it: its record, and the names of its side files."""
 
     record: dict[str, Any]
     files: list[str] = Field(max_length=MOST_FILES)
@@ -52,7 +52,7 @@ class VersionDocument(Document):
 
 
 class UpstreamModel:
-    """It is `Followed`. `served` gives the version that this front serves."""
+    """One upstream model. `served` gives the version that this front serves."""
 
     forgetful = False
 
@@ -71,7 +71,7 @@ class UpstreamModel:
         self._owned: tuple[list[ReportedModel | None], dict[tuple[int, str], Ownership]] = [], {}
 
     def states(self) -> list[ReportedModel | None]:
-        """What each node reports, None where it does not."""
+        """The report of each node, None if it gives none."""
         return [watch.state(self.name) for watch in self._watches]
 
     def pointer(self) -> Pointer:
@@ -97,7 +97,7 @@ class UpstreamModel:
             return pointer
 
     def _wanted_versions(self, choice: Choice) -> tuple[tuple[int, str], ...]:
-        """(number, line) of those that may be served."""
+        """(number, line) of versions that may be served."""
         wanted = {number for number in (choice.current, choice.wanted) if number is not None}
         return tuple((number, self._lines.get(number, "")) for number in sorted(wanted))
 
@@ -108,7 +108,7 @@ class UpstreamModel:
         return {number: {"state": "ready", "record": self._record(number, lines.get(number, ""))} for number in numbers}
 
     def _record(self, number: int, line: str) -> dict[str, Any]:
-        """What `version.json` is to have here. It does not change as long as the line does not."""
+        """The content of `version.json` here. It does not change while the line does not change."""
         with self._lock:
             kept = self._records.get((number, line))
         if kept is not None:
@@ -132,7 +132,7 @@ class UpstreamModel:
         rows = {table["name"]: int(table["rows"]) for table in record["manifest"]["tables"]}
         for name, table in record["tables"].items():
             table["rows"] = max(int(table["rows"]), rows[name])  # of all partitions
-            table["times"] = False  # the nodes have them, and remove what has expired
+            table["times"] = False  # the nodes have them, and remove expired rows
         digest = hashlib.sha256(line.encode()).digest()
         record |= {
             "format": REMOTE_FORMAT,
@@ -171,9 +171,9 @@ class UpstreamModel:
         return found
 
     def _keys_of_all(self, number: int, target: str, first: bytes) -> bytes:
-        """The keys that the nodes have in a file, each once.
+        """The keys in a file of all nodes, each once.
 
-        What a node does not give is not warmed, and no more than that.
+        Keys that a node does not give are not warmed; that does no other harm.
         """
         parts = [_keys(first)]
         for watch, state in zip(self._watches, self.states(), strict=True):
@@ -190,7 +190,7 @@ class UpstreamModel:
         return out.getvalue()
 
     def _any(self, number: int, fetch: Callable[[Watch], T]) -> T:
-        """What the first node gives that serves a version."""
+        """The result of the first node that serves a version."""
         states, problems = self.states(), []
         line = line_of(states, number, self._lines.get(number))
         for watch, state in zip(self._watches, states, strict=True):
@@ -226,19 +226,19 @@ class UpstreamModel:
         raise AssertionError("a node in front acknowledges nothing")
 
     def beat(self, node: str, report: Mapping[str, Any]) -> None:
-        """The nodes hear from each look which version is served here (`Watch`)."""
+        """Nothing: the nodes learn from each request which version is served here (`Watch`)."""
 
     # --- for look-ups
 
     def line(self, number: int) -> str:
-        """The line of a version that is to be opened now."""
+        """The line of a version that should be opened now."""
         with self._lock:
             return self._lines.get(number, "")
 
     def ownership(self, number: int, line: str) -> Ownership:
         """Which node can be asked for which rows at this moment."""
         states, (before, owned) = self.states(), self._owned
-        if before != states:  # a state is equal to itself alone
+        if before != states:  # a state is equal only to itself
             owned = {}
             self._owned = states, owned
         if (number, line) not in owned:
@@ -246,15 +246,13 @@ class UpstreamModel:
         return owned[number, line]
 
     def refresh(self, node: int) -> None:
-        """A node is not as it was said to be."""
+        """Ask a node again whose state differs from its last report."""
         self._watches[node].wake()
 
     # --- for the status
 
     def coverage(self) -> dict[str, Any]:
-        """How many partitions there are, and which no node answers for in the version that
-        is current, as [first, last].
-        """
+        """How many partitions there are, and which of them no node has in the current version, as [first, last]."""
         states = self.states()
         with self._lock:
             current = self._pointer.current
@@ -267,7 +265,7 @@ class UpstreamModel:
 
 
 def _keys(data: bytes) -> npt.NDArray[Any] | None:
-    """The keys of a `.npy` file; None for one that has none."""
+    """The keys of a `.npy` file; None for a file that has none."""
     stream = io.BytesIO(data)
     try:
         dtype, shape = npy_header(stream)

@@ -1,5 +1,7 @@
-"""Rows on nodes upstream: this node is a front, whose models are those that the nodes serve, begun
-here and followed. Any thread.
+"""The placement of rows on upstream nodes: this node is a front, which begins and follows the models that the nodes
+serve.
+
+Any thread.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ _NOBODY = "no node that answers owns its partition"
 
 
 class FrontModel:
-    """One model of this front, which has no verbs: `refusals` says so."""
+    """One model of this front. It has no verbs: see `refusals`."""
 
     def __init__(self, model: Model, upstream: UpstreamModel, node: str, refusals: Refusals) -> None:
         self.model, self.upstream = model, upstream
@@ -56,7 +58,7 @@ class FrontModel:
         self.placement = ModelPlacement(leads=lambda: False, **refusals.verbs(model.name))
 
     def status(self) -> dict[str, Any]:
-        """What this front knows of the model upstream, without asking anybody."""
+        """What this front knows of the upstream model, without asking a node."""
         pointer = self.follower.pointer
         return {
             "reachable": self.follower.silent is None,
@@ -72,7 +74,7 @@ class FrontModel:
 def _fill(
     node: UpstreamNode, target: str, request: bytes, places: list[Place], row_bytes: int, timeout_s: float
 ) -> None:
-    """Fill in what a node says of some keys, or why it does not."""
+    """Fill in what a node says of some keys, or why it does not answer."""
     for place in places:
         place.node = str(node)
     try:
@@ -96,7 +98,7 @@ def _fill(
 
 
 class UpstreamPlacement:
-    """The `Placement` of a node in front of those at `urls`. ConfigError for addresses that are none."""
+    """The `Placement` of a front for the nodes at `urls`. ConfigError for malformed addresses."""
 
     def __init__(self, shared: Shared, models: Models, urls: str) -> None:
         # constant after construction
@@ -114,16 +116,16 @@ class UpstreamPlacement:
         self.log_retention_s = settings.log_kept_s
         self.watches = [Watch(node, self.node, self._served, self._wake) for node in self.nodes.nodes]
         self.followed = FollowedModels(shared, models, self._member, self._look, LOOK_EVERY_S, "tierstore-front")
-        # of the thread that looks; others may read
-        self._complete = False  # whether every node has answered once, and the models that there were then are begun
+        # written by the thread that looks for models; others may read
+        self._complete = False  # whether every node has answered once, and the models of that moment have begun
 
     def _member(self, model: Model) -> FrontModel:
         upstream = UpstreamModel(model.name, self.watches, lambda: model.active_version, int(self._settings.max_delta))
         return FrontModel(model, upstream, self.node, self.refusals)
 
     def start(self) -> None:
-        """Where no node answers, the models are found once one does."""
-        kernels.load(module=upstream_reads.__name__)  # rather than within the time of the first look-up
+        """Start. If no node answers, the models are found once one does."""
+        kernels.load(module=upstream_reads.__name__)  # now, not during the first look-up
         for watch in self.watches:
             watch.start()
         until_s = time.monotonic() + self.nodes.machines.options.connect_timeout_s + 0.5
@@ -136,7 +138,7 @@ class UpstreamPlacement:
         self.followed.close(close_models, self.nodes.machines.close, *(watch.close for watch in self.watches))
 
     def _look(self) -> None:
-        """Begin the models that are new upstream."""
+        """Begin models that are new upstream."""
         heard = all(watch.heard for watch in self.watches)
         for name in sorted({name for watch in self.watches for name in watch.models()} - self.followed.by_name.keys()):
             if self.followed.stopping.is_set():
@@ -148,8 +150,8 @@ class UpstreamPlacement:
         self._complete = self._complete or heard
 
     def _served(self) -> dict[str, tuple[int, int]]:
-        """(the version that is served here, the lowest seq that is read) by model: nodes hold
-        for this front what it needs.
+        """By model, the version that is served here and the lowest seq that is read: nodes hold what this front
+        needs.
         """
         served = {}
         for name, member in self.followed.by_name.items():

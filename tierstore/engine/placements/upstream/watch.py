@@ -1,6 +1,6 @@
-"""What each node upstream reports, looked at by a thread of its own, so that one that hangs holds nobody up.
+"""The reports of upstream nodes, each read by a thread of its own, so that a node that hangs delays nothing else.
 
-Any thread may read. What a node last reported counts until it has been silent for SILENT_S.
+Any thread may read. A node's last report counts until the node has been silent for SILENT_S.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tierstore.tiers.upstream.wire import PREFIX
 log = logging.getLogger(__name__)
 
 EVERY_S = 0.05
-LONGEST_S = 1.0  # between two looks at a node that does not answer
+LONGEST_S = 1.0  # between two requests to a node that does not answer
 SILENT_S = 3.0
 
 
 class Watch:
-    """Watches one node, for the front `name`. `serves`: the version that it serves and its seq, by model.
+    """Watches one node, for the front `name`. `serves`: by model, the version that the front serves and its seq.
 
-    `changed`: there is news.
+    `changed` is notified of news.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Watch:
         self.node, self._name, self._serves, self._changed = node, name, serves, changed
         self._thread = Thread(target=self._run, name=f"tierstore-upstream-{node}", daemon=True)
         self._wake, self._stopping = threading.Event(), threading.Event()
-        self.first = threading.Event()  # set once it has answered, or not
+        self.first = threading.Event()  # set once it has answered, or failed to
         # written by the thread, each in one step
         self._models: dict[str, ReportedModel] = {}
         self._reported_s = -SILENT_S
@@ -60,7 +60,7 @@ class Watch:
             self._thread.join()
 
     def wake(self) -> None:
-        """Look at once."""
+        """Ask the node at once."""
         self._wake.set()
 
     @property
@@ -68,7 +68,7 @@ class Watch:
         return self.problem is None and time.monotonic() - self._reported_s < SILENT_S
 
     def state(self, model: str) -> ReportedModel | None:
-        """What it reports of a model; None where it does not answer, or has no such model."""
+        """The report of a model; None if the node does not answer, or has no such model."""
         return self._models.get(model) if self.answers else None
 
     def models(self) -> list[str]:
@@ -80,7 +80,7 @@ class Watch:
             try:
                 self._look()
                 problem, pause_s = None, EVERY_S
-            except Overloaded:  # it answers, if not this
+            except Overloaded:  # it does answer, only not this request
                 problem, pause_s = self.problem, 2 * EVERY_S
             except Exception as error:
                 problem, pause_s = str(error), min(LONGEST_S, pause_s * 2)

@@ -24,7 +24,7 @@ _CONFIG_NAMES = {"BYTES": "TYPE_STRING", "BOOL": "TYPE_BOOL"}
 
 
 def server_metadata(*, shared_memory: bool) -> dict[str, Any]:
-    """`shared_memory`: whether system shared memory is served."""
+    """Metadata of the server. `shared_memory`: whether system shared memory is served."""
     extensions = [*EXTENSIONS, "system_shared_memory"] if shared_memory else EXTENSIONS
     return {"name": "tierstore", "version": __version__, "extensions": extensions}
 
@@ -52,7 +52,7 @@ def model_metadata(dataplane: DataPlane, name: str, version: int | str | None) -
 
 
 def model_config(dataplane: DataPlane, name: str, version: int | str | None) -> dict[str, Any]:
-    """What Triton's clients read from a model's configuration; batching is the caller's own, hence size 0."""
+    """The model's configuration for Triton's clients; batching is the caller's own, hence size 0."""
 
     def entry(tensor: TensorInfo) -> dict[str, Any]:
         return {
@@ -74,12 +74,12 @@ def model_config(dataplane: DataPlane, name: str, version: int | str | None) -> 
 
 
 def _served(dataplane: DataPlane, name: str, view: View, version: int | str | None) -> list[int]:
-    """The versions that can be requested; for a request that names one, that one."""
+    """The versions that can be requested; for a request that names one, only that one."""
     return [view.version] if version is not None else dataplane.versions(name)
 
 
 def is_ready(dataplane: DataPlane, name: str, version: int | str | None) -> bool:
-    """Whether look-ups are answered; by `version` where it is given."""
+    """Whether look-ups are answered; by `version` if it is given."""
     try:
         with dataplane.view(name, STABLE if version is None else version):
             return True
@@ -104,7 +104,7 @@ def repository_index(store: Any, only_ready: bool) -> list[dict[str, Any]]:
 def statistics(
     dataplane: DataPlane, counted: InferenceStats, name: str | None, version: int | str | None
 ) -> dict[str, Any]:
-    """Statistics of one model or head, or of every one; of `version` alone if given. Errors as of a look-up."""
+    """Statistics of one model or head, or of every one; only of `version` if given. Errors as of a look-up."""
     stats: list[dict[str, Any]] = []
     for each in [name] if name is not None else dataplane.names():
         versions = dataplane.versions(each)

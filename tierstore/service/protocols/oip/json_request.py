@@ -1,8 +1,8 @@
-"""Inference requests of the Open Inference Protocol over HTTP: JSON, with tensors in it,
-behind it, or in shared memory.
+"""Inference requests of the Open Inference Protocol over HTTP: JSON, with tensors in it, behind it, or in shared
+memory.
 
-Parses the bytes of a body, and knows no transport. Pure functions, and values that are not changed once made; any
-thread. A malformed request is InvalidInput.
+Parses the bytes of a body, independent of transports. Pure functions and immutable values; any thread. A malformed
+request is InvalidInput.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class InJson:
 
 @dataclass(slots=True)
 class InferRequest:
-    """A request's JSON, parsed. It holds data of a body only where those came in the JSON (`reusable` is false then).
+    """A request's JSON, parsed. It holds data of a body only if those came in the JSON (`reusable` is false then).
 
     `sources` say where each input's elements are, `targets` where each requested output goes: to shared memory, binary
     (True) or JSON (False), or None for `binary_default`.
@@ -69,7 +69,7 @@ class InferRequest:
     binary_default: bool
     id: str | None
     timeout_us: int | None = None
-    span_bytes: int = field(init=False)  # of the inputs that lie in shared memory
+    span_bytes: int = field(init=False)  # of the inputs in shared memory
 
     def __post_init__(self) -> None:
         self.span_bytes = sum(source.nbytes for source in self.sources if isinstance(source, Span))
@@ -81,7 +81,7 @@ class InferRequest:
 
 
 def parse_raw(body: memoryview) -> InferRequest:
-    """A body that is raw keys without any JSON."""
+    """A request whose body is raw keys without JSON."""
     return InferRequest(body, [], [], True, None)
 
 
@@ -171,9 +171,7 @@ def _inputs(request: dict[str, Any], tail_bytes: int | None) -> tuple[list[Tenso
 
 
 def joined_codes(parsed: InferRequest, tail: memoryview, first: int, last: int) -> npt.NDArray[np.int64] | None:
-    """The integers of the inputs from `first` to `last`, of 64 bits, as one array; None
-    where one is not in the body.
-    """
+    """The integers of the inputs from `first` to `last`, of 64 bits, as one array; None if one is not in the body."""
     sources = parsed.sources[first : last + 1]
     if any(type(source) is not InBody for source in sources):
         return None
@@ -184,7 +182,7 @@ def joined_codes(parsed: InferRequest, tail: memoryview, first: int, last: int) 
 def read_elements(
     parsed: InferRequest, tail: memoryview | None, regions: Regions, joined: tuple[int, int] | None = None
 ) -> list[Elements]:
-    """The elements of the inputs. Those in shared memory are copied out of it, so that no client can change them later.
+    """The elements of the inputs. Elements in shared memory are copied, so that no client can change them later.
 
     None in place of those from the first to the last that is `joined`.
     """

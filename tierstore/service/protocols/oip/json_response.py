@@ -1,7 +1,7 @@
 """Responses to inference requests of the Open Inference Protocol over HTTP: JSON, and binary tensors behind it.
 
-Makes the bytes of a body, and knows no transport. A layout is made once a plan, a body once a request; each says which
-threads may use it.
+Makes the bytes of a body, independent of transports. A layout is made once for each plan, a body once for each
+request; each says which threads may use it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ from tierstore.service.dataplane.tensors import wire_bytes
 from tierstore.service.protocols.oip.json_request import InferRequest
 from tierstore.service.protocols.oip.shared_memory import Regions, Span, check_outputs, write_output
 
-VALUE = orjson.Fragment(b"\0")  # in place of a number of `texts_around`; no other part of a JSON text has this byte
-_ALIGNMENT = 16  # of what malloc gives
+VALUE = orjson.Fragment(b"\0")  # in place of a number in `texts_around`; no other part of a JSON text has this byte
+_ALIGNMENT = 16  # of memory from malloc
 
 
 class ResponseLayout:
-    """Where the outputs of a plan go, and the part of the response that is known before its data.
+    """The places of a plan's outputs, and the part of the response that is known before its data. Immutable.
 
-    Not changed once made.
-
-    Binary outputs lie end to end in one buffer, which is sent as it is. Where no data goes into the JSON, the JSON is
-    ready and goes into the buffer in front of them, so that a response is one piece of memory.
+    Binary outputs are end to end in one buffer, which is sent as it is. If no data go into the JSON, the JSON is
+    prepared and put into the buffer in front of them, so that a response is one piece of memory.
     """
 
     __slots__ = (
@@ -81,7 +79,7 @@ class ResponseLayout:
         self.tail_begin = 0 if self.header is None else self.begin + len(self.header)
 
     def check_spans(self, regions: Regions) -> None:
-        """InvalidInput where an output does not fit the span that the client named."""
+        """InvalidInput if an output does not fit the span that the client named."""
         if self.spans:
             check_outputs(self.spans, self._specs, regions)
 
@@ -93,9 +91,9 @@ class ResponseLayout:
         return [i for i, position in enumerate(self.positions) if position is not None]
 
     def texts_around(self, shapes: list[list[Any]]) -> list[bytes]:
-        """The JSON of an answer of these shapes, without an id and the brace that ends it, cut at its values.
+        """The JSON of an answer of these shapes, without an id and the closing brace, cut at its values.
 
-        They are what is VALUE in a shape, and the bytes of each output; all outputs are binary.
+        The values are each VALUE in a shape, and the bytes of each output; all outputs are binary.
         """
         outputs = [
             {**output, "shape": shape, "parameters": {"binary_data_size": VALUE}}
@@ -106,9 +104,7 @@ class ResponseLayout:
         return orjson.dumps(document)[:-1].split(b"\0")
 
     def json(self, arrays: list[npt.NDArray[Any]], sizes: dict[int, int] | None = None) -> bytes:
-        """The JSON in front of the binary outputs; `sizes` are the bytes of those that
-        were not known before the run.
-        """
+        """The JSON in front of the binary outputs; `sizes`: the bytes of outputs that were unknown before the run."""
         if self.header is not None:
             return self.header
         outputs = [dict(output) for output in self._document["outputs"]]
@@ -139,7 +135,7 @@ class LateResponse:
         self.arrays: list[Any] = [np.empty(spec.shape, spec.dtype) if spec.fixed else None for spec in specs]
 
     def encode(self, regions: Regions) -> tuple[list[bytes | memoryview], int | None]:
-        """As `ResponseBuffer.encode`."""
+        """See `ResponseBuffer.encode`."""
         layout, arrays = self._layout, self.arrays
         for i, target in layout.spans:
             write_output(target, self._specs[i], arrays[i], regions)
@@ -156,9 +152,8 @@ class ResponseBuffer:
     __slots__ = ("_late", "_layout", "_memory", "arrays")
 
     def __init__(self, layout: ResponseLayout, specs: list[OutputSpec], positions: list[int | None]) -> None:
-        """`arrays`: one for each output.
-
-        One that would be unaligned in the buffer is filled apart and copied at the end.
+        """`arrays`: one for each output. An output that would be unaligned in the buffer is filled apart and copied
+        at the end.
         """
         self._layout = layout
         self._late: list[tuple[int, npt.NDArray[Any]]] = []  # (offset in the buffer, array)
@@ -180,7 +175,7 @@ class ResponseBuffer:
     def encode(self, regions: Regions) -> tuple[list[bytes | memoryview], int | None]:
         """Write outputs that go to shared memory, and return the body in pieces, with the length of its JSON.
 
-        The length is None where no output goes binary behind the JSON.
+        The length is None if no output goes binary behind the JSON.
         """
         memory = self._memory
         for at, array in self._late:

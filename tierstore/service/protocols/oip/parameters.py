@@ -22,7 +22,7 @@ _VERSION = re.compile(r"[0-9]{1,19}")
 
 
 def version_of(name: str) -> int | str:
-    """The version number or label that a path or a field names. InvalidInput for what can be neither."""
+    """The version number or label in a path or a field. InvalidInput if it can be neither."""
     if _VERSION.fullmatch(name):
         return int(name)
     if NAME.fullmatch(name) is None or name.isdigit():
@@ -31,7 +31,7 @@ def version_of(name: str) -> int | str:
 
 
 def named(kind: str, name: str) -> str:
-    """The object that has the parameters, for a message: an input, an output, the request."""
+    """Names the owner of parameters in a message: an input, an output, the request."""
     return f"{kind} {shown(name)}" if name else f"the {kind}"
 
 
@@ -50,7 +50,7 @@ def parameter_text(parameters: Parameters, key: str, kind: str, name: str) -> st
 
 
 def span(parameters: Parameters, kind: str, name: str) -> Span | None:
-    """The span of shared memory where a tensor lies; None where it is in the request."""
+    """The span of shared memory with a tensor; None if the tensor is in the request."""
     region = parameters.get("shared_memory_region")
     if region is None:
         return None
@@ -66,7 +66,7 @@ def span(parameters: Parameters, kind: str, name: str) -> Span | None:
 
 
 def refuse_classification(parameters: Parameters, name: str) -> None:
-    """InvalidInput where an output is requested as classes."""
+    """InvalidInput if an output is requested as classes."""
     if parameters.get("classification"):
         raise InvalidInput(f"output {shown(name)}: the classification extension is not served")
 

@@ -3,8 +3,8 @@
 Any thread may use `Regions`. A region is read and written through its file, never mapped: a client that shrinks its
 file would end a process that maps it, and gets an error here. After a crash clients register again.
 
-A region belongs to the principal that has registered it: for others, except admins of all models, it is not there, and
-they cannot register its object under another name.
+A region belongs to the principal that has registered it: other principals, except admins of all models, do not see it,
+and they cannot register its object under another name.
 
 A client may name any object of POSIX shared memory that the service's user may open. Hence the setting
 `allow_client_shm`, the refusal of links and of names that lead elsewhere, and of clients that are not on this machine.
@@ -30,7 +30,7 @@ from tierstore.service.dataplane.tensors import shown, wire_bytes
 
 DIRECTORY = Path("/dev/shm")
 MAX_REGIONS = 1024
-MOST_EACH = 128  # of one principal, but an admin of all models: one caller must not use up all of them
+MOST_EACH = 128  # of one principal, except an admin of all models: one caller must not use up all of them
 OWN_PREFIX = "tierstore"  # of objects that this service makes there for itself
 _MAX_NAME = 255
 _DISABLED = (
@@ -41,7 +41,7 @@ _DISABLED = (
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Bytes [offset, offset + nbytes) of a region: where a tensor lies, or may be written."""
+    """Bytes [offset, offset + nbytes) of a region, with a tensor or room for one."""
 
     region: str
     offset: int
@@ -60,7 +60,7 @@ class _File:
 
     @property
     def identity(self) -> tuple[int, int]:
-        """The same for every descriptor of an object, whatever its name, while it is open."""
+        """Equal for every descriptor of an object, whatever its name, while it is open."""
         status = os.fstat(self._descriptor)
         return status.st_dev, status.st_ino
 
@@ -73,7 +73,7 @@ class _File:
             got += count
 
     def write(self, at: int, data: npt.NDArray[np.uint8]) -> None:
-        # a file that shrank is not made larger again: its client wants it so
+        # a file that shrank is not made larger again: that is its client's choice
         if self.size < at + len(data):
             raise InvalidInput("it has shrunk since it was registered")
         done = 0
@@ -118,10 +118,10 @@ class _Use:
 
 
 class Regions:
-    """The regions that clients have registered, at most MAX_REGIONS, as one of them sees
-    them: at first nobody, see `of`.
+    """The regions that clients have registered, at most MAX_REGIONS, as one principal sees them: at first nobody, see
+    `of`.
 
-    Where not `enabled`, every use is InvalidInput.
+    If not `enabled`, every use is InvalidInput.
     """
 
     def __init__(self, *, enabled: bool, max_read: int) -> None:
@@ -177,7 +177,7 @@ class Regions:
             self._regions[region.name] = region
 
     def unregister(self, name: str | None = None) -> None:
-        """Unregister a region, or all regions; one that is not there is no error. Requests in progress finish."""
+        """Unregister a region, or all regions; a missing one is no error. Requests in progress finish."""
         with self._lock:
             names = [each for each in (self._regions if name is None else [name]) if self._has(each)]
             dropped = [self._regions.pop(each) for each in names]
@@ -187,7 +187,7 @@ class Regions:
                     region.file.close()
 
     def close(self) -> None:
-        """Unregister all of them, whoever has registered them."""
+        """Unregister all regions of all principals."""
         self.of(LOCAL).unregister()
 
     def _has(self, name: str) -> bool:
@@ -213,12 +213,12 @@ class Regions:
             return [self._regions[name].document]
 
     def check(self, span: Span, what: str) -> None:
-        """InvalidInput or NotFound where `span`, of the tensor `what`, is not within a registered region."""
+        """InvalidInput or NotFound unless `span`, of the tensor `what`, is within a registered region."""
         with self._lock:
             self._within(span, what)
 
     def read(self, span: Span, what: str) -> memoryview:
-        """A copy of the bytes of `span`, which start at an address that suits every datatype."""
+        """A copy of the bytes of `span`, aligned for every datatype."""
         if span.nbytes > self._max_read:
             raise TooLarge(f"{what}: takes {span.nbytes} bytes, {self._max_read} are allowed")
         data = np.empty(span.nbytes, np.uint8)
@@ -239,7 +239,7 @@ class Regions:
                 raise InvalidInput(f"{what}: region {shown(region.name)}: {error}") from error
 
     def _using(self, span: Span, what: str) -> _Use:
-        """A context with the region of `span`, whose file stays open for the length of the block."""
+        """A context with the region of `span`, whose file stays open during the block."""
         with self._lock:
             region = self._within(span, what)
             region.users += 1
@@ -294,7 +294,7 @@ class Regions:
 class CudaRegions:
     """The protocol's CUDA shared memory, which is not served.
 
-    Status and unregister are answered: benchmarks send them unasked.
+    Status and unregister are answered: benchmarks always send them.
     """
 
     @staticmethod
@@ -314,7 +314,7 @@ class CudaRegions:
 
 
 def check_outputs(spans: list[tuple[int, Span]], specs: list[OutputSpec], regions: Regions) -> None:
-    """InvalidInput where an output does not fit its span; `spans` are (position among `specs`, span)."""
+    """InvalidInput if an output does not fit its span; `spans` are (position among `specs`, span)."""
     for i, target in spans:
         spec = specs[i]
         regions.check(target, f"output {shown(spec.name)}")
@@ -325,7 +325,7 @@ def check_outputs(spans: list[tuple[int, Span]], specs: list[OutputSpec], region
 
 
 def write_output(target: Span, spec: OutputSpec, array: npt.NDArray[Any], regions: Regions) -> None:
-    """Write an output, whose size may not have been known before, to its span. InvalidInput where it does not fit."""
+    """Write an output, whose size may have been unknown before, to its span. InvalidInput if it does not fit."""
     data = wire_bytes(array)
     if target.nbytes < data.nbytes:
         raise InvalidInput(
@@ -343,8 +343,8 @@ def _check_numbers(name: str, **numbers: object) -> None:
 
 
 def _open(name: str, key: object) -> int:
-    """A descriptor of the shared memory object `key`: a plain file directly under DIRECTORY, no link,
-    not one of the service itself.
+    """A descriptor of the shared memory object `key`: a plain file directly under DIRECTORY, no link, and not the
+    service's own.
     """
     if not isinstance(key, str):
         raise InvalidInput(f"region {shown(name)}: key is {shown(key)}, expected the name of a shared memory object")

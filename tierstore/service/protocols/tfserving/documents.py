@@ -21,10 +21,10 @@ STATE_NUMBERS = {"UNKNOWN": 0, "START": 10, "LOADING": 20, "AVAILABLE": 30, "UNL
 
 
 def version_states(store: Any, dataplane: DataPlane, name: str, version: int | str | None) -> list[tuple[int, str]]:
-    """(version, state) of the versions of a model, or of a head, or of the requested one, the newest first.
+    """(version, state) of the versions of a model, or of a head, or of the requested one, newest first.
 
-    A kept version that does not answer is END; one whose load has not started is not listed. NotFound for an
-    unknown model, version or label.
+    A kept version that does not answer is END; one whose load has not started is not listed. NotFound for an unknown
+    model, version or label.
     """
     if isinstance(version, str):
         with dataplane.view(name, version) as view:
@@ -53,9 +53,8 @@ def status_document(store: Any, dataplane: DataPlane, name: str, version: int | 
 
 
 def metadata(dataplane: DataPlane, name: str, version: int | str | None) -> dict[str, Any]:
-    """The response to GetModelMetadata in its JSON form.
-
-    NotReady where no version serves, NotFound for an unknown version.
+    """The response to GetModelMetadata in its JSON form. NotReady if no version serves, NotFound for an unknown
+    version.
     """
     with dataplane.view(name, STABLE if version is None else version) as view:
         signature = signature_of(view)

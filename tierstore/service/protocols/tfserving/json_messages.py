@@ -82,12 +82,12 @@ def _loads(body: bytes | memoryview) -> Any:
             except OverflowError as beyond:
                 why = str(beyond)
             except (ValueError, RecursionError):
-                pass  # the first parser has said what is wrong
+                pass  # the first parser has reported the error
         raise InvalidInput(f"the request is not valid JSON: {why}") from error
 
 
 def _finite(text: str) -> float:
-    """A number of JSON. OverflowError for one that is beyond every datatype, which is not the same as infinite."""
+    """A number of JSON. OverflowError for one beyond every datatype, which differs from an infinite one."""
     value = float(text)
     if math.isinf(value):
         raise OverflowError(f"the number {text[:40]} is beyond FP64")
@@ -109,7 +109,7 @@ def _of_columns(values: Any, signature: ServedSignatures) -> list[Tensor]:
 
 
 def _even(info: TensorInfo, value: Any) -> Tensor:
-    """The tensor that evenly nested lists are."""
+    """The tensor made of evenly nested lists."""
     if type(value) is not list:
         raise InvalidInput(f"input {shown(info.name)}: expected a list, got {shown(value)}")
     flat, shape = flatten(info.name, value, MAX_RANK)
@@ -145,7 +145,7 @@ def _of_rows(rows: list[Any], signature: ServedSignatures) -> list[Tensor]:
 
 
 def _columns(rows: list[Any], signature: ServedSignatures) -> dict[str, list[Any]]:
-    """The values of each input, one a row."""
+    """The values of each input, one for each row."""
     first = rows[0]
     if type(first) is not dict or _is_base64(first):
         return {signature.only_input: rows}
@@ -211,7 +211,7 @@ def _strings(name: str, flat: list[Any]) -> Elements:
 
 
 def encode_answer(rows: bool, specs: Sequence[OutputSpec], arrays: Sequence[npt.NDArray[Any]]) -> bytes:
-    """The body of the response. InvalidInput where the row form is requested and outputs are not one value a row."""
+    """The body of the response. InvalidInput if the row form is requested and outputs are not one value a row."""
     if rows:
         sizes = [len(array) if array.ndim else -1 for array in arrays]
         if len(set(sizes)) != 1 or sizes[0] < 0:
@@ -231,7 +231,7 @@ def encode_answer(rows: bool, specs: Sequence[OutputSpec], arrays: Sequence[npt.
 
 
 def _column(name: str, array: npt.NDArray[Any], *, by_row: bool) -> Any:
-    """An output as orjson takes it; `by_row`: a list of its rows."""
+    """An output in a form for orjson; `by_row`: a list of its rows."""
     if array.dtype.hasobject:
         return _texts(name, array).tolist()
     if by_row:
@@ -240,7 +240,7 @@ def _column(name: str, array: npt.NDArray[Any], *, by_row: bool) -> Any:
 
 
 def _texts(name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Strings as they are sent: in base64 where the output's name says that they are bytes."""
+    """Strings in the form for sending: in base64 if the output's name says that they are bytes."""
     coded = array.dtype.hasobject and name.endswith("_bytes")
     texts: npt.NDArray[Any] = _encode64(array) if coded else array
     return texts

@@ -1,7 +1,7 @@
 """TensorFlow Serving's predict requests as requests of the data plane, from JSON or protobuf.
 
-Both forms name their inputs, so the order means nothing: in the plan cache a request has its tensors in the
-order of their names. Any thread.
+Both forms name their inputs, so their order means nothing: in the plan cache a request has its tensors in the order of
+their names. Any thread.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def request_of(
 
 
 def room_for(specs: Sequence[OutputSpec]) -> list[Any]:
-    """An array for each output, None where its shape is known only after the run."""
+    """An array for each output, None if its shape is known only after the run."""
     return [np.empty(spec.shape, spec.dtype) if spec.fixed else None for spec in specs]
 
 

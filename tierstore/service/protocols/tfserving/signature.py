@@ -39,7 +39,7 @@ class ServedSignatures:
     outputs: dict[str, tuple[TensorInfo, ...]]
 
     def fits(self, view: View) -> bool:
-        """Whether it is of the view's version and dense part."""
+        """Whether it was made for the view's version and dense part."""
         session = view.predictor
         bindings = None if session is None else session.bindings
         return self.features is view.features and self.bindings is bindings
@@ -64,7 +64,7 @@ class ServedSignatures:
 
 
 def check_signature(name: object) -> str:
-    """`name` if there is such a signature; the default one for none."""
+    """`name` if there is such a signature; the default one for None."""
     if name is None or name == "":
         return DEFAULT
     if isinstance(name, str) and name in SIGNATURES:
@@ -92,7 +92,7 @@ class Signatures:
     """The latest signature of each version that was requested; cleared when there are too many."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, int], ServedSignatures] = {}  # every use of it is one atomic step
+        self._kept: dict[tuple[str, int], ServedSignatures] = {}  # every use is one atomic step
 
     def __len__(self) -> int:
         return len(self._kept)

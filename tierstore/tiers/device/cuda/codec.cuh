@@ -1,11 +1,11 @@
-// Rows to numbers: the storage dtypes of `kernels/codec.py`, with the same rounding.
+// Decoding of rows: the storage dtypes of `kernels/codec.py`, with the same rounding.
 //
-// Rows start at multiples of 16 bytes. Four numbers are handled at a time, by the lane whose turn it is.
+// Rows start at multiples of 16 bytes. A lane handles four numbers at a time.
 #pragma once
 
 static const u32 FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2, INT8 = 3, INT4 = 4;
 
-// A number of four bits, the lower ones of `codes`, by the scale and the offset that a row begins with.
+// Decodes the lower four bits of `codes`, with the scale and offset at the row's beginning.
 __device__ __forceinline__ float decode_int4(const u8* row, u32 codes) {
   return __fmaf_rn(half_to_float(((const u16*)row)[0]), (float)(codes & 15), half_to_float(((const u16*)row)[1]));
 }
@@ -18,7 +18,7 @@ __device__ __forceinline__ float decode_one(u32 code, const u8* row, u32 k) {
   return decode_int4(row, row[4 + k / 2] >> 4 * (k & 1));
 }
 
-// Numbers k to k + 3 of a row; k is a multiple of 4. Where the row ends before, what is beyond its end is 0.
+// Numbers k to k + 3 of a row; k is a multiple of 4. Numbers beyond the row's end are 0.
 __device__ __forceinline__ float4 decode_four(u32 code, const u8* row, u32 k, u32 dim) {
   if (k + 4 > dim) {
     float4 part = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -76,7 +76,7 @@ __device__ __forceinline__ void store_four(u32 half, u8* out, u32 k, u32 dim, fl
   if (k + 3 < dim) store_one(half, out, k + 3, value.w);
 }
 
-// Numbers k to k + 3 of a float32 vector that starts anywhere.
+// Numbers k to k + 3 of a float32 vector at any alignment.
 __device__ __forceinline__ float4 load_four(const u8* vector, u32 k, u32 dim) {
   const float* from = (const float*)vector;
   if (dim % 4 == 0) return *(const float4*)(from + k);
@@ -87,7 +87,7 @@ __device__ __forceinline__ float4 load_four(const u8* vector, u32 k, u32 dim) {
   return part;
 }
 
-// One vector by a team: 16 bytes a lane, two of them under way at once.
+// Copies one vector, by a team: 16 bytes a lane, two loads at a time.
 __device__ __forceinline__ void copy_row(u8* to, const u8* from, u32 bytes) {
   u32 lane = team_lane(), chunks = bytes / 16;
   u32 c = lane;
@@ -99,7 +99,7 @@ __device__ __forceinline__ void copy_row(u8* to, const u8* from, u32 bytes) {
   if (c < chunks) ((uint4*)to)[c] = ((const uint4*)from)[c];
 }
 
-// Two vectors, one after the other at `to`, from anywhere: a part of each is under way at once.
+// Copies two vectors of any alignment to `to`, end to end, loading a part of each at a time.
 __device__ __forceinline__ void copy_rows(u8* to, const u8* first, const u8* second, u32 bytes) {
   u32 chunks = bytes / 16;
   for (u32 c = team_lane(); c < chunks; c += LANES) {
@@ -109,7 +109,7 @@ __device__ __forceinline__ void copy_rows(u8* to, const u8* first, const u8* sec
   }
 }
 
-// The same for a vector of an answer, which may start anywhere that its dtype allows.
+// The same for a vector of an answer, at any alignment that its dtype allows.
 __device__ __forceinline__ void copy_vector(u32 half, u8* to, const u8* from, u32 dim) {
   u32 bytes = half ? 2 * dim : 4 * dim;
   if (bytes % 16 == 0)

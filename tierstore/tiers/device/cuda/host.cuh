@@ -1,8 +1,8 @@
-// The host tier, walked by the GPU: memory of the CPU that is registered with the driver, read over the bus.
+// Look-ups in the host tier by the GPU: CPU memory that is registered with the driver, read over the bus.
 //
-// `tiers/host/cache/layout.py` says how it lies and how it is read while a thread of the CPU writes it: a line's version, then the
-// line and the row, then the version again. A key that a line is being written for, or that is just being moved, may be missed.
-// While kernels may read here, no set moves and no memory is given back, so the geometry is the launch's.
+// `tiers/host/cache/layout.py` describes the layout, and how to read it while a CPU thread writes: a line's version, then the line and
+// the row, then the version again. A key whose line is being written, or that is being moved, may be missed. While kernels may read
+// here, no set moves and no memory is freed, so the geometry at the launch stays valid.
 #pragma once
 
 static const u32 HOST_LINES = 8;  // of a set
@@ -29,7 +29,7 @@ __device__ __forceinline__ u64 host_set_of(const Host& h, u64 hashed) {
   return index >= half && index - half < h.cursor ? index - half : index;
 }
 
-// Bytes 4 w to 4 w + 3 of a row, which may begin anywhere; what lies behind its end is not read.
+// Bytes 4 w to 4 w + 3 of a row at any alignment; no byte behind the row is read.
 __device__ __forceinline__ u32 host_word(const u8* row, u32 w, u32 bytes) {
   u64 at = (u64)row + 4 * w, word = at & ~3ull;
   u32 shift = 8 * (u32)(at & 3);
@@ -39,7 +39,7 @@ __device__ __forceinline__ u32 host_word(const u8* row, u32 w, u32 bytes) {
   return low >> shift | high << (32 - shift);
 }
 
-// A row to the device's memory, by a team: several words of a lane are on their way at once.
+// Copies a row to device memory, by a team: each lane loads several words at a time.
 __device__ __forceinline__ void copy_host_row(u8* to, const u8* row, u32 bytes) {
   u32 lane = team_lane();
   if (bytes % 8 == 0) {
@@ -52,8 +52,8 @@ __device__ __forceinline__ void copy_host_row(u8* to, const u8* row, u32 bytes) 
   team_fence();
 }
 
-// Where `key` is among the 7 of a line of keys, or of absent keys, or -1; `head` is the line's first word, whose version all lanes
-// had read, even, before they read anything else.
+// The place of `key` in a line of 7 keys or absent keys, or -1. `head` becomes the line's first word; all lanes have read the same
+// even version in it before they read anything else.
 __device__ __forceinline__ int host_place(const u8* line, i64 key, u32 occupied_at, u64* head) {
   u32 lane = team_lane();
   u64 mine = bus_u64(line);
@@ -66,13 +66,13 @@ __device__ __forceinline__ int host_place(const u8* line, i64 key, u32 occupied_
   return team_ballot(same) == 0xff && found ? __ffs(found) - 2 : -1;
 }
 
-// Whether nothing was written to a line since its `head` was read: what was read meanwhile is whole.
+// Whether nothing was written to a line since its `head` was read; then what was read in between is whole.
 __device__ __forceinline__ bool host_unchanged(const u8* line, u64 head) {
   __threadfence_system();
   return team_ballot((u32)bus_u64(line) == (u32)head) == 0xff;
 }
 
-// Copies the row of `key` if a line of the set holds it. `head` is what the line begins with.
+// Copies the row of `key` to `to` if this line holds it. `head` becomes the line's first word.
 __device__ __forceinline__ bool host_read(const Host& h, u64 number, i64 key, u8* to, u64* head) {
   u8* line = in_memory(h.lines + number * HOST_LINE_BYTES);
   for (u32 tries = 0; tries < HOST_TRIES; tries++) {
@@ -81,7 +81,7 @@ __device__ __forceinline__ bool host_read(const Host& h, u64 number, i64 key, u8
       copy_host_row(to, in_memory(h.rows + (number * HOST_LINE_WAYS + place) * h.row_bytes), h.row_bytes);
       if (host_unchanged(line, *head)) {
         u32 heat = (u32)(*head >> 8 * (HOST_HEAT_AT + (place >> 2))) & 0xff, at = 2 * (place & 3);
-        if (team_lane() == 0 && (heat >> at & 3) != MAX_HEAT)  // others' hits may be lost, as the CPU's
+        if (team_lane() == 0 && (heat >> at & 3) != MAX_HEAT)  // hits of others may be lost, as on the CPU
           *(volatile u8*)(line + HOST_HEAT_AT + (place >> 2)) = (u8)(heat + (1u << at));
         return true;
       }
@@ -92,7 +92,7 @@ __device__ __forceinline__ bool host_read(const Host& h, u64 number, i64 key, u8
   return false;
 }
 
-// What the host tier has of `key`: STATE_HOST, and its row as stored is at `to`; STATE_ABSENT; or STATE_PENDING.
+// Looks `key` up in the host tier: STATE_HOST, with its stored row at `to`; STATE_ABSENT; or STATE_PENDING.
 __device__ __forceinline__ u8 host_find(const Host& h, i64 key, u8* to) {
   u64 hashed = mix(key), first = host_set_of(h, hashed) * HOST_LINES, home = first + (hashed >> 8 & (HOST_LINES - 1)), head;
   if (host_read(h, home, key, to, &head)) return STATE_HOST;

@@ -1,8 +1,8 @@
-// Where things lie in a table's memory, and how a key is found there.
+// The layout of a table's memory, and the search for a key in it.
 //
-// A set is one line of 128 bytes, read by a team in one go (16 bytes a lane): 8 bytes of bookkeeping and the keys of
-// 15 ways. Beside it lie one sector of 32 bytes with 3 keys that do not exist, and 15 rows. Every key value is legal:
-// a bit a way says whether it is occupied. All-zero memory is empty sets.
+// A set is one line of 128 bytes, which a team reads at once (16 bytes a lane): 8 bytes of bookkeeping and the keys of 15 ways. It also
+// has one sector of 32 bytes with 3 keys that do not exist, and 15 rows. Every key value is legal: a bit for each way says whether it is
+// occupied. Memory of zeros is empty sets.
 //
 //   line     word 0    bits 0..14 occupied   bits 16..19 hand   bits 20..49 heat, 2 bits a way
 //            word 1+w  key of way w
@@ -10,12 +10,12 @@
 //            word 1+i  key i
 //
 // A table has 2^depth regions of `sets_per_region` sets. The low bits of a key's hash choose the region, its high
-// half the set within. Segment 0 of the memory is region 0, segment k the regions 2^(k-1) up to 2^k: a table is
-// halved by giving its last segment back and doubled by adding one. In a segment lie all lines, then all absent
-// sectors, then all rows, at a stride that is a multiple of 16 bytes.
+// half the set in it. Segment 0 of the memory is region 0, segment k is regions 2^(k-1) up to 2^k: to halve a table, its last segment
+// is freed; to double it, one is added. A segment has all lines, then all absent sectors, then all rows, at a stride that is a
+// multiple of 16 bytes.
 //
-// Kernels of one table run in one stream, one after another: no kernel that reads meets one that writes. Look-ups of
-// one kernel meet each other, and write nothing but heat and marks, by atomics.
+// Kernels of one table run in one stream, one after another, so none reads while another writes. The look-ups within one kernel run
+// at the same time; they write only heat and marks, by atomics.
 #pragma once
 
 static const u32 WAYS = 15;
@@ -34,8 +34,8 @@ static const u8 STATE_HOST = 3;
 static const u8 STATE_ABSENT = 6;
 static const u8 STATE_PADDING = 255;
 
-// `source` of a key: the address of its row (above 0), in the table or copied out of the host tier, or one of these; from
-// FIRST_UPLOAD down, a row that the CPU brings, number FIRST_UPLOAD - source.
+// `source` of a key: the address of its row (above 0), in the table or copied from the host tier; one of these constants; or, from
+// FIRST_UPLOAD down, a row from the CPU, number FIRST_UPLOAD - source.
 static const i64 SOURCE_ABSENT = 0;
 static const i64 SOURCE_PADDING = -1;
 static const i64 SOURCE_ELSEWHERE = -2;  // not in the table
@@ -95,8 +95,8 @@ __device__ __forceinline__ u64 with_heat(u64 head, u32 way, u32 heat) {
   return (head & ~(3ull << (HEAT_AT + 2 * way))) | (u64)heat << (HEAT_AT + 2 * way);
 }
 
-// One more degree of heat for a way that was looked up; `head` is what was read of the line. Look-ups of other keys of the
-// set write the same word at the same time, so a try may fail; after the last one this advice is lost.
+// Raises the heat of a way that was looked up; `head` is the line's word 0 as read. Look-ups of other keys of the set write the
+// same word at the same time, so a try may fail; after the last try the hit is not counted.
 __device__ __forceinline__ void raise_heat(u64* line, u64 head, u32 way) {
   for (u32 tries = 0; tries < HEAT_TRIES; tries++) {
     u32 heat = heat_of(head, way);
@@ -107,7 +107,7 @@ __device__ __forceinline__ void raise_heat(u64* line, u64 head, u32 way) {
   }
 }
 
-// A lane's part of a line: the keys of ways 2 lane - 1 and 2 lane.
+// The lane's part of a line: the keys of ways 2 lane - 1 and 2 lane.
 __device__ __forceinline__ ulonglong2 load_line(const u64* line) { return ((const ulonglong2*)line)[team_lane()]; }
 
 // The way that holds `key`, or -1; `words` are the lane's part of the line, and `head` is its word 0.

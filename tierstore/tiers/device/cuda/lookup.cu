@@ -1,22 +1,21 @@
-// Look-ups: keys that are here get their rows, one by one or pooled, in one kernel; those that are not come in a second.
+// Look-ups, of single rows or pooled: a first kernel answers the keys that the GPU can read, a second kernel the others.
 //
-// `look_up` and `pool` answer what is here, or in the host tier where they may read it (`host.cuh`), and list the keys that
-// neither has. The CPU fetches those rows, and `put_rows` or
-// `pool_waiting` answers with them. A team has two keys, or a bag. What the CPU reads and writes (keys, states, lists,
-// rows) may lie in its own page-locked memory. The last block of a kernel says there that it is done, in `done`.
+// `look_up` and `pool` answer keys of the table, or of the host tier if they may read it (`host.cuh`), and list the others. The CPU
+// fetches the rows of listed keys, and `put_rows` or `pool_waiting` answers with them. A team works on two keys, a warp on a bag. Keys,
+// states, lists and rows may be in page-locked CPU memory. The last block of a kernel reports in `done` that the kernel is done.
 //
-// `counters`: keys listed so far, blocks done so far. Both are 0 between two kernels.
+// `counters`: keys listed so far, blocks done so far. Both are 0 between kernels.
 
-// Keys that are not here, or were answered before: number r is key `keys[r]`, at position `at[r]`. `keys` may be 0: then
-// none is listed, and their states stay as they are.
+// Listed keys, which the GPU cannot answer or which were answered before: number r is key `keys[r]`, at position `at[r]`. With
+// `keys` 0 none is listed, and their states stay as they are.
 struct Listed {
   i64* keys;
   u32* at;
   u32* counters;
 };
 
-// To the CPU, in one word: everything that this kernel writes is there, and how many keys are listed; of one that writes the totals of the
-// table.
+// Reports to the CPU, in one word, that all writes of this kernel are visible, and how many keys are listed; a kernel that writes to
+// the table reports its totals before.
 __device__ __forceinline__ void say_done(u32* counters, u32* done, i64* totals = 0, i64* told = 0) {
   __syncthreads();
   if (threadIdx.x) return;
@@ -28,10 +27,10 @@ __device__ __forceinline__ void say_done(u32* counters, u32* done, i64* totals =
   *(volatile u64*)done = 1 | (u64)atomicExch(counters, 0u) << 32;
 }
 
-// A key's state before the look-up; without any, all are pending.
+// A key's state before the look-up; with no states given, all are pending.
 __device__ __forceinline__ u8 state_before(const u8* before, i64 i) { return before ? before[i] : STATE_PENDING; }
 
-// A key that is being looked up: the line of its set is on its way.
+// A key that is being looked up, with the load of its set's line begun.
 struct Probe {
   i64 key;
   Set set;
@@ -49,7 +48,7 @@ __device__ __forceinline__ Probe begin_probe(const Table& t, i64 key, u8 before)
   return probe;
 }
 
-// Where the row of key i comes from, as `source` has it; SOURCE_ELSEWHERE where the table does not say.
+// The `source` of key i's row; SOURCE_ELSEWHERE if the table does not have the key.
 __device__ __forceinline__ i64 locate(const Table& t, const Probe& probe, i64 i, u8* state) {
   u32 lane = team_lane();
   if (probe.before == STATE_PADDING) {
@@ -79,8 +78,8 @@ __device__ __forceinline__ i64 locate(const Table& t, const Probe& probe, i64 i,
   return SOURCE_ELSEWHERE;
 }
 
-// The same for a key that the table does not have: its row is copied out of the host tier to number i of `copies`, at the table's
-// stride, or the key is listed; lane 0 alone knows the number of a row that is to come.
+// The `source` of a key that the table does not have: its row is copied from the host tier to number i of `copies`, at the table's
+// stride, or the key is listed; only lane 0 knows the number of a listed key.
 __device__ __forceinline__ i64 locate_below(const Table& t, const Host& h, i64 key, u8 before, i64 i, u8* state, u8* copies,
                                             const Listed& listed) {
   u32 lane = team_lane(), number = 0;
@@ -100,7 +99,7 @@ __device__ __forceinline__ i64 locate_below(const Table& t, const Host& h, i64 k
   return FIRST_UPLOAD - (i64)number;
 }
 
-// One vector of an answer, of dtype float32 or, with `half`, float16; what is listed is left as it is.
+// Writes one vector of an answer, of dtype float32 or, with `half`, float16; leaves the vector of a listed key unchanged.
 __device__ __forceinline__ void answer_row(const Table& t, i64 from, u8* to, u32 half) {
   if (from > 0)
     decode_row(t.code, half, in_memory(from), to, t.dim);
@@ -110,8 +109,8 @@ __device__ __forceinline__ void answer_row(const Table& t, i64 from, u8* to, u32
     for (u32 k = team_lane(); k < t.dim; k += LANES) store_one(half, to, k, 0.f);
 }
 
-// out[i] [n, dim]: rows of the table and of the host tier, the default, zeros for padding. A team has two keys: both lines, then both rows,
-// are on their way at once.
+// out[i] [n, dim]: rows of the table and of the host tier, the default, zeros for padding. A team works on two keys: it loads both lines,
+// then both rows, at a time.
 extern "C" __global__ void look_up(const __grid_constant__ Table t, const __grid_constant__ Host h, const i64* keys,
                                    const u8* before, u8* state, i64 n, i64* missing, u32* at, u8* copies, u8* out, u32 half,
                                    u32* counters, u32* done) {
@@ -148,7 +147,7 @@ extern "C" __global__ void put_rows(const u8* rows, const u32* at, i64 n, u8* ou
   say_done(counters, done);
 }
 
-static const u32 AT_ONCE = 8;  // rows of a bag that are on their way at once
+static const u32 AT_ONCE = 8;  // rows of a bag that are loaded at a time
 
 // Numbers k to k + 3 of the row of key i of a bag; see `pool_bag`.
 __device__ __forceinline__ float4 row_of(const Table& t, i64 from, i64 i, u32 k, const u8* uploads, const u8* kept) {
@@ -158,8 +157,8 @@ __device__ __forceinline__ float4 row_of(const Table& t, i64 from, i64 i, u32 k,
   return decode_four(t.code, in_memory(from), k, t.dim);
 }
 
-// What the sum of a bag is divided by, as `kernels/pool.py` has it: for a mean the sum of the weights, for sqrtn the root of that of
-// their squares. `counted`: keys that are no padding.
+// The divisor of a bag's sum, as in `kernels/pool.py`: for mean the sum of the weights, for sqrtn the root of the sum of their squares.
+// `counted`: keys that are not padding.
 __device__ __forceinline__ float divisor_of(const i64* source, i64 begin, i64 end, const float* weights, u32 combiner, u32 counted) {
   if (combiner == 0) return 1.f;
   float total = (float)counted;
@@ -174,8 +173,8 @@ __device__ __forceinline__ float divisor_of(const i64* source, i64 begin, i64 en
   return combiner == 2 ? __fsqrt_rn(total) : total;
 }
 
-// The sum of a bag [begin, end) by a warp, divided by what is not 0, as `kernels/pool.py` has it, in the same order and rounding.
-// `uploads`: rows that came from the host, float32; with them, rows that were here are those in `kept`. 0: all are here.
+// The sum of a bag [begin, end) over its divisor (zeros if that is 0), by a warp, with the order and rounding of `kernels/pool.py`.
+// `uploads`: float32 rows from the CPU, and then rows that the first kernel found are in `kept`. 0: the first kernel found all.
 __device__ __forceinline__ void pool_bag(const Table& t, const i64* source, i64 begin, i64 end, const float* weights,
                                          u32 combiner, u32 counted, const u8* uploads, const u8* kept, u8* to, u32 half) {
   float divisor = divisor_of(source, begin, end, weights, combiner, counted);
@@ -210,9 +209,9 @@ __device__ __forceinline__ void pool_bag(const Table& t, const i64* source, i64 
   }
 }
 
-// Pools bags b = [offsets[b], offsets[b + 1]) of keys that are all here, and says so in `whole`; of the others it keeps
-// the rows that are here in `kept`, float32[n, dim], because the table may change before the others have come.
-// `weights` may be 0. A warp has a bag: it reads 32 keys at once, and each of its teams looks up two of them at a time.
+// Pools bags b = [offsets[b], offsets[b + 1]) whose keys were all found, and marks them in `whole`; for other bags it keeps the rows
+// that it found in `kept`, float32[n, dim], because the table may change before the missing rows come.
+// `weights` may be 0. A warp works on a bag: it reads 32 keys at a time, and each of its teams looks up two of them at a time.
 extern "C" __global__ void pool(const __grid_constant__ Table t, const __grid_constant__ Host h, const i64* keys,
                                 const u8* before, u8* state, i64 n, i64* missing, u32* at, u8* copies, const i64* offsets,
                                 i64 bags, const float* weights, u32 combiner, i64* source, u8* kept, u8* whole, u8* out,
@@ -266,7 +265,7 @@ extern "C" __global__ void pool(const __grid_constant__ Table t, const __grid_co
   say_done(counters, done);
 }
 
-// Pools the bags that `pool` has left, with the rows that were listed: `rows` float32[listed, dim].
+// Pools the bags that `pool` has left, with the rows of listed keys: `rows` float32[listed, dim].
 extern "C" __global__ void pool_waiting(const __grid_constant__ Table t, i64 n, const i64* offsets, i64 bags,
                                      const float* weights, u32 combiner, const i64* source, const u8* kept,
                                      const u8* whole, const u8* rows, u8* out, u32 half, u32* counters, u32* done) {

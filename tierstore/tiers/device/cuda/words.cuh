@@ -1,7 +1,7 @@
-// Words that the other files are written in: integer types, the team of lanes that works on one key, 16-bit floats.
+// Basics for the other files: integer types, the team of lanes that works on one key, 16-bit floats.
 //
-// A team is 8 neighbouring lanes of a warp. All of them take the same branches; a value that is not said to be a
-// lane's own is the same in all 8. No header is included, so that NVRTC needs none at run time.
+// A team is 8 neighbouring lanes of a warp, which take the same branches. Unless a comment calls a value the lane's, it is the
+// same in all 8. No header is included, so that NVRTC needs none at run time.
 #pragma once
 
 typedef unsigned char u8;
@@ -21,15 +21,15 @@ static const u32 ALL = 0xffffffffu;  // lanes of a warp
 
 __device__ __forceinline__ u32 warp_lane() { return threadIdx.x & (WARP - 1); }
 
-// Which warp of the launch this is: one for each bag.
+// The number of this warp in the launch: one for each bag.
 __device__ __forceinline__ i64 warp_index() { return ((i64)blockIdx.x * blockDim.x + threadIdx.x) / WARP; }
 
 __device__ __forceinline__ u32 team_mask() { return 0xffu << team_shift(); }
 
-// Which team of the launch this is: one for each key, bag, run or set.
+// The number of this team in the launch: one for each key, bag, run or set.
 __device__ __forceinline__ i64 team_index() { return ((i64)blockIdx.x * blockDim.x + threadIdx.x) / LANES; }
 
-// Bit l is set where lane l of the team says `mine`.
+// A mask of the team: bit l is set if `mine` is true in lane l.
 __device__ __forceinline__ u32 team_ballot(bool mine) {
   return __ballot_sync(team_mask(), mine) >> team_shift() & 0xff;
 }
@@ -38,12 +38,12 @@ __device__ __forceinline__ u64 team_broadcast(u64 value, u32 from) {
   return __shfl_sync(team_mask(), value, from, LANES);
 }
 
-// What one lane has written before is read by the others after.
+// After the fence, all lanes of the team see what each has written before it.
 __device__ __forceinline__ void team_fence() { __syncwarp(team_mask()); }
 
-// The memory at an address of the device's. To the compiler, what comes out of an integer may be memory of any kind,
-// and each access asks of which: said here, most are plain accesses to global memory. (Said by
-// `__cvta_global_to_generic` instead, NVRTC 12.9 does not come to an end over these kernels.)
+// A pointer from a device address. The compiler cannot tell which kind of memory an integer points to, so each access would have to
+// find out; told here, most are plain accesses to global memory. (With `__cvta_global_to_generic` instead, NVRTC 12.9 never
+// finishes these kernels.)
 __device__ __forceinline__ u8* in_memory(u64 address) {
   u8* at = (u8*)address;
   __builtin_assume(__isGlobal(at));
@@ -51,7 +51,7 @@ __device__ __forceinline__ u8* in_memory(u64 address) {
 }
 
 #ifdef __CUDACC__
-// Words of memory that the CPU may be writing: read where they lie each time, and from no cache.
+// Loads of memory that the CPU may be writing: each time from memory, never from a cache.
 __device__ __forceinline__ u32 bus_u32(const u8* at) { return *(const volatile u32*)at; }
 __device__ __forceinline__ u64 bus_u64(const u8* at) { return *(const volatile u64*)at; }
 

@@ -1,9 +1,9 @@
 // Writing to a table: insert, absent keys, deltas, halving and doubling.
 //
-// Keys come distinct and, but for `fill`, sorted by set; `runs` says where each set's keys begin (runs[n] is the end), and one team
-// works through a run: no two teams write to one set. What they read, and write of it back, lies in page-locked memory of the CPU.
-// `totals` of the table: rows, absent keys, let in, put out; the last block copies them to `told`, and says that it is done
-// (`say_done`), with the number of rows that are handed back, or of keys that were marked absent.
+// Keys are distinct and, except for `fill`, sorted by set; `runs` says where each set's keys begin (runs[n] is the end), and one team
+// works through a run: no two teams write to one set. Input, and output for the CPU, is in page-locked CPU memory. `totals` of the table:
+// rows, absent keys, admitted, evicted; the last block copies them to `told` and reports that the kernel is done (`say_done`), with the
+// number of rows handed back, or of keys marked absent.
 
 static const u32 ROWS = 0, ABSENT_KEYS = 1, ADMITTED = 2, EVICTED = 3;
 
@@ -24,7 +24,7 @@ __device__ __forceinline__ i64 forget_absent(u64* absent, i64 key) {
   return 1;
 }
 
-// Clock: the first place from the hand that was not looked up since the hand last passed makes room.
+// Clock: evicts the first key from the hand on that was not looked up since the hand last passed.
 __device__ __forceinline__ bool mark_absent(u64* absent, i64 key, i64* added) {
   u64 head;
   if (find_absent(absent, key, &head) >= 0) return false;
@@ -43,7 +43,7 @@ __device__ __forceinline__ bool mark_absent(u64* absent, i64 key, i64* added) {
   return true;
 }
 
-// Clock: the hand passes over rows that have heat left, taking one off each, and stops at one that has none.
+// Clock: the hand passes rows that have heat left, lowering it by one, and stops at a row without heat.
 __device__ __forceinline__ u32 next_victim(u64* head) {
   u32 way = (u32)(*head >> HAND_AT) & 15;
   for (u32 step = 0; step < (MAX_HEAT + 1) * WAYS; step++) {
@@ -64,8 +64,8 @@ __device__ __forceinline__ void put(const Table& t, const Set& set, u64 head, u3
   team_fence();
 }
 
-// Fills free ways with distinct keys, in any order; one that is here keeps its row. Teams may write to one set: whoever sets the bit of a
-// free way has it. One that then looks there for its own key may find what was there before: it is not let in.
+// Fills free ways with distinct keys, in any order; a resident key keeps its row. Several teams may write to one set: the team that sets the
+// bit of a free way owns it. Until it writes its key, other teams may read the way's old key; a team whose key equals that does not admit it.
 extern "C" __global__ void fill(const __grid_constant__ Table t, const i64* keys, const u8* rows, i64 n, i64* totals, i64* told,
                                 u32* counters, u32* done) {
   i64 i = team_index();
@@ -103,8 +103,8 @@ extern "C" __global__ void fill(const __grid_constant__ Table t, const i64* keys
   say_done(counters, done, totals, told);
 }
 
-// Lets keys in; one that is here keeps its row. What is put out is written
-// to out_keys and out_rows (as many places as there are keys; 0 for neither), in any order.
+// Admits keys; a resident key keeps its row. Evicted keys and rows are written to out_keys and out_rows (as many places as keys; 0 for
+// neither), in any order.
 extern "C" __global__ void insert(const __grid_constant__ Table t, const i64* keys, const u8* rows, const u32* runs,
                                   i64 n, i64* out_keys, u8* out_rows, i64* totals, i64* told,
                                   u32* counters, u32* done) {
@@ -130,7 +130,7 @@ extern "C" __global__ void insert(const __grid_constant__ Table t, const i64* ke
           }
           at = team_broadcast(at, 0);
           copy_row(out_rows + at * t.stride, set.rows + (u64)way * t.stride, t.stride);
-          team_fence();  // all of the old row is read before any of the new one is written
+          team_fence();  // the whole old row is read before the new row is written
         }
         evicted++;
       }
@@ -162,7 +162,7 @@ extern "C" __global__ void insert_absent(const __grid_constant__ Table t, const 
   say_done(counters, done, totals, told);
 }
 
-// Brings what is here up to a delta: rows overwritten or erased, absent marks set and cleared. Lets no key in.
+// Applies a delta to resident keys: rows are overwritten or erased, absent marks set and cleared. Admits no key.
 extern "C" __global__ void update(const __grid_constant__ Table t, const i64* keys, const u8* rows, const u8* deleted,
                                   const u32* runs, i64 n, i64* totals, i64* told, u32* counters, u32* done) {
   i64 run = team_index();
@@ -188,8 +188,8 @@ extern "C" __global__ void update(const __grid_constant__ Table t, const i64* ke
   say_done(counters, done, totals, told);
 }
 
-// Halving: each set of the upper half goes into its fellow of the lower one, the hotter rows stay. `t` is the table
-// before. One team a set of the lower half.
+// Halving: merges each set of the upper half into its partner in the lower half; the hotter rows stay. `t` is the table before. One team
+// for each set of the lower half.
 extern "C" __global__ void merge(const __grid_constant__ Table t, i64 sets, i64* totals, i64* told, u32* counters,
                                  u32* done) {
   i64 index = team_index();
@@ -218,7 +218,7 @@ extern "C" __global__ void merge(const __grid_constant__ Table t, i64 sets, i64*
           continue;
         }
         lost += head >> to & 1;
-        team_fence();  // the head is read by all before one writes it
+        team_fence();  // all lanes read the head before one writes it
         put(t, low, head, to, (i64)high.line[1 + from], heat, high.rows + (u64)from * t.stride);
       }
     }
@@ -243,8 +243,8 @@ extern "C" __global__ void merge(const __grid_constant__ Table t, i64 sets, i64*
   say_done(counters, done, totals, told);
 }
 
-// Doubling: what belongs into the upper half, whose memory is all zero, moves there. `t` is the table after. One team
-// a set of the lower half.
+// Doubling: moves rows that belong to the upper half there; its memory is all zeros. `t` is the table after. One team for each set of
+// the lower half.
 extern "C" __global__ void split(const __grid_constant__ Table t, i64 sets, i64* totals, i64* told, u32* counters,
                                  u32* done) {
   i64 index = team_index();

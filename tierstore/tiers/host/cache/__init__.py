@@ -1,1 +1,1 @@
-"""Kernels of the host tier's set-associative cache: `layout.py` says how it lies in memory."""
+"""Kernels of the host tier's set-associative cache: `layout.py` describes its memory."""

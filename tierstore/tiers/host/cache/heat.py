@@ -1,18 +1,17 @@
-"""Heat: how often a row was looked up lately, and which keys were evicted lately. Promotion is decided by it.
+"""Heat: how often a row was looked up lately, and which keys were evicted lately. Admission and eviction use it.
 
-S3-FIFO (Yang et al., SOSP 2023) within each set of the cache. Four of a set's rows are a probation queue, the others the
-main queue. A row counts its hits up to 3. A new key replaces the oldest in probation; that one moves on to main if it
-was hit meanwhile. In main a hand goes round the ways: it passes over rows that have hits left, taking one hit off each,
-and stops at one that has none. An evicted key leaves a fingerprint in the set's ghost ring; a key that comes back while
-its fingerprint is there goes straight to main. Measurements: docs/decisions/promotion-policy.md. Which queue a row is in
-does not depend on where it lies: probation is a list of ways, so a row changes queues without being moved.
+S3-FIFO (Yang et al., SOSP 2023) within each set of the cache. Four of a set's rows are a probation queue, the others the main queue. A row counts its
+hits up to 3. A new key replaces the oldest in probation; that one moves on to main if it was hit meanwhile. In main a hand goes round the ways: it
+passes rows that have hits left, taking one hit off each, and stops at a row without hits. An evicted key leaves a fingerprint in the set's ghost
+ring; a key that comes back while its fingerprint is there goes straight to main. Measurements: docs/decisions/promotion-policy.md. The queue of a row
+does not depend on its place: probation is a list of ways, so a row changes queues without being moved.
 
-    policy, 128 bytes a set   0  56 x uint16 fingerprints of keys put out lately, 0 for none
+    policy, 128 bytes a set   0  56 x uint16 fingerprints of keys evicted lately, 0 for none
                             112  uint8 hand of main   113  uint8 hand of the ghosts
                             114  4 x uint8 ways in probation, plus one, oldest first, 0 for none   118  unused
 
-Readers count hits without a lock and without atomics, so that a count may be lost to a neighbour's in
-the same byte: heat is advice, and never decides whether an answer is right.
+Readers count hits without a lock and without atomics, so a count may be lost to a neighbour's in the same byte: heat is advice, and never decides
+whether an answer is right.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from tierstore.kernels.atomics import match32, trailing_zeros
 from tierstore.kernels.raw import load_u8, store_u8
 
 POLICY_BYTES = 128
-GHOSTS = 56  # fingerprints of 16 bits a set
+GHOSTS = 56  # fingerprints in a set, of 16 bits
 PROBATION = 4  # ways of 56
 MAX_HEAT = 3
-MOVE_AT = 1  # hits in probation that earn a place in main
+MOVE_AT = 1  # hits in probation after which a row moves to main
 MAIN_HAND, GHOST_HAND, QUEUE = 112, 113, 114  # byte offsets
 
 _BEYOND_32 = (1 << (GHOSTS - 32)) - 1
@@ -35,7 +34,7 @@ _BEYOND_32 = (1 << (GHOSTS - 32)) - 1
 
 @nb.njit(inline="always")
 def get_heat(counters, base, way):  # type: ignore[no-untyped-def]
-    """The 2-bit counter of `way` among those that start at byte `base`."""
+    """The 2-bit counter of `way` in the counters that start at byte `base`."""
     return (counters[base + (way >> 2)] >> ((way & 3) << 1)) & 3
 
 
@@ -48,9 +47,9 @@ def set_heat(counters, base, way, heat):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def bump_heat(counters, way, read):  # type: ignore[no-untyped-def]
-    """Count a hit of `way` among the counters at an address, of which the low bits of `read` are what was just read.
+    """Count a hit of `way` in the counters at an address; `read` has in its low bits the byte that was just read.
 
-    A counter at its end is not written, so that the line of a hot set stays shared between cores.
+    A full counter is not written, so that the cache line of a hot set stays shared between cores.
     """
     if (read >> (2 * way)) & 3 != MAX_HEAT:
         store_u8(counters, way >> 2, nb.uint8(nb.int64(load_u8(counters, way >> 2)) + (1 << ((way & 3) << 1))))
@@ -58,14 +57,14 @@ def bump_heat(counters, way, read):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def _fingerprint(hashed):  # type: ignore[no-untyped-def]
-    """1..65535: 0 is an empty place."""
+    """A fingerprint, 1..65535: 0 is an empty place."""
     fingerprint = nb.uint16(hashed >> nb.uint64(16))
     return fingerprint if fingerprint != 0 else nb.uint16(1)
 
 
 @nb.njit(inline="always")
 def remove_ghost(policy16, s, hashed):  # type: ignore[no-untyped-def]
-    """Whether the key was evicted from set `s` lately. Its fingerprint is removed."""
+    """Whether the key was evicted from set `s` lately. Removes its fingerprint."""
     at = s * (POLICY_BYTES // 2)
     matches = match32(policy16, at, _fingerprint(hashed))
     if matches == 0:
@@ -79,7 +78,7 @@ def remove_ghost(policy16, s, hashed):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def add_ghost(policy, policy16, s, hashed):  # type: ignore[no-untyped-def]
-    """Leave the key's fingerprint in the place of the oldest."""
+    """Write the key's fingerprint over the oldest."""
     at = s * POLICY_BYTES + GHOST_HAND
     hand = nb.int64(policy[at]) % GHOSTS
     policy16[s * (POLICY_BYTES // 2) + hand] = _fingerprint(hashed)
@@ -94,7 +93,7 @@ def on_probation(policy, s, way):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def oldest_on_probation(policy, s):  # type: ignore[no-untyped-def]
-    """Its way if the queue is full, else -1."""
+    """The way of the oldest key in probation if the queue is full, else -1."""
     at = s * POLICY_BYTES + QUEUE
     return nb.int64(policy[at]) - 1 if policy[at + PROBATION - 1] != 0 else -1
 
@@ -123,7 +122,7 @@ def remove_from_probation(policy, s, way):  # type: ignore[no-untyped-def]
 
 @nb.njit(**BORROWS)
 def rename_on_probation(policy, s, way, other):  # type: ignore[no-untyped-def]
-    """The row at `way` now lies at `other`."""
+    """Note that the row at `way` has moved to `other`."""
     at = s * POLICY_BYTES + QUEUE
     for entry in range(at, at + PROBATION):
         if policy[entry] == way + 1:

@@ -1,12 +1,11 @@
-"""The set-associative cache of the host tier: how it lies in memory, and where in it a key lies.
+"""The memory layout of the host tier's set-associative cache, and where in it a key may be.
 
-`lookup.py` reads it: any number of threads at any time, without a lock and without the GIL. `write.py` writes it: one
-thread at a time. `Areas` are views of one mapping. Nothing survives the process.
+`lookup.py` reads it: any number of threads at any time, without a lock and without the GIL. `write.py` writes it: one thread at a time. `Areas` are
+views of one mapping. Nothing survives the process.
 
-**A set** has 56 ways, in eight lines of seven. Each key has a home: one line of its set. A key lies in its home, or, if
-that is full of other keys whose home it is, in another line of the set, and the home says in which. So a look-up usually
-reads one line and the row, and its cost is the number of places in memory that it reads. A set whose memory is all zeros
-is empty, so fresh pages need no writing. Numbers are little-endian.
+**A set** has 56 ways, in eight lines of seven. Each key has a home: one line of its set. A key is in its home, or, if that is full of other keys with
+this home, in another line of the set, and the home says in which. So a look-up usually reads one line and the row; its cost is the number of places
+in memory that it reads. A set of zeros is empty, so fresh pages need no writing. Numbers are little-endian.
 
     line, 64 bytes      0  uint32 version, odd while the line or one of its rows is written
                         4  7 x 2 bits heat      6  uint8 which of the 7 are occupied
@@ -16,17 +15,15 @@ is empty, so fresh pages need no writing. Numbers are little-endian.
                         looked up lately    6  uint8 hand   8  7 x int64 keys that do not exist
     policy, 128 bytes   a set: `heat.py`
 
-**Which set**: `region * sets_per_region + fastrange(high hash bits)`, where the region is the low `depth` bits of the
-hash. With one bit less, the upper half of all sets falls onto the lower half; with one more it splits again. That is how
-a table is halved and doubled in place. Meanwhile sets up to a cursor are merged already (as in linear hashing), so that
-each key has exactly one set at every moment. Depth and cursor are one word, the geometry.
+**The set of a key**: `region * sets_per_region + fastrange(high hash bits)`, where the region is the low `depth` bits of the hash. With one bit less,
+the upper half of all sets falls onto the lower half; with one more it splits again. So a table is halved and doubled in place. Meanwhile sets up to a
+cursor are merged already (as in linear hashing), so that each key has exactly one set at every moment. Depth and cursor are one word, the geometry.
 
-**Reading without a lock** (a sequence lock for each line): read the version, read the line and the row, read the version
-again. If it was odd or has changed, all that was read is void and is read again. After a bounded number of tries the key
-counts as a miss, which is always allowed. A key that is just being moved to another line may be missed too. A reader with
-an old geometry looks in a set that its key has left, and misses. Memory is given back only above the last region in use,
-and pages come back as zeros. Versions then start from 0 again, so a reader that slept since before could take two lives
-of a line for one. The epoch changes before memory is given back and before it is used again, and voids such a read.
+**Reading without a lock** (a sequence lock for each line): read the version, read the line and the row, read the version again. If it was odd or has
+changed, everything that was read is void and is read again. After a bounded number of tries the key counts as a miss, which is always allowed. A key
+that is being moved to another line may be missed too. A reader with an old geometry looks in a set that its key has left, and misses. Memory is freed
+only above the last region in use, and pages come back as zeros. Versions then start from 0 again, so a reader that slept since before could mistake a
+new state of a line for the old one. The epoch changes before memory is freed and before it is used again, and voids such a read.
 """
 
 from __future__ import annotations
@@ -47,17 +44,17 @@ LINES = 8
 WAYS = LINES * LINE_WAYS
 ABSENT_BYTES = 64
 ABSENT_WAYS = 7
-LINES_AN_ABSENT = 4  # that have one line of absent keys together
+LINES_AN_ABSENT = 4  # lines that share one line of absent keys
 ABSENTS = LINES // LINES_AN_ABSENT  # of a set
-CONTROL_BYTES = 128  # what follows begins at a multiple of it: two lines that processors like to fetch together
+CONTROL_BYTES = 128  # areas behind it begin at multiples of this: two lines that processors like to fetch together
 
-_PREFETCH_BYTES = 512  # of a row; the hardware follows from there
+_PREFETCH_BYTES = 512  # of a row; the hardware continues from there
 HEAT_AT, OCCUPIED_AT, AWAY_AT = 4, 6, 7  # byte offsets in a line
 GEOMETRY, EPOCH = 0, 1  # words of the control line
 
 
 class Areas(NamedTuple):
-    """Views of one mapping; all but `rows` twice where two widths are needed. Index is set or line times size."""
+    """Views of one mapping; two views where two widths are needed. An index is set or line times size."""
 
     control: npt.NDArray[np.int64]  # geometry, epoch
     lines: npt.NDArray[np.uint8]
@@ -91,7 +88,7 @@ BOOLS = _array(types.boolean, readonly=True)
 
 @nb.njit(inline="always")
 def home_of(hashed):  # type: ignore[no-untyped-def]
-    """Which line of its set a key belongs to, from bits that choose neither region nor set nor fingerprint."""
+    """The home line of a key in its set, from hash bits that choose neither region nor set nor fingerprint."""
     return nb.int64((hashed >> nb.uint64(8)) & nb.uint64(LINES - 1))
 
 
@@ -107,7 +104,7 @@ def set_of(hashed, geometry, sets_per_region):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def find_in_line(line, key):  # type: ignore[no-untyped-def]
-    """Where in the line at an address `key` is, 0..6, or -1."""
+    """The place of `key` in the line at an address, 0..6, or -1."""
     matches = (match8_at(line, key) >> 1) & nb.int64(load_u8(line, OCCUPIED_AT))
     return trailing_zeros(nb.uint32(matches)) if matches != 0 else -1
 
@@ -141,9 +138,9 @@ def find_absent(absent, absent_keys, a, key):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def prefetch_row(row, size):  # type: ignore[no-untyped-def]
-    """Ask for the row of `size` bytes at an address.
+    """Prefetch the row of `size` bytes at an address.
 
-    No branch depends on where within a line it begins: of rows of 36 bytes every other one reaches into a second line.
+    No branch depends on where in a cache line the row begins: of rows of 36 bytes every other one reaches into a second line.
     """
     size = min(size, _PREFETCH_BYTES)
     for offset in range(0, size, 64):

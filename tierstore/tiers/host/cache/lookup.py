@@ -1,13 +1,11 @@
-"""The reading half of the host tier's cache (`layout.py`): look up a batch of keys.
+"""Look-ups in the host tier's cache (`layout.py`), a batch of keys at a time.
 
-Any number of threads may run these at any time, without a lock and without the GIL, while one thread writes (`write.py`).
-They get a table as an address (`HOST_TABLE`), because taking a dozen arrays apart would cost a batch of few keys too much. The
-caller holds the mapping for as long as they run.
+Any number of threads may run these at any time, without a lock and without the GIL, while one thread writes (`write.py`). A table is passed as an
+address (`HOST_TABLE`), because unpacking a dozen arrays would be slow for a batch of few keys. The caller holds the mapping while they run.
 
-**Four stages a key**, `AHEAD` keys apart, so that memory loads while other keys are worked on: prefetch the line; find
-the key in it and prefetch the row; do the same for the few keys that lie in another line of the set; copy and check. A
-ring on the stack passes from stage to stage, for each key: its line (and its place there in the low bits), the address of
-its row, and the version that the line had when the key was found.
+**Four stages for each key**, `AHEAD` keys apart, so that memory loads while other keys are worked on: prefetch the line; find the key in it and
+prefetch the row; do the same for the few keys in another line of the set; copy and check. A ring on the stack passes data of each key from stage to
+stage: its line (with its place there in the low bits), the address of its row, and the version of the line when the key was found.
 """
 
 from __future__ import annotations
@@ -67,8 +65,8 @@ _host_at = at(HOST_TABLE)
 AHEAD = 16  # keys between the stages
 _RING = 64  # at least three stages and the key itself; a power of two
 RING_BYTES = 8 * _RING
-_TRIES = 64  # of a reader against a writer
-SKIP, _ELSEWHERE = -1, 0  # instead of a row: not asked for, not in its home line
+_TRIES = 64  # tries of a reader against a writer
+SKIP, _ELSEWHERE = -1, 0  # in place of a row: not requested; not in its home line
 
 _PENDING = int(Tier.PENDING)
 _HOST = int(Tier.HOST)
@@ -77,7 +75,7 @@ _STATES = types.Array(types.uint8, 1, "C")
 
 
 class Where(NamedTuple):
-    """A HOST_TABLE as values: a record in memory would be read again after every store."""
+    """The fields of a HOST_TABLE as values: a record in memory would be read again after every store."""
 
     control: int
     lines: int
@@ -111,7 +109,7 @@ def _row_of(where, line, place):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def _set_at(where, line):  # type: ignore[no-untyped-def]
-    """The address of the first line of the set that `line` is in."""
+    """The address of the first line of the set of `line`."""
     return line - ((line - where.lines) & (LINES * LINE_BYTES - 1))
 
 
@@ -130,7 +128,7 @@ def _copy(where, out_code, row, target, out_bytes):  # type: ignore[no-untyped-d
 
 @nb.njit
 def _read(where, epoch, line, key, out_code, target, out_bytes):  # type: ignore[no-untyped-def]
-    """Write the row of `key` to `target` if `line` holds it. Returns 1, or 0 if not, or -1 if a writer came in between."""
+    """Write the row of `key` to `target` if `line` holds it. Returns 1, or 0 if not, or -1 if a writer interfered."""
     for _ in range(_TRIES):
         version = acquire_u32(line)
         if version & 1:
@@ -152,7 +150,7 @@ def _read(where, epoch, line, key, out_code, target, out_bytes):  # type: ignore
 
 @nb.njit
 def _search(where, geometry, epoch, key, out_code, target, out_bytes, default):  # type: ignore[no-untyped-def]
-    """Look one key up without stages: its home line, the others that it may be in, the absent keys."""
+    """Look one key up without stages: in its home line, the other lines that it may be in, and the absent keys."""
     hashed = mix(key)
     home = set_of(hashed, geometry, where.sets_per_region) * LINES + home_of(hashed)
     line = where.lines + home * LINE_BYTES
@@ -189,7 +187,7 @@ def _search(where, geometry, epoch, key, out_code, target, out_bytes, default): 
 
 @nb.njit(inline="always")
 def _prefetch_line(where, geometry, key, lines, i):  # type: ignore[no-untyped-def]
-    """Ask for the home of key `i`, and note where that is. Returns the key's hash."""
+    """Prefetch the home line of key `i`, and note its address. Returns the key's hash."""
     hashed = mix(key)
     line = where.lines + (set_of(hashed, geometry, where.sets_per_region) * LINES + home_of(hashed)) * LINE_BYTES
     store_u64(lines, i & (_RING - 1), nb.uint64(line))
@@ -199,7 +197,7 @@ def _prefetch_line(where, geometry, key, lines, i):  # type: ignore[no-untyped-d
 
 @nb.njit
 def prefetch_lines(where, geometry, keys, state, begin, end, rings):  # type: ignore[no-untyped-def]
-    """Stage 1 of keys [begin, end). Returns how many are asked for here, where look-ups are sampled; else 0."""
+    """Stage 1 for keys [begin, end): prefetch lines. Returns how many keys are requested, if look-ups are sampled; else 0."""
     sample, seen = where.sample, 0
     below = load_u64(sample, BELOW)
     if below == nb.uint64(0):
@@ -217,7 +215,7 @@ def prefetch_lines(where, geometry, keys, state, begin, end, rings):  # type: ig
 
 @nb.njit(inline="always")
 def _find_in(where, line, key, at, rings):  # type: ignore[no-untyped-def]
-    """Note where the row of `key` is, if `line` holds it, as entry `at` of the rings, and ask for it."""
+    """If `line` holds `key`, note the address of its row as entry `at` of the rings, and prefetch it."""
     lines, rows, versions = rings
     version = acquire_u32(line)
     place = find_in_line(line, key)
@@ -233,7 +231,7 @@ def _find_in(where, line, key, at, rings):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def find_at_home(where, keys, state, begin, end, rings):  # type: ignore[no-untyped-def]
-    """Stage 2."""
+    """Stage 2 for keys [begin, end): find them in their home lines."""
     lines, rows, _ = rings
     for i in range(begin, end):
         at = i & (_RING - 1)
@@ -253,7 +251,7 @@ def find_at_home(where, keys, state, begin, end, rings):  # type: ignore[no-unty
 
 @nb.njit
 def find_elsewhere(where, keys, begin, end, rings):  # type: ignore[no-untyped-def]
-    """Stage 3."""
+    """Stage 3 for keys [begin, end): find them in other lines of their sets."""
     lines, rows, _ = rings
     for i in range(begin, end):
         at = i & (_RING - 1)
@@ -270,7 +268,7 @@ def find_elsewhere(where, keys, begin, end, rings):  # type: ignore[no-untyped-d
 
 @nb.njit(inline="always")
 def answer(where, geometry, epoch, keys, i, kind, target, rings):  # type: ignore[no-untyped-def]
-    """Stage 4 of key `i`: its row to address `target`. Returns its state, or SKIP if it was not asked for.
+    """Stage 4 for key `i`: write its row to address `target`. Returns its state, or SKIP if it was not requested.
 
     `kind` of answer: its code, its bytes, whether these are the row's own lines of 64 bytes, the default's address.
     """
@@ -299,10 +297,10 @@ def answer(where, geometry, epoch, keys, i, kind, target, rings):  # type: ignor
 
 @nb.njit
 def lookup_at(where, keys_at, n, state_at, out_code, out, default):  # type: ignore[no-untyped-def]
-    """Answer what is here among `n` keys whose state is PENDING: rows with HOST, absent keys with ABSENT and the `default`.
+    """Answer the resident ones of `n` keys whose state is PENDING: rows with HOST, absent keys with ABSENT and the `default`.
 
-    `where` is the table; the others are addresses, of any alignment: `out` of [n, dim], float32 (`out_code` 0) or float16 (1), or of n rows
-    AS_STORED, `default` of one such row. Rows of keys left PENDING hold anything. Counts heat. Returns how many keys were answered with HOST.
+    `where` is the table; the others are addresses of any alignment: `out` of [n, dim], float32 (`out_code` 0) or float16 (1), or of n rows AS_STORED;
+    `default` of one such row. Rows of keys left PENDING are undefined. Counts heat. Returns how many keys were answered with HOST.
     """
     out_bytes = where.row_bytes if out_code == AS_STORED else where.dim * (4 >> out_code)
     kind = out_code, out_bytes, out_code == where.code and out_bytes & 63 == 0, default
@@ -327,7 +325,7 @@ def lookup_at(where, keys_at, n, state_at, out_code, out, default):  # type: ign
     if seen != 0:
         count_seen(where.sample, seen, 0, 0, 0, 0)
     fence_acquire()
-    if relaxed_i64(where.control + 8 * EPOCH) != epoch:  # rather than at each key: it changes only with the size
+    if relaxed_i64(where.control + 8 * EPOCH) != epoch:  # checked once: it changes only with the size
         for i in range(n):
             if load_u8(state_at, i) == _HOST:
                 store_u8(state_at, i, nb.uint8(_PENDING))

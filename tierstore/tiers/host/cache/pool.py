@@ -1,7 +1,7 @@
-"""Bags out of the host tier's cache: rows are added up as they are found, and copied nowhere before.
+"""Pooling of bags from the host tier's cache: rows are added as they are found, without a copy.
 
-The stages are those of `lookup.py`: any number of threads at any time, without a lock and without the GIL. Sums equal those
-of `kernels/pool.py` to the last bit.
+The stages are those of `lookup.py`: any number of threads at any time, without a lock and without the GIL. Sums equal those of `kernels/pool.py` to
+the last bit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def add_f32_rows(target, source, factor, dim):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def close_bag(pooled, dim, combiner, total):  # type: ignore[no-untyped-def]
-    """Divide the sum of a bag as its combiner says; `total` is that of the weights, or of their squares."""
+    """Divide the sum of a bag as its combiner requires; `total` is the sum of the weights, or of their squares."""
     if combiner == 0:
         return
     divisor = np.sqrt(total) if combiner == 2 else total
@@ -48,13 +48,12 @@ def close_bag(pooled, dim, combiner, total):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def pool_at(where, keys_at, n, state_at, starts_at, bags, weights_at, combiner, out_at, left_at, row_at):  # type: ignore[no-untyped-def]
-    """Pool those of `bags` bags of which all keys are here. What is named `_at` is an address, of any alignment.
+    """Pool those of `bags` bags whose keys are all resident. Arguments named `_at` are addresses of any alignment.
 
-    Bag b is keys [starts[b], starts[b + 1]), the last one runs to the end; `starts` ascends from 0. A key whose state is not PENDING
-    contributes nothing. `weights` 0: ones; `combiner` as `pool.combiner_code`; `row` is a float32[dim] to work in, `out` float32[bags, dim].
-    `left` uint8[bags], zeros, becomes 1 for each bag that has a key that is not here: its vector is anything. States become HOST, ABSENT,
-    or stay PENDING. Counts heat. Returns how many keys were answered with HOST, or -1 if the table changed its size meanwhile: then all of
-    it is void.
+    Bag b is keys [starts[b], starts[b + 1]), the last bag runs to the end; `starts` ascends from 0. A key whose state is not PENDING adds nothing.
+    `weights` 0: ones; `combiner` as `pool.combiner_code`; `row` is a float32[dim] of working memory, `out` float32[bags, dim]. `left` uint8[bags],
+    zeros, becomes 1 for each bag with a key that is not resident: its vector is undefined. States become HOST, ABSENT, or stay PENDING. Counts heat.
+    Returns how many keys were answered with HOST, or -1, with nothing valid, if the table changed its size meanwhile.
     """
     dim = where.dim
     kind = 0, dim * 4, where.code == 0 and (dim * 4) & 63 == 0, where.default_at
@@ -95,7 +94,7 @@ def pool_at(where, keys_at, n, state_at, starts_at, bags, weights_at, combiner, 
             total += factor * factor if combiner == 2 else factor
     if bag >= 0:
         close_bag(pooled, dim, combiner, total)
-    for empty in range(bag + 1, bags):  # at the end
+    for empty in range(bag + 1, bags):  # empty bags at the end
         for k in range(dim):
             store_f32(out_at + empty * dim * 4, k, np.float32(0))
     if seen != 0:

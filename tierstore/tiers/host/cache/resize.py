@@ -1,7 +1,7 @@
-"""Halving and doubling the host tier's cache (`layout.py`) in place, and listing what it holds.
+"""Halving and doubling of the host tier's cache (`layout.py`) in place, and lists of its keys.
 
-`merge` and `split` are for the one writer, like `write.py`: a range of sets a call, so that the caller can let other
-writers in between. `count_ranks` and `list_keys` read without a lock, beside any writer.
+`merge` and `split` are for the one writer, like `write.py`: a range of sets for each call, so that other writers get their turn. `count_ranks` and
+`list_keys` read without a lock, beside any writer.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from tierstore.tiers.host.cache.write import (
     row_at,
 )
 
-RANKS = 8  # degrees of `rank_of`
+RANKS = 8  # values of `rank_of`
 _POSITIONS = types.Array(types.int64, 1, "C")
 
 
 @nb.njit(**BORROWS)
 def _move_in(areas, low, key, heat, rank, source, counters):  # type: ignore[no-untyped-def]
-    """Let set `low` hold a row of a set that goes, if there is room or a row of lower rank."""
+    """Move a row from a set that is given up into set `low`, if there is room or a row of lower rank."""
     home = home_of(mix(key))
     way = free_way(areas, low, home)
     if way < 0:
@@ -86,7 +86,7 @@ def _clear(areas, s):  # type: ignore[no-untyped-def]
 
 @compiled(types.void(AREAS, types.int64, types.int64, COUNTERS), **BORROWS)
 def merge(areas, begin, end, counters):  # type: ignore[no-untyped-def]
-    """Move sets half + [begin, end) onto [begin, end), where the hottest stay; then publish `end` as the cursor."""
+    """Move sets half + [begin, end) onto [begin, end), keeping the hottest rows; then publish `end` as the cursor."""
     depth = areas.control[GEOMETRY] & 255
     half = (areas.sets_per_region << depth) >> 1
     for low in range(begin, end):
@@ -107,7 +107,7 @@ def merge(areas, begin, end, counters):  # type: ignore[no-untyped-def]
 
 @compiled(types.void(AREAS, types.int64, types.int64, COUNTERS), **BORROWS)
 def split(areas, begin, end, counters):  # type: ignore[no-untyped-def]
-    """Move what belongs to sets half + [begin, end) there from [begin, end); then publish `begin` as the cursor."""
+    """Move the keys of sets half + [begin, end) there from [begin, end); then publish `begin` as the cursor."""
     depth = areas.control[GEOMETRY] & 255
     half = (areas.sets_per_region << depth) >> 1
     for low in range(begin, end):
@@ -116,7 +116,7 @@ def split(areas, begin, end, counters):  # type: ignore[no-untyped-def]
             areas.policy[high * POLICY_BYTES + i] = areas.policy[low * POLICY_BYTES + i]
         for i in range(PROBATION):
             areas.policy[high * POLICY_BYTES + QUEUE + i] = 0
-        for i in range(PROBATION):  # from its oldest on
+        for i in range(PROBATION):  # oldest first
             way = nb.int64(areas.policy[low * POLICY_BYTES + QUEUE + i]) - 1
             if way >= 0 and set_of(mix(key_at(areas, low, way)), depth, areas.sets_per_region) == high:
                 enter_probation(areas.policy, high, way)
@@ -137,7 +137,7 @@ def split(areas, begin, end, counters):  # type: ignore[no-untyped-def]
 
 @compiled(types.void(AREAS, types.int64, types.int64, _POSITIONS), **BORROWS)
 def count_ranks(areas, first, last, counts):  # type: ignore[no-untyped-def]
-    """Add to counts[rank], int64[8], the resident rows of each rank in the sets [first, last)."""
+    """Add to counts[rank], int64[8], the number of resident rows of each rank in the sets [first, last)."""
     for s in range(first, last):
         for way in range(WAYS):
             if is_occupied(areas, s, way):
@@ -146,11 +146,9 @@ def count_ranks(areas, first, last, counts):  # type: ignore[no-untyped-def]
 
 @compiled(types.void(AREAS, types.int64, types.int64, _POSITIONS, _POSITIONS, _POSITIONS))
 def list_keys(areas, first, last, out, begin, end):  # type: ignore[no-untyped-def]
-    """Put resident keys of rank r in the sets [first, last) into out[begin[r]:end[r]] while there is room.
+    """Write resident keys of rank r in the sets [first, last) to out[begin[r]:end[r]] while there is room.
 
-    `begin` comes back advanced.
-
-    Lines that a writer is in are passed over.
+    `begin` comes back advanced. Lines that are being written are skipped.
     """
     ranks = np.empty(LINE_WAYS, np.int64)
     found = np.empty(LINE_WAYS, np.int64)

@@ -1,10 +1,10 @@
-"""What look-ups note of the keys that they ask a cache for: words in memory that any number of threads write.
+"""Samples of looked-up keys: look-ups note keys in memory that any number of threads write.
 
-A key is noted while its hash (`hashing.mix`) is below a bound, so either every look-up of a key is noted or none is: spatial
-sampling (Waldspurger, Park, Garthwaite, Ahmad, FAST 2015). When the words are full, whoever finds that sets the bound to 0,
-and look-ups note nothing until another bound is set. So what it costs is bounded, however many look-ups there are.
+A key is noted while its hash (`hashing.mix`) is below a bound, so either every look-up of a key is noted or none is: spatial sampling (Waldspurger,
+Park, Garthwaite, Ahmad, FAST 2015). When the memory is full, the thread that finds it full sets the bound to 0, and nothing is noted until another
+bound is set. So the cost is bounded, however many look-ups there are.
 
-A thread that loses its processor within `note` may write its key among those of a later sample: one key more or less.
+A thread that is interrupted in `note` may write its key among those of a later sample: one key more or less.
 
     words of 8 bytes    0  the bound, 0 for nothing is noted    1  how many keys are noted at most
                         8  how many were noted, or found it full    9  keys that were looked up meanwhile
@@ -24,7 +24,7 @@ from tierstore.kernels.hashing import mix
 from tierstore.kernels.raw import load_u8, load_u64, store_u64
 from tierstore.types import Tier
 
-BELOW, MOST = 0, 1  # read at look-ups, and hardly ever written
+BELOW, MOST = 0, 1  # read by look-ups, rarely written
 NOTED, SEEN = 8, 9  # in another cache line
 FIRST_KEY = 16
 _HOST = int(Tier.HOST)
@@ -43,7 +43,7 @@ def note(sample, key):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def count_seen(sample, seen, left_at, starts_at, bags, n):  # type: ignore[no-untyped-def]
-    """Count keys as looked up, but for those of bags that are left (uint8[bags] at an address): these are looked up again."""
+    """Count keys as looked up, except those of bags that are left (uint8[bags] at an address): they are looked up again."""
     for bag in range(bags):
         if load_u8(left_at, bag) != 0:
             end = nb.int64(load_u64(starts_at, bag + 1)) if bag + 1 < bags else n
@@ -55,7 +55,7 @@ def count_seen(sample, seen, left_at, starts_at, bags, n):  # type: ignore[no-un
     types.void(types.int64, types.Array(types.int64, 1, "C", **_READ), types.Array(types.uint8, 1, "C")), when=LAST
 )
 def note_answered(sample: Any, keys: Any, states: Any) -> Any:
-    """Note and count the keys whose state is HOST: those that a GPU has looked up."""
+    """Note and count the keys whose state is HOST, after a GPU has looked them up."""
     below, seen = load_u64(sample, BELOW), 0
     for i in range(keys.size if below != nb.uint64(0) else 0):
         if states[i] == _HOST:

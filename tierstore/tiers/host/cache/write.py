@@ -1,10 +1,10 @@
-"""The writing half of the host tier's cache (`layout.py`): insert, update, erase.
+"""Writes to the host tier's cache (`layout.py`): insert, update, erase.
 
-One thread at a time runs these on a table, while readers go on. Whatever a reader could take for an answer (key, row,
-absent key) is written between `open_version` and `close_version` of its line. Heat, hands and ghosts are advice and are
-written without. So is what a line says of keys that lie away from it: a reader that learns of it late misses.
+One thread at a time runs these on a table, while readers go on. Everything that readers take as an answer (key, row, absent key) is written between
+`open_version` and `close_version` of its line. Heat, hands and ghosts are only advice and are written without. So is a line's note of its keys in
+other lines: a reader that sees it late misses.
 
-A row that is moved within its set is for a moment there twice, and never missing.
+A row that is moved within its set is there twice for a moment, and never missing.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from tierstore.tiers.host.cache.layout import (
 
 ROWS, ABSENT_KEYS, ADMITTED, EVICTED = range(4)  # of the counters, int64[4]
 
-_AHEAD = 8  # keys asked for ahead
+_AHEAD = 8  # keys prefetched ahead
 _FULL = (1 << LINE_WAYS) - 1
 COUNTERS = types.Array(types.int64, 1, "C")
 
@@ -87,7 +87,7 @@ def forget_absent(areas, counters, a, key):  # type: ignore[no-untyped-def]
 
 @nb.njit(**BORROWS)
 def mark_absent(areas, counters, a, key):  # type: ignore[no-untyped-def]
-    """Clock: the first place from the hand that was not looked up since the hand last passed makes room."""
+    """Note an absent key. Clock: it replaces the first one from the hand on that was not looked up since the hand last passed."""
     if find_absent(areas.absent, areas.absent_keys, a, key) >= 0:
         return False
     base = a * ABSENT_BYTES
@@ -121,7 +121,7 @@ def key_at(areas, s, way):  # type: ignore[no-untyped-def]
 
 @nb.njit(**BORROWS)
 def row_at(areas, s, way):  # type: ignore[no-untyped-def]
-    """The address of the row that the key at `way` has."""
+    """The address of the row of the key at `way`."""
     return areas.rows + (s * WAYS + way) * areas.row_bytes
 
 
@@ -138,13 +138,13 @@ def set_heat_at(areas, s, way, heat):  # type: ignore[no-untyped-def]
 
 @nb.njit(**BORROWS)
 def rank_of(areas, s, way):  # type: ignore[no-untyped-def]
-    """0..7: how much a row is worth keeping, by hits, then by queue."""
+    """The rank of a row, 0..7: how much it is worth keeping, by hits, then by queue."""
     return heat_at(areas, s, way) * 2 + (0 if on_probation(areas.policy, s, way) else 1)
 
 
 @nb.njit(**BORROWS)
 def put(areas, s, way, key, heat, source):  # type: ignore[no-untyped-def]
-    """Let `way` of set `s`, which is free, hold this key and the row at address `source`."""
+    """Put this key and the row at address `source` into `way` of set `s`, which is free."""
     line, place = s * LINES + way // LINE_WAYS, way % LINE_WAYS
     version = open_version(areas.lines32, line)
     areas.lines64[line * 8 + 1 + place] = key
@@ -177,7 +177,7 @@ def remove(areas, s, way):  # type: ignore[no-untyped-def]
 
 @nb.njit(**BORROWS)
 def free_way(areas, s, home):  # type: ignore[no-untyped-def]
-    """A way of set `s` that is free, in line `home` if there is one; -1 if the set is full."""
+    """A free way of set `s`, in line `home` if there is one; -1 if the set is full."""
     for i in range(LINES):
         line = (home + i) % LINES
         free = ~nb.int64(areas.lines[(s * LINES + line) * LINE_BYTES + OCCUPIED_AT]) & _FULL
@@ -188,10 +188,9 @@ def free_way(areas, s, home):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def make_home(areas, s, way, home):  # type: ignore[no-untyped-def]
-    """Which way a key that belongs to line `home` takes, when `way` of its set is free.
+    """The way that a key with home line `home` takes, given that `way` of its set is free.
 
-    If a row lies in that line that belongs elsewhere, it makes room and goes to `way`, which suits it best if that is
-    in its own line.
+    If a row in the home line has another home, it makes room and moves to `way`, which suits it best if that is in its own home.
     """
     if way // LINE_WAYS == home:
         return way
@@ -212,10 +211,10 @@ def make_home(areas, s, way, home):  # type: ignore[no-untyped-def]
 
 @nb.njit(**BORROWS)
 def next_victim(areas, s):  # type: ignore[no-untyped-def]
-    """The way of the main queue that is evicted next, from its hand on. Those passed over lose a hit."""
+    """The way of the main queue to evict next, from its hand on. Ways that the hand passes lose a hit."""
     at = s * POLICY_BYTES + MAIN_HAND
     way = nb.int64(areas.policy[at]) % WAYS
-    for _ in range((MAX_HEAT + 1) * WAYS):  # ends sooner unless readers count all the while
+    for _ in range((MAX_HEAT + 1) * WAYS):  # ends sooner unless readers count all the time
         if not on_probation(areas.policy, s, way):
             heat = heat_at(areas, s, way)
             if heat == 0:
@@ -243,7 +242,7 @@ def make_room(areas, s, hashed):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def _prefetch_set(areas, geometry, key):  # type: ignore[no-untyped-def]
-    """Ask for all that says which way of its set a key takes."""
+    """Prefetch the memory that decides which way of its set a key takes."""
     hashed = mix(key)
     s = set_of(hashed, geometry, areas.sets_per_region)
     for line in range(s * LINES, (s + 1) * LINES):
@@ -255,7 +254,7 @@ def _prefetch_set(areas, geometry, key):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def _prefetch_room(areas, geometry, key):  # type: ignore[no-untyped-def]
-    """Ask for the row that a key is likely to be written over: most keys put out leave from probation."""
+    """Prefetch the row that a key will probably replace: most evicted keys are in probation."""
     hashed = mix(key)
     s = set_of(hashed, geometry, areas.sets_per_region)
     way = free_way(areas, s, home_of(hashed))
@@ -267,7 +266,7 @@ def _prefetch_room(areas, geometry, key):  # type: ignore[no-untyped-def]
 
 @nb.njit(inline="always")
 def _let_in(areas, counters, key, hashed, s, row, evict):  # type: ignore[no-untyped-def]
-    """Let a key that is not resident into set `s`, with the row at an address. Returns 1, or 0 where there is no room without `evict`."""
+    """Admit a key that is not resident into set `s`, with the row at an address. Returns 1, or 0 if there is no room without `evict`."""
     home = home_of(hashed)
     way, probation = free_way(areas, s, home), evict
     if way >= 0:
@@ -287,10 +286,10 @@ def _let_in(areas, counters, key, hashed, s, row, evict):  # type: ignore[no-unt
 
 @compiled(types.int64(AREAS, KEYS, types.int64, types.boolean, COUNTERS), **BORROWS)
 def insert(areas, keys, rows, evict, counters):  # type: ignore[no-untyped-def]
-    """Let in distinct keys with the rows at address `rows`. Returns how many were let in.
+    """Admit distinct keys with the rows at address `rows`. Returns how many were admitted.
 
-    A key that is resident keeps its row: both were read under views that are current. Without `evict`
-    only free ways are filled, and nobody is on probation, because such keys come hottest first.
+    A resident key keeps its row: both were read under views that are current. Without `evict` only free ways are filled, and without probation,
+    because such keys come hottest first.
     """
     geometry = areas.control[GEOMETRY]
     admitted = 0
@@ -312,9 +311,9 @@ def insert(areas, keys, rows, evict, counters):  # type: ignore[no-untyped-def]
 
 @compiled(types.int64(AREAS, KEYS, types.int64, COUNTERS), **BORROWS)
 def try_accesses(areas, keys, row, counters):  # type: ignore[no-untyped-def]
-    """Look keys up one after the other, counting heat, and let each in that is missing, with the row at an address. Returns the misses.
+    """Look keys up one after the other, counting heat, and admit each missing key with the row at an address. Returns the misses.
 
-    For a cache that nobody else uses: what one of its size would have made of these look-ups.
+    For a trial cache that nobody else uses: what a cache of its size would have done with these look-ups.
     """
     geometry = areas.control[GEOMETRY]
     misses = 0
@@ -332,7 +331,7 @@ def try_accesses(areas, keys, row, counters):  # type: ignore[no-untyped-def]
 
 @compiled(types.void(AREAS, KEYS, types.Array(types.uint8, 1, "C")), **BORROWS)
 def find_absent_keys(areas, keys, absent):  # type: ignore[no-untyped-def]
-    """Set `absent` of those keys to 1 that are remembered as not existing. Beside a writer an answer may be of a moment ago."""
+    """Set `absent` to 1 for keys that are remembered as not existing. Beside a writer an answer may be slightly out of date."""
     geometry = areas.control[GEOMETRY]
     for i in range(keys.size):
         hashed = mix(keys[i])
@@ -357,7 +356,7 @@ def insert_absent(areas, keys, counters):  # type: ignore[no-untyped-def]
 
 @compiled(types.void(AREAS, KEYS, types.int64, BOOLS, types.int64, types.int64, COUNTERS), **BORROWS)
 def update(areas, keys, rows, deleted, begin, end, counters):  # type: ignore[no-untyped-def]
-    """Bring what is held of keys[begin:end] up to a delta: overwrite or erase rows, set and clear absent marks."""
+    """Apply a delta to keys[begin:end] that are resident: overwrite or erase rows, set and clear absent marks."""
     geometry = areas.control[GEOMETRY]
     lines = areas.lines
     for i in range(begin, end):
