@@ -538,7 +538,9 @@ class StoresAgainstHistory(RuleBasedStateMachine):
             return
         self.of.settle(self.history)
         for store in self.of.asked():
-            if store in self.of.later():  # as long as it is behind it may be right, of rows that it has, and refuse others
+            if (
+                store in self.of.later()
+            ):  # as long as it is behind it may be right, of rows that it has, and refuse others
                 scenes.eventually(
                     lambda store=store: self._wrong(store, self.history) is None, "it has what was promised", 60.0
                 )  # type: ignore[misc]
