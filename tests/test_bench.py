@@ -20,7 +20,7 @@ def test_each_figure_stands_beside_a_limit_and_nothing_is_left(tmp_path: Path, m
     monkeypatch.setenv("TIERSTORE_REMOTE", "redis://127.0.0.1:1")  # of another store, which is not to be touched
     monkeypatch.setenv("TIERSTORE_DATA", str(tmp_path / "data"))
     done = CliRunner().invoke(
-        app, ["bench", "--where", str(tmp_path), "--rows", str(ROWS), "--dtype", "int8", "--json"]
+        application(), ["bench", "--where", str(tmp_path), "--rows", str(ROWS), "--dtype", "int8", "--json"]
     )
     assert done.exit_code == 0, done.output
     document = json.loads(done.stdout)
