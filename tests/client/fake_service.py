@@ -196,7 +196,7 @@ class FakeService:
         version = act.version or self.version
         pinned = handler.path.split("/")[-2] if "/versions/" in handler.path else ""
         if pinned.isdigit() and int(pinned) != version:
-            self._send(handler, 400, {"error": f"version {pinned} is not served"})
+            self._send(handler, 400, {"error": f"version {pinned} is not served"}, {"Retry-After": "1"})
             return
         try:
             made = answers(tensors, [output["name"] for output in document.get("outputs", [])])

@@ -152,6 +152,17 @@ def test_what_no_node_has_is_not_found_after_each_was_asked_once() -> None:
     assert again.ended(), "for a while one node is asked"
 
 
+def test_what_is_not_ready_at_one_node_is_asked_of_each() -> None:
+    one = group(Balancer(3), retries=0, budget=0.0)
+    nodes = []
+    while (attempt := one.next(NOW)) is not None:
+        nodes.append(attempt.node)
+        answer(one, attempt, 400, retry_after="1")
+    assert sorted(nodes) == [0, 1, 2]
+    with pytest.raises(NotReady):
+        one.replies()
+
+
 def test_a_refusal_is_checked_with_one_more_node_and_a_change_with_none() -> None:
     balancer = Balancer(3)
     one = group(balancer)

@@ -185,13 +185,15 @@ def test_an_answer_that_is_none_is_an_error_of_ours(make: Make, service: FakeSer
 
 
 def test_a_refused_lookup_of_a_model_that_does_not_serve_is_not_ready(make: Make, service: FakeService) -> None:
-    service.script = [Act(status=400)] * 2
+    """Also where it serves again by the time that somebody could ask."""
+    service.script = [Act(status=400), Act(status=400, headers={"Retry-After": "1"})]
     client = make(service.url)
     with pytest.raises(InvalidInput, match="refused"):
         client.lookup("m", "f", [1])
-    service.ready = False
     with pytest.raises(NotReady, match="refused"):
         client.lookup("m", "f", [1])
+    assert client.model("m").ready
+    service.ready = False
     assert not client.model("m").ready
 
 

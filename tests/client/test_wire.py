@@ -261,6 +261,7 @@ def test_parts_of_plain_keys_are_full_but_the_last(n: int, most: int) -> None:
     ("status", "headers", "body", "kind"),
     [
         (400, {}, {"error": "e"}, InvalidInput),
+        (400, {"Retry-After": "1"}, {"error": "e"}, NotReady),
         (422, {}, {"detail": "e"}, InvalidInput),
         (401, {}, {"detail": "e"}, Unauthorized),
         (403, {}, {"detail": "e"}, Forbidden),

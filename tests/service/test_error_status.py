@@ -15,6 +15,7 @@ from tierstore.errors import (
     Forbidden,
     InvalidInput,
     NotFound,
+    NotReady,
     Overloaded,
     RateLimited,
     TierstoreError,
@@ -39,7 +40,8 @@ def test_every_error_says_its_status(kind: type[TierstoreError]) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [Forbidden, InvalidInput, NotFound, TooLarge, Unauthorized, WrongPartition, DeadlineExceeded, Overloaded]
+    "kind",
+    [Forbidden, InvalidInput, NotFound, NotReady, TooLarge, Unauthorized, WrongPartition, DeadlineExceeded, Overloaded],
 )
 def test_the_client_raises_what_the_service_has_raised(kind: type[TierstoreError]) -> None:
     response = error_response(kind("why"))

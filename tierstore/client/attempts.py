@@ -30,6 +30,7 @@ from tierstore.errors import (
     DeadlineExceeded,
     InvalidInput,
     NotFound,
+    NotReady,
     Overloaded,
     TierstoreError,
     Unreachable,
@@ -207,11 +208,11 @@ class PendingCall:
             if attempt.reply.status < 300:
                 self._drop_all()
             attempt.reply.finish()
-        except (NotFound, InvalidInput) as error:
-            self._try_others(attempt, error, now)
         except TierstoreError as error:
             if temporary:
                 self._failed_for_a_while(attempt, error, now)
+            elif isinstance(error, (NotFound, NotReady, InvalidInput)):
+                self._try_others(attempt, error, now)
             else:
                 self._fail(error)
         else:
@@ -259,12 +260,12 @@ class PendingCall:
         """Plan an attempt at a node that may have what this one lacks, if there is one;
         else the call ends with `error`.
 
-        404 is a model or version that is not there. 400 may be one that is not ready, so one more node is tried. Such
-        attempts are not retries: each node gets at most one.
+        It is a model or version that is not there, or not ready. What is bad input here may be none for one more node,
+        whose version is another. Such attempts are not retries: each node gets at most one.
         """
-        if attempt.reply.status == 404:
+        if isinstance(error, NotFound):
             self._nodes.lacks(attempt.node, self.call.path, now)
-        elif len(self._tried) > 0:
+        elif isinstance(error, InvalidInput) and len(self._tried) > 0:
             return self._fail(error)
         self._tried.add(attempt.node)
         if self.running:

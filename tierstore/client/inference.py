@@ -194,19 +194,10 @@ def inference(
         calls = [_call(request, version, request_id, split, number, joined) for number in range(len(split.parts))]
         try:
             replies: list[Tensors] = yield calls
-        except InvalidInput as error:
-            # The protocol answers 400 both to a bad request and for a model that is not ready: ask which it is.
-            ready = yield from succeeds(f"{model_path(request.model, request.version)}/ready", request.deadline)
-            if not ready:
-                raise NotReady(str(error)).with_request_id(request_id) from error
-            if version == request.version:
-                raise
-            version = request.version  # the version that it was pinned to is gone
-            continue
         except (NotFound, NotReady):
             if version == request.version:
                 raise
-            version = request.version
+            version = request.version  # the version that it was pinned to is gone
             continue
         if len(replies) == 1:
             return replies[0].outputs

@@ -218,6 +218,9 @@ def as_keys(keys: KeysLike) -> Any:
             raise InvalidInput(f"expected keys of one dimension, got shape {array.shape}")
         if not len(array):
             return _NO_KEYS
+        if array.dtype == object:
+            array = _from_list(array.tolist())
+    if isinstance(array, np.ndarray):
         if array.dtype.kind == "i":
             return array.astype(np.int64, copy=False)
         if array.dtype.kind == "u":
@@ -256,11 +259,16 @@ def _from_other(keys: Any) -> Any:
         keys = list(keys)
     except TypeError:
         raise InvalidInput(f"expected a sequence of integer or string keys, got {type(keys).__name__}") from None
+    return _from_list(keys)
+
+
+def _from_list(keys: list[Any]) -> Any:
+    """Keys of Python's and NumPy's kinds as an array of integers, or the list itself where they are strings."""
     if not keys:
         return _NO_KEYS
     kinds = set(map(type, keys))
-    if not kinds <= {int} and not all(issubclass(kind, np.integer) for kind in kinds):
-        if kinds <= {str, bytes, np.str_, np.bytes_}:
+    if not all(kind is int or issubclass(kind, np.integer) for kind in kinds):
+        if all(issubclass(kind, (str, bytes)) for kind in kinds):
             return keys
         raise InvalidInput(f"expected integer or string keys, got {', '.join(sorted(kind.__name__ for kind in kinds))}")
     try:

@@ -176,6 +176,8 @@ def error_of(status: int, headers: Mapping[str, str], body: bytes) -> TierstoreE
             return Overloaded(message)
         case 503:
             return NotReady(message)
+        case 400 if "retry-after" in headers:  # the protocol's status for it too
+            return NotReady(message)
         case 502:  # only a proxy says that
             return Unreachable(message)
         case _ if 400 <= status < 500:

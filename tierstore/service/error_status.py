@@ -8,6 +8,7 @@ import math
 from tierstore.errors import (
     Closed,
     InvalidInput,
+    NotReady,
     Overloaded,
     RunLimit,
     StorageError,
@@ -124,7 +125,7 @@ def retry_after(error: BaseException) -> bytes | None:
     """The value of `Retry-After` (whole seconds) for `error`, or None."""
     if isinstance(error, Overloaded):
         return str(max(1, math.ceil(error.retry_after_s))).encode()
-    return b"1" if isinstance(error, (Closed, StorageError)) else None
+    return b"1" if isinstance(error, (Closed, NotReady, StorageError)) else None
 
 
 def message_of(error: BaseException) -> str:
