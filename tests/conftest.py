@@ -9,6 +9,7 @@ import functools
 import gc
 import importlib
 import importlib.util
+import multiprocessing
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ settings.register_profile(
 settings.load_profile("patient")
 
 HERE = Path(__file__).parent
-KERNELS = [f"tests.compiled.{name}" for name in ("frames", "h2_session", "heads")]
+KERNELS = [f"tests.compiled.{name}" for name in ("h2_session", "answers", "frames", "heads")]
 # Files that take longest, the longest first. With several processes the run is as long as the one that ends last.
 LONG = (
     "test_benchmarks", "engine/lifecycle/test_unfinished", "engine/test_faults", "ingest/test_resume", "ingest/test_bulkload",
@@ -42,13 +43,17 @@ LONG = (
 )  # fmt: skip
 
 
+def _compile(module: str) -> None:
+    importlib.import_module(module)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Compile all kernels before the tests, in several processes: else each test process would compile those that it calls."""
     if not hasattr(config, "workerinput"):  # of pytest-xdist: one of its processes
         ahead.compile_all(len(os.sched_getaffinity(0)))
-        if config.getoption("numprocesses", None):
-            for module in KERNELS:  # once: each process would compile those too, for 20 s
-                importlib.import_module(module)
+        if config.getoption("numprocesses", None):  # each of them would compile those of tests too, for half a minute
+            with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
+                pool.map(_compile, KERNELS, chunksize=1)
 
 
 def pytest_collectstart() -> None:
