@@ -27,7 +27,6 @@ settings.register_profile(
 settings.load_profile("patient")
 
 HERE = Path(__file__).parent
-KERNELS = [f"tests.compiled.{name}" for name in ("h2_session", "answers", "frames", "heads")]
 # Files that take longest, the longest first. With several processes the run is as long as the one that ends last.
 LONG = (
     "deploy/test_image", "ingest/test_resume", "engine/test_faults", "service/sources/test_kafka_real", "test_benchmarks",
@@ -46,8 +45,8 @@ LONG = (
 )  # fmt: skip
 
 
-def _compile(module: str) -> None:
-    importlib.import_module(module)
+def _compile(kernels: Path) -> None:
+    importlib.import_module(f"tests.compiled.{kernels.stem}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -55,8 +54,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # of pytest-xdist: one of its processes
         ahead.compile_all(len(os.sched_getaffinity(0)))
         if config.getoption("numprocesses", None):  # each of them would compile those of tests too, for half a minute
+            files = sorted((HERE / "compiled").glob("[!_]*.py"), key=lambda file: -file.stat().st_size)
             with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
-                pool.map(_compile, KERNELS, chunksize=1)
+                pool.map(_compile, files, chunksize=1)
 
 
 def pytest_collectstart() -> None:
