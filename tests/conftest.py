@@ -9,6 +9,7 @@ import functools
 import gc
 import importlib
 import importlib.util
+import multiprocessing
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,29 +27,36 @@ settings.register_profile(
 settings.load_profile("patient")
 
 HERE = Path(__file__).parent
-KERNELS = [f"tests.compiled.{name}" for name in ("frames", "h2_session", "heads")]
 # Files that take longest, the longest first. With several processes the run is as long as the one that ends last.
 LONG = (
-    "test_benchmarks", "engine/lifecycle/test_unfinished", "engine/test_faults", "ingest/test_resume", "ingest/test_bulkload",
-    "engine/test_partitions", "engine/test_crash", "engine/lifecycle/test_full_disk", "tiers/test_disk", "engine/lifecycle/test_corrupt",
-    "client/test_rollout", "engine/lifecycle/test_switch", "demo/test_story", "engine/test_model_based",
-    "service/reactor/test_differential", "service/test_first_start", "interop/test_look_ups", "service/http/test_slow_clients",
-    "service/sources/test_kafka", "engine/placements/cluster/test_cluster", "cli/test_commands", "tiers/test_remote",
-    "service/http/test_http2_hostile", "deploy/test_alerts", "service/upstream/test_front", "tiers/test_device",
-    "service/rpc/test_silent", "service/sources/test_kafka_rows", "tiers/test_remote_faults", "engine/serving/test_canary",
-    "service/sources/test_locations", "service/limits/test_room", "test_docs_commands", "test_examples", "test_fuzz",
-    "ingest/test_partitioned", "service/sources/test_peers", "interop/test_kserve", "interop/test_grpc_programs",
-    "triton/test_server",
+    "deploy/test_image", "ingest/test_resume", "engine/test_faults", "service/sources/test_kafka_real", "test_benchmarks",
+    "service/sources/test_locations_in_storage", "tiers/test_disk", "test_docs_commands", "engine/lifecycle/test_unfinished",
+    "ingest/test_bulkload", "engine/lifecycle/test_corrupt", "upgrade/test_upgrade", "engine/lifecycle/test_switch", "engine/test_crash",
+    "service/sources/test_peer_processes", "engine/test_model_based", "test_site", "engine/test_partitions", "engine/lifecycle/test_full_disk",
+    "client/test_rollout", "engine/serving/test_canary", "cli/test_commands", "engine/operations/test_object_loads",
+    "engine/operations/test_object_writes", "engine/operations/test_object_outages", "service/reactor/test_differential", "demo/test_story",
+    "service/test_first_start", "interop/test_look_ups", "service/http/test_slow_clients", "service/sources/test_kafka",
+    "engine/placements/cluster/test_cluster", "tiers/test_remote", "tiers/test_device_lookup", "tiers/test_device",
+    "engine/data/test_device_tier", "service/http/test_http2_hostile", "deploy/test_alerts", "service/upstream/test_front",
+    "engine/operations/test_backup", "cli/test_fleet", "cli/test_processes", "service/rpc/test_silent", "service/sources/test_kafka_rows",
+    "tiers/test_remote_faults", "service/sources/test_locations", "service/limits/test_room", "test_examples", "test_fuzz",
+    "ingest/test_partitioned", "service/sources/test_peers", "service/sources/test_peer_copies", "interop/test_kserve",
+    "interop/test_grpc_programs", "interop/test_clients", "service/reactor/test_predictions", "kernels/test_cache_places", "triton/test_server",
 )  # fmt: skip
+
+
+def _compile(kernels: Path) -> None:
+    importlib.import_module(f"tests.compiled.{kernels.stem}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Compile all kernels before the tests, in several processes: else each test process would compile those that it calls."""
     if not hasattr(config, "workerinput"):  # of pytest-xdist: one of its processes
         ahead.compile_all(len(os.sched_getaffinity(0)))
-        if config.getoption("numprocesses", None):
-            for module in KERNELS:  # once: each process would compile those too, for 20 s
-                importlib.import_module(module)
+        if config.getoption("numprocesses", None):  # each of them would compile those of tests too, for half a minute
+            files = sorted((HERE / "compiled").glob("[!_]*.py"), key=lambda file: -file.stat().st_size)
+            with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
+                pool.map(_compile, files, chunksize=1)
 
 
 def pytest_collectstart() -> None:

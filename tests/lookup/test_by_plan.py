@@ -12,20 +12,19 @@ import math
 from itertools import pairwise
 from typing import Any, ClassVar
 
-import numba as nb
 import numpy as np
 import pytest
 
+from tests.compiled.answers import bind, write_head, write_message
 from tierstore.engine.data.overlay import OverlayTable
 from tierstore.engine.data.table_view import TableView
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.served import PublishedWords
 from tierstore.kernels import codec
 from tierstore.kernels.codec import address_of
-from tierstore.lookup import binding, by_plan, grpc_answer, plans
-from tierstore.lookup.binding import values_at
+from tierstore.lookup import binding, by_plan, plans
 from tierstore.lookup.by_plan import ANSWERED, COLD, DOUBTFUL
-from tierstore.lookup.plans import MESSAGE, TENSORS, variant_at
+from tierstore.lookup.plans import MESSAGE, TENSORS
 from tierstore.service.dataplane.plan import Plan, Request
 from tierstore.service.dataplane.planner import make_plan
 from tierstore.service.protocols.oip.json_request import parse_request
@@ -40,7 +39,6 @@ from tierstore.types import Combiner, FeatureSpec, KeyType, StorageDtype, TableS
 from tierstore.wire import request_record
 from tierstore.wire.json import scan as json_scan
 from tierstore.wire.protobuf import scan as protobuf_scan
-from tierstore.wire.request_record import record_at
 
 run = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 6)(by_plan.run.address)
 MOST_BYTES = 1 << 24  # of an answer
@@ -181,23 +179,6 @@ class Asked:
 
     def want(self, name: str, **parameters: Any) -> None:
         self.outputs.append({"name": name, "parameters": {"binary_data": True, **parameters}})
-
-
-@nb.njit
-def bind(variant, view, record, tail, codes, most, run, values):  # type: ignore[no-untyped-def]
-    variant, view, record = variant_at(variant), plans.view_at(view), record_at(record)
-    return binding.bind(variant, view, record, tail, codes, most, plans.run_at(run), values_at(values))
-
-
-@nb.njit
-def write_head(variant, record, values, size, date, end):  # type: ignore[no-untyped-def]
-    return binding.write_head(variant_at(variant), record_at(record), values_at(values), size, False, date, end)
-
-
-@nb.njit
-def write_message(variant, record, values, data):  # type: ignore[no-untyped-def]
-    grpc_answer.frame_outputs(variant_at(variant), values_at(values), data)
-    return grpc_answer.describe(variant_at(variant), record_at(record), values_at(values), data)
 
 
 def planned(view: View, asked: Asked, form: int) -> tuple[Plan, Lesson]:
