@@ -9,8 +9,13 @@ Before the models start, on the thread that opens the store.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from tierstore.engine.lifecycle.directory_lock import is_copy
+from tierstore.engine.lifecycle.state import ModelState
+from tierstore.engine.serving.undone_record import save_undone
+from tierstore.engine.versions.info import VersionInfo
+from tierstore.errors import Corruption
 from tierstore.formats import files
 from tierstore.formats.names import DataDirectory, ModelDirectory
 from tierstore.tiers.disk import changed_keys_file
@@ -34,6 +39,35 @@ def prepare(root: DataDirectory, lock_file: int) -> bool:
             if files.exists(path):
                 files.remove_file(path)
     return True
+
+
+def mark_ahead(state: ModelState, active: VersionInfo | None) -> None:
+    """Have versions built again before they serve whose rows hold deltas that neither the log nor what is active has:
+    under these seqs the copy will have others.
+
+    Before the model serves, once the records of its versions are read. StorageError.
+    """
+    deltas = state.log
+    if deltas.unusable is not None:
+        return
+    last = max(deltas.last or 0, 0 if active is None else active.watermark)
+    ahead = {info.number for info in state.catalogue.infos() if info.watermark > max(last, info.manifest.delta_seq)}
+    if not ahead <= deltas.undone.outdated:
+        undone = replace(deltas.undone, outdated=deltas.undone.outdated | ahead)
+        save_undone(state.where.undone, undone)
+        deltas.undone = undone
+
+
+def check(state: ModelState, info: VersionInfo) -> None:
+    """Corruption where CURRENT, or the record of the canary, names a version that cannot have served with such rows."""
+    what, catalogue = f"version {info.number} of {state.name!r}", state.catalogue
+    if catalogue.is_outdated(info.number):
+        raise Corruption(f"{what} served at another moment than that of its rows: they hold deltas that are undone")
+    if catalogue.is_stale(info):
+        raise Corruption(
+            f"{what} served at another moment than that of its rows: they hold deltas up to {info.watermark}, and the "
+            f"log begins after {state.log.start}"
+        )
 
 
 def what_to_do(where: ModelDirectory) -> str:

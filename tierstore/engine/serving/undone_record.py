@@ -22,6 +22,7 @@ from tierstore.formats.release import of_another_release
 FORMAT = 1
 Ranges = tuple[tuple[int, int], ...]
 Rollbacks = tuple[tuple[int, int], ...]
+Age = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,16 @@ class Undone:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranges", _undone_by(self.rollbacks))
+
+    @property
+    def newest(self) -> int:
+        """The newest delta when the last rollback was done; 0 where there was none."""
+        return self.rollbacks[-1][1] if self.rollbacks else 0
+
+    @property
+    def age(self) -> Age:
+        """What grows with every change: how often versions were built again, and `newest`."""
+        return sum(self.lines.values()), self.newest
 
     def line(self, version: int) -> int:
         return self.lines.get(version, 0)

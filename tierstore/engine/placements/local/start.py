@@ -10,6 +10,7 @@ import contextlib
 import logging
 from dataclasses import replace
 
+from tierstore.engine.lifecycle.copied import check, mark_ahead
 from tierstore.engine.lifecycle.state import ignore
 from tierstore.engine.model import Model
 from tierstore.engine.serving.routing import Routing
@@ -65,14 +66,17 @@ class Starter:
         self._model.start()
 
     def _serve_again(self) -> None:
-        state = self._state
+        state, copied = self._state, self._state.shared.copied
         current = state.record.current()
         for info in state.catalogue.infos():
-            if info.number != current:
+            if info.number != current or copied:
                 self._opener.read_records(info)
+        if copied:
+            mark_ahead(state, None if current is None else state.catalogue.get(current))
         if current is None:
             return
         info = self._current_info(current)
+        self._check_copied(info)
         if state.log.unusable is None:
             info.dense_accepted_upto = state.log.last or 0
         recorded = self._recorded_routes(current)
@@ -114,10 +118,15 @@ class Starter:
         self._routes.awaited = replace(recorded, labels=labels)
         try:
             info = self._state.catalogue.info(number)
+            self._check_copied(info)
             self._switcher.add_canary(info, recorded.share, force=True, progress=ignore, start=True)
         except TierstoreError as error:
             self._routes.problem = f"the canary, version {number}, is not served: {error}"
             log.exception("model %s: %s", self._state.name, self._routes.problem)
+
+    def _check_copied(self, info: VersionInfo) -> None:
+        if self._state.shared.copied:
+            check(self._state, info)
 
     def _recorded_routes(self, active: int) -> RoutingRecord:
         try:
