@@ -24,6 +24,7 @@ from tests.engine import scenes
 from tests.engine.quick_build import in_process
 from tierstore.errors import TierstoreError
 from tierstore.formats import files
+from tierstore.types import Progress
 
 MODEL = "ctr"
 ROWS = {"user": 20, "item": 30}
@@ -240,11 +241,11 @@ TORN = {
     ),
     "a rollback, and a log from before it": (
         ("2 again", "undone twice", ["undone.json"]),
-        r"undone\.json is of a later moment .* delta 9 was the newest one, and the log ends with 8",
+        r"undone\.json is of a later moment .* delta 9 had come then, and the log ends with 8",
     ),
     "a pointer to a version from before it was built again": (
         ("deltas came", "1 again", ["CURRENT"]),
-        r"version 1 of 'ctr' served at another moment .* they hold deltas that are undone",
+        r"version 1 of 'ctr' served at another moment .* other deltas are undone in them",
     ),
     "rows from before the log began again": (
         ("a canary", "beyond the log", LOG),
@@ -266,6 +267,45 @@ def test_a_kept_version_with_deltas_that_the_copy_will_have_others_for_is_built_
         states = {entry["version"]: entry["state"] for entry in store.status()["models"][MODEL]["versions"]}
         assert states == {1: "outdated", 2: "active"}
     assert check_copy(history, where) is None
+
+
+def test_rows_without_deltas_that_the_copy_has_are_refused_or_built_again(quick_loads, tmp_path):
+    """A version that was kept, holds none of what a rollback undoes, and is switched to afterwards."""
+    history = History(tmp_path)
+    with tierstore.open(history.data, **OPTIONS) as store:
+        history.load(store, 1, 0)
+        history.send(store, 1, 2)
+        history.load(store, 2, 0)
+        history.send(store, 3, 4, 5)
+        history.moment("before", store)
+        history.roll_back(store, 2)
+        store.activate(MODEL, 1)
+        history.moment("switched", store)
+    problem = check_copy(history, mix(history, "before", "switched", ["1", "1/db", "CURRENT"], tmp_path / "one"))
+    assert "version 1 of 'ctr' served at another moment than that of its rows" in str(problem)
+    assert check_copy(history, mix(history, "before", "switched", ["1", "1/db"], tmp_path / "two")) is None
+
+
+def test_a_line_of_a_rollback_that_was_broken_off_does_not_pass_for_that_of_the_next(quick_loads, tmp_path):
+    history = History(tmp_path)
+    with tierstore.open(history.data, **OPTIONS) as store:
+        history.load(store, 1, 0)
+        history.send(store, 1, 2, 3, 4, 5)
+        history.roll_back(store, 4)
+
+        def break_off(step: Progress) -> None:
+            if step.phase == "switch":
+                history.moment("half")
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            store.rollback(MODEL, to_seq=1, progress=break_off)
+        store.rollback(MODEL, to_seq=3)
+        history.moment("after", store)
+    late_parts = differing(*(history.moments[name] / "models" / MODEL for name in ("half", "after")))
+    assert {"1.2/db", "undone.json"} <= {*late_parts}
+    problem = check_copy(history, mix(history, "half", "after", {*late_parts} - {"1.2/db"}, tmp_path / "copy"))
+    assert "version 1 of 'ctr' served at another moment than that of its rows" in str(problem)
 
 
 @pytest.mark.counted

@@ -277,12 +277,12 @@ class DeltaLog:
         return None
 
     def check_undone(self) -> None:
-        """Corruption where what is undone is of an earlier or of a later moment than the entries: of a copy alone."""
+        """Corruption where `undone.json` is of an earlier or of a later moment than the entries, as a copy's may be."""
         undone, last = self.undone, self.last or 0
         if undone.newest > last:
             raise Corruption(
-                f"{self._where.undone} is of a later moment than delta log {self._where.log}: delta {undone.newest} was "
-                f"the newest one, and the log ends with {last}"
+                f"{self._where.undone} is of a later moment than delta log {self._where.log}: "
+                f"delta {undone.newest} had come then, and the log ends with {last}"
             )
         for seq, digest in self._entries.items():
             try:

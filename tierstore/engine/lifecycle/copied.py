@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from tierstore.engine.lifecycle.directory_lock import is_copy
 from tierstore.engine.lifecycle.state import ModelState
-from tierstore.engine.serving.undone_record import save_undone
 from tierstore.engine.versions.info import VersionInfo
+from tierstore.engine.versions.left_out import agrees
 from tierstore.errors import Corruption
 from tierstore.formats import files
 from tierstore.formats.names import DataDirectory, ModelDirectory
@@ -41,28 +41,29 @@ def prepare(root: DataDirectory, lock_file: int) -> bool:
     return True
 
 
-def mark_ahead(state: ModelState, active: VersionInfo | None) -> None:
-    """Have versions built again before they serve whose rows hold deltas that neither the log nor what is active has:
-    under these seqs the copy will have others.
+def mark_outdated(state: ModelState, active: int | None) -> None:
+    """Have versions built again before they serve whose rows are those of another moment: they are without other undone
+    deltas than those of `undone.json`, or hold deltas that neither the log nor the active version has, under seqs that
+    the copy will have others for.
 
-    Before the model serves, once the records of its versions are read. StorageError.
+    In memory: `undone.json` stays as it was copied until something serves. Once the records of the versions are read.
     """
-    deltas = state.log
-    if deltas.unusable is not None:
-        return
-    last = max(deltas.last or 0, 0 if active is None else active.watermark)
-    ahead = {info.number for info in state.catalogue.infos() if info.watermark > max(last, info.manifest.delta_seq)}
-    if not ahead <= deltas.undone.outdated:
-        undone = replace(deltas.undone, outdated=deltas.undone.outdated | ahead)
-        save_undone(state.where.undone, undone)
-        deltas.undone = undone
+    deltas, infos = state.log, state.catalogue.infos()
+    undone, last = deltas.undone, max([deltas.last or 0, *(info.watermark for info in infos if info.number == active)])
+    others = {
+        info.number
+        for info in infos
+        if not agrees(info.left_out, undone) or info.watermark > max(last, info.manifest.delta_seq)
+    }
+    if not others <= undone.outdated:
+        deltas.undone = replace(undone, outdated=undone.outdated | others)
 
 
 def check(state: ModelState, info: VersionInfo) -> None:
     """Corruption where CURRENT, or the record of the canary, names a version that cannot have served with such rows."""
     what, catalogue = f"version {info.number} of {state.name!r}", state.catalogue
     if catalogue.is_outdated(info.number):
-        raise Corruption(f"{what} served at another moment than that of its rows: they hold deltas that are undone")
+        raise Corruption(f"{what} served at another moment than that of its rows: other deltas are undone in them")
     if catalogue.is_stale(info):
         raise Corruption(
             f"{what} served at another moment than that of its rows: they hold deltas up to {info.watermark}, and the "

@@ -8,7 +8,7 @@ functions; writes are the model's, one at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -79,7 +79,11 @@ class Undone:
 
     def differs_from(self, other: Undone, low: int, high: int) -> bool:
         """Whether of the seqs above `low` and up to `high` others are undone here than there."""
-        return _within(self.ranges, low, high) != _within(other.ranges, low, high)
+        return self.within(low, high) != other.within(low, high)
+
+    def within(self, low: int, high: int) -> list[list[int]]:
+        """(first, last) of what is undone of the seqs above `low` and up to `high`; neighbours as one."""
+        return joined(self.ranges, low, high)
 
     def with_line(self, version: int, line: int) -> Undone:
         """The same, with a version built again as that line."""
@@ -115,18 +119,18 @@ def _undone_by(rollbacks: Rollbacks) -> Ranges:
     return (*_undone_by(_before(rollbacks, to)), (to + 1, last))
 
 
-def _within(ranges: Ranges, low: int, high: int) -> list[list[int]]:
+def joined(ranges: Iterable[Sequence[int]], low: int, high: int) -> list[list[int]]:
     """What of the ranges is above `low` and up to `high`; neighbours as one."""
-    joined: list[list[int]] = []
+    found: list[list[int]] = []
     for first, last in ranges:
         first, last = max(first, low + 1), min(last, high)
         if first > last:
             continue
-        if joined and joined[-1][1] + 1 == first:
-            joined[-1][1] = last
+        if found and found[-1][1] + 1 == first:
+            found[-1][1] = last
         else:
-            joined.append([first, last])
-    return joined
+            found.append([first, last])
+    return found
 
 
 def read_undone(path: Path) -> Undone:

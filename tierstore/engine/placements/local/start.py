@@ -10,11 +10,12 @@ import contextlib
 import logging
 from dataclasses import replace
 
-from tierstore.engine.lifecycle.copied import check, mark_ahead
+from tierstore.engine.lifecycle.copied import check, mark_outdated
 from tierstore.engine.lifecycle.state import ignore
 from tierstore.engine.model import Model
 from tierstore.engine.serving.routing import Routing
 from tierstore.engine.serving.routing_record import RoutingRecord
+from tierstore.engine.serving.undone_record import save_undone
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import Corruption, TierstoreError
 
@@ -67,14 +68,19 @@ class Starter:
 
     def _serve_again(self) -> None:
         state, copied = self._state, self._state.shared.copied
-        current = state.record.current()
+        current, undone = state.record.current(), state.log.undone
         for info in state.catalogue.infos():
             if info.number != current or copied:
                 self._opener.read_records(info)
         if copied:
-            mark_ahead(state, None if current is None else state.catalogue.get(current))
-        if current is None:
-            return
+            mark_outdated(state, current)
+        if current is not None:
+            self._serve_current(current)
+        if state.log.undone is not undone:
+            save_undone(state.where.undone, state.log.undone)
+
+    def _serve_current(self, current: int) -> None:
+        state = self._state
         info = self._current_info(current)
         self._check_copied(info)
         if state.log.unusable is None:
