@@ -76,9 +76,27 @@ class History(files.FileSystem):
         """Keep the directory as it is now; that of a `store` once its deltas are folded."""
         if store is not None:
             scenes.eventually(lambda: store.status()["models"][MODEL]["overlays"] == 0, "they are folded")
-        self.moments[name] = self.root / f"moment-{len(self.moments)}"
-        with contextlib.suppress(shutil.Error):  # a line that was replaced goes meanwhile
-            shutil.copytree(self.data, self.moments[name], ignore=shutil.ignore_patterns(".trash-*", ".tmp-*"))
+        to = self.moments[name] = self.root / f"moment-{len(self.moments)}"
+
+        def copied() -> bool:
+            shutil.rmtree(to, ignore_errors=True)
+            before = self._files()
+            with contextlib.suppress(shutil.Error):
+                shutil.copytree(self.data, to, ignore=shutil.ignore_patterns(".trash-*", ".tmp-*"))
+            return self._files() == before
+
+        scenes.eventually(copied, "nothing in the background changes a file while it is copied")
+
+    def _files(self) -> list[tuple[str, int, int]]:
+        """All but what is being removed, with size and time."""
+        found = []
+        for folder, folders, names in os.walk(self.data):
+            folders[:] = [name for name in folders if not name.startswith(".trash-")]
+            for path in [Path(folder, name) for name in names]:
+                with contextlib.suppress(FileNotFoundError):
+                    stat = path.stat()
+                    found.append((str(path), stat.st_size, stat.st_mtime_ns))
+        return sorted(found)
 
     def rename(self, old: Path, new: Path) -> None:
         """Within `files.use`: a moment after each step of this thread."""

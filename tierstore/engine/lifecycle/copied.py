@@ -14,7 +14,6 @@ from dataclasses import replace
 from tierstore.engine.lifecycle.directory_lock import is_copy
 from tierstore.engine.lifecycle.state import ModelState
 from tierstore.engine.versions.info import VersionInfo
-from tierstore.engine.versions.left_out import agrees
 from tierstore.errors import Corruption
 from tierstore.formats import files
 from tierstore.formats.names import DataDirectory, ModelDirectory
@@ -53,13 +52,13 @@ def mark_outdated(state: ModelState, active: int | None) -> None:
     others = {
         info.number
         for info in infos
-        if not agrees(info.left_out, undone) or info.watermark > max(last, info.manifest.delta_seq)
+        if not undone.made(info.left_out) or info.watermark > max(last, info.manifest.delta_seq)
     }
     if not others <= undone.outdated:
         deltas.undone = replace(undone, outdated=undone.outdated | others)
 
 
-def check(state: ModelState, info: VersionInfo) -> None:
+def check_version(state: ModelState, info: VersionInfo) -> None:
     """Corruption where CURRENT, or the record of the canary, names a version that cannot have served with such rows."""
     what, catalogue = f"version {info.number} of {state.name!r}", state.catalogue
     if catalogue.is_outdated(info.number):

@@ -8,12 +8,14 @@ functions; writes are the model's, one at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from tierstore.engine.versions.left_out import joined
 from tierstore.errors import Corruption, NotFound
 from tierstore.formats import files
 from tierstore.formats.names import MAX_ORDINAL
@@ -85,6 +87,18 @@ class Undone:
         """(first, last) of what is undone of the seqs above `low` and up to `high`; neighbours as one."""
         return joined(self.ranges, low, high)
 
+    def made(self, left_out: bytes | None) -> bool:
+        """Whether rows whose disk tier says that (`versions/left_out.py`) are without these deltas, and without no
+        others, as far as it is known.
+        """
+        if left_out is None:
+            return True
+        try:
+            document = json.loads(left_out)
+            return bool(self.within(document["after"], document["upto"]) == document["ranges"])
+        except (ValueError, LookupError, TypeError):
+            return False
+
     def with_line(self, version: int, line: int) -> Undone:
         """The same, with a version built again as that line."""
         return replace(self, lines={**self.lines, version: line}, outdated=self.outdated - {version})
@@ -117,20 +131,6 @@ def _undone_by(rollbacks: Rollbacks) -> Ranges:
         return ()
     to, last = rollbacks[-1]
     return (*_undone_by(_before(rollbacks, to)), (to + 1, last))
-
-
-def joined(ranges: Iterable[Sequence[int]], low: int, high: int) -> list[list[int]]:
-    """What of the ranges is above `low` and up to `high`; neighbours as one."""
-    found: list[list[int]] = []
-    for first, last in ranges:
-        first, last = max(first, low + 1), min(last, high)
-        if first > last:
-            continue
-        if found and found[-1][1] + 1 == first:
-            found[-1][1] = last
-        else:
-            found.append([first, last])
-    return found
 
 
 def read_undone(path: Path) -> Undone:

@@ -8,9 +8,9 @@ earlier releases have left out is not known.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 
 from tierstore.engine.data.overlay import Overlay
-from tierstore.engine.serving.undone_record import Undone, joined
 
 RECORD = "undone"
 
@@ -23,12 +23,15 @@ def record(overlay: Overlay, after: int) -> dict[str, bytes]:
     return {RECORD: json.dumps(document).encode()}
 
 
-def agrees(found: bytes | None, undone: Undone) -> bool:
-    """Whether rows that say this of themselves are without what is undone, and without nothing else."""
-    if found is None:
-        return True
-    try:
-        document = json.loads(found)
-        return bool(undone.within(document["after"], document["upto"]) == document["ranges"])
-    except (ValueError, LookupError, TypeError):
-        return False
+def joined(ranges: Iterable[Sequence[int]], low: int, high: int) -> list[list[int]]:
+    """What of the ranges is above `low` and up to `high`; neighbours as one."""
+    found: list[list[int]] = []
+    for first, last in ranges:
+        first, last = max(first, low + 1), min(last, high)
+        if first > last:
+            continue
+        if found and found[-1][1] + 1 == first:
+            found[-1][1] = last
+        else:
+            found.append([first, last])
+    return found

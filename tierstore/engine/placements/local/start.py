@@ -10,7 +10,7 @@ import contextlib
 import logging
 from dataclasses import replace
 
-from tierstore.engine.lifecycle.copied import check, mark_outdated
+from tierstore.engine.lifecycle.copied import check_version, mark_outdated
 from tierstore.engine.lifecycle.state import ignore
 from tierstore.engine.model import Model
 from tierstore.engine.serving.routing import Routing
@@ -132,7 +132,7 @@ class Starter:
 
     def _check_copied(self, info: VersionInfo) -> None:
         if self._state.shared.copied:
-            check(self._state, info)
+            check_version(self._state, info)
 
     def _recorded_routes(self, active: int) -> RoutingRecord:
         try:
