@@ -42,7 +42,7 @@ class BackupCheck:
 
     settings: ClassVar[dict[str, Any]] = {**SETTINGS, "log_retention_s": 0.0}  # the log is pruned meanwhile
 
-    whole = True  # whether canary and labels are of the moment of the rows
+    whole = True  # whether canary, labels and the kept versions are of the moment of the rows
 
     def __init__(self, root: Path, seed: int, keep: int = 2) -> None:
         self.root, self.seed, self.keep = root, seed, keep
@@ -132,7 +132,9 @@ class BackupCheck:
             moment = copy.deepcopy(known)
             moment.read(during[:end])
             if not self.whole:
-                moment.routing = Routing.of(store.status()["models"][MODEL])
+                status = store.status()["models"][MODEL]
+                moment.routing = Routing.of(status)
+                moment.versions = {entry["version"]: entry["delta_seq"] for entry in status["versions"]}
             try:
                 return check(moment, store)
             except Wrong as error:

@@ -63,7 +63,7 @@ class Overlay:
 
     `heads`: the dense parts that they brought, or took away. `passed_over`: the newest graphs that do not fit the
     version, and why, by head; newer than those. `colliding`: of the tables in which they brought more of these keys,
-    all that there are then.
+    all that there are then. `undone`: (first, last) of the seqs that it is without, as they are undone.
     """
 
     lo: int
@@ -73,6 +73,7 @@ class Overlay:
     colliding: Mapping[str, CollidingKeys] = field(default_factory=dict)
     passed_over: Mapping[str, str] = field(default_factory=dict)
     born_s: float = field(default_factory=time.monotonic)
+    undone: tuple[tuple[int, int], ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -97,6 +98,7 @@ class Overlay:
             {**self.colliding, **newer.colliding},
             passed_over_after(self.passed_over, newer.heads, newer.passed_over),
             self.born_s,
+            self.undone + newer.undone,
         )
 
 

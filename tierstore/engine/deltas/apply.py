@@ -102,7 +102,7 @@ class DeltaPath:
             # a canary's snapshot may reach beyond the log; then it holds the delta already
             views = [view for view in served.views if view.seq < delta.seq]
             if undone is not None:
-                overlays = [Overlay(delta.seq, delta.seq, {}) for _ in views]
+                overlays = [Overlay(delta.seq, delta.seq, {}, undone=((delta.seq, delta.seq),)) for _ in views]
             elif lenient:
                 overlays = [self._fitting(delta, view, served, brought) for view in views]
             else:

@@ -31,7 +31,7 @@ import xxhash
 
 from tierstore.engine.deltas import origin as origins
 from tierstore.engine.deltas.origin import Origin
-from tierstore.engine.serving.undone_record import Undone
+from tierstore.engine.serving.undone_record import Age, Undone
 from tierstore.errors import Corruption, DeltaError, NotFound, StorageError
 from tierstore.formats import files
 from tierstore.formats.delta.head import read_event_time
@@ -63,6 +63,7 @@ class DeltaLog:
         self.start: int | None = None
         self.undone = Undone()  # which entries no version is to have; set by the owner, replaced whole
         self.last: int | None = None  # the newest seq held, or None where the log has not begun
+        self._undone_noted: Age = (0, 0)  # in the newest entry of this process that says so
         self._entries: dict[int, str] = {}  # seq → digest, ascending
         self._lost: list[Lost] = []  # ascending
         self.unusable: str | None = None  # why nothing may be added or forgotten: it is unknown where the log begins
@@ -207,7 +208,9 @@ class DeltaLog:
         if self._base_in_doubt:
             self._publish_start(self._start)
         self._resolve_doubts()
-        path = self._where.log_entry(seq, digest)
+        path, age = self._where.log_entry(seq, digest), self.undone.age
+        if age != self._undone_noted:
+            origin = origins.with_undone(origin, age)
         self._in_doubt.append((seq, path))
         try:
             with files.publish(path) as file:
@@ -216,6 +219,7 @@ class DeltaLog:
                     file.write(origins.encode(origin))
             self._entries[seq] = digest
             self.last = seq  # from here on it counts
+            self._undone_noted = age
         except BaseException:
             # it is not acknowledged, so the next start must not find it next to another delta of that seq
             with contextlib.suppress(StorageError):
@@ -271,6 +275,25 @@ class DeltaLog:
             if origin is not None and origin.get("source") == source:
                 return origin
         return None
+
+    def check_undone(self) -> None:
+        """Corruption where `undone.json` is of an earlier or of a later moment than the entries, as a copy's may be."""
+        undone, last = self.undone, self.last or 0
+        if undone.newest > last:
+            raise Corruption(
+                f"{self._where.undone} is of a later moment than delta log {self._where.log}: "
+                f"delta {undone.newest} had come then, and the log ends with {last}"
+            )
+        for seq, digest in self._entries.items():
+            try:
+                age = origins.undone_in(origins.read(self._where.log_entry(seq, digest)))
+            except (OSError, ValueError):  # `read` reports it where the delta is needed
+                continue
+            if age > undone.age:
+                raise Corruption(
+                    f"{self._where.undone} is of an earlier moment than delta {seq} in {self._where.log}, which came "
+                    "after a rollback that is not in it"
+                )
 
     def is_passed_over(self, seq: int, version: int) -> bool:
         """Whether a version did not accept the dense part of an entry that was applied all the same."""

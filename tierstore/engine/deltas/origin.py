@@ -14,11 +14,13 @@ from typing import Any
 
 import xxhash
 
+from tierstore.engine.serving.undone_record import Age
 from tierstore.errors import Corruption
 
 Origin = Mapping[str, Any]  # a JSON object; only its source knows its content, except for the field below
 
 PASSED_OVER_BY = "dense_passed_over_by"  # versions that served and did not accept the delta's dense part
+UNDONE = "undone"  # the age of `undone.json` when the delta was logged, of the first delta since it changed
 
 _MAGIC = b"TIERORIG"  # no delta ends with it: a delta ends with the end mark of its last Arrow stream
 _END = struct.Struct("<QQ8s")  # XXH3-64 of the document, its length, the magic
@@ -39,6 +41,17 @@ def passed_over_by(origin: Origin | None) -> Collection[int]:
     """The versions that did not accept the dense part of a delta of that origin."""
     versions = (origin or {}).get(PASSED_OVER_BY)
     return versions if isinstance(versions, list) else ()
+
+
+def with_undone(origin: Origin | None, age: Age) -> Origin:
+    """`origin` with the age of `undone.json`."""
+    return {**(origin or {}), UNDONE: age}
+
+
+def undone_in(origin: Origin | None) -> Age:
+    """The age of `undone.json` that an origin names; the lowest where it names none."""
+    age = (origin or {}).get(UNDONE)
+    return (int(age[0]), int(age[1])) if isinstance(age, list) and len(age) == 2 else (0, 0)
 
 
 def split(data: bytes, path: Path) -> tuple[bytes, Origin | None]:

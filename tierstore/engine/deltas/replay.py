@@ -108,8 +108,9 @@ def _gather(
     while held < last and _bytes(overlays, with_graphs) < limit:
         held += 1
         if (end := undone.end_of_range(held)) is not None:
-            overlays = stack(overlays, Overlay(held, min(end, last), {}), frozen=None)
-            held = min(end, last)
+            end = min(end, last)
+            overlays = stack(overlays, Overlay(held, end, {}, undone=((held, end),)), frozen=None)
+            held = end
             continue
         yield_to_requests()
         delta = read_delta(deltas.read(held))

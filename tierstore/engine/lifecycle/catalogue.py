@@ -30,12 +30,15 @@ log = logging.getLogger(__name__)
 class Catalogue:
     """The versions of one model on disk.
 
-    `keep_loads`: loads that were broken off are kept, for others to go on from.
+    `keep_loads`: loads that were broken off are kept, for others to go on from. `copied`: the directory was copied
+    while a process had it open (`copied.py`).
     """
 
-    def __init__(self, name: str, where: ModelDirectory, live: LiveViews, log: DeltaLog, *, keep_loads: bool) -> None:
+    def __init__(
+        self, name: str, where: ModelDirectory, live: LiveViews, log: DeltaLog, *, keep_loads: bool, copied: bool
+    ) -> None:
         self._name, self._where, self._live, self._log = name, where, live, log
-        self._keep_loads = keep_loads
+        self._keep_loads, self._copied = keep_loads, copied
         # guarded by the write lock
         self._infos: dict[int, VersionInfo] = {}
         self.loading: dict[int, tuple[int, Progress]] = {}  # version → (delta_seq, progress)
@@ -193,6 +196,8 @@ class Catalogue:
         try:
             lines = self._where.versions_on_disk()
             self._log.undone = read_undone(self._where.undone)
+            if self._copied:
+                self._log.check_undone()
         except OSError as error:
             self.unreadable = f"{self._where.root} cannot be read: {error.strerror or error}; mend that and start again"
             if isinstance(error, StorageError):  # it is unknown which lines count

@@ -10,8 +10,12 @@ Before the models start, on the thread that opens the store.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from tierstore.engine.lifecycle.directory_lock import is_copy
+from tierstore.engine.lifecycle.state import ModelState
+from tierstore.engine.versions.info import VersionInfo
+from tierstore.errors import Corruption
 from tierstore.formats import files
 from tierstore.formats.names import DataDirectory, ModelDirectory
 from tierstore.tiers.disk import changed_keys_file
@@ -34,6 +38,36 @@ def prepare(root: DataDirectory, lock_file: int) -> bool:
             if files.exists(path):
                 files.remove_file(path)
     return True
+
+
+def mark_outdated(state: ModelState, active: int | None) -> None:
+    """Have versions built again before they serve whose rows are those of another moment: they are without other undone
+    deltas than those of `undone.json`, or hold deltas that neither the log nor the active version has, under seqs that
+    the copy will have others for.
+
+    In memory: `undone.json` stays as it was copied until something serves. Once the records of the versions are read.
+    """
+    deltas, infos = state.log, state.catalogue.infos()
+    undone, last = deltas.undone, max([deltas.last or 0, *(info.watermark for info in infos if info.number == active)])
+    others = {
+        info.number
+        for info in infos
+        if not undone.made(info.left_out) or info.watermark > max(last, info.manifest.delta_seq)
+    }
+    if not others <= undone.outdated:
+        deltas.undone = replace(undone, outdated=undone.outdated | others)
+
+
+def check_version(state: ModelState, info: VersionInfo) -> None:
+    """Corruption where CURRENT, or the record of the canary, names a version that cannot have served with such rows."""
+    what, catalogue = f"version {info.number} of {state.name!r}", state.catalogue
+    if catalogue.is_outdated(info.number):
+        raise Corruption(f"{what} served at another moment than that of its rows: other deltas are undone in them")
+    if catalogue.is_stale(info):
+        raise Corruption(
+            f"{what} served at another moment than that of its rows: they hold deltas up to {info.watermark}, and the "
+            f"log begins after {state.log.start}"
+        )
 
 
 def what_to_do(where: ModelDirectory) -> str:

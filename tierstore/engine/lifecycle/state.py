@@ -111,7 +111,8 @@ class ModelState:
         self.live = LiveViews(name, shared.overlay_budget, shared.epochs)
         register_requests(self.live.publisher)
         self.switch = SwitchLock()
-        self.catalogue = Catalogue(name, where, self.live, self.log, keep_loads=shared.settings.load_retention_s > 0)
+        keep_loads = shared.settings.load_retention_s > 0
+        self.catalogue = Catalogue(name, where, self.live, self.log, keep_loads=keep_loads, copied=shared.copied)
         self.dense = DenseParts(name, shared.dense, self.catalogue.get, lambda: self.live.current)
         quota = shared.settings.quota_of(name)
         self.room = DiskRoom(where, quota.log_bytes, shared.settings.disk_reserve)

@@ -8,12 +8,14 @@ writes, one at a time.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from tierstore.engine.versions.left_out import joined
 from tierstore.errors import Corruption, NotFound
 from tierstore.formats import files
 from tierstore.formats.names import MAX_ORDINAL
@@ -22,6 +24,7 @@ from tierstore.formats.release import of_another_release
 FORMAT = 1
 Ranges = tuple[tuple[int, int], ...]
 Rollbacks = tuple[tuple[int, int], ...]
+Age = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,16 @@ class Undone:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranges", _undone_by(self.rollbacks))
+
+    @property
+    def newest(self) -> int:
+        """The newest delta when the last rollback was done; 0 where there was none."""
+        return self.rollbacks[-1][1] if self.rollbacks else 0
+
+    @property
+    def age(self) -> Age:
+        """What grows with every change: how often versions were built again, and `newest`."""
+        return sum(self.lines.values()), self.newest
 
     def line(self, version: int) -> int:
         return self.lines.get(version, 0)
@@ -68,7 +81,23 @@ class Undone:
 
     def differs_from(self, other: Undone, low: int, high: int) -> bool:
         """Whether of the seqs above `low` and up to `high` others are undone here than there."""
-        return _within(self.ranges, low, high) != _within(other.ranges, low, high)
+        return self.within(low, high) != other.within(low, high)
+
+    def within(self, low: int, high: int) -> list[list[int]]:
+        """(first, last) of what is undone of the seqs above `low` and up to `high`; neighbours as one."""
+        return joined(self.ranges, low, high)
+
+    def made(self, left_out: bytes | None) -> bool:
+        """Whether rows whose disk tier says that (`versions/left_out.py`) are without these deltas, and without no
+        others, as far as it is known.
+        """
+        if left_out is None:
+            return True
+        try:
+            document = json.loads(left_out)
+            return bool(self.within(document["after"], document["upto"]) == document["ranges"])
+        except (ValueError, LookupError, TypeError):
+            return False
 
     def with_line(self, version: int, line: int) -> Undone:
         """The same record, with a version built again as this line."""
@@ -102,20 +131,6 @@ def _undone_by(rollbacks: Rollbacks) -> Ranges:
         return ()
     to, last = rollbacks[-1]
     return (*_undone_by(_before(rollbacks, to)), (to + 1, last))
-
-
-def _within(ranges: Ranges, low: int, high: int) -> list[list[int]]:
-    """What of the ranges is above `low` and up to `high`; neighbours as one."""
-    joined: list[list[int]] = []
-    for first, last in ranges:
-        first, last = max(first, low + 1), min(last, high)
-        if first > last:
-            continue
-        if joined and joined[-1][1] + 1 == first:
-            joined[-1][1] = last
-        else:
-            joined.append([first, last])
-    return joined
 
 
 def read_undone(path: Path) -> Undone:

@@ -23,6 +23,7 @@ from tierstore.engine.data import row_count as rowcount
 from tierstore.engine.data.dense_head import GONE, passed_over_after
 from tierstore.engine.data.overlay import Overlay
 from tierstore.engine.data.row_count import RowCount
+from tierstore.engine.versions import left_out
 from tierstore.engine.versions.dense_files import finish_dense, heads_there, passed_over
 from tierstore.engine.versions.identity import CONTENT, check_identity, content_digest, identity_record
 from tierstore.errors import Corruption
@@ -194,6 +195,7 @@ class VersionInfo:
         self.colliding: Mapping[str, CollidingKeys] = {}  # as of the watermark; replaced as a whole
         # the heads in its files, with their digests, None if an earlier release wrote them; replaced as a whole
         self.heads = heads_there(where, None, self.loaded_digests)
+        self.left_out: bytes | None = None  # the record of undone deltas, as it was opened
         self.problem: str | None = None  # why it could not be opened when that was tried last
         self.passed_over: dict[str, str] = {}  # by head the newest that a delta brought and that does not fit
         # dense parts of deltas above the watermark and up to this one were accepted by the version while it served
@@ -242,6 +244,7 @@ class VersionInfo:
                 f"version {self.number}: {self.where.db}: {error}; drop the version and load its snapshot again"
             ) from error
         self.watermark = watermark
+        self.left_out = disk.record(left_out.RECORD)
         before, self.expired = self.expired, _read_expired(disk)
         with self._counting:
             if watermark != self._counts_at or self.expired != before:

@@ -11,6 +11,7 @@ import numpy as np
 
 from tierstore.engine.data import row_count as rowcount
 from tierstore.engine.data.overlay import Overlay
+from tierstore.engine.versions import left_out
 from tierstore.engine.versions.dense_files import finish_dense, show_staged, stage_dense
 from tierstore.engine.versions.info import EXPIRED, VersionInfo, watermark_record
 from tierstore.engine.versions.rows import Beneath, Place
@@ -61,7 +62,7 @@ class LocalRows:
         counts = info.counts_with(overlay, disk)
         yield_to_requests()
         records = watermark_record(overlay.hi) | rowcount.record(overlay.hi, counts)
-        records |= stage_dense(where, overlay, disk)
+        records |= stage_dense(where, overlay, disk) | left_out.record(overlay, info.watermark)
         if info.times_ids:  # by it a change of an earlier release is noticed, which removed expired rows
             records[EXPIRED] = json.dumps(info.expired).encode()
         now_colliding = {**info.colliding, **overlay.colliding}

@@ -10,10 +10,12 @@ import contextlib
 import logging
 from dataclasses import replace
 
+from tierstore.engine.lifecycle.copied import check_version, mark_outdated
 from tierstore.engine.lifecycle.state import ignore
 from tierstore.engine.model import Model
 from tierstore.engine.serving.routing import Routing
 from tierstore.engine.serving.routing_record import RoutingRecord
+from tierstore.engine.serving.undone_record import save_undone
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import Corruption, TierstoreError
 
@@ -65,14 +67,22 @@ class Starter:
         self._model.start()
 
     def _serve_again(self) -> None:
-        state = self._state
-        current = state.record.current()
+        state, copied = self._state, self._state.shared.copied
+        current, undone = state.record.current(), state.log.undone
         for info in state.catalogue.infos():
-            if info.number != current:
+            if info.number != current or copied:
                 self._opener.read_records(info)
-        if current is None:
-            return
+        if copied:
+            mark_outdated(state, current)
+        if current is not None:
+            self._serve_current(current)
+        if state.log.undone is not undone:
+            save_undone(state.where.undone, state.log.undone)
+
+    def _serve_current(self, current: int) -> None:
+        state = self._state
         info = self._current_info(current)
+        self._check_copied(info)
         if state.log.unusable is None:
             info.dense_accepted_upto = state.log.last or 0
         recorded = self._recorded_routes(current)
@@ -114,10 +124,15 @@ class Starter:
         self._routes.awaited = replace(recorded, labels=labels)
         try:
             info = self._state.catalogue.info(number)
+            self._check_copied(info)
             self._switcher.add_canary(info, recorded.share, force=True, progress=ignore, start=True)
         except TierstoreError as error:
             self._routes.problem = f"the canary, version {number}, is not served: {error}"
             log.exception("model %s: %s", self._state.name, self._routes.problem)
+
+    def _check_copied(self, info: VersionInfo) -> None:
+        if self._state.shared.copied:
+            check_version(self._state, info)
 
     def _recorded_routes(self, active: int) -> RoutingRecord:
         try:
