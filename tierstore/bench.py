@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -37,6 +36,7 @@ from tierstore.formats.files import drop_from_cache
 from tierstore.formats.snapshot.writer import SnapshotWriter
 from tierstore.machine import memory_bytes, processors
 from tierstore.service.server import ServerThread
+from tierstore.threads import Pool
 from tierstore.tiers.host.table import HostTable
 from tierstore.types import StorageDtype
 
@@ -288,7 +288,7 @@ class Drive:
 
     def __init__(self, paths: Sequence[Path], threads: int) -> None:
         self._rng = np.random.default_rng(2)
-        self._threads, self._pool = threads, ThreadPoolExecutor(threads)
+        self._threads, self._pool = threads, Pool(threads, "tierstore-bench")
         self._pages = [path.stat().st_size // PAGE for path in paths]
         try:
             self._files = [os.open(path, os.O_RDONLY | os.O_DIRECT) for path in paths]
@@ -309,7 +309,7 @@ class Drive:
             return 0
         which = self._rng.integers(0, len(self._files), COLD_KEYS)
         pages = [(self._files[k], int(self._rng.integers(self._pages[k])) * PAGE) for k in which]
-        list(self._pool.map(self._read_some, [pages[part :: self._threads] for part in range(self._threads)]))
+        self._pool.map(self._read_some, [pages[part :: self._threads] for part in range(self._threads)])
         return COLD_KEYS
 
     def _read_some(self, pages: Sequence[tuple[int, int]]) -> None:
