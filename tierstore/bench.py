@@ -8,7 +8,6 @@ For one thread. Nothing survives.
 
 from __future__ import annotations
 
-import mmap
 import os
 import shutil
 import socket
@@ -36,7 +35,6 @@ from tierstore.formats.files import drop_from_cache
 from tierstore.formats.snapshot.writer import SnapshotWriter
 from tierstore.machine import memory_bytes, processors
 from tierstore.service.server import ServerThread
-from tierstore.threads import Pool
 from tierstore.tiers.host.table import HostTable
 from tierstore.types import StorageDtype
 
@@ -46,8 +44,8 @@ REQUESTS = (64, 1024)  # keys of a request over HTTP
 COLD_KEYS = 512  # of a call whose rows are on the drive
 DELTA_ROWS, DELTAS = 1000, 20
 LEAST_ROWS = 10_000
-ROUNDS, TURN_S = 9, 0.05
 PAGE = 4096
+ROUNDS, TURN_S = 9, 0.05
 _BATCH = 65_536
 _SCATTER = -7046029254386353131  # odd, so that row numbers become distinct keys all over the key space
 _SPACE = 5  # times the rows: the snapshot, the version, and files on their way
@@ -68,29 +66,23 @@ with socket.create_server(("127.0.0.1", 0)) as server:
             missing -= got
         connection.sendall(gives)
 """
-
 Work = Callable[[int], int]  # does piece of work number n; returns how much it was
 Note = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One figure: `value` and `limit` in `unit`, which is a rate if it ends in "/s", else a time in seconds.
-
-    `limit` is None where the machine's limit cannot be measured.
-    """
+    """One figure: `value` and `limit` in `unit`, which is a rate if it ends in "/s", else a time in seconds."""
 
     name: str
     unit: str
     value: float
-    limit: float | None
+    limit: float
     limit_is: str
 
     @property
-    def share(self) -> float | None:
+    def share(self) -> float:
         """How much of the limit this is: 1.0 is all that the machine gives."""
-        if not self.limit:
-            return None
         return self.value / self.limit if self.unit.endswith("/s") else self.limit / self.value
 
 
@@ -264,58 +256,51 @@ class _Bench:
     def _cold(self, store: Store) -> Figure:
         self.note("look up rows on the drive")
         model, paths = store.model(MODEL), sorted((self.root / "data").rglob("*.sealed"))
-        keys, threads = _keys(self._drawn(COLD_KEYS)), store.settings.disk_threads
+        keys = _keys(self._drawn(COLD_KEYS))
 
         def forget() -> None:
             for path in paths:
                 drop_from_cache(path)
 
-        with Drive(paths, threads) as drive:
+        with Drive(paths) as drive:
             ours, limit = _in_turn(
                 lambda n: len(model.lookup(FEATURE, keys[n % 64])), drive.read, before=forget, turn_s=2 * TURN_S
             )
-        if 0 < limit < _FEW_READS_S:
+        if limit < _FEW_READS_S:
             self.notes.append(
                 f"the drive gives {limit:,.0f} random reads a second, where an NVMe drive gives 100,000 and more: rows "
                 "that are not in memory take long. `tierstore plan --reads` says how much memory makes up for it"
             )
-        what = f"4 KiB at random, past the system's cache, {threads} at once"
-        return Figure(f"look up {COLD_KEYS} keys in process, rows on the drive", "rows/s", ours, limit or None, what)
+        what = f"4 KiB at random, {COLD_KEYS} at once"
+        return Figure(f"look up {COLD_KEYS} keys in process, rows on the drive", "rows/s", ours, limit, what)
 
 
 class Drive:
-    """Reads single pages of files at random, past the system's cache, several at once."""
+    """Reads single pages of files at random, all of a call at once: from the drive, as far as no cache has them."""
 
-    def __init__(self, paths: Sequence[Path], threads: int) -> None:
-        self._rng = np.random.default_rng(2)
-        self._threads, self._pool = threads, Pool(threads, "tierstore-bench")
-        self._pages = [path.stat().st_size // PAGE for path in paths]
-        try:
-            self._files = [os.open(path, os.O_RDONLY | os.O_DIRECT) for path in paths]
-        except OSError:  # a file system in memory
-            self._files = []
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._rng, self._into = np.random.default_rng(2), bytearray(PAGE)
+        self._files = [os.open(path, os.O_RDONLY) for path in paths]
+        self._pages = np.array([os.fstat(file).st_size // PAGE for file in self._files])
+        for file in self._files:
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)  # no more than what is asked for
 
     def __enter__(self) -> Drive:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._pool.shutdown()
         for file in self._files:
             os.close(file)
 
     def read(self, _: int) -> int:
-        """Read COLD_KEYS pages. Returns how many; 0 where the cache cannot be passed."""
-        if not self._files:
-            return 0
+        """Read COLD_KEYS pages. Returns how many."""
         which = self._rng.integers(0, len(self._files), COLD_KEYS)
-        pages = [(self._files[k], int(self._rng.integers(self._pages[k])) * PAGE) for k in which]
-        self._pool.map(self._read_some, [pages[part :: self._threads] for part in range(self._threads)])
+        wanted = list(zip(which.tolist(), (self._rng.integers(0, self._pages[which]) * PAGE).tolist(), strict=True))
+        for file, at in wanted:
+            os.posix_fadvise(self._files[file], at, PAGE, os.POSIX_FADV_WILLNEED)
+        for file, at in wanted:
+            os.preadv(self._files[file], [self._into], at)
         return COLD_KEYS
-
-    def _read_some(self, pages: Sequence[tuple[int, int]]) -> None:
-        with mmap.mmap(-1, PAGE) as into:
-            for file, at in pages:
-                os.preadv(file, [into], at)
 
 
 def _keys(numbers: np.ndarray) -> np.ndarray:

@@ -55,17 +55,15 @@ def _show(report: Report) -> None:
     out.print(f"{report.rows:,} rows × {report.dim} {report.dtype}; {report.machine}", highlight=False)
     table = Table("", "here", "limit", "share", "the limit is to", box=None, header_style="bold")
     for figure in report.figures:
-        share = "" if figure.share is None else f"{figure.share:.2f}"
-        table.add_row(figure.name, shown(figure.value, figure), shown(figure.limit, figure), share, figure.limit_is)
+        here, limit = shown(figure.value, figure), shown(figure.limit, figure)
+        table.add_row(figure.name, here, limit, f"{figure.share:.2f}", figure.limit_is)
     out.print(table)
     for note in report.notes:
         out.print(f"[yellow]note:[/] {note}", highlight=False)
 
 
-def shown(value: float | None, figure: Figure) -> str:
+def shown(value: float, figure: Figure) -> str:
     """A rate or a time for a person: `12.3 M rows/s`, `84 µs`."""
-    if value is None:
-        return "not measured"
     if figure.unit.endswith("/s"):
         size, scale = ("M ", 1e6) if value >= 1e6 else ("", 1.0)
         return f"{value / scale:,.1f} {size}{figure.unit}" if scale > 1 else f"{value:,.0f} {figure.unit}"
