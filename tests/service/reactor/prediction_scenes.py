@@ -359,13 +359,6 @@ def waiting(served: Served, count: int) -> None:
     eventually(lambda: pool.waiting == count, f"{count} wait")
 
 
-def held_job(served: Served) -> Any:
-    """The only job that there is."""
-    jobs = served.server.service.reactors.cold_readers.jobs
-    (job,) = jobs[jobs["announced"] != 0]
-    return job
-
-
 LOOP = {"one": np.array([9999])}
 
 

@@ -148,6 +148,10 @@ def test_idle_streams_make_room_for_others(
         for _ in range(2):
             idle.append(stub.ModelStreamInfer(messages_of(silent, [request]), timeout=60))
             assert next(idle[-1]).infer_response.model_name == "ctr"
+        flows = served.service.calls._flows
+        eventually(
+            lambda: not any(flow.busy for flow in list(flows.values())), "the service has seen that both are idle"
+        )
         monkeypatch.setattr(calls, "IDLE_S", 0.0)
         answers = list(stub.ModelStreamInfer(iter([request]), timeout=60))
         assert [answer.infer_response.model_name for answer in answers] == ["ctr"]
