@@ -170,6 +170,8 @@ def test_a_slow_master_is_left_for_its_replica(servers: RedisCluster, loaded: Lo
 def test_a_master_is_waited_for_where_its_replica_is_behind(servers: RedisCluster, loaded: Loaded) -> None:
     cluster, table = table_on(loaded, servers, replace(PATIENT, other_after_s=0.1, suspect_s=60.0))
     wait_for(lambda: fetch(table)[1] == set(), "a first answer")
+    replicated = lambda: cluster.refresh() or all(len(found) > 1 for found in cluster.topology.values())  # noqa: E731
+    wait_for(replicated, "the cluster, which has only begun, says which replicas it has")
     master = servers.masters()[0]
     replica = servers.cut_replica(master)
     loaded.writer.apply_delta(2, 1, [loaded.change(KEYS, ROWS)])
