@@ -31,8 +31,8 @@ import tierstore
 from benchmarks import report
 from benchmarks.machine import describe
 from benchmarks.options import HIDDEN, parser_of
-from benchmarks.ten_million import BATCH, keys_of, write
-from tierstore.bench import Drive
+from benchmarks.ten_million import BATCH, write
+from tierstore.bench import Drive, keys_of
 from tierstore.config import load_settings
 from tierstore.engine.store import Store
 from tierstore.formats.files import drop_from_cache

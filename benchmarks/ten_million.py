@@ -25,17 +25,11 @@ from benchmarks import report
 from benchmarks.access_traces import draw, zipf_weights
 from benchmarks.machine import describe
 from benchmarks.options import parser_of
+from tierstore.bench import keys_of
 from tierstore.formats.snapshot.reader import Snapshot, open_snapshot
 
 BATCH = 65_536
 CALL_KEYS = 4_096
-SCATTER = -7046029254386353131  # odd, so that k → k * SCATTER (mod 2^64) gives distinct keys all over the key space
-
-
-def keys_of(rows: np.ndarray) -> np.ndarray:
-    """Keys of these rows: distinct, spread over all 64 bits."""
-    with np.errstate(over="ignore"):
-        return rows.astype(np.int64) * np.int64(SCATTER)
 
 
 def write(where: Path, rows: int, dim: int, dtype: str) -> float:

@@ -162,7 +162,7 @@ class _Bench:
             table = writer.table(TABLE, dim=self.dim, dtype=self.dtype.value)
             for first in range(0, self.rows, _BATCH):
                 numbers = np.arange(first, min(first + _BATCH, self.rows))
-                table.write(_keys(numbers), self._vectors(len(numbers)))
+                table.write(keys_of(numbers), self._vectors(len(numbers)))
             writer.feature(FEATURE, table=TABLE)
 
     def _vectors(self, count: int) -> np.ndarray:
@@ -193,7 +193,7 @@ class _Bench:
         self.note("look up rows in memory")
         for _ in range(2):  # the first time rows are noted, the second time all are let in
             for first in range(0, self.rows, _BATCH):
-                model.lookup(FEATURE, _keys(np.arange(first, min(first + _BATCH, self.rows))))
+                model.lookup(FEATURE, keys_of(np.arange(first, min(first + _BATCH, self.rows))))
         with model.view() as view:
             table = view.open_version.tables[TABLE]
             stored = np.ones((self.rows, table.spec.row_bytes), np.uint8)
@@ -201,7 +201,7 @@ class _Bench:
             self._note_huge_pages(table.host)
         for count in CALLS:
             drawn = self._drawn(count)
-            keys = _keys(drawn)
+            keys = keys_of(drawn)
             ours, take = _in_turn(
                 lambda n, keys=keys: len(model.lookup(FEATURE, keys[n % 64])),  # type: ignore[misc]
                 lambda n, drawn=drawn: len(np.take(stored, drawn[n % 64], axis=0)),  # type: ignore[misc]
@@ -224,7 +224,7 @@ class _Bench:
                 time.sleep(0.1)
             remote = client.model(MODEL)
             for count in REQUESTS:
-                keys = _keys(self._drawn(count))
+                keys = keys_of(self._drawn(count))
                 with _echo(8 * count + 300, 4 * self.dim * count + 200) as echoed:
                     ours, echo = _in_turn(lambda n, keys=keys: bool(len(remote.lookup(FEATURE, keys[n % 64]))), echoed)  # type: ignore[misc]
                 name = f"look up {count:,} keys over HTTP, one connection, the client's time included"
@@ -237,7 +237,7 @@ class _Bench:
             where = self.root / "delta.arrow"
             with DeltaWriter(where, model=MODEL, seq=seq, event_time=datetime.now(UTC)) as writer:
                 numbers = np.sort(self.rng.choice(self.rows, DELTA_ROWS, replace=False))
-                writer.upsert(TABLE, _keys(numbers), self._vectors(len(numbers)))
+                writer.upsert(TABLE, keys_of(numbers), self._vectors(len(numbers)))
             deltas.append(where.read_bytes())
 
         def flush(number: int) -> int:
@@ -256,7 +256,7 @@ class _Bench:
     def _cold(self, store: Store) -> Figure:
         self.note("look up rows on the drive")
         model, paths = store.model(MODEL), sorted((self.root / "data").rglob("*.sealed"))
-        keys = _keys(self._drawn(COLD_KEYS))
+        keys = keys_of(self._drawn(COLD_KEYS))
 
         def forget() -> None:
             for path in paths:
@@ -303,7 +303,8 @@ class Drive:
         return COLD_KEYS
 
 
-def _keys(numbers: np.ndarray) -> np.ndarray:
+def keys_of(numbers: np.ndarray) -> np.ndarray:
+    """int64 keys of row numbers: distinct, spread over all 64 bits."""
     with np.errstate(over="ignore"):
         return numbers.astype(np.int64) * np.int64(_SCATTER)
 
