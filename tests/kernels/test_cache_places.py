@@ -206,6 +206,19 @@ def test_each_kernel_is_of_one_share_and_those_needed_first_come_first(shares: i
     assert max(loads) < 2 * min(loads)
 
 
+def test_kernels_that_call_the_same_functions_are_of_one_share() -> None:
+    needs = [{1: 10, 9: 1000}, {2: 10, 9: 1000}, {3: 600}, {4: 500}]
+    assert ahead._share(needs, [kernels.FIRST] * 4, 0, 2) == [0, 1]
+    assert ahead._share(needs, [kernels.FIRST] * 4, 1, 2) == [2, 3]
+
+
+def test_functions_that_a_kernel_calls_through_their_module_are_known() -> None:
+    from tierstore.reactor import loop
+    from tierstore.wire.http1 import head
+
+    assert id(head.parse_at.py_func) in ahead._called(loop.serve, {})
+
+
 def children_of(process: int) -> list[str]:
     """Of all of its threads."""
     return [child for task in Path(f"/proc/{process}/task").glob("*/children") for child in task.read_text().split()]

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from inspect import ismodule
 from typing import IO, Any, cast
 
 from numba.core import codegen
@@ -243,13 +244,18 @@ def compile_share(share: int, shares: int, upto: int = kernels.LAST) -> None:
 def _share(needs: list[dict[int, int]], when: list[int], share: int, shares: int) -> list[int]:
     """The kernels that one of `shares` processes compiles, in order. `needs`: the functions that each kernel needs, with their sizes.
 
-    Kernels that are needed first come first, then the largest; each goes to the share that is smallest with it. A function that two kernels of a
-    share call is compiled once.
+    Kernels that are needed first come first, then the largest. A function that two kernels of a share call is compiled once, so a kernel goes to a
+    small share that has most of its functions.
     """
     held: list[dict[int, int]] = [{} for _ in range(shares)]
     mine = []
+
+    def cost(k: int, i: int) -> int:
+        before, after = sum(held[k].values()), sum((held[k] | needs[i]).values())
+        return after + (after - before)
+
     for i in sorted(range(len(needs)), key=lambda i: (when[i], -sum(needs[i].values()))):
-        least = min(range(shares), key=lambda k: sum((held[k] | needs[i]).values()))
+        least = min(range(shares), key=lambda k: cost(k, i))
         held[least] |= needs[i]
         if least == share:
             mine.append(i)
@@ -268,9 +274,11 @@ def _called(dispatcher: Any, found: dict[int, Any]) -> dict[int, Any]:
     function = dispatcher.py_func
     if id(function) not in found:
         found[id(function)] = dispatcher
-        for name in function.__code__.co_names:
-            if hasattr(called := function.__globals__.get(name), "py_func"):
-                _called(called, found)
+        names = function.__code__.co_names
+        for named in map(function.__globals__.get, names):
+            for called in (getattr(named, name, None) for name in names) if ismodule(named) else (named,):
+                if hasattr(called, "py_func"):
+                    _called(called, found)
     return found
 
 
