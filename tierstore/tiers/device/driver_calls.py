@@ -30,7 +30,7 @@ _SPINS = 4096  # reads of the word before the thread lets other threads run in b
 _LOOKS = 64  # further reads before the driver is asked for the state of the stream
 _EAGER = 64  # such questions before the thread sleeps in between
 _SLEEP_US = 20
-_SILENT = 16_384  # sleeps of `watch` before it returns without a word: a second
+_SILENT = 4096  # sleeps of `watch` before it returns without a word: a third of a second
 _I64 = ir.IntType(64)
 _WORDS = types.int64[::1]
 
@@ -122,7 +122,7 @@ def wait(calls: Any, word: Any, stream: Any, scratch: Any) -> Any:
 
 @compiled(types.int64(_WORDS, _WORDS), when=LAST)
 def watch(calls: Any, words: Any) -> Any:
-    """Wait until one of the uint32 at these addresses is not 0, without a call of the driver. Returns whether one is; False after a second."""
+    """Wait until one of the uint32 at these addresses is not 0, without a call of the driver. Returns 1; or 0 if none is for a while."""
     for k in range(_LOOKS + _SILENT):
         for i in range(words.size):
             if acquire_u32(words[i]) != 0:

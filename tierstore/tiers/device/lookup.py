@@ -358,7 +358,7 @@ class _PutOff:
     """A look-up in the caller's stream, as an `UnderWay`. `control`: memory that its second kernel reads."""
 
     __slots__ = (
-        "_at", "_chunk", "_failed", "_listed", "_release", "_unwaited", "_work", "_ws", "control", "stream", "word",
+        "_at", "_chunk", "_failed", "_listed", "_release", "_report", "_unwaited", "_work", "_ws", "control", "stream", "word",
     )  # fmt: skip
 
     def __init__(
@@ -367,15 +367,15 @@ class _PutOff:
         self._work, self._ws, self._chunk, self.stream, self._unwaited = work, ws, chunk, stream, unwaited
         self.control, self._at, self._listed, self._failed = control, _parts_of(ws), 0, False
         self._release: Callable[[], None] | None = unwaited.hold()
-        self.word = ws.here(self._at["done"])
+        self.word = self._report = ws.here(self._at["done"])
 
     def _part(self, name: str, count: int, dtype: Any = np.uint8) -> np.ndarray:
         return self._ws.staging(self._at[name], count, dtype)
 
     def answer_missing(self) -> None:
-        done, self._listed = self._part("done", 2, np.uint32).tolist()
-        if self.word != self._ws.here(self._at["done"]) or not done:
+        if self.word != self._report or not (said := int(round_trip.said(self._report))):
             return
+        self._listed = said >> 32
         try:
             if self._listed:
                 self._read_missing()
@@ -384,7 +384,7 @@ class _PutOff:
             self._part("rows", self._listed * self._work.table.spec.dim, self._work.row_dtype)[:] = np.nan
             raise
         finally:
-            round_trip.say(self.word, round_trip.WHOLE | self._listed << 32)
+            round_trip.say(self._report, round_trip.WHOLE | self._listed << 32)
             self.word += round_trip.OVER
 
     def _read_missing(self) -> None:
@@ -393,8 +393,7 @@ class _PutOff:
         self._work.stage_rows(self._ws, self._at, self._chunk, self._listed)
 
     def end(self) -> None:
-        done, _, over = self._part("done", 3, np.uint32).tolist()
-        if not (done and over):
+        if self.word == self._report or not round_trip.said(self.word):
             return
         try:
             if not self._failed and self._release is not None:
