@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -26,16 +27,14 @@ _MOST_FAILED = 256  # streams
 
 
 class UnderWay(Protocol):
-    """A look-up that was put off. `stream`: the handle of its caller's stream."""
-
-    stream: int
+    """A look-up that was put off."""
 
     @property
     def word(self) -> int:
         """The address of the uint32 that is not 0 once there is something to do; 0: the look-up is over."""
 
-    def answer_missing(self) -> None:
-        """Let the stream go on, if the kernel has listed keys. Raises why rows are missing."""
+    def answer_missing(self, failed: Callable[[int, Exception], None]) -> None:
+        """Let the stream go on, if the kernel has listed keys; before that, call `failed` with the stream and why rows are missing."""
 
     def end(self) -> None:
         """Count, and give everything back, if the stream is past it."""
@@ -108,25 +107,19 @@ class Finisher:
     def _go_on(self, under_way: list[UnderWay]) -> list[UnderWay]:
         """Do what can be done. Returns what is still under way."""
         for one in under_way:  # before anything else, as streams wait for this
-            self._answer_missing(one)
+            one.answer_missing(self._note)
         for one in under_way:
-            self._end(one)
+            try:
+                one.end()
+            except Exception:
+                log.exception("a look-up in a stream was answered, and could not be counted")
         return [one for one in under_way if one.word]
 
-    def _answer_missing(self, one: UnderWay) -> None:
-        try:
-            one.answer_missing()
-        except Exception as error:  # noqa: BLE001 - raised for the caller
-            log.warning("rows of a look-up in a stream could not be read, and are NaN: %s", error)
-            with self._lock:
-                self.failed += 1
-                while len(self._errors) >= _MOST_FAILED:
-                    del self._errors[next(iter(self._errors))]
-                said = f"a look-up before this one in its stream could not read rows, which are NaN there: {error}"
-                self._errors[one.stream] = StorageError(said)
-
-    def _end(self, one: UnderWay) -> None:
-        try:
-            one.end()
-        except Exception:
-            log.exception("a look-up in a stream was answered, and could not be counted")
+    def _note(self, stream: int, error: Exception) -> None:
+        log.warning("rows of a look-up in a stream could not be read, and are NaN: %s", error)
+        with self._lock:
+            self.failed += 1
+            while len(self._errors) >= _MOST_FAILED:
+                del self._errors[next(iter(self._errors))]
+            said = f"a look-up before this one in its stream could not read rows, which are NaN there: {error}"
+            self._errors[stream] = StorageError(said)

@@ -135,13 +135,15 @@ def look_up(
     chunks = work.chunks()
     if chunks is None:
         return False
-    finisher, stream = table.device.finisher, table.device.backend.callers()[0]
-    if unwaited is not None and finisher is not None and stream != NOBODY:
-        finisher.prepare(stream)
+    finisher, stream = table.device.finisher, NOBODY
+    if unwaited is not None and finisher is not None and len(chunks) == 1:
+        stream = table.device.backend.callers()[0]
+        if stream != NOBODY:
+            finisher.prepare(stream)
     try:
         for chunk in chunks:
             with table.device.workspace(answers=True) as ws:
-                if unwaited is None or finisher is None or stream == NOBODY or len(chunks) > 1:
+                if unwaited is None or finisher is None or stream == NOBODY:
                     if not work.run(ws, chunk):
                         return False
                 elif (begun := work.put_off(ws, chunk, stream, unwaited)) is None:
@@ -355,34 +357,35 @@ def _parts_of(ws: Workspace) -> dict[str, int]:
 
 
 class _PutOff:
-    """A look-up in the caller's stream, as an `UnderWay`. `control`: memory that its second kernel reads."""
+    """A look-up in the caller's stream, as an `UnderWay`. `control`: memory that its second kernel reads, kept until then."""
 
     __slots__ = (
-        "_at", "_chunk", "_failed", "_listed", "_release", "_report", "_unwaited", "_work", "_ws", "control", "stream", "word",
+        "_at", "_chunk", "_control", "_failed", "_listed", "_release", "_report", "_stream", "_unwaited", "_work", "_ws",
+        "word",
     )  # fmt: skip
 
     def __init__(
         self, work: _Work, ws: Workspace, chunk: _Chunk, stream: int, unwaited: Unwaited, control: Buffer
     ) -> None:
-        self._work, self._ws, self._chunk, self.stream, self._unwaited = work, ws, chunk, stream, unwaited
-        self.control, self._at, self._listed, self._failed = control, _parts_of(ws), 0, False
+        self._work, self._ws, self._chunk, self._stream, self._unwaited = work, ws, chunk, stream, unwaited
+        self._control, self._at, self._listed, self._failed = control, _parts_of(ws), 0, False
         self._release: Callable[[], None] | None = unwaited.hold()
         self.word = self._report = ws.here(self._at["done"])
 
     def _part(self, name: str, count: int, dtype: Any = np.uint8) -> np.ndarray:
         return self._ws.staging(self._at[name], count, dtype)
 
-    def answer_missing(self) -> None:
+    def answer_missing(self, failed: Callable[[int, Exception], None]) -> None:
         if self.word != self._report or not (said := int(round_trip.said(self._report))):
             return
         self._listed = said >> 32
         try:
             if self._listed:
                 self._read_missing()
-        except Exception:
+        except Exception as error:  # noqa: BLE001 - raised for the caller
             self._failed = True
             self._part("rows", self._listed * self._work.table.spec.dim, self._work.row_dtype)[:] = np.nan
-            raise
+            failed(self._stream, error)
         finally:
             round_trip.say(self._report, round_trip.WHOLE | self._listed << 32)
             self.word += round_trip.OVER
