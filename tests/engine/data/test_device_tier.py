@@ -13,7 +13,7 @@ from hypothesis.stateful import rule
 
 from tests import int4_model
 from tests.engine import scenes, ttl_scenes
-from tests.engine.model_based import Stores, StoresAgainstHistory, check
+from tests.engine.model_based import ALL_KEYS, DEFAULT, DIM, History, Stores, StoresAgainstHistory, check
 from tests.engine.test_store import folded
 from tests.tiers.cuda_shim.backend import OnGpu, ShimDevice
 from tests.tiers.devices import ON_GPU, to_host
@@ -98,7 +98,7 @@ class FoldedAtOnce(Stores):
 
 
 class WithADevice(StoresAgainstHistory):
-    """The same, with every answer asked for in CPU memory and on the device, and promotions at any moment."""
+    """The same, with every answer asked for in CPU memory, on the device and in a stream, and promotions at any moment."""
 
     stores = FoldedAtOnce
     options = {"device_budget": "4MiB"}  # noqa: RUF012
@@ -107,6 +107,21 @@ class WithADevice(StoresAgainstHistory):
     @rule()
     def wait_for_promotions(self) -> None:
         promoted(self.store)
+
+    def _check_version(self, store: Store, number: int, history: History) -> None:
+        super()._check_version(store, number, history)
+        memory = store.shared.devices.gpu.memory
+        assert memory is not None
+        stream: Any = memory.backend.stream()
+        with store.model("ctr").view(number) as view:
+            of = [
+                (table, view.lookup(f"{table}_id", ALL_KEYS, stream=getattr(stream, "_stream", stream)))
+                for table in DIM
+            ]
+        stream.synchronize()
+        for table, rows in of:
+            want = [history.rows_of(number)[table].get(key, DEFAULT[table]) for key in ALL_KEYS.tolist()]
+            np.testing.assert_array_equal(to_host(rows), np.stack(want), err_msg=f"{table} of {number}, in a stream")
 
 
 @pytest.mark.thorough
