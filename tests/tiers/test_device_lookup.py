@@ -553,9 +553,12 @@ def test_an_answer_whose_keys_are_all_on_the_device_waits_for_nobody(kind: str) 
 
 
 @either
-def test_look_ups_of_several_streams_that_wait_for_each_other_come_to_an_end(kind: str) -> None:
-    """More than there are workspaces, with missing keys in each, of which the table's stream knows nothing when the next one comes."""
+@pytest.mark.parametrize("in_line", [False, True])
+def test_look_ups_of_several_streams_that_wait_for_each_other_come_to_an_end(kind: str, in_line: bool) -> None:
+    """More than there are workspaces, with missing keys in each; also if the device has one queue for all streams."""
     scene = Scene(8, StorageDtype.FLOAT32, kind=kind)
+    if isinstance(scene.device, ShimDevice):
+        scene.device.in_line = in_line
     callers = [Caller(scene) for _ in range(3)]
     answers = []
     for turn in range(30):

@@ -71,8 +71,11 @@ class ShimStream:
     def _add(self, work: Callable[[], None], ready: Callable[[bool], bool] = lambda patient: True) -> None:
         """`ready` does what the work waits for, or, if it is not patient, as much of it as can be done now."""
         with self._device.lock:
+            if self._device.in_line:
+                ready = self._device.after_all(ready)
             self._work.append((work, ready))
             self.put += 1
+            self._device.latest = ShimEvent(self, self.put)
             if self._early:
                 self.run_to(self.put, patient=False)
 
@@ -137,6 +140,8 @@ class ShimDevice:
         self.total, self.number, self.early_from = total, number, early_from
         self.used = 0
         self.broken = self.still = False
+        self.in_line = False  # all streams share one queue of the hardware
+        self.latest: ShimEvent | None = None
         self.launched: dict[str, int] = {}
         self.locked, self.lockable = 0, 1 << 40  # bytes of the CPU's memory that kernels read, and at most
         self.moved = [0, 0]  # copies, their bytes
@@ -160,6 +165,11 @@ class ShimDevice:
         self.moved[0] += 1
         self.moved[1] += nbytes
         compile.move(to, source, nbytes)
+
+    def after_all(self, ready: Callable[[bool], bool]) -> Callable[[bool], bool]:
+        """`ready`, once everything is done that was put in before, in any stream."""
+        before = self.latest
+        return lambda patient: (before is None or before.stream.run_to(before.number, patient)) and ready(patient)
 
     def reached(self, word: Any, value: int, patient: bool) -> bool:
         """Whether a word has reached a value. One that is patient waits for the CPU, while no other call of the driver gets on."""
