@@ -12,6 +12,8 @@
               moved beside what the bus moves at best
     filled    rows that come to an empty table. Against copies over the bus
     threads   8 of them look up 4,096 keys each. Against one
+    streamed  26 look-ups in the caller's stream, as of a model with so many tables, which is waited for at the end.
+              Against the same, where each is waited for
     pooled    bags of 32, 16 and 20 keys, all on the device. Against `torch.nn.EmbeddingBag`
     module    `tierstore.torch.Embedding` with keys that lie on the GPU. Against `Model.lookup` with keys in CPU memory
     predicted a dense part on the GPU over bags of 16, rows on the device (`dense_provider = "cuda"`)
@@ -41,13 +43,13 @@ from benchmarks.options import parser_of
 from tierstore.kernels.pool import check_offsets
 from tierstore.tiers.device.backend import NO_HOST, TEAM, Backend
 from tierstore.tiers.device.cupy_device import CudaDevice, find_devices
-from tierstore.tiers.device.lookup import Pooling, look_up, to_device
+from tierstore.tiers.device.lookup import Pooling, Unwaited, look_up, to_device
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import DeviceMemory
 from tierstore.tiers.host.table import HostTable
 from tierstore.types import Combiner, KeyType, StorageDtype, TableSpec, Tier
 
-THREADS = 8
+THREADS, TABLES = 8, 26
 WORKSPACE_ROOM = 6 << 30  # of a budget, for workspaces of the size that they have at most
 Result = dict[str, Any]
 
@@ -182,10 +184,12 @@ class Asking:
         self.out = scene.backend.empty((batch, scene.spec.dim), np.float32)
         self.state, self.given = np.zeros(batch, np.uint8), np.empty((0, scene.spec.dim), np.float32)
 
-    def __call__(self, call: int) -> None:
+    def __call__(self, call: int, unwaited: Unwaited | None = None) -> None:
         self.state[:] = 0
-        scene = self.scene
-        assert look_up(scene.table, self.keys[call], self.state, self.given, self.out, scene.fetch, host=scene.host)
+        scene, keys = self.scene, self.keys[call]
+        assert look_up(
+            scene.table, keys, self.state, self.given, self.out, scene.fetch, host=scene.host, unwaited=unwaited
+        )
 
 
 def from_cpu_memory(
@@ -301,6 +305,26 @@ def threads(backend: Backend, rows: int, dim: int, batch: int, rounds: int, call
     }  # fmt: skip
 
 
+def streamed(backend: Backend, rows: int, dim: int, batch: int, rounds: int, calls: int) -> Result:
+    scene, stream = Scene(backend, rows, dim, rows), backend.stream()
+    ours = Asking(scene, batch, calls)
+
+    def nothing(*_: Any) -> None:
+        return None
+
+    def ask(call: int, *, put_off: bool) -> None:
+        with backend.in_stream(getattr(stream, "_stream", stream)):
+            for number in range(TABLES):
+                unwaited = Unwaited(lambda: nothing, nothing)
+                ours((call + number) % calls, unwaited if put_off else None)
+                assert unwaited.begun == put_off
+        stream.synchronize()
+
+    got = alternate(backend, rounds, calls, lambda call: ask(call, put_off=True), lambda call: ask(call, put_off=False))
+    scene.close()
+    return timed("streamed", rows, dim, batch, f"the same {TABLES}, each waited for", got)
+
+
 def zipf(rows: int, batch: int, calls: int) -> Iterator[np.ndarray]:
     """Positions, 0 the most frequent, with frequency 1 / rank^1.05."""
     cumulative = np.cumsum(1 / np.arange(1, rows + 1) ** 1.05)
@@ -392,6 +416,7 @@ def measure(
     results += [tiered(backend, rows, dim, batch, rounds, calls) for dim in (32, 64)]
     results.append(filled(backend, rows, 64, rounds))
     results.append(threads(backend, rows, 64, min(4096, batch), rounds, calls))
+    results += [streamed(backend, rows, 64, size, rounds, calls) for size in sizes[:-1]]
     if torch is not None:
         for bags, bag in (2048, 32), (512, 16), (3276, 20):
             results.append(pooled(backend, torch, rows, 64, max(1, bags * batch >> 16), bag, rounds, calls))

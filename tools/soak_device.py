@@ -1,6 +1,6 @@
 """A table of the device tier under everything at once: `python -m tools.soak_device --seconds 600 [--kind late early cupy gpu]`.
 
-Threads look rows and bags up, with padding, while one thread applies deltas, promotes rows and resizes the table and the
+Threads look rows and bags up, with padding, and in streams of their own that they wait for later, while one thread applies deltas, promotes rows and resizes the table and the
 host tier below it, which the device reads too. A row tells
 its key and how often it was written, so each answer is checked: no older than what was acknowledged before the
 look-up, no newer than what was written by its end, whole, and each bag the sum of its rows to the bit. `kind` is one of
@@ -14,13 +14,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 
 from tests.tiers.devices import open_device, to_host
 from tierstore.kernels.pool import pool_bags
-from tierstore.tiers.device.lookup import PADDING, Pooling, look_up
+from tierstore.tiers.device.lookup import PADDING, Pooling, Unwaited, look_up
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import DeviceMemory
 from tierstore.tiers.host.table import HostTable
@@ -48,7 +49,9 @@ class Soak:
         self.host = HostTable(spec, 256 << 10, default_vector=np.zeros(DIM, np.float32))
         self.written, self.acknowledged = np.zeros(KEYS, np.int64), np.zeros(KEYS, np.int64)
         self.faults: list[Any] = []
-        self.keys = self.below = 0  # that were looked up; of these, those that the host tier has answered
+        # keys that were looked up; of these, those that the host tier has answered, and those in a thread's stream
+        self.keys = self.below = self.put_off = 0
+        self._own = threading.local()
         self._lock, self._done = threading.Lock(), threading.Event()
 
     def run(self, seconds: float) -> None:
@@ -90,16 +93,41 @@ class Soak:
         if rng.random() < 0.5:
             offsets = np.unique(np.append(0, rng.integers(0, n, 20)))
             bags = Pooling(offsets, None, Combiner.SUM)
-        out = self.device.empty((n if bags is None else len(bags.offsets), DIM), np.float32)
-        if not look_up(self.table, keys, state, NONE, out, self._below, bags, self.host):
-            raise AssertionError(f"the device does not answer: {self.table.problem}")
+        out = self._look_up(keys, state, bags, in_stream=rng.random() < 0.5)
         got, most = to_host(out), self._of(self.written, keys)
         self.keys += n
-        self.below += np.count_nonzero(state == Tier.HOST)
         if bags is None:
             self._check_rows(got, keys, counted, least, most)
         else:
             self._check_bags(got, keys, bags.offsets, counted, least == most, most)
+
+    def _look_up(self, keys: np.ndarray, state: np.ndarray, bags: Pooling | None, *, in_stream: bool) -> Any:
+        """The answer, complete."""
+        ended, unwaited = threading.Event(), None
+        if in_stream:
+            if not hasattr(self._own, "stream"):
+                self._own.stream = self.device.stream()
+            unwaited = Unwaited(lambda: ended.set, lambda _, states: self._count(states))
+        with (
+            self.device.in_stream(getattr(self._own.stream, "_stream", self._own.stream))
+            if in_stream
+            else nullcontext()
+        ):
+            out = self.device.empty((len(keys) if bags is None else len(bags.offsets), DIM), np.float32)
+            if not look_up(self.table, keys, state, NONE, out, self._below, bags, self.host, unwaited):
+                raise AssertionError(f"the device does not answer: {self.table.problem}")
+        if unwaited is None or not unwaited.begun:
+            self._count(state)
+        else:
+            self.put_off += len(keys)
+            self._own.stream.synchronize()
+            if not ended.wait(60):
+                raise AssertionError("a look-up in a stream does not end")
+        return out
+
+    def _count(self, state: np.ndarray) -> None:
+        with self._lock:
+            self.below += np.count_nonzero(state == Tier.HOST)
 
     def _check_rows(
         self, got: np.ndarray, keys: np.ndarray, counted: np.ndarray, least: np.ndarray, most: np.ndarray
@@ -155,7 +183,7 @@ def main() -> int:
         soak = Soak(kind)
         soak.run(options.seconds)
         print(
-            f"{kind}: {soak.keys:,} keys looked up, {soak.below:,} of them by the device in the host tier, {len(soak.faults)} faults {soak.faults[:3]}"
+            f"{kind}: {soak.keys:,} keys looked up, {soak.below:,} of them by the device in the host tier, {soak.put_off:,} in a stream, {len(soak.faults)} faults {soak.faults[:3]}"
         )
         wrong += len(soak.faults)
     return int(wrong > 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,14 @@ import pytest
 
 from tests.tiers.cuda_shim import compile
 from tests.tiers.cuda_shim.backend import OnGpu, ShimDevice
+from tests.tiers.cuda_shim.functions import NOT_SUPPORTED
 from tests.tiers.devices import either, open_device, to_host
 from tierstore.errors import StorageError
 from tierstore.kernels import codec
 from tierstore.kernels.hashing import mix_all
 from tierstore.kernels.pool import pool_bags
 from tierstore.tiers.device.backend import Captured, DeviceError, OutOfDeviceMemory
-from tierstore.tiers.device.lookup import PADDING, Pooling, from_device, look_up, to_device
+from tierstore.tiers.device.lookup import PADDING, KeysThere, Pooling, Unwaited, from_device, look_up, to_device
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.window import NOT_YET
 from tierstore.tiers.device.workspaces import DeviceMemory
@@ -430,6 +432,233 @@ def test_an_answer_is_not_written_before_the_callers_work_that_is_in_its_stream(
     np.testing.assert_array_equal(read.view(np.float32).reshape(-1, 8), before)
 
 
+class Caller:
+    """A program with a stream of its own, which asks and does not wait. `held`: look-ups that hold the tiers below."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene, self.stream = scene, scene.device.stream()
+        self.changed = threading.Condition()
+        self.held = 0
+        self.told: list[tuple[list[int], list[int]]] = []
+
+    def hold(self) -> Callable[[], None]:
+        self._hold(1)
+        return lambda: self._hold(-1)
+
+    def _hold(self, more: int) -> None:
+        with self.changed:
+            self.held += more
+            self.changed.notify_all()
+
+    def ask(
+        self,
+        keys: Any,
+        dtype: Any = np.float32,
+        state: States | None = None,
+        given: Vectors | None = None,
+        bags: Pooling | None = None,
+        host: HostTable | None = None,
+        fetch: Any = None,
+    ) -> tuple[np.ndarray, bool]:
+        """Where the answer is once the stream is through, as a copy of it is in the stream; and whether it was put off."""
+        scene, device = self.scene, self.scene.device
+        out = device.empty((len(keys) if bags is None else len(bags.offsets), scene.spec.dim), dtype)
+        read = device.pinned(out.shape[0] * out.shape[1] * np.dtype(dtype).itemsize)
+        unwaited = Unwaited(self.hold, lambda keys, states: self.told.append((keys.tolist(), states.tolist())))
+        state = np.zeros(len(keys), np.uint8) if state is None else state
+        given = np.empty((0, scene.spec.dim), dtype) if given is None else given
+        with device.in_stream(getattr(self.stream, "_stream", self.stream)):
+            assert look_up(scene.table, keys, state, given, out, fetch or scene.fetch, bags, host, unwaited)
+        self.stream.download(read, device.address_of(out))
+        return read.view(dtype).reshape(out.shape), unwaited.begun
+
+    def is_through(self) -> None:
+        """Wait for the stream, and until everything is given back."""
+        self.stream.synchronize()
+        self.has_released()
+
+    def has_released(self) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: not self.held, 60)
+
+
+def be_still(device: Any, still: bool = True) -> bool:
+    """Have a stand-in do nothing by itself. False if it is a GPU."""
+    found = device if isinstance(device, ShimDevice) else getattr(device.cupy, "device", None)
+    if isinstance(found, ShimDevice):
+        found.still = still
+    return isinstance(found, ShimDevice)
+
+
+@either
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("there", [False, True])
+def test_an_answer_is_complete_in_the_order_of_the_callers_stream(kind: str, pooled: bool, there: bool) -> None:
+    """With keys of every kind, and rows from every tier; what the caller gave may change at once."""
+    scene = Scene(33, StorageDtype.FLOAT32, kind=kind)
+    caller, rng = Caller(scene), np.random.default_rng(33)
+    host = scene.host_tier(KEPT[:1000], 1 << 20)
+    scene.table.read_below(host)
+    is_still = be_still(scene.device)
+    keys, state = mixed(901, 33)
+    keys[::5] = KEPT[:181]
+    state[:] = 0 if there else state
+    given_at = np.flatnonzero(state == Tier.OVERLAY)
+    given = rng.normal(size=(len(given_at), 33)).astype(np.float32)
+    expected = scene.rows(keys, np.float32)
+    expected[given_at], expected[state == PADDING] = given, 0
+    bags = None
+    if pooled:
+        offsets, weights = np.arange(0, len(keys), 7), rng.normal(size=len(keys)).astype(np.float32)
+        bags = Pooling(offsets.copy(), weights.copy(), Combiner.MEAN)
+        expected = pool_bags(expected, offsets, weights, state != PADDING, Combiner.MEAN)
+    asked, was = keys.copy(), state.copy()
+    if there:
+        array = to_device(scene.memory, asked)
+        given_keys: Any = KeysThere(array, scene.device.address_of(array))
+    else:
+        given_keys = asked
+    answer, put_off = caller.ask(given_keys, state=state, given=given, bags=bags, host=host)
+    assert put_off
+    assert caller.held == 1 or not is_still
+    if not there:
+        asked[:] = -1
+    if bags is not None:
+        bags.offsets[:] = 0
+        assert bags.weights is not None
+        bags.weights[:] = np.nan
+    caller.is_through()
+    np.testing.assert_array_equal(answer, expected)
+    ((told, states),) = caller.told
+    assert told == keys.tolist()
+    looked, tiers = was == Tier.PENDING, np.array(states)
+    assert (tiers[looked & (keys < len(RESIDENT))] == Tier.DEVICE).all()
+    assert (tiers[looked & (keys >= BELOW[0]) & (keys <= BELOW[-1])] == Tier.HOST).all()
+    assert (tiers[was == PADDING] == Tier.ABSENT).all()
+    be_still(scene.device, False)
+    host.close()
+
+
+@either
+def test_an_answer_whose_keys_are_all_on_the_device_waits_for_nobody(kind: str) -> None:
+    scene = Scene(8, StorageDtype.FLOAT32, kind=kind)
+    caller, asked = Caller(scene), len(scene.asked)
+    answers = [caller.ask(RESIDENT[begin::3]) for begin in range(3)]
+    caller.stream.synchronize()
+    for begin, (answer, put_off) in enumerate(answers):
+        assert put_off
+        np.testing.assert_array_equal(answer, scene.rows(RESIDENT[begin::3], np.float32))
+    caller.is_through()
+    assert len(scene.asked) == asked
+
+
+@either
+@pytest.mark.parametrize("in_line", [False, True])
+def test_look_ups_of_several_streams_that_wait_for_each_other_come_to_an_end(kind: str, in_line: bool) -> None:
+    """More than there are workspaces, with missing keys in each; also if the device has one queue for all streams."""
+    scene = Scene(8, StorageDtype.FLOAT32, kind=kind)
+    if isinstance(scene.device, ShimDevice):
+        scene.device.in_line = in_line
+    callers = [Caller(scene) for _ in range(3)]
+    answers = []
+    for turn in range(30):
+        keys = np.random.default_rng(turn).integers(0, LAST, 100)
+        caller, before = callers[turn % 3], callers[(turn - 1) % 3]
+        with scene.device.in_stream(getattr(before.stream, "_stream", before.stream)):
+            caller.stream.wait_for_caller()
+        answers.append((keys, caller.ask(keys)))
+    for caller in callers:
+        caller.is_through()
+    assert scene.memory.held == 0
+    for keys, (answer, put_off) in answers:
+        assert put_off
+        np.testing.assert_array_equal(answer, scene.rows(keys, np.float32))
+
+
+@either
+@pytest.mark.parametrize("pooled", [False, True])
+def test_rows_that_cannot_be_read_are_nan_and_the_next_look_up_in_that_stream_says_why(kind: str, pooled: bool) -> None:
+    scene = Scene(8, StorageDtype.FLOAT32, kind=kind)
+    caller, other = Caller(scene), Caller(scene)
+
+    def fail(keys: Keys, dtype: Any) -> tuple[Vectors, States]:
+        raise StorageError("the disk failed")
+
+    keys = np.concatenate([RESIDENT[:50], BELOW[:50]])
+    bags = Pooling(np.arange(0, 100, 10), None, Combiner.SUM) if pooled else None
+    answer, put_off = caller.ask(keys, bags=bags, fetch=fail)
+    caller.is_through()
+    assert put_off
+    assert np.isnan(answer[len(answer) // 2 :]).all()
+    assert not np.isnan(answer[: len(answer) // 2]).any()
+    assert caller.told == []
+    assert scene.memory.finisher is not None
+    assert scene.memory.finisher.failed == 1
+    other.ask(BELOW)
+    with pytest.raises(StorageError, match=r"before this one in its stream could not read rows.* the disk failed"):
+        caller.ask(RESIDENT)
+    answer, _ = caller.ask(BELOW)
+    for each in caller, other:
+        each.is_through()
+    np.testing.assert_array_equal(answer, scene.rows(BELOW, np.float32))
+    assert scene.table.problem is None
+    assert scene.memory.held == 0
+
+
+def test_what_a_look_up_holds_is_released_when_the_device_fails_before_its_end() -> None:
+    scene = Scene(8, StorageDtype.FLOAT32)
+    caller = Caller(scene)
+    scene.device.still = True
+    caller.ask(BELOW)
+    scene.device.broken = True
+    out, none = scene.device.empty((1, 8), np.float32), np.empty((0, 8), np.float32)
+    assert not look_up(scene.table, RESIDENT[:1], np.zeros(1, np.uint8), none, out, scene.fetch)
+    caller.has_released()
+    scene.memory.close()
+
+
+@pytest.mark.parametrize("refused", [(NOT_SUPPORTED, 0), (0, NOT_SUPPORTED)])
+def test_a_look_up_that_a_stream_does_not_take_whole_leaves_the_stream_free(refused: tuple[int, int]) -> None:
+    scene = Scene(8, StorageDtype.FLOAT32)
+    caller = Caller(scene)
+    scene.device.functions.refused_in_streams = refused
+    with pytest.raises(AssertionError):  # of `ask`: the device does not answer
+        caller.ask(BELOW)
+    assert scene.table.problem is not None
+    caller.is_through()
+    assert scene.memory.held == 0
+
+
+def test_where_streams_cannot_wait_or_there_is_too_much_for_a_workspace_the_caller_waits() -> None:
+    scene = Scene(8, StorageDtype.FLOAT32, 1 << 20)
+    caller, many = Caller(scene), np.tile(BELOW, 10)
+    assert not caller.ask(many)[1]
+    scene.memory.finisher = None
+    answer, put_off = caller.ask(BELOW)
+    assert not put_off
+    caller.is_through()
+    np.testing.assert_array_equal(answer, scene.rows(BELOW, np.float32))
+    device = ShimDevice()
+    device.functions.refused_in_streams = NOT_SUPPORTED, 0
+    assert DeviceMemory(device, 1 << 20).finisher is None
+
+
+def test_a_store_that_puts_nothing_off_has_no_thread_for_it() -> None:
+    def threads() -> int:
+        return sum(thread.name == "tierstore-device-answers" for thread in threading.enumerate())
+
+    before, scene = threads(), Scene(8, StorageDtype.FLOAT32)
+    scene.look_up(BELOW, np.float32, np.zeros(len(BELOW), np.uint8), np.empty((0, 8), np.float32))
+    assert threads() == before
+    caller = Caller(scene)
+    caller.ask(BELOW)
+    assert threads() == before + 1
+    caller.is_through()
+    scene.table.close()
+    scene.memory.close()
+    assert threads() == before
+
+
 def test_a_stream_whose_work_has_ended_without_the_word_that_is_waited_for_is_an_error() -> None:
     device = ShimDevice()
     stream, word = device.stream(), device.pinned(64).view(np.uint32)
@@ -486,3 +715,4 @@ def test_look_ups_beside_deltas_promotion_and_resizing_are_right(kind: str) -> N
     soak.run(2.0)
     assert soak.faults == []
     assert 0 < soak.below < soak.keys
+    assert 0 < soak.put_off < soak.keys

@@ -13,14 +13,14 @@ from hypothesis.stateful import rule
 
 from tests import int4_model
 from tests.engine import scenes, ttl_scenes
-from tests.engine.model_based import Stores, StoresAgainstHistory, check
+from tests.engine.model_based import ALL_KEYS, DEFAULT, DIM, History, Stores, StoresAgainstHistory, check
 from tests.engine.test_store import folded
 from tests.tiers.cuda_shim.backend import OnGpu, ShimDevice
 from tests.tiers.devices import ON_GPU, to_host
 from tierstore.engine.data.promotion import RING_KEYS
 from tierstore.engine.data.table_view import TableView
 from tierstore.engine.store import Store
-from tierstore.errors import ConfigError, InvalidInput, MissingExtra, NotReady, WrongPartition
+from tierstore.errors import ConfigError, InvalidInput, MissingExtra, NotReady, StorageError, WrongPartition
 from tierstore.formats.keys import partition_of
 from tierstore.service.admin.metrics import _tables, device_families
 from tierstore.tiers.device import gpu
@@ -84,12 +84,21 @@ def test_keys_of_other_nodes_are_refused_on_the_device_too(with_device: Callable
     assert counts(store)["device"] > 0
 
 
+def test_keys_of_other_nodes_are_refused_at_once_in_a_stream_too(
+    on_stand_in: Callable[..., Store], gpus: list[ShimDevice], tmp_path: Path
+) -> None:
+    store = on_stand_in(partition="1/4", device_budget="64MiB")
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    with pytest.raises(WrongPartition):
+        store.model("ctr").lookup("item_id", ITEMS, stream=gpus[0].stream())
+
+
 class FoldedAtOnce(Stores):
     first_grace_s = 0.0
 
 
 class WithADevice(StoresAgainstHistory):
-    """The same, with every answer asked for in CPU memory and on the device, and promotions at any moment."""
+    """The same, with every answer asked for in CPU memory, on the device and in a stream, and promotions at any moment."""
 
     stores = FoldedAtOnce
     options = {"device_budget": "4MiB"}  # noqa: RUF012
@@ -98,6 +107,21 @@ class WithADevice(StoresAgainstHistory):
     @rule()
     def wait_for_promotions(self) -> None:
         promoted(self.store)
+
+    def _check_version(self, store: Store, number: int, history: History) -> None:
+        super()._check_version(store, number, history)
+        memory = store.shared.devices.gpu.memory
+        assert memory is not None
+        stream: Any = memory.backend.stream()
+        with store.model("ctr").view(number) as view:
+            of = [
+                (table, view.lookup(f"{table}_id", ALL_KEYS, stream=getattr(stream, "_stream", stream)))
+                for table in DIM
+            ]
+        stream.synchronize()
+        for table, rows in of:
+            want = [history.rows_of(number)[table].get(key, DEFAULT[table]) for key in ALL_KEYS.tolist()]
+            np.testing.assert_array_equal(to_host(rows), np.stack(want), err_msg=f"{table} of {number}, in a stream")
 
 
 @pytest.mark.thorough
@@ -215,6 +239,76 @@ def test_keys_that_a_stream_is_still_to_make_are_waited_for(
     np.testing.assert_array_equal(ctr.lookup("item_id", ITEMS, stream=stream), scenes.vectors("item", 0, ITEMS))
     with pytest.raises(InvalidInput, match="stream: expected one of CuPy or PyTorch"):
         ctr.lookup("item_id", ITEMS, stream="mine")
+
+
+def test_an_answer_in_the_callers_stream_is_complete_there_and_of_the_view_of_the_call(
+    on_stand_in: Callable[..., Store], gpus: list[ShimDevice], tmp_path: Path
+) -> None:
+    store = on_stand_in(device_budget="64MiB", fold_grace_s=0.0)
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    ctr, stream, expected = store.model("ctr"), gpus[0].stream(), scenes.vectors("item", 0, ITEMS)
+    publisher, offsets = ctr.publisher, np.arange(0, 1000, 4)
+    for seq in range(1, 4):  # from disk; from the host tier; on the device
+        wanted, before = ctr.lookup_bags("clicked", ITEMS, offsets), counts(store)
+        promoted(store)
+        gpus[0].still = True
+        rows = ctr.lookup("item_id", ITEMS, stream=stream)
+        bags = ctr.lookup_bags("clicked", ITEMS, offsets, stream=id(stream))
+        there = ctr.lookup("item_id", OnGpu(ITEMS), stream=stream)
+        assert not any((one[-1] == rows_of[-1]).any() for one, rows_of in ((rows, expected), (bags, wanted)))
+        view = publisher.current
+        assert view is not None
+        assert view.readers == 3
+        store.apply_delta(scenes.stamped(seq, {"item": ITEMS[::3]}))
+        stream.synchronize()
+        with publisher.changed:
+            assert publisher.changed.wait_for(lambda view=view: not view.readers, 60)
+        np.testing.assert_array_equal(rows, expected)
+        np.testing.assert_array_equal(there, expected)
+        np.testing.assert_array_equal(bags, wanted)
+        assert sum(counts(store).values()) - sum(before.values()) == 2999  # and the padding key of `clicked`
+        gpus[0].still = False
+        expected[::3] = scenes.vectors("item", seq, ITEMS[::3])
+        folded(store)
+        promoted(store)
+    assert counts(store)["device"] > before["device"]
+    rows, found = ctr.lookup("item_id", ITEMS, stream=stream, return_found=True)
+    np.testing.assert_array_equal(rows, expected)
+    assert found.all()
+
+
+def test_a_store_closes_after_the_answers_that_are_under_way_in_streams(
+    on_stand_in: Callable[..., Store], gpus: list[ShimDevice], tmp_path: Path
+) -> None:
+    store = on_stand_in(device_budget="64MiB")
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    stream = gpus[0].stream()
+    answers = [store.model("ctr").lookup("item_id", ITEMS, stream=stream) for _ in range(3)]
+    store.close()
+    for rows in answers:
+        np.testing.assert_array_equal(rows, scenes.vectors("item", 0, ITEMS))
+
+
+def test_an_answer_in_a_stream_that_cannot_be_read_is_nan_and_said_afterwards(
+    on_stand_in: Callable[..., Store], gpus: list[ShimDevice], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise StorageError("the disk failed")
+
+    store, stream = on_stand_in(device_budget="64MiB"), gpus[0].stream()
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    ctr = store.model("ctr")
+    with monkeypatch.context() as disk:
+        disk.setattr(TableView, "_below_device", fail)
+        rows = ctr.lookup("item_id", ITEMS, stream=stream)
+        stream.synchronize()
+    assert np.isnan(rows).any()
+    assert store.status()["device"]["failed_in_streams"] == 1
+    with pytest.raises(StorageError, match="the disk failed"):
+        ctr.lookup("item_id", ITEMS, stream=stream)
+    rows = ctr.lookup("item_id", ITEMS, stream=stream)
+    stream.synchronize()
+    np.testing.assert_array_equal(rows, scenes.vectors("item", 0, ITEMS))
 
 
 def test_rows_that_only_the_host_tier_has_are_read_by_the_device_itself(

@@ -55,10 +55,34 @@ def test_keys_that_a_stream_makes_on_the_gpu_are_answered_there(store: Store) ->
         with stream:
             keys = cupy.arange(len(ITEMS))[::-1] + 0
         for given in (stream, stream.ptr):
-            np.testing.assert_array_equal(ctr.lookup("item_id", keys, stream=given).get(), wanted[::-1])
+            rows = ctr.lookup("item_id", keys, stream=given)
+            with stream:
+                np.testing.assert_array_equal(rows.get(), wanted[::-1])
         assert isinstance(ctr.lookup("item_id", keys, stream=stream, device="cpu"), np.ndarray)
         bags = ctr.lookup_bags("clicked", keys, cupy.arange(0, 500, 5), stream=stream)
-        np.testing.assert_array_equal(bags.get(), ctr.lookup_bags("clicked", ITEMS[::-1], np.arange(0, 500, 5)))
+        with stream:
+            got = bags.get()
+        np.testing.assert_array_equal(got, ctr.lookup_bags("clicked", ITEMS[::-1], np.arange(0, 500, 5)))
+
+
+def test_look_ups_in_a_stream_follow_each_other_without_a_wait(store: Store) -> None:
+    """From the disk, from the host tier, on the device; more than there are workspaces, while the stream has other work."""
+    cupy = pytest.importorskip("cupy")
+    ctr, stream = store.model("ctr"), cupy.cuda.Stream(non_blocking=True)
+    assert store.status()["device"]["answers_in_streams"]
+    for turn in range(3):
+        answers = []
+        with stream:
+            busy = cupy.ones((2048, 2048), cupy.float32)
+            for _ in range(4):
+                busy = busy @ busy * 1e-4
+            for number in range(40):
+                keys = np.roll(ITEMS, number + turn)
+                answers.append((ctr.lookup("item_id", keys, stream=stream), keys.copy()))
+                keys[:] = -1
+            for rows, keys in answers:
+                np.testing.assert_array_equal(rows.get(), scenes.vectors("item", 0, keys))
+    assert store.status()["models"]["ctr"]["tables"]["item"]["device"]["problem"] is None
 
 
 def test_a_look_up_within_a_capture_is_refused_and_leaves_the_device_in_use(store: Store) -> None:

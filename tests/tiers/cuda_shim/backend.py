@@ -2,12 +2,14 @@
 
 A stream does nothing before `synchronize` (of itself or of one that waits for it), and then exactly what was put in, in
 order, as late as a real device may. So code that forgets to wait, or reuses memory too early, fails here every time.
+Where the CPU watches memory without asking the device, the device does what it can by itself, unless it is `still`.
 Device memory is filled with noise where it is new and where it was freed. Any thread may call anything.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +26,7 @@ from tierstore.tiers.device.driver import Driver, Queue
 from tierstore.tiers.device.driver_calls import NOBODY
 
 _NOISE = 0xA5
+_PATIENCE_S = 60.0
 FELL = "the device fell off the bus"
 
 
@@ -57,7 +60,7 @@ class ShimStream:
     def __init__(self, device: ShimDevice) -> None:
         self._device = device
         self._early = len(device._streams) >= device.early_from
-        self._work: deque[Callable[[], None]] = deque()
+        self._work: deque[tuple[Callable[[], None], Callable[[bool], bool]]] = deque()
         self.put = self.done = 0
         self._kept: deque[np.ndarray] = deque(maxlen=64)  # what tests upload and let go
         device._streams.append(self)
@@ -65,12 +68,16 @@ class ShimStream:
         self.events = (device.handle(self._held[0]), device.handle(self._held[1]))
         self._queue = Queue(device.driver(), self.handle, self.events)
 
-    def _add(self, work: Callable[[], None]) -> None:
+    def _add(self, work: Callable[[], None], ready: Callable[[bool], bool] = lambda patient: True) -> None:
+        """`ready` does what the work waits for, or, if it is not patient, as much of it as can be done now."""
         with self._device.lock:
-            self._work.append(work)
+            if self._device.in_line:
+                ready = self._device.after_all(ready)
+            self._work.append((work, ready))
             self.put += 1
+            self._device.latest = ShimEvent(self, self.put)
             if self._early:
-                self.run_to(self.put)
+                self.run_to(self.put, patient=False)
 
     def upload(self, to: int, data: np.ndarray) -> None:
         assert data.flags.c_contiguous
@@ -95,7 +102,7 @@ class ShimStream:
             return ShimEvent(self, self.put)
 
     def wait(self, event: ShimEvent) -> None:
-        self._add(lambda: event.stream.run_to(event.number))
+        self._add(lambda: None, lambda patient: event.stream.run_to(event.number, patient))
 
     def wait_for_caller(self) -> None:
         """Of the caller's streams, the one that `in_stream` names."""
@@ -104,10 +111,16 @@ class ShimStream:
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, id(self)
 
-    def run_to(self, number: int) -> None:
+    def run_to(self, number: int, patient: bool = True) -> bool:
+        """Do so many of the things that were put in. False if one of them must wait for the CPU, which takes patience."""
         while self.done < number:
-            self.done += 1  # first, so that streams that wait for each other come to an end
-            self._work.popleft()()
+            first = self._work[0]
+            if not first[1](patient):
+                return False
+            if self._work and self._work[0] is first:  # otherwise it was done for a stream that waits for this one
+                self.done += 1
+                self._work.popleft()[0]()
+        return True
 
     def synchronize(self) -> None:
         with self._device.lock:
@@ -126,11 +139,14 @@ class ShimDevice:
         self.lock = threading.RLock()
         self.total, self.number, self.early_from = total, number, early_from
         self.used = 0
-        self.broken = False
+        self.broken = self.still = False
+        self.in_line = False  # all streams share one queue of the hardware
+        self.latest: ShimEvent | None = None
         self.launched: dict[str, int] = {}
         self.locked, self.lockable = 0, 1 << 40  # bytes of the CPU's memory that kernels read, and at most
         self.moved = [0, 0]  # copies, their bytes
         self._caller = threading.local()
+        self._pool: deque[np.ndarray] = deque(maxlen=64)  # which keeps the memory of answers that are let go
         self._streams: list[ShimStream] = []
         self._events: dict[int, ShimEvent] = {}
         self.default_stream: Any = None
@@ -149,6 +165,29 @@ class ShimDevice:
         self.moved[0] += 1
         self.moved[1] += nbytes
         compile.move(to, source, nbytes)
+
+    def after_all(self, ready: Callable[[bool], bool]) -> Callable[[bool], bool]:
+        """`ready`, once everything is done that was put in before, in any stream."""
+        before = self.latest
+        return lambda patient: (before is None or before.stream.run_to(before.number, patient)) and ready(patient)
+
+    def reached(self, word: Any, value: int, patient: bool) -> bool:
+        """Whether a word has reached a value. One that is patient waits for the CPU, while no other call of the driver gets on."""
+        until = time.monotonic() + _PATIENCE_S
+        while word.value - value < 0 and patient:
+            assert time.monotonic() < until, "a stream waits for a word that nobody writes"
+            time.sleep(0.0005)
+        return bool(word.value - value >= 0)
+
+    def go_on(self) -> None:
+        """What a device does by itself. Nothing while a thread is in a call of the driver: it would not wait for the caller."""
+        if self.still or self.broken or not self.lock.acquire(blocking=False):
+            return
+        try:
+            for stream in list(self._streams):
+                stream.run_to(stream.put, patient=False)
+        finally:
+            self.lock.release()
 
     def alloc(self, nbytes: int) -> ShimBuffer:
         with self.lock:
@@ -190,7 +229,8 @@ class ShimDevice:
     def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         dtype = np.dtype(dtype)
         nbytes = int(np.prod(shape)) * dtype.itemsize
-        return self.pinned(nbytes).view(dtype).reshape(shape)
+        self._pool.append(self.pinned(nbytes))
+        return self._pool[-1].view(dtype).reshape(shape)
 
     @contextmanager
     def in_stream(self, stream: Any) -> Iterator[None]:

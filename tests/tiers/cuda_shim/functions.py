@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from typing import Any
 
 from tests.tiers.cuda_shim import compile
@@ -14,7 +15,7 @@ from tierstore.tiers.device.backend import THREADS, DeviceError, kernel_names
 
 CONTEXT = 77
 LOST = 719
-_NOT_READY = 600
+_NOT_READY, NOT_SUPPORTED = 600, 801
 _WORD, _UINT = ctypes.c_uint64, ctypes.c_uint32
 _LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int32, _WORD, *[_UINT] * 7, _WORD, _WORD, _WORD)
 _CALL = ctypes.CFUNCTYPE(ctypes.c_int32, _WORD, _WORD, _WORD, _WORD)
@@ -23,21 +24,21 @@ _CALL = ctypes.CFUNCTYPE(ctypes.c_int32, _WORD, _WORD, _WORD, _WORD)
 class Functions:
     """`addresses`, in the order of `FUNCTIONS` and with the C library's two; `kernels`, their handles by name.
 
-    `refused`: the error that a question how a stream is gives, after it has done all its work.
+    `refused`: the error that a question how a stream is gives, after it has done all its work. `refused_in_streams`: an
+    error of the functions by which a stream waits for a word, and writes one.
     """
 
     def __init__(self, device: Any) -> None:
-        self._device, self.refused = device, 0
+        self._device, self.refused, self.refused_in_streams = device, 0, (0, 0)
         self._sizes: dict[int, int] = {}  # of ranges that are registered, in bytes
         self._thread = threading.local()  # depth: contexts that are pushed; relaxed: its mode of captures
         self.kernels = {name: 1 + number for number, name in enumerate(kernel_names())}
         self._names = {handle: name for name, handle in self.kernels.items()}
         four = (
             self._copy, self._record, self._wait, self._query, self._push, self._pop, self._mode, self._register,
-            self._unregister, self._mapped,
+            self._unregister, self._mapped, self._copy, self._wait_value, self._write_value,
         )  # fmt: skip
-        libc = ctypes.CDLL(None)
-        self._held = [_LAUNCH(self._launch), *map(_CALL, four), libc.sched_yield, libc.usleep]
+        self._held = [_LAUNCH(self._launch), *map(_CALL, four), ctypes.CDLL(None).sched_yield, _CALL(self._sleep)]
         self.addresses = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in self._held]
 
     def _launch(self, kernel: int, *rest: int) -> int:
@@ -72,6 +73,35 @@ class Functions:
         assert flags == 0
         of = self._device.event_of(event)
         self._device.stream_of(stream).wait(type(of)(of.stream, of.number))  # as it is recorded now
+        return 0
+
+    def _wait_value(self, stream: int, at: int, value: int, flags: int) -> int:
+        """Holds later work of the stream back until the word has reached the value; only the device's work, or a store by the CPU, changes it."""
+        self._check()
+        assert flags == at % 4 == 0
+        if self.refused_in_streams[0]:
+            return self.refused_in_streams[0]
+        word = ctypes.c_int32.from_address(at)
+        self._device.stream_of(stream)._add(lambda: None, lambda patient: self._device.reached(word, value, patient))
+        return 0
+
+    def _write_value(self, stream: int, at: int, value: int, flags: int) -> int:
+        self._check()
+        assert flags == at % 4 == 0
+        if self.refused_in_streams[1]:
+            return self.refused_in_streams[1]
+        word = ctypes.c_int32.from_address(at)
+
+        def write() -> None:
+            word.value = value
+
+        self._device.stream_of(stream)._add(write)
+        return 0
+
+    def _sleep(self, *_: int) -> int:
+        """Time passes, in which a device goes on by itself."""
+        self._device.go_on()
+        time.sleep(0.0001)
         return 0
 
     def _query(self, stream: int, *_: int) -> int:

@@ -20,7 +20,7 @@ from tierstore.lookup import table_rows as kernel
 from tierstore.lookup.plans import TABLE
 from tierstore.lookup.table_rows import NOT_POOLED
 from tierstore.tiers.background import yield_if_background
-from tierstore.tiers.device.lookup import PADDING, KeysThere, Pooling, answer, from_device
+from tierstore.tiers.device.lookup import PADDING, KeysThere, Pooling, Unwaited, answer, from_device
 from tierstore.types import Keys, Rows, States, Tier, Vectors
 
 DTYPES = np.dtype(np.float32), np.dtype(np.float16)  # of answers, by their codes
@@ -129,11 +129,13 @@ class TableView:
             rows[pending], state[pending], _ = self.table.read_and_promote(self.seq, keys[pending])
         self.table.count(state, 0)
 
-    def on_device(self, keys: Keys | KeysThere, state: States, dtype: Any, bags: Pooling | None) -> Any:
+    def on_device(
+        self, keys: Keys | KeysThere, state: States, dtype: Any, bags: Pooling | None, unwaited: Unwaited | None = None
+    ) -> Any:
         """Rows, or pooled bags, of `keys` as an array of `dtype` on the device; None if the device tier cannot answer.
 
-        Like `lookup` otherwise; keys whose state is PADDING are zeros and add nothing. `state` gets the tiers, which
-        are not counted yet.
+        Like `lookup` otherwise; keys whose state is PADDING are zeros and add nothing. `state` gets the tiers; call
+        `count_on_device` then.
         """
         table = self.table
         cache = table.device
@@ -142,10 +144,16 @@ class TableView:
         given = np.empty((0, table.spec.dim), dtype)
         if self.overlays and not isinstance(keys, KeysThere):
             given = self._rows_of_overlays(keys, state, np.float32 if bags is not None else dtype)
-        vectors = answer(cache, keys, state, given, dtype, self._below_device, bags, table.host)
-        if vectors is not None and table.offer is not None and (state == _HOST).any():
-            table.offer(from_device(cache.device, keys.array) if isinstance(keys, KeysThere) else keys, state)
-        return vectors
+        if table.own is not None:
+            unwaited = None  # keys of other nodes are an error of the caller's, to be raised at once
+        return answer(cache, keys, state, given, dtype, self._below_device, bags, table.host, unwaited)
+
+    def count_on_device(self, keys: Keys | KeysThere, state: States, skipped: int) -> None:
+        """Count, and promote, what `on_device` has answered; `skipped` keys were padding."""
+        table = self.table
+        if table.device is not None and table.offer is not None and (state == _HOST).any():
+            table.offer(from_device(table.device.device, keys.array) if isinstance(keys, KeysThere) else keys, state)
+        table.count(state, skipped)
 
     def _rows_of_overlays(self, keys: Keys, state: States, dtype: Any) -> Vectors:
         """Rows of the keys that deltas answer, in their order; sets their states."""

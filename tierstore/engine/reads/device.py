@@ -1,12 +1,12 @@
 """Look-ups whose answer stays on a GPU: overlays first, then the device tier, then the tiers below it.
 
 On the caller's thread, under the caller's view; any number of threads. A returned answer is complete, so any stream
-may read it at once.
+may read it at once; or, if the caller has named its stream, complete in the order of that stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +20,10 @@ from tierstore.engine.versions.version import Version
 from tierstore.errors import NotReady
 from tierstore.tiers.device.backend import Captured, lies_on_gpu
 from tierstore.tiers.device.gpu import Gpu
-from tierstore.tiers.device.lookup import PADDING, KeysThere, Pooling
+from tierstore.tiers.device.lookup import PADDING, KeysThere, Pooling, Unwaited
 from tierstore.types import Keys, KeyType, Tier
+
+Hold = Callable[[], Callable[[], None]]  # holds a view, and returns what releases it
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,26 +50,30 @@ class DeviceLookup:
         """True: `finish` waits for the device."""
         return True
 
-    def finish(self) -> OnDevice:
+    def finish(self, hold: Hold | None = None) -> OnDevice:
         """The answer, complete. Call it once; sets `found`, as for `Lookup`.
 
         If the device tier cannot answer, CPU memory does, and the answer is uploaded. NotReady while a CUDA graph is
-        captured.
+        captured. With `hold` the answer may be complete only in the order of the caller's stream; then `found` is not
+        set, and the view is held until it is.
         """
         with _outside_of_captures():
-            array = self._answer()
+            array = self._answer(hold)
         assert self._gpu.memory is not None
         return OnDevice(self._gpu.memory.backend.address_of(array), array)
 
-    def _answer(self) -> Any:
+    def _answer(self, hold: Hold | None) -> Any:
         feature, codes, bags, code = self._what
         state = np.zeros(len(codes), np.uint8)
         if feature.padding is not None:
             state[codes == feature.padding] = PADDING
-        vectors = feature.rows.on_device(codes, state, DTYPES[code], bags)
+        rows, skipped = feature.rows, int(np.count_nonzero(state))
+        unwaited = hold and Unwaited(hold, lambda keys, states: rows.count_on_device(keys, states, skipped))
+        vectors = rows.on_device(codes, state, DTYPES[code], bags, unwaited)
         if vectors is not None:
-            feature.rows.table.count(state, 0 if isinstance(codes, KeysThere) else feature.skipped(codes))
-            self.found = state != Tier.ABSENT
+            if unwaited is None or not unwaited.begun:
+                rows.count_on_device(codes, state, skipped)
+                self.found = state != Tier.ABSENT
             return vectors
         if isinstance(codes, KeysThere):
             codes = self._gpu.to_host(codes.array)

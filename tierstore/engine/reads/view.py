@@ -6,16 +6,17 @@ current, and which older ones are still read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import numpy.typing as npt
 
 from tierstore.engine.data.dense_head import DenseHead, Heads, passed_over_after, with_brought
 from tierstore.engine.data.overlay import Overlay
 from tierstore.engine.data.table_view import TableView
-from tierstore.engine.reads.device import DeviceLookup, gpu_of, keys_there, of_caller
+from tierstore.engine.reads.device import DeviceLookup, Hold, gpu_of, keys_there, of_caller
 from tierstore.engine.reads.feature_view import FeatureView, answer_code
 from tierstore.engine.reads.gather import Gathering, can_gather
 from tierstore.engine.reads.lookup import BagLookup, Lookup
@@ -33,6 +34,15 @@ from tierstore.types import FeatureSpec, KeysLike, TableSpec, Vectors
 
 _MOST_GATHERINGS = 64  # for one view
 _NO_HEAD = DenseHead()
+
+
+class Holder(Protocol):
+    """What counts the readers of views."""
+
+    def retain(self, view: View) -> None:
+        """Hold a view that the caller holds once more."""
+
+    def release(self, view: View) -> None: ...
 
 
 class View:
@@ -54,6 +64,7 @@ class View:
         "heads",
         "overlays",
         "predictor",
+        "publisher",
         "readers",
         "seq",
     )
@@ -73,6 +84,7 @@ class View:
         self._features: dict[str, FeatureView] = {}
         self._read_by("")
         self.readers = 0  # guarded by the publisher's lock
+        self.publisher: Holder | None = None  # set when it is published
 
     def _read_by(self, head: str) -> None:
         self.head, self.predictor = head, self.heads.get(head, _NO_HEAD).predictor
@@ -89,6 +101,7 @@ class View:
                 named = ", ".join(sorted(self.heads.keys() - {""}))
                 raise NotFound(f"no head {head!r}; version {self.version} has {named or 'none with a name'}")
             view = copy(self)
+            view.publisher = None  # which counts the readers of `self`
             view._read_by(head)
             self._under[head] = view
         return view
@@ -186,6 +199,8 @@ class View:
                 complete when it is returned; `found` stays a NumPy array.
             stream: the caller's, of CuPy, PyTorch or by its address: `keys` are read after the work that is in it, and
                 the memory of the answer is used again in its order. None: CuPy's current one. `device` is `gpu` then.
+                Unless `found` is wanted, the vectors are complete in the order of this stream, and the call does not
+                wait for them. Rows that cannot be read are NaN then, and the next look-up in the stream raises why.
 
         Returns:
             The vectors [n, dim], or (vectors, found).
@@ -197,9 +212,12 @@ class View:
         if stream is not None or lies_on_gpu(keys):
             with of_caller(self._version, device, stream) as gpu:
                 here, where = self._keys_for(gpu, feature, keys, device), device or "gpu"
-                return self.lookup(feature, here, dtype=dtype, out=out, return_found=return_found, device=where)
+                if where != "cpu":
+                    hold = None if stream is None else self._hold
+                    return self._left_on(where, out, return_found, hold, feature, here, dtype=dtype)
+                return self.lookup(feature, here, dtype=dtype, out=out, return_found=return_found)
         if device not in (None, "cpu"):
-            return self._left_on(device, out, return_found, feature, keys, dtype=dtype)
+            return self._left_on(device, out, return_found, None, feature, keys, dtype=dtype)
         of = self.feature(feature)
         lookup = Lookup(of, of.codes(keys), 0 if dtype == "float32" else answer_code(dtype), out)
         answer = lookup.finish()
@@ -240,13 +258,14 @@ class View:
                 here, starts, factors = (
                     self._keys_for(gpu, feature, keys, device), gpu.to_host(offsets), gpu.to_host(weights)
                 )  # fmt: skip
-                return self.lookup_bags(
-                    feature, here, starts, weights=factors, combiner=combiner, dtype=dtype, out=out,
-                    return_found=return_found, device=device or "gpu",
-                )  # fmt: skip
+                how: Any = {"weights": factors, "combiner": combiner, "dtype": dtype}
+                if device == "cpu":
+                    return self.lookup_bags(feature, here, starts, out=out, return_found=return_found, **how)
+                hold, where = None if stream is None else self._hold, device or "gpu"
+                return self._left_on(where, out, return_found, hold, feature, here, offsets=starts, **how)
         if device not in (None, "cpu"):
-            how: Any = {"offsets": offsets, "weights": weights, "combiner": combiner, "dtype": dtype}
-            return self._left_on(device, out, return_found, feature, keys, **how)
+            how = {"offsets": offsets, "weights": weights, "combiner": combiner, "dtype": dtype}
+            return self._left_on(device, out, return_found, None, feature, keys, **how)
         of = self.feature(feature)
         codes = of.codes(keys)
         bags = of.bags(len(codes), offsets, weights, combiner)
@@ -354,10 +373,18 @@ class View:
         there = None if device == "cpu" else keys_there(gpu, keys, self.feature(feature))
         return gpu.to_host(keys) if there is None else there
 
-    def _left_on(self, device: str | None, out: Vectors | None, return_found: bool, *what: Any, **how: Any) -> Any:
-        """`lookup`, or `lookup_bags`, with an answer that stays on a device."""
+    def _left_on(
+        self, device: str | None, out: Vectors | None, return_found: bool, hold: Hold | None, *what: Any, **how: Any
+    ) -> Any:
+        """`lookup`, or `lookup_bags`, with an answer that stays on a device; with `hold`, in the caller's stream."""
         if out is not None:
             raise InvalidInput("out: an answer on a device is a new array; leave out away")
         lookup = self.begin_on_device(str(device), *what, **how)
-        answer = lookup.finish().array
+        answer = lookup.finish(None if return_found or self.publisher is None else hold).array
         return (answer, lookup.found) if return_found else answer
+
+    def _hold(self) -> Callable[[], None]:
+        publisher = self.publisher
+        assert publisher is not None
+        publisher.retain(self)
+        return partial(publisher.release, self)

@@ -80,6 +80,8 @@ class Publisher:
                 self._publish_words(self._epochs, served)
             former = dict.fromkeys((*self._retired, *self._served.views))
             self._retired = [view for view in former if view.readers and view not in served.views]
+            for view in served.views:
+                view.publisher = self
             self._served = served
             self.changed.notify_all()
 
@@ -134,6 +136,11 @@ class Publisher:
                 view = served.choose(self._model, wanted, route)
             view.readers += 1
             return view
+
+    def retain(self, view: View) -> None:
+        """Hold a view once more that the caller holds, beyond the end of the call, until `release`."""
+        with self._lock:
+            view.readers += 1
 
     def hold(self, *views: View) -> tuple[View, ...]:
         """Hold views, by default all that are served, for work that is not a request, until `unhold`. Returns them.

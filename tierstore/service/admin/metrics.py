@@ -132,6 +132,11 @@ def device_families(device: dict[str, Any]) -> Iterator[Metric]:
         "Keys dropped because there was no room, or another look-up was offering.",
         dropped,
     )
+    yield counter(
+        "tierstore_device_failed_in_streams",
+        "Look-ups in a stream of the caller's that could not read rows, which are NaN.",
+        device["failed_in_streams"],
+    )
 
 
 def _tables(models: Documents) -> Iterator[Metric]:

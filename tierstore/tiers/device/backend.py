@@ -103,6 +103,9 @@ class DriverCalls(Protocol):
     calls: np.ndarray
     kernels: Mapping[str, int]
 
+    def call(self, which: int, *args: int) -> None:
+        """Call one of the functions, by its number in `driver_calls.py`."""
+
     def check(self, status: int) -> None:
         """Raise our error for an error status of the driver."""
 

@@ -48,10 +48,10 @@ def find_devices() -> tuple[int, str | None]:
 
 
 def driver_addresses() -> list[int]:
-    """Addresses of the functions that `driver_calls.py` calls. A driver must be present."""
+    """Addresses of the functions that `driver_calls.py` calls, 0 for one that an old driver lacks. A driver must be present."""
     cuda, libc = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL(None)
-    functions = [*(cuda[name] for name in FUNCTIONS), libc.sched_yield, libc.usleep]
-    return [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions]
+    functions = [*(getattr(cuda, name, None) for name in FUNCTIONS), libc.sched_yield, libc.usleep]
+    return [ctypes.cast(function, ctypes.c_void_p).value or 0 if function else 0 for function in functions]
 
 
 def _translated(method: Callable[..., _Result]) -> Callable[..., _Result]:

@@ -20,7 +20,8 @@ OUT_OF_MEMORY = 2
 FUNCTIONS = (
     "cuLaunchKernel", "cuMemcpyHtoDAsync_v2", "cuEventRecord", "cuStreamWaitEvent", "cuStreamQuery",
     "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuThreadExchangeStreamCaptureMode", "cuMemHostRegister_v2",
-    "cuMemHostUnregister", "cuMemHostGetDevicePointer_v2",
+    "cuMemHostUnregister", "cuMemHostGetDevicePointer_v2", "cuMemcpyDtoHAsync_v2", "cuStreamWaitValue32_v2",
+    "cuStreamWriteValue32_v2",
 )  # fmt: skip
 _MOST_ARGUMENTS = 24
 _FOR_KERNELS = 3  # CU_MEMHOSTREGISTER_PORTABLE, _DEVICEMAP

@@ -131,6 +131,8 @@ class Gpu:
             "workspaces": WORKSPACES,
             "workspaces_taken": self.memory.held,
             "workspace_bytes": WORKSPACES * self.memory.workspace_bytes,
+            "answers_in_streams": self.memory.finisher is not None,
+            "failed_in_streams": 0 if self.memory.finisher is None else self.memory.finisher.failed,
         }
 
     def close(self) -> None:

@@ -3,6 +3,8 @@
 If keys are listed, a second kernel answers them with rows from the tiers below. A call is one look-up, on the caller's thread, with one workspace for
 each chunk; any number of threads may call. Kernels read keys and rows in page-locked CPU memory and write states and lists there; many keys are
 copied up first. The first kernel writes the rows that it finds to the answer, or, for bags that wait for listed keys, to the workspace.
+
+A caller that says in which stream it reads the answer need not wait: a look-up of one chunk is put off (`Unwaited`), and a thread ends it (`later.py`).
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tierstore.errors import StorageError
 from tierstore.kernels.pool import combiner_code
 from tierstore.tiers.device import round_trip
-from tierstore.tiers.device.backend import TEAM, WARP, Captured, DeviceError, OutOfDeviceMemory
+from tierstore.tiers.device.backend import TEAM, WARP, Buffer, Captured, DeviceError, OutOfDeviceMemory
+from tierstore.tiers.device.driver_calls import NOBODY
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import ALIGN, NOTHING, DeviceMemory, Workspace
 from tierstore.tiers.host.table import HostTable
@@ -39,6 +43,19 @@ class Pooling:
     offsets: np.ndarray
     weights: np.ndarray | None
     combiner: Combiner
+
+
+@dataclass(slots=True, eq=False)
+class Unwaited:
+    """A look-up whose caller does not wait: its answer is complete in the order of the caller's stream.
+
+    `hold` keeps the tiers below as they are, and returns what ends that. `after` gets (keys, states), which are not kept, on another thread; it is
+    not called if rows could not be read. `begun`: whether the look-up was put off; otherwise it is complete when the call returns.
+    """
+
+    hold: Callable[[], Callable[[], None]]
+    after: Callable[[Keys, States], None]
+    begun: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +87,7 @@ def answer(
     fetch: Fetch,
     bags: Pooling | None = None,
     host: HostTable | None = None,
+    unwaited: Unwaited | None = None,
 ) -> Any:
     """A new array of `dtype` on the device with the answer, [n, dim] or [bags, dim]; None if the device cannot answer.
 
@@ -80,7 +98,7 @@ def answer(
         out = table.device.backend.empty(shape, dtype)
     except OutOfDeviceMemory:
         return None
-    return out if look_up(table, keys, state, answered, out, fetch, bags, host) else None
+    return out if look_up(table, keys, state, answered, out, fetch, bags, host, unwaited) else None
 
 
 def look_up(
@@ -92,6 +110,7 @@ def look_up(
     fetch: Fetch,
     bags: Pooling | None = None,
     host: HostTable | None = None,
+    unwaited: Unwaited | None = None,
 ) -> bool:
     """Answer every key, on the device.
 
@@ -103,23 +122,34 @@ def look_up(
         out: an array on the device, from `Backend.empty`: float32 or float16 [n, dim], or [bags, dim].
         fetch: answers keys that the kernel has not found. Called on this thread, once a chunk.
         host: the host tier below, which the kernel reads if it may.
+        unwaited: do not wait, if possible; then `state` is not written.
 
     Returns:
         False if the device cannot answer (it has failed, the table was closed, or one bag is larger than a workspace).
         Then `state` and `out` are undefined.
 
     Raises:
-        Captured: a CUDA graph is being captured.
+        Captured: a CUDA graph is being captured. StorageError: an earlier look-up in the caller's stream, that was put off, has failed.
     """
     work = _Work(table, keys, state, answered, out, fetch, bags, host)
     chunks = work.chunks()
     if chunks is None:
         return False
+    finisher, stream = table.device.finisher, NOBODY
+    if unwaited is not None and finisher is not None and len(chunks) == 1:
+        stream = table.device.backend.callers()[0]
+        if stream != NOBODY:
+            finisher.prepare(stream)
     try:
         for chunk in chunks:
             with table.device.workspace(answers=True) as ws:
-                if not work.run(ws, chunk):
+                if unwaited is None or finisher is None or stream == NOBODY:
+                    if not work.run(ws, chunk):
+                        return False
+                elif (begun := work.put_off(ws, chunk, stream, unwaited)) is None:
                     return False
+                else:
+                    finisher.add(begun)
     except OutOfDeviceMemory:
         return False
     except Captured:
@@ -226,29 +256,12 @@ class _Work:
         return chunks
 
     def run(self, ws: Workspace, chunk: _Chunk) -> bool:
-        memory, bags = self.table.memory, self.bags
-        if memory is None:
-            return False
-        begin, end, *_ = chunk
-        keys, state = self.keys[begin:end], self.state[begin:end]
-        kernel, offsets, weights, combiner, first = "look_up", _NONE, _NO_WEIGHTS, 0, begin
-        if bags is not None:
-            kernel, combiner, first = "pool", combiner_code(bags.combiner), chunk.first
-            offsets = bags.offsets[chunk.first : chunk.last]
-            weights = _NO_WEIGHTS if bags.weights is None else bags.weights[begin:end]
-        device = self.table.device
-        ws.job[:] = (
-            device.driver.kernels[kernel], *device.backend.callers(), self.of, self.address + first * self.out_width,
-            self.half, self.room_width, self.table.spec.dim, begin, combiner,
-            0 if self.there is None else self.there.address + 8 * begin,
-        )  # fmt: skip
-        calls, order = device.driver.calls, memory.order.words
-        said = round_trip.look_up(calls, order, ws.frame, keys, state, offsets, weights)
+        said = self._launch(ws, chunk)
         if said == round_trip.NOT_IN_USE:
             return False
-        if said < 0:
-            device.driver.check(round_trip.FAILED - said)
+        begin, end, *_ = chunk
         if said and self.host is not None:
+            keys = self.keys[begin:end]
             if self.there is not None:  # to CPU memory, from where rows are put to their places later, if there are any
                 keys = ws.staging(int(ws.frame[round_trip.AT_ROWS]), end - begin, np.int64)
                 ws.stream.download(keys, self.there.address + 8 * begin)
@@ -256,10 +269,44 @@ class _Work:
             self.host.note_answered(keys, ws.staging(int(ws.frame[round_trip.AT_STATE]), end - begin))
         return said < 2 or self._answer_listed(ws, chunk, said // 2)
 
+    def put_off(self, ws: Workspace, chunk: _Chunk, stream: int, unwaited: Unwaited) -> _PutOff | None:
+        """`run` without waiting. None if the table is not in use."""
+        memory = self.table.memory
+        if memory is None or self._launch(ws, chunk, put_off=True) == round_trip.NOT_IN_USE:
+            return None
+        ws.leave()
+        unwaited.begun = True
+        return _PutOff(self, ws, chunk, stream, unwaited, memory.control)
+
+    def _launch(self, ws: Workspace, chunk: _Chunk, *, put_off: bool = False) -> int:
+        """The compiled call, with its result."""
+        memory, bags = self.table.memory, self.bags
+        if memory is None:
+            return round_trip.NOT_IN_USE
+        begin, end, *_ = chunk
+        keys, state = self.keys[begin:end], self.state[begin:end]
+        kernel, second, offsets, weights, combiner, first = "look_up", "put_rows", _NONE, _NO_WEIGHTS, 0, begin
+        if bags is not None:
+            kernel, second, combiner, first = "pool", "pool_waiting", combiner_code(bags.combiner), chunk.first
+            offsets = bags.offsets[chunk.first : chunk.last]
+            weights = _NO_WEIGHTS if bags.weights is None else bags.weights[begin:end]
+        device = self.table.device
+        ws.job[:] = (
+            device.driver.kernels[kernel], *device.backend.callers(), self.of, self.address + first * self.out_width,
+            self.half, self.room_width, self.table.spec.dim, begin, combiner,
+            0 if self.there is None else self.there.address + 8 * begin,
+            device.driver.kernels[second] if put_off else 0,
+        )  # fmt: skip
+        calls, order = device.driver.calls, memory.order.words
+        said = int(round_trip.look_up(calls, order, ws.frame, keys, state, offsets, weights))
+        if said < 0 and said != round_trip.NOT_IN_USE:
+            device.driver.check(round_trip.FAILED - said)
+        return said
+
     def _answer_listed(self, ws: Workspace, chunk: _Chunk, listed: int) -> bool:
         """Put the rows of the listed keys to their places, or pool the bags that waited for them."""
-        at = dict(zip(_PARTS, ws.frame[round_trip.AT : round_trip.COPIED].tolist(), strict=True))
-        self._stage_rows(ws, at, chunk, listed)
+        at = _parts_of(ws)
+        self.stage_rows(ws, at, chunk, listed)
         with self.table.reading() as view:
             if view is None:
                 return False
@@ -274,7 +321,7 @@ class _Work:
         rows, half = ws.here(at["rows"]), self.half
         if self.bags is None:
             out, dim = self.address + chunk.begin * self.out_width, self.table.spec.dim
-            return "put_rows", listed * TEAM, rows, ws.here(at["places"]), listed, out, dim, half
+            return "put_rows", listed * TEAM, rows, ws.here(at["places"]), listed, NOTHING, out, dim, half
         where = ws.at if ws.frame[round_trip.COPIED] else ws.here
         count, out = chunk.last - chunk.first, self.address + chunk.first * self.out_width
         weights = NOTHING if self.bags.weights is None else where(at["weights"])
@@ -284,7 +331,7 @@ class _Work:
             half,
         )  # fmt: skip
 
-    def _stage_rows(self, ws: Workspace, at: dict[str, int], chunk: _Chunk, listed: int) -> None:
+    def stage_rows(self, ws: Workspace, at: dict[str, int], chunk: _Chunk, listed: int) -> None:
         """Put the rows of the listed keys (read below or answered before) where a kernel reads them."""
         state = ws.staging(at["state"], chunk.end - chunk.begin)
         positions = ws.staging(at["places"], listed, np.uint32)
@@ -302,3 +349,74 @@ class _Work:
                 np.searchsorted(self.answered_at, chunk.begin + positions[given].astype(np.int64))
             ]
             state[positions[given]] = was[given]
+
+
+def _parts_of(ws: Workspace) -> dict[str, int]:
+    """The offsets of a workspace's parts, by name."""
+    return dict(zip(_PARTS, ws.frame[round_trip.AT : round_trip.COPIED].tolist(), strict=True))
+
+
+class _PutOff:
+    """A look-up in the caller's stream, as an `UnderWay`. `control`: memory that its second kernel reads, kept until then."""
+
+    __slots__ = (
+        "_at", "_chunk", "_control", "_failed", "_listed", "_release", "_report", "_stream", "_unwaited", "_work", "_ws",
+        "word",
+    )  # fmt: skip
+
+    def __init__(
+        self, work: _Work, ws: Workspace, chunk: _Chunk, stream: int, unwaited: Unwaited, control: Buffer
+    ) -> None:
+        self._work, self._ws, self._chunk, self._stream, self._unwaited = work, ws, chunk, stream, unwaited
+        self._control, self._at, self._listed, self._failed = control, _parts_of(ws), 0, False
+        self._release: Callable[[], None] | None = unwaited.hold()
+        self.word = self._report = ws.here(self._at["done"])
+
+    def _part(self, name: str, count: int, dtype: Any = np.uint8) -> np.ndarray:
+        return self._ws.staging(self._at[name], count, dtype)
+
+    def answer_missing(self, failed: Callable[[int, Exception], None]) -> None:
+        if self.word != self._report or not (said := int(round_trip.said(self._report))):
+            return
+        self._listed = said >> 32
+        try:
+            if self._listed:
+                self._read_missing()
+        except Exception as error:  # noqa: BLE001 - raised for the caller
+            self._failed = True
+            self._part("rows", self._listed * self._work.table.spec.dim, self._work.row_dtype)[:] = np.nan
+            failed(self._stream, error)
+        finally:
+            round_trip.say(self._report, round_trip.WHOLE | self._listed << 32)
+            self.word += round_trip.OVER
+
+    def _read_missing(self) -> None:
+        if self._release is None:
+            raise StorageError("the device has failed")
+        self._work.stage_rows(self._ws, self._at, self._chunk, self._listed)
+
+    def end(self) -> None:
+        if self.word == self._report or not round_trip.said(self.word):
+            return
+        try:
+            if not self._failed and self._release is not None:
+                self._count()
+        finally:
+            self._ws.give_back()
+            self.word = 0
+            self.forsake()
+
+    def _count(self) -> None:
+        n, there, host = self._chunk.end - self._chunk.begin, self._work.there, self._work.host
+        keys, state = self._part("keys" if there is None else "rows", n, np.int64), self._part("state", n)
+        if host is not None and not self._listed:  # otherwise the host tier has noted what it was asked for
+            host.note_answered(keys, state)
+        self._unwaited.after(keys, state)
+
+    def forsake(self) -> bool:
+        if self.word and self._work.table.is_in_use:
+            return False
+        if self._release is not None:
+            self._release()
+            self._release = None
+        return True

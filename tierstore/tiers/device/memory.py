@@ -46,8 +46,8 @@ class TableMemory:
         # constant after construction
         self._name, self._layout, self._device = spec.name, layout, device
         self.stream: DeviceStream = device.backend.stream()
-        self._control: Buffer = device.backend.alloc(layout.control_bytes)  # counters, default vector
-        self.order = Order(self.stream, self._control.address + READERS_AT)
+        self.control: Buffer = device.backend.alloc(layout.control_bytes)  # counters, default vector
+        self.order = Order(self.stream, self.control.address + READERS_AT)
         self.window = HostWindow(device.backend, self.stream, self.order)
         # guarded by order
         self.depth = 0
@@ -56,8 +56,8 @@ class TableMemory:
         self._use(self._described())
         with device.workspace() as ws:
             ws.staging(0, spec.dim, np.float32)[:] = default
-            self.stream.clear(self._control.address, COUNTER_BYTES)
-            self.stream.upload(self._control.address + COUNTER_BYTES, ws.staging(0, spec.dim * 4))
+            self.stream.clear(self.control.address, COUNTER_BYTES)
+            self.stream.upload(self.control.address + COUNTER_BYTES, ws.staging(0, spec.dim * 4))
             self.stream.synchronize()
 
     def _new_segment(self, number: int) -> Buffer:
@@ -67,7 +67,7 @@ class TableMemory:
 
     def _described(self) -> np.ndarray:
         addresses = [segment.address for segment in self._segments]
-        return self._layout.table(addresses, self._control.address + COUNTER_BYTES, self.depth)
+        return self._layout.table(addresses, self.control.address + COUNTER_BYTES, self.depth)
 
     def _use(self, table: np.ndarray | None) -> None:
         """Set the table that kernels are launched with; None: the table is not in use."""
@@ -78,7 +78,7 @@ class TableMemory:
     def reading(self) -> Iterator[Reading | None]:
         """In the block, put a kernel that reads into the stream. None if the table is not in use."""
         with self.order:
-            yield None if self.table is None else Reading(self.stream, self.table, self._control)
+            yield None if self.table is None else Reading(self.stream, self.table, self.control)
 
     @contextmanager
     def writing(self) -> Iterator[Reading]:
@@ -183,7 +183,7 @@ class TableMemory:
         finally:
             for buffer in segments:
                 buffer.free()
-            del self._control  # its memory is freed with the last look-up that answers with the default
+            del self.control  # its memory is freed with the last look-up that answers with the default
 
 
 def _launch(ws: Workspace, view: Reading, table: np.ndarray, done_at: int, kernel: str, teams: int, *args: Any) -> None:

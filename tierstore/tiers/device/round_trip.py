@@ -14,9 +14,22 @@ import numpy as np
 from numba import types
 
 from tierstore.kernels import LAST, compiled
-from tierstore.kernels.atomics import acquire_u32, copy_bytes, release_i64, swap_at
+from tierstore.kernels.atomics import acquire_i64, acquire_u32, copy_bytes, release_i64, swap_at
 from tierstore.kernels.raw import call_at, store_i64
-from tierstore.tiers.device.driver_calls import CONTEXT, COPY, LAUNCH, POP, PUSH, YIELD, come_after, launch_at, wait
+from tierstore.tiers.device.driver_calls import (
+    CONTEXT,
+    COPY,
+    COPY_DOWN,
+    LAUNCH,
+    POP,
+    PUSH,
+    WAIT_VALUE,
+    WRITE_VALUE,
+    YIELD,
+    come_after,
+    launch_at,
+    wait,
+)
 from tierstore.tiers.host.cache.layout import KEYS
 from tierstore.types import Tier
 
@@ -27,8 +40,8 @@ LOCK, TABLE, HOST, HOST_OF, NO_HOST, STREAM, COUNTERS, ORDER_WORDS = range(8)
 # words of `frame`: its memory on the CPU and on the device; the look-up; then offsets, argument cells, their addresses, scratch
 PINNED, DEVICE, EVENTS = 0, 1, 2
 JOB = 4
-KERNEL, CALLER, ALSO, OF, OUT, HALF, WIDTH, DIM, BEGIN, COMBINER, THERE = range(JOB, JOB + 11)
-JOB_WORDS = 11
+KERNEL, CALLER, ALSO, OF, OUT, HALF, WIDTH, DIM, BEGIN, COMBINER, THERE, SECOND = range(JOB, JOB + 12)
+JOB_WORDS = 12
 AT = JOB + JOB_WORDS
 (
     AT_KEYS, AT_OFFSETS, AT_WEIGHTS, AT_BEFORE, AT_STATE, AT_MISSING, AT_PLACES, AT_ROWS, AT_DONE, AT_SOURCE, AT_KEPT,
@@ -44,6 +57,9 @@ NOT_IN_USE, FAILED = -1, -16  # FAILED - status: an error from `driver_calls.py`
 ALIGN = 16  # the widest access of a kernel
 COPIED_FROM = 1 << 17  # bytes; from here on a copy is faster than a kernel's reads of page-locked memory: 16,384 keys
 TEAM, WARP, THREADS = 8, 32, 256  # lanes: for one key, or for two at a time; for one bag; of a block
+WHOLE = 2  # in a report: no row is missing (`cuda/lookup.cu`)
+OVER = 8  # bytes after a report: the word of a second kernel that was put into the caller's stream
+_PUTTING = 2048  # teams that put rows whose number is not known yet
 _HOST = int(Tier.HOST)
 _WORDS = types.int64[::1]
 _WEIGHTS = types.Array(types.float32, 1, "C", readonly=True)
@@ -61,6 +77,18 @@ def unlock(order: Any) -> None:
     release_i64(order.ctypes.data, 0)
 
 
+@compiled(types.int64(types.int64), when=LAST)
+def said(at: Any) -> Any:
+    """A report, whole: how far a look-up is, and 2^32 times the number of listed keys. 0: it has not come."""
+    return acquire_i64(at)
+
+
+@compiled(types.void(types.int64, types.int64), when=LAST)
+def say(at: Any, value: Any) -> None:
+    """Write a report, after everything that this thread has written before."""
+    release_i64(at, value)
+
+
 @nb.njit
 def _cut(frame: Any, n: Any, bags: Any) -> Any:
     """Note the offsets of a workspace's parts, for `n` keys in `bags`."""
@@ -70,7 +98,7 @@ def _cut(frame: Any, n: Any, bags: Any) -> Any:
         # read by kernels, in place or after one copy up; `before` if some keys are answered already
         n * 8 if frame[THERE] == 0 else 0, bags * 8, n * 4 if pooled else 0, n,
         # only in CPU memory; but the device's `rows` are rows that a kernel has read in the host tier
-        n, n * 8, n * 4, n * frame[WIDTH], np.int64(8),
+        n, n * 8, n * 4, n * frame[WIDTH], np.int64(2 * OVER),
         # only on the device
         n * 8 if pooled else 0, width, bags,
     )  # fmt: skip
@@ -87,6 +115,8 @@ def look_up(calls: Any, order: Any, frame: Any, keys: Any, state: Any, offsets: 
     `keys`: not read if THERE gives their device address. `state` uint8[n] is read and, if no key is listed, written. `offsets`: of bags, within the
     whole look-up; empty: no pooling. `weights`: empty for ones. Returns twice the number of listed keys, plus 1 if the host tier has answered any; or
     NOT_IN_USE; or FAILED - status.
+
+    If SECOND names the second kernel, it is put into the caller's stream, and the return, 0, is at once: see `_put_second`.
     """
     n, bags, here = state.size, offsets.size, frame[PINNED]
     weighted = weights.size != 0
@@ -103,13 +133,21 @@ def look_up(calls: Any, order: Any, frame: Any, keys: Any, state: Any, offsets: 
     if weighted:
         copy_bytes(here + frame[AT_WEIGHTS], np.int64(weights.ctypes.data), n * 4)
     store_i64(here + frame[AT_DONE], 0, 0)
+    store_i64(here + frame[AT_DONE] + OVER, 0, 0)
     while swap_at(order.ctypes.data, 1) != 0:
         call_at(calls[YIELD], 0, 0, 0, 0, 0, 0)
     status = NOT_IN_USE if order[TABLE] == 0 else _put(calls, order, frame, n, bags, told != 0, weighted)
+    launched, put_off = status == 0, frame[SECOND] != 0
+    if launched and put_off:
+        status = _put_second(calls, order, frame, n, bags, weighted)
     release_i64(order.ctypes.data, 0)
-    if status == 0:
-        scratch = frame[_SCRATCH:]
-        status = wait(calls, here + frame[AT_DONE], order[STREAM], scratch)
+    if launched and status == 0 and put_off:
+        return 0
+    if launched:
+        waited = wait(calls, here + frame[AT_DONE], order[STREAM], frame[_SCRATCH:])
+        status = waited if status == 0 else status
+        if put_off:
+            release_i64(here + frame[AT_DONE], WHOLE)  # the caller's stream may wait for it
     if status != 0:
         return status if status == NOT_IN_USE else FAILED - status
     return _answered(frame, state)
@@ -135,6 +173,58 @@ def _put(calls: Any, order: Any, frame: Any, n: Any, bags: Any, told: Any, weigh
         status = types.int32(launch_at(calls[LAUNCH], frame[KERNEL], blocks, THREADS, stream, at))
     call_at(calls[POP], scratch, 0, 0, 0, 0, 0)
     return types.int64(status)
+
+
+@nb.njit
+def _put_second(calls: Any, order: Any, frame: Any, n: Any, bags: Any, weighted: Any) -> Any:
+    """Put into the caller's stream: a wait for the first kernel, and until no row is missing; the second kernel; and a word when all is over.
+
+    All of it is there before the CPU knows which rows are missing. Afterwards the CPU only writes to memory: work that were put into a stream
+    later might be behind the wait that it is to end, as the driver runs several streams one after another.
+    """
+    here, stream, scratch = frame[PINNED], frame[CALLER], np.int64(frame.ctypes.data) + _SCRATCH * 8
+    done, at = here + frame[AT_DONE], np.int64(frame.ctypes.data) + _ARGUMENTS * 8
+    status = types.int32(call_at(calls[PUSH], calls[CONTEXT], 0, 0, 0, 0, 0))
+    if status != 0:
+        return types.int64(status)
+    status = come_after(calls, stream, order[STREAM : STREAM + 1], frame[EVENTS : EVENTS + 1])
+    if status == 0:
+        status = types.int32(call_at(calls[WAIT_VALUE], stream, done, WHOLE, 0, 0, 0))
+    if status == 0:
+        blocks = (_second_arguments(order, frame, n, bags, weighted) + THREADS - 1) // THREADS
+        if blocks != 0:
+            status = types.int32(launch_at(calls[LAUNCH], frame[SECOND], blocks, THREADS, stream, at))
+    if status == 0 and frame[THERE] != 0 and n != 0:  # for the CPU, in place of rows that are not needed any more
+        status = types.int32(call_at(calls[COPY_DOWN], here + frame[AT_ROWS], frame[THERE], n * 8, stream, 0, 0))
+    if status == 0:
+        status = types.int32(call_at(calls[WRITE_VALUE], stream, done + OVER, 1, 0, 0, 0))
+    call_at(calls[POP], scratch, 0, 0, 0, 0, 0)
+    return types.int64(status)
+
+
+@nb.njit
+def _second_arguments(order: Any, frame: Any, n: Any, bags: Any, weighted: Any) -> Any:
+    """Write the arguments of `put_rows` or `pool_waiting`, which report nothing. Returns the number of threads."""
+    here, there, cells, pointers = frame[PINNED], frame[DEVICE], frame[_CELLS:], frame[_ARGUMENTS:]
+    rows, nothing = here + frame[AT_ROWS], np.int64(0)
+    first = np.int64(frame.ctypes.data) + _CELLS * 8
+    pointers[0], pointers[1] = first, first + 8
+    if bags == 0:
+        put = (
+            rows, here + frame[AT_PLACES], nothing, here + frame[AT_DONE] + 4, frame[OUT], frame[DIM], frame[HALF], nothing, nothing,
+        )  # fmt: skip
+        for k in range(len(put)):
+            cells[k] = put[k]
+        return min(n, _PUTTING) * TEAM
+    where = there if frame[COPIED] != 0 else here
+    pool = (
+        n, where + frame[AT_OFFSETS], bags, where + frame[AT_WEIGHTS] if weighted else nothing, frame[COMBINER], there + frame[AT_SOURCE],
+        there + frame[AT_KEPT], there + frame[AT_WHOLE], rows, frame[OUT], frame[HALF], nothing, nothing,
+    )  # fmt: skip
+    pointers[0] = order[TABLE]
+    for k in range(len(pool)):
+        cells[1 + k] = pool[k]
+    return bags * WARP
 
 
 @nb.njit

@@ -96,7 +96,7 @@ class DeviceTable:
                 self.resize(fraction)
 
     @property
-    def _is_in_use(self) -> bool:
+    def is_in_use(self) -> bool:
         return self.memory is not None and self.memory.table is not None
 
     @property
@@ -131,7 +131,7 @@ class DeviceTable:
         if step < 1:
             return answered
         for begin in range(0, len(pending), step):
-            if not self._is_in_use:
+            if not self.is_in_use:
                 break
             at = pending[begin : begin + step]
             try:
@@ -173,7 +173,7 @@ class DeviceTable:
 
     def read_below(self, host: HostTable) -> None:
         """Let look-ups whose answer stays on the device read this host tier too. For a background thread."""
-        if self._is_in_use:
+        if self.is_in_use:
             assert self.memory is not None
             self.memory.window.open(host)
 
@@ -224,12 +224,12 @@ class DeviceTable:
 
     def _begin_promotion(self, seq: int) -> bool:
         """Take the lock if it is free and the promotion is not stale; the caller releases it."""
-        if not self._is_in_use:
+        if not self.is_in_use:
             return False
         if not self._lock.acquire(blocking=False):
             self._dropped_busy += 1
             return False
-        if not self._is_in_use or seq < self._floor_seq:
+        if not self.is_in_use or seq < self._floor_seq:
             self._dropped_stale += 1
             self._lock.release()
             return False
@@ -253,7 +253,7 @@ class DeviceTable:
         begin = 0
         while begin < len(keys):
             with self._lock:
-                if not self._is_in_use:
+                if not self.is_in_use:
                     return
                 end = begin + self._step
                 try:
@@ -275,7 +275,7 @@ class DeviceTable:
         """
         keys, rows = np.ascontiguousarray(keys), check_rows(self.spec, keys, rows)
         with self._lock:
-            if not self._is_in_use or (seq is not None and seq < self._floor_seq):
+            if not self.is_in_use or (seq is not None and seq < self._floor_seq):
                 return 0
             try:
                 return self._fill(keys, rows)
@@ -311,7 +311,7 @@ class DeviceTable:
         else:
             with Pool(min(WRITING, len(parts)), "device-fill") as threads:
                 totals = threads.map(lambda part: self._fill_part(*part), parts)
-        if totals and self._is_in_use:
+        if totals and self.is_in_use:
             self._counters = max(totals, key=lambda each: int(each[ADMITTED]))
         return int(self._counters[ADMITTED]) - before
 
@@ -349,7 +349,7 @@ class DeviceTable:
         """`TableMemory.run_writer`, keeping the totals; returns its second result. Holds `_lock`."""
         assert self.memory is not None
         totals, listed = self.memory.run_writer(ws, done_at, kernel, teams, *args)
-        if self._is_in_use:
+        if self.is_in_use:
             self._counters = totals
         return listed
 
@@ -407,7 +407,7 @@ class DeviceTable:
     @property
     def capacity_rows(self) -> int:
         """Rows that fit into the part in use."""
-        return 0 if not self._is_in_use else self.layout.sets(self._depth) * WAYS
+        return 0 if not self.is_in_use else self.layout.sets(self._depth) * WAYS
 
     @property
     def allowed_bytes(self) -> int:
@@ -417,7 +417,7 @@ class DeviceTable:
     @property
     def bytes_in_use(self) -> int:
         """Bytes of device memory held at the present fraction."""
-        return 0 if not self._is_in_use else self.layout.bytes_at(self._depth)
+        return 0 if not self.is_in_use else self.layout.bytes_at(self._depth)
 
     def stats(self) -> dict[str, Any]:
         """Counts since construction, and sizes; read without the lock."""

@@ -18,6 +18,8 @@ import numpy as np
 
 from tierstore.tiers.device import round_trip
 from tierstore.tiers.device.backend import Backend, Buffer, DeviceError, DeviceStream
+from tierstore.tiers.device.driver_calls import WAIT_VALUE, WRITE_VALUE
+from tierstore.tiers.device.later import Finisher
 from tierstore.tiers.device.layout import READERS_AT
 from tierstore.tiers.device.round_trip import ALIGN as ALIGN
 from tierstore.tiers.device.round_trip import COPIED_FROM
@@ -60,6 +62,7 @@ class Workspace:
         self.stream: DeviceStream = backend.stream()
         self._held: Reading | None = None  # for the kernel under way
         self.is_free = True  # no kernel or copy of an earlier user can still use it
+        self._left = False  # to work that goes on after the `with`
         self.frame = np.zeros(round_trip.FRAME_WORDS, np.int64)
         self.frame[: round_trip.JOB] = self._pinned_at, self._buffer.address, *self.stream.events
         self.job = self.frame[round_trip.JOB : round_trip.AT]
@@ -79,6 +82,15 @@ class Workspace:
             self.is_free = False
             with suppress(DeviceError):
                 self._wait_until_free()
+        if kind is not None or not self._left:
+            self.give_back()
+
+    def leave(self) -> None:
+        """In the `with`: keep it in use after that, until `give_back`."""
+        self._left = True
+
+    def give_back(self) -> None:
+        self._left = False
         self._idle.put(self)
 
     def _wait_until_free(self) -> None:
@@ -133,12 +145,34 @@ class Workspace:
         nbytes = count * np.dtype(dtype).itemsize
         return self._pinned[offset : offset + nbytes].view(dtype)
 
+    def waits_in_streams(self) -> bool:
+        """Whether the driver lets a stream wait for a word in memory, and write one: tried out."""
+        driver, words = self._backend.driver(), self.staging(0, 4, np.uint32)
+        if not driver.calls[WAIT_VALUE] or not driver.calls[WRITE_VALUE]:
+            return False
+        words[:] = round_trip.WHOLE, 0, 0, 0
+        try:
+            driver.call(WAIT_VALUE, self.stream.handle, self.here(0), round_trip.WHOLE)
+            driver.call(WRITE_VALUE, self.stream.handle, self.here(round_trip.OVER), 1)
+            self.stream.synchronize()
+        except DeviceError:
+            return False
+        return bool(words[2])
+
     def free(self) -> None:
+        """Free its memory. It is in use only if the device has failed."""
+        if self._left:
+            self.is_free = False
+            with suppress(DeviceError):
+                self._wait_until_free()
         self._buffer.free()
 
 
 class DeviceMemory:
-    """A device and its workspaces, which are part of `budget_bytes`; tables get the remainder."""
+    """A device and its workspaces, which are part of `budget_bytes`; tables get the remainder.
+
+    `finisher`: of look-ups that nobody waits for; None if the driver cannot put them off.
+    """
 
     def __init__(self, backend: Backend, budget_bytes: int) -> None:
         self.backend, self.driver = backend, backend.driver()
@@ -148,6 +182,7 @@ class DeviceMemory:
         self._all = [
             Workspace(backend, self.workspace_bytes, self._idle[number < ANSWERING]) for number in range(WORKSPACES)
         ]
+        self.finisher = Finisher(self.driver.calls) if self._all[0].waits_in_streams() else None
 
     def workspace(self, *, answers: bool = False) -> Workspace:
         """A workspace for a `with`; with `answers`, one for answers on the device. Waits while all of that kind are in use."""
@@ -159,6 +194,8 @@ class DeviceMemory:
         return WORKSPACES - sum(idle.qsize() for idle in self._idle.values())
 
     def close(self) -> None:
-        """Free the workspaces. None may be in use."""
+        """Free the workspaces, after the look-ups that nobody waits for."""
+        if self.finisher is not None:
+            self.finisher.close()
         for workspace in self._all:
             workspace.free()

@@ -14,9 +14,13 @@ struct Listed {
   u32* counters;
 };
 
+// The first half of a report: a kernel is done and has listed keys; no row is missing, from the kernel or, later, from the CPU.
+static const u32 DONE = 1, WHOLE = 2;
+
 // Reports to the CPU, in one word, that all writes of this kernel are visible, and how many keys are listed; a kernel that writes to
-// the table reports its totals before.
+// the table reports its totals before. `done` 0: no report.
 __device__ __forceinline__ void say_done(u32* counters, u32* done, i64* totals = 0, i64* told = 0) {
+  if (!done) return;
   __syncthreads();
   if (threadIdx.x) return;
   __threadfence_system();
@@ -24,7 +28,8 @@ __device__ __forceinline__ void say_done(u32* counters, u32* done, i64* totals =
   counters[1] = 0;
   for (u32 k = 0; told && k < 4; k++) told[k] = (i64)atomicAdd((u64*)totals + k, 0ull);
   if (told) __threadfence_system();
-  *(volatile u64*)done = 1 | (u64)atomicExch(counters, 0u) << 32;
+  u64 listed = atomicExch(counters, 0u);
+  *(volatile u64*)done = (listed ? DONE : WHOLE) | listed << 32;
 }
 
 // A key's state before the look-up; with no states given, all are pending.
@@ -136,14 +141,12 @@ extern "C" __global__ void look_up(const __grid_constant__ Table t, const __grid
   say_done(counters, done);
 }
 
-// out[at[r]] = rows[r], both of the answer's dtype.
-extern "C" __global__ void put_rows(const u8* rows, const u32* at, i64 n, u8* out, u32 dim, u32 half, u32* counters,
-                               u32* done) {
-  i64 r = team_index();
-  if (r < n) {
-    u64 bytes = dim * (half ? 2 : 4);
-    copy_vector(half, out + at[r] * bytes, rows + r * bytes, dim);
-  }
+// out[at[r]] = rows[r], both of the answer's dtype. `listed`, if given: where their number is by now; then there may be fewer teams.
+extern "C" __global__ void put_rows(const u8* rows, const u32* at, i64 n, const u32* listed, u8* out, u32 dim, u32 half,
+                                    u32* counters, u32* done) {
+  if (listed) n = *(const volatile u32*)listed;
+  u64 bytes = dim * (half ? 2 : 4);
+  for (i64 r = team_index(); r < n; r += teams()) copy_vector(half, out + at[r] * bytes, rows + r * bytes, dim);
   say_done(counters, done);
 }
 

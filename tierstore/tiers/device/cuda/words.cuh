@@ -29,6 +29,9 @@ __device__ __forceinline__ u32 team_mask() { return 0xffu << team_shift(); }
 // The number of this team in the launch: one for each key, bag, run or set.
 __device__ __forceinline__ i64 team_index() { return ((i64)blockIdx.x * blockDim.x + threadIdx.x) / LANES; }
 
+// The number of teams in the launch.
+__device__ __forceinline__ i64 teams() { return (i64)gridDim.x * blockDim.x / LANES; }
+
 // A mask of the team: bit l is set if `mine` is true in lane l.
 __device__ __forceinline__ u32 team_ballot(bool mine) {
   return __ballot_sync(team_mask(), mine) >> team_shift() & 0xff;
