@@ -15,6 +15,8 @@ from tests.engine.scenes import eventually
 from tests.engine.test_store import folded
 from tierstore import kernels
 from tierstore.config import Settings
+from tierstore.engine.data import reading_order
+from tierstore.engine.data.table_view import TableView
 from tierstore.engine.lifecycle import warm as warming
 from tierstore.engine.placements.local.start import Starter
 from tierstore.engine.versions import hot_keys
@@ -34,6 +36,7 @@ BATCH = 16
 def root(open_store: Callable[..., tierstore.Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A data directory whose version 1 was served and ended cleanly; items 400 to 499 were hot. Returns the model's."""
     monkeypatch.setattr(warming, "SHORT_BATCH", BATCH)
+    monkeypatch.setattr(reading_order, "PIECE", 2 * BATCH)
     store = open_store()
     store.load_snapshot(scenes.write_snapshot(tmp_path))
     ctr = store.model("ctr")
@@ -87,6 +90,26 @@ def test_the_hottest_come_first_and_the_rate_is_a_bound(open_store, root):
     eventually(lambda: bool(resident(store)), "the first batch")
     assert resident(store) <= set(range(400, 500))
     assert len(resident(store)) <= 2 * BATCH
+
+
+def test_keys_are_read_as_their_rows_lie_stretch_by_stretch(open_store, root, monkeypatch):
+    """A stretch is as long as all hotter ones together, or a piece."""
+    saved, read, warm = np.load(root / "1/hot/item.npy"), [], TableView.warm
+
+    def noted(view, keys, at):
+        if view.table.spec.name == "item":
+            assert at == sum(map(len, read))
+            read.append(keys.copy())
+        warm(view, keys, at)
+
+    monkeypatch.setattr(TableView, "warm", noted)
+    scenes.warmed(open_store())
+    keys, begin = np.concatenate(read), 0
+    while begin < len(saved):
+        stretch = slice(begin, min(len(saved), begin + max(2 * BATCH, begin)))
+        np.testing.assert_array_equal(keys[stretch], np.sort(saved[stretch]))
+        begin = stretch.stop
+    assert begin > 4 * BATCH
 
 
 def test_look_ups_do_without_kernels_that_other_processes_compile(open_store, root, monkeypatch):
