@@ -146,6 +146,36 @@ def test_closing_ends_a_warm_up_and_keeps_what_was_saved_before(open_store, root
     assert (root / "1/hot/item.npy").read_bytes() == saved
 
 
+def test_closing_does_not_wait_until_the_keys_of_a_long_stretch_are_in_order(open_store, root, monkeypatch, caplog):
+    choosing, go_on, calls = threading.Event(), threading.Event(), []
+
+    def held_up():
+        calls.append(1)
+        choosing.set()
+        assert go_on.wait(30)
+
+    monkeypatch.setattr(warming, "yield_if_background", held_up)
+    monkeypatch.setattr(reading_order, "_STEP", 1)
+    store = open_store()
+    assert choosing.wait(30)
+    closing = threading.Thread(target=store.close)
+    closing.start()
+    eventually(store.shared.warmer._stopping.is_set, "the warm-up is to end")
+    go_on.set()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert len(calls) == 1
+    assert not caplog.records
+
+
+def test_a_switch_warms_all_that_was_hot(open_store, root, tmp_path):
+    store = scenes.warmed(open_store())
+    before = resident(store)
+    store.load_snapshot(scenes.write_snapshot(tmp_path, 2))
+    assert store.model("ctr").active_version == 2
+    assert before <= resident(store)
+
+
 def test_a_version_that_is_left_is_warmed_no_more(open_store, root, tmp_path):
     store = open_store(warm_rate=BATCH)
     store.load_snapshot(scenes.write_snapshot(tmp_path, 2))

@@ -28,10 +28,12 @@ def stretch_after(read: int) -> int:
     return max(PIECE, read)
 
 
-def pieces(stretch: Keys, in_order: Callable[[Keys], Keys]) -> Iterator[Keys]:
+def pieces(
+    stretch: Keys, in_order: Callable[[Keys], Keys], give_way: Callable[[], None] = yield_if_background
+) -> Iterator[Keys]:
     """All keys of `stretch` int64 [n], which may be mapped, in pieces of about `PIECE`, each `in_order`.
 
-    A piece has the keys of a range, because rows lie by key.
+    A piece has the keys of a range, because rows lie by key. `give_way` is called often.
     """
     count = -(-len(stretch) // PIECE)
     if count <= 1:
@@ -41,10 +43,10 @@ def pieces(stretch: Keys, in_order: Callable[[Keys], Keys]) -> Iterator[Keys]:
     sample = np.sort(np.concatenate([stretch[begin : begin + _RUN] for begin in runs]))
     bounds = sample[np.arange(1, count) * len(sample) // count]
     for low, high in pairwise([None, *np.unique(bounds).tolist(), None]):
-        yield in_order(_between(stretch, low, high))
+        yield in_order(_between(stretch, low, high, give_way))
 
 
-def _between(keys: Keys, low: int | None, high: int | None) -> Keys:
+def _between(keys: Keys, low: int | None, high: int | None, give_way: Callable[[], None]) -> Keys:
     """The keys in [low, high) (None: no limit)."""
     found = []
     for begin in range(0, len(keys), _STEP):
@@ -52,5 +54,5 @@ def _between(keys: Keys, low: int | None, high: int | None) -> Keys:
         if low is not None:
             part = part[part >= low]
         found.append(part if high is None else part[part < high])
-        yield_if_background()
+        give_way()
     return np.concatenate(found)

@@ -26,9 +26,9 @@ from tierstore.engine.lifecycle.throttle import LEAST_SHARE, Throttle
 from tierstore.engine.reads.view import View
 from tierstore.engine.serving.publisher import Publisher
 from tierstore.engine.versions.version import Version
-from tierstore.errors import TierstoreError
+from tierstore.errors import Closed, TierstoreError
 from tierstore.threads import Thread
-from tierstore.tiers.background import Pace, become_background
+from tierstore.tiers.background import Pace, become_background, yield_if_background
 from tierstore.types import Keys
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ class _Plan:
 
     table: Cascade
     sources: Sequence[Keys]
+    give_way: Callable[[], None]
     done: int = 0
     _pieces: Iterator[Keys] = field(default_factory=lambda: iter(()))  # of the stretch, those to come
     _piece: Keys = field(default_factory=lambda: _NONE)  # what is left of it
@@ -65,7 +66,7 @@ class _Plan:
             if piece is not None:
                 self._piece = piece
             elif len(stretch := self._next_stretch()):
-                self._pieces = pieces(stretch, self.table.in_order)
+                self._pieces = pieces(stretch, self.table.in_order, self.give_way)
             else:
                 break
 
@@ -82,12 +83,16 @@ class _Plan:
 
 
 class WarmUp:
-    """The warm-up of one version. `step` is for one thread."""
+    """The warm-up of one version. `step` and `prepare` are for one thread; what takes long about them calls `give_way`
+    often.
+    """
 
-    def __init__(self, version: Version, publisher: Publisher) -> None:
+    def __init__(
+        self, version: Version, publisher: Publisher, give_way: Callable[[], None] = yield_if_background
+    ) -> None:
         self.version, self.publisher = version, publisher
         tables = version.tables.items()
-        plans = [_Plan(table, version.kept_hot_keys(name)) for name, table in tables if table.caches]
+        plans = [_Plan(table, version.kept_hot_keys(name), give_way) for name, table in tables if table.caches]
         self._plans = [plan for plan in plans if plan.total]
         self.failures = 0
 
@@ -153,7 +158,7 @@ class Warmer:
     def add(self, version: Version, publisher: Publisher) -> None:
         """Warm a version that is about to serve."""
         with self._lock:
-            self._warm_ups = (*self._warm_ups, WarmUp(version, publisher))
+            self._warm_ups = (*self._warm_ups, WarmUp(version, publisher, self._give_way))
 
     def warm_up_of(self, version: Version) -> WarmUp | None:
         """The warm-up of a version; None if it is over, or there was none."""
@@ -214,6 +219,8 @@ class Warmer:
                 view = served.view_of(warm_up.version)
                 rows = 0 if view is None else warm_up.step(view, SHORT_BATCH)
         except Exception as error:  # whatever the error, the other keys are read, and other versions warmed
+            if self._stopping.is_set():
+                return
             log.warning("warming version %d: %s", warm_up.version.number, error, exc_info=_unexpected(error))
             warm_up.failures += 1
             rows = 0 if warm_up.failures == _MOST_FAILURES else SHORT_BATCH
@@ -221,6 +228,11 @@ class Warmer:
             self._end(warm_up)
         self._pace_of_work.sleep()
         self._pace(rows)
+
+    def _give_way(self) -> None:
+        yield_if_background()
+        if self._stopping.is_set():
+            raise Closed("the warm-up has ended: the store is being closed")
 
     def _end(self, warm_up: WarmUp) -> None:
         with self._lock:
