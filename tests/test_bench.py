@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,13 @@ from tierstore.cli.bench import shown
 ROWS = 20_000
 
 
+@pytest.fixture
+def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are there after three turns, right or not."""
+    monkeypatch.setattr(bench, "_in_turn", partial(bench._in_turn, rounds=3))
+
+
+@pytest.mark.usefixtures("few_rounds")
 def test_each_figure_stands_beside_a_limit_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIERSTORE_REMOTE", "redis://127.0.0.1:1")  # of another store, which is not to be touched
     monkeypatch.setenv("TIERSTORE_DATA", str(tmp_path / "data"))
@@ -68,6 +76,7 @@ def test_a_place_that_cannot_be_measured_is_named(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("few_rounds")
 def test_the_notes_say_what_makes_the_store_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "_LONG_FLUSH_S", 0.0)
     monkeypatch.setattr(bench, "_FEW_HUGE_PAGES", 2.0)

@@ -80,7 +80,7 @@ def _many_small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(root: Path, out: Path, base: Any = "sealed", **options: Any) -> BaseBuild:
-    with BulkLoad(open_snapshot(root), out, base=base, **SETTINGS, **options) as bulk:
+    with BulkLoad(open_snapshot(root), out, base=base, **SETTINGS | options) as bulk:
         build = bulk.build()
         db = out.with_suffix(".db")
         shutil.rmtree(db, ignore_errors=True)
@@ -92,7 +92,7 @@ def load(root: Path, out: Path, base: Any = "sealed", **options: Any) -> BaseBui
 @pytest.fixture(scope="module")
 def whole(root: Path, tmp_path_factory: pytest.TempPathFactory) -> BaseBuild:
     """What a load gives that nothing breaks off."""
-    return load(root, tmp_path_factory.mktemp("whole") / "build")
+    return load(root, tmp_path_factory.mktemp("whole") / "build", workers=1)
 
 
 def same(build: BaseBuild, whole: BaseBuild) -> bool:

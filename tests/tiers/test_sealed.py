@@ -274,6 +274,14 @@ def test_what_is_not_in_the_systems_cache_is_read_as_well(tier: SealedTier) -> N
     np.testing.assert_array_equal(rows, some_rows(KEYS))
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+def test_keys_in_order_are_as_their_rows_lie_in_the_files(tmp_path: Path, readers: ReaderPool, parts: int) -> None:
+    tier = make(tmp_path / "db", readers, {1: KEYS}, files=2, parts=parts)
+    lie = [read_blocks(file, 0, len(file.first_keys), None)[0] for file in tier._base[1].files]
+    np.testing.assert_array_equal(tier.in_order(1, np.random.default_rng(1).permutation(KEYS)), np.concatenate(lie))
+    tier.close()
+
+
 def test_keys_that_no_delta_changed_do_not_ask_rocksdb(tier: SealedTier, monkeypatch: pytest.MonkeyPatch) -> None:
     change(tier, KEYS[:3], 5)
     tier._patches._drop()

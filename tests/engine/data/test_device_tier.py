@@ -489,6 +489,30 @@ def test_a_canary_has_device_tables_of_its_own_within_the_same_budget(
     assert gpus[0].used <= 400 << 10
 
 
+def test_a_start_warms_the_device_with_the_hottest_keys_whatever_order_they_are_read_in(
+    on_stand_in: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = on_stand_in()
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    for _ in range(4):
+        store.model("ctr").lookup("item_id", ITEMS[::3])
+    store.model("ctr").lookup("item_id", ITEMS)
+    store.close()
+    saved = np.load(tmp_path / "data/models/ctr/1/hot/item.npy")
+    into_device: list[int] = []
+    warm = DeviceTable.warm
+
+    def noted(table: DeviceTable, keys: Any, rows: Any, seq: int | None = None) -> int:
+        if table.spec.name == "item":
+            into_device.extend(keys.tolist())
+        return warm(table, keys, rows, seq)
+
+    monkeypatch.setattr(DeviceTable, "warm", noted)
+    monkeypatch.setattr(DeviceTable, "capacity_rows", 100)
+    scenes.warmed(on_stand_in())
+    assert sorted(set(into_device)) == sorted(set(saved[:100].tolist()))
+
+
 def test_who_is_put_out_of_the_device_goes_back_to_the_host_tier(
     with_device: Callable[..., Store], tmp_path: Path
 ) -> None:

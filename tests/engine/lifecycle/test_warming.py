@@ -15,6 +15,8 @@ from tests.engine.scenes import eventually
 from tests.engine.test_store import folded
 from tierstore import kernels
 from tierstore.config import Settings
+from tierstore.engine.data import reading_order
+from tierstore.engine.data.table_view import TableView
 from tierstore.engine.lifecycle import warm as warming
 from tierstore.engine.placements.local.start import Starter
 from tierstore.engine.versions import hot_keys
@@ -34,6 +36,7 @@ BATCH = 16
 def root(open_store: Callable[..., tierstore.Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A data directory whose version 1 was served and ended cleanly; items 400 to 499 were hot. Returns the model's."""
     monkeypatch.setattr(warming, "SHORT_BATCH", BATCH)
+    monkeypatch.setattr(reading_order, "PIECE", 2 * BATCH)
     store = open_store()
     store.load_snapshot(scenes.write_snapshot(tmp_path))
     ctr = store.model("ctr")
@@ -89,6 +92,26 @@ def test_the_hottest_come_first_and_the_rate_is_a_bound(open_store, root):
     assert len(resident(store)) <= 2 * BATCH
 
 
+def test_keys_are_read_as_their_rows_lie_stretch_by_stretch(open_store, root, monkeypatch):
+    """A stretch is as long as all hotter ones together, or a piece."""
+    saved, read, warm = np.load(root / "1/hot/item.npy"), [], TableView.warm
+
+    def noted(view, keys, at):
+        if view.table.spec.name == "item":
+            assert at == sum(map(len, read))
+            read.append(keys.copy())
+        warm(view, keys, at)
+
+    monkeypatch.setattr(TableView, "warm", noted)
+    scenes.warmed(open_store())
+    keys, begin = np.concatenate(read), 0
+    while begin < len(saved):
+        stretch = slice(begin, min(len(saved), begin + max(2 * BATCH, begin)))
+        np.testing.assert_array_equal(keys[stretch], np.sort(saved[stretch]))
+        begin = stretch.stop
+    assert begin > 4 * BATCH
+
+
 def test_look_ups_do_without_kernels_that_other_processes_compile(open_store, root, monkeypatch):
     monkeypatch.setattr(kernels, "awaited", True)
     store, keys = open_store(), np.arange(400, 440)
@@ -121,6 +144,36 @@ def test_closing_ends_a_warm_up_and_keeps_what_was_saved_before(open_store, root
     store.close()
     assert "tierstore-warmer" not in [thread.name for thread in set(threading.enumerate()) - others]
     assert (root / "1/hot/item.npy").read_bytes() == saved
+
+
+def test_closing_does_not_wait_until_the_keys_of_a_long_stretch_are_in_order(open_store, root, monkeypatch, caplog):
+    choosing, go_on, calls = threading.Event(), threading.Event(), []
+
+    def held_up():
+        calls.append(1)
+        choosing.set()
+        assert go_on.wait(30)
+
+    monkeypatch.setattr(warming, "yield_if_background", held_up)
+    monkeypatch.setattr(reading_order, "_STEP", 1)
+    store = open_store()
+    assert choosing.wait(30)
+    closing = threading.Thread(target=store.close)
+    closing.start()
+    eventually(store.shared.warmer._stopping.is_set, "the warm-up is to end")
+    go_on.set()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert len(calls) == 1
+    assert not caplog.records
+
+
+def test_a_switch_warms_all_that_was_hot(open_store, root, tmp_path):
+    store = scenes.warmed(open_store())
+    before = resident(store)
+    store.load_snapshot(scenes.write_snapshot(tmp_path, 2))
+    assert store.model("ctr").active_version == 2
+    assert before <= resident(store)
 
 
 def test_a_version_that_is_left_is_warmed_no_more(open_store, root, tmp_path):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from tierstore.engine.data.insight import CacheInsight
+from tierstore.engine.data.reading_order import pieces, stretch_after
 from tierstore.formats.keys import are_own, check_own
 from tierstore.kernels import codec
 from tierstore.tiers.background import is_background, yield_if_background
@@ -163,19 +164,28 @@ class Cascade:
                 gently.enter_context(self.host.gently_warmed(len(keys) - first))
             for cache, begin, end in ((self.device, 0, first), (self.host, first, len(keys))):
                 if cache is not None:
-                    self._warm(cache, keys[begin:end], lambda n, done=begin: progress(done + n))  # type: ignore[misc]
+                    self._warm(cache, keys[:end], begin, progress)
 
-    def _warm(self, cache: DeviceTable | HostTable, keys: Keys, progress: Callable[[int], None]) -> None:
+    def _warm(self, cache: DeviceTable | HostTable, keys: Keys, done: int, progress: Callable[[int], None]) -> None:
+        """Read the keys after the `done` hottest into one cache."""
         step = SHORT_BATCH if is_background() else READ_BATCH
-        for begin in range(0, len(keys), step):
-            batch = np.sort(self.own_of(keys[begin : begin + step]))
-            rows, _, there = self.read_rows(batch)
-            yield_if_background()
-            cache.warm(batch[there], rows[there])
-            yield_if_background()
-            progress(min(begin + step, len(keys)))
-            if cache.rows_resident >= cache.capacity_rows:
-                break
+        while done < len(keys):
+            for piece in pieces(keys[done : done + stretch_after(done)], self.in_order):
+                for begin in range(0, len(piece), step):
+                    part = piece[begin : begin + step]
+                    batch = np.sort(self.own_of(part))
+                    rows, _, there = self.read_rows(batch)
+                    yield_if_background()
+                    cache.warm(batch[there], rows[there])
+                    yield_if_background()
+                    done += len(part)
+                    progress(done)
+                    if cache.rows_resident >= cache.capacity_rows:
+                        return
+
+    def in_order(self, keys: Keys) -> Keys:
+        """`keys` in the order in which the row store reads them fastest."""
+        return self.store.in_order(self.table_id, keys)
 
     def own_of(self, keys: Keys) -> Keys:
         """The keys that this node owns. Keys that were hot elsewhere, or that a snapshot names, may be others."""

@@ -1,4 +1,5 @@
-"""Warm-up of versions that serve already: after a start, rows of hot keys are read into memory, hottest first.
+"""Warm-up of versions that serve already: after a start, rows of hot keys are read into memory, in the order of
+`data/reading_order.py`.
 
 One thread for a store, of low priority. It reads at most `warm_rate` rows a second, or fewer if look-ups get slower.
 It also saves the hot keys of what serves from time to time, for a start after a crash. The keys of a version that is
@@ -13,24 +14,26 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from tierstore import kernels
 from tierstore.engine.data.cascade import SHORT_BATCH, Cascade
+from tierstore.engine.data.reading_order import pieces, stretch_after
 from tierstore.engine.lifecycle.throttle import LEAST_SHARE, Throttle
 from tierstore.engine.reads.view import View
 from tierstore.engine.serving.publisher import Publisher
 from tierstore.engine.versions.version import Version
-from tierstore.errors import TierstoreError
+from tierstore.errors import Closed, TierstoreError
 from tierstore.threads import Thread
-from tierstore.tiers.background import Pace, become_background
+from tierstore.tiers.background import Pace, become_background, yield_if_background
 from tierstore.types import Keys
 
 log = logging.getLogger(__name__)
 
+_NONE = np.empty(0, np.int64)
 _AWAITED_S = 0.1  # between two checks whether kernels are compiled
 _MOST_FAILURES = 16  # batches that the disk cannot read, after which a warm-up ends
 
@@ -41,7 +44,10 @@ class _Plan:
 
     table: Cascade
     sources: Sequence[Keys]
+    give_way: Callable[[], None]
     done: int = 0
+    _pieces: Iterator[Keys] = field(default_factory=lambda: iter(()))  # of the stretch, those to come
+    _piece: Keys = field(default_factory=lambda: _NONE)  # what is left of it
 
     @property
     def total(self) -> int:
@@ -49,21 +55,44 @@ class _Plan:
 
     def next(self, limit: int) -> Keys:
         """The next keys, at most `limit`; none at the end."""
-        begin = self.done
+        self.prepare()
+        keys, self._piece = self._piece[:limit], self._piece[limit:]
+        return keys
+
+    def prepare(self) -> None:
+        """Have the next keys in memory, in order: what takes long about `next`."""
+        while not len(self._piece):
+            piece = next(self._pieces, None)
+            if piece is not None:
+                self._piece = piece
+            elif len(stretch := self._next_stretch()):
+                self._pieces = pieces(stretch, self.table.in_order, self.give_way)
+            else:
+                break
+
+    def _next_stretch(self) -> Keys:
+        begin, end, device = self.done, self.total, self.table.device
+        if device is not None and begin < device.capacity_rows:
+            end = min(end, device.capacity_rows)  # the keys after it go into another cache
+        count = max(0, min(stretch_after(begin), end - begin))
         for keys in self.sources:
             if begin < len(keys):
-                return np.array(keys[begin : begin + min(limit, self.total - self.done)])
+                return keys[begin : begin + count]
             begin -= len(keys)
-        return np.empty(0, np.int64)
+        return _NONE
 
 
 class WarmUp:
-    """The warm-up of one version. `step` is for one thread."""
+    """The warm-up of one version. `step` and `prepare` are for one thread; what takes long about them calls `give_way`
+    often.
+    """
 
-    def __init__(self, version: Version, publisher: Publisher) -> None:
+    def __init__(
+        self, version: Version, publisher: Publisher, give_way: Callable[[], None] = yield_if_background
+    ) -> None:
         self.version, self.publisher = version, publisher
         tables = version.tables.items()
-        plans = [_Plan(table, version.kept_hot_keys(name)) for name, table in tables if table.caches]
+        plans = [_Plan(table, version.kept_hot_keys(name), give_way) for name, table in tables if table.caches]
         self._plans = [plan for plan in plans if plan.total]
         self.failures = 0
 
@@ -81,14 +110,24 @@ class WarmUp:
     def over(self) -> bool:
         return self.done >= self.total
 
+    def _behind(self) -> _Plan | None:
+        """The plan of the table that is furthest behind; None if all are done."""
+        plan = min(self._plans, key=lambda plan: plan.done / plan.total if plan.total else 1.0, default=None)
+        return None if plan is None or plan.done >= plan.total else plan
+
+    def prepare(self) -> None:
+        """Make the next `step` short."""
+        if (plan := self._behind()) is not None:
+            plan.prepare()
+
     def step(self, view: View, limit: int) -> int:
         """Read at most `limit` keys, of the table that is furthest behind, under a view of the version that the caller
         holds.
 
         Returns their number; 0 at the end. Keys that the disk cannot read are skipped: look-ups will report the error.
         """
-        plan = min(self._plans, key=lambda plan: plan.done / plan.total if plan.total else 1.0, default=None)
-        if plan is None or plan.done >= plan.total:
+        plan = self._behind()
+        if plan is None:
             return 0
         keys = plan.next(limit)
         at, plan.done = plan.done, plan.done + len(keys)
@@ -119,7 +158,7 @@ class Warmer:
     def add(self, version: Version, publisher: Publisher) -> None:
         """Warm a version that is about to serve."""
         with self._lock:
-            self._warm_ups = (*self._warm_ups, WarmUp(version, publisher))
+            self._warm_ups = (*self._warm_ups, WarmUp(version, publisher, self._give_way))
 
     def warm_up_of(self, version: Version) -> WarmUp | None:
         """The warm-up of a version; None if it is over, or there was none."""
@@ -175,10 +214,13 @@ class Warmer:
 
     def _step(self, warm_up: WarmUp) -> None:
         try:
+            warm_up.prepare()
             with warm_up.publisher.hold_all() as served:  # no longer than this: it holds folds back
                 view = served.view_of(warm_up.version)
                 rows = 0 if view is None else warm_up.step(view, SHORT_BATCH)
         except Exception as error:  # whatever the error, the other keys are read, and other versions warmed
+            if self._stopping.is_set():
+                return
             log.warning("warming version %d: %s", warm_up.version.number, error, exc_info=_unexpected(error))
             warm_up.failures += 1
             rows = 0 if warm_up.failures == _MOST_FAILURES else SHORT_BATCH
@@ -186,6 +228,11 @@ class Warmer:
             self._end(warm_up)
         self._pace_of_work.sleep()
         self._pace(rows)
+
+    def _give_way(self) -> None:
+        yield_if_background()
+        if self._stopping.is_set():
+            raise Closed("the warm-up has ended: the store is being closed")
 
     def _end(self, warm_up: WarmUp) -> None:
         with self._lock:

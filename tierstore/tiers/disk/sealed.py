@@ -220,13 +220,17 @@ class SealedTier(DiskTier):
             if parts == 1 and rows.flags.c_contiguous:
                 failures = self._get_by(by, table_id, keys, rows, state)
             else:  # kernels need keys by part, and rows without gaps
-                order, starts = np.empty(len(keys), np.int64), np.empty(parts + 1, np.int64)
-                group(keys, np.arange(len(keys)), np.arange(parts), order, starts)
+                order = _by_part(keys, parts)
                 whole, found = np.empty(rows.shape, np.uint8), np.zeros(len(keys), np.uint8)
                 failures = self._get_by(by, table_id, keys[order], whole, found)
                 scatter(order, whole, found, rows, state)
         if failures:
             raise _joined(failures)
+
+    def in_order(self, table_id: int, keys: Keys) -> Keys:
+        """See DiskTier."""
+        keys, table = super().in_order(table_id, keys), self._base.get(table_id)
+        return keys if table is None or table.parts == 1 else keys[_by_part(keys, table.parts)]
 
     def _get_by(self, by: ReadBy, table_id: int, keys: Keys, rows: Rows, state: States) -> list[StorageError]:
         """`get` for keys by part and then ascending. Returns errors, with the keys that could not be read."""
@@ -418,6 +422,13 @@ BASES: dict[BaseKind, type[DiskTier]] = {"sealed": SealedTier, "rocksdb": DiskTi
 def _without_base(changed_at: int) -> npt.NDArray[Any]:
     """The words of a table without rows in the base."""
     return BASE_WORDS.make(part_starts_at=address_of(_NO_BLOCKS), parts=1, changed_at=changed_at)
+
+
+def _by_part(keys: Keys, parts: int) -> npt.NDArray[np.int64]:
+    """The places of `keys` by part, and within each part as they are."""
+    order, starts = np.empty(len(keys), np.int64), np.empty(parts + 1, np.int64)
+    group(keys, np.arange(len(keys)), np.arange(parts), order, starts)
+    return order
 
 
 def _open_tables(path: Path, record: bytes | None) -> dict[int, SealedTable]:

@@ -131,6 +131,10 @@ class DiskTier:
         """
         self._get(table_id, keys, rows, state, unknown=Tier.ABSENT)
 
+    def in_order(self, table_id: int, keys: Keys) -> Keys:
+        """`keys` (int64 [n]) in the order in which their rows lie in the files."""
+        return np.sort(keys)
+
     def peek(self, table_id: int, row_bytes: int, key: int) -> dict[str, Peek]:
         """The entries of the tier's parts for a key, by name, the part that answers first; fills no cache. Errors as `get`."""
         return {"disk": self._peek(table_id, row_bytes, key)}
