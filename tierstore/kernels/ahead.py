@@ -22,6 +22,7 @@ from contextlib import suppress
 from inspect import ismodule
 from typing import IO, Any, cast
 
+from llvmlite.binding import Linkage
 from numba.core import codegen
 from numba.core.caching import NullCache
 
@@ -36,6 +37,9 @@ _LIMIT_S = 1800.0  # for all kernels, on a very busy machine
 MOST = 8  # processes, of about 270 MB each
 _NICE = 10  # of processes beside an open store
 _NICEST = 19  # of processes beside a service whose reactors run
+
+# How numba's names of functions begin that are only optimized once they are inlined. They go through bytes one by one; loops over rows were slower so.
+_INLINED_FIRST = "_ZN9tierstore7reactor", "_ZN9tierstore4wire5http"
 
 Say = Callable[[str], None]
 Report = Callable[[int, int], None]  # (kernels compiled, kernels in all)
@@ -286,7 +290,7 @@ def _make_cheaper(entries: list[Any]) -> None:
     """Have numba compile only what is kept. For a process that calls no kernel.
 
     numba makes machine code for each function that a kernel calls, with wrappers for Python and C, but keeps only the code that is inlined in the
-    kernel. (Functions are still optimized before inlining: without that, pooling was slower.)
+    kernel. Functions on rows are optimized before inlining too, those of `_INLINED_FIRST` are not.
     """
     found: dict[int, Any] = {}
     for dispatcher in entries:
@@ -297,7 +301,14 @@ def _make_cheaper(entries: list[Any]) -> None:
         dispatcher.targetoptions["no_cpython_wrapper"] = function not in kept
 
     library = codegen.JITCodeLibrary
-    finish, set_env = library._finalize_final_module, codegen.JITCPUCodegen.set_env
+    optimize, finish = library._optimize_final_module, library._finalize_final_module
+    set_env = codegen.JITCPUCodegen.set_env
+
+    def optimize_unless_inlined_first(self: Any) -> None:
+        defined = (function for function in self._final_module.functions if not function.is_declaration)
+        own = [function.name for function in defined if function.linkage == Linkage.external]
+        if not own or not all(name.startswith(_INLINED_FIRST) for name in own):
+            optimize(self)
 
     def is_kept(self: Any) -> bool:
         if (
@@ -319,6 +330,7 @@ def _make_cheaper(entries: list[Any]) -> None:
         if self._engine.is_symbol_defined(name) and self._engine.get_global_value_address(name):
             set_env(self, name, env)
 
+    library._optimize_final_module = optimize_unless_inlined_first
     library._finalize_final_module, codegen.JITCPUCodegen.set_env = finish_kept, set_env_of_kept
 
 
