@@ -433,5 +433,5 @@ def test_keys_beyond_int64_in_a_list_are_uint64() -> None:
     delta = DeltaWriter(io.BytesIO(), model="ctr", seq=1)
     delta.upsert("item", [1, (1 << 64) - 1], [[1.0], [2.0]])
     assert read_delta(delta.to_bytes()).tables["item"].key is KeyType.UINT64
-    with pytest.raises(InvalidInput, match="expected uint64 keys, 0 to 2"):
+    with pytest.raises(InvalidInput, match="expected uint64 keys of 64 bits, got keys from -1 to 9223372036854775808"):
         DeltaWriter(io.BytesIO(), model="ctr", seq=1).upsert("item", [-1, 1 << 63], [[1.0], [2.0]])
