@@ -6,7 +6,7 @@ import urllib.parse
 from pathlib import Path
 from typing import TypeAlias
 
-from tierstore.errors import DeltaError, shown
+from tierstore.errors import DeltaError
 from tierstore.formats.regular import read_regular
 
 DeltaSource: TypeAlias = bytes | bytearray | memoryview | str | Path
@@ -25,7 +25,5 @@ def delta_bytes(source: DeltaSource) -> bytes | memoryview:
         path = urllib.parse.unquote(source.removeprefix("file://"))
     try:
         return read_regular(Path(path))
-    except OSError as error:
-        raise DeltaError(f"cannot read the delta {shown(str(path))}: {error.strerror or error}") from error
-    except ValueError as error:  # a NUL in the path
-        raise DeltaError(f"cannot read the delta {shown(str(path))}: {error}") from error
+    except (OSError, ValueError) as error:  # of values a NUL in the path
+        raise DeltaError(f"cannot read the delta {path}: {getattr(error, 'strerror', None) or error}") from error
