@@ -128,7 +128,7 @@ OFFSETS: dict[str, Any] = {
     "none": None, "empty": [], "0": [0], "1": [1], "0, 3": [0, 3], "0, 2": [0, 2], "falls": [0, 1, 0], "-1": [-1], "0, -1": [0, -1],
     "float": [0.0], "bool": [False], "2-D": [[0]], "str": ["0"], "int": 0, "uint64": np.array([0, 2**63], np.uint64), "range": range(2),
     "int32": np.array([0, 1], np.int32), "2**63": [0, 2**63], "2**70": [0, 2**70], "nan": [NAN], "object": np.array([0, 1], object),
-    "nones": [None], "arrow": pa.array([0, 1]), "set": {0}, "dict": {0: 1}, "with an end": [0, 1, 2],
+    "nones": [None], "arrow": pa.array([0, 1]), "set": {0}, "dict": {0: 1}, "ragged": [[0], [1, 2]], "with an end": [0, 1, 2],
 }  # fmt: skip
 WEIGHTS: dict[str, Any] = {
     "empty": [], "one": [1.0], "three": [1.0, 2.0, 3.0], "nan": [NAN, 1.0], "inf": [INF, 1.0], "1e39": [1e39, 1.0], "ints": [1, 2],
