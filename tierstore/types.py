@@ -143,7 +143,9 @@ def keys_and_bags(feature: str, value: Any) -> tuple[Any, Any, Any]:
     InvalidInput for a tuple of another length.
     """
     value = as_bags(feature, value)
-    if not isinstance(value, tuple) or all(isinstance(one, str) or not hasattr(one, "__len__") for one in value):
+    if not isinstance(value, tuple) or all(
+        isinstance(one, (str, bytes)) or not hasattr(one, "__len__") for one in value
+    ):
         return value, None, None
     if len(value) not in (2, 3):
         raise InvalidInput(

@@ -289,7 +289,7 @@ def many() -> Iterator[Call]:
     odd: list[Any] = [
         {}, None, [("item_id", [1])], "item_id", {"item_id"}, {None: [1]}, {1: [1]}, {"item_id": None}, {"clicked": ([1], [0])},
         {"item_id": ([1], [0])}, {"clicked": ([1],)}, {"clicked": ()}, {"clicked": ([1], [0], None, None)}, {"clicked": ([1], None)},
-        {"item_id": (1, 2)}, {"query": ("a", "b")}, {"item_id": [1], "nobody": [1]}, {"item_id": [1], "query": [1]},
+        {"item_id": (1, 2)}, {"query": ("a", "b")}, {"query": (b"a", b"b")}, {"item_id": [1], "nobody": [1]}, {"item_id": [1], "query": [1]},
         {"item_id": [], "query": ["a"]}, pa.table({"item_id": [1]}), {"clicked": [[1], [0]]}, 5, {"clicked": [1], "clicked.offsets": [0]},
     ]  # fmt: skip
     for keys in odd:

@@ -343,9 +343,7 @@ class Operations:
         return int(document["active_version"])
 
     def canary(self, model: str, version: int, share: float, force: bool) -> Operation[None]:
-        body = {
-            "version": whole_number("version", version, 1), "share": check_share(share), **_options(force)
-        }  # fmt: skip
+        body = {"version": whole_number("version", version, 1), "share": check_share(share)} | _options(force)
         yield from self._switch(model, "canary", body)
 
     def promote(self, model: str) -> Operation[int]:

@@ -37,7 +37,7 @@ def as_arrow_strings(keys: Any) -> pa.Array:
         raise InvalidInput(f"expected string keys, got {keys.dtype}: this table's keys are strings")
     else:
         array = _sequence_of_strings(keys)
-    return checked_strings(array)
+    return _checked(array)
 
 
 def plain_array(array: pa.Array | pa.ChunkedArray) -> pa.Array:
@@ -117,7 +117,7 @@ def _sequence_of_strings(keys: Any) -> pa.Array:
         raise InvalidInput(f"expected string keys (str or UTF-8 bytes): {error}") from error
 
 
-def checked_strings(array: pa.Array) -> pa.Array:
+def _checked(array: pa.Array) -> pa.Array:
     kind = array.type
     if array.null_count:
         raise InvalidInput("a key is null: every row needs a key")
