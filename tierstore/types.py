@@ -109,6 +109,15 @@ def number_or_none(name: str, value: object, least: int, most: int = (1 << 63) -
     return None if value is None else whole_number(name, value, least, most)
 
 
+def check_seconds(name: str, value: object, *, zero: bool = False) -> float:
+    """`value` as seconds: more than 0, or 0 too, and less than 30 years. InvalidInput, which says `name`."""
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    if is_number and (0 < value < 1e9 or (zero and value == 0)):  # type: ignore[operator]
+        return float(value)  # type: ignore[arg-type]
+    legal = "0 or more" if zero else "more than 0"
+    raise InvalidInput(f"{name}: expected seconds, {legal} and less than 1e9, got {shown(value)}")
+
+
 def check_share(share: object) -> float:
     """`share` as a number from 0 to 1. InvalidInput."""
     if isinstance(share, (int, float, np.floating)) and not isinstance(share, bool) and 0 <= share <= 1:

@@ -512,3 +512,53 @@ def test_a_service_refuses_odd_changes_as_the_store_does(tmp_path: Path) -> None
                 6,
                 {"stable": 1},
             )
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("timeout_s", ["x", None, 0, NAN, INF, True, [1]]),
+        ("retries", [-1, "3", 1.5]),
+        ("split_keys", [0, "a", 1.5]),
+        ("split_items", [-1, "a"]),
+        ("parallel", [0, "x"]),
+        ("max_connections", [0, None]),
+        ("backoff_s", [-1, "x", NAN, None]),
+        ("hedge_after_s", [-1, "x"]),
+        ("token", [5, b"x"]),
+    ],
+)
+def test_an_argument_of_a_client_that_means_nothing_is_refused_by_its_name(name: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(tierstore.errors.InvalidInput, match=name):
+            tierstore.Client("http://127.0.0.1:1", **{name: value})
+
+
+@pytest.mark.parametrize("url", [None, 5, [None], b"http://x", Path("/tmp/x.sock"), [5]])
+def test_what_is_no_text_is_no_url(url: Any) -> None:
+    with pytest.raises(tierstore.errors.InvalidInput, match="url"):
+        tierstore.Client(url)
+
+
+def test_options_of_a_call_that_mean_nothing_are_refused_by_their_name(client: Owner) -> None:
+    ctr = client.model("ctr")
+    for timeout_s in ("x", 0, -1, NAN, INF, [1]):
+        with pytest.raises(tierstore.errors.InvalidInput, match="timeout_s"):
+            ctr.lookup("item_id", [1], timeout_s=timeout_s)
+    for request_id in ("", 5, "\u00e9", b"x"):
+        with pytest.raises(tierstore.errors.InvalidInput, match="request_id"):
+            ctr.lookup("item_id", [1], request_id=request_id)
+    for split_items in (0, -1, "x", 1.5):
+        with pytest.raises(tierstore.errors.InvalidInput, match="split_items"):
+            ctr.predict(INPUTS, split_items=split_items)
+    for job in (None, 5, "", "nobody", "..", HALF):
+        for verb in (client.job, client.cancel):
+            with pytest.raises(tierstore.errors.NotFound, match="no job"):
+                verb(job)
+    for name in (None, 5, ""):
+        for verb in (client.parked_message, client.skip_parked):
+            with pytest.raises(tierstore.errors.NotFound, match="no parked message"):
+                verb(name)
+    assert client.sample("ctr", keys={"item": np.array([1, 2])})["tables"]["item"]["found"] == 2
+    with pytest.raises(tierstore.errors.NotFound, match="no version 0"):
+        ctr.metadata(version=0)

@@ -24,8 +24,8 @@ from tierstore.client.attempts import NodeCall, Outgoing, new_request_id
 from tierstore.client.forks import renew_in_child
 from tierstore.client.replies import DocumentReply, Tensors
 from tierstore.client.splitting import JoinedOutputs, Split
-from tierstore.errors import DeadlineExceeded, InvalidInput, MissingExtra, NotFound, NotReady, TierstoreError, shown
-from tierstore.types import NAME, as_version, model_and_head, names_of
+from tierstore.errors import DeadlineExceeded, MissingExtra, NotFound, NotReady, TierstoreError, shown
+from tierstore.types import NAME, as_version, check_seconds, model_and_head, names_of
 
 SWITCH_ATTEMPTS = 4  # at a request in parts, when versions switch between the parts
 _MODELS_LIMIT = 256  # in the cache
@@ -50,10 +50,8 @@ class Deadline:
     """When a verb has to be done."""
 
     def __init__(self, timeout_s: float) -> None:
-        if not timeout_s > 0:
-            raise InvalidInput(f"timeout_s: expected seconds, more than 0, got {timeout_s!r}")
-        self.timeout_s = timeout_s
-        self._at = time.monotonic() + timeout_s
+        self.timeout_s = check_seconds("timeout_s", timeout_s)
+        self._at = time.monotonic() + self.timeout_s
 
     def remaining(self) -> float:
         """Seconds that remain. Raises DeadlineExceeded when none do."""

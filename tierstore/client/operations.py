@@ -57,6 +57,7 @@ from tierstore.errors import (
     StorageError,
     TierstoreError,
     TooLarge,
+    shown,
 )
 from tierstore.formats.delta.source import DeltaSource, delta_bytes
 from tierstore.status import ServiceStatus
@@ -169,8 +170,7 @@ class Operations:
         outputs = names_of("outputs", outputs)
         request = self._request(head_name(model, options.get("head", "")), options)
         limit = options.get("split_items", "client")
-        if limit == "client":
-            limit = self._settings.split_items
+        limit = self._settings.split_items if limit == "client" else number_or_none("split_items", limit, 1)
         arrays = yield from self._predict(request, inputs, outputs, limit)
         if outputs is None and len(arrays) == 1:
             return next(iter(arrays.values()))
@@ -276,7 +276,7 @@ class Operations:
 
     def job(self, job: str) -> Operation[dict[str, Any]]:
         self._one_node("a job")
-        return dict((yield from self._json("GET", f"/admin/jobs/{quote(job, safe='')}")))
+        return dict((yield from self._json("GET", f"/admin/jobs/{_part('job', job)}")))
 
     def jobs(self) -> Operation[list[dict[str, Any]]]:
         self._one_node("a job")
@@ -299,7 +299,7 @@ class Operations:
 
     def cancel(self, job: str) -> Operation[None]:
         self._one_node("a job")
-        yield from self._json("DELETE", f"/admin/jobs/{quote(job, safe='')}")
+        yield from self._json("DELETE", f"/admin/jobs/{_part('job', job)}")
 
     def activate(self, model: str, version: int, force: bool, expected_active: int | None) -> Operation[None]:
         body = {"version": whole_number("version", version, 1), **_options(force, expected_active)}
@@ -413,8 +413,8 @@ class Operations:
         request_id = options.get("request_id")
         if request_id is None:
             request_id = new_request_id()
-        elif not (request_id and request_id.isascii() and request_id.isprintable()):
-            raise InvalidInput(f"request_id: expected printable ASCII, got {request_id!r}")
+        elif not isinstance(request_id, str) or not (request_id and request_id.isascii() and request_id.isprintable()):
+            raise InvalidInput(f"request_id: expected printable ASCII, got {shown(request_id)}")
         deadline = self._deadline(options.get("timeout_s"))
         return InferenceRequest(
             model, as_version(options.get("version")), deadline, request_id, self._settings.hedge_after_s
@@ -513,4 +513,11 @@ def _options(force: bool, active: int | None = None) -> dict[str, Any]:
 
 
 def _parked(name: str) -> str:
-    return f"/admin/parked/{quote(name, safe='')}"
+    return f"/admin/parked/{_part('parked message', name)}"
+
+
+def _part(kind: str, name: object) -> str:
+    """The name of something as a part of a path. NotFound for what is no name."""
+    if not isinstance(name, str) or not name:
+        raise NotFound(f"no {kind} {shown(name)}")
+    return quote(name, safe="", errors="replace")

@@ -141,7 +141,7 @@ def document(inputs: Sequence[Input], outputs: Sequence[Output]) -> bytes:
 def as_json(document: Any) -> bytes:
     """A request's document as it is sent. InvalidInput for what JSON cannot hold: a large integer, half a character."""
     try:
-        return orjson.dumps(document)
+        return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:
         raise InvalidInput(f"the request cannot be sent as JSON: {error}") from error
 
