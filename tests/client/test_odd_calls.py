@@ -138,6 +138,8 @@ WEIGHTS: dict[str, Any] = {
 
 
 def keys_of_look_ups() -> Iterator[Call]:
+    yield Call("an iterator", "sequence", lambda s: s.model("ctr").lookup("item_id", iter([1])))
+    yield Call("a generator", "sequence", lambda s: s.model("ctr").lookup_bags("clicked", (key for key in [1]), [0]))
     for name, keys in KEYS.items():
         for feature in ("item_id", "query", "big_id"):
             yield Call(

@@ -429,6 +429,13 @@ def test_a_head_that_cannot_be_is_refused_at_once(field: str, value: Any) -> Non
         DeltaWriter(io.BytesIO(), **{"model": "ctr", "seq": 1, field: value})
 
 
+def test_keys_of_an_iterator_are_refused_since_they_are_read_twice() -> None:
+    delta = DeltaWriter(io.BytesIO(), model="ctr", seq=1)
+    for keys in (iter([1, 2]), (key for key in ["a", "b"])):
+        with pytest.raises(InvalidInput, match=r"expected a sequence of .* keys, got"):
+            delta.delete("item" if isinstance(keys, type(iter([]))) else "word", keys)
+
+
 def test_keys_beyond_int64_in_a_list_are_uint64() -> None:
     delta = DeltaWriter(io.BytesIO(), model="ctr", seq=1)
     delta.upsert("item", [1, (1 << 64) - 1], [[1.0], [2.0]])

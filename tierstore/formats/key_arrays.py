@@ -5,7 +5,7 @@ No kernels here, and Arrow only for keys that are Arrow's: a client that sends i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,8 @@ def key_array(keys: Any, kind: str = "integer or string") -> Any:
     """One-dimensional `keys`, without a key that is missing: integers as a NumPy array of any width.
 
     Strings are left as they are: a list, a NumPy array, or an Arrow array, which is not dictionary-encoded. Takes
-    lists, arrays, columns of frames, tensors, and whatever else can be gone through once. Keys without any may be of
-    any type. InvalidInput, which names the expected `kind`, for anything else, bool and float included.
+    lists, arrays, columns of frames, tensors, and other collections that can be gone through again. Keys without any
+    may be of any type. InvalidInput, which names the expected `kind`, for anything else, bool and float included.
     """
     if not isinstance(keys, np.ndarray):
         check_sequence(keys, kind)
@@ -63,7 +63,7 @@ def _from_other(keys: Any, kind: str) -> Any:
         return keys.detach().cpu().numpy()  # a tensor of PyTorch, which may lie on a GPU
     if hasattr(keys, "__array__") or isinstance(keys, memoryview):
         return np.asarray(keys)
-    if isinstance(keys, Iterable):
+    if isinstance(keys, Iterable) and isinstance(keys, Sized):  # an iterator would be at its end for the next who reads
         return list(keys)
     raise InvalidInput(f"expected a sequence of {kind} keys, got {type(keys).__name__}")
 

@@ -5,7 +5,7 @@ No kernels here: a client that sends strings needs Arrow alone. Arrays must not 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from typing import Any
 
 import numpy as np
@@ -106,8 +106,8 @@ def _check_text(lengths: npt.NDArray[Any]) -> None:
 
 
 def _sequence_of_strings(keys: Any) -> pa.Array:
-    if not isinstance(keys, Iterable):
-        raise InvalidInput(f"expected a sequence of string keys, got a single {type(keys).__name__}")
+    if not isinstance(keys, Iterable) or not isinstance(keys, Sized):
+        raise InvalidInput(f"expected a sequence of string keys, got {type(keys).__name__}")
     try:
         if isinstance(keys, np.ndarray) and keys.dtype.kind in "UT":
             return pa.array(keys, pa.large_string())
