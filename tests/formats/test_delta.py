@@ -442,3 +442,14 @@ def test_keys_beyond_int64_in_a_list_are_uint64() -> None:
     assert read_delta(delta.to_bytes()).tables["item"].key is KeyType.UINT64
     with pytest.raises(InvalidInput, match="expected uint64 keys of 64 bits, got keys from -1 to 9223372036854775808"):
         DeltaWriter(io.BytesIO(), model="ctr", seq=1).upsert("item", [-1, 1 << 63], [[1.0], [2.0]])
+
+
+def test_an_argument_of_another_kind_is_refused_by_its_name() -> None:
+    writer: Any = DeltaWriter
+    with pytest.raises(DeltaError, match="seq: expected an integer from 1"):
+        writer(io.BytesIO(), model="ctr", seq=None)
+    for target in (None, 5):
+        with pytest.raises(DeltaError, match="target: expected a path, or a file that is open for writing"):
+            writer(target, model="ctr", seq=1)
+    with pytest.raises(DeltaError, match="dense: expected the path of an ONNX file, or its bytes"):
+        writer(io.BytesIO(), model="ctr", seq=1).dense(5)
