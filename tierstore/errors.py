@@ -46,16 +46,30 @@ from typing import Self
 FAULTS = frozenset({"error", "unavailable"})
 
 
+NO_VERSION = 0  # in place of a version's number: the request found no version that is served
+
+
 def explained(error: BaseException) -> str:
     """The message of an error, with the notes that were added to it."""
     return "; ".join([str(error), *getattr(error, "__notes__", ())])
 
 
+def shown(value: object) -> str:
+    """`value` for an error message: short, whatever a caller sent."""
+    try:
+        text = repr(value)
+    except RecursionError:  # JSON parsers nest deeper than Python can show
+        return f"{type(value).__name__} that is nested too deep"
+    except ValueError:  # an integer of too many digits
+        return f"{type(value).__name__} that is too large to show"
+    return text if len(text) <= 80 else text[:77] + "…"
+
+
 class TierstoreError(Exception):
     """Root of the tree; catch it to catch all of tierstore's own errors.
 
-    `version` is the version of the model that the request was for, if the service knows it. `request_id` is set on
-    errors of requests that a client sent: the service's log lines have it as `id`.
+    `version` is the version of the model that the request was for, or `NO_VERSION`, if the service knows it.
+    `request_id` is set on errors of requests that a client sent: the service's log lines have it as `id`.
     """
 
     http_status = 500

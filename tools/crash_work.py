@@ -193,8 +193,8 @@ def step(store: tierstore.Store, root: Path, seed: int, rng: random.Random, jour
     elif active is None or chance < 0.05:
         with journal.step("activate", version := rng.choice(fresh)):
             store.activate(MODEL, version)
-    elif chance < 0.06 and len(versions) > 1:
-        version = rng.choice([number for number in versions if number not in (active, canary)] or [0])
+    elif chance < 0.06 and (unserved := [number for number in versions if number not in (active, canary)]):
+        version = rng.choice(unserved)
         # not found: more versions than are kept, and the store dropped it itself
         with journal.step("drop", version), contextlib.suppress(NotFound):
             store.drop(MODEL, version)

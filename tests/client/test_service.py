@@ -270,7 +270,7 @@ def test_refusals_are_those_of_the_store(loaded: Client, loaded_store: Store) ->
     ctr = loaded.model("ctr")
     with pytest.raises(NotFound, match="nobody"):
         loaded.lookup("nobody", "item_id", [1])
-    with pytest.raises(InvalidInput, match="nothing"):
+    with pytest.raises(NotFound, match="no feature 'nothing'; version 1 has big_id, clicked, item_id, query"):
         ctr.lookup("nothing", [1])
     with pytest.raises(InvalidInput, match="BYTES"):
         ctr.lookup("query", [1])

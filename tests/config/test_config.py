@@ -320,3 +320,9 @@ def test_an_address_to_listen_on_may_be_in_brackets_and_has_no_port() -> None:
     ]:
         with pytest.raises(ConfigError, match=f"host.*expected an address.*{why}"):
             load_settings(host=wrong)
+
+
+@pytest.mark.parametrize("data", ["s3://bucket/data", "file:///data", "a\0b"])
+def test_a_data_directory_is_on_this_machine(data: str) -> None:
+    with pytest.raises(ConfigError, match="data: expected a directory of this machine, got"):
+        load_settings(data=data)

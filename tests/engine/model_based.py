@@ -296,7 +296,7 @@ class StoresAgainstHistory(RuleBasedStateMachine):
         assert self.history.last is not None
         seq, base = self.history.last - back, self.versions[self.history.active].delta_seq
         if not base <= seq <= self.history.last:
-            self._refused(Conflict, lambda store: store.rollback("ctr", to_seq=seq))
+            self._refused(Conflict if seq >= 0 else InvalidInput, lambda store: store.rollback("ctr", to_seq=seq))
             return
         undone = self.history.undone_by(seq)
         if undone != self.history.undone and (self.start or 0) > base:

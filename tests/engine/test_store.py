@@ -143,7 +143,7 @@ def test_bad_lookups_say_what_is_wrong(store, tmp_path):
         (lambda: ctr.lookup("item_id", [1], dtype="float64"), InvalidInput, "float16"),
         (lambda: ctr.lookup("item_id", [1], dtype=["float32"]), InvalidInput, "float16"),
         (lambda: ctr.lookup(["item_id"], [1]), NotFound, "clicked, item_id, user_id"),
-        (lambda: ctr.lookup("item_id", [1], version=["stable"]), NotFound, "no label"),
+        (lambda: ctr.lookup("item_id", [1], version=["stable"]), InvalidInput, "a version is a number, or a label"),
         (lambda: ctr.lookup("item_id", [1], out=np.empty((2, 8), np.float32)), InvalidInput, r"\(1, 8\)"),
         (lambda: ctr.lookup_bags("clicked", [1], [0], weights=[1, 2]), InvalidInput, "weights"),
         (lambda: ctr.lookup_bags("clicked", [1], [0], combiner="max"), InvalidInput, "sqrtn"),
@@ -168,6 +168,15 @@ def test_lookup_many_answers_from_one_view(store, tmp_path):
     store.load_snapshot(scenes.write_snapshot(tmp_path))
     rows = store.model("ctr").lookup_many({"user_id": [1, 2], "item_id": [3]})
     assert {name: of.shape for name, of in rows.items()} == {"user_id": (2, 4), "item_id": (1, 8)}
+
+
+def test_lookup_many_takes_bags_beside_keys(store, tmp_path):
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    ctr, bags = store.model("ctr"), ([1, 2, 3], [0, 2], [1.0, 0.5, 2.0])
+    many = ctr.lookup_many({"item_id": [3], "clicked": bags}, return_found=True)
+    alone = ctr.lookup_bags("clicked", *bags[:2], weights=bags[2], return_found=True)
+    for left, right in zip((*many["clicked"], many["item_id"][0]), (*alone, ctr.lookup("item_id", [3])), strict=True):
+        np.testing.assert_array_equal(left, right)
 
 
 def test_out_is_written_and_returned(store, tmp_path):

@@ -429,9 +429,27 @@ def test_a_head_that_cannot_be_is_refused_at_once(field: str, value: Any) -> Non
         DeltaWriter(io.BytesIO(), **{"model": "ctr", "seq": 1, field: value})
 
 
+def test_keys_of_an_iterator_are_refused_since_they_are_read_twice() -> None:
+    delta = DeltaWriter(io.BytesIO(), model="ctr", seq=1)
+    for keys in (iter([1, 2]), (key for key in ["a", "b"])):
+        with pytest.raises(InvalidInput, match=r"expected a sequence of .* keys, got"):
+            delta.delete("item" if isinstance(keys, type(iter([]))) else "word", keys)
+
+
 def test_keys_beyond_int64_in_a_list_are_uint64() -> None:
     delta = DeltaWriter(io.BytesIO(), model="ctr", seq=1)
     delta.upsert("item", [1, (1 << 64) - 1], [[1.0], [2.0]])
     assert read_delta(delta.to_bytes()).tables["item"].key is KeyType.UINT64
-    with pytest.raises(InvalidInput, match="expected uint64 keys, 0 to 2"):
+    with pytest.raises(InvalidInput, match="expected uint64 keys of 64 bits, got keys from -1 to 9223372036854775808"):
         DeltaWriter(io.BytesIO(), model="ctr", seq=1).upsert("item", [-1, 1 << 63], [[1.0], [2.0]])
+
+
+def test_an_argument_of_another_kind_is_refused_by_its_name() -> None:
+    writer: Any = DeltaWriter
+    with pytest.raises(DeltaError, match="seq: expected an integer from 1"):
+        writer(io.BytesIO(), model="ctr", seq=None)
+    for target in (None, 5):
+        with pytest.raises(DeltaError, match="target: expected a path, or a file that is open for writing"):
+            writer(target, model="ctr", seq=1)
+    with pytest.raises(DeltaError, match="dense: expected the path of an ONNX file, or its bytes"):
+        writer(io.BytesIO(), model="ctr", seq=1).dense(5)

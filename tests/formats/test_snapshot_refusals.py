@@ -272,7 +272,7 @@ def test_a_hugectr_folder_whose_file_is_a_link_out_of_the_snapshot(tmp_path: Pat
         ("file://[/x", "cannot read"),
         ("/no/such/dir", "is not a directory: expected a snapshot"),
         ("a\0b", "NUL"),
-        ("", "snapshot.json: not found in"),
+        ("", "expected a path or a URL, got ''"),
     ],
 )
 def test_a_source_that_is_none(tmp_path: Path, source: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,3 +211,21 @@ def test_arrow_keys_and_half_vectors_are_taken_as_they_are(tmp_path: Path) -> No
     (batch,) = open_snapshot(tmp_path).batches("word", 0)
     assert batch.strings.to_pylist() == ["a", "b"]
     assert batch.vectors.dtype == np.float16
+
+
+def test_an_argument_of_another_kind_is_refused_by_its_name(tmp_path: Path) -> None:
+    for directory in (None, 5, ""):
+        with pytest.raises(SnapshotError, match="directory: expected a path or a URL"):
+            SnapshotWriter(directory, model="ctr", version=1)  # type: ignore[arg-type]
+    writer: Any = SnapshotWriter(tmp_path / "s", model="ctr", version=1)
+    for default in (None, 5, [1, "a"], [None, 1]):
+        with pytest.raises(SnapshotError, match="table 'item': default: expected 'zeros', 'mean' or 2 numbers"):
+            writer.table("item", dim=2, default=default)
+    for hashed in (5, "mod", [1]):
+        with pytest.raises(SnapshotError, match="feature 'item_id': hash: expected a mapping"):
+            writer.feature("item_id", table="item", hash=hashed)
+    for graph in (None, 5, [b"onnx"]):
+        with pytest.raises(SnapshotError, match="dense: expected the path of an ONNX file, or its bytes"):
+            writer.dense(graph)
+    writer.dense(bytearray(b"onnx"))
+    assert (tmp_path / "s" / "dense.onnx").read_bytes() == b"onnx"

@@ -141,6 +141,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "ranges": 0,
         "scattered_digest": 0,
         "strings": 0,
+        "key_arrays": 1,
         "times": 0,
         "colliding": 0,
         "private": 0,

@@ -38,7 +38,9 @@ class AsyncRemoteModel:
 
     async def metadata(self, *, version: Version = None) -> dict[str, Any]:
         """The protocol's model metadata: `inputs` and `outputs` with their datatypes and shapes."""
-        return await self._transport.run(self._operations.metadata(self.name, version or self.version))
+        return await self._transport.run(
+            self._operations.metadata(self.name, self.version if version is None else version)
+        )
 
     async def cache(self, table: str, limit: int = 20) -> dict[str, Any]:
         """What caches of the node do for a table: `curve` of its hit rate by size, `history` by the

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from tierstore.client.attempts import RetryBudget
 from tierstore.client.balancing import Balancer
-from tierstore.client.inference import Deadline
 from tierstore.client.operations import Operations
 from tierstore.client.settings import Address, ClientSettings, Node, RetryPolicy, TlsFiles, lines_of_headers
 from tierstore.client.transport import Transport
-from tierstore.errors import InvalidInput
+from tierstore.errors import InvalidInput, shown
+from tierstore.types import check_seconds, number_or_none, whole_number
 
 if TYPE_CHECKING:
     from tierstore.client.async_transport import AsyncTransport
@@ -73,14 +73,13 @@ class ClientBase(ABC, Generic[AnyTransport]):
         max_connections: int = 32,
     ) -> None:
         addresses = parse_addresses(url)
-        for name, value in (("parallel", parallel), ("max_connections", max_connections), ("retries", retries + 1)):
-            if value < 1:
-                least = 0 if name == "retries" else 1
-                raise InvalidInput(f"{name}: expected at least {least}, got {value - 1 + least}")
-        for name, limit in (("split_keys", split_keys), ("split_items", split_items)):
-            if limit is not None and limit < 1:
-                raise InvalidInput(f"{name}: expected at least 1, or None, got {limit}")
-        Deadline(timeout_s)
+        retries, parallel = whole_number("retries", retries, 0), whole_number("parallel", parallel, 1)
+        max_connections = whole_number("max_connections", max_connections, 1)
+        split_keys = number_or_none("split_keys", split_keys, 1)
+        split_items = number_or_none("split_items", split_items, 1)
+        timeout_s, backoff_s = check_seconds("timeout_s", timeout_s), check_seconds("backoff_s", backoff_s, zero=True)
+        if hedge_after_s is not None:
+            hedge_after_s = check_seconds("hedge_after_s", hedge_after_s, zero=True)
         retry = RetryPolicy(retries=retries, backoff_s=backoff_s, parallel=parallel)
         files = TlsFiles(ca, cert, key)
         nodes = tuple(
@@ -124,7 +123,9 @@ def parse_addresses(urls: str | Sequence[str]) -> list[Address]:
 
     InvalidInput for none, or one named twice.
     """
-    words = urls.split(",") if isinstance(urls, str) else list(urls)
+    words = urls.split(",") if isinstance(urls, str) else list(urls) if isinstance(urls, Sequence) else [urls]
+    if not all(isinstance(word, str) for word in words):
+        raise InvalidInput(f"expected a url such as http://127.0.0.1:8000, got {shown(urls)}")
     addresses = [Address.parse(word.strip()) for word in words]
     if not addresses:
         raise InvalidInput("url: expected at least one, got none")

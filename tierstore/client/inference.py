@@ -15,18 +15,17 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
-from urllib.parse import quote
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 
 from tierstore.client import wire
 from tierstore.client.attempts import NodeCall, Outgoing, new_request_id
 from tierstore.client.forks import renew_in_child
 from tierstore.client.replies import DocumentReply, Tensors
 from tierstore.client.splitting import JoinedOutputs, Split
-from tierstore.errors import DeadlineExceeded, InvalidInput, MissingExtra, NotFound, NotReady, TierstoreError
+from tierstore.errors import DeadlineExceeded, MissingExtra, NotFound, NotReady, TierstoreError, shown
+from tierstore.types import NAME, as_version, check_seconds, model_and_head, names_of
 
 SWITCH_ATTEMPTS = 4  # at a request in parts, when versions switch between the parts
 _MODELS_LIMIT = 256  # in the cache
@@ -51,10 +50,8 @@ class Deadline:
     """When a verb has to be done."""
 
     def __init__(self, timeout_s: float) -> None:
-        if not timeout_s > 0:
-            raise InvalidInput(f"timeout_s: expected seconds, more than 0, got {timeout_s!r}")
-        self.timeout_s = timeout_s
-        self._at = time.monotonic() + timeout_s
+        self.timeout_s = check_seconds("timeout_s", timeout_s)
+        self._at = time.monotonic() + self.timeout_s
 
     def remaining(self) -> float:
         """Seconds that remain. Raises DeadlineExceeded when none do."""
@@ -110,7 +107,7 @@ def exchange(
 ) -> Operation[DocumentReply]:
     """One call: `body` as JSON, or `content` as it is. Reads may be repeated, others where `repeat` says so."""
     request_id = request_id or new_request_id()
-    pieces = [content] if content is not None else [orjson.dumps(body)] if body is not None else []
+    pieces = [content] if content is not None else [wire.as_json(body)] if body is not None else []
     outgoing = Outgoing(f"Content-Type: {content_type}\r\n" if pieces else "", pieces)
     may_repeat = method == "GET" if repeat is None else repeat
     (reply,) = yield [
@@ -141,8 +138,17 @@ class _Status(DocumentReply):
 
 
 def model_path(model: str, version: Version = None) -> str:
-    path = f"/v2/models/{quote(model, safe='')}"
-    return path if version is None else f"{path}/versions/{quote(str(version), safe='')}"
+    """The path of a model, or a head, or of a version of it. NotFound for a name that none can have."""
+    base, head = model_and_head(model) if isinstance(model, str) else (model, "")
+    path = f"/v2/models/{known_name('model', base)}" + (f".{known_name('head', head)}" if head else "")
+    return path if version is None else f"{path}/versions/{version}"
+
+
+def known_name(kind: str, name: object) -> str:
+    """`name`, which a model, a head, a feature, a table or a label may have. NotFound for one that none can have."""
+    if not isinstance(name, str) or NAME.fullmatch(name) is None:
+        raise NotFound(f"no {kind} {shown(name)}: a name is 1 to 64 of A-Z a-z 0-9 _ -, a letter or digit first")
+    return name
 
 
 def metadata(
@@ -155,10 +161,12 @@ def metadata(
     request_id: str | None = None,
 ) -> Operation[dict[str, Any]]:
     """The protocol's metadata of a model, from the cache unless `renew`."""
+    version = as_version(version)
+    path = model_path(model, version)
     cached = cache.metadata.get((model, version))
     if cached is not None and not renew:
         return cached
-    reply = yield from exchange("GET", model_path(model, version), deadline, request_id=request_id)
+    reply = yield from exchange("GET", path, deadline, request_id=request_id)
     document = reply.json()
     if not isinstance(document, dict):
         raise TierstoreError(f"expected a JSON object as metadata of model {model!r}: is it a tierstore?")
@@ -260,7 +268,7 @@ def wanted_outputs(names: Sequence[str] | None, metadata: Mapping[str, Any]) -> 
     if names is None and why is not None:
         message = f"model {metadata['name']!r}: the dense part is {why}"
         raise MissingExtra(message) if "install tierstore[" in why else NotReady(message)
-    return [wire.Output(name, {}) for name in names or ()]
+    return [wire.Output(name, {}) for name in names_of("outputs", names) or ()]
 
 
 def output_named(outputs: Outputs, name: str) -> npt.NDArray[Any]:

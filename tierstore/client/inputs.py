@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.client import wire
-from tierstore.errors import InvalidInput
-from tierstore.types import KeysLike, as_bags, check_sequence
+from tierstore.errors import InvalidInput, shown
+from tierstore.formats.key_arrays import key_array
+from tierstore.types import KeysLike, as_version, by_name, keys_and_bags
 
 _PARTS = (".offsets", ".weights")
 _NO_KEYS = np.empty(0, np.int64)  # of any type of integers
@@ -34,15 +35,11 @@ class Batch:
 
     @staticmethod
     def from_value(feature: str, value: Any) -> Batch:
-        """`value` is keys, or for bags a tuple `(keys, offsets)` or `(keys, offsets, weights)`, or a JaggedTensor."""
-        value = as_bags(feature, value)
-        if not isinstance(value, tuple) or (value and all(np.ndim(one) == 0 for one in value)):
-            return Batch.of(feature, value)
-        if len(value) not in (2, 3):
-            raise InvalidInput(
-                f"{feature!r}: expected keys, (keys, offsets) or (keys, offsets, weights), got a tuple of {len(value)}"
-            )
-        return Batch.of(feature, *value)
+        """`value` is as `types.keys_and_bags` takes it."""
+        keys, offsets, weights = keys_and_bags(feature, value)
+        if offsets is None and weights is not None:
+            raise InvalidInput(f"{feature!r}: weights come with offsets: (keys, offsets, weights)")
+        return Batch.of(feature, keys, offsets, weights)
 
     @staticmethod
     def of(
@@ -147,22 +144,26 @@ def predict_inputs(inputs: Mapping[str, Any], metadata: Mapping[str, Any]) -> li
     A value is an array; for a ragged feature `(keys, offsets)`, `(keys, offsets, weights)` or a JaggedTensor. Names
     that are not in `metadata` are sent as they are; the service checks them. InvalidInput for values that do not fit.
     """
-    if not isinstance(inputs, Mapping) or not inputs:
-        raise InvalidInput("expected inputs by name, such as {'user_id': keys}")
+    values = dict(by_name(inputs, "inputs"))
+    if not values:
+        raise InvalidInput("expected inputs by name, such as {'user_id': keys}, got none")
     declared = _declared(metadata)
     tensors: list[Plain | Bags] = []
-    for name, value in inputs.items():
+    for name, value in values.items():
+        if not isinstance(name, str):
+            raise InvalidInput(f"inputs: expected names, got {shown(name)}")
         base, _, part = name.rpartition(".")
-        if f".{part}" in _PARTS and base in inputs and f"{base}.offsets" in inputs:
+        if f".{part}" in _PARTS and base in values and f"{base}.offsets" in values:
             continue  # sent with its feature
-        value = as_bags(name, value)
-        if isinstance(value, tuple):
-            tensors.append(Bags(Batch.from_value(name, value).as_declared(metadata)))
-        elif f"{name}.offsets" in inputs:
-            batch = Batch.of(name, value, inputs[f"{name}.offsets"], inputs.get(f"{name}.weights"))
-            tensors.append(Bags(batch.as_declared(metadata)))
-        else:
-            tensors.append(_plain(name, value, declared.get(name)))
+        keys, offsets, weights = keys_and_bags(name, value)
+        if offsets is None and f"{name}.offsets" in values:
+            offsets, weights = values[f"{name}.offsets"], values.get(f"{name}.weights")
+        if offsets is not None:
+            tensors.append(Bags(Batch.of(name, keys, offsets, weights).as_declared(metadata)))
+            continue
+        tensors.append(_plain(name, keys, declared.get(name)))
+        if weights is not None:
+            tensors.append(_plain(f"{name}.weights", weights, {"datatype": "FP32"}))
     return tensors
 
 
@@ -182,9 +183,12 @@ def _plain(name: str, value: Any, declared: Mapping[str, Any] | None) -> Plain:
     if not array.size and datatype == "BYTES":
         return Plain(name, _no_strings(), array.shape, items)
     if array.dtype.kind in "USTO":
-        if target is not None:
-            raise InvalidInput(f"input {name!r}: expected {datatype}, got strings or objects")
-        return Plain(name, as_keys(array.reshape(-1)), array.shape, items)
+        flat = as_keys(array.reshape(-1))
+        if not isinstance(flat, np.ndarray):
+            if target is not None:
+                raise InvalidInput(f"input {name!r}: expected {datatype}, got strings")
+            return Plain(name, flat, array.shape, items)
+        array = flat.reshape(array.shape)
     if target is not None and array.dtype != target:
         array = _converted(name, array, target)
     return Plain(name, array, array.shape, items)
@@ -201,7 +205,8 @@ def _converted(name: str, array: npt.NDArray[Any], target: np.dtype[Any]) -> npt
         return array  # keys may be either; the service checks that they fit
     if array.size and not np.can_cast(array.dtype, target, "same_kind"):
         raise InvalidInput(f"input {name!r}: expected {wire.name_of(target)}, got {array.dtype}")
-    converted = array.astype(target)
+    with np.errstate(over="ignore"):
+        converted = array.astype(target)
     if target.kind in "iu" and array.size and not (converted == array).all():
         raise InvalidInput(f"input {name!r}: expected values that fit {wire.name_of(target)}, got others")
     return converted
@@ -212,21 +217,11 @@ def as_keys(keys: KeysLike) -> Any:
 
     InvalidInput where they are neither.
     """
-    array = keys if isinstance(keys, np.ndarray) else _from_other(keys)
-    if isinstance(array, np.ndarray):
-        if array.ndim != 1:
-            raise InvalidInput(f"expected keys of one dimension, got shape {array.shape}")
-        if not len(array):
-            return _NO_KEYS
-        if array.dtype == object:
-            array = _from_list(array.tolist())
-    if isinstance(array, np.ndarray):
-        if array.dtype.kind == "i":
-            return array.astype(np.int64, copy=False)
-        if array.dtype.kind == "u":
-            return array.astype(np.uint64, copy=False)
-        if array.dtype.kind not in "USTO":
-            raise InvalidInput(f"expected integer or string keys, got {array.dtype}")
+    array = key_array(keys)
+    if not len(array):
+        return _NO_KEYS
+    if isinstance(array, np.ndarray) and array.dtype.kind in "iu":
+        return array.astype(np.int64 if array.dtype.kind == "i" else np.uint64, copy=False)
     return _as_strings(array)
 
 
@@ -240,49 +235,11 @@ def _no_strings() -> Any:
     return _as_strings([])
 
 
-def _from_other(keys: Any) -> Any:
-    """A list, an Arrow array or the like as a NumPy array of integers, or as something that holds strings."""
-    check_sequence(keys, "integer or string")
-    if hasattr(keys, "detach"):
-        return keys.detach().cpu().numpy()  # a PyTorch tensor, maybe on a GPU
-    if type(keys).__module__.startswith("pyarrow"):
-        import pyarrow as pa
-
-        if pa.types.is_integer(keys.type):
-            if keys.null_count:
-                raise InvalidInput("expected a key in every row, got null")
-            return keys.to_numpy()
-        return keys
-    if hasattr(keys, "__array__"):
-        return np.asarray(keys)
-    try:
-        keys = list(keys)
-    except TypeError:
-        raise InvalidInput(f"expected a sequence of integer or string keys, got {type(keys).__name__}") from None
-    return _from_list(keys)
-
-
-def _from_list(keys: list[Any]) -> Any:
-    """Keys of Python's and NumPy's kinds as an array of integers, or the list itself where they are strings."""
-    if not keys:
-        return _NO_KEYS
-    kinds = set(map(type, keys))
-    if not all(kind is int or issubclass(kind, np.integer) for kind in kinds):
-        if all(issubclass(kind, (str, bytes)) for kind in kinds):
-            return keys
-        raise InvalidInput(f"expected integer or string keys, got {', '.join(sorted(kind.__name__ for kind in kinds))}")
-    try:
-        return np.array(keys, np.int64)
-    except OverflowError:
-        pass
-    try:
-        return np.array(keys, np.uint64)
-    except OverflowError as error:
-        raise InvalidInput(f"expected keys of 64 bits, got keys from {min(keys)} to {max(keys)}") from error
-
-
 def _offsets(offsets: Any, n: int) -> npt.NDArray[np.int64]:
-    array = np.asarray(offsets)
+    try:
+        array = np.asarray(offsets)
+    except (TypeError, ValueError) as error:
+        raise InvalidInput(f"offsets: expected int64 of shape [bags]: {error}") from error
     if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
         raise InvalidInput(f"offsets: expected int64 of shape [bags], got {array.dtype} of {list(array.shape)}")
     starts = array.astype(np.int64)
@@ -297,8 +254,9 @@ def _offsets(offsets: Any, n: int) -> npt.NDArray[np.int64]:
 
 def _weights(weights: Any, n: int) -> npt.NDArray[np.float32]:
     try:
-        array = np.ascontiguousarray(weights, np.float32)
-    except (TypeError, ValueError) as error:
+        with np.errstate(over="ignore"):
+            array = np.ascontiguousarray(weights, np.float32)
+    except (TypeError, ValueError, OverflowError) as error:
         raise InvalidInput(f"weights: expected {n} numbers: {error}") from error
     if array.shape != (n,):
         raise InvalidInput(f"weights: expected one per key, shape [{n}], got {list(array.shape)}")
@@ -321,6 +279,6 @@ def pin_version(options: Any, version: int | None) -> None:
     """
     if version is None:
         return
-    if options.get("version", version) not in (None, version):
+    if as_version(options.get("version", version)) not in (None, version):
         raise InvalidInput(f"version: expected {version}, which the model is pinned to, got {options['version']!r}")
     options["version"] = version

@@ -6,7 +6,7 @@ verb that runs it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypedDict, cast
@@ -27,6 +27,7 @@ from tierstore.client.inference import (
     Version,
     exchange,
     inference,
+    known_name,
     metadata,
     model_path,
     output_named,
@@ -36,19 +37,60 @@ from tierstore.client.inference import (
 )
 from tierstore.client.inputs import Batch, as_keys, check_options, predict_inputs
 from tierstore.client.settings import ClientSettings
-from tierstore.client.sources import delta_model, snapshot_model
+from tierstore.client.sources import delta_model, path_text, snapshot_model
 from tierstore.client.splitting import split_lookup, split_predict
-from tierstore.errors import InvalidInput, MissingExtra, NotReady, SnapshotError, TierstoreError
+from tierstore.errors import (
+    Closed,
+    Conflict,
+    Corruption,
+    DeltaError,
+    DiskFull,
+    Fenced,
+    InvalidInput,
+    LoadCancelled,
+    MissingExtra,
+    NotFound,
+    NotReady,
+    Overloaded,
+    RemoteUnavailable,
+    SnapshotError,
+    StorageError,
+    TierstoreError,
+    TooLarge,
+    shown,
+)
+from tierstore.formats.delta.source import DeltaSource, delta_bytes
 from tierstore.status import ServiceStatus
-from tierstore.types import BackupReport, DeltaResult, ExportReport, Progress, ProgressFn
+from tierstore.types import (
+    MAX_PARTITIONS,
+    BackupReport,
+    DeltaResult,
+    ExportReport,
+    Progress,
+    ProgressFn,
+    as_version,
+    by_name,
+    check_name,
+    check_share,
+    head_name,
+    names_of,
+    number_or_none,
+    whole_number,
+)
 
 Floats = npt.NDArray[np.floating[Any]]
 Found = npt.NDArray[np.bool_]
 Source = str | Path
-DeltaSource = bytes | bytearray | memoryview | str | Path
 
 POLL_S = (0.05, 1.0)  # how often the state of a job is read: at first, and at most
 SWITCH_TIMEOUT_S = 600.0  # a version is caught up and warmed before it serves, however long that takes
+_OF_JOBS: dict[str | None, Callable[[str], TierstoreError]] = {
+    kind.__name__: kind
+    for kind in (
+        Closed, Conflict, Corruption, DiskFull, Fenced, InvalidInput, LoadCancelled, MissingExtra, NotFound, NotReady,
+        Overloaded, RemoteUnavailable, SnapshotError, StorageError, TooLarge,
+    )
+}  # fmt: skip
 _ANSWERS: dict[str, dict[str, str]] = {"float32": {}, "float16": {"dtype": "FP16"}}
 
 
@@ -77,8 +119,13 @@ class BagOptions(LookupOptions, total=False):
 
 
 class PredictOptions(TypedDict, total=False):
-    """Options of `predict`: those of a look-up, and `split_items` in place of the client's (None sends one request)."""
+    """Options of `predict`: those of a look-up, and these.
 
+    head: the dense part that answers, by default the one without a name. split_items: in place of the client's; None
+    sends one request.
+    """
+
+    head: str
     version: Version
     timeout_s: float | None
     request_id: str | None
@@ -103,6 +150,8 @@ class Operations:
         self, model: str, feature: str, keys: Any, offsets: Any, return_found: bool, options: BagOptions
     ) -> Operation[Any]:
         check_options(options, BagOptions)
+        if offsets is None:
+            raise InvalidInput("offsets: expected the start of each bag in the keys, got None")
         batch = Batch.of(feature, keys, offsets, options.get("weights"))
         answers = yield from self._lookup(model, [batch], return_found, options.get("combiner"), options)
         return answers[feature]
@@ -111,17 +160,17 @@ class Operations:
         self, model: str, keys: Mapping[str, Any], return_found: bool, options: LookupOptions
     ) -> Operation[dict[str, Any]]:
         check_options(options, LookupOptions)
-        batches = [Batch.from_value(feature, value) for feature, value in keys.items()]
+        batches = [Batch.from_value(feature, value) for feature, value in by_name(keys, "keys")]
         return (yield from self._lookup(model, batches, return_found, None, options))
 
     def predict(
         self, model: str, inputs: Mapping[str, Any], outputs: Sequence[str] | None, options: PredictOptions
     ) -> Operation[Any]:
         check_options(options, PredictOptions)
-        request = self._request(model, options)
+        outputs = names_of("outputs", outputs)
+        request = self._request(head_name(model, options.get("head", "")), options)
         limit = options.get("split_items", "client")
-        if limit == "client":
-            limit = self._settings.split_items
+        limit = self._settings.split_items if limit == "client" else number_or_none("split_items", limit, 1)
         arrays = yield from self._predict(request, inputs, outputs, limit)
         if outputs is None and len(arrays) == 1:
             return next(iter(arrays.values()))
@@ -160,26 +209,30 @@ class Operations:
     def load_snapshot(
         self, source: Source, model: str | None, activate: bool, progress: ProgressFn | None
     ) -> Operation[int]:
-        job = yield from self.start_load(source, model or snapshot_model(source), activate)
-        document = yield from self._job_ended(job, progress)
-        if document["state"] == "failed":
-            raise SnapshotError(str(document.get("error") or "the load failed"))
+        self._one_node("a load")
+        try:
+            job = yield from self.start_load(source, snapshot_model(source) if model is None else model, activate)
+        except InvalidInput as error:
+            raise _narrowed(error, SnapshotError) from error
+        document = yield from self._job_done(job, progress, SnapshotError)
         return int(document["version"])
 
     def export(
-        self, model: str, directory: str | Path, version: Version, as_version: int | None, partitions: int | None,
+        self, model: str, directory: str | Path, version: Version, new_version: int | None, partitions: int | None,
         progress: ProgressFn | None,
     ) -> Operation[ExportReport]:  # fmt: skip
-        body: dict[str, Any] = {"directory": str(directory), "version": version, "as_version": as_version}
+        body: dict[str, Any] = {"directory": path_text(directory), "version": as_version(version)}
+        body["as_version"] = number_or_none("as_version", new_version, 1)
         if partitions is not None:  # which a service of an earlier release does not know
-            body["partitions"] = partitions
+            body["partitions"] = whole_number("partitions", partitions, 1, MAX_PARTITIONS)
         document = yield from self._written(model, "export", body, progress)
         return ExportReport(model, int(document["version"]), int(document["seq"]), int(document["done"]))
 
     def backup(
         self, model: str, directory: str | Path, keep: int, progress: ProgressFn | None
     ) -> Operation[BackupReport]:
-        document = yield from self._written(model, "backup", {"directory": str(directory), "keep": keep}, progress)
+        body = {"directory": path_text(directory), "keep": whole_number("keep", keep, 1)}
+        document = yield from self._written(model, "backup", body, progress)
         return BackupReport(**document["report"])
 
     def _written(
@@ -188,9 +241,15 @@ class Operations:
         """Start a job that writes something, and return its document once it is done."""
         self._one_node("an export" if kind == "export" else "a backup")
         started = yield from self._json("POST", f"{_admin(model)}/{kind}s", body)
-        document = yield from self._job_ended(str(started["job"]), progress)
+        return (yield from self._job_done(str(started["job"]), progress, TierstoreError))
+
+    def _job_done(
+        self, job: str, progress: ProgressFn | None, otherwise: type[TierstoreError]
+    ) -> Operation[dict[str, Any]]:
+        """The document of a job once it is done. Raises its error, `otherwise` where its class is not known."""
+        document = yield from self._job_ended(job, progress)
         if document["state"] == "failed":
-            raise TierstoreError(str(document.get("error") or f"the {kind} failed"))
+            raise _OF_JOBS.get(document.get("error_type"), otherwise)(str(document.get("error") or "the job failed"))
         return document
 
     def _job_ended(self, job: str, progress: ProgressFn | None) -> Operation[dict[str, Any]]:
@@ -211,13 +270,13 @@ class Operations:
 
     def start_load(self, source: Source, model: str, activate: bool) -> Operation[str]:
         self._one_node("a load")
-        body = {"source": str(source), "activate": activate}
+        body = {"source": path_text(source), "activate": activate}
         started = yield from self._json("POST", f"{_admin(model)}/snapshots", body)
         return str(started["job"])
 
     def job(self, job: str) -> Operation[dict[str, Any]]:
         self._one_node("a job")
-        return dict((yield from self._json("GET", f"/admin/jobs/{quote(job, safe='')}")))
+        return dict((yield from self._json("GET", f"/admin/jobs/{_part('job', job)}")))
 
     def jobs(self) -> Operation[list[dict[str, Any]]]:
         self._one_node("a job")
@@ -225,53 +284,67 @@ class Operations:
 
     def apply_delta(self, source: DeltaSource, model: str | None, timeout_s: float | None) -> Operation[DeltaResult]:
         self._one_node("a delta")
-        data = Path(source).read_bytes() if isinstance(source, (str, Path)) else bytes(source)
-        model = model or delta_model(data)
-        path, content_type = f"{_admin(model)}/deltas", "application/vnd.apache.arrow.stream"
-        reply = yield from exchange(
-            "POST", path, self._deadline(timeout_s), content=data, content_type=content_type, repeat=True
-        )
+        data = bytes(delta_bytes(source))
+        model = delta_model(data) if model is None else model
+        content_type = "application/vnd.apache.arrow.stream"
+        try:
+            path = f"/admin/models/{check_name('model', model)}/deltas"
+            reply = yield from exchange(
+                "POST", path, self._deadline(timeout_s), content=data, content_type=content_type, repeat=True
+            )
+        except InvalidInput as error:  # nothing but the delta can be that
+            raise _narrowed(error, DeltaError) from error
         document = reply.json()
         return DeltaResult(model, int(document["seq"]), bool(document["applied"]), document.get("send_as"))
 
     def cancel(self, job: str) -> Operation[None]:
         self._one_node("a job")
-        yield from self._json("DELETE", f"/admin/jobs/{quote(job, safe='')}")
+        yield from self._json("DELETE", f"/admin/jobs/{_part('job', job)}")
 
     def activate(self, model: str, version: int, force: bool, expected_active: int | None) -> Operation[None]:
-        yield from self._switch(model, "activate", {"version": version, **_options(force, expected_active)})
+        body = {"version": whole_number("version", version, 1), **_options(force, expected_active)}
+        yield from self._switch(model, "activate", body)
 
     def deactivate(self, model: str) -> Operation[None]:
         self._one_node("a switch")
-        yield from exchange("POST", f"/v2/repository/models/{quote(model, safe='')}/unload", self._deadline())
+        yield from exchange("POST", f"/v2/repository/models/{known_name('model', model)}/unload", self._deadline())
 
     def sample(
         self, model: str, version: Version, keys: Mapping[str, Sequence[int]] | None, rows: int, at_s: int | None
     ) -> Operation[dict[str, Any]]:
-        body: dict[str, Any] = {"version": version, "keys": keys, "rows": rows}
+        body: dict[str, Any] = {"version": as_version(version), "keys": keys, "rows": rows}
         body |= {} if at_s is None else {"expired_at_s": at_s}  # an earlier release does not know it
         return dict((yield from self._json("POST", f"{_admin(model)}/sample", body, repeat=True)))
 
     def digests(self, model: str, wanted: Mapping[str, Any]) -> Operation[dict[str, Any]]:
         self._one_node("a digest")
-        return dict((yield from self._json("POST", f"{_admin(model)}/digests", wanted, repeat=True)))
+        body = {**wanted, "version": as_version(wanted["version"])}
+        body |= {name: number_or_none(name, wanted[name], 0) for name in ("seq", "expired_at_s")}
+        body["buckets"] = whole_number("buckets", wanted["buckets"], 1)
+        return dict((yield from self._json("POST", f"{_admin(model)}/digests", body, repeat=True)))
 
     def explain(self, model: str, feature: str, keys: Any, version: Version) -> Operation[dict[str, Any]]:
         self._one_node("an explanation")
-        body = {"feature": feature, "keys": as_keys(keys).tolist(), "version": version}
+        body = {
+            "feature": known_name("feature", feature),
+            "keys": as_keys(keys).tolist(),
+            "version": as_version(version),
+        }
         return dict((yield from self._json("POST", f"{_admin(model)}/explain", body, repeat=True)))
 
     def cache(self, model: str, table: str, limit: int) -> Operation[dict[str, Any]]:
-        path = f"{_admin(model)}/tables/{quote(table, safe='')}/cache?limit={limit}"
+        limit = whole_number("limit", limit, 1)
+        path = f"{_admin(model)}/tables/{known_name('table', table)}/cache?limit={limit}"
         return dict((yield from self._json("GET", path)))
 
     def rollback(self, model: str, to_seq: int | None, force: bool, expected_active: int | None) -> Operation[int]:
-        body = {} if to_seq is None else {"to_seq": to_seq}
+        body = {} if to_seq is None else {"to_seq": whole_number("to_seq", to_seq, 0)}
         document = yield from self._switch(model, "rollback", {**body, **_options(force, expected_active)})
         return int(document["active_version"])
 
     def canary(self, model: str, version: int, share: float, force: bool) -> Operation[None]:
-        yield from self._switch(model, "canary", {"version": version, "share": share, **_options(force)})
+        body = {"version": whole_number("version", version, 1), "share": check_share(share)} | _options(force)
+        yield from self._switch(model, "canary", body)
 
     def promote(self, model: str) -> Operation[int]:
         document = yield from self._switch(model, "promote", None)
@@ -283,16 +356,17 @@ class Operations:
 
     def drop(self, model: str, version: int) -> Operation[None]:
         self._one_node("a drop")
-        yield from exchange("DELETE", f"{_admin(model)}/versions/{version}", self._deadline())
+        number = whole_number("version", version, 1)
+        yield from exchange("DELETE", f"{_admin(model)}/versions/{number}", self._deadline())
 
     def label(self, model: str, name: str, version: int | None) -> Operation[None]:
         """Set a label, or remove it where `version` is None."""
         self._one_node("a label")
-        path = f"{_admin(model)}/labels/{quote(name, safe='')}"
         if version is None:
-            yield from self._json("DELETE", path)
+            yield from self._json("DELETE", f"{_admin(model)}/labels/{known_name('label', name)}")
         else:
-            yield from self._json("PUT", path, {"version": version})
+            body = {"version": whole_number("version", version, 1)}
+            yield from self._json("PUT", f"{_admin(model)}/labels/{check_name('label', name)}", body)
 
     def parked(self, all_states: bool) -> Operation[list[dict[str, Any]]]:
         document = yield from self._json("GET", f"/admin/parked?all_states={str(all_states).lower()}")
@@ -339,29 +413,56 @@ class Operations:
         request_id = options.get("request_id")
         if request_id is None:
             request_id = new_request_id()
-        elif not (request_id and request_id.isascii() and request_id.isprintable()):
-            raise InvalidInput(f"request_id: expected printable ASCII, got {request_id!r}")
+        elif not isinstance(request_id, str) or not (request_id and request_id.isascii() and request_id.isprintable()):
+            raise InvalidInput(f"request_id: expected printable ASCII, got {shown(request_id)}")
         deadline = self._deadline(options.get("timeout_s"))
-        return InferenceRequest(model, options.get("version"), deadline, request_id, self._settings.hedge_after_s)
+        return InferenceRequest(
+            model, as_version(options.get("version")), deadline, request_id, self._settings.hedge_after_s
+        )
 
     def _lookup(
         self, model: str, batches: list[Batch], return_found: bool, combiner: str | None, options: LookupOptions
     ) -> Operation[dict[str, Any]]:
         dtype, request, cache = options.get("dtype", "float32"), self._request(model, options), self._cache
+        for batch in batches:
+            known_name("feature", batch.feature)
         outputs = {batch.feature: _outputs(batch.feature, dtype, return_found, combiner) for batch in batches}
-        if not all(batch.n for batch in batches):
+        if not batches or not all(batch.n for batch in batches):
             document = yield from metadata(
                 cache, model, request.version, request.deadline, request_id=request.request_id
             )
             batches = [batch.as_declared(document) for batch in batches]
+        if not batches:
+            return {}
         whole = partial(split_lookup, batches, outputs, None)
         split = split_lookup(batches, outputs, self._settings.split_keys)
-        arrays = yield from inference(request, split, whole, cache)
+        try:
+            arrays = yield from inference(request, split, whole, cache)
+        except InvalidInput:  # as the protocol demands also where a feature is unknown
+            yield from self._check_features(request, outputs)
+            raise
         answers: dict[str, Any] = {}
         for batch in batches:
             rows = output_named(arrays, batch.feature)
             answers[batch.feature] = (rows, output_named(arrays, f"{batch.feature}.found")) if return_found else rows
         return answers
+
+    def _check_features(self, request: InferenceRequest, features: Iterable[str]) -> Operation[None]:
+        """NotFound for one of `features` that the version does not have, as far as the service says."""
+        cache, model, version = self._cache, request.model, request.version
+        try:
+            document = yield from metadata(
+                cache, model, version, request.deadline, renew=True, request_id=request.request_id
+            )
+        except TierstoreError:  # what was refused first is the error
+            return
+        declared = {entry["name"] for entry in document.get("outputs", [])}
+        there = sorted(name for name in declared if f"{name}.found" in declared)
+        unknown = [feature for feature in features if feature not in there]
+        if there and unknown:
+            number = ", ".join(document.get("versions", []))
+            error = NotFound(f"no feature {unknown[0]!r}; version {number} has {', '.join(there)}")
+            raise error.with_request_id(request.request_id)
 
     def _predict(
         self, request: InferenceRequest, inputs: Mapping[str, Any], outputs: Sequence[str] | None, limit: int | None
@@ -388,7 +489,7 @@ class Operations:
 
 
 def _outputs(feature: str, dtype: str, return_found: bool, combiner: str | None) -> list[wire.Output]:
-    parameters = _ANSWERS.get(dtype)
+    parameters = _ANSWERS.get(dtype) if isinstance(dtype, str) else None
     if parameters is None:
         raise InvalidInput(f"dtype: expected 'float32' or 'float16', got {dtype!r}")
     if combiner is not None:
@@ -397,13 +498,26 @@ def _outputs(feature: str, dtype: str, return_found: bool, combiner: str | None)
     return [*rows, wire.Output(f"{feature}.found", {})] if return_found else rows
 
 
+def _narrowed(error: InvalidInput, kind: type[InvalidInput]) -> InvalidInput:
+    """The same error as one of a more precise class."""
+    return error if isinstance(error, kind) else kind(str(error)).with_request_id(error.request_id)
+
+
 def _admin(model: str) -> str:
-    return f"/admin/models/{quote(model, safe='')}"
+    return f"/admin/models/{known_name('model', model)}"
 
 
 def _options(force: bool, active: int | None = None) -> dict[str, Any]:
-    return ({"force": True} if force else {}) | ({} if active is None else {"expected_active": active})
+    body: dict[str, Any] = {"force": True} if force else {}
+    return body if active is None else body | {"expected_active": whole_number("expected_active", active, 1)}
 
 
 def _parked(name: str) -> str:
-    return f"/admin/parked/{quote(name, safe='')}"
+    return f"/admin/parked/{_part('parked message', name)}"
+
+
+def _part(kind: str, name: object) -> str:
+    """The name of something as a part of a path. NotFound for what is no name."""
+    if not isinstance(name, str) or not name:
+        raise NotFound(f"no {kind} {shown(name)}")
+    return quote(name, safe="", errors="replace")

@@ -141,7 +141,7 @@ def lines_of_headers(address: Address, token: str | None, *, allow_insecure_toke
     lines = f"Host: {address.authority}\r\nUser-Agent: tierstore/{__version__}\r\n"
     if token is None:
         return lines
-    if not (token.isascii() and token.isprintable()):
+    if not isinstance(token, str) or not (token.isascii() and token.isprintable()):
         raise InvalidInput("token: expected printable ASCII")
     why = why_not_token(address.url, address.host, tls=address.tls, setting="allow_insecure_token")
     if why is not None and not allow_insecure_token:

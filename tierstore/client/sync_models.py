@@ -36,7 +36,7 @@ class RemoteModel:
 
     def metadata(self, *, version: Version = None) -> dict[str, Any]:
         """The protocol's model metadata: `inputs` and `outputs` with their datatypes and shapes."""
-        return self._transport.run(self._operations.metadata(self.name, version or self.version))
+        return self._transport.run(self._operations.metadata(self.name, self.version if version is None else version))
 
     def cache(self, table: str, limit: int = 20) -> dict[str, Any]:
         """What caches of the node do for a table: `curve` of its hit rate by size, `history` by the

@@ -70,7 +70,7 @@ def name_of(dtype: np.dtype[Any]) -> str:
 
 def numbers(name: str, values: npt.NDArray[Any]) -> Input:
     """An input of numbers. Shares the memory of a C-contiguous array."""
-    array = np.asarray(values, order="C")
+    array = np.asarray(values, values.dtype.newbyteorder("="), order="C")
     datatype = _NAMES.get(array.dtype)
     if datatype is None:
         raise InvalidInput(f"input {name!r}: expected integers, floats or booleans, got {array.dtype}")
@@ -135,7 +135,15 @@ def document(inputs: Sequence[Input], outputs: Sequence[Output]) -> bytes:
         request["outputs"] = [{"name": o.name, "parameters": {"binary_data": True, **o.parameters}} for o in outputs]
     else:
         request["parameters"] = {"binary_data_output": True}
-    return orjson.dumps(request)
+    return as_json(request)
+
+
+def as_json(document: Any) -> bytes:
+    """A request's document as it is sent. InvalidInput for what JSON cannot hold: a large integer, half a character."""
+    try:
+        return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError as error:
+        raise InvalidInput(f"the request cannot be sent as JSON: {error}") from error
 
 
 def described(text: bytes | bytearray | memoryview) -> tuple[int | None, list[Described]]:

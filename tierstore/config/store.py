@@ -15,6 +15,7 @@ from tierstore.config.values import (
     Size,
     SizeOrZero,
     default_host_budget,
+    local_directory,
     split_commas,
 )
 from tierstore.machine import processors
@@ -28,7 +29,7 @@ class StoreSettings(BaseModel):
     hot_keys_every_s: ClassVar[float] = 600.0  # between two saves of the hot keys
     audit_size: ClassVar[int] = 16 << 20  # bytes of the audit's file, after which a new one is begun
 
-    data: Path = Field(Path("data"), description="the data directory")
+    data: Annotated[Path, BeforeValidator(local_directory)] = Field(Path("data"), description="the data directory")
     strict_environment: bool = Field(
         False,
         description="refuse a variable `TIERSTORE_…` that this release does not know; else it is a warning, as it may "

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from tierstore.errors import shown
 from tierstore.machine import memory_bytes
 from tierstore.types import Partitions
 
@@ -32,6 +33,13 @@ def split_roots(value: object) -> object:
 def path_or_url(value: Any) -> Any:
     """A URL as it is, other text as a path."""
     return Path(value) if isinstance(value, str) and "://" not in value else value
+
+
+def local_directory(value: Any) -> Any:
+    """The data directory, which is on this machine: no URL, and nothing that no file system holds."""
+    if isinstance(value, str) and ("://" in value or "\0" in value):
+        raise PydanticCustomError("data", "expected a directory of this machine, got {got}", {"got": shown(value)})
+    return value
 
 
 def check_host(text: str) -> str:

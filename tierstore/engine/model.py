@@ -43,7 +43,16 @@ from tierstore.formats import files
 from tierstore.formats.delta.reader import Delta
 from tierstore.formats.names import ModelDirectory
 from tierstore.predict.signature import Signature
-from tierstore.types import DeltaResult, FeatureSpec, KeysLike, Partitions, TableSpec, Vectors
+from tierstore.types import (
+    DeltaResult,
+    FeatureSpec,
+    KeysLike,
+    Partitions,
+    TableSpec,
+    Vectors,
+    as_version,
+    by_name,
+)
 
 Floats = npt.NDArray[np.floating[Any]]  # a CuPy array if a device was named
 Found = npt.NDArray[np.bool_]
@@ -136,20 +145,24 @@ class Model:
     def view(self, version: int | str | None = None, route: bytes | str | None = None, head: str = "") -> Lease:
         """Hold one view for the length of a request: `with model.view() as view`. NotReady if nothing serves.
 
-        `version` is a number or a label. A number that is not served is NotReady, or NotFound if there is no such
-        version; an unknown label is NotFound. Without it the request goes to the active version or, by its share, to
-        the canary: requests of an equal `route` (a request id) to the same one, others at random. `head`: the dense
-        part for predictions; NotFound if the view has no such head.
+        `version` is a number, also as text, or a label. A number that is not served is NotReady, or NotFound if there
+        is no such version; an unknown label is NotFound, and what can be neither is InvalidInput. Without it the
+        request goes to the active version or, by its share, to the canary: requests of an equal `route` (a request id)
+        to the same one, others at random. `head`: the dense part for predictions; NotFound if the view has no such
+        head.
         """
-        if isinstance(version, int):
-            self.catalogue.info(version)
-        return Lease(self.publisher, version, route, head)
+        return Lease(self.publisher, self.wanted(version), route, head)
 
     def _acquire(self, version: int | str | None, route: bytes | str | None) -> View:
         """`view(version, route)` without the lease, in fewer steps; the caller releases the view."""
-        if isinstance(version, int):
-            self.catalogue.info(version)
-        return self.publisher.acquire(version, route)
+        return self.publisher.acquire(None if version is None else self.wanted(version), route)
+
+    def wanted(self, version: int | str | None) -> int | str | None:
+        """`version` as `as_version` gives it. NotFound for the number of a version that is not there."""
+        wanted = as_version(version)
+        if isinstance(wanted, int):
+            self.catalogue.info(wanted)
+        return wanted
 
     @overload
     def lookup(
@@ -240,27 +253,32 @@ class Model:
 
     @overload
     def lookup_many(
-        self, keys: Mapping[str, KeysLike], *, return_found: Literal[False] = False, **options: Unpack[LookupOptions]
+        self, keys: Mapping[str, Any], *, return_found: Literal[False] = False, **options: Unpack[LookupOptions]
     ) -> dict[str, Floats]: ...
     @overload
     def lookup_many(
-        self, keys: Mapping[str, KeysLike], *, return_found: Literal[True], **options: Unpack[LookupOptions]
+        self, keys: Mapping[str, Any], *, return_found: Literal[True], **options: Unpack[LookupOptions]
     ) -> dict[str, tuple[Floats, Found]]: ...
     @overload
     def lookup_many(
-        self, keys: Mapping[str, KeysLike], *, return_found: bool = False, **options: Unpack[LookupOptions]
+        self, keys: Mapping[str, Any], *, return_found: bool = False, **options: Unpack[LookupOptions]
     ) -> dict[str, Any]: ...
     def lookup_many(
         self,
-        keys: Mapping[str, KeysLike],
+        keys: Mapping[str, Any],
         *,
         version: int | str | None = None,
         route: bytes | str | None = None,
         **options: Any,
     ) -> dict[str, Any]:
-        """Look up several features, all of one version and one seq: {feature: result of `lookup`}."""
+        """Look up several features, all of one version and one seq.
+
+        A feature's value is its keys, or for bags a tuple `(keys, offsets)` or `(keys, offsets, weights)`, or a
+        JaggedTensor. Returns {feature: result of `lookup` or of `lookup_bags`}.
+        """
+        features = by_name(keys, "keys")
         with self.view(version, route) as view:
-            return {feature: view.lookup(feature, its, **options) for feature, its in keys.items()}
+            return {feature: view.lookup_one(feature, value, **options) for feature, value in features}
 
     def answers_on_gpu(self, number: int) -> bool:
         """`View.answers_on_gpu` of what serves now."""

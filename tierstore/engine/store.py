@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from tierstore.access.audit import Audit
 from tierstore.config import Settings, load_settings
-from tierstore.engine.deltas.incoming import IncomingDelta, Source
+from tierstore.engine.deltas.incoming import IncomingDelta
 from tierstore.engine.deltas.origin import Origin
 from tierstore.engine.events.callbacks import guarded, refuse_inside
 from tierstore.engine.events.changes import audited
@@ -41,12 +41,22 @@ from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.publisher import Publisher
 from tierstore.errors import Closed, InvalidInput, RemoteUnavailable, SnapshotError, unknown_model
 from tierstore.formats import files
+from tierstore.formats.delta.source import DeltaSource
 from tierstore.formats.names import DataDirectory
 from tierstore.formats.snapshot.built import open_source
 from tierstore.kafka.parked import ParkedFiles
 from tierstore.status import StoreStatus
 from tierstore.threads import Thread
-from tierstore.types import BackupReport, DeltaResult, ExportReport, ProgressFn, VerifyReport
+from tierstore.types import (
+    MAX_PARTITIONS,
+    BackupReport,
+    DeltaResult,
+    ExportReport,
+    ProgressFn,
+    VerifyReport,
+    number_or_none,
+    whole_number,
+)
 
 SWEEP_S = 5.0  # how long `close` waits for the removal of a leftover
 
@@ -136,7 +146,7 @@ class Store(ParkedMessages):
         other machines may have it and do not answer.
         """
         self._check_open()
-        model = self._models.get(name)
+        model = self._models.get(name) if isinstance(name, str) else None
         if model is None:
             # an unknown name is certain only after all who may have the model have answered
             why = self.placement.unheard
@@ -187,7 +197,7 @@ class Store(ParkedMessages):
         return self.placement.existing(model.name)
 
     def apply_delta(
-        self, source: Source, *, model: str | None = None, seq: int | None = None, origin: Origin | None = None
+        self, source: DeltaSource, *, model: str | None = None, seq: int | None = None, origin: Origin | None = None
     ) -> DeltaResult:
         """Apply a delta, bytes or a path, of this `model` and `seq`; log `origin` with it. On return it is durable and
         visible.
@@ -222,7 +232,8 @@ class Store(ParkedMessages):
         With `expected_active`, Conflict if neither that version nor `version` is active. Changing versions from within
         `progress`, here and in `rollback` and `canary`, is a Conflict.
         """
-        held = self.model(model)
+        held, version = self.model(model), whole_number("version", version, 1)
+        expected_active = number_or_none("expected_active", expected_active, 1)
         progress = progress or ignore
         with held.changing("activate", force=force or None, expected_active=expected_active):
             self.placed(held).activate(version, force=force, expected_active=expected_active, progress=progress)
@@ -237,7 +248,8 @@ class Store(ParkedMessages):
         delta `to_seq` was applied. With `expected_active`, Conflict if another version is active: so a rollback that
         is sent again goes back only once.
         """
-        held = self.model(model)
+        held, expected_active = self.model(model), number_or_none("expected_active", expected_active, 1)
+        to_seq = number_or_none("to_seq", to_seq, 0)
         if to_seq is not None:
             if force:
                 raise InvalidInput("force is for a rollback to another version; expected to_seq without it")
@@ -257,7 +269,7 @@ class Store(ParkedMessages):
 
         It is caught up and warmed first; if it is the canary already, only the share changes.
         """
-        held = self.model(model)
+        held, version = self.model(model), whole_number("version", version, 1)
         with held.changing("canary", version=version, share=share, force=force or None):
             self.placed(held).canary(version, share, force=force, progress=progress or ignore)
 
@@ -276,7 +288,7 @@ class Store(ParkedMessages):
 
     def label(self, model: str, name: str, version: int) -> None:
         """Give a serving version a label, which it has until it stops serving."""
-        held = self.model(model)
+        held, version = self.model(model), whole_number("version", version, 1)
         with held.changing("label", label=name, version=version):
             self.placed(held).label(name, version)
 
@@ -294,7 +306,7 @@ class Store(ParkedMessages):
 
     def drop(self, model: str, version: int) -> None:
         """Delete a version. Conflict for a served one."""
-        held = self.model(model)
+        held, version = self.model(model), whole_number("version", version, 1)
         with held.changing("drop", version=version):
             self.placed(held).drop(version)
 
@@ -327,7 +339,12 @@ class Store(ParkedMessages):
         and look-ups go on. Set `cancelled` to stop it: Closed. InvalidInput for a model with string keys, Conflict for
         a directory that exists. An error leaves no directory.
         """
-        held, options = self.model(model), ExportOptions(version, as_version, partitions)
+        held = self.model(model)
+        new_version, count = (
+            number_or_none("as_version", as_version, 1),
+            number_or_none("partitions", partitions, 1, MAX_PARTITIONS),
+        )
+        options = ExportOptions(version, new_version, count)
         where = new_target(directory, outside=self.root.root)
         return export(held, where, options, self.root.root, guarded(progress or ignore), cancelled)
 

@@ -7,7 +7,6 @@ them, with arrays that nobody writes meanwhile. A result may share memory with t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sized
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,10 @@ import pyarrow as pa
 
 from tierstore.errors import InvalidInput, WrongPartition
 from tierstore.formats.colliding import CollidingKeys, hash_arrow
-from tierstore.formats.strings import as_arrow_strings, checked_strings, plain_strings
+from tierstore.formats.key_arrays import key_array
+from tierstore.formats.strings import as_arrow_strings
 from tierstore.kernels import partitions
-from tierstore.types import Keys, KeyType, Partitions, check_sequence
+from tierstore.types import Keys, KeyType, Partitions
 
 _INT64_MAX = (1 << 63) - 1
 _INT64 = np.dtype(np.int64)
@@ -38,31 +38,15 @@ def as_codes(keys: Any, key_type: KeyType, colliding: CollidingKeys | None = Non
         return (
             keys if keys.flags.c_contiguous else np.ascontiguousarray(keys)
         )  # the usual case; the checks below would cost a look-up of few keys too much
-    check_sequence(keys, key_type)
-    if isinstance(keys, (pa.Array, pa.ChunkedArray)):
-        array = plain_strings(keys)
-        if key_type is KeyType.STRING:
-            return _string_codes(array, colliding)
-        return _int_codes(_arrow_ints(array, key_type), key_type)
-    if not isinstance(keys, np.ndarray):
-        if hasattr(keys, "detach"):
-            keys = keys.detach().cpu().numpy()  # a tensor of PyTorch, which may lie on a GPU
-        elif hasattr(keys, "__array__") or isinstance(keys, memoryview):
-            keys = np.asarray(keys)
-        elif isinstance(keys, Iterable) and isinstance(keys, Sized):
-            keys = list(keys)
-        else:
-            raise InvalidInput(f"expected a sequence of {key_type} keys, got {type(keys).__name__}")
-    if isinstance(keys, np.ndarray):
-        if keys.ndim != 1:
-            raise InvalidInput(f"expected keys of one dimension, got shape {keys.shape}")
-        if keys.dtype == object:
-            keys = keys.tolist()
-    if len(keys) == 0:
+    array = key_array(keys, key_type)
+    if len(array) == 0:
         return np.empty(0, np.int64)
     if key_type is KeyType.STRING:
-        return _string_codes(as_arrow_strings(keys), colliding)
-    return _int_codes(keys if isinstance(keys, np.ndarray) else _list_ints(keys, key_type), key_type)
+        return _string_codes(as_arrow_strings(array), colliding)
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu":
+        held = getattr(array, "dtype", getattr(array, "type", "str"))
+        raise InvalidInput(f"expected {key_type} keys, got {held}")
+    return _int_codes(array, key_type)
 
 
 def from_codes(codes: Keys, key_type: KeyType) -> npt.NDArray[np.int64] | npt.NDArray[np.uint64]:
@@ -101,30 +85,7 @@ def check_own(codes: Keys, own: Partitions, table: str) -> None:
     )
 
 
-def _arrow_ints(array: pa.Array, key_type: KeyType) -> npt.NDArray[Any]:
-    if len(array) and not pa.types.is_integer(array.type):
-        raise InvalidInput(f"expected {key_type} keys, got Arrow {array.type}")
-    return array.to_numpy(zero_copy_only=False) if len(array) else np.empty(0, np.int64)
-
-
-def _list_ints(keys: list[Any], key_type: KeyType) -> npt.NDArray[Any]:
-    kinds = set(map(type, keys))
-    for kind in kinds:
-        if issubclass(kind, (list, tuple, np.ndarray)):
-            raise InvalidInput(f"expected keys of one dimension, got a {kind.__name__} among them")
-        if issubclass(kind, (bool, np.bool_)) or not issubclass(kind, (int, np.integer)):
-            raise InvalidInput(f"expected {key_type} keys, got {kind.__name__}")
-    if kinds != {int}:
-        keys = list(map(int, keys))  # NumPy would wrap its own scalars silently
-    try:
-        return np.array(keys, dtype=_DTYPE[key_type])
-    except OverflowError:
-        raise _out_of_range(key_type, min(keys), max(keys)) from None
-
-
 def _int_codes(keys: npt.NDArray[Any], key_type: KeyType) -> Keys:
-    if keys.dtype.kind not in "iu":
-        raise InvalidInput(f"expected {key_type} keys, got {keys.dtype}")
     if keys.dtype.kind == "u" and keys.dtype.itemsize == 8 and key_type is KeyType.INT64:
         if len(keys) and keys.max() > _INT64_MAX:
             raise _out_of_range(key_type, keys.min(), keys.max())
@@ -138,7 +99,6 @@ def _out_of_range(key_type: KeyType, low: Any, high: Any) -> InvalidInput:
     return InvalidInput(f"expected {key_type} keys, {legal}; got keys from {low} to {high}")
 
 
-def _string_codes(array: pa.Array, colliding: CollidingKeys | None) -> Keys:
-    strings = checked_strings(array)
+def _string_codes(strings: pa.Array, colliding: CollidingKeys | None) -> Keys:
     hashes = hash_arrow(strings)
     return hashes if colliding is None else colliding.codes_of(strings, hashes)

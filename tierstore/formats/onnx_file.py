@@ -51,8 +51,18 @@ def read_onnx(path: Location, within: Location) -> bytes:
     return bytes(model.SerializeToString())
 
 
-def read_dense(path: str | Path, error: type[SnapshotError] | type[DeltaError]) -> bytes:
-    """The ONNX file at `path` as one piece. Raises `error`, and MissingExtra as `read_onnx` does."""
+def read_dense(
+    model: str | Path | bytes | bytearray | memoryview, error: type[SnapshotError] | type[DeltaError]
+) -> bytes:
+    """The bytes of an ONNX model, given as such or as the path of its file, with its weights.
+
+    Raises `error`, and MissingExtra as `read_onnx` does.
+    """
+    if isinstance(model, (bytes, bytearray, memoryview)):
+        return bytes(model)
+    if not isinstance(model, (str, Path)):
+        raise error(f"dense: expected the path of an ONNX file, or its bytes, got {type(model).__name__}")
+    path = model
     try:
         return read_onnx(Path(path), Path(path).parent)
     except InvalidInput as problem:

@@ -5,7 +5,7 @@ No kernels here: a client that sends strings needs Arrow alone. Arrays must not 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from tierstore.errors import InvalidInput
 from tierstore.types import KeyType, check_sequence
 
 _MAX_TEXT_BYTES = 1 << 30
-_STRING_KINDS = (
+STRING_KINDS = (
     pa.types.is_large_string,
     pa.types.is_string,
     pa.types.is_large_binary,
@@ -32,15 +32,15 @@ def as_arrow_strings(keys: Any) -> pa.Array:
     """String keys as a validated `large_string` array without nulls. Raises InvalidInput, see `as_codes`."""
     check_sequence(keys, KeyType.STRING)
     if isinstance(keys, (pa.Array, pa.ChunkedArray)):
-        array = plain_strings(keys)
+        array = plain_array(keys)
     elif isinstance(keys, np.ndarray) and keys.dtype.kind not in "USTO":
         raise InvalidInput(f"expected string keys, got {keys.dtype}: this table's keys are strings")
     else:
         array = _sequence_of_strings(keys)
-    return checked_strings(array)
+    return _checked(array)
 
 
-def plain_strings(array: pa.Array | pa.ChunkedArray) -> pa.Array:
+def plain_array(array: pa.Array | pa.ChunkedArray) -> pa.Array:
     """One array, not dictionary-encoded, without nulls."""
     if isinstance(array, pa.ChunkedArray):
         if pa.types.is_string(array.type) or pa.types.is_binary(array.type):
@@ -91,7 +91,7 @@ def _lengths(array: pa.Array) -> npt.NDArray[Any]:
     if _is_view(array.type) and len(array):
         views = np.frombuffer(array.buffers()[1], np.int32).reshape(-1, 4)  # length, then where the text is
         lengths = np.maximum(views[array.offset : array.offset + len(array), 0], 0)
-    elif len(array) and any(is_kind(array.type) for is_kind in _STRING_KINDS):
+    elif len(array) and any(is_kind(array.type) for is_kind in STRING_KINDS):
         lengths = pc.fill_null(pc.binary_length(array), 0).to_numpy(zero_copy_only=False)
     return lengths
 
@@ -106,22 +106,22 @@ def _check_text(lengths: npt.NDArray[Any]) -> None:
 
 
 def _sequence_of_strings(keys: Any) -> pa.Array:
-    if not isinstance(keys, Iterable):
-        raise InvalidInput(f"expected a sequence of string keys, got a single {type(keys).__name__}")
+    if not isinstance(keys, Iterable) or not isinstance(keys, Sized):
+        raise InvalidInput(f"expected a sequence of string keys, got {type(keys).__name__}")
     try:
         if isinstance(keys, np.ndarray) and keys.dtype.kind in "UT":
             return pa.array(keys, pa.large_string())
         # as binary first: that accepts a mix of str and bytes, and the cast after it checks UTF-8
         return pa.array(keys if isinstance(keys, np.ndarray) else list(keys), pa.large_binary())
-    except (pa.ArrowException, UnicodeEncodeError, TypeError) as error:
+    except (pa.ArrowException, UnicodeError, TypeError) as error:
         raise InvalidInput(f"expected string keys (str or UTF-8 bytes): {error}") from error
 
 
-def checked_strings(array: pa.Array) -> pa.Array:
+def _checked(array: pa.Array) -> pa.Array:
     kind = array.type
     if array.null_count:
         raise InvalidInput("a key is null: every row needs a key")
-    if len(array) and not any(is_kind(kind) for is_kind in _STRING_KINDS):
+    if len(array) and not any(is_kind(kind) for is_kind in STRING_KINDS):
         raise InvalidInput(f"expected string keys, got Arrow {kind}")
     try:
         validate(array)  # offsets too: what is hashed in place must lie within its buffer

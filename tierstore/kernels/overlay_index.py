@@ -35,11 +35,11 @@ _ROW = np.uint64(0xFFFF_FFFF)
 _BLOCK = 32  # keys whose slots are prefetched before the first of them is probed
 _BLOCK_BYTES = 8 * _BLOCK
 _PREFETCH_BYTES = 512  # of a row
-OVERLAY = define("Overlay", "rows of a delta, by key", {
-    "index_at slots": "the index, and how many slots it has",
-    "filter_at filter_words": "a filter of the keys, uint64, and how many words it has, a power of two",
-    "keys_at deleted_at rows_at": "by row number: the keys, which are deleted, the rows as stored",
-    "row_bytes code": "of a row: its bytes, its dtype",
+OVERLAY = define("Overlay", "the rows of one delta, found by key", {
+    "index_at slots": "the address of the index, and the number of its slots",
+    "filter_at filter_words": "the address of a filter of the keys, and the number of its uint64 words, a power of two",
+    "keys_at deleted_at rows_at": "the addresses of the keys, the marks of deleted keys and the stored rows, each by row number",
+    "row_bytes code": "the bytes of a stored row, and its dtype",
 })  # fmt: skip
 overlay_at = at(OVERLAY)
 _PENDING, _OVERLAY, _ABSENT = int(Tier.PENDING), int(Tier.OVERLAY), int(Tier.ABSENT)

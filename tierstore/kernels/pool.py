@@ -128,11 +128,15 @@ def check_offsets(offsets: npt.ArrayLike, n_keys: int) -> npt.NDArray[np.int64]:
     Raises InvalidInput unless they are one-dimensional integers that begin at 0, do not descend and do not pass the keys. Without bags there may be
     no keys.
     """
-    given = np.asarray(offsets)
+    try:
+        given = np.asarray(offsets)
+    except (TypeError, ValueError) as error:  # nested lists of unequal lengths
+        raise InvalidInput(f"offsets: expected int64 of shape [bags]: {error}") from error
     if given.dtype == _INT64 and given.ndim == 1 and given.flags.carray and _are_starts(given, n_keys):
         return given
     if given.ndim != 1:
-        raise InvalidInput(f"offsets are one-dimensional, one start a bag; got shape {list(given.shape)}")
+        got = "None" if offsets is None else f"shape {list(given.shape)}"
+        raise InvalidInput(f"offsets are one-dimensional, one start a bag; got {got}")
     if given.size == 0:
         if n_keys:
             raise InvalidInput(f"there are {n_keys} keys but no offsets: give the start of each bag, the first 0")

@@ -21,9 +21,9 @@ from tierstore.kernels.records import at, define, place
 # places of the three units in a bucket
 REQUESTS, KEYS, BYTES = range(3)
 UNITS = 3
-BUCKET = define("Bucket", "rates of requests, keys and bytes; 0 where there is no limit", {
-    "full_ns": ((np.int64, (UNITS,)), "when it is full again, on the monotonic clock in ns"),
-    "milli_rate": ((np.int64, (UNITS,)), "thousandths a second"),
+BUCKET = define("Bucket", "the token buckets of one caller or one model: one of requests, one of keys, one of bytes", {
+    "full_ns": ((np.int64, (UNITS,)), "the moment at which each bucket is full again, on the monotonic clock in ns"),
+    "milli_rate": ((np.int64, (UNITS,)), "the rate of each bucket, in thousandths a second; 0: no limit"),
 })  # fmt: skip
 _bucket_at = at(BUCKET)
 FREE = -1  # result of `empty_at`: no unit is used up

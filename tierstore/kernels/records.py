@@ -210,5 +210,5 @@ def place(typingctx: Any, record: Any, field: Any) -> Any:
     return types.int64(record, field), codegen
 
 
-TEXT = define("Text", "bytes somewhere in memory", {"at bytes": "where, and how many"})
+TEXT = define("Text", "bytes somewhere in memory", {"at bytes": "the address and the number of bytes"})
 text_at = at(TEXT)

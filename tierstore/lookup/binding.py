@@ -47,13 +47,13 @@ from tierstore.wire.request_record import (
 NONE = -1
 
 MOST_NAMES = 64
-OUTPUT = define("OutputValues", "numbers of an output of one answer", {
-    "first second": "its first two sizes",
-    "bytes at": "its bytes, and where they are, from the answer's data on",
+OUTPUT = define("OutputValues", "the sizes of one output of an answer", {
+    "first second": "the first two sizes of the output's shape",
+    "bytes at": "the bytes of the output, and their offset in the answer's data",
 })  # fmt: skip
-VALUES = define("Values", "numbers of one answer; pieces name them by their place, counted in words", {
-    "outputs": ((OUTPUT.dtype, (MOST_TENSORS,)), "of each output; of a prediction those of its rows until its scores take their place"),
-    "named": ((np.int64, (MOST_NAMES,)), "of predictions: sizes that have names"),
+VALUES = define("Values", "the numbers that an answer's text needs; a piece names one by its place, counted in words", {
+    "outputs": ((OUTPUT.dtype, (MOST_TENSORS,)), "the sizes of each output; of a prediction first those of its rows, later those of its scores"),
+    "named": ((np.int64, (MOST_NAMES,)), "the values of named sizes, of predictions"),
 })  # fmt: skip
 values_at, value_at = at(VALUES), at(OUTPUT)
 

@@ -32,49 +32,49 @@ from tierstore.lookup.table_rows import is_cold, pool_rows, probe, set_padding, 
 from tierstore.tiers.disk import sealed_rows
 from tierstore.types import Tier
 
-JOB = define("Job", "a request that a reactor leaves to readers of cold rows, or to a thread that predicts", {
-    "fd serial": "the connection that waits for it",
-    "stream": "the stream of it that waits; 0: it is one of HTTP/1.1",
-    "request request_bytes": "of a stream: its head and body, which are the job's while it lasts",
-    "announced": "the generation that the reactor had announced: its view is kept; 0: there is no job",
-    "variant": (plans.VARIANT, "of its plan"),
-    "of_view": (plans.VIEW, "what it reads"),
-    "tail": "the request's data; until it is submitted, counted from the request's first byte",
-    "block": "the answer's head and data; what else it needs lies behind them",
-    "rows": "where the rows go that are looked up: the answer's data, or the rows of a prediction",
-    "run": (plans.RUN, "what is asked"),
-    "head_bytes data_bytes": "of the answer",
-    "states": "a byte for each key: the tier that answered it",
-    "reactor": "its number",
+JOB = define("Job", "a request that a reactor has given to the readers of cold rows, or to a thread that predicts", {
+    "fd serial": "the connection that waits for the answer",
+    "stream": "the stream that waits; 0: a request of HTTP/1.1",
+    "request request_bytes": "the head and the body of a stream's request; the job has them until it ends",
+    "announced": "the generation that the reactor had announced, which keeps its view; 0: no job",
+    "variant": (plans.VARIANT, "the variant of its plan"),
+    "of_view": (plans.VIEW, "the view that it reads"),
+    "tail": "the address of the request's data; until the job is submitted, their offset in the request",
+    "block": "the address of the answer's head and data, and of the working memory after them",
+    "rows": "the address for the rows: in the answer's data, or in the rows of a prediction",
+    "run": (plans.RUN, "the look-ups"),
+    "head_bytes data_bytes": "the bytes of the answer's head and data",
+    "states": "the address of a byte for each key: the tier that answered it",
+    "reactor": "the number of the reactor",
     "outcome": "DONE, FOR_PYTHON or RETURNED",
-    "began_ns planned_ns": "when it came, and when it was planned",
-    "probed": "1: memory has answered what it holds",
-    "cold": "1: rows are to be read before anything else is done",
-    "caller_rates model_rates": "what it has drawn from, or 0",
-    "body_bytes keys": "what it has drawn",
-    "held_bytes": "what counts as held while it lasts",
-    "lost": "1: nobody waits for it any more, as the client is gone or has reset its stream",
-    "scoring": "of a prediction: the number of its graph; else 0. What follows is a prediction's",
-    "table": "where its tensors lie (`scoring.py`)",
-    "queued_ns arrived_ns deadline_ns": "when it was queued and came, and when it is late, or 0",
+    "began_ns planned_ns": "the times at which the request came, and was planned",
+    "probed": "1: memory has answered the keys that it holds",
+    "cold": "1: rows must be read before anything else",
+    "caller_rates model_rates": "the addresses of the rates that the request was charged to, or 0",
+    "body_bytes keys": "the bytes and keys that were charged",
+    "held_bytes": "the bytes that count as held until the job ends",
+    "lost": "1: the client is gone or has reset its stream",
+    "scoring": "the number of a prediction's graph, or 0. The fields from here on are those of predictions",
+    "table": "the address of the places of its tensors (`scoring.py`)",
+    "queued_ns arrived_ns deadline_ns": "the times at which it was queued and arrived, and its deadline, or 0",
 }, size=256)  # fmt: skip
 job_at = at(JOB)
 DONE, FOR_PYTHON, RETURNED = range(3)  # a job's `outcome`; RETURNED: a thread that runs graphs has given it back
 LEFT = 3  # result of `finish`: some rows need a wait for the drive
 
-OFFER = define("Offer", "rows for the cache; behind it keys int64[n], states uint8[n] up to a multiple of 8, rows", {
-    "table seq row_bytes": "of which table, read under which sequence number, and the bytes of a row",
-    "keys": "n",
-    "bytes": "of all of it",
+OFFER = define("Offer", "rows for the cache, followed by keys int64[n], states uint8[n] up to a multiple of 8, and the rows", {
+    "table seq row_bytes": "the table, the sequence number under which the rows were read, and the bytes of a row",
+    "keys": "the number n of keys",
+    "bytes": "the bytes of the whole offer",
 })  # fmt: skip
 offer_at, _OFFER_BYTES = at(OFFER), OFFER.bytes
 MOST_OFFERED = 64 << 20  # bytes of offers that wait for Python
 
-READERS = define("Readers", "what all readers share", {
-    "offered": "bytes that wait for Python",
+READERS = define("Readers", "the state that all readers share", {
+    "offered": "the bytes of offers that wait for Python",
     "run_at finish_at": "the addresses of `by_plan.run` and `finish`",
-    "offers": "a descriptor: the pipe of offers to the cache",
-    "predictions queued_at": "the descriptor of the pipe of those who run graphs, or -1, and the address of how many wait there",
+    "offers": "the descriptor of the pipe for offers to the cache",
+    "predictions queued_at": "the descriptor of the pipe to the threads that run graphs, or -1, and the address of the number of predictions that wait there",
 }, apart=True)  # fmt: skip
 readers_at = at(READERS)
 

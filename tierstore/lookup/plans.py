@@ -12,113 +12,113 @@ from tierstore.kernels.records import at, define
 from tierstore.tiers.disk.layout import BASE
 from tierstore.tiers.host.cache.lookup import HOST_TABLE
 
-TABLE = define("Table", "a table under a view", {
-    "host": (HOST_TABLE, "its host tier, or 0"),
-    "overlays overlays_at": "rows of deltas that lie over it: how many, and the addresses of their words",
-    "default_at half_default_at": "the default row, as float32 and as float16",
-    "dim code row_bytes": "of a row: its length, its dtype, its bytes as stored",
-    "id": "its number among all tables",
-    "base": (BASE, "or 0: its rows are not in sealed files here"),
-    "changes patches patches_at": "`sealed_rows.SOME` or ALL: whether patches have all changed rows; how many, and the addresses of them",
-    "own_at partitions": "which partitions are this node's, bool[partitions]; 0: it has every key",
-    "colliding colliding_at": "how many hashes are shared by keys, and these",
+TABLE = define("Table", "a table as one view reads it", {
+    "host": (HOST_TABLE, "the table's host tier, or 0"),
+    "overlays overlays_at": "the number of overlays with rows of the table, and the address of their addresses",
+    "default_at half_default_at": "the addresses of the default row as float32 and as float16",
+    "dim code row_bytes": "the length of a row, its dtype, and its bytes as stored",
+    "id": "the table's number among all tables",
+    "base": (BASE, "the sealed files with the table's rows; 0: it has none here"),
+    "changes patches patches_at": "SOME or ALL (`sealed_rows.py`): whether the patches have all changed rows; the number of patches, and the address of their addresses",
+    "own_at partitions": "the address of bool[partitions], true for the partitions of this node; 0: the node has every key",
+    "colliding colliding_at": "the number of hashes that several keys share, and the address of these hashes",
 })  # fmt: skip
-VIEW = define("View", "one version with its deltas up to a sequence number", {
-    "token": "stands for the version with one dense part",
+VIEW = define("View", "a version with its deltas up to a sequence number", {
+    "token": "a number for the version with one dense part",
     "seq": "the sequence number",
-    "tables": (TABLE, "those of the version, in its order"),
+    "tables": (TABLE, "the tables of the version, in its order"),
 })  # fmt: skip
-SERVED = define("Served", "what a model serves; its address is 0 where it serves nothing", {
-    "active canary": (VIEW, "of the active version and of the canary, or 0"),
-    "share": "the canary's, of SHARE_UNIT",
-    "labels": "a number for the labels that there are",
+SERVED = define("Served", "the views that a model serves; the address is 0 while it serves nothing", {
+    "active canary": (VIEW, "the views of the active version and of the canary, or 0"),
+    "share": "the canary's share of the requests, in SHARE_UNIT",
+    "labels": "a number that stands for the present labels",
 })  # fmt: skip
 SHARE_UNIT = 1 << 32
 CALL_FIELDS = {
-    "table": "which of the view's",
-    "keys_at keys_n": "where its keys are, from the request's data or the codes on, and how many",
+    "table": "the number of the table in the view",
+    "keys_at keys_n": "the offset of the keys in the request's data, or among the codes, and their number",
     "kind": "ROWS, BAGS_OF_ROWS, FOUND_ALONE or CHECKED",
-    "out_at out_code": "where in the answer its rows go; 0: float32, 1: float16",
-    "found_at": "where in the answer it says which keys there are, or NOWHERE",
-    "combiner": "of bags (`tiers/host/cache/pool.py`)",
-    "starts_at bags bag_keys": "where the starts of bags are, or NOWHERE: each has so many keys; and how many bags",
-    "weights_at": "where the weights are, or NOWHERE",
-    "padded padding": "whether there is a padding key, and its code",
-    "table_counts": "the row of counts of the table",
+    "out_at out_code": "the offset of the rows in the answer, and their dtype. 0: float32, 1: float16",
+    "found_at": "the offset of the found marks in the answer, or NOWHERE",
+    "combiner": "the combiner of bags (`tiers/host/cache/pool.py`)",
+    "starts_at bags bag_keys": "the offset of the starts of bags; NOWHERE: each bag has `bag_keys` keys. The number of bags",
+    "weights_at": "the offset of the weights, or NOWHERE",
+    "padded padding": "1 if there is a padding key, and the code of that key",
+    "table_counts": "the number of the table's row of counts",
     "key_form": "AS_CODES, NO_NEGATIVE, STRINGS or HASHED",
-    "pooled": "1, of bags: those have their answer of whose keys memory has all",
+    "pooled": "1: bags whose keys are all in memory are answered already",
 }
 CALL = define("Call", "one look-up of a run", CALL_FIELDS)
-RUN = define("Run", "one request, bound by a variant and its own sizes; its calls lie behind it", {
-    "answer_bytes": "of the answer's data",
-    "calls keys": "how many",
-    "codes_at": "codes of keys that are strings or hashed",
-    "scratch": "bytes of memory to work in",
-    "work_bytes": "of rows, beside those of the answer",
-    "window": "blocks that may be waited for at a time where memory lacks rows (`sealed_blocks.look_up`); 0: none",
+RUN = define("Run", "one request with its sizes, made from a variant; its calls follow the record in memory", {
+    "answer_bytes": "the bytes of the answer's data",
+    "calls keys": "the number of calls, and of keys in all of them",
+    "codes_at": "the address of the codes of keys that are strings or are hashed",
+    "scratch": "the bytes of working memory that the run needs",
+    "work_bytes": "the bytes of rows beside those of the answer",
+    "window": "the number of blocks that may be waited for at a time, where rows are not in memory (`sealed_blocks.look_up`); 0: none",
 })  # fmt: skip
-PLANNED = define("PlannedCall", "a call of a variant, filled where all requests have the same", CALL_FIELDS | {
-    "keys_of offsets_of weights_of": "which inputs of the request are its own, or NONE",
-    "rows_to found_to": "which outputs are, or NONE",
+PLANNED = define("PlannedCall", "a call of a variant; fields that are equal for all requests are filled in", CALL_FIELDS | {
+    "keys_of offsets_of weights_of": "the numbers of the inputs with the call's keys, offsets and weights, or NONE",
+    "rows_to found_to": "the numbers of the outputs for its rows and its found marks, or NONE",
     "hash": "NOT_HASHED, MOD_SIGNED, MOD_UNSIGNED or SEEDED: how codes become row numbers (`formats/key_hash.py`)",
-    "mod bits": "how many row numbers there are, and what a code is xor before it is hashed",
+    "mod bits": "the number of row numbers, and the bits that a code is xored with before it is hashed",
 })  # fmt: skip
-PIECE = define("Piece", "a text of the answer", {
-    "at bytes": "the text",
-    "value": "which number of the values comes behind it, or NONE; in messages also how many pieces or outputs there are (`grpc_answer.py`)",
+PIECE = define("Piece", "a fixed text of an answer", {
+    "at bytes": "the address and the bytes of the text",
+    "value": "the place among the values of the number that follows the text, or NONE; in messages also a count of pieces or outputs (`grpc_answer.py`)",
 })  # fmt: skip
-CHECK = define("Check", "what size an input of a prediction must have", {
-    "input axis": "of which input, along which axis",
-    "size": "a number, or that of a name, as ~name",
+CHECK = define("Check", "the size that an input of a prediction must have along one axis", {
+    "input axis": "the number of the input, and the axis",
+    "size": "the size; ~n: that of the name with number n",
 })  # fmt: skip
-GRAPH_INPUT = define("GraphInput", "where an input of a graph comes from, and its shape", {
-    "call": "the look-up that it has the rows of; OWN: it is a tensor of the request itself",
-    "of lead": "the input of the request that has its first `lead` sizes",
-    "width": "the size behind them, or 0",
-    "flat": "by which the last of them is multiplied, or 0",
+GRAPH_INPUT = define("GraphInput", "an input of a graph: its source and its shape", {
+    "call": "the number of the look-up whose rows are the input; OWN: the input is a tensor of the request",
+    "of lead": "the number of the request's input that has its first `lead` sizes",
+    "width": "the size after these, or 0",
+    "flat": "the factor by which the last of these is multiplied, or 0",
 })  # fmt: skip
 MOST_SCORE_RANK = 4
 SCORE = define("Score", "an output of a graph", {
-    "width": "bytes of an element",
-    "rank": "how many sizes",
-    "sizes": ((np.int64, (MOST_SCORE_RANK,)), "as in a check"),
+    "width": "the bytes of an element",
+    "rank": "the number of sizes",
+    "sizes": ((np.int64, (MOST_SCORE_RANK,)), "the sizes, as those of a check"),
 })  # fmt: skip
-SCORING = define("Scoring", "what predictions of a structure ask beyond their look-ups (`scoring.py`)", {
-    "number": "of the graph",
-    "checks": "how many", "first_check": (CHECK, "where they are"),
-    "inputs": "how many", "first_input": (GRAPH_INPUT, "where they are"),
-    "scores": "how many", "first_score": (SCORE, "where they are"),
-    "half": "1: rows of some input come as half the bytes that count in the look-up's limit",
-    "apart": "1: who runs the graph looks up too, as rows may lie on a device; the inputs are the request's own",
+SCORING = define("Scoring", "the part of a prediction's plan that goes beyond look-ups (`scoring.py`)", {
+    "number": "the number of the graph",
+    "checks": "the number of checks", "first_check": (CHECK, "the first of them"),
+    "inputs": "the number of the graph's inputs", "first_input": (GRAPH_INPUT, "the first of them"),
+    "scores": "the number of the graph's outputs", "first_score": (SCORE, "the first of them"),
+    "half": "1: rows of an input take half of the bytes that count in the look-up's limit",
+    "apart": "1: the thread that runs the graph looks up too, because rows may lie on a device; the inputs are those of the request",
 })  # fmt: skip
-VARIANT = define("Variant", "how requests of a structure are answered under one version with one dense part", {
-    "token": "of the views that it fits",
-    "counts": "the row of counts of the version",
-    "head_at head_bytes": "an answer's head that is ready, of refusals and of rows; or 0",
-    "date_at": "where in it the date is; a header block of gRPC has none",
-    "digits_at": "of rows for a front: where in it the digits of the length are",
-    "table table_counts": "of rows for a front: which table, and the row of its counts",
-    "framed": "1: each output of the answer has a tag and its length before its bytes (`grpc_answer.py`)",
-    "planned_calls": "how many", "calls": (PLANNED, "where they are"),
-    "outputs output_bytes": "how many, and of each the bytes of an element, a row or one `found`",
-    "pieces": "how many", "texts": (PIECE, "where they are"),
-    "alignment": "of outputs, a power of two",
-    "scoring": (SCORING, "of predictions that are begun here, whose outputs are rows for the graph; or 0"),
+VARIANT = define("Variant", "the way to answer requests of one structure under one version with one dense part", {
+    "token": "the token of the views that it fits",
+    "counts": "the number of the version's row of counts",
+    "head_at head_bytes": "the head of an answer, ready to be copied, for refusals and for rows; or 0",
+    "date_at": "the offset of the date in that head; a header block of gRPC has no date",
+    "digits_at": "the offset in that head of the digits of the length, of rows for a front",
+    "table table_counts": "the number of the table, and that of its row of counts, of rows for a front",
+    "framed": "1: each output of the answer follows its tag and its length (`grpc_answer.py`)",
+    "planned_calls": "the number of calls", "calls": (PLANNED, "the first of them"),
+    "outputs output_bytes": "the number of outputs, and the address of each one's bytes: of an element, of a row, or of one `found`",
+    "pieces": "the number of pieces", "texts": (PIECE, "the first of them"),
+    "alignment": "the alignment of outputs, a power of two",
+    "scoring": (SCORING, "the graph of predictions that reactors begin, for which the outputs are rows; or 0"),
 })  # fmt: skip
-PLAN = define("Plan", "how requests of one path and structure are answered", {
-    "path_at path_bytes structure_at structure_bytes": "by which it is found",
-    "form": "TENSORS: of requests over HTTP; STORED_ROWS: of a front, by its line; MESSAGE: of gRPC, by its model",
+PLAN = define("Plan", "the way to answer requests of one path and structure", {
+    "path_at path_bytes structure_at structure_bytes": "the path and the structure, by which the plan is found",
+    "form": "TENSORS: requests over HTTP; STORED_ROWS: requests of a front, by their line; MESSAGE: requests of gRPC, by their model",
     "model": "the slot of the model",
-    "rates_at": "the model's rates, or 0",
-    "wanted": "ANY_VERSION: the active one or the canary as the share says; ONE_VERSION; STABLE; ONLY_CANARY; BY_LABEL",
-    "labelled": "BY_LABEL: as long as these are the labels",
-    "variant other_variant": (VARIANT, "for each of two versions that may be served, or 0"),
-    "last_used": "when, on the monotonic clock in ns",
+    "rates_at": "the address of the model's rates, or 0",
+    "wanted": "ANY_VERSION: the active version or the canary, by its share; ONE_VERSION; STABLE; ONLY_CANARY; BY_LABEL",
+    "labelled": "the number of the labels for which a plan BY_LABEL is valid",
+    "variant other_variant": (VARIANT, "the variants for up to two versions that are served, or 0"),
+    "last_used": "the time of the last use, on the monotonic clock in ns",
 })  # fmt: skip
 ENTRY = define(
     "PlanEntry",
     "an entry of the index of plans",
-    {"hash": "of path, structure and form", "plan": (PLAN, "or 0: it is free")},
+    {"hash": "the hash of path, structure and form", "plan": (PLAN, "the plan; 0: the entry is free")},
 )
 table_at, view_at, served_at, entry_at, plan_at, variant_at = map(at, (TABLE, VIEW, SERVED, ENTRY, PLAN, VARIANT))
 planned_at, run_at, run_call_at, piece_at = map(at, (PLANNED, RUN, CALL, PIECE))

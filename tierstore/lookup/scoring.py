@@ -19,9 +19,9 @@ from tierstore.wire.protobuf.varint import varint_bytes
 from tierstore.wire.request_record import row_at
 
 OWN = -1  # an input's `call`: it is a tensor of the request itself
-GRAPH_ROW = define("GraphRow", "where a tensor of a graph lies, and its shape", {
-    "at": "its address",
-    "sizes": ((np.int64, (5,)), "its shape"),
+GRAPH_ROW = define("GraphRow", "a tensor of a graph: its place in memory and its shape", {
+    "at": "the address of the tensor",
+    "sizes": ((np.int64, (5,)), "the shape of the tensor"),
 })  # fmt: skip
 graph_row_at, _ROW_BYTES = at(GRAPH_ROW), GRAPH_ROW.bytes
 

@@ -24,11 +24,11 @@ from tierstore.tiers.host.cache.lookup import lookup_at, values_of
 from tierstore.tiers.host.cache.pool import add_f32_rows, close_bag, pool_at
 from tierstore.types import Tier
 
-PART = define("Part", "the look-up of one feature, of several that are answered into one buffer", {
-    "table": (TABLE, "that it reads"),
-    "out_code": "of the answer. 0: float32, 1: float16",
-    "padded padding": "whether there is a padding key, and its code",
-    "place": "which place of the buffer is its own",
+PART = define("Part", "the look-up of one feature among several that are answered into one buffer", {
+    "table": (TABLE, "the table that the feature reads"),
+    "out_code": "the dtype of the answer. 0: float32, 1: float16",
+    "padded padding": "1 if the feature has a padding key, and the code of that key",
+    "place": "the number of the feature's place in the buffer",
 })  # fmt: skip
 _part_at = at(PART)
 ROWS, AT = range(2)  # of `places`: the number of rows, and where they begin in the buffer

@@ -18,7 +18,7 @@ from tierstore.config import Settings
 from tierstore.engine.operations.for_peers import PeerSide
 from tierstore.engine.operations.fronts import Fronts
 from tierstore.engine.operations.problems import Problem
-from tierstore.errors import TierstoreError
+from tierstore.errors import NO_VERSION, TierstoreError
 from tierstore.kernels import latency
 from tierstore.reactor import layout as kernel
 from tierstore.service.access import Access
@@ -228,13 +228,21 @@ class Service:
         self.inference_stats.failed(model, version, took_ns, "overloaded", waits + full)
 
     def count_failed(self, model: str, elapsed_ns: int, error: TierstoreError) -> None:
-        """Count a failed look-up for the version that was chosen for it, or else the active one. Any thread."""
+        """Count a failed look-up for the version that was chosen for it, or else the active one. Any thread.
+
+        One that found no served version counts for `NO_VERSION` of its model. One for a model that is not there is not
+        counted here, as its name may be anything.
+        """
         version = error.version
-        if version is None:
+        if version in (None, NO_VERSION):
             try:
-                version = self.dataplane.model(model).active_version
+                found = self.dataplane.model(model)
             except TierstoreError:
                 return
+            if version is None:
+                version = found.active_version
+            else:
+                model = found.name  # without a head, of which there may be any
         if version is not None:
             self.inference_stats.failed(model, version, elapsed_ns, outcome_of(error))
 

@@ -19,7 +19,7 @@ from tierstore.engine.data.hour import HOUR_S, Hour
 from tierstore.engine.data.insight import read_keys
 from tierstore.engine.events.observer import Observer
 from tierstore.engine.serving.routing import Routing
-from tierstore.errors import FAULTS, TierstoreError
+from tierstore.errors import FAULTS, NO_VERSION, TierstoreError
 from tierstore.service.stats import REQUEST_BOUNDS_S, InferenceStats, ModelCounts, RequestTimes, bucket_quantiles
 from tierstore.types import model_and_head
 
@@ -142,7 +142,8 @@ class History(Observer):
         whole = self._times.of_data_plane()
         versions: dict[str, dict[tuple[str, int], ModelCounts]] = {}
         for name, number, counts in self._stats.by_version():
-            versions.setdefault(model_and_head(name)[0], {})[name, number] = counts
+            if number != NO_VERSION:
+                versions.setdefault(model_and_head(name)[0], {})[name, number] = counts
         there = self._store.models()
         for gone in self._models.keys() - set(there):
             del self._models[gone]

@@ -19,7 +19,7 @@ import numpy as np
 
 from tierstore.engine.events.observer import Observer
 from tierstore.engine.lifecycle.throttle import LookupTimes
-from tierstore.errors import FAULTS
+from tierstore.errors import FAULTS, NO_VERSION
 from tierstore.types import model_and_head
 from tierstore.verdicts import Requests
 
@@ -222,8 +222,9 @@ class InferenceStats:
             versions = self._counts.setdefault(model, {})
             counts = versions.get(version)
             if counts is None:
-                while len(versions) >= self.KEPT_VERSIONS:
-                    del versions[min(versions, key=lambda number: versions[number].last_inference_ms)]
+                kept = versions.keys() - {NO_VERSION}
+                if version != NO_VERSION and len(kept) >= self.KEPT_VERSIONS:
+                    del versions[min(kept, key=lambda number: versions[number].last_inference_ms)]
                 counts = versions[version] = ModelCounts()
             return counts
 

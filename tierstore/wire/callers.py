@@ -11,16 +11,16 @@ from tierstore.kernels.raw import load_i64, load_u8
 from tierstore.kernels.records import TEXT, at, define, text_at
 from tierstore.kernels.sysio import same_bytes
 
-TOKEN = define("Token", "the value of an Authorization header, and what it may", {
-    "at bytes": "the value",
-    "models_at": "how many models it is for and their slots; 0: all of them",
-    "bucket_at": "its rates, or 0",
-    "may_front": "1: it may ask as a front",
+TOKEN = define("Token", "the value of an Authorization header, and the rights of whoever sends it", {
+    "at bytes": "the address and the bytes of the value",
+    "models_at": "the address of the number of models that it is for and of their slots; 0: all models",
+    "bucket_at": "the address of its rates, or 0",
+    "may_front": "1: its sender may ask as a front",
 })  # fmt: skip
-ALLOWED = define("Allowed", "who may ask a reactor", {
-    "hosts": "how many", "first_host": (TEXT, "values of Host that have passed the check of access before"),
-    "tokens": "how many, or NEEDED_BY_NOBODY",
-    "first_token": (TOKEN, "those that have passed the check of access before"),
+ALLOWED = define("Allowed", "the hosts and tokens that reactors let in", {
+    "hosts": "the number of hosts", "first_host": (TEXT, "the first of the values of Host that have passed the check of access"),
+    "tokens": "the number of tokens, or NEEDED_BY_NOBODY",
+    "first_token": (TOKEN, "the first of the tokens that have passed the check of access"),
 })  # fmt: skip
 allowed_at, token_at = at(ALLOWED), at(TOKEN)
 NEEDED_BY_NOBODY = -1  # in place of `tokens`: no request needs a token

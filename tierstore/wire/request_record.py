@@ -18,24 +18,24 @@ from tierstore.kernels.raw import store_u8
 from tierstore.kernels.records import at, define
 from tierstore.kernels.sysio import clear_bytes
 
-RECORD = define("RequestRecord", "an inference request; behind it its own row, one for each input, one for each output", {
-    "inputs outputs": "how many",
-    "id_at id_bytes": "its id; NO_ID: it has none",
-    "data_bytes": "of all inputs, where they lie end to end",
+RECORD = define("RequestRecord", "an inference request, followed by its own row, one row for each input, and one for each output", {
+    "inputs outputs": "the numbers of inputs and outputs",
+    "id_at id_bytes": "the place and the bytes of its id; NO_ID: it has none",
+    "data_bytes": "the bytes of all inputs, which lie end to end",
 })  # fmt: skip
 record_at = at(RECORD)
 NO_ID = -1  # of `id_bytes`
 MOST_RANK = 4
-ROW = define("RequestRow", "what is said of a request, an input or an output", {
-    "name_at name_bytes": "its name; of the request's own row, of gRPC, the model's",
-    "datatype": "from 1 on, by `DATATYPES`; 0: none is said",
-    "rank": "how many dimensions",
+ROW = define("RequestRow", "the description of a request, an input or an output", {
+    "name_at name_bytes": "the place and the bytes of the name; in the own row of a gRPC request the model's",
+    "datatype": "the datatype, counted from 1 in `DATATYPES`; 0: none is given",
+    "rank": "the number of dimensions",
     "dims": ((np.int64, (MOST_RANK,)), "the dimensions"),
-    "size at": "bytes of an input, and where they are, from the request's data on",
+    "size at": "the bytes of an input, and their offset in the request's data",
     "binary by_default": "NOT_GIVEN, NO or YES",
-    "dtype_at dtype_bytes combiner_at combiner_bytes": "texts of parameters",
-    "timeout_us": "of the request's own row",
-    "version_at version_bytes": "of the request's own row: what the model's version is called",
+    "dtype_at dtype_bytes combiner_at combiner_bytes": "the places and the bytes of the parameters dtype and combiner",
+    "timeout_us": "the timeout, in the request's own row",
+    "version_at version_bytes": "the place and the bytes of the model's version, in the request's own row",
 })  # fmt: skip
 _row_at, _ROW_BYTES = at(ROW), ROW.bytes
 NOT_GIVEN, NO, YES = range(3)  # of `binary` and `by_default`

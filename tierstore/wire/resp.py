@@ -36,27 +36,27 @@ from tierstore.types import Tier
 from tierstore.wire.http1.head import read_number
 
 SERVER = define("AskedServer", "a connection to a server of the cluster", {
-    "fd": "its descriptor",
-    "send_at send_bytes sent": "the request, and how much of it has left",
-    "buffer_at buffer_bytes received": "where replies come to, the room there, and how much has come",
-    "command end": "the next command whose reply is to come, and the one behind the last",
-    "item": "which of its elements is next; -1: its head is",
-    "status": "RUNNING, DONE, CLOSED, TIMED_OUT, UNEXPECTED; or minus the number of an error of the system",
+    "fd": "the descriptor",
+    "send_at send_bytes sent": "the address and the bytes of the request, and the bytes of it that have left",
+    "buffer_at buffer_bytes received": "the address and the bytes of the buffer for replies, and the bytes that have come",
+    "command end": "the number of the next command whose reply is to come, and the number behind the last one",
+    "item": "the number of that reply's next element; -1: its head",
+    "status": "RUNNING, DONE, CLOSED, TIMED_OUT, UNEXPECTED; or minus the error number of the system",
 })  # fmt: skip
-COMMAND = define("Command", "what one command asks for", {
+COMMAND = define("Command", "the rows or the watermark that one command asks for", {
     "kind": "MARK or ROWS",
-    "tag": "the number of its tag",
-    "start": "of rows: which of `order` is the first; of a watermark: 0 before rows, 1 behind them",
-    "count": "how many",
+    "tag": "the number of the command's tag",
+    "start": "the place in `order` of its first row; of a watermark: 0 before rows, 1 behind them",
+    "count": "the number of rows",
 })  # fmt: skip
-TARGETS = define("Targets", "where what is read from a cluster goes, and what is asked for", {
-    "commands": (COMMAND, "what is asked for, server after server"),
-    "order_at": "the place of each row, in the order of the commands, int64",
-    "rows_at stride": "the place of row 0, and the bytes from one to the next",
-    "row_bytes head head_bytes": "of a row, and what stands before it in a reply, as a number, and its bytes",
-    "states_at": "a byte for each place",
-    "marks_at": "two numbers for each tag, int64: lower and upper bound",
-    "errors_at": "ERROR_BYTES for each tag",
+TARGETS = define("Targets", "the commands to a cluster, and the places for what they read", {
+    "commands": (COMMAND, "the commands, server after server"),
+    "order_at": "the address of the place of each row, in the order of the commands, int64",
+    "rows_at stride": "the address of place 0, and the bytes from one place to the next",
+    "row_bytes head head_bytes": "the bytes of a row; the bytes that precede it in a reply, as one number, and how many these are",
+    "states_at": "the address of a byte for each place",
+    "marks_at": "the address of two numbers for each tag, int64: lower and upper bound",
+    "errors_at": "the address of ERROR_BYTES for each tag",
 })  # fmt: skip
 _server_at, _command_at, _targets_at = at(SERVER), at(COMMAND), at(TARGETS)
 MARK, ROWS = 0, 1

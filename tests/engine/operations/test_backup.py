@@ -363,7 +363,7 @@ def test_a_restore_overwrites_nothing_and_needs_the_directory_for_itself(loaded,
 def test_what_is_not_whole_or_not_here_is_not_backed_up(loaded, open_store, tmp_path, monkeypatch) -> None:
     with pytest.raises(InvalidInput, match="is in the data directory"):
         loaded.backup("ctr", loaded.root.root / "backups")
-    with pytest.raises(InvalidInput, match="expected 1 or more backups, got 0"):
+    with pytest.raises(InvalidInput, match="keep: expected an integer from 1 to 10000, got 0"):
         loaded.backup("ctr", tmp_path / "out", keep=0)
     with monkeypatch.context() as patch:
         patch.setattr(loaded.placement, "refusals", Refusals(refusals_of("cluster")))

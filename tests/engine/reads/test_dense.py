@@ -126,7 +126,7 @@ class Jagged:
         ({"user_id": [[[1]]], "clicked": [1], "hour": [[0.0]]}, r"\[n\] or \[batch, k\], got \[1, 1, 1\]"),
         ({"user_id": [1], "clicked": ([[1]], [0]), "hour": [[0.0]]}, "with offsets the keys are flat"),
         ({"user_id": [1], "clicked": ([1], [5]), "hour": [[0.0]]}, "offset"),
-        ({"user_id": [1], "clicked": (1, 2, 3, 4), "hour": [[0.0]]}, "expected keys, "),
+        ({"user_id": [1], "clicked": ([1], [0], [1.0], 4), "hour": [[0.0]]}, "expected keys, "),
     ],
 )  # fmt: skip
 def test_inputs_that_do_not_fit_are_told(dense_store, inputs, message):

@@ -140,6 +140,23 @@ def test_metrics_distinguish_the_versions_and_go_with_them(scene: Scene) -> None
     assert scene.series("tierstore_canary_version") == {("ctr",): 0.0}
 
 
+def test_a_request_that_finds_no_version_counts_for_version_0_of_its_model(scene: Scene) -> None:
+    def asked(path: str) -> int:
+        return scene.http.post(f"/v2/models/{path}/infer", content=ASK).status_code
+
+    paths = ["ctr/versions/9", "ctr/versions/nowhere", "ctr.nothing", "nobody", "nobody/versions/1"]
+    assert [asked(path) for path in paths] == [404] * 5
+    assert scene.http.post("/v1/models/ctr/versions/9:predict", json={"inputs": {"item_id": [1]}}).status_code == 404
+    assert scene.series("tierstore_model_requests_total") == {("ctr", "not_found", "0"): 3}
+    assert scene.series("tierstore_model_request_seconds_count") == {}
+    stats = scene.http.get("/v2/models/ctr/stats").json()["model_stats"]
+    assert [(entry["version"], entry["inference_stats"]["fail"]["count"]) for entry in stats] == [("1", 0), ("2", 0)]
+    assert scene.http.get("/admin/models/ctr/history").json()["hour"]["failed"] == 0
+    scene.store.deactivate("ctr")
+    assert asked("ctr") == 400
+    assert scene.series("tierstore_model_requests_total")["ctr", "bad_input", "0"] == 1
+
+
 def test_what_a_caller_does_wrong_speaks_against_no_version(scene: Scene) -> None:
     ids = [name for name in map(str, range(40)) if scene.version(**{"X-Request-Id": name}) == 2]
     wrong = ASK.replace(b"item_id", b"nothing")

@@ -6,19 +6,15 @@ Any thread.
 from __future__ import annotations
 
 import threading
-import urllib.parse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TypeVar
 
 from tierstore.engine.data.budget import DecodeBudget, OverlayBudget
 from tierstore.errors import DeltaError
 from tierstore.formats.delta.reader import Delta, DeltaHead, read_delta, read_head
-from tierstore.formats.regular import read_regular
+from tierstore.formats.delta.source import DeltaSource, delta_bytes
 from tierstore.tiers.background import in_background
-
-Source = bytes | bytearray | memoryview | str | Path
 
 LARGE_BYTES = 1 << 20  # larger deltas take milliseconds of a processor, which look-ups would wait for
 KEPT_BYTES = 16 << 20
@@ -29,8 +25,8 @@ T = TypeVar("T")
 class IncomingDelta:
     """A delta, given as bytes or a path. DeltaError if it cannot be read, or is not the expected one."""
 
-    def __init__(self, source: Source, model: str | None, seq: int | None) -> None:
-        self.data = _bytes_of(source)
+    def __init__(self, source: DeltaSource, model: str | None, seq: int | None) -> None:
+        self.data = delta_bytes(source)
         self.head: DeltaHead = read_head(self.data)
         if model is not None and self.head.model != model:
             raise DeltaError(f"expected a delta of model {model!r}, got one of {self.head.model!r}")
@@ -83,20 +79,3 @@ def _bytes_in_memory(delta: Delta) -> int:
 def gently(data: bytes | memoryview, unfolded: OverlayBudget, work: Callable[[], T]) -> T:
     """Do `work` on a large delta at a low priority, unless deltas arrive faster than they are folded."""
     return work() if len(data) < LARGE_BYTES or unfolded.used else in_background(work)
-
-
-def _bytes_of(source: bytes | bytearray | memoryview | str | Path) -> bytes | memoryview:
-    """The bytes of a delta, given as such or as a path or file:// URL. DeltaError if they cannot be read."""
-    if isinstance(source, bytes):
-        return source
-    if isinstance(source, (bytearray, memoryview)):
-        return memoryview(source).cast("B")
-    path = (
-        Path(urllib.parse.unquote(source.removeprefix("file://")))
-        if isinstance(source, str) and source.startswith("file://")
-        else Path(source)
-    )
-    try:
-        return read_regular(path)
-    except OSError as error:
-        raise DeltaError(f"cannot read the delta {path}: {error.strerror or error}") from error

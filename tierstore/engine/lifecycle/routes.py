@@ -170,7 +170,9 @@ class Routes:
             raise Conflict(f"label {name!r} cannot be removed: it always stands for the {name} version")
         with self._live.write:
             served, awaited = self._live.served, self.awaited
-            if name not in served.labels and (awaited is None or name not in awaited.labels):
+            if not isinstance(name, str) or (
+                name not in served.labels and (awaited is None or name not in awaited.labels)
+            ):
                 raise NotFound(
                     f"model {self._name!r} has no label {name!r}; it has {', '.join(served.all_labels()) or 'none'}"
                 )

@@ -18,12 +18,11 @@ from tierstore.engine.lifecycle.rules import check_active, check_canary, check_e
 from tierstore.engine.lifecycle.state import ModelState, ignore
 from tierstore.engine.lifecycle.unfinished import finish_load
 from tierstore.engine.serving.routing import Routing
-from tierstore.engine.serving.routing_record import check_share
 from tierstore.engine.serving.undone_record import Rollbacks, Undone
 from tierstore.engine.versions.info import VersionInfo
-from tierstore.errors import Conflict, InvalidInput
+from tierstore.errors import Conflict
 from tierstore.formats.names import MAX_ORDINAL
-from tierstore.types import ProgressFn
+from tierstore.types import ProgressFn, check_share
 
 
 class Switcher:
@@ -135,8 +134,6 @@ class Switcher:
 
     def _check_seq(self, info: VersionInfo, seq: int) -> None:
         lowest, last = info.manifest.delta_seq, self._state.log.last or 0
-        if type(seq) is not int:
-            raise InvalidInput(f"to_seq: expected the seq of a delta, got {seq!r}")
         if not lowest <= seq <= last:
             raise Conflict(
                 f"model {self._name!r}: expected a seq from {lowest} to {last}, got {seq}; the snapshot of version "

@@ -23,7 +23,7 @@ from tierstore.engine.deltas.log import DeltaLog
 from tierstore.engine.model import Model
 from tierstore.engine.operations.aside import aside
 from tierstore.engine.versions.info import VersionInfo
-from tierstore.errors import Closed, Conflict, Corruption, InvalidInput, StorageError
+from tierstore.errors import Closed, Conflict, Corruption, StorageError
 from tierstore.formats import files
 from tierstore.formats.backups import Backup, BackupFile, Backups, content_of, only_backup, record_name, sender
 from tierstore.formats.names import BUILD, DB, DELTA_SUFFIX, TEMPORARY, ModelDirectory, is_scratch
@@ -32,11 +32,12 @@ from tierstore.formats.uploads import scratch_directory
 from tierstore.tiers.background import Pace
 from tierstore.tiers.disk.sealed import BASE
 from tierstore.tiers.disk.tier import DiskTier
-from tierstore.types import BackupReport, Progress, ProgressFn
+from tierstore.types import BackupReport, Progress, ProgressFn, whole_number
 
 log = logging.getLogger(__name__)
 
 SCRATCH = f"{TEMPORARY}backup-"
+MOST_KEPT = 10_000  # backups of a model in one place
 _PAUSE_S = 0.01
 
 
@@ -51,8 +52,7 @@ def backup(
 
 def _check(model: Model, keep: int) -> None:
     """Conflict for a model whose rows are on other machines, or that has none."""
-    if keep < 1:
-        raise InvalidInput(f"keep: expected 1 or more backups, got {keep}")
+    whole_number("keep", keep, 1, MOST_KEPT)
     model.state.shared.placement.refusals.check("backup", model=model.name)
     if not model.catalogue.numbers:
         raise Conflict(f"model {model.name!r} has no version to back up")

@@ -25,6 +25,7 @@ from tierstore.formats.keys import partition_of
 from tierstore.formats.row_times import live_at
 from tierstore.kernels.digest import row_digests
 from tierstore.tiers.background import Pace
+from tierstore.types import number_or_none, whole_number
 
 MOST_BUCKETS = 65536  # of a table
 MOST_LISTED = 1 << 20  # rows of a table whose digests are listed
@@ -51,8 +52,8 @@ def digests(
     `tables`, None at another seq: for each table `rows`, and `digests`, 16 hex digits for each bucket; for a table
     whose rows are listed `keys`, their codes, and `digests` of each row.
     """
-    if not 1 <= buckets <= MOST_BUCKETS:
-        raise InvalidInput(f"buckets: expected 1 to {MOST_BUCKETS}, got {buckets}")
+    buckets = whole_number("buckets", buckets, 1, MOST_BUCKETS)
+    seq, expired_at_s = number_or_none("seq", seq, 0), number_or_none("expired_at_s", expired_at_s, 0)
     throttle = model.state.shared.throttle
 
     def work(stops: Any) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def _tables(
         if listed is not None and name not in listed:
             continue
         ttl_s = moment.version.specs[name].ttl_s
-        wanted = None if listed is None else np.array(sorted(set(listed[name])), np.int64)
+        wanted = None if listed is None else _buckets(name, listed[name])
         sums, rows, keys_listed, of_rows = np.zeros(buckets, np.uint64), 0, [_NO_KEYS], [_NO_DIGESTS]
         for keys, stored, times in batches:
             goes_on()
@@ -118,6 +119,13 @@ _NO_KEYS, _NO_DIGESTS = np.empty(0, np.int64), np.empty(0, np.uint64)
 
 def as_hex(values: Digests) -> str:
     return values.astype(">u8").tobytes().hex()
+
+
+def _buckets(table: str, listed: Sequence[int]) -> npt.NDArray[np.int64]:
+    """The numbers of buckets, ascending. InvalidInput for anything else than a sequence of integers."""
+    if not isinstance(listed, (list, tuple, range, np.ndarray)):
+        raise InvalidInput(f"listed: {table}: expected numbers of buckets, got {type(listed).__name__}")
+    return np.array(sorted({whole_number(f"listed: {table}", bucket, -(1 << 63)) for bucket in listed}), np.int64)
 
 
 def _digest_of(graphs: Mapping[str, bytes]) -> str | None:

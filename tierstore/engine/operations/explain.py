@@ -22,6 +22,7 @@ from tierstore.engine.reads.view import View
 from tierstore.engine.serving.routing import STABLE
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import InvalidInput
+from tierstore.formats.key_arrays import key_array
 from tierstore.formats.keys import as_codes, partition_of
 from tierstore.kernels import codec
 from tierstore.tiers.base import Peek
@@ -42,7 +43,8 @@ def explain(
 
     docs/cli.md describes the document. Errors as of a look-up, and InvalidInput for more than MOST_KEYS keys.
     """
-    keys = keys.tolist() if hasattr(keys, "tolist") else list(keys)
+    array = key_array(keys)
+    keys = array if isinstance(array, list) else array.tolist()
     if not 1 <= len(keys) <= MOST_KEYS:
         raise InvalidInput(f"expected 1 to {MOST_KEYS} keys, got {len(keys)}")
     with model.view(STABLE if version is None else version) as view:

@@ -64,8 +64,7 @@ def moment_of(model: Model, wanted: int | str | None, check: Callable[[View], No
     Its version stays open until the end of the block.
     """
     publisher = model.publisher
-    if isinstance(wanted, int):
-        model.catalogue.info(wanted)
+    wanted = model.wanted(wanted)
     with contextlib.ExitStack() as stack:
         moment = None
         while moment is None:

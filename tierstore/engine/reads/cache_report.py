@@ -9,8 +9,8 @@ from itertools import pairwise
 from typing import Any
 
 from tierstore.engine.reads.view import View
-from tierstore.errors import InvalidInput, NotFound
-from tierstore.types import KeyType
+from tierstore.errors import NotFound
+from tierstore.types import KeyType, whole_number
 
 MOST_HOTTEST = 1000
 
@@ -22,10 +22,9 @@ def cache_report(view: View, table: str, limit: int) -> dict[str, Any]:
     when the version was last served, and their share is None. For string keys `key` is the hash, 16 hex digits,
     because the strings are not kept; for colliding keys it is the string. NotFound for an unknown table.
     """
-    if not 1 <= limit <= MOST_HOTTEST:
-        raise InvalidInput(f"limit: expected 1 to {MOST_HOTTEST}, got {limit}")
+    limit = whole_number("limit", limit, 1, MOST_HOTTEST)
     version = view.open_version
-    if table not in version.tables:
+    if not isinstance(table, str) or table not in version.tables:
         raise NotFound(f"no table {table!r}; version {view.version} has {', '.join(sorted(version.tables))}")
     insight = version.tables[table].counts.insight
     hottest: list[tuple[int, float | None]] = list(insight.counts.hottest(limit))

@@ -87,8 +87,9 @@ def answer_code(dtype: str) -> int:
 def _checked_weights(weights: Any, n: int) -> np.ndarray:
     """`weights` as float32[n]. InvalidInput."""
     try:
-        array = np.ascontiguousarray(weights, np.float32)
-    except (TypeError, ValueError) as error:
+        with np.errstate(over="ignore"):
+            array = np.ascontiguousarray(weights, np.float32)
+    except (TypeError, ValueError, OverflowError) as error:
         raise InvalidInput(f"weights: expected {n} numbers: {error}") from error
     if array.shape != (n,):
         raise InvalidInput(f"weights: expected one a key, shape ({n},), got {array.shape}")

@@ -19,7 +19,7 @@ from tierstore.errors import InvalidInput
 from tierstore.predict.binding import Bindings
 from tierstore.predict.session import DenseSession
 from tierstore.predict.signature import BYTES, Shape, Tensor
-from tierstore.types import FeatureSpec, as_bags
+from tierstore.types import FeatureSpec, by_name, keys_and_bags
 
 Array = npt.NDArray[Any]
 
@@ -63,7 +63,7 @@ def predict(
     rows: dict[str, Any] = {}  # keys whose rows are not pooled
     bags: dict[str, tuple[Any, dict[str, Any]]] = {}  # keys and pooling of others
     plain: dict[str, Array] = {}
-    for name, value in inputs.items():
+    for name, value in by_name(inputs, "inputs"):
         if name in bindings.features:
             if type(value) is np.ndarray and value.ndim == 1 and value.dtype.kind in "iu":  # the usual case
                 leads[name], rows[name] = value.shape, value
@@ -109,15 +109,10 @@ def predict(
 
 def _keys(view: PredictionView, name: str, value: Any) -> tuple[Shape, Any, dict[str, Any]]:
     """The shape of a feature's answer before its last dimension, its keys, and the pooling for `View.begin`."""
-    value = as_bags(name, value)
-    keys, offsets, weights = value, None, None
-    if isinstance(value, tuple):
-        if len(value) not in (2, 3):
-            raise InvalidInput(f"input {name!r}: expected keys, (keys, offsets) or (keys, offsets, weights)")
-        keys, offsets, weights = (*value, None)[:3]
+    keys, offsets, weights = keys_and_bags(name, value)
     width = None
     if not isinstance(keys, (pa.Array, pa.ChunkedArray)):
-        keys = np.asarray(keys)
+        keys = _array(name, keys)
         if keys.dtype.kind == "f" and not keys.size:
             keys = keys.astype(np.int64)  # an empty list
         if keys.ndim == 2:
@@ -131,6 +126,8 @@ def _keys(view: PredictionView, name: str, value: Any) -> tuple[Shape, Any, dict
             raise InvalidInput(f"input {name!r}: feature {name!r} has no combiner, so its keys form no bags")
         lead = (n,) if width is None else (rows, width)
         return lead, keys, {}
+    if offsets is not None:
+        offsets = _array(f"{name}.offsets", offsets)
     if offsets is not None and width is not None:
         raise InvalidInput(f"input {name!r}: with offsets the keys are flat, shape [n]; got [{rows}, {width}]")
     if offsets is None:
@@ -138,8 +135,16 @@ def _keys(view: PredictionView, name: str, value: Any) -> tuple[Shape, Any, dict
             return (n,), keys, {}
         offsets = np.arange(n if width is None else rows, dtype=np.int64) * (1 if width is None else width)
         if weights is not None:
-            weights = np.asarray(weights).reshape(-1)
-    return (len(offsets),), keys, {"offsets": offsets, "weights": weights}
+            weights = _array(f"{name}.weights", weights).reshape(-1)
+    return (offsets.size,), keys, {"offsets": offsets, "weights": weights}
+
+
+def _array(name: str, value: Any) -> Array:
+    """`value` as an array. InvalidInput for nested lists of unequal lengths."""
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise InvalidInput(f"input {name!r}: expected an array: {error}") from error
 
 
 def _tensor(tensor: Tensor, value: Any) -> Array:

@@ -30,7 +30,7 @@ from tierstore.predict.session import DenseSession
 from tierstore.tiers.device.backend import lies_on_gpu
 from tierstore.tiers.device.gpu import Gpu
 from tierstore.tiers.device.lookup import KeysThere
-from tierstore.types import FeatureSpec, KeysLike, TableSpec, Vectors
+from tierstore.types import FeatureSpec, KeysLike, TableSpec, Vectors, keys_and_bags, names_of
 
 _MOST_GATHERINGS = 64  # for one view
 _NO_HEAD = DenseHead()
@@ -95,9 +95,9 @@ class View:
         """This view, with one of its heads for predictions. NotFound names the existing heads."""
         if not head:
             return self
-        view = self._under.get(head)
+        view = self._under.get(head) if isinstance(head, str) else None
         if view is None:
-            if head not in self.heads:
+            if not isinstance(head, str) or head not in self.heads:
                 named = ", ".join(sorted(self.heads.keys() - {""}))
                 raise NotFound(f"no head {head!r}; version {self.version} has {named or 'none with a name'}")
             view = copy(self)
@@ -219,7 +219,7 @@ class View:
         if device not in (None, "cpu"):
             return self._left_on(device, out, return_found, None, feature, keys, dtype=dtype)
         of = self.feature(feature)
-        lookup = Lookup(of, of.codes(keys), 0 if dtype == "float32" else answer_code(dtype), out)
+        lookup = Lookup(of, of.codes(keys), answer_code(dtype), out)
         answer = lookup.finish()
         return (answer, lookup.found) if return_found else answer
 
@@ -273,6 +273,13 @@ class View:
         answer = lookup.finish()
         return (answer, lookup.found) if return_found else answer
 
+    def lookup_one(self, feature: str, value: Any, **options: Any) -> Any:
+        """`lookup` or `lookup_bags` of a feature's `value` in `Model.lookup_many`, see `types.keys_and_bags`."""
+        keys, offsets, weights = keys_and_bags(feature, value)
+        if offsets is None and weights is None:
+            return self.lookup(feature, keys, **options)
+        return self.lookup_bags(feature, keys, offsets, weights=weights, **options)
+
     def predict(self, inputs: Mapping[str, Any], *, outputs: Sequence[str] | None = None, head: str = "") -> Any:
         """Scores of the dense part, or of that of a `head`, on rows of this view.
 
@@ -299,7 +306,7 @@ class View:
                 raise InvalidInput(f"version {self.version} has no dense part, so it predicts nothing; {other}")
             why = f"the dense part of version {self.version} is not served: {self.unserved}"
             raise MissingExtra(why) if INSTALL in why else NotReady(why)
-        answer = predict(self, session, inputs, outputs or ())
+        answer = predict(self, session, inputs, names_of("outputs", outputs) or ())
         if outputs is None and len(answer) == 1:
             return next(iter(answer.values()))
         return answer

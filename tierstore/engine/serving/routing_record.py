@@ -16,7 +16,7 @@ from tierstore.engine.serving.routing import CANARY, STABLE, Routing
 from tierstore.errors import Corruption, InvalidInput, NotFound, TierstoreError
 from tierstore.formats import files
 from tierstore.formats.release import WRITER, of_another_release
-from tierstore.types import check_name
+from tierstore.types import check_name, check_share
 
 FORMAT = 1
 
@@ -104,10 +104,3 @@ def check_label(name: object) -> str:
     if label in (STABLE, CANARY):
         raise InvalidInput(f"label {label!r} is set by promote, activate and canary; use another name")
     return label
-
-
-def check_share(share: object) -> float:
-    """`share` as a number from 0 to 1."""
-    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
-        raise InvalidInput(f"the share is {share!r}, expected a number from 0 to 1: 0.05 is 5% of the requests")
-    return float(share)

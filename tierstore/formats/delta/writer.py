@@ -17,12 +17,12 @@ from tierstore.errors import DeltaError, InvalidInput
 from tierstore.formats.columns import KEY, MAX_DIM, VECTOR, as_vectors, first_not_finite
 from tierstore.formats.files import publish
 from tierstore.formats.keys import as_codes, from_codes
-from tierstore.formats.names import MAX_ORDINAL, dense_table
+from tierstore.formats.names import dense_table
 from tierstore.formats.normalize import guessed_key_type, vector_rows
 from tierstore.formats.onnx_file import read_dense
 from tierstore.formats.strings import as_arrow_strings
 from tierstore.formats.times import Moment, as_moment, format_time
-from tierstore.types import KeyType, Vectors, check_name
+from tierstore.types import KeyType, Vectors, check_name, number_or_none, whole_number
 
 _ARROW_KEYS = {KeyType.INT64: pa.int64(), KeyType.UINT64: pa.uint64(), KeyType.STRING: pa.large_string()}
 
@@ -48,6 +48,10 @@ class DeltaWriter:
         event_time: Moment | None = None,
         base_version: int | None = None,
     ) -> None:
+        if not isinstance(target, (str, Path)) and not hasattr(target, "write"):
+            raise DeltaError(
+                f"target: expected a path, or a file that is open for writing bytes, got {type(target).__name__}"
+            )
         self._target = target
         self._metadata = _metadata(model, seq, event_time, base_version)
         self._tables: dict[str, _TableRows] = {}
@@ -81,8 +85,8 @@ class DeltaWriter:
         served as `<model>.<head>`; it may be new. None: it is served no more.
         """
         self._open()
-        graph = read_dense(model, DeltaError) if isinstance(model, (str, Path)) else model
-        self._graphs[head and check_name("head", head)] = None if graph is None else bytes(graph)
+        graph = None if model is None else read_dense(model, DeltaError)
+        self._graphs[head and check_name("head", head)] = graph
 
     def to_bytes(self) -> bytes:
         """The delta so far, as bytes."""
@@ -205,13 +209,13 @@ class _TableRows:
 
 def _metadata(model: str, seq: int, event_time: Moment | None, base_version: int | None) -> dict[str, str]:
     check_name("model", model)
-    for name, value in (("seq", seq), ("base_version", base_version)):
-        is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-        if value is not None and not (is_integer and 1 <= value <= MAX_ORDINAL):
-            raise DeltaError(f"{name}: expected an integer from 1 to {MAX_ORDINAL}, got {value!r}")
+    try:
+        seq, base_version = whole_number("seq", seq, 1), number_or_none("base_version", base_version, 1)
+    except InvalidInput as error:
+        raise DeltaError(str(error)) from error
     try:
         moment = datetime.now(UTC) if event_time is None else as_moment(event_time)
     except ValueError as error:
         raise DeltaError(f"event_time: {error}") from error
-    metadata = {"model": model, "seq": str(int(seq)), "event_time": format_time(moment)}
-    return metadata if base_version is None else {**metadata, "base_version": str(int(base_version))}
+    metadata = {"model": model, "seq": str(seq), "event_time": format_time(moment)}
+    return metadata if base_version is None else {**metadata, "base_version": str(base_version)}

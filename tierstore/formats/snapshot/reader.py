@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from tierstore.errors import InvalidInput, MissingExtra, SnapshotError, StorageError
+from tierstore.errors import InvalidInput, MissingExtra, SnapshotError, StorageError, shown
 from tierstore.formats.buckets import EXTRAS
 from tierstore.formats.columns import Malformed
 from tierstore.formats.keys import as_codes
@@ -73,13 +73,15 @@ def location(source: str | Path) -> Location:
             source = source.removesuffix("/" + manifest)
         return ObjectPath.listed(source, if_any=_MANIFESTS)
     path = local_path(source)
-    if "\0" in str(path):
-        raise SnapshotError("a path cannot hold a NUL character")
     return path.parent if path.name in _MANIFESTS and path.is_file() else path
 
 
 def local_path(source: str | Path) -> Path:
     """The directory that `source`, a path or a `file://` URL, names. SnapshotError for any other scheme."""
+    if not isinstance(source, (str, Path)) or not str(source):
+        raise SnapshotError(f"expected a path or a URL, got {shown(source)}")
+    if "\0" in str(source):
+        raise SnapshotError("a path cannot hold a NUL character")
     if isinstance(source, Path):
         return source
     scheme = _SCHEME.match(source)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from tierstore.errors import InvalidInput, SnapshotError
+from tierstore.errors import InvalidInput, SnapshotError, shown
 from tierstore.formats import files
 from tierstore.formats.columns import as_vectors, first_not_finite
 from tierstore.formats.keys import as_codes, from_codes
@@ -73,6 +73,8 @@ class SnapshotWriter:
             raise SnapshotError(f"created_at: {error}") from error
         self._head = {"model": model, "version": version, "delta_seq": delta_seq, "created_at": moment}
         Manifest.create(**self._head, tables=())
+        if not isinstance(directory, (str, Path)) or not str(directory):
+            raise SnapshotError(f"directory: expected a path or a URL, got {shown(directory)}")
         self.target = str(directory)
         self._scratch = contextlib.ExitStack()
         self._uploads: Uploads | None = None
@@ -139,7 +141,12 @@ class SnapshotWriter:
             raise SnapshotError(f"rows_per_shard: expected at least 1, got {rows_per_shard}")
         if format not in _FORMATS:
             raise SnapshotError(f"format: expected one of {', '.join(_FORMATS)}, got {format!r}")
-        chosen = default if isinstance(default, str) else [float(x) for x in default]
+        try:
+            chosen = default if isinstance(default, str) else [float(x) for x in default]
+        except (TypeError, ValueError) as error:
+            raise SnapshotError(
+                f"table {name!r}: default: expected 'zeros', 'mean' or {dim} numbers, got {shown(default)}"
+            ) from error
         entry = {"name": name, "key": key, "dim": dim, "dtype": dtype, "default": chosen}
         entry |= {"ttl_s": ttl_s, "time_column": time_column}
         Manifest.create(**self._head, tables=({**entry, "rows": 0, "shards": ()},))
@@ -163,19 +170,21 @@ class SnapshotWriter:
         for keys of another type than int64.
         """
         self._open()
+        if hash is not None and not isinstance(hash, Mapping):
+            raise SnapshotError(f"feature {name!r}: hash: expected a mapping, such as {{'mod': 9}}, got {shown(hash)}")
         padding = int(padding_key) if isinstance(padding_key, np.integer) else padding_key
         self._features.append({"name": name, "table": table, "combiner": combiner, "padding_key": padding})
         if hash is not None:
             self._features[-1]["hash"] = dict(hash)
 
-    def dense(self, model: str | Path | bytes, *, head: str = "") -> None:
+    def dense(self, model: str | Path | bytes | bytearray | memoryview, *, head: str = "") -> None:
         """The dense part: an ONNX file, or its bytes. Weights in other files next to the file are included.
 
         head: the name of a further one over the same tables, which is served as `<model>.<head>`.
         """
         self._open()
         path = dense_file(head and check_name("head", head))
-        content = model if isinstance(model, bytes) else read_dense(model, SnapshotError)
+        content = read_dense(model, SnapshotError)
         files.publish_bytes(self.directory / path, content)
         self._written(self.directory / path)
         self._graphs[head] = path

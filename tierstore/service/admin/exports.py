@@ -8,6 +8,7 @@ from typing import Annotated
 from fastapi import FastAPI, Path
 from pydantic import BaseModel, ConfigDict, Field
 
+from tierstore.engine.operations.backup import MOST_KEPT
 from tierstore.formats.names import MAX_ORDINAL, DataDirectory
 from tierstore.service.admin.sources import resolve_target
 from tierstore.service.context import Service
@@ -38,7 +39,7 @@ class BackupRequest(Strict):
     """Back a model up."""
 
     directory: str = Field(description="a directory or URL below export_root, new or with earlier backups")
-    keep: int = Field(1, ge=1, le=10_000, description="how many backups of the model stay there, the newest")
+    keep: int = Field(1, ge=1, le=MOST_KEPT, description="how many backups of the model stay there, the newest")
 
 
 class JobStarted(BaseModel):

@@ -13,6 +13,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from tierstore.engine.operations.problems import Problem
+from tierstore.errors import NO_VERSION
 from tierstore.predict.session import KEPT_BYTES
 from tierstore.service.admin import health_metrics
 from tierstore.service.context import Service
@@ -237,17 +238,17 @@ def _requests(stats: InferenceStats, models: Documents) -> Iterator[Metric]:
         for name, document in models.items()
         for entry in document["versions"]
         for head in ("", *entry.get("heads", ()))
-    }
+    } | {(name, NO_VERSION) for name in models}
     found = [
         ((model, str(version)), counts) for model, version, counts in stats.by_version() if (model, version) in there
     ]
     outcomes: list[tuple[Key, float]] = [
         ((*key, outcome), n) for key, counts in found for outcome, n in counts.outcomes.copy().items()
     ]
-    text = "Look-ups, by the version that answered them."
+    text = "Look-ups, by the version that answered them; 0: those that found no served version."
     yield counters("tierstore_model_requests", text, "model version outcome", outcomes)
     text = "Seconds of look-ups that were answered, by the version that answered them."
-    seconds = [(key, counts.seconds) for key, counts in found]
+    seconds = [(key, counts.seconds) for key, counts in found if key[1] != str(NO_VERSION)]
     yield histograms("tierstore_model_request_seconds", text, "model version", seconds)
 
 

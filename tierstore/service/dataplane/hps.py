@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.engine.reads.view import View
-from tierstore.errors import InvalidInput
+from tierstore.errors import InvalidInput, shown
 from tierstore.service.dataplane.datatypes import NUMPY_DTYPE, VECTOR_DATATYPES
 from tierstore.service.dataplane.plan import Call, OutputSpec, Plan, Request, RequestedOutput, check_lookup_bytes
-from tierstore.service.dataplane.tensors import Elements, listed, shown
+from tierstore.service.dataplane.tensors import Elements, listed
 from tierstore.types import KeyType
 
 KEYS, NUMBERS, ROWS = "KEYS", "NUMKEYS", "OUTPUT0"

@@ -38,13 +38,13 @@ from tierstore.engine.reads.device import DeviceLookup
 from tierstore.engine.reads.gather import GatheredRows
 from tierstore.engine.reads.lookup import BagLookup, Lookup
 from tierstore.engine.reads.view import View
-from tierstore.errors import InvalidInput, NotFound, TierstoreError, TooLarge
+from tierstore.errors import NO_VERSION, InvalidInput, NotFound, NotReady, TierstoreError, TooLarge, shown
 from tierstore.predict.session import Slot
 from tierstore.service.dataplane.datatypes import BYTES, NUMPY_DTYPE, VECTOR_DATATYPES
 from tierstore.service.dataplane.hps import split_output
 from tierstore.service.dataplane.plan import Call, Plan, Request, check_lookup_bytes, parts_of
 from tierstore.service.dataplane.planner import Planner, raw_input
-from tierstore.service.dataplane.tensors import Elements, shown
+from tierstore.service.dataplane.tensors import Elements
 from tierstore.types import NAME, head_name, model_and_head
 
 AnyRequest: TypeAlias = Request | memoryview | Callable[[View], Request]
@@ -345,9 +345,15 @@ class DataPlane:
         `request` may be the raw keys of a model's only feature, in the binary form, or a function that makes the
         request for the view that will answer it. `version` is a number, a label, or None: then the active version
         answers or, by its share, the canary, and the same one for equal `route`s. The `version` of an error is the one
-        that had been chosen.
+        that had been chosen, or NO_VERSION.
         """
-        return self._inference(model, self.view(model, version, route), request)
+        found = self.model(model)
+        try:
+            return self._inference(model, found.view(version, route, model_and_head(model)[1]), request)
+        except (NotFound, NotReady) as error:
+            if error.version is None:  # no view was acquired
+                error.version = NO_VERSION
+            raise
 
     def on(self, model: str, view: View, request: AnyRequest) -> Inference:
         """`open` on a view of the model, or of a head's model, that the caller holds until it is closed."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tierstore.engine.reads.view import View
-from tierstore.errors import InvalidInput
+from tierstore.errors import InvalidInput, shown
 from tierstore.predict.session import DenseSession
 from tierstore.predict.signature import Tensor
 from tierstore.service.dataplane.datatypes import BYTES, KEY_DATATYPES, NUMPY_DTYPE, VECTOR_DATATYPES
@@ -26,7 +26,7 @@ from tierstore.service.dataplane.plan import (
     check_weights_spec,
 )
 from tierstore.service.dataplane.plan_cache import PlanCache
-from tierstore.service.dataplane.tensors import Elements, TensorSpec, elements_from_bytes, listed, shown, string_element
+from tierstore.service.dataplane.tensors import Elements, TensorSpec, elements_from_bytes, listed, string_element
 from tierstore.types import Combiner, FeatureSpec, KeyType
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from tierstore.errors import InvalidInput
+from tierstore.errors import InvalidInput, shown
 from tierstore.service.dataplane.datatypes import BYTES, NUMPY_DTYPE
 from tierstore.wire.bytes_tensor import join_prefixed, split_prefixed
 
@@ -37,15 +37,6 @@ class TensorSpec:
     name: str
     datatype: str
     shape: tuple[int, ...]
-
-
-def shown(value: object) -> str:
-    """`value` for an error message: short, whatever a client sent."""
-    try:
-        text = repr(value)
-    except RecursionError:  # JSON parsers nest deeper than Python can show
-        return f"{type(value).__name__} that is nested too deep"
-    return text if len(text) <= 80 else text[:77] + "…"
 
 
 def listed(names: Iterable[str]) -> str:

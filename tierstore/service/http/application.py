@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
+from tierstore.errors import shown
 from tierstore.service.context import Service
-from tierstore.service.dataplane.tensors import shown
 from tierstore.service.error_status import HttpError, http_outcome, outcome_of
 from tierstore.service.exchange import Exchange, Message
 from tierstore.service.http.messages import (

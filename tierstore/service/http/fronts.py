@@ -21,10 +21,9 @@ from tierstore.access.rules import is_listed
 from tierstore.engine.operations.explain import MOST_KEYS
 from tierstore.engine.operations.for_peers import READ_BYTES
 from tierstore.engine.operations.fronts import StoredRead
-from tierstore.errors import InvalidInput, NotFound
+from tierstore.errors import InvalidInput, NotFound, shown
 from tierstore.formats.backups import FILES
 from tierstore.service.context import Service
-from tierstore.service.dataplane.tensors import shown
 from tierstore.service.error_status import HttpError
 from tierstore.service.http.application import ProtocolApplication, allow
 from tierstore.service.http.messages import (

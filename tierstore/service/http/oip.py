@@ -12,12 +12,12 @@ from typing import Any
 import orjson
 
 from tierstore.access.rules import is_listed
-from tierstore.errors import InvalidInput, NotFound, Overloaded
+from tierstore.errors import InvalidInput, NotFound, Overloaded, shown
 from tierstore.service.context import PlanIndex, Service
 from tierstore.service.dataplane.inference import AnyRequest, Inference
 from tierstore.service.dataplane.plan import Plan
 from tierstore.service.dataplane.plan_cache import MOST_CACHED_BYTES
-from tierstore.service.dataplane.tensors import Elements, shown
+from tierstore.service.dataplane.tensors import Elements
 from tierstore.service.exchange import DIRECT_BYTES, DIRECT_TEXT_BYTES
 from tierstore.service.http.application import HttpMessage, ProtocolApplication, allow
 from tierstore.service.http.messages import (
@@ -53,10 +53,10 @@ from tierstore.service.protocols.oip.json_request import (
     split_body,
 )
 from tierstore.service.protocols.oip.json_response import ResponseBody, ResponseLayout
-from tierstore.service.protocols.oip.parameters import version_of
 from tierstore.service.protocols.oip.shared_memory import CudaRegions
 from tierstore.service.reactor.lessons import HttpLesson
 from tierstore.service.reactor.scorings import may_learn
+from tierstore.types import as_version
 
 _BINARY = b"application/octet-stream"
 _REFUSAL = ready_response(error_response(Overloaded(WAITS_TOO_LONG)))
@@ -333,7 +333,7 @@ def _model_path(parts: list[str], path: str) -> tuple[str, int | str | None]:
         return parts[0], None
     if len(parts) != 3 or parts[1] != "versions":
         raise NotFound(f"no such path: {shown(path)}")
-    return parts[0], version_of(parts[2])
+    return parts[0], as_version(parts[2])
 
 
 def _json_object(body: memoryview, headers: Headers) -> dict[str, Any]:

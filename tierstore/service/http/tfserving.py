@@ -12,11 +12,11 @@ from typing import Any
 
 from tierstore.access.rules import is_listed
 from tierstore.engine.reads.view import View
-from tierstore.errors import InvalidInput, NotFound, NotReady
+from tierstore.errors import InvalidInput, NotFound, NotReady, shown
 from tierstore.service.context import Service
 from tierstore.service.dataplane.inference import AnyRequest, Inference
 from tierstore.service.dataplane.plan import Plan, Request
-from tierstore.service.dataplane.tensors import Elements, shown
+from tierstore.service.dataplane.tensors import Elements
 from tierstore.service.exchange import DIRECT_TEXT_BYTES
 from tierstore.service.http.application import HttpMessage, ProtocolApplication, allow
 from tierstore.service.http.messages import (
@@ -162,7 +162,7 @@ def _version(path: re.Match[str]) -> int | str | None:
     """The version or label in a path."""
     label: str | None = path["label"]
     if path["version"] is None:
-        return label
+        return None if label is None else documents.checked_label(label)
     digits = path["version"]
     if len(digits) > 19 or int(digits) > _MAX_VERSION:
         raise InvalidInput(f"version {shown(digits)} does not fit 64 bits")

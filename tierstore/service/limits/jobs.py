@@ -58,6 +58,7 @@ class Job:
     total: int = 0
     waits_for: str | None = None  # see Progress
     error: str | None = None
+    error_type: str | None = None  # its class among `tierstore.errors`
     version: int | None = None
     seq: int | None = None  # of an export or a backup
     report: Mapping[str, Any] | None = None  # of a backup
@@ -101,6 +102,7 @@ class Job:
             "waits_for": self.waits_for if running else None,
             "eta_s": (self.total - self.done) / rate if rate and self.total >= self.done else None,
             "error": self.error,
+            "error_type": self.error_type,
             "version": self.version,
             "seq": self.seq,
             "report": self.report,
@@ -274,6 +276,7 @@ class Jobs:
             job.error = message_of(error)
             log_failure(error, f"job {job.id} ({job.source})")
             if isinstance(error, TierstoreError):
+                job.error_type = type(error).__name__
                 logger.warning("job %s: the %s of %s failed: %s", job.id, job.kind, job.source, error)
         job.finished_s = time.time()
         job.state = state  # last: a reader that sees the end sees all of it

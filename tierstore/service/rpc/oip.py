@@ -26,7 +26,6 @@ from tierstore.service.exchange import DIRECT_BYTES, DIRECT_TEXT_BYTES
 from tierstore.service.limits.shedding import WAITS_TOO_LONG
 from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.protocols.oip import documents
-from tierstore.service.protocols.oip.parameters import version_of
 from tierstore.service.protocols.oip.shared_memory import CudaRegions, Regions
 from tierstore.service.reactor.hpack import encode_head
 from tierstore.service.reactor.scorings import may_learn
@@ -45,6 +44,7 @@ from tierstore.service.rpc.protobuf import (
     service_descriptor,
 )
 from tierstore.service.stats import Timings
+from tierstore.types import as_version
 
 _PARSED_TIMES = 48  # memory for a byte of a request without its raw tensors: empty inputs are the worst
 _TOO_LONG = Overloaded(WAITS_TOO_LONG)
@@ -333,7 +333,7 @@ class InferenceService:
 
 
 def _version(name: str) -> int | str | None:
-    return version_of(name) if name else None
+    return as_version(name or None)
 
 
 def _by_name(regions: list[dict[str, Any]]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from google.protobuf.message import DecodeError
 
-from tierstore.errors import InvalidInput
+from tierstore.errors import InvalidInput, shown
 from tierstore.service.dataplane.datatypes import BYTES, DATATYPES, NUMPY_DTYPE
 from tierstore.service.dataplane.plan import Plan, Request, RequestedOutput
 from tierstore.service.dataplane.tensors import (
@@ -26,12 +26,12 @@ from tierstore.service.dataplane.tensors import (
     check_shape,
     check_size,
     elements_from_bytes,
-    shown,
     wire_bytes,
 )
 from tierstore.service.protocols.oip import parameters as carried
 from tierstore.service.protocols.oip.shared_memory import Regions, Span, check_outputs, write_output
 from tierstore.service.rpc.protobuf import RAW_OUTPUT, RESPONSE_ID, Parts, length_delimited, message_class
+from tierstore.types import as_version
 
 _Request = message_class("inference.ModelInferRequest")
 _Response = message_class("inference.ModelInferResponse")
@@ -103,7 +103,7 @@ def parse_request(meta: bytes, *, raw: bool) -> RpcRequest:
         raws += type(source) is Raw
     return RpcRequest(
         received.model_name,
-        carried.version_of(received.model_version) if received.model_version else None,
+        as_version(received.model_version or None),
         Request(inputs, outputs, carried.parameter_text(parameters, "combiner", "request", "")),
         sources,
         targets,

@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from tierstore.errors import InvalidInput, TooLarge
+from tierstore.errors import InvalidInput, TooLarge, shown
 from tierstore.service.dataplane.datatypes import BY_TF_NUMBER, BYTES, DATATYPES, NUMPY_DTYPE
 from tierstore.service.dataplane.plan import Plan
-from tierstore.service.dataplane.tensors import MAX_RANK, Elements, TensorSpec, check_shape, elements_from_bytes, shown
+from tierstore.service.dataplane.tensors import MAX_RANK, Elements, TensorSpec, check_shape, elements_from_bytes
 from tierstore.service.rpc.protobuf import length_delimited, message_class, varint
 
 TensorProto = message_class("tensorflow.TensorProto")

@@ -12,15 +12,15 @@ from typing import Any
 
 from tierstore.engine.reads.view import View
 from tierstore.engine.serving.routing import STABLE
-from tierstore.errors import InvalidInput
+from tierstore.errors import InvalidInput, shown
 from tierstore.service.context import Service
 from tierstore.service.dataplane.datatypes import DATATYPES
 from tierstore.service.dataplane.inference import AnyRequest, Inference
 from tierstore.service.dataplane.plan import DIRECT_KEYS, Plan, Request
-from tierstore.service.dataplane.tensors import Elements, TensorSpec, shown
+from tierstore.service.dataplane.tensors import Elements, TensorSpec
 from tierstore.service.error_status import Unserved
 from tierstore.service.limits.worker_pool import Reservation
-from tierstore.service.protocols.tfserving.documents import STATE_NUMBERS, version_states
+from tierstore.service.protocols.tfserving.documents import STATE_NUMBERS, checked_label, version_states
 from tierstore.service.protocols.tfserving.request import request_of, room_for
 from tierstore.service.protocols.tfserving.signature import METHOD, check_signature, signature_of
 from tierstore.service.rpc.caller import RpcCaller
@@ -123,7 +123,7 @@ def model_of(spec: Any) -> tuple[str, int | str | None]:
         case "version":
             return name, int(spec.version.value)
         case "version_label":
-            return name, str(spec.version_label)
+            return name, checked_label(spec.version_label)
     return name, None
 
 

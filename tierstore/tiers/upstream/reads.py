@@ -22,12 +22,12 @@ from tierstore.types import Tier
 from tierstore.wire.http1.head import read_number
 
 NODE = define("AskedNode", "a connection to a node that is asked for rows", {
-    "fd": "its descriptor",
-    "send_at send_bytes sent": "the request, and how much of it has left",
-    "buffer_at buffer_bytes received": "where the answer comes to, the room there, and how much has come",
-    "http_status body_at body_bytes": "of the answer, once `body_bytes` is not -1",
-    "closes": "1: the node ends the connection",
-    "status": "RUNNING, DONE, CLOSED, TIMED_OUT, UNEXPECTED; or minus the number of an error of the system",
+    "fd": "the descriptor",
+    "send_at send_bytes sent": "the address and the bytes of the request, and the bytes of it that have left",
+    "buffer_at buffer_bytes received": "the address and the bytes of the buffer for the answer, and the bytes that have come",
+    "http_status body_at body_bytes": "the status of the answer, and the place and the bytes of its body, once `body_bytes` is not -1",
+    "closes": "1: the node ends the connection after the answer",
+    "status": "RUNNING, DONE, CLOSED, TIMED_OUT, UNEXPECTED; or minus the error number of the system",
 })  # fmt: skip
 _node_at = at(NODE)
 RUNNING, DONE, CLOSED, TIMED_OUT, UNEXPECTED = range(5)

@@ -27,16 +27,16 @@ from tierstore.wire.callers import TOKEN
 
 PLAIN, CUT, FOREIGN = 0, 1, 2
 
-HEAD = define("Head", "what `parse` finds; places count from the request's first byte", {
-    "head_bytes": "of the head",
-    "path_at path_bytes": "of the path",
-    "body_bytes": "of the body", "json_bytes": "of the JSON that it begins with, or NONE",
-    "host_at host_bytes": "of the header Host",
-    "timeout_ms": "the least that a header says; 0: none does", "unusual": "why it is not for the short way; bits",
-    "authorization_at authorization_bytes": "of the header Authorization", "kind": "INFER, PREDICT or ROWS, by the path",
+HEAD = define("Head", "the head of a request, as `parse` finds it; offsets count from the request's first byte", {
+    "head_bytes": "the bytes of the head",
+    "path_at path_bytes": "the offset and the bytes of the path",
+    "body_bytes": "the bytes of the body", "json_bytes": "the bytes of the JSON at the beginning of the body, or NONE",
+    "host_at host_bytes": "the offset and the bytes of the header Host",
+    "timeout_ms": "the lowest timeout among the headers; 0: none", "unusual": "bits: the reasons for which reactors do not answer it",
+    "authorization_at authorization_bytes": "the offset and the bytes of the header Authorization", "kind": "INFER, PREDICT or ROWS, by the path",
     "closing": "1: the connection ends with the answer",
-    "expects": "1: the client waits to be told to send its body", "size": "of what is there, once chunks were taken out of it",
-    "caller": (TOKEN, "who asks, for who checks access (`wire/callers.py`)"),
+    "expects": "1: the client waits until it is told to send its body", "size": "the bytes of the request that are there, without the framing of chunks",
+    "caller": (TOKEN, "the caller's token, which the check of access sets (`wire/callers.py`)"),
 })  # fmt: skip
 head_at = at(HEAD)
 INFER, PREDICT, ROWS = range(3)  # values of `kind`

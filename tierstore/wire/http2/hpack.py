@@ -23,9 +23,9 @@ from tierstore.kernels.raw import load_u8, load_u32, store_u8
 from tierstore.kernels.records import at, define, place
 from tierstore.wire.json.text import names_of, place_of
 
-FIELD = define("HeaderField", "a field that `hpack.decode` found", {
-    "name_at name_bytes value_at value_bytes": "where they are, counted from `text`, and how many bytes",
-    "name_is": "the first place in the static table (1 to 61) that has the name, or 0",
+FIELD = define("HeaderField", "a header field that `hpack.decode` found", {
+    "name_at name_bytes value_at value_bytes": "the offsets of name and value from `text`, and their bytes",
+    "name_is": "the first place in the static table (1 to 61) with that name, or 0",
 })  # fmt: skip
 field_at = at(FIELD)
 
@@ -41,15 +41,15 @@ NO_TABLE = 0x20  # in front of a block's first field: sets the size of the table
 _OVERHEAD = 32  # of an entry, by RFC 7541
 _ENTRIES = CAPACITY // _OVERHEAD
 TABLE = define("HeaderTable", "the dynamic table of one peer's encoder (HPACK)", {
-    "count size": "entries, and their bytes as RFC 7541 counts them",
-    "limit": "bytes that they may have",
+    "count size": "the number of entries, and their bytes as RFC 7541 counts them",
+    "limit": "the most bytes that the entries may have",
     "newest": "the place of the newest entry",
-    "end": "where in the ring the next one begins",
+    "end": "the offset in the ring at which the next entry begins",
     "entries": (
         (np.int64, (_ENTRIES,)),
-        "where in the ring each is; from bits 16, 32 and 48 on the bytes of its name and of its value, and `name_is`",
+        "the offset of each entry in the ring; from bits 16, 32 and 48 on the bytes of its name and of its value, and its `name_is`",
     ),
-    "ring": ((np.uint8, (CAPACITY,)), "names and values, end to end"),
+    "ring": ((np.uint8, (CAPACITY,)), "the names and values, end to end"),
 })  # fmt: skip
 table_at = at(TABLE)
 _NAME_SHIFT, _VALUE_SHIFT, _IS_SHIFT, _PART = 16, 32, 48, 0xFFFF

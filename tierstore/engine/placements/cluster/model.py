@@ -31,10 +31,9 @@ from tierstore.engine.placements.cluster.target import READY, ClusterTarget, Wri
 from tierstore.engine.placements.following.followed import Forked, Pointer
 from tierstore.engine.placements.following.follower import Follower
 from tierstore.engine.serving.routing import Routing
-from tierstore.engine.serving.routing_record import check_share
 from tierstore.errors import Conflict, DeltaError, NotReady, Overloaded, SequenceGap, StorageError, TooLarge
 from tierstore.formats.delta.reader import Delta, DeltaHead
-from tierstore.types import DeltaResult, Progress, ProgressFn
+from tierstore.types import DeltaResult, Progress, ProgressFn, check_share
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,8 @@ from typing import Any
 from tierstore import __version__
 from tierstore.engine.reads.view import View
 from tierstore.engine.serving.routing import STABLE
-from tierstore.errors import InvalidInput, NotReady
+from tierstore.errors import InvalidInput, NotReady, shown
 from tierstore.service.dataplane.inference import DataPlane
-from tierstore.service.dataplane.tensors import shown
 from tierstore.service.dataplane.view import TensorInfo, inputs_of, outputs_of
 from tierstore.service.stats import InferenceStats
 from tierstore.types import head_name

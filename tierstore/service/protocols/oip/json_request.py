@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from tierstore.errors import InvalidInput
+from tierstore.errors import InvalidInput, shown
 from tierstore.service.dataplane.plan import Request, RequestedOutput
 from tierstore.service.dataplane.plan_cache import PlanCache
 from tierstore.service.dataplane.tensors import (
@@ -25,7 +25,6 @@ from tierstore.service.dataplane.tensors import (
     check_size,
     elements_from_bytes,
     elements_from_json,
-    shown,
 )
 from tierstore.service.protocols.oip.parameters import (
     flag,

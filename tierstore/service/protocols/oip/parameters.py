@@ -6,28 +6,15 @@ InvalidInput; an unknown one is ignored, as the protocol says.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from tierstore.errors import InvalidInput
-from tierstore.service.dataplane.tensors import shown
+from tierstore.errors import InvalidInput, shown
 from tierstore.service.protocols.oip.shared_memory import Span
-from tierstore.types import NAME
 
 Parameters: TypeAlias = Mapping[str, Any]
 
 _EXPECTED = {"dtype": "FP32 or FP16", "combiner": "sum, mean or sqrtn"}
-_VERSION = re.compile(r"[0-9]{1,19}")
-
-
-def version_of(name: str) -> int | str:
-    """The version number or label in a path or a field. InvalidInput if it can be neither."""
-    if _VERSION.fullmatch(name):
-        return int(name)
-    if NAME.fullmatch(name) is None or name.isdigit():
-        raise InvalidInput(f"a version is a number, or a label such as 'stable' or 'canary'; got {shown(name)}")
-    return name
 
 
 def named(kind: str, name: str) -> str:

@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.access.roles import LOCAL, NOBODY, Principal, Role
-from tierstore.errors import Forbidden, InvalidInput, NotFound, Overloaded, TooLarge
+from tierstore.errors import Forbidden, InvalidInput, NotFound, Overloaded, TooLarge, shown
 from tierstore.service.dataplane.plan import OutputSpec
-from tierstore.service.dataplane.tensors import shown, wire_bytes
+from tierstore.service.dataplane.tensors import wire_bytes
 
 DIRECTORY = Path("/dev/shm")
 MAX_REGIONS = 1024

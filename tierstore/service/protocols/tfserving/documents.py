@@ -8,16 +8,23 @@ from __future__ import annotations
 from typing import Any
 
 from tierstore.engine.serving.routing import STABLE
-from tierstore.errors import NotFound
+from tierstore.errors import NotFound, shown
 from tierstore.service.dataplane.datatypes import DATATYPES
 from tierstore.service.dataplane.inference import DataPlane
 from tierstore.service.dataplane.view import TensorInfo
 from tierstore.service.protocols.tfserving.signature import METHOD, signature_of
-from tierstore.types import model_and_head
+from tierstore.types import NAME, model_and_head
 
 # state of a version in the store's status → TensorFlow Serving's ModelVersionStatus.State
 STATES = {"active": "AVAILABLE", "canary": "AVAILABLE", "loading": "LOADING", "kept": "END", "stale": "END"}
 STATE_NUMBERS = {"UNKNOWN": 0, "START": 10, "LOADING": 20, "AVAILABLE": 30, "UNLOADING": 40, "END": 50}
+
+
+def checked_label(text: str) -> str:
+    """A label in a request, which is never a version's number. NotFound for what no label can be called."""
+    if NAME.fullmatch(text) is None or text.isdigit():
+        raise NotFound(f"no label {shown(text)}: labels are names that are not all digits, such as 'stable'")
+    return text
 
 
 def version_states(store: Any, dataplane: DataPlane, name: str, version: int | str | None) -> list[tuple[int, str]]:

@@ -26,10 +26,10 @@ import numpy.typing as npt
 import orjson
 import pyarrow as pa
 
-from tierstore.errors import InvalidInput
+from tierstore.errors import InvalidInput, shown
 from tierstore.service.dataplane.datatypes import BYTES
 from tierstore.service.dataplane.plan import OutputSpec
-from tierstore.service.dataplane.tensors import MAX_RANK, Elements, TensorSpec, elements_from_list, flatten, shown
+from tierstore.service.dataplane.tensors import MAX_RANK, Elements, TensorSpec, elements_from_list, flatten
 from tierstore.service.dataplane.view import TensorInfo
 from tierstore.service.protocols.tfserving.request import Tensor
 from tierstore.service.protocols.tfserving.signature import ServedSignatures, check_signature

@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tierstore.engine.reads.view import View
-from tierstore.errors import InvalidInput
+from tierstore.errors import InvalidInput, shown
 from tierstore.predict.binding import Bindings
-from tierstore.service.dataplane.tensors import listed, shown
+from tierstore.service.dataplane.tensors import listed
 from tierstore.service.dataplane.view import TensorInfo, inputs_of, outputs_of
 from tierstore.types import FeatureSpec
 

@@ -53,12 +53,12 @@ from tierstore.tiers.host.cache.layout import (
 from tierstore.tiers.host.cache.sampling import BELOW, count_seen, note
 from tierstore.types import Tier
 
-HOST_TABLE = define("HostTable", "the cache of a table, where nothing of it moves as long as somebody looks up", {
-    "control lines absent rows": "addresses of the areas (`layout.py`)",
-    "row_bytes sets_per_region": "of a row, and of a region",
-    "code dim": "of a row: its dtype, its length",
-    "default_at": "the default row, as float32",
-    "sample": "the sample of look-ups (`sampling.py`)",
+HOST_TABLE = define("HostTable", "the cache of a table; nothing of it moves during a look-up", {
+    "control lines absent rows": "the addresses of its areas (`layout.py`)",
+    "row_bytes sets_per_region": "the bytes of a row, and the sets of a region",
+    "code dim": "the dtype and the length of a row",
+    "default_at": "the address of the default row, as float32",
+    "sample": "the address of the sample of look-ups (`sampling.py`)",
 })  # fmt: skip
 _host_at = at(HOST_TABLE)
 
