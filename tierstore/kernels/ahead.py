@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 _LIMIT_S = 1800.0  # for all kernels, on a very busy machine
 MOST = 8  # processes, of about 270 MB each
 _NICE = 10  # of processes beside an open store
-_NICEST = 19  # of processes beside a service whose reactors run
+_NICEST = 19  # once a load may run beside them: as low as its helpers
 
 # How numba's names of functions begin that are only optimized once they are inlined. They go through bytes one by one; loops over rows were slower so.
 _INLINED_FIRST = "_ZN9tierstore7reactor", "_ZN9tierstore4wire5http"
@@ -134,10 +134,10 @@ class Compilation:
             kernels.load(kernels.SOON)
             kernels.awaited = False
             self.soon.set()
+            self._give_way(_NICEST if self.nice else 0)
         elif level == kernels.HTTP:
             kernels.set_complete(kernels.HTTP)
             self.http.set()
-            self._give_way(_NICEST if self.nice else 0)
 
     def _give_way(self, nice: int) -> None:
         for process in self._running:
