@@ -112,6 +112,7 @@ def test_every_benchmark_runs_and_is_in_the_report(name: str, tmp_path: Path, re
     assert f"## {name}\n" in run["markdown"]
 
 
+@pytest.mark.thorough
 def test_look_ups_beside_peers_say_what_they_promise(run: dict[str, Any]) -> None:
     document = of(run, "lookup_peers")
     timed = [row for row in document["results"] if row["part"] != "memory"]
@@ -446,6 +447,7 @@ class _Peer:
         self.known.clear()
 
 
+@pytest.mark.thorough
 def test_hierarchical_kv_is_measured_where_its_headers_are(tmp_path: Path) -> None:
     assert "--hkv" in str(hierarchical_kv.why_not(None))
     assert "no merlin_hashtable.cuh" in str(hierarchical_kv.why_not(tmp_path))

@@ -223,6 +223,7 @@ def test_what_is_damaged_of_it_is_made_again_and_not_used(
     assert again == {path.name.rsplit(".", 1)[0] if of == "runs" else path.name}
 
 
+@pytest.mark.thorough
 def test_a_file_that_is_damaged_when_the_runs_are_gone_is_made_again(
     root: Path, tmp_path: Path, whole: BaseBuild
 ) -> None:

@@ -57,6 +57,7 @@ def test_beside_the_sources_first(folder: Path) -> None:
     assert (place.parent, hits) == (folder.parent / "named", 0)
 
 
+@pytest.mark.thorough
 @needs_mounts
 def test_in_the_data_directory_where_nothing_else_can_be_written(folder: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
@@ -112,6 +113,7 @@ def fresh(tmp_path: Path) -> dict[str, str]:
     return {**bare(), "XDG_CACHE_HOME": str(tmp_path / "cold"), "PYTHONPATH": str(tmp_path / "fresh")}
 
 
+@pytest.mark.thorough
 def test_what_was_compiled_before_a_kill_is_read_by_the_next_that_compiles(
     fresh: dict[str, str], tmp_path: Path
 ) -> None:

@@ -171,6 +171,7 @@ def is_answered(admin: Path) -> bool:
     return False
 
 
+@pytest.mark.thorough
 def test_connections_leave_descriptors_for_the_operator(tmp_path: Path) -> None:
     """As many prefaces of HTTP/2 as the process may open files: health and the operator's socket are answered all the same."""
     command = [sys.executable, "-m", "tierstore", "serve", "--data", "data", "--port", "0", "--grpc-port", "off"]

@@ -18,7 +18,8 @@ from tierstore.tiers.device.workspaces import WORKSPACES
 
 _FOUND, _NO_GPU = find_devices()
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not _FOUND, reason=_NO_GPU or "")]
-either = pytest.mark.parametrize("kind", ["late", "early", "cupy", pytest.param("gpu", marks=ON_GPU)])
+SELDOM = [pytest.param(kind, marks=pytest.mark.thorough) for kind in ("early", "cupy")]
+either = pytest.mark.parametrize("kind", ["late", *SELDOM, pytest.param("gpu", marks=ON_GPU)])
 
 
 def open_device(kind: str) -> Any:

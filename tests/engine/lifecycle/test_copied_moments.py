@@ -245,6 +245,7 @@ def check_copy(history: History, where: Path) -> str | None:
         return None
 
 
+@pytest.mark.thorough
 def test_each_moment_by_itself_opens(history, tmp_path):
     for name in history.moments:
         assert check_copy(history, mix(history, name, name, (), tmp_path / "copy")) is None, name

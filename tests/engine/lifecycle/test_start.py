@@ -53,6 +53,7 @@ with tierstore.open(sys.argv[1], host_budget="1MiB") as store:
 """
 
 
+@pytest.mark.thorough
 def test_a_limit_of_open_files_that_is_too_low_is_one_error_and_nothing_opens(
     open_store: Callable[..., tierstore.Store], tmp_path: Path
 ) -> None:

@@ -146,6 +146,7 @@ def test_a_load_of_another_snapshot_with_the_same_version_uses_nothing_that_is_l
     assert right(store, stamp=3)
 
 
+@pytest.mark.thorough
 def test_what_is_left_goes_when_a_newer_snapshot_is_loaded(tmp_path, open_store):
     killed(tmp_path, snapshot(tmp_path / "s", 1), "write", 3)
     store = open_store(**SETTINGS)
@@ -154,6 +155,7 @@ def test_what_is_left_goes_when_a_newer_snapshot_is_loaded(tmp_path, open_store)
     assert not (tmp_path / "data/models/ctr/1").exists()
 
 
+@pytest.mark.thorough
 def test_what_is_left_is_kept_over_restarts_until_its_time_is_over(tmp_path, open_store):
     killed(tmp_path, snapshot(tmp_path / "s", 1), "write", 3)
     unfinished = tmp_path / "data/models/ctr/1"
@@ -171,6 +173,7 @@ def test_what_is_left_is_kept_over_restarts_until_its_time_is_over(tmp_path, ope
     assert store.status()["models"][MODEL]["unfinished"] == {}
 
 
+@pytest.mark.thorough
 def test_nothing_is_kept_where_the_setting_says_so(tmp_path, open_store):
     source = snapshot(tmp_path / "s", 1)
     killed(tmp_path, source, "write", 3)

@@ -113,6 +113,7 @@ def test_a_built_version_is_copied_from_there(open_store, server, written, tmp_p
     check(store)
 
 
+@pytest.mark.thorough
 def test_a_shard_that_is_replaced_meanwhile_fails_the_load(open_store, server, tmp_path) -> None:
     root = with_feature(snapshot_of(tmp_path / "s", save_npz(keys=KEYS, vectors=VECTORS), rows=ROWS, dim=DIM))
     url, store = server.put(root, "changing"), open_store()
@@ -129,6 +130,7 @@ def test_a_shard_that_is_replaced_meanwhile_fails_the_load(open_store, server, t
     assert store.load_snapshot(url) == 1
 
 
+@pytest.mark.thorough
 def test_one_that_is_damaged_or_not_finished_is_refused_by_name(open_store, server, written) -> None:
     url, store = server.put(written, "damaged"), open_store()
     shard = next(path for path in written.glob("item/*") if path.is_file())

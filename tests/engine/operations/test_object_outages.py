@@ -125,6 +125,7 @@ def test_a_built_version_waits_and_goes_on(open_store, server, built, outage: Ou
     check(store)
 
 
+@pytest.mark.thorough
 def test_a_load_that_waited_in_vain_goes_on_when_it_is_begun_again(open_store, server, written, monkeypatch) -> None:
     monkeypatch.setattr(objects, "PATIENCE_S", 0.5)
     store = open_store(host_budget="64MiB", load_workers=1, load_memory="1MiB")
@@ -166,6 +167,7 @@ def test_a_writer_waits_and_goes_on(open_store, server, faults: list[Fault], req
     check(store)
 
 
+@pytest.mark.thorough
 def test_an_export_waits_and_goes_on(open_store, server, written) -> None:
     store = open_store(host_budget="64MiB", load_workers=1)
     store.load_snapshot(written)

@@ -60,6 +60,7 @@ def check(store: tierstore.Store, url: str, rows: int = ROWS) -> None:
     np.testing.assert_array_equal(got, VECTORS[:rows])
 
 
+@pytest.mark.thorough
 def test_a_snapshot_is_written_through_failures_and_its_manifest_last(open_store, server) -> None:
     url = f"s3://{BUCKET}/writer"
     server.write_faults += [dying(4), refused(2), slow(0.01)]
@@ -96,6 +97,7 @@ def test_a_storage_that_refuses_is_an_error_that_names_the_object(server, monkey
         write("s3://no-such-bucket/a", rows=1000)
 
 
+@pytest.mark.thorough
 def test_an_export_loads_elsewhere_as_a_snapshot_and_built(open_store, server, tmp_path) -> None:
     store = open_store()
     store.load_snapshot(scenes.write_snapshot(tmp_path))
@@ -123,6 +125,7 @@ def test_an_export_loads_elsewhere_as_a_snapshot_and_built(open_store, server, t
             assert other.model("ctr").lookup("item_id", keys, return_found=True)[1].all()
 
 
+@pytest.mark.thorough
 def test_a_node_copies_its_partitions_out_of_what_was_built_there(server, tmp_path) -> None:
     write(tmp_path / "s", rows=20_000)
     for source, partitions in (("parts", 8), ("whole", 1)):

@@ -422,7 +422,7 @@ def test_a_canary_that_cannot_be_opened_changes_nothing(store, tmp_path):
     store.canary("ctr", 2)
 
 
-@pytest.mark.counted
+@pytest.mark.thorough
 def test_promotion_under_load_fails_no_request_and_mixes_none(open_store, tmp_path):
     store = open_store(keep_versions=9)
     store.load_snapshot(snapshot(tmp_path, 1))

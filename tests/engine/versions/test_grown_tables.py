@@ -107,6 +107,7 @@ def test_a_table_that_was_caught_up_before_it_serves_has_memory_for_what_came(op
     assert host_of(store).capacity_rows > (24 - SWITCH_LAG) * 1000
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", ["in process", "over HTTP"])
 def test_answers_are_exact_while_tables_are_replaced_under_readers_and_deltas(open_store, tmp_path, way):
     store = open_store(host_budget="64MiB", fold_grace_s=0.0, port=0)

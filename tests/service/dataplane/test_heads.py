@@ -253,6 +253,7 @@ class Story:
             self.states[head].add((version, of, number))
 
 
+@pytest.mark.thorough
 def test_no_answer_of_three_heads_is_mixed_and_none_fails_while_all_of_it_changes(tmp_path: Path) -> None:
     story, over = Story(), threading.Event()
     wrong: list[str] = []

@@ -143,6 +143,7 @@ def test_streams_and_connections_that_end_before_their_rows_are_read(
     np.testing.assert_array_equal(tensors(infer(message_of(keys)))[0], rows_of(keys))
 
 
+@pytest.mark.thorough
 def test_many_ask_while_versions_change(served: tuple[Store, ServerThread], infer: Any, tmp_path: Path) -> None:
     """Every answer is right, and versions that were left are closed all the same."""
     store, server = served

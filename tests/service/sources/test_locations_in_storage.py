@@ -79,6 +79,7 @@ def test_the_newest_is_loaded_through_whatever_the_server_does(stored: InStorage
     assert stored.source.loaded == 2
 
 
+@pytest.mark.thorough
 def test_a_location_that_cannot_be_listed_is_reported_and_followed_again(stored: InStorage) -> None:
     stored.upload(1)
     stored.check(1)
@@ -97,6 +98,7 @@ def test_a_location_that_cannot_be_listed_is_reported_and_followed_again(stored:
     eventually(lambda: not stored.source.problems(), "no problem to be left")
 
 
+@pytest.mark.thorough
 def test_an_outage_is_reported_and_what_came_meanwhile_is_loaded_after_it(
     stored: InStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +128,7 @@ def test_a_load_that_waits_says_so(stored: InStorage) -> None:
     stored.expect_last("version 1 is active")
 
 
+@pytest.mark.thorough
 def test_an_object_that_is_cut_short_or_missing_is_reported_until_it_is_mended(stored: InStorage) -> None:
     stored.upload(1)
     stored.check(1)
