@@ -1,6 +1,6 @@
 # Every target makes its own .venv first; nothing here needs root or a prepared HOME.
 #   make demo    the whole story on a model trained on the spot
-#   make test    the tests, seven minutes of them on two cores
+#   make test    the tests, five and a half minutes of them on two cores
 #   make test-all   with those that take long: benchmarks and examples, kills at every step, clients of other projects, larger counts
 #   make docs-test  the programs and commands of README and docs, and the examples (a part of `make test-all`)
 #   make image-test  the container image: built on a base made by debootstrap, run by buildah without root, loaded, looked up, stopped (a part of `make test-all`)
