@@ -331,7 +331,7 @@ def test_a_line_of_a_rollback_that_was_broken_off_does_not_pass_for_that_of_the_
 def test_a_copy_of_two_moments_is_right_for_one_or_refused(history, tmp_path):
     rng, refused = random.Random(5), 0
     pairs = list(itertools.combinations(history.moments, 2))
-    count = few_or_many(20, 1000)
+    count = few_or_many(20, 250)
     for number in range(count):
         early, late = rng.choice(pairs)
         parts = differing(*(history.moments[name] / "models" / MODEL for name in (early, late)))
