@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.scenes import eventually
 from tests.mounts import bare, needs_mounts, read_only
 from tierstore import kernels
+from tierstore.ingest.helpers import NICENESS
 from tierstore.kernels import ahead, carried
 
 ROOT = Path(__file__).parents[2]
@@ -219,6 +221,35 @@ def test_functions_that_a_kernel_calls_through_their_module_are_known() -> None:
     from tierstore.wire.http1 import head
 
     assert id(head.parse_at.py_func) in ahead._called(loop.serve, {})
+
+
+def test_what_no_load_needs_is_compiled_at_the_priority_of_a_loads_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the load has waited for its kernels, at no lower priority than other work."""
+    said = (
+        "import sys; print('level 0', flush=True); sys.stdin.read(1); print('level 1', flush=True); sys.stdin.read(1)"
+    )
+    ours, theirs = os.pipe()
+
+    def start_share(*_: object) -> subprocess.Popen[bytes]:
+        out = {"stdin": ours, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen([sys.executable, "-c", said], 0, **out)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(ahead, "start_share", start_share)
+    monkeypatch.setattr(kernels, "set_complete", lambda *_: None)
+    monkeypatch.setattr(kernels, "load", lambda *_: None)
+    monkeypatch.setattr(kernels, "awaited", False)
+    compilation = ahead.Compilation(1, lambda _: None, nice=10)
+    compilation.nice = 0  # as `prepare` sets it
+    assert compilation.first.wait(30)
+    (process,) = compilation._running
+    assert os.getpriority(os.PRIO_PROCESS, process.pid) == os.getpriority(os.PRIO_PROCESS, 0)
+    os.write(theirs, b"1")
+    assert compilation.soon.wait(30)
+    eventually(lambda: os.getpriority(os.PRIO_PROCESS, process.pid) == NICENESS, "it gives way")
+    os.write(theirs, b"2")
+    assert compilation.done.wait(30)
+    os.close(ours)
+    os.close(theirs)
 
 
 def children_of(process: int) -> list[str]:

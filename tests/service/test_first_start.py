@@ -358,7 +358,7 @@ def test_who_may_not_raise_a_priority_again_compiles_all_the_same(monkeypatch: p
 def test_a_start_waits_for_reactors_no_longer_once_theirs_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a stop while the kernels of HTTP/2 were compiled."""
     compilation = object.__new__(ahead.Compilation)
-    compilation.http, compilation._running, compilation.nice = threading.Event(), [], 10
+    compilation.http = threading.Event()
     kept: list[int] = []
     monkeypatch.setattr(kernels, "set_complete", kept.append)
     compilation._reach(kernels.HTTP)

@@ -51,13 +51,16 @@ class Compilation:
     def __init__(
         self, processes: int, say: Say, upto: int = kernels.LAST, nice: int = 0, after: Compilation | None = None
     ) -> None:
-        """Compile the kernels up to level `upto`, after another compilation if one is given. `nice`: of the processes, once the first level is complete."""
+        """Compile the kernels up to level `upto`, after another compilation if one is given.
+
+        `nice`: of the processes, once the first level is complete; if it is not 0 they give way to loads later.
+        """
         self.error: str | None = None  # what failed, once `done`
         self.first, self.soon, self.http, self.done = (threading.Event() for _ in range(4))
         if kernels.is_complete(kernels.HTTP):
             self.http.set()
         self.seconds = 0.0  # once `done`
-        self.upto, self.nice = upto, nice
+        self.upto, self.nice, self._gives_way = upto, nice, nice > 0
         self.compiled, self.total = 0, 0  # kernels
         self.timings: dict[str, float] = {}  # kernel → processor time, with functions that it was first to call
         self._processes, self._say, self._after = processes, say, after
@@ -134,7 +137,7 @@ class Compilation:
             kernels.load(kernels.SOON)
             kernels.awaited = False
             self.soon.set()
-            self._give_way(_NICEST if self.nice else 0)
+            self._give_way(_NICEST if self._gives_way else 0)
         elif level == kernels.HTTP:
             kernels.set_complete(kernels.HTTP)
             self.http.set()
@@ -180,7 +183,7 @@ def prepare(say: Say = log.info, until: int = kernels.FIRST, report: Report = la
     if compilation is None:
         return
     if until != kernels.FIRST:
-        compilation.nice = 0  # nothing else runs meanwhile
+        compilation.nice = 0  # nothing else runs until then
     _wait(compilation, compilation.first if until == kernels.FIRST else compilation.soon, report)
     if compilation.error is not None:
         log.warning("each kernel is compiled at its first call: %s", compilation.error)
