@@ -163,6 +163,21 @@ def keys_and_bags(feature: str, value: Any) -> tuple[Any, Any, Any]:
     return value if len(value) == 3 else (*value, None)
 
 
+def weights_of(weights: Any, n: int) -> npt.NDArray[np.float32]:
+    """A caller's `weights` as float32[n], one for each of `n` keys; not checked for NaN. InvalidInput."""
+    try:
+        if isinstance(weights, np.ndarray) and weights.dtype == np.float32:
+            array = np.ascontiguousarray(weights)
+        else:
+            with np.errstate(over="ignore"):  # which takes as long as a small look-up's checks
+                array = np.ascontiguousarray(weights, np.float32)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidInput(f"weights: expected {n} numbers: {error}") from error
+    if array.shape != (n,):
+        raise InvalidInput(f"weights: expected one a key, shape ({n},), got {array.shape}")
+    return array
+
+
 def as_bags(feature: str, value: Any) -> Any:
     """A feature's `value`; of a JaggedTensor of TorchRec, told by its methods, `(keys, offsets, weights or None)`.
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from tierstore.client import wire
 from tierstore.errors import InvalidInput, shown
 from tierstore.formats.key_arrays import key_array
-from tierstore.types import KeysLike, as_version, by_name, keys_and_bags
+from tierstore.types import KeysLike, as_version, by_name, keys_and_bags, weights_of
 
 _PARTS = (".offsets", ".weights")
 _NO_KEYS = np.empty(0, np.int64)  # of any type of integers
@@ -48,7 +48,7 @@ class Batch:
         """Check and convert a caller's values. The service checks them against the table."""
         array = as_keys(keys)
         starts = None if offsets is None else _offsets(offsets, len(array))
-        return Batch(feature, array, starts, None if weights is None else _weights(weights, len(array)))
+        return Batch(feature, array, starts, None if weights is None else weights_of(weights, len(array)))
 
     @property
     def n(self) -> int:
@@ -250,17 +250,6 @@ def _offsets(offsets: Any, n: int) -> npt.NDArray[np.int64]:
     if n and not len(starts):
         raise InvalidInput(f"offsets: expected at least one bag for {n} keys, got none")
     return starts
-
-
-def _weights(weights: Any, n: int) -> npt.NDArray[np.float32]:
-    try:
-        with np.errstate(over="ignore"):
-            array = np.ascontiguousarray(weights, np.float32)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidInput(f"weights: expected {n} numbers: {error}") from error
-    if array.shape != (n,):
-        raise InvalidInput(f"weights: expected one per key, shape [{n}], got {list(array.shape)}")
-    return array
 
 
 def check_options(options: Mapping[str, object], kind: type) -> None:

@@ -15,7 +15,7 @@ from tierstore.formats.keys import as_codes
 from tierstore.kernels.codec import all_finite
 from tierstore.kernels.pool import check_offsets
 from tierstore.tiers.device.lookup import Pooling
-from tierstore.types import Combiner, FeatureSpec, Keys, KeysLike, Vectors
+from tierstore.types import Combiner, FeatureSpec, Keys, KeysLike, Vectors, weights_of
 
 _CODES = {str(dtype): code for code, dtype in enumerate(DTYPES)}
 _COMBINERS = {combiner.value: combiner for combiner in Combiner}
@@ -86,13 +86,7 @@ def answer_code(dtype: str) -> int:
 
 def _checked_weights(weights: Any, n: int) -> np.ndarray:
     """`weights` as float32[n]. InvalidInput."""
-    try:
-        with np.errstate(over="ignore"):
-            array = np.ascontiguousarray(weights, np.float32)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidInput(f"weights: expected {n} numbers: {error}") from error
-    if array.shape != (n,):
-        raise InvalidInput(f"weights: expected one a key, shape ({n},), got {array.shape}")
+    array = weights_of(weights, n)
     if not all_finite(array):
         raise InvalidInput(f"weights: the one at {int(np.flatnonzero(~np.isfinite(array))[0])} is NaN or infinite")
     return array
