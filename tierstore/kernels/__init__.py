@@ -51,6 +51,7 @@ PARTS = (
     "tiers.disk.sealed_blocks",
     "tiers.disk.sealed_rows",
     "tiers.device.driver_calls",
+    "tiers.device.reports",
     "tiers.device.round_trip",
     "tiers.device.staging",
     "tiers.ssd.index",

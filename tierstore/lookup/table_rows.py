@@ -34,7 +34,7 @@ _part_at = at(PART)
 ROWS, AT = range(2)  # of `places`: the number of rows, and where they begin in the buffer
 NOT_POOLED = -1  # result of `pool` in place of a count
 
-_PENDING, _ABSENT = int(Tier.PENDING), int(Tier.ABSENT)
+_PENDING, _HOST, _ABSENT = int(Tier.PENDING), int(Tier.HOST), int(Tier.ABSENT)
 _STATES, _ANSWER = (types.Array(types.uint8, dimensions, "C") for dimensions in (1, 2))
 _FLOATS = types.Array(types.float32, 2, "C")
 _WEIGHTS = types.Array(types.float32, 1, "C", readonly=True)
@@ -78,6 +78,15 @@ def is_cold(state, n):  # type: ignore[no-untyped-def]
         if load_u8(state, i) == _PENDING:
             return True
     return False
+
+
+@compiled(types.int64(_STATES, types.Array(types.int64, 1, "C")), when=FIRST)
+def count_states(state: Any, counts: Any) -> Any:
+    """Add the number of keys in each state to `counts` int64[len(Tier)]. Returns how many the host tier has answered."""
+    before = counts[_HOST]
+    for i in range(state.size):
+        counts[state[i]] += 1
+    return counts[_HOST] - before
 
 
 @compiled(types.int64(types.int64, KEYS, _STATES, types.int64, types.int64, types.int64, _ANSWER), when=FIRST)

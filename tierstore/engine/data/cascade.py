@@ -16,6 +16,7 @@ from tierstore.engine.data.insight import CacheInsight
 from tierstore.engine.data.reading_order import pieces, stretch_after
 from tierstore.formats.keys import are_own, check_own
 from tierstore.kernels import codec
+from tierstore.lookup import table_rows
 from tierstore.tiers.background import is_background, yield_if_background
 from tierstore.tiers.base import VersionStore
 from tierstore.tiers.device.table import DeviceTable
@@ -24,7 +25,7 @@ from tierstore.types import Keys, Partitions, Rows, States, TableSpec, Tier, Vec
 
 _ANSWERING = (Tier.DEVICE, Tier.HOST, Tier.DISK, Tier.REMOTE, Tier.OVERLAY, Tier.ABSENT)
 _DISK, _REMOTE = np.uint8(Tier.DISK), np.uint8(Tier.REMOTE)
-_PENDING, _HOST = np.uint8(Tier.PENDING), np.uint8(Tier.HOST)  # for arrays, where an enum's member is slow
+_PENDING = np.uint8(Tier.PENDING)  # for arrays, where an enum's member is slow
 _NONE = np.empty(0, np.int64)
 READ_BATCH = 8192  # keys of one read while warming up
 SHORT_BATCH = 1024  # while requests are served: half a millisecond, then another thread gets the processor
@@ -42,6 +43,14 @@ class LookupCounts:
     def add(self, counts: np.ndarray) -> None:
         with self._lock:
             self._counts += counts
+
+    def add_states(self, state: States, skipped: int) -> int:
+        """See `Cascade.count`."""
+        with self._lock:
+            from_host: int = table_rows.count_states(state, self._counts)
+            if skipped:
+                self._counts[Tier.ABSENT] -= skipped
+        return from_host
 
     def add_host(self, keys: int) -> None:
         """`add` for keys that were all answered by the host tier."""
@@ -89,14 +98,12 @@ class Cascade:
         self.counts = counts
         self.epochs_id: int | None = None  # see `Epochs.table_id`
 
-    def count(self, state: States, skipped: int) -> None:
-        """Count keys by the tiers that answered them; `skipped` of the ABSENT keys were not looked up."""
-        if not skipped and (state == _HOST).all():
-            self.counts.add_host(len(state))
-            return
-        counts = np.bincount(state, minlength=len(Tier))
-        counts[Tier.ABSENT] -= skipped
-        self.counts.add(counts)
+    def count(self, state: States, skipped: int) -> int:
+        """Count keys by the tiers that answered them; `skipped` of the ABSENT keys were not looked up.
+
+        Returns how many keys the host tier has answered.
+        """
+        return self.counts.add_states(state, skipped)
 
     def count_from_host(self, keys: Keys) -> None:
         """Count and offer keys that the host tier has answered, the usual case; cheaper than telling tiers apart."""

@@ -25,7 +25,7 @@ from tierstore.types import Keys, Rows, States, Tier, Vectors
 
 DTYPES = np.dtype(np.float32), np.dtype(np.float16)  # of answers, by their codes
 _BYTES = np.dtype(np.uint8)
-_PENDING, _HOST = np.uint8(Tier.PENDING), np.uint8(Tier.HOST)
+_PENDING = np.uint8(Tier.PENDING)
 _NO_WEIGHTS = np.empty(0, np.float32)
 
 
@@ -151,9 +151,8 @@ class TableView:
     def count_on_device(self, keys: Keys | KeysThere, state: States, skipped: int) -> None:
         """Count, and promote, what `on_device` has answered; `skipped` keys were padding."""
         table = self.table
-        if table.device is not None and table.offer is not None and (state == _HOST).any():
+        if table.count(state, skipped) and table.offer is not None and table.device is not None:
             table.offer(from_device(table.device.device, keys.array) if isinstance(keys, KeysThere) else keys, state)
-        table.count(state, skipped)
 
     def _rows_of_overlays(self, keys: Keys, state: States, dtype: Any) -> Vectors:
         """Rows of the keys that deltas answer, in their order; sets their states."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,66 +20,74 @@ from tierstore.errors import NotReady
 from tierstore.tiers.device.backend import Captured, lies_on_gpu
 from tierstore.tiers.device.gpu import Gpu
 from tierstore.tiers.device.lookup import PADDING, KeysThere, Pooling, Unwaited
-from tierstore.types import Keys, KeyType, Tier
+from tierstore.types import Keys, KeyType, States, Tier
 
 Hold = Callable[[], Callable[[], None]]  # holds a view, and returns what releases it
-
-
-@dataclass(frozen=True, slots=True)
-class OnDevice:
-    """Rows [n, dim] or [bags, dim] at an address of device memory, which `array` keeps alive."""
-
-    address: int
-    array: Any
+_STATE, _ABSENT = np.dtype(np.uint8), np.uint8(Tier.ABSENT)
+_NO_STATES = np.empty(0, _STATE)
 
 
 class DeviceLookup:
     """A look-up into device memory, which begins only with `finish`. One thread at a time, as `Lookup`."""
 
-    __slots__ = ("_gpu", "_what", "found")
+    __slots__ = ("_array", "_gpu", "_state", "_what")
 
     def __init__(
         self, gpu: Gpu, feature: FeatureView, codes: Keys | KeysThere, bags: Pooling | None, code: int
     ) -> None:
         self._gpu, self._what = gpu, (feature, codes, bags, code)
-        self.found = np.empty(0, np.bool_)
+        self._state: States = _NO_STATES
+        self._array: Any = None
 
     @property
     def pending(self) -> bool:
         """True: `finish` waits for the device."""
         return True
 
-    def finish(self, hold: Hold | None = None) -> OnDevice:
-        """The answer, complete. Call it once; sets `found`, as for `Lookup`.
+    @property
+    def found(self) -> np.ndarray:
+        """See `Lookup.found`."""
+        found: np.ndarray = self._state != _ABSENT
+        return found
+
+    @property
+    def address(self) -> int:
+        """The address of the answer in device memory."""
+        assert self._gpu.memory is not None
+        return self._gpu.memory.backend.address_of(self._array)
+
+    def finish(self, hold: Hold | None = None) -> Any:
+        """The answer, an array [n, dim] or [bags, dim] in device memory, complete. Call it once.
 
         If the device tier cannot answer, CPU memory does, and the answer is uploaded. NotReady while a CUDA graph is
-        captured. With `hold` the answer may be complete only in the order of the caller's stream; then `found` is not
-        set, and the view is held until it is.
+        captured. With `hold` the answer may be complete only in the order of the caller's stream; then `found` is
+        undefined, and the view is held until it is.
         """
-        with _outside_of_captures():
-            array = self._answer(hold)
-        assert self._gpu.memory is not None
-        return OnDevice(self._gpu.memory.backend.address_of(array), array)
-
-    def _answer(self, hold: Hold | None) -> Any:
         feature, codes, bags, code = self._what
-        state = np.zeros(len(codes), np.uint8)
+        self._state = state = np.zeros(len(codes), _STATE)
+        rows, skipped = feature.rows, 0
         if feature.padding is not None:
             state[codes == feature.padding] = PADDING
-        rows, skipped = feature.rows, int(np.count_nonzero(state))
+            skipped = int(np.count_nonzero(state))
         unwaited = hold and Unwaited(hold, lambda keys, states: rows.count_on_device(keys, states, skipped))
-        vectors = rows.on_device(codes, state, DTYPES[code], bags, unwaited)
-        if vectors is not None:
-            if unwaited is None or not unwaited.begun:
-                rows.count_on_device(codes, state, skipped)
-                self.found = state != Tier.ABSENT
-            return vectors
+        try:
+            self._array = array = rows.on_device(codes, state, DTYPES[code], bags, unwaited)
+            if array is None:
+                return self._from_below()
+        except Captured as error:
+            raise NotReady(str(error)) from error
+        if unwaited is None or not unwaited.begun:
+            rows.count_on_device(codes, state, skipped)
+        return array
+
+    def _from_below(self) -> Any:
+        feature, codes, bags, code = self._what
         if isinstance(codes, KeysThere):
             codes = self._gpu.to_host(codes.array)
         lookup = Lookup(feature, codes, code) if bags is None else BagLookup(feature, codes, bags, code)
-        array = self._gpu.upload(lookup.finish())
-        self.found = lookup.found
-        return array
+        self._array = self._gpu.upload(lookup.finish())
+        self._state = lookup.state
+        return self._array
 
 
 def gpu_of(version: Version, device: str) -> Gpu:

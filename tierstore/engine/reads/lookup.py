@@ -63,21 +63,21 @@ class BagLookup:
     up, and then pooled; so are all bags of a table that has overlays or a device tier.
     """
 
-    __slots__ = ("_answer", "_bags", "_codes", "_feature", "_hits", "_other", "_others", "_places", "_state")
+    __slots__ = ("_answer", "_bags", "_codes", "_feature", "_hits", "_other", "_others", "_places", "state")
 
     def __init__(self, feature: FeatureView, codes: Keys, bags: Pooling, code: int, out: Vectors | None = None) -> None:
         self._feature, self._codes, self._bags = feature, codes, bags
         n = len(bags.offsets)
         answer = np.empty((n, feature.dim), DTYPES[code]) if out is None else feature.checked_out(out, n, code)
         self._answer = answer
-        self._state = np.zeros(len(codes), _STATE)
-        self._hits = hits = feature.rows.pool(codes, bags, answer, self._state, code, feature.padding)
+        self.state = np.zeros(len(codes), _STATE)
+        self._hits = hits = feature.rows.pool(codes, bags, answer, self.state, code, feature.padding)
         self._others: Lookup | None = None  # of the keys of `_other` bags
         self._other: Any = _ALL
         self._places: Any = _ALL  # of these keys
         if hits == NOT_POOLED:
             self._others = Lookup(feature, codes, 0)
-        elif hits < len(codes) and (cold := np.flatnonzero(self._state == _PENDING)).size:
+        elif hits < len(codes) and (cold := np.flatnonzero(self.state == _PENDING)).size:
             are_cold = np.zeros(n, np.bool_)
             are_cold[np.searchsorted(bags.offsets, cold, side="right") - 1] = True
             self._other = np.flatnonzero(are_cold)
@@ -92,7 +92,7 @@ class BagLookup:
     @property
     def found(self) -> np.ndarray:
         """See `Lookup.found`; one for each key."""
-        found: np.ndarray = self._state != _ABSENT
+        found: np.ndarray = self.state != _ABSENT
         return found
 
     def finish(self) -> Vectors:
@@ -101,7 +101,7 @@ class BagLookup:
         if self._hits == len(codes):
             feature.rows.table.counts.add_host(len(codes))
         elif others is None:
-            feature.rows.table.count(self._state, feature.skipped(codes))
+            feature.rows.table.count(self.state, feature.skipped(codes))
         else:
             rows: Any = others.finish()
             counted = None if feature.padding is None else codes[self._places] != feature.padding
@@ -110,8 +110,8 @@ class BagLookup:
             at_once = np.ones(len(codes), np.bool_)
             at_once[self._places] = False
             if at_once.any():
-                feature.rows.table.count(self._state[at_once], feature.skipped(codes[at_once]))
-            self._state[self._places] = others.state
+                feature.rows.table.count(self.state[at_once], feature.skipped(codes[at_once]))
+            self.state[self._places] = others.state
         return self._answer
 
 

@@ -30,6 +30,11 @@ class StartedLookup(Protocol):
     def finish(self) -> Any: ...
 
 
+class LookupOnDevice(StartedLookup, Protocol):
+    @property
+    def address(self) -> int: ...
+
+
 class PredictionView(Protocol):
     """The part of a view that a prediction needs."""
 
@@ -42,7 +47,7 @@ class PredictionView(Protocol):
     def rows_on(self, session: DenseSession) -> str | None: ...
     def begin_on_device(
         self, device: str, feature: str, keys: Any, *, offsets: Any = None, weights: Any = None, dtype: str
-    ) -> StartedLookup: ...
+    ) -> LookupOnDevice: ...
 
 
 def predict(
@@ -83,7 +88,7 @@ def predict(
     device_rows = () if device is None else [name for name, lead in leads.items() if 0 not in lead]
     slot = session.acquire(run, [name for name in leads if name not in device_rows])
     lookups: list[StartedLookup] = []
-    on_device: dict[str, StartedLookup] = {}
+    on_device: dict[str, LookupOnDevice] = {}
     gathering = None if device_rows or not rows else view.gathering(bindings, tuple(rows))
     if gathering is not None:
         lookups.append(gathering.begin(list(rows.values()), run.places, slot.memory))
@@ -100,8 +105,8 @@ def predict(
     for lookup in lookups:
         lookup.finish()
     for name, started in on_device.items():
-        there = started.finish()
-        slot.bind(name, there.address, there)
+        rows_there = started.finish()
+        slot.bind(name, started.address, rows_there)
     answer = session.run(run, slot, plain)
     session.release(slot)  # a failed run keeps its slot
     return dict(zip(run.outputs, answer, strict=True))

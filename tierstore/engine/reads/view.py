@@ -388,7 +388,7 @@ class View:
         if out is not None:
             raise InvalidInput("out: an answer on a device is a new array; leave out away")
         lookup = self.begin_on_device(str(device), *what, **how)
-        answer = lookup.finish(None if return_found or self.publisher is None else hold).array
+        answer = lookup.finish(None if return_found or self.publisher is None else hold)
         return (answer, lookup.found) if return_found else answer
 
     def _hold(self) -> Callable[[], None]:

@@ -240,9 +240,10 @@ class Inference:
             rows: Any = lookup.finish()
             if self._reads_on_device(call):
                 assert self._slot is not None
-                self._slot.bind(call.feature.name, rows.address, rows)
+                assert isinstance(lookup, DeviceLookup)
+                self._slot.bind(call.feature.name, lookup.address, rows)
             elif self._is_left(call):
-                self.arrays[call.rows[0]] = rows.array.reshape(self.plan.specs[call.rows[0]].shape)
+                self.arrays[call.rows[0]] = rows.reshape(self.plan.specs[call.rows[0]].shape)
             if call.found:
                 self.arrays[call.found[0]].reshape(-1)[:] = lookup.found
             if call.hidden and call.rows:  # requested in another dtype than the graph reads

@@ -30,7 +30,6 @@ _SPINS = 4096  # reads of the word before the thread lets other threads run in b
 _LOOKS = 64  # further reads before the driver is asked for the state of the stream
 _EAGER = 64  # such questions before the thread sleeps in between
 _SLEEP_US = 20
-_SILENT = 4096  # sleeps of `watch` before it returns without a word: a third of a second
 _I64 = ir.IntType(64)
 _WORDS = types.int64[::1]
 
@@ -118,17 +117,3 @@ def wait(calls: Any, word: Any, stream: Any, scratch: Any) -> Any:
         queries += 1
         if queries > _EAGER:
             call_at(calls[SLEEP], _SLEEP_US, 0, 0, 0, 0, 0)
-
-
-@compiled(types.int64(_WORDS, _WORDS), when=LAST)
-def watch(calls: Any, words: Any) -> Any:
-    """Wait until one of the uint32 at these addresses is not 0, without a call of the driver. Returns 1; or 0 if none is for a while."""
-    for k in range(_LOOKS + _SILENT):
-        for i in range(words.size):
-            if acquire_u32(words[i]) != 0:
-                return 1
-        if k < _LOOKS:
-            call_at(calls[YIELD], 0, 0, 0, 0, 0, 0)
-        else:
-            call_at(calls[SLEEP], _SLEEP_US, 0, 0, 0, 0, 0)
-    return 0

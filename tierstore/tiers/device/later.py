@@ -1,10 +1,11 @@
-"""The end of look-ups whose callers do not wait: one thread of a store, which begins with the first of them.
+"""The end of look-ups whose callers do not wait: rows that are missing, and what is given back when a stream is past one.
 
-A look-up is wholly in the caller's stream when its call returns. If keys are missing, the stream waits for a word in memory, which the finisher writes
-once their rows are there. **It calls no function of the driver and waits for no lock that is held during one**: such a call may wait for the stream,
-which waits for the finisher. It takes look-ups as they get on, in no order, because one may be behind another in a stream.
+A look-up is wholly in the caller's stream when its call returns. If keys are missing, the stream waits for a word in memory, which the thread of this
+module writes once their rows are there. **It calls no function of the driver and waits for no lock that is held during one**: such a call may wait for
+the stream, which waits for the thread. It takes look-ups as they get on, in no order, because one may be behind another in a stream. It watches them
+without the interpreter, and sleeps while none is under way.
 
-Nothing survives the process. `Finisher` is for any thread.
+Look-ups are ended by the next caller, or by the thread. Nothing survives the process. `Finisher` is for any thread.
 """
 
 from __future__ import annotations
@@ -18,40 +19,41 @@ from typing import Protocol
 import numpy as np
 
 from tierstore.errors import StorageError
-from tierstore.kernels.codec import address_of
 from tierstore.threads import Thread
-from tierstore.tiers.device import driver_calls
+from tierstore.tiers.device import reports
 
 log = logging.getLogger(__name__)
 _MOST_FAILED = 256  # streams
+_LOWER = (1 << 32) - 1
 
 
 class UnderWay(Protocol):
-    """A look-up that was put off."""
+    """A look-up that was put off. `number`: its place; no other has it before `end`. `report`: its address."""
 
-    @property
-    def word(self) -> int:
-        """The address of the uint32 that is not 0 once there is something to do; 0: the look-up is over."""
+    number: int
+    report: int
 
-    def answer_missing(self, failed: Callable[[int, Exception], None]) -> None:
-        """Let the stream go on, if the kernel has listed keys; before that, call `failed` with the stream and why rows are missing."""
+    def answer_missing(self, listed: int, failed: Callable[[int, Exception], None]) -> None:
+        """Get the rows of the listed keys, and let the stream go on. `failed` is called with the stream and why they cannot be had."""
 
     def end(self) -> None:
-        """Count, and give everything back, if the stream is past it."""
+        """Count, and give everything back. The stream is past it."""
 
     def forsake(self) -> bool:
         """Give back what others need, if the device has failed, so that the look-up may never end. Returns whether that was done."""
 
 
 class Finisher:
-    """The look-ups under way. `failed` counts those whose rows could not be read."""
+    """The look-ups under way, `places` at most. `failed` counts those whose rows could not be read."""
 
-    def __init__(self, calls: np.ndarray) -> None:
+    def __init__(self, calls: np.ndarray, places: int) -> None:
         self._calls = calls
-        self._new: SimpleQueue[UnderWay | None] = SimpleQueue()  # None: no more come
-        self._woken = np.zeros(1, np.int64)
+        self._under_way: dict[int, UnderWay] = {}  # by number
+        self._reports = np.zeros(places, np.int64)  # their addresses, 0 for none
         self.failed = 0
-        self._is_open = True  # only for the thread
+        self._is_open = True
+        self._asleep = False
+        self._wake: SimpleQueue[None] = SimpleQueue()  # something is put while the thread is asleep
         # guarded by _lock
         self._lock = threading.Lock()
         self._thread: Thread | None = None
@@ -59,61 +61,75 @@ class Finisher:
 
     def prepare(self, stream: int) -> None:
         """Be ready for a look-up in this stream. Raises, once, the error of an earlier one."""
-        with self._lock:
-            if (error := self._errors.pop(stream, None)) is not None:
-                raise error
-            if self._thread is None:
-                thread = Thread(target=self._run, name="tierstore-device-answers", daemon=True)
-                thread.start()
-                self._thread = thread
+        if self._thread is None or self._errors:
+            with self._lock:
+                if (error := self._errors.pop(stream, None)) is not None:
+                    raise error
+                if self._thread is None:
+                    thread = Thread(target=self._run, name="tierstore-device-answers", daemon=True)
+                    thread.start()
+                    self._thread = thread
+        self.end_some()
 
     def add(self, look_up: UnderWay) -> None:
         """Begin to watch a look-up, after `prepare`."""
-        self._new.put(look_up)
-        self._woken[0] = 1
+        self._under_way[look_up.number] = look_up
+        self._reports[look_up.number] = look_up.report
+        if self._asleep:
+            self._asleep = False
+            self._wake.put(None)
+
+    def end_some(self) -> None:
+        """End the look-ups that their streams are past."""
+        bits = reports.ended(self._reports) if self._under_way else 0
+        while bits:
+            number = bits.bit_length() - 1
+            bits ^= 1 << number
+            look_up = self._under_way.pop(number, None)  # by one of the threads that come here
+            if look_up is None:
+                continue
+            self._reports[number] = 0
+            try:
+                look_up.end()
+            except Exception:
+                log.exception("a look-up in a stream was answered, and could not be counted")
 
     def close(self) -> None:
         """Wait for the look-ups under way, unless the device has failed."""
-        self._new.put(None)
-        self._woken[0] = 1
+        self._is_open = False
+        self._wake.put(None)
         if self._thread is not None:
             self._thread.join()
 
     def _run(self) -> None:
-        under_way: list[UnderWay] = []
-        while self._is_open or under_way:
-            if under_way and not self._watch(under_way) and not self._is_open:
+        while True:
+            came = reports.watch(self._calls, self._reports)
+            if came == reports.MISSING:
+                self._answer_missing()
+            elif came == reports.ENDED:
+                self.end_some()
+            elif came == reports.SILENT:
+                forsaken = [look_up.forsake() for look_up in list(self._under_way.values())]
+                if not self._is_open and all(forsaken):
+                    return
+            elif not self._is_open:
                 return
-            while self._is_open and not (under_way and self._new.empty()):
-                self._take(under_way)
-            under_way = self._go_on(under_way)
+            else:
+                self._sleep()
 
-    def _watch(self, under_way: list[UnderWay]) -> bool:
-        """Wait for something to do. Returns False if the device has failed, and nothing may ever come."""
-        words = np.array([address_of(self._woken), *(one.word for one in under_way)])
-        came = bool(driver_calls.watch(self._calls, words))
-        self._woken[0] = 0
-        if not came:
-            came = [one.forsake() for one in under_way].count(False) > 0
-        return came
+    def _answer_missing(self) -> None:
+        for look_up in list(self._under_way.values()):
+            said = reports.said(look_up.report)
+            # after the report was read, which may be that of a later look-up at the same place
+            if said & _LOWER == reports.DONE and self._under_way.get(look_up.number) is look_up:
+                look_up.answer_missing(said >> 32, self._note)
 
-    def _take(self, under_way: list[UnderWay]) -> None:
-        new = self._new.get()
-        if new is None:
-            self._is_open = False
-        else:
-            under_way.append(new)
-
-    def _go_on(self, under_way: list[UnderWay]) -> list[UnderWay]:
-        """Do what can be done. Returns what is still under way."""
-        for one in under_way:  # before anything else, as streams wait for this
-            one.answer_missing(self._note)
-        for one in under_way:
-            try:
-                one.end()
-            except Exception:
-                log.exception("a look-up in a stream was answered, and could not be counted")
-        return [one for one in under_way if one.word]
+    def _sleep(self) -> None:
+        """Until something is put, or has been put meanwhile."""
+        self._asleep = True
+        if not self._under_way and self._is_open:
+            self._wake.get()
+        self._asleep = False
 
     def _note(self, stream: int, error: Exception) -> None:
         log.warning("rows of a look-up in a stream could not be read, and are NaN: %s", error)

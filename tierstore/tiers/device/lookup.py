@@ -17,7 +17,7 @@ import numpy as np
 
 from tierstore.errors import StorageError
 from tierstore.kernels.pool import combiner_code
-from tierstore.tiers.device import round_trip
+from tierstore.tiers.device import reports, round_trip
 from tierstore.tiers.device.backend import TEAM, WARP, Buffer, Captured, DeviceError, OutOfDeviceMemory
 from tierstore.tiers.device.driver_calls import NOBODY
 from tierstore.tiers.device.table import DeviceTable
@@ -28,9 +28,6 @@ from tierstore.types import Combiner, Keys, States, Tier, Vectors
 PADDING = 255  # the state of a key that is answered with zeros and does not count in a bag
 
 _NONE, _NO_WEIGHTS = np.empty(0, np.int64), np.empty(0, np.float32)
-_PARTS = (
-    "keys", "offsets", "weights", "before", "state", "missing", "places", "rows", "done", "source", "kept", "whole",
-)  # fmt: skip
 
 # answers of the tiers below: (keys, with repeats; dtype) → (rows of that dtype, states)
 Fetch = Callable[[Keys, Any], tuple[Vectors, States]]
@@ -49,7 +46,7 @@ class Pooling:
 class Unwaited:
     """A look-up whose caller does not wait: its answer is complete in the order of the caller's stream.
 
-    `hold` keeps the tiers below as they are, and returns what ends that. `after` gets (keys, states), which are not kept, on another thread; it is
+    `hold` keeps the tiers below as they are, and returns what ends that. `after` gets (keys, states), which are not kept, on any thread; it is
     not called if rows could not be read. `begun`: whether the look-up was put off; otherwise it is complete when the call returns.
     """
 
@@ -263,10 +260,10 @@ class _Work:
         if said and self.host is not None:
             keys = self.keys[begin:end]
             if self.there is not None:  # to CPU memory, from where rows are put to their places later, if there are any
-                keys = ws.staging(int(ws.frame[round_trip.AT_ROWS]), end - begin, np.int64)
+                keys = ws.part(round_trip.AT_ROWS, end - begin, np.int64)
                 ws.stream.download(keys, self.there.address + 8 * begin)
                 ws.stream.synchronize()
-            self.host.note_answered(keys, ws.staging(int(ws.frame[round_trip.AT_STATE]), end - begin))
+            self.host.note_answered(keys, ws.part(round_trip.AT_STATE, end - begin))
         return said < 2 or self._answer_listed(ws, chunk, said // 2)
 
     def put_off(self, ws: Workspace, chunk: _Chunk, stream: int, unwaited: Unwaited) -> _PutOff | None:
@@ -280,63 +277,65 @@ class _Work:
 
     def _launch(self, ws: Workspace, chunk: _Chunk, *, put_off: bool = False) -> int:
         """The compiled call, with its result."""
-        memory, bags = self.table.memory, self.bags
+        table, bags, there = self.table, self.bags, self.there
+        memory, device = table.memory, table.device
         if memory is None:
             return round_trip.NOT_IN_USE
-        begin, end, *_ = chunk
-        keys, state = self.keys[begin:end], self.state[begin:end]
+        begin, end, first_bag, last_bag = chunk
+        keys, state, kernels = self.keys, self.state, device.driver.kernels
+        if end - begin != len(state):
+            keys, state = keys[begin:end], state[begin:end]
         kernel, second, offsets, weights, combiner, first = "look_up", "put_rows", _NONE, _NO_WEIGHTS, 0, begin
         if bags is not None:
-            kernel, second, combiner, first = "pool", "pool_waiting", combiner_code(bags.combiner), chunk.first
-            offsets = bags.offsets[chunk.first : chunk.last]
+            kernel, second, combiner, first = "pool", "pool_waiting", combiner_code(bags.combiner), first_bag
+            offsets = bags.offsets[first_bag:last_bag]
             weights = _NO_WEIGHTS if bags.weights is None else bags.weights[begin:end]
-        device = self.table.device
-        ws.job[:] = (
-            device.driver.kernels[kernel], *device.backend.callers(), self.of, self.address + first * self.out_width,
-            self.half, self.room_width, self.table.spec.dim, begin, combiner,
-            0 if self.there is None else self.there.address + 8 * begin,
-            device.driver.kernels[second] if put_off else 0,
+        ws.set_job(
+            kernels[kernel], *device.backend.callers(), self.of, self.address + first * self.out_width, self.half,
+            self.room_width, table.spec.dim, begin, combiner, 0 if there is None else there.address + 8 * begin,
+            kernels[second] if put_off else 0,
         )  # fmt: skip
-        calls, order = device.driver.calls, memory.order.words
-        said = int(round_trip.look_up(calls, order, ws.frame, keys, state, offsets, weights))
+        said: int = round_trip.look_up(device.driver.calls, memory.order.words, ws.frame, keys, state, offsets, weights)
         if said < 0 and said != round_trip.NOT_IN_USE:
             device.driver.check(round_trip.FAILED - said)
         return said
 
     def _answer_listed(self, ws: Workspace, chunk: _Chunk, listed: int) -> bool:
         """Put the rows of the listed keys to their places, or pool the bags that waited for them."""
-        at = _parts_of(ws)
-        self.stage_rows(ws, at, chunk, listed)
+        self.stage_rows(ws, chunk, listed)
+        done_at = int(ws.frame[round_trip.AT_DONE])
         with self.table.reading() as view:
             if view is None:
                 return False
-            kernel, threads, *args = self._second(ws, at, chunk, view.table, listed)
-            ws.launch(view, at["done"], kernel, threads, *args)
-        ws.wait(at["done"])
-        self.state[chunk.begin : chunk.end] = ws.staging(at["state"], chunk.end - chunk.begin)
+            kernel, threads, *args = self._second(ws, chunk, view.table, listed)
+            ws.launch(view, done_at, kernel, threads, *args)
+        ws.wait(done_at)
+        self.state[chunk.begin : chunk.end] = ws.part(round_trip.AT_STATE, chunk.end - chunk.begin)
         return True
 
-    def _second(self, ws: Workspace, at: dict[str, int], chunk: _Chunk, table: np.ndarray, listed: int) -> tuple:
+    def _second(self, ws: Workspace, chunk: _Chunk, table: np.ndarray, listed: int) -> tuple:
         """The second kernel, which answers listed keys: its name, threads and arguments."""
-        rows, half = ws.here(at["rows"]), self.half
+        at, half = ws.frame.tolist(), self.half
+        rows = ws.here(at[round_trip.AT_ROWS])
         if self.bags is None:
             out, dim = self.address + chunk.begin * self.out_width, self.table.spec.dim
-            return "put_rows", listed * TEAM, rows, ws.here(at["places"]), listed, NOTHING, out, dim, half
-        where = ws.at if ws.frame[round_trip.COPIED] else ws.here
+            places = ws.here(at[round_trip.AT_PLACES])
+            return "put_rows", listed * TEAM, rows, places, listed, NOTHING, out, dim, half
+        where = ws.at if at[round_trip.COPIED] else ws.here
         count, out = chunk.last - chunk.first, self.address + chunk.first * self.out_width
-        weights = NOTHING if self.bags.weights is None else where(at["weights"])
+        weights = NOTHING if self.bags.weights is None else where(at[round_trip.AT_WEIGHTS])
         return (
-            "pool_waiting", count * WARP, table, chunk.end - chunk.begin, where(at["offsets"]), count, weights,
-            combiner_code(self.bags.combiner), ws.at(at["source"]), ws.at(at["kept"]), ws.at(at["whole"]), rows, out,
-            half,
+            "pool_waiting", count * WARP, table, chunk.end - chunk.begin, where(at[round_trip.AT_OFFSETS]), count, weights,
+            combiner_code(self.bags.combiner), ws.at(at[round_trip.AT_SOURCE]), ws.at(at[round_trip.AT_KEPT]),
+            ws.at(at[round_trip.AT_WHOLE]), rows, out, half,
         )  # fmt: skip
 
-    def stage_rows(self, ws: Workspace, at: dict[str, int], chunk: _Chunk, listed: int) -> None:
+    def stage_rows(self, ws: Workspace, chunk: _Chunk, listed: int) -> None:
         """Put the rows of the listed keys (read below or answered before) where a kernel reads them."""
-        state = ws.staging(at["state"], chunk.end - chunk.begin)
-        positions = ws.staging(at["places"], listed, np.uint32)
-        missing = ws.staging(at["missing"], listed, np.int64)
-        rows = ws.staging(at["rows"], listed * self.table.spec.dim, self.row_dtype).reshape(listed, -1)
+        state = ws.part(round_trip.AT_STATE, chunk.end - chunk.begin)
+        positions = ws.part(round_trip.AT_PLACES, listed, np.uint32)
+        missing = ws.part(round_trip.AT_MISSING, listed, np.int64)
+        rows = self.room_of_rows(ws, listed)
         if not len(self.answered_at):
             rows[:], state[positions] = self.fetch(missing.copy(), self.row_dtype)
             return
@@ -350,73 +349,65 @@ class _Work:
             ]
             state[positions[given]] = was[given]
 
-
-def _parts_of(ws: Workspace) -> dict[str, int]:
-    """The offsets of a workspace's parts, by name."""
-    return dict(zip(_PARTS, ws.frame[round_trip.AT : round_trip.COPIED].tolist(), strict=True))
+    def room_of_rows(self, ws: Workspace, listed: int) -> np.ndarray:
+        """Where a kernel reads the rows of listed keys: [listed, dim]."""
+        dim = self.table.spec.dim
+        return ws.part(round_trip.AT_ROWS, listed * dim, self.row_dtype).reshape(listed, dim)
 
 
 class _PutOff:
     """A look-up in the caller's stream, as an `UnderWay`. `control`: memory that its second kernel reads, kept until then."""
 
     __slots__ = (
-        "_at", "_chunk", "_control", "_failed", "_listed", "_release", "_report", "_stream", "_unwaited", "_work", "_ws",
-        "word",
+        "_chunk", "_control", "_failed", "_held", "_listed", "_stream", "_unwaited", "_work", "_ws", "number", "report",
     )  # fmt: skip
 
     def __init__(
         self, work: _Work, ws: Workspace, chunk: _Chunk, stream: int, unwaited: Unwaited, control: Buffer
     ) -> None:
         self._work, self._ws, self._chunk, self._stream, self._unwaited = work, ws, chunk, stream, unwaited
-        self._control, self._at, self._listed, self._failed = control, _parts_of(ws), 0, False
-        self._release: Callable[[], None] | None = unwaited.hold()
-        self.word = self._report = ws.here(self._at["done"])
+        self._control, self._listed, self._failed = control, 0, False
+        self._held = [unwaited.hold()]  # empty once that is released
+        self.number, self.report = ws.number, ws.here(int(ws.frame[round_trip.AT_DONE]))
 
-    def _part(self, name: str, count: int, dtype: Any = np.uint8) -> np.ndarray:
-        return self._ws.staging(self._at[name], count, dtype)
-
-    def answer_missing(self, failed: Callable[[int, Exception], None]) -> None:
-        if self.word != self._report or not (said := int(round_trip.said(self._report))):
-            return
-        self._listed = said >> 32
+    def answer_missing(self, listed: int, failed: Callable[[int, Exception], None]) -> None:
+        self._listed = listed
         try:
-            if self._listed:
-                self._read_missing()
+            if not self._held:
+                raise StorageError("the device has failed")
+            self._work.stage_rows(self._ws, self._chunk, listed)
         except Exception as error:  # noqa: BLE001 - raised for the caller
             self._failed = True
-            self._part("rows", self._listed * self._work.table.spec.dim, self._work.row_dtype)[:] = np.nan
+            self._work.room_of_rows(self._ws, listed)[:] = np.nan
             failed(self._stream, error)
         finally:
-            round_trip.say(self._report, round_trip.WHOLE | self._listed << 32)
-            self.word += round_trip.OVER
-
-    def _read_missing(self) -> None:
-        if self._release is None:
-            raise StorageError("the device has failed")
-        self._work.stage_rows(self._ws, self._at, self._chunk, self._listed)
+            reports.say(self.report, reports.WHOLE | listed << 32)  # after this, others may end it
 
     def end(self) -> None:
-        if self.word == self._report or not round_trip.said(self.word):
-            return
         try:
-            if not self._failed and self._release is not None:
+            if self._held and not self._failed:
                 self._count()
         finally:
             self._ws.give_back()
-            self.word = 0
-            self.forsake()
+            self._release()
 
     def _count(self) -> None:
-        n, there, host = self._chunk.end - self._chunk.begin, self._work.there, self._work.host
-        keys, state = self._part("keys" if there is None else "rows", n, np.int64), self._part("state", n)
+        n, host, ws = self._chunk.end - self._chunk.begin, self._work.host, self._ws
+        keys = ws.part(round_trip.AT_KEYS if self._work.there is None else round_trip.AT_ROWS, n, np.int64)
+        state = ws.part(round_trip.AT_STATE, n)
         if host is not None and not self._listed:  # otherwise the host tier has noted what it was asked for
             host.note_answered(keys, state)
         self._unwaited.after(keys, state)
 
     def forsake(self) -> bool:
-        if self.word and self._work.table.is_in_use:
+        if self._work.table.is_in_use:
             return False
-        if self._release is not None:
-            self._release()
-            self._release = None
+        self._release()
         return True
+
+    def _release(self) -> None:
+        try:
+            release = self._held.pop()  # by one of two threads
+        except IndexError:
+            return
+        release()

@@ -14,7 +14,7 @@ import numpy as np
 from numba import types
 
 from tierstore.kernels import LAST, compiled
-from tierstore.kernels.atomics import acquire_i64, acquire_u32, copy_bytes, release_i64, swap_at
+from tierstore.kernels.atomics import acquire_u32, copy_bytes, release_i64, swap_at
 from tierstore.kernels.raw import call_at, store_i64
 from tierstore.tiers.device.driver_calls import (
     CONTEXT,
@@ -30,6 +30,7 @@ from tierstore.tiers.device.driver_calls import (
     launch_at,
     wait,
 )
+from tierstore.tiers.device.reports import OVER, REPORT_BYTES, WHOLE
 from tierstore.tiers.host.cache.layout import KEYS
 from tierstore.types import Tier
 
@@ -57,8 +58,6 @@ NOT_IN_USE, FAILED = -1, -16  # FAILED - status: an error from `driver_calls.py`
 ALIGN = 16  # the widest access of a kernel
 COPIED_FROM = 1 << 17  # bytes; from here on a copy is faster than a kernel's reads of page-locked memory: 16,384 keys
 TEAM, WARP, THREADS = 8, 32, 256  # lanes: for one key, or for two at a time; for one bag; of a block
-WHOLE = 2  # in a report: no row is missing (`cuda/lookup.cu`)
-OVER = 8  # bytes after a report: the word of a second kernel that was put into the caller's stream
 _PUTTING = 2048  # teams that put rows whose number is not known yet
 _HOST = int(Tier.HOST)
 _WORDS = types.int64[::1]
@@ -77,18 +76,6 @@ def unlock(order: Any) -> None:
     release_i64(order.ctypes.data, 0)
 
 
-@compiled(types.int64(types.int64), when=LAST)
-def said(at: Any) -> Any:
-    """A report, whole: how far a look-up is, and 2^32 times the number of listed keys. 0: it has not come."""
-    return acquire_i64(at)
-
-
-@compiled(types.void(types.int64, types.int64), when=LAST)
-def say(at: Any, value: Any) -> None:
-    """Write a report, after everything that this thread has written before."""
-    release_i64(at, value)
-
-
 @nb.njit
 def _cut(frame: Any, n: Any, bags: Any) -> Any:
     """Note the offsets of a workspace's parts, for `n` keys in `bags`."""
@@ -98,7 +85,7 @@ def _cut(frame: Any, n: Any, bags: Any) -> Any:
         # read by kernels, in place or after one copy up; `before` if some keys are answered already
         n * 8 if frame[THERE] == 0 else 0, bags * 8, n * 4 if pooled else 0, n,
         # only in CPU memory; but the device's `rows` are rows that a kernel has read in the host tier
-        n, n * 8, n * 4, n * frame[WIDTH], np.int64(2 * OVER),
+        n, n * 8, n * 4, n * frame[WIDTH], np.int64(REPORT_BYTES),
         # only on the device
         n * 8 if pooled else 0, width, bags,
     )  # fmt: skip

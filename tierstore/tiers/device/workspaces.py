@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
+from struct import Struct
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tierstore.tiers.device import round_trip
+from tierstore.tiers.device import reports, round_trip
 from tierstore.tiers.device.backend import Backend, Buffer, DeviceError, DeviceStream
 from tierstore.tiers.device.driver_calls import WAIT_VALUE, WRITE_VALUE
 from tierstore.tiers.device.later import Finisher
@@ -31,6 +32,7 @@ ANSWERING = 8  # look-ups under way at once
 WRITING = 4  # threads that stage writes at once
 WORKSPACES = ANSWERING + WRITING
 WORKSPACE_BYTES = 32 << 20  # 65,536 keys with rows of 400 bytes
+_JOB = Struct(f"{round_trip.JOB_WORDS}q")
 _SHARE = 16  # workspaces use at most this part of the budget: one in so many
 
 
@@ -50,11 +52,11 @@ class Reading(NamedTuple):
 class Workspace:
     """One workspace, used by one thread in a `with`. Parts have the same offsets on the device and in `staging`.
 
-    `frame` int64[FRAME_WORDS] is for `round_trip.py`. `idle`: the queue to which it returns.
+    `frame` int64[FRAME_WORDS] is for `round_trip.py`. `number`: its place among those that return to the queue `idle`.
     """
 
     def __init__(self, backend: Backend, nbytes: int, idle: SimpleQueue[Workspace]) -> None:
-        self.nbytes, self._backend, self._idle = nbytes, backend, idle
+        self.nbytes, self._backend, self._idle, self.number = nbytes, backend, idle, idle.qsize()
         self._buffer: Buffer = backend.alloc(nbytes)
         self._pinned = backend.pinned(nbytes)
         self._pinned_at = int(self._pinned.ctypes.data)
@@ -65,7 +67,7 @@ class Workspace:
         self._left = False  # to work that goes on after the `with`
         self.frame = np.zeros(round_trip.FRAME_WORDS, np.int64)
         self.frame[: round_trip.JOB] = self._pinned_at, self._buffer.address, *self.stream.events
-        self.job = self.frame[round_trip.JOB : round_trip.AT]
+        self._job = self.frame[round_trip.JOB : round_trip.AT].data
         idle.put(self)
 
     def __enter__(self) -> Workspace:
@@ -84,6 +86,10 @@ class Workspace:
                 self._wait_until_free()
         if kind is not None or not self._left:
             self.give_back()
+
+    def set_job(self, *words: int) -> None:
+        """The request of a look-up: JOB_WORDS."""
+        _JOB.pack_into(self._job, 0, *words)
 
     def leave(self) -> None:
         """In the `with`: keep it in use after that, until `give_back`."""
@@ -112,6 +118,10 @@ class Workspace:
     def at(self, offset: int) -> int:
         """The device address of an offset, as a kernel argument."""
         return self._buffer.address + offset
+
+    def part(self, at: int, count: int, dtype: type | np.dtype = np.uint8) -> np.ndarray:
+        """`staging` of the part whose offset is word `at` of `frame`."""
+        return self.staging(int(self.frame[at]), count, dtype)
 
     def here(self, offset: int) -> int:
         """The address of an offset in its page-locked CPU memory, which kernels reach too."""
@@ -150,10 +160,10 @@ class Workspace:
         driver, words = self._backend.driver(), self.staging(0, 4, np.uint32)
         if not driver.calls[WAIT_VALUE] or not driver.calls[WRITE_VALUE]:
             return False
-        words[:] = round_trip.WHOLE, 0, 0, 0
+        words[:] = reports.WHOLE, 0, 0, 0
         try:
-            driver.call(WAIT_VALUE, self.stream.handle, self.here(0), round_trip.WHOLE)
-            driver.call(WRITE_VALUE, self.stream.handle, self.here(round_trip.OVER), 1)
+            driver.call(WAIT_VALUE, self.stream.handle, self.here(0), reports.WHOLE)
+            driver.call(WRITE_VALUE, self.stream.handle, self.here(reports.OVER), 1)
             self.stream.synchronize()
         except DeviceError:
             return False
@@ -182,11 +192,14 @@ class DeviceMemory:
         self._all = [
             Workspace(backend, self.workspace_bytes, self._idle[number < ANSWERING]) for number in range(WORKSPACES)
         ]
-        self.finisher = Finisher(self.driver.calls) if self._all[0].waits_in_streams() else None
+        self.finisher = Finisher(self.driver.calls, ANSWERING) if self._all[0].waits_in_streams() else None
 
     def workspace(self, *, answers: bool = False) -> Workspace:
         """A workspace for a `with`; with `answers`, one for answers on the device. Waits while all of that kind are in use."""
-        return self._idle[answers].get()
+        idle = self._idle[answers]
+        if answers and self.finisher is not None and not idle.qsize():
+            self.finisher.end_some()
+        return idle.get()
 
     @property
     def held(self) -> int:
