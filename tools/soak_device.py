@@ -125,9 +125,11 @@ class Soak:
                 raise AssertionError("a look-up in a stream does not end")
         return out
 
-    def _count(self, state: np.ndarray) -> None:
+    def _count(self, state: np.ndarray) -> int:
+        from_host = np.count_nonzero(state == Tier.HOST)
         with self._lock:
-            self.below += np.count_nonzero(state == Tier.HOST)
+            self.below += from_host
+        return from_host
 
     def _check_rows(
         self, got: np.ndarray, keys: np.ndarray, counted: np.ndarray, least: np.ndarray, most: np.ndarray

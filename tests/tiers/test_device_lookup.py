@@ -464,7 +464,12 @@ class Caller:
         scene, device = self.scene, self.scene.device
         out = device.empty((len(keys) if bags is None else len(bags.offsets), scene.spec.dim), dtype)
         read = device.pinned(out.shape[0] * out.shape[1] * np.dtype(dtype).itemsize)
-        unwaited = Unwaited(self.hold, lambda keys, states: self.told.append((keys.tolist(), states.tolist())))
+
+        def after(keys: Keys, states: States) -> int:
+            self.told.append((keys.tolist(), states.tolist()))
+            return int((states == Tier.HOST).sum())
+
+        unwaited = Unwaited(self.hold, after)
         state = np.zeros(len(keys), np.uint8) if state is None else state
         given = np.empty((0, scene.spec.dim), dtype) if given is None else given
         with device.in_stream(getattr(self.stream, "_stream", self.stream)):

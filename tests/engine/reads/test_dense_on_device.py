@@ -54,7 +54,7 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> Bound:
 
     def spy(slot: Slot, name: str, address: int, owner: Any) -> None:
         assert name not in slot.hidden
-        assert owner.array.ctypes.data == address
+        assert owner.ctypes.data == address
         seen.names.append(name)
         seen.owners.append(owner)
         bind(slot, name, address, owner)

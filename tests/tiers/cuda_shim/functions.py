@@ -8,6 +8,9 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from tests.tiers.cuda_shim import compile
@@ -19,6 +22,18 @@ _NOT_READY, NOT_SUPPORTED = 600, 801
 _WORD, _UINT = ctypes.c_uint64, ctypes.c_uint32
 _LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int32, _WORD, *[_UINT] * 7, _WORD, _WORD, _WORD)
 _CALL = ctypes.CFUNCTYPE(ctypes.c_int32, _WORD, _WORD, _WORD, _WORD)
+
+
+_SLEEPS: list[Any] = []  # which are called by threads that outlive a device
+
+
+def _sleep(device: Callable[[], Any], *_: int) -> int:
+    """Time passes, in which a device goes on by itself."""
+    if (found := device()) is not None:
+        found.go_on()
+        del found
+    time.sleep(0.0001)
+    return 0
 
 
 class Functions:
@@ -38,7 +53,8 @@ class Functions:
             self._copy, self._record, self._wait, self._query, self._push, self._pop, self._mode, self._register,
             self._unregister, self._mapped, self._copy, self._wait_value, self._write_value,
         )  # fmt: skip
-        self._held = [_LAUNCH(self._launch), *map(_CALL, four), ctypes.CDLL(None).sched_yield, _CALL(self._sleep)]
+        _SLEEPS.append(_CALL(partial(_sleep, weakref.ref(device))))
+        self._held = [_LAUNCH(self._launch), *map(_CALL, four), ctypes.CDLL(None).sched_yield, _SLEEPS[-1]]
         self.addresses = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in self._held]
 
     def _launch(self, kernel: int, *rest: int) -> int:
@@ -96,12 +112,6 @@ class Functions:
             word.value = value
 
         self._device.stream_of(stream)._add(write)
-        return 0
-
-    def _sleep(self, *_: int) -> int:
-        """Time passes, in which a device goes on by itself."""
-        self._device.go_on()
-        time.sleep(0.0001)
         return 0
 
     def _query(self, stream: int, *_: int) -> int:

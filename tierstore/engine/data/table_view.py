@@ -148,11 +148,16 @@ class TableView:
             unwaited = None  # keys of other nodes are an error of the caller's, to be raised at once
         return answer(cache, keys, state, given, dtype, self._below_device, bags, table.host, unwaited)
 
-    def count_on_device(self, keys: Keys | KeysThere, state: States, skipped: int) -> None:
-        """Count, and promote, what `on_device` has answered; `skipped` keys were padding."""
+    def count_on_device(self, keys: Keys | KeysThere, state: States, skipped: int) -> int:
+        """Count, and promote, what `on_device` has answered; `skipped` keys were padding.
+
+        Returns how many keys the host tier has answered.
+        """
         table = self.table
-        if table.count(state, skipped) and table.offer is not None and table.device is not None:
+        from_host = table.count(state, skipped)
+        if from_host and table.offer is not None and table.device is not None:
             table.offer(from_device(table.device.device, keys.array) if isinstance(keys, KeysThere) else keys, state)
+        return from_host
 
     def _rows_of_overlays(self, keys: Keys, state: States, dtype: Any) -> Vectors:
         """Rows of the keys that deltas answer, in their order; sets their states."""

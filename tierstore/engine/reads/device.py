@@ -6,8 +6,7 @@ may read it at once; or, if the caller has named its stream, complete in the ord
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -98,20 +97,23 @@ def gpu_of(version: Version, device: str) -> Gpu:
     return gpu
 
 
-@contextmanager
-def _outside_of_captures() -> Iterator[None]:
-    try:
-        yield
-    except Captured as error:
-        raise NotReady(str(error)) from error
+class OfCaller:
+    """In the block, which gets the GPU, look-ups come after the caller's work in `stream`; None: its current one."""
 
+    __slots__ = ("_gpu", "_inside")
 
-@contextmanager
-def of_caller(version: Version, device: str | None, stream: Any) -> Iterator[Gpu]:
-    """In the block look-ups come after the work in the caller's `stream`, None for its current one."""
-    gpu = gpu_of(version, "gpu" if device in (None, "cpu") else str(device))
-    with _outside_of_captures(), gpu.in_stream(stream):
-        yield gpu
+    def __init__(self, version: Version, device: str | None, stream: Any) -> None:
+        self._gpu = gpu_of(version, "gpu" if device in (None, "cpu") else str(device))
+        self._inside = self._gpu.in_stream(stream)
+
+    def __enter__(self) -> Gpu:
+        self._inside.__enter__()
+        return self._gpu
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        self._inside.__exit__(kind, error, trace)
+        if isinstance(error, Captured):
+            raise NotReady(str(error)) from error
 
 
 def keys_there(gpu: Gpu, keys: Any, feature: FeatureView) -> KeysThere | None:

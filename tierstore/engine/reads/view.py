@@ -16,7 +16,7 @@ import numpy.typing as npt
 from tierstore.engine.data.dense_head import DenseHead, Heads, passed_over_after, with_brought
 from tierstore.engine.data.overlay import Overlay
 from tierstore.engine.data.table_view import TableView
-from tierstore.engine.reads.device import DeviceLookup, Hold, gpu_of, keys_there, of_caller
+from tierstore.engine.reads.device import DeviceLookup, Hold, OfCaller, gpu_of, keys_there
 from tierstore.engine.reads.feature_view import FeatureView, answer_code
 from tierstore.engine.reads.gather import Gathering, can_gather
 from tierstore.engine.reads.lookup import BagLookup, Lookup
@@ -211,7 +211,7 @@ class View:
             MissingExtra, NotReady: there is no device tier to answer on.
         """
         if stream is not None or lies_on_gpu(keys):
-            with of_caller(self._version, device, stream) as gpu:
+            with OfCaller(self._version, device, stream) as gpu:
                 here, where = self._keys_for(gpu, feature, keys, device), device or "gpu"
                 if where != "cpu":
                     hold = None if stream is None else self._hold
@@ -255,7 +255,7 @@ class View:
             The vectors [bags, dim], or (vectors, found). Absent keys count with the table's default.
         """
         if stream is not None or lies_on_gpu(keys):
-            with of_caller(self._version, device, stream) as gpu:
+            with OfCaller(self._version, device, stream) as gpu:
                 here, starts, factors = (
                     self._keys_for(gpu, feature, keys, device), gpu.to_host(offsets), gpu.to_host(weights)
                 )  # fmt: skip

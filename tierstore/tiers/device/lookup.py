@@ -46,12 +46,12 @@ class Pooling:
 class Unwaited:
     """A look-up whose caller does not wait: its answer is complete in the order of the caller's stream.
 
-    `hold` keeps the tiers below as they are, and returns what ends that. `after` gets (keys, states), which are not kept, on any thread; it is
-    not called if rows could not be read. `begun`: whether the look-up was put off; otherwise it is complete when the call returns.
+    `hold` keeps the tiers below as they are, and returns what ends that. `after` gets (keys, states), which are not kept, on any thread, and
+    returns how many the host tier has answered; it is not called if rows could not be read. `begun`: whether the look-up was put off; otherwise it is complete when the call returns.
     """
 
     hold: Callable[[], Callable[[], None]]
-    after: Callable[[Keys, States], None]
+    after: Callable[[Keys, States], int]
     begun: bool = False
 
 
@@ -395,9 +395,11 @@ class _PutOff:
         n, host, ws = self._chunk.end - self._chunk.begin, self._work.host, self._ws
         keys = ws.part(round_trip.AT_KEYS if self._work.there is None else round_trip.AT_ROWS, n, np.int64)
         state = ws.part(round_trip.AT_STATE, n)
-        if host is not None and not self._listed:  # otherwise the host tier has noted what it was asked for
+        from_host = self._unwaited.after(keys, state)
+        if (
+            from_host and host is not None and not self._listed
+        ):  # otherwise the host tier has noted what it was asked for
             host.note_answered(keys, state)
-        self._unwaited.after(keys, state)
 
     def forsake(self) -> bool:
         if self._work.table.is_in_use:

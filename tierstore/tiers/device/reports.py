@@ -21,7 +21,7 @@ REPORT_BYTES = 2 * OVER
 NOTHING, MISSING, ENDED, SILENT = range(4)  # results of `watch`
 _LOOKS = 64  # turns of `watch` before it sleeps in between
 _SLEEP_US = 20
-_LINGERING = 96  # turns before it tells of ended look-ups, which the next caller may end first: a few milliseconds
+_LINGERING = 40  # sleeps before it returns with nothing urgent, as the next call may change that: 3 ms
 _SILENT = 4096  # turns before it returns with nothing: a third of a second
 _WORDS = types.int64[::1]
 
@@ -52,8 +52,8 @@ def ended(reports: Any) -> Any:
 def watch(calls: Any, reports: Any) -> Any:
     """Wait until there is something to do for look-ups.
 
-    Returns MISSING: one has listed keys. ENDED: streams are past some, and for a while, unless the others are all taken. SILENT: nothing for long.
-    NOTHING: none is under way.
+    Returns MISSING: one has listed keys. ENDED: streams are past some, for a while already, or no place is free. NOTHING: none has been under way for
+    a while. SILENT: nothing has happened for long.
     """
     lingered = 0
     for k in range(_SILENT):
@@ -66,12 +66,10 @@ def watch(calls: Any, reports: Any) -> Any:
                     return MISSING
                 if acquire_u32(at + OVER) != 0:
                     over += 1
-        if under_way == 0:
-            return NOTHING
-        if over != 0:
-            lingered += 1
+        if over != 0 or under_way == 0:
+            lingered += k >= _LOOKS
             if under_way == reports.size or lingered > _LINGERING:
-                return ENDED
+                return ENDED if over != 0 else NOTHING
         if k < _LOOKS:
             call_at(calls[YIELD], 0, 0, 0, 0, 0, 0)
         else:
