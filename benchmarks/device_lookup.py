@@ -43,7 +43,7 @@ from benchmarks.options import parser_of
 from tierstore.kernels.pool import check_offsets
 from tierstore.tiers.device.backend import NO_HOST, TEAM, Backend
 from tierstore.tiers.device.cupy_device import CudaDevice, find_devices
-from tierstore.tiers.device.lookup import Pooling, Unwaited, look_up, to_device
+from tierstore.tiers.device.lookup import LookUp, Pooling, Unwaited, to_device
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import DeviceMemory
 from tierstore.tiers.host.table import HostTable
@@ -187,9 +187,9 @@ class Asking:
     def __call__(self, call: int, unwaited: Unwaited | None = None) -> None:
         self.state[:] = 0
         scene, keys = self.scene, self.keys[call]
-        assert look_up(
+        assert LookUp(
             scene.table, keys, self.state, self.given, self.out, scene.fetch, host=scene.host, unwaited=unwaited
-        )
+        ).finish()
 
 
 def from_cpu_memory(
@@ -343,7 +343,7 @@ def tiered(backend: Backend, rows: int, dim: int, batch: int, rounds: int, calls
 
     def ours(call: int) -> None:
         state = np.zeros(batch, np.uint8)
-        assert look_up(scene.table, asked[call], state, given, out, scene.fetch, host=scene.host)
+        assert LookUp(scene.table, asked[call], state, given, out, scene.fetch, host=scene.host).finish()
         states.append(state)
 
     def host_alone(call: int) -> None:
@@ -392,7 +392,7 @@ def pooled(backend: Backend, torch: Any, rows: int, dim: int, bags: int, bag: in
 
     def ours(call: int) -> None:
         state[:] = 0
-        assert look_up(scene.table, keys[call], state, given, out, scene.fetch, pooling)
+        assert LookUp(scene.table, keys[call], state, given, out, scene.fetch, pooling).finish()
 
     def embedding_bag(call: int) -> None:
         module(torch.from_numpy(places[call]).cuda(), starts)

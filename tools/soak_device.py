@@ -21,7 +21,7 @@ import numpy as np
 
 from tests.tiers.devices import open_device, to_host
 from tierstore.kernels.pool import pool_bags
-from tierstore.tiers.device.lookup import PADDING, Pooling, Unwaited, look_up
+from tierstore.tiers.device.lookup import PADDING, LookUp, Pooling, Unwaited
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import DeviceMemory
 from tierstore.tiers.host.table import HostTable
@@ -114,7 +114,7 @@ class Soak:
             else nullcontext()
         ):
             out = self.device.empty((len(keys) if bags is None else len(bags.offsets), DIM), np.float32)
-            if not look_up(self.table, keys, state, NONE, out, self._below, bags, self.host, unwaited):
+            if not LookUp(self.table, keys, state, NONE, out, self._below, bags, self.host).finish(unwaited):
                 raise AssertionError(f"the device does not answer: {self.table.problem}")
         if unwaited is None or not unwaited.begun:
             self._count(state)

@@ -17,11 +17,13 @@ from tierstore.errors import StorageError
 from tierstore.kernels import codec
 from tierstore.kernels.hashing import mix_all
 from tierstore.kernels.pool import pool_bags
+from tierstore.tiers.device import reports
 from tierstore.tiers.device.backend import Captured, DeviceError, OutOfDeviceMemory
-from tierstore.tiers.device.lookup import PADDING, KeysThere, Pooling, Unwaited, from_device, look_up, to_device
+from tierstore.tiers.device.later import Finisher
+from tierstore.tiers.device.lookup import PADDING, KeysThere, LookUp, Pooling, Unwaited, from_device, to_device
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.window import NOT_YET
-from tierstore.tiers.device.workspaces import DeviceMemory
+from tierstore.tiers.device.workspaces import ANSWERING, DeviceMemory
 from tierstore.tiers.host.sample import ALL, NOTHING, AccessSample
 from tierstore.tiers.host.table import HostTable
 from tierstore.types import Combiner, Keys, KeyType, States, StorageDtype, TableSpec, Tier, Vectors
@@ -85,7 +87,7 @@ class Scene:
         host: HostTable | None = None,
     ) -> np.ndarray:
         out = self.device.empty((len(keys) if bags is None else len(bags.offsets), self.spec.dim), dtype)
-        assert look_up(self.table, keys, state, given, out, self.fetch, bags, host)
+        assert LookUp(self.table, keys, state, given, out, self.fetch, bags, host).finish()
         return to_host(out)
 
 
@@ -372,7 +374,7 @@ def test_every_key_value_may_be_asked_for() -> None:
     scene.table.update(keys[:1], row_bytes_of(scene.spec, keys[:1]), np.ones(1, np.bool_))  # which forgets key 0
     out = scene.device.empty((len(keys), 4), np.float32)
     state = np.zeros(len(keys), np.uint8)
-    assert look_up(scene.table, keys, state, np.empty((0, 4), np.float32), out, fetch)
+    assert LookUp(scene.table, keys, state, np.empty((0, 4), np.float32), out, fetch).finish()
     assert sorted(seen[0]) == [limits.min, limits.min, -1, -1, limits.max]
     np.testing.assert_array_equal(out[1:, 0], (keys[1:] % 1000).astype(np.float32))
     np.testing.assert_array_equal(out[0], scene.default)
@@ -393,9 +395,9 @@ def test_a_bag_larger_than_a_workspace_is_left_to_the_cpu() -> None:
     keys = np.zeros(1000, np.int64)
     out = scene.device.empty((1, 64), np.float32)
     bags = Pooling(np.zeros(1, np.int64), None, Combiner.SUM)
-    assert not look_up(
+    assert not LookUp(
         scene.table, keys, np.zeros(1000, np.uint8), np.empty((0, 64), np.float32), out, scene.fetch, bags
-    )
+    ).finish()
 
 
 def test_a_disk_that_fails_meanwhile_leaves_the_device_as_it_was() -> None:
@@ -406,7 +408,7 @@ def test_a_disk_that_fails_meanwhile_leaves_the_device_as_it_was() -> None:
 
     out = scene.device.empty((len(BELOW), 8), np.float32)
     with pytest.raises(StorageError, match="the disk failed"):
-        look_up(scene.table, BELOW, np.zeros(len(BELOW), np.uint8), np.empty((0, 8), np.float32), out, fail)
+        LookUp(scene.table, BELOW, np.zeros(len(BELOW), np.uint8), np.empty((0, 8), np.float32), out, fail).finish()
     assert scene.memory.held == 0
     again = scene.look_up(RESIDENT, np.float32, np.zeros(len(RESIDENT), np.uint8), np.empty((0, 8), np.float32))
     np.testing.assert_array_equal(again, scene.rows(RESIDENT, np.float32))
@@ -426,10 +428,60 @@ def test_an_answer_is_not_written_before_the_callers_work_that_is_in_its_stream(
     stream.download(read, scene.device.address_of(out))
     with scene.device.in_stream(getattr(stream, "_stream", stream)):
         state = np.zeros(len(RESIDENT), np.uint8)
-        assert look_up(scene.table, RESIDENT, state, np.empty((0, 8), np.float32), out, scene.fetch)
+        assert LookUp(scene.table, RESIDENT, state, np.empty((0, 8), np.float32), out, scene.fetch).finish()
     np.testing.assert_array_equal(to_host(out), scene.rows(RESIDENT, np.float32))
     stream.synchronize()
     np.testing.assert_array_equal(read.view(np.float32).reshape(-1, 8), before)
+
+
+@either
+def test_look_ups_that_have_begun_together_are_finished_one_after_the_other(kind: str) -> None:
+    """Rows and bags, from every tier, more of them than there are workspaces; one of them is abandoned."""
+    scene, begun = Scene(8, StorageDtype.FLOAT32, kind=kind), []
+    host = scene.host_tier(KEPT[:1000], 1 << 20)
+    scene.table.read_below(host)
+    for number in range(12):
+        keys = np.random.default_rng(number).integers(0, LAST, 300)
+        bags = Pooling(np.arange(0, 300, 10), None, Combiner.SUM) if number % 2 else None
+        expected = scene.rows(keys, np.float32)
+        if bags is not None:
+            expected = pool_bags(expected, bags.offsets, None, None, bags.combiner)
+        out, state = scene.device.empty(expected.shape, np.float32), np.zeros(len(keys), np.uint8)
+        none = np.empty((0, 8), np.float32)
+        look_up = LookUp(scene.table, keys, state, none, out, scene.fetch, bags, host)
+        assert look_up.begin() == (number < ANSWERING)
+        begun.append((look_up, keys, state, expected))
+    assert scene.memory.held == ANSWERING
+    begun.pop(3)[0].abandon()
+    assert scene.memory.held == ANSWERING - 1
+    for look_up, keys, state, expected in begun:
+        assert look_up.finish()
+        look_up.abandon()  # which does nothing any more
+        np.testing.assert_array_equal(to_host(look_up.out), expected)
+        assert (state[keys < len(RESIDENT)] == Tier.DEVICE).all()
+        assert (state != Tier.PENDING).all()
+    assert scene.memory.held == 0
+    host.close()
+
+
+def test_a_look_up_begins_only_where_it_can_end() -> None:
+    scene = Scene(8, StorageDtype.FLOAT32, 1 << 20)
+    none = np.empty((0, 8), np.float32)
+
+    def begins(keys: Keys) -> bool:
+        out = scene.device.empty((len(keys), 8), np.float32)
+        return LookUp(scene.table, keys, np.zeros(len(keys), np.uint8), none, out, scene.fetch).begin()
+
+    assert not begins(np.tile(BELOW, 10))  # several parts
+    assert begins(BELOW[:9])
+    scene.device.broken = True
+    out, state = scene.device.empty((9, 8), np.float32), np.zeros(9, np.uint8)
+    look_up = LookUp(scene.table, BELOW[:9], state, none, out, scene.fetch)
+    assert look_up.begin()
+    assert not look_up.finish()
+    assert scene.table.problem is not None
+    assert not begins(BELOW[:9])
+    assert scene.memory.held == 1  # of the first that had begun
 
 
 class Caller:
@@ -473,7 +525,7 @@ class Caller:
         state = np.zeros(len(keys), np.uint8) if state is None else state
         given = np.empty((0, scene.spec.dim), dtype) if given is None else given
         with device.in_stream(getattr(self.stream, "_stream", self.stream)):
-            assert look_up(scene.table, keys, state, given, out, fetch or scene.fetch, bags, host, unwaited)
+            assert LookUp(scene.table, keys, state, given, out, fetch or scene.fetch, bags, host).finish(unwaited)
         self.stream.download(read, device.address_of(out))
         return read.view(dtype).reshape(out.shape), unwaited.begun
 
@@ -617,7 +669,7 @@ def test_what_a_look_up_holds_is_released_when_the_device_fails_before_its_end()
     caller.ask(BELOW)
     scene.device.broken = True
     out, none = scene.device.empty((1, 8), np.float32), np.empty((0, 8), np.float32)
-    assert not look_up(scene.table, RESIDENT[:1], np.zeros(1, np.uint8), none, out, scene.fetch)
+    assert not LookUp(scene.table, RESIDENT[:1], np.zeros(1, np.uint8), none, out, scene.fetch).finish()
     caller.has_released()
     scene.memory.close()
 
@@ -646,6 +698,50 @@ def test_where_streams_cannot_wait_or_there_is_too_much_for_a_workspace_the_call
     device = ShimDevice()
     device.functions.refused_in_streams = NOT_SUPPORTED, 0
     assert DeviceMemory(device, 1 << 20).finisher is None
+
+
+class Slow:
+    """An `UnderWay` whose rows take so long that others get on meanwhile."""
+
+    def __init__(self, number: int, report: np.ndarray, meanwhile: Callable[[], None] = lambda: None) -> None:
+        self.number, self.report, self._meanwhile = number, report.ctypes.data, meanwhile
+        self.answered: list[int] = []
+        self.ended = threading.Event()
+
+    def answer_missing(self, listed: int, failed: Any) -> None:
+        self._meanwhile()
+        self.answered.append(listed)
+        reports.say(self.report, reports.WHOLE | listed << 32)
+        reports.say(self.report + reports.OVER, 1)
+
+    def end(self) -> None:
+        self.ended.set()
+
+    def forsake(self) -> bool:
+        return False
+
+
+def test_a_later_look_up_in_the_same_place_is_not_taken_for_the_one_before() -> None:
+    finisher, words = Finisher(ShimDevice().driver().calls, 2), np.zeros((2, 2), np.int64)
+    later = Slow(1, words[1])
+
+    def meanwhile() -> None:
+        """The second look-up ends without missing a row, and another one, which misses three, takes its place."""
+        words[1] = reports.WHOLE, 1
+        finisher.prepare(7)
+        assert second.ended.is_set()
+        words[1] = reports.DONE | 3 << 32, 0
+        finisher.add(later)
+
+    first, second = Slow(0, words[0], meanwhile), Slow(1, words[1])
+    finisher.prepare(7)
+    finisher.add(first)
+    finisher.add(second)
+    reports.say(first.report, reports.DONE | 5 << 32)
+    assert later.ended.wait(60)
+    assert first.ended.wait(60)
+    assert (first.answered, second.answered, later.answered) == ([5], [], [3])
+    finisher.close()
 
 
 def test_a_store_that_puts_nothing_off_has_no_thread_for_it() -> None:
@@ -687,7 +783,7 @@ def test_a_device_that_fails_is_passed_over() -> None:
     scene.device.broken = True
     out = scene.device.empty((len(RESIDENT), 8), np.float32)
     none = np.empty((0, 8), np.float32)
-    assert not look_up(scene.table, RESIDENT, np.zeros(len(RESIDENT), np.uint8), none, out, scene.fetch)
+    assert not LookUp(scene.table, RESIDENT, np.zeros(len(RESIDENT), np.uint8), none, out, scene.fetch).finish()
     assert "fell off the bus" in str(scene.table.stats()["problem"])
     scene.device.broken = False
     cpu, state = np.empty((len(RESIDENT), 8), np.float32), np.zeros(len(RESIDENT), np.uint8)

@@ -18,13 +18,14 @@ from tests.engine import scenes
 from tests.predict import onnx_models as om
 from tests.tiers.cuda_shim.backend import ShimDevice
 from tierstore.engine.store import Store
-from tierstore.errors import InferenceError, InvalidInput
+from tierstore.errors import InferenceError, InvalidInput, StorageError
 from tierstore.predict import runtime
 from tierstore.predict.placement import CPU_PROVIDER, DensePlacement
 from tierstore.predict.session import DenseSession, Slot
 from tierstore.service.dataplane.inference import DataPlane, Request
 from tierstore.service.dataplane.tensors import TensorSpec
 from tierstore.tiers.device import gpu
+from tierstore.tiers.device.lookup import LookUp
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 
@@ -113,6 +114,30 @@ def test_a_request_of_the_service_takes_the_same_way(
         inference.finish()
     assert sorted(bound.names) == ["clicked", "item_id", "user_id"]
     np.testing.assert_allclose(arrays[0][:, 0], expected(store), rtol=1e-4, atol=1e-4)
+
+
+def test_the_device_works_on_all_features_at_once_and_gets_everything_back_where_one_fails(
+    with_device: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = with_device(device_budget="64MiB")
+    store.load_snapshot(scenes.write_snapshot(tmp_path, dense=om.linear(WEIGHTS)))
+    right, seen = expected(store), []
+    begin, finish = LookUp.begin, LookUp.finish
+    monkeypatch.setattr(LookUp, "begin", lambda look_up: (seen.append("begin"), begin(look_up))[1])
+    monkeypatch.setattr(LookUp, "finish", lambda look_up, *args: (seen.append("finish"), finish(look_up, *args))[1])
+    np.testing.assert_allclose(ask(store)[:, 0], right, rtol=1e-4, atol=1e-4)
+    assert seen == ["begin"] * 3 + ["finish"] * 3
+
+    def fail(*_: Any) -> bool:
+        raise StorageError("the disk failed")
+
+    monkeypatch.setattr(LookUp, "finish", fail)
+    with pytest.raises(StorageError, match="the disk failed"):
+        ask(store)
+    # the promoter takes one now and then
+    scenes.eventually(lambda: not store.status()["device"]["workspaces_taken"], "all workspaces are back")
+    monkeypatch.setattr(LookUp, "finish", finish)
+    np.testing.assert_allclose(ask(store)[:, 0], right, rtol=1e-4, atol=1e-4)
 
 
 def test_a_slot_keeps_rows_until_they_are_read_and_no_longer(

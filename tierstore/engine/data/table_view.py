@@ -20,7 +20,7 @@ from tierstore.lookup import table_rows as kernel
 from tierstore.lookup.plans import TABLE
 from tierstore.lookup.table_rows import NOT_POOLED
 from tierstore.tiers.background import yield_if_background
-from tierstore.tiers.device.lookup import PADDING, KeysThere, Pooling, Unwaited, answer, from_device
+from tierstore.tiers.device.lookup import PADDING, KeysThere, LookUp, Pooling, from_device, look_up_into_new
 from tierstore.types import Keys, Rows, States, Tier, Vectors
 
 DTYPES = np.dtype(np.float32), np.dtype(np.float16)  # of answers, by their codes
@@ -129,10 +129,8 @@ class TableView:
             rows[pending], state[pending], _ = self.table.read_and_promote(self.seq, keys[pending])
         self.table.count(state, 0)
 
-    def on_device(
-        self, keys: Keys | KeysThere, state: States, dtype: Any, bags: Pooling | None, unwaited: Unwaited | None = None
-    ) -> Any:
-        """Rows, or pooled bags, of `keys` as an array of `dtype` on the device; None if the device tier cannot answer.
+    def on_device(self, keys: Keys | KeysThere, state: States, dtype: Any, bags: Pooling | None) -> LookUp | None:
+        """A look-up of rows, or pooled bags, into an array of `dtype` on the device; None if the device tier cannot.
 
         Like `lookup` otherwise; keys whose state is PADDING are zeros and add nothing. `state` gets the tiers; call
         `count_on_device` then.
@@ -144,9 +142,7 @@ class TableView:
         given = np.empty((0, table.spec.dim), dtype)
         if self.overlays and not isinstance(keys, KeysThere):
             given = self._rows_of_overlays(keys, state, np.float32 if bags is not None else dtype)
-        if table.own is not None:
-            unwaited = None  # keys of other nodes are an error of the caller's, to be raised at once
-        return answer(cache, keys, state, given, dtype, self._below_device, bags, table.host, unwaited)
+        return look_up_into_new(cache, keys, state, given, dtype, self._below_device, bags, table.host)
 
     def count_on_device(self, keys: Keys | KeysThere, state: States, skipped: int) -> int:
         """Count, and promote, what `on_device` has answered; `skipped` keys were padding.

@@ -6,7 +6,7 @@ may read it at once; or, if the caller has named its stream, complete in the ord
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from tierstore.engine.versions.version import Version
 from tierstore.errors import NotReady
 from tierstore.tiers.device.backend import Captured, lies_on_gpu
 from tierstore.tiers.device.gpu import Gpu
-from tierstore.tiers.device.lookup import PADDING, KeysThere, Pooling, Unwaited
+from tierstore.tiers.device.lookup import PADDING, KeysThere, LookUp, Pooling, Unwaited
 from tierstore.types import Keys, KeyType, States, Tier
 
 Hold = Callable[[], Callable[[], None]]  # holds a view, and returns what releases it
@@ -27,15 +27,20 @@ _NO_STATES = np.empty(0, _STATE)
 
 
 class DeviceLookup:
-    """A look-up into device memory, which begins only with `finish`. One thread at a time, as `Lookup`."""
+    """A look-up into device memory. Its kernel may `begin` early; otherwise it begins with `finish`.
 
-    __slots__ = ("_array", "_gpu", "_state", "_what")
+    One thread at a time, as `Lookup`.
+    """
+
+    __slots__ = ("_array", "_gpu", "_look_up", "_skipped", "_state", "_what")
 
     def __init__(
         self, gpu: Gpu, feature: FeatureView, codes: Keys | KeysThere, bags: Pooling | None, code: int
     ) -> None:
         self._gpu, self._what = gpu, (feature, codes, bags, code)
         self._state: States = _NO_STATES
+        self._skipped = 0  # padding keys
+        self._look_up: LookUp | None = None
         self._array: Any = None
 
     @property
@@ -55,6 +60,19 @@ class DeviceLookup:
         assert self._gpu.memory is not None
         return self._gpu.memory.backend.address_of(self._array)
 
+    def begin(self) -> bool:
+        """Let the device begin, if that needs no wait. Returns whether it did: then `finish` or `abandon` must follow.
+
+        NotReady while a CUDA graph is captured.
+        """
+        self._prepare()
+        return self._look_up is not None and self._look_up.begin()
+
+    def abandon(self) -> None:
+        """Undo `begin`, if `finish` was not called."""
+        if self._look_up is not None:
+            self._look_up.abandon()
+
     def finish(self, hold: Hold | None = None) -> Any:
         """The answer, an array [n, dim] or [bags, dim] in device memory, complete. Call it once.
 
@@ -62,22 +80,32 @@ class DeviceLookup:
         captured. With `hold` the answer may be complete only in the order of the caller's stream; then `found` is
         undefined, and the view is held until it is.
         """
-        feature, codes, bags, code = self._what
-        self._state = state = np.zeros(len(codes), _STATE)
-        rows, skipped = feature.rows, 0
-        if feature.padding is not None:
-            state[codes == feature.padding] = PADDING
-            skipped = int(np.count_nonzero(state))
-        unwaited = hold and Unwaited(hold, lambda keys, states: rows.count_on_device(keys, states, skipped))
+        if self._look_up is None:
+            self._prepare()
+        (feature, codes, *_), skipped, look_up, unwaited = self._what, self._skipped, self._look_up, None
+        rows = feature.rows
+        if hold is not None and rows.table.own is None:  # keys of other nodes are an error, to be raised at once
+            unwaited = Unwaited(hold, lambda keys, states: rows.count_on_device(keys, states, skipped))
         try:
-            self._array = array = rows.on_device(codes, state, DTYPES[code], bags, unwaited)
-            if array is None:
+            if look_up is None or not look_up.finish(unwaited):
                 return self._from_below()
         except Captured as error:
             raise NotReady(str(error)) from error
         if unwaited is None or not unwaited.begun:
-            rows.count_on_device(codes, state, skipped)
-        return array
+            rows.count_on_device(codes, self._state, skipped)
+        self._array = look_up.out
+        return look_up.out
+
+    def _prepare(self) -> None:
+        feature, codes, bags, code = self._what
+        self._state = state = np.zeros(len(codes), _STATE)
+        if feature.padding is not None:
+            state[codes == feature.padding] = PADDING
+            self._skipped = int(np.count_nonzero(state))
+        try:
+            self._look_up = feature.rows.on_device(codes, state, DTYPES[code], bags)
+        except Captured as error:
+            raise NotReady(str(error)) from error
 
     def _from_below(self) -> Any:
         feature, codes, bags, code = self._what
@@ -87,6 +115,18 @@ class DeviceLookup:
         self._array = self._gpu.upload(lookup.finish())
         self._state = lookup.state
         return self._array
+
+
+def finish_all(lookups: Sequence[DeviceLookup]) -> list[Any]:
+    """The answers of look-ups, which the device works on at the same time, as far as it has workspaces."""
+    try:
+        # first those that can begin: whoever waits for a workspace must not hold one
+        order = sorted(lookups, key=lambda lookup: not lookup.begin()) if len(lookups) > 1 else lookups
+        answers = {lookup: lookup.finish() for lookup in order}
+        return [answers[lookup] for lookup in lookups]
+    finally:
+        for lookup in lookups:
+            lookup.abandon()
 
 
 def gpu_of(version: Version, device: str) -> Gpu:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from tierstore.engine.reads.device import DeviceLookup, finish_all
 from tierstore.engine.reads.gather import Gathering
 from tierstore.errors import InvalidInput
 from tierstore.predict.binding import Bindings
@@ -30,11 +31,6 @@ class StartedLookup(Protocol):
     def finish(self) -> Any: ...
 
 
-class LookupOnDevice(StartedLookup, Protocol):
-    @property
-    def address(self) -> int: ...
-
-
 class PredictionView(Protocol):
     """The part of a view that a prediction needs."""
 
@@ -47,7 +43,7 @@ class PredictionView(Protocol):
     def rows_on(self, session: DenseSession) -> str | None: ...
     def begin_on_device(
         self, device: str, feature: str, keys: Any, *, offsets: Any = None, weights: Any = None, dtype: str
-    ) -> LookupOnDevice: ...
+    ) -> DeviceLookup: ...
 
 
 def predict(
@@ -88,7 +84,7 @@ def predict(
     device_rows = () if device is None else [name for name, lead in leads.items() if 0 not in lead]
     slot = session.acquire(run, [name for name in leads if name not in device_rows])
     lookups: list[StartedLookup] = []
-    on_device: dict[str, LookupOnDevice] = {}
+    on_device: dict[str, DeviceLookup] = {}
     gathering = None if device_rows or not rows else view.gathering(bindings, tuple(rows))
     if gathering is not None:
         lookups.append(gathering.begin(list(rows.values()), run.places, slot.memory))
@@ -104,9 +100,8 @@ def predict(
             lookups.append(view.begin(name, keys, dtype=feature.dtype, out=out, **bag))
     for lookup in lookups:
         lookup.finish()
-    for name, started in on_device.items():
-        rows_there = started.finish()
-        slot.bind(name, started.address, rows_there)
+    for (name, started), there in zip(on_device.items(), finish_all(list(on_device.values())), strict=True):
+        slot.bind(name, started.address, there)
     answer = session.run(run, slot, plain)
     session.release(slot)  # a failed run keeps its slot
     return dict(zip(run.outputs, answer, strict=True))

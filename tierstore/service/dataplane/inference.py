@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from tierstore.engine.reads.device import DeviceLookup
+from tierstore.engine.reads.device import DeviceLookup, finish_all
 from tierstore.engine.reads.gather import GatheredRows
 from tierstore.engine.reads.lookup import BagLookup, Lookup
 from tierstore.engine.reads.view import View
@@ -236,8 +236,9 @@ class Inference:
         if self._gathered is not None:
             reads = reads or self._gathered.pending
             self._gathered.finish()
+        there = iter(finish_all([lookup for _, lookup in self._lookups if isinstance(lookup, DeviceLookup)]))
         for call, lookup in self._lookups:
-            rows: Any = lookup.finish()
+            rows: Any = next(there) if isinstance(lookup, DeviceLookup) else lookup.finish()
             if self._reads_on_device(call):
                 assert self._slot is not None
                 assert isinstance(lookup, DeviceLookup)

@@ -75,7 +75,7 @@ class _Chunk(NamedTuple):
     last: int = 0
 
 
-def answer(
+def look_up_into_new(
     table: DeviceTable,
     keys: Keys | KeysThere,
     state: States,
@@ -84,77 +84,14 @@ def answer(
     fetch: Fetch,
     bags: Pooling | None = None,
     host: HostTable | None = None,
-    unwaited: Unwaited | None = None,
-) -> Any:
-    """A new array of `dtype` on the device with the answer, [n, dim] or [bags, dim]; None if the device cannot answer.
-
-    See `look_up`.
-    """
+) -> LookUp | None:
+    """A look-up into a new array of `dtype`, [n, dim] or [bags, dim]; None if the device has no room for it. Arguments as of `LookUp`."""
     shape = (len(keys) if bags is None else len(bags.offsets), table.spec.dim)
     try:
         out = table.device.backend.empty(shape, dtype)
     except OutOfDeviceMemory:
         return None
-    return out if look_up(table, keys, state, answered, out, fetch, bags, host, unwaited) else None
-
-
-def look_up(
-    table: DeviceTable,
-    keys: Keys | KeysThere,
-    state: States,
-    answered: Vectors,
-    out: Any,
-    fetch: Fetch,
-    bags: Pooling | None = None,
-    host: HostTable | None = None,
-    unwaited: Unwaited | None = None,
-) -> bool:
-    """Answer every key, on the device.
-
-    Args:
-        keys: int64[n]; on the device only if none is answered yet and none is PADDING.
-        state: uint8[n]: PENDING for keys to look up, PADDING for zeros, otherwise the state of a key that is answered
-            already. On return PADDING has become ABSENT, and PENDING the tier that answered.
-        answered: rows of the keys answered already, in their order; float32 if pooled, else of the dtype of `out`.
-        out: an array on the device, from `Backend.empty`: float32 or float16 [n, dim], or [bags, dim].
-        fetch: answers keys that the kernel has not found. Called on this thread, once a chunk.
-        host: the host tier below, which the kernel reads if it may.
-        unwaited: do not wait, if possible; then `state` is not written.
-
-    Returns:
-        False if the device cannot answer (it has failed, the table was closed, or one bag is larger than a workspace).
-        Then `state` and `out` are undefined.
-
-    Raises:
-        Captured: a CUDA graph is being captured. StorageError: an earlier look-up in the caller's stream, that was put off, has failed.
-    """
-    work = _Work(table, keys, state, answered, out, fetch, bags, host)
-    chunks = work.chunks()
-    if chunks is None:
-        return False
-    finisher, stream = table.device.finisher, NOBODY
-    if unwaited is not None and finisher is not None and len(chunks) == 1:
-        stream = table.device.backend.callers()[0]
-        if stream != NOBODY:
-            finisher.prepare(stream)
-    try:
-        for chunk in chunks:
-            with table.device.workspace(answers=True) as ws:
-                if unwaited is None or finisher is None or stream == NOBODY:
-                    if not work.run(ws, chunk):
-                        return False
-                elif (begun := work.put_off(ws, chunk, stream, unwaited)) is None:
-                    return False
-                else:
-                    finisher.add(begun)
-    except OutOfDeviceMemory:
-        return False
-    except Captured:
-        raise
-    except DeviceError as error:
-        table.give_up(error)
-        return False
-    return True
+    return LookUp(table, keys, state, answered, out, fetch, bags, host)
 
 
 def to_device(memory: DeviceMemory, array: np.ndarray) -> Any:
@@ -187,12 +124,22 @@ def from_device(memory: DeviceMemory, array: Any) -> np.ndarray:
     return out
 
 
-class _Work:
-    """The state of one look-up; see `look_up`."""
+class LookUp:
+    """One look-up, which is made by `finish`. `out`: the answer.
+
+    Args:
+        keys: int64[n]; on the device only if none is answered yet and none is PADDING.
+        state: uint8[n]: PENDING for keys to look up, PADDING for zeros, otherwise the state of a key that is answered
+            already. After `finish` PADDING has become ABSENT, and PENDING the tier that answered.
+        answered: rows of the keys answered already, in their order; float32 if pooled, else of the dtype of `out`.
+        out: an array on the device, from `Backend.empty`: float32 or float16 [n, dim], or [bags, dim].
+        fetch: answers keys that the kernel has not found. Called on the thread that calls `finish`, once a chunk.
+        host: the host tier below, which the kernel reads if it may.
+    """
 
     __slots__ = (
-        "address", "answered", "answered_at", "bags", "fetch", "half", "host", "keys", "of", "out_width", "room_width",
-        "row_dtype", "state", "table", "there",
+        "_address", "_answered", "_answered_at", "_bags", "_begun", "_fetch", "_half", "_keys", "_of", "_out_width", "_room_width",
+        "_row_dtype", "_state", "host", "out", "table", "there",
     )  # fmt: skip
 
     def __init__(
@@ -203,30 +150,102 @@ class _Work:
         answered: Vectors,
         out: Any,
         fetch: Fetch,
-        bags: Pooling | None,
-        host: HostTable | None,
+        bags: Pooling | None = None,
+        host: HostTable | None = None,
     ) -> None:
-        self.table, self.state, self.answered = table, state, answered
+        self.table, self._state, self._answered, self.out = table, state, answered, out
         self.there = keys if isinstance(keys, KeysThere) else None
-        self.keys: Keys = _NONE if isinstance(keys, KeysThere) else np.ascontiguousarray(keys)
-        self.fetch, self.bags, self.host = fetch, bags, host
-        self.of = 0 if host is None else id(host)
-        self.address = table.device.backend.address_of(out)
-        self.half = int(out.dtype.itemsize == 2)
-        self.out_width = table.spec.dim * (4 >> self.half)
-        self.row_dtype = np.float32 if bags is not None or not self.half else np.float16
-        row_width = table.spec.dim * (2 if self.row_dtype is np.float16 else 4)
-        self.room_width = max(row_width, table.layout.stride)  # of rows from the tiers below, decoded or as stored
-        self.answered_at = _NONE
+        self._keys: Keys = _NONE if isinstance(keys, KeysThere) else np.ascontiguousarray(keys)
+        self._fetch, self._bags, self.host = fetch, bags, host
+        self._of = 0 if host is None else id(host)
+        self._address = table.device.backend.address_of(out)
+        self._half = int(out.dtype.itemsize == 2)
+        self._out_width = table.spec.dim * (4 >> self._half)
+        self._row_dtype = np.float32 if bags is not None or not self._half else np.float16
+        row_width = table.spec.dim * (2 if self._row_dtype is np.float16 else 4)
+        self._room_width = max(row_width, table.layout.stride)  # of rows from the tiers below, decoded or as stored
+        self._answered_at = _NONE
+        self._begun: tuple[Workspace, _Chunk, np.ndarray] | None = None
         if len(answered):
-            self.answered_at = np.flatnonzero((state != Tier.PENDING) & (state != PADDING))
+            self._answered_at = np.flatnonzero((state != Tier.PENDING) & (state != PADDING))
 
-    def chunks(self) -> list[_Chunk] | None:
+    def begin(self) -> bool:
+        """Put the kernel into the table's stream, if that needs no wait. Returns whether it did: then `finish` or `abandon` must follow."""
+        chunks, memory = self._chunks(), self.table.memory
+        if chunks is None or len(chunks) != 1 or memory is None:
+            return False
+        workspace = self.table.device.free_workspace()
+        if workspace is None:
+            return False
+        try:
+            with workspace as ws:
+                if self._launch(ws, chunks[0], round_trip.LATER) == round_trip.NOT_IN_USE:
+                    return False
+                ws.leave()
+        except DeviceError:  # which `finish` meets again
+            return False
+        self._begun = ws, chunks[0], memory.order.words
+        return True
+
+    def abandon(self) -> None:
+        """Give back what `begin` took, if `finish` was not called."""
+        if self._begun is not None:
+            self._begun[0].give_back(is_free=False)
+            self._begun = None
+
+    def finish(self, unwaited: Unwaited | None = None) -> bool:
+        """Answer every key, on the device. With `unwaited` it does not wait, if possible; then the states are not written.
+
+        Returns:
+            False if the device cannot answer (it has failed, the table was closed, or one bag is larger than a workspace).
+            Then `state` and `out` are undefined.
+
+        Raises:
+            Captured: a CUDA graph is being captured. StorageError: an earlier look-up in the caller's stream, that was put off, has failed.
+        """
+        try:
+            return self._finish_begun() if self._begun is not None else self._whole(unwaited)
+        except OutOfDeviceMemory:
+            return False
+        except Captured:
+            raise
+        except DeviceError as error:
+            self.table.give_up(error)
+            return False
+
+    def _finish_begun(self) -> bool:
+        assert self._begun is not None
+        (workspace, chunk, order), self._begun = self._begun, None
+        with workspace as ws:
+            said = int(round_trip.finish(self.table.device.driver.calls, order, ws.frame, self._state))
+            return self._complete(ws, chunk, self._checked(said))
+
+    def _whole(self, unwaited: Unwaited | None) -> bool:
+        chunks, device = self._chunks(), self.table.device
+        if chunks is None:
+            return False
+        finisher, stream = device.finisher, NOBODY
+        if unwaited is not None and finisher is not None and len(chunks) == 1:
+            stream = device.backend.callers()[0]
+            if stream != NOBODY:
+                finisher.prepare(stream)
+        for chunk in chunks:
+            with device.workspace(answers=True) as ws:
+                if unwaited is None or finisher is None or stream == NOBODY:
+                    if not self._complete(ws, chunk, self._launch(ws, chunk)):
+                        return False
+                elif (begun := self._put_off(ws, chunk, stream, unwaited)) is None:
+                    return False
+                else:
+                    finisher.add(begun)
+        return True
+
+    def _chunks(self) -> list[_Chunk] | None:
         """The look-up cut into parts that fit a workspace; None if one bag does not."""
-        a_key = 8 + 1 + 1 + 8 + 4 + self.room_width  # as `round_trip.py` divides a workspace
+        a_key = 8 + 1 + 1 + 8 + 4 + self._room_width  # as `round_trip.py` divides a workspace
         room = self.table.device.workspace_bytes - 20 * ALIGN
-        n = len(self.state)
-        if self.bags is None:
+        n = len(self._state)
+        if self._bags is None:
             if 0 < n * a_key <= room:
                 return [_Chunk(0, n)]
             step = room // a_key
@@ -234,31 +253,31 @@ class _Work:
                 return None
             return [_Chunk(begin, min(n, begin + step)) for begin in range(0, n, step)]
         a_key, a_bag = a_key + 4 + 8 + self.table.spec.dim * 4, 8 + 1  # weight, source, row kept
-        count = len(self.bags.offsets)
+        count = len(self._bags.offsets)
         if n * a_key + count * a_bag <= room:
             return [_Chunk(0, n, 0, count)] if count else []
         return self._bag_chunks(room, a_key, a_bag)
 
     def _bag_chunks(self, room: int, a_key: int, a_bag: int) -> list[_Chunk] | None:
-        assert self.bags is not None
-        ends = np.append(self.bags.offsets[1:], len(self.state))
+        assert self._bags is not None
+        ends = np.append(self._bags.offsets[1:], len(self._state))
         cost = ends * a_key + np.arange(1, len(ends) + 1) * a_bag  # of all bags up to and including this one
         chunks, first, spent = [], 0, 0
         while first < len(ends):
             last = int(np.searchsorted(cost, spent + room, side="right"))
             if last == first:
                 return None
-            chunks.append(_Chunk(int(self.bags.offsets[first]), int(ends[last - 1]), first, last))
+            chunks.append(_Chunk(int(self._bags.offsets[first]), int(ends[last - 1]), first, last))
             first, spent = last, int(cost[last - 1])
         return chunks
 
-    def run(self, ws: Workspace, chunk: _Chunk) -> bool:
-        said = self._launch(ws, chunk)
+    def _complete(self, ws: Workspace, chunk: _Chunk, said: int) -> bool:
+        """What is to be done after the compiled call."""
         if said == round_trip.NOT_IN_USE:
             return False
         begin, end, *_ = chunk
         if said and self.host is not None:
-            keys = self.keys[begin:end]
+            keys = self._keys[begin:end]
             if self.there is not None:  # to CPU memory, from where rows are put to their places later, if there are any
                 keys = ws.part(round_trip.AT_ROWS, end - begin, np.int64)
                 ws.stream.download(keys, self.there.address + 8 * begin)
@@ -266,38 +285,42 @@ class _Work:
             self.host.note_answered(keys, ws.part(round_trip.AT_STATE, end - begin))
         return said < 2 or self._answer_listed(ws, chunk, said // 2)
 
-    def put_off(self, ws: Workspace, chunk: _Chunk, stream: int, unwaited: Unwaited) -> _PutOff | None:
-        """`run` without waiting. None if the table is not in use."""
+    def _put_off(self, ws: Workspace, chunk: _Chunk, stream: int, unwaited: Unwaited) -> _PutOff | None:
+        """The look-up in the caller's stream. None if the table is not in use."""
         memory = self.table.memory
-        if memory is None or self._launch(ws, chunk, put_off=True) == round_trip.NOT_IN_USE:
+        second = self.table.device.driver.kernels["put_rows" if self._bags is None else "pool_waiting"]
+        if memory is None or self._launch(ws, chunk, second) == round_trip.NOT_IN_USE:
             return None
         ws.leave()
         unwaited.begun = True
         return _PutOff(self, ws, chunk, stream, unwaited, memory.control)
 
-    def _launch(self, ws: Workspace, chunk: _Chunk, *, put_off: bool = False) -> int:
-        """The compiled call, with its result."""
-        table, bags, there = self.table, self.bags, self.there
+    def _launch(self, ws: Workspace, chunk: _Chunk, second: int = 0) -> int:
+        """The compiled call, with its result. `second`: see `round_trip.look_up`."""
+        table, bags, there = self.table, self._bags, self.there
         memory, device = table.memory, table.device
         if memory is None:
             return round_trip.NOT_IN_USE
         begin, end, first_bag, last_bag = chunk
-        keys, state, kernels = self.keys, self.state, device.driver.kernels
+        keys, state = self._keys, self._state
         if end - begin != len(state):
             keys, state = keys[begin:end], state[begin:end]
-        kernel, second, offsets, weights, combiner, first = "look_up", "put_rows", _NONE, _NO_WEIGHTS, 0, begin
+        kernel, offsets, weights, combiner, first = "look_up", _NONE, _NO_WEIGHTS, 0, begin
         if bags is not None:
-            kernel, second, combiner, first = "pool", "pool_waiting", combiner_code(bags.combiner), first_bag
+            kernel, combiner, first = "pool", combiner_code(bags.combiner), first_bag
             offsets = bags.offsets[first_bag:last_bag]
             weights = _NO_WEIGHTS if bags.weights is None else bags.weights[begin:end]
         ws.set_job(
-            kernels[kernel], *device.backend.callers(), self.of, self.address + first * self.out_width, self.half,
-            self.room_width, table.spec.dim, begin, combiner, 0 if there is None else there.address + 8 * begin,
-            kernels[second] if put_off else 0,
+            device.driver.kernels[kernel], *device.backend.callers(), self._of, self._address + first * self._out_width, self._half,
+            self._room_width, table.spec.dim, begin, combiner, 0 if there is None else there.address + 8 * begin,
+            second,
         )  # fmt: skip
-        said: int = round_trip.look_up(device.driver.calls, memory.order.words, ws.frame, keys, state, offsets, weights)
+        calls, order = device.driver.calls, memory.order.words
+        return self._checked(round_trip.look_up(calls, order, ws.frame, keys, state, offsets, weights))
+
+    def _checked(self, said: int) -> int:
         if said < 0 and said != round_trip.NOT_IN_USE:
-            device.driver.check(round_trip.FAILED - said)
+            self.table.device.driver.check(round_trip.FAILED - said)
         return said
 
     def _answer_listed(self, ws: Workspace, chunk: _Chunk, listed: int) -> bool:
@@ -310,23 +333,23 @@ class _Work:
             kernel, threads, *args = self._second(ws, chunk, view.table, listed)
             ws.launch(view, done_at, kernel, threads, *args)
         ws.wait(done_at)
-        self.state[chunk.begin : chunk.end] = ws.part(round_trip.AT_STATE, chunk.end - chunk.begin)
+        self._state[chunk.begin : chunk.end] = ws.part(round_trip.AT_STATE, chunk.end - chunk.begin)
         return True
 
     def _second(self, ws: Workspace, chunk: _Chunk, table: np.ndarray, listed: int) -> tuple:
         """The second kernel, which answers listed keys: its name, threads and arguments."""
-        at, half = ws.frame.tolist(), self.half
+        at, half = ws.frame.tolist(), self._half
         rows = ws.here(at[round_trip.AT_ROWS])
-        if self.bags is None:
-            out, dim = self.address + chunk.begin * self.out_width, self.table.spec.dim
+        if self._bags is None:
+            out, dim = self._address + chunk.begin * self._out_width, self.table.spec.dim
             places = ws.here(at[round_trip.AT_PLACES])
             return "put_rows", listed * TEAM, rows, places, listed, NOTHING, out, dim, half
         where = ws.at if at[round_trip.COPIED] else ws.here
-        count, out = chunk.last - chunk.first, self.address + chunk.first * self.out_width
-        weights = NOTHING if self.bags.weights is None else where(at[round_trip.AT_WEIGHTS])
+        count, out = chunk.last - chunk.first, self._address + chunk.first * self._out_width
+        weights = NOTHING if self._bags.weights is None else where(at[round_trip.AT_WEIGHTS])
         return (
             "pool_waiting", count * WARP, table, chunk.end - chunk.begin, where(at[round_trip.AT_OFFSETS]), count, weights,
-            combiner_code(self.bags.combiner), ws.at(at[round_trip.AT_SOURCE]), ws.at(at[round_trip.AT_KEPT]),
+            combiner_code(self._bags.combiner), ws.at(at[round_trip.AT_SOURCE]), ws.at(at[round_trip.AT_KEPT]),
             ws.at(at[round_trip.AT_WHOLE]), rows, out, half,
         )  # fmt: skip
 
@@ -336,23 +359,23 @@ class _Work:
         positions = ws.part(round_trip.AT_PLACES, listed, np.uint32)
         missing = ws.part(round_trip.AT_MISSING, listed, np.int64)
         rows = self.room_of_rows(ws, listed)
-        if not len(self.answered_at):
-            rows[:], state[positions] = self.fetch(missing.copy(), self.row_dtype)
+        if not len(self._answered_at):
+            rows[:], state[positions] = self._fetch(missing.copy(), self._row_dtype)
             return
-        was = self.state[chunk.begin + positions.astype(np.int64)]
+        was = self._state[chunk.begin + positions.astype(np.int64)]
         wanted, given = np.flatnonzero(was == Tier.PENDING), np.flatnonzero(was != Tier.PENDING)
         if len(wanted):
-            rows[wanted], state[positions[wanted]] = self.fetch(missing[wanted], self.row_dtype)
+            rows[wanted], state[positions[wanted]] = self._fetch(missing[wanted], self._row_dtype)
         if len(given):
-            rows[given] = self.answered[
-                np.searchsorted(self.answered_at, chunk.begin + positions[given].astype(np.int64))
+            rows[given] = self._answered[
+                np.searchsorted(self._answered_at, chunk.begin + positions[given].astype(np.int64))
             ]
             state[positions[given]] = was[given]
 
     def room_of_rows(self, ws: Workspace, listed: int) -> np.ndarray:
         """Where a kernel reads the rows of listed keys: [listed, dim]."""
         dim = self.table.spec.dim
-        return ws.part(round_trip.AT_ROWS, listed * dim, self.row_dtype).reshape(listed, dim)
+        return ws.part(round_trip.AT_ROWS, listed * dim, self._row_dtype).reshape(listed, dim)
 
 
 class _PutOff:
@@ -363,7 +386,7 @@ class _PutOff:
     )  # fmt: skip
 
     def __init__(
-        self, work: _Work, ws: Workspace, chunk: _Chunk, stream: int, unwaited: Unwaited, control: Buffer
+        self, work: LookUp, ws: Workspace, chunk: _Chunk, stream: int, unwaited: Unwaited, control: Buffer
     ) -> None:
         self._work, self._ws, self._chunk, self._stream, self._unwaited = work, ws, chunk, stream, unwaited
         self._control, self._listed, self._failed = control, 0, False

@@ -54,6 +54,7 @@ _ARGUMENTS = _CELLS + _MOST
 _SCRATCH = _ARGUMENTS + _MOST
 FRAME_WORDS = _SCRATCH + 2
 
+LATER = -1  # in place of a second kernel
 NOT_IN_USE, FAILED = -1, -16  # FAILED - status: an error from `driver_calls.py`
 ALIGN = 16  # the widest access of a kernel
 COPIED_FROM = 1 << 17  # bytes; from here on a copy is faster than a kernel's reads of page-locked memory: 16,384 keys
@@ -103,7 +104,8 @@ def look_up(calls: Any, order: Any, frame: Any, keys: Any, state: Any, offsets: 
     whole look-up; empty: no pooling. `weights`: empty for ones. Returns twice the number of listed keys, plus 1 if the host tier has answered any; or
     NOT_IN_USE; or FAILED - status.
 
-    If SECOND names the second kernel, it is put into the caller's stream, and the return, 0, is at once: see `_put_second`.
+    If SECOND names the second kernel, it is put into the caller's stream, and the return, 0, is at once: see `_put_second`. If it is LATER, the
+    return, 0, is at once, and `finish` must be called.
     """
     n, bags, here = state.size, offsets.size, frame[PINNED]
     weighted = weights.size != 0
@@ -124,20 +126,23 @@ def look_up(calls: Any, order: Any, frame: Any, keys: Any, state: Any, offsets: 
     while swap_at(order.ctypes.data, 1) != 0:
         call_at(calls[YIELD], 0, 0, 0, 0, 0, 0)
     status = NOT_IN_USE if order[TABLE] == 0 else _put(calls, order, frame, n, bags, told != 0, weighted)
-    launched, put_off = status == 0, frame[SECOND] != 0
+    launched, put_off = status == 0, frame[SECOND] != 0 and frame[SECOND] != LATER
     if launched and put_off:
         status = _put_second(calls, order, frame, n, bags, weighted)
     release_i64(order.ctypes.data, 0)
-    if launched and status == 0 and put_off:
-        return 0
+    if status == 0:
+        return 0 if frame[SECOND] != 0 else finish(calls, order, frame, state)
     if launched:
-        waited = wait(calls, here + frame[AT_DONE], order[STREAM], frame[_SCRATCH:])
-        status = waited if status == 0 else status
-        if put_off:
-            release_i64(here + frame[AT_DONE], WHOLE)  # the caller's stream may wait for it
-    if status != 0:
-        return status if status == NOT_IN_USE else FAILED - status
-    return _answered(frame, state)
+        wait(calls, here + frame[AT_DONE], order[STREAM], frame[_SCRATCH:])
+        release_i64(here + frame[AT_DONE], WHOLE)  # the caller's stream may wait for it
+    return status if status == NOT_IN_USE else FAILED - status
+
+
+@compiled(types.int64(_WORDS, _WORDS, _WORDS, types.uint8[::1]), when=LAST)
+def finish(calls: Any, order: Any, frame: Any, state: Any) -> Any:
+    """Wait for the kernel of a look-up. Returns as `look_up`."""
+    status = wait(calls, frame[PINNED] + frame[AT_DONE], order[STREAM], frame[_SCRATCH:])
+    return _answered(frame, state) if status == 0 else FAILED - status
 
 
 @nb.njit

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -71,6 +71,7 @@ class Workspace:
         idle.put(self)
 
     def __enter__(self) -> Workspace:
+        self._left = False
         try:
             self._wait_until_free()
         except BaseException:
@@ -92,11 +93,12 @@ class Workspace:
         _JOB.pack_into(self._job, 0, *words)
 
     def leave(self) -> None:
-        """In the `with`: keep it in use after that, until `give_back`."""
+        """In the `with`: keep it in use after that, until `give_back` or another `with`."""
         self._left = True
 
-    def give_back(self) -> None:
-        self._left = False
+    def give_back(self, *, is_free: bool = True) -> None:
+        """To the next user, who waits for the work that may use it if it is not free."""
+        self._left, self.is_free = False, self.is_free and is_free
         self._idle.put(self)
 
     def _wait_until_free(self) -> None:
@@ -200,6 +202,13 @@ class DeviceMemory:
         if answers and self.finisher is not None and not idle.qsize():
             self.finisher.end_some()
         return idle.get()
+
+    def free_workspace(self) -> Workspace | None:
+        """`workspace(answers=True)` if there is one now."""
+        try:
+            return self._idle[True].get_nowait()
+        except Empty:
+            return None
 
     @property
     def held(self) -> int:
