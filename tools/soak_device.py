@@ -93,7 +93,7 @@ class Soak:
         if rng.random() < 0.5:
             offsets = np.unique(np.append(0, rng.integers(0, n, 20)))
             bags = Pooling(offsets, None, Combiner.SUM)
-        out = self._look_up(keys, state, bags, in_stream=rng.random() < 0.5)
+        out = self._look_up(keys, state, bags, in_stream=(how := rng.random()) < 0.4, early=how > 0.7)
         got, most = to_host(out), self._of(self.written, keys)
         self.keys += n
         if bags is None:
@@ -101,7 +101,9 @@ class Soak:
         else:
             self._check_bags(got, keys, bags.offsets, counted, least == most, most)
 
-    def _look_up(self, keys: np.ndarray, state: np.ndarray, bags: Pooling | None, *, in_stream: bool) -> Any:
+    def _look_up(
+        self, keys: np.ndarray, state: np.ndarray, bags: Pooling | None, *, in_stream: bool, early: bool
+    ) -> Any:
         """The answer, complete."""
         ended, unwaited = threading.Event(), None
         if in_stream:
@@ -114,7 +116,10 @@ class Soak:
             else nullcontext()
         ):
             out = self.device.empty((len(keys) if bags is None else len(bags.offsets), DIM), np.float32)
-            if not LookUp(self.table, keys, state, NONE, out, self._below, bags, self.host).finish(unwaited):
+            look_up = LookUp(self.table, keys, state, NONE, out, self._below, bags, self.host)
+            if early and look_up.begin():
+                time.sleep(0)  # others get on
+            if not look_up.finish(unwaited):
                 raise AssertionError(f"the device does not answer: {self.table.problem}")
         if unwaited is None or not unwaited.begun:
             self._count(state)

@@ -27,6 +27,7 @@ DTYPES = np.dtype(np.float32), np.dtype(np.float16)  # of answers, by their code
 _BYTES = np.dtype(np.uint8)
 _PENDING = np.uint8(Tier.PENDING)
 _NO_WEIGHTS = np.empty(0, np.float32)
+_NONE_GIVEN: Vectors = np.empty((0, 0), np.float32)
 
 
 class TableView:
@@ -139,7 +140,7 @@ class TableView:
         cache = table.device
         if cache is None:
             return None
-        given = np.empty((0, table.spec.dim), dtype)
+        given: Vectors = _NONE_GIVEN
         if self.overlays and not isinstance(keys, KeysThere):
             given = self._rows_of_overlays(keys, state, np.float32 if bags is not None else dtype)
         return look_up_into_new(cache, keys, state, given, dtype, self._below_device, bags, table.host)

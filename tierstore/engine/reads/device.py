@@ -23,7 +23,6 @@ from tierstore.types import Keys, KeyType, States, Tier
 
 Hold = Callable[[], Callable[[], None]]  # holds a view, and returns what releases it
 _STATE, _ABSENT = np.dtype(np.uint8), np.uint8(Tier.ABSENT)
-_NO_STATES = np.empty(0, _STATE)
 
 
 class DeviceLookup:
@@ -32,13 +31,13 @@ class DeviceLookup:
     One thread at a time, as `Lookup`.
     """
 
-    __slots__ = ("_array", "_gpu", "_look_up", "_skipped", "_state", "_what")
+    __slots__ = ("_array", "_bags", "_code", "_codes", "_feature", "_gpu", "_look_up", "_skipped", "_state")
 
     def __init__(
         self, gpu: Gpu, feature: FeatureView, codes: Keys | KeysThere, bags: Pooling | None, code: int
     ) -> None:
-        self._gpu, self._what = gpu, (feature, codes, bags, code)
-        self._state: States = _NO_STATES
+        self._gpu, self._feature, self._codes, self._bags, self._code = gpu, feature, codes, bags, code
+        self._state: States
         self._skipped = 0  # padding keys
         self._look_up: LookUp | None = None
         self._array: Any = None
@@ -82,8 +81,7 @@ class DeviceLookup:
         """
         if self._look_up is None:
             self._prepare()
-        (feature, codes, *_), skipped, look_up, unwaited = self._what, self._skipped, self._look_up, None
-        rows = feature.rows
+        rows, skipped, look_up, unwaited = self._feature.rows, self._skipped, self._look_up, None
         if hold is not None and rows.table.own is None:  # keys of other nodes are an error, to be raised at once
             unwaited = Unwaited(hold, lambda keys, states: rows.count_on_device(keys, states, skipped))
         try:
@@ -92,23 +90,23 @@ class DeviceLookup:
         except Captured as error:
             raise NotReady(str(error)) from error
         if unwaited is None or not unwaited.begun:
-            rows.count_on_device(codes, self._state, skipped)
+            rows.count_on_device(self._codes, self._state, skipped)
         self._array = look_up.out
         return look_up.out
 
     def _prepare(self) -> None:
-        feature, codes, bags, code = self._what
+        feature, codes = self._feature, self._codes
         self._state = state = np.zeros(len(codes), _STATE)
         if feature.padding is not None:
             state[codes == feature.padding] = PADDING
             self._skipped = int(np.count_nonzero(state))
         try:
-            self._look_up = feature.rows.on_device(codes, state, DTYPES[code], bags)
+            self._look_up = feature.rows.on_device(codes, state, DTYPES[self._code], self._bags)
         except Captured as error:
             raise NotReady(str(error)) from error
 
     def _from_below(self) -> Any:
-        feature, codes, bags, code = self._what
+        feature, codes, bags, code = self._feature, self._codes, self._bags, self._code
         if isinstance(codes, KeysThere):
             codes = self._gpu.to_host(codes.array)
         lookup = Lookup(feature, codes, code) if bags is None else BagLookup(feature, codes, bags, code)

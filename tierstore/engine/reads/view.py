@@ -215,10 +215,11 @@ class View:
                 here, where = self._keys_for(gpu, feature, keys, device), device or "gpu"
                 if where != "cpu":
                     hold = None if stream is None else self._hold
-                    return self._left_on(where, out, return_found, hold, feature, here, dtype=dtype)
+                    left = self.begin_on_device(where, feature, here, dtype=dtype)
+                    return self._left(left, out, return_found, hold)
                 return self.lookup(feature, here, dtype=dtype, out=out, return_found=return_found)
-        if device not in (None, "cpu"):
-            return self._left_on(device, out, return_found, None, feature, keys, dtype=dtype)
+        if device is not None and device != "cpu":
+            return self._left(self.begin_on_device(device, feature, keys, dtype=dtype), out, return_found)
         of = self.feature(feature)
         lookup = Lookup(of, of.codes(keys), 0 if dtype is _FLOAT32 else answer_code(dtype), out)
         answer = lookup.finish()
@@ -263,10 +264,13 @@ class View:
                 if device == "cpu":
                     return self.lookup_bags(feature, here, starts, out=out, return_found=return_found, **how)
                 hold, where = None if stream is None else self._hold, device or "gpu"
-                return self._left_on(where, out, return_found, hold, feature, here, offsets=starts, **how)
-        if device not in (None, "cpu"):
-            how = {"offsets": offsets, "weights": weights, "combiner": combiner, "dtype": dtype}
-            return self._left_on(device, out, return_found, None, feature, keys, **how)
+                left = self.begin_on_device(where, feature, here, offsets=starts, **how)
+                return self._left(left, out, return_found, hold)
+        if device is not None and device != "cpu":
+            left = self.begin_on_device(
+                device, feature, keys, offsets=offsets, weights=weights, combiner=combiner, dtype=dtype
+            )
+            return self._left(left, out, return_found)
         of = self.feature(feature)
         codes = of.codes(keys)
         bags = of.bags(len(codes), offsets, weights, combiner)
@@ -381,13 +385,10 @@ class View:
         there = None if device == "cpu" else keys_there(gpu, keys, self.feature(feature))
         return gpu.to_host(keys) if there is None else there
 
-    def _left_on(
-        self, device: str | None, out: Vectors | None, return_found: bool, hold: Hold | None, *what: Any, **how: Any
-    ) -> Any:
-        """`lookup`, or `lookup_bags`, with an answer that stays on a device; with `hold`, in the caller's stream."""
+    def _left(self, lookup: DeviceLookup, out: Vectors | None, return_found: bool, hold: Hold | None = None) -> Any:
+        """The result of a look-up whose answer stays on a device; with `hold`, in the caller's stream."""
         if out is not None:
             raise InvalidInput("out: an answer on a device is a new array; leave out away")
-        lookup = self.begin_on_device(str(device), *what, **how)
         answer = lookup.finish(None if return_found or self.publisher is None else hold)
         return (answer, lookup.found) if return_found else answer
 
