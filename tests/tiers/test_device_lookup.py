@@ -435,6 +435,37 @@ def test_an_answer_is_not_written_before_the_callers_work_that_is_in_its_stream(
 
 
 @either
+@pytest.mark.parametrize("pooled", [False, True])
+def test_parts_of_a_look_up_overlap_and_are_all_given_back(kind: str, pooled: bool) -> None:
+    """More parts than workspaces; one that fails in the middle leaves nothing behind, and no kernel that still writes."""
+    scene = Scene(8, StorageDtype.FLOAT32, 1 << 20, kind)
+    keys, none = np.random.default_rng(5).integers(0, LAST, 3000), np.empty((0, 8), np.float32)
+    bags = Pooling(np.arange(0, len(keys), 3), None, Combiner.SUM) if pooled else None
+    expected = scene.rows(keys, np.float32)
+    if bags is not None:
+        expected = pool_bags(expected, bags.offsets, None, None, bags.combiner)
+    held: list[int] = []
+
+    def fetch(missing: Keys, dtype: Any) -> tuple[Vectors, States]:
+        held.append(scene.memory.held)
+        if len(held) == 12:
+            raise StorageError("the disk failed")
+        return scene.fetch(missing, dtype)
+
+    out, state = scene.device.empty(expected.shape, np.float32), np.zeros(len(keys), np.uint8)
+    assert LookUp(scene.table, keys, state, none, out, scene.fetch, bags).finish()
+    np.testing.assert_array_equal(to_host(out), expected)
+    assert (state[keys < len(RESIDENT)] == Tier.DEVICE).all()
+    assert (state != Tier.PENDING).all()
+    with pytest.raises(StorageError, match="the disk failed"):
+        LookUp(scene.table, keys, np.zeros(len(keys), np.uint8), none, out, fetch, bags).finish()
+    assert held == [2] * 12
+    assert scene.memory.held == 0
+    if isinstance(scene.device, ShimDevice):
+        assert all(stream.done == stream.put for stream in scene.device._streams)
+
+
+@either
 def test_look_ups_that_have_begun_together_are_finished_one_after_the_other(kind: str) -> None:
     """Rows and bags, from every tier, more of them than there are workspaces; one of them is abandoned."""
     scene, begun = Scene(8, StorageDtype.FLOAT32, kind=kind), []
@@ -465,14 +496,14 @@ def test_look_ups_that_have_begun_together_are_finished_one_after_the_other(kind
 
 
 def test_a_look_up_begins_only_where_it_can_end() -> None:
-    scene = Scene(8, StorageDtype.FLOAT32, 1 << 20)
+    scene = Scene(8, StorageDtype.FLOAT32)
     none = np.empty((0, 8), np.float32)
 
     def begins(keys: Keys) -> bool:
         out = scene.device.empty((len(keys), 8), np.float32)
         return LookUp(scene.table, keys, np.zeros(len(keys), np.uint8), none, out, scene.fetch).begin()
 
-    assert not begins(np.tile(BELOW, 10))  # several parts
+    assert not begins(BELOW[:0])
     assert begins(BELOW[:9])
     scene.device.broken = True
     out, state = scene.device.empty((9, 8), np.float32), np.zeros(9, np.uint8)

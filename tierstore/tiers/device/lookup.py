@@ -9,6 +9,7 @@ A caller that says in which stream it reads the answer need not wait: a look-up 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from tierstore.types import Combiner, Keys, States, Tier, Vectors
 
 PADDING = 255  # the state of a key that is answered with zeros and does not count in a bag
 
+_AT_ONCE = 2  # parts of one look-up: one is finished while the next is on the device
 _NONE, _NO_WEIGHTS = np.empty(0, np.int64), np.empty(0, np.float32)
 
 # answers of the tiers below: (keys, with repeats; dtype) → (rows of that dtype, states)
@@ -139,7 +141,7 @@ class LookUp:
 
     __slots__ = (
         "_address", "_answered", "_answered_at", "_bags", "_begun", "_fetch", "_half", "_keys", "_of", "_out_width", "_room_width",
-        "_row_dtype", "_state", "host", "out", "table", "there",
+        "_row_dtype", "_state", "_todo", "host", "out", "table", "there",
     )  # fmt: skip
 
     def __init__(
@@ -165,33 +167,26 @@ class LookUp:
         row_width = table.spec.dim * (2 if self._row_dtype is np.float16 else 4)
         self._room_width = max(row_width, table.layout.stride)  # of rows from the tiers below, decoded or as stored
         self._answered_at = _NONE
-        self._begun: tuple[Workspace, _Chunk, np.ndarray] | None = None
+        self._todo: deque[_Chunk] | None = None  # parts that have not begun, once it is cut
+        self._begun: deque[tuple[Workspace, _Chunk]] = deque()  # parts whose kernels are under way
         if len(answered):
             self._answered_at = np.flatnonzero((state != Tier.PENDING) & (state != PADDING))
 
     def begin(self) -> bool:
-        """Put the kernel into the table's stream, if that needs no wait. Returns whether it did: then `finish` or `abandon` must follow."""
-        chunks, memory = self._chunks(), self.table.memory
-        if chunks is None or len(chunks) != 1 or memory is None:
-            return False
-        workspace = self.table.device.free_workspace()
-        if workspace is None:
-            return False
-        try:
-            with workspace as ws:
-                if self._launch(ws, chunks[0], round_trip.LATER) == round_trip.NOT_IN_USE:
-                    return False
-                ws.leave()
-        except DeviceError:  # which `finish` meets again
-            return False
-        self._begun = ws, chunks[0], memory.order.words
-        return True
+        """Put kernels into the table's stream, as far as that needs no wait. Returns whether it did: then `finish` or `abandon` must follow."""
+        todo, device = self._parts(), self.table.device
+        while todo and len(self._begun) < _AT_ONCE and (workspace := device.free_workspace()) is not None:
+            try:
+                if not self._begin_next(workspace, todo):
+                    break
+            except DeviceError:  # which `finish` meets again
+                break
+        return bool(self._begun)
 
     def abandon(self) -> None:
         """Give back what `begin` took, if `finish` was not called."""
-        if self._begun is not None:
-            self._begun[0].give_back(is_free=False)
-            self._begun = None
+        while self._begun:
+            self._begun.popleft()[0].abandon()  # which waits for the kernel: it writes to `out`
 
     def finish(self, unwaited: Unwaited | None = None) -> bool:
         """Answer every key, on the device. With `unwaited` it does not wait, if possible; then the states are not written.
@@ -204,7 +199,7 @@ class LookUp:
             Captured: a CUDA graph is being captured. StorageError: an earlier look-up in the caller's stream, that was put off, has failed.
         """
         try:
-            return self._finish_begun() if self._begun is not None else self._whole(unwaited)
+            return self._finish(unwaited)
         except OutOfDeviceMemory:
             return False
         except Captured:
@@ -212,33 +207,57 @@ class LookUp:
         except DeviceError as error:
             self.table.give_up(error)
             return False
+        finally:
+            self.abandon()
 
-    def _finish_begun(self) -> bool:
-        assert self._begun is not None
-        (workspace, chunk, order), self._begun = self._begun, None
-        with workspace as ws:
-            said = int(round_trip.finish(self.table.device.driver.calls, order, ws.frame, self._state))
-            return self._complete(ws, chunk, self._checked(said))
-
-    def _whole(self, unwaited: Unwaited | None) -> bool:
-        chunks, device = self._chunks(), self.table.device
-        if chunks is None:
+    def _finish(self, unwaited: Unwaited | None) -> bool:
+        todo, device = self._parts(), self.table.device
+        if todo is None:
             return False
-        finisher, stream = device.finisher, NOBODY
-        if unwaited is not None and finisher is not None and len(chunks) == 1:
+        if len(todo) == 1 and not self._begun:
+            return self._at_once(todo[0], unwaited)
+        while todo or self._begun:
+            if not self._begun and not self._begin_next(device.workspace(answers=True), todo):
+                return False
+            self.begin()  # more, as far as workspaces are free: whoever waits for one must not hold one
+            workspace, chunk = self._begun.popleft()
+            with workspace as ws:
+                if not self._complete(
+                    ws, chunk, self._call(round_trip.finish, ws, self._state[chunk.begin : chunk.end])
+                ):
+                    return False
+        return True
+
+    def _begin_next(self, workspace: Workspace, todo: deque[_Chunk]) -> bool:
+        """Put the kernel of the next part into the table's stream. False if the table is not in use."""
+        with workspace as ws:
+            if self._launch(ws, todo[0], round_trip.LATER) == round_trip.NOT_IN_USE:
+                return False
+            ws.leave()
+        self._begun.append((ws, todo.popleft()))
+        return True
+
+    def _at_once(self, chunk: _Chunk, unwaited: Unwaited | None) -> bool:
+        """A look-up of one part."""
+        device, stream = self.table.device, NOBODY
+        finisher = device.finisher
+        if unwaited is not None and finisher is not None:
             stream = device.backend.callers()[0]
             if stream != NOBODY:
                 finisher.prepare(stream)
-        for chunk in chunks:
-            with device.workspace(answers=True) as ws:
-                if unwaited is None or finisher is None or stream == NOBODY:
-                    if not self._complete(ws, chunk, self._launch(ws, chunk)):
-                        return False
-                elif (begun := self._put_off(ws, chunk, stream, unwaited)) is None:
-                    return False
-                else:
-                    finisher.add(begun)
-        return True
+        with device.workspace(answers=True) as ws:
+            if unwaited is None or finisher is None or stream == NOBODY:
+                return self._complete(ws, chunk, self._launch(ws, chunk))
+            begun = self._put_off(ws, chunk, stream, unwaited)
+            if begun is not None:
+                finisher.add(begun)
+            return begun is not None
+
+    def _parts(self) -> deque[_Chunk] | None:
+        """The parts that have not begun; None if it cannot be cut."""
+        if self._todo is None and (chunks := self._chunks()) is not None:
+            self._todo = deque(chunks)
+        return self._todo
 
     def _chunks(self) -> list[_Chunk] | None:
         """The look-up cut into parts that fit a workspace; None if one bag does not."""
@@ -298,9 +317,7 @@ class LookUp:
     def _launch(self, ws: Workspace, chunk: _Chunk, second: int = 0) -> int:
         """The compiled call, with its result. `second`: see `round_trip.look_up`."""
         table, bags, there = self.table, self._bags, self.there
-        memory, device = table.memory, table.device
-        if memory is None:
-            return round_trip.NOT_IN_USE
+        device = table.device
         begin, end, first_bag, last_bag = chunk
         keys, state = self._keys, self._state
         if end - begin != len(state):
@@ -315,12 +332,15 @@ class LookUp:
             self._room_width, table.spec.dim, begin, combiner, 0 if there is None else there.address + 8 * begin,
             second,
         )  # fmt: skip
-        calls, order = device.driver.calls, memory.order.words
-        return self._checked(round_trip.look_up(calls, order, ws.frame, keys, state, offsets, weights))
+        return self._call(round_trip.look_up, ws, keys, state, offsets, weights)
 
-    def _checked(self, said: int) -> int:
+    def _call(self, function: Callable[..., int], ws: Workspace, *args: np.ndarray) -> int:
+        memory, driver = self.table.memory, self.table.device.driver
+        if memory is None:
+            return round_trip.NOT_IN_USE
+        said = function(driver.calls, memory.order.words, ws.frame, *args)
         if said < 0 and said != round_trip.NOT_IN_USE:
-            self.table.device.driver.check(round_trip.FAILED - said)
+            driver.check(round_trip.FAILED - said)
         return said
 
     def _answer_listed(self, ws: Workspace, chunk: _Chunk, listed: int) -> bool:

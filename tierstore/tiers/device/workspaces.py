@@ -81,11 +81,8 @@ class Workspace:
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         if kind is not None:
-            # work in streams may still use it, and the next user's work does not wait for that
-            self.is_free = False
-            with suppress(DeviceError):
-                self._wait_until_free()
-        if kind is not None or not self._left:
+            self.abandon()
+        elif not self._left:
             self.give_back()
 
     def set_job(self, *words: int) -> None:
@@ -96,10 +93,16 @@ class Workspace:
         """In the `with`: keep it in use after that, until `give_back` or another `with`."""
         self._left = True
 
-    def give_back(self, *, is_free: bool = True) -> None:
-        """To the next user, who waits for the work that may use it if it is not free."""
-        self._left, self.is_free = False, self.is_free and is_free
+    def give_back(self) -> None:
+        self._left = False
         self._idle.put(self)
+
+    def abandon(self) -> None:
+        """Give it back once no work in streams can use it any more: the next user's work does not wait for that."""
+        self.is_free = False
+        with suppress(DeviceError):
+            self._wait_until_free()
+        self.give_back()
 
     def _wait_until_free(self) -> None:
         """Wait for all work that may use it. If the driver refuses (DeviceError), the next user waits."""
