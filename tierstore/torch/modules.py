@@ -103,6 +103,8 @@ class Embedding(_Rows):
 
     def read(self, keys: torch.Tensor) -> torch.Tensor:
         """What `forward` answers, when its operator runs."""
+        if keys.ndim == 1:
+            return self._rows(self.feature, keys)
         rows = self._rows(self.feature, keys.reshape(-1))
         return rows.reshape(*keys.shape, rows.shape[1])
 
@@ -355,9 +357,10 @@ def _there(number: int) -> dict[str, Any]:
 
 
 def _array(values: torch.Tensor) -> Any:
-    return values.detach().cpu().contiguous().numpy()
+    return values.contiguous().numpy(force=True)
 
 
 def _tensor(rows: Any, like: torch.Tensor) -> torch.Tensor:
     """Over the memory of `rows`, or copied to the device of `like`."""
-    return torch.from_numpy(rows).to(like.device)
+    tensor = torch.from_numpy(rows)
+    return tensor if like.is_cpu else tensor.to(like.device)
