@@ -161,10 +161,10 @@ def lies_on_gpu(values: Any) -> bool:
     """Whether a value is an array in GPU memory, of any library."""
     if type(values) is np.ndarray or type(values) is list:
         return False
-    if hasattr(values, "__cuda_array_interface__"):
-        return True
-    device = getattr(values, "__dlpack_device__", None)
-    return device is not None and device()[0] in _CUDA
+    # asked first, as PyTorch makes a dictionary for each question about the other
+    if (device := getattr(values, "__dlpack_device__", None)) is not None:
+        return device()[0] in _CUDA
+    return hasattr(values, "__cuda_array_interface__")
 
 
 @cache
