@@ -278,7 +278,7 @@ class Model:
         """
         features = by_name(keys, "keys")
         with self.view(version, route) as view:
-            return {feature: view.lookup_one(feature, value, **options) for feature, value in features}
+            return view.lookup_many(features, **options)
 
     def answers_on_gpu(self, number: int) -> bool:
         """`View.answers_on_gpu` of what serves now."""

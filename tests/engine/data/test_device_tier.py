@@ -20,10 +20,19 @@ from tests.tiers.devices import ON_GPU, to_host
 from tierstore.engine.data.promotion import RING_KEYS
 from tierstore.engine.data.table_view import TableView
 from tierstore.engine.store import Store
-from tierstore.errors import ConfigError, InvalidInput, MissingExtra, NotReady, StorageError, WrongPartition
+from tierstore.errors import (
+    ConfigError,
+    InvalidInput,
+    MissingExtra,
+    NotReady,
+    StorageError,
+    TierstoreError,
+    WrongPartition,
+)
 from tierstore.formats.keys import partition_of
 from tierstore.service.admin.metrics import _tables, device_families
 from tierstore.tiers.device import gpu
+from tierstore.tiers.device.lookup import LookUp
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import WORKSPACES
 from tierstore.types import Tier
@@ -309,6 +318,43 @@ def test_an_answer_in_a_stream_that_cannot_be_read_is_nan_and_said_afterwards(
     rows = ctr.lookup("item_id", ITEMS, stream=stream)
     stream.synchronize()
     np.testing.assert_array_equal(rows, scenes.vectors("item", 0, ITEMS))
+
+
+def test_look_ups_of_several_features_are_on_the_device_at_once(
+    with_device: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = with_device(device_budget="64MiB")
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    ctr, offsets, weights = store.model("ctr"), np.arange(0, 1000, 4), np.linspace(0, 1, 1000, dtype=np.float32)
+    asked = {"user_id": ITEMS[:300], "item_id": ITEMS[::-1], "clicked": (ITEMS, offsets, weights)}
+    seen: list[str] = []
+    begin, finish = LookUp.begin, LookUp.finish
+    with monkeypatch.context() as spied:
+        spied.setattr(LookUp, "begin", lambda look_up: (seen.append("begin"), begin(look_up))[1])
+        spied.setattr(LookUp, "finish", lambda look_up, *args: (seen.append("finish"), finish(look_up, *args))[1])
+        ctr.lookup_many(asked, device="gpu")
+    assert seen[:4] == ["begin"] * 3 + ["finish"]
+    for _ in range(3):
+        for dtype in "float32", "float16":
+            wanted = ctr.lookup_many(asked, dtype=dtype, return_found=True)
+            came = ctr.lookup_many(asked, device="gpu", dtype=dtype, return_found=True)
+            assert list(came) == list(asked)
+            for name, (rows, found) in came.items():
+                np.testing.assert_array_equal(to_host(rows), wanted[name][0])
+                np.testing.assert_array_equal(found, wanted[name][1])
+        promoted(store)
+    before = store.status()["models"]["ctr"]["tables"]["item"]["lookup_keys"]
+    for name, wrong, error in (
+        ("item_id", "no numbers", "int64 keys"), ("nothing", ITEMS, "no feature 'nothing'"),
+        ("clicked", (ITEMS, None, weights), "offsets"), ("item_id", (ITEMS, offsets), "has no combiner"),
+    ):  # fmt: skip
+        with pytest.raises(TierstoreError, match=error):
+            ctr.lookup_many({"user_id": ITEMS[:300], name: wrong}, device="gpu")
+    assert store.status()["models"]["ctr"]["tables"]["item"]["lookup_keys"] == before
+    with pytest.raises(InvalidInput, match="device 'tpu' is unknown"):
+        ctr.lookup_many(asked, device="tpu")
+    with pytest.raises(InvalidInput, match="out: an answer on a device is a new array"):
+        ctr.lookup_many({"item_id": ITEMS}, device="gpu", out=np.empty((1000, 8), np.float32))
 
 
 def test_rows_that_only_the_host_tier_has_are_read_by_the_device_itself(

@@ -131,7 +131,7 @@ def gpu_of(version: Version, device: str) -> Gpu:
     """The GPU of a served version's tables. Errors say why `device` is not available."""
     gpu = version.gpu
     assert gpu is not None
-    gpu.memory_of(device)
+    gpu.memory_of(str(device))
     return gpu
 
 

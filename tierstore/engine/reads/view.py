@@ -6,7 +6,7 @@ current, and which older ones are still read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from tierstore.engine.data.dense_head import DenseHead, Heads, passed_over_after, with_brought
 from tierstore.engine.data.overlay import Overlay
 from tierstore.engine.data.table_view import TableView
-from tierstore.engine.reads.device import DeviceLookup, Hold, OfCaller, gpu_of, keys_there
+from tierstore.engine.reads.device import DeviceLookup, Hold, OfCaller, finish_all, gpu_of, keys_there
 from tierstore.engine.reads.feature_view import FeatureView, answer_code
 from tierstore.engine.reads.gather import Gathering, can_gather
 from tierstore.engine.reads.lookup import BagLookup, Lookup
@@ -44,6 +44,17 @@ class Holder(Protocol):
         """Hold a view that the caller holds once more."""
 
     def release(self, view: View) -> None: ...
+
+
+_OF_ALL = {"device", "dtype", "return_found"}  # options of look-ups that can begin together
+
+
+def _can_begin(asked: Iterable[tuple[str, Any, Any, Any]]) -> bool:
+    """Whether look-ups of (feature, keys, offsets, weights) can begin without a look at the GPU's memory."""
+    return not any(
+        (offsets is None and weights is not None) or any(map(lies_on_gpu, (keys, offsets, weights)))
+        for _, keys, offsets, weights in asked
+    )
 
 
 class View:
@@ -278,12 +289,26 @@ class View:
         answer = lookup.finish()
         return (answer, lookup.found) if return_found else answer
 
-    def lookup_one(self, feature: str, value: Any, **options: Any) -> Any:
-        """`lookup` or `lookup_bags` of a feature's `value` in `Model.lookup_many`, see `types.keys_and_bags`."""
-        keys, offsets, weights = keys_and_bags(feature, value)
-        if offsets is None and weights is None:
-            return self.lookup(feature, keys, **options)
-        return self.lookup_bags(feature, keys, offsets, weights=weights, **options)
+    def lookup_many(self, features: Iterable[tuple[str, Any]], **options: Any) -> dict[str, Any]:
+        """`lookup` or `lookup_bags` for each feature with its value, see `Model.lookup_many`.
+
+        With `device` and no `stream`, the device works on several features at a time.
+        """
+        asked = [(feature, *keys_and_bags(feature, value)) for feature, value in features]
+        if options.get("device", "cpu") not in (None, "cpu") and options.keys() <= _OF_ALL and _can_begin(asked):
+            found, device, how = options.pop("return_found", False), options.pop("device"), options
+            lookups = {
+                feature: self.begin_on_device(device, feature, keys, offsets=offsets, weights=weights, **how)
+                for feature, keys, offsets, weights in asked
+            }
+            answers = zip(lookups.items(), finish_all(list(lookups.values())), strict=True)
+            return {feature: (answer, lookup.found) if found else answer for (feature, lookup), answer in answers}
+        return {
+            feature: self.lookup(feature, keys, **options)
+            if offsets is None and weights is None
+            else self.lookup_bags(feature, keys, offsets, weights=weights, **options)
+            for feature, keys, offsets, weights in asked
+        }
 
     def predict(self, inputs: Mapping[str, Any], *, outputs: Sequence[str] | None = None, head: str = "") -> Any:
         """Scores of the dense part, or of that of a `head`, on rows of this view.
