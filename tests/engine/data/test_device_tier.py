@@ -351,6 +351,8 @@ def test_look_ups_of_several_features_are_on_the_device_at_once(
         with pytest.raises(TierstoreError, match=error):
             ctr.lookup_many({"user_id": ITEMS[:300], name: wrong}, device="gpu")
     assert store.status()["models"]["ctr"]["tables"]["item"]["lookup_keys"] == before
+    with pytest.raises(InvalidInput, match="offsets are one-dimensional, one start a bag; got None"):
+        ctr.lookup_bags("clicked", ITEMS, None, device="gpu")
     with pytest.raises(InvalidInput, match="device 'tpu' is unknown"):
         ctr.lookup_many(asked, device="tpu")
     with pytest.raises(InvalidInput, match="out: an answer on a device is a new array"):

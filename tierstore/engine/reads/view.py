@@ -51,10 +51,7 @@ _OF_ALL = {"device", "dtype", "return_found"}  # options of look-ups that can be
 
 def _can_begin(asked: Iterable[tuple[str, Any, Any, Any]]) -> bool:
     """Whether look-ups of (feature, keys, offsets, weights) can begin without a look at the GPU's memory."""
-    return not any(
-        (offsets is None and weights is not None) or any(map(lies_on_gpu, (keys, offsets, weights)))
-        for _, keys, offsets, weights in asked
-    )
+    return not any(lies_on_gpu(part) for _, *parts in asked for part in parts)
 
 
 class View:
@@ -275,11 +272,11 @@ class View:
                 if device == "cpu":
                     return self.lookup_bags(feature, here, starts, out=out, return_found=return_found, **how)
                 hold, where = None if stream is None else self._hold, device or "gpu"
-                left = self.begin_on_device(where, feature, here, offsets=starts, **how)
+                left = self.begin_on_device(where, feature, here, offsets=starts, pooled=True, **how)
                 return self._left(left, out, return_found, hold)
         if device is not None and device != "cpu":
             left = self.begin_on_device(
-                device, feature, keys, offsets=offsets, weights=weights, combiner=combiner, dtype=dtype
+                device, feature, keys, offsets=offsets, weights=weights, combiner=combiner, dtype=dtype, pooled=True
             )
             return self._left(left, out, return_found)
         of = self.feature(feature)
@@ -395,14 +392,18 @@ class View:
         weights: npt.ArrayLike | None = None,
         combiner: str | None = None,
         dtype: str = "float32",
+        pooled: bool = False,
     ) -> DeviceLookup:
         """Start a look-up whose rows stay on the device `rows_on`. Arguments and errors as for `begin`.
+
+        `pooled`: of bags, also if there are no offsets, which is an error then.
 
         Nothing is done before `DeviceLookup.finish`, until which the view must be held.
         """
         of, code = self.feature(feature), answer_code(dtype)
         codes = keys if isinstance(keys, KeysThere) else of.codes(keys)
-        bags = None if offsets is None else of.bags(len(codes), offsets, weights, combiner)
+        pooled = pooled or offsets is not None or weights is not None
+        bags = of.bags(len(codes), offsets, weights, combiner) if pooled else None  # type: ignore[arg-type]
         return DeviceLookup(gpu_of(self._version, device), of, codes, bags, code)
 
     def _keys_for(self, gpu: Gpu, feature: str, keys: Any, device: str | None) -> Any:
