@@ -187,9 +187,8 @@ class Asking:
     def __call__(self, call: int, unwaited: Unwaited | None = None) -> None:
         self.state[:] = 0
         scene, keys = self.scene, self.keys[call]
-        assert LookUp(
-            scene.table, keys, self.state, self.given, self.out, scene.fetch, host=scene.host, unwaited=unwaited
-        ).finish()
+        look_up = LookUp(scene.table, keys, self.state, self.given, self.out, scene.fetch, host=scene.host)
+        assert look_up.finish(unwaited)
 
 
 def from_cpu_memory(
