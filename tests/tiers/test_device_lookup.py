@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -495,8 +496,39 @@ def test_look_ups_that_have_begun_together_are_finished_one_after_the_other(kind
     host.close()
 
 
+def test_threads_with_several_look_ups_at_once_never_wait_for_each_other() -> None:
+    """Of one part and of more parts than there are workspaces, by more threads than there are workspaces."""
+    scene, none = Scene(8, StorageDtype.FLOAT32, 1 << 20), np.empty((0, 8), np.float32)
+    wrong: list[int] = []
+
+    def fetch(missing: Keys, dtype: Any) -> tuple[Vectors, States]:
+        time.sleep(0.0005)  # others get on
+        return scene.fetch(missing, dtype)
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for _ in range(4):
+            look_ups = []
+            for n in (100, 2500, 100, 2500):
+                keys, out = rng.integers(0, LAST, n), scene.device.empty((n, 8), np.float32)
+                look_up = LookUp(scene.table, keys, np.zeros(n, np.uint8), none, out, fetch)
+                look_ups.append((look_up, scene.rows(keys, np.float32)))
+            for look_up, expected in sorted(look_ups, key=lambda one: not one[0].begin()):
+                if not look_up.finish() or not np.array_equal(to_host(look_up.out), expected):
+                    wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(ANSWERING + 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert wrong == []
+    assert scene.memory.held == 0
+
+
 def test_a_look_up_begins_only_where_it_can_end() -> None:
-    scene = Scene(8, StorageDtype.FLOAT32)
+    scene = Scene(8, StorageDtype.FLOAT32, 1 << 20)
     none = np.empty((0, 8), np.float32)
 
     def begins(keys: Keys) -> bool:
@@ -504,6 +536,8 @@ def test_a_look_up_begins_only_where_it_can_end() -> None:
         return LookUp(scene.table, keys, np.zeros(len(keys), np.uint8), none, out, scene.fetch).begin()
 
     assert not begins(BELOW[:0])
+    assert not begins(np.tile(BELOW, 10))  # several parts, for which `finish` may wait
+    assert scene.memory.held == 0
     assert begins(BELOW[:9])
     scene.device.broken = True
     out, state = scene.device.empty((9, 8), np.float32), np.zeros(9, np.uint8)

@@ -173,14 +173,10 @@ class LookUp:
             self._answered_at = np.flatnonzero((state != Tier.PENDING) & (state != PADDING))
 
     def begin(self) -> bool:
-        """Put kernels into the table's stream, as far as that needs no wait. Returns whether it did: then `finish` or `abandon` must follow."""
-        todo, device = self._parts(), self.table.device
-        while todo and len(self._begun) < _AT_ONCE and (workspace := device.free_workspace()) is not None:
-            try:
-                if not self._begin_next(workspace, todo):
-                    break
-            except DeviceError:  # which `finish` meets again
-                break
+        """Put the kernel into the table's stream, if it is one and that needs no wait. Returns whether it did: then `finish` or `abandon` must follow."""
+        todo = self._parts()
+        if todo is not None and len(todo) == 1:  # `finish` of one of several parts may wait for a workspace
+            self._begin_more(todo)
         return bool(self._begun)
 
     def abandon(self) -> None:
@@ -219,7 +215,7 @@ class LookUp:
         while todo or self._begun:
             if not self._begun and not self._begin_next(device.workspace(answers=True), todo):
                 return False
-            self.begin()  # more, as far as workspaces are free: whoever waits for one must not hold one
+            self._begin_more(todo)
             workspace, chunk = self._begun.popleft()
             with workspace as ws:
                 if not self._complete(
@@ -227,6 +223,15 @@ class LookUp:
                 ):
                     return False
         return True
+
+    def _begin_more(self, todo: deque[_Chunk]) -> None:
+        """Begin further parts as far as workspaces are free: whoever waits for one must not hold one."""
+        while todo and len(self._begun) < _AT_ONCE and (workspace := self.table.device.free_workspace()) is not None:
+            try:
+                if not self._begin_next(workspace, todo):
+                    break
+            except DeviceError:  # which `finish` meets again
+                break
 
     def _begin_next(self, workspace: Workspace, todo: deque[_Chunk]) -> bool:
         """Put the kernel of the next part into the table's stream. False if the table is not in use."""
