@@ -85,7 +85,8 @@ def count_states(state: Any, counts: Any) -> Any:
     """Add the number of keys in each state to `counts` int64[len(Tier)]. Returns how many the host tier has answered."""
     before = counts[_HOST]
     for i in range(state.size):
-        counts[state[i]] += 1
+        if state[i] < counts.size:
+            counts[state[i]] += 1
     return counts[_HOST] - before
 
 

@@ -43,3 +43,17 @@ def test_a_key_that_could_not_be_read_is_not_remembered_as_absent(way):
         (False, False),
         (False, False),
     ]
+
+
+def test_keys_are_counted_by_the_tiers_that_answered_them() -> None:
+    counts, rng = LookupCounts(), np.random.default_rng(1)
+    expected = np.zeros(256, np.int64)
+    for n in (0, 1, 5000):
+        state = rng.integers(0, 256, n).astype(np.uint8)  # what is no tier counts for none
+        assert counts.add_states(state, 0) == (state == Tier.HOST).sum()
+        expected += np.bincount(state, minlength=256)
+    counts.add_host(3)
+    counts.add_states(np.full(9, Tier.ABSENT, np.uint8), 4)
+    expected[Tier.HOST] += 3
+    expected[Tier.ABSENT] += 5
+    assert counts.as_dict() == {tier.label: expected[tier] for tier in Tier if tier is not Tier.PENDING}
