@@ -14,6 +14,8 @@
     threads   8 of them look up 4,096 keys each. Against one
     streamed  26 look-ups in the caller's stream, as of a model with so many tables, which is waited for at the end.
               Against the same, where each is waited for
+    together  8 look-ups that are on the device at once, as of a prediction with so many features. Against one after the
+              other
     pooled    bags of 32, 16 and 20 keys, all on the device. Against `torch.nn.EmbeddingBag`
     module    `tierstore.torch.Embedding` with keys that lie on the GPU. Against `Model.lookup` with keys in CPU memory
     predicted a dense part on the GPU over bags of 16, rows on the device (`dense_provider = "cuda"`)
@@ -45,7 +47,7 @@ from tierstore.tiers.device.backend import NO_HOST, TEAM, Backend
 from tierstore.tiers.device.cupy_device import CudaDevice, find_devices
 from tierstore.tiers.device.lookup import LookUp, Pooling, Unwaited, to_device
 from tierstore.tiers.device.table import DeviceTable
-from tierstore.tiers.device.workspaces import DeviceMemory
+from tierstore.tiers.device.workspaces import ANSWERING, DeviceMemory
 from tierstore.tiers.host.table import HostTable
 from tierstore.types import Combiner, KeyType, StorageDtype, TableSpec, Tier
 
@@ -184,11 +186,13 @@ class Asking:
         self.out = scene.backend.empty((batch, scene.spec.dim), np.float32)
         self.state, self.given = np.zeros(batch, np.uint8), np.empty((0, scene.spec.dim), np.float32)
 
-    def __call__(self, call: int, unwaited: Unwaited | None = None) -> None:
+    def look_up(self, call: int) -> LookUp:
         self.state[:] = 0
         scene, keys = self.scene, self.keys[call]
-        look_up = LookUp(scene.table, keys, self.state, self.given, self.out, scene.fetch, host=scene.host)
-        assert look_up.finish(unwaited)
+        return LookUp(scene.table, keys, self.state, self.given, self.out, scene.fetch, host=scene.host)
+
+    def __call__(self, call: int, unwaited: Unwaited | None = None) -> None:
+        assert self.look_up(call).finish(unwaited)
 
 
 def from_cpu_memory(
@@ -324,6 +328,24 @@ def streamed(backend: Backend, rows: int, dim: int, batch: int, rounds: int, cal
     return timed("streamed", rows, dim, batch, f"the same {TABLES}, each waited for", got)
 
 
+def together(backend: Backend, rows: int, dim: int, batch: int, rounds: int, calls: int) -> Result:
+    scene = Scene(backend, rows, dim, rows)
+    ours = [Asking(scene, batch, calls) for _ in range(ANSWERING)]
+
+    def at_once(call: int) -> None:
+        look_ups = [one.look_up(call) for one in ours]
+        assert all(look_up.begin() for look_up in look_ups)
+        assert all(look_up.finish() for look_up in look_ups)
+
+    def in_turn(call: int) -> None:
+        for one in ours:
+            one(call)
+
+    got = alternate(backend, rounds, calls, at_once, in_turn)
+    scene.close()
+    return timed("together", rows, dim, batch, f"the same {ANSWERING}, one after the other", got)
+
+
 def zipf(rows: int, batch: int, calls: int) -> Iterator[np.ndarray]:
     """Positions, 0 the most frequent, with frequency 1 / rank^1.05."""
     cumulative = np.cumsum(1 / np.arange(1, rows + 1) ** 1.05)
@@ -416,6 +438,7 @@ def measure(
     results.append(filled(backend, rows, 64, rounds))
     results.append(threads(backend, rows, 64, min(4096, batch), rounds, calls))
     results += [streamed(backend, rows, 64, size, rounds, calls) for size in sizes[:-1]]
+    results += [together(backend, rows, 64, size, rounds, calls) for size in sizes[:-1]]
     if torch is not None:
         for bags, bag in (2048, 32), (512, 16), (3276, 20):
             results.append(pooled(backend, torch, rows, 64, max(1, bags * batch >> 16), bag, rounds, calls))
