@@ -28,10 +28,10 @@ _STATE, _ABSENT = np.dtype(np.uint8), np.uint8(Tier.ABSENT)
 class DeviceLookup:
     """A look-up into device memory. Its kernel may `begin` early; otherwise it begins with `finish`.
 
-    One thread at a time, as `Lookup`.
+    One thread at a time, as `Lookup`. `array`: the answer, [n, dim] or [bags, dim] in device memory, after `finish`.
     """
 
-    __slots__ = ("_array", "_bags", "_code", "_codes", "_feature", "_gpu", "_look_up", "_skipped", "_state")
+    __slots__ = ("_bags", "_code", "_codes", "_feature", "_gpu", "_look_up", "_skipped", "_state", "array")
 
     def __init__(
         self, gpu: Gpu, feature: FeatureView, codes: Keys | KeysThere, bags: Pooling | None, code: int
@@ -40,7 +40,7 @@ class DeviceLookup:
         self._state: States
         self._skipped = 0  # padding keys
         self._look_up: LookUp | None = None
-        self._array: Any = None
+        self.array: Any = None
 
     @property
     def pending(self) -> bool:
@@ -57,7 +57,7 @@ class DeviceLookup:
     def address(self) -> int:
         """The address of the answer in device memory."""
         assert self._gpu.memory is not None
-        return self._gpu.memory.backend.address_of(self._array)
+        return self._gpu.memory.backend.address_of(self.array)
 
     def begin(self) -> bool:
         """Let the device begin, if that needs no wait. Returns whether it did: then `finish` or `abandon` must follow.
@@ -72,8 +72,8 @@ class DeviceLookup:
         if self._look_up is not None:
             self._look_up.abandon()
 
-    def finish(self, hold: Hold | None = None) -> Any:
-        """The answer, an array [n, dim] or [bags, dim] in device memory, complete. Call it once.
+    def finish(self, hold: Hold | None = None) -> None:
+        """Complete the answer. Call it once.
 
         If the device tier cannot answer, CPU memory does, and the answer is uploaded. NotReady while a CUDA graph is
         captured. With `hold` the answer may be complete only in the order of the caller's stream; then `found` is
@@ -86,13 +86,13 @@ class DeviceLookup:
             unwaited = Unwaited(hold, lambda keys, states: rows.count_on_device(keys, states, skipped))
         try:
             if look_up is None or not look_up.finish(unwaited):
-                return self._from_below()
+                self._from_below()
+                return
         except Captured as error:
             raise NotReady(str(error)) from error
         if unwaited is None or not unwaited.begun:
             rows.count_on_device(self._codes, self._state, skipped)
-        self._array = look_up.out
-        return look_up.out
+        self.array = look_up.out
 
     def _prepare(self) -> None:
         feature, codes = self._feature, self._codes
@@ -105,23 +105,21 @@ class DeviceLookup:
         except Captured as error:
             raise NotReady(str(error)) from error
 
-    def _from_below(self) -> Any:
+    def _from_below(self) -> None:
         feature, codes, bags, code = self._feature, self._codes, self._bags, self._code
         if isinstance(codes, KeysThere):
             codes = self._gpu.to_host(codes.array)
         lookup = Lookup(feature, codes, code) if bags is None else BagLookup(feature, codes, bags, code)
-        self._array = self._gpu.upload(lookup.finish())
+        self.array = self._gpu.upload(lookup.finish())
         self._state = lookup.state
-        return self._array
 
 
-def finish_all(lookups: Sequence[DeviceLookup]) -> list[Any]:
-    """The answers of look-ups, which the device works on at the same time, as far as it has workspaces."""
+def finish_all(lookups: Sequence[DeviceLookup]) -> None:
+    """Finish look-ups, which the device works on at the same time, as far as it has workspaces."""
     try:
         # first those that can begin: whoever waits for a workspace must not hold one
-        order = sorted(lookups, key=lambda lookup: not lookup.begin()) if len(lookups) > 1 else lookups
-        answers = {lookup: lookup.finish() for lookup in order}
-        return [answers[lookup] for lookup in lookups]
+        for lookup in sorted(lookups, key=lambda lookup: not lookup.begin()) if len(lookups) > 1 else lookups:
+            lookup.finish()
     finally:
         for lookup in lookups:
             lookup.abandon()
@@ -141,7 +139,7 @@ class OfCaller:
     __slots__ = ("_gpu", "_inside")
 
     def __init__(self, version: Version, device: str | None, stream: Any) -> None:
-        self._gpu = gpu_of(version, "gpu" if device in (None, "cpu") else str(device))
+        self._gpu = gpu_of(version, "gpu" if device in (None, "cpu") else device)
         self._inside = self._gpu.in_stream(stream)
 
     def __enter__(self) -> Gpu:

@@ -100,8 +100,9 @@ def predict(
             lookups.append(view.begin(name, keys, dtype=feature.dtype, out=out, **bag))
     for lookup in lookups:
         lookup.finish()
-    for (name, started), there in zip(on_device.items(), finish_all(list(on_device.values())), strict=True):
-        slot.bind(name, started.address, there)
+    finish_all(list(on_device.values()))
+    for name, there in on_device.items():
+        slot.bind(name, there.address, there.array)
     answer = session.run(run, slot, plain)
     session.release(slot)  # a failed run keeps its slot
     return dict(zip(run.outputs, answer, strict=True))

@@ -34,6 +34,7 @@ from tierstore.types import FeatureSpec, KeysLike, TableSpec, Vectors, keys_and_
 
 _MOST_GATHERINGS = 64  # for one view
 _NO_HEAD = DenseHead()
+_OF_ALL = {"device", "dtype", "return_found"}  # options of look-ups that can begin together
 _FLOAT32 = "float32"  # this object, the default, is not looked up among dtypes: a look-up of 64 keys takes 4 us
 
 
@@ -44,9 +45,6 @@ class Holder(Protocol):
         """Hold a view that the caller holds once more."""
 
     def release(self, view: View) -> None: ...
-
-
-_OF_ALL = {"device", "dtype", "return_found"}  # options of look-ups that can begin together
 
 
 def _can_begin(asked: Iterable[tuple[str, Any, Any, Any]]) -> bool:
@@ -298,8 +296,8 @@ class View:
                 feature: self.begin_on_device(device, feature, keys, offsets=offsets, weights=weights, **how)
                 for feature, keys, offsets, weights in asked
             }
-            answers = zip(lookups.items(), finish_all(list(lookups.values())), strict=True)
-            return {feature: (answer, lookup.found) if found else answer for (feature, lookup), answer in answers}
+            finish_all(list(lookups.values()))
+            return {feature: (one.array, one.found) if found else one.array for feature, one in lookups.items()}
         return {
             feature: self.lookup(feature, keys, **options)
             if offsets is None and weights is None
@@ -415,8 +413,8 @@ class View:
         """The result of a look-up whose answer stays on a device; with `hold`, in the caller's stream."""
         if out is not None:
             raise InvalidInput("out: an answer on a device is a new array; leave out away")
-        answer = lookup.finish(None if return_found or self.publisher is None else hold)
-        return (answer, lookup.found) if return_found else answer
+        lookup.finish(None if return_found or self.publisher is None else hold)
+        return (lookup.array, lookup.found) if return_found else lookup.array
 
     def _hold(self) -> Callable[[], None]:
         publisher = self.publisher

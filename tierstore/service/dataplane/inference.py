@@ -236,9 +236,9 @@ class Inference:
         if self._gathered is not None:
             reads = reads or self._gathered.pending
             self._gathered.finish()
-        there = iter(finish_all([lookup for _, lookup in self._lookups if isinstance(lookup, DeviceLookup)]))
+        finish_all([lookup for _, lookup in self._lookups if isinstance(lookup, DeviceLookup)])
         for call, lookup in self._lookups:
-            rows: Any = next(there) if isinstance(lookup, DeviceLookup) else lookup.finish()
+            rows: Any = lookup.array if isinstance(lookup, DeviceLookup) else lookup.finish()
             if self._reads_on_device(call):
                 assert self._slot is not None
                 assert isinstance(lookup, DeviceLookup)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
 from typing import Any, TypeVar
@@ -82,29 +83,6 @@ class _Current:
             self._device.runtime.setDevice(self._before)
         if error is not None and (ours := self._device.translated(error)) is not None:
             raise ours from error
-
-
-class _InStream(_Current):
-    """The context manager of `CudaDevice.in_stream`."""
-
-    __slots__ = ("_given", "_stream")
-
-    def __init__(self, device: CudaDevice, stream: Any) -> None:
-        super().__init__(device)
-        self._given = stream
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        try:
-            self._stream = self._device.cupy.cuda.Stream.from_external(self._given)
-            self._stream.__enter__()
-        except BaseException as error:
-            super().__exit__(type(error), error, None)
-            raise
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        self._stream.__exit__(kind, error, trace)
-        super().__exit__(kind, error, trace)
 
 
 class CudaBuffer:
@@ -244,8 +222,10 @@ class CudaDevice:
         self._check_capture()
         return self.cupy.empty(shape, dtype)
 
-    def in_stream(self, stream: Any) -> _InStream:
-        return _InStream(self, stream)
+    @contextmanager
+    def in_stream(self, stream: Any) -> Iterator[None]:
+        with self.current(), self.cupy.cuda.Stream.from_external(stream):
+            yield
 
     @_translated
     def adopt(self, array: Any) -> Any:

@@ -244,15 +244,13 @@ class LookUp:
 
     def _at_once(self, chunk: _Chunk, unwaited: Unwaited | None) -> bool:
         """A look-up of one part."""
-        device, stream = self.table.device, NOBODY
-        finisher = device.finisher
-        if unwaited is not None and finisher is not None:
-            stream = device.backend.callers()[0]
-            if stream != NOBODY:
-                finisher.prepare(stream)
-        with device.workspace(answers=True) as ws:
-            if unwaited is None or finisher is None or stream == NOBODY:
+        device = self.table.device
+        finisher = None if unwaited is None else device.finisher
+        if unwaited is None or finisher is None or (stream := device.backend.callers()[0]) == NOBODY:
+            with device.workspace(answers=True) as ws:
                 return self._complete(ws, chunk, self._launch(ws, chunk))
+        finisher.prepare(stream)
+        with device.workspace(answers=True) as ws:
             begun = self._put_off(ws, chunk, stream, unwaited)
             if begun is not None:
                 finisher.add(begun)
