@@ -14,7 +14,10 @@ from tests.tiers.cuda_shim.cupy_stand_in import CupyStandIn
 from tierstore.tiers.device import cupy_device
 from tierstore.tiers.device.backend import DeviceError
 from tierstore.tiers.device.cupy_device import CudaDevice, find_devices
+from tierstore.tiers.device.lookup import look_up_into_new
+from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import WORKSPACES
+from tierstore.types import Keys, States, Tier, Vectors
 
 _FOUND, _NO_GPU = find_devices()
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not _FOUND, reason=_NO_GPU or "")]
@@ -37,6 +40,25 @@ def open_device(kind: str) -> Any:
 def to_host(array: Any) -> np.ndarray:
     """A NumPy array of an answer, wherever it lies."""
     return array if isinstance(array, np.ndarray) else array.get()
+
+
+class ReadTable(DeviceTable):
+    """A table that is asked as `HostTable` is."""
+
+    def lookup(self, keys: Keys, out: Vectors, state: States) -> int:
+        """Answer, in CPU memory, the PENDING keys that the table has; others stay PENDING. Returns how many got a row."""
+
+        def below(keys: Keys, dtype: Any) -> tuple[Vectors, States]:
+            return np.full((len(keys), self.spec.dim), np.nan, dtype), np.zeros(len(keys), np.uint8)
+
+        at = np.flatnonzero(state == Tier.PENDING)
+        found = np.zeros(len(at), np.uint8)
+        look_up = look_up_into_new(self, keys[at], found, np.empty((0, 0), out.dtype), out.dtype, below)
+        if look_up is None or not look_up.finish():
+            return 0
+        hit = np.flatnonzero(found)
+        out[at[hit]], state[at] = to_host(look_up.out)[hit], found
+        return int(np.count_nonzero(found == Tier.DEVICE))
 
 
 def over_stand_in(cupy: CupyStandIn) -> CudaDevice:

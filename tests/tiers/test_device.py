@@ -23,7 +23,7 @@ from tests.tiers.cache_contract import (
     vectors_of,
 )
 from tests.tiers.cuda_shim.backend import ShimDevice
-from tests.tiers.devices import ON_GPU, open_device
+from tests.tiers.devices import ON_GPU, ReadTable, open_device
 from tierstore.tiers.device.backend import DeviceError
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import WORKSPACES, DeviceMemory, Workspace
@@ -35,9 +35,9 @@ class _OverDevice(CacheTierContract):
 
     def open_cache(
         self, spec: TableSpec, budget_bytes: int, default: npt.NDArray[np.float32], fraction: float = 1.0
-    ) -> DeviceTable:
+    ) -> ReadTable:
         memory = DeviceMemory(open_device(self.kind), 64 << 20)
-        return DeviceTable(spec, budget_bytes, memory, default_vector=default, fraction=fraction)
+        return ReadTable(spec, budget_bytes, memory, default_vector=default, fraction=fraction)
 
 
 class TestDeviceTable(_OverDevice):
@@ -57,9 +57,9 @@ class TestDeviceTableOnAGpu(_OverDevice):
 
 def open_table(
     device: ShimDevice, budget_bytes: int = 1 << 20, fraction: float = 1.0, dtype: StorageDtype = StorageDtype.FLOAT32
-) -> DeviceTable:
+) -> ReadTable:
     spec = TableSpec("t", KeyType.INT64, DIM, dtype)
-    return DeviceTable(spec, budget_bytes, DeviceMemory(device, 8 << 20), default_vector=DEFAULT, fraction=fraction)
+    return ReadTable(spec, budget_bytes, DeviceMemory(device, 8 << 20), default_vector=DEFAULT, fraction=fraction)
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5, 0.25, 1 / 16])
@@ -118,14 +118,14 @@ def test_a_table_takes_what_it_says_and_never_more_than_its_budget(
 def test_a_device_that_is_full_makes_a_smaller_cache_and_says_so() -> None:
     device = ShimDevice(1 << 20)
     memory = DeviceMemory(device, 1 << 19)
-    table = DeviceTable(SPEC, 1 << 20, memory, default_vector=DEFAULT)
+    table = ReadTable(SPEC, 1 << 20, memory, default_vector=DEFAULT)
     assert 0 < table.bytes_in_use <= device.total - WORKSPACES * memory.workspace_bytes
     assert "no device memory beyond" in table.stats()["problem"]
     keys = np.arange(200, dtype=np.int64)
     assert table.insert(keys, rows_of(keys), 1) == 200
     np.testing.assert_array_equal(ask(table, keys)[0], vectors_of(keys))
     rest = memory.backend.alloc(device.total - device.used)
-    other = DeviceTable(SPEC, 1 << 20, memory, default_vector=DEFAULT)
+    other = ReadTable(SPEC, 1 << 20, memory, default_vector=DEFAULT)
     assert other.capacity_rows == other.insert(keys, rows_of(keys), 1) == 0
     assert (ask(other, keys)[1] == Tier.PENDING).all()
     rest.free()

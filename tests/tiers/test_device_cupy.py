@@ -12,12 +12,11 @@ import pytest
 
 from tests.tiers.cuda_shim.backend import OnGpu, ShimDevice
 from tests.tiers.cuda_shim.cupy_stand_in import CUDARuntimeError, CupyStandIn, OutOfMemoryError
-from tests.tiers.devices import over_stand_in
+from tests.tiers.devices import ReadTable, over_stand_in
 from tierstore.errors import InvalidInput
 from tierstore.tiers.device import cupy_device
 from tierstore.tiers.device.backend import Captured, DeviceError, OutOfDeviceMemory, lies_on_gpu
 from tierstore.tiers.device.cupy_device import find_devices
-from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import WORKSPACES, WRITING, DeviceMemory, Workspace
 from tierstore.types import KeyType, StorageDtype, TableSpec
 
@@ -97,7 +96,7 @@ def test_what_lies_on_a_gpu_is_told_by_what_it_says_of_itself(values: Any, on_gp
 
 def test_while_others_capture_look_ups_and_deltas_go_on(cupy: CupyStandIn) -> None:
     spec = TableSpec("t", KeyType.INT64, 4, StorageDtype.FLOAT32)
-    table = DeviceTable(spec, 1 << 18, DeviceMemory(over_stand_in(cupy), 1 << 19), default_vector=np.zeros(4))
+    table = ReadTable(spec, 1 << 18, DeviceMemory(over_stand_in(cupy), 1 << 19), default_vector=np.zeros(4))
     keys = np.arange(20, dtype=np.int64)
     assert table.insert(keys, np.ones((20, 16), np.uint8), 0) == 20
     out = np.zeros((20, 4), np.float32)

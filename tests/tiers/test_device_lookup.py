@@ -13,7 +13,7 @@ import pytest
 from tests.tiers.cuda_shim import compile
 from tests.tiers.cuda_shim.backend import OnGpu, ShimDevice
 from tests.tiers.cuda_shim.functions import NOT_SUPPORTED
-from tests.tiers.devices import either, open_device, to_host
+from tests.tiers.devices import ReadTable, either, open_device, to_host
 from tierstore.errors import StorageError
 from tierstore.kernels import codec
 from tierstore.kernels.hashing import mix_all
@@ -22,7 +22,6 @@ from tierstore.tiers.device import reports
 from tierstore.tiers.device.backend import Captured, DeviceError, OutOfDeviceMemory
 from tierstore.tiers.device.later import Finisher
 from tierstore.tiers.device.lookup import PADDING, KeysThere, LookUp, Pooling, Unwaited, from_device, to_device
-from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.window import NOT_YET
 from tierstore.tiers.device.workspaces import ANSWERING, DeviceMemory
 from tierstore.tiers.host.sample import ALL, NOTHING, AccessSample
@@ -51,7 +50,7 @@ class Scene:
         self.default = np.linspace(-2, 2, dim).astype(np.float32)
         self.device = open_device(kind)
         self.memory = DeviceMemory(self.device, memory_bytes)
-        self.table = DeviceTable(self.spec, 1 << 20, self.memory, default_vector=self.default)
+        self.table = ReadTable(self.spec, 1 << 20, self.memory, default_vector=self.default)
         assert self.table.warm(RESIDENT, row_bytes_of(self.spec, RESIDENT)) == len(RESIDENT)
         self.table.insert_absent(GONE, 1)
         self.asked: list[Keys] = []

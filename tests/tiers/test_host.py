@@ -385,3 +385,17 @@ def test_stored_rows_come_as_they_were_put_in(dtype: StorageDtype, dim: int) -> 
     np.testing.assert_array_equal(got[:150], rows[:150])
     table.close()
     assert not table.stored(keys)[1].any()
+
+
+def test_answers_of_wrong_shapes_are_refused() -> None:
+    table = HostTable(SPEC, 1 << 20, default_vector=DEFAULT)
+    keys = np.arange(3, dtype=np.int64)
+    for out, state in (
+        (np.empty((2, DIM), np.float32), np.zeros(3, np.uint8)),
+        (np.empty((3, DIM + 1), np.float32), np.zeros(3, np.uint8)),
+        (np.empty((3, DIM), np.float32), np.zeros(2, np.uint8)),
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            table.lookup(keys, out, state)
+    with pytest.raises(TypeError):
+        table.lookup(keys, np.empty((3, DIM), np.float64), np.zeros(3, np.uint8))

@@ -24,7 +24,7 @@ the `…_on_disk` listings, which read directories and skip names that are not o
     <data>/models/<model>/<version>/              one version; a leftover unless version.json is there
     <data>/models/<model>/<version>.<line>/       the same, built again by a rollback to a delta: its line 1 and on
         version.json  LOADING  db/  dense.onnx  dense-<seq>.onnx  dense-loaded.onnx  ASKED  warmup/<table>.npy
-        warmup/requests/<number>.npz  hot/<table>.npy  build/
+        warmup/requests/<number>.npz  hot/<table>.npy  hot-device/<table>.npy  build/
         of a head: dense.<head>.onnx  dense-<seq>.<head>.onnx  dense-loaded.<head>.onnx  warmup/requests/<head>/
     <data>/models/<model>/log/base.json           where the delta log begins
     <data>/models/<model>/log.end                 where it ends
@@ -41,7 +41,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tierstore.types import NAME, check_name
+from tierstore.types import NAME, Tier, check_name
 
 # a data directory
 LOCK = "LOCK"
@@ -67,7 +67,7 @@ ACCEPTED = "ASKED"
 DB = "db"
 WARMUP = "warmup"
 REQUESTS = "requests"  # within WARMUP
-HOT = "hot"
+HOT, HOT_ON_DEVICE = "hot", "hot-device"
 BUILD = "build"
 JOURNAL = "journal"  # within BUILD
 LOADING = "LOADING"
@@ -242,13 +242,12 @@ class VersionDirectory:
         """Recorded requests that the snapshot wants run before a head serves, `00000.npz` and on."""
         return self.root / WARMUP / REQUESTS / head
 
-    @property
-    def hot_keys(self) -> Path:
-        return self.root / HOT
+    def hot_keys(self, tier: Tier) -> Path:
+        return self.root / (HOT_ON_DEVICE if tier is Tier.DEVICE else HOT)
 
-    def hot(self, table: str) -> Path:
-        """Keys that were hot when the version was last served."""
-        return self.hot_keys / (check_name("table", table) + KEYS_SUFFIX)
+    def hot(self, table: str, tier: Tier = Tier.HOST) -> Path:
+        """Keys that the cache of `tier` held when the version was last served."""
+        return self.hot_keys(tier) / (check_name("table", table) + KEYS_SUFFIX)
 
 
 @dataclass(frozen=True, slots=True)

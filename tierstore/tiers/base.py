@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.types import Keys, Rows, States, Vectors
+from tierstore.types import Keys, Rows, States
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -89,7 +89,7 @@ class VersionStore(RowStore, Protocol):
 
 
 class CacheTier(Protocol):
-    """A cache of one table of one version. Any thread may call anything; `lookup` never waits for a writer.
+    """A cache of one table of one version. Any thread may call anything; look-ups never wait for a writer.
 
     `seq` is the seq of the view under which a promoted row was read; see `raise_floor`.
     """
@@ -107,12 +107,6 @@ class CacheTier(Protocol):
     def allowed_bytes(self) -> int: ...
 
     budget_bytes: int  # an upper bound
-
-    def lookup(self, keys: Keys, out: Vectors, state: States) -> int:
-        """Decode rows of resident keys into `out`, or the table's default for keys that do not exist; count heat.
-
-        Returns how many keys were answered with a row.
-        """
 
     def peek(self, key: int) -> Peek:
         """The cache's entry for a key, read without counting heat or hits."""

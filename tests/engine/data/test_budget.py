@@ -296,7 +296,7 @@ def write(root, name, rows, version=1, stamp=0):
 def resident(store, keys):
     """How many of these keys the model `large` has in memory."""
     table = store.model("large").served.active.open_version.tables["t"]
-    return int(np.isin(keys, table.hot_keys(100_000)).sum())
+    return int(np.isin(keys, table.host.hot_keys(100_000)).sum())
 
 
 def test_models_that_come_and_go_are_dealt_what_there_is(tmp_path):

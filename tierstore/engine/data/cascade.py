@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
@@ -94,7 +94,7 @@ class Cascade:
         self.own = own
         self.host: HostTable | None = None
         self.device: DeviceTable | None = None
-        self.offer: Callable[..., None] | None = None  # gets keys that the host tier answered; does not wait
+        self.offer: Callable[..., None] | None = None  # gets keys for the device; does not wait
         self.counts = counts
         self.epochs_id: int | None = None  # see `Epochs.table_id`
 
@@ -104,12 +104,6 @@ class Cascade:
         Returns how many keys the host tier has answered.
         """
         return self.counts.add_states(state, skipped)
-
-    def count_from_host(self, keys: Keys) -> None:
-        """Count and offer keys that the host tier has answered, the usual case; cheaper than telling tiers apart."""
-        self.counts.add_host(len(keys))
-        if self.offer is not None:
-            self.offer(keys)
 
     def read(self, seq: int, keys: Keys, pending: np.ndarray, out: Vectors, state: States) -> None:
         """Read the keys at positions `pending` from the row store, under a view of `seq`, and promote them."""
@@ -160,22 +154,19 @@ class Cascade:
             self.store.get_at(self.table_id, distinct, rows, found, seq)
         return rows, found, (found == _DISK) | (found == _REMOTE)
 
-    def warm(self, keys: Keys, progress: Callable[[int], None]) -> None:
-        """Read these keys (distinct, hottest first) into the device tier, and those left over into the host tier.
+    def warm(self, tier: Tier, keys: Keys, progress: Callable[[int], None]) -> None:
+        """Read these keys (distinct, hottest first) into the cache of `tier`, until it is full.
 
-        Ends when both are full. Called before the version serves, by the thread that also applies its deltas.
+        Called before the version serves, by the thread that also applies its deltas.
         """
-        first = 0 if self.device is None else self.device.capacity_rows
+        cache = self.caches[tier]
         with contextlib.ExitStack() as gently:
-            if self.host is not None and is_background():
-                gently.enter_context(self.host.gently_warmed(len(keys) - first))
-            for cache, begin, end in ((self.device, 0, first), (self.host, first, len(keys))):
-                if cache is not None:
-                    self._warm(cache, keys[:end], begin, progress)
+            if isinstance(cache, HostTable) and is_background():
+                gently.enter_context(cache.gently_warmed(len(keys)))
+            self._warm(cache, keys, progress)
 
-    def _warm(self, cache: DeviceTable | HostTable, keys: Keys, done: int, progress: Callable[[int], None]) -> None:
-        """Read the keys after the `done` hottest into one cache."""
-        step = SHORT_BATCH if is_background() else READ_BATCH
+    def _warm(self, cache: DeviceTable | HostTable, keys: Keys, progress: Callable[[int], None]) -> None:
+        step, done = SHORT_BATCH if is_background() else READ_BATCH, 0
         while done < len(keys):
             for piece in pieces(keys[done : done + stretch_after(done)], self.in_order):
                 for begin in range(0, len(piece), step):
@@ -199,37 +190,25 @@ class Cascade:
         return keys if self.own is None else keys[are_own(keys, self.own)]
 
     @property
-    def caches(self) -> list[DeviceTable | HostTable]:
-        """The caches of the table, fastest first."""
-        return [cache for cache in (self.device, self.host) if cache is not None]
+    def caches(self) -> dict[Tier, DeviceTable | HostTable]:
+        """The caches of the table. A row may be in both: each keeps what its own look-ups ask for."""
+        found = {Tier.DEVICE: self.device, Tier.HOST: self.host}
+        return {tier: cache for tier, cache in found.items() if cache is not None}
 
-    @property
-    def capacity_rows(self) -> int:
-        """Rows that the caches hold together."""
-        return sum(cache.capacity_rows for cache in self.caches)
-
-    def hot_keys(self, limit: int) -> Keys:
-        """At most `limit` keys that the caches hold, hottest first; a key that both hold is there twice."""
-        return np.concatenate([_NONE, *(cache.hot_keys(limit) for cache in self.caches)])[:limit]
-
-    def hot_keys_by_part(self) -> Iterator[list[Keys]]:
-        """All keys that the caches hold, a part at a time: by degree of heat, hottest first, the device's before all
-        others.
-        """
-        if self.device is not None:
-            yield [self.device.hot_keys(self.device.capacity_rows)]
-        if self.host is not None:
-            for part in self.host.hot_keys_by_part():
-                yield [_NONE, *part]
+    def hot_keys(self, tier: Tier, limit: int) -> Keys:
+        """At most `limit` keys that the cache of `tier` holds, hottest first; without that cache, another's."""
+        caches = self.caches
+        cache = caches.get(tier, next(iter(caches.values()), None))
+        return _NONE if cache is None else cache.hot_keys(limit)
 
     def raise_floor(self, seq: int) -> None:
         """Prepare caches for the fold of a delta of `seq`; see `CacheTier`."""
-        for cache in self.caches:
+        for cache in self.caches.values():
             cache.raise_floor(seq)
         self.store.raise_floor(self.table_id, seq)
 
     def update_caches(self, keys: Keys, rows: Rows, deleted: np.ndarray) -> None:
         """Apply a delta that the disk tier holds already to resident rows and absent marks."""
-        for cache in self.caches:
+        for cache in self.caches.values():
             cache.update(keys, rows, deleted)
         self.store.forget(self.table_id, keys)

@@ -1,6 +1,6 @@
 """Promotion from the host tier to the device, and back for rows that the device evicts: one thread, and rings of keys.
 
-Look-ups offer keys that the host tier answered, from any thread, without waiting: keys that find no room in the
+Look-ups into GPU memory offer keys that the host tier answered, from any thread, without waiting: keys that find no room in the
 table's ring are dropped, and all keys if another thread is offering. The promoter's compiled code takes keys, chooses
 among them and moves their rows. It holds a view like a request, so that no delta newer than the view is folded
 meanwhile; keys in the view's overlays are skipped. So the host tier's rows of the other keys are current, and stay so
@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 RING_KEYS = 1 << 15  # keys of a table that are offered and not handled yet
 _JOB_KEYS = 4096  # keys handled at a time
 _SEEN = 1 << 16  # fingerprints of recently offered keys of a table
-_EVERY: States = np.empty(0, np.uint8)
 
 
 class Moment(Protocol):
@@ -61,8 +60,8 @@ class Offers:
         # only for the promoter's thread
         self._keys, self._seen = np.empty(_JOB_KEYS, np.int64), np.zeros(_SEEN, np.uint16)
 
-    def __call__(self, keys: Keys, states: States = _EVERY) -> None:
-        """Offer the keys whose state is HOST; without states, all keys."""
+    def __call__(self, keys: Keys, states: States) -> None:
+        """Offer the keys whose state is HOST."""
         if kernels.awaited or not self._lock.acquire(blocking=False):
             self._promoter.dropped += len(keys)
             return

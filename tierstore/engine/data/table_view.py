@@ -41,7 +41,7 @@ class TableView:
 
     def __init__(self, table: Cascade, overlays: Sequence[OverlayTable], seq: int) -> None:
         self.table, self.overlays, self.seq = table, overlays, seq
-        host = None if table.device is not None else table.host  # the device tier answers before it
+        host = table.host
         areas = None if host is None else host.areas
         addresses = np.array([address_of(overlay.words) for overlay in overlays], np.int64)
         defaults = [np.ascontiguousarray(table.default, dtype) for dtype in DTYPES]
@@ -74,23 +74,17 @@ class TableView:
                 hits = kernel.lookup(self._at, keys, state, code, padded, padding or 0, out.view(_BYTES))
         except TypeError:  # an array of the caller's, at an odd address
             hits = kernel.lookup(self._at, keys, state, code, padded, padding or 0, out.view(_BYTES))
-        if (device := self.table.device) is not None:
-            device.lookup(keys, out, state)
-            if self.table.host is not None:
-                hits = self.table.host.lookup(keys, out, state)
         return hits
 
     def finish(self, keys: Keys, out: Vectors, state: States, padding: int | None = None) -> None:
         """Read from disk what `probe` has left, promote it, and count.
 
-        If the host tier has answered all keys, call `Cascade.count_from_host` instead.
+        If the host tier has answered all keys, `LookupCounts.add_host` is enough.
         """
         table = self.table
         pending = np.flatnonzero(state == _PENDING)
         if pending.size:
             table.read(self.seq, keys, pending, out, state)
-        if table.offer is not None:
-            table.offer(keys, state)
         table.count(state, 0 if padding is None else int(np.count_nonzero(keys == padding)))
 
     def lookup(self, keys: Keys, out: Vectors, state: States, code: int = 0) -> None:
@@ -102,7 +96,7 @@ class TableView:
         self, keys: Keys, bags: Pooling, out: Vectors, state: States, code: int, padding: int | None = None
     ) -> int:
         """Pool the bags whose keys are all in the host tier; returns as `table_rows.pool_found`."""
-        if kernels.awaited or self.overlays or self.table.device is not None:
+        if kernels.awaited or self.overlays:
             return NOT_POOLED
         came: int = kernel.pool(
             self._at, keys, state, padding is not None, padding or 0, bags.offsets,
@@ -114,13 +108,10 @@ class TableView:
         """Look up keys, ascending and distinct, in memory alone: (rows as stored, states). Rows of PENDING or ABSENT
         keys are undefined.
 
-        Does not ask the device tier, whose rows are all in the tiers below. Call `finish_stored` afterwards.
+        Call `finish_stored` afterwards.
         """
         rows, state = np.empty((len(keys), self.table.spec.row_bytes), np.uint8), np.zeros(len(keys), np.uint8)
         kernel.lookup(self._at, keys, state, AS_STORED, False, 0, rows)
-        if self.table.device is not None and self.table.host is not None:
-            pending = np.flatnonzero(state == _PENDING)
-            rows[pending], state[pending] = self.table.host.stored(keys[pending])
         return rows, state
 
     def finish_stored(self, keys: Keys, rows: Rows, state: States) -> None:
@@ -187,14 +178,14 @@ class TableView:
             table.read(self.seq, keys, pending, rows, state)
         return rows, state
 
-    def warm(self, keys: Keys, at: int) -> None:
-        """Read one batch of hot keys, after `at` hotter ones, into the tier for their rank.
+    def warm(self, keys: Keys, tier: Tier) -> None:
+        """Read one batch of hot keys into the cache of `tier`.
 
         For a version that serves. As in every promotion, keys in the overlays are left out, and no delta newer than
         the view is folded meanwhile.
         """
         table = self.table
-        cache = table.host if table.device is None or at >= table.device.capacity_rows else table.device
+        cache = table.caches.get(tier)
         if cache is None:
             return
         keys = np.unique(table.own_of(keys))

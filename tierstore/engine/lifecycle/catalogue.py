@@ -22,7 +22,7 @@ from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import Conflict, Corruption, NotFound, StorageError
 from tierstore.formats import files
 from tierstore.formats.names import ModelDirectory, VersionDirectory
-from tierstore.types import Progress, TableSpec
+from tierstore.types import Progress, TableSpec, Tier
 
 log = logging.getLogger(__name__)
 
@@ -237,7 +237,7 @@ class Catalogue:
                 self._discard(where.root)
             return None
         self._discard(where.build)  # of a fold that was interrupted
-        for folder in (where.root, where.hot_keys):
+        for folder in (where.root, where.hot_keys(Tier.HOST), where.hot_keys(Tier.DEVICE)):
             self._find_leftovers(folder)
         info = VersionInfo(where)
         if (info.manifest.model, info.number) != (self._name, number):

@@ -29,7 +29,7 @@ from tierstore.engine.versions.version import Version
 from tierstore.errors import Closed, TierstoreError
 from tierstore.threads import Thread
 from tierstore.tiers.background import Pace, become_background, yield_if_background
-from tierstore.types import Keys
+from tierstore.types import Keys, Tier
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +40,10 @@ _MOST_FAILURES = 16  # batches that the disk cannot read, after which a warm-up 
 
 @dataclass(slots=True)
 class _Plan:
-    """The keys to read into one table, from all sources, one after the other."""
+    """The keys to read into the cache of a table, from all sources, one after the other."""
 
     table: Cascade
+    tier: Tier
     sources: Sequence[Keys]
     give_way: Callable[[], None]
     done: int = 0
@@ -51,7 +52,8 @@ class _Plan:
 
     @property
     def total(self) -> int:
-        return min(sum(map(len, self.sources)), self.table.capacity_rows)
+        cache = self.table.caches.get(self.tier)
+        return 0 if cache is None else min(sum(map(len, self.sources)), cache.capacity_rows)
 
     def next(self, limit: int) -> Keys:
         """The next keys, at most `limit`; none at the end."""
@@ -71,10 +73,8 @@ class _Plan:
                 break
 
     def _next_stretch(self) -> Keys:
-        begin, end, device = self.done, self.total, self.table.device
-        if device is not None and begin < device.capacity_rows:
-            end = min(end, device.capacity_rows)  # the keys after it go into another cache
-        count = max(0, min(stretch_after(begin), end - begin))
+        begin = self.done
+        count = max(0, min(stretch_after(begin), self.total - begin))
         for keys in self.sources:
             if begin < len(keys):
                 return keys[begin : begin + count]
@@ -91,8 +91,11 @@ class WarmUp:
         self, version: Version, publisher: Publisher, give_way: Callable[[], None] = yield_if_background
     ) -> None:
         self.version, self.publisher = version, publisher
-        tables = version.tables.items()
-        plans = [_Plan(table, version.kept_hot_keys(name), give_way) for name, table in tables if table.caches]
+        plans = [
+            _Plan(table, tier, version.kept_hot_keys(name, tier), give_way)
+            for name, table in version.tables.items()
+            for tier in table.caches
+        ]
         self._plans = [plan for plan in plans if plan.total]
         self.failures = 0
 
@@ -111,7 +114,7 @@ class WarmUp:
         return self.done >= self.total
 
     def _behind(self) -> _Plan | None:
-        """The plan of the table that is furthest behind; None if all are done."""
+        """The plan of the cache that is furthest behind; None if all are done."""
         plan = min(self._plans, key=lambda plan: plan.done / plan.total if plan.total else 1.0, default=None)
         return None if plan is None or plan.done >= plan.total else plan
 
@@ -121,7 +124,7 @@ class WarmUp:
             plan.prepare()
 
     def step(self, view: View, limit: int) -> int:
-        """Read at most `limit` keys, of the table that is furthest behind, under a view of the version that the caller
+        """Read at most `limit` keys, for the cache that is furthest behind, under a view of the version that the caller
         holds.
 
         Returns their number; 0 at the end. Keys that the disk cannot read are skipped: look-ups will report the error.
@@ -130,8 +133,8 @@ class WarmUp:
         if plan is None:
             return 0
         keys = plan.next(limit)
-        at, plan.done = plan.done, plan.done + len(keys)
-        view.table(plan.table.spec.name).warm(keys, at)
+        plan.done += len(keys)
+        view.table(plan.table.spec.name).warm(keys, plan.tier)
         return len(keys)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tierstore.engine.reads.view import View
 from tierstore.errors import NotFound
-from tierstore.types import KeyType, whole_number
+from tierstore.types import KeyType, Tier, whole_number
 
 MOST_HOTTEST = 1000
 
@@ -29,7 +29,7 @@ def cache_report(view: View, table: str, limit: int) -> dict[str, Any]:
     insight = version.tables[table].counts.insight
     hottest: list[tuple[int, float | None]] = list(insight.counts.hottest(limit))
     if not hottest:
-        hottest = [(int(key), None) for keys in version.kept_hot_keys(table)[:1] for key in keys[:limit]]
+        hottest = [(int(key), None) for keys in version.kept_hot_keys(table, Tier.HOST)[:1] for key in keys[:limit]]
     kind, strings = version.specs[table].key, {}
     if table in view.colliding:
         strings = {code: text for text, code in view.colliding[table].entries()}

@@ -55,9 +55,8 @@ class Gathering:
 
 
 def can_gather(feature: FeatureView) -> bool:
-    """Whether its rows can be looked up in one step with others: not if a device tier answers first."""
-    table = feature.rows.table
-    return table.device is None and table.host is not None and not kernels.awaited
+    """Whether its rows can be looked up in one step with others."""
+    return feature.rows.table.host is not None and not kernels.awaited
 
 
 class GatheredRows:
@@ -87,7 +86,7 @@ class GatheredRows:
             codes, state = self._codes[begin : begin + n], self._state[begin : begin + n]
             table = feature.rows.table
             if whole:
-                table.count_from_host(codes)
+                table.counts.add_host(n)
             else:
                 rows = np.ndarray((n, table.spec.dim), DTYPES[code], self._memory, at)
                 feature.rows.finish(codes, rows, state, feature.padding)

@@ -50,7 +50,7 @@ class Lookup:
         """The answer, complete: vectors [n, dim]. Call it once."""
         codes, feature = self._codes, self._feature
         if self._hits == len(codes):
-            feature.rows.table.count_from_host(codes)
+            feature.rows.table.counts.add_host(len(codes))
         else:
             feature.rows.finish(codes, self._rows, self.state, feature.padding)
         return self._rows
@@ -60,7 +60,7 @@ class BagLookup:
     """A look-up of pooled bags.
 
     Bags whose keys are all in the host tier are pooled as their rows are found. For the other bags all rows are looked
-    up, and then pooled; so are all bags of a table that has overlays or a device tier.
+    up, and then pooled; so are all bags of a table that has overlays.
     """
 
     __slots__ = ("_answer", "_bags", "_codes", "_feature", "_hits", "_other", "_others", "_places", "state")

@@ -23,11 +23,6 @@ from tierstore.lookup import plans as layout
 Words = npt.NDArray[Any]
 
 
-def can_be_read(table: Cascade) -> bool:
-    """Whether a compiled reader may look up in a table: not if only a device tier may have the rows."""
-    return table.device is None and table.offer is None
-
-
 def labels_word(served: Routing) -> int:
     """A number for the free labels: equal for equal labels."""
     return xxhash.xxh3_64_intdigest(repr(sorted(served.labels.items())).encode()) >> 1

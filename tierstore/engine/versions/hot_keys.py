@@ -1,4 +1,4 @@
-"""The hot keys of a version when it last served, in a file for each table, hottest first: `hot/<table>.npy`.
+"""The keys that a version held in memory when it last served, in a file for each cache of a table, hottest first.
 
 Any thread. They only say what to warm: a damaged or missing file costs time, and no answer. A crash leaves the file as
 it was saved last.

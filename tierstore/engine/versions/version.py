@@ -26,7 +26,7 @@ from tierstore.formats.colliding import CollidingKeys
 from tierstore.tiers.background import yield_to_requests
 from tierstore.tiers.device.gpu import Gpu
 from tierstore.tiers.disk.tier import DiskTier
-from tierstore.types import Keys
+from tierstore.types import Keys, Tier
 
 
 class Version:
@@ -95,24 +95,26 @@ class Version:
         """Fill the caches: with the hot keys of `like`, else with the keys saved when last served, then the
         snapshot's own.
         """
-        plans: list[tuple[Cascade, Keys]] = []
+        plans: list[tuple[Cascade, Tier, Keys]] = []
         for name, table in self.tables.items():
-            if not table.caches:
-                continue
-            sources = []
-            if like is not None and name in like.tables and like.specs[name].key == table.spec.key:
-                sources.append(like.tables[name].hot_keys(table.capacity_rows))
-            sources += self.kept_hot_keys(name)
-            if sources:
-                plans.append((table, distinct_keys(sources, table.capacity_rows)))
-        total, done = sum(len(keys) for _, keys in plans), 0
-        for table, keys in plans:
-            table.warm(keys, lambda n, base=done: progress(base + n, total))  # type: ignore[misc]
+            for tier, cache in table.caches.items():
+                sources = self.kept_hot_keys(name, tier)
+                if like is not None and name in like.tables and like.specs[name].key == table.spec.key:
+                    sources.insert(0, like.tables[name].hot_keys(tier, cache.capacity_rows))
+                plans.append((table, tier, distinct_keys(sources, cache.capacity_rows)))
+        total, done = sum(len(keys) for *_, keys in plans), 0
+        for table, tier, keys in plans:
+            table.warm(tier, keys, lambda n, base=done: progress(base + n, total))  # type: ignore[misc]
             done += len(keys)
 
-    def kept_hot_keys(self, table: str) -> list[Keys]:
-        """The keys to warm a table with, best first: those that were hot when last served, then the snapshot's own."""
-        return [*load_keys(self.info.where.hot(table)), *load_keys(self.info.where.warmup(table))]
+    def kept_hot_keys(self, table: str, tier: Tier) -> list[Keys]:
+        """The keys to warm a tier's cache of a table with, best first: what it held when last served, or what the
+        other tier's held; then the snapshot's own.
+        """
+        where = self.info.where
+        other = Tier.DEVICE if tier is Tier.HOST else Tier.HOST
+        kept = load_keys(where.hot(table, tier)) or load_keys(where.hot(table, other))
+        return [*kept, *load_keys(where.warmup(table))]
 
     def save_hot_keys(self, give_up: Callable[[], bool] = lambda: False) -> None:
         """Save the resident keys, hottest first, for the next start, while look-ups and folds go on. StorageError.
@@ -120,15 +122,16 @@ class Version:
         `give_up` is called often; once it returns True, Closed.
         """
 
-        def parts(table: Cascade) -> Iterator[list[Keys]]:
-            for part in table.hot_keys_by_part():
+        def checked(parts: Iterator[list[Keys]]) -> Iterator[list[Keys]]:
+            for part in parts:
                 if give_up():
                     raise Closed("hot keys are not saved: the store is being closed")
                 yield part
 
         for name, table in self.tables.items():
-            if any(cache.rows_resident for cache in table.caches):
-                save_keys(self.info.where.hot(name), parts(table))
+            for tier, cache in table.caches.items():
+                if cache.rows_resident:
+                    save_keys(self.info.where.hot(name, tier), checked(cache.hot_keys_by_part()))
 
     def let_files_go(self, once_unread: Callable[[Callable[[], None]], None]) -> None:
         """Close its files on this machine, if they were neither read nor changed since the last call.

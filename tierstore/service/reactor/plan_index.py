@@ -25,7 +25,7 @@ import numpy.typing as npt
 from tierstore.engine.data.cascade import LookupCounts
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.routing import CANARY, STABLE
-from tierstore.engine.serving.served import can_be_read, labels_word
+from tierstore.engine.serving.served import labels_word
 from tierstore.kernels.codec import address_of
 from tierstore.lookup import front_rows, plan_search
 from tierstore.lookup import plans as layout
@@ -186,7 +186,7 @@ class PlanIndex:
         """
         token, slot = self._store.model(model).publisher.token(view), self._epochs.slot(model)
         cascade = view.open_version.tables[table]
-        if token is None or slot is None or not can_be_read(cascade):
+        if token is None or slot is None:
             return
         place = path.encode(), line.encode(), layout.STORED_ROWS
         with self._lock:
@@ -306,7 +306,8 @@ class PlanIndex:
         tables, session = view.open_version.tables, view.predictor
         if not can_score(lesson, plan, session):
             return None
-        apart = not all(can_be_read(tables[call.table.name]) for call in plan.calls)
+        on_device = any(tables[call.table.name].device is not None for call in plan.calls)
+        apart = on_device and view.rows_on(session) is not None
         number = next(self._numbers)
         try:
             scoring, parts = scoring_words(number, lesson.request, plan, session, apart=apart)
@@ -327,8 +328,6 @@ class PlanIndex:
         """The variant; None if a reactor cannot answer, or there is no room for a table or its counts."""
         tables = view.open_version.tables
         if not is_runnable(plan) or not lesson.is_binary():
-            return None
-        if not all(can_be_read(tables[call.table.name]) for call in plan.calls):
             return None
         pieces = lesson.pieces(plan)
         if pieces is None:

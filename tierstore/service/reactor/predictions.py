@@ -1,8 +1,8 @@
 """Predictions that reactors have begun: threads of the look-up pool run their graphs on the prepared rows.
 
 A reactor looks the rows up, writes the head of the answer, and puts the number of a job into the pool's queue
-(`reactor/predictions.py`). It leaves rows of tables with a device tier to the thread, which passes them to the graph
-in place. A thread runs the graph, writes the scores behind the head, and gives the job back to its reactor, which
+(`reactor/predictions.py`). It leaves rows that a graph reads on a device to the thread, which passes them in place. A
+thread runs the graph, writes the scores behind the head, and gives the job back to its reactor, which
 sends the answer: two wake-ups. A job keeps the view of its rows, and so the dense part. Its words name the waiting
 client: an HTTP/1.1 connection, or a gRPC stream. Python answers a job that fails: it sends, counts and logs the error.
 Python also answers a job whose request must be planned anew.

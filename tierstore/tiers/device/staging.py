@@ -31,11 +31,10 @@ _U64 = np.uint64
 
 @compiled(types.int64(_WORDS, KEYS, _STATES), when=LAST)
 def offer(ring: Any, keys: Any, states: Any) -> Any:
-    """Put keys whose state is HOST into a ring; without states, all keys. Returns how many found no room."""
-    room, every = ring.size - RING_WORDS - (ring[PUT] - ring[POPPED]), states.size == 0
-    dropped = 0
+    """Put keys whose state is HOST into a ring. Returns how many found no room."""
+    room, dropped = ring.size - RING_WORDS - (ring[PUT] - ring[POPPED]), 0
     for i in range(keys.size):
-        if every or states[i] == _HOST:
+        if states[i] == _HOST:
             if room == 0:
                 dropped += 1
                 continue

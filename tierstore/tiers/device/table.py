@@ -13,22 +13,22 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tierstore.kernels.codec import address_of, out_code
+from tierstore.kernels.codec import address_of
 from tierstore.threads import Pool
-from tierstore.tiers.checks import check_answer, check_rows
+from tierstore.tiers.checks import check_rows
 from tierstore.tiers.device import staging as device_staging
-from tierstore.tiers.device.backend import NO_HOST, TEAM, Captured, DeviceError, OutOfDeviceMemory
+from tierstore.tiers.device.backend import DeviceError, OutOfDeviceMemory
 from tierstore.tiers.device.layout import MAX_HEAT, WAYS, DeviceLayout
 from tierstore.tiers.device.memory import Counters, GivenUp, TableMemory
 from tierstore.tiers.device.peek import Peek, peek
 from tierstore.tiers.device.workspaces import (
     ALIGN,
-    DONE_BYTES,
     NOTHING,
     WRITING,
     WRITTEN_BYTES,
@@ -37,14 +37,12 @@ from tierstore.tiers.device.workspaces import (
     Workspace,
 )
 from tierstore.tiers.host.table import HostTable
-from tierstore.types import Keys, Rows, States, TableSpec, Tier, Vectors
+from tierstore.types import Keys, Rows, TableSpec
 
 log = logging.getLogger(__name__)
 
 ROWS, ABSENT_KEYS, ADMITTED, EVICTED = range(4)  # places in the counters
 _CHUNK, _FILLED = 8192, 16_384  # keys of one kernel that writes, for which look-ups wait; of one that fills a new table
-_LARGEST = 1 << 20  # keys of one kernel that reads
-_PENDING = np.uint8(Tier.PENDING)
 _ALL_THERE = np.empty(0, np.bool_)
 
 
@@ -115,57 +113,6 @@ class DeviceTable:
         self._counters[:2] = 0
 
     # --- look-ups
-
-    def lookup(self, keys: Keys, out: Vectors, state: States) -> int:
-        """Answer keys whose state is PENDING: row and DEVICE, or the default and ABSENT; leave others unchanged.
-
-        `keys` int64[n], `out` float32 or float16 [n, dim], `state` uint8[n], all contiguous, in CPU memory. Rows of `out` whose keys stay PENDING are
-        undefined. Counts heat. Returns how many keys were answered with a row.
-        """
-        half = out_code(out)
-        check_answer(self.spec, keys, out, state)
-        pending = np.flatnonzero(state == _PENDING)
-        width = self.spec.dim * (4 >> half)
-        step = min(_LARGEST, (self.device.workspace_bytes - 8 * ALIGN) // (9 + width))
-        answered = 0
-        if step < 1:
-            return answered
-        for begin in range(0, len(pending), step):
-            if not self.is_in_use:
-                break
-            at = pending[begin : begin + step]
-            try:
-                with self.device.workspace() as ws:
-                    answered += self._lookup(ws, keys, at, out, state, half)
-            except Captured:  # the next tier answers; a writer must not stop here
-                break
-            except DeviceError as error:
-                self.give_up(error)
-        return answered
-
-    def _lookup(self, ws: Workspace, keys: Keys, at: np.ndarray, out: Vectors, state: States, half: int) -> int:
-        n, width = len(at), self.spec.dim * (4 >> half)
-        keys_at, state_at, out_at, done_at = ws.cut(n * 8, n, n * width, DONE_BYTES)
-        np.take(keys, at, out=ws.staging(keys_at, n, np.int64))
-        ws.staging(state_at, n)[:] = Tier.PENDING
-        with self.reading() as view:
-            if view is None:
-                return 0
-            where = ws.send(view.stream, keys_at, n * 8)
-            ws.launch(
-                view, done_at, "look_up", -(-n // 2) * TEAM, view.table, NO_HOST, where(keys_at), NOTHING,
-                ws.here(state_at), n, NOTHING, NOTHING, NOTHING, ws.here(out_at), half,
-            )  # fmt: skip
-        ws.wait(done_at)
-        found = ws.staging(state_at, n)
-        rows = ws.staging(out_at, n * self.spec.dim, out.dtype).reshape(n, self.spec.dim)
-        if n == len(out) and found.all():
-            out[:], state[:] = rows, found
-        else:
-            hit = np.flatnonzero(found)
-            out[at[hit]] = rows[hit]
-            state[at] = found
-        return int(np.count_nonzero(found == Tier.DEVICE))
 
     def reading(self) -> AbstractContextManager[Reading | None]:
         """`TableMemory.reading`; None also if there never was any memory."""
@@ -399,6 +346,10 @@ class DeviceTable:
         keys, heat = np.concatenate([keys for keys, _ in found]), np.concatenate([heat for _, heat in found])
         hottest: Keys = keys[np.argsort(MAX_HEAT - heat, kind="stable")[:limit]]
         return hottest
+
+    def hot_keys_by_part(self) -> Iterator[list[Keys]]:
+        """All resident keys, hottest first."""
+        yield [self.hot_keys(self.capacity_rows)]
 
     @property
     def rows_resident(self) -> int:

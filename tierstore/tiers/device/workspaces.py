@@ -9,7 +9,6 @@ only for its kernel, so few are enough.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from struct import Struct
@@ -23,7 +22,6 @@ from tierstore.tiers.device.driver_calls import WAIT_VALUE, WRITE_VALUE
 from tierstore.tiers.device.later import Finisher
 from tierstore.tiers.device.layout import READERS_AT
 from tierstore.tiers.device.round_trip import ALIGN as ALIGN
-from tierstore.tiers.device.round_trip import COPIED_FROM
 
 DONE_BYTES = 8  # a kernel's report that it is done (`say_done`): uint32[2]
 WRITTEN_BYTES = DONE_BYTES + 32  # the report of a kernel that writes: then int64[4], the totals
@@ -131,16 +129,6 @@ class Workspace:
     def here(self, offset: int) -> int:
         """The address of an offset in its page-locked CPU memory, which kernels reach too."""
         return self._pinned_at + offset
-
-    def send(self, stream: DeviceStream, begin: int, end: int) -> Callable[[int], int]:
-        """Let the next kernel of `stream` read [begin, end). Returns a function from offsets to addresses.
-
-        Few bytes are read straight from page-locked memory, in less time than a copy takes to begin.
-        """
-        if end - begin < COPIED_FROM:
-            return self.here
-        stream.upload(self.at(begin), self._pinned[begin:end])
-        return self.at
 
     def launch(self, reading: Reading, done_at: int, kernel: str, threads: int, *args: Any) -> None:
         """Run a kernel that reports at offset `done_at` when it is done."""

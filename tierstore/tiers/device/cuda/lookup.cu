@@ -6,8 +6,7 @@
 //
 // `counters`: keys listed so far, blocks done so far. Both are 0 between kernels.
 
-// Listed keys, which the GPU cannot answer or which were answered before: number r is key `keys[r]`, at position `at[r]`. With
-// `keys` 0 none is listed, and their states stay as they are.
+// Listed keys, which the GPU cannot answer or which were answered before: number r is key `keys[r]`, at position `at[r]`.
 struct Listed {
   i64* keys;
   u32* at;
@@ -96,7 +95,7 @@ __device__ __forceinline__ i64 locate_below(const Table& t, const Host& h, i64 k
       return found == STATE_HOST ? (i64)copy : SOURCE_ABSENT;
     }
   }
-  if (lane == 0 && listed.keys) {
+  if (lane == 0) {
     number = atomicAdd(listed.counters, 1u);
     listed.keys[number] = key;
     listed.at[number] = (u32)i;
