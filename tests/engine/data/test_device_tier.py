@@ -620,19 +620,25 @@ def test_who_is_put_out_of_the_device_goes_back_to_the_host_tier(
     assert sum(len(forgotten) for _, forgotten in put_out) > 100
 
 
-def test_a_device_that_fails_while_serving_costs_no_answer(
+def test_a_device_that_fails_while_serving_costs_no_answer_in_cpu_memory(
     on_stand_in: Callable[..., Store], gpus: list[ShimDevice], tmp_path: Path
 ) -> None:
     store = on_stand_in()
     store.load_snapshot(scenes.write_snapshot(tmp_path))
     ctr = store.model("ctr")
-    ctr.lookup("item_id", ITEMS)
+    for _ in range(2):
+        ctr.lookup("item_id", ITEMS, device="gpu")
+        promoted(store)
     gpus[0].broken = True
+    with pytest.raises(StorageError, match="fell off the bus"):
+        ctr.lookup("item_id", ITEMS, device="gpu")
     np.testing.assert_array_equal(ctr.lookup("item_id", ITEMS), scenes.vectors("item", 0, ITEMS))
     store.apply_delta(scenes.stamped(1, {"item": ITEMS}))
     folded(store)
     gpus[0].broken = False  # what it holds is from before the delta
-    np.testing.assert_array_equal(ctr.lookup("item_id", ITEMS), scenes.vectors("item", 1, ITEMS))
+    for device in (None, "gpu"):
+        rows = ctr.lookup("item_id", ITEMS, device=device)
+        np.testing.assert_array_equal(to_host(rows), scenes.vectors("item", 1, ITEMS))
     assert "fell off the bus" in store.status()["models"]["ctr"]["tables"]["item"]["device"]["problem"]
 
 
@@ -712,9 +718,9 @@ def test_the_queue_of_promotions_and_the_workspaces_show_how_full_they_are(
         offer, tables = view.open_version.tables["item"].offer, len(view.open_version.tables)
     assert offer is not None
     dropped = store.status()["device"]["promotions_dropped"]
-    offer(np.arange(RING_KEYS - 3))
+    offer(np.arange(RING_KEYS - 3), np.full(RING_KEYS - 3, Tier.HOST, np.uint8))
     offer(ITEMS[:5], np.array([Tier.HOST, Tier.DISK, Tier.HOST, Tier.DEVICE, Tier.HOST], np.uint8))
-    offer(ITEMS[:5])
+    offer(ITEMS[:5], np.full(5, Tier.HOST, np.uint8))
     device = store.status()["device"]
     assert device["promotions_waiting"] == RING_KEYS
     assert device["promotions_limit"] == RING_KEYS * tables
