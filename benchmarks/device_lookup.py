@@ -139,7 +139,7 @@ def resident(
             assert view is not None
             keys_at = backend.address_of(keys[call])
             view.stream.launch(
-                "look_up", -(-batch // 2) * TEAM, view.table, NO_HOST, keys_at, none, state_at, n, none, none, none,
+                "look_up", -(-batch // 2) * TEAM, view.table, NO_HOST, keys_at, none, state_at, n, none, none, none, none,
                 out_at, 0, view.counters, done_at,
             )  # fmt: skip
 
@@ -184,12 +184,12 @@ class Asking:
                 places[rng.permutation(batch)[: -(-batch // below)]] = rng.choice(elsewhere, -(-batch // below))
         self.keys = [scene.keys[places] for places in self.places]
         self.out = scene.backend.empty((batch, scene.spec.dim), np.float32)
-        self.state, self.given = np.zeros(batch, np.uint8), np.empty((0, scene.spec.dim), np.float32)
+        self.state = np.zeros(batch, np.uint8)
 
     def look_up(self, call: int) -> LookUp:
         self.state[:] = 0
         scene, keys = self.scene, self.keys[call]
-        return LookUp(scene.table, keys, self.state, self.given, self.out, scene.fetch, host=scene.host)
+        return LookUp(scene.table, keys, self.state, self.out, scene.fetch, host=scene.host)
 
     def __call__(self, call: int, unwaited: Unwaited | None = None) -> None:
         assert self.look_up(call).finish(unwaited)
@@ -359,12 +359,11 @@ def tiered(backend: Backend, rows: int, dim: int, batch: int, rounds: int, calls
     scene.table.read_below(scene.host)
     asked = [scene.keys[at] for at in zipf(len(scene.keys), batch, calls)]
     out = backend.empty((batch, dim), np.float32)
-    given = np.empty((0, dim), np.float32)
     states: list[np.ndarray] = []
 
     def ours(call: int) -> None:
         state = np.zeros(batch, np.uint8)
-        assert LookUp(scene.table, asked[call], state, given, out, scene.fetch, host=scene.host).finish()
+        assert LookUp(scene.table, asked[call], state, out, scene.fetch, host=scene.host).finish()
         states.append(state)
 
     def host_alone(call: int) -> None:
@@ -407,13 +406,13 @@ def pooled(backend: Backend, torch: Any, rows: int, dim: int, bags: int, bag: in
     places = [there[rng.integers(0, len(there), bags * bag)] for _ in range(calls)]
     keys = [scene.keys[at] for at in places]
     pooling = Pooling(check_offsets(np.arange(0, bags * bag, bag), bags * bag), None, Combiner.MEAN)
-    given, out = np.empty((0, dim), np.float32), backend.empty((bags, dim), np.float32)
+    out = backend.empty((bags, dim), np.float32)
     module = torch.nn.EmbeddingBag.from_pretrained(torch.from_numpy(scene.vectors).cuda(), mode="mean")
     starts = torch.from_numpy(pooling.offsets).cuda()
 
     def ours(call: int) -> None:
         state[:] = 0
-        assert LookUp(scene.table, keys[call], state, given, out, scene.fetch, pooling).finish()
+        assert LookUp(scene.table, keys[call], state, out, scene.fetch, pooling).finish()
 
     def embedding_bag(call: int) -> None:
         module(torch.from_numpy(places[call]).cuda(), starts)

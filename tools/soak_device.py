@@ -29,7 +29,6 @@ from tierstore.types import Combiner, KeyType, StorageDtype, TableSpec, Tier
 
 DIM, KEYS, READERS = 12, 6000, 3
 STEP = 10_000  # between two writings of a row
-NONE = np.empty((0, DIM), np.float32)
 
 
 def rows_of(keys: np.ndarray, written: np.ndarray) -> np.ndarray:
@@ -116,7 +115,7 @@ class Soak:
             else nullcontext()
         ):
             out = self.device.empty((len(keys) if bags is None else len(bags.offsets), DIM), np.float32)
-            look_up = LookUp(self.table, keys, state, NONE, out, self._below, bags, self.host)
+            look_up = LookUp(self.table, keys, state, out, self._below, bags, self.host)
             if early and look_up.begin():
                 time.sleep(0)  # others get on
             if not look_up.finish(unwaited):

@@ -53,7 +53,7 @@ class ReadTable(DeviceTable):
 
         at = np.flatnonzero(state == Tier.PENDING)
         found = np.zeros(len(at), np.uint8)
-        look_up = look_up_into_new(self, keys[at], found, np.empty((0, 0), out.dtype), out.dtype, below)
+        look_up = look_up_into_new(self, keys[at], found, out.dtype, below)
         if look_up is None or not look_up.finish():
             return 0
         hit = np.flatnonzero(found)

@@ -14,6 +14,7 @@ from tests.tiers.cuda_shim import compile
 from tests.tiers.cuda_shim.backend import OnGpu, ShimDevice
 from tests.tiers.cuda_shim.functions import NOT_SUPPORTED
 from tests.tiers.devices import ReadTable, either, open_device, to_host
+from tierstore.engine.data.overlay import OverlayTable
 from tierstore.errors import StorageError
 from tierstore.kernels import codec
 from tierstore.kernels.hashing import mix_all
@@ -35,6 +36,7 @@ BELOW = np.arange(440, 600, dtype=np.int64)  # of the tiers below; those above a
 LAST = 640
 KEPT = np.arange(3000, 7000, dtype=np.int64)  # of the host tier, where a test has a large one
 NOWHERE = np.arange(620, 640, dtype=np.int64)  # which it knows not to exist
+NO_OVERLAYS = np.empty(0, np.int64)
 
 
 def row_bytes_of(spec: TableSpec, keys: Keys) -> np.ndarray:
@@ -82,21 +84,51 @@ class Scene:
         keys: Keys,
         dtype: Any,
         state: States,
-        given: Vectors,
         bags: Pooling | None = None,
         host: HostTable | None = None,
+        overlays: Keys = NO_OVERLAYS,
     ) -> np.ndarray:
         out = self.device.empty((len(keys) if bags is None else len(bags.offsets), self.spec.dim), dtype)
-        assert LookUp(self.table, keys, state, given, out, self.fetch, bags, host).finish()
+        assert LookUp(self.table, keys, state, out, self.fetch, bags, host, overlays).finish()
         return to_host(out)
 
 
 def mixed(n: int, seed: int) -> tuple[Keys, States]:
-    """Keys of every kind, some asked for often, some settled before, some padding."""
+    """Keys of every kind, some asked for often, some padding."""
     rng = np.random.default_rng(seed)
     keys = np.minimum(rng.integers(0, LAST, n), rng.integers(0, LAST, n))
-    state = rng.choice(np.array([0, 0, 0, 0, Tier.OVERLAY, PADDING], np.uint8), n)
+    state = rng.choice(np.array([0, 0, 0, 0, PADDING], np.uint8), n)
     return keys, state
+
+
+class Deltas:
+    """Two overlays over a table: every fifth key is changed by one of them or by both, every thirtieth is deleted."""
+
+    def __init__(self, spec: TableSpec) -> None:
+        self._vectors: dict[int, np.ndarray] = {}  # None: deleted
+        self._overlays = [
+            self._delta(spec, keys, seed) for seed, keys in enumerate((range(0, LAST, 10), range(5, LAST, 5)))
+        ]
+        self.addresses = np.array([overlay.words.ctypes.data for overlay in reversed(self._overlays)], np.int64)
+
+    def _delta(self, spec: TableSpec, keys: range, seed: int) -> OverlayTable:
+        rng = np.random.default_rng(seed)
+        rows = codec.encode(rng.normal(size=(len(keys), spec.dim)).astype(np.float32), spec.dtype)
+        vectors = np.empty((len(keys), spec.dim), np.float32)
+        codec.decode(rows, spec.dtype, vectors)
+        deleted = np.array([key % 30 == 10 for key in keys])
+        self._vectors |= dict(zip(keys, vectors, strict=True)) | dict.fromkeys(np.array(keys)[deleted].tolist())
+        return OverlayTable(spec, np.array(keys, np.int64), rows, deleted)
+
+    def over(self, keys: Keys, rows: Vectors, default: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Put the rows that they answer over others. Returns which keys they have changed, and which deleted."""
+        changed, deleted = np.zeros(len(keys), np.bool_), np.zeros(len(keys), np.bool_)
+        for i, key in enumerate(keys.tolist()):
+            if key in self._vectors:
+                vector = self._vectors[key]
+                (deleted if vector is None else changed)[i] = True
+                rows[i] = default if vector is None else vector
+        return changed, deleted
 
 
 @either
@@ -108,17 +140,19 @@ def test_every_key_answers_its_row_from_wherever_it_comes(
 ) -> None:
     scene = Scene(dim, dtype, memory, kind)
     keys, state = mixed(901, dim)
-    given_at = np.flatnonzero(state == Tier.OVERLAY)
-    given = np.full((len(given_at), dim), 7, out_dtype) + np.arange(len(given_at))[:, None].astype(out_dtype)
+    deltas = Deltas(scene.spec)
     expected = scene.rows(keys, out_dtype)
-    expected[given_at] = given
+    changed, deleted = deltas.over(keys, expected, scene.default)
     expected[state == PADDING] = 0
     before = state.copy()
-    out = scene.look_up(keys, out_dtype, state, given)
+    out = scene.look_up(keys, out_dtype, state, overlays=deltas.addresses)
     np.testing.assert_array_equal(out, expected)
-    looked = before == Tier.PENDING
+    asked = before == Tier.PENDING
     assert (state[before == PADDING] == Tier.ABSENT).all()
-    assert (state[given_at] == Tier.OVERLAY).all()
+    assert (state[asked & changed] == Tier.OVERLAY).all()
+    assert (state[asked & deleted] == Tier.ABSENT).all()
+    looked = asked & ~changed & ~deleted
+    assert not np.isin(np.concatenate(scene.asked), keys[changed | deleted]).any()
     resident = keys < len(RESIDENT)
     assert (state[looked & resident] == Tier.DEVICE).all()
     below = (keys >= BELOW[0]) & (keys <= BELOW[-1])
@@ -148,15 +182,16 @@ def test_bags_are_pooled_bit_for_bit_as_on_the_cpu(
     rng = np.random.default_rng(dim)
     offsets = np.sort(np.concatenate([[0, 0], rng.integers(0, len(keys), 120), [len(keys)]])).astype(np.int64)
     weights = rng.normal(size=len(keys)).astype(np.float32) if weighted else None
-    given_at = np.flatnonzero(state == Tier.OVERLAY)
-    given = rng.normal(size=(len(given_at), dim)).astype(np.float32)
-    rows = scene.rows(keys, np.float32)
-    rows[given_at] = given
-    expected = pool_bags(rows, offsets, weights, state != PADDING, combiner)
-    out = scene.look_up(keys, np.float32, state.copy(), given, Pooling(offsets, weights, combiner))
-    np.testing.assert_array_equal(out, expected)
-    half = scene.look_up(keys, np.float16, state.copy(), given, Pooling(offsets, weights, combiner))
-    np.testing.assert_array_equal(half, expected.astype(np.float16))
+    deltas, bags = Deltas(scene.spec), Pooling(offsets, weights, combiner)
+    for addresses in NO_OVERLAYS, deltas.addresses:
+        rows = scene.rows(keys, np.float32)
+        if len(addresses):
+            deltas.over(keys, rows, scene.default)
+        expected = pool_bags(rows, offsets, weights, state != PADDING, combiner)
+        out = scene.look_up(keys, np.float32, state.copy(), bags, overlays=addresses)
+        np.testing.assert_array_equal(out, expected)
+        half = scene.look_up(keys, np.float16, state.copy(), bags, overlays=addresses)
+        np.testing.assert_array_equal(half, expected.astype(np.float16))
 
 
 @either
@@ -167,13 +202,13 @@ def test_the_host_tier_is_read_by_the_device_as_the_cpu_reads_it(kind: str, dtyp
     scene = Scene(dim, dtype, kind=kind)
     host = scene.host_tier(KEPT, 640 << 10)
     host.insert_absent(NOWHERE, 1)
-    none, rng = np.empty((0, dim), np.float32), np.random.default_rng(dim)
+    rng = np.random.default_rng(dim)
     keys = rng.permutation(np.concatenate([KEPT, KEPT[:300], RESIDENT[:50], NOWHERE, [-5]]))
     expected = scene.rows(keys, np.float32)
     for times in (1, 2):
         before = dict(host.stats())
         state, there = np.zeros(len(keys), np.uint8), np.zeros(len(keys), np.uint8)
-        np.testing.assert_array_equal(scene.look_up(keys, np.float32, state, none, host=host), expected)
+        np.testing.assert_array_equal(scene.look_up(keys, np.float32, state, host=host), expected)
         if times == 1:  # the CPU has answered
             scene.table.read_below(host)
             asked = len(scene.asked)
@@ -185,13 +220,13 @@ def test_the_host_tier_is_read_by_the_device_as_the_cpu_reads_it(kind: str, dtyp
         assert sorted(np.concatenate(scene.asked[asked:])) == sorted(keys[left])
         assert 0 < np.count_nonzero(left) < 500
         np.testing.assert_array_equal(state[~left], there[~left])
-    half = scene.look_up(keys, np.float16, np.zeros(len(keys), np.uint8), none, host=host)
+    half = scene.look_up(keys, np.float16, np.zeros(len(keys), np.uint8), host=host)
     np.testing.assert_array_equal(half, scene.rows(keys, np.float16))
     offsets, weights = np.arange(0, len(keys), 5), rng.normal(size=len(keys)).astype(np.float32)
     state = np.where(rng.random(len(keys)) < 0.1, PADDING, 0).astype(np.uint8)
     pooled = pool_bags(expected, offsets, weights, state != PADDING, Combiner.SQRTN)
     bags = Pooling(offsets, weights, Combiner.SQRTN)
-    np.testing.assert_array_equal(scene.look_up(keys, np.float32, state.copy(), none, bags, host), pooled)
+    np.testing.assert_array_equal(scene.look_up(keys, np.float32, state.copy(), bags, host), pooled)
     assert all(set(some) <= set(keys[left]) for some in scene.asked[asked:])
     host.close()
 
@@ -210,7 +245,7 @@ def lines_of(host: HostTable, keys: Keys) -> np.ndarray:
 def test_a_row_is_whole_whenever_the_host_tier_is_written_while_the_device_reads_it(dim: int, replaced: bool) -> None:
     """Before any load of a kernel: overwritten by a delta, or put out for another key's."""
     dtype = StorageDtype.FLOAT32 if dim == 64 else StorageDtype.INT8
-    scene, none = Scene(dim, dtype), np.empty((0, dim), np.float32)
+    scene = Scene(dim, dtype)
     host, key, load, answers = scene.host_tier(BELOW[:1], 160 << 10), BELOW[:1], 0, set()
     others = np.arange(100_000, 300_000)
     beside = others[(lines_of(host, others) == lines_of(host, key)).all(1)]
@@ -226,7 +261,7 @@ def test_a_row_is_whole_whenever_the_host_tier_is_written_while_the_device_reads
         got: list[np.ndarray] = []
 
         def look_up_key(keys: Keys = key, got: list[np.ndarray] = got) -> None:
-            got.append(scene.look_up(keys, np.float32, np.zeros(1, np.uint8), none, host=host))
+            got.append(scene.look_up(keys, np.float32, np.zeros(1, np.uint8), host=host))
 
         def write(other: Keys = keys[1:], row: np.ndarray = rows[1:]) -> None:
             if replaced:
@@ -254,9 +289,9 @@ def test_what_the_device_reads_of_the_host_tier_is_heat_and_is_sampled() -> None
     host = scene.host_tier(BELOW, 1 << 20, sample)
     scene.table.read_below(host)
     sample.collect(ALL)
-    warm, none = BELOW[::3], np.empty((0, 8), np.float32)
+    warm = BELOW[::3]
     for _ in range(5):
-        scene.look_up(warm, np.float32, np.zeros(len(warm), np.uint8), none, host=host)
+        scene.look_up(warm, np.float32, np.zeros(len(warm), np.uint8), host=host)
     assert scene.asked == []
     heat = {int(key): host.peek(int(key)).heat["hits"] for key in BELOW}
     assert all(heat[int(key)] > 0 for key in warm)
@@ -270,7 +305,7 @@ def test_what_the_device_reads_of_the_host_tier_is_heat_and_is_sampled() -> None
 def test_memory_that_the_host_tier_gives_back_is_not_read_any_more() -> None:
     """Whatever the order in which both are closed; the stand-in ends the process where it is read all the same."""
     scene = Scene(8, StorageDtype.FLOAT32)
-    none, zeros = np.empty((0, 8), np.float32), np.zeros(len(BELOW), np.uint8)
+    zeros = np.zeros(len(BELOW), np.uint8)
     expected = scene.rows(BELOW, np.float32)
     for _ in range(2):
         host = scene.host_tier(BELOW, 4 << 20)
@@ -278,16 +313,16 @@ def test_memory_that_the_host_tier_gives_back_is_not_read_any_more() -> None:
             scene.table.read_below(host)
             locked = scene.device.locked
             assert locked >= host.bytes_in_use
-            np.testing.assert_array_equal(scene.look_up(BELOW, np.float32, zeros.copy(), none, host=host), expected)
+            np.testing.assert_array_equal(scene.look_up(BELOW, np.float32, zeros.copy(), host=host), expected)
             assert scene.asked == []
             host.resize(fraction)
             assert scene.device.locked == 0
-            scene.look_up(BELOW, np.float32, zeros.copy(), none, host=host)
+            scene.look_up(BELOW, np.float32, zeros.copy(), host=host)
             assert len(scene.asked.pop()) == len(BELOW)
             host.resize(fraction)
         scene.table.read_below(host)
         other = scene.host_tier(BELOW[:5], 1 << 20)
-        assert len(scene.look_up(BELOW, np.float32, zeros.copy(), none, host=other)) == len(scene.asked.pop())
+        assert len(scene.look_up(BELOW, np.float32, zeros.copy(), host=other)) == len(scene.asked.pop())
         scene.table.read_below(other)
         assert 0 < scene.device.locked < locked
         host.close()
@@ -306,8 +341,7 @@ def test_where_memory_of_the_host_tier_cannot_be_locked_the_cpu_reads_it_and_the
     scene.table.read_below(host)
     assert "cannot be registered: device 0" in scene.table.stats()["host_problem"]
     assert scene.device.locked == 0
-    none = np.empty((0, 8), np.float32)
-    rows = scene.look_up(BELOW, np.float32, np.zeros(len(BELOW), np.uint8), none, host=host)
+    rows = scene.look_up(BELOW, np.float32, np.zeros(len(BELOW), np.uint8), host=host)
     np.testing.assert_array_equal(rows, scene.rows(BELOW, np.float32))
     assert len(scene.asked) == 1
     scene.device.lockable <<= 4
@@ -332,10 +366,10 @@ def test_numbers_below_the_least_normal_one_are_not_taken_for_zeros(kind: str, d
     expected = np.empty_like(vectors)
     codec.decode(raw, dtype, expected)
     assert np.count_nonzero(expected) > 400
-    none, state = np.empty((0, 8), np.float32), np.zeros(len(keys), np.uint8)
-    np.testing.assert_array_equal(scene.look_up(keys, np.float32, state.copy(), none), expected)
+    state = np.zeros(len(keys), np.uint8)
+    np.testing.assert_array_equal(scene.look_up(keys, np.float32, state.copy()), expected)
     offsets, weights = np.arange(0, len(keys), 4), np.full(len(keys), 0.75, np.float32)
-    pooled = scene.look_up(keys, np.float32, state.copy(), none, Pooling(offsets, weights, Combiner.MEAN))
+    pooled = scene.look_up(keys, np.float32, state.copy(), Pooling(offsets, weights, Combiner.MEAN))
     np.testing.assert_array_equal(pooled, pool_bags(expected, offsets, weights, None, Combiner.MEAN))
     assert np.count_nonzero(pooled)
 
@@ -344,18 +378,17 @@ def test_all_misses_are_fetched_at_once_and_only_many_keys_are_copied() -> None:
     scene = Scene(16, StorageDtype.FLOAT32)
     keys = np.concatenate([np.repeat(RESIDENT, 3), np.repeat(BELOW, 4)])
     np.random.default_rng(1).shuffle(keys)
-    none = np.empty((0, 16), np.float32)
     scene.device.moved[:] = 0, 0
-    scene.look_up(keys, np.float32, np.zeros(len(keys), np.uint8), none)
+    scene.look_up(keys, np.float32, np.zeros(len(keys), np.uint8))
     assert sorted(scene.asked[0]) == np.repeat(BELOW, 4).tolist()
-    scene.look_up(RESIDENT, np.float32, np.zeros(len(RESIDENT), np.uint8), none)
+    scene.look_up(RESIDENT, np.float32, np.zeros(len(RESIDENT), np.uint8))
     assert len(scene.asked) == 1
     assert scene.device.moved == [0, 0]  # the kernels read and write page-locked memory
     scene = Scene(16, StorageDtype.FLOAT32, 512 << 20)
     many = np.tile(RESIDENT, -(-16_384 // len(RESIDENT)))
     scene.device.moved[:] = 0, 0
     np.testing.assert_array_equal(
-        scene.look_up(many, np.float32, np.zeros(len(many), np.uint8), none), scene.rows(many, np.float32)
+        scene.look_up(many, np.float32, np.zeros(len(many), np.uint8)), scene.rows(many, np.float32)
     )
     assert scene.device.moved[0] == 1
     assert scene.device.moved[1] < len(many) * (8 + 1) + 100
@@ -374,7 +407,7 @@ def test_every_key_value_may_be_asked_for() -> None:
     scene.table.update(keys[:1], row_bytes_of(scene.spec, keys[:1]), np.ones(1, np.bool_))  # which forgets key 0
     out = scene.device.empty((len(keys), 4), np.float32)
     state = np.zeros(len(keys), np.uint8)
-    assert LookUp(scene.table, keys, state, np.empty((0, 4), np.float32), out, fetch).finish()
+    assert LookUp(scene.table, keys, state, out, fetch).finish()
     assert sorted(seen[0]) == [limits.min, limits.min, -1, -1, limits.max]
     np.testing.assert_array_equal(out[1:, 0], (keys[1:] % 1000).astype(np.float32))
     np.testing.assert_array_equal(out[0], scene.default)
@@ -382,12 +415,10 @@ def test_every_key_value_may_be_asked_for() -> None:
 
 def test_no_keys_and_empty_bags_are_answered() -> None:
     scene = Scene(4, StorageDtype.FLOAT32)
-    nothing, none = np.empty(0, np.int64), np.empty((0, 4), np.float32)
-    assert scene.look_up(nothing, np.float32, np.empty(0, np.uint8), none).shape == (0, 4)
+    nothing = np.empty(0, np.int64)
+    assert scene.look_up(nothing, np.float32, np.empty(0, np.uint8)).shape == (0, 4)
     bags = Pooling(np.zeros(3, np.int64), None, Combiner.MEAN)
-    np.testing.assert_array_equal(
-        scene.look_up(nothing, np.float32, np.empty(0, np.uint8), none, bags), np.zeros((3, 4))
-    )
+    np.testing.assert_array_equal(scene.look_up(nothing, np.float32, np.empty(0, np.uint8), bags), np.zeros((3, 4)))
 
 
 def test_a_bag_larger_than_a_workspace_is_left_to_the_cpu() -> None:
@@ -395,9 +426,7 @@ def test_a_bag_larger_than_a_workspace_is_left_to_the_cpu() -> None:
     keys = np.zeros(1000, np.int64)
     out = scene.device.empty((1, 64), np.float32)
     bags = Pooling(np.zeros(1, np.int64), None, Combiner.SUM)
-    assert not LookUp(
-        scene.table, keys, np.zeros(1000, np.uint8), np.empty((0, 64), np.float32), out, scene.fetch, bags
-    ).finish()
+    assert not LookUp(scene.table, keys, np.zeros(1000, np.uint8), out, scene.fetch, bags).finish()
 
 
 def test_a_disk_that_fails_meanwhile_leaves_the_device_as_it_was() -> None:
@@ -408,9 +437,9 @@ def test_a_disk_that_fails_meanwhile_leaves_the_device_as_it_was() -> None:
 
     out = scene.device.empty((len(BELOW), 8), np.float32)
     with pytest.raises(StorageError, match="the disk failed"):
-        LookUp(scene.table, BELOW, np.zeros(len(BELOW), np.uint8), np.empty((0, 8), np.float32), out, fail).finish()
+        LookUp(scene.table, BELOW, np.zeros(len(BELOW), np.uint8), out, fail).finish()
     assert scene.memory.held == 0
-    again = scene.look_up(RESIDENT, np.float32, np.zeros(len(RESIDENT), np.uint8), np.empty((0, 8), np.float32))
+    again = scene.look_up(RESIDENT, np.float32, np.zeros(len(RESIDENT), np.uint8))
     np.testing.assert_array_equal(again, scene.rows(RESIDENT, np.float32))
 
 
@@ -428,7 +457,7 @@ def test_an_answer_is_not_written_before_the_callers_work_that_is_in_its_stream(
     stream.download(read, scene.device.address_of(out))
     with scene.device.in_stream(getattr(stream, "_stream", stream)):
         state = np.zeros(len(RESIDENT), np.uint8)
-        assert LookUp(scene.table, RESIDENT, state, np.empty((0, 8), np.float32), out, scene.fetch).finish()
+        assert LookUp(scene.table, RESIDENT, state, out, scene.fetch).finish()
     np.testing.assert_array_equal(to_host(out), scene.rows(RESIDENT, np.float32))
     stream.synchronize()
     np.testing.assert_array_equal(read.view(np.float32).reshape(-1, 8), before)
@@ -439,7 +468,7 @@ def test_an_answer_is_not_written_before_the_callers_work_that_is_in_its_stream(
 def test_parts_of_a_look_up_overlap_and_are_all_given_back(kind: str, pooled: bool) -> None:
     """More parts than workspaces; one that fails in the middle leaves nothing behind, and no kernel that still writes."""
     scene = Scene(8, StorageDtype.FLOAT32, 1 << 20, kind)
-    keys, none = np.random.default_rng(5).integers(0, LAST, 3000), np.empty((0, 8), np.float32)
+    keys = np.random.default_rng(5).integers(0, LAST, 3000)
     bags = Pooling(np.arange(0, len(keys), 3), None, Combiner.SUM) if pooled else None
     expected = scene.rows(keys, np.float32)
     if bags is not None:
@@ -453,12 +482,12 @@ def test_parts_of_a_look_up_overlap_and_are_all_given_back(kind: str, pooled: bo
         return scene.fetch(missing, dtype)
 
     out, state = scene.device.empty(expected.shape, np.float32), np.zeros(len(keys), np.uint8)
-    assert LookUp(scene.table, keys, state, none, out, scene.fetch, bags).finish()
+    assert LookUp(scene.table, keys, state, out, scene.fetch, bags).finish()
     np.testing.assert_array_equal(to_host(out), expected)
     assert (state[keys < len(RESIDENT)] == Tier.DEVICE).all()
     assert (state != Tier.PENDING).all()
     with pytest.raises(StorageError, match="the disk failed"):
-        LookUp(scene.table, keys, np.zeros(len(keys), np.uint8), none, out, fetch, bags).finish()
+        LookUp(scene.table, keys, np.zeros(len(keys), np.uint8), out, fetch, bags).finish()
     assert held == [2] * 12
     assert scene.memory.held == 0
     if isinstance(scene.device, ShimDevice):
@@ -478,8 +507,7 @@ def test_look_ups_that_have_begun_together_are_finished_one_after_the_other(kind
         if bags is not None:
             expected = pool_bags(expected, bags.offsets, None, None, bags.combiner)
         out, state = scene.device.empty(expected.shape, np.float32), np.zeros(len(keys), np.uint8)
-        none = np.empty((0, 8), np.float32)
-        look_up = LookUp(scene.table, keys, state, none, out, scene.fetch, bags, host)
+        look_up = LookUp(scene.table, keys, state, out, scene.fetch, bags, host)
         assert look_up.begin() == (number < ANSWERING)
         begun.append((look_up, keys, state, expected))
     assert scene.memory.held == ANSWERING
@@ -497,7 +525,7 @@ def test_look_ups_that_have_begun_together_are_finished_one_after_the_other(kind
 
 def test_threads_with_several_look_ups_at_once_never_wait_for_each_other() -> None:
     """Of one part and of more parts than there are workspaces, by more threads than there are workspaces."""
-    scene, none = Scene(8, StorageDtype.FLOAT32, 1 << 20), np.empty((0, 8), np.float32)
+    scene = Scene(8, StorageDtype.FLOAT32, 1 << 20)
     wrong: list[int] = []
 
     def fetch(missing: Keys, dtype: Any) -> tuple[Vectors, States]:
@@ -510,7 +538,7 @@ def test_threads_with_several_look_ups_at_once_never_wait_for_each_other() -> No
             look_ups = []
             for n in (100, 2500, 100, 2500):
                 keys, out = rng.integers(0, LAST, n), scene.device.empty((n, 8), np.float32)
-                look_up = LookUp(scene.table, keys, np.zeros(n, np.uint8), none, out, fetch)
+                look_up = LookUp(scene.table, keys, np.zeros(n, np.uint8), out, fetch)
                 look_ups.append((look_up, scene.rows(keys, np.float32)))
             for look_up, expected in sorted(look_ups, key=lambda one: not one[0].begin()):
                 if not look_up.finish() or not np.array_equal(to_host(look_up.out), expected):
@@ -528,11 +556,10 @@ def test_threads_with_several_look_ups_at_once_never_wait_for_each_other() -> No
 
 def test_a_look_up_begins_only_where_it_can_end() -> None:
     scene = Scene(8, StorageDtype.FLOAT32, 1 << 20)
-    none = np.empty((0, 8), np.float32)
 
     def begins(keys: Keys) -> bool:
         out = scene.device.empty((len(keys), 8), np.float32)
-        return LookUp(scene.table, keys, np.zeros(len(keys), np.uint8), none, out, scene.fetch).begin()
+        return LookUp(scene.table, keys, np.zeros(len(keys), np.uint8), out, scene.fetch).begin()
 
     assert not begins(BELOW[:0])
     assert not begins(np.tile(BELOW, 10))  # several parts, for which `finish` may wait
@@ -540,7 +567,7 @@ def test_a_look_up_begins_only_where_it_can_end() -> None:
     assert begins(BELOW[:9])
     scene.device.broken = True
     out, state = scene.device.empty((9, 8), np.float32), np.zeros(9, np.uint8)
-    look_up = LookUp(scene.table, BELOW[:9], state, none, out, scene.fetch)
+    look_up = LookUp(scene.table, BELOW[:9], state, out, scene.fetch)
     assert look_up.begin()
     assert not look_up.finish()
     assert scene.table.problem is not None
@@ -571,10 +598,10 @@ class Caller:
         keys: Any,
         dtype: Any = np.float32,
         state: States | None = None,
-        given: Vectors | None = None,
         bags: Pooling | None = None,
         host: HostTable | None = None,
         fetch: Any = None,
+        overlays: Keys = NO_OVERLAYS,
     ) -> tuple[np.ndarray, bool]:
         """Where the answer is once the stream is through, as a copy of it is in the stream; and whether it was put off."""
         scene, device = self.scene, self.scene.device
@@ -587,9 +614,8 @@ class Caller:
 
         unwaited = Unwaited(self.hold, after)
         state = np.zeros(len(keys), np.uint8) if state is None else state
-        given = np.empty((0, scene.spec.dim), dtype) if given is None else given
         with device.in_stream(getattr(self.stream, "_stream", self.stream)):
-            assert LookUp(scene.table, keys, state, given, out, fetch or scene.fetch, bags, host).finish(unwaited)
+            assert LookUp(scene.table, keys, state, out, fetch or scene.fetch, bags, host, overlays).finish(unwaited)
         self.stream.download(read, device.address_of(out))
         return read.view(dtype).reshape(out.shape), unwaited.begun
 
@@ -624,10 +650,12 @@ def test_an_answer_is_complete_in_the_order_of_the_callers_stream(kind: str, poo
     keys, state = mixed(901, 33)
     keys[::5] = KEPT[:181]
     state[:] = 0 if there else state
-    given_at = np.flatnonzero(state == Tier.OVERLAY)
-    given = rng.normal(size=(len(given_at), 33)).astype(np.float32)
-    expected = scene.rows(keys, np.float32)
-    expected[given_at], expected[state == PADDING] = given, 0
+    deltas, expected = Deltas(scene.spec), scene.rows(keys, np.float32)
+    overlays = NO_OVERLAYS if there else deltas.addresses
+    changed = np.zeros(len(keys), np.bool_)
+    if not there:
+        changed = np.logical_or(*deltas.over(keys, expected, scene.default))
+    expected[state == PADDING] = 0
     bags = None
     if pooled:
         offsets, weights = np.arange(0, len(keys), 7), rng.normal(size=len(keys)).astype(np.float32)
@@ -639,7 +667,7 @@ def test_an_answer_is_complete_in_the_order_of_the_callers_stream(kind: str, poo
         given_keys: Any = KeysThere(array, scene.device.address_of(array))
     else:
         given_keys = asked
-    answer, put_off = caller.ask(given_keys, state=state, given=given, bags=bags, host=host)
+    answer, put_off = caller.ask(given_keys, state=state, bags=bags, host=host, overlays=overlays)
     assert put_off
     assert caller.held == 1 or not is_still
     if not there:
@@ -652,7 +680,7 @@ def test_an_answer_is_complete_in_the_order_of_the_callers_stream(kind: str, poo
     np.testing.assert_array_equal(answer, expected)
     ((told, states),) = caller.told
     assert told == keys.tolist()
-    looked, tiers = was == Tier.PENDING, np.array(states)
+    looked, tiers = (was == Tier.PENDING) & ~changed, np.array(states)
     assert (tiers[looked & (keys < len(RESIDENT))] == Tier.DEVICE).all()
     assert (tiers[looked & (keys >= BELOW[0]) & (keys <= BELOW[-1])] == Tier.HOST).all()
     assert (tiers[was == PADDING] == Tier.ABSENT).all()
@@ -732,8 +760,8 @@ def test_what_a_look_up_holds_is_released_when_the_device_fails_before_its_end()
     scene.device.still = True
     caller.ask(BELOW)
     scene.device.broken = True
-    out, none = scene.device.empty((1, 8), np.float32), np.empty((0, 8), np.float32)
-    assert not LookUp(scene.table, RESIDENT[:1], np.zeros(1, np.uint8), none, out, scene.fetch).finish()
+    out = scene.device.empty((1, 8), np.float32)
+    assert not LookUp(scene.table, RESIDENT[:1], np.zeros(1, np.uint8), out, scene.fetch).finish()
     caller.has_released()
     scene.memory.close()
 
@@ -813,7 +841,7 @@ def test_a_store_that_puts_nothing_off_has_no_thread_for_it() -> None:
         return sum(thread.name == "tierstore-device-answers" for thread in threading.enumerate())
 
     before, scene = threads(), Scene(8, StorageDtype.FLOAT32)
-    scene.look_up(BELOW, np.float32, np.zeros(len(BELOW), np.uint8), np.empty((0, 8), np.float32))
+    scene.look_up(BELOW, np.float32, np.zeros(len(BELOW), np.uint8))
     assert threads() == before
     caller = Caller(scene)
     caller.ask(BELOW)
@@ -846,8 +874,7 @@ def test_a_device_that_fails_is_passed_over() -> None:
     scene = Scene(8, StorageDtype.FLOAT32)
     scene.device.broken = True
     out = scene.device.empty((len(RESIDENT), 8), np.float32)
-    none = np.empty((0, 8), np.float32)
-    assert not LookUp(scene.table, RESIDENT, np.zeros(len(RESIDENT), np.uint8), none, out, scene.fetch).finish()
+    assert not LookUp(scene.table, RESIDENT, np.zeros(len(RESIDENT), np.uint8), out, scene.fetch).finish()
     assert "fell off the bus" in str(scene.table.stats()["problem"])
     scene.device.broken = False
     cpu, state = np.empty((len(RESIDENT), 8), np.float32), np.zeros(len(RESIDENT), np.uint8)

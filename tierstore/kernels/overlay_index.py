@@ -92,15 +92,17 @@ def _fill_filter(keys: Any, words: Any) -> Any:
 
 
 @njit
-def answer_at(overlay: Any, out_code: Any, dim: Any, default: Any, out: Any, keys: Any, n: Any, state: Any) -> Any:
-    """`Answering.answer` for `n` keys and states at addresses of any alignment, of the record of an overlay.
+def answer_at(
+    overlay: Any, out_code: Any, dim: Any, default: Any, out: Any, out_bytes: Any, keys: Any, n: Any, state: Any
+) -> Any:
+    """Answer those of `n` PENDING keys that the record of an overlay has. Returns their number. Addresses may have any alignment.
 
-    With AS_STORED rows are copied as they are stored, and nothing is written for a deleted key.
+    The row of key i is written to `out`, i times `out_bytes` on. With AS_STORED rows are copied as they are stored, and nothing is written for a
+    deleted key.
     """
     index, table_keys, deleted, rows = overlay.index_at, overlay.keys_at, overlay.deleted_at, overlay.rows_at
     row_bytes, code, mask = overlay.row_bytes, overlay.code, np.uint64(overlay.slots - 1)
     words, word_mask = overlay.filter_at, np.uint64(overlay.filter_words - 1)
-    out_bytes = row_bytes if out_code == AS_STORED else dim * (4 >> out_code)
     prefetch_bytes: Any = min(row_bytes, _PREFETCH_BYTES)
     hashes, places, found = stack_bytes(_BLOCK_BYTES), stack_bytes(_BLOCK_BYTES), stack_bytes(_BLOCK_BYTES)
     answered = 0

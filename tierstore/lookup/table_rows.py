@@ -49,9 +49,9 @@ def probe(table, keys, n, state, out_code, out):  # type: ignore[no-untyped-def]
     """
     dim = table.dim
     default = table.half_default_at if out_code == 1 else out if out_code == AS_STORED else table.default_at
-    overlays = table.overlays_at
+    overlays, row_bytes = table.overlays_at, table.row_bytes if out_code == AS_STORED else dim * (4 >> out_code)
     for i in range(table.overlays):
-        answer_at(overlay_at(load_i64(overlays, i)), out_code, dim, default, out, keys, n, state)
+        answer_at(overlay_at(load_i64(overlays, i)), out_code, dim, default, out, row_bytes, keys, n, state)
     host = table.host
     if host == 0:
         return 0

@@ -1,11 +1,12 @@
 """Promotion from the host tier to the device, and back for rows that the device evicts: one thread, and rings of keys.
 
-Look-ups into GPU memory offer keys that the host tier answered, from any thread, without waiting: keys that find no room in the
-table's ring are dropped, and all keys if another thread is offering. The promoter's compiled code takes keys, chooses
-among them and moves their rows. It holds a view like a request, so that no delta newer than the view is folded
-meanwhile; keys in the view's overlays are skipped. So the host tier's rows of the other keys are current, and stay so
-until both tiers have them: a row is never older than a delta, on either side. A key is admitted when it is offered for
-the second time (or at once while there is room), because a row that is looked up once is not worth room on the device.
+Look-ups into GPU memory offer keys that the host tier answered, from any thread, without waiting: keys that find no
+room in the table's ring are dropped, and all keys if another thread is offering. The promoter's compiled code takes
+keys, chooses among them and moves their rows. It holds a view like a request, so that no delta newer than the view is
+folded meanwhile; keys in the view's overlays are skipped. So the host tier's rows of the other keys are current, and
+stay so until both tiers have them: a row is never older than a delta, on either side. A key is admitted when it is
+offered for the second time (or at once while there is room), because a row that is looked up once is not worth room
+on the device.
 """
 
 from __future__ import annotations

@@ -20,14 +20,13 @@ from tierstore.lookup import table_rows as kernel
 from tierstore.lookup.plans import TABLE
 from tierstore.lookup.table_rows import NOT_POOLED
 from tierstore.tiers.background import yield_if_background
-from tierstore.tiers.device.lookup import PADDING, KeysThere, LookUp, Pooling, from_device, look_up_into_new
+from tierstore.tiers.device.lookup import KeysThere, LookUp, Pooling, from_device, look_up_into_new
 from tierstore.types import Keys, Rows, States, Tier, Vectors
 
 DTYPES = np.dtype(np.float32), np.dtype(np.float16)  # of answers, by their codes
 _BYTES = np.dtype(np.uint8)
 _PENDING = np.uint8(Tier.PENDING)
 _NO_WEIGHTS = np.empty(0, np.float32)
-_NONE_GIVEN: Vectors = np.empty((0, 0), np.float32)
 
 
 class TableView:
@@ -37,19 +36,19 @@ class TableView:
     nothing then.
     """
 
-    __slots__ = ("_at", "_kept", "overlays", "seq", "table", "words")
+    __slots__ = ("_addresses", "_at", "_kept", "overlays", "seq", "table", "words")
 
     def __init__(self, table: Cascade, overlays: Sequence[OverlayTable], seq: int) -> None:
         self.table, self.overlays, self.seq = table, overlays, seq
         host = table.host
         areas = None if host is None else host.areas
-        addresses = np.array([address_of(overlay.words) for overlay in overlays], np.int64)
+        self._addresses = np.array([address_of(overlay.words) for overlay in overlays], np.int64)
         defaults = [np.ascontiguousarray(table.default, dtype) for dtype in DTYPES]
-        self._kept = areas, addresses, defaults
+        self._kept = areas, defaults
         # a `plans.TABLE`, without the fields that only compiled readers need
         self.words = TABLE.make(
             host=0 if host is None or areas is None else host.words_at,
-            overlays=len(overlays), overlays_at=address_of(addresses),
+            overlays=len(overlays), overlays_at=address_of(self._addresses),
             default_at=address_of(defaults[0]), half_default_at=address_of(defaults[1]),
             dim=table.spec.dim, code=table.spec.dtype.code, row_bytes=table.spec.row_bytes,
         )  # fmt: skip
@@ -131,10 +130,7 @@ class TableView:
         cache = table.device
         if cache is None:
             return None
-        given: Vectors = _NONE_GIVEN
-        if self.overlays and not isinstance(keys, KeysThere):
-            given = self._rows_of_overlays(keys, state, np.float32 if bags is not None else dtype)
-        return look_up_into_new(cache, keys, state, given, dtype, self._below_device, bags, table.host)
+        return look_up_into_new(cache, keys, state, dtype, self._below_device, bags, table.host, self._addresses)
 
     def count_on_device(self, keys: Keys | KeysThere, state: States, skipped: int) -> int:
         """Count, and promote, what `on_device` has answered; `skipped` keys were padding.
@@ -147,23 +143,13 @@ class TableView:
             table.offer(from_device(table.device.device, keys.array) if isinstance(keys, KeysThere) else keys, state)
         return from_host
 
-    def _rows_of_overlays(self, keys: Keys, state: States, dtype: Any) -> Vectors:
-        """Rows of the keys that deltas answer, in their order; sets their states."""
-        rows = np.empty((len(keys), self.table.spec.dim), dtype)
-        self._answer_overlaid(keys, rows, state, DTYPES.index(rows.dtype))
-        answered: Vectors = rows[(state != _PENDING) & (state != PADDING)]
-        return answered
-
-    def _answer_overlaid(self, keys: Keys, rows: np.ndarray, state: States, code: int) -> None:
-        above = self.words.copy()
-        above["host"] = 0
-        kernel.lookup(address_of(above), np.ascontiguousarray(keys), state, code, False, 0, rows.view(_BYTES))
-
     def overlaid(self, keys: Keys) -> np.ndarray:
         """Which of `keys` deltas have changed, bool[n]."""
         rows, state = np.empty((len(keys), self.table.spec.row_bytes), np.uint8), np.zeros(len(keys), np.uint8)
         if self.overlays:
-            self._answer_overlaid(keys, rows, state, AS_STORED)
+            above = self.words.copy()
+            above["host"] = 0
+            kernel.lookup(address_of(above), np.ascontiguousarray(keys), state, AS_STORED, False, 0, rows)
         changed: np.ndarray = state != _PENDING
         return changed
 

@@ -24,7 +24,7 @@ from tierstore.tiers.device.driver_calls import NOBODY
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import ALIGN, NOTHING, DeviceMemory, Workspace
 from tierstore.tiers.host.table import HostTable
-from tierstore.types import Combiner, Keys, States, Tier, Vectors
+from tierstore.types import Combiner, Keys, States, Vectors
 
 PADDING = 255  # the state of a key that is answered with zeros and does not count in a bag
 
@@ -81,11 +81,11 @@ def look_up_into_new(
     table: DeviceTable,
     keys: Keys | KeysThere,
     state: States,
-    answered: Vectors,
     dtype: Any,
     fetch: Fetch,
     bags: Pooling | None = None,
     host: HostTable | None = None,
+    overlays: Keys = _NONE,
 ) -> LookUp | None:
     """A look-up into a new array of `dtype`, [n, dim] or [bags, dim]; None if the device has no room for it. Arguments as of `LookUp`."""
     shape = (len(keys) if bags is None else len(bags.offsets), table.spec.dim)
@@ -93,7 +93,7 @@ def look_up_into_new(
         out = table.device.backend.empty(shape, dtype)
     except OutOfDeviceMemory:
         return None
-    return LookUp(table, keys, state, answered, out, fetch, bags, host)
+    return LookUp(table, keys, state, out, fetch, bags, host, overlays)
 
 
 def to_device(memory: DeviceMemory, array: np.ndarray) -> Any:
@@ -130,18 +130,18 @@ class LookUp:
     """One look-up, which is made by `finish`. `out`: the answer.
 
     Args:
-        keys: int64[n]; on the device only if none is answered yet and none is PADDING.
-        state: uint8[n]: PENDING for keys to look up, PADDING for zeros, otherwise the state of a key that is answered
-            already. After `finish` PADDING has become ABSENT, and PENDING the tier that answered.
-        answered: rows of the keys answered already, in their order; float32 if pooled, else of the dtype of `out`.
+        keys: int64[n]; on the device only if there are no overlays and none is PADDING.
+        state: uint8[n]: PENDING for keys to look up, PADDING for zeros. After `finish` PADDING has become ABSENT, and
+            PENDING the tier that answered.
         out: an array on the device, from `Backend.empty`: float32 or float16 [n, dim], or [bags, dim].
         fetch: answers keys that the kernel has not found. Called on the thread that calls `finish`, once a chunk.
         host: the host tier below, which the kernel reads if it may.
+        overlays: addresses int64[m] of overlays, newest first, which are kept alive until `finish` has returned.
     """
 
     __slots__ = (
-        "_address", "_answered", "_answered_at", "_bags", "_begun", "_fetch", "_half", "_keys", "_of", "_out_width", "_room_width",
-        "_row_dtype", "_state", "_todo", "host", "out", "table", "there",
+        "_address", "_bags", "_begun", "_fetch", "_half", "_keys", "_of", "_out_width", "_overlays", "_room_width", "_row_dtype",
+        "_state", "_todo", "host", "out", "table", "there",
     )  # fmt: skip
 
     def __init__(
@@ -149,13 +149,13 @@ class LookUp:
         table: DeviceTable,
         keys: Keys | KeysThere,
         state: States,
-        answered: Vectors,
         out: Any,
         fetch: Fetch,
         bags: Pooling | None = None,
         host: HostTable | None = None,
+        overlays: Keys = _NONE,
     ) -> None:
-        self.table, self._state, self._answered, self.out = table, state, answered, out
+        self.table, self._state, self._overlays, self.out = table, state, overlays, out
         self.there = keys if isinstance(keys, KeysThere) else None
         self._keys: Keys = _NONE if isinstance(keys, KeysThere) else np.ascontiguousarray(keys)
         self._fetch, self._bags, self.host = fetch, bags, host
@@ -166,11 +166,8 @@ class LookUp:
         self._row_dtype = np.float32 if bags is not None or not self._half else np.float16
         row_width = table.spec.dim * (2 if self._row_dtype is np.float16 else 4)
         self._room_width = max(row_width, table.layout.stride)  # of rows from the tiers below, decoded or as stored
-        self._answered_at = _NONE
         self._todo: deque[_Chunk] | None = None  # parts that have not begun, once it is cut
         self._begun: deque[tuple[Workspace, _Chunk]] = deque()  # parts whose kernels are under way
-        if len(answered):
-            self._answered_at = np.flatnonzero((state != Tier.PENDING) & (state != PADDING))
 
     def begin(self) -> bool:
         """Put the kernel into the table's stream, if it is one and that needs no wait. Returns whether it did: then `finish` or `abandon` must follow."""
@@ -332,10 +329,10 @@ class LookUp:
             weights = _NO_WEIGHTS if bags.weights is None else bags.weights[begin:end]
         ws.set_job(
             device.driver.kernels[kernel], *device.backend.callers(), self._of, self._address + first * self._out_width, self._half,
-            self._room_width, table.spec.dim, begin, combiner, 0 if there is None else there.address + 8 * begin,
+            self._room_width, table.layout.stride, table.spec.dim, begin, combiner, 0 if there is None else there.address + 8 * begin,
             second,
         )  # fmt: skip
-        return self._call(round_trip.look_up, ws, keys, state, offsets, weights)
+        return self._call(round_trip.look_up, ws, keys, state, offsets, weights, self._overlays)
 
     def _call(self, function: Callable[..., int], ws: Workspace, *args: np.ndarray) -> int:
         memory, driver = self.table.memory, self.table.device.driver
@@ -377,23 +374,11 @@ class LookUp:
         )  # fmt: skip
 
     def stage_rows(self, ws: Workspace, chunk: _Chunk, listed: int) -> None:
-        """Put the rows of the listed keys (read below or answered before) where a kernel reads them."""
+        """Put the rows of the listed keys where a kernel reads them."""
         state = ws.part(round_trip.AT_STATE, chunk.end - chunk.begin)
         positions = ws.part(round_trip.AT_PLACES, listed, np.uint32)
         missing = ws.part(round_trip.AT_MISSING, listed, np.int64)
-        rows = self.room_of_rows(ws, listed)
-        if not len(self._answered_at):
-            rows[:], state[positions] = self._fetch(missing.copy(), self._row_dtype)
-            return
-        was = self._state[chunk.begin + positions.astype(np.int64)]
-        wanted, given = np.flatnonzero(was == Tier.PENDING), np.flatnonzero(was != Tier.PENDING)
-        if len(wanted):
-            rows[wanted], state[positions[wanted]] = self._fetch(missing[wanted], self._row_dtype)
-        if len(given):
-            rows[given] = self._answered[
-                np.searchsorted(self._answered_at, chunk.begin + positions[given].astype(np.int64))
-            ]
-            state[positions[given]] = was[given]
+        self.room_of_rows(ws, listed)[:], state[positions] = self._fetch(missing.copy(), self._row_dtype)
 
     def room_of_rows(self, ws: Workspace, listed: int) -> np.ndarray:
         """Where a kernel reads the rows of listed keys: [listed, dim]."""

@@ -15,6 +15,8 @@ from numba import types
 
 from tierstore.kernels import LAST, compiled
 from tierstore.kernels.atomics import acquire_u32, copy_bytes, release_i64, swap_at
+from tierstore.kernels.codec import AS_STORED
+from tierstore.kernels.overlay_index import answer_at, overlay_at
 from tierstore.kernels.raw import call_at, store_i64
 from tierstore.tiers.device.driver_calls import (
     CONTEXT,
@@ -41,8 +43,8 @@ LOCK, TABLE, HOST, HOST_OF, NO_HOST, STREAM, COUNTERS, ORDER_WORDS = range(8)
 # words of `frame`: its memory on the CPU and on the device; the look-up; then offsets, argument cells, their addresses, scratch
 PINNED, DEVICE, EVENTS = 0, 1, 2
 JOB = 4
-KERNEL, CALLER, ALSO, OF, OUT, HALF, WIDTH, DIM, BEGIN, COMBINER, THERE, SECOND = range(JOB, JOB + 12)
-JOB_WORDS = 12
+KERNEL, CALLER, ALSO, OF, OUT, HALF, WIDTH, STRIDE, DIM, BEGIN, COMBINER, THERE, SECOND = range(JOB, JOB + 13)
+JOB_WORDS = 13
 AT = JOB + JOB_WORDS
 (
     AT_KEYS, AT_OFFSETS, AT_WEIGHTS, AT_BEFORE, AT_STATE, AT_MISSING, AT_PLACES, AT_ROWS, AT_DONE, AT_SOURCE, AT_KEPT,
@@ -85,7 +87,7 @@ def _cut(frame: Any, n: Any, bags: Any) -> Any:
     sizes = (
         # read by kernels, in place or after one copy up; `before` if some keys are answered already
         n * 8 if frame[THERE] == 0 else 0, bags * 8, n * 4 if pooled else 0, n,
-        # only in CPU memory; but the device's `rows` are rows that a kernel has read in the host tier
+        # only in CPU memory, `rows` first for those of deltas; but the device's `rows` are rows that a kernel has read in the host tier
         n, n * 8, n * 4, n * frame[WIDTH], np.int64(REPORT_BYTES),
         # only on the device
         n * 8 if pooled else 0, width, bags,
@@ -96,12 +98,14 @@ def _cut(frame: Any, n: Any, bags: Any) -> Any:
         at += (sizes[k] + ALIGN - 1) // ALIGN * ALIGN
 
 
-@compiled(types.int64(_WORDS, _WORDS, _WORDS, KEYS, types.uint8[::1], KEYS, _WEIGHTS), when=LAST)
-def look_up(calls: Any, order: Any, frame: Any, keys: Any, state: Any, offsets: Any, weights: Any) -> Any:
-    """Answer the `keys` that the device or the host tier below has; see `lookup.py`.
+@compiled(types.int64(_WORDS, _WORDS, _WORDS, KEYS, types.uint8[::1], KEYS, _WEIGHTS, _WORDS), when=LAST)
+def look_up(
+    calls: Any, order: Any, frame: Any, keys: Any, state: Any, offsets: Any, weights: Any, overlays: Any
+) -> Any:
+    """Answer the `keys` that the overlays, the device or the host tier below has; see `lookup.py`.
 
     `keys`: not read if THERE gives their device address. `state` uint8[n] is read and, if no key is listed, written. `offsets`: of bags, within the
-    whole look-up; empty: no pooling. `weights`: empty for ones. Returns twice the number of listed keys, plus 1 if the host tier has answered any; or
+    whole look-up; empty: no pooling. `weights`: empty for ones. `overlays`: addresses, newest first; none with THERE. Returns twice the number of listed keys, plus 1 if the host tier has answered any; or
     NOT_IN_USE; or FAILED - status.
 
     If SECOND names the second kernel, it is put into the caller's stream, and the return, 0, is at once: see `_put_second`. If it is LATER, the
@@ -112,11 +116,15 @@ def look_up(calls: Any, order: Any, frame: Any, keys: Any, state: Any, offsets: 
     _cut(frame, n, bags)
     if frame[THERE] == 0:
         copy_bytes(here + frame[AT_KEYS], np.int64(keys.ctypes.data), n * 8)
-    told = np.uint8(0)
+    told = np.int64(0)
     for i in range(n):
-        told |= state[i]
-    if told != 0:
+        told |= np.int64(state[i])
+    if told != 0 or overlays.size != 0:
         copy_bytes(here + frame[AT_BEFORE], np.int64(state.ctypes.data), n)
+    for k in range(overlays.size):
+        told |= answer_at(
+            overlay_at(overlays[k]), AS_STORED, frame[DIM], 0, here + frame[AT_ROWS], frame[STRIDE], here + frame[AT_KEYS], n, here + frame[AT_BEFORE],
+        )  # fmt: skip
     for b in range(bags):
         store_i64(here + frame[AT_OFFSETS], b, offsets[b] - frame[BEGIN])
     if weighted:
@@ -229,12 +237,12 @@ def _arguments(order: Any, frame: Any, n: Any, bags: Any, where: Any, told: Any,
     pointers[1] = order[HOST] if frame[OF] != 0 and order[HOST_OF] == frame[OF] else order[NO_HOST]
     common = (
         frame[THERE] if frame[THERE] != 0 else where + frame[AT_KEYS], where + frame[AT_BEFORE] if told else 0, here + frame[AT_STATE], n, here + frame[AT_MISSING],
-        here + frame[AT_PLACES], there + frame[AT_ROWS],
+        here + frame[AT_PLACES], there + frame[AT_ROWS], here + frame[AT_ROWS],
     )  # fmt: skip
     for k in range(len(common)):
         cells[2 + k] = common[k]
     last = (frame[OUT], frame[HALF], order[COUNTERS], here + frame[AT_DONE])
-    k = 9
+    k = 2 + len(common)
     if bags != 0:
         pool = (
             where + frame[AT_OFFSETS], bags, where + frame[AT_WEIGHTS] if weighted else 0, frame[COMBINER], there + frame[AT_SOURCE],

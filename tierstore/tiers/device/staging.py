@@ -82,7 +82,7 @@ def choose(keys: Any, seen: Any, is_full: Any, overlays: Any, host: Any, dim: An
     states, absent = np.zeros(n, np.uint8), np.empty(row_bytes, np.uint8)
     at, states_at, absent_at = np.int64(keys.ctypes.data), np.int64(states.ctypes.data), np.int64(absent.ctypes.data)
     for k in range(overlays.size):
-        answer_at(overlay_at(overlays[k]), AS_STORED, dim, absent_at, rows, at, n, states_at)
+        answer_at(overlay_at(overlays[k]), AS_STORED, dim, absent_at, rows, row_bytes, at, n, states_at)
     lookup_at(values_at(host), at, n, states_at, AS_STORED, rows, absent_at)
     chosen = 0
     for i in range(n):

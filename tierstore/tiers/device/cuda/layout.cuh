@@ -34,7 +34,7 @@ static const u8 STATE_HOST = 3;
 static const u8 STATE_ABSENT = 6;
 static const u8 STATE_PADDING = 255;
 
-// `source` of a key: the address of its row (above 0), in the table or copied from the host tier; one of these constants; or, from
+// `source` of a key: the address of its row as stored (above 0), in the table, of a delta, or copied from the host tier; one of these constants; or, from
 // FIRST_UPLOAD down, a row from the CPU, number FIRST_UPLOAD - source.
 static const i64 SOURCE_ABSENT = 0;
 static const i64 SOURCE_PADDING = -1;

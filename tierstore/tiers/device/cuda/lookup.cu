@@ -1,12 +1,13 @@
 // Look-ups, of single rows or pooled: a first kernel answers the keys that the GPU can read, a second kernel the others.
 //
-// `look_up` and `pool` answer keys of the table, or of the host tier if they may read it (`host.cuh`), and list the others. The CPU
+// `look_up` and `pool` answer keys of the table, or of the host tier if they may read it (`host.cuh`), and list the others. Of keys that
+// are settled before (`before`), rows of deltas are in `given`, as stored: row i at i times the table's stride. The CPU
 // fetches the rows of listed keys, and `put_rows` or `pool_waiting` answers with them. A team works on two keys, a warp on a bag. Keys,
 // states, lists and rows may be in page-locked CPU memory. The last block of a kernel reports in `done` that the kernel is done.
 //
 // `counters`: keys listed so far, blocks done so far. Both are 0 between kernels.
 
-// Listed keys, which the GPU cannot answer or which were answered before: number r is key `keys[r]`, at position `at[r]`.
+// Listed keys, which the GPU cannot answer: number r is key `keys[r]`, at position `at[r]`.
 struct Listed {
   i64* keys;
   u32* at;
@@ -53,41 +54,41 @@ __device__ __forceinline__ Probe begin_probe(const Table& t, i64 key, u8 before)
 }
 
 // The `source` of key i's row; SOURCE_ELSEWHERE if the table does not have the key.
-__device__ __forceinline__ i64 locate(const Table& t, const Probe& probe, i64 i, u8* state) {
+__device__ __forceinline__ i64 locate(const Table& t, const Probe& probe, i64 i, u8* state, const u8* given) {
   u32 lane = team_lane();
-  if (probe.before == STATE_PADDING) {
-    if (lane == 0) state[i] = STATE_ABSENT;
-    return SOURCE_PADDING;
+  if (probe.before != STATE_PENDING) {
+    bool pads = probe.before == STATE_PADDING;
+    if (lane == 0) state[i] = pads ? STATE_ABSENT : probe.before;
+    if (pads) return SOURCE_PADDING;
+    return probe.before == STATE_ABSENT ? SOURCE_ABSENT : (i64)(given + (u64)i * t.stride);
   }
-  if (probe.before == STATE_PENDING) {
-    u64 head;
-    int way = match_way(probe.words, probe.key, &head);
-    if (way >= 0) {
-      if (lane == 0) {
-        state[i] = STATE_DEVICE;
-        raise_heat(probe.set.line, head, way);
-      }
-      return (i64)(probe.set.rows + (u64)way * t.stride);
+  u64 head;
+  int way = match_way(probe.words, probe.key, &head);
+  if (way >= 0) {
+    if (lane == 0) {
+      state[i] = STATE_DEVICE;
+      raise_heat(probe.set.line, head, way);
     }
-    int place = find_absent(probe.set.absent, probe.key, &head);
-    if (place >= 0) {
-      u64 used = 16ull << place;
-      if (lane == 0) {
-        state[i] = STATE_ABSENT;
-        if (!(head & used)) atomicOr(probe.set.absent, used);
-      }
-      return SOURCE_ABSENT;
+    return (i64)(probe.set.rows + (u64)way * t.stride);
+  }
+  int place = find_absent(probe.set.absent, probe.key, &head);
+  if (place >= 0) {
+    u64 used = 16ull << place;
+    if (lane == 0) {
+      state[i] = STATE_ABSENT;
+      if (!(head & used)) atomicOr(probe.set.absent, used);
     }
+    return SOURCE_ABSENT;
   }
   return SOURCE_ELSEWHERE;
 }
 
 // The `source` of a key that the table does not have: its row is copied from the host tier to number i of `copies`, at the table's
 // stride, or the key is listed; only lane 0 knows the number of a listed key.
-__device__ __forceinline__ i64 locate_below(const Table& t, const Host& h, i64 key, u8 before, i64 i, u8* state, u8* copies,
+__device__ __forceinline__ i64 locate_below(const Table& t, const Host& h, i64 key, i64 i, u8* state, u8* copies,
                                             const Listed& listed) {
   u32 lane = team_lane(), number = 0;
-  if (h.lines && before == STATE_PENDING) {
+  if (h.lines) {
     u8* copy = copies + i * t.stride;
     u8 found = host_find(h, key, copy);
     if (found != STATE_PENDING) {
@@ -113,21 +114,20 @@ __device__ __forceinline__ void answer_row(const Table& t, i64 from, u8* to, u32
     for (u32 k = team_lane(); k < t.dim; k += LANES) store_one(half, to, k, 0.f);
 }
 
-// out[i] [n, dim]: rows of the table and of the host tier, the default, zeros for padding. A team works on two keys: it loads both lines,
+// out[i] [n, dim]: rows of the table, of the host tier and of deltas, the default, zeros for padding. A team works on two keys: it loads both lines,
 // then both rows, at a time.
 extern "C" __global__ void look_up(const __grid_constant__ Table t, const __grid_constant__ Host h, const i64* keys,
-                                   const u8* before, u8* state, i64 n, i64* missing, u32* at, u8* copies, u8* out, u32 half,
-                                   u32* counters, u32* done) {
+                                   const u8* before, u8* state, i64 n, i64* missing, u32* at, u8* copies, const u8* given,
+                                   u8* out, u32 half, u32* counters, u32* done) {
   i64 i = 2 * team_index();
   if (i < n) {
     Listed listed = {missing, at, counters};
     bool two = i + 1 < n;
     i64 other = two ? i + 1 : i;
     Probe first = begin_probe(t, keys[i], state_before(before, i)), second = begin_probe(t, keys[other], state_before(before, other));
-    i64 from = locate(t, first, i, state), after = two ? locate(t, second, i + 1, state) : from;
-    if (from == SOURCE_ELSEWHERE) from = locate_below(t, h, first.key, first.before, i, state, copies, listed);
-    if (two && after == SOURCE_ELSEWHERE)
-      after = locate_below(t, h, second.key, second.before, i + 1, state, copies, listed);
+    i64 from = locate(t, first, i, state, given), after = two ? locate(t, second, i + 1, state, given) : from;
+    if (from == SOURCE_ELSEWHERE) from = locate_below(t, h, first.key, i, state, copies, listed);
+    if (two && after == SOURCE_ELSEWHERE) after = locate_below(t, h, second.key, i + 1, state, copies, listed);
     u32 bytes = t.dim * (half ? 2 : 4);
     u8* to = out + (u64)i * bytes;
     if (two && from > 0 && after > 0 && t.code == half && bytes % 16 == 0) {
@@ -215,9 +215,9 @@ __device__ __forceinline__ void pool_bag(const Table& t, const i64* source, i64 
 // that it found in `kept`, float32[n, dim], because the table may change before the missing rows come.
 // `weights` may be 0. A warp works on a bag: it reads 32 keys at a time, and each of its teams looks up two of them at a time.
 extern "C" __global__ void pool(const __grid_constant__ Table t, const __grid_constant__ Host h, const i64* keys,
-                                const u8* before, u8* state, i64 n, i64* missing, u32* at, u8* copies, const i64* offsets,
-                                i64 bags, const float* weights, u32 combiner, i64* source, u8* kept, u8* whole, u8* out,
-                                u32 half, u32* counters, u32* done) {
+                                const u8* before, u8* state, i64 n, i64* missing, u32* at, u8* copies, const u8* given,
+                                const i64* offsets, i64 bags, const float* weights, u32 combiner, i64* source, u8* kept,
+                                u8* whole, u8* out, u32 half, u32* counters, u32* done) {
   i64 b = warp_index();
   if (b < bags) {
     Listed listed = {missing, at, counters};
@@ -234,8 +234,8 @@ extern "C" __global__ void pool(const __grid_constant__ Table t, const __grid_co
         i64 one = (i64)__shfl_sync(ALL, key, place, WARP), other = (i64)__shfl_sync(ALL, key, place + 1, WARP);
         u8 one_was = (u8)__shfl_sync(ALL, (u64)was, place, WARP), other_was = (u8)__shfl_sync(ALL, (u64)was, place + 1, WARP);
         Probe first = begin_probe(t, one, one_was), second = begin_probe(t, other, other_was);
-        i64 from = i < end ? locate(t, first, i, state) : SOURCE_PADDING;
-        i64 after = i + 1 < end ? locate(t, second, i + 1, state) : SOURCE_PADDING;
+        i64 from = i < end ? locate(t, first, i, state, given) : SOURCE_PADDING;
+        i64 after = i + 1 < end ? locate(t, second, i + 1, state, given) : SOURCE_PADDING;
         elsewhere |= from == SOURCE_ELSEWHERE || after == SOURCE_ELSEWHERE;
         counted += (from != SOURCE_PADDING) + (after != SOURCE_PADDING);
         if (lane == 0 && i < end) source[i] = from;
@@ -247,7 +247,7 @@ extern "C" __global__ void pool(const __grid_constant__ Table t, const __grid_co
       for (i64 i = begin + team; i < end; i += WARP / LANES) {
         if (source[i] != SOURCE_ELSEWHERE) continue;
         team_fence();
-        i64 from = locate_below(t, h, keys[i], state_before(before, i), i, state, copies, listed);
+        i64 from = locate_below(t, h, keys[i], i, state, copies, listed);
         left |= from <= FIRST_UPLOAD;
         if (lane == 0) source[i] = from;
       }
