@@ -7,13 +7,16 @@ as programs call them, in one thread:
     waited    the answer is complete at the return
     streamed  the answer is complete in the order of the caller's stream
     bags      of 16 keys, waited for
-    host      the host tier of a store without a device tier, answer in CPU memory
+    changed   as `waited`, while a delta that has changed a hundredth of the rows is not folded yet
+    in cpu    of the same store, answer in CPU memory
+    host      of a store without a device tier, answer in CPU memory
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import tempfile
 import time
 from collections.abc import Callable
@@ -182,25 +185,40 @@ def measure(rows: int, rounds: int, calls: int) -> list[dict[str, Any]]:
             writer.feature("f", table="t", combiner="sum")
 
         def opened(budget: str) -> Any:
-            settings = load_settings(data=Path(work) / f"data-{budget}", host_budget="256MiB", device_budget=budget)
+            settings = load_settings(
+                data=Path(work) / f"data-{budget}", host_budget="256MiB", device_budget=budget, fold_grace_s=3600
+            )
             store = tierstore.Store(settings)
             stores.callback(store.close)
             store.load_snapshot(Path(work) / "snapshot")
             store.model("m").lookup("f", np.arange(rows))  # into the host tier
-            return store.model("m")
+            return store
 
         with mock.patch.object(gpu, "find_backend", return_value=(Device(), None)):
-            model = opened("512MiB")
-        host = opened("0")
-        for size in SIZES:
-            keys, offsets = rng.integers(0, rows, size), np.arange(0, size, BAG)
-            ways: dict[str, Callable[[], Any]] = {
-                "waited": lambda keys=keys: model.lookup("f", keys, device="gpu"),  # type: ignore[misc]
-                "streamed": lambda keys=keys: model.lookup("f", keys, stream=0),  # type: ignore[misc]
-                "bags": lambda keys=keys, offsets=offsets: model.lookup_bags("f", keys, offsets, device="gpu"),  # type: ignore[misc]
-                "host": lambda keys=keys: host.lookup("f", keys),  # type: ignore[misc]
+            store = opened("512MiB")
+        model, host = store.model("m"), opened("0").model("m")
+
+        def measured(ways: dict[str, Callable[[np.ndarray], Any]]) -> None:
+            for size in SIZES:
+                keys = rng.integers(0, rows, size)
+                for way, ask in ways.items():
+                    spent = spent_us(lambda ask=ask, keys=keys: ask(keys), rounds, calls)  # type: ignore[misc]
+                    results.append({"asked": way, "keys": size, "us": spent})
+
+        starts = {size: np.arange(0, size, BAG) for size in SIZES}
+        measured(
+            {
+                "waited": lambda keys: model.lookup("f", keys, device="gpu"),
+                "streamed": lambda keys: model.lookup("f", keys, stream=0),
+                "bags": lambda keys: model.lookup_bags("f", keys, starts[len(keys)], device="gpu"),
+                "in cpu": lambda keys: model.lookup("f", keys),
+                "host": lambda keys: host.lookup("f", keys),
             }
-            results += [{"asked": way, "keys": size, "us": spent_us(call, rounds, calls)} for way, call in ways.items()]
+        )
+        with tierstore.DeltaWriter(delta := io.BytesIO(), model="m", seq=1) as changes:
+            changes.upsert("t", np.arange(0, rows, 100), rng.standard_normal((rows // 100, DIM)).astype(np.float32))
+        store.apply_delta(delta.getvalue())
+        measured({"changed": lambda keys: model.lookup("f", keys, device="gpu")})
     return results
 
 
