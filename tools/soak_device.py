@@ -1,6 +1,6 @@
 """A table of the device tier under everything at once: `python -m tools.soak_device --seconds 600 [--kind late early cupy gpu]`.
 
-Threads look rows and bags up, with padding, and in streams of their own that they wait for later, while one thread applies deltas, promotes rows and resizes the table and the
+Threads look rows and bags up, with padding, with deltas that no tier has yet, and in streams of their own that they wait for later, while one thread applies deltas, promotes rows and resizes the table and the
 host tier below it, which the device reads too. A row tells
 its key and how often it was written, so each answer is checked: no older than what was acknowledged before the
 look-up, no newer than what was written by its end, whole, and each bag the sum of its rows to the bit. `kind` is one of
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from tests.tiers.devices import open_device, to_host
+from tierstore.engine.data.overlay import OverlayTable
 from tierstore.kernels.pool import pool_bags
 from tierstore.tiers.device.lookup import PADDING, LookUp, Pooling, Unwaited
 from tierstore.tiers.device.table import DeviceTable
@@ -115,7 +116,9 @@ class Soak:
             else nullcontext()
         ):
             out = self.device.empty((len(keys) if bags is None else len(bags.offsets), DIM), np.float32)
-            look_up = LookUp(self.table, keys, state, out, self._below, bags, self.host)
+            deltas = [self._delta(keys[begin::7]) for begin in range(len(keys) % 3)]
+            overlays = np.array([delta.words.ctypes.data for delta in deltas], np.int64)
+            look_up = LookUp(self.table, keys, state, out, self._below, bags, self.host, overlays)
             if early and look_up.begin():
                 time.sleep(0)  # others get on
             if not look_up.finish(unwaited):
@@ -128,6 +131,12 @@ class Soak:
             if not ended.wait(60):
                 raise AssertionError("a look-up in a stream does not end")
         return out
+
+    def _delta(self, keys: np.ndarray) -> OverlayTable:
+        """Rows of these keys, as they were written last, that no tier has yet."""
+        changed = np.unique(keys)
+        rows = rows_of(changed, self._of(self.written, changed)).view(np.uint8)
+        return OverlayTable(self.table.spec, changed, rows, np.zeros(len(changed), np.bool_))
 
     def _count(self, state: np.ndarray) -> int:
         from_host = np.count_nonzero(state == Tier.HOST)
