@@ -100,9 +100,12 @@ def status(document: Mapping[str, Any]) -> None:
                 out.print(f"  {escape(table)}: {line}")
     for line in _surroundings(document):
         out.print(escape(line))
-    for key, what in (("host_budget", "host memory"), ("overlay_budget", "overlays"), ("ssd_cache", "cache on SSD")):
+    budgets = {
+        "device_budget": "GPU memory", "host_budget": "host memory", "overlay_budget": "overlays", "ssd_cache": "cache on SSD",
+    }  # fmt: skip
+    for key, what in budgets.items():
         budget = document.get(key)
-        if budget:
+        if budget and budget["total"]:
             out.print(f"{what}: {size(budget['used'])} of {size(budget['total'])}")
     disk = document.get("disk") or {}
     if disk.get("free") is not None:

@@ -76,6 +76,10 @@ def counts(store: Store) -> dict[str, int]:
     return found
 
 
+def problems(store: Store) -> list[str]:
+    return [problem["text"] for problem in store.status()["problems"] if problem["kind"] == "device"]
+
+
 def test_keys_of_other_nodes_are_refused_on_the_device_too(with_device: Callable[..., Store], tmp_path: Path) -> None:
     store = with_device(partition="1/4")
     store.load_snapshot(scenes.write_snapshot(tmp_path))
@@ -635,6 +639,7 @@ def test_a_device_that_fails_while_serving_costs_no_answer_in_cpu_memory(
     np.testing.assert_array_equal(ctr.lookup("item_id", ITEMS), scenes.vectors("item", 0, ITEMS))
     store.apply_delta(scenes.stamped(1, {"item": ITEMS}))
     folded(store)
+    assert problems(store) == ["device 0: the device fell off the bus"]
     gpus[0].broken = False  # what it holds is from before the delta
     for device in (None, "gpu"):
         rows = ctr.lookup("item_id", ITEMS, device=device)
@@ -668,6 +673,7 @@ def test_without_a_device_it_is_said_why(
         "extra gpu is not installed",
         "device_budget is 0: no device memory is given",
     )
+    assert problems(store) == []
     store.load_snapshot(scenes.write_snapshot(tmp_path))
     with pytest.raises((MissingExtra, NotReady), match="there is no device tier"):
         store.model("ctr").lookup("item_id", [1], device="gpu")
@@ -676,7 +682,8 @@ def test_without_a_device_it_is_said_why(
     store.close()
     gpus.clear()
     store = open_store(device_budget="1MiB")
-    assert store.status()["device"] == {"present": False, "reason": "no CUDA device"}
+    assert store.status()["device"].items() >= {"present": False, "reason": "no CUDA device"}.items()
+    assert problems(store) == ["there is no device tier: no CUDA device"]
     assert len(store.model("ctr").lookup("item_id", [1], device="cpu")) == 1
     with pytest.raises(NotReady, match="no CUDA device"):
         store.model("ctr").lookup("item_id", OnGpu(ITEMS))

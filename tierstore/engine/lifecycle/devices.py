@@ -28,7 +28,7 @@ class Devices:
     """The device tiers of a store's versions."""
 
     def __init__(self, settings: Settings) -> None:
-        self.gpu = Gpu(settings)
+        self.gpu, self._is_wanted = Gpu(settings), bool(settings.device_budget)
         self.budget = HostBudget(self.gpu.table_bytes)
         self.promoter = Promoter() if self.gpu.memory is not None else None
         self._lock = threading.Lock()
@@ -62,8 +62,17 @@ class Devices:
         """The versions that have device tables, or may get some."""
         return [share.version for share in list(self._shares.values())]
 
+    @property
+    def _problem(self) -> str | None:
+        """Why there is no device tier, though one is wanted, or why tables are not on the device, or less of them."""
+        if self.gpu.memory is None:
+            return f"there is no device tier: {self.gpu.reason}" if self._is_wanted else None
+        tables = (table for version in self.versions for table in version.tables.values())
+        whys = {why: None for table in tables if table.device is not None and (why := table.device.problem)}
+        return "; ".join(whys) or None
+
     def status(self) -> dict[str, Any]:
-        document = self.gpu.status()
+        document = self.gpu.status() | {"problem": self._problem}
         if self.promoter is not None:
             document |= {
                 "promotions_waiting": sum(offers.waiting for offers in self._offers),

@@ -10,7 +10,7 @@ MODEL_KINDS = (
     "not_serving", "log_damaged", "canary_not_served", "partitions", "background_work", "not_fresh", "version_damaged",
     "dense_passed_over", "cluster", "upstream",
 )  # fmt: skip
-STORE_KINDS = ("disk_full", "audit", "ssd_cache", "cluster", "upstream")  # of the whole store
+STORE_KINDS = ("disk_full", "audit", "ssd_cache", "device", "cluster", "upstream")  # of the whole store
 
 
 class Problem(NamedTuple):
@@ -35,7 +35,7 @@ def problems_of(status: Mapping[str, Any]) -> Iterator[Problem]:
         for kind, key in (("cluster", "remote"), ("upstream", "upstream")):
             if text := (document.get(key) or {}).get("problem"):
                 yield Problem(name, kind, text)
-    for kind, part in (("audit", "audit"), ("ssd_cache", "ssd_cache"), ("cluster", "remote")):
+    for kind, part in (("audit", "audit"), ("ssd_cache", "ssd_cache"), ("device", "device"), ("cluster", "remote")):
         if text := (status.get(part) or {}).get("problem"):
             yield Problem("", kind, text)
     nodes = (status.get("upstream") or {}).get("nodes", {})
