@@ -15,14 +15,14 @@ from tests.tiers.cuda_shim.backend import OnGpu, ShimDevice
 from tests.tiers.cuda_shim.functions import NOT_SUPPORTED
 from tests.tiers.devices import ReadTable, either, open_device, to_host
 from tierstore.engine.data.overlay import OverlayTable
-from tierstore.errors import StorageError
+from tierstore.errors import InvalidInput, StorageError
 from tierstore.kernels import codec
 from tierstore.kernels.hashing import mix_all
 from tierstore.kernels.pool import pool_bags
 from tierstore.tiers.device import reports
 from tierstore.tiers.device.backend import Captured, DeviceError, OutOfDeviceMemory
 from tierstore.tiers.device.later import Finisher
-from tierstore.tiers.device.lookup import PADDING, KeysThere, LookUp, Pooling, Unwaited, from_device, to_device
+from tierstore.tiers.device.lookup import PADDING, LookUp, Pooling, There, Unwaited, from_device, to_device
 from tierstore.tiers.device.window import NOT_YET
 from tierstore.tiers.device.workspaces import ANSWERING, DeviceMemory
 from tierstore.tiers.host.sample import ALL, NOTHING, AccessSample
@@ -664,7 +664,7 @@ def test_an_answer_is_complete_in_the_order_of_the_callers_stream(kind: str, poo
     asked, was = keys.copy(), state.copy()
     if there:
         array = to_device(scene.memory, asked)
-        given_keys: Any = KeysThere(array, scene.device.address_of(array))
+        given_keys: Any = There(array, scene.device.address_of(array))
     else:
         given_keys = asked
     answer, put_off = caller.ask(given_keys, state=state, bags=bags, host=host, overlays=overlays)
@@ -686,6 +686,67 @@ def test_an_answer_is_complete_in_the_order_of_the_callers_stream(kind: str, poo
     assert (tiers[was == PADDING] == Tier.ABSENT).all()
     be_still(scene.device, False)
     host.close()
+
+
+@either
+@pytest.mark.parametrize("in_stream", [False, True])
+@pytest.mark.parametrize("offsets", [[0, 30, 10, 60], [2, 30, 40], [0, 20, 101], [0, -1], [0, 1 << 62, 50], [-5]])
+def test_offsets_on_the_device_that_do_not_fit_are_an_error_and_their_bags_are_nan(
+    kind: str, in_stream: bool, offsets: list[int]
+) -> None:
+    scene = Scene(8, StorageDtype.FLOAT32, kind=kind)
+    keys, starts = np.tile(BELOW[:50], 2), np.array(offsets)
+    bounds = np.append(starts, len(keys))
+    fit = (bounds[:-1] >= 0) & (bounds[:-1] <= bounds[1:]) & (bounds[1:] <= len(keys))
+    fit[0] &= starts[0] == 0
+    arrays = [to_device(scene.memory, array) for array in (keys, starts)]
+    there, starts_there = (There(array, scene.device.address_of(array)) for array in arrays)
+    bags, caller, match = Pooling(starts_there, None, Combiner.SUM), Caller(scene), "offsets on the GPU: the first is 0"
+    if in_stream:
+        answer, put_off = caller.ask(there, bags=bags)
+        assert put_off
+        caller.is_through()
+        assert np.isnan(answer[~fit]).all()
+        with pytest.raises(InvalidInput, match=match):
+            caller.ask(RESIDENT)
+    else:
+        out = scene.device.empty((len(starts), 8), np.float32)
+        with pytest.raises(InvalidInput, match=match):
+            LookUp(scene.table, there, np.zeros(len(keys), np.uint8), out, scene.fetch, bags).finish()
+    assert scene.asked == []
+    assert scene.memory.held == 0
+    answer, _ = caller.ask(RESIDENT)
+    caller.is_through()
+    np.testing.assert_array_equal(answer, scene.rows(RESIDENT, np.float32))
+    assert scene.table.problem is None
+
+
+@either
+@pytest.mark.parametrize("waited", [False, True])
+@pytest.mark.parametrize("n", [901, 20_000])
+def test_bags_whose_keys_offsets_and_weights_are_on_the_device_are_as_those_from_the_cpu(
+    kind: str, waited: bool, n: int
+) -> None:
+    """Read in place, or copied to the CPU where they do not fit a workspace."""
+    scene, rng = Scene(16, StorageDtype.INT8, kind=kind), np.random.default_rng(n)
+    caller, keys = Caller(scene), mixed(n, 4)[0]
+    offsets = np.sort(np.append([0, 0, n, n], rng.integers(0, n, n // 8)))
+    weights = rng.normal(size=n).astype(np.float32)
+    of = [to_device(scene.memory, array) for array in (keys, offsets, weights)]
+    there, starts, factors = (There(array, scene.device.address_of(array)) for array in of)
+    for weighted in (False, True):
+        expected = pool_bags(scene.rows(keys, np.float32), offsets, weights if weighted else None, None, Combiner.MEAN)
+        bags = Pooling(starts, factors if weighted else None, Combiner.MEAN)
+        if waited:
+            out, state = scene.device.empty(expected.shape, np.float32), np.zeros(n, np.uint8)
+            assert LookUp(scene.table, there, state, out, scene.fetch, bags).finish()
+            answer = to_host(out)
+            assert (state[keys < len(RESIDENT)] == Tier.DEVICE).all()
+        else:
+            answer, put_off = caller.ask(there, bags=bags)
+            assert put_off == (n < 10_000)
+            caller.is_through()
+        np.testing.assert_array_equal(answer, expected)
 
 
 @either

@@ -25,7 +25,7 @@ from tierstore.errors import InvalidInput
 from tierstore.torch import operators
 from tierstore.torch.hashing import HashKeys
 from tierstore.torch.tables import check_mode, tables_of
-from tierstore.types import as_bags, check_end
+from tierstore.types import check_end
 
 _DTYPES = ("float32", "float16")
 
@@ -65,18 +65,28 @@ class _Rows(nn.Module):  # type: ignore[misc, unused-ignore]
         """Rows, [n, dim], on the device of `keys`."""
         source = self.scope.of(self.source)
         if (number := _gpu_of(source, keys)) is not None:
-            return torch.from_dlpack(source.lookup(feature, keys.contiguous(), dtype=self.dtype, **_there(number)))
+            return torch.from_dlpack(source.lookup(feature, _int64(keys), dtype=self.dtype, **_there(number)))
         return _tensor(source.lookup(feature, _array(keys), dtype=self.dtype), keys)
 
-    def _bags(self, feature: str, keys: torch.Tensor, offsets: Any, weights: Any, mode: str | None) -> torch.Tensor:
-        """Pooled rows, [bags, dim], on the device of `keys`; mode None: as the feature's combiner says."""
+    def _bags(
+        self, feature: str, keys: torch.Tensor, offsets: Any, weights: Any, mode: str | None, *, ends: bool
+    ) -> torch.Tensor:
+        """Pooled rows, [bags, dim], on the device of `keys`; mode None: as the feature's combiner says.
+
+        `ends`: `offsets` have one entry more than there are bags. On the GPU that is a bag of its own, which is left
+        out: to look at it would wait for the stream.
+        """
         source, options = self.scope.of(self.source), {"dtype": self.dtype, "combiner": mode}
         factors = None if weights is None else weights.detach().contiguous()
         if (number := _gpu_of(source, keys)) is not None:
             options |= _there(number)
-            return torch.from_dlpack(
-                source.lookup_bags(feature, keys.contiguous(), offsets.contiguous(), weights=factors, **options)
+            rows = torch.from_dlpack(
+                source.lookup_bags(feature, _int64(keys), _int64(offsets), weights=factors, **options)
             )
+            return rows[:-1] if ends else rows
+        if ends:
+            check_end(f"feature {feature}", offsets, len(keys))
+            offsets = offsets[:-1]
         options["weights"] = None if factors is None else _array(factors)
         return _tensor(source.lookup_bags(feature, _array(keys), _array(offsets), **options), keys)
 
@@ -159,13 +169,11 @@ class EmbeddingBag(_Rows):
 
     def read(self, keys: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None) -> torch.Tensor:
         """What `forward` answers, when its operator runs."""
+        ends = self.include_last_offset and offsets is not None
         if offsets is None:
             offsets = torch.arange(len(keys)) * keys.shape[1]
-        elif self.include_last_offset:
-            check_end(f"feature {self.feature}", offsets, len(keys))
-            offsets = offsets[:-1]
         weights = None if weights is None else weights.reshape(-1)
-        return self._bags(self.feature, keys.reshape(-1), offsets, weights, self.mode)
+        return self._bags(self.feature, keys.reshape(-1), offsets, weights, self.mode, ends=ends)
 
     def extra_repr(self) -> str:
         return f"feature={self.feature!r}, mode={self.mode!r}, dtype={self.dtype!r}"
@@ -193,8 +201,7 @@ class EmbeddingBagCollection(_Rows):
             return PooledRows({name: self._pooled(name, jagged[name]) for name in self.features})
 
     def _pooled(self, name: str, one: Any) -> torch.Tensor:
-        keys, offsets, weights = as_bags(name, one)
-        return self._bags(name, keys, offsets, weights, None)
+        return self._bags(name, one.values(), one.offsets(), one.weights_or_none(), None, ends=True)
 
 
 class PooledRows:
@@ -354,6 +361,11 @@ def _gpu_of(source: Any, keys: torch.Tensor) -> int | None:
 def _there(number: int) -> dict[str, Any]:
     """Options of a look-up on that GPU, in the order of the caller's stream."""
     return {"device": "gpu", "stream": torch.cuda.current_stream(number)}
+
+
+def _int64(values: torch.Tensor) -> torch.Tensor:
+    """Contiguous integers, which a look-up reads where they lie."""
+    return (values.to(torch.int64) if values.dtype == torch.int32 else values).contiguous()
 
 
 def _array(values: torch.Tensor) -> Any:

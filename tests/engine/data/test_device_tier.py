@@ -232,9 +232,21 @@ def test_keys_on_the_gpu_stay_there_where_their_rows_are_there_too(
     monkeypatch.setattr(gpu, "from_device", lambda memory, array: copied.append(array))
     monkeypatch.setattr("tierstore.engine.data.table_view.from_device", lambda memory, array: copied.append(array))
     np.testing.assert_array_equal(ctr.lookup("item_id", OnGpu(few)), scenes.vectors("item", 0, few))
-    bags = ctr.lookup_bags("item_id", OnGpu(few), offsets, combiner="sum")
-    np.testing.assert_array_equal(bags, ctr.lookup_bags("item_id", few, offsets, combiner="sum"))
+    weights = np.linspace(0, 1, 200, dtype=np.float32)
+    for starts, factors in ((offsets, None), (OnGpu(offsets), None), (OnGpu(offsets), OnGpu(weights))):
+        bags = ctr.lookup_bags("item_id", OnGpu(few), starts, weights=factors, combiner="sum")
+        given = None if factors is None else weights
+        np.testing.assert_array_equal(bags, ctr.lookup_bags("item_id", few, offsets, weights=given, combiner="sum"))
+    with pytest.raises(InvalidInput, match="offsets on the GPU: the first is 0"):
+        ctr.lookup_bags("item_id", OnGpu(few), OnGpu(offsets[1:]), combiner="sum")
     assert copied == []
+    monkeypatch.undo()
+    for starts, factors, error in (
+        (OnGpu(offsets[:0]), None, "no offsets"), (OnGpu(offsets), OnGpu(weights[:9]), "weights: expected one a key"),
+        (OnGpu(offsets.astype(np.float32)), None, "offsets are integers"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidInput, match=error):
+            ctr.lookup_bags("item_id", OnGpu(few), starts, weights=factors, combiner="sum")
 
 
 def test_keys_that_a_stream_is_still_to_make_are_waited_for(

@@ -20,7 +20,7 @@ from tierstore.lookup import table_rows as kernel
 from tierstore.lookup.plans import TABLE
 from tierstore.lookup.table_rows import NOT_POOLED
 from tierstore.tiers.background import yield_if_background
-from tierstore.tiers.device.lookup import KeysThere, LookUp, Pooling, from_device, look_up_into_new
+from tierstore.tiers.device.lookup import LookUp, Pooling, There, from_device, look_up_into_new
 from tierstore.types import Keys, Rows, States, Tier, Vectors
 
 DTYPES = np.dtype(np.float32), np.dtype(np.float16)  # of answers, by their codes
@@ -120,7 +120,7 @@ class TableView:
             rows[pending], state[pending], _ = self.table.read_and_promote(self.seq, keys[pending])
         self.table.count(state, 0)
 
-    def on_device(self, keys: Keys | KeysThere, state: States, dtype: Any, bags: Pooling | None) -> LookUp | None:
+    def on_device(self, keys: Keys | There, state: States, dtype: Any, bags: Pooling | None) -> LookUp | None:
         """A look-up of rows, or pooled bags, into an array of `dtype` on the device; None if the device tier cannot.
 
         Like `lookup` otherwise; keys whose state is PADDING are zeros and add nothing. `state` gets the tiers; call
@@ -132,7 +132,7 @@ class TableView:
             return None
         return look_up_into_new(cache, keys, state, dtype, self._below_device, bags, table.host, self._addresses)
 
-    def count_on_device(self, keys: Keys | KeysThere, state: States, skipped: int) -> int:
+    def count_on_device(self, keys: Keys | There, state: States, skipped: int) -> int:
         """Count, and promote, what `on_device` has answered; `skipped` keys were padding.
 
         Returns how many keys the host tier has answered.
@@ -140,7 +140,7 @@ class TableView:
         table = self.table
         from_host = table.count(state, skipped)
         if from_host and table.offer is not None and table.device is not None:
-            table.offer(from_device(table.device.device, keys.array) if isinstance(keys, KeysThere) else keys, state)
+            table.offer(from_device(table.device.device, keys.array) if isinstance(keys, There) else keys, state)
         return from_host
 
     def overlaid(self, keys: Keys) -> np.ndarray:

@@ -18,7 +18,7 @@ from tierstore.engine.versions.version import Version
 from tierstore.errors import NotReady
 from tierstore.tiers.device.backend import Captured, lies_on_gpu
 from tierstore.tiers.device.gpu import Gpu
-from tierstore.tiers.device.lookup import PADDING, KeysThere, LookUp, Pooling, Unwaited
+from tierstore.tiers.device.lookup import PADDING, LookUp, Pooling, There, Unwaited
 from tierstore.types import Keys, KeyType, States, Tier
 
 Hold = Callable[[], Callable[[], None]]  # holds a view, and returns what releases it
@@ -33,9 +33,7 @@ class DeviceLookup:
 
     __slots__ = ("_bags", "_code", "_codes", "_feature", "_gpu", "_look_up", "_skipped", "_state", "array")
 
-    def __init__(
-        self, gpu: Gpu, feature: FeatureView, codes: Keys | KeysThere, bags: Pooling | None, code: int
-    ) -> None:
+    def __init__(self, gpu: Gpu, feature: FeatureView, codes: Keys | There, bags: Pooling | None, code: int) -> None:
         self._gpu, self._feature, self._codes, self._bags, self._code = gpu, feature, codes, bags, code
         self._state: States
         self._skipped = 0  # padding keys
@@ -107,8 +105,11 @@ class DeviceLookup:
 
     def _from_below(self) -> None:
         feature, codes, bags, code = self._feature, self._codes, self._bags, self._code
-        if isinstance(codes, KeysThere):
+        if isinstance(codes, There):
             codes = self._gpu.to_host(codes.array)
+        if bags is not None:
+            assert self._gpu.memory is not None
+            bags = bags.here(self._gpu.memory, len(codes))
         lookup = Lookup(feature, codes, code) if bags is None else BagLookup(feature, codes, bags, code)
         self.array = self._gpu.upload(lookup.finish())
         self._state = lookup.state
@@ -152,7 +153,7 @@ class OfCaller:
             raise NotReady(str(error)) from error
 
 
-def keys_there(gpu: Gpu, keys: Any, feature: FeatureView) -> KeysThere | None:
+def keys_there(gpu: Gpu, keys: Any, feature: FeatureView) -> There | None:
     """Keys on the GPU, to be looked up in place; None if the CPU must see them.
 
     It must for deltas that are not in the tiers yet, for padding, for hashes, and unless they are int64[n].
@@ -160,10 +161,15 @@ def keys_there(gpu: Gpu, keys: Any, feature: FeatureView) -> KeysThere | None:
     spec, table = feature.spec, feature.rows.table
     if spec.hash is not None or spec.padding_key is not None or table.spec.key is not KeyType.INT64:
         return None
-    if feature.rows.overlays or table.device is None or not lies_on_gpu(keys):
+    return None if feature.rows.overlays or table.device is None else there(gpu, keys, np.int64)
+
+
+def there(gpu: Gpu, array: Any, dtype: Any) -> There | None:
+    """An array [n] of `dtype` on the GPU, to be read in place; None if it is none."""
+    if not lies_on_gpu(array):
         return None
     assert gpu.memory is not None
-    mine = gpu.memory.backend.adopt(keys)
-    if mine.dtype != np.int64 or len(mine.shape) != 1:
+    mine = gpu.memory.backend.adopt(array)
+    if mine.dtype != dtype or len(mine.shape) != 1:
         return None
-    return KeysThere(mine, gpu.memory.backend.address_of(mine))
+    return There(mine, gpu.memory.backend.address_of(mine))

@@ -14,7 +14,7 @@ from tierstore.formats.key_hash import rows_of
 from tierstore.formats.keys import as_codes
 from tierstore.kernels.codec import all_finite
 from tierstore.kernels.pool import check_offsets
-from tierstore.tiers.device.lookup import Pooling
+from tierstore.tiers.device.lookup import Pooling, There
 from tierstore.types import Combiner, FeatureSpec, Keys, KeysLike, Vectors, weights_of
 
 _CODES = {str(dtype): code for code, dtype in enumerate(DTYPES)}
@@ -43,12 +43,16 @@ class FeatureView:
         return 0 if self.padding is None else int(np.count_nonzero(codes == self.padding))
 
     def bags(
-        self, n: int, offsets: npt.ArrayLike, weights: npt.ArrayLike | None = None, combiner: str | None = None
+        self,
+        n: int,
+        offsets: npt.ArrayLike | There,
+        weights: npt.ArrayLike | There | None = None,
+        combiner: str | None = None,
     ) -> Pooling:
-        """The pooling of `n` keys, checked. InvalidInput."""
+        """The pooling of `n` keys, checked but for what is on the GPU. InvalidInput."""
         how = self._combiner(combiner)
-        factors = None if weights is None else _checked_weights(weights, n)
-        return Pooling(check_offsets(offsets, n), factors, how)
+        factors = weights if weights is None or isinstance(weights, There) else _checked_weights(weights, n)
+        return Pooling(offsets if isinstance(offsets, There) else check_offsets(offsets, n), factors, how)
 
     def _combiner(self, name: str | None) -> Combiner:
         """The combiner of that name; for None the feature's own. InvalidInput if there is none."""

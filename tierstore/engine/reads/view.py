@@ -11,12 +11,13 @@ from copy import copy
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import numpy.typing as npt
 
 from tierstore.engine.data.dense_head import DenseHead, Heads, passed_over_after, with_brought
 from tierstore.engine.data.overlay import Overlay
 from tierstore.engine.data.table_view import TableView
-from tierstore.engine.reads.device import DeviceLookup, Hold, OfCaller, finish_all, gpu_of, keys_there
+from tierstore.engine.reads.device import DeviceLookup, Hold, OfCaller, finish_all, gpu_of, keys_there, there
 from tierstore.engine.reads.feature_view import FeatureView, answer_code
 from tierstore.engine.reads.gather import Gathering, can_gather
 from tierstore.engine.reads.lookup import BagLookup, Lookup
@@ -29,7 +30,7 @@ from tierstore.predict.runtime import INSTALL
 from tierstore.predict.session import DenseSession
 from tierstore.tiers.device.backend import lies_on_gpu
 from tierstore.tiers.device.gpu import Gpu
-from tierstore.tiers.device.lookup import KeysThere
+from tierstore.tiers.device.lookup import There
 from tierstore.types import FeatureSpec, KeysLike, TableSpec, Vectors, keys_and_bags, names_of
 
 _MOST_GATHERINGS = 64  # for one view
@@ -45,6 +46,20 @@ class Holder(Protocol):
         """Hold a view that the caller holds once more."""
 
     def release(self, view: View) -> None: ...
+
+
+def _bags_for(gpu: Gpu, keys: Any, offsets: Any, weights: Any) -> tuple[Any, Any]:
+    """Offsets and weights that may be on the GPU, for keys from `View._keys_for`: there if the keys are, else in CPU
+    memory.
+    """
+    starts = factors = None
+    if isinstance(keys, There):
+        starts, factors = there(gpu, offsets, np.int64), there(gpu, weights, np.float32)
+    if starts is None or not len(starts):
+        starts = gpu.to_host(offsets)
+    if factors is None or len(factors) != len(keys):
+        factors = gpu.to_host(weights)
+    return starts, factors
 
 
 def _can_begin(asked: Iterable[tuple[str, Any, Any, Any]]) -> bool:
@@ -263,9 +278,8 @@ class View:
         """
         if stream is not None or lies_on_gpu(keys):
             with OfCaller(self._version, device, stream) as gpu:
-                here, starts, factors = (
-                    self._keys_for(gpu, feature, keys, device), gpu.to_host(offsets), gpu.to_host(weights)
-                )  # fmt: skip
+                here = self._keys_for(gpu, feature, keys, device)
+                starts, factors = _bags_for(gpu, here, offsets, weights)
                 how: Any = {"weights": factors, "combiner": combiner, "dtype": dtype}
                 if device == "cpu":
                     return self.lookup_bags(feature, here, starts, out=out, return_found=return_found, **how)
@@ -399,7 +413,7 @@ class View:
         Nothing is done before `DeviceLookup.finish`, until which the view must be held.
         """
         of, code = self.feature(feature), answer_code(dtype)
-        codes = keys if isinstance(keys, KeysThere) else of.codes(keys)
+        codes = keys if isinstance(keys, There) else of.codes(keys)
         pooled = pooled or offsets is not None or weights is not None
         bags = of.bags(len(codes), offsets, weights, combiner) if pooled else None  # type: ignore[arg-type]
         return DeviceLookup(gpu_of(self._version, device), of, codes, bags, code)

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from tierstore.errors import StorageError
+from tierstore.errors import InvalidInput, StorageError, TierstoreError
 from tierstore.threads import Thread
 from tierstore.tiers.device import reports
 
@@ -57,7 +57,7 @@ class Finisher:
         # guarded by _lock
         self._lock = threading.Lock()
         self._thread: Thread | None = None
-        self._errors: dict[int, StorageError] = {}  # by stream, not raised yet
+        self._errors: dict[int, TierstoreError] = {}  # by stream, not raised yet
 
     def prepare(self, stream: int) -> None:
         """Be ready for a look-up in this stream. Raises, once, the error of an earlier one."""
@@ -137,5 +137,6 @@ class Finisher:
             self.failed += 1
             while len(self._errors) >= _MOST_FAILED:
                 del self._errors[next(iter(self._errors))]
+            kind = InvalidInput if isinstance(error, InvalidInput) else StorageError
             said = f"a look-up before this one in its stream could not read rows, which are NaN there: {error}"
-            self._errors[stream] = StorageError(said)
+            self._errors[stream] = kind(said)

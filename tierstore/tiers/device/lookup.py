@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tierstore.errors import StorageError
-from tierstore.kernels.pool import combiner_code
+from tierstore.errors import InvalidInput, StorageError
+from tierstore.kernels.pool import check_offsets, combiner_code
 from tierstore.tiers.device import reports, round_trip
 from tierstore.tiers.device.backend import TEAM, WARP, Buffer, Captured, DeviceError, OutOfDeviceMemory
 from tierstore.tiers.device.driver_calls import NOBODY
@@ -36,12 +36,34 @@ Fetch = Callable[[Keys, Any], tuple[Vectors, States]]
 
 
 @dataclass(slots=True, eq=False)
-class Pooling:
-    """The pooling of a look-up: offsets int64[bags] as `check_offsets` returns them, weights float32[n] or None."""
+class There:
+    """An array [n] in device memory, valid after the work in the caller's stream: int64, or float32 for weights."""
 
-    offsets: np.ndarray
-    weights: np.ndarray | None
+    array: Any  # from `Backend.adopt`
+    address: int
+
+    def __len__(self) -> int:
+        return int(self.array.shape[0])
+
+
+@dataclass(slots=True, eq=False)
+class Pooling:
+    """The pooling of a look-up: offsets int64[bags], weights float32[n] or None.
+
+    They may be `There`, if the keys are. Offsets on the CPU are as `check_offsets` returns them; those on the device are
+    checked by the kernel.
+    """
+
+    offsets: Any
+    weights: Any
     combiner: Combiner
+
+    def here(self, memory: DeviceMemory, n: int) -> Pooling:
+        """The same in CPU memory, checked for `n` keys. InvalidInput."""
+        offsets, weights = (
+            from_device(memory, one.array) if isinstance(one, There) else one for one in (self.offsets, self.weights)
+        )
+        return Pooling(check_offsets(offsets, n), weights, self.combiner)
 
 
 @dataclass(slots=True, eq=False)
@@ -57,17 +79,6 @@ class Unwaited:
     begun: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class KeysThere:
-    """Codes int64[n] in device memory, valid after the work in the caller's stream."""
-
-    array: Any  # from `Backend.adopt`
-    address: int
-
-    def __len__(self) -> int:
-        return int(self.array.shape[0])
-
-
 class _Chunk(NamedTuple):
     """A part of a look-up: keys [begin, end) and, if pooled, their bags [first, last)."""
 
@@ -79,7 +90,7 @@ class _Chunk(NamedTuple):
 
 def look_up_into_new(
     table: DeviceTable,
-    keys: Keys | KeysThere,
+    keys: Keys | There,
     state: States,
     dtype: Any,
     fetch: Fetch,
@@ -147,7 +158,7 @@ class LookUp:
     def __init__(
         self,
         table: DeviceTable,
-        keys: Keys | KeysThere,
+        keys: Keys | There,
         state: States,
         out: Any,
         fetch: Fetch,
@@ -156,8 +167,8 @@ class LookUp:
         overlays: Keys = _NONE,
     ) -> None:
         self.table, self._state, self._overlays, self.out = table, state, overlays, out
-        self.there = keys if isinstance(keys, KeysThere) else None
-        self._keys: Keys = _NONE if isinstance(keys, KeysThere) else np.ascontiguousarray(keys)
+        self.there = keys if isinstance(keys, There) else None
+        self._keys: Keys = _NONE if isinstance(keys, There) else np.ascontiguousarray(keys)
         self._fetch, self._bags, self.host = fetch, bags, host
         self._of = 0 if host is None else id(host)
         self._address = table.device.backend.address_of(out)
@@ -275,18 +286,18 @@ class LookUp:
         count = len(self._bags.offsets)
         if n * a_key + count * a_bag <= room:
             return [_Chunk(0, n, 0, count)] if count else []
-        return self._bag_chunks(room, a_key, a_bag)
+        self._bags = self._bags.here(self.table.device, n)
+        return self._bag_chunks(self._bags.offsets, room, a_key, a_bag)
 
-    def _bag_chunks(self, room: int, a_key: int, a_bag: int) -> list[_Chunk] | None:
-        assert self._bags is not None
-        ends = np.append(self._bags.offsets[1:], len(self._state))
+    def _bag_chunks(self, offsets: Any, room: int, a_key: int, a_bag: int) -> list[_Chunk] | None:
+        ends = np.append(offsets[1:], len(self._state))
         cost = ends * a_key + np.arange(1, len(ends) + 1) * a_bag  # of all bags up to and including this one
         chunks, first, spent = [], 0, 0
         while first < len(ends):
             last = int(np.searchsorted(cost, spent + room, side="right"))
             if last == first:
                 return None
-            chunks.append(_Chunk(int(self._bags.offsets[first]), int(ends[last - 1]), first, last))
+            chunks.append(_Chunk(int(offsets[first]), int(ends[last - 1]), first, last))
             first, spent = last, int(cost[last - 1])
         return chunks
 
@@ -322,15 +333,21 @@ class LookUp:
         keys, state = self._keys, self._state
         if end - begin != len(state):
             keys, state = keys[begin:end], state[begin:end]
-        kernel, offsets, weights, combiner, first = "look_up", _NONE, _NO_WEIGHTS, 0, begin
+        kernel, offsets, weights, combiner, first, starts_at, weights_at = "look_up", _NONE, _NO_WEIGHTS, 0, begin, 0, 0
         if bags is not None:
             kernel, combiner, first = "pool", combiner_code(bags.combiner), first_bag
-            offsets = bags.offsets[first_bag:last_bag]
-            weights = _NO_WEIGHTS if bags.weights is None else bags.weights[begin:end]
+            if isinstance(bags.offsets, There):
+                starts_at = bags.offsets.address
+            else:
+                offsets = bags.offsets[first_bag:last_bag]
+            if isinstance(bags.weights, There):
+                weights_at = bags.weights.address
+            elif bags.weights is not None:
+                weights = bags.weights[begin:end]
         ws.set_job(
             device.driver.kernels[kernel], *device.backend.callers(), self._of, self._address + first * self._out_width, self._half,
             self._room_width, table.layout.stride, table.spec.dim, begin, combiner, 0 if there is None else there.address + 8 * begin,
-            second,
+            last_bag - first_bag, starts_at, weights_at, second,
         )  # fmt: skip
         return self._call(round_trip.look_up, ws, keys, state, offsets, weights, self._overlays)
 
@@ -366,23 +383,28 @@ class LookUp:
             return "put_rows", listed * TEAM, rows, places, listed, NOTHING, out, dim, half
         where = ws.at if at[round_trip.COPIED] else ws.here
         count, out = chunk.last - chunk.first, self._address + chunk.first * self._out_width
-        weights = NOTHING if self._bags.weights is None else where(at[round_trip.AT_WEIGHTS])
+        weights = at[round_trip.WEIGHTS] or (
+            NOTHING if self._bags.weights is None else where(at[round_trip.AT_WEIGHTS])
+        )
+        offsets = at[round_trip.OFFSETS] or where(at[round_trip.AT_OFFSETS])
         return (
-            "pool_waiting", count * WARP, table, chunk.end - chunk.begin, where(at[round_trip.AT_OFFSETS]), count, weights,
+            "pool_waiting", count * WARP, table, chunk.end - chunk.begin, offsets, count, weights,
             combiner_code(self._bags.combiner), ws.at(at[round_trip.AT_SOURCE]), ws.at(at[round_trip.AT_KEPT]),
             ws.at(at[round_trip.AT_WHOLE]), rows, out, half,
         )  # fmt: skip
 
     def stage_rows(self, ws: Workspace, chunk: _Chunk, listed: int) -> None:
-        """Put the rows of the listed keys where a kernel reads them."""
-        state = ws.part(round_trip.AT_STATE, chunk.end - chunk.begin)
-        positions = ws.part(round_trip.AT_PLACES, listed, np.uint32)
+        """Put the rows of the listed keys where a kernel reads them. InvalidInput if offsets on the device do not fit the keys."""
+        n, places = chunk.end - chunk.begin, round_trip.AT_PLACES
+        if ws.frame[round_trip.OFFSETS] and (listed > n or ws.part(places, listed, np.uint32).max() >= n):
+            raise InvalidInput(f"offsets on the GPU: the first is 0, none decreases, and none passes the {n} keys")
+        state, positions = ws.part(round_trip.AT_STATE, n), ws.part(places, listed, np.uint32)
         missing = ws.part(round_trip.AT_MISSING, listed, np.int64)
         self.room_of_rows(ws, listed)[:], state[positions] = self._fetch(missing.copy(), self._row_dtype)
 
     def room_of_rows(self, ws: Workspace, listed: int) -> np.ndarray:
-        """Where a kernel reads the rows of listed keys: [listed, dim]."""
-        dim = self.table.spec.dim
+        """Where a kernel reads the rows of listed keys, if there is room: [listed, dim]."""
+        dim, listed = self.table.spec.dim, min(listed, len(self._state))
         return ws.part(round_trip.AT_ROWS, listed * dim, self._row_dtype).reshape(listed, dim)
 
 

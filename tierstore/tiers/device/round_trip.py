@@ -43,8 +43,10 @@ LOCK, TABLE, HOST, HOST_OF, NO_HOST, STREAM, COUNTERS, ORDER_WORDS = range(8)
 # words of `frame`: its memory on the CPU and on the device; the look-up; then offsets, argument cells, their addresses, scratch
 PINNED, DEVICE, EVENTS = 0, 1, 2
 JOB = 4
-KERNEL, CALLER, ALSO, OF, OUT, HALF, WIDTH, STRIDE, DIM, BEGIN, COMBINER, THERE, SECOND = range(JOB, JOB + 13)
-JOB_WORDS = 13
+(
+    KERNEL, CALLER, ALSO, OF, OUT, HALF, WIDTH, STRIDE, DIM, BEGIN, COMBINER, THERE, BAGS, OFFSETS, WEIGHTS, SECOND,
+) = range(JOB, JOB + 16)  # fmt: skip
+JOB_WORDS = 16
 AT = JOB + JOB_WORDS
 (
     AT_KEYS, AT_OFFSETS, AT_WEIGHTS, AT_BEFORE, AT_STATE, AT_MISSING, AT_PLACES, AT_ROWS, AT_DONE, AT_SOURCE, AT_KEPT,
@@ -86,7 +88,7 @@ def _cut(frame: Any, n: Any, bags: Any) -> Any:
     width = n * frame[DIM] * 4 if pooled else 0
     sizes = (
         # read by kernels, in place or after one copy up; `before` if some keys are answered already
-        n * 8 if frame[THERE] == 0 else 0, bags * 8, n * 4 if pooled else 0, n,
+        n * 8 if frame[THERE] == 0 else 0, bags * 8 if frame[OFFSETS] == 0 else 0, n * 4 if pooled and frame[WEIGHTS] == 0 else 0, n,
         # only in CPU memory, `rows` first for those of deltas; but the device's `rows` are rows that a kernel has read in the host tier
         n, n * 8, n * 4, n * frame[WIDTH], np.int64(REPORT_BYTES),
         # only on the device
@@ -104,15 +106,15 @@ def look_up(
 ) -> Any:
     """Answer the `keys` that the overlays, the device or the host tier below has; see `lookup.py`.
 
-    `keys`: not read if THERE gives their device address. `state` uint8[n] is read and, if no key is listed, written. `offsets`: of bags, within the
-    whole look-up; empty: no pooling. `weights`: empty for ones. `overlays`: addresses, newest first; none with THERE. Returns twice the number of listed keys, plus 1 if the host tier has answered any; or
+    `keys`: not read if THERE gives their device address, as OFFSETS and WEIGHTS do for those. `state` uint8[n] is read and, if no key is listed,
+    written. `offsets`: of BAGS bags, within the whole look-up; without bags no pooling. `weights`: empty for ones. `overlays`: addresses, newest first; none with THERE. Returns twice the number of listed keys, plus 1 if the host tier has answered any; or
     NOT_IN_USE; or FAILED - status.
 
     If SECOND names the second kernel, it is put into the caller's stream, and the return, 0, is at once: see `_put_second`. If it is LATER, the
     return, 0, is at once, and `finish` must be called.
     """
-    n, bags, here = state.size, offsets.size, frame[PINNED]
-    weighted = weights.size != 0
+    n, bags, here = state.size, frame[BAGS], frame[PINNED]
+    weighted = weights.size != 0 or frame[WEIGHTS] != 0
     _cut(frame, n, bags)
     if frame[THERE] == 0:
         copy_bytes(here + frame[AT_KEYS], np.int64(keys.ctypes.data), n * 8)
@@ -125,9 +127,9 @@ def look_up(
         told |= answer_at(
             overlay_at(overlays[k]), AS_STORED, frame[DIM], 0, here + frame[AT_ROWS], frame[STRIDE], here + frame[AT_KEYS], n, here + frame[AT_BEFORE],
         )  # fmt: skip
-    for b in range(bags):
+    for b in range(offsets.size):
         store_i64(here + frame[AT_OFFSETS], b, offsets[b] - frame[BEGIN])
-    if weighted:
+    if weights.size != 0:
         copy_bytes(here + frame[AT_WEIGHTS], np.int64(weights.ctypes.data), n * 4)
     store_i64(here + frame[AT_DONE], 0, 0)
     store_i64(here + frame[AT_DONE] + OVER, 0, 0)
@@ -203,6 +205,14 @@ def _put_second(calls: Any, order: Any, frame: Any, n: Any, bags: Any, weighted:
 
 
 @nb.njit
+def _starts_and_weights(frame: Any, where: Any, weighted: Any) -> Any:
+    """Where kernels read offsets, and weights, 0 for ones; those of the CPU are in the workspace, which they read at `where`."""
+    offsets = frame[OFFSETS] if frame[OFFSETS] != 0 else where + frame[AT_OFFSETS]
+    factors = frame[WEIGHTS] if frame[WEIGHTS] != 0 else where + frame[AT_WEIGHTS]
+    return offsets, factors if weighted else np.int64(0)
+
+
+@nb.njit
 def _second_arguments(order: Any, frame: Any, n: Any, bags: Any, weighted: Any) -> Any:
     """Write the arguments of `put_rows` or `pool_waiting`, which report nothing. Returns the number of threads."""
     here, there, cells, pointers = frame[PINNED], frame[DEVICE], frame[_CELLS:], frame[_ARGUMENTS:]
@@ -216,9 +226,9 @@ def _second_arguments(order: Any, frame: Any, n: Any, bags: Any, weighted: Any) 
         for k in range(len(put)):
             cells[k] = put[k]
         return min(n, _PUTTING) * TEAM
-    where = there if frame[COPIED] != 0 else here
+    offsets, factors = _starts_and_weights(frame, there if frame[COPIED] != 0 else here, weighted)
     pool = (
-        n, where + frame[AT_OFFSETS], bags, where + frame[AT_WEIGHTS] if weighted else nothing, frame[COMBINER], there + frame[AT_SOURCE],
+        n, offsets, bags, factors, frame[COMBINER], there + frame[AT_SOURCE],
         there + frame[AT_KEPT], there + frame[AT_WHOLE], rows, frame[OUT], frame[HALF], nothing, nothing,
     )  # fmt: skip
     pointers[0] = order[TABLE]
@@ -244,8 +254,9 @@ def _arguments(order: Any, frame: Any, n: Any, bags: Any, where: Any, told: Any,
     last = (frame[OUT], frame[HALF], order[COUNTERS], here + frame[AT_DONE])
     k = 2 + len(common)
     if bags != 0:
+        offsets, factors = _starts_and_weights(frame, where, weighted)
         pool = (
-            where + frame[AT_OFFSETS], bags, where + frame[AT_WEIGHTS] if weighted else 0, frame[COMBINER], there + frame[AT_SOURCE],
+            offsets, bags, factors, frame[COMBINER], there + frame[AT_SOURCE],
             there + frame[AT_KEPT], there + frame[AT_WHOLE],
         )  # fmt: skip
         for j in range(len(pool)):

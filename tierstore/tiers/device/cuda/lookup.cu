@@ -7,12 +7,24 @@
 //
 // `counters`: keys listed so far, blocks done so far. Both are 0 between kernels.
 
-// Listed keys, which the GPU cannot answer: number r is key `keys[r]`, at position `at[r]`.
+// Listed keys, which the GPU cannot answer: number r is key `keys[r]`, at position `at[r]`. There is room for `most`.
 struct Listed {
   i64* keys;
   u32* at;
   u32* counters;
+  i64 most;
 };
+
+static const u32 NOWHERE = 0xffffffffu;  // in place of a position: offsets on the GPU do not fit the keys
+
+// Lists a key. Returns its number. There are too many only if offsets do not fit, which the CPU tells by their number.
+__device__ __forceinline__ u32 list(const Listed& listed, i64 key, u32 at) {
+  u32 number = atomicAdd(listed.counters, 1u);
+  if (number >= listed.most) return 0;
+  listed.keys[number] = key;
+  listed.at[number] = at;
+  return number;
+}
 
 // The first half of a report: a kernel is done and has listed keys; no row is missing, from the kernel or, later, from the CPU.
 static const u32 DONE = 1, WHOLE = 2;
@@ -96,11 +108,7 @@ __device__ __forceinline__ i64 locate_below(const Table& t, const Host& h, i64 k
       return found == STATE_HOST ? (i64)copy : SOURCE_ABSENT;
     }
   }
-  if (lane == 0) {
-    number = atomicAdd(listed.counters, 1u);
-    listed.keys[number] = key;
-    listed.at[number] = (u32)i;
-  }
+  if (lane == 0) number = list(listed, key, (u32)i);
   return FIRST_UPLOAD - (i64)number;
 }
 
@@ -121,7 +129,7 @@ extern "C" __global__ void look_up(const __grid_constant__ Table t, const __grid
                                    u8* out, u32 half, u32* counters, u32* done) {
   i64 i = 2 * team_index();
   if (i < n) {
-    Listed listed = {missing, at, counters};
+    Listed listed = {missing, at, counters, n};
     bool two = i + 1 < n;
     i64 other = two ? i + 1 : i;
     Probe first = begin_probe(t, keys[i], state_before(before, i)), second = begin_probe(t, keys[other], state_before(before, other));
@@ -147,6 +155,15 @@ extern "C" __global__ void put_rows(const u8* rows, const u32* at, i64 n, const 
   u64 bytes = dim * (half ? 2 : 4);
   for (i64 r = team_index(); r < n; r += teams()) copy_vector(half, out + at[r] * bytes, rows + r * bytes, dim);
   say_done(counters, done);
+}
+
+// The keys [*begin, *end) of a bag. False, and no keys, if its offsets do not fit: nobody has checked those on the GPU.
+__device__ __forceinline__ bool bag_of(const i64* offsets, i64 b, i64 bags, i64 n, i64* begin, i64* end) {
+  *begin = offsets[b];
+  *end = b + 1 < bags ? offsets[b + 1] : n;
+  if (0 <= *begin && *begin <= *end && *end <= n && (b || !*begin)) return true;
+  *begin = *end = 0;
+  return false;
 }
 
 static const u32 AT_ONCE = 8;  // rows of a bag that are loaded at a time
@@ -220,10 +237,11 @@ extern "C" __global__ void pool(const __grid_constant__ Table t, const __grid_co
                                 u8* whole, u8* out, u32 half, u32* counters, u32* done) {
   i64 b = warp_index();
   if (b < bags) {
-    Listed listed = {missing, at, counters};
+    Listed listed = {missing, at, counters, n};
     u32 lane = team_lane(), team = warp_lane() / LANES, counted = 0;
-    i64 begin = offsets[b], end = b + 1 < bags ? offsets[b + 1] : n;
-    bool elsewhere = false, left = false;
+    i64 begin, end;
+    bool elsewhere = false, left = !bag_of(offsets, b, bags, n, &begin, &end);
+    if (left && warp_lane() == 0) list(listed, 0, NOWHERE);
     for (i64 base = begin; base < end; base += WARP) {
       i64 mine = base + warp_lane() < end ? base + warp_lane() : base;
       u64 key = (u64)keys[mine];
@@ -267,16 +285,22 @@ extern "C" __global__ void pool(const __grid_constant__ Table t, const __grid_co
   say_done(counters, done);
 }
 
-// Pools the bags that `pool` has left, with the rows of listed keys: `rows` float32[listed, dim].
+// Pools the bags that `pool` has left, with the rows of listed keys: `rows` float32[listed, dim]. Bags whose offsets do not fit are NaN.
 extern "C" __global__ void pool_waiting(const __grid_constant__ Table t, i64 n, const i64* offsets, i64 bags,
                                      const float* weights, u32 combiner, const i64* source, const u8* kept,
                                      const u8* whole, const u8* rows, u8* out, u32 half, u32* counters, u32* done) {
   i64 b = warp_index();
   if (b < bags && !whole[b]) {
-    i64 begin = offsets[b], end = b + 1 < bags ? offsets[b + 1] : n;
+    i64 begin, end;
     u32 counted = 0;
-    for (i64 i = begin; i < end; i++) counted += source[i] != SOURCE_PADDING;
-    pool_bag(t, source, begin, end, weights, combiner, counted, rows, kept, out + b * t.dim * (half ? 2 : 4), half);
+    u8* to = out + b * t.dim * (half ? 2 : 4);
+    if (bag_of(offsets, b, bags, n, &begin, &end)) {
+      for (i64 i = begin; i < end; i++) counted += source[i] != SOURCE_PADDING;
+      pool_bag(t, source, begin, end, weights, combiner, counted, rows, kept, to, half);
+    } else {
+      float nan = __fdiv_rn(0.f, 0.f);
+      for (u32 k = 4 * warp_lane(); k < t.dim; k += 4 * WARP) store_four(half, to, k, t.dim, make_float4(nan, nan, nan, nan));
+    }
   }
   say_done(counters, done);
 }
