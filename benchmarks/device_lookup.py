@@ -17,7 +17,7 @@
     together  8 look-ups that are on the device at once, as of a prediction with so many features. Against one after the
               other
     pooled    bags of 32, 16 and 20 keys, all on the device. Against `torch.nn.EmbeddingBag`
-    module    `tierstore.torch.Embedding` with keys that lie on the GPU. Against `Model.lookup` with keys in CPU memory
+    module    `tierstore.torch.Embedding`, and `EmbeddingBag` of 16, with keys and offsets on the GPU. Against look-ups with both in CPU memory
     predicted a dense part on the GPU over bags of 16, rows on the device (`dense_provider = "cuda"`)
 
 The two of a pair alternate in short rounds; the median of the rounds' ratios is what counts. Without a GPU it says so

@@ -35,6 +35,7 @@ def _written(folder: Path, rows: int, network: bytes | None) -> Path:
         table = writer.table("item", dim=DIM)
         keys = np.arange(rows, dtype=np.int64)
         table.write(keys, np.random.default_rng(1).standard_normal((rows, DIM)).astype(np.float32))
+        writer.warmup("item", keys)
         for feature in networks.FEATURES:
             writer.feature(feature, table="item", combiner="mean")
         if network is not None:
@@ -50,29 +51,44 @@ def _open(folder: Path, snapshot: Path, **options: Any) -> Any:
 
 
 def module(torch: Any, rows: int, rounds: int, calls: int) -> list[Result]:
-    from tierstore.torch import Embedding
+    from tierstore.torch import Embedding, EmbeddingBag
 
     results, rng = [], np.random.default_rng(2)
     with tempfile.TemporaryDirectory() as work:
         store = _open(Path(work) / "data", _written(Path(work) / "snapshot", rows, None))
         model = store.model("ranker")
-        embedding = Embedding(model, "f00").eval()
+        embedding, bag = Embedding(model, "f00").eval(), EmbeddingBag(model, "f00", mode="sum").eval()
 
-        def ours(keys: Any) -> None:
-            embedding(keys)
-            torch.cuda.synchronize()
+        def of(read: Any) -> Callable[[Any], None]:
+            def ours(inputs: Any) -> None:
+                read(*inputs)
+                torch.cuda.synchronize()
+
+            return ours
 
         for batch in 64, 4096, 65_536:
-            keys = [rng.integers(0, rows, batch) for _ in range(calls)]
-            with torch.inference_mode():
-                mine = _median(ours, rounds, [torch.from_numpy(each).cuda() for each in keys])
-            other = _median(lambda keys: model.lookup("f00", keys, device="gpu"), rounds, keys)
-            results.append(
-                {
-                    "part": "module", "rows": rows, "dim": DIM, "batch": batch, "against": "Model.lookup, keys in CPU memory",
-                    "us": mine * 1e6, "theirs_us": other * 1e6, "ratio": other / mine,
-                }
-            )  # fmt: skip
+            keys, starts = [rng.integers(0, rows, batch) for _ in range(calls)], np.arange(0, batch, BAG)
+            there, starts_there = [torch.from_numpy(each).cuda() for each in keys], torch.from_numpy(starts).cuda()
+            ways = {
+                "Model.lookup, keys in CPU memory": (
+                    of(embedding), [(each,) for each in there],
+                    lambda keys: model.lookup("f00", keys, device="gpu"),
+                ),
+                "Model.lookup_bags, keys and offsets in CPU memory": (
+                    of(bag), [(each, starts_there) for each in there],
+                    lambda keys, starts=starts: model.lookup_bags("f00", keys, starts, combiner="sum", device="gpu"),
+                ),
+            }  # fmt: skip
+            for against, (ours, inputs, theirs) in ways.items():
+                with torch.inference_mode():
+                    mine = _median(ours, rounds, inputs)
+                other = _median(theirs, rounds, keys)
+                results.append(
+                    {
+                        "part": "module", "rows": rows, "dim": DIM, "batch": batch, "against": against,
+                        "us": mine * 1e6, "theirs_us": other * 1e6, "ratio": other / mine,
+                    }
+                )  # fmt: skip
         store.close()
     return results
 

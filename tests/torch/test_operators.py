@@ -21,7 +21,9 @@ from tests.tiers.devices import ON_GPU
 from tierstore.config import Settings
 from tierstore.engine.store import Store
 from tierstore.errors import InvalidInput
+from tierstore.engine.data import table_view
 from tierstore.tiers.device import gpu
+from tierstore.tiers.device import lookup as device_lookup
 from tierstore.torch import Embedding, EmbeddingBag, modules, swap_embeddings
 
 
@@ -153,5 +155,15 @@ def test_keys_on_a_gpu_are_answered_by_its_tier(on_gpu: bool, tmp_path: Path, mo
                 pooled = ctr.lookup_bags("clicked", keys.reshape(-1).numpy(), starts.numpy(), weights=weights, combiner="sum")  # fmt: skip
                 torch.testing.assert_close(bags.cpu(), torch.from_numpy(pooled) - 1)
         assert store.status()["models"]["ctr"]["tables"]["item"]["lookup_keys"]["device"] > 0
+        with monkeypatch.context() as spied:  # nothing is copied to the CPU, not even the end of the offsets
+            for where in gpu, device_lookup, table_view:
+                spied.setattr(where, "from_device", lambda *_: pytest.fail("copied"))
+            bag = EmbeddingBag(ctr, "item_id", mode="sum", include_last_offset=True).eval()
+            given = [torch.tensor([5, 3, 9, 2, 7]), torch.tensor([0, 2, 2, 4]), torch.linspace(0, 1, 5)]
+            for dtype in torch.int64, torch.int32:
+                keys, offsets = (one.to(dtype).to("cuda" if on_gpu else "cpu") for one in given[:2])
+                pooled = bag(keys, offsets, given[2].to(keys.device)).cpu()
+                wanted = ctr.lookup_bags("item_id", [5, 3, 9, 2], [0, 2, 2], weights=given[2][:4].numpy(), combiner="sum")
+                torch.testing.assert_close(pooled, torch.from_numpy(wanted))
         if not on_gpu:
             assert {"look_up", "pool"} <= device.launched.keys()
