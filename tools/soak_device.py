@@ -22,7 +22,7 @@ import numpy as np
 from tests.tiers.devices import open_device, to_host
 from tierstore.engine.data.overlay import OverlayTable
 from tierstore.kernels.pool import pool_bags
-from tierstore.tiers.device.lookup import PADDING, LookUp, Pooling, Unwaited
+from tierstore.tiers.device.lookup import LookUp, Pooling, Unwaited
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import DeviceMemory
 from tierstore.tiers.host.table import HostTable
@@ -87,13 +87,13 @@ class Soak:
     def _read(self, rng: np.random.Generator) -> None:
         n = int(rng.integers(1, 700))
         keys = np.minimum(rng.integers(0, KEYS, n), rng.integers(0, KEYS, n))
-        state = np.where(rng.random(n) < rng.choice([0, 0.2]), PADDING, Tier.PENDING).astype(np.uint8)
-        counted, least = state != PADDING, self._of(self.acknowledged, keys)
+        padding = None if rng.random() < 0.5 else int(keys[0])
+        counted, least = keys != (-1 if padding is None else padding), self._of(self.acknowledged, keys)
         bags = None
         if rng.random() < 0.5:
             offsets = np.unique(np.append(0, rng.integers(0, n, 20)))
             bags = Pooling(offsets, None, Combiner.SUM)
-        out = self._look_up(keys, state, bags, in_stream=(how := rng.random()) < 0.4, early=how > 0.7)
+        out = self._look_up(keys, padding, bags, in_stream=(how := rng.random()) < 0.4, early=how > 0.7)
         got, most = to_host(out), self._of(self.written, keys)
         self.keys += n
         if bags is None:
@@ -102,7 +102,7 @@ class Soak:
             self._check_bags(got, keys, bags.offsets, counted, least == most, most)
 
     def _look_up(
-        self, keys: np.ndarray, state: np.ndarray, bags: Pooling | None, *, in_stream: bool, early: bool
+        self, keys: np.ndarray, padding: int | None, bags: Pooling | None, *, in_stream: bool, early: bool
     ) -> Any:
         """The answer, complete."""
         ended, unwaited = threading.Event(), None
@@ -118,7 +118,8 @@ class Soak:
             out = self.device.empty((len(keys) if bags is None else len(bags.offsets), DIM), np.float32)
             deltas = [self._delta(keys[begin::7]) for begin in range(len(keys) % 3)]
             overlays = np.array([delta.words.ctypes.data for delta in deltas], np.int64)
-            look_up = LookUp(self.table, keys, state, out, self._below, bags, self.host, overlays)
+            state = np.zeros(len(keys), np.uint8)
+            look_up = LookUp(self.table, keys, state, out, self._below, bags, self.host, overlays, padding)
             if early and look_up.begin():
                 time.sleep(0)  # others get on
             if not look_up.finish(unwaited):

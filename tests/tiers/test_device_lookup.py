@@ -37,6 +37,7 @@ LAST = 640
 KEPT = np.arange(3000, 7000, dtype=np.int64)  # of the host tier, where a test has a large one
 NOWHERE = np.arange(620, 640, dtype=np.int64)  # which it knows not to exist
 NO_OVERLAYS = np.empty(0, np.int64)
+PADDING_KEY = 90  # which is on the device, and has a row of a delta too
 
 
 def row_bytes_of(spec: TableSpec, keys: Keys) -> np.ndarray:
@@ -87,18 +88,19 @@ class Scene:
         bags: Pooling | None = None,
         host: HostTable | None = None,
         overlays: Keys = NO_OVERLAYS,
+        padding: int | None = None,
     ) -> np.ndarray:
         out = self.device.empty((len(keys) if bags is None else len(bags.offsets), self.spec.dim), dtype)
-        assert LookUp(self.table, keys, state, out, self.fetch, bags, host, overlays).finish()
+        assert LookUp(self.table, keys, state, out, self.fetch, bags, host, overlays, padding).finish()
         return to_host(out)
 
 
-def mixed(n: int, seed: int) -> tuple[Keys, States]:
-    """Keys of every kind, some asked for often, some padding."""
+def mixed(n: int, seed: int) -> Keys:
+    """Keys of every kind, some asked for often, a fifth of them the padding key."""
     rng = np.random.default_rng(seed)
     keys = np.minimum(rng.integers(0, LAST, n), rng.integers(0, LAST, n))
-    state = rng.choice(np.array([0, 0, 0, 0, PADDING], np.uint8), n)
-    return keys, state
+    keys[rng.random(n) < 0.2] = PADDING_KEY
+    return keys
 
 
 class Deltas:
@@ -139,16 +141,14 @@ def test_every_key_answers_its_row_from_wherever_it_comes(
     kind: str, dtype: StorageDtype, out_dtype: Any, dim: int, memory: int
 ) -> None:
     scene = Scene(dim, dtype, memory, kind)
-    keys, state = mixed(901, dim)
-    deltas = Deltas(scene.spec)
+    keys, state = mixed(901, dim), np.zeros(901, np.uint8)
+    deltas, asked = Deltas(scene.spec), keys != PADDING_KEY
     expected = scene.rows(keys, out_dtype)
     changed, deleted = deltas.over(keys, expected, scene.default)
-    expected[state == PADDING] = 0
-    before = state.copy()
-    out = scene.look_up(keys, out_dtype, state, overlays=deltas.addresses)
+    expected[~asked] = 0
+    out = scene.look_up(keys, out_dtype, state, overlays=deltas.addresses, padding=PADDING_KEY)
     np.testing.assert_array_equal(out, expected)
-    asked = before == Tier.PENDING
-    assert (state[before == PADDING] == Tier.ABSENT).all()
+    assert (state[~asked] == PADDING).all()
     assert (state[asked & changed] == Tier.OVERLAY).all()
     assert (state[asked & deleted] == Tier.ABSENT).all()
     looked = asked & ~changed & ~deleted
@@ -176,21 +176,20 @@ def test_bags_are_pooled_bit_for_bit_as_on_the_cpu(
     kind: str, combiner: Combiner, weighted: bool, dim: int, dtype: StorageDtype, memory: int
 ) -> None:
     scene = Scene(dim, dtype, memory, kind)
-    keys, state = mixed(700, dim)
+    keys, state = mixed(700, dim), np.zeros(700, np.uint8)
     keys[:200] = np.arange(200)  # bags that are all here
-    state[:200] = 0
     rng = np.random.default_rng(dim)
     offsets = np.sort(np.concatenate([[0, 0], rng.integers(0, len(keys), 120), [len(keys)]])).astype(np.int64)
     weights = rng.normal(size=len(keys)).astype(np.float32) if weighted else None
     deltas, bags = Deltas(scene.spec), Pooling(offsets, weights, combiner)
-    for addresses in NO_OVERLAYS, deltas.addresses:
+    for addresses, padding in (NO_OVERLAYS, None), (NO_OVERLAYS, PADDING_KEY), (deltas.addresses, PADDING_KEY):
         rows = scene.rows(keys, np.float32)
         if len(addresses):
             deltas.over(keys, rows, scene.default)
-        expected = pool_bags(rows, offsets, weights, state != PADDING, combiner)
-        out = scene.look_up(keys, np.float32, state.copy(), bags, overlays=addresses)
+        expected = pool_bags(rows, offsets, weights, keys != (-1 if padding is None else padding), combiner)
+        out = scene.look_up(keys, np.float32, state, bags, overlays=addresses, padding=padding)
         np.testing.assert_array_equal(out, expected)
-        half = scene.look_up(keys, np.float16, state.copy(), bags, overlays=addresses)
+        half = scene.look_up(keys, np.float16, state, bags, overlays=addresses, padding=padding)
         np.testing.assert_array_equal(half, expected.astype(np.float16))
 
 
@@ -223,10 +222,10 @@ def test_the_host_tier_is_read_by_the_device_as_the_cpu_reads_it(kind: str, dtyp
     half = scene.look_up(keys, np.float16, np.zeros(len(keys), np.uint8), host=host)
     np.testing.assert_array_equal(half, scene.rows(keys, np.float16))
     offsets, weights = np.arange(0, len(keys), 5), rng.normal(size=len(keys)).astype(np.float32)
-    state = np.where(rng.random(len(keys)) < 0.1, PADDING, 0).astype(np.uint8)
-    pooled = pool_bags(expected, offsets, weights, state != PADDING, Combiner.SQRTN)
+    padding = int(KEPT[5])
+    pooled = pool_bags(expected, offsets, weights, keys != padding, Combiner.SQRTN)
     bags = Pooling(offsets, weights, Combiner.SQRTN)
-    np.testing.assert_array_equal(scene.look_up(keys, np.float32, state.copy(), bags, host), pooled)
+    np.testing.assert_array_equal(scene.look_up(keys, np.float32, state, bags, host, padding=padding), pooled)
     assert all(set(some) <= set(keys[left]) for some in scene.asked[asked:])
     host.close()
 
@@ -597,11 +596,11 @@ class Caller:
         self,
         keys: Any,
         dtype: Any = np.float32,
-        state: States | None = None,
         bags: Pooling | None = None,
         host: HostTable | None = None,
         fetch: Any = None,
         overlays: Keys = NO_OVERLAYS,
+        padding: int | None = None,
     ) -> tuple[np.ndarray, bool]:
         """Where the answer is once the stream is through, as a copy of it is in the stream; and whether it was put off."""
         scene, device = self.scene, self.scene.device
@@ -613,9 +612,11 @@ class Caller:
             return int((states == Tier.HOST).sum())
 
         unwaited = Unwaited(self.hold, after)
-        state = np.zeros(len(keys), np.uint8) if state is None else state
+        state = np.zeros(len(keys), np.uint8)
         with device.in_stream(getattr(self.stream, "_stream", self.stream)):
-            assert LookUp(scene.table, keys, state, out, fetch or scene.fetch, bags, host, overlays).finish(unwaited)
+            assert LookUp(scene.table, keys, state, out, fetch or scene.fetch, bags, host, overlays, padding).finish(
+                unwaited
+            )
         self.stream.download(read, device.address_of(out))
         return read.view(dtype).reshape(out.shape), unwaited.begun
 
@@ -647,27 +648,27 @@ def test_an_answer_is_complete_in_the_order_of_the_callers_stream(kind: str, poo
     host = scene.host_tier(KEPT[:1000], 1 << 20)
     scene.table.read_below(host)
     is_still = be_still(scene.device)
-    keys, state = mixed(901, 33)
+    keys = mixed(901, 33)
     keys[::5] = KEPT[:181]
-    state[:] = 0 if there else state
     deltas, expected = Deltas(scene.spec), scene.rows(keys, np.float32)
     overlays = NO_OVERLAYS if there else deltas.addresses
     changed = np.zeros(len(keys), np.bool_)
     if not there:
         changed = np.logical_or(*deltas.over(keys, expected, scene.default))
-    expected[state == PADDING] = 0
+    counted = keys != PADDING_KEY
+    expected[~counted] = 0
     bags = None
     if pooled:
         offsets, weights = np.arange(0, len(keys), 7), rng.normal(size=len(keys)).astype(np.float32)
         bags = Pooling(offsets.copy(), weights.copy(), Combiner.MEAN)
-        expected = pool_bags(expected, offsets, weights, state != PADDING, Combiner.MEAN)
-    asked, was = keys.copy(), state.copy()
+        expected = pool_bags(expected, offsets, weights, counted, Combiner.MEAN)
+    asked = keys.copy()
     if there:
         array = to_device(scene.memory, asked)
         given_keys: Any = There(array, scene.device.address_of(array))
     else:
         given_keys = asked
-    answer, put_off = caller.ask(given_keys, state=state, bags=bags, host=host, overlays=overlays)
+    answer, put_off = caller.ask(given_keys, bags=bags, host=host, overlays=overlays, padding=PADDING_KEY)
     assert put_off
     assert caller.held == 1 or not is_still
     if not there:
@@ -680,10 +681,10 @@ def test_an_answer_is_complete_in_the_order_of_the_callers_stream(kind: str, poo
     np.testing.assert_array_equal(answer, expected)
     ((told, states),) = caller.told
     assert told == keys.tolist()
-    looked, tiers = (was == Tier.PENDING) & ~changed, np.array(states)
+    looked, tiers = counted & ~changed, np.array(states)
     assert (tiers[looked & (keys < len(RESIDENT))] == Tier.DEVICE).all()
     assert (tiers[looked & (keys >= BELOW[0]) & (keys <= BELOW[-1])] == Tier.HOST).all()
-    assert (tiers[was == PADDING] == Tier.ABSENT).all()
+    assert (tiers[~counted] == PADDING).all()
     be_still(scene.device, False)
     host.close()
 
@@ -729,21 +730,23 @@ def test_bags_whose_keys_offsets_and_weights_are_on_the_device_are_as_those_from
 ) -> None:
     """Read in place, or copied to the CPU where they do not fit a workspace."""
     scene, rng = Scene(16, StorageDtype.INT8, kind=kind), np.random.default_rng(n)
-    caller, keys = Caller(scene), mixed(n, 4)[0]
+    caller, keys = Caller(scene), mixed(n, 4)
     offsets = np.sort(np.append([0, 0, n, n], rng.integers(0, n, n // 8)))
     weights = rng.normal(size=n).astype(np.float32)
     of = [to_device(scene.memory, array) for array in (keys, offsets, weights)]
     there, starts, factors = (There(array, scene.device.address_of(array)) for array in of)
-    for weighted in (False, True):
-        expected = pool_bags(scene.rows(keys, np.float32), offsets, weights if weighted else None, None, Combiner.MEAN)
+    for weighted, padding in (False, None), (True, PADDING_KEY):
+        counted = keys != (-1 if padding is None else padding)
+        rows = scene.rows(keys, np.float32)
+        expected = pool_bags(rows, offsets, weights if weighted else None, counted, Combiner.MEAN)
         bags = Pooling(starts, factors if weighted else None, Combiner.MEAN)
         if waited:
             out, state = scene.device.empty(expected.shape, np.float32), np.zeros(n, np.uint8)
-            assert LookUp(scene.table, there, state, out, scene.fetch, bags).finish()
+            assert LookUp(scene.table, there, state, out, scene.fetch, bags, padding=padding).finish()
             answer = to_host(out)
-            assert (state[keys < len(RESIDENT)] == Tier.DEVICE).all()
+            assert (state[counted & (keys < len(RESIDENT))] == Tier.DEVICE).all()
         else:
-            answer, put_off = caller.ask(there, bags=bags)
+            answer, put_off = caller.ask(there, bags=bags, padding=padding)
             assert put_off == (n < 10_000)
             caller.is_through()
         np.testing.assert_array_equal(answer, expected)

@@ -19,9 +19,9 @@ from tests.engine import scenes
 from tests.tiers.cuda_shim.backend import ShimDevice
 from tests.tiers.devices import ON_GPU
 from tierstore.config import Settings
+from tierstore.engine.data import table_view
 from tierstore.engine.store import Store
 from tierstore.errors import InvalidInput
-from tierstore.engine.data import table_view
 from tierstore.tiers.device import gpu
 from tierstore.tiers.device import lookup as device_lookup
 from tierstore.torch import Embedding, EmbeddingBag, modules, swap_embeddings
@@ -163,7 +163,9 @@ def test_keys_on_a_gpu_are_answered_by_its_tier(on_gpu: bool, tmp_path: Path, mo
             for dtype in torch.int64, torch.int32:
                 keys, offsets = (one.to(dtype).to("cuda" if on_gpu else "cpu") for one in given[:2])
                 pooled = bag(keys, offsets, given[2].to(keys.device)).cpu()
-                wanted = ctr.lookup_bags("item_id", [5, 3, 9, 2], [0, 2, 2], weights=given[2][:4].numpy(), combiner="sum")
+                wanted = ctr.lookup_bags(
+                    "item_id", [5, 3, 9, 2], [0, 2, 2], weights=given[2][:4].numpy(), combiner="sum"
+                )
                 torch.testing.assert_close(pooled, torch.from_numpy(wanted))
         if not on_gpu:
             assert {"look_up", "pool"} <= device.launched.keys()

@@ -233,10 +233,11 @@ def test_keys_on_the_gpu_stay_there_where_their_rows_are_there_too(
     monkeypatch.setattr("tierstore.engine.data.table_view.from_device", lambda memory, array: copied.append(array))
     np.testing.assert_array_equal(ctr.lookup("item_id", OnGpu(few)), scenes.vectors("item", 0, few))
     weights = np.linspace(0, 1, 200, dtype=np.float32)
-    for starts, factors in ((offsets, None), (OnGpu(offsets), None), (OnGpu(offsets), OnGpu(weights))):
-        bags = ctr.lookup_bags("item_id", OnGpu(few), starts, weights=factors, combiner="sum")
-        given = None if factors is None else weights
-        np.testing.assert_array_equal(bags, ctr.lookup_bags("item_id", few, offsets, weights=given, combiner="sum"))
+    for feature in "item_id", "clicked":  # which has a padding key
+        for starts, factors in ((offsets, None), (OnGpu(offsets), None), (OnGpu(offsets), OnGpu(weights))):
+            bags = ctr.lookup_bags(feature, OnGpu(few), starts, weights=factors, combiner="sum")
+            given = None if factors is None else weights
+            np.testing.assert_array_equal(bags, ctr.lookup_bags(feature, few, offsets, weights=given, combiner="sum"))
     with pytest.raises(InvalidInput, match="offsets on the GPU: the first is 0"):
         ctr.lookup_bags("item_id", OnGpu(few), OnGpu(offsets[1:]), combiner="sum")
     assert copied == []

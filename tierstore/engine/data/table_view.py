@@ -120,25 +120,27 @@ class TableView:
             rows[pending], state[pending], _ = self.table.read_and_promote(self.seq, keys[pending])
         self.table.count(state, 0)
 
-    def on_device(self, keys: Keys | There, state: States, dtype: Any, bags: Pooling | None) -> LookUp | None:
+    def on_device(
+        self, keys: Keys | There, state: States, dtype: Any, bags: Pooling | None, padding: int | None
+    ) -> LookUp | None:
         """A look-up of rows, or pooled bags, into an array of `dtype` on the device; None if the device tier cannot.
 
-        Like `lookup` otherwise; keys whose state is PADDING are zeros and add nothing. `state` gets the tiers; call
-        `count_on_device` then.
+        Like `lookup` otherwise. `state` gets the tiers, or PADDING; call `count_on_device` then.
         """
         table = self.table
         cache = table.device
         if cache is None:
             return None
-        return look_up_into_new(cache, keys, state, dtype, self._below_device, bags, table.host, self._addresses)
+        below = self._below_device
+        return look_up_into_new(cache, keys, state, dtype, below, bags, table.host, self._addresses, padding)
 
-    def count_on_device(self, keys: Keys | There, state: States, skipped: int) -> int:
-        """Count, and promote, what `on_device` has answered; `skipped` keys were padding.
+    def count_on_device(self, keys: Keys | There, state: States) -> int:
+        """Count, and promote, what `on_device` has answered.
 
         Returns how many keys the host tier has answered.
         """
         table = self.table
-        from_host = table.count(state, skipped)
+        from_host = table.count(state, 0)
         if from_host and table.offer is not None and table.device is not None:
             table.offer(from_device(table.device.device, keys.array) if isinstance(keys, There) else keys, state)
         return from_host

@@ -31,12 +31,11 @@ class DeviceLookup:
     One thread at a time, as `Lookup`. `array`: the answer, [n, dim] or [bags, dim] in device memory, after `finish`.
     """
 
-    __slots__ = ("_bags", "_code", "_codes", "_feature", "_gpu", "_look_up", "_skipped", "_state", "array")
+    __slots__ = ("_bags", "_code", "_codes", "_feature", "_gpu", "_look_up", "_state", "array")
 
     def __init__(self, gpu: Gpu, feature: FeatureView, codes: Keys | There, bags: Pooling | None, code: int) -> None:
         self._gpu, self._feature, self._codes, self._bags, self._code = gpu, feature, codes, bags, code
         self._state: States
-        self._skipped = 0  # padding keys
         self._look_up: LookUp | None = None
         self.array: Any = None
 
@@ -48,7 +47,7 @@ class DeviceLookup:
     @property
     def found(self) -> np.ndarray:
         """See `Lookup.found`."""
-        found: np.ndarray = self._state != _ABSENT
+        found: np.ndarray = (self._state != _ABSENT) & (self._state != PADDING)
         return found
 
     @property
@@ -79,9 +78,9 @@ class DeviceLookup:
         """
         if self._look_up is None:
             self._prepare()
-        rows, skipped, look_up, unwaited = self._feature.rows, self._skipped, self._look_up, None
+        rows, look_up, unwaited = self._feature.rows, self._look_up, None
         if hold is not None and rows.table.own is None:  # keys of other nodes are an error, to be raised at once
-            unwaited = Unwaited(hold, lambda keys, states: rows.count_on_device(keys, states, skipped))
+            unwaited = Unwaited(hold, rows.count_on_device)
         try:
             if look_up is None or not look_up.finish(unwaited):
                 self._from_below()
@@ -89,17 +88,14 @@ class DeviceLookup:
         except Captured as error:
             raise NotReady(str(error)) from error
         if unwaited is None or not unwaited.begun:
-            rows.count_on_device(self._codes, self._state, skipped)
+            rows.count_on_device(self._codes, self._state)
         self.array = look_up.out
 
     def _prepare(self) -> None:
         feature, codes = self._feature, self._codes
         self._state = state = np.zeros(len(codes), _STATE)
-        if feature.padding is not None:
-            state[codes == feature.padding] = PADDING
-            self._skipped = int(np.count_nonzero(state))
         try:
-            self._look_up = feature.rows.on_device(codes, state, DTYPES[self._code], self._bags)
+            self._look_up = feature.rows.on_device(codes, state, DTYPES[self._code], self._bags, feature.padding)
         except Captured as error:
             raise NotReady(str(error)) from error
 
@@ -156,10 +152,10 @@ class OfCaller:
 def keys_there(gpu: Gpu, keys: Any, feature: FeatureView) -> There | None:
     """Keys on the GPU, to be looked up in place; None if the CPU must see them.
 
-    It must for deltas that are not in the tiers yet, for padding, for hashes, and unless they are int64[n].
+    It must for deltas that are not in the tiers yet, for hashes, and unless they are int64[n].
     """
     spec, table = feature.spec, feature.rows.table
-    if spec.hash is not None or spec.padding_key is not None or table.spec.key is not KeyType.INT64:
+    if spec.hash is not None or table.spec.key is not KeyType.INT64:
         return None
     return None if feature.rows.overlays or table.device is None else there(gpu, keys, np.int64)
 

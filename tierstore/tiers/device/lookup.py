@@ -26,7 +26,7 @@ from tierstore.tiers.device.workspaces import ALIGN, NOTHING, DeviceMemory, Work
 from tierstore.tiers.host.table import HostTable
 from tierstore.types import Combiner, Keys, States, Vectors
 
-PADDING = 255  # the state of a key that is answered with zeros and does not count in a bag
+PADDING = 255  # the state of the padding key, which is answered with zeros and does not count in a bag
 
 _AT_ONCE = 2  # parts of one look-up: one is finished while the next is on the device
 _NONE, _NO_WEIGHTS = np.empty(0, np.int64), np.empty(0, np.float32)
@@ -97,6 +97,7 @@ def look_up_into_new(
     bags: Pooling | None = None,
     host: HostTable | None = None,
     overlays: Keys = _NONE,
+    padding: int | None = None,
 ) -> LookUp | None:
     """A look-up into a new array of `dtype`, [n, dim] or [bags, dim]; None if the device has no room for it. Arguments as of `LookUp`."""
     shape = (len(keys) if bags is None else len(bags.offsets), table.spec.dim)
@@ -104,7 +105,7 @@ def look_up_into_new(
         out = table.device.backend.empty(shape, dtype)
     except OutOfDeviceMemory:
         return None
-    return LookUp(table, keys, state, out, fetch, bags, host, overlays)
+    return LookUp(table, keys, state, out, fetch, bags, host, overlays, padding)
 
 
 def to_device(memory: DeviceMemory, array: np.ndarray) -> Any:
@@ -141,17 +142,17 @@ class LookUp:
     """One look-up, which is made by `finish`. `out`: the answer.
 
     Args:
-        keys: int64[n]; on the device only if there are no overlays and none is PADDING.
-        state: uint8[n]: PENDING for keys to look up, PADDING for zeros. After `finish` PADDING has become ABSENT, and
-            PENDING the tier that answered.
+        keys: int64[n]; on the device only if there are no overlays.
+        state: uint8[n], which gets the tier that answered, or PADDING.
         out: an array on the device, from `Backend.empty`: float32 or float16 [n, dim], or [bags, dim].
         fetch: answers keys that the kernel has not found. Called on the thread that calls `finish`, once a chunk.
         host: the host tier below, which the kernel reads if it may.
         overlays: addresses int64[m] of overlays, newest first, which are kept alive until `finish` has returned.
+        padding: the padding key, if there is one.
     """
 
     __slots__ = (
-        "_address", "_bags", "_begun", "_fetch", "_half", "_keys", "_of", "_out_width", "_overlays", "_room_width", "_row_dtype",
+        "_address", "_bags", "_begun", "_fetch", "_half", "_keys", "_of", "_out_width", "_overlays", "_padding", "_room_width", "_row_dtype",
         "_state", "_todo", "host", "out", "table", "there",
     )  # fmt: skip
 
@@ -165,8 +166,9 @@ class LookUp:
         bags: Pooling | None = None,
         host: HostTable | None = None,
         overlays: Keys = _NONE,
+        padding: int | None = None,
     ) -> None:
-        self.table, self._state, self._overlays, self.out = table, state, overlays, out
+        self.table, self._state, self._overlays, self._padding, self.out = table, state, overlays, padding, out
         self.there = keys if isinstance(keys, There) else None
         self._keys: Keys = _NONE if isinstance(keys, There) else np.ascontiguousarray(keys)
         self._fetch, self._bags, self.host = fetch, bags, host
@@ -346,7 +348,7 @@ class LookUp:
                 weights = bags.weights[begin:end]
         ws.set_job(
             device.driver.kernels[kernel], *device.backend.callers(), self._of, self._address + first * self._out_width, self._half,
-            self._room_width, table.layout.stride, table.spec.dim, begin, combiner, 0 if there is None else there.address + 8 * begin,
+            self._room_width, table.layout.stride, table.spec.dim, begin, combiner, 0 if there is None else there.address + 8 * begin, self._padding or 0, self._padding is not None,
             last_bag - first_bag, starts_at, weights_at, second,
         )  # fmt: skip
         return self._call(round_trip.look_up, ws, keys, state, offsets, weights, self._overlays)

@@ -18,6 +18,7 @@ from tierstore.kernels.atomics import acquire_u32, copy_bytes, release_i64, swap
 from tierstore.kernels.codec import AS_STORED
 from tierstore.kernels.overlay_index import answer_at, overlay_at
 from tierstore.kernels.raw import call_at, store_i64
+from tierstore.kernels.sysio import clear_bytes
 from tierstore.tiers.device.driver_calls import (
     CONTEXT,
     COPY,
@@ -44,9 +45,9 @@ LOCK, TABLE, HOST, HOST_OF, NO_HOST, STREAM, COUNTERS, ORDER_WORDS = range(8)
 PINNED, DEVICE, EVENTS = 0, 1, 2
 JOB = 4
 (
-    KERNEL, CALLER, ALSO, OF, OUT, HALF, WIDTH, STRIDE, DIM, BEGIN, COMBINER, THERE, BAGS, OFFSETS, WEIGHTS, SECOND,
-) = range(JOB, JOB + 16)  # fmt: skip
-JOB_WORDS = 16
+    KERNEL, CALLER, ALSO, OF, OUT, HALF, WIDTH, STRIDE, DIM, BEGIN, COMBINER, THERE, PADDING, PADDED, BAGS, OFFSETS, WEIGHTS, SECOND,
+) = range(JOB, JOB + 18)  # fmt: skip
+JOB_WORDS = 18
 AT = JOB + JOB_WORDS
 (
     AT_KEYS, AT_OFFSETS, AT_WEIGHTS, AT_BEFORE, AT_STATE, AT_MISSING, AT_PLACES, AT_ROWS, AT_DONE, AT_SOURCE, AT_KEPT,
@@ -106,8 +107,8 @@ def look_up(
 ) -> Any:
     """Answer the `keys` that the overlays, the device or the host tier below has; see `lookup.py`.
 
-    `keys`: not read if THERE gives their device address, as OFFSETS and WEIGHTS do for those. `state` uint8[n] is read and, if no key is listed,
-    written. `offsets`: of BAGS bags, within the whole look-up; without bags no pooling. `weights`: empty for ones. `overlays`: addresses, newest first; none with THERE. Returns twice the number of listed keys, plus 1 if the host tier has answered any; or
+    `keys`: not read if THERE gives their device address, as OFFSETS and WEIGHTS do for those. `state` uint8[n] is written if no key is listed.
+    `offsets`: of BAGS bags, within the whole look-up; without bags no pooling. `weights`: empty for ones. `overlays`: addresses, newest first; none with THERE. Returns twice the number of listed keys, plus 1 if the host tier has answered any; or
     NOT_IN_USE; or FAILED - status.
 
     If SECOND names the second kernel, it is put into the caller's stream, and the return, 0, is at once: see `_put_second`. If it is LATER, the
@@ -119,12 +120,10 @@ def look_up(
     if frame[THERE] == 0:
         copy_bytes(here + frame[AT_KEYS], np.int64(keys.ctypes.data), n * 8)
     told = np.int64(0)
-    for i in range(n):
-        told |= np.int64(state[i])
-    if told != 0 or overlays.size != 0:
-        copy_bytes(here + frame[AT_BEFORE], np.int64(state.ctypes.data), n)
+    if overlays.size != 0:
+        clear_bytes(here + frame[AT_BEFORE], n)
     for k in range(overlays.size):
-        told |= answer_at(
+        told += answer_at(
             overlay_at(overlays[k]), AS_STORED, frame[DIM], 0, here + frame[AT_ROWS], frame[STRIDE], here + frame[AT_KEYS], n, here + frame[AT_BEFORE],
         )  # fmt: skip
     for b in range(offsets.size):
@@ -247,7 +246,7 @@ def _arguments(order: Any, frame: Any, n: Any, bags: Any, where: Any, told: Any,
     pointers[1] = order[HOST] if frame[OF] != 0 and order[HOST_OF] == frame[OF] else order[NO_HOST]
     common = (
         frame[THERE] if frame[THERE] != 0 else where + frame[AT_KEYS], where + frame[AT_BEFORE] if told else 0, here + frame[AT_STATE], n, here + frame[AT_MISSING],
-        here + frame[AT_PLACES], there + frame[AT_ROWS], here + frame[AT_ROWS],
+        here + frame[AT_PLACES], there + frame[AT_ROWS], here + frame[AT_ROWS], frame[PADDING], frame[PADDED],
     )  # fmt: skip
     for k in range(len(common)):
         cells[2 + k] = common[k]

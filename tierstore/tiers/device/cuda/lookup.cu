@@ -44,8 +44,18 @@ __device__ __forceinline__ void say_done(u32* counters, u32* done, i64* totals =
   *(volatile u64*)done = (listed ? DONE : WHOLE) | listed << 32;
 }
 
-// A key's state before the look-up; with no states given, all are pending.
-__device__ __forceinline__ u8 state_before(const u8* before, i64 i) { return before ? before[i] : STATE_PENDING; }
+// What is settled before the look-up: states, of deltas or 0 for none, whose rows are in `given`; and the padding key, if `padded`.
+struct Settled {
+  const u8* before;
+  const u8* given;
+  i64 padding;
+  u32 padded;
+};
+
+__device__ __forceinline__ u8 state_before(const Settled& settled, i64 i, i64 key) {
+  if (settled.padded && key == settled.padding) return STATE_PADDING;
+  return settled.before ? settled.before[i] : STATE_PENDING;
+}
 
 // A key that is being looked up, with the load of its set's line begun.
 struct Probe {
@@ -69,9 +79,8 @@ __device__ __forceinline__ Probe begin_probe(const Table& t, i64 key, u8 before)
 __device__ __forceinline__ i64 locate(const Table& t, const Probe& probe, i64 i, u8* state, const u8* given) {
   u32 lane = team_lane();
   if (probe.before != STATE_PENDING) {
-    bool pads = probe.before == STATE_PADDING;
-    if (lane == 0) state[i] = pads ? STATE_ABSENT : probe.before;
-    if (pads) return SOURCE_PADDING;
+    if (lane == 0) state[i] = probe.before;
+    if (probe.before == STATE_PADDING) return SOURCE_PADDING;
     return probe.before == STATE_ABSENT ? SOURCE_ABSENT : (i64)(given + (u64)i * t.stride);
   }
   u64 head;
@@ -126,13 +135,15 @@ __device__ __forceinline__ void answer_row(const Table& t, i64 from, u8* to, u32
 // then both rows, at a time.
 extern "C" __global__ void look_up(const __grid_constant__ Table t, const __grid_constant__ Host h, const i64* keys,
                                    const u8* before, u8* state, i64 n, i64* missing, u32* at, u8* copies, const u8* given,
-                                   u8* out, u32 half, u32* counters, u32* done) {
+                                   i64 padding, u32 padded, u8* out, u32 half, u32* counters, u32* done) {
   i64 i = 2 * team_index();
   if (i < n) {
     Listed listed = {missing, at, counters, n};
+    Settled settled = {before, given, padding, padded};
     bool two = i + 1 < n;
-    i64 other = two ? i + 1 : i;
-    Probe first = begin_probe(t, keys[i], state_before(before, i)), second = begin_probe(t, keys[other], state_before(before, other));
+    i64 one = keys[i], other = two ? keys[i + 1] : one;
+    Probe first = begin_probe(t, one, state_before(settled, i, one));
+    Probe second = begin_probe(t, other, state_before(settled, two ? i + 1 : i, other));
     i64 from = locate(t, first, i, state, given), after = two ? locate(t, second, i + 1, state, given) : from;
     if (from == SOURCE_ELSEWHERE) from = locate_below(t, h, first.key, i, state, copies, listed);
     if (two && after == SOURCE_ELSEWHERE) after = locate_below(t, h, second.key, i + 1, state, copies, listed);
@@ -233,11 +244,12 @@ __device__ __forceinline__ void pool_bag(const Table& t, const i64* source, i64 
 // `weights` may be 0. A warp works on a bag: it reads 32 keys at a time, and each of its teams looks up two of them at a time.
 extern "C" __global__ void pool(const __grid_constant__ Table t, const __grid_constant__ Host h, const i64* keys,
                                 const u8* before, u8* state, i64 n, i64* missing, u32* at, u8* copies, const u8* given,
-                                const i64* offsets, i64 bags, const float* weights, u32 combiner, i64* source, u8* kept,
-                                u8* whole, u8* out, u32 half, u32* counters, u32* done) {
+                                i64 padding, u32 padded, const i64* offsets, i64 bags, const float* weights, u32 combiner,
+                                i64* source, u8* kept, u8* whole, u8* out, u32 half, u32* counters, u32* done) {
   i64 b = warp_index();
   if (b < bags) {
     Listed listed = {missing, at, counters, n};
+    Settled settled = {before, given, padding, padded};
     u32 lane = team_lane(), team = warp_lane() / LANES, counted = 0;
     i64 begin, end;
     bool elsewhere = false, left = !bag_of(offsets, b, bags, n, &begin, &end);
@@ -245,7 +257,7 @@ extern "C" __global__ void pool(const __grid_constant__ Table t, const __grid_co
     for (i64 base = begin; base < end; base += WARP) {
       i64 mine = base + warp_lane() < end ? base + warp_lane() : base;
       u64 key = (u64)keys[mine];
-      u32 was = state_before(before, mine);
+      u32 was = state_before(settled, mine, (i64)key);
       for (u32 r = 0; r < WARP && base + r < end; r += WARP / LANES * 2) {
         u32 place = r + 2 * team;
         i64 i = base + place;
