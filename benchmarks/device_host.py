@@ -154,8 +154,11 @@ class Device:
     def in_stream(self, stream: Any) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def adopt(self, array: Any) -> Any:
+    def adopt(self, array: Any, *, in_place: bool = False) -> Any:
         return array
+
+    def check_capture(self) -> None:
+        pass
 
     def synchronize(self) -> None:
         pass

@@ -45,7 +45,7 @@ from benchmarks.options import parser_of
 from tierstore.kernels.pool import check_offsets
 from tierstore.tiers.device.backend import NO_HOST, TEAM, Backend
 from tierstore.tiers.device.cupy_device import CudaDevice, find_devices
-from tierstore.tiers.device.lookup import LookUp, Pooling, Unwaited, to_device
+from tierstore.tiers.device.lookup import LookUp, Pooling, There, Unwaited, to_device
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import ANSWERING, DeviceMemory
 from tierstore.tiers.host.table import HostTable
@@ -189,7 +189,7 @@ class Asking:
     def look_up(self, call: int) -> LookUp:
         self.state[:] = 0
         scene, keys = self.scene, self.keys[call]
-        return LookUp(scene.table, keys, self.state, self.out, scene.fetch, host=scene.host)
+        return LookUp(scene.table, keys, self.state, There.of(scene.backend, self.out), scene.fetch, host=scene.host)
 
     def __call__(self, call: int, unwaited: Unwaited | None = None) -> None:
         assert self.look_up(call).finish(unwaited)
@@ -363,7 +363,7 @@ def tiered(backend: Backend, rows: int, dim: int, batch: int, rounds: int, calls
 
     def ours(call: int) -> None:
         state = np.zeros(batch, np.uint8)
-        assert LookUp(scene.table, asked[call], state, out, scene.fetch, host=scene.host).finish()
+        assert LookUp(scene.table, asked[call], state, There.of(backend, out), scene.fetch, host=scene.host).finish()
         states.append(state)
 
     def host_alone(call: int) -> None:
@@ -412,7 +412,7 @@ def pooled(backend: Backend, torch: Any, rows: int, dim: int, bags: int, bag: in
 
     def ours(call: int) -> None:
         state[:] = 0
-        assert LookUp(scene.table, keys[call], state, out, scene.fetch, pooling).finish()
+        assert LookUp(scene.table, keys[call], state, There.of(backend, out), scene.fetch, pooling).finish()
 
     def embedding_bag(call: int) -> None:
         module(torch.from_numpy(places[call]).cuda(), starts)

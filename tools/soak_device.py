@@ -22,7 +22,7 @@ import numpy as np
 from tests.tiers.devices import open_device, to_host
 from tierstore.engine.data.overlay import OverlayTable
 from tierstore.kernels.pool import pool_bags
-from tierstore.tiers.device.lookup import LookUp, Pooling, Unwaited
+from tierstore.tiers.device.lookup import LookUp, Pooling, There, Unwaited
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import DeviceMemory
 from tierstore.tiers.host.table import HostTable
@@ -119,7 +119,9 @@ class Soak:
             deltas = [self._delta(keys[begin::7]) for begin in range(len(keys) % 3)]
             overlays = np.array([delta.words.ctypes.data for delta in deltas], np.int64)
             state = np.zeros(len(keys), np.uint8)
-            look_up = LookUp(self.table, keys, state, out, self._below, bags, self.host, overlays, padding)
+            look_up = LookUp(
+                self.table, keys, state, There.of(self.device, out), self._below, bags, self.host, overlays, padding
+            )
             if early and look_up.begin():
                 time.sleep(0)  # others get on
             if not look_up.finish(unwaited):

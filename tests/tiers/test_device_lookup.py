@@ -91,7 +91,9 @@ class Scene:
         padding: int | None = None,
     ) -> np.ndarray:
         out = self.device.empty((len(keys) if bags is None else len(bags.offsets), self.spec.dim), dtype)
-        assert LookUp(self.table, keys, state, out, self.fetch, bags, host, overlays, padding).finish()
+        assert LookUp(
+            self.table, keys, state, There.of(self.device, out), self.fetch, bags, host, overlays, padding
+        ).finish()
         return to_host(out)
 
 
@@ -406,7 +408,7 @@ def test_every_key_value_may_be_asked_for() -> None:
     scene.table.update(keys[:1], row_bytes_of(scene.spec, keys[:1]), np.ones(1, np.bool_))  # which forgets key 0
     out = scene.device.empty((len(keys), 4), np.float32)
     state = np.zeros(len(keys), np.uint8)
-    assert LookUp(scene.table, keys, state, out, fetch).finish()
+    assert LookUp(scene.table, keys, state, There.of(scene.device, out), fetch).finish()
     assert sorted(seen[0]) == [limits.min, limits.min, -1, -1, limits.max]
     np.testing.assert_array_equal(out[1:, 0], (keys[1:] % 1000).astype(np.float32))
     np.testing.assert_array_equal(out[0], scene.default)
@@ -425,7 +427,9 @@ def test_a_bag_larger_than_a_workspace_is_left_to_the_cpu() -> None:
     keys = np.zeros(1000, np.int64)
     out = scene.device.empty((1, 64), np.float32)
     bags = Pooling(np.zeros(1, np.int64), None, Combiner.SUM)
-    assert not LookUp(scene.table, keys, np.zeros(1000, np.uint8), out, scene.fetch, bags).finish()
+    assert not LookUp(
+        scene.table, keys, np.zeros(1000, np.uint8), There.of(scene.device, out), scene.fetch, bags
+    ).finish()
 
 
 def test_a_disk_that_fails_meanwhile_leaves_the_device_as_it_was() -> None:
@@ -436,7 +440,7 @@ def test_a_disk_that_fails_meanwhile_leaves_the_device_as_it_was() -> None:
 
     out = scene.device.empty((len(BELOW), 8), np.float32)
     with pytest.raises(StorageError, match="the disk failed"):
-        LookUp(scene.table, BELOW, np.zeros(len(BELOW), np.uint8), out, fail).finish()
+        LookUp(scene.table, BELOW, np.zeros(len(BELOW), np.uint8), There.of(scene.device, out), fail).finish()
     assert scene.memory.held == 0
     again = scene.look_up(RESIDENT, np.float32, np.zeros(len(RESIDENT), np.uint8))
     np.testing.assert_array_equal(again, scene.rows(RESIDENT, np.float32))
@@ -456,7 +460,7 @@ def test_an_answer_is_not_written_before_the_callers_work_that_is_in_its_stream(
     stream.download(read, scene.device.address_of(out))
     with scene.device.in_stream(getattr(stream, "_stream", stream)):
         state = np.zeros(len(RESIDENT), np.uint8)
-        assert LookUp(scene.table, RESIDENT, state, out, scene.fetch).finish()
+        assert LookUp(scene.table, RESIDENT, state, There.of(scene.device, out), scene.fetch).finish()
     np.testing.assert_array_equal(to_host(out), scene.rows(RESIDENT, np.float32))
     stream.synchronize()
     np.testing.assert_array_equal(read.view(np.float32).reshape(-1, 8), before)
@@ -481,12 +485,12 @@ def test_parts_of_a_look_up_overlap_and_are_all_given_back(kind: str, pooled: bo
         return scene.fetch(missing, dtype)
 
     out, state = scene.device.empty(expected.shape, np.float32), np.zeros(len(keys), np.uint8)
-    assert LookUp(scene.table, keys, state, out, scene.fetch, bags).finish()
+    assert LookUp(scene.table, keys, state, There.of(scene.device, out), scene.fetch, bags).finish()
     np.testing.assert_array_equal(to_host(out), expected)
     assert (state[keys < len(RESIDENT)] == Tier.DEVICE).all()
     assert (state != Tier.PENDING).all()
     with pytest.raises(StorageError, match="the disk failed"):
-        LookUp(scene.table, keys, np.zeros(len(keys), np.uint8), out, fetch, bags).finish()
+        LookUp(scene.table, keys, np.zeros(len(keys), np.uint8), There.of(scene.device, out), fetch, bags).finish()
     assert held == [2] * 12
     assert scene.memory.held == 0
     if isinstance(scene.device, ShimDevice):
@@ -506,7 +510,7 @@ def test_look_ups_that_have_begun_together_are_finished_one_after_the_other(kind
         if bags is not None:
             expected = pool_bags(expected, bags.offsets, None, None, bags.combiner)
         out, state = scene.device.empty(expected.shape, np.float32), np.zeros(len(keys), np.uint8)
-        look_up = LookUp(scene.table, keys, state, out, scene.fetch, bags, host)
+        look_up = LookUp(scene.table, keys, state, There.of(scene.device, out), scene.fetch, bags, host)
         assert look_up.begin() == (number < ANSWERING)
         begun.append((look_up, keys, state, expected))
     assert scene.memory.held == ANSWERING
@@ -537,7 +541,7 @@ def test_threads_with_several_look_ups_at_once_never_wait_for_each_other() -> No
             look_ups = []
             for n in (100, 2500, 100, 2500):
                 keys, out = rng.integers(0, LAST, n), scene.device.empty((n, 8), np.float32)
-                look_up = LookUp(scene.table, keys, np.zeros(n, np.uint8), out, fetch)
+                look_up = LookUp(scene.table, keys, np.zeros(n, np.uint8), There.of(scene.device, out), fetch)
                 look_ups.append((look_up, scene.rows(keys, np.float32)))
             for look_up, expected in sorted(look_ups, key=lambda one: not one[0].begin()):
                 if not look_up.finish() or not np.array_equal(to_host(look_up.out), expected):
@@ -558,7 +562,9 @@ def test_a_look_up_begins_only_where_it_can_end() -> None:
 
     def begins(keys: Keys) -> bool:
         out = scene.device.empty((len(keys), 8), np.float32)
-        return LookUp(scene.table, keys, np.zeros(len(keys), np.uint8), out, scene.fetch).begin()
+        return LookUp(
+            scene.table, keys, np.zeros(len(keys), np.uint8), There.of(scene.device, out), scene.fetch
+        ).begin()
 
     assert not begins(BELOW[:0])
     assert not begins(np.tile(BELOW, 10))  # several parts, for which `finish` may wait
@@ -566,7 +572,7 @@ def test_a_look_up_begins_only_where_it_can_end() -> None:
     assert begins(BELOW[:9])
     scene.device.broken = True
     out, state = scene.device.empty((9, 8), np.float32), np.zeros(9, np.uint8)
-    look_up = LookUp(scene.table, BELOW[:9], state, out, scene.fetch)
+    look_up = LookUp(scene.table, BELOW[:9], state, There.of(scene.device, out), scene.fetch)
     assert look_up.begin()
     assert not look_up.finish()
     assert scene.table.problem is not None
@@ -614,9 +620,17 @@ class Caller:
         unwaited = Unwaited(self.hold, after)
         state = np.zeros(len(keys), np.uint8)
         with device.in_stream(getattr(self.stream, "_stream", self.stream)):
-            assert LookUp(scene.table, keys, state, out, fetch or scene.fetch, bags, host, overlays, padding).finish(
-                unwaited
-            )
+            assert LookUp(
+                scene.table,
+                keys,
+                state,
+                There.of(scene.device, out),
+                fetch or scene.fetch,
+                bags,
+                host,
+                overlays,
+                padding,
+            ).finish(unwaited)
         self.stream.download(read, device.address_of(out))
         return read.view(dtype).reshape(out.shape), unwaited.begun
 
@@ -665,7 +679,7 @@ def test_an_answer_is_complete_in_the_order_of_the_callers_stream(kind: str, poo
     asked = keys.copy()
     if there:
         array = to_device(scene.memory, asked)
-        given_keys: Any = There(array, scene.device.address_of(array))
+        given_keys: Any = There.of(scene.device, array)
     else:
         given_keys = asked
     answer, put_off = caller.ask(given_keys, bags=bags, host=host, overlays=overlays, padding=PADDING_KEY)
@@ -701,7 +715,7 @@ def test_offsets_on_the_device_that_do_not_fit_are_an_error_and_their_bags_are_n
     fit = (bounds[:-1] >= 0) & (bounds[:-1] <= bounds[1:]) & (bounds[1:] <= len(keys))
     fit[0] &= starts[0] == 0
     arrays = [to_device(scene.memory, array) for array in (keys, starts)]
-    there, starts_there = (There(array, scene.device.address_of(array)) for array in arrays)
+    there, starts_there = (There.of(scene.device, array) for array in arrays)
     bags, caller, match = Pooling(starts_there, None, Combiner.SUM), Caller(scene), "offsets on the GPU: the first is 0"
     if in_stream:
         answer, put_off = caller.ask(there, bags=bags)
@@ -713,7 +727,9 @@ def test_offsets_on_the_device_that_do_not_fit_are_an_error_and_their_bags_are_n
     else:
         out = scene.device.empty((len(starts), 8), np.float32)
         with pytest.raises(InvalidInput, match=match):
-            LookUp(scene.table, there, np.zeros(len(keys), np.uint8), out, scene.fetch, bags).finish()
+            LookUp(
+                scene.table, there, np.zeros(len(keys), np.uint8), There.of(scene.device, out), scene.fetch, bags
+            ).finish()
     assert scene.asked == []
     assert scene.memory.held == 0
     answer, _ = caller.ask(RESIDENT)
@@ -734,7 +750,7 @@ def test_bags_whose_keys_offsets_and_weights_are_on_the_device_are_as_those_from
     offsets = np.sort(np.append([0, 0, n, n], rng.integers(0, n, n // 8)))
     weights = rng.normal(size=n).astype(np.float32)
     of = [to_device(scene.memory, array) for array in (keys, offsets, weights)]
-    there, starts, factors = (There(array, scene.device.address_of(array)) for array in of)
+    there, starts, factors = (There.of(scene.device, array) for array in of)
     for weighted, padding in (False, None), (True, PADDING_KEY):
         counted = keys != (-1 if padding is None else padding)
         rows = scene.rows(keys, np.float32)
@@ -742,7 +758,9 @@ def test_bags_whose_keys_offsets_and_weights_are_on_the_device_are_as_those_from
         bags = Pooling(starts, factors if weighted else None, Combiner.MEAN)
         if waited:
             out, state = scene.device.empty(expected.shape, np.float32), np.zeros(n, np.uint8)
-            assert LookUp(scene.table, there, state, out, scene.fetch, bags, padding=padding).finish()
+            assert LookUp(
+                scene.table, there, state, There.of(scene.device, out), scene.fetch, bags, padding=padding
+            ).finish()
             answer = to_host(out)
             assert (state[counted & (keys < len(RESIDENT))] == Tier.DEVICE).all()
         else:
@@ -825,7 +843,9 @@ def test_what_a_look_up_holds_is_released_when_the_device_fails_before_its_end()
     caller.ask(BELOW)
     scene.device.broken = True
     out = scene.device.empty((1, 8), np.float32)
-    assert not LookUp(scene.table, RESIDENT[:1], np.zeros(1, np.uint8), out, scene.fetch).finish()
+    assert not LookUp(
+        scene.table, RESIDENT[:1], np.zeros(1, np.uint8), There.of(scene.device, out), scene.fetch
+    ).finish()
     caller.has_released()
     scene.memory.close()
 
@@ -938,7 +958,9 @@ def test_a_device_that_fails_is_passed_over() -> None:
     scene = Scene(8, StorageDtype.FLOAT32)
     scene.device.broken = True
     out = scene.device.empty((len(RESIDENT), 8), np.float32)
-    assert not LookUp(scene.table, RESIDENT, np.zeros(len(RESIDENT), np.uint8), out, scene.fetch).finish()
+    assert not LookUp(
+        scene.table, RESIDENT, np.zeros(len(RESIDENT), np.uint8), There.of(scene.device, out), scene.fetch
+    ).finish()
     assert "fell off the bus" in str(scene.table.stats()["problem"])
     scene.device.broken = False
     cpu, state = np.empty((len(RESIDENT), 8), np.float32), np.zeros(len(RESIDENT), np.uint8)

@@ -137,7 +137,7 @@ def test_keys_on_a_gpu_are_answered_by_its_tier(on_gpu: bool, tmp_path: Path, mo
         device = ShimDevice(number=0)
         monkeypatch.setattr(gpu, "find_backend", lambda: (device, None))
         monkeypatch.setattr(modules, "_gpu_of", lambda source, keys: 0 if source.answers_on_gpu(0) else None)
-        monkeypatch.setattr(modules, "_there", lambda number: {"device": f"gpu:{number}"})
+        monkeypatch.setattr(modules, "_on", lambda number: {"device": f"gpu:{number}"})
     with open_store(tmp_path, device_budget="64MiB") as store:
         ctr = store.model("ctr")
         assert ctr.answers_on_gpu(0)

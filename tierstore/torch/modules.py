@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,12 +22,14 @@ import torch
 from torch import nn
 
 from tierstore.errors import InvalidInput
+from tierstore.tiers.device.lookup import There
 from tierstore.torch import operators
 from tierstore.torch.hashing import HashKeys
 from tierstore.torch.tables import check_mode, tables_of
 from tierstore.types import check_end
 
 _DTYPES = ("float32", "float16")
+_TAKEN = {getattr(torch, name): np.dtype(name) for name in ("int64", *_DTYPES)}  # types that look-ups read in place
 
 
 class RowSource(Protocol):
@@ -65,8 +67,15 @@ class _Rows(nn.Module):  # type: ignore[misc, unused-ignore]
         """Rows, [n, dim], on the device of `keys`."""
         source = self.scope.of(self.source)
         if (number := _gpu_of(source, keys)) is not None:
-            return torch.from_dlpack(source.lookup(feature, _int64(keys), dtype=self.dtype, **_there(number)))
+            with _view_of(source) as view:
+                rows = self._room(view, feature, len(keys), keys)
+                view.lookup(feature, _there(keys), out=_there(rows), dtype=self.dtype, **_on(number))
+            return rows
         return _tensor(source.lookup(feature, _array(keys), dtype=self.dtype), keys)
+
+    def _room(self, view: Any, feature: str, rows: int, like: torch.Tensor) -> torch.Tensor:
+        """Room for an answer, in PyTorch's memory: no other library keeps some for itself."""
+        return torch.empty((rows, view.table_of(feature).dim), dtype=self.rows_dtype, device=like.device)
 
     def _bags(
         self, feature: str, keys: torch.Tensor, offsets: Any, weights: Any, mode: str | None, *, ends: bool
@@ -79,10 +88,10 @@ class _Rows(nn.Module):  # type: ignore[misc, unused-ignore]
         source, options = self.scope.of(self.source), {"dtype": self.dtype, "combiner": mode}
         factors = None if weights is None else weights.detach().contiguous()
         if (number := _gpu_of(source, keys)) is not None:
-            options |= _there(number)
-            rows = torch.from_dlpack(
-                source.lookup_bags(feature, _int64(keys), _int64(offsets), weights=factors, **options)
-            )
+            with _view_of(source) as view:
+                rows = self._room(view, feature, len(offsets), keys)
+                options |= {"weights": _there(factors), "out": _there(rows)} | _on(number)
+                view.lookup_bags(feature, _there(keys), _there(offsets), **options)
             return rows[:-1] if ends else rows
         if ends:
             check_end(f"feature {feature}", offsets, len(keys))
@@ -171,7 +180,7 @@ class EmbeddingBag(_Rows):
         """What `forward` answers, when its operator runs."""
         ends = self.include_last_offset and offsets is not None
         if offsets is None:
-            offsets = torch.arange(len(keys)) * keys.shape[1]
+            offsets = np.arange(len(keys)) * keys.shape[1]
         weights = None if weights is None else weights.reshape(-1)
         return self._bags(self.feature, keys.reshape(-1), offsets, weights, self.mode, ends=ends)
 
@@ -358,18 +367,31 @@ def _gpu_of(source: Any, keys: torch.Tensor) -> int | None:
     return number if answers_on_gpu is not None and answers_on_gpu(number) else None
 
 
-def _there(number: int) -> dict[str, Any]:
+def _view_of(source: Any) -> AbstractContextManager[Any]:
+    """A view of a model; of a view that view."""
+    view: AbstractContextManager[Any] = source.view() if hasattr(source, "view") else nullcontext(source)
+    return view
+
+
+def _on(number: int) -> dict[str, Any]:
     """Options of a look-up on that GPU, in the order of the caller's stream."""
     return {"device": "gpu", "stream": torch.cuda.current_stream(number)}
 
 
-def _int64(values: torch.Tensor) -> torch.Tensor:
-    """Contiguous integers, which a look-up reads where they lie."""
-    return (values.to(torch.int64) if values.dtype == torch.int32 else values).contiguous()
+def _there(values: Any) -> Any:
+    """A tensor on the GPU as look-ups take it at once: by DLPack each would cost microseconds. Others unchanged."""
+    if not isinstance(values, torch.Tensor):
+        return values
+    if values.dtype == torch.int32:
+        values = values.to(torch.int64)
+    if (dtype := _TAKEN.get(values.dtype)) is None:
+        return values
+    values = values.contiguous()
+    return There(values, values.data_ptr(), tuple(values.shape), dtype)
 
 
-def _array(values: torch.Tensor) -> Any:
-    return values.contiguous().numpy(force=True)
+def _array(values: Any) -> Any:
+    return values.contiguous().numpy(force=True) if isinstance(values, torch.Tensor) else values
 
 
 def _tensor(rows: Any, like: torch.Tensor) -> torch.Tensor:

@@ -250,6 +250,45 @@ def test_keys_on_the_gpu_stay_there_where_their_rows_are_there_too(
             ctr.lookup_bags("item_id", OnGpu(few), starts, weights=factors, combiner="sum")
 
 
+def test_an_answer_is_written_to_room_on_the_gpu_that_the_caller_has(
+    on_stand_in: Callable[..., Store], gpus: list[ShimDevice], tmp_path: Path
+) -> None:
+    store, stream = on_stand_in(), gpus[0].stream()
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    ctr, expected, offsets = store.model("ctr"), scenes.vectors("item", 0, ITEMS), np.arange(0, 1000, 4)
+    out, pooled = (OnGpu(gpus[0].pinned(n * 32).view(np.float32).reshape(n, 8)) for n in (1000, 250))
+    wanted = ctr.lookup_bags("clicked", ITEMS, offsets)
+    for keys in ITEMS, OnGpu(ITEMS):
+        for options in {"device": "gpu"}, {"stream": stream}:
+            for array in out, pooled:
+                array.held[:] = 7
+            assert ctr.lookup("item_id", keys, out=out, **options) is out
+            rows, found = ctr.lookup_bags("clicked", keys, offsets, out=pooled, return_found=True, **options)
+            assert rows is pooled
+            assert found.tolist() == [False] + [True] * 999  # the padding key
+            stream.synchronize()
+            np.testing.assert_array_equal(out.held, expected)
+            np.testing.assert_array_equal(pooled.held, wanted)
+    with ctr.view() as view:  # also where the device cannot answer
+        table = view.open_version.tables["item"]
+        table.device, cache = None, table.device
+        assert cache is not None
+        cache.close()
+    out.held[:] = 7
+    assert ctr.lookup("item_id", ITEMS, out=out, device="gpu") is out
+    np.testing.assert_array_equal(out.held, expected)
+    for wrong, error in (
+        (OnGpu(out.held[:9]), r"\(1000, 8\) on the GPU, .*got float32 of shape \(9, 8\)"),
+        (OnGpu(out.held.astype(np.float16)), "got float16"), (OnGpu(np.zeros((8, 1000), np.float32).T), "C-contiguous"),
+        ([1], "got 'list'"), (np.zeros((1000, 8), np.float32), "got one in CPU memory"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidInput, match=error):
+            ctr.lookup("item_id", ITEMS, out=wrong, device="gpu")
+    for wrong in out, [1]:
+        with pytest.raises(InvalidInput, match="out: expected a NumPy array"):
+            ctr.lookup("item_id", ITEMS, out=wrong)
+
+
 def test_keys_that_a_stream_is_still_to_make_are_waited_for(
     on_stand_in: Callable[..., Store], gpus: list[ShimDevice], tmp_path: Path
 ) -> None:
@@ -371,7 +410,10 @@ def test_look_ups_of_several_features_are_on_the_device_at_once(
         ctr.lookup_bags("clicked", ITEMS, None, device="gpu")
     with pytest.raises(InvalidInput, match="device 'tpu' is unknown"):
         ctr.lookup_many(asked, device="tpu")
-    with pytest.raises(InvalidInput, match="out: an answer on a device is a new array"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"out: expected a C-contiguous float32 array .* on the GPU.* got one in CPU memory",
+    ):
         ctr.lookup_many({"item_id": ITEMS}, device="gpu", out=np.empty((1000, 8), np.float32))
 
 
@@ -719,7 +761,7 @@ def test_a_device_that_is_not_there_is_named(with_device: Callable[..., Store], 
     store.load_snapshot(scenes.write_snapshot(tmp_path))
     with pytest.raises(NotReady, match="no device 3: a store uses the first GPU"):
         store.model("ctr").lookup("item_id", [1], device="gpu:3")
-    with pytest.raises(InvalidInput, match="new array"):
+    with pytest.raises(InvalidInput, match="on the GPU, where the answer is"):
         store.model("ctr").lookup("item_id", [1], device="gpu", out=np.empty((1, 8), np.float32))
 
 

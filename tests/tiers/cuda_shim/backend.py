@@ -21,6 +21,7 @@ import pytest
 
 from tests.tiers.cuda_shim import compile
 from tests.tiers.cuda_shim.functions import CONTEXT, Functions
+from tierstore.errors import InvalidInput
 from tierstore.tiers.device.backend import DeviceError, OutOfDeviceMemory
 from tierstore.tiers.device.driver import Driver, Queue
 from tierstore.tiers.device.driver_calls import NOBODY
@@ -241,8 +242,14 @@ class ShimDevice:
         finally:
             self._caller.stream = None
 
-    def adopt(self, array: Any) -> np.ndarray:
-        return array if isinstance(array, np.ndarray) else adopted(array)  # of an earlier `adopt`
+    def adopt(self, array: Any, *, in_place: bool = False) -> np.ndarray:
+        mine = array if isinstance(array, np.ndarray) else adopted(array)  # of an earlier `adopt`
+        if in_place and not mine.flags.c_contiguous:
+            raise InvalidInput("expected a C-contiguous array")
+        return np.ascontiguousarray(mine)
+
+    def check_capture(self) -> None:
+        pass
 
     def address_of(self, array: Any) -> int:
         address: int = array.ctypes.data

@@ -235,11 +235,12 @@ class CupyStandIn:
         return self._array(adopted(a))
 
     def ascontiguousarray(self, a: Any) -> Any:
-        return a
+        return a if a.flags.c_contiguous else self._array(np.ascontiguousarray(a.get()))
 
     def _array(self, array: np.ndarray, number: int = 0) -> Any:
         return SimpleNamespace(
             data=SimpleNamespace(ptr=array.ctypes.data), dtype=array.dtype, shape=array.shape, get=lambda: array,
+            flags=SimpleNamespace(c_contiguous=array.flags.c_contiguous), strides=array.strides,
             device=SimpleNamespace(id=number), __cuda_array_interface__=array.__array_interface__,
         )  # fmt: skip
 

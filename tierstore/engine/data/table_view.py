@@ -20,7 +20,7 @@ from tierstore.lookup import table_rows as kernel
 from tierstore.lookup.plans import TABLE
 from tierstore.lookup.table_rows import NOT_POOLED
 from tierstore.tiers.background import yield_if_background
-from tierstore.tiers.device.lookup import LookUp, Pooling, There, from_device, look_up_into_new
+from tierstore.tiers.device.lookup import LookUp, Pooling, There, from_device, look_up_into
 from tierstore.types import Keys, Rows, States, Tier, Vectors
 
 DTYPES = np.dtype(np.float32), np.dtype(np.float16)  # of answers, by their codes
@@ -121,9 +121,16 @@ class TableView:
         self.table.count(state, 0)
 
     def on_device(
-        self, keys: Keys | There, state: States, dtype: Any, bags: Pooling | None, padding: int | None
+        self,
+        keys: Keys | There,
+        state: States,
+        dtype: Any,
+        bags: Pooling | None,
+        padding: int | None,
+        out: There | None,
     ) -> LookUp | None:
-        """A look-up of rows, or pooled bags, into an array of `dtype` on the device; None if the device tier cannot.
+        """A look-up of rows, or pooled bags, into `out` or a new array of `dtype` on the device; None if there is no
+        device tier, or no room for a new array.
 
         Like `lookup` otherwise. `state` gets the tiers, or PADDING; call `count_on_device` then.
         """
@@ -132,7 +139,7 @@ class TableView:
         if cache is None:
             return None
         below = self._below_device
-        return look_up_into_new(cache, keys, state, dtype, below, bags, table.host, self._addresses, padding)
+        return look_up_into(out, cache, keys, state, dtype, below, bags, table.host, self._addresses, padding)
 
     def count_on_device(self, keys: Keys | There, state: States) -> int:
         """Count, and promote, what `on_device` has answered.
@@ -142,7 +149,7 @@ class TableView:
         table = self.table
         from_host = table.count(state, 0)
         if from_host and table.offer is not None and table.device is not None:
-            table.offer(from_device(table.device.device, keys.array) if isinstance(keys, There) else keys, state)
+            table.offer(from_device(table.device.device, keys) if isinstance(keys, There) else keys, state)
         return from_host
 
     def overlaid(self, keys: Keys) -> np.ndarray:

@@ -15,7 +15,7 @@ from tierstore.engine.data.table_view import DTYPES
 from tierstore.engine.reads.feature_view import FeatureView
 from tierstore.engine.reads.lookup import BagLookup, Lookup
 from tierstore.engine.versions.version import Version
-from tierstore.errors import NotReady
+from tierstore.errors import InvalidInput, NotReady
 from tierstore.tiers.device.backend import Captured, lies_on_gpu
 from tierstore.tiers.device.gpu import Gpu
 from tierstore.tiers.device.lookup import PADDING, LookUp, Pooling, There, Unwaited
@@ -31,10 +31,16 @@ class DeviceLookup:
     One thread at a time, as `Lookup`. `array`: the answer, [n, dim] or [bags, dim] in device memory, after `finish`.
     """
 
-    __slots__ = ("_bags", "_code", "_codes", "_feature", "_gpu", "_look_up", "_state", "array")
+    __slots__ = ("_bags", "_code", "_codes", "_feature", "_gpu", "_look_up", "_out", "_state", "array")
 
-    def __init__(self, gpu: Gpu, feature: FeatureView, codes: Keys | There, bags: Pooling | None, code: int) -> None:
+    def __init__(
+        self, gpu: Gpu, feature: FeatureView, codes: Keys | There, bags: Pooling | None, code: int, out: Any = None
+    ) -> None:
         self._gpu, self._feature, self._codes, self._bags, self._code = gpu, feature, codes, bags, code
+        self._out: There | None = None
+        if out is not None:
+            shape = len(codes) if bags is None else len(bags.offsets), feature.dim
+            self._out = room_there(gpu, out, shape, code)
         self._state: States
         self._look_up: LookUp | None = None
         self.array: Any = None
@@ -89,25 +95,27 @@ class DeviceLookup:
             raise NotReady(str(error)) from error
         if unwaited is None or not unwaited.begun:
             rows.count_on_device(self._codes, self._state)
-        self.array = look_up.out
+        self.array = look_up.out.array
 
     def _prepare(self) -> None:
         feature, codes = self._feature, self._codes
         self._state = state = np.zeros(len(codes), _STATE)
         try:
-            self._look_up = feature.rows.on_device(codes, state, DTYPES[self._code], self._bags, feature.padding)
+            self._look_up = feature.rows.on_device(
+                codes, state, DTYPES[self._code], self._bags, feature.padding, self._out
+            )
         except Captured as error:
             raise NotReady(str(error)) from error
 
     def _from_below(self) -> None:
         feature, codes, bags, code = self._feature, self._codes, self._bags, self._code
         if isinstance(codes, There):
-            codes = self._gpu.to_host(codes.array)
+            codes = self._gpu.to_host(codes)
         if bags is not None:
             assert self._gpu.memory is not None
             bags = bags.here(self._gpu.memory, len(codes))
         lookup = Lookup(feature, codes, code) if bags is None else BagLookup(feature, codes, bags, code)
-        self.array = self._gpu.upload(lookup.finish())
+        self.array = self._gpu.upload(lookup.finish(), self._out)
         self._state = lookup.state
 
 
@@ -164,8 +172,18 @@ def there(gpu: Gpu, array: Any, dtype: Any) -> There | None:
     """An array [n] of `dtype` on the GPU, to be read in place; None if it is none."""
     if not lies_on_gpu(array):
         return None
-    assert gpu.memory is not None
-    mine = gpu.memory.backend.adopt(array)
-    if mine.dtype != dtype or len(mine.shape) != 1:
-        return None
-    return There(mine, gpu.memory.backend.address_of(mine))
+    mine = gpu.there(array)
+    return mine if mine.dtype == dtype and len(mine.shape) == 1 else None
+
+
+def room_there(gpu: Gpu, out: Any, shape: tuple[int, int], code: int) -> There:
+    """The caller's `out` on the GPU, checked for an answer of that shape. InvalidInput."""
+    got = "one in CPU memory" if isinstance(out, np.ndarray) else repr(type(out).__name__)
+    if lies_on_gpu(out):
+        mine = gpu.there(out, in_place=True)
+        if mine.shape == shape and mine.dtype == DTYPES[code]:
+            return mine
+        got = f"{mine.dtype} of shape {mine.shape}"
+    raise InvalidInput(
+        f"out: expected a C-contiguous {DTYPES[code]} array of shape {shape} on the GPU, where the answer is, got {got}"
+    )

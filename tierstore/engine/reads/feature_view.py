@@ -71,6 +71,8 @@ class FeatureView:
     def checked_out(self, out: Vectors, n: int, code: int) -> Vectors:
         """`out`, checked for an answer of `n` rows. InvalidInput if it does not fit."""
         shape, dtype = (n, self.dim), DTYPES[code]
+        if not isinstance(out, np.ndarray):
+            raise InvalidInput(f"out: expected a NumPy array {dtype} of shape {shape}, got {type(out).__name__!r}")
         flags = out.flags
         if out.shape != shape or out.dtype != dtype or not flags.c_contiguous or not flags.writeable:
             raise InvalidInput(

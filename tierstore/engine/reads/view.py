@@ -215,10 +215,11 @@ class View:
                 string table, or an Arrow array; or integers in the memory of the GPU, of any library that speaks
                 DLPack or has `__cuda_array_interface__`: then the answer is there too, unless `device` is `cpu`.
             dtype: of the answer, `float32` or `float16`.
-            out: C-contiguous array [n, dim] of that dtype to write into and return.
+            out: C-contiguous array [n, dim] of that dtype to write into and return; in the memory of the GPU, of any
+                library, if the answer is there.
             return_found: also return bool[n], False where the table's default was answered.
             device: `cpu` (as None is), or `gpu` or `gpu:<number>`: then the vectors are a CuPy array on that device,
-                complete when it is returned; `found` stays a NumPy array.
+                or over `out`, complete when it is returned; `found` stays a NumPy array.
             stream: the caller's, of CuPy, PyTorch or by its address: `keys` are read after the work that is in it, and
                 the memory of the answer is used again in its order. None: CuPy's current one. `device` is `gpu` then.
                 Unless `found` is wanted, the vectors are complete in the order of this stream, and the call does not
@@ -236,11 +237,11 @@ class View:
                 here, where = self._keys_for(gpu, feature, keys, device), device or "gpu"
                 if where != "cpu":
                     hold = None if stream is None else self._hold
-                    left = self.begin_on_device(where, feature, here, dtype=dtype)
+                    left = self.begin_on_device(where, feature, here, dtype=dtype, out=out)
                     return self._left(left, out, return_found, hold)
                 return self.lookup(feature, here, dtype=dtype, out=out, return_found=return_found)
         if device is not None and device != "cpu":
-            return self._left(self.begin_on_device(device, feature, keys, dtype=dtype), out, return_found)
+            return self._left(self.begin_on_device(device, feature, keys, dtype=dtype, out=out), out, return_found)
         of = self.feature(feature)
         lookup = Lookup(of, of.codes(keys), 0 if dtype is _FLOAT32 else answer_code(dtype), out)
         answer = lookup.finish()
@@ -284,12 +285,13 @@ class View:
                 if device == "cpu":
                     return self.lookup_bags(feature, here, starts, out=out, return_found=return_found, **how)
                 hold, where = None if stream is None else self._hold, device or "gpu"
-                left = self.begin_on_device(where, feature, here, offsets=starts, pooled=True, **how)
+                left = self.begin_on_device(where, feature, here, offsets=starts, pooled=True, out=out, **how)
                 return self._left(left, out, return_found, hold)
         if device is not None and device != "cpu":
             left = self.begin_on_device(
-                device, feature, keys, offsets=offsets, weights=weights, combiner=combiner, dtype=dtype, pooled=True
-            )
+                device, feature, keys, offsets=offsets, weights=weights, combiner=combiner, dtype=dtype, pooled=True,
+                out=out,
+            )  # fmt: skip
             return self._left(left, out, return_found)
         of = self.feature(feature)
         codes = of.codes(keys)
@@ -405,6 +407,7 @@ class View:
         combiner: str | None = None,
         dtype: str = "float32",
         pooled: bool = False,
+        out: Any = None,
     ) -> DeviceLookup:
         """Start a look-up whose rows stay on the device `rows_on`. Arguments and errors as for `begin`.
 
@@ -416,19 +419,18 @@ class View:
         codes = keys if isinstance(keys, There) else of.codes(keys)
         pooled = pooled or offsets is not None or weights is not None
         bags = of.bags(len(codes), offsets, weights, combiner) if pooled else None  # type: ignore[arg-type]
-        return DeviceLookup(gpu_of(self._version, device), of, codes, bags, code)
+        return DeviceLookup(gpu_of(self._version, device), of, codes, bags, code, out)
 
     def _keys_for(self, gpu: Gpu, feature: str, keys: Any, device: str | None) -> Any:
         """Keys that may be on the GPU, for a look-up: there if possible, else in CPU memory."""
         there = None if device == "cpu" else keys_there(gpu, keys, self.feature(feature))
         return gpu.to_host(keys) if there is None else there
 
-    def _left(self, lookup: DeviceLookup, out: Vectors | None, return_found: bool, hold: Hold | None = None) -> Any:
+    def _left(self, lookup: DeviceLookup, out: Any, return_found: bool, hold: Hold | None = None) -> Any:
         """The result of a look-up whose answer stays on a device; with `hold`, in the caller's stream."""
-        if out is not None:
-            raise InvalidInput("out: an answer on a device is a new array; leave out away")
         lookup.finish(None if return_found or self.publisher is None else hold)
-        return (lookup.array, lookup.found) if return_found else lookup.array
+        answer = lookup.array if out is None else out
+        return (answer, lookup.found) if return_found else answer
 
     def _hold(self) -> Callable[[], None]:
         publisher = self.publisher

@@ -21,7 +21,7 @@ from tierstore.tiers.device.round_trip import TEAM as TEAM
 from tierstore.tiers.device.round_trip import THREADS as THREADS
 from tierstore.tiers.device.round_trip import WARP as WARP
 
-_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged of DLPack
+CUDA, CUDA_MANAGED = 2, 13  # kDLCUDA, kDLCUDAManaged of DLPack
 _PARTS = ("words.cuh", "layout.cuh", "codec.cuh", "host.cuh", "lookup.cu", "write.cu")
 
 # `struct Table` of layout.cuh
@@ -144,11 +144,14 @@ class Backend(Protocol):
     def in_stream(self, stream: Any) -> AbstractContextManager[None]:
         """In the block the calling thread's program works in `stream`, which has `__cuda_stream__`."""
 
-    def adopt(self, array: Any) -> Any:
-        """An array of any library, contiguous on this device, as it is after the work in the caller's stream.
+    def adopt(self, array: Any, *, in_place: bool = False) -> Any:
+        """An array of any library, C-contiguous on this device, as it is after the work in the caller's stream; a copy if need be.
 
-        InvalidInput if it is elsewhere or no array; Captured as by `empty`.
+        InvalidInput if it is elsewhere or no array, or would be copied though it is to be used `in_place`; Captured as by `empty`.
         """
+
+    def check_capture(self) -> None:
+        """Captured if the caller's stream is being captured, so that the calls that follow would end the capture."""
 
     def synchronize(self) -> None:
         """Wait for everything in every stream."""
@@ -163,7 +166,7 @@ def lies_on_gpu(values: Any) -> bool:
         return False
     # asked first, as PyTorch makes a dictionary for each question about the other
     if (device := getattr(values, "__dlpack_device__", None)) is not None:
-        return device()[0] in _CUDA
+        return device()[0] in (CUDA, CUDA_MANAGED)
     return hasattr(values, "__cuda_array_interface__")
 
 

@@ -58,9 +58,9 @@ def _translated(method: Callable[..., _Result]) -> Callable[..., _Result]:
     """Wrap a method: run it with its device as the current one, and translate its errors."""
 
     @wraps(method)
-    def run(self: Any, *args: Any) -> _Result:
+    def run(self: Any, *args: Any, **options: Any) -> _Result:
         with self.device.current():
-            return method(self, *args)
+            return method(self, *args, **options)
 
     return run
 
@@ -219,7 +219,7 @@ class CudaDevice:
 
     @_translated
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        self._check_capture()
+        self.check_capture()
         return self.cupy.empty(shape, dtype)
 
     @contextmanager
@@ -228,8 +228,8 @@ class CudaDevice:
             yield
 
     @_translated
-    def adopt(self, array: Any) -> Any:
-        self._check_capture()
+    def adopt(self, array: Any, *, in_place: bool = False) -> Any:
+        self.check_capture()
         cupy = self.cupy
         try:
             # DLPack makes this stream wait for the stream that writes the array
@@ -238,10 +238,13 @@ class CudaDevice:
             raise InvalidInput(f"expected a dense array in the memory of GPU {self.number}: {error}") from error
         if mine.device.id != self.number:
             raise InvalidInput(f"expected an array in the memory of GPU {self.number}, got one on GPU {mine.device.id}")
+        if in_place and not mine.flags.c_contiguous:
+            raise InvalidInput(
+                f"expected a C-contiguous array, got one of shape {mine.shape} with strides {mine.strides}"
+            )
         return cupy.ascontiguousarray(mine)
 
-    def _check_capture(self) -> None:
-        """Raise Captured while the caller's stream is being captured, because the calls that follow would end the capture."""
+    def check_capture(self) -> None:
         if self.cupy.cuda.get_current_stream().is_capturing():
             raise Captured(captured(self.number))
 

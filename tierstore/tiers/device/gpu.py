@@ -17,7 +17,7 @@ from tierstore.config import Settings
 from tierstore.errors import ConfigError, InvalidInput, MissingExtra, NotReady
 from tierstore.tiers.device.backend import Backend, DeviceError, lies_on_gpu
 from tierstore.tiers.device.cupy_device import NOT_INSTALLED, CudaDevice, find_devices
-from tierstore.tiers.device.lookup import from_device, to_device
+from tierstore.tiers.device.lookup import There, from_device, to_device
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import WORKSPACES, DeviceMemory
 from tierstore.types import TableSpec
@@ -102,15 +102,22 @@ class Gpu:
             raise NotReady(f"there is no device {number}: a store uses the first GPU that CUDA_VISIBLE_DEVICES shows")
         return self.memory
 
-    def upload(self, array: np.ndarray) -> Any:
-        """A copy of an answer in GPU memory."""
+    def upload(self, array: np.ndarray, there: There | None = None) -> Any:
+        """A copy of an answer in GPU memory, new or `there`."""
         assert self.memory is not None
-        return to_device(self.memory, array)
+        return to_device(self.memory, array, there)
 
     def to_host(self, values: Any) -> Any:
         """A copy in CPU memory of an array in GPU memory; other arrays unchanged."""
         assert self.memory is not None
         return from_device(self.memory, values) if lies_on_gpu(values) else values
+
+    def there(self, array: Any, *, in_place: bool = False) -> There:
+        """An array in GPU memory, of any library; see `Backend.adopt`."""
+        if isinstance(array, There):
+            return array
+        assert self.memory is not None
+        return There.of(self.memory.backend, self.memory.backend.adopt(array, in_place=in_place))
 
     def in_stream(self, stream: Any) -> AbstractContextManager[None]:
         """Say in which stream the caller works, in the block. `stream`: an object with `__cuda_stream__`, an address as an integer, or None for the current stream."""

@@ -19,7 +19,7 @@ import numpy as np
 from tierstore.errors import InvalidInput, StorageError
 from tierstore.kernels.pool import check_offsets, combiner_code
 from tierstore.tiers.device import reports, round_trip
-from tierstore.tiers.device.backend import TEAM, WARP, Buffer, Captured, DeviceError, OutOfDeviceMemory
+from tierstore.tiers.device.backend import CUDA, TEAM, WARP, Backend, Buffer, Captured, DeviceError, OutOfDeviceMemory
 from tierstore.tiers.device.driver_calls import NOBODY
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import ALIGN, NOTHING, DeviceMemory, Workspace
@@ -37,13 +37,24 @@ Fetch = Callable[[Keys, Any], tuple[Vectors, States]]
 
 @dataclass(slots=True, eq=False)
 class There:
-    """An array [n] in device memory, valid after the work in the caller's stream: int64, or float32 for weights."""
+    """A C-contiguous array in device memory, to be read or written after the work in the caller's stream."""
 
-    array: Any  # from `Backend.adopt`
+    array: Any  # of any library
     address: int
+    shape: tuple[int, ...]
+    dtype: Any  # NumPy's
+
+    @classmethod
+    def of(cls, backend: Backend, array: Any) -> There:
+        """An array from `Backend.empty` or `adopt`."""
+        return cls(array, backend.address_of(array), tuple(array.shape), array.dtype)
 
     def __len__(self) -> int:
-        return int(self.array.shape[0])
+        return self.shape[0]
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Where it lies, as arrays of other libraries say it."""
+        return CUDA, 0
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +72,7 @@ class Pooling:
     def here(self, memory: DeviceMemory, n: int) -> Pooling:
         """The same in CPU memory, checked for `n` keys. InvalidInput."""
         offsets, weights = (
-            from_device(memory, one.array) if isinstance(one, There) else one for one in (self.offsets, self.weights)
+            from_device(memory, one) if isinstance(one, There) else one for one in (self.offsets, self.weights)
         )
         return Pooling(check_offsets(offsets, n), weights, self.combiner)
 
@@ -88,7 +99,8 @@ class _Chunk(NamedTuple):
     last: int = 0
 
 
-def look_up_into_new(
+def look_up_into(
+    out: There | None,
     table: DeviceTable,
     keys: Keys | There,
     state: States,
@@ -99,24 +111,33 @@ def look_up_into_new(
     overlays: Keys = _NONE,
     padding: int | None = None,
 ) -> LookUp | None:
-    """A look-up into a new array of `dtype`, [n, dim] or [bags, dim]; None if the device has no room for it. Arguments as of `LookUp`."""
-    shape = (len(keys) if bags is None else len(bags.offsets), table.spec.dim)
+    """A look-up into `out`, or into a new array of `dtype`, [n, dim] or [bags, dim]; None if the device has no room for one.
+
+    Arguments as of `LookUp`, errors as of `Backend.empty`.
+    """
+    backend, shape = table.device.backend, (len(keys) if bags is None else len(bags.offsets), table.spec.dim)
+    if out is not None:
+        backend.check_capture()
+        return LookUp(table, keys, state, out, fetch, bags, host, overlays, padding)
     try:
-        out = table.device.backend.empty(shape, dtype)
+        new = backend.empty(shape, dtype)
     except OutOfDeviceMemory:
         return None
+    out = There.of(backend, new)
     return LookUp(table, keys, state, out, fetch, bags, host, overlays, padding)
 
 
-def to_device(memory: DeviceMemory, array: np.ndarray) -> Any:
-    """A copy of a contiguous array on the device."""
-    out = memory.backend.empty(array.shape, array.dtype)
-    address, data = memory.backend.address_of(out), array.reshape(-1).view(np.uint8)
+def to_device(memory: DeviceMemory, array: np.ndarray, there: There | None = None) -> Any:
+    """A copy of a contiguous array on the device, made after the work in the caller's stream; with `there`, in it."""
+    out = memory.backend.empty(array.shape, array.dtype) if there is None else there.array
+    address = memory.backend.address_of(out) if there is None else there.address
+    data = array.reshape(-1).view(np.uint8)
     for begin in range(0, len(data), max(1, memory.workspace_bytes)):
         part = data[begin : begin + memory.workspace_bytes]
         with memory.workspace() as ws:
             staged = ws.staging(0, len(part))
             staged[:] = part
+            ws.stream.wait_for_caller()
             ws.stream.upload(address + begin, staged)
             ws.stream.synchronize()
     return out
@@ -124,9 +145,9 @@ def to_device(memory: DeviceMemory, array: np.ndarray) -> Any:
 
 def from_device(memory: DeviceMemory, array: Any) -> np.ndarray:
     """A copy in CPU memory of an array on the device, of any library, made after the work in the caller's stream."""
-    mine = memory.backend.adopt(array)
+    mine = array if isinstance(array, There) else There.of(memory.backend, memory.backend.adopt(array))
     out = np.empty(mine.shape, mine.dtype)
-    address, data = memory.backend.address_of(mine), out.reshape(-1).view(np.uint8)
+    address, data = mine.address, out.reshape(-1).view(np.uint8)
     for begin in range(0, len(data), max(1, memory.workspace_bytes)):
         part = data[begin : begin + memory.workspace_bytes]
         with memory.workspace(answers=True) as ws:
@@ -144,7 +165,7 @@ class LookUp:
     Args:
         keys: int64[n]; on the device only if there are no overlays.
         state: uint8[n], which gets the tier that answered, or PADDING.
-        out: an array on the device, from `Backend.empty`: float32 or float16 [n, dim], or [bags, dim].
+        out: float32 or float16 [n, dim], or [bags, dim].
         fetch: answers keys that the kernel has not found. Called on the thread that calls `finish`, once a chunk.
         host: the host tier below, which the kernel reads if it may.
         overlays: addresses int64[m] of overlays, newest first, which are kept alive until `finish` has returned.
@@ -161,7 +182,7 @@ class LookUp:
         table: DeviceTable,
         keys: Keys | There,
         state: States,
-        out: Any,
+        out: There,
         fetch: Fetch,
         bags: Pooling | None = None,
         host: HostTable | None = None,
@@ -173,7 +194,7 @@ class LookUp:
         self._keys: Keys = _NONE if isinstance(keys, There) else np.ascontiguousarray(keys)
         self._fetch, self._bags, self.host = fetch, bags, host
         self._of = 0 if host is None else id(host)
-        self._address = table.device.backend.address_of(out)
+        self._address = out.address
         self._half = int(out.dtype.itemsize == 2)
         self._out_width = table.spec.dim * (4 >> self._half)
         self._row_dtype = np.float32 if bags is not None or not self._half else np.float16
