@@ -45,11 +45,11 @@ from benchmarks.options import parser_of
 from tierstore.kernels.pool import check_offsets
 from tierstore.tiers.device.backend import NO_HOST, TEAM, Backend
 from tierstore.tiers.device.cupy_device import CudaDevice, find_devices
-from tierstore.tiers.device.lookup import LookUp, Pooling, There, Unwaited, to_device
+from tierstore.tiers.device.lookup import LookUp, Pooling, Unwaited, to_device
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import ANSWERING, DeviceMemory
 from tierstore.tiers.host.table import HostTable
-from tierstore.types import Combiner, KeyType, StorageDtype, TableSpec, Tier
+from tierstore.types import Combiner, KeyType, StorageDtype, TableSpec, There, Tier
 
 THREADS, TABLES = 8, 26
 WORKSPACE_ROOM = 6 << 30  # of a budget, for workspaces of the size that they have at most

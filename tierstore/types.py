@@ -195,6 +195,28 @@ def as_bags(feature: str, value: Any) -> Any:
     return keys, offsets[:-1], value.weights_or_none()
 
 
+@dataclass(slots=True, eq=False)
+class There:
+    """A C-contiguous array in a GPU's memory, to be read or written after the work in the caller's stream."""
+
+    array: Any  # of any library; kept, as the memory is its
+    address: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @classmethod
+    def of(cls, backend: Any, array: Any) -> There:
+        """An array from `empty` or `adopt` of a `Backend`."""
+        return cls(array, backend.address_of(array), tuple(array.shape), array.dtype)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Where it lies, as arrays of other libraries say it: kDLCUDA."""
+        return 2, 0
+
+
 class KeyType(StrEnum):
     INT64 = "int64"
     UINT64 = "uint64"

@@ -22,11 +22,11 @@ import numpy as np
 from tests.tiers.devices import open_device, to_host
 from tierstore.engine.data.overlay import OverlayTable
 from tierstore.kernels.pool import pool_bags
-from tierstore.tiers.device.lookup import LookUp, Pooling, There, Unwaited
+from tierstore.tiers.device.lookup import LookUp, Pooling, Unwaited
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import DeviceMemory
 from tierstore.tiers.host.table import HostTable
-from tierstore.types import Combiner, KeyType, StorageDtype, TableSpec, Tier
+from tierstore.types import Combiner, KeyType, StorageDtype, TableSpec, There, Tier
 
 DIM, KEYS, READERS = 12, 6000, 3
 STEP = 10_000  # between two writings of a row

@@ -22,12 +22,12 @@ from tierstore.kernels.pool import pool_bags
 from tierstore.tiers.device import reports
 from tierstore.tiers.device.backend import Captured, DeviceError, OutOfDeviceMemory
 from tierstore.tiers.device.later import Finisher
-from tierstore.tiers.device.lookup import PADDING, LookUp, Pooling, There, Unwaited, from_device, to_device
+from tierstore.tiers.device.lookup import PADDING, LookUp, Pooling, Unwaited, from_device, to_device
 from tierstore.tiers.device.window import NOT_YET
 from tierstore.tiers.device.workspaces import ANSWERING, DeviceMemory
 from tierstore.tiers.host.sample import ALL, NOTHING, AccessSample
 from tierstore.tiers.host.table import HostTable
-from tierstore.types import Combiner, Keys, KeyType, States, StorageDtype, TableSpec, Tier, Vectors
+from tierstore.types import Combiner, Keys, KeyType, States, StorageDtype, TableSpec, There, Tier, Vectors
 from tools.soak_device import Soak
 
 RESIDENT = np.arange(0, 400, dtype=np.int64)

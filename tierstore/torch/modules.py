@@ -22,11 +22,10 @@ import torch
 from torch import nn
 
 from tierstore.errors import InvalidInput
-from tierstore.tiers.device.lookup import There
 from tierstore.torch import operators
 from tierstore.torch.hashing import HashKeys
 from tierstore.torch.tables import check_mode, tables_of
-from tierstore.types import check_end
+from tierstore.types import There, check_end
 
 _DTYPES = ("float32", "float16")
 _TAKEN = {getattr(torch, name): np.dtype(name) for name in ("int64", *_DTYPES)}  # types that look-ups read in place

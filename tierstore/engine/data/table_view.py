@@ -20,8 +20,8 @@ from tierstore.lookup import table_rows as kernel
 from tierstore.lookup.plans import TABLE
 from tierstore.lookup.table_rows import NOT_POOLED
 from tierstore.tiers.background import yield_if_background
-from tierstore.tiers.device.lookup import LookUp, Pooling, There, from_device, look_up_into
-from tierstore.types import Keys, Rows, States, Tier, Vectors
+from tierstore.tiers.device.lookup import LookUp, Pooling, from_device, look_up_into
+from tierstore.types import Keys, Rows, States, There, Tier, Vectors
 
 DTYPES = np.dtype(np.float32), np.dtype(np.float16)  # of answers, by their codes
 _BYTES = np.dtype(np.uint8)

@@ -18,8 +18,8 @@ from tierstore.engine.versions.version import Version
 from tierstore.errors import InvalidInput, NotReady
 from tierstore.tiers.device.backend import Captured, lies_on_gpu
 from tierstore.tiers.device.gpu import Gpu
-from tierstore.tiers.device.lookup import PADDING, LookUp, Pooling, There, Unwaited
-from tierstore.types import Keys, KeyType, States, Tier
+from tierstore.tiers.device.lookup import PADDING, LookUp, Pooling, Unwaited
+from tierstore.types import Keys, KeyType, States, There, Tier
 
 Hold = Callable[[], Callable[[], None]]  # holds a view, and returns what releases it
 _STATE, _ABSENT = np.dtype(np.uint8), np.uint8(Tier.ABSENT)

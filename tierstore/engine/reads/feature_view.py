@@ -14,8 +14,8 @@ from tierstore.formats.key_hash import rows_of
 from tierstore.formats.keys import as_codes
 from tierstore.kernels.codec import all_finite
 from tierstore.kernels.pool import check_offsets
-from tierstore.tiers.device.lookup import Pooling, There
-from tierstore.types import Combiner, FeatureSpec, Keys, KeysLike, Vectors, weights_of
+from tierstore.tiers.device.lookup import Pooling
+from tierstore.types import Combiner, FeatureSpec, Keys, KeysLike, There, Vectors, weights_of
 
 _CODES = {str(dtype): code for code, dtype in enumerate(DTYPES)}
 _COMBINERS = {combiner.value: combiner for combiner in Combiner}

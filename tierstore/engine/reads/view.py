@@ -30,8 +30,7 @@ from tierstore.predict.runtime import INSTALL
 from tierstore.predict.session import DenseSession
 from tierstore.tiers.device.backend import lies_on_gpu
 from tierstore.tiers.device.gpu import Gpu
-from tierstore.tiers.device.lookup import There
-from tierstore.types import FeatureSpec, KeysLike, TableSpec, Vectors, keys_and_bags, names_of
+from tierstore.types import FeatureSpec, KeysLike, TableSpec, There, Vectors, keys_and_bags, names_of
 
 _MOST_GATHERINGS = 64  # for one view
 _NO_HEAD = DenseHead()

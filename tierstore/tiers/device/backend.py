@@ -21,7 +21,7 @@ from tierstore.tiers.device.round_trip import TEAM as TEAM
 from tierstore.tiers.device.round_trip import THREADS as THREADS
 from tierstore.tiers.device.round_trip import WARP as WARP
 
-CUDA, CUDA_MANAGED = 2, 13  # kDLCUDA, kDLCUDAManaged of DLPack
+_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged of DLPack
 _PARTS = ("words.cuh", "layout.cuh", "codec.cuh", "host.cuh", "lookup.cu", "write.cu")
 
 # `struct Table` of layout.cuh
@@ -166,7 +166,7 @@ def lies_on_gpu(values: Any) -> bool:
         return False
     # asked first, as PyTorch makes a dictionary for each question about the other
     if (device := getattr(values, "__dlpack_device__", None)) is not None:
-        return device()[0] in (CUDA, CUDA_MANAGED)
+        return device()[0] in _CUDA
     return hasattr(values, "__cuda_array_interface__")
 
 

@@ -17,10 +17,10 @@ from tierstore.config import Settings
 from tierstore.errors import ConfigError, InvalidInput, MissingExtra, NotReady
 from tierstore.tiers.device.backend import Backend, DeviceError, lies_on_gpu
 from tierstore.tiers.device.cupy_device import NOT_INSTALLED, CudaDevice, find_devices
-from tierstore.tiers.device.lookup import There, from_device, to_device
+from tierstore.tiers.device.lookup import from_device, to_device
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import WORKSPACES, DeviceMemory
-from tierstore.types import TableSpec
+from tierstore.types import TableSpec, There
 
 log = logging.getLogger(__name__)
 

@@ -19,12 +19,12 @@ import numpy as np
 from tierstore.errors import InvalidInput, StorageError
 from tierstore.kernels.pool import check_offsets, combiner_code
 from tierstore.tiers.device import reports, round_trip
-from tierstore.tiers.device.backend import CUDA, TEAM, WARP, Backend, Buffer, Captured, DeviceError, OutOfDeviceMemory
+from tierstore.tiers.device.backend import TEAM, WARP, Buffer, Captured, DeviceError, OutOfDeviceMemory
 from tierstore.tiers.device.driver_calls import NOBODY
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import ALIGN, NOTHING, DeviceMemory, Workspace
 from tierstore.tiers.host.table import HostTable
-from tierstore.types import Combiner, Keys, States, Vectors
+from tierstore.types import Combiner, Keys, States, There, Vectors
 
 PADDING = 255  # the state of the padding key, which is answered with zeros and does not count in a bag
 
@@ -33,28 +33,6 @@ _NONE, _NO_WEIGHTS = np.empty(0, np.int64), np.empty(0, np.float32)
 
 # answers of the tiers below: (keys, with repeats; dtype) → (rows of that dtype, states)
 Fetch = Callable[[Keys, Any], tuple[Vectors, States]]
-
-
-@dataclass(slots=True, eq=False)
-class There:
-    """A C-contiguous array in device memory, to be read or written after the work in the caller's stream."""
-
-    array: Any  # of any library
-    address: int
-    shape: tuple[int, ...]
-    dtype: Any  # NumPy's
-
-    @classmethod
-    def of(cls, backend: Backend, array: Any) -> There:
-        """An array from `Backend.empty` or `adopt`."""
-        return cls(array, backend.address_of(array), tuple(array.shape), array.dtype)
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        """Where it lies, as arrays of other libraries say it."""
-        return CUDA, 0
 
 
 @dataclass(slots=True, eq=False)
