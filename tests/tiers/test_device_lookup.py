@@ -863,6 +863,25 @@ def test_an_array_goes_up_in_pieces() -> None:
 
 
 @either
+def test_an_array_goes_up_after_the_work_that_is_in_the_callers_stream(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That work may still use memory that the program has let go, and that the array is given."""
+    device = open_device(kind)
+    memory = DeviceMemory(device, 1 << 18)
+    stream, old = device.stream(), device.pinned(8000)
+    old[:] = 7
+    again = device.empty((1000,), np.int64)
+    stream.upload(device.address_of(again), old)
+    array = np.arange(1000)
+    monkeypatch.setattr(device, "empty", lambda shape, dtype: again)
+    with device.in_stream(getattr(stream, "_stream", stream)):
+        to_device(memory, array)
+    stream.synchronize()
+    np.testing.assert_array_equal(to_host(again), array)
+
+
+@either
 def test_an_array_comes_down_in_pieces_after_the_work_that_is_in_the_callers_stream(kind: str) -> None:
     device = open_device(kind)
     memory = DeviceMemory(device, 1 << 18)

@@ -105,6 +105,7 @@ def to_device(memory: DeviceMemory, array: np.ndarray) -> Any:
         with memory.workspace() as ws:
             staged = ws.staging(0, len(part))
             staged[:] = part
+            ws.stream.wait_for_caller()
             ws.stream.upload(address + begin, staged)
             ws.stream.synchronize()
     return out
