@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -770,6 +771,7 @@ class Slow:
 
     def __init__(self, number: int, report: np.ndarray, meanwhile: Callable[[], None] = lambda: None) -> None:
         self.number, self.report, self._meanwhile = number, report.ctypes.data, meanwhile
+        self.kept: Any = None
         self.answered: list[int] = []
         self.ended = threading.Event()
 
@@ -807,6 +809,52 @@ def test_a_later_look_up_in_the_same_place_is_not_taken_for_the_one_before() -> 
     assert first.ended.wait(60)
     assert (first.answered, second.answered, later.answered) == ([5], [], [3])
     finisher.close()
+
+
+def test_a_later_look_up_is_not_ended_in_the_place_of_one_that_another_thread_has_ended() -> None:
+    finisher, words = Finisher(ShimDevice().driver().calls, 2), np.zeros((2, 2), np.int64)
+    later: list[Slow] = []
+
+    class Ending(Slow):
+        def end(self) -> None:
+            """Another caller ends the other look-up meanwhile, and a further one takes its place."""
+            super().end()
+            if not (other := pair[1 - self.number]).ended.is_set():
+                finisher.end_some()
+                assert other.ended.is_set()
+                words[other.number] = 0
+                later.append(Slow(other.number, words[other.number]))
+                finisher.add(later[0])
+
+    pair = [Ending(number, words[number]) for number in range(2)]
+    for one in pair:
+        finisher.add(one)
+        words[one.number] = reports.WHOLE, 1
+    finisher.end_some()
+    assert all(one.ended.is_set() for one in pair)
+    assert not later[0].ended.is_set()
+    words[later[0].number] = reports.WHOLE, 1
+    finisher.end_some()
+    assert later[0].ended.is_set()
+
+
+def test_memory_on_the_device_is_let_go_by_callers_as_that_may_wait_for_a_stream() -> None:
+    class Memory:
+        pass
+
+    finisher, words = Finisher(ShimDevice().driver().calls, 1), np.zeros((1, 2), np.int64)
+    one, gone = Slow(0, words[0]), []
+    one.kept = Memory()
+    weakref.finalize(one.kept, lambda: gone.append(threading.current_thread()))
+    finisher.prepare(7)
+    finisher.add(one)
+    words[0] = reports.WHOLE, 1
+    assert one.ended.wait(60)
+    del one
+    finisher.prepare(7)
+    finisher.close()
+    finisher.prepare(7)
+    assert gone == [threading.current_thread()]
 
 
 def test_a_store_that_puts_nothing_off_has_no_thread_for_it() -> None:

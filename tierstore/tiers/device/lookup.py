@@ -403,17 +403,18 @@ class LookUp:
 
 
 class _PutOff:
-    """A look-up in the caller's stream, as an `UnderWay`. `control`: memory that its second kernel reads, kept until then."""
+    """A look-up in the caller's stream, as an `UnderWay`. `control`: memory that its second kernel reads."""
 
     __slots__ = (
-        "_chunk", "_control", "_failed", "_held", "_listed", "_stream", "_unwaited", "_work", "_ws", "number", "report",
+        "_chunk", "_failed", "_held", "_listed", "_stream", "_unwaited", "_work", "_ws", "kept", "number", "report",
     )  # fmt: skip
 
     def __init__(
         self, work: LookUp, ws: Workspace, chunk: _Chunk, stream: int, unwaited: Unwaited, control: Buffer
     ) -> None:
         self._work, self._ws, self._chunk, self._stream, self._unwaited = work, ws, chunk, stream, unwaited
-        self._control, self._listed, self._failed = control, 0, False
+        self.kept = work.there, control
+        self._listed, self._failed = 0, False
         self._held = [unwaited.hold()]  # empty once that is released
         self.number, self.report = ws.number, ws.here(int(ws.frame[round_trip.AT_DONE]))
 
