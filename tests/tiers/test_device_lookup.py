@@ -19,7 +19,7 @@ from tierstore.errors import StorageError
 from tierstore.kernels import codec
 from tierstore.kernels.hashing import mix_all
 from tierstore.kernels.pool import pool_bags
-from tierstore.tiers.device import reports
+from tierstore.tiers.device import reports, round_trip
 from tierstore.tiers.device.backend import Captured, DeviceError, OutOfDeviceMemory
 from tierstore.tiers.device.later import Finisher
 from tierstore.tiers.device.lookup import PADDING, KeysThere, LookUp, Pooling, Unwaited, from_device, to_device
@@ -266,6 +266,32 @@ def test_what_the_device_reads_of_the_host_tier_is_heat_and_is_sampled() -> None
     noted = sample.collect(0)
     assert noted.seen == 5 * len(warm)
     assert sorted(noted.keys) == sorted(np.tile(warm, 5))
+    host.close()
+
+
+@pytest.mark.parametrize("in_stream", [False, True])
+def test_of_keys_that_the_device_lists_none_is_noted_as_an_answer_of_the_host_tier(in_stream: bool) -> None:
+    """Also if an earlier look-up has left states in the workspace."""
+    scene, sample = Scene(8, StorageDtype.FLOAT32), AccessSample()
+    host, caller, none = scene.host_tier(BELOW, 1 << 20, sample), Caller(scene), np.empty((0, 8), np.float32)
+    scene.table.read_below(host)
+
+    def look_up(keys: Keys) -> None:
+        if in_stream:
+            caller.ask(keys, host=host)
+            caller.is_through()
+        else:
+            scene.look_up(keys, np.float32, np.zeros(len(keys), np.uint8), none, host=host)
+
+    for _ in range(ANSWERING):
+        look_up(BELOW[:80])
+    sample.collect(ALL)
+    for _ in range(ANSWERING):
+        look_up(np.concatenate([KEPT[:50], BELOW[:30]]))
+    assert len(scene.asked) == ANSWERING
+    noted = sample.collect(0)
+    assert sorted(noted.keys) == sorted(np.tile(BELOW[:30], ANSWERING))
+    assert noted.seen == ANSWERING * 30
     host.close()
 
 
@@ -719,7 +745,7 @@ def test_rows_that_cannot_be_read_are_nan_and_the_next_look_up_in_that_stream_sa
     assert scene.memory.finisher.failed == 1
     other.ask(BELOW)
     with pytest.raises(StorageError, match=r"before this one in its stream could not read rows.* the disk failed"):
-        caller.ask(RESIDENT)
+        caller.ask(RESIDENT if pooled else np.tile(RESIDENT, 1500))  # which does not fit a workspace
     answer, _ = caller.ask(BELOW)
     for each in caller, other:
         each.is_through()
@@ -750,6 +776,26 @@ def test_a_look_up_that_a_stream_does_not_take_whole_leaves_the_stream_free(refu
     assert scene.table.problem is not None
     caller.is_through()
     assert scene.memory.held == 0
+
+
+def test_a_look_up_that_is_interrupted_leaves_the_stream_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(8, StorageDtype.FLOAT32)
+    caller, look_up = Caller(scene), round_trip.look_up
+
+    def interrupted(*args: Any) -> int:
+        """Ctrl-C is noticed when the compiled call returns."""
+        look_up(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(round_trip, "look_up", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            caller.ask(BELOW)
+    caller.is_through()
+    assert scene.memory.held == 0
+    answer, _ = caller.ask(BELOW)
+    caller.is_through()
+    np.testing.assert_array_equal(answer, scene.rows(BELOW, np.float32))
 
 
 def test_where_streams_cannot_wait_or_there_is_too_much_for_a_workspace_the_caller_waits() -> None:

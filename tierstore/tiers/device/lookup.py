@@ -21,6 +21,7 @@ from tierstore.kernels.pool import combiner_code
 from tierstore.tiers.device import reports, round_trip
 from tierstore.tiers.device.backend import TEAM, WARP, Buffer, Captured, DeviceError, OutOfDeviceMemory
 from tierstore.tiers.device.driver_calls import NOBODY
+from tierstore.tiers.device.later import Finisher
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import ALIGN, NOTHING, DeviceMemory, Workspace
 from tierstore.tiers.host.table import HostTable
@@ -211,8 +212,13 @@ class LookUp:
         todo, device = self._parts(), self.table.device
         if todo is None:
             return False
-        if len(todo) == 1 and not self._begun:
-            return self._at_once(todo[0], unwaited)
+        if unwaited is not None and device.finisher is not None and (stream := device.backend.callers()[0]) != NOBODY:
+            device.finisher.prepare(stream)
+            if len(todo) == 1:
+                return self._put_off(todo[0], stream, unwaited, device.finisher)
+        if len(todo) == 1:
+            with device.workspace(answers=True) as ws:
+                return self._complete(ws, todo[0], self._launch(ws, todo[0]))
         while todo or self._begun:
             if not self._begun and not self._begin_next(device.workspace(answers=True), todo):
                 return False
@@ -242,20 +248,6 @@ class LookUp:
             ws.leave()
         self._begun.append((ws, todo.popleft()))
         return True
-
-    def _at_once(self, chunk: _Chunk, unwaited: Unwaited | None) -> bool:
-        """A look-up of one part."""
-        device = self.table.device
-        finisher = None if unwaited is None else device.finisher
-        if unwaited is None or finisher is None or (stream := device.backend.callers()[0]) == NOBODY:
-            with device.workspace(answers=True) as ws:
-                return self._complete(ws, chunk, self._launch(ws, chunk))
-        finisher.prepare(stream)
-        with device.workspace(answers=True) as ws:
-            begun = self._put_off(ws, chunk, stream, unwaited)
-            if begun is not None:
-                finisher.add(begun)
-            return begun is not None
 
     def _parts(self) -> deque[_Chunk] | None:
         """The parts that have not begun; None if it cannot be cut."""
@@ -308,15 +300,24 @@ class LookUp:
             self.host.note_answered(keys, ws.part(round_trip.AT_STATE, end - begin))
         return said < 2 or self._answer_listed(ws, chunk, said // 2)
 
-    def _put_off(self, ws: Workspace, chunk: _Chunk, stream: int, unwaited: Unwaited) -> _PutOff | None:
-        """The look-up in the caller's stream. None if the table is not in use."""
-        memory = self.table.memory
-        second = self.table.device.driver.kernels["put_rows" if self._bags is None else "pool_waiting"]
-        if memory is None or self._launch(ws, chunk, second) == round_trip.NOT_IN_USE:
-            return None
-        ws.leave()
-        unwaited.begun = True
-        return _PutOff(self, ws, chunk, stream, unwaited, memory.control)
+    def _put_off(self, chunk: _Chunk, stream: int, unwaited: Unwaited, finisher: Finisher) -> bool:
+        """The look-up in the caller's stream. False if the table is not in use."""
+        device, memory = self.table.device, self.table.memory
+        second = device.driver.kernels["put_rows" if self._bags is None else "pool_waiting"]
+        if memory is None:
+            return False
+        with device.workspace(answers=True) as ws:
+            try:
+                if self._launch(ws, chunk, second) == round_trip.NOT_IN_USE:
+                    return False
+                put_off = _PutOff(self, ws, chunk, stream, unwaited, memory.control)
+            except BaseException:  # Ctrl-C, of which Python hears when the compiled call returns
+                round_trip.let_go(device.driver.calls, memory.order.words, ws.frame)
+                raise
+            ws.leave()
+            unwaited.begun = True
+            finisher.add(put_off)
+        return True
 
     def _launch(self, ws: Workspace, chunk: _Chunk, second: int = 0) -> int:
         """The compiled call, with its result. `second`: see `round_trip.look_up`."""
@@ -444,9 +445,9 @@ class _PutOff:
         keys = ws.part(round_trip.AT_KEYS if self._work.there is None else round_trip.AT_ROWS, n, np.int64)
         state = ws.part(round_trip.AT_STATE, n)
         from_host = self._unwaited.after(keys, state)
-        if (
-            from_host and host is not None and not self._listed
-        ):  # otherwise the host tier has noted what it was asked for
+        if from_host and host is not None:
+            # listed keys were noted when the host tier was asked for them
+            state[ws.part(round_trip.AT_PLACES, self._listed, np.uint32)] = Tier.PENDING
             host.note_answered(keys, state)
 
     def forsake(self) -> bool:
