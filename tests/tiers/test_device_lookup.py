@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from tierstore.errors import InvalidInput, StorageError
 from tierstore.kernels import codec
 from tierstore.kernels.hashing import mix_all
 from tierstore.kernels.pool import pool_bags
-from tierstore.tiers.device import reports
+from tierstore.tiers.device import reports, round_trip
 from tierstore.tiers.device.backend import Captured, DeviceError, OutOfDeviceMemory
 from tierstore.tiers.device.later import Finisher
 from tierstore.tiers.device.lookup import PADDING, LookUp, Pooling, Unwaited, from_device, to_device
@@ -300,6 +301,32 @@ def test_what_the_device_reads_of_the_host_tier_is_heat_and_is_sampled() -> None
     noted = sample.collect(0)
     assert noted.seen == 5 * len(warm)
     assert sorted(noted.keys) == sorted(np.tile(warm, 5))
+    host.close()
+
+
+@pytest.mark.parametrize("in_stream", [False, True])
+def test_of_keys_that_the_device_lists_none_is_noted_as_an_answer_of_the_host_tier(in_stream: bool) -> None:
+    """Also if an earlier look-up has left states in the workspace."""
+    scene, sample = Scene(8, StorageDtype.FLOAT32), AccessSample()
+    host, caller = scene.host_tier(BELOW, 1 << 20, sample), Caller(scene)
+    scene.table.read_below(host)
+
+    def look_up(keys: Keys) -> None:
+        if in_stream:
+            caller.ask(keys, host=host)
+            caller.is_through()
+        else:
+            scene.look_up(keys, np.float32, np.zeros(len(keys), np.uint8), host=host)
+
+    for _ in range(ANSWERING):
+        look_up(BELOW[:80])
+    sample.collect(ALL)
+    for _ in range(ANSWERING):
+        look_up(np.concatenate([KEPT[:50], BELOW[:30]]))
+    assert len(scene.asked) == ANSWERING
+    noted = sample.collect(0)
+    assert sorted(noted.keys) == sorted(np.tile(BELOW[:30], ANSWERING))
+    assert noted.seen == ANSWERING * 30
     host.close()
 
 
@@ -827,7 +854,7 @@ def test_rows_that_cannot_be_read_are_nan_and_the_next_look_up_in_that_stream_sa
     assert scene.memory.finisher.failed == 1
     other.ask(BELOW)
     with pytest.raises(StorageError, match=r"before this one in its stream could not read rows.* the disk failed"):
-        caller.ask(RESIDENT)
+        caller.ask(RESIDENT if pooled else np.tile(RESIDENT, 1500))  # which does not fit a workspace
     answer, _ = caller.ask(BELOW)
     for each in caller, other:
         each.is_through()
@@ -862,6 +889,26 @@ def test_a_look_up_that_a_stream_does_not_take_whole_leaves_the_stream_free(refu
     assert scene.memory.held == 0
 
 
+def test_a_look_up_that_is_interrupted_leaves_the_stream_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(8, StorageDtype.FLOAT32)
+    caller, look_up = Caller(scene), round_trip.look_up
+
+    def interrupted(*args: Any) -> int:
+        """Ctrl-C is noticed when the compiled call returns."""
+        look_up(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(round_trip, "look_up", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            caller.ask(BELOW)
+    caller.is_through()
+    assert scene.memory.held == 0
+    answer, _ = caller.ask(BELOW)
+    caller.is_through()
+    np.testing.assert_array_equal(answer, scene.rows(BELOW, np.float32))
+
+
 def test_where_streams_cannot_wait_or_there_is_too_much_for_a_workspace_the_caller_waits() -> None:
     scene = Scene(8, StorageDtype.FLOAT32, 1 << 20)
     caller, many = Caller(scene), np.tile(BELOW, 10)
@@ -881,6 +928,7 @@ class Slow:
 
     def __init__(self, number: int, report: np.ndarray, meanwhile: Callable[[], None] = lambda: None) -> None:
         self.number, self.report, self._meanwhile = number, report.ctypes.data, meanwhile
+        self.kept: Any = None
         self.answered: list[int] = []
         self.ended = threading.Event()
 
@@ -918,6 +966,52 @@ def test_a_later_look_up_in_the_same_place_is_not_taken_for_the_one_before() -> 
     assert first.ended.wait(60)
     assert (first.answered, second.answered, later.answered) == ([5], [], [3])
     finisher.close()
+
+
+def test_a_later_look_up_is_not_ended_in_the_place_of_one_that_another_thread_has_ended() -> None:
+    finisher, words = Finisher(ShimDevice().driver().calls, 2), np.zeros((2, 2), np.int64)
+    later: list[Slow] = []
+
+    class Ending(Slow):
+        def end(self) -> None:
+            """Another caller ends the other look-up meanwhile, and a further one takes its place."""
+            super().end()
+            if not (other := pair[1 - self.number]).ended.is_set():
+                finisher.end_some()
+                assert other.ended.is_set()
+                words[other.number] = 0
+                later.append(Slow(other.number, words[other.number]))
+                finisher.add(later[0])
+
+    pair = [Ending(number, words[number]) for number in range(2)]
+    for one in pair:
+        finisher.add(one)
+        words[one.number] = reports.WHOLE, 1
+    finisher.end_some()
+    assert all(one.ended.is_set() for one in pair)
+    assert not later[0].ended.is_set()
+    words[later[0].number] = reports.WHOLE, 1
+    finisher.end_some()
+    assert later[0].ended.is_set()
+
+
+def test_memory_on_the_device_is_let_go_by_callers_as_that_may_wait_for_a_stream() -> None:
+    class Memory:
+        pass
+
+    finisher, words = Finisher(ShimDevice().driver().calls, 1), np.zeros((1, 2), np.int64)
+    one, gone = Slow(0, words[0]), []
+    one.kept = Memory()
+    weakref.finalize(one.kept, lambda: gone.append(threading.current_thread()))
+    finisher.prepare(7)
+    finisher.add(one)
+    words[0] = reports.WHOLE, 1
+    assert one.ended.wait(60)
+    del one
+    finisher.prepare(7)
+    finisher.close()
+    finisher.prepare(7)
+    assert gone == [threading.current_thread()]
 
 
 def test_a_store_that_puts_nothing_off_has_no_thread_for_it() -> None:
@@ -972,6 +1066,25 @@ def test_an_array_goes_up_in_pieces() -> None:
     memory = DeviceMemory(ShimDevice(), 1 << 16)
     array = np.random.default_rng(3).normal(size=(1000, 7)).astype(np.float32)
     np.testing.assert_array_equal(to_device(memory, array), array)
+
+
+@either
+def test_an_array_goes_up_after_the_work_that_is_in_the_callers_stream(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That work may still use memory that the program has let go, and that the array is given."""
+    device = open_device(kind)
+    memory = DeviceMemory(device, 1 << 18)
+    stream, old = device.stream(), device.pinned(8000)
+    old[:] = 7
+    again = device.empty((1000,), np.int64)
+    stream.upload(device.address_of(again), old)
+    array = np.arange(1000)
+    monkeypatch.setattr(device, "empty", lambda shape, dtype: again)
+    with device.in_stream(getattr(stream, "_stream", stream)):
+        to_device(memory, array)
+    stream.synchronize()
+    np.testing.assert_array_equal(to_host(again), array)
 
 
 @either

@@ -72,6 +72,25 @@ def test_a_compiled_module_is_one_graph_with_the_same_answers(store: Store, case
             torch.testing.assert_close(got, wanted)
 
 
+@pytest.mark.parametrize("last", [None, False, True])
+def test_one_graph_takes_any_number_of_bags(store: Store, last: bool | None) -> None:
+    """Keys [bags, k]; or keys [n] with offsets, of which the last one is the end or not."""
+    graphs: list[Any] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    module = EmbeddingBag(store.model("ctr"), "clicked", mode="sum", include_last_offset=bool(last)).eval()
+    compiled = torch.compile(module, backend=count, dynamic=True)
+    with torch.inference_mode():
+        for bags in range(3, 7):
+            keys, ends = torch.arange(2 * bags), torch.arange(0, 2 * bags + 1, 2)
+            given = (keys.reshape(bags, 2),) if last is None else (keys, ends if last else ends[:-1])
+            torch.testing.assert_close(compiled(*given), module(*given))
+    assert len(graphs) == 1
+
+
 @pytest.mark.parametrize("case", range(4))
 def test_an_exported_module_reads_what_is_served_when_it_runs(store: Store, case: int) -> None:
     options, arguments = cases()[case]

@@ -14,7 +14,7 @@ import logging
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -28,10 +28,14 @@ _LOWER = (1 << 32) - 1
 
 
 class UnderWay(Protocol):
-    """A look-up that was put off. `number`: its place; no other has it before `end`. `report`: its address."""
+    """A look-up that was put off. `number`: its place; no other has it before `end`. `report`: its address.
+
+    `kept`: memory on the device that its kernels read.
+    """
 
     number: int
     report: int
+    kept: Any
 
     def answer_missing(self, listed: int, failed: Callable[[int, Exception], None]) -> None:
         """Get the rows of the listed keys, and let the stream go on. `failed` is called with the stream and why they cannot be had."""
@@ -54,6 +58,9 @@ class Finisher:
         self._is_open = True
         self._asleep = False
         self._wake: SimpleQueue[None] = SimpleQueue()  # something is put while the thread is asleep
+        self._kept: list[
+            Any
+        ] = []  # by look-ups that the thread has ended, for callers to let go: that may wait for a stream
         # guarded by _lock
         self._lock = threading.Lock()
         self._thread: Thread | None = None
@@ -69,6 +76,7 @@ class Finisher:
                     thread = Thread(target=self._run, name="tierstore-device-answers", daemon=True)
                     thread.start()
                     self._thread = thread
+        self._kept.clear()
         self.end_some()
 
     def add(self, look_up: UnderWay) -> None:
@@ -79,20 +87,26 @@ class Finisher:
             self._asleep = False
             self._wake.put(None)
 
-    def end_some(self) -> None:
-        """End the look-ups that their streams are past."""
-        bits = reports.ended(self._reports) if self._under_way else 0
-        while bits:
-            number = bits.bit_length() - 1
-            bits ^= 1 << number
-            look_up = self._under_way.pop(number, None)  # by one of the threads that come here
-            if look_up is None:
-                continue
-            self._reports[number] = 0
+    def end_some(self) -> list[Any]:
+        """End the look-ups that their streams are past. Returns what they have kept."""
+        kept = []
+        while (look_up := self._take_ended()) is not None:
+            kept.append(look_up.kept)
             try:
                 look_up.end()
             except Exception:
                 log.exception("a look-up in a stream was answered, and could not be counted")
+        return kept
+
+    def _take_ended(self) -> UnderWay | None:
+        if not self._under_way:
+            return None
+        with self._lock:  # otherwise another thread may end it, and a later look-up be in its place
+            number = reports.ended(self._reports)
+            if number < 0:
+                return None
+            self._reports[number] = 0
+            return self._under_way.pop(number)
 
     def close(self) -> None:
         """Wait for the look-ups under way, unless the device has failed."""
@@ -107,7 +121,7 @@ class Finisher:
             if came == reports.MISSING:
                 self._answer_missing()
             elif came == reports.ENDED:
-                self.end_some()
+                self._kept += self.end_some()
             elif came == reports.SILENT:
                 forsaken = [look_up.forsake() for look_up in list(self._under_way.values())]
                 if not self._is_open and all(forsaken):

@@ -21,10 +21,11 @@ from tierstore.kernels.pool import check_offsets, combiner_code
 from tierstore.tiers.device import reports, round_trip
 from tierstore.tiers.device.backend import TEAM, WARP, Buffer, Captured, DeviceError, OutOfDeviceMemory
 from tierstore.tiers.device.driver_calls import NOBODY
+from tierstore.tiers.device.later import Finisher
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import ALIGN, NOTHING, DeviceMemory, Workspace
 from tierstore.tiers.host.table import HostTable
-from tierstore.types import Combiner, Keys, States, There, Vectors
+from tierstore.types import Combiner, Keys, States, There, Tier, Vectors
 
 PADDING = 255  # the state of the padding key, which is answered with zeros and does not count in a bag
 
@@ -151,8 +152,8 @@ class LookUp:
     """
 
     __slots__ = (
-        "_address", "_bags", "_begun", "_fetch", "_half", "_keys", "_of", "_out_width", "_overlays", "_padding", "_room_width", "_row_dtype",
-        "_state", "_todo", "host", "out", "table", "there",
+        "_address", "_begun", "_fetch", "_half", "_keys", "_of", "_out_width", "_overlays", "_padding", "_room_width", "_row_dtype",
+        "_state", "_todo", "bags", "host", "out", "table", "there",
     )  # fmt: skip
 
     def __init__(
@@ -170,7 +171,7 @@ class LookUp:
         self.table, self._state, self._overlays, self._padding, self.out = table, state, overlays, padding, out
         self.there = keys if isinstance(keys, There) else None
         self._keys: Keys = _NONE if isinstance(keys, There) else np.ascontiguousarray(keys)
-        self._fetch, self._bags, self.host = fetch, bags, host
+        self._fetch, self.bags, self.host = fetch, bags, host
         self._of = 0 if host is None else id(host)
         self._address = out.address
         self._half = int(out.dtype.itemsize == 2)
@@ -219,8 +220,13 @@ class LookUp:
         todo, device = self._parts(), self.table.device
         if todo is None:
             return False
-        if len(todo) == 1 and not self._begun:
-            return self._at_once(todo[0], unwaited)
+        if unwaited is not None and device.finisher is not None and (stream := device.backend.callers()[0]) != NOBODY:
+            device.finisher.prepare(stream)
+            if len(todo) == 1:
+                return self._put_off(todo[0], stream, unwaited, device.finisher)
+        if len(todo) == 1:
+            with device.workspace(answers=True) as ws:
+                return self._complete(ws, todo[0], self._launch(ws, todo[0]))
         while todo or self._begun:
             if not self._begun and not self._begin_next(device.workspace(answers=True), todo):
                 return False
@@ -251,20 +257,6 @@ class LookUp:
         self._begun.append((ws, todo.popleft()))
         return True
 
-    def _at_once(self, chunk: _Chunk, unwaited: Unwaited | None) -> bool:
-        """A look-up of one part."""
-        device = self.table.device
-        finisher = None if unwaited is None else device.finisher
-        if unwaited is None or finisher is None or (stream := device.backend.callers()[0]) == NOBODY:
-            with device.workspace(answers=True) as ws:
-                return self._complete(ws, chunk, self._launch(ws, chunk))
-        finisher.prepare(stream)
-        with device.workspace(answers=True) as ws:
-            begun = self._put_off(ws, chunk, stream, unwaited)
-            if begun is not None:
-                finisher.add(begun)
-            return begun is not None
-
     def _parts(self) -> deque[_Chunk] | None:
         """The parts that have not begun; None if it cannot be cut."""
         if self._todo is None and (chunks := self._chunks()) is not None:
@@ -276,7 +268,7 @@ class LookUp:
         a_key = 8 + 1 + 1 + 8 + 4 + self._room_width  # as `round_trip.py` divides a workspace
         room = self.table.device.workspace_bytes - 20 * ALIGN
         n = len(self._state)
-        if self._bags is None:
+        if self.bags is None:
             if 0 < n * a_key <= room:
                 return [_Chunk(0, n)]
             step = room // a_key
@@ -284,11 +276,11 @@ class LookUp:
                 return None
             return [_Chunk(begin, min(n, begin + step)) for begin in range(0, n, step)]
         a_key, a_bag = a_key + 4 + 8 + self.table.spec.dim * 4, 8 + 1  # weight, source, row kept
-        count = len(self._bags.offsets)
+        count = len(self.bags.offsets)
         if n * a_key + count * a_bag <= room:
             return [_Chunk(0, n, 0, count)] if count else []
-        self._bags = self._bags.here(self.table.device, n)
-        return self._bag_chunks(self._bags.offsets, room, a_key, a_bag)
+        self.bags = self.bags.here(self.table.device, n)
+        return self._bag_chunks(self.bags.offsets, room, a_key, a_bag)
 
     def _bag_chunks(self, offsets: Any, room: int, a_key: int, a_bag: int) -> list[_Chunk] | None:
         ends = np.append(offsets[1:], len(self._state))
@@ -316,19 +308,28 @@ class LookUp:
             self.host.note_answered(keys, ws.part(round_trip.AT_STATE, end - begin))
         return said < 2 or self._answer_listed(ws, chunk, said // 2)
 
-    def _put_off(self, ws: Workspace, chunk: _Chunk, stream: int, unwaited: Unwaited) -> _PutOff | None:
-        """The look-up in the caller's stream. None if the table is not in use."""
-        memory = self.table.memory
-        second = self.table.device.driver.kernels["put_rows" if self._bags is None else "pool_waiting"]
-        if memory is None or self._launch(ws, chunk, second) == round_trip.NOT_IN_USE:
-            return None
-        ws.leave()
-        unwaited.begun = True
-        return _PutOff(self, ws, chunk, stream, unwaited, memory.control)
+    def _put_off(self, chunk: _Chunk, stream: int, unwaited: Unwaited, finisher: Finisher) -> bool:
+        """The look-up in the caller's stream. False if the table is not in use."""
+        device, memory = self.table.device, self.table.memory
+        second = device.driver.kernels["put_rows" if self.bags is None else "pool_waiting"]
+        if memory is None:
+            return False
+        with device.workspace(answers=True) as ws:
+            try:
+                if self._launch(ws, chunk, second) == round_trip.NOT_IN_USE:
+                    return False
+                put_off = _PutOff(self, ws, chunk, stream, unwaited, memory.control)
+            except BaseException:  # Ctrl-C, of which Python hears when the compiled call returns
+                round_trip.let_go(device.driver.calls, memory.order.words, ws.frame)
+                raise
+            ws.leave()
+            unwaited.begun = True
+            finisher.add(put_off)
+        return True
 
     def _launch(self, ws: Workspace, chunk: _Chunk, second: int = 0) -> int:
         """The compiled call, with its result. `second`: see `round_trip.look_up`."""
-        table, bags, there = self.table, self._bags, self.there
+        table, bags, there = self.table, self.bags, self.there
         device = table.device
         begin, end, first_bag, last_bag = chunk
         keys, state = self._keys, self._state
@@ -378,19 +379,17 @@ class LookUp:
         """The second kernel, which answers listed keys: its name, threads and arguments."""
         at, half = ws.frame.tolist(), self._half
         rows = ws.here(at[round_trip.AT_ROWS])
-        if self._bags is None:
+        if self.bags is None:
             out, dim = self._address + chunk.begin * self._out_width, self.table.spec.dim
             places = ws.here(at[round_trip.AT_PLACES])
             return "put_rows", listed * TEAM, rows, places, listed, NOTHING, out, dim, half
         where = ws.at if at[round_trip.COPIED] else ws.here
         count, out = chunk.last - chunk.first, self._address + chunk.first * self._out_width
-        weights = at[round_trip.WEIGHTS] or (
-            NOTHING if self._bags.weights is None else where(at[round_trip.AT_WEIGHTS])
-        )
+        weights = at[round_trip.WEIGHTS] or (NOTHING if self.bags.weights is None else where(at[round_trip.AT_WEIGHTS]))
         offsets = at[round_trip.OFFSETS] or where(at[round_trip.AT_OFFSETS])
         return (
             "pool_waiting", count * WARP, table, chunk.end - chunk.begin, offsets, count, weights,
-            combiner_code(self._bags.combiner), ws.at(at[round_trip.AT_SOURCE]), ws.at(at[round_trip.AT_KEPT]),
+            combiner_code(self.bags.combiner), ws.at(at[round_trip.AT_SOURCE]), ws.at(at[round_trip.AT_KEPT]),
             ws.at(at[round_trip.AT_WHOLE]), rows, out, half,
         )  # fmt: skip
 
@@ -410,17 +409,18 @@ class LookUp:
 
 
 class _PutOff:
-    """A look-up in the caller's stream, as an `UnderWay`. `control`: memory that its second kernel reads, kept until then."""
+    """A look-up in the caller's stream, as an `UnderWay`. `control`: memory that its second kernel reads."""
 
     __slots__ = (
-        "_chunk", "_control", "_failed", "_held", "_listed", "_stream", "_unwaited", "_work", "_ws", "number", "report",
+        "_chunk", "_failed", "_held", "_listed", "_stream", "_unwaited", "_work", "_ws", "kept", "number", "report",
     )  # fmt: skip
 
     def __init__(
         self, work: LookUp, ws: Workspace, chunk: _Chunk, stream: int, unwaited: Unwaited, control: Buffer
     ) -> None:
         self._work, self._ws, self._chunk, self._stream, self._unwaited = work, ws, chunk, stream, unwaited
-        self._control, self._listed, self._failed = control, 0, False
+        self.kept = work.there, work.bags, control
+        self._listed, self._failed = 0, False
         self._held = [unwaited.hold()]  # empty once that is released
         self.number, self.report = ws.number, ws.here(int(ws.frame[round_trip.AT_DONE]))
 
@@ -450,9 +450,9 @@ class _PutOff:
         keys = ws.part(round_trip.AT_KEYS if self._work.there is None else round_trip.AT_ROWS, n, np.int64)
         state = ws.part(round_trip.AT_STATE, n)
         from_host = self._unwaited.after(keys, state)
-        if (
-            from_host and host is not None and not self._listed
-        ):  # otherwise the host tier has noted what it was asked for
+        if from_host and host is not None:
+            # listed keys were noted when the host tier was asked for them
+            state[ws.part(round_trip.AT_PLACES, self._listed, np.uint32)] = Tier.PENDING
             host.note_answered(keys, state)
 
     def forsake(self) -> bool:

@@ -40,12 +40,11 @@ def say(at: Any, value: Any) -> None:
 
 @compiled(types.int64(_WORDS), when=LAST)
 def ended(reports: Any) -> Any:
-    """Which look-ups their streams are past, a bit each. `reports`: the addresses of their reports, or 0."""
-    bits = 0
+    """The place of a look-up that its stream is past, or -1. `reports`: the addresses of their reports, or 0."""
     for i in range(reports.size):
         if reports[i] != 0 and acquire_u32(reports[i] + OVER) != 0:
-            bits |= 1 << i
-    return bits
+            return i
+    return -1
 
 
 @compiled(types.int64(_WORDS, _WORDS), when=LAST)

@@ -130,6 +130,7 @@ def look_up(
         store_i64(here + frame[AT_OFFSETS], b, offsets[b] - frame[BEGIN])
     if weights.size != 0:
         copy_bytes(here + frame[AT_WEIGHTS], np.int64(weights.ctypes.data), n * 4)
+    clear_bytes(here + frame[AT_STATE], n)  # those of listed keys stay PENDING
     store_i64(here + frame[AT_DONE], 0, 0)
     store_i64(here + frame[AT_DONE] + OVER, 0, 0)
     while swap_at(order.ctypes.data, 1) != 0:
@@ -142,9 +143,15 @@ def look_up(
     if status == 0:
         return 0 if frame[SECOND] != 0 else finish(calls, order, frame, state)
     if launched:
-        wait(calls, here + frame[AT_DONE], order[STREAM], frame[_SCRATCH:])
-        release_i64(here + frame[AT_DONE], WHOLE)  # the caller's stream may wait for it
+        let_go(calls, order, frame)
     return status if status == NOT_IN_USE else FAILED - status
+
+
+@compiled(types.void(_WORDS, _WORDS, _WORDS), when=LAST)
+def let_go(calls: Any, order: Any, frame: Any) -> None:
+    """Let the caller's stream go on, if it waits for rows that will not come. Whatever has been put into it."""
+    wait(calls, frame[PINNED] + frame[AT_DONE], order[STREAM], frame[_SCRATCH:])
+    release_i64(frame[PINNED] + frame[AT_DONE], WHOLE)
 
 
 @compiled(types.int64(_WORDS, _WORDS, _WORDS, types.uint8[::1]), when=LAST)

@@ -4,7 +4,7 @@ A workspace is a piece of device memory, as much page-locked CPU memory (its sta
 staging memory is bounded: larger requests are cut into chunks, and a thread that finds all workspaces in use waits for one. Any thread may use one.
 
 ANSWERING of them are for answers that stay on the device; a thread with one of these may wait for a disk read. A thread with one of the others waits
-only for its kernel, so few are enough.
+only for its kernel, or, to upload an answer of the CPU, for the caller's stream, so few are enough.
 """
 
 from __future__ import annotations
