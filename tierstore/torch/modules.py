@@ -174,7 +174,8 @@ class EmbeddingBag(_Rows):
     def bags_of(self, keys: torch.Tensor, offsets: torch.Tensor | None) -> int:
         """How many bags there are."""
         # `len` would be a constant of the graph that is traced
-        return keys.shape[0] if offsets is None else offsets.shape[0] - self.include_last_offset
+        count: int = keys.shape[0] if offsets is None else offsets.shape[0] - self.include_last_offset
+        return count
 
     def read(self, keys: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None) -> torch.Tensor:
         """What `forward` answers, when its operator runs."""

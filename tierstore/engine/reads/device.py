@@ -95,7 +95,7 @@ class DeviceLookup:
             raise NotReady(str(error)) from error
         if unwaited is None or not unwaited.begun:
             rows.count_on_device(self._codes, self._state)
-        self.array, look_up.out = look_up.out.array, None  # a look-up that is put off is not to keep it
+        self.array = look_up.take()
 
     def _prepare(self) -> None:
         feature, codes = self._feature, self._codes

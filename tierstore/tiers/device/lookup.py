@@ -168,7 +168,8 @@ class LookUp:
         overlays: Keys = _NONE,
         padding: int | None = None,
     ) -> None:
-        self.table, self._state, self._overlays, self._padding, self.out = table, state, overlays, padding, out
+        self.table, self._state, self._overlays, self._padding = table, state, overlays, padding
+        self.out: There | None = out
         self.there = keys if isinstance(keys, There) else None
         self._keys: Keys = _NONE if isinstance(keys, There) else np.ascontiguousarray(keys)
         self._fetch, self.bags, self.host = fetch, bags, host
@@ -181,6 +182,12 @@ class LookUp:
         self._room_width = max(row_width, table.layout.stride)  # of rows from the tiers below, decoded or as stored
         self._todo: deque[_Chunk] | None = None  # parts that have not begun, once it is cut
         self._begun: deque[tuple[Workspace, _Chunk]] = deque()  # parts whose kernels are under way
+
+    def take(self) -> Any:
+        """The answer, after `finish`. One that is put off does not keep it."""
+        assert self.out is not None
+        out, self.out = self.out, None
+        return out.array
 
     def begin(self) -> bool:
         """Put the kernel into the table's stream, if it is one and that needs no wait. Returns whether it did: then `finish` or `abandon` must follow."""
