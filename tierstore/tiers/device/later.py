@@ -30,7 +30,7 @@ _LOWER = (1 << 32) - 1
 class UnderWay(Protocol):
     """A look-up that was put off. `number`: its place; no other has it before `end`. `report`: its address.
 
-    `kept`: memory on the device that its kernels read.
+    `kept`: memory on the device, of the caller's, that its kernels read.
     """
 
     number: int
@@ -58,9 +58,8 @@ class Finisher:
         self._is_open = True
         self._asleep = False
         self._wake: SimpleQueue[None] = SimpleQueue()  # something is put while the thread is asleep
-        self._kept: list[
-            Any
-        ] = []  # by look-ups that the thread has ended, for callers to let go: that may wait for a stream
+        # by look-ups that the thread has ended; callers let it go, as that may wait for a stream
+        self._kept: list[Any] = []
         # guarded by _lock
         self._lock = threading.Lock()
         self._thread: Thread | None = None
@@ -114,6 +113,7 @@ class Finisher:
         self._wake.put(None)
         if self._thread is not None:
             self._thread.join()
+        self._kept.clear()
 
     def _run(self) -> None:
         while True:

@@ -416,18 +416,19 @@ class LookUp:
 
 
 class _PutOff:
-    """A look-up in the caller's stream, as an `UnderWay`. `control`: memory that its second kernel reads."""
+    """A look-up in the caller's stream, as an `UnderWay`. `control`: memory that its second kernel reads, kept until then."""
 
     __slots__ = (
-        "_chunk", "_failed", "_held", "_listed", "_stream", "_unwaited", "_work", "_ws", "kept", "number", "report",
+        "_chunk", "_control", "_failed", "_held", "_listed", "_stream", "_unwaited", "_work", "_ws", "kept", "number",
+        "report",
     )  # fmt: skip
 
     def __init__(
         self, work: LookUp, ws: Workspace, chunk: _Chunk, stream: int, unwaited: Unwaited, control: Buffer
     ) -> None:
         self._work, self._ws, self._chunk, self._stream, self._unwaited = work, ws, chunk, stream, unwaited
-        self.kept = work.there, work.bags, control
-        self._listed, self._failed = 0, False
+        self._control: Buffer | None = control
+        self.kept, self._listed, self._failed = (work.there, work.bags), 0, False
         self._held = [unwaited.hold()]  # empty once that is released
         self.number, self.report = ws.number, ws.here(int(ws.frame[round_trip.AT_DONE]))
 
@@ -449,6 +450,7 @@ class _PutOff:
             if self._held and not self._failed:
                 self._count()
         finally:
+            self._control = None  # before the release, after which this might be the last reference
             self._ws.give_back()
             self._release()
 
