@@ -6,10 +6,15 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import tierstore
 from tests.engine import scenes
+from tests.predict import onnx_models as om
+from tierstore.engine.data.overlay import Overlay
+from tierstore.engine.operations import verify
+from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import Closed
 from tierstore.types import Progress, VerifyReport
 
@@ -153,3 +158,34 @@ def test_a_store_that_is_closed_ends_a_verification(open_store, tmp_path):
     meanwhile(store.close)
     assert isinstance(verify.result(), Closed)
     assert open_store().verify().ok
+
+
+def test_a_dense_part_that_a_fold_is_replacing_is_no_fault(
+    store: tierstore.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file comes before the record of it; a verification in between waits for the fold."""
+    store.load_snapshot(scenes.write_snapshot(tmp_path, heads={"cvr": om.linear({"user_id": np.ones(4)})}))
+    replaced, read, go_on = threading.Event(), threading.Event(), threading.Event()
+    fold_heads, read_regular = VersionInfo.fold_heads, verify.read_regular
+
+    def folded(info: VersionInfo, overlay: Overlay) -> None:
+        replaced.set()
+        assert go_on.wait(WAIT_S)
+        fold_heads(info, overlay)
+
+    def noted(path: Path) -> bytes:
+        content = read_regular(path)
+        read.set()
+        return content
+
+    monkeypatch.setattr(VersionInfo, "fold_heads", folded)
+    monkeypatch.setattr(verify, "read_regular", noted)
+    store.apply_delta(scenes.delta(1, heads={"cvr": om.linear({"user_id": np.zeros(4)})}))
+    assert replaced.wait(WAIT_S)
+    reports: list[VerifyReport] = []
+    verifying = threading.Thread(target=lambda: reports.append(store.verify()), daemon=True)
+    verifying.start()
+    assert read.wait(WAIT_S)
+    go_on.set()
+    verifying.join(WAIT_S)
+    assert [report.problems for report in reports] == [()]

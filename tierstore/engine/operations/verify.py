@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,7 +74,7 @@ def _check_version(model: Model, info: VersionInfo, progress: ProgressFn) -> tup
     while True:
         try:
             with model.opener.reading(info.number) as disk:
-                _check_files(info)
+                _check_files(model, info)
                 found = _check_rows(model.name, info, disk, progress)
             if info in model.catalogue.infos():
                 return found
@@ -83,27 +84,28 @@ def _check_version(model: Model, info: VersionInfo, progress: ProgressFn) -> tup
             time.sleep(_PAUSE_S)
 
 
-def _check_files(info: VersionInfo) -> None:
+def _check_files(model: Model, info: VersionInfo) -> None:
     """Corruption if the record or a dense part is not what was written."""
     files.read_json(info.where.record)
     for head, expected in info.loaded_digests.items():
         _check_loaded_dense(info.where.dense_loaded(head), expected)
     for head in list(info.heads):
-        _check_dense(info, head)
+        try:
+            _check_dense(info, head)
+        except StorageError:  # or a fold is replacing it, in two steps
+            with model.publisher.pinned(info.number) as version, nullcontext() if version is None else version.writing:
+                _check_dense(info, head)
 
 
 def _check_dense(info: VersionInfo, head: str) -> None:
-    while head in info.heads:
-        expected, path = info.heads.get(head), info.where.dense(head)
-        try:
+    path = info.where.dense(head)
+    try:
+        if head in info.heads:
             check_dense(info, head, read_regular(path))
-        except OSError as error:
-            if expected != info.heads.get(head):  # a newer one took its place meanwhile
-                continue
-            if isinstance(error, StorageError):
-                raise
-            raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
-        return
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def _check_loaded_dense(path: Path, expected: str) -> None:
