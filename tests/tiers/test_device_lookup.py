@@ -891,6 +891,25 @@ def test_a_look_up_that_a_stream_does_not_take_whole_leaves_the_stream_free(refu
     assert scene.memory.held == 0
 
 
+def test_a_workspace_is_given_back_once_if_a_look_up_is_ended_before_its_call_returns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene(8, StorageDtype.FLOAT32)
+    caller, finisher = Caller(scene), scene.memory.finisher
+    assert finisher is not None
+    add = finisher.add
+
+    def ended_at_once(look_up: Any) -> None:
+        add(look_up)
+        caller.stream.synchronize()
+        finisher.end_some()
+        caller.has_released()
+
+    monkeypatch.setattr(finisher, "add", ended_at_once)
+    caller.ask(BELOW)
+    assert scene.memory.held == 0
+
+
 def test_a_look_up_that_is_interrupted_leaves_the_stream_free(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(8, StorageDtype.FLOAT32)
     caller, look_up = Caller(scene), round_trip.look_up

@@ -330,8 +330,8 @@ class LookUp:
                 round_trip.let_go(device.driver.calls, memory.order.words, ws.frame)
                 raise
             ws.leave()
-            unwaited.begun = True
-            finisher.add(put_off)
+        unwaited.begun = True
+        finisher.add(put_off)  # after the `with`, as another thread may end it, and the workspace be in use again
         return True
 
     def _launch(self, ws: Workspace, chunk: _Chunk, second: int = 0) -> int:
