@@ -186,5 +186,11 @@ def test_keys_on_a_gpu_are_answered_by_its_tier(on_gpu: bool, tmp_path: Path, mo
                     "item_id", [5, 3, 9, 2], [0, 2, 2], weights=given[2][:4].numpy(), combiner="sum"
                 )
                 torch.testing.assert_close(pooled, torch.from_numpy(wanted))
+        if on_gpu:
+            pooled = bag(given[0].cuda(), given[1], given[2]).cpu()  # offsets and weights on the CPU
+            torch.testing.assert_close(pooled, torch.from_numpy(wanted))
+        else:
+            meta = torch.empty(2, dtype=torch.int64, device="meta")
+            assert modules._there(meta, given[0]) is meta  # no address of another device is taken for one on this
         if not on_gpu:
             assert {"look_up", "pool"} <= device.launched.keys()

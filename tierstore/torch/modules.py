@@ -68,7 +68,7 @@ class _Rows(nn.Module):  # type: ignore[misc, unused-ignore]
         if (number := _gpu_of(source, keys)) is not None:
             with _view_of(source) as view:
                 rows = self._room(view, feature, len(keys), keys)
-                view.lookup(feature, _there(keys), out=_there(rows), dtype=self.dtype, **_on(number))
+                view.lookup(feature, _there(keys, keys), out=_there(rows, keys), dtype=self.dtype, **_on(number))
             return rows
         return _tensor(source.lookup(feature, _array(keys), dtype=self.dtype), keys)
 
@@ -89,8 +89,8 @@ class _Rows(nn.Module):  # type: ignore[misc, unused-ignore]
         if (number := _gpu_of(source, keys)) is not None:
             with _view_of(source) as view:
                 rows = self._room(view, feature, len(offsets), keys)
-                options |= {"weights": _there(factors), "out": _there(rows)} | _on(number)
-                view.lookup_bags(feature, _there(keys), _there(offsets), **options)
+                options |= {"weights": _there(factors, keys), "out": _there(rows, keys)} | _on(number)
+                view.lookup_bags(feature, _there(keys, keys), _there(offsets, keys), **options)
             return rows[:-1] if ends else rows
         if ends:
             check_end(f"feature {feature}", offsets, len(keys))
@@ -379,9 +379,12 @@ def _on(number: int) -> dict[str, Any]:
     return {"device": "gpu", "stream": torch.cuda.current_stream(number)}
 
 
-def _there(values: Any) -> Any:
-    """A tensor on the GPU as look-ups take it at once: by DLPack each would cost microseconds. Others unchanged."""
-    if not isinstance(values, torch.Tensor):
+def _there(values: Any, keys: torch.Tensor) -> Any:
+    """A tensor where `keys` are, on the GPU, as look-ups take it at once: by DLPack each would cost microseconds.
+
+    Others are unchanged.
+    """
+    if not isinstance(values, torch.Tensor) or values.device != keys.device:
         return values
     if values.dtype == torch.int32:
         values = values.to(torch.int64)
