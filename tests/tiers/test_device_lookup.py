@@ -944,6 +944,25 @@ def test_where_streams_cannot_wait_or_there_is_too_much_for_a_workspace_the_call
     assert DeviceMemory(device, 1 << 20).finisher is None
 
 
+def test_a_look_up_that_is_abandoned_does_not_wait_for_streams_of_others() -> None:
+    scene, go_on = Scene(8, StorageDtype.FLOAT32), threading.Event()
+    caller, none = Caller(scene), np.empty((0, 8), np.float32)
+
+    def slow(keys: Keys, dtype: Any) -> tuple[Vectors, States]:
+        assert go_on.wait(60)
+        return scene.fetch(keys, dtype)
+
+    caller.ask(BELOW, fetch=slow)
+    out, state = scene.device.empty((len(RESIDENT), 8), np.float32), np.zeros(len(RESIDENT), np.uint8)
+    look_up = LookUp(scene.table, RESIDENT, state, none, out, scene.fetch)
+    assert look_up.begin()
+    look_up.abandon()
+    assert scene.memory.held == 1
+    go_on.set()
+    caller.is_through()
+    assert scene.memory.held == 0
+
+
 class Slow:
     """An `UnderWay` whose rows take so long that others get on meanwhile."""
 

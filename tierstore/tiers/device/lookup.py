@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -199,7 +200,9 @@ class LookUp:
     def abandon(self) -> None:
         """Give back what `begin` took, if `finish` was not called."""
         while self._begun:
-            self._begun.popleft()[0].abandon()  # which waits for the kernel: it writes to `out`
+            workspace, chunk = self._begun.popleft()
+            with suppress(DeviceError), workspace as ws:
+                self._call(round_trip.finish, ws, self._state[chunk.begin : chunk.end])  # the kernel writes to `out`
 
     def finish(self, unwaited: Unwaited | None = None) -> bool:
         """Answer every key, on the device. With `unwaited` it does not wait, if possible; then the states are not written.
