@@ -944,7 +944,7 @@ def test_where_streams_cannot_wait_or_there_is_too_much_for_a_workspace_the_call
     assert DeviceMemory(device, 1 << 20).finisher is None
 
 
-def test_a_look_up_that_is_abandoned_does_not_wait_for_streams_of_others() -> None:
+def test_a_look_up_that_is_abandoned_or_cannot_read_rows_does_not_wait_for_streams_of_others() -> None:
     scene, go_on = Scene(8, StorageDtype.FLOAT32), threading.Event()
     caller, none = Caller(scene), np.empty((0, 8), np.float32)
 
@@ -952,11 +952,17 @@ def test_a_look_up_that_is_abandoned_does_not_wait_for_streams_of_others() -> No
         assert go_on.wait(60)
         return scene.fetch(keys, dtype)
 
+    def fail(keys: Keys, dtype: Any) -> tuple[Vectors, States]:
+        raise StorageError("the disk failed")
+
     caller.ask(BELOW, fetch=slow)
     out, state = scene.device.empty((len(RESIDENT), 8), np.float32), np.zeros(len(RESIDENT), np.uint8)
     look_up = LookUp(scene.table, RESIDENT, state, none, out, scene.fetch)
     assert look_up.begin()
     look_up.abandon()
+    assert scene.memory.held == 1
+    with pytest.raises(StorageError, match="the disk failed"):
+        LookUp(scene.table, RESIDENT + BELOW[0], state, none, out, fail).finish()
     assert scene.memory.held == 1
     go_on.set()
     caller.is_through()

@@ -374,7 +374,9 @@ class LookUp:
 
     def _answer_listed(self, ws: Workspace, chunk: _Chunk, listed: int) -> bool:
         """Put the rows of the listed keys to their places, or pool the bags that waited for them."""
+        ws.rests = True
         self.stage_rows(ws, chunk, listed)
+        ws.rests = False
         done_at = int(ws.frame[round_trip.AT_DONE])
         with self.table.reading() as view:
             if view is None:

@@ -62,6 +62,7 @@ class Workspace:
         self.stream: DeviceStream = backend.stream()
         self._held: Reading | None = None  # for the kernel under way
         self.is_free = True  # no kernel or copy of an earlier user can still use it
+        self.rests = False  # no work in streams uses it, though it is in a `with`
         self._left = False  # to work that goes on after the `with`
         self.frame = np.zeros(round_trip.FRAME_WORDS, np.int64)
         self.frame[: round_trip.JOB] = self._pinned_at, self._buffer.address, *self.stream.events
@@ -69,7 +70,7 @@ class Workspace:
         idle.put(self)
 
     def __enter__(self) -> Workspace:
-        self._left = False
+        self._left = self.rests = False
         try:
             self._wait_until_free()
         except BaseException:
@@ -78,7 +79,7 @@ class Workspace:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        if kind is not None:
+        if kind is not None and not self.rests:
             self.abandon()
         elif not self._left:
             self.give_back()
