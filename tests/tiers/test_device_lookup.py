@@ -946,7 +946,7 @@ def test_where_streams_cannot_wait_or_there_is_too_much_for_a_workspace_the_call
 
 def test_a_look_up_that_is_abandoned_or_cannot_read_rows_does_not_wait_for_streams_of_others() -> None:
     scene, go_on = Scene(8, StorageDtype.FLOAT32), threading.Event()
-    caller, none = Caller(scene), np.empty((0, 8), np.float32)
+    caller = Caller(scene)
 
     def slow(keys: Keys, dtype: Any) -> tuple[Vectors, States]:
         assert go_on.wait(60)
@@ -957,12 +957,12 @@ def test_a_look_up_that_is_abandoned_or_cannot_read_rows_does_not_wait_for_strea
 
     caller.ask(BELOW, fetch=slow)
     out, state = scene.device.empty((len(RESIDENT), 8), np.float32), np.zeros(len(RESIDENT), np.uint8)
-    look_up = LookUp(scene.table, RESIDENT, state, none, out, scene.fetch)
+    look_up = LookUp(scene.table, RESIDENT, state, There.of(scene.device, out), scene.fetch)
     assert look_up.begin()
     look_up.abandon()
     assert scene.memory.held == 1
     with pytest.raises(StorageError, match="the disk failed"):
-        LookUp(scene.table, RESIDENT + BELOW[0], state, none, out, fail).finish()
+        LookUp(scene.table, RESIDENT + BELOW[0], state, There.of(scene.device, out), fail).finish()
     assert scene.memory.held == 1
     go_on.set()
     caller.is_through()
