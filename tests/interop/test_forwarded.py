@@ -24,6 +24,11 @@ from tierstore.service.server import ServerThread
 CLIENT, MADE_UP = "127.0.0.2", "198.51.100.7"  # all of 127.0.0.0/8 is this machine
 
 
+def requests_in(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    """The lines of the request log, whatever else is logged."""
+    return [record.fields for record in caplog.records if record.name == "tierstore.service.request_log"]  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("way", ["nginx", "haproxy", "envoy"])
 def test_the_log_names_the_client_of_a_trusted_proxy(
     way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -41,7 +46,7 @@ def test_the_log_names_the_client_of_a_trusted_proxy(
         headers = {"x-forwarded-for": MADE_UP, "forwarded": f"for={MADE_UP}", "x-request-id": "r-1"}
         assert http.get("/v2/models/ctr", headers=headers).status_code == 200
         assert http.get("/admin/models").status_code == 404, "the proxy passes no such request on"
-    clients = [record.fields["client"] for record in caplog.records if record.fields.get("id") == "r-1"]  # type: ignore[attr-defined]
+    clients = [fields["client"] for fields in requests_in(caplog) if fields.get("id") == "r-1"]
     assert clients == [CLIENT]
 
 
@@ -74,7 +79,7 @@ def test_calls_of_grpc_pass_envoy_and_the_log_names_whom_it_names(
                     answer = client.infer("ctr", [keys], headers={"x-forwarded-for": MADE_UP})
                     assert np.array_equal(answer.as_numpy("item_id"), items(KEYS))
         assert server.service.reactors.answers >= 1, "the compiled loop answers them too"
-    lines = [record.fields for record in caplog.records if record.fields["method"] == "gRPC"]  # type: ignore[attr-defined]
+    lines = [fields for fields in requests_in(caplog) if fields["method"] == "gRPC"]
     (client,) = {line["client"] for line in lines}
     ipaddress.ip_address(
         client

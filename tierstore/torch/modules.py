@@ -93,7 +93,7 @@ class _Rows(nn.Module):  # type: ignore[misc, unused-ignore]
                 view.lookup_bags(feature, _there(keys, keys), _there(offsets, keys), **options)
             return rows[:-1] if ends else rows
         if ends:
-            check_end(f"feature {feature}", offsets, len(keys))
+            check_end(feature, offsets, len(keys))
             offsets = offsets[:-1]
         options["weights"] = None if factors is None else _array(factors)
         return _tensor(source.lookup_bags(feature, _array(keys), _array(offsets), **options), keys)
