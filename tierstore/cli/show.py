@@ -100,8 +100,10 @@ def status(document: Mapping[str, Any]) -> None:
                 out.print(f"  {escape(table)}: {line}")
     for line in _surroundings(document):
         out.print(escape(line))
-    whats = ("GPU memory", "host memory", "overlays", "cache on SSD")
-    for key, what in zip(("device_budget", "host_budget", "overlay_budget", "ssd_cache"), whats, strict=True):
+    for key, what in (
+        ("device_budget", "GPU memory"), ("host_budget", "host memory"), ("overlay_budget", "overlays"),
+        ("ssd_cache", "cache on SSD"),
+    ):  # fmt: skip
         budget = document.get(key)
         if budget and budget["total"]:
             out.print(f"{what}: {size(budget['used'])} of {size(budget['total'])}")

@@ -95,15 +95,15 @@ def look_up_into(
 
     Arguments as of `LookUp`, errors as of `Backend.empty`.
     """
-    backend, shape = table.device.backend, (len(keys) if bags is None else len(bags.offsets), table.spec.dim)
+    backend = table.device.backend
     if out is not None:
         backend.check_capture()
-        return LookUp(table, keys, state, out, fetch, bags, host, overlays, padding)
-    try:
-        new = backend.empty(shape, dtype)
-    except OutOfDeviceMemory:
-        return None
-    out = There.of(backend, new)
+    else:
+        shape = len(keys) if bags is None else len(bags.offsets), table.spec.dim
+        try:
+            out = There.of(backend, backend.empty(shape, dtype))
+        except OutOfDeviceMemory:
+            return None
     return LookUp(table, keys, state, out, fetch, bags, host, overlays, padding)
 
 
