@@ -135,8 +135,8 @@ def resident(
     state_at, done_at, out_at = (backend.address_of(array) for array in (state, done, mine))
 
     def ours(call: int) -> None:
-        with scene.table.reading() as view:
-            assert view is not None
+        assert scene.table.memory is not None
+        with scene.table.memory.launching() as view:
             keys_at = backend.address_of(keys[call])
             view.stream.launch(
                 "look_up", -(-batch // 2) * TEAM, view.table, NO_HOST, keys_at, none, state_at, n, none, none, none, none, none, none,

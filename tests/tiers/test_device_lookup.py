@@ -895,19 +895,51 @@ def test_a_workspace_is_given_back_once_if_a_look_up_is_ended_before_its_call_re
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scene = Scene(8, StorageDtype.FLOAT32)
-    caller, finisher = Caller(scene), scene.memory.finisher
+    caller, finisher, look_up = Caller(scene), scene.memory.finisher, round_trip.look_up
     assert finisher is not None
-    add = finisher.add
 
-    def ended_at_once(look_up: Any) -> None:
-        add(look_up)
+    def ended_meanwhile(*args: Any) -> int:
+        said = look_up(*args)
         caller.stream.synchronize()
         finisher.end_some()
         caller.has_released()
+        return said
 
-    monkeypatch.setattr(finisher, "add", ended_at_once)
-    caller.ask(BELOW)
+    monkeypatch.setattr(round_trip, "look_up", ended_meanwhile)
+    answer, put_off = caller.ask(BELOW)
+    assert put_off
     assert scene.memory.held == 0
+    caller.is_through()
+    np.testing.assert_array_equal(answer, scene.rows(BELOW, np.float32))
+
+
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("pooled", [False, True])
+def test_rows_come_although_another_thread_waits_for_the_stream_inside_the_driver_between_two_calls(
+    pooled: bool, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Freeing memory may be such a wait. It lets no other thread into the driver."""
+    scene = Scene(8, StorageDtype.FLOAT32)
+    caller, keys = Caller(scene), np.concatenate([RESIDENT[:30], BELOW[:50]])
+    given = There.of(scene.device, to_device(scene.memory, keys)) if there else keys
+    offsets = np.arange(0, len(keys), 10)
+    bags = Pooling(offsets, None, Combiner.SUM) if pooled else None
+    add = caller.stream._add
+
+    def waited_for(*work: Any) -> None:
+        add(*work)
+        caller.stream.synchronize()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(caller.stream, "_add", waited_for)
+        answer, put_off = caller.ask(given, bags=bags)
+    assert put_off
+    caller.is_through()
+    assert scene.memory.held == 0
+    expected = scene.rows(keys, np.float32)
+    if pooled:
+        expected = pool_bags(expected, offsets, None, np.ones(len(keys), np.bool_), Combiner.SUM)
+    np.testing.assert_array_equal(answer, expected)
 
 
 def test_a_look_up_that_is_interrupted_leaves_the_stream_free(monkeypatch: pytest.MonkeyPatch) -> None:

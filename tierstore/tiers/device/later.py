@@ -2,8 +2,8 @@
 
 A look-up is wholly in the caller's stream when its call returns. If keys are missing, the stream waits for a word in memory, which the thread of this
 module writes once their rows are there. **It calls no function of the driver and waits for no lock that is held during one**: such a call may wait for
-the stream, which waits for the thread. It takes look-ups as they get on, in no order, because one may be behind another in a stream. It watches them
-without the interpreter, and sleeps while none is under way.
+the stream, which waits for the thread. For the same reason it hears of a look-up before the first of its calls of the driver. It takes look-ups as they
+get on, in no order, because one may be behind another in a stream. It watches them without the interpreter, and sleeps while none is under way.
 
 Look-ups are ended by the next caller, or by the thread. Nothing survives the process. `Finisher` is for any thread.
 """
@@ -60,6 +60,7 @@ class Finisher:
         self._wake: SimpleQueue[None] = SimpleQueue()  # something is put while the thread is asleep
         # by look-ups that the thread has ended; callers let it go, as that may wait for a stream
         self._kept: list[Any] = []
+        self._answering = threading.Lock()  # held while rows are got; taken before _lock
         # guarded by _lock
         self._lock = threading.Lock()
         self._thread: Thread | None = None
@@ -79,12 +80,21 @@ class Finisher:
         self.end_some()
 
     def add(self, look_up: UnderWay) -> None:
-        """Begin to watch a look-up, after `prepare`."""
+        """Begin to watch a look-up, after `prepare`, and before it is put into streams."""
         self._under_way[look_up.number] = look_up
         self._reports[look_up.number] = look_up.report
         if self._asleep:
             self._asleep = False
             self._wake.put(None)
+
+    def take_back(self, look_up: UnderWay) -> bool:
+        """Watch it no more, and do not end it, as it is not whole in its stream. False if it has ended."""
+        with self._answering, self._lock:
+            if self._under_way.get(look_up.number) is not look_up:
+                return False
+            self._reports[look_up.number] = 0
+            del self._under_way[look_up.number]
+            return True
 
     def end_some(self) -> list[Any]:
         """End the look-ups that their streams are past. Returns what they have kept."""
@@ -134,9 +144,12 @@ class Finisher:
     def _answer_missing(self) -> None:
         for look_up in list(self._under_way.values()):
             said = reports.said(look_up.report)
-            # after the report was read, which may be that of a later look-up at the same place
-            if said & _LOWER == reports.DONE and self._under_way.get(look_up.number) is look_up:
-                look_up.answer_missing(said >> 32, self._note)
+            if said & _LOWER != reports.DONE:
+                continue
+            with self._answering:
+                # after the report was read, which may be that of a later look-up at the same place
+                if self._under_way.get(look_up.number) is look_up:
+                    look_up.answer_missing(said >> 32, self._note)
 
     def _sleep(self) -> None:
         """Until something is put, or has been put meanwhile."""

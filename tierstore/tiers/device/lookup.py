@@ -20,16 +20,17 @@ import numpy as np
 from tierstore.errors import InvalidInput, StorageError
 from tierstore.kernels.pool import check_offsets, combiner_code
 from tierstore.tiers.device import reports, round_trip
-from tierstore.tiers.device.backend import TEAM, WARP, Buffer, Captured, DeviceError, OutOfDeviceMemory
+from tierstore.tiers.device.backend import Buffer, Captured, DeviceError, OutOfDeviceMemory
 from tierstore.tiers.device.driver_calls import NOBODY
 from tierstore.tiers.device.later import Finisher
 from tierstore.tiers.device.table import DeviceTable
-from tierstore.tiers.device.workspaces import ALIGN, NOTHING, DeviceMemory, Workspace
+from tierstore.tiers.device.workspaces import ALIGN, DeviceMemory, Workspace
 from tierstore.tiers.host.table import HostTable
 from tierstore.types import Combiner, Keys, States, There, Tier, Vectors
 
 PADDING = 255  # the state of the padding key, which is answered with zeros and does not count in a bag
 
+_ROWS, _BAGS = ("look_up", "put_rows"), ("pool", "pool_waiting")  # the two kernels of a look-up
 _AT_ONCE = 2  # parts of one look-up: one is finished while the next is on the device
 _NONE, _NO_WEIGHTS = np.empty(0, np.int64), np.empty(0, np.float32)
 
@@ -261,7 +262,7 @@ class LookUp:
     def _begin_next(self, workspace: Workspace, todo: deque[_Chunk]) -> bool:
         """Put the kernel of the next part into the table's stream. False if the table is not in use."""
         with workspace as ws:
-            if self._launch(ws, todo[0], round_trip.LATER) == round_trip.NOT_IN_USE:
+            if self._launch(ws, todo[0], round_trip.BEGUN) == round_trip.NOT_IN_USE:
                 return False
             ws.leave()
         self._begun.append((ws, todo.popleft()))
@@ -321,33 +322,35 @@ class LookUp:
     def _put_off(self, chunk: _Chunk, stream: int, unwaited: Unwaited, finisher: Finisher) -> bool:
         """The look-up in the caller's stream. False if the table is not in use."""
         device, memory = self.table.device, self.table.memory
-        second = device.driver.kernels["put_rows" if self.bags is None else "pool_waiting"]
         if memory is None:
             return False
         with device.workspace(answers=True) as ws:
-            try:
-                if self._launch(ws, chunk, second) == round_trip.NOT_IN_USE:
-                    return False
-                put_off = _PutOff(self, ws, chunk, stream, unwaited, memory.control)
-            except BaseException:  # Ctrl-C, of which Python hears when the compiled call returns
-                round_trip.let_go(device.driver.calls, memory.order.words, ws.frame)
-                raise
+            put_off = _PutOff(self, ws, chunk, stream, unwaited, memory.control)
             ws.leave()
-        unwaited.begun = True
-        finisher.add(put_off)  # after the `with`, as another thread may end it, and the workspace be in use again
-        return True
+        finisher.add(put_off)  # which may end it from now on, and the workspace be in use again
+        try:
+            unwaited.begun = self._launch(ws, chunk, round_trip.PUT_OFF) != round_trip.NOT_IN_USE
+        except BaseException:  # or Ctrl-C, of which Python hears when the compiled call returns
+            with suppress(DeviceError):
+                device.backend.synchronize()  # meanwhile rows that are missing come
+            if finisher.take_back(put_off):
+                put_off.drop()
+            raise
+        if not unwaited.begun and finisher.take_back(put_off):
+            put_off.drop()
+        return unwaited.begun
 
-    def _launch(self, ws: Workspace, chunk: _Chunk, second: int = 0) -> int:
-        """The compiled call, with its result. `second`: see `round_trip.look_up`."""
+    def _launch(self, ws: Workspace, chunk: _Chunk, when: int = round_trip.WAITED) -> int:
+        """The compiled call, with its result. `when`: see `round_trip.look_up`."""
         table, bags, there = self.table, self.bags, self.there
         device = table.device
         begin, end, first_bag, last_bag = chunk
         keys, state = self._keys, self._state
         if end - begin != len(state):
             keys, state = keys[begin:end], state[begin:end]
-        kernel, offsets, weights, combiner, first, starts_at, weights_at = "look_up", _NONE, _NO_WEIGHTS, 0, begin, 0, 0
+        kernels, offsets, weights, combiner, first, starts_at, weights_at = _ROWS, _NONE, _NO_WEIGHTS, 0, begin, 0, 0
         if bags is not None:
-            kernel, combiner, first = "pool", combiner_code(bags.combiner), first_bag
+            kernels, combiner, first = _BAGS, combiner_code(bags.combiner), first_bag
             if isinstance(bags.offsets, There):
                 starts_at = bags.offsets.address
             else:
@@ -357,13 +360,13 @@ class LookUp:
             elif bags.weights is not None:
                 weights = bags.weights[begin:end]
         ws.set_job(
-            device.driver.kernels[kernel], *device.backend.callers(), self._of, self._address + first * self._out_width, self._half,
+            *map(device.driver.kernels.__getitem__, kernels), when, *device.backend.callers(), self._of, self._address + first * self._out_width, self._half,
             self._room_width, table.layout.stride, table.spec.dim, begin, combiner, 0 if there is None else there.address + 8 * begin, self._padding or 0, self._padding is not None,
-            last_bag - first_bag, starts_at, weights_at, second,
+            last_bag - first_bag, starts_at, weights.size != 0 or weights_at != 0, weights_at,
         )  # fmt: skip
         return self._call(round_trip.look_up, ws, keys, state, offsets, weights, self._overlays)
 
-    def _call(self, function: Callable[..., int], ws: Workspace, *args: np.ndarray) -> int:
+    def _call(self, function: Callable[..., int], ws: Workspace, *args: Any) -> int:
         memory, driver = self.table.memory, self.table.device.driver
         if memory is None:
             return round_trip.NOT_IN_USE
@@ -377,33 +380,8 @@ class LookUp:
         ws.rests = True
         self.stage_rows(ws, chunk, listed)
         ws.rests = False
-        done_at = int(ws.frame[round_trip.AT_DONE])
-        with self.table.reading() as view:
-            if view is None:
-                return False
-            kernel, threads, *args = self._second(ws, chunk, view.table, listed)
-            ws.launch(view, done_at, kernel, threads, *args)
-        ws.wait(done_at)
-        self._state[chunk.begin : chunk.end] = ws.part(round_trip.AT_STATE, chunk.end - chunk.begin)
-        return True
-
-    def _second(self, ws: Workspace, chunk: _Chunk, table: np.ndarray, listed: int) -> tuple:
-        """The second kernel, which answers listed keys: its name, threads and arguments."""
-        at, half = ws.frame.tolist(), self._half
-        rows = ws.here(at[round_trip.AT_ROWS])
-        if self.bags is None:
-            out, dim = self._address + chunk.begin * self._out_width, self.table.spec.dim
-            places = ws.here(at[round_trip.AT_PLACES])
-            return "put_rows", listed * TEAM, rows, places, listed, NOTHING, out, dim, half
-        where = ws.at if at[round_trip.COPIED] else ws.here
-        count, out = chunk.last - chunk.first, self._address + chunk.first * self._out_width
-        weights = at[round_trip.WEIGHTS] or (NOTHING if self.bags.weights is None else where(at[round_trip.AT_WEIGHTS]))
-        offsets = at[round_trip.OFFSETS] or where(at[round_trip.AT_OFFSETS])
-        return (
-            "pool_waiting", count * WARP, table, chunk.end - chunk.begin, offsets, count, weights,
-            combiner_code(self.bags.combiner), ws.at(at[round_trip.AT_SOURCE]), ws.at(at[round_trip.AT_KEPT]),
-            ws.at(at[round_trip.AT_WHOLE]), rows, out, half,
-        )  # fmt: skip
+        state = self._state[chunk.begin : chunk.end]
+        return self._call(round_trip.answer_listed, ws, state, listed) != round_trip.NOT_IN_USE
 
     def stage_rows(self, ws: Workspace, chunk: _Chunk, listed: int) -> None:
         """Put the rows of the listed keys where a kernel reads them. InvalidInput if offsets on the device do not fit the keys."""
@@ -435,7 +413,8 @@ class _PutOff:
         self._control: Buffer | None = control
         self.kept, self._listed, self._failed = (work.there, work.bags), 0, False
         self._held = [unwaited.hold()]  # empty once that is released
-        self.number, self.report = ws.number, ws.here(int(ws.frame[round_trip.AT_DONE]))
+        self.number, self.report = ws.number, ws.here(0)
+        reports.begin(self.report)
 
     def answer_missing(self, listed: int, failed: Callable[[int, Exception], None]) -> None:
         self._listed = listed
@@ -455,9 +434,16 @@ class _PutOff:
             if self._held and not self._failed:
                 self._count()
         finally:
-            self._control = None  # before the release, after which this might be the last reference
-            self._ws.give_back()
-            self._release()
+            self._give_back(self._ws.give_back)
+
+    def drop(self) -> None:
+        """Give everything back, in place of `end`."""
+        self._give_back(self._ws.abandon)
+
+    def _give_back(self, workspace: Callable[[], None]) -> None:
+        self._control = None  # before the release, after which this might be the last reference
+        workspace()
+        self._release()
 
     def _count(self) -> None:
         n, host, ws = self._chunk.end - self._chunk.begin, self._work.host, self._ws

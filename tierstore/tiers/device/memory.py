@@ -26,7 +26,7 @@ from tierstore.tiers.device.layout import (
 )
 from tierstore.tiers.device.order import Order
 from tierstore.tiers.device.window import HostWindow
-from tierstore.tiers.device.workspaces import DONE_BYTES, DeviceMemory, Reading, Workspace
+from tierstore.tiers.device.workspaces import DONE_BYTES, DeviceMemory, Launching, Workspace
 from tierstore.types import Keys, Rows, TableSpec
 
 Counters = npt.NDArray[np.int64]  # of a table: rows, absent keys, admitted, evicted
@@ -75,25 +75,19 @@ class TableMemory:
         self.order.words[round_trip.TABLE] = 0 if table is None else table.ctypes.data
 
     @contextmanager
-    def reading(self) -> Iterator[Reading | None]:
-        """In the block, put a kernel that reads into the stream. None if the table is not in use."""
+    def launching(self) -> Iterator[Launching]:
+        """In the block, put a kernel into the stream. Raises GivenUp."""
         with self.order:
-            yield None if self.table is None else Reading(self.stream, self.table, self.control)
-
-    @contextmanager
-    def writing(self) -> Iterator[Reading]:
-        """In the block, put a kernel that writes into the stream. Raises GivenUp."""
-        with self.reading() as view:
-            if view is None:
+            if self.table is None:
                 raise GivenUp(f"the device tier of table {self._name} was given up")
-            yield view
+            yield Launching(self.stream, self.table, self.control)
 
     def run_writer(self, ws: Workspace, done_at: int, kernel: str, teams: int, *args: Any) -> tuple[Counters, int]:
         """Run a kernel that writes, and wait for it. Returns the table's totals, and the number of rows handed back or of keys marked absent.
 
         `args` are the kernel's arguments between the table and the totals; it uses WRITTEN_BYTES of `ws` at `done_at`.
         """
-        with self.writing() as view:
+        with self.launching() as view:
             _launch(ws, view, view.table, done_at, kernel, teams, *args)
         return _totals(ws, done_at)
 
@@ -101,7 +95,7 @@ class TableMemory:
         """Merge the upper half of the sets into the lower and free it. Returns the totals."""
         sets = self._layout.sets(self.depth - 1)
         with self._device.workspace() as ws:
-            with self.writing() as view:
+            with self.launching() as view:
                 _launch(ws, view, view.table, 0, "merge", sets, sets)
                 last = self._segments.pop()
                 self.depth -= 1
@@ -115,7 +109,7 @@ class TableMemory:
         sets = self._layout.sets(self.depth)
         buffer = self._device.backend.alloc(self._layout.segment_bytes(self.depth + 1))
         with self._device.workspace() as ws:
-            with self.writing() as view:
+            with self.launching() as view:
                 self.stream.clear(buffer.address, buffer.nbytes)
                 self._segments.append(buffer)
                 self.depth += 1
@@ -186,7 +180,9 @@ class TableMemory:
             del self.control  # its memory is freed with the last look-up that answers with the default
 
 
-def _launch(ws: Workspace, view: Reading, table: np.ndarray, done_at: int, kernel: str, teams: int, *args: Any) -> None:
+def _launch(
+    ws: Workspace, view: Launching, table: np.ndarray, done_at: int, kernel: str, teams: int, *args: Any
+) -> None:
     totals = view.control.address, ws.here(done_at + DONE_BYTES)
     ws.launch(view, done_at, kernel, teams * TEAM, table, *args, *totals)
 

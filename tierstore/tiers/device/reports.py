@@ -38,6 +38,12 @@ def say(at: Any, value: Any) -> None:
     release_i64(at, value)
 
 
+def begin(at: int) -> None:
+    """Clear the report at an address, and the word after it: nothing has come."""
+    say(at, 0)
+    say(at + OVER, 0)
+
+
 @compiled(types.int64(_WORDS), when=LAST)
 def ended(reports: Any) -> Any:
     """The place of a look-up that its stream is past, or -1. `reports`: the addresses of their reports, or 0."""

@@ -2,7 +2,7 @@
 
 `order` int64[ORDER_WORDS] belongs to a table: a lock, held while work is put into the table's stream, and the addresses for launches. `frame`
 int64[FRAME_WORDS] belongs to a workspace: its memory, the caller's request, the offsets of the workspace's parts, and kernel arguments that the
-driver reads. Nothing is allocated.
+driver reads. The workspace begins with the look-up's report (`reports.py`). Nothing is allocated.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ LOCK, TABLE, HOST, HOST_OF, NO_HOST, STREAM, COUNTERS, ORDER_WORDS = range(8)
 PINNED, DEVICE, EVENTS = 0, 1, 2
 JOB = 4
 (
-    KERNEL, CALLER, ALSO, OF, OUT, HALF, WIDTH, STRIDE, DIM, BEGIN, COMBINER, THERE, PADDING, PADDED, BAGS, OFFSETS, WEIGHTS, SECOND,
-) = range(JOB, JOB + 18)  # fmt: skip
-JOB_WORDS = 18
+    KERNEL, SECOND, WHEN, CALLER, ALSO, OF, OUT, HALF, WIDTH, STRIDE, DIM, BEGIN, COMBINER, THERE, PADDING, PADDED, BAGS, OFFSETS, WEIGHTED,
+    WEIGHTS,
+) = range(JOB, JOB + 20)  # fmt: skip
+JOB_WORDS = 20
 AT = JOB + JOB_WORDS
 (
-    AT_KEYS, AT_OFFSETS, AT_WEIGHTS, AT_BEFORE, AT_STATE, AT_MISSING, AT_PLACES, AT_ROWS, AT_DONE, AT_SOURCE, AT_KEPT,
-    AT_WHOLE,
-) = range(AT, AT + 12)  # fmt: skip
+    AT_KEYS, AT_OFFSETS, AT_WEIGHTS, AT_BEFORE, AT_STATE, AT_MISSING, AT_PLACES, AT_ROWS, AT_SOURCE, AT_KEPT, AT_WHOLE,
+) = range(AT, AT + 11)  # fmt: skip
 COPIED = AT_WHOLE + 1  # whether keys, offsets and weights were copied to device memory
 _CELLS, _MOST = COPIED + 1, 24
 _ARGUMENTS = _CELLS + _MOST
 _SCRATCH = _ARGUMENTS + _MOST
 FRAME_WORDS = _SCRATCH + 2
 
-LATER = -1  # in place of a second kernel
+WAITED, BEGUN, PUT_OFF = range(3)  # WHEN: whether `look_up` waits, leaves that to `finish`, or nobody waits
 NOT_IN_USE, FAILED = -1, -16  # FAILED - status: an error from `driver_calls.py`
 ALIGN = 16  # the widest access of a kernel
 COPIED_FROM = 1 << 17  # bytes; from here on a copy is faster than a kernel's reads of page-locked memory: 16,384 keys
 TEAM, WARP, THREADS = 8, 32, 256  # lanes: for one key, or for two at a time; for one bag; of a block
-_PUTTING = 2048  # teams that put rows whose number is not known yet
+_PUTTING = 2048  # teams that put rows, at most
 _HOST = int(Tier.HOST)
 _WORDS = types.int64[::1]
 _WEIGHTS = types.Array(types.float32, 1, "C", readonly=True)
@@ -91,11 +91,11 @@ def _cut(frame: Any, n: Any, bags: Any) -> Any:
         # read by kernels, in place or after one copy up; `before` if some keys are answered already
         n * 8 if frame[THERE] == 0 else 0, bags * 8 if frame[OFFSETS] == 0 else 0, n * 4 if pooled and frame[WEIGHTS] == 0 else 0, n,
         # only in CPU memory, `rows` first for those of deltas; but the device's `rows` are rows that a kernel has read in the host tier
-        n, n * 8, n * 4, n * frame[WIDTH], np.int64(REPORT_BYTES),
+        n, n * 8, n * 4, n * frame[WIDTH],
         # only on the device
         n * 8 if pooled else 0, width, bags,
     )  # fmt: skip
-    at: Any = 0
+    at: Any = REPORT_BYTES
     for k in range(len(sizes)):
         frame[AT + k] = at
         at += (sizes[k] + ALIGN - 1) // ALIGN * ALIGN
@@ -108,15 +108,14 @@ def look_up(
     """Answer the `keys` that the overlays, the device or the host tier below has; see `lookup.py`.
 
     `keys`: not read if THERE gives their device address, as OFFSETS and WEIGHTS do for those. `state` uint8[n] is written if no key is listed.
-    `offsets`: of BAGS bags, within the whole look-up; without bags no pooling. `weights`: empty for ones. `overlays`: addresses, newest first; none with THERE. Returns twice the number of listed keys, plus 1 if the host tier has answered any; or
-    NOT_IN_USE; or FAILED - status.
+    `offsets`: of BAGS bags, within the whole look-up; without bags no pooling. `weights`: empty for ones, which WEIGHTED says too. `overlays`: addresses,
+    newest first; none with THERE. Returns twice the number of listed keys, plus 1 if the host tier has answered any; or NOT_IN_USE; or FAILED - status.
 
-    If SECOND names the second kernel, it is put into the caller's stream, and the return, 0, is at once: see `_put_second`. If it is LATER, the
-    return, 0, is at once, and `finish` must be called.
+    If WHEN is BEGUN or PUT_OFF, the return, 0, is at once. Then `finish` must be called, or all is in the caller's stream: see `_put_off`; and
+    another thread may have ended the look-up before the return.
     """
-    n, bags, here = state.size, frame[BAGS], frame[PINNED]
-    weighted = weights.size != 0 or frame[WEIGHTS] != 0
-    _cut(frame, n, bags)
+    n, here, when = state.size, frame[PINNED], frame[WHEN]
+    _cut(frame, n, frame[BAGS])
     if frame[THERE] == 0:
         copy_bytes(here + frame[AT_KEYS], np.int64(keys.ctypes.data), n * 8)
     told = np.int64(0)
@@ -131,38 +130,64 @@ def look_up(
     if weights.size != 0:
         copy_bytes(here + frame[AT_WEIGHTS], np.int64(weights.ctypes.data), n * 4)
     clear_bytes(here + frame[AT_STATE], n)  # those of listed keys stay PENDING
-    store_i64(here + frame[AT_DONE], 0, 0)
-    store_i64(here + frame[AT_DONE] + OVER, 0, 0)
-    while swap_at(order.ctypes.data, 1) != 0:
-        call_at(calls[YIELD], 0, 0, 0, 0, 0, 0)
-    status = NOT_IN_USE if order[TABLE] == 0 else _put(calls, order, frame, n, bags, told != 0, weighted)
-    launched, put_off = status == 0, frame[SECOND] != 0 and frame[SECOND] != LATER
-    if launched and put_off:
-        status = _put_second(calls, order, frame, n, bags, weighted)
+    clear_bytes(here, REPORT_BYTES)
+    _lock(calls, order)
+    status = NOT_IN_USE if order[TABLE] == 0 else _put(calls, order, frame, n, told != 0)
+    launched = status == 0
+    if launched and when == PUT_OFF:
+        status = _put_off(calls, order, frame, n)
     release_i64(order.ctypes.data, 0)
     if status == 0:
-        return 0 if frame[SECOND] != 0 else finish(calls, order, frame, state)
-    if launched:
-        let_go(calls, order, frame)
+        return finish(calls, order, frame, state) if when == WAITED else 0
+    if launched:  # the stream may wait for rows already
+        wait(calls, here, order[STREAM], frame[_SCRATCH:])
+        release_i64(here, WHOLE)
     return status if status == NOT_IN_USE else FAILED - status
-
-
-@compiled(types.void(_WORDS, _WORDS, _WORDS), when=LAST)
-def let_go(calls: Any, order: Any, frame: Any) -> None:
-    """Let the caller's stream go on, if it waits for rows that will not come. Whatever has been put into it."""
-    wait(calls, frame[PINNED] + frame[AT_DONE], order[STREAM], frame[_SCRATCH:])
-    release_i64(frame[PINNED] + frame[AT_DONE], WHOLE)
 
 
 @compiled(types.int64(_WORDS, _WORDS, _WORDS, types.uint8[::1]), when=LAST)
 def finish(calls: Any, order: Any, frame: Any, state: Any) -> Any:
     """Wait for the kernel of a look-up. Returns as `look_up`."""
-    status = wait(calls, frame[PINNED] + frame[AT_DONE], order[STREAM], frame[_SCRATCH:])
+    status = wait(calls, frame[PINNED], order[STREAM], frame[_SCRATCH:])
     return _answered(frame, state) if status == 0 else FAILED - status
 
 
+@compiled(types.int64(_WORDS, _WORDS, _WORDS, types.uint8[::1], types.int64), when=LAST)
+def answer_listed(calls: Any, order: Any, frame: Any, state: Any, listed: Any) -> Any:
+    """Answer the `listed` keys of a look-up with the rows at AT_ROWS, and wait for that. Returns 0, NOT_IN_USE, or FAILED - status."""
+    here = frame[PINNED]
+    store_i64(here, 0, listed << 32)
+    _lock(calls, order)
+    status = NOT_IN_USE
+    if order[TABLE] != 0:
+        status = types.int32(call_at(calls[PUSH], calls[CONTEXT], 0, 0, 0, 0, 0))
+        if status == 0:
+            threads = _second_arguments(order, frame, state.size, listed, order[COUNTERS], here)
+            status = _launch(calls, frame, frame[SECOND], threads, order[STREAM])
+            call_at(calls[POP], frame.ctypes.data + _SCRATCH * 8, 0, 0, 0, 0, 0)
+    release_i64(order.ctypes.data, 0)
+    if status == 0:
+        status = wait(calls, here, order[STREAM], frame[_SCRATCH:])
+    if status == 0:
+        copy_bytes(np.int64(state.ctypes.data), here + frame[AT_STATE], state.size)
+    return status if status == 0 or status == NOT_IN_USE else FAILED - status
+
+
 @nb.njit
-def _put(calls: Any, order: Any, frame: Any, n: Any, bags: Any, told: Any, weighted: Any) -> Any:
+def _lock(calls: Any, order: Any) -> Any:
+    while swap_at(order.ctypes.data, 1) != 0:
+        call_at(calls[YIELD], 0, 0, 0, 0, 0, 0)
+
+
+@nb.njit
+def _launch(calls: Any, frame: Any, kernel: Any, threads: Any, stream: Any) -> Any:
+    """Put a kernel, with the arguments in `frame`, into a stream, in a context that is current. Returns 0 or the driver's error."""
+    blocks = (threads + THREADS - 1) // THREADS
+    return types.int32(launch_at(calls[LAUNCH], kernel, blocks, THREADS, stream, frame.ctypes.data + _ARGUMENTS * 8))
+
+
+@nb.njit
+def _put(calls: Any, order: Any, frame: Any, n: Any, told: Any) -> Any:
     """Put the kernel into the table's stream, after the work in the caller's stream. Returns 0 or the driver's error."""
     stream, scratch = order[STREAM], np.int64(frame.ctypes.data) + _SCRATCH * 8
     status = types.int32(call_at(calls[PUSH], calls[CONTEXT], 0, 0, 0, 0, 0))
@@ -175,67 +200,61 @@ def _put(calls: Any, order: Any, frame: Any, n: Any, bags: Any, told: Any, weigh
         status = types.int32(call_at(calls[COPY], frame[DEVICE], frame[PINNED], end, stream, 0, 0))
         where = frame[DEVICE]
     if status == 0:
-        threads = _arguments(order, frame, n, bags, where, told, weighted)
-        at = np.int64(frame.ctypes.data) + _ARGUMENTS * 8
-        blocks = (threads + THREADS - 1) // THREADS
-        status = types.int32(launch_at(calls[LAUNCH], frame[KERNEL], blocks, THREADS, stream, at))
+        status = _launch(calls, frame, frame[KERNEL], _arguments(order, frame, n, where, told), stream)
     call_at(calls[POP], scratch, 0, 0, 0, 0, 0)
     return types.int64(status)
 
 
 @nb.njit
-def _put_second(calls: Any, order: Any, frame: Any, n: Any, bags: Any, weighted: Any) -> Any:
+def _put_off(calls: Any, order: Any, frame: Any, n: Any) -> Any:
     """Put into the caller's stream: a wait for the first kernel, and until no row is missing; the second kernel; and a word when all is over.
 
     All of it is there before the CPU knows which rows are missing. Afterwards the CPU only writes to memory: work that were put into a stream
-    later might be behind the wait that it is to end, as the driver runs several streams one after another.
+    later might be behind the wait that it is to end, as the driver runs several streams one after another. The CPU may write between two of these calls.
     """
     here, stream, scratch = frame[PINNED], frame[CALLER], np.int64(frame.ctypes.data) + _SCRATCH * 8
-    done, at = here + frame[AT_DONE], np.int64(frame.ctypes.data) + _ARGUMENTS * 8
     status = types.int32(call_at(calls[PUSH], calls[CONTEXT], 0, 0, 0, 0, 0))
     if status != 0:
         return types.int64(status)
     status = come_after(calls, stream, order[STREAM : STREAM + 1], frame[EVENTS : EVENTS + 1])
     if status == 0:
-        status = types.int32(call_at(calls[WAIT_VALUE], stream, done, WHOLE, 0, 0, 0))
+        status = types.int32(call_at(calls[WAIT_VALUE], stream, here, WHOLE, 0, 0, 0))
     if status == 0:
-        blocks = (_second_arguments(order, frame, n, bags, weighted) + THREADS - 1) // THREADS
-        if blocks != 0:
-            status = types.int32(launch_at(calls[LAUNCH], frame[SECOND], blocks, THREADS, stream, at))
+        status = _launch(
+            calls, frame, frame[SECOND], _second_arguments(order, frame, n, n, np.int64(0), np.int64(0)), stream
+        )
     if status == 0 and frame[THERE] != 0 and n != 0:  # for the CPU, in place of rows that are not needed any more
         status = types.int32(call_at(calls[COPY_DOWN], here + frame[AT_ROWS], frame[THERE], n * 8, stream, 0, 0))
     if status == 0:
-        status = types.int32(call_at(calls[WRITE_VALUE], stream, done + OVER, 1, 0, 0, 0))
+        status = types.int32(call_at(calls[WRITE_VALUE], stream, here + OVER, 1, 0, 0, 0))
     call_at(calls[POP], scratch, 0, 0, 0, 0, 0)
     return types.int64(status)
 
 
 @nb.njit
-def _starts_and_weights(frame: Any, where: Any, weighted: Any) -> Any:
+def _starts_and_weights(frame: Any, where: Any) -> Any:
     """Where kernels read offsets, and weights, 0 for ones; those of the CPU are in the workspace, which they read at `where`."""
     offsets = frame[OFFSETS] if frame[OFFSETS] != 0 else where + frame[AT_OFFSETS]
     factors = frame[WEIGHTS] if frame[WEIGHTS] != 0 else where + frame[AT_WEIGHTS]
-    return offsets, factors if weighted else np.int64(0)
+    return offsets, factors if frame[WEIGHTED] != 0 else np.int64(0)
 
 
 @nb.njit
-def _second_arguments(order: Any, frame: Any, n: Any, bags: Any, weighted: Any) -> Any:
-    """Write the arguments of `put_rows` or `pool_waiting`, which report nothing. Returns the number of threads."""
+def _second_arguments(order: Any, frame: Any, n: Any, listed: Any, counters: Any, report: Any) -> Any:
+    """Write the arguments of `put_rows` or `pool_waiting`. Returns the number of threads, for `listed` keys at most. `report`: 0 for none."""
     here, there, cells, pointers = frame[PINNED], frame[DEVICE], frame[_CELLS:], frame[_ARGUMENTS:]
-    rows, nothing = here + frame[AT_ROWS], np.int64(0)
-    first = np.int64(frame.ctypes.data) + _CELLS * 8
-    pointers[0], pointers[1] = first, first + 8
+    rows, bags = here + frame[AT_ROWS], frame[BAGS]
+    for k in range(_MOST):
+        pointers[k] = np.int64(frame.ctypes.data) + (_CELLS + k) * 8
     if bags == 0:
-        put = (
-            rows, here + frame[AT_PLACES], nothing, here + frame[AT_DONE] + 4, frame[OUT], frame[DIM], frame[HALF], nothing, nothing,
-        )  # fmt: skip
+        put = (rows, here + frame[AT_PLACES], here + 4, frame[OUT], frame[DIM], frame[HALF], counters, report)
         for k in range(len(put)):
             cells[k] = put[k]
-        return min(n, _PUTTING) * TEAM
-    offsets, factors = _starts_and_weights(frame, there if frame[COPIED] != 0 else here, weighted)
+        return min(listed, _PUTTING) * TEAM
+    offsets, factors = _starts_and_weights(frame, there if frame[COPIED] != 0 else here)
     pool = (
-        n, offsets, bags, factors, frame[COMBINER], there + frame[AT_SOURCE],
-        there + frame[AT_KEPT], there + frame[AT_WHOLE], rows, frame[OUT], frame[HALF], nothing, nothing,
+        n, offsets, bags, factors, frame[COMBINER], there + frame[AT_SOURCE], there + frame[AT_KEPT], there + frame[AT_WHOLE], rows,
+        frame[OUT], frame[HALF], counters, report,
     )  # fmt: skip
     pointers[0] = order[TABLE]
     for k in range(len(pool)):
@@ -244,7 +263,7 @@ def _second_arguments(order: Any, frame: Any, n: Any, bags: Any, weighted: Any) 
 
 
 @nb.njit
-def _arguments(order: Any, frame: Any, n: Any, bags: Any, where: Any, told: Any, weighted: Any) -> Any:
+def _arguments(order: Any, frame: Any, n: Any, where: Any, told: Any) -> Any:
     """Write the arguments of `look_up` or `pool` (`cuda/lookup.cu`). Returns the number of threads."""
     here, there, cells, pointers = frame[PINNED], frame[DEVICE], frame[_CELLS:], frame[_ARGUMENTS:]
     for k in range(_MOST):
@@ -257,10 +276,10 @@ def _arguments(order: Any, frame: Any, n: Any, bags: Any, where: Any, told: Any,
     )  # fmt: skip
     for k in range(len(common)):
         cells[2 + k] = common[k]
-    last = (frame[OUT], frame[HALF], order[COUNTERS], here + frame[AT_DONE])
-    k = 2 + len(common)
+    last = (frame[OUT], frame[HALF], order[COUNTERS], here)
+    k, bags = 2 + len(common), frame[BAGS]
     if bags != 0:
-        offsets, factors = _starts_and_weights(frame, where, weighted)
+        offsets, factors = _starts_and_weights(frame, where)
         pool = (
             offsets, bags, factors, frame[COMBINER], there + frame[AT_SOURCE],
             there + frame[AT_KEPT], there + frame[AT_WHOLE],
@@ -277,7 +296,7 @@ def _arguments(order: Any, frame: Any, n: Any, bags: Any, where: Any, told: Any,
 def _answered(frame: Any, state: Any) -> Any:
     """The result of a finished kernel, as `look_up` returns it. Copies the states if no key is listed."""
     here = frame[PINNED]
-    listed = np.int64(acquire_u32(here + frame[AT_DONE] + 4))
+    listed = np.int64(acquire_u32(here + 4))
     if listed != 0:
         return 2 * listed
     copy_bytes(np.int64(state.ctypes.data), here + frame[AT_STATE], state.size)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +32,6 @@ from tierstore.tiers.device.workspaces import (
     WRITING,
     WRITTEN_BYTES,
     DeviceMemory,
-    Reading,
     Workspace,
 )
 from tierstore.tiers.host.table import HostTable
@@ -113,10 +111,6 @@ class DeviceTable:
         self._counters[:2] = 0
 
     # --- look-ups
-
-    def reading(self) -> AbstractContextManager[Reading | None]:
-        """`TableMemory.reading`; None also if there never was any memory."""
-        return nullcontext() if self.memory is None else self.memory.reading()
 
     def read_below(self, host: HostTable) -> None:
         """Let look-ups whose answer stays on the device read this host tier too. For a background thread."""

@@ -34,8 +34,8 @@ _JOB = Struct(f"{round_trip.JOB_WORDS}q")
 _SHARE = 16  # workspaces use at most this part of the budget: one in so many
 
 
-class Reading(NamedTuple):
-    """Arguments for launching a kernel that reads; kept until it has run, as the default vector is in `control`."""
+class Launching(NamedTuple):
+    """Arguments for launching a kernel, kept until it has run."""
 
     stream: DeviceStream
     table: np.ndarray  # `TABLE`
@@ -60,7 +60,7 @@ class Workspace:
         self._pinned_at = int(self._pinned.ctypes.data)
         self._scratch = np.zeros(2, np.int64)  # for waits
         self.stream: DeviceStream = backend.stream()
-        self._held: Reading | None = None  # for the kernel under way
+        self._held: Launching | None = None  # for the kernel under way
         self.is_free = True  # no kernel or copy of an earlier user can still use it
         self.rests = False  # no work in streams uses it, though it is in a `with`
         self._left = False  # to work that goes on after the `with`
@@ -131,11 +131,11 @@ class Workspace:
         """The address of an offset in its page-locked CPU memory, which kernels reach too."""
         return self._pinned_at + offset
 
-    def launch(self, reading: Reading, done_at: int, kernel: str, threads: int, *args: Any) -> None:
+    def launch(self, view: Launching, done_at: int, kernel: str, threads: int, *args: Any) -> None:
         """Run a kernel that reports at offset `done_at` when it is done."""
         self.staging(done_at, 2, np.uint32)[:] = 0
-        self._held = reading
-        reading.stream.launch(kernel, threads, *args, reading.counters, self.here(done_at))
+        self._held = view
+        view.stream.launch(kernel, threads, *args, view.counters, self.here(done_at))
 
     def wait(self, done_at: int) -> int:
         """Wait for that kernel. Returns how many keys it has listed. DeviceError if it has failed."""

@@ -159,10 +159,10 @@ extern "C" __global__ void look_up(const __grid_constant__ Table t, const __grid
   say_done(counters, done);
 }
 
-// out[at[r]] = rows[r], both of the answer's dtype. `listed`, if given: where their number is by now; then there may be fewer teams.
-extern "C" __global__ void put_rows(const u8* rows, const u32* at, i64 n, const u32* listed, u8* out, u32 dim, u32 half,
-                                    u32* counters, u32* done) {
-  if (listed) n = *(const volatile u32*)listed;
+// out[at[r]] = rows[r], both of the answer's dtype. `listed`: where their number is by now; there may be fewer teams.
+extern "C" __global__ void put_rows(const u8* rows, const u32* at, const u32* listed, u8* out, u32 dim, u32 half, u32* counters,
+                                    u32* done) {
+  i64 n = *(const volatile u32*)listed;
   u64 bytes = dim * (half ? 2 : 4);
   for (i64 r = team_index(); r < n; r += teams()) copy_vector(half, out + at[r] * bytes, rows + r * bytes, dim);
   say_done(counters, done);
