@@ -47,8 +47,9 @@ def test_errors_of_the_driver_are_ours_and_say_which_device(cupy: CupyStandIn) -
         (CUDARuntimeError(719), DeviceError),
         (OutOfMemoryError(), OutOfDeviceMemory),
         (CUDARuntimeError(906), Captured),
+        (CUDARuntimeError(400), InvalidInput),
     ):
-        with pytest.raises(ours, match="device 0"), device.current():
+        with pytest.raises(ours, match=r"device 0|GPU 0"), device.current():
             raise error
     stream = device.stream()
     cupy.device.broken = True

@@ -1090,6 +1090,27 @@ def test_memory_on_the_device_is_let_go_by_callers_as_that_may_wait_for_a_stream
     assert gone == [threading.current_thread()]
 
 
+@pytest.mark.parametrize("waited", [False, True])
+def test_a_stream_of_another_device_is_an_error_of_its_caller_alone(waited: bool) -> None:
+    scene = Scene(8, StorageDtype.FLOAT32)
+    caller, mine = Caller(scene), scene.device.stream()
+    caller.stream = ShimDevice(number=1).stream()
+    finisher = scene.memory.finisher
+    if waited:
+        scene.memory.finisher = None
+    with pytest.raises(InvalidInput, match="stream: expected one of GPU 0; this is one of another GPU"):
+        caller.ask(BELOW)
+    caller.has_released()
+    scene.memory.finisher = finisher
+    assert scene.memory.held == 0
+    assert scene.table.problem is None
+    caller.stream = mine
+    answer, put_off = caller.ask(BELOW)
+    caller.is_through()
+    assert put_off
+    np.testing.assert_array_equal(answer, scene.rows(BELOW, np.float32))
+
+
 def test_a_store_that_puts_nothing_off_has_no_thread_for_it() -> None:
     def threads() -> int:
         return sum(thread.name == "tierstore-device-answers" for thread in threading.enumerate())

@@ -206,8 +206,7 @@ class ShimDevice:
         return self._driver
 
     def callers(self) -> tuple[int, int]:
-        caller = getattr(self._caller, "stream", None)
-        return (NOBODY if caller is None else id(caller), NOBODY)
+        return getattr(self._caller, "stream", NOBODY), NOBODY
 
     def register(self, at: int, nbytes: int) -> int:
         return self._driver.register(at, nbytes)
@@ -235,12 +234,11 @@ class ShimDevice:
 
     @contextmanager
     def in_stream(self, stream: Any) -> Iterator[None]:
-        address = stream.__cuda_stream__()[1]
-        self._caller.stream = self.stream_of(address)
+        self._caller.stream = stream.__cuda_stream__()[1]
         try:
             yield
         finally:
-            self._caller.stream = None
+            self._caller.stream = NOBODY
 
     def adopt(self, array: Any, *, in_place: bool = False) -> np.ndarray:
         mine = array if isinstance(array, np.ndarray) else adopted(array)  # of an earlier `adopt`

@@ -18,7 +18,7 @@ from tierstore.tiers.device.backend import THREADS, DeviceError, kernel_names
 
 CONTEXT = 77
 LOST = 719
-_NOT_READY, NOT_SUPPORTED = 600, 801
+_INVALID_HANDLE, _NOT_READY, NOT_SUPPORTED = 400, 600, 801
 _WORD, _UINT = ctypes.c_uint64, ctypes.c_uint32
 _LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int32, _WORD, *[_UINT] * 7, _WORD, _WORD, _WORD)
 _CALL = ctypes.CFUNCTYPE(ctypes.c_int32, _WORD, _WORD, _WORD, _WORD)
@@ -79,7 +79,10 @@ class Functions:
 
     def _record(self, event: int, stream: int, *_: int) -> int:
         self._check()
-        recorded = self._device.stream_of(stream).record()
+        try:
+            recorded = self._device.stream_of(stream).record()
+        except StopIteration:  # of another device
+            return _INVALID_HANDLE
         of = self._device.event_of(event)
         of.stream, of.number = recorded.stream, recorded.number
         return 0

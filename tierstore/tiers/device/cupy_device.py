@@ -24,7 +24,16 @@ import numpy as np
 from tierstore.errors import ConfigError, InvalidInput
 from tierstore.tiers.device.backend import Captured, DeviceError, OutOfDeviceMemory, kernel_names
 from tierstore.tiers.device.compile import compile_kernels
-from tierstore.tiers.device.driver import CAPTURING, FUNCTIONS, OUT_OF_MEMORY, Driver, Queue, captured
+from tierstore.tiers.device.driver import (
+    CAPTURING,
+    FUNCTIONS,
+    INVALID_HANDLE,
+    OUT_OF_MEMORY,
+    Driver,
+    Queue,
+    captured,
+    not_a_stream,
+)
 from tierstore.tiers.device.driver_calls import NOBODY
 
 NOT_INSTALLED = "extra gpu is not installed"
@@ -167,7 +176,7 @@ class CudaDevice:
         """Make it the current device of this thread in the block, and translate errors."""
         return _Current(self)
 
-    def translated(self, error: BaseException) -> DeviceError | None:
+    def translated(self, error: BaseException) -> DeviceError | InvalidInput | None:
         """Our error for an error of the driver; None for other errors."""
         cuda = self.cupy.cuda
         if isinstance(error, cuda.memory.OutOfMemoryError):
@@ -176,6 +185,8 @@ class CudaDevice:
             return None
         if error.status in CAPTURING:
             return Captured(captured(self.number))
+        if error.status == INVALID_HANDLE:
+            return InvalidInput(not_a_stream(self.number))
         # cudaErrorMemoryAllocation of the runtime, CUDA_ERROR_OUT_OF_MEMORY of the driver
         kind = OutOfDeviceMemory if error.status == OUT_OF_MEMORY else DeviceError
         return kind(f"device {self.number}: {error}")

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from tierstore.errors import InvalidInput
 from tierstore.tiers.device import driver_calls
 from tierstore.tiers.device.backend import THREADS, Captured, DeviceError, OutOfDeviceMemory
 
 CAPTURING = range(900, 910)  # CUDA_ERROR_STREAM_CAPTURE_…: the call is refused, and the device goes on working
-OUT_OF_MEMORY = 2
+OUT_OF_MEMORY, INVALID_HANDLE = 2, 400
 # in the order of `driver_calls.py`; then sched_yield and usleep of the C library, then the context
 FUNCTIONS = (
     "cuLaunchKernel", "cuMemcpyHtoDAsync_v2", "cuEventRecord", "cuStreamWaitEvent", "cuStreamQuery",
@@ -65,11 +66,13 @@ class Driver:
         self.call(driver_calls.UNREGISTER, at)
 
     def check(self, status: int) -> None:
-        """Raise our error for an error status of the driver."""
+        """Raise our error for an error status of the driver. InvalidInput: the caller's stream is none."""
         if status == 0:
             return
         if status in CAPTURING:
             raise Captured(captured(self.number))
+        if status == INVALID_HANDLE:  # no other handle can be
+            raise InvalidInput(not_a_stream(self.number))
         kind = OutOfDeviceMemory if status == OUT_OF_MEMORY else DeviceError
         said = "a kernel has ended and did not say so" if status == driver_calls.UNSAID else self._describe(status)
         raise kind(f"device {self.number}: {said}")
@@ -123,6 +126,11 @@ class Queue:
     def wait(self, at: int, scratch: np.ndarray) -> None:
         """As `DeviceStream.wait_for_word`."""
         self._driver.check(driver_calls.wait(self._calls, at, self._stream, scratch))
+
+
+def not_a_stream(number: int) -> str:
+    """The error text for a caller whose stream the driver does not know."""
+    return f"stream: expected one of GPU {number}; this is one of another GPU, or it was destroyed"
 
 
 def captured(number: int) -> str:
