@@ -32,6 +32,17 @@ def rows_of(codes: Keys, how: KeyHash) -> Keys:
     return rows
 
 
+def form_of(how: KeyHash | None) -> tuple[int, int, int]:
+    """(form, mod, bits of the seed as int64), for compiled code; 0 where there is none.
+
+    `form`: as in `lookup/plans.py`, 0 no hash, 1 and 2 the rest of a signed and an unsigned number, 3 with a seed.
+    """
+    if how is None:
+        return 0, 0, 0
+    form = 3 if how.seed is not None else 1 if how.key is KeyType.INT64 else 2
+    return form, how.mod, int(np.uint64(seed_bits(how.seed or 0)).view(np.int64))
+
+
 def seed_bits(seed: int) -> int:
     """XXH3-64 of eight bytes with `seed` is that of the bytes xor this, without a seed.
 

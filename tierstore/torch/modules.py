@@ -28,7 +28,8 @@ from tierstore.torch.tables import check_mode, tables_of
 from tierstore.types import There, check_end
 
 _DTYPES = ("float32", "float16")
-_TAKEN = {getattr(torch, name): np.dtype(name) for name in ("int64", *_DTYPES)}  # types that look-ups read in place
+# types that look-ups take on the GPU
+_TAKEN = {getattr(torch, name): np.dtype(name) for name in ("int64", "int32", *_DTYPES)}
 
 
 class RowSource(Protocol):
@@ -386,8 +387,6 @@ def _there(values: Any, keys: torch.Tensor) -> Any:
     """
     if not isinstance(values, torch.Tensor) or values.device != keys.device:
         return values
-    if values.dtype == torch.int32:
-        values = values.to(torch.int64)
     if (dtype := _TAKEN.get(values.dtype)) is None:
         return values
     values = values.contiguous()

@@ -15,6 +15,7 @@ from tests import int4_model
 from tests.engine import scenes, ttl_scenes
 from tests.engine.model_based import ALL_KEYS, DEFAULT, DIM, History, Stores, StoresAgainstHistory, check
 from tests.engine.test_store import folded
+from tests.hashed_keys import FEATURES, IDS, UNSIGNED, vectors, write_hashed
 from tests.tiers.cuda_shim.backend import OnGpu, ShimDevice
 from tests.tiers.devices import ON_GPU, to_host
 from tierstore.engine.data.promotion import RING_KEYS
@@ -30,6 +31,7 @@ from tierstore.errors import (
     WrongPartition,
 )
 from tierstore.formats.keys import partition_of
+from tierstore.formats.snapshot.writer import SnapshotWriter
 from tierstore.service.admin.metrics import _tables, device_families
 from tierstore.tiers.device import gpu
 from tierstore.tiers.device.lookup import LookUp
@@ -248,6 +250,69 @@ def test_keys_on_the_gpu_stay_there_where_their_rows_are_there_too(
     ):  # fmt: skip
         with pytest.raises(InvalidInput, match=error):
             ctr.lookup_bags("item_id", OnGpu(few), starts, weights=factors, combiner="sum")
+
+
+def test_keys_with_a_hash_and_keys_and_offsets_of_other_types_stay_on_the_gpu(
+    on_stand_in: Callable[..., Store], gpus: list[ShimDevice], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, stream = on_stand_in(), gpus[0].stream()
+    store.load_snapshot(write_hashed(tmp_path))
+    ctr, copied = store.model("ctr"), []
+    offsets, weights = np.array([0, 1, 4]), np.linspace(1, 2, len(IDS), dtype=np.float32)
+    # negative numbers in bits above those of their type
+    types = [np.dtype(kind) for kind in (np.int64, np.int32, np.int16, np.int8, np.uint32, np.uint16, np.uint8)]
+    keys = {
+        kind: np.array([0, 17, 100, 3], kind) if kind.kind == "u" else np.array([0, 17, -128, -3], kind)
+        for kind in types
+    }
+    monkeypatch.setattr(gpu, "from_device", lambda memory, array: copied.append(array))
+    for _ in range(2):
+        for feature in "by_seed", "by_rest", "unsigned":
+            _, given, rows = FEATURES[feature]
+            answer = ctr.lookup(feature, OnGpu(given), stream=stream)
+            stream.synchronize()
+            np.testing.assert_array_equal(answer, vectors(rows))
+        for kind, some in keys.items():
+            for feature in ("by_seed", "by_rest") if kind.kind == "i" else ("by_seed", "by_rest", "unsigned", "row"):
+                answer = ctr.lookup(feature, OnGpu(some), stream=stream)
+                stream.synchronize()
+                np.testing.assert_array_equal(answer, ctr.lookup(feature, some))
+        for starts in offsets.astype(np.int32), offsets.astype(np.uint8), offsets:
+            bags = ctr.lookup_bags("bag", OnGpu(IDS), OnGpu(starts), weights=OnGpu(weights), stream=stream)
+            stream.synchronize()
+            np.testing.assert_array_equal(bags, ctr.lookup_bags("bag", IDS, offsets, weights=weights))
+        promoted(store)
+    assert copied == []
+    assert gpus[0].launched["make_codes"] > 20
+    monkeypatch.undo()
+    # those that may be out of range are looked at by the CPU
+    with pytest.raises(InvalidInput, match="uint64 keys, 0 to"):
+        ctr.lookup("unsigned", OnGpu(IDS), stream=stream)
+    with pytest.raises(InvalidInput, match="int64 keys, -2"):
+        ctr.lookup("by_seed", OnGpu(UNSIGNED), stream=stream)
+    for wrong in IDS > 0, IDS.astype(np.float32):
+        with pytest.raises(InvalidInput, match=r"expected int64 keys, got (bool|float32)"):
+            ctr.lookup("by_seed", OnGpu(wrong), stream=stream)
+    with pytest.raises(InvalidInput, match="expected string keys"):
+        ctr.lookup("word", OnGpu(IDS), stream=stream)
+    np.testing.assert_array_equal(ctr.lookup("by_seed", OnGpu(IDS)), vectors(FEATURES["by_seed"][2]))
+
+
+def test_unsigned_keys_stay_on_the_gpu(
+    on_stand_in: Callable[..., Store], gpus: list[ShimDevice], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, stream = on_stand_in(), gpus[0].stream()
+    with SnapshotWriter(tmp_path, model="ctr", version=1) as writer:
+        writer.table("item", dim=4, key="uint64").write(UNSIGNED[:5], vectors(range(5)))
+        writer.feature("id", table="item")
+    store.load_snapshot(tmp_path)
+    ctr, copied = store.model("ctr"), []
+    monkeypatch.setattr(gpu, "from_device", lambda memory, array: copied.append(array))
+    for keys, rows in (UNSIGNED, [0, 1, 2, 3, 4, 1]), (np.array([17, 0], np.uint16), [1, 0]):
+        answer = ctr.lookup("id", OnGpu(keys), stream=stream)
+        stream.synchronize()
+        np.testing.assert_array_equal(answer, vectors(rows))
+    assert copied == []
 
 
 def test_an_answer_is_written_to_room_on_the_gpu_that_the_caller_has(

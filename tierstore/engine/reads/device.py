@@ -7,6 +7,7 @@ may read it at once; or, if the caller has named its stream, complete in the ord
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,15 @@ from tierstore.engine.reads.feature_view import FeatureView
 from tierstore.engine.reads.lookup import BagLookup, Lookup
 from tierstore.engine.versions.version import Version
 from tierstore.errors import InvalidInput, NotReady
+from tierstore.formats.key_hash import form_of
 from tierstore.tiers.device.backend import Captured, lies_on_gpu
 from tierstore.tiers.device.gpu import Gpu
 from tierstore.tiers.device.lookup import PADDING, LookUp, Pooling, Unwaited
-from tierstore.types import Keys, KeyType, States, There, Tier
+from tierstore.types import KeyHash, Keys, KeyType, States, There, Tier
 
 Hold = Callable[[], Callable[[], None]]  # holds a view, and returns what releases it
 _STATE, _ABSENT = np.dtype(np.uint8), np.uint8(Tier.ABSENT)
+_INT64, _UINT64 = np.dtype(np.int64), np.dtype(np.uint64)  # of keys of these types
 
 
 class DeviceLookup:
@@ -158,22 +161,31 @@ class OfCaller:
 
 
 def keys_there(gpu: Gpu, keys: Any, feature: FeatureView) -> There | None:
-    """Keys on the GPU, to be looked up in place; None if the CPU must see them.
+    """Codes of keys on the GPU, to be looked up there; None if the CPU must see the keys.
 
-    It must for deltas that are not in the tiers yet, for hashes, and unless they are int64[n].
+    It must for deltas that are not in the tiers yet, and if keys may be out of range.
     """
-    spec, table = feature.spec, feature.rows.table
-    if spec.hash is not None or table.spec.key is not KeyType.INT64:
+    rows, key = feature.rows, feature.spec.key_type(feature.rows.table.spec)
+    if key is KeyType.STRING or rows.overlays or rows.table.device is None:
         return None
-    return None if feature.rows.overlays or table.device is None else there(gpu, keys, np.int64)
+    mine = there(gpu, keys, _INT64 if key is KeyType.INT64 else _UINT64, feature.spec.hash)
+    return mine if mine is None else replace(mine, dtype=_INT64)
 
 
-def there(gpu: Gpu, array: Any, dtype: Any) -> There | None:
-    """An array [n] of `dtype` on the GPU, to be read in place; None if it is none."""
+def there(gpu: Gpu, array: Any, dtype: np.dtype[Any], how: KeyHash | None = None) -> There | None:
+    """An array [n] of `dtype` on the GPU, to be read in place; None if it is none.
+
+    Of narrower integers, and where there is a hash, their codes int64[n].
+    """
     if not lies_on_gpu(array):
         return None
     mine = gpu.there(array)
-    return mine if mine.dtype == dtype and len(mine.shape) == 1 else None
+    if len(mine.shape) != 1:
+        return None
+    if mine.dtype == dtype and how is None:
+        return mine
+    kinds = mine.dtype.kind + dtype.kind
+    return gpu.codes(mine, *form_of(how)) if set(kinds) <= {"i", "u"} and np.can_cast(mine.dtype, dtype) else None
 
 
 def room_there(gpu: Gpu, out: Any, shape: tuple[int, int], code: int) -> There:

@@ -53,7 +53,7 @@ def _bags_for(gpu: Gpu, keys: Any, offsets: Any, weights: Any) -> tuple[Any, Any
     """
     starts = factors = None
     if isinstance(keys, There):
-        starts, factors = there(gpu, offsets, np.int64), there(gpu, weights, np.float32)
+        starts, factors = there(gpu, offsets, np.dtype(np.int64)), there(gpu, weights, np.dtype(np.float32))
     if starts is None or not len(starts):
         starts = gpu.to_host(offsets)
     if factors is None or len(factors) != len(keys):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.formats.key_hash import seed_bits
+from tierstore.formats.key_hash import form_of
 from tierstore.formats.keys import as_codes
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.pool import combiner_code
@@ -22,7 +22,6 @@ from tierstore.predict.binding import ALIGNMENT
 from tierstore.reactor import layout as kernel
 from tierstore.service.dataplane.datatypes import BYTES, KEY_DATATYPES
 from tierstore.service.dataplane.plan import Call, OutputSpec, Plan
-from tierstore.types import KeyHash, KeyType
 
 FOUND = ".found"
 Words = npt.NDArray[Any]
@@ -153,13 +152,5 @@ def _planned_call(call: Call, rows: tuple[int, bool] | None, table: int, counts:
         weights_of=binding.NONE if call.weights is None else call.weights,
         rows_to=binding.NONE if rows is None else rows[0],
         found_to=call.found[0] if call.found else binding.NONE,
-        **({} if how is None else _hash_words(how)),
+        **dict(zip(("hash", "mod", "bits"), form_of(how), strict=True)),
     )
-
-
-def _hash_words(how: KeyHash) -> dict[str, int]:
-    if how.seed is not None:
-        form = layout.SEEDED
-    else:
-        form = layout.MOD_SIGNED if how.key is KeyType.INT64 else layout.MOD_UNSIGNED
-    return {"hash": form, "mod": how.mod, "bits": int(np.uint64(seed_bits(how.seed or 0)).view(np.int64))}

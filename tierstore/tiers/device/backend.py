@@ -22,7 +22,7 @@ from tierstore.tiers.device.round_trip import THREADS as THREADS
 from tierstore.tiers.device.round_trip import WARP as WARP
 
 _CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged of DLPack
-_PARTS = ("words.cuh", "layout.cuh", "codec.cuh", "host.cuh", "lookup.cu", "write.cu")
+_PARTS = ("words.cuh", "layout.cuh", "codec.cuh", "host.cuh", "codes.cu", "lookup.cu", "write.cu")
 
 # `struct Table` of layout.cuh
 TABLE = np.dtype(

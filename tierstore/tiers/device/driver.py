@@ -13,7 +13,7 @@ import numpy as np
 
 from tierstore.errors import InvalidInput
 from tierstore.tiers.device import driver_calls
-from tierstore.tiers.device.backend import THREADS, Captured, DeviceError, OutOfDeviceMemory
+from tierstore.tiers.device.backend import THREADS, Captured, DeviceError, DriverCalls, OutOfDeviceMemory
 
 CAPTURING = range(900, 910)  # CUDA_ERROR_STREAM_CAPTURE_…: the call is refused, and the device goes on working
 OUT_OF_MEMORY, INVALID_HANDLE = 2, 400
@@ -84,7 +84,7 @@ class Queue:
     `events`: handles of at least as many events as `follow` gets streams.
     """
 
-    def __init__(self, driver: Driver, stream: int, events: Sequence[int]) -> None:
+    def __init__(self, driver: DriverCalls, stream: int, events: Sequence[int]) -> None:
         self._driver, self._calls, self._stream = driver, driver.calls, stream
         self._events = np.array(events, np.int64)
         self._cells = np.zeros(_MOST_ARGUMENTS, np.int64)
