@@ -60,7 +60,7 @@ class ShimStream:
 
     def __init__(self, device: ShimDevice) -> None:
         self._device = device
-        self._early = len(device._streams) >= device.early_from
+        self._early = len(device._streams) > device.early_from  # but for the default stream
         self._work: deque[tuple[Callable[[], None], Callable[[bool], bool]]] = deque()
         self.put = self.done = 0
         self._kept: deque[np.ndarray] = deque(maxlen=64)  # what tests upload and let go
@@ -150,9 +150,9 @@ class ShimDevice:
         self._pool: deque[np.ndarray] = deque(maxlen=64)  # which keeps the memory of answers that are let go
         self._streams: list[ShimStream] = []
         self._events: dict[int, ShimEvent] = {}
-        self.default_stream: Any = None
         self.functions = Functions(self)
         self._driver = Driver(number, self.functions.addresses, CONTEXT, self.functions.kernels, lambda _: FELL)
+        self.default_stream: Any = ShimStream(self)
 
     def stream_of(self, handle: int) -> ShimStream:
         if not handle:
@@ -206,7 +206,7 @@ class ShimDevice:
         return self._driver
 
     def callers(self) -> tuple[int, int]:
-        return getattr(self._caller, "stream", NOBODY), NOBODY
+        return getattr(self._caller, "stream", 0), NOBODY
 
     def register(self, at: int, nbytes: int) -> int:
         return self._driver.register(at, nbytes)
@@ -238,7 +238,7 @@ class ShimDevice:
         try:
             yield
         finally:
-            self._caller.stream = NOBODY
+            self._caller.stream = 0
 
     def adopt(self, array: Any, *, in_place: bool = False) -> np.ndarray:
         mine = array if isinstance(array, np.ndarray) else adopted(array)  # of an earlier `adopt`

@@ -18,7 +18,6 @@ from tierstore.errors import ConfigError, InvalidInput, MissingExtra, NotReady
 from tierstore.tiers.device.backend import Backend, Captured, DeviceError, lies_on_gpu
 from tierstore.tiers.device.cupy_device import NOT_INSTALLED, CudaDevice, find_devices
 from tierstore.tiers.device.driver import Queue
-from tierstore.tiers.device.driver_calls import NOBODY
 from tierstore.tiers.device.lookup import from_device, to_device
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import WORKSPACES, DeviceMemory
@@ -122,19 +121,17 @@ class Gpu:
         return There.of(self.memory.backend, self.memory.backend.adopt(array, in_place=in_place))
 
     def codes(self, keys: There, form: int, mod: int, bits: int) -> There | None:
-        """Codes int64[n] of integer keys, made on the GPU in the order of the caller's stream; None if it cannot.
+        """Codes int64[n] of integer keys, made on the GPU in the order of the caller's stream; None if that fails.
 
         `form`, `mod` and `bits` are those of `formats/key_hash.py`.
         """
         assert self.memory is not None
         backend, n = self.memory.backend, len(keys)
-        if (stream := backend.callers()[0]) == NOBODY:
-            return None
         try:
             out = There.of(backend, backend.empty((n,), np.int64))
             width, is_signed = keys.dtype.itemsize, keys.dtype.kind == "i"
             args = keys.address, width, is_signed, n, form, mod, bits, out.address
-            Queue(self.memory.driver, stream, ()).launch("make_codes", n, args)
+            Queue(self.memory.driver, backend.callers()[0], ()).launch("make_codes", n, args)
         except Captured:
             raise
         except DeviceError:
