@@ -23,7 +23,8 @@ from tests.formats.object_server import BUCKET, Fault, ObjectServer, object_serv
 ROWS, DIM, SHARDS = 60_000, 32, 4
 KEYS = np.random.default_rng(5).permutation(ROWS)
 VECTORS = (KEYS[:, None] * 0.5 + np.arange(DIM)).astype(np.float32)
-AWAY_S = 4.0  # more than a helper process takes to start on a busy machine
+AWAY_S = 4.0
+LONG_S = 60.0  # more than a helper process takes to start on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -67,23 +68,33 @@ def check(store: tierstore.Store) -> None:
 
 
 @contextlib.contextmanager
-def connections_refused(server: ObjectServer) -> Iterator[None]:
+def connections_refused(server: ObjectServer, noticed: threading.Event | None = None) -> Iterator[None]:
+    """Over after AWAY_S, or once it is noticed, if somebody says so."""
     server.stop()
-    timer = threading.Timer(AWAY_S, server.start)
-    timer.start()
+
+    def start() -> None:
+        (noticed or threading.Event()).wait(LONG_S if noticed else AWAY_S)
+        server.start()
+
+    thread = threading.Thread(target=start)
+    thread.start()
     try:
         yield
     finally:
-        timer.join(30)
+        if noticed:
+            noticed.set()
+        thread.join(30)
 
 
 @contextlib.contextmanager
-def everything_fails(server: ObjectServer) -> Iterator[None]:
-    server.outages.append(out_of_service(AWAY_S))
+def everything_fails(server: ObjectServer, noticed: threading.Event | None = None) -> Iterator[None]:
+    """As `connections_refused`."""
+    fault = out_of_service(LONG_S if noticed else AWAY_S)
+    server.outages.append(lambda *call: None if noticed and noticed.is_set() else fault(*call))
     yield
 
 
-Outage = Callable[[ObjectServer], contextlib.AbstractContextManager[None]]
+Outage = Callable[[ObjectServer, threading.Event | None], contextlib.AbstractContextManager[None]]
 OUTAGES = pytest.mark.parametrize("outage", [everything_fails, connections_refused])
 
 
@@ -93,13 +104,16 @@ OUTAGES = pytest.mark.parametrize("outage", [everything_fails, connections_refus
 def test_a_load_waits_and_goes_on(open_store, server, written, outage: Outage, phase: str) -> None:
     store = open_store(host_budget="64MiB", load_workers=1)
     waited: list[str] = []
+    noticed = threading.Event() if phase == "read" else None  # later all may have been read
     with contextlib.ExitStack() as stack:
 
         def start(step: Progress) -> None:
             if step.phase == phase and not started:
-                started.append(stack.enter_context(outage(server)))
+                started.append(stack.enter_context(outage(server, noticed)))
             if step.waits_for:
                 waited.append(step.waits_for)
+                if noticed:
+                    noticed.set()
 
         started: list[None] = []
         assert store.load_snapshot(written, progress=start) == 1
@@ -118,7 +132,7 @@ def test_a_built_version_waits_and_goes_on(open_store, server, built, outage: Ou
 
         def start(step: Progress) -> None:
             if step.phase == "copy" and not started:
-                started.append(stack.enter_context(outage(server)))
+                started.append(stack.enter_context(outage(server, None)))
 
         assert store.load_snapshot(built, progress=start) == 1
         assert started
