@@ -44,7 +44,7 @@ DIM, BAG = 64, 16
 SIZES = 64, 1024, 4096
 KERNELS = {name: number for number, name in enumerate(kernel_names())}
 READERS = KERNELS["look_up"], KERNELS["pool"]
-STATES, KEYS, REPORTS = 4, 5, (15, 22)  # places among the arguments of these kernels (`cuda/lookup.cu`)
+STATES, KEYS, REPORTS = 4, 5, (16, 23)  # places among the arguments of these kernels (`cuda/lookup.cu`)
 DEVICE = int(Tier.DEVICE)
 
 

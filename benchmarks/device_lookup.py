@@ -139,7 +139,7 @@ def resident(
         with scene.table.memory.launching() as view:
             keys_at = backend.address_of(keys[call])
             view.stream.launch(
-                "look_up", -(-batch // 2) * TEAM, view.table, NO_HOST, keys_at, none, state_at, n, none, none, none, none, none, none,
+                "look_up", -(-batch // 2) * TEAM, view.table, NO_HOST, keys_at, none, state_at, n, none, none, none, none, none, none, none,
                 out_at, 0, view.counters, done_at,
             )  # fmt: skip
 

@@ -115,6 +115,7 @@ class Deltas:
             self._delta(spec, keys, seed) for seed, keys in enumerate((range(0, LAST, 10), range(5, LAST, 5)))
         ]
         self.addresses = np.array([overlay.words.ctypes.data for overlay in reversed(self._overlays)], np.int64)
+        self.filters = sum(8 * int(overlay.words["filter_words"]) for overlay in self._overlays)  # bytes
 
     def _delta(self, spec: TableSpec, keys: range, seed: int) -> OverlayTable:
         rng = np.random.default_rng(seed)
@@ -134,6 +135,17 @@ class Deltas:
                 (deleted if vector is None else changed)[i] = True
                 rows[i] = default if vector is None else vector
         return changed, deleted
+
+    def fetch(self, scene: Scene) -> Callable[[Keys, Any], tuple[Vectors, States]]:
+        """What answers keys that they may have, or that no tier in memory has."""
+
+        def fetch(keys: Keys, dtype: Any) -> tuple[Vectors, States]:
+            rows, states = scene.fetch(keys, dtype)
+            changed, deleted = self.over(keys, rows, scene.default)
+            states[changed], states[deleted] = Tier.OVERLAY, Tier.ABSENT
+            return rows, states
+
+        return fetch
 
 
 @either
@@ -635,6 +647,7 @@ class Caller:
         fetch: Any = None,
         overlays: Keys = NO_OVERLAYS,
         padding: int | None = None,
+        filters: int = 0,
     ) -> tuple[np.ndarray, bool]:
         """Where the answer is once the stream is through, as a copy of it is in the stream; and whether it was put off."""
         scene, device = self.scene, self.scene.device
@@ -658,6 +671,7 @@ class Caller:
                 host,
                 overlays,
                 padding,
+                filters,
             ).finish(unwaited)
         self._read.append(read)
         self.stream.download(read, device.address_of(out))
@@ -694,10 +708,7 @@ def test_an_answer_is_complete_in_the_order_of_the_callers_stream(kind: str, poo
     keys = mixed(901, 33)
     keys[::5] = KEPT[:181]
     deltas, expected = Deltas(scene.spec), scene.rows(keys, np.float32)
-    overlays = NO_OVERLAYS if there else deltas.addresses
-    changed = np.zeros(len(keys), np.bool_)
-    if not there:
-        changed = np.logical_or(*deltas.over(keys, expected, scene.default))
+    changed = np.logical_or(*deltas.over(keys, expected, scene.default))
     counted = keys != PADDING_KEY
     expected[~counted] = 0
     bags = None
@@ -711,7 +722,9 @@ def test_an_answer_is_complete_in_the_order_of_the_callers_stream(kind: str, poo
         given_keys: Any = There.of(scene.device, array)
     else:
         given_keys = asked
-    answer, put_off = caller.ask(given_keys, bags=bags, host=host, overlays=overlays, padding=PADDING_KEY)
+    answer, put_off = caller.ask(
+        given_keys, bags=bags, host=host, fetch=deltas.fetch(scene), overlays=deltas.addresses, padding=PADDING_KEY, filters=deltas.filters,
+    )  # fmt: skip
     assert put_off
     assert caller.held == 1 or not is_still
     if not there:
@@ -724,8 +737,14 @@ def test_an_answer_is_complete_in_the_order_of_the_callers_stream(kind: str, poo
     np.testing.assert_array_equal(answer, expected)
     ((told, states),) = caller.told
     assert told == keys.tolist()
-    looked, tiers = counted & ~changed, np.array(states)
-    assert (tiers[looked & (keys < len(RESIDENT))] == Tier.DEVICE).all()
+    looked, tiers, asked_for = counted & ~changed, np.array(states), np.concatenate([*scene.asked, keys[:0]])
+    assert (tiers[counted & changed] != Tier.DEVICE).all()
+    assert np.isin(keys[counted & changed], asked_for).all() or not there
+    # the filters of deltas have few other keys, which are asked for
+    resident = looked & (keys < len(RESIDENT))
+    passed = resident & np.isin(keys, asked_for)
+    assert (tiers[resident & ~passed] == Tier.DEVICE).all()
+    assert passed.sum() < (len(keys) // 20 if there else 1)
     assert (tiers[looked & (keys >= BELOW[0]) & (keys <= BELOW[-1])] == Tier.HOST).all()
     assert (tiers[~counted] == PADDING).all()
     be_still(scene.device, False)

@@ -298,6 +298,39 @@ def test_keys_with_a_hash_and_keys_and_offsets_of_other_types_stay_on_the_gpu(
     np.testing.assert_array_equal(ctr.lookup("by_seed", OnGpu(IDS)), vectors(FEATURES["by_seed"][2]))
 
 
+def test_keys_on_the_gpu_stay_there_beside_deltas_that_are_not_folded(
+    on_stand_in: Callable[..., Store], gpus: list[ShimDevice], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, stream = on_stand_in(), gpus[0].stream()
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    ctr, copied, offsets = store.model("ctr"), [], np.arange(0, 1000, 4)
+    for _ in range(3):
+        ctr.lookup("item_id", ITEMS[:300], device="gpu")
+        promoted(store)
+    expected, copy = scenes.vectors("item", 0, ITEMS), gpu.from_device
+    monkeypatch.setattr(gpu, "from_device", lambda memory, array: copied.append(array) or copy(memory, array))
+    with ctr.view():  # so nothing is folded
+        for seq in 1, 2:
+            changed = ITEMS[seq::7]
+            store.apply_delta(scenes.stamped(seq, {"item": changed}))
+            expected[changed] = scenes.vectors("item", seq, changed)
+        store.apply_delta(scenes.delta(3, deletes={"item": [5, 17, 5000]}))
+        expected[[5, 17]] = 0
+        for limit in 4, 1 << 40:  # then filters of deltas are too large
+            monkeypatch.setattr("tierstore.engine.reads.device._FILTERS", limit)
+            rows, found = ctr.lookup("item_id", OnGpu(ITEMS), return_found=True)
+            np.testing.assert_array_equal(rows, expected)
+            assert np.flatnonzero(~found).tolist() == [5, 17]
+            rows, bags = (
+                ctr.lookup("item_id", OnGpu(ITEMS), stream=stream),
+                ctr.lookup_bags("clicked", OnGpu(ITEMS), OnGpu(offsets), stream=stream),
+            )
+            stream.synchronize()
+            np.testing.assert_array_equal(rows, expected)
+            np.testing.assert_array_equal(bags, ctr.lookup_bags("clicked", ITEMS, offsets))
+            assert bool(copied) == (limit > 4)
+
+
 def test_unsigned_keys_stay_on_the_gpu(
     on_stand_in: Callable[..., Store], gpus: list[ShimDevice], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

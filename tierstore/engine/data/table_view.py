@@ -36,13 +36,14 @@ class TableView:
     nothing then.
     """
 
-    __slots__ = ("_addresses", "_at", "_kept", "overlays", "seq", "table", "words")
+    __slots__ = ("_addresses", "_at", "_kept", "filters", "overlays", "seq", "table", "words")
 
     def __init__(self, table: Cascade, overlays: Sequence[OverlayTable], seq: int) -> None:
         self.table, self.overlays, self.seq = table, overlays, seq
         host = table.host
         areas = None if host is None else host.areas
         self._addresses = np.array([address_of(overlay.words) for overlay in overlays], np.int64)
+        self.filters = sum(8 * int(overlay.words["filter_words"]) for overlay in overlays)  # bytes
         defaults = [np.ascontiguousarray(table.default, dtype) for dtype in DTYPES]
         self._kept = areas, defaults
         # a `plans.TABLE`, without the fields that only compiled readers need
@@ -139,7 +140,9 @@ class TableView:
         if cache is None:
             return None
         below = self._below_device
-        return look_up_into(out, cache, keys, state, dtype, below, bags, table.host, self._addresses, padding)
+        return look_up_into(
+            out, cache, keys, state, dtype, below, bags, table.host, self._addresses, padding, self.filters
+        )
 
     def count_on_device(self, keys: Keys | There, state: States) -> int:
         """Count, and promote, what `on_device` has answered.
@@ -155,17 +158,22 @@ class TableView:
     def overlaid(self, keys: Keys) -> np.ndarray:
         """Which of `keys` deltas have changed, bool[n]."""
         rows, state = np.empty((len(keys), self.table.spec.row_bytes), np.uint8), np.zeros(len(keys), np.uint8)
-        if self.overlays:
-            above = self.words.copy()
-            above["host"] = 0
-            kernel.lookup(address_of(above), np.ascontiguousarray(keys), state, AS_STORED, False, 0, rows)
+        self._from_overlays(np.ascontiguousarray(keys), rows, state, AS_STORED)
         changed: np.ndarray = state != _PENDING
         return changed
 
+    def _from_overlays(self, keys: Keys, rows: Any, state: States, code: int) -> None:
+        """Answer the keys that overlays have; others stay PENDING."""
+        if self.overlays:
+            above = self.words.copy()
+            above["host"] = 0
+            kernel.lookup(address_of(above), keys, state, code, False, 0, rows.view(_BYTES))
+
     def _below_device(self, keys: Keys, dtype: Any) -> tuple[Vectors, States]:
-        """Look up keys that the device tier and the overlays lack in the tiers below: (rows of `dtype`, states)."""
+        """Look up keys that the device tier lacks, or that deltas may have changed: (rows of `dtype`, states)."""
         table = self.table
         rows, state = np.empty((len(keys), table.spec.dim), dtype), np.zeros(len(keys), np.uint8)
+        self._from_overlays(keys, rows, state, DTYPES.index(rows.dtype))
         if table.host is not None:
             table.host.lookup(keys, rows, state)
         pending = np.flatnonzero(state == _PENDING)

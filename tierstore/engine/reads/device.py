@@ -24,6 +24,7 @@ from tierstore.tiers.device.lookup import PADDING, LookUp, Pooling, Unwaited
 from tierstore.types import KeyHash, Keys, KeyType, States, There, Tier
 
 Hold = Callable[[], Callable[[], None]]  # holds a view, and returns what releases it
+_FILTERS = 4  # filters of deltas take at most one part of so many
 _STATE, _ABSENT = np.dtype(np.uint8), np.uint8(Tier.ABSENT)
 _INT64, _UINT64 = np.dtype(np.int64), np.dtype(np.uint64)  # of keys of these types
 
@@ -163,10 +164,12 @@ class OfCaller:
 def keys_there(gpu: Gpu, keys: Any, feature: FeatureView) -> There | None:
     """Codes of keys on the GPU, to be looked up there; None if the CPU must see the keys.
 
-    It must for deltas that are not in the tiers yet, and if keys may be out of range.
+    It must if they may be out of range, or if deltas that are not in the tiers yet are so many that their filters take
+    much of a workspace.
     """
     rows, key = feature.rows, feature.spec.key_type(feature.rows.table.spec)
-    if key is KeyType.STRING or rows.overlays or rows.table.device is None:
+    cache = rows.table.device
+    if key is KeyType.STRING or cache is None or rows.filters > cache.device.workspace_bytes // _FILTERS:
         return None
     mine = there(gpu, keys, _INT64 if key is KeyType.INT64 else _UINT64, feature.spec.hash)
     return mine if mine is None else replace(mine, dtype=_INT64)

@@ -91,6 +91,7 @@ def look_up_into(
     host: HostTable | None = None,
     overlays: Keys = _NONE,
     padding: int | None = None,
+    filters: int = 0,
 ) -> LookUp | None:
     """A look-up into `out`, or into a new array of `dtype`, [n, dim] or [bags, dim]; None if the device has no room for one.
 
@@ -105,7 +106,7 @@ def look_up_into(
             out = There.of(backend, backend.empty(shape, dtype))
         except OutOfDeviceMemory:
             return None
-    return LookUp(table, keys, state, out, fetch, bags, host, overlays, padding)
+    return LookUp(table, keys, state, out, fetch, bags, host, overlays, padding, filters)
 
 
 def to_device(memory: DeviceMemory, array: np.ndarray, there: There | None = None) -> Any:
@@ -144,17 +145,19 @@ class LookUp:
     """One look-up, which is made by `finish`. `out`: the answer.
 
     Args:
-        keys: int64[n]; on the device only if there are no overlays.
+        keys: int64[n].
         state: uint8[n], which gets the tier that answered, or PADDING.
         out: float32 or float16 [n, dim], or [bags, dim].
-        fetch: answers keys that the kernel has not found. Called on the thread that calls `finish`, once a chunk.
+        fetch: answers keys that the kernel has not found; of keys on the device, overlays may have these. Called on the thread that calls `finish`,
+            once a chunk.
         host: the host tier below, which the kernel reads if it may.
         overlays: addresses int64[m] of overlays, newest first, which are kept alive until `finish` has returned.
         padding: the padding key, if there is one.
+        filters: the bytes of the overlays' filters.
     """
 
     __slots__ = (
-        "_address", "_begun", "_fetch", "_half", "_keys", "_of", "_out_width", "_overlays", "_padding", "_room_width", "_row_dtype",
+        "_address", "_begun", "_fetch", "_filters", "_half", "_keys", "_of", "_out_width", "_overlays", "_padding", "_room_width", "_row_dtype",
         "_state", "_todo", "bags", "host", "out", "table", "there",
     )  # fmt: skip
 
@@ -169,6 +172,7 @@ class LookUp:
         host: HostTable | None = None,
         overlays: Keys = _NONE,
         padding: int | None = None,
+        filters: int = 0,
     ) -> None:
         self.table, self._state, self._overlays, self._padding = table, state, overlays, padding
         self.out: There | None = out
@@ -176,6 +180,7 @@ class LookUp:
         self._keys: Keys = _NONE if isinstance(keys, There) else np.ascontiguousarray(keys)
         self._fetch, self.bags, self.host = fetch, bags, host
         self._of = 0 if host is None else id(host)
+        self._filters = 0 if self.there is None or not overlays.size else filters + 8 * (overlays.size + 1)
         self._address = out.address
         self._half = int(out.dtype.itemsize == 2)
         self._out_width = table.spec.dim * (4 >> self._half)
@@ -277,7 +282,7 @@ class LookUp:
     def _chunks(self) -> list[_Chunk] | None:
         """The look-up cut into parts that fit a workspace; None if one bag does not."""
         a_key = 8 + 1 + 1 + 8 + 4 + self._room_width  # as `round_trip.py` divides a workspace
-        room = self.table.device.workspace_bytes - 20 * ALIGN
+        room = self.table.device.workspace_bytes - 20 * ALIGN - self._filters
         n = len(self._state)
         if self.bags is None:
             if 0 < n * a_key <= room:
@@ -362,7 +367,7 @@ class LookUp:
         ws.set_job(
             *map(device.driver.kernels.__getitem__, kernels), when, *device.backend.callers(), self._of, self._address + first * self._out_width, self._half,
             self._room_width, table.layout.stride, table.spec.dim, begin, combiner, 0 if there is None else there.address + 8 * begin, self._padding or 0, self._padding is not None,
-            last_bag - first_bag, starts_at, weights.size != 0 or weights_at != 0, weights_at,
+            last_bag - first_bag, starts_at, weights.size != 0 or weights_at != 0, weights_at, self._filters,
         )  # fmt: skip
         return self._call(round_trip.look_up, ws, keys, state, offsets, weights, self._overlays)
 

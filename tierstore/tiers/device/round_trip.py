@@ -46,13 +46,14 @@ PINNED, DEVICE, EVENTS = 0, 1, 2
 JOB = 4
 (
     KERNEL, SECOND, WHEN, CALLER, ALSO, OF, OUT, HALF, WIDTH, STRIDE, DIM, BEGIN, COMBINER, THERE, PADDING, PADDED, BAGS, OFFSETS, WEIGHTED,
-    WEIGHTS,
-) = range(JOB, JOB + 20)  # fmt: skip
-JOB_WORDS = 20
+    WEIGHTS, FILTERS,
+) = range(JOB, JOB + 21)  # fmt: skip
+JOB_WORDS = 21
 AT = JOB + JOB_WORDS
 (
-    AT_KEYS, AT_OFFSETS, AT_WEIGHTS, AT_BEFORE, AT_STATE, AT_MISSING, AT_PLACES, AT_ROWS, AT_SOURCE, AT_KEPT, AT_WHOLE,
-) = range(AT, AT + 11)  # fmt: skip
+    AT_KEYS, AT_OFFSETS, AT_WEIGHTS, AT_FILTERS, AT_BEFORE, AT_STATE, AT_MISSING, AT_PLACES, AT_ROWS, AT_SOURCE, AT_KEPT,
+    AT_WHOLE,
+) = range(AT, AT + 12)  # fmt: skip
 COPIED = AT_WHOLE + 1  # whether keys, offsets and weights were copied to device memory
 _CELLS, _MOST = COPIED + 1, 24
 _ARGUMENTS = _CELLS + _MOST
@@ -89,7 +90,8 @@ def _cut(frame: Any, n: Any, bags: Any) -> Any:
     width = n * frame[DIM] * 4 if pooled else 0
     sizes = (
         # read by kernels, in place or after one copy up; `before` if some keys are answered already
-        n * 8 if frame[THERE] == 0 else 0, bags * 8 if frame[OFFSETS] == 0 else 0, n * 4 if pooled and frame[WEIGHTS] == 0 else 0, n,
+        n * 8 if frame[THERE] == 0 else 0, bags * 8 if frame[OFFSETS] == 0 else 0, n * 4 if pooled and frame[WEIGHTS] == 0 else 0,
+        frame[FILTERS], n,
         # only in CPU memory, `rows` first for those of deltas; but the device's `rows` are rows that a kernel has read in the host tier
         n, n * 8, n * 4, n * frame[WIDTH],
         # only on the device
@@ -109,7 +111,7 @@ def look_up(
 
     `keys`: not read if THERE gives their device address, as OFFSETS and WEIGHTS do for those. `state` uint8[n] is written if no key is listed.
     `offsets`: of BAGS bags, within the whole look-up; without bags no pooling. `weights`: empty for ones, which WEIGHTED says too. `overlays`: addresses,
-    newest first; none with THERE. Returns twice the number of listed keys, plus 1 if the host tier has answered any; or NOT_IN_USE; or FAILED - status.
+    newest first; with THERE their filters take FILTERS bytes. Returns twice the number of listed keys, plus 1 if the host tier has answered any; or NOT_IN_USE; or FAILED - status.
 
     If WHEN is BEGUN or PUT_OFF, the return, 0, is at once. Then `finish` must be called, or all is in the caller's stream: see `_put_off`; and
     another thread may have ended the look-up before the return.
@@ -118,13 +120,21 @@ def look_up(
     _cut(frame, n, frame[BAGS])
     if frame[THERE] == 0:
         copy_bytes(here + frame[AT_KEYS], np.int64(keys.ctypes.data), n * 8)
-    told = np.int64(0)
+    told, at = np.int64(0), here + frame[AT_FILTERS]
     if overlays.size != 0:
         clear_bytes(here + frame[AT_BEFORE], n)
     for k in range(overlays.size):
-        told += answer_at(
-            overlay_at(overlays[k]), AS_STORED, frame[DIM], 0, here + frame[AT_ROWS], frame[STRIDE], here + frame[AT_KEYS], n, here + frame[AT_BEFORE],
-        )  # fmt: skip
+        overlay = overlay_at(overlays[k])
+        if frame[THERE] != 0:
+            store_i64(at, 0, overlay.filter_words)
+            copy_bytes(at + 8, overlay.filter_at, overlay.filter_words * 8)
+            at += 8 + overlay.filter_words * 8
+        else:
+            told += answer_at(
+                overlay, AS_STORED, frame[DIM], 0, here + frame[AT_ROWS], frame[STRIDE], here + frame[AT_KEYS], n, here + frame[AT_BEFORE],
+            )  # fmt: skip
+    if frame[FILTERS] != 0:
+        store_i64(at, 0, 0)
     for b in range(offsets.size):
         store_i64(here + frame[AT_OFFSETS], b, offsets[b] - frame[BEGIN])
     if weights.size != 0:
@@ -195,7 +205,8 @@ def _put(calls: Any, order: Any, frame: Any, n: Any, told: Any) -> Any:
         return types.int64(status)
     status = come_after(calls, stream, frame[CALLER : CALLER + 2], frame[EVENTS : EVENTS + 2])
     where, end = frame[PINNED], frame[AT_STATE] if told else frame[AT_BEFORE]
-    frame[COPIED] = end >= COPIED_FROM
+    # but for filters, of which few keys read few words
+    frame[COPIED] = end - frame[FILTERS] >= COPIED_FROM or (frame[FILTERS] != 0 and n * 8 >= COPIED_FROM)
     if status == 0 and frame[COPIED]:
         status = types.int32(call_at(calls[COPY], frame[DEVICE], frame[PINNED], end, stream, 0, 0))
         where = frame[DEVICE]
@@ -273,6 +284,7 @@ def _arguments(order: Any, frame: Any, n: Any, where: Any, told: Any) -> Any:
     common = (
         frame[THERE] if frame[THERE] != 0 else where + frame[AT_KEYS], where + frame[AT_BEFORE] if told else 0, here + frame[AT_STATE], n, here + frame[AT_MISSING],
         here + frame[AT_PLACES], there + frame[AT_ROWS], here + frame[AT_ROWS], frame[PADDING], frame[PADDED],
+        where + frame[AT_FILTERS] if frame[FILTERS] != 0 else 0,
     )  # fmt: skip
     for k in range(len(common)):
         cells[2 + k] = common[k]

@@ -32,6 +32,7 @@ static const u8 STATE_PENDING = 0;
 static const u8 STATE_DEVICE = 2;
 static const u8 STATE_HOST = 3;
 static const u8 STATE_ABSENT = 6;
+static const u8 STATE_CHANGED = 254;  // maybe, by a delta; never written
 static const u8 STATE_PADDING = 255;
 
 // `source` of a key: the address of its row as stored (above 0), in the table, of a delta, or copied from the host tier; one of these constants; or, from

@@ -1,7 +1,8 @@
 // Look-ups, of single rows or pooled: a first kernel answers the keys that the GPU can read, a second kernel the others.
 //
 // `look_up` and `pool` answer keys of the table, or of the host tier if they may read it (`host.cuh`), and list the others. Of keys that
-// are settled before (`before`), rows of deltas are in `given`, as stored: row i at i times the table's stride. The CPU
+// are settled before (`before`), rows of deltas are in `given`, as stored: row i at i times the table's stride. Keys on the GPU, which the
+// CPU does not see, are listed if the filter of a delta has them (`filters`). The CPU
 // fetches the rows of listed keys, and `put_rows` or `pool_waiting` answers with them. A team works on two keys, a warp on a bag. Keys,
 // states, lists and rows may be in page-locked CPU memory. The last block of a kernel reports in `done` that the kernel is done.
 //
@@ -45,15 +46,27 @@ __device__ __forceinline__ void say_done(u32* counters, u32* done, i64* totals =
 }
 
 // What is settled before the look-up: states, of deltas or 0 for none, whose rows are in `given`; and the padding key, if `padded`.
+// `filters`, or 0: of each delta the number of words, a power of two, and the words (`kernels/overlay_index.py`); then a 0.
 struct Settled {
   const u8* before;
   const u8* given;
   i64 padding;
   u32 padded;
+  const u64* filters;
 };
+
+// Whether a delta may have changed the key. Of those that none has changed, this is said of 1 or 2 in 100.
+__device__ __forceinline__ bool may_be_changed(const u64* filters, i64 key) {
+  if (!filters) return false;
+  u64 h = mix(key), bits = 1ull << (h >> 58) | 1ull << (h >> 52 & 63);
+  for (u64 words = *filters; words; words = *(filters += words + 1))
+    if ((filters[1 + (h >> 8 & (words - 1))] & bits) == bits) return true;
+  return false;
+}
 
 __device__ __forceinline__ u8 state_before(const Settled& settled, i64 i, i64 key) {
   if (settled.padded && key == settled.padding) return STATE_PADDING;
+  if (may_be_changed(settled.filters, key)) return STATE_CHANGED;
   return settled.before ? settled.before[i] : STATE_PENDING;
 }
 
@@ -78,6 +91,7 @@ __device__ __forceinline__ Probe begin_probe(const Table& t, i64 key, u8 before)
 // The `source` of key i's row; SOURCE_ELSEWHERE if the table does not have the key.
 __device__ __forceinline__ i64 locate(const Table& t, const Probe& probe, i64 i, u8* state, const u8* given) {
   u32 lane = team_lane();
+  if (probe.before == STATE_CHANGED) return SOURCE_ELSEWHERE;
   if (probe.before != STATE_PENDING) {
     if (lane == 0) state[i] = probe.before;
     if (probe.before == STATE_PADDING) return SOURCE_PADDING;
@@ -107,9 +121,9 @@ __device__ __forceinline__ i64 locate(const Table& t, const Probe& probe, i64 i,
 // The `source` of a key that the table does not have: its row is copied from the host tier to number i of `copies`, at the table's
 // stride, or the key is listed; only lane 0 knows the number of a listed key.
 __device__ __forceinline__ i64 locate_below(const Table& t, const Host& h, i64 key, i64 i, u8* state, u8* copies,
-                                            const Listed& listed) {
+                                            const Settled& settled, const Listed& listed) {
   u32 lane = team_lane(), number = 0;
-  if (h.lines) {
+  if (h.lines && !may_be_changed(settled.filters, key)) {
     u8* copy = copies + i * t.stride;
     u8 found = host_find(h, key, copy);
     if (found != STATE_PENDING) {
@@ -135,18 +149,18 @@ __device__ __forceinline__ void answer_row(const Table& t, i64 from, u8* to, u32
 // then both rows, at a time.
 extern "C" __global__ void look_up(const __grid_constant__ Table t, const __grid_constant__ Host h, const i64* keys,
                                    const u8* before, u8* state, i64 n, i64* missing, u32* at, u8* copies, const u8* given,
-                                   i64 padding, u32 padded, u8* out, u32 half, u32* counters, u32* done) {
+                                   i64 padding, u32 padded, const u64* filters, u8* out, u32 half, u32* counters, u32* done) {
   i64 i = 2 * team_index();
   if (i < n) {
     Listed listed = {missing, at, counters, n};
-    Settled settled = {before, given, padding, padded};
+    Settled settled = {before, given, padding, padded, filters};
     bool two = i + 1 < n;
     i64 one = keys[i], other = two ? keys[i + 1] : one;
     Probe first = begin_probe(t, one, state_before(settled, i, one));
     Probe second = begin_probe(t, other, state_before(settled, two ? i + 1 : i, other));
     i64 from = locate(t, first, i, state, given), after = two ? locate(t, second, i + 1, state, given) : from;
-    if (from == SOURCE_ELSEWHERE) from = locate_below(t, h, first.key, i, state, copies, listed);
-    if (two && after == SOURCE_ELSEWHERE) after = locate_below(t, h, second.key, i + 1, state, copies, listed);
+    if (from == SOURCE_ELSEWHERE) from = locate_below(t, h, first.key, i, state, copies, settled, listed);
+    if (two && after == SOURCE_ELSEWHERE) after = locate_below(t, h, second.key, i + 1, state, copies, settled, listed);
     u32 bytes = t.dim * (half ? 2 : 4);
     u8* to = out + (u64)i * bytes;
     if (two && from > 0 && after > 0 && t.code == half && bytes % 16 == 0) {
@@ -244,12 +258,12 @@ __device__ __forceinline__ void pool_bag(const Table& t, const i64* source, i64 
 // `weights` may be 0. A warp works on a bag: it reads 32 keys at a time, and each of its teams looks up two of them at a time.
 extern "C" __global__ void pool(const __grid_constant__ Table t, const __grid_constant__ Host h, const i64* keys,
                                 const u8* before, u8* state, i64 n, i64* missing, u32* at, u8* copies, const u8* given,
-                                i64 padding, u32 padded, const i64* offsets, i64 bags, const float* weights, u32 combiner,
+                                i64 padding, u32 padded, const u64* filters, const i64* offsets, i64 bags, const float* weights, u32 combiner,
                                 i64* source, u8* kept, u8* whole, u8* out, u32 half, u32* counters, u32* done) {
   i64 b = warp_index();
   if (b < bags) {
     Listed listed = {missing, at, counters, n};
-    Settled settled = {before, given, padding, padded};
+    Settled settled = {before, given, padding, padded, filters};
     u32 lane = team_lane(), team = warp_lane() / LANES, counted = 0;
     i64 begin, end;
     bool elsewhere = false, left = !bag_of(offsets, b, bags, n, &begin, &end);
@@ -277,7 +291,7 @@ extern "C" __global__ void pool(const __grid_constant__ Table t, const __grid_co
       for (i64 i = begin + team; i < end; i += WARP / LANES) {
         if (source[i] != SOURCE_ELSEWHERE) continue;
         team_fence();
-        i64 from = locate_below(t, h, keys[i], i, state, copies, listed);
+        i64 from = locate_below(t, h, keys[i], i, state, copies, settled, listed);
         left |= from <= FIRST_UPLOAD;
         if (lane == 0) source[i] = from;
       }
