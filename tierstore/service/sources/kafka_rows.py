@@ -11,10 +11,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
+
+from prometheus_client.core import Metric
 
 from tierstore.config import Settings
 from tierstore.engine.model import Model
@@ -36,7 +38,7 @@ from tierstore.kafka.rows import ROW_BYTES, Row, TableRows, fit, make_delta
 from tierstore.service.sources.kafka_apply import LONGEST_RETRY_S, RETRY_S
 from tierstore.service.sources.kafka_positions import Positions
 from tierstore.service.sources.kafka_routes import TopicRoute, make_row_reader
-from tierstore.service.sources.kafka_rows_status import RowStats
+from tierstore.service.sources.kafka_rows_status import RowStats, row_families
 from tierstore.service.sources.topic_thread import (
     METADATA_S,
     POLL_S,
@@ -398,3 +400,29 @@ class RowTopic:
                 "no such model is loaded yet" if self._route.model else "no model is loaded yet"
             )
         stats.topic.update(reader, time.monotonic() < self._resume_s, held_up)
+
+
+class KafkaRows:
+    """All topics of rows that the settings name. Any thread."""
+
+    def __init__(self, store: Store, settings: Settings) -> None:
+        self._topics = [RowTopic(store, settings, TopicRoute.parse(text)) for text in settings.kafka_rows]
+
+    def status(self) -> dict[str, Any]:
+        """Each topic's, by its name, and all their problems."""
+        found = [topic.status() for topic in self._topics]
+        return {
+            "topics": {one["topic"]: one for one in found},
+            "problems": [one["problem"] for one in found if one["problem"] is not None],
+        }
+
+    def families(self) -> Iterator[Metric]:
+        """Metrics for Prometheus."""
+        return row_families([(topic.stats, topic.status()) for topic in self._topics])
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Finish the deltas that are being applied, and end."""
+        for topic in self._topics:
+            topic.stopping.set()
+        for topic in self._topics:
+            topic.close(timeout_s)
