@@ -171,10 +171,7 @@ def status(
         return
     with open_target(data, url[0] if url else None) as target:
         document = target.status(model)
-    if json:
-        show.as_json(document)
-    else:
-        show.status(document)
+    say(json, document, show.status)
 
 
 def verify(

@@ -21,8 +21,6 @@ def jobs(
 
     Those under way, those that wait, and those that ended lately.
     """
-    from tierstore.cli import show
-
     if (url := service_url(None, url)) is None:
         raise typer.BadParameter("expected --url: only a running service has jobs")
     with make_client(url) as client:
@@ -31,12 +29,7 @@ def jobs(
             say(json, {"cancelled": cancel}, f"job {cancel} is asked to stop")
             return
         found = client.jobs()
-    if json:
-        show.as_json(found)
-    elif not found:
-        typer.echo("no job is running, waiting or recently ended")
-    else:
-        _show(found)
+    say(json, found, _show if found else "no job is running, waiting or recently ended")
 
 
 def log_level(
