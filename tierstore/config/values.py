@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from tierstore.addresses import is_address
 from tierstore.errors import shown
 from tierstore.machine import memory_bytes
 from tierstore.types import Partitions
@@ -45,19 +46,11 @@ def local_directory(value: Any) -> Any:
 def check_host(text: str) -> str:
     """An address or a name to listen on; an IPv6 address may be in brackets."""
     host = text[1:-1] if text[:1] == "[" and text[-1:] == "]" else text
-    if not host or "/" in host or (":" in host and not _is_address(host)):
+    if not host or "/" in host or (":" in host and not is_address(host)):
         raise ValueError(
             f"expected an address such as 127.0.0.1 or ::1, with the port in its own setting, got {text!r}"
         )
     return host
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
 
 
 def check_networks(texts: list[str]) -> list[str]:

@@ -121,11 +121,6 @@ class Store(ParkedMessages):
             except StorageError as error:  # a helper of a killed process may write there; the next start sweeps again
                 log.warning("model %s: %s", model, error)
 
-    @property
-    def sweeping(self) -> bool:
-        """Whether leftovers of crashes are still being removed."""
-        return self._sweeping.is_alive()
-
     def _publishers(self) -> list[Publisher]:
         return [model.publisher for model in self._models.all()]
 
