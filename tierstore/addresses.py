@@ -13,17 +13,6 @@ def host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def is_address(host: str) -> bool:
-    """Whether `host`, without port or brackets, is an IP address and not a name, which somebody could resolve
-    elsewhere.
-    """
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
 def is_loopback(host: str) -> bool:
     """Whether `host`, without port or brackets, is a loopback address or `localhost`."""
     if host.lower() == "localhost":

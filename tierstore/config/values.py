@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from tierstore.addresses import is_address
 from tierstore.errors import shown
 from tierstore.machine import memory_bytes
 from tierstore.types import Partitions
@@ -51,6 +50,17 @@ def check_host(text: str) -> str:
             f"expected an address such as 127.0.0.1 or ::1, with the port in its own setting, got {text!r}"
         )
     return host
+
+
+def is_address(host: str) -> bool:
+    """Whether `host`, without port or brackets, is an IP address and not a name, which somebody could resolve
+    elsewhere.
+    """
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def check_networks(texts: list[str]) -> list[str]:

@@ -17,8 +17,9 @@ from prometheus_client.core import Metric
 
 from tierstore.access.roles import LOCAL, NOBODY, Action, Principal
 from tierstore.access.tokens import Tokens, lock_of
-from tierstore.addresses import is_address, is_loopback
+from tierstore.addresses import is_loopback
 from tierstore.config import Settings
+from tierstore.config.values import is_address
 from tierstore.errors import ConfigError, Forbidden, Unauthorized
 from tierstore.formats import files
 from tierstore.formats.names import DataDirectory

@@ -296,7 +296,7 @@ class RowTopic:
                 of.positions.save(self._needed(of, of.pending), [model])
 
     def _logs(self) -> dict[str, int]:
-        """Those of models whose rows may come."""
+        """By model whose rows may come, the newest seq of its log."""
         models = self._store.models() if self._route.model is None else [self._route.model]
         return newest_of_logs(self._store, models)
 
