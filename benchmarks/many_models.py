@@ -85,7 +85,7 @@ def child(args: argparse.Namespace) -> None:
             wrong += int(store.model(name).lookup("f1", [3])[0, 0] != 2)
         lap("switched")
         for name in names * 2:  # the second time finds that nothing was read since the first
-            store.model(name).housekeeping.run_tasks()
+            store.model(name).housekeeping.tasks.run()
         lap("at rest")
     print(json.dumps({"took_s": took, "open_cpu_s": cpu_s, "wrong": wrong, "results": results}), flush=True)
 

@@ -213,7 +213,7 @@ def step(store: tierstore.Store, root: Path, seed: int, rng: random.Random, jour
             getattr(store, verb)(MODEL)
     elif 0.12 <= chance < 0.14:
         with journal.step("housekeeping"):
-            store.model(MODEL).housekeeping.run_tasks()
+            store.model(MODEL).housekeeping.tasks.run()
     elif 0.14 <= chance < 0.15 and (seq := _undo_to(status, rng)) is not None:
         with journal.step("undo", seq):
             store.rollback(MODEL, to_seq=seq)

@@ -498,7 +498,7 @@ class StoresAgainstHistory(RuleBasedStateMachine):
         shared = self.store.shared
         kept = shared.settings
         shared.settings = kept.model_copy(update={"log_retention_s": 0.0})
-        self.store.model("ctr").housekeeping.run_tasks()
+        self.store.model("ctr").housekeeping.tasks.run()
         shared.settings = kept
         assert stale == {number for number in self.versions if number != self.history.active and self._stale(number)}
         assert (self.start or 0) <= (self.history.last or 0)

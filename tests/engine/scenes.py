@@ -36,7 +36,7 @@ def warmed(store: tierstore.Store) -> tierstore.Store:
 
 def swept(store: tierstore.Store) -> tierstore.Store:
     """The store, once it has removed what crashes have left."""
-    eventually(lambda: not store.sweeping, "what crashes have left is removed")
+    eventually(lambda: not store._sweeping.is_alive(), "what crashes have left is removed")
     return store
 
 
@@ -53,7 +53,7 @@ def housekeep(store: tierstore.Store, name: str = "ctr") -> None:
     eventually(lambda: not model.state.retiring, "what was replaced is closed")
     with model.state.switch:
         store.shared.memory.run()
-        model.housekeeping.run_tasks()
+        model.housekeeping.tasks.run()
 
 
 def write_snapshot(

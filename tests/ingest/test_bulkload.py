@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.sealed_files import write_sealed
 from tierstore.errors import Corruption, LoadCancelled, SnapshotError, StorageError
 from tierstore.formats.keys import as_codes
 from tierstore.formats.names import JOURNAL
@@ -30,7 +31,6 @@ from tierstore.ingest.helpers import NICENESS, Helpers
 from tierstore.ingest.results import BaseBuild
 from tierstore.tiers.disk.reader_pool import ReaderPool
 from tierstore.tiers.disk.sealed import BASES, base_record
-from tierstore.tiers.disk.sealed_file import write_sealed
 from tierstore.tiers.disk.sst import file_xxh3, write_sst
 from tierstore.tiers.disk.tier import DiskTier
 from tierstore.types import BaseKind, KeyType, Progress

@@ -22,7 +22,7 @@ from tests.service.conftest import settings_for
 from tierstore.engine.store import Store
 from tierstore.errors import ConfigError
 from tierstore.service import openssl
-from tierstore.service.http.handshake import handshake
+from tierstore.service.http.listener import handshake
 from tierstore.service.openssl import Context, Session
 from tierstore.service.server import ServerThread
 

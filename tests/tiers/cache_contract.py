@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 
 from tierstore.kernels import codec
-from tierstore.tiers.base import CacheTier
+from tierstore.tiers.base import Peek
 from tierstore.types import Keys, KeyType, Rows, States, StorageDtype, TableSpec, Tier, Vectors
 
 DIM = 6
@@ -34,8 +34,52 @@ def rows_of(keys: Keys, generation: int = 0, dtype: StorageDtype = StorageDtype.
     return codec.encode(vectors_of(keys, generation), dtype)
 
 
-class Asked(CacheTier, Protocol):
-    """A cache that can be asked by itself."""
+class CacheTier(Protocol):
+    """A cache of one table of one version. Any thread may call anything; look-ups never wait for a writer.
+
+    `seq` is the seq of the view under which a promoted row was read; see `raise_floor`.
+    """
+
+    @property
+    def rows_resident(self) -> int: ...
+
+    @property
+    def capacity_rows(self) -> int: ...
+
+    @property
+    def bytes_in_use(self) -> int: ...
+
+    @property
+    def allowed_bytes(self) -> int: ...
+
+    budget_bytes: int  # an upper bound
+
+    def peek(self, key: int) -> Peek:
+        """The cache's entry for a key, read without counting heat or hits."""
+
+    def insert(self, keys: Keys, rows: Rows, seq: int) -> int:
+        """Offer distinct keys with their stored rows; the tier decides which to admit. Returns the rows admitted."""
+
+    def insert_absent(self, keys: Keys, seq: int) -> int:
+        """Offer distinct keys that do not exist. Returns the keys admitted."""
+
+    def raise_floor(self, seq: int) -> None:
+        """Refuse, from now on, rows read under a view older than `seq`, because a delta is about to be folded."""
+
+    def update(self, keys: Keys, rows: Rows, deleted: npt.NDArray[np.bool_]) -> None:
+        """Apply a delta to its distinct keys that are resident. Admits no key."""
+
+    def warm(self, keys: Keys, rows: Rows, seq: int | None = None) -> int:
+        """Fill free room with distinct keys, hottest first; none if `seq` is below the floor.
+
+        Returns the rows admitted.
+        """
+
+    def hot_keys(self, limit: int) -> Keys:
+        """At most `limit` resident keys, distinct, hottest first."""
+
+    def resize(self, fraction: float) -> None:
+        """Use this part of the budget, keep the hottest rows, and give the remaining memory back."""
 
     def lookup(self, keys: Keys, out: Vectors, state: States) -> int:
         """Decode rows of resident keys into `out`, or the table's default for keys that do not exist; count heat.
@@ -43,8 +87,12 @@ class Asked(CacheTier, Protocol):
         Returns how many keys were answered with a row.
         """
 
+    def stats(self) -> dict[str, Any]: ...
 
-def ask(cache: Asked, keys: Keys, out_dtype: Any = np.float32) -> tuple[npt.NDArray, States]:
+    def close(self) -> None: ...
+
+
+def ask(cache: CacheTier, keys: Keys, out_dtype: Any = np.float32) -> tuple[npt.NDArray, States]:
     out, state = np.full((len(keys), DIM), 99, out_dtype), np.zeros(len(keys), np.uint8)
     answered = cache.lookup(keys, out, state)
     assert answered == np.count_nonzero((state != Tier.PENDING) & (state != Tier.ABSENT))
@@ -61,7 +109,7 @@ class CacheTierContract:
 
     def open_cache(
         self, spec: TableSpec, budget_bytes: int, default: npt.NDArray[np.float32], fraction: float = 1.0
-    ) -> Asked:
+    ) -> CacheTier:
         raise NotImplementedError
 
     @pytest.fixture
@@ -84,7 +132,7 @@ class CacheTierContract:
         np.testing.assert_array_equal(out, expected[::-1])
         cache.close()
 
-    def test_no_key_value_is_reserved(self, cache: Asked) -> None:
+    def test_no_key_value_is_reserved(self, cache: CacheTier) -> None:
         _, state = ask(cache, ODD_KEYS)
         assert (state == Tier.PENDING).all()
         there, absent = ODD_KEYS[::2], ODD_KEYS[1::2]
@@ -96,7 +144,7 @@ class CacheTierContract:
         np.testing.assert_array_equal(out[::2], vectors_of(there))
         np.testing.assert_array_equal(out[1::2], np.tile(DEFAULT, (len(absent), 1)))
 
-    def test_a_peek_tells_what_is_held_and_counts_nothing(self, cache: Asked) -> None:
+    def test_a_peek_tells_what_is_held_and_counts_nothing(self, cache: CacheTier) -> None:
         there, absent = np.arange(40, dtype=np.int64), np.arange(100, 110, dtype=np.int64)
         rows = rows_of(there)
         cache.insert(there, rows, 1)
@@ -116,7 +164,7 @@ class CacheTierContract:
         cache.close()
         assert cache.peek(7).holds == "nothing"
 
-    def test_only_pending_keys_are_answered(self, cache: Asked) -> None:
+    def test_only_pending_keys_are_answered(self, cache: CacheTier) -> None:
         keys = np.arange(10, dtype=np.int64)
         cache.insert(keys, rows_of(keys), 1)
         out, state = np.full((10, DIM), 99, np.float32), np.zeros(10, np.uint8)
@@ -126,7 +174,7 @@ class CacheTierContract:
         assert (out[::2] == 99).all()
         np.testing.assert_array_equal(out[1::2], vectors_of(keys)[1::2])
 
-    def test_a_key_asked_for_twice_in_a_batch_answers_twice(self, cache: Asked) -> None:
+    def test_a_key_asked_for_twice_in_a_batch_answers_twice(self, cache: CacheTier) -> None:
         keys = np.array([5, 7], np.int64)
         cache.insert(keys, rows_of(keys), 1)
         many = np.repeat(keys, 300)
@@ -134,7 +182,7 @@ class CacheTierContract:
         assert (state != Tier.PENDING).all()
         np.testing.assert_array_equal(out, vectors_of(many))
 
-    def test_an_absent_key_answers_the_default_in_either_width(self, cache: Asked) -> None:
+    def test_an_absent_key_answers_the_default_in_either_width(self, cache: CacheTier) -> None:
         keys = np.arange(5, dtype=np.int64)
         assert cache.insert_absent(keys, 1) == 5
         for dtype in (np.float32, np.float16):
@@ -142,7 +190,7 @@ class CacheTierContract:
             assert (state == Tier.ABSENT).all()
             np.testing.assert_array_equal(out, np.tile(DEFAULT.astype(dtype), (5, 1)))
 
-    def test_what_was_read_before_a_delta_is_refused_once_the_floor_is_raised(self, cache: Asked) -> None:
+    def test_what_was_read_before_a_delta_is_refused_once_the_floor_is_raised(self, cache: CacheTier) -> None:
         keys = np.arange(4, dtype=np.int64)
         cache.raise_floor(7)
         assert cache.insert(keys, rows_of(keys), 6) == 0
@@ -152,7 +200,7 @@ class CacheTierContract:
         assert cache.insert(keys, rows_of(keys), 6) == 0
         assert cache.insert(keys, rows_of(keys), 7) == 4
 
-    def test_a_late_promotion_never_brings_an_older_row(self, cache: Asked) -> None:
+    def test_a_late_promotion_never_brings_an_older_row(self, cache: CacheTier) -> None:
         """A key is read at seq 5, delta 6 changes it, and the promotion comes at each possible point of the fold."""
         old, new = rows_of(np.array([1]), 0), rows_of(np.array([1]), 1)
 
@@ -184,7 +232,7 @@ class CacheTierContract:
         np.testing.assert_array_equal(out, vectors_of(key, 1))
         early.close()
 
-    def test_a_delta_overwrites_what_is_resident_and_lets_nobody_in(self, cache: Asked) -> None:
+    def test_a_delta_overwrites_what_is_resident_and_lets_nobody_in(self, cache: CacheTier) -> None:
         keys = np.arange(6000, dtype=np.int64)  # more than one chunk
         resident = keys[::20]
         cache.insert(resident, rows_of(resident), 1)
@@ -194,7 +242,7 @@ class CacheTierContract:
         assert np.count_nonzero(state) == len(resident) == cache.rows_resident
         np.testing.assert_array_equal(out[::20], vectors_of(resident, 1))
 
-    def test_a_delta_erases_deleted_rows_and_clears_absent_marks_of_new_ones(self, cache: Asked) -> None:
+    def test_a_delta_erases_deleted_rows_and_clears_absent_marks_of_new_ones(self, cache: CacheTier) -> None:
         keys = np.arange(8, dtype=np.int64)
         cache.insert(keys[:4], rows_of(keys[:4]), 1)
         cache.insert_absent(keys[4:], 1)
@@ -204,7 +252,7 @@ class CacheTierContract:
         assert (state[4:] == Tier.PENDING).all()
         assert cache.rows_resident == 0
 
-    def test_an_inserted_row_counts_more_than_an_absent_mark(self, cache: Asked) -> None:
+    def test_an_inserted_row_counts_more_than_an_absent_mark(self, cache: CacheTier) -> None:
         key = np.array([3], np.int64)
         cache.insert_absent(key, 1)
         cache.insert(key, rows_of(key), 1)
@@ -220,13 +268,13 @@ class CacheTierContract:
         assert (state == Tier.PENDING).any()  # put out, and no claim is left that they do not exist
         assert not (state == Tier.ABSENT).any()
 
-    def test_inserting_again_takes_no_second_place(self, cache: Asked) -> None:
+    def test_inserting_again_takes_no_second_place(self, cache: CacheTier) -> None:
         keys = np.arange(50, dtype=np.int64)
         assert cache.insert(keys, rows_of(keys), 1) == 50
         assert cache.insert(keys, rows_of(keys), 1) == 0
         assert cache.rows_resident == len(cache.hot_keys(1000)) == 50
 
-    def test_warming_fills_what_is_free_and_puts_nobody_out(self, cache: Asked) -> None:
+    def test_warming_fills_what_is_free_and_puts_nobody_out(self, cache: CacheTier) -> None:
         first = np.arange(cache.capacity_rows // 2, dtype=np.int64)
         admitted = cache.warm(first, rows_of(first))
         assert admitted > 0.95 * len(first)
@@ -238,13 +286,13 @@ class CacheTierContract:
         np.testing.assert_array_equal(out, vectors_of(there))
         assert cache.capacity_rows * 0.9 < cache.rows_resident <= cache.capacity_rows
 
-    def test_warming_with_what_was_read_before_a_fold_lets_nothing_in(self, cache: Asked) -> None:
+    def test_warming_with_what_was_read_before_a_fold_lets_nothing_in(self, cache: CacheTier) -> None:
         keys = np.arange(10, dtype=np.int64)
         cache.raise_floor(5)
         assert cache.warm(keys, rows_of(keys), 4) == 0
         assert cache.warm(keys, rows_of(keys), 5) == 10
 
-    def test_a_stream_larger_than_the_cache_stays_within_it(self, cache: Asked) -> None:
+    def test_a_stream_larger_than_the_cache_stays_within_it(self, cache: CacheTier) -> None:
         everything = np.arange(4 * cache.capacity_rows, dtype=np.int64)
         for keys in np.array_split(everything, 50):
             cache.insert(keys, rows_of(keys), 1)
@@ -254,7 +302,7 @@ class CacheTierContract:
         assert np.count_nonzero(state) == cache.rows_resident > 0.9 * cache.capacity_rows
         np.testing.assert_array_equal(out[state != 0], vectors_of(everything)[state != 0])
 
-    def test_hot_keys_come_hottest_first(self, cache: Asked) -> None:
+    def test_hot_keys_come_hottest_first(self, cache: CacheTier) -> None:
         keys = np.arange(100, dtype=np.int64)
         cache.warm(keys, rows_of(keys))
         for _ in range(3):
@@ -264,7 +312,7 @@ class CacheTierContract:
         assert sorted(cache.hot_keys(1000)) == keys.tolist()
         assert len(cache.hot_keys(0)) == 0
 
-    def test_resizing_keeps_the_hottest_and_their_rows(self, cache: Asked) -> None:
+    def test_resizing_keeps_the_hottest_and_their_rows(self, cache: CacheTier) -> None:
         full = cache.capacity_rows
         keys = np.arange(full * 9 // 10, dtype=np.int64)
         cache.warm(keys, rows_of(keys))
@@ -301,7 +349,7 @@ class CacheTierContract:
         np.testing.assert_array_equal(out[state != 0], vectors_of(keys)[state != 0])
         cache.close()
 
-    def test_wrong_shapes_are_refused(self, cache: Asked) -> None:
+    def test_wrong_shapes_are_refused(self, cache: CacheTier) -> None:
         keys = np.arange(3, dtype=np.int64)
         with pytest.raises(ValueError, match="expected rows"):
             cache.insert(keys, rows_of(keys)[:2], 1)

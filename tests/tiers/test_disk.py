@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.counts import few_or_many
+from tests.sealed_files import write_sealed
 from tests.tiers.backing_contract import LIMITS, ROW_BYTES, BackingContract, get, some_rows
 from tierstore.errors import Closed, Corruption, Locked, StorageError
 from tierstore.kernels.digest import digest_rows
 from tierstore.tiers.disk import database
 from tierstore.tiers.disk.reader_pool import ReaderPool
 from tierstore.tiers.disk.sealed import BASE, SealedTier, base_record
-from tierstore.tiers.disk.sealed_file import SealedFile, write_sealed
+from tierstore.tiers.disk.sealed_file import SealedFile
 from tierstore.tiers.disk.sst import SstFile, file_xxh3, sst_keys, write_sst
 from tierstore.tiers.disk.tier import DiskTier
 from tierstore.types import Keys, Rows, Tier

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.counts import few_or_many
+from tests.sealed_files import write_sealed
 from tests.tiers.backing_contract import LIMITS, ROW_BYTES, get, some_rows
 from tierstore import open_files
 from tierstore.errors import Corruption, StorageError
@@ -28,7 +29,7 @@ from tierstore.tiers.disk.block_shape import block_shape
 from tierstore.tiers.disk.changed_keys import ChangedKeys
 from tierstore.tiers.disk.reader_pool import ReaderPool
 from tierstore.tiers.disk.sealed import SealedTier, base_record
-from tierstore.tiers.disk.sealed_file import SealedFile, open_sealed, read_blocks, write_sealed
+from tierstore.tiers.disk.sealed_file import SealedFile, open_sealed, read_blocks
 from tierstore.tiers.disk.sealed_table import SealedTable
 from tierstore.tiers.disk.sst import write_sst
 from tierstore.tiers.disk.tier import DiskTier

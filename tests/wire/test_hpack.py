@@ -15,7 +15,6 @@ from hpack.table import HeaderTable
 
 from tests.counts import few_or_many
 from tests.guard_pages import Guarded
-from tierstore.kernels.codec import address_of
 from tierstore.wire.http2 import hpack as kernels
 from tierstore.wire.http2.hpack import COMPRESSION, TOO_LARGE
 
@@ -456,10 +455,3 @@ def test_every_decoder_reads_what_is_encoded_and_no_table_changes() -> None:
         assert reference.entries == []
         assert (block[0] & 15 or block[0]) == min(_FIRST.get(field[0], 0), 15)
         assert block[0] < 16  # not indexed, and no promise that nobody ever does
-
-
-@pytest.mark.parametrize("index", [1, 8, 61])
-def test_a_field_of_the_static_table_is_one_byte(index: int) -> None:
-    target = np.zeros(1, np.uint8)
-    assert kernels.encode_indexed(address_of(target), index) == 1
-    assert Reference().decode(target.tobytes()) == [HeaderTable.STATIC_TABLE[index - 1]]

@@ -19,8 +19,7 @@ from tierstore.cli.explain import explain
 from tierstore.cli.export import build, export
 from tierstore.cli.fleet import compare_nodes, rollout
 from tierstore.cli.imports import import_, import_hps
-from tierstore.cli.jobs import jobs
-from tierstore.cli.log_level import log_level
+from tierstore.cli.jobs import jobs, log_level
 from tierstore.cli.options import AsJson, Command, Data, KeysCommand, ModelName, Url, argument, option
 from tierstore.cli.parked import parked
 from tierstore.cli.plan import plan
@@ -172,10 +171,7 @@ def status(
         return
     with open_target(data, url[0] if url else None) as target:
         document = target.status(model)
-    if json:
-        show.as_json(document)
-    else:
-        show.status(document)
+    say(json, document, show.status)
 
 
 def verify(

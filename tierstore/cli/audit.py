@@ -51,18 +51,11 @@ def audit(
         moved = _moved(line.get("before"), line.get("after"))
         more = ", ".join(f"{name} {value}" for name, value in line.items() if name not in _COLUMNS)
         words = (line.get(name, "") for name in ("time", "who", "what", "model", "outcome"))
-        table.add_row(*(_shown(str(word)) for word in (*words, moved, more)))
+        table.add_row(*(show.printable(word) for word in (*words, moved, more)))
     show.console().print(table)
 
 
 _COLUMNS = frozenset({"time", "who", "what", "model", "outcome", "before", "after"})
-
-
-def _shown(text: str) -> str:
-    """A text of others as a terminal may have it."""
-    from rich.markup import escape
-
-    return escape("".join(letter if letter.isprintable() else "�" for letter in text))
 
 
 def _moved(before: Any, after: Any) -> str:

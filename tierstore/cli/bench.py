@@ -31,8 +31,7 @@ def bench(
     socket give here. Takes half a minute, once kernels are compiled.
     """
     from tierstore import bench as measured
-    from tierstore.cli import show
-    from tierstore.cli.target import parse_number, say_aside
+    from tierstore.cli.target import parse_number, say, say_aside
     from tierstore.types import StorageDtype
 
     try:
@@ -40,10 +39,7 @@ def bench(
     except ValueError:
         raise typer.BadParameter(f"--dtype: expected {', '.join(StorageDtype)}, got {dtype}") from None
     report = measured.run(where, int(parse_number("--rows", rows)), dim, stored, note=say_aside)
-    if json:
-        show.as_json(report.document())
-    else:
-        _show(report)
+    say(json, report.document(), lambda _: _show(report))
 
 
 def _show(report: Report) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from tierstore.cli.options import AsJson, Data, ModelName, Url, argument
-from tierstore.cli.target import open_target
+from tierstore.cli.target import open_target, say
 
 
 def hot(
@@ -25,14 +25,9 @@ def hot(
 
     Without a service: the keys that were in memory when the model was last served, hottest first.
     """
-    from tierstore.cli import show
-
     with open_target(data, url) as target:
         document = target.model(model).cache(table, n)
-    if json:
-        show.as_json(document)
-    else:
-        _show(document)
+    say(json, document, _show)
 
 
 def _show(document: dict[str, Any]) -> None:

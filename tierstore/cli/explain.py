@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from tierstore.cli.options import AsJson, Data, ModelName, Url, argument, option
-from tierstore.cli.target import key_type, open_target, parse_keys
+from tierstore.cli.target import key_type, open_target, parse_keys, say
 
 
 def explain(
@@ -24,16 +24,11 @@ def explain(
     For each key: which tier answers, what every tier holds of it and whether they agree, how often it is asked for, and
     which delta wrote or deleted it last. Looking changes nothing.
     """
-    from tierstore.cli import show
-
     wanted = int(version) if version is not None and version.isdigit() else version
     with open_target(data, url) as target:
         parsed = parse_keys(keys, key_type(target.status(model), model, feature))
         document = target.explain(model, feature, parsed, version=wanted)
-    if json:
-        show.as_json(document)
-    else:
-        _show(document)
+    say(json, document, _show)
 
 
 def _show(document: dict[str, Any]) -> None:

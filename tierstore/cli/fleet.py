@@ -156,7 +156,6 @@ def parse_seconds(text: str) -> float:
 
 def compare_whole(data: Path | None, url: str | None, against: str, json: bool) -> None:
     """Compare every row that a data directory or a service serves with another node. Ends with 1 where they differ."""
-    from tierstore.cli import show
     from tierstore.client import whole
 
     name = service_url(data, url) or "the data directory"
@@ -181,11 +180,7 @@ def compare_whole(data: Path | None, url: str | None, against: str, json: bool) 
     if not (found or problems):
         problems = [f"nothing was compared: neither {name} nor {against} serves a model"]
     document = {"ok": not problems, "models": found, "problems": problems}
-    if json:
-        show.as_json(document)
-    else:
-        for line in _whole_lines(document):
-            typer.echo(line)
+    say(json, document, "\n".join(_whole_lines(document)))
     if problems:
         raise typer.Exit(1)
 

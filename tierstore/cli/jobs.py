@@ -1,4 +1,4 @@
-"""`tierstore jobs`: loads, exports and backups of a running service."""
+"""`tierstore jobs` and `tierstore log-level`: what only a running service has."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from tierstore.cli.options import AsJson, Url, option
+from tierstore.cli.options import AsJson, Url, argument, option
 from tierstore.cli.target import make_client, say, service_url
+from tierstore.logs import LogLevel
 
 
 def jobs(
@@ -20,8 +21,6 @@ def jobs(
 
     Those under way, those that wait, and those that ended lately.
     """
-    from tierstore.cli import show
-
     if (url := service_url(None, url)) is None:
         raise typer.BadParameter("expected --url: only a running service has jobs")
     with make_client(url) as client:
@@ -30,12 +29,20 @@ def jobs(
             say(json, {"cancelled": cancel}, f"job {cancel} is asked to stop")
             return
         found = client.jobs()
-    if json:
-        show.as_json(found)
-    elif not found:
-        typer.echo("no job is running, waiting or recently ended")
-    else:
-        _show(found)
+    say(json, found, _show if found else "no job is running, waiting or recently ended")
+
+
+def log_level(
+    level: Annotated[LogLevel, argument("LEVEL", "debug, info, warning or error: the lowest level that is logged.")],
+    url: Url = None,
+    json: AsJson = False,
+) -> None:
+    """Change how much a running service logs."""
+    if (url := service_url(None, url)) is None:
+        raise typer.BadParameter("expected the running service, as --url or in TIERSTORE_URL; got none")
+    with make_client(url) as client:
+        before = client.log_level(level)
+    say(json, {"level": level, "before": before}, f"logs from {level} up, before from {before} up")
 
 
 def _show(found: list[dict[str, Any]]) -> None:

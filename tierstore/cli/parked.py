@@ -23,22 +23,20 @@ def list_(
     json: AsJson = False,
 ) -> None:
     """List them, in the order of their positions in the topic."""
+    with open_target(data, url) as target:
+        found = target.parked(all_states)
+    say(json, found, _show_all if found else "nothing is parked")
+
+
+def _show_all(found: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     from tierstore.cli import show
 
-    with open_target(data, url) as target:
-        found = target.parked(all_states)
-    if json:
-        show.as_json(found)
-        return
-    if not found:
-        typer.echo("nothing is parked")
-        return
     table = Table("id", "model", "seq", "bytes", "state", "reason", box=None, header_style="bold")
     for record in found:
         columns = ("id", "model", "seq", "nbytes", "state", "reason")
-        table.add_row(*(_shown(record[name]) for name in columns))
+        table.add_row(*(show.printable(record[name]) for name in columns))
     show.console().print(table)
 
 
@@ -51,20 +49,21 @@ def show_(
     json: AsJson = False,
 ) -> None:
     """Show one, with its position and the reason."""
-    from tierstore.cli import show
-
     with open_target(data, url) as target:
         record = target.parked_message(name)
         if out is not None:
             out.write_bytes(target.parked_payload(name))
-    if json:
-        show.as_json(record)
-        return
+    say(json, record, _show_one)
+
+
+def _show_one(record: dict[str, Any]) -> None:
+    from tierstore.cli.show import printable
+
     for field, value in record.items():
         text = value
         if field == "timestamp_ms" and value:
             text = datetime.fromtimestamp(value / 1000, UTC).isoformat(timespec="milliseconds")
-        typer.echo(f"{field:13} {_shown(text)}")
+        typer.echo(f"{field:13} {printable(text)}")
 
 
 @parked.command()
@@ -82,11 +81,3 @@ def skip(name: ParkedId, data: Data = None, url: Url = None, json: AsJson = Fals
         record = target.skip_parked(name)
     seq = f"; delta {record['seq']} of {record['model']} is empty" if record["applied"] else ""
     say(json, record, f"{name} is skipped{seq}")
-
-
-def _shown(value: Any) -> str:
-    """A text of others as a terminal may have it."""
-    from rich.markup import escape
-
-    text = "" if value is None else str(value)
-    return escape("".join(letter if letter.isprintable() else "�" for letter in text))

@@ -27,6 +27,12 @@ def as_json(document: Any) -> None:
     )
 
 
+def printable(value: Any) -> str:
+    """A text of others as a terminal may have it; nothing for None."""
+    text = "" if value is None else str(value)
+    return escape("".join(letter if letter.isprintable() else "�" for letter in text))
+
+
 def size(nbytes: float) -> str:
     """`nbytes` for a person: `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):

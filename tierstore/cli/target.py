@@ -239,9 +239,13 @@ def _is_int(word: str) -> bool:
     return True
 
 
-def say(json: bool, document: dict[str, Any], text: str) -> None:
-    if not json:
-        return typer.echo(text)
-    from tierstore.cli import show
+def say(json: bool, document: Any, text: str | Callable[[Any], None]) -> None:
+    """Print a document as JSON or, for a person, the text, or what a function of the document prints."""
+    if json:
+        from tierstore.cli import show
 
-    return show.as_json(document)
+        show.as_json(document)
+    elif callable(text):
+        text(document)
+    else:
+        typer.echo(text)

@@ -11,6 +11,7 @@ import typer
 
 from tierstore.access.roles import Rates, Role
 from tierstore.cli.options import AsJson, Data, option
+from tierstore.cli.target import local_user, say
 from tierstore.errors import NotFound
 
 if TYPE_CHECKING:
@@ -66,7 +67,6 @@ def _document(entry: Token) -> dict[str, Any]:
 def _note(file: TokenFile, change: str, entry: Token) -> None:
     """Add a line to the audit that lies next to the file of tokens."""
     from tierstore.access.audit import Audit
-    from tierstore.cli.target import local_user
 
     audit = Audit(file.path.parent)
     audit.change(change, local_user(), "done", token=_document(entry))
@@ -108,25 +108,19 @@ def create(
     json: AsJson = False,
 ) -> None:
     """Make a token, and print it. It is shown this once: the file keeps only a digest."""
-    from tierstore.cli import show
-
     file, end = _file(data, tokens), _end(expires_in)
     rates = Rates(requests_per_second, keys_per_second, bytes_per_second)
     if certificate is not None:
         entry = file.admit(certificate, role, model or None, expires_at=end, note=note, rates=rates)
         _note(file, "token create", entry)
-        if json:
-            show.as_json(_document(entry))
-        else:
-            typer.echo(f"callers with a certificate of {certificate} are {entry.role}; the entry's id is {entry.id}")
+        text = f"callers with a certificate of {certificate} are {entry.role}; the entry's id is {entry.id}"
+        say(json, _document(entry), text)
         return
     entry, secret = file.create(role, model or None, expires_at=end, note=note, rates=rates)
     _note(file, "token create", entry)
-    if json:
-        show.as_json({**_document(entry), "token": secret})
-    else:
+    if not json:
         typer.echo(f"token {entry.id} ({entry.role}) is kept; this is its secret, shown once:", err=True)
-        typer.echo(secret)
+    say(json, {**_document(entry), "token": secret}, secret)
 
 
 @token.command("list")
@@ -169,12 +163,7 @@ def revoke(
     json: AsJson = False,
 ) -> None:
     """Forget a token. A running service refuses it within a second."""
-    from tierstore.cli import show
-
     file = _file(data, tokens)
     entry = file.revoke(token_id)
     _note(file, "token revoke", entry)
-    if json:
-        show.as_json(_document(entry))
-    else:
-        typer.echo(f"token {entry.id} ({entry.role}) is revoked")
+    say(json, _document(entry), f"token {entry.id} ({entry.role}) is revoked")

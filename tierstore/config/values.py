@@ -45,16 +45,19 @@ def local_directory(value: Any) -> Any:
 def check_host(text: str) -> str:
     """An address or a name to listen on; an IPv6 address may be in brackets."""
     host = text[1:-1] if text[:1] == "[" and text[-1:] == "]" else text
-    if not host or "/" in host or (":" in host and not _is_address(host)):
+    if not host or "/" in host or (":" in host and not is_address(host)):
         raise ValueError(
             f"expected an address such as 127.0.0.1 or ::1, with the port in its own setting, got {text!r}"
         )
     return host
 
 
-def _is_address(text: str) -> bool:
+def is_address(host: str) -> bool:
+    """Whether `host`, without port or brackets, is an IP address and not a name, which somebody could resolve
+    elsewhere.
+    """
     try:
-        ipaddress.ip_address(text)
+        ipaddress.ip_address(host)
     except ValueError:
         return False
     return True

@@ -6,6 +6,7 @@ holds the directory (`lifecycle/directory_lock.py`).
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,6 @@ from tierstore.engine.events.observer import Observer
 from tierstore.engine.lifecycle import copied, directory_format
 from tierstore.engine.lifecycle.directory_lock import lock, unlock
 from tierstore.engine.lifecycle.state import ignore, make_shared
-from tierstore.engine.lifecycle.sweep import sweep
 from tierstore.engine.lifecycle.throttle import LookupTimes
 from tierstore.engine.model import Model
 from tierstore.engine.operations.backup import backup
@@ -39,7 +39,7 @@ from tierstore.engine.placement import ModelPlacement
 from tierstore.engine.placements.choose import choose_placement
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.publisher import Publisher
-from tierstore.errors import Closed, InvalidInput, RemoteUnavailable, SnapshotError, unknown_model
+from tierstore.errors import Closed, InvalidInput, RemoteUnavailable, SnapshotError, StorageError, unknown_model
 from tierstore.formats import files
 from tierstore.formats.delta.source import DeltaSource
 from tierstore.formats.names import DataDirectory
@@ -47,6 +47,7 @@ from tierstore.formats.snapshot.built import open_source
 from tierstore.kafka.parked import ParkedFiles
 from tierstore.status import StoreStatus
 from tierstore.threads import Thread
+from tierstore.tiers.background import become_background
 from tierstore.types import (
     MAX_PARTITIONS,
     BackupReport,
@@ -57,6 +58,8 @@ from tierstore.types import (
     number_or_none,
     whole_number,
 )
+
+log = logging.getLogger(__name__)
 
 SWEEP_S = 5.0  # how long `close` waits for the removal of a leftover
 
@@ -85,9 +88,7 @@ class Store(ParkedMessages):
             self.shared.copied = copied.prepare(self.root, self._lock_file)
             self._models = Models(self.root, self.shared)
             self.parked_files = ParkedFiles(self.root.parked)  # messages that a source could not apply
-            self._sweeping = Thread(
-                target=sweep, args=(self._leftovers, lambda: self._models.closed), name="tierstore-sweeper", daemon=True
-            )
+            self._sweeping = Thread(target=self._sweep, name="tierstore-sweeper", daemon=True)
             try:
                 self.placement = self.shared.placement = choose_placement(self.shared, self._models)
             except BaseException:
@@ -109,10 +110,16 @@ class Store(ParkedMessages):
         of_others = leftovers_of(self.root.root) + ([] if self.settings.peer else copies_of(self.root.root))
         return of_models + [("of an export, a restore or a copy", path) for path in of_others]
 
-    @property
-    def sweeping(self) -> bool:
-        """Whether leftovers of crashes are still being removed."""
-        return self._sweeping.is_alive()
+    def _sweep(self) -> None:
+        """Remove what crashes left behind, on a thread of its own, as it may be as large as a version."""
+        become_background()
+        for model, path in self._leftovers():
+            if self._models.closed:
+                return
+            try:
+                files.remove_leftover(path)
+            except StorageError as error:  # a helper of a killed process may write there; the next start sweeps again
+                log.warning("model %s: %s", model, error)
 
     def _publishers(self) -> list[Publisher]:
         return [model.publisher for model in self._models.all()]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from tierstore.errors import NotFound
@@ -168,6 +168,13 @@ class TopicReader:
     def seek(self, positions: Mapping[int, int]) -> None:
         """Read on from other offsets. Partitions that are not named go on where they are."""
         self.assign({**self.positions, **positions})
+
+    def read_again(self, messages: Iterable[KafkaMessage]) -> None:
+        """Read these again, and what follows them in their partitions."""
+        first: dict[int, int] = {}
+        for message in messages:
+            first[message.partition] = min(message.offset, first.get(message.partition, message.offset))
+        self.seek(first)
 
     def pause(self, paused: bool) -> None:
         """Read no more, or go on."""

@@ -16,6 +16,8 @@ from numba.core import cgutils
 from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic
 
+from tierstore.kernels.intrinsics import emits
+
 _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 
 
@@ -54,36 +56,33 @@ def _store(ordering: str, array: Any, index: Any, value: Any) -> Any:
     return types.void(array, types.intp, array.dtype), codegen
 
 
-def _load_at(ordering: str, bits: int) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], ir.IntType(bits).as_pointer())
-        return builder.zext(builder.load_atomic(pointer, ordering, bits // 8), _I64)
-
-    return types.int64(types.int64), codegen
+def _load_at(builder: Any, address: Any, ordering: str, bits: int) -> Any:
+    pointer = builder.inttoptr(address, ir.IntType(bits).as_pointer())
+    return builder.zext(builder.load_atomic(pointer, ordering, bits // 8), _I64)
 
 
-@intrinsic
-def acquire_u32(typingctx: Any, address: Any) -> Any:
+@emits(types.int64(types.int64))
+def acquire_u32(builder: Any, address: Any) -> Any:
     """The uint32 at a multiple of 4, widened; nothing that follows in the program is read before it."""
-    return _load_at("acquire", 32)
+    return _load_at(builder, address, "acquire", 32)
 
 
-@intrinsic
-def relaxed_u32(typingctx: Any, address: Any) -> Any:
+@emits(types.int64(types.int64))
+def relaxed_u32(builder: Any, address: Any) -> Any:
     """The uint32 at a multiple of 4, widened; read once and whole, in no particular order."""
-    return _load_at("monotonic", 32)
+    return _load_at(builder, address, "monotonic", 32)
 
 
-@intrinsic
-def acquire_i64(typingctx: Any, address: Any) -> Any:
+@emits(types.int64(types.int64))
+def acquire_i64(builder: Any, address: Any) -> Any:
     """The int64 at a multiple of 8; nothing that follows in the program is read before it."""
-    return _load_at("acquire", 64)
+    return _load_at(builder, address, "acquire", 64)
 
 
-@intrinsic
-def relaxed_i64(typingctx: Any, address: Any) -> Any:
+@emits(types.int64(types.int64))
+def relaxed_i64(builder: Any, address: Any) -> Any:
     """The int64 at a multiple of 8; read once and whole, in no particular order."""
-    return _load_at("monotonic", 64)
+    return _load_at(builder, address, "monotonic", 64)
 
 
 @intrinsic
@@ -98,90 +97,70 @@ def store_relaxed(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
     return _store("monotonic", array, index, value)
 
 
-def _change_at(operation: str) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.atomic_rmw(operation, builder.inttoptr(args[0], _I64.as_pointer()), args[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), codegen
+def _change_at(builder: Any, address: Any, operation: str, value: Any) -> Any:
+    return builder.atomic_rmw(operation, builder.inttoptr(address, _I64.as_pointer()), value, "seq_cst")
 
 
-@intrinsic
-def add_at(typingctx: Any, address: Any, value: Any) -> Any:
+@emits(types.int64(types.int64, types.int64))
+def add_at(builder: Any, address: Any, value: Any) -> Any:
     """Atomically add to the int64 at a multiple of 8, in one order for all threads. Returns the value before."""
-    return _change_at("add")
+    return _change_at(builder, address, "add", value)
 
 
-@intrinsic
-def swap_at(typingctx: Any, address: Any, value: Any) -> Any:
+@emits(types.int64(types.int64, types.int64))
+def swap_at(builder: Any, address: Any, value: Any) -> Any:
     """Atomically replace the int64 at a multiple of 8, in one order for all threads. Returns the value before."""
-    return _change_at("xchg")
+    return _change_at(builder, address, "xchg", value)
 
 
-@intrinsic
-def raise_at(typingctx: Any, address: Any, value: Any) -> Any:
+@emits(types.int64(types.int64, types.int64))
+def raise_at(builder: Any, address: Any, value: Any) -> Any:
     """Atomically raise the int64 at a multiple of 8 to at least `value`. Returns the value before."""
-    return _change_at("max")
+    return _change_at(builder, address, "max", value)
 
 
-@intrinsic
-def release_i64(typingctx: Any, address: Any, value: Any) -> Any:
+@emits(types.void(types.int64, types.int64))
+def release_i64(builder: Any, address: Any, value: Any) -> Any:
     """Store an int64 at a multiple of 8; everything before it in the program is written before it."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], _I64.as_pointer())
-        builder.store_atomic(args[1], pointer, "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+    pointer = builder.inttoptr(address, _I64.as_pointer())
+    builder.store_atomic(value, pointer, "release", 8)
 
 
-def _fence(ordering: str) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.fence(ordering)
-        return context.get_dummy_value()
-
-    return types.void(), codegen
-
-
-@intrinsic
-def fence_acquire(typingctx: Any) -> Any:
+@emits(types.void())
+def fence_acquire(builder: Any) -> Any:
     """Reads before the fence stay before all reads and writes after it."""
-    return _fence("acquire")
+    builder.fence("acquire")
 
 
-@intrinsic
-def fence_release(typingctx: Any) -> Any:
+@emits(types.void())
+def fence_release(builder: Any) -> Any:
     """Reads and writes before the fence stay before all writes after it."""
-    return _fence("release")
+    builder.fence("release")
 
 
-@intrinsic
-def fence_all(typingctx: Any) -> Any:
+@emits(types.void())
+def fence_all(builder: Any) -> Any:
     """A fence in one order for all threads: of two threads that each write, fence and read, at least one sees the other's write."""
-    return _fence("seq_cst")
+    builder.fence("seq_cst")
 
 
-def _prefetch(locality: int) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], _I8.as_pointer())
-        kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [_I8.as_pointer()], kind)
-        builder.call(function, [pointer, _I32(0), _I32(locality), _I32(1)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
+def _prefetch(builder: Any, address: Any, locality: int) -> None:
+    pointer = builder.inttoptr(address, _I8.as_pointer())
+    kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [_I8.as_pointer()], kind)
+    builder.call(function, [pointer, _I32(0), _I32(locality), _I32(1)])
 
 
-@intrinsic
-def prefetch(typingctx: Any, address: Any) -> Any:
+@emits(types.void(types.int64))
+def prefetch(builder: Any, address: Any) -> Any:
     """Ask for the cache line of an address; harmless whatever the address."""
-    return _prefetch(3)
+    _prefetch(builder, address, 3)
 
 
-@intrinsic
-def prefetch_far(typingctx: Any, address: Any) -> Any:
+@emits(types.void(types.int64))
+def prefetch_far(builder: Any, address: Any) -> Any:
     """`prefetch` into the second-level cache, which can load more lines at a time than the first."""
-    return _prefetch(2)
+    _prefetch(builder, address, 2)
 
 
 @intrinsic
@@ -220,53 +199,35 @@ def match32(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
     return types.uint32(array, types.intp, array.dtype), codegen
 
 
-@intrinsic
-def match8_at(typingctx: Any, address: Any, value: Any) -> Any:
+@emits(types.int64(types.int64, types.int64))
+def match8_at(builder: Any, address: Any, value: Any) -> Any:
     """`match32` for the eight int64 at `address`, a multiple of 64."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        vector = ir.VectorType(_I64, 8)
-        loaded = builder.load(builder.inttoptr(args[0], vector.as_pointer()))
-        loaded.align = 64
-        same = builder.icmp_unsigned("==", loaded, _splat(builder, args[1], 8))
-        return builder.zext(builder.bitcast(same, _I8), _I64)
-
-    return types.int64(types.int64, types.int64), codegen
+    vector = ir.VectorType(_I64, 8)
+    loaded = builder.load(builder.inttoptr(address, vector.as_pointer()))
+    loaded.align = 64
+    same = builder.icmp_unsigned("==", loaded, _splat(builder, value, 8))
+    return builder.zext(builder.bitcast(same, _I8), _I64)
 
 
-@intrinsic
-def trailing_zeros(typingctx: Any, word: Any) -> Any:
+@emits(types.int64(types.uint32))
+def trailing_zeros(builder: Any, word: Any) -> Any:
     """The number of low zero bits of a uint32 (32 for 0)."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.zext(builder.cttz(args[0], ir.Constant(ir.IntType(1), 0)), _I64)
-
-    return types.int64(types.uint32), codegen
+    return builder.zext(builder.cttz(word, ir.Constant(ir.IntType(1), 0)), _I64)
 
 
-@intrinsic
-def copy_bytes(typingctx: Any, target: Any, source: Any, count: Any) -> Any:
+@emits(types.void(types.int64, types.int64, types.int64))
+def copy_bytes(builder: Any, target: Any, source: Any, count: Any) -> Any:
     """Copy `count` bytes from address `source` to address `target`; the two do not overlap."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointers = [builder.inttoptr(address, _I8.as_pointer()) for address in args[:2]]
-        kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I8.as_pointer(), _I64, ir.IntType(1)])
-        function = builder.module.declare_intrinsic("llvm.memcpy", [_I8.as_pointer(), _I8.as_pointer(), _I64], kind)
-        builder.call(function, [*pointers, args[2], ir.Constant(ir.IntType(1), 0)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
+    pointers = [builder.inttoptr(address, _I8.as_pointer()) for address in (target, source)]
+    kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I8.as_pointer(), _I64, ir.IntType(1)])
+    function = builder.module.declare_intrinsic("llvm.memcpy", [_I8.as_pointer(), _I8.as_pointer(), _I64], kind)
+    builder.call(function, [*pointers, count, ir.Constant(ir.IntType(1), 0)])
 
 
-@intrinsic
-def copy_line(typingctx: Any, target: Any, source: Any) -> Any:
+@emits(types.void(types.int64, types.int64))
+def copy_line(builder: Any, target: Any, source: Any) -> Any:
     """Copy 64 bytes from address `source` to address `target`, at any alignment, in registers."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        line = ir.VectorType(_I64, 8)
-        loaded = builder.load(builder.inttoptr(args[1], line.as_pointer()))
-        loaded.align = 1
-        builder.store(loaded, builder.inttoptr(args[0], line.as_pointer())).align = 1
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+    line = ir.VectorType(_I64, 8)
+    loaded = builder.load(builder.inttoptr(source, line.as_pointer()))
+    loaded.align = 1
+    builder.store(loaded, builder.inttoptr(target, line.as_pointer())).align = 1

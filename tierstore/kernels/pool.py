@@ -93,19 +93,15 @@ def pool_bags(
     weights: npt.NDArray[np.float32] | None,
     counts: npt.NDArray[np.bool_] | None,
     combiner: Combiner,
-    out: npt.NDArray[np.float32] | None = None,
 ) -> npt.NDArray[np.float32]:
     """Pool each bag of `vectors`, float32[n, dim], to one row of the answer, float32[bags, dim].
 
     `offsets` int64[bags] as `check_offsets` returns them, `weights` float32[n]. A vector whose `counts`, bool[n], is False adds nothing, and neither
     does its weight. `mean` divides by the sum of weights, `sqrtn` by the root of the sum of their squares; an empty bag, or one whose divisor is
-    zero, gives zeros. Fills and returns `out` if given. Raises IndexError for a bag outside of the vectors.
+    zero, gives zeros. Raises IndexError for a bag outside of the vectors.
     """
     n, dim = vectors.shape
-    if out is None:
-        out = np.empty((len(offsets), dim), np.float32)
-    if out.shape != (len(offsets), dim):
-        raise ValueError(f"out is float32[{len(offsets)}, {dim}], got {out.dtype}{list(out.shape)}")
+    out = np.empty((len(offsets), dim), np.float32)
     for name, given in (("weights", weights), ("counts", counts)):
         if given is not None and given.shape != (n,):
             raise ValueError(f"{name} pair up with the {n} vectors, got shape {list(given.shape)}")

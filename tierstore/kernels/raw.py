@@ -13,7 +13,9 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
+from numba.core import cgutils
+
+from tierstore.kernels.intrinsics import emits
 
 _I8, _I16, _I32, _I64, _I128 = (ir.IntType(bits) for bits in (8, 16, 32, 64, 128))
 _F32 = ir.FloatType()
@@ -48,82 +50,59 @@ def _sixteen(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_I32, 16), [0] * 16))
 
 
-def _loads(kind: ir.Type, returned: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _load(builder, args[0], args[1], kind)
-
-    return returned(types.int64, types.int64), codegen
+@emits(types.uint64(types.int64, types.int64))
+def load_u64(builder: Any, base: Any, index: Any) -> Any:
+    return _load(builder, base, index, _I64)
 
 
-def _stores(stored: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _store(builder, *args)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, stored), codegen
+@emits(types.void(types.int64, types.int64, types.uint64))
+def store_u64(builder: Any, base: Any, index: Any, value: Any) -> Any:
+    _store(builder, base, index, value)
 
 
-@intrinsic
-def load_u64(typingctx: Any, base: Any, index: Any) -> Any:
-    return _loads(_I64, types.uint64)
+@emits(types.int64(types.int64, types.int64))
+def load_i64(builder: Any, base: Any, index: Any) -> Any:
+    return _load(builder, base, index, _I64)
 
 
-@intrinsic
-def store_u64(typingctx: Any, base: Any, index: Any, value: Any) -> Any:
-    return _stores(types.uint64)
+@emits(types.void(types.int64, types.int64, types.int64))
+def store_i64(builder: Any, base: Any, index: Any, value: Any) -> Any:
+    _store(builder, base, index, value)
 
 
-@intrinsic
-def load_i64(typingctx: Any, base: Any, index: Any) -> Any:
-    return _loads(_I64, types.int64)
+@emits(types.uint8(types.int64, types.int64))
+def load_u8(builder: Any, base: Any, index: Any) -> Any:
+    return _load(builder, base, index, _I8)
 
 
-@intrinsic
-def store_i64(typingctx: Any, base: Any, index: Any, value: Any) -> Any:
-    return _stores(types.int64)
+@emits(types.void(types.int64, types.int64, types.uint8))
+def store_u8(builder: Any, base: Any, index: Any, value: Any) -> Any:
+    _store(builder, base, index, value)
 
 
-@intrinsic
-def load_u8(typingctx: Any, base: Any, index: Any) -> Any:
-    return _loads(_I8, types.uint8)
+@emits(types.float32(types.int64, types.int64))
+def load_f32(builder: Any, base: Any, index: Any) -> Any:
+    return _load(builder, base, index, _F32)
 
 
-@intrinsic
-def store_u8(typingctx: Any, base: Any, index: Any, value: Any) -> Any:
-    return _stores(types.uint8)
+@emits(types.void(types.int64, types.int64, types.float32))
+def store_f32(builder: Any, base: Any, index: Any, value: Any) -> Any:
+    _store(builder, base, index, value)
 
 
-@intrinsic
-def load_f32(typingctx: Any, base: Any, index: Any) -> Any:
-    return _loads(_F32, types.float32)
+@emits(types.float32(types.int64, types.int64))
+def load_bf16(builder: Any, base: Any, index: Any) -> Any:
+    bits = builder.zext(_load(builder, base, index, _I16), _I32)
+    return builder.bitcast(builder.shl(bits, _const(16)), _F32)
 
 
-@intrinsic
-def store_f32(typingctx: Any, base: Any, index: Any, value: Any) -> Any:
-    return _stores(types.float32)
-
-
-@intrinsic
-def load_bf16(typingctx: Any, base: Any, index: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        bits = builder.zext(_load(builder, args[0], args[1], _I16), _I32)
-        return builder.bitcast(builder.shl(bits, _const(16)), _F32)
-
-    return types.float32(types.int64, types.int64), codegen
-
-
-@intrinsic
-def store_bf16(typingctx: Any, base: Any, index: Any, value: Any) -> Any:
+@emits(types.void(types.int64, types.int64, types.float32))
+def store_bf16(builder: Any, base: Any, index: Any, value: Any) -> Any:
     """Store a bfloat16, rounded to nearest even by carrying into the kept half. The caller has refused NaN."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        bits = builder.bitcast(args[2], _I32)
-        odd = builder.and_(builder.lshr(bits, _const(16)), _const(1))
-        rounded = builder.add(builder.add(bits, odd), _const(0x7FFF))
-        _store(builder, args[0], args[1], builder.trunc(builder.lshr(rounded, _const(16)), _I16))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.float32), codegen
+    bits = builder.bitcast(value, _I32)
+    odd = builder.and_(builder.lshr(bits, _const(16)), _const(1))
+    rounded = builder.add(builder.add(bits, odd), _const(0x7FFF))
+    _store(builder, base, index, builder.trunc(builder.lshr(rounded, _const(16)), _I16))
 
 
 def _widened(builder: ir.IRBuilder, halves: ir.Value) -> ir.Value:
@@ -150,161 +129,107 @@ def _widened(builder: ir.IRBuilder, halves: ir.Value) -> ir.Value:
     return builder.bitcast(builder.or_(value, sign), of(_F32))
 
 
-@intrinsic
-def load_f16(typingctx: Any, base: Any, index: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _widened(builder, _load(builder, args[0], args[1], _I16))
-
-    return types.float32(types.int64, types.int64), codegen
+@emits(types.float32(types.int64, types.int64))
+def load_f16(builder: Any, base: Any, index: Any) -> Any:
+    return _widened(builder, _load(builder, base, index, _I16))
 
 
-@intrinsic
-def load_two_f16(typingctx: Any, base: Any) -> Any:
+@emits(types.UniTuple(types.float32, 2)(types.int64))
+def load_two_f16(builder: Any, base: Any) -> Any:
     """Load the first two float16, at the cost of one."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        both = _widened(builder, _load(builder, args[0], ir.Constant(_I64, 0), ir.VectorType(_I16, 2)))
-        numbers = [builder.extract_element(both, _const(i)) for i in range(2)]
-        return context.make_tuple(builder, signature.return_type, numbers)
-
-    return types.UniTuple(types.float32, 2)(types.int64), codegen
+    both = _widened(builder, _load(builder, base, ir.Constant(_I64, 0), ir.VectorType(_I16, 2)))
+    return cgutils.pack_array(builder, [builder.extract_element(both, _const(i)) for i in range(2)])
 
 
-@intrinsic
-def store_f16(typingctx: Any, base: Any, index: Any, value: Any) -> Any:
+@emits(types.void(types.int64, types.int64, types.float32))
+def store_f16(builder: Any, base: Any, index: Any, value: Any) -> Any:
     """Store a float16, rounded to nearest even; 65520 and more becomes Inf, NaN stays NaN."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        bits = builder.bitcast(args[2], _I32)
-        magnitude = builder.and_(bits, _const(0x7FFFFFFF))
-        sign = builder.and_(builder.lshr(bits, _const(16)), _const(0x8000))
-        odd = builder.and_(builder.lshr(magnitude, _const(13)), _const(1))
-        rebiased = builder.add(builder.add(magnitude, odd), _const(0xFFF - (112 << 23)))
-        normal = builder.lshr(rebiased, _const(13))
-        # adding 0.5 moves the units of a subnormal binary16 to the last mantissa bits, rounded by the addition
-        lifted = builder.bitcast(builder.fadd(builder.bitcast(magnitude, _F32), ir.Constant(_F32, 0.5)), _I32)
-        subnormal = builder.sub(lifted, _const(126 << 23))
-        finite = builder.select(builder.icmp_unsigned("<", magnitude, _const(113 << 23)), subnormal, normal)
-        nan = builder.icmp_unsigned(">", magnitude, _const(_INFINITE))
-        special = builder.select(nan, _const(0x7E00), _const(0x7C00))
-        huge = builder.icmp_unsigned(">=", magnitude, _const(_F16_LIMIT))
-        half = builder.or_(builder.select(huge, special, finite), sign)
-        _store(builder, args[0], args[1], builder.trunc(half, _I16))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.float32), codegen
+    bits = builder.bitcast(value, _I32)
+    magnitude = builder.and_(bits, _const(0x7FFFFFFF))
+    sign = builder.and_(builder.lshr(bits, _const(16)), _const(0x8000))
+    odd = builder.and_(builder.lshr(magnitude, _const(13)), _const(1))
+    rebiased = builder.add(builder.add(magnitude, odd), _const(0xFFF - (112 << 23)))
+    normal = builder.lshr(rebiased, _const(13))
+    # adding 0.5 moves the units of a subnormal binary16 to the last mantissa bits, rounded by the addition
+    lifted = builder.bitcast(builder.fadd(builder.bitcast(magnitude, _F32), ir.Constant(_F32, 0.5)), _I32)
+    subnormal = builder.sub(lifted, _const(126 << 23))
+    finite = builder.select(builder.icmp_unsigned("<", magnitude, _const(113 << 23)), subnormal, normal)
+    nan = builder.icmp_unsigned(">", magnitude, _const(_INFINITE))
+    special = builder.select(nan, _const(0x7E00), _const(0x7C00))
+    huge = builder.icmp_unsigned(">=", magnitude, _const(_F16_LIMIT))
+    half = builder.or_(builder.select(huge, special, finite), sign)
+    _store(builder, base, index, builder.trunc(half, _I16))
 
 
-@intrinsic
-def add_scaled_16(typingctx: Any, target: Any, source: Any, factor: Any) -> Any:
+@emits(types.void(types.int64, types.int64, types.float32))
+def add_scaled_16(builder: Any, target: Any, source: Any, factor: Any) -> Any:
     """`target += factor * source` for the 16 float32 at two addresses, with the products rounded before they are added."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        zero = ir.Constant(_I64, 0)
-        product = builder.fmul(_sixteen(builder, args[2]), _load(builder, args[1], zero, _16_F32))
-        _store(builder, args[0], zero, builder.fadd(_load(builder, args[0], zero, _16_F32), product))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.float32), codegen
+    zero = ir.Constant(_I64, 0)
+    product = builder.fmul(_sixteen(builder, factor), _load(builder, source, zero, _16_F32))
+    _store(builder, target, zero, builder.fadd(_load(builder, target, zero, _16_F32), product))
 
 
-@intrinsic
-def store_scaled_halves_16(typingctx: Any, target: Any, source: Any, scale: Any, offset: Any) -> Any:
+@emits(types.void(types.int64, types.int64, types.float32, types.float32))
+def store_scaled_halves_16(builder: Any, target: Any, source: Any, scale: Any, offset: Any) -> Any:
     """Store `offset + scale * code` as 16 float32 at `target`, for the 16 four-bit codes at `source`, lower half of a byte first."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind, zero = ir.VectorType(_I8, 8), ir.Constant(_I64, 0)
-        codes = _load(builder, args[1], zero, kind)
-        lower, upper = builder.and_(codes, ir.Constant(kind, [15] * 8)), builder.lshr(codes, ir.Constant(kind, [4] * 8))
-        in_turn = ir.Constant(ir.VectorType(_I32, 16), [k // 2 + 8 * (k % 2) for k in range(16)])
-        numbers = builder.uitofp(builder.shuffle_vector(lower, upper, in_turn), _16_F32)
-        product = builder.fmul(numbers, _sixteen(builder, args[2]))
-        _store(builder, args[0], zero, builder.fadd(product, _sixteen(builder, args[3])))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.float32, types.float32), codegen
+    kind, zero = ir.VectorType(_I8, 8), ir.Constant(_I64, 0)
+    codes = _load(builder, source, zero, kind)
+    lower, upper = builder.and_(codes, ir.Constant(kind, [15] * 8)), builder.lshr(codes, ir.Constant(kind, [4] * 8))
+    in_turn = ir.Constant(ir.VectorType(_I32, 16), [k // 2 + 8 * (k % 2) for k in range(16)])
+    numbers = builder.uitofp(builder.shuffle_vector(lower, upper, in_turn), _16_F32)
+    product = builder.fmul(numbers, _sixteen(builder, scale))
+    _store(builder, target, zero, builder.fadd(product, _sixteen(builder, offset)))
 
 
-@intrinsic
-def magnitude(typingctx: Any, value: Any) -> Any:
+@emits(types.int32(types.float32))
+def magnitude(builder: Any, value: Any) -> Any:
     """The bits of |value| as an integer. Integers are in the order of the magnitudes, NaN above all."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.and_(builder.bitcast(args[0], _I32), _const(0x7FFFFFFF))
-
-    return types.int32(types.float32), codegen
+    return builder.and_(builder.bitcast(value, _I32), _const(0x7FFFFFFF))
 
 
-@intrinsic
-def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+@emits(types.float32(types.float32, types.float32, types.float32))
+def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c, rounded once."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fma(*args)
-
-    return types.float32(types.float32, types.float32, types.float32), codegen
+    return builder.fma(a, b, c)
 
 
-@intrinsic
-def load_u32(typingctx: Any, base: Any, index: Any) -> Any:
+@emits(types.uint64(types.int64, types.int64))
+def load_u32(builder: Any, base: Any, index: Any) -> Any:
     """Load a uint32, widened to 64 bits so that arithmetic on it stays there."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.zext(_load(builder, args[0], args[1], _I32), _I64)
-
-    return types.uint64(types.int64, types.int64), codegen
+    return builder.zext(_load(builder, base, index, _I32), _I64)
 
 
-@intrinsic
-def fold_multiply(typingctx: Any, a: Any, b: Any) -> Any:
+@emits(types.uint64(types.uint64, types.uint64))
+def fold_multiply(builder: Any, a: Any, b: Any) -> Any:
     """The two halves of the 128-bit product, combined by xor."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        product = builder.mul(builder.zext(args[0], _I128), builder.zext(args[1], _I128))
-        high = builder.trunc(builder.lshr(product, ir.Constant(_I128, 64)), _I64)
-        return builder.xor(builder.trunc(product, _I64), high)
-
-    return types.uint64(types.uint64, types.uint64), codegen
+    product = builder.mul(builder.zext(a, _I128), builder.zext(b, _I128))
+    high = builder.trunc(builder.lshr(product, ir.Constant(_I128, 64)), _I64)
+    return builder.xor(builder.trunc(product, _I64), high)
 
 
-@intrinsic
-def swap_bytes(typingctx: Any, value: Any) -> Any:
+@emits(types.uint64(types.uint64))
+def swap_bytes(builder: Any, value: Any) -> Any:
     """The bytes of a 64-bit word in reverse order."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bswap(args[0])
-
-    return types.uint64(types.uint64), codegen
+    return builder.bswap(value)
 
 
-@intrinsic
-def call_at(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
+@emits(types.int64(*[types.int64] * 7))
+def call_at(builder: Any, function: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
     """Call a compiled function of six int64 that returns one, by its address (`cfunc.address`).
 
     A function that is called by address is not compiled again into its callers.
     """
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(_I64, [_I64] * 6)
-        return builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
-
-    return types.int64(*[types.int64] * 7), codegen
+    kind = ir.FunctionType(_I64, [_I64] * 6)
+    return builder.call(builder.inttoptr(function, kind.as_pointer()), [a, b, c, d, e, f])
 
 
-def _pointer_to(kind: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(kind)(types.int64), codegen
-
-
-@intrinsic
-def i64_at(typingctx: Any, address: Any) -> Any:
+@emits(types.CPointer(types.int64)(types.int64))
+def i64_at(builder: Any, address: Any) -> Any:
     """A pointer to int64 at an address, for `numba.carray`."""
-    return _pointer_to(types.int64)
+    return builder.inttoptr(address, _I64.as_pointer())
 
 
-@intrinsic
-def u32_at(typingctx: Any, address: Any) -> Any:
+@emits(types.CPointer(types.uint32)(types.int64))
+def u32_at(builder: Any, address: Any) -> Any:
     """A pointer to uint32 at an address, for `numba.carray`."""
-    return _pointer_to(types.uint32)
+    return builder.inttoptr(address, _I32.as_pointer())

@@ -14,7 +14,8 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
+
+from tierstore.kernels.intrinsics import emits
 
 NOWAIT = 8  # RWF_NOWAIT: fail with EAGAIN rather than wait for the drive
 WILL_NEED = 3  # POSIX_FADV_WILLNEED
@@ -43,7 +44,7 @@ def _or_error(builder: Any, got: Any) -> Any:
     return builder.select(builder.icmp_signed("<", got, _I64(0)), failed, got)
 
 
-def _call(builder: Any, name: str, result: Any, kinds: list[Any], args: Any) -> Any:
+def _call(builder: Any, name: str, result: Any, kinds: list[Any], *args: Any) -> Any:
     """Call `name` with 64-bit numbers, converted to `kinds`; the result is widened, with errors as in `_or_error`."""
     given = []
     for value, kind in zip(args, kinds, strict=True):
@@ -59,249 +60,190 @@ def _signature(count: int) -> Any:
     return types.int64(*[types.int64] * count)
 
 
-def _calls(name: str, result: Any, kinds: list[Any], *last: int) -> Any:
-    """An intrinsic made of `_call`; `last`: constant last arguments."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _call(builder, name, result, kinds, [*args, *map(_I64, last)])
-
-    return _signature(len(kinds) - len(last)), codegen
-
-
-@intrinsic
-def read_at(typingctx: Any, fd: Any, address: Any, size: Any, offset: Any, flags: Any) -> Any:
+@emits(_signature(5))
+def read_at(builder: Any, fd: Any, address: Any, size: Any, offset: Any, flags: Any) -> Any:
     """`preadv2` of one piece: bytes read (0 at the end of the file)."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        fd, address, size, offset, flags = args
-        with builder.goto_entry_block():
-            piece = builder.alloca(_I64, 2)  # struct iovec
-        builder.store(address, piece)
-        builder.store(size, builder.gep(piece, [_I64(1)]))
-        pointer = _I64.as_pointer()
-        call = _declare(builder, "preadv2", _I64, [_I32, pointer, _I32, _I64, _I32])
-        got = builder.call(call, [builder.trunc(fd, _I32), piece, _I32(1), offset, builder.trunc(flags, _I32)])
-        return _or_error(builder, got)
-
-    return _signature(5), codegen
+    with builder.goto_entry_block():
+        piece = builder.alloca(_I64, 2)  # struct iovec
+    builder.store(address, piece)
+    builder.store(size, builder.gep(piece, [_I64(1)]))
+    pointer = _I64.as_pointer()
+    call = _declare(builder, "preadv2", _I64, [_I32, pointer, _I32, _I64, _I32])
+    got = builder.call(call, [builder.trunc(fd, _I32), piece, _I32(1), offset, builder.trunc(flags, _I32)])
+    return _or_error(builder, got)
 
 
-@intrinsic
-def advise(typingctx: Any, fd: Any, offset: Any, size: Any, advice: Any) -> Any:
+@emits(_signature(4))
+def advise(builder: Any, fd: Any, offset: Any, size: Any, advice: Any) -> Any:
     """`posix_fadvise`: 0, or an error number."""
-    return _calls("posix_fadvise", _I32, [_I32, _I64, _I64, _I32])
+    return _call(builder, "posix_fadvise", _I32, [_I32, _I64, _I64, _I32], fd, offset, size, advice)
 
 
-@intrinsic
-def read(typingctx: Any, fd: Any, address: Any, size: Any) -> Any:
+@emits(_signature(3))
+def read(builder: Any, fd: Any, address: Any, size: Any) -> Any:
     """Bytes read, 0 at the end."""
-    return _calls("read", _I64, [_I32, _POINTER, _I64])
+    return _call(builder, "read", _I64, [_I32, _POINTER, _I64], fd, address, size)
 
 
-@intrinsic
-def write(typingctx: Any, fd: Any, address: Any, size: Any) -> Any:
+@emits(_signature(3))
+def write(builder: Any, fd: Any, address: Any, size: Any) -> Any:
     """Bytes written."""
-    return _calls("write", _I64, [_I32, _POINTER, _I64])
+    return _call(builder, "write", _I64, [_I32, _POINTER, _I64], fd, address, size)
 
 
-@intrinsic
-def receive(typingctx: Any, fd: Any, address: Any, size: Any) -> Any:
+@emits(_signature(3))
+def receive(builder: Any, fd: Any, address: Any, size: Any) -> Any:
     """`recv` without waiting: bytes received, 0 when the other side has ended."""
-    return _calls("recv", _I64, [_I32, _POINTER, _I64, _I32], 0x40)  # MSG_DONTWAIT
+    return _call(builder, "recv", _I64, [_I32, _POINTER, _I64, _I32], fd, address, size, _I64(0x40))  # MSG_DONTWAIT
 
 
-@intrinsic
-def send(typingctx: Any, fd: Any, address: Any, size: Any, more: Any) -> Any:
+@emits(_signature(4))
+def send(builder: Any, fd: Any, address: Any, size: Any, more: Any) -> Any:
     """`send` without waiting or a signal: bytes taken. `more` (0 or 1): others follow at once."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        fd, address, size, more = args
-        flags = builder.or_(_I64(0x4040), builder.shl(more, _I64(15)))  # MSG_NOSIGNAL, MSG_DONTWAIT; MSG_MORE
-        return _call(builder, "send", _I64, [_I32, _POINTER, _I64, _I32], [fd, address, size, flags])
-
-    return _signature(4), codegen
+    flags = builder.or_(_I64(0x4040), builder.shl(more, _I64(15)))  # MSG_NOSIGNAL, MSG_DONTWAIT; MSG_MORE
+    return _call(builder, "send", _I64, [_I32, _POINTER, _I64, _I32], fd, address, size, flags)
 
 
-@intrinsic
-def send_pieces(typingctx: Any, fd: Any, pieces: Any, count: Any) -> Any:
+@emits(_signature(3))
+def send_pieces(builder: Any, fd: Any, pieces: Any, count: Any) -> Any:
     """`send` of several pieces (`records.TEXT` end to end, as struct iovec), at most 1,024."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        fd, pieces, count = args
-        with builder.goto_entry_block():
-            message = builder.alloca(_I64, 7)  # struct msghdr
-        for i, word in enumerate((_I64(0), _I64(0), pieces, count, _I64(0), _I64(0), _I64(0))):
-            builder.store(word, builder.gep(message, [_I64(i)]))
-        flags = _I64(0x4040)  # MSG_NOSIGNAL, MSG_DONTWAIT
-        return _call(builder, "sendmsg", _I64, [_I32, _POINTER, _I32], [fd, builder.ptrtoint(message, _I64), flags])
-
-    return _signature(3), codegen
+    with builder.goto_entry_block():
+        message = builder.alloca(_I64, 7)  # struct msghdr
+    for i, word in enumerate((_I64(0), _I64(0), pieces, count, _I64(0), _I64(0), _I64(0))):
+        builder.store(word, builder.gep(message, [_I64(i)]))
+    flags = _I64(0x4040)  # MSG_NOSIGNAL, MSG_DONTWAIT
+    return _call(builder, "sendmsg", _I64, [_I32, _POINTER, _I32], fd, builder.ptrtoint(message, _I64), flags)
 
 
-@intrinsic
-def accept(typingctx: Any, fd: Any) -> Any:
+@emits(_signature(1))
+def accept(builder: Any, fd: Any) -> Any:
     """`accept4`: the descriptor of a non-blocking connection."""
-    return _calls("accept4", _I32, [_I32, _POINTER, _POINTER, _I32], 0, 0, 0o2004000)  # NONBLOCK, CLOEXEC
+    flags = _I64(0o2004000)  # NONBLOCK, CLOEXEC
+    return _call(builder, "accept4", _I32, [_I32, _POINTER, _POINTER, _I32], fd, _I64(0), _I64(0), flags)
 
 
-@intrinsic
-def end_sending(typingctx: Any, fd: Any) -> Any:
+@emits(_signature(1))
+def end_sending(builder: Any, fd: Any) -> Any:
     """`shutdown` of the sending side: the other side reads what was sent, and then the end."""
-    return _calls("shutdown", _I32, [_I32, _I32], 1)  # SHUT_WR
+    return _call(builder, "shutdown", _I32, [_I32, _I32], fd, _I64(1))  # SHUT_WR
 
 
-@intrinsic
-def close(typingctx: Any, fd: Any) -> Any:
-    return _calls("close", _I32, [_I32])
+@emits(_signature(1))
+def close(builder: Any, fd: Any) -> Any:
+    return _call(builder, "close", _I32, [_I32], fd)
 
 
-def _sets_option(level: int, option: int, *words: int) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        with builder.goto_entry_block():
-            value = builder.alloca(_I32, len(words))
-        for i, word in enumerate(words):
-            builder.store(_I32(word), builder.gep(value, [_I64(i)]))
-        given = [args[0], _I64(level), _I64(option), builder.ptrtoint(value, _I64), _I64(4 * len(words))]
-        return _call(builder, "setsockopt", _I32, [_I32, _I32, _I32, _POINTER, _I32], given)
-
-    return _signature(1), codegen
+def _set_option(builder: Any, fd: Any, level: int, option: int, *words: int) -> Any:
+    with builder.goto_entry_block():
+        value = builder.alloca(_I32, len(words))
+    for i, word in enumerate(words):
+        builder.store(_I32(word), builder.gep(value, [_I64(i)]))
+    given = [fd, _I64(level), _I64(option), builder.ptrtoint(value, _I64), _I64(4 * len(words))]
+    return _call(builder, "setsockopt", _I32, [_I32, _I32, _I32, _POINTER, _I32], *given)
 
 
-@intrinsic
-def send_at_once(typingctx: Any, fd: Any) -> Any:
+@emits(_signature(1))
+def send_at_once(builder: Any, fd: Any) -> Any:
     """Set TCP_NODELAY."""
-    return _sets_option(6, 1, 1)
+    return _set_option(builder, fd, 6, 1, 1)
 
 
-@intrinsic
-def hold_packets(typingctx: Any, fd: Any) -> Any:
+@emits(_signature(1))
+def hold_packets(builder: Any, fd: Any) -> Any:
     """Set TCP_CORK: data wait until packets are full, or until `send_packets`."""
-    return _sets_option(6, 3, 1)
+    return _set_option(builder, fd, 6, 3, 1)
 
 
-@intrinsic
-def send_packets(typingctx: Any, fd: Any) -> Any:
+@emits(_signature(1))
+def send_packets(builder: Any, fd: Any) -> Any:
     """Unset TCP_CORK: waiting data are sent."""
-    return _sets_option(6, 3, 0)
+    return _set_option(builder, fd, 6, 3, 0)
 
 
-@intrinsic
-def drop_on_close(typingctx: Any, fd: Any) -> Any:
+@emits(_signature(1))
+def drop_on_close(builder: Any, fd: Any) -> Any:
     """SO_LINGER of 0 s: `close` resets the connection and drops unsent data."""
-    return _sets_option(1, 13, 1, 0)
+    return _set_option(builder, fd, 1, 13, 1, 0)
 
 
-@intrinsic
-def epoll_wait(typingctx: Any, epoll: Any, events: Any, most: Any, timeout_ms: Any) -> Any:
+@emits(_signature(4))
+def epoll_wait(builder: Any, epoll: Any, events: Any, most: Any, timeout_ms: Any) -> Any:
     """How many events were written to the address `events`."""
-    return _calls("epoll_wait", _I32, [_I32, _POINTER, _I32, _I32])
+    return _call(builder, "epoll_wait", _I32, [_I32, _POINTER, _I32, _I32], epoll, events, most, timeout_ms)
 
 
-@intrinsic
-def epoll_set(typingctx: Any, epoll: Any, operation: Any, fd: Any, mask: Any, data: Any) -> Any:
+@emits(_signature(5))
+def epoll_set(builder: Any, epoll: Any, operation: Any, fd: Any, mask: Any, data: Any) -> Any:
     """`epoll_ctl`: report events of `mask` on `fd` with the 64 bits `data` (EPOLL_ADD), or stop (EPOLL_DEL)."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        epoll, operation, fd, mask, data = args
-        with builder.goto_entry_block():
-            event = builder.alloca(_I32, 4)
-        low, high = builder.trunc(data, _I32), builder.trunc(builder.lshr(data, _I64(32)), _I32)
-        first = EVENT_DATA // 4
-        for i, word in ((0, builder.trunc(mask, _I32)), (first, low), (first + 1, high)):
-            builder.store(word, builder.gep(event, [_I64(i)]))
-        kinds = [_I32, _I32, _I32, _POINTER]
-        return _call(builder, "epoll_ctl", _I32, kinds, [epoll, operation, fd, builder.ptrtoint(event, _I64)])
-
-    return _signature(5), codegen
+    with builder.goto_entry_block():
+        event = builder.alloca(_I32, 4)
+    low, high = builder.trunc(data, _I32), builder.trunc(builder.lshr(data, _I64(32)), _I32)
+    first = EVENT_DATA // 4
+    for i, word in ((0, builder.trunc(mask, _I32)), (first, low), (first + 1, high)):
+        builder.store(word, builder.gep(event, [_I64(i)]))
+    kinds = [_I32, _I32, _I32, _POINTER]
+    return _call(builder, "epoll_ctl", _I32, kinds, epoll, operation, fd, builder.ptrtoint(event, _I64))
 
 
-@intrinsic
-def poll(typingctx: Any, entries: Any, count: Any, timeout_ms: Any) -> Any:
+@emits(_signature(3))
+def poll(builder: Any, entries: Any, count: Any, timeout_ms: Any) -> Any:
     """How many of `count` entries (struct pollfd, 8 bytes: descriptor int32, events int16, returned events int16) are ready."""
-    return _calls("poll", _I32, [_POINTER, _I64, _I32])
+    return _call(builder, "poll", _I32, [_POINTER, _I64, _I32], entries, count, timeout_ms)
 
 
-def _reads_clock(which: int) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        with builder.goto_entry_block():
-            spec = builder.alloca(_I64, 2)  # struct timespec
-        kinds = [_I32, _I64.as_pointer()]
-        builder.call(_declare(builder, "clock_gettime", _I32, kinds), [_I32(which), spec])
-        seconds, ns = builder.load(spec), builder.load(builder.gep(spec, [_I64(1)]))
-        return builder.add(builder.mul(seconds, _I64(1_000_000_000)), ns)
-
-    return types.int64(), codegen
+def _read_clock(builder: Any, which: int) -> Any:
+    with builder.goto_entry_block():
+        spec = builder.alloca(_I64, 2)  # struct timespec
+    kinds = [_I32, _I64.as_pointer()]
+    builder.call(_declare(builder, "clock_gettime", _I32, kinds), [_I32(which), spec])
+    seconds, ns = builder.load(spec), builder.load(builder.gep(spec, [_I64(1)]))
+    return builder.add(builder.mul(seconds, _I64(1_000_000_000)), ns)
 
 
-@intrinsic
-def monotonic_ns(typingctx: Any) -> Any:
+@emits(_signature(0))
+def monotonic_ns(builder: Any) -> Any:
     """The clock of `time.monotonic_ns` and, on Linux, of `time.perf_counter_ns`."""
-    return _reads_clock(1)
+    return _read_clock(builder, 1)
 
 
-@intrinsic
-def wall_ns(typingctx: Any) -> Any:
+@emits(_signature(0))
+def wall_ns(builder: Any) -> Any:
     """The clock of `time.time_ns`."""
-    return _reads_clock(0)
+    return _read_clock(builder, 0)
 
 
-@intrinsic
-def allocate(typingctx: Any, size: Any) -> Any:
+@emits(_signature(1))
+def allocate(builder: Any, size: Any) -> Any:
     """The address of `size` bytes from `malloc`; 0 if there is no memory."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        got = builder.call(_declare(builder, "malloc", _POINTER, [_I64]), [args[0]])
-        return builder.ptrtoint(got, _I64)
-
-    return _signature(1), codegen
+    got = builder.call(_declare(builder, "malloc", _POINTER, [_I64]), [size])
+    return builder.ptrtoint(got, _I64)
 
 
-@intrinsic
-def release(typingctx: Any, address: Any) -> Any:
+@emits(types.void(types.int64))
+def release(builder: Any, address: Any) -> Any:
     """`free`; an address of 0 is allowed."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.call(_declare(builder, "free", ir.VoidType(), [_POINTER]), [builder.inttoptr(args[0], _POINTER)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
+    builder.call(_declare(builder, "free", ir.VoidType(), [_POINTER]), [builder.inttoptr(address, _POINTER)])
 
 
-@intrinsic
-def move_bytes(typingctx: Any, target: Any, source: Any, count: Any) -> Any:
+@emits(types.void(types.int64, types.int64, types.int64))
+def move_bytes(builder: Any, target: Any, source: Any, count: Any) -> Any:
     """Copy `count` bytes between addresses that may overlap."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kinds = [_POINTER, _POINTER, _I64]
-        pointers = [builder.inttoptr(address, _POINTER) for address in args[:2]]
-        builder.call(_declare(builder, "memmove", _POINTER, kinds), [*pointers, args[2]])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
+    kinds = [_POINTER, _POINTER, _I64]
+    pointers = [builder.inttoptr(address, _POINTER) for address in (target, source)]
+    builder.call(_declare(builder, "memmove", _POINTER, kinds), [*pointers, count])
 
 
-@intrinsic
-def clear_bytes(typingctx: Any, target: Any, count: Any) -> Any:
+@emits(types.void(types.int64, types.int64))
+def clear_bytes(builder: Any, target: Any, count: Any) -> Any:
     """Set `count` bytes to 0."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kinds = [_POINTER, _I32, _I64]
-        builder.call(
-            _declare(builder, "memset", _POINTER, kinds), [builder.inttoptr(args[0], _POINTER), _I32(0), args[1]]
-        )
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+    kinds = [_POINTER, _I32, _I64]
+    builder.call(_declare(builder, "memset", _POINTER, kinds), [builder.inttoptr(target, _POINTER), _I32(0), count])
 
 
-@intrinsic
-def same_bytes(typingctx: Any, one: Any, other: Any, count: Any) -> Any:
+@emits(_signature(3))
+def same_bytes(builder: Any, one: Any, other: Any, count: Any) -> Any:
     """Whether `count` bytes at two addresses are equal: 1 or 0."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kinds = [_POINTER, _POINTER, _I64]
-        pointers = [builder.inttoptr(address, _POINTER) for address in args[:2]]
-        got = builder.call(_declare(builder, "memcmp", _I32, kinds), [*pointers, args[2]])
-        return builder.zext(builder.icmp_signed("==", got, _I32(0)), _I64)
-
-    return _signature(3), codegen
+    kinds = [_POINTER, _POINTER, _I64]
+    pointers = [builder.inttoptr(address, _POINTER) for address in (one, other)]
+    got = builder.call(_declare(builder, "memcmp", _I32, kinds), [*pointers, count])
+    return builder.zext(builder.icmp_signed("==", got, _I32(0)), _I64)

@@ -19,10 +19,11 @@ from tierstore.access.roles import LOCAL, NOBODY, Action, Principal
 from tierstore.access.tokens import Tokens, lock_of
 from tierstore.addresses import is_loopback
 from tierstore.config import Settings
+from tierstore.config.values import is_address
 from tierstore.errors import ConfigError, Forbidden, Unauthorized
 from tierstore.formats import files
 from tierstore.formats.names import DataDirectory
-from tierstore.service.addresses import host_name, is_address, parse_listen
+from tierstore.service.addresses import host_name, parse_listen
 from tierstore.service.families import counters
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import socket
 import stat
@@ -29,17 +28,6 @@ def is_on_host(connection: socket.socket) -> bool:
         return True
     peer = peer_of(connection)
     return peer is not None and is_loopback(peer[0])
-
-
-def is_address(host: str) -> bool:
-    """Whether `host`, without port or brackets, is an IP address and not a name, which somebody could resolve
-    elsewhere.
-    """
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 class Ports:

@@ -68,7 +68,9 @@ class RequestLog:
         `headers` are those that may name its trace, in small letters.
         """
         if self._traces is not None:
-            self._trace(self._traces, method, path, status, began_ns, headers, error, spent, said)
+            name, attributes = _span_of(method, path, status, said)
+            why = (message_of(error) if error is not None else str(said or status)) if status >= 500 else None
+            self._traces.request(headers, name, began_ns, attributes, spent, why)
         ms = (time.perf_counter_ns() - began_ns) / 1e6
         failed, slow = status >= 500, 0 < self._slow_ms <= ms
         refused = status in _NOT_LET_IN or isinstance(error, RateLimited)
@@ -104,33 +106,6 @@ class RequestLog:
             extra={"fields": {name: value for name, value in fields.items() if value is not None}, LIMITED: True},
         )
 
-    @staticmethod
-    def _trace(
-        traces: Traces,
-        method: str,
-        path: str,
-        status: int,
-        began_ns: int,
-        headers: Iterable[tuple[bytes, bytes]],
-        error: BaseException | None,
-        spent: Timings | None,
-        said: str | None,
-    ) -> None:
-        """Report a request's span, in the words of OpenTelemetry's conventions for HTTP and gRPC."""
-        if said is None:
-            name = f"{method[:16]} {one_line(path)}"
-            attributes: dict[str, Any] = {
-                "http.request.method": method[:16],
-                "url.path": one_line(path),
-                "http.response.status_code": status,
-            }
-        else:
-            service, _, verb = path[1:].rpartition("/")
-            name = path[1:]
-            attributes = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": verb, "rpc.grpc.status": said}
-        why = (message_of(error) if error is not None else str(said or status)) if status >= 500 else None
-        traces.request(headers, name, began_ns, attributes, spent, why)
-
 
 def one_line(text: str) -> str:
     """A client's text in one line and not too long.
@@ -138,6 +113,16 @@ def one_line(text: str) -> str:
     Secrets are removed before it is cut: half of one may not look like one.
     """
     return repr(without_secrets(text)[:256])[1:-1]
+
+
+def _span_of(method: str, path: str, status: int, said: str | None) -> tuple[str, dict[str, Any]]:
+    """A request's span, its name and attributes, in the words of OpenTelemetry's conventions for HTTP and gRPC."""
+    if said is None:
+        method, path = method[:16], one_line(path)
+        attributes = {"http.request.method": method, "url.path": path, "http.response.status_code": status}
+        return f"{method} {path}", attributes
+    service, _, verb = path[1:].rpartition("/")
+    return path[1:], {"rpc.system": "grpc", "rpc.service": service, "rpc.method": verb, "rpc.grpc.status": said}
 
 
 def _spent_ms(spent: Timings) -> dict[str, float]:

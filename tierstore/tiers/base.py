@@ -82,59 +82,7 @@ class VersionStore(RowStore, Protocol):
         """`keys` in the order in which they are read fastest: as their rows lie on a drive."""
 
     def raise_floor(self, table_id: int, seq: int) -> None:
-        """`CacheTier.raise_floor`, for a store that keeps other machines' rows on this machine."""
+        """As for a cache: from now on refuse rows read under a view older than `seq`. For a store that keeps other machines' rows on this machine."""
 
     def forget(self, table_id: int, keys: Keys) -> None:
         """Drop rows of these keys: a delta that was folded has changed them."""
-
-
-class CacheTier(Protocol):
-    """A cache of one table of one version. Any thread may call anything; look-ups never wait for a writer.
-
-    `seq` is the seq of the view under which a promoted row was read; see `raise_floor`.
-    """
-
-    @property
-    def rows_resident(self) -> int: ...
-
-    @property
-    def capacity_rows(self) -> int: ...
-
-    @property
-    def bytes_in_use(self) -> int: ...
-
-    @property
-    def allowed_bytes(self) -> int: ...
-
-    budget_bytes: int  # an upper bound
-
-    def peek(self, key: int) -> Peek:
-        """The cache's entry for a key, read without counting heat or hits."""
-
-    def insert(self, keys: Keys, rows: Rows, seq: int) -> int:
-        """Offer distinct keys with their stored rows; the tier decides which to admit. Returns the rows admitted."""
-
-    def insert_absent(self, keys: Keys, seq: int) -> int:
-        """Offer distinct keys that do not exist. Returns the keys admitted."""
-
-    def raise_floor(self, seq: int) -> None:
-        """Refuse, from now on, rows read under a view older than `seq`, because a delta is about to be folded."""
-
-    def update(self, keys: Keys, rows: Rows, deleted: npt.NDArray[np.bool_]) -> None:
-        """Apply a delta to its distinct keys that are resident. Admits no key."""
-
-    def warm(self, keys: Keys, rows: Rows, seq: int | None = None) -> int:
-        """Fill free room with distinct keys, hottest first; none if `seq` is below the floor.
-
-        Returns the rows admitted.
-        """
-
-    def hot_keys(self, limit: int) -> Keys:
-        """At most `limit` resident keys, distinct, hottest first."""
-
-    def resize(self, fraction: float) -> None:
-        """Use this part of the budget, keep the hottest rows, and give the remaining memory back."""
-
-    def stats(self) -> dict[str, Any]: ...
-
-    def close(self) -> None: ...

@@ -33,6 +33,7 @@ from tierstore.service.server import ServerThread
 
 log = logging.getLogger(__name__)
 
+Arrays = dict[str, npt.NDArray[Any]]
 _PROTOCOL = "triton"  # the label of its requests in metrics
 _CALLER = Principal("triton", Role.READER)
 _DATATYPES = {dtype: name for name, dtype in NUMPY_DTYPE.items()}
@@ -66,14 +67,15 @@ class ArraysMessage:
             for place, spec in enumerate(plan.specs)
         ]
 
-    def encode(self, plan: Plan, arrays: list[Any]) -> dict[str, npt.NDArray[Any]]:
+    def encode(self, plan: Plan, arrays: list[Any]) -> Arrays:
         return {spec.name: array for spec, array in zip(plan.specs, arrays, strict=True)}
 
 
 class Embedded:
-    """The store. Raises Locked where another process has the directory open."""
+    """The store, for one model. Raises Locked where another process has the directory open."""
 
-    def __init__(self, data: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, data: Path, model: str, settings: Mapping[str, Any]) -> None:
+        self._model = model
         given = load_settings(**({"port": 0} | dict(settings)), data=data, grpc_port="off")
         kernels.use_data(given.data)
         ahead.prepare(log.info)
@@ -87,15 +89,7 @@ class Embedded:
         self._requests = PlanCache()
         log.info("%s is open in this process, and served at %s", given.data, self._server.url)
 
-    def answer(
-        self,
-        model: str,
-        inputs: Mapping[str, npt.NDArray[Any]],
-        outputs: Sequence[str],
-        timeout_us: int | None,
-        *,
-        on_gpu: bool = False,
-    ) -> dict[str, npt.NDArray[Any]]:
+    def answer(self, inputs: Arrays, outputs: Sequence[str], timeout_us: int | None, *, on_gpu: bool) -> Arrays:
         device = "gpu" if on_gpu and self._store.shared.devices.gpu.has("gpu") else None
         key = tuple((name, array.dtype, array.shape) for name, array in inputs.items()), tuple(outputs), device
         request = self._requests.find(key)
@@ -106,7 +100,7 @@ class Embedded:
             request = Request(specs, [RequestedOutput(name) for name in outputs], device=device)
             self._requests.keep(key, request)
         message = ArraysMessage(
-            model,
+            self._model,
             request,
             [_elements(array) for array in inputs.values()],
             sum(array.nbytes for array in inputs.values()),
@@ -125,8 +119,8 @@ class Embedded:
             seconds = (time.perf_counter_ns() - began_ns) / 1e9
             service.request_times.add(_PROTOCOL, outcome, seconds)
 
-    def check(self, model: str) -> None:
-        with self._server.service.dataplane.view(model):
+    def check(self) -> None:
+        with self._server.service.dataplane.view(self._model):
             pass
 
     def close(self) -> None:

@@ -70,9 +70,9 @@ class TritonPythonModel:
             )
         self._batches = config["max_batch_size"] > 0
         self._on_gpu = args.get("model_instance_kind") == "GPU"
-        self._source = source = source_of(parameters)
+        self._source = source = source_of(parameters, self._model)
         try:
-            until(lambda: source.check(self._model), Unreachable)
+            until(lambda: source.check(), Unreachable)
         except BaseException:
             self.finalize()
             raise
@@ -141,9 +141,7 @@ class TritonPythonModel:
     def _answer(self, received: _Received) -> Arrays | Exception:
         assert self._source is not None
         try:
-            return self._source.answer(
-                self._model, received.inputs, received.outputs, received.timeout_us, on_gpu=self._on_gpu
-            )
+            return self._source.answer(received.inputs, received.outputs, received.timeout_us, on_gpu=self._on_gpu)
         except Exception as error:  # noqa: BLE001 - it is the answer to this request alone
             return error
 

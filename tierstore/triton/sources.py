@@ -32,23 +32,15 @@ _POLL_S = 0.1
 
 
 class Source(Protocol):
-    """What answers requests."""
+    """What answers requests to one model."""
 
-    def answer(
-        self,
-        model: str,
-        inputs: Mapping[str, npt.NDArray[Any]],
-        outputs: Sequence[str],
-        timeout_us: int | None,
-        *,
-        on_gpu: bool = False,
-    ) -> Arrays:
-        """The outputs of these names, by the inputs of a request to `model`. TierstoreError.
+    def answer(self, inputs: Arrays, outputs: Sequence[str], timeout_us: int | None, *, on_gpu: bool) -> Arrays:
+        """The outputs of these names, by the inputs of a request. TierstoreError.
 
         `on_gpu`: rows are left on the GPU where the source is a store that has a device tier there.
         """
 
-    def check(self, model: str) -> None:
+    def check(self) -> None:
         """Raise NotFound or NotReady unless the model is served."""
 
     def close(self) -> None: ...
@@ -57,24 +49,17 @@ class Source(Protocol):
 class Remote:
     """A service, over its own client."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, model: str) -> None:
+        self._model = model
         self._client = Client(url, **client_options(url.split(",")))
 
-    def answer(
-        self,
-        model: str,
-        inputs: Mapping[str, npt.NDArray[Any]],
-        outputs: Sequence[str],
-        timeout_us: int | None,
-        *,
-        on_gpu: bool = False,
-    ) -> Arrays:
+    def answer(self, inputs: Arrays, outputs: Sequence[str], timeout_us: int | None, *, on_gpu: bool) -> Arrays:
         timeout_s = None if timeout_us is None else timeout_us / 1e6
-        return self._client.predict(model, inputs, outputs=outputs, split_items=None, timeout_s=timeout_s)
+        return self._client.predict(self._model, inputs, outputs=outputs, split_items=None, timeout_s=timeout_s)
 
-    def check(self, model: str) -> None:
-        if not self._client.model(model).ready:
-            raise NotReady(f"model {model!r} has no active version: load a snapshot, and load this model again")
+    def check(self) -> None:
+        if not self._client.model(self._model).ready:
+            raise NotReady(f"model {self._model!r} has no active version: load a snapshot, and load this model again")
 
     def reached(self) -> Remote:
         """Itself. Unreachable where nothing answers."""
@@ -92,31 +77,23 @@ class Remote:
 class Directory:
     """A data directory, opened by this process or requested of the one that has it open."""
 
-    def __init__(self, data: Path, settings: Mapping[str, Any]) -> None:
-        self._data, self._settings = data, settings
+    def __init__(self, data: Path, model: str, settings: Mapping[str, Any]) -> None:
+        self._data, self._model, self._settings = data, model, settings
         self._source: Source | None = self._find()
 
-    def answer(
-        self,
-        model: str,
-        inputs: Mapping[str, npt.NDArray[Any]],
-        outputs: Sequence[str],
-        timeout_us: int | None,
-        *,
-        on_gpu: bool = False,
-    ) -> Arrays:
+    def answer(self, inputs: Arrays, outputs: Sequence[str], timeout_us: int | None, *, on_gpu: bool) -> Arrays:
         if self._source is not None:
             try:
-                return self._source.answer(model, inputs, outputs, timeout_us, on_gpu=on_gpu)
+                return self._source.answer(inputs, outputs, timeout_us, on_gpu=on_gpu)
             except Unreachable as error:
                 log.warning("%s: looking up which node has %s now", error, self._data)
                 self.close()
         self._source = self._find()
-        return self._source.answer(model, inputs, outputs, timeout_us, on_gpu=on_gpu)
+        return self._source.answer(inputs, outputs, timeout_us, on_gpu=on_gpu)
 
-    def check(self, model: str) -> None:
+    def check(self) -> None:
         assert self._source is not None
-        self._source.check(model)
+        self._source.check()
 
     def close(self) -> None:
         source, self._source = self._source, None
@@ -128,11 +105,11 @@ class Directory:
 
         def found() -> Source:
             try:
-                return Embedded(self._data, self._settings)
+                return Embedded(self._data, self._model, self._settings)
             except Locked as error:
                 if error.url is None:  # it is being opened, or closed
                     raise
-                return Remote(error.url).reached()
+                return Remote(error.url, self._model).reached()
 
         return until(found, (Locked, Unreachable))
 
@@ -149,8 +126,8 @@ def until(found: Callable[[], T], waits_for: type[Exception] | tuple[type[Except
             time.sleep(_POLL_S)
 
 
-def source_of(parameters: Mapping[str, str]) -> Source:
-    """By a model's parameters: `url`, or `data` with settings of the store.
+def source_of(parameters: Mapping[str, str], model: str) -> Source:
+    """By the parameters of `model`: `url`, or `data` with settings of the store.
 
     ConfigError where neither or both are there.
     """
@@ -159,6 +136,6 @@ def source_of(parameters: Mapping[str, str]) -> Source:
     if (url is None) == (data is None):
         raise ConfigError("config.pbtxt: expected the parameter `data`, a directory, or `url`, a service")
     if url is not None:
-        return Remote(url)
+        return Remote(url, model)
     assert data is not None
-    return Directory(Path(data), settings)
+    return Directory(Path(data), model, settings)

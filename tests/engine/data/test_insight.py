@@ -14,8 +14,7 @@ import xxhash
 
 import tierstore
 from tests.engine.scenes import eventually
-from tierstore.engine.data.insight import CacheInsight
-from tierstore.engine.data.key_counts import PLACES, KeyCounts
+from tierstore.engine.data.insight import PLACES, CacheInsight, KeyCounts
 from tierstore.engine.lifecycle import sampler
 from tierstore.errors import InvalidInput, NotFound
 

@@ -158,7 +158,7 @@ def test_what_is_lost_below_the_watermark_keeps_nothing_from_serving(open_store,
     assert holds(store, 1, 2, 3, 4, 5)
     folded(store)
     store.drop("ctr", 1)
-    store.model("ctr").housekeeping.run_tasks()
+    store.model("ctr").housekeeping.tasks.run()
     assert "delta 2" in (store.model("ctr").problem or ""), "as long as entries from before are kept"
     store.model("ctr").state.log.prune(5)
     assert store.model("ctr").problem is None
@@ -186,7 +186,7 @@ def test_a_version_that_holds_all_serves_without_the_beginning_of_the_log_but_ta
             store.rollback("ctr", force=True)
         store.label("ctr", "best", 2)
         store.unlabel("ctr", "best")
-        store.model("ctr").housekeeping.run_tasks()
+        store.model("ctr").housekeeping.tasks.run()
         store.close()
     if log.is_dir():
         shutil.rmtree(log)

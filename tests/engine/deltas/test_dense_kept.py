@@ -67,7 +67,7 @@ def test_a_dense_part_that_does_not_fit_a_kept_version_is_passed_over_and_rolled
     store.apply_delta(rows(2))
     if behind == "in the background":
         monkeypatch.setattr("tierstore.engine.lifecycle.tasks.KEPT_LAG", 0)
-        ctr.housekeeping.run_tasks()
+        ctr.housekeeping.tasks.run()
         assert ctr.catalogue.info(1).watermark == 2
     assert store.rollback("ctr") == 1
     assert ctr.predict({"user_id": [1, 2]})[:, 0].tolist() == [2 * DIM, 1 * DIM], "new rows, its own dense part"

@@ -34,7 +34,7 @@ def test_a_delta_file_that_somebody_removed_does_not_stop_pruning(open_store, tm
     log = tmp_path / "data/models/ctr/log"
     next(log.glob("*3-*.arrow")).unlink()
     ctr = store.model("ctr")
-    ctr.housekeeping.run_tasks()
+    ctr.housekeeping.tasks.run()
     assert (ctr.problem, ctr.state.log.status()) == (None, {"start": 5, "last": 5, "entries": 0})
 
 
@@ -73,12 +73,12 @@ def test_a_chore_that_fails_is_named_and_stays_a_problem_while_folds_go_on(open_
 
     with monkeypatch.context() as patch:
         patch.setattr(ctr.state.log, "ages", failing)
-        ctr.housekeeping.run_tasks()
+        ctr.housekeeping.tasks.run()
         for seq in (1, 2):
             store.apply_delta(scenes.stamped(seq, {"item": [seq]}))
             folded(store)
             assert ctr.problem == "the delta log is not pruned: injected failure"
-    ctr.housekeeping.run_tasks()
+    ctr.housekeeping.tasks.run()
     assert ctr.problem is None
 
 
@@ -99,7 +99,7 @@ def test_a_version_that_is_being_removed_holds_up_no_switch(open_store, tmp_path
             super().rmtree(path)
 
     with files.use(Slow()):
-        work = (lambda: store.drop("ctr", 1)) if by == "hand" else ctr.housekeeping.run_tasks
+        work = (lambda: store.drop("ctr", 1)) if by == "hand" else ctr.housekeeping.tasks.run
         thread = threading.Thread(target=work)
         thread.start()
         if by == "hand" or 1 in ctr.versions:

@@ -113,7 +113,7 @@ def test_a_model_at_rest_has_no_file_open_and_answers_changes_and_is_checked_as_
             folded(store, model)
             assert files_of(store)
         for model in "ab" * 2:  # the second time finds that nothing was read since the first
-            store.model(model).housekeeping.run_tasks()
+            store.model(model).housekeeping.tasks.run()
         scenes.eventually(lambda: not files_of(store), "all is closed")
         assert store.status()["models"]["a"]["disk"].keys() == before.keys()
         assert not files_of(store), "status opens nothing"
@@ -123,11 +123,11 @@ def test_a_model_at_rest_has_no_file_open_and_answers_changes_and_is_checked_as_
     assert item(store, 3, "a") == scenes.vector("item", 9, 3)[0]
     assert (store.rollback("a"), store.verify().ok) == (1, True)
     for _ in range(2):
-        store.model("b").housekeeping.run_tasks()
+        store.model("b").housekeeping.tasks.run()
     (base,) = (tmp_path / "data/models/b/1/db/base").glob("*item*.sealed")
     data = base.read_bytes()
     base.write_bytes(data[:-16] + bytes(8) + data[-8:])
-    store.model("b").housekeeping.run_tasks()
+    store.model("b").housekeeping.tasks.run()
     assert "was written over since it was opened" in (store.model("b").problem or "")
 
 
@@ -169,7 +169,7 @@ def test_the_log_keeps_what_a_stale_version_that_serves_has_not_folded(open_stor
     ctr = store.model("ctr")
     with ctr.state.switch, ctr.opener.opened(ctr.catalogue.info(2)) as version:
         catch_up(version, ctr.state.log, ctr.dense)
-    ctr.housekeeping.run_tasks()
+    ctr.housekeeping.tasks.run()
     store.close()
     store = open_store()
     assert store.model("ctr").active_version == 1
@@ -325,7 +325,7 @@ def test_a_damaged_version_keeps_no_other_one_from_being_caught_up(open_store, t
         assert ctr.state.retiring.wait_closed(version, 30)
     (root / "1/db/CURRENT").write_bytes(b"no such manifest\n")
     monkeypatch.setattr("tierstore.engine.lifecycle.tasks.KEPT_LAG", 0)
-    ctr.housekeeping.run_tasks()
+    ctr.housekeeping.tasks.run()
     assert [info.watermark for info in ctr.catalogue.infos()] == [0, 1, 1]
     assert "kept versions are not caught up: " in ctr.problem
     assert "folded" not in ctr.problem

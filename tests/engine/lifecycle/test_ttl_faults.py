@@ -163,7 +163,7 @@ def test_a_switch_ends_a_search_and_the_next_version_is_searched(
             yield keys
 
     monkeypatch.setattr(expiry, "old_keys", then_a_switch)
-    ctr.housekeeping.run_tasks()
+    ctr.housekeeping.tasks.run()
     assert ctr.problem is None
     assert found(store) == set(range(ROWS)), "the second is not searched yet"
     assert ctr.state.retiring.wait_closed(1, WAIT_S)
@@ -234,7 +234,7 @@ CRASH = """
     DiskTier.ingest = dying
     expiry.old_keys = lambda *of: (part for keys in search(*of) for part in np.array_split(keys, max(1, len(keys) // 50)))
     expiry.time = SimpleNamespace(time=lambda: float(sys.argv[3]), monotonic=lambda: 0.0)
-    store.model("ctr").housekeeping.run_tasks()
+    store.model("ctr").housekeeping.tasks.run()
 """
 
 

@@ -160,7 +160,7 @@ def test_what_is_left_is_kept_over_restarts_until_its_time_is_over(tmp_path, ope
     killed(tmp_path, snapshot(tmp_path / "s", 1), "write", 3)
     unfinished = tmp_path / "data/models/ctr/1"
     store = open_store(**SETTINGS)
-    store.model(MODEL).housekeeping.run_tasks()
+    store.model(MODEL).housekeeping.tasks.run()
     size = store.status()["models"][MODEL]["unfinished"]["1"]["bytes"]
     assert size == sum(path.stat().st_size for path in unfinished.rglob("*") if path.is_file())
     store.close()
@@ -168,7 +168,7 @@ def test_what_is_left_is_kept_over_restarts_until_its_time_is_over(tmp_path, ope
     os.utime(unfinished / "build/journal", (then, then))
     store = open_store(**SETTINGS)
     assert unfinished.exists()
-    store.model(MODEL).housekeeping.run_tasks()
+    store.model(MODEL).housekeeping.tasks.run()
     assert not unfinished.exists()
     assert store.status()["models"][MODEL]["unfinished"] == {}
 

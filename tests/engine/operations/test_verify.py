@@ -130,7 +130,7 @@ def test_a_version_may_be_dropped_while_it_is_verified_but_the_house_leaves_it(o
     store.settings.__dict__["keep_versions"] = 0
 
     def only_what_is_used() -> bool:
-        ctr.housekeeping.run_tasks()
+        ctr.housekeeping.tasks.run()
         return ctr.versions == [1, 3]
 
     scenes.eventually(only_what_is_used, "version 2 is removed")

@@ -479,7 +479,7 @@ def test_ranges():
     assert undone.as_of(9, 20).ranges == ((10, 20),)
     assert undone.as_of(5, 9).ranges == ((6, 9),)
     assert undone.as_of(9, 9).ranges == ()
-    assert [undone.end_of_range(seq) for seq in (3, 4, 9, 10)] == [None, 9, 9, None]
+    assert [undone.range_of(seq) for seq in (3, 4, 9, 10)] == [None, (4, 9), (4, 9), None]
     assert undone.with_last(6).ranges == ((4, 6),)
     assert undone.with_last(3).ranges == ()
     assert Undone(((3, 9),)).differs_from(Undone(((6, 9),)), 0, 6)

@@ -114,14 +114,14 @@ def test_an_older_sealed_file_that_is_copied_over_an_open_one_is_noticed(tmp_pat
     ctr = store.model("ctr")
     older, path = (next((tmp_path / f"data/models/ctr/{version}/db/base").glob("*item*")) for version in (1, 2))
     whole = path.read_bytes()
-    ctr.housekeeping.run_tasks()
+    ctr.housekeeping.tasks.run()
     assert ctr.problem is None
     with open(path, "r+b") as file:  # in place, as `cp` does
         file.write(older.read_bytes())
-    ctr.housekeeping.run_tasks()
+    ctr.housekeeping.tasks.run()
     assert f"{path} was written over" in (ctr.problem or "")
     with open(path, "r+b") as file:
         file.write(whole)
-    ctr.housekeeping.run_tasks()
+    ctr.housekeeping.tasks.run()
     assert ctr.problem is None
     np.testing.assert_array_equal(ctr.lookup("item_id", [999]), scenes.vectors("item", 2, [999]))

@@ -139,7 +139,7 @@ def test_answers_are_exact_while_tables_are_replaced_under_readers_and_deltas(op
     def tend_() -> None:
         while not done.is_set():
             store.shared.memory.run()
-            model.housekeeping.run_tasks()
+            model.housekeeping.tasks.run()
             tables.add(host_of(store))
 
     with ExitStack() as stack, Crew() as crew:

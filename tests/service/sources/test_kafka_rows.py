@@ -284,7 +284,7 @@ def test_a_topic_that_stands_still_is_a_problem(scene: RowScene, monkeypatch: py
     scene.row(1, 10.0)
     scene.expect(1, 10.0)
     scene.is_in("caught up", rows=1)
-    reader, stands = type(source._current()), threading.Event()
+    reader, stands = type(source._thread.reader), threading.Event()
     read = reader.poll
 
     def nothing(*_: Any) -> list[Any]:

@@ -260,6 +260,6 @@ def test_rows_with_a_ttl_expire_on_the_nodes_and_a_front_looks_for_no_times(scen
     node.store.load_snapshot(tmp_path / "ttl")
     assert node.store.model("ctr").served.active.open_version.info.times_ids  # type: ignore[union-attr]
     front = scene.front()
-    front.model("ctr").housekeeping.run_tasks()
+    front.model("ctr").housekeeping.tasks.run()
     assert front.status()["problems"] == []
     assert front.model("ctr").lookup("user_id", [3], return_found=True)[1].all()

@@ -202,7 +202,7 @@ class Cascade:
         return _NONE if cache is None else cache.hot_keys(limit)
 
     def raise_floor(self, seq: int) -> None:
-        """Prepare caches for the fold of a delta of `seq`; see `CacheTier`."""
+        """Prepare caches for the fold of a delta of `seq`; see `HostTable.raise_floor`."""
         for cache in self.caches.values():
             cache.raise_floor(seq)
         self.store.raise_floor(self.table_id, seq)

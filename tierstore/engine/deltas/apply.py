@@ -91,11 +91,11 @@ class DeltaPath:
                 return self._held_result(delta.seq)
             if served.active is None:
                 raise served.nothing(model, " before sending deltas")
-            undone = self._log.undone.end_of_range(delta.seq)
+            undone = self._log.undone.range_of(delta.seq)
             if undone is not None and not lenient:
                 raise Conflict(
-                    f"deltas {delta.seq} to {undone} of {model!r} are undone on the peer that this node catches up "
-                    f"from, and come from there: {undone + 1} is next; or roll back to {self._log.last}, and they "
+                    f"deltas {delta.seq} to {undone[1]} of {model!r} are undone on the peer that this node catches up "
+                    f"from, and come from there: {undone[1] + 1} is next; or roll back to {self._log.last}, and they "
                     "are undone no more"
                 )
             self._room.check_delta(len(data))
@@ -132,7 +132,7 @@ class DeltaPath:
             return self._held_result(head.seq)
 
     def _held_result(self, seq: int) -> DeltaResult:
-        undone = self._log.undone.end_of_range(seq) is not None
+        undone = self._log.undone.range_of(seq) is not None
         return DeltaResult(self._live.model, seq, applied=False, send_as=(self._log.last or 0) + 1 if undone else None)
 
     def check(self, delta: Delta, served: Routing) -> list[Overlay]:

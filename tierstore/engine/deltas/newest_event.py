@@ -44,7 +44,7 @@ class NewestEvent:
         return cached[2]
 
     def _read(self, seq: int, undone: Undone) -> Event | None:
-        while (first := undone.begin_of_range(seq)) is not None:
-            seq = first - 1
+        while (gap := undone.range_of(seq)) is not None:
+            seq = gap[0] - 1
         time, received_s = self._log.event_time(seq), self._log.received_s(seq)
         return None if time is None or received_s is None else Event(time, datetime.fromtimestamp(received_s, UTC))

@@ -107,8 +107,8 @@ def _gather(
     with_graphs: list[Delta] = []
     while held < last and _bytes(overlays, with_graphs) < limit:
         held += 1
-        if (end := undone.end_of_range(held)) is not None:
-            end = min(end, last)
+        if (gap := undone.range_of(held)) is not None:
+            end = min(gap[1], last)
             overlays = stack(overlays, Overlay(held, end, {}, undone=((held, end),)), frozen=None)
             held = end
             continue

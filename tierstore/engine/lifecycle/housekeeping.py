@@ -64,10 +64,6 @@ class Housekeeping:
         if self._job is not None:
             self._job.end()
 
-    def run_tasks(self) -> None:
-        """Run every task now. A failure becomes a `problem`, and does not stop the other tasks."""
-        self.tasks.run()
-
     def _fold_and_close(self) -> float:
         """Do what is due. Returns the seconds until more is due, if nothing is published meanwhile."""
         if (wait_s := self._retry_s - time.monotonic()) > 0:

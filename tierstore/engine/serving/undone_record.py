@@ -56,13 +56,9 @@ class Undone:
     def line(self, version: int) -> int:
         return self.lines.get(version, 0)
 
-    def end_of_range(self, seq: int) -> int | None:
-        """The last seq of the undone range that `seq` is in; None if it is not undone."""
-        return next((last for first, last in self.ranges if first <= seq <= last), None)
-
-    def begin_of_range(self, seq: int) -> int | None:
-        """The first seq of the undone range that `seq` is in; None if it is not undone."""
-        return next((first for first, last in self.ranges if first <= seq <= last), None)
+    def range_of(self, seq: int) -> tuple[int, int] | None:
+        """The first and the last seq of the undone range that `seq` is in; None if it is not undone."""
+        return next(((first, last) for first, last in self.ranges if first <= seq <= last), None)
 
     def as_of(self, seq: int, last: int) -> Undone:
         """The record after a rollback to delta `seq`, where `last` is the newest delta: what was undone when `seq`

@@ -156,11 +156,7 @@ def read_changes(data: bytes | memoryview, table: str, codes: Keys, as_codes: Ca
         for start, end in streams:
             reader = pa.ipc.open_stream(pa.py_buffer(view[start:end]))
             head = words_of(reader.schema.metadata or {})
-            while True:
-                try:
-                    batch, metadata = reader.read_next_batch_with_custom_metadata()
-                except StopIteration:
-                    break
+            for batch, metadata in reader.iter_batches_with_custom_metadata():
                 if _table_name(metadata) == table:
                     keys, vectors = as_codes(batch.column(KEY)), batch.column(VECTOR)
                     # of a key that is there twice the last row counts
@@ -192,11 +188,7 @@ def _read(view: memoryview, max_decoded_bytes: int, reserve: Callable[[int], Non
     for start, end in streams:
         reader = pa.ipc.open_stream(pa.py_buffer(view[start:end]))
         heads.append(words_of(reader.schema.metadata or {}))
-        while True:
-            try:
-                batch, metadata = reader.read_next_batch_with_custom_metadata()
-            except StopIteration:
-                break
+        for batch, metadata in reader.iter_batches_with_custom_metadata():
             name = _table_name(metadata)
             if (of := head_of_table(name)) is not None:
                 dense[of] = _onnx(name, batch)

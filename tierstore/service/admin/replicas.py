@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import Body, FastAPI, Path
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import Body, FastAPI
+from pydantic import Field
 
 from tierstore.engine.operations.digests import MOST_BUCKETS
 from tierstore.engine.operations.sample import MOST_KEYS, sample
 from tierstore.formats.names import MAX_ORDINAL
+from tierstore.service.admin.exports import ModelName, Strict
 from tierstore.service.context import Service
-from tierstore.types import NAME
 
 
-class SampleRequest(BaseModel):
+class SampleRequest(Strict):
     """The rows to sample, and their version."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     version: Annotated[
         int | str | None, Field(description="number or label of a version that is served; default: active")
@@ -33,10 +31,8 @@ class SampleRequest(BaseModel):
     ] = None
 
 
-class DigestsRequest(BaseModel):
+class DigestsRequest(Strict):
     """All rows of a version, and how their digests are to come."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     version: Annotated[
         int | str | None, Field(description="number or label of a version that is served; default: active")
@@ -58,10 +54,7 @@ def add_samples(app: FastAPI, service: Service) -> None:
     """Add the routes to the application."""
 
     @app.post("/admin/models/{model}/sample", tags=["models"])
-    async def sample_rows(
-        model: Annotated[str, Path(pattern=f"^{NAME.pattern}$", description="name of the model")],
-        request: Annotated[SampleRequest | None, Body()] = None,
-    ) -> dict[str, Any]:
+    async def sample_rows(model: ModelName, request: Annotated[SampleRequest | None, Body()] = None) -> dict[str, Any]:
         """Digests of some rows as they are answered now, at one seq. Nodes with the same rows have the same digests."""
         wanted = request or SampleRequest()
         held = service.store.model(model)
@@ -72,8 +65,7 @@ def add_samples(app: FastAPI, service: Service) -> None:
 
     @app.post("/admin/models/{model}/digests", tags=["models"])
     async def digests_of_rows(
-        model: Annotated[str, Path(pattern=f"^{NAME.pattern}$", description="name of the model")],
-        request: Annotated[DigestsRequest | None, Body()] = None,
+        model: ModelName, request: Annotated[DigestsRequest | None, Body()] = None
     ) -> dict[str, Any]:
         """Digests of all rows at one seq. Every row is read, beside what serves: the answer takes as long as that."""
         wanted = (request or DigestsRequest()).model_dump()

@@ -22,11 +22,10 @@ from tierstore.access.roles import Role
 from tierstore.errors import Conflict, NotReady, Overloaded, TierstoreError
 from tierstore.formats.names import MAX_ORDINAL
 from tierstore.machine import memory_bytes, processors
-from tierstore.service.admin.caches import add_caches
 from tierstore.service.admin.explain import add_explain
 from tierstore.service.admin.exports import JobStarted, ModelName, Strict, add_exports
+from tierstore.service.admin.figures import add_figures
 from tierstore.service.admin.health_metrics import resident_bytes
-from tierstore.service.admin.history import add_history
 from tierstore.service.admin.log_level import add_log_level
 from tierstore.service.admin.metrics import CONTENT_TYPE, Exposition
 from tierstore.service.admin.pages import DOCS_POLICY, STATUS_PAGE, STATUS_POLICY, docs_page
@@ -150,8 +149,7 @@ def make_app(service: Service) -> FastAPI:
     add_samples(app, service)
     add_explain(app, service)
     add_parked(app, service)
-    add_caches(app, service)
-    add_history(app, service)
+    add_figures(app, service)
     add_log_level(app, service)
     return app
 

@@ -110,30 +110,29 @@ class FrontsHttp(ProtocolApplication):
         headers: Headers = dict(scope["headers"])
         body = await read_body(receive, headers, wire.MOST_REQUEST_BYTES, holding)
         request = _decode(body)
-        self._admit(scope, words[0], request, len(body))
+        self._admit(scope, words[0], len(body), len(request.codes))
         if len(request.codes) > DIRECT_KEYS:
             caller = caller_of(scope, headers, began_ns)
             read, chunks = await self._service.lookup_pool.run(self._read, words, request, caller=caller)
         else:
             read = self._begin(words, request)
             chunks = await self._later(read) if read.waits else read.finish()
-        response = self._response(scope, words[0], request, read, chunks)
+        if (plans := self._service.plans) is not None:  # for reactors to answer the next request of this kind
+            plans.learn_rows(words[0], read.view, read.table, scope["path"], request.line)
         holding.reserve(sum(map(len, chunks)))
-        return response
+        return Response(200, chunks, _OCTETS)
 
     async def _explain(self, scope: Scope, receive: Receive, holding: Reservation, words: list[str]) -> Response:
         body = await read_body(receive, dict(scope["headers"]), _EXPLAIN_BYTES, holding)
         line, upto, codes = _decode_explain(bytes(body))
-        if (charge := self._service.rates.admit(principal_of(scope), words[0], len(body))) is not None:
-            charge.keys(len(codes))
+        self._admit(scope, words[0], len(body), len(codes))
         run = self._service.explain_pool.run
         return json_response(await run(self._fronts.explain, words[0], int(words[1]), words[2], line, upto, codes))
 
-    def _admit(self, scope: Scope, model: str, request: wire.RowsRequest, nbytes: int) -> None:
+    def _admit(self, scope: Scope, model: str, nbytes: int, keys: int) -> None:
         """Charge a request to its caller and its model. RateLimited if one of them has used up its rates."""
-        charge = self._service.rates.admit(principal_of(scope), model, nbytes)
-        if charge is not None:
-            charge.keys(len(request.codes))
+        if (charge := self._service.rates.admit(principal_of(scope), model, nbytes)) is not None:
+            charge.keys(keys)
 
     def _begin(self, words: list[str], request: wire.RowsRequest) -> StoredRead:
         return self._fronts.rows(words[0], int(words[1]), words[2], request)
@@ -141,14 +140,6 @@ class FrontsHttp(ProtocolApplication):
     def _read(self, words: list[str], request: wire.RowsRequest) -> tuple[StoredRead, list[bytes | memoryview]]:
         read = self._begin(words, request)
         return read, read.finish()
-
-    def _response(
-        self, scope: Scope, model: str, request: wire.RowsRequest, read: StoredRead, chunks: list[bytes | memoryview]
-    ) -> Response:
-        """The answer with rows. Teaches reactors to answer the next request of this kind."""
-        if (plans := self._service.plans) is not None:
-            plans.learn_rows(model, read.view, read.table, scope["path"], request.line)
-        return Response(200, chunks, _OCTETS)
 
     async def _later(self, read: StoredRead) -> list[bytes | memoryview]:
         try:

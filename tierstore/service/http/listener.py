@@ -12,13 +12,14 @@ from functools import partial
 from typing import Any
 
 from tierstore.service.http.connection_limit import ConnectionLimit
-from tierstore.service.http.handshake import handshake
 from tierstore.service.limits.silent import Silent, host_of
 from tierstore.service.limits.slow_clients import BACKLOG
-from tierstore.service.openssl import Session
-from tierstore.service.tls import Tls
+from tierstore.service.openssl import WANTS_READ, Context, Session
+from tierstore.service.tls import Tls, has_ended
 
 logger = logging.getLogger(__name__)
+
+HANDSHAKE_S = 10.0  # for a client to begin TLS
 _AT_ONCE = 64  # connections accepted in one turn of the event loop
 _PAUSE_S = 0.1  # if no more files may be opened
 
@@ -114,3 +115,32 @@ class Listener:
     def _resume(self) -> None:
         if self._loop is not None:
             self._loop.add_reader(self._socket, self._accept)
+
+
+async def handshake(sock: socket.socket, context: Context) -> Session:
+    """The session of a connection after its handshake. OSError if that fails, or takes too long."""
+    loop, fd = asyncio.get_running_loop(), sock.fileno()
+    session = context.session(fd)
+    try:
+        async with asyncio.timeout(HANDSHAKE_S):
+            while (wanted := session.accept()) is not None:
+                await _ready(loop, fd, wanted)
+        session.names, end_s = session.certificate()
+        if has_ended(end_s):
+            raise ConnectionError("the client's certificate has expired")
+    except BaseException:
+        session.close(abort=True)
+        raise
+    return session
+
+
+async def _ready(loop: asyncio.AbstractEventLoop, fd: int, wanted: int) -> None:
+    add, remove = (
+        (loop.add_reader, loop.remove_reader) if wanted == WANTS_READ else (loop.add_writer, loop.remove_writer)
+    )
+    ready = loop.create_future()
+    add(fd, lambda: None if ready.done() else ready.set_result(None))
+    try:
+        await ready
+    finally:
+        remove(fd)

@@ -39,9 +39,9 @@ from tierstore.reactor import calls as reactor_calls
 from tierstore.reactor import http2 as reactor_http2
 from tierstore.reactor import layout as kernel
 from tierstore.reactor import loop as reactor_loop
+from tierstore.service.families import counters, gauge, gauges
 from tierstore.service.openssl import Session
 from tierstore.service.process import request_short_slices
-from tierstore.service.reactor import metrics
 from tierstore.service.reactor.cold_reads import ColdReaders, free
 from tierstore.service.reactor.lanes import Lanes, Message
 from tierstore.service.reactor.memory import areas, limits_of, register
@@ -416,7 +416,20 @@ class Reactors:
 
     def families(self) -> Iterator[Metric]:
         """The metrics of this part, for Prometheus."""
-        yield from metrics.families(self._lines, unfinished=self.unfinished, unsent_bytes=self.unsent_bytes)
+        text = "Requests that a reactor answered or refused without the interpreter."
+        answers = {str(number): int(line["answers"]) for number, line in enumerate(self._lines)}
+        yield counters("tierstore_reactor_answers", text, "reactor", answers)
+        handed = [
+            ((str(number), name), count)
+            for number, line in enumerate(self._lines)
+            for name, count in zip(kernel.REASONS, line["reasons"].tolist(), strict=True)
+        ]
+        text = "Requests and connections that a reactor handed to Python, by the reason."
+        yield counters("tierstore_reactor_handed_on", text, "reactor reason", handed)
+        loads = {str(number): int(line["load"]) for number, line in enumerate(self._lines)}
+        yield gauges("tierstore_reactor_connections", "Connections that a reactor serves.", "reactor", loads)
+        yield gauge("tierstore_unfinished_requests", "Requests that have begun to arrive.", self.unfinished)
+        yield gauge("tierstore_unsent_bytes", "Bytes of answers that clients have not read yet.", self.unsent_bytes)
 
 
 def _serve(here: npt.NDArray[Any]) -> None:

@@ -156,26 +156,9 @@ class Accounts:
         seconds = (time.perf_counter_ns() - caller.waiting.arrived_ns) / 1e9
         self._times.add(self._protocol, grpc_outcome(code), seconds)
         if not isinstance(error, Cancelled):
-            self._note(caller, http_status(error), code, error)
+            self._note(caller, http_status(error), code, error=error)
         return code, message_of(error)
 
-    def _note(
-        self,
-        caller: RpcCaller,
-        status: int,
-        said: str,
-        error: BaseException | None = None,
-        spent: Timings | None = None,
-    ) -> None:
-        self._log.note(
-            "gRPC",
-            self._path,
-            status,
-            caller.waiting.arrived_ns,
-            request_id=caller.request_id,
-            client=caller.address,
-            error=error,
-            spent=spent,
-            said=said,
-            headers=caller.headers,
-        )
+    def _note(self, caller: RpcCaller, status: int, said: str, **more: Any) -> None:
+        whose: dict[str, Any] = {"request_id": caller.request_id, "client": caller.address, "headers": caller.headers}
+        self._log.note("gRPC", self._path, status, caller.waiting.arrived_ns, said=said, **whose, **more)

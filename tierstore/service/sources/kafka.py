@@ -16,22 +16,14 @@ from prometheus_client.core import Metric
 
 from tierstore.config import Settings
 from tierstore.engine.store import Store
-from tierstore.errors import DeltaError, NotFound, StorageError
+from tierstore.errors import DeltaError, StorageError
 from tierstore.kafka.messages import Head, KafkaMessage, head_of
 from tierstore.kafka.reader import TopicReader
 from tierstore.kafka.window import Window
-from tierstore.service.sources.kafka_apply import RETRY_S, Applier
+from tierstore.service.sources.kafka_apply import Applier
 from tierstore.service.sources.kafka_positions import SOURCE, Positions
 from tierstore.service.sources.kafka_status import KafkaStats, families
-from tierstore.service.sources.topic_thread import (
-    METADATA_S,
-    POLL_S,
-    SAVE_S,
-    TopicThread,
-    connect_topic,
-    far_back,
-    new_partitions,
-)
+from tierstore.service.sources.topic_thread import POLL_S, SAVE_S, TopicThread, far_back, newest_of_logs
 from tierstore.service.traces import Traces
 
 logger = logging.getLogger(__name__)
@@ -56,9 +48,8 @@ class KafkaSource:
         self._gaps: dict[str, tuple[int, float]] = {}  # model → (the missing seq, since when)
         self._rewound_for: dict[str, int] = {}  # model → the seq that a rewind has looked for
         self._forgot_at: dict[str, int] = {}  # model → its log's newest seq when the window had no room
-        self._saved_s = self._checked_s = self._maintained_s = 0.0
-        self._reader: TopicReader | None = None
-        self._thread = TopicThread("tierstore-kafka", self._topic, self.stats, self)
+        self._saved_s = self._maintained_s = 0.0
+        self._thread = TopicThread("tierstore-kafka", settings, self._topic, self.stats, self)
         self._applier = Applier(store, self._topic, self._positions, self.stats, self._thread.stopping, traces)
         self._thread.start()
 
@@ -76,10 +67,9 @@ class KafkaSource:
 
     # --- the thread
 
-    def begin(self) -> None:
-        """Connect, and read on from the recorded positions."""
+    def begin(self, reader: TopicReader) -> None:
+        """Read on from the recorded positions."""
         settings = self._settings
-        self._reader = reader = connect_topic(settings, self._topic)
         cluster, partitions = reader.partitions()
         logs = self._logs()
         held = {model: self._store.model(model).log.newest_origin(SOURCE) for model in logs}
@@ -92,21 +82,14 @@ class KafkaSource:
             self._followed = set(logs)
             self._positions.save(begin, self._followed, new_epoch=True)
         self._window = Window(max(_WINDOW_BYTES, 2 * settings.max_delta))
-        self._seen, self._checked_s = logs, time.monotonic()
+        self._seen = logs
         self._gaps, self._forgot_at = {}, {}
         self._applier.begin(self._window, reader)
         reader.assign(begin)
         self.stats.connected()
 
-    def end(self) -> None:
-        """Disconnect."""
-        reader, self._reader = self._reader, None
-        if reader is not None:
-            reader.close()
-
-    def step(self) -> None:
+    def step(self, reader: TopicReader) -> None:
         """Read some messages, and apply the next deltas."""
-        reader = self._current()
         waiting = time.monotonic() < self._applier.resume_s
         reader.pause(waiting)
         messages = reader.poll(POLL_S)
@@ -114,10 +97,7 @@ class KafkaSource:
             try:
                 self._receive(message)
             except StorageError as error:  # it could not be parked: read it and later ones again
-                again: dict[int, int] = {}
-                for other in messages[number:]:
-                    again[other.partition] = min(other.offset, again.get(other.partition, other.offset))
-                reader.seek(again)
+                reader.read_again(messages[number:])
                 self._applier.wait(error)
                 break
         try:
@@ -133,21 +113,8 @@ class KafkaSource:
             self._applier.wait(error)
         self._update_stats()
 
-    def _current(self) -> TopicReader:
-        assert self._reader is not None
-        return self._reader
-
     def _logs(self) -> dict[str, int]:
-        """Model → the newest seq of its log, for models that have one."""
-        logs = {}
-        for name in self._store.models():
-            try:
-                last = self._store.model(name).log.last
-            except NotFound:  # it is gone meanwhile
-                continue
-            if last is not None:
-                logs[name] = last
-        return logs
+        return newest_of_logs(self._store, self._store.models())
 
     # --- messages
 
@@ -180,7 +147,7 @@ class KafkaSource:
     # --- periodic work
 
     def _maintain(self) -> None:
-        now, reader = time.monotonic(), self._current()
+        now, reader = time.monotonic(), self._thread.reader
         if reader.went_back:
             self._positions.save(self._needed(), self._followed, new_epoch=True)
             reader.went_back.clear()
@@ -189,8 +156,7 @@ class KafkaSource:
         if now - self._saved_s >= SAVE_S:
             self.save()
             reader.commit(self._positions.saved)
-        if now - self._checked_s >= (RETRY_S if reader.problem else METADATA_S):
-            self._check_partitions()
+        self._thread.check_partitions(self._positions.cluster)
         reader.look()
 
     def _follow_models(self) -> None:
@@ -212,7 +178,7 @@ class KafkaSource:
         """Models that have waited for a delta for a while, which neither a message nor a rewind brought."""
         now, parked = time.monotonic(), {(record.model, record.seq) for record in self._parked.list()}
         gaps = {}
-        for model in self._window.models() if self._current().at_end else []:
+        for model in self._window.models() if self._thread.reader.at_end else []:
             seq = logs[model] + 1
             if not self._window.at(model, seq) and (model, seq) not in parked and self._rewound_for.get(model) != seq:
                 before, since_s = self._gaps.get(model, (0, now))
@@ -221,7 +187,7 @@ class KafkaSource:
         return {model for model, (_, since_s) in gaps.items() if now - since_s >= GAP_S}
 
     def _rewind(self, logs: dict[str, int], models: set[str], gaps: set[str]) -> None:
-        reader = self._current()
+        reader = self._thread.reader
         back = far_back(reader, self._settings)
         begin = {one: min(offset, back.get(one, offset)) for one, offset in reader.positions.items()}
         self._positions.save(begin, self._followed | models, new_epoch=True)
@@ -239,20 +205,11 @@ class KafkaSource:
             last = self._applier.last(model)
             if last is None or last == self._forgot_at.get(model, last) or self._window.at(model, last + 1):
                 continue
-            self._current().seek(self._window.read_again(model))
+            self._thread.reader.seek(self._window.read_again(model))
             return
 
-    def _check_partitions(self) -> None:
-        reader = self._current()
-        self._checked_s = time.monotonic()
-        new = new_partitions(reader, self._positions.cluster)
-        if new:
-            logger.info("kafka: %s has new partitions: %s", self._topic, new)
-            self.stats.rebalancing()
-            reader.assign({**reader.positions, **dict.fromkeys(new, 0)})
-
     def _needed(self) -> dict[int, int]:
-        return {one: self._window.needed(one, offset) for one, offset in self._current().positions.items()}
+        return {one: self._window.needed(one, offset) for one, offset in self._thread.reader.positions.items()}
 
     def save(self) -> None:
         """Record the positions."""
@@ -260,7 +217,7 @@ class KafkaSource:
         self._positions.save(self._needed(), self._followed)
 
     def _update_stats(self) -> None:
-        reader, window, stats = self._current(), self._window, self.stats
+        reader, window, stats = self._thread.reader, self._window, self.stats
         stats.window_bytes = window.nbytes
         waiting = time.monotonic() < self._applier.resume_s
         held_up = {}
@@ -276,7 +233,7 @@ class KafkaSource:
     def _why_held_up(self, model: str, seq: int) -> str | None:
         if any(held.complete for held in self._window.at(model, seq)):
             return self._applier.why.get(model)
-        if not self._current().at_end:
+        if not self._thread.reader.at_end:
             return None
         parts = [f"{len(held.values)} of {held.parts} parts" for held in self._window.at(model, seq)]
         later = sum(other > seq for other in self._window.seqs(model))

@@ -8,13 +8,14 @@ malformed, or do not fit their table, are parked.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
+
+from prometheus_client.core import Metric
 
 from tierstore.config import Settings
 from tierstore.engine.model import Model
@@ -22,7 +23,6 @@ from tierstore.engine.store import Store
 from tierstore.errors import (
     Conflict,
     DeltaError,
-    NotFound,
     Overloaded,
     StorageError,
     TierstoreError,
@@ -36,16 +36,8 @@ from tierstore.kafka.rows import ROW_BYTES, Row, TableRows, fit, make_delta
 from tierstore.service.sources.kafka_apply import LONGEST_RETRY_S, RETRY_S
 from tierstore.service.sources.kafka_positions import Positions
 from tierstore.service.sources.kafka_routes import TopicRoute, make_row_reader
-from tierstore.service.sources.kafka_rows_status import RowStats
-from tierstore.service.sources.topic_thread import (
-    METADATA_S,
-    POLL_S,
-    SAVE_S,
-    TopicThread,
-    connect_topic,
-    far_back,
-    new_partitions,
-)
+from tierstore.service.sources.kafka_rows_status import RowStats, row_families
+from tierstore.service.sources.topic_thread import POLL_S, SAVE_S, TopicThread, far_back, newest_of_logs
 from tierstore.tiers.background import without_yielding, yield_to_requests
 
 logger = logging.getLogger(__name__)
@@ -93,9 +85,9 @@ class RowTopic:
         self._cluster = ""
         self._models: dict[str, _Followed] = {}
         self._why: dict[str, str] = {}  # model → why its rows cannot be applied now
-        self._resume_s = self._saved_s = self._checked_s = self._maintained_s = 0.0
-        self._reader: TopicReader | None = None
-        self._thread = TopicThread(f"tierstore-rows-{route.topic}"[:60], route.topic, self.stats.topic, self)
+        self._resume_s = self._saved_s = self._maintained_s = 0.0
+        name = f"tierstore-rows-{route.topic}"[:60]
+        self._thread = TopicThread(name, settings, route.topic, self.stats.topic, self, BATCH)
         self.stopping = self._thread.stopping
         self._thread.start()
 
@@ -111,25 +103,17 @@ class RowTopic:
 
     # --- the thread
 
-    def begin(self) -> None:
-        """Connect, and read on behind the content of the models' logs."""
-        self._reader = reader = connect_topic(self._settings, self._topic, batch=BATCH)
+    def begin(self, reader: TopicReader) -> None:
+        """Read on behind the content of the models' logs; rows that waited are read again."""
         self._cluster, partitions = reader.partitions()
         reader.positions = dict.fromkeys(partitions, 0)
-        self._models, self._checked_s = {}, time.monotonic()
+        self._models = {}
         begins = [self._adopt(model, last) for model, last in self._logs().items()]
         reader.assign({one: min((begin.get(one, 0) for begin in begins), default=0) for one in partitions})
         self.stats.topic.connected()
 
-    def end(self) -> None:
-        """Disconnect; waiting rows are read again."""
-        reader, self._reader = self._reader, None
-        if reader is not None:
-            reader.close()
-
-    def step(self) -> None:
+    def step(self, reader: TopicReader) -> None:
         """Read some messages, and apply rows that have waited long enough."""
-        reader = self._current()
         waiting = time.monotonic() < self._resume_s
         reader.pause(waiting or not self._models or self._too_many_parked() or self._is_full())
         messages = reader.poll(min(POLL_S, self._settings.kafka_rows_gather_s))
@@ -150,19 +134,9 @@ class RowTopic:
             try:
                 self._receive(message)
             except (StorageError, Unreachable) as error:  # it could not be parked, or its schema was unreachable
-                self._read_again(messages[number:])
+                self._thread.reader.read_again(messages[number:])
                 self._wait(error)
                 break
-
-    def _current(self) -> TopicReader:
-        assert self._reader is not None
-        return self._reader
-
-    def _read_again(self, messages: Sequence[KafkaMessage]) -> None:
-        again: dict[int, int] = {}
-        for message in messages:
-            again[message.partition] = min(message.offset, again.get(message.partition, message.offset))
-        self._current().seek(again)
 
     def _is_full(self) -> bool:
         return any(of.nbytes >= self._pending_bytes for of in self._models.values())
@@ -289,7 +263,7 @@ class RowTopic:
 
     def _needed(self, of: _Followed, waiting: Sequence[Row]) -> dict[int, int]:
         """Partition → the lowest offset whose row the model's log lacks, once it has all but the waiting ones."""
-        needed = {one: max(offset, of.skip.get(one, 0)) for one, offset in self._current().positions.items()}
+        needed = {one: max(offset, of.skip.get(one, 0)) for one, offset in self._thread.reader.positions.items()}
         for row in waiting:
             message = row.message
             needed[message.partition] = min(message.offset, needed[message.partition])
@@ -298,15 +272,14 @@ class RowTopic:
     # --- periodic work
 
     def _maintain(self) -> None:
-        now, reader = time.monotonic(), self._current()
+        now, reader = time.monotonic(), self._thread.reader
         self._follow_models()
         if now - self._saved_s >= SAVE_S:
             self.save()
             reader.commit(
                 {one: min(n[one] for n in self._all_needed()) for one in reader.positions} if self._models else {}
             )
-        if now - self._checked_s >= (RETRY_S if reader.problem else METADATA_S):
-            self._check_partitions()
+        self._thread.check_partitions(self._cluster)
         reader.look()
         self._update_stats()
         self._maintained_s = time.monotonic()
@@ -323,17 +296,13 @@ class RowTopic:
                 of.positions.save(self._needed(of, of.pending), [model])
 
     def _logs(self) -> dict[str, int]:
-        """Model → the newest seq of its log, for models whose rows may come and that have one."""
-        logs = {}
-        for name in self._store.models() if self._route.model is None else [self._route.model]:
-            with contextlib.suppress(NotFound):
-                if (last := self._store.model(name).log.last) is not None:
-                    logs[name] = last
-        return logs
+        """By model whose rows may come, the newest seq of its log."""
+        models = self._store.models() if self._route.model is None else [self._route.model]
+        return newest_of_logs(self._store, models)
 
     def _adopt(self, model: str, last: int) -> dict[int, int]:
         """Follow a model. Returns the first offset to read in each partition."""
-        reader, source = self._current(), f"kafka rows {self._topic}"
+        reader, source = self._thread.reader, f"kafka rows {self._topic}"
         positions = Positions(self._store.root.kafka_rows(self._topic, model), self._topic, source)
         origin = self._store.model(model).log.newest_origin(source)
         is_on_record = positions.load(self._cluster, {model: origin}) and positions.seq <= last
@@ -349,7 +318,7 @@ class RowTopic:
 
     def _follow_models(self) -> None:
         """Read earlier messages for a model that is new here, or was dropped and loaded again."""
-        logs, reader = self._logs(), self._current()
+        logs, reader = self._logs(), self._thread.reader
         for model, of in list(self._models.items()):
             if model not in logs or logs[model] < of.positions.seq:
                 del self._models[model]
@@ -374,16 +343,8 @@ class RowTopic:
             of.positions.save(self._needed(of, of.pending), [model], new_epoch=True)
         partitions.clear()
 
-    def _check_partitions(self) -> None:
-        reader = self._current()
-        self._checked_s = time.monotonic()
-        if new := new_partitions(reader, self._cluster):
-            logger.info("kafka: %s has new partitions: %s", self._topic, new)
-            self.stats.topic.rebalancing()
-            reader.assign({**reader.positions, **dict.fromkeys(new, 0)})
-
     def _update_stats(self) -> None:
-        reader, stats = self._current(), self.stats
+        reader, stats = self._thread.reader, self.stats
         stats.topic.place(reader.positions, reader.lag())
         stats.pending = sum(len(of.pending) for of in self._models.values())
         stats.lost = sum(reader.lost.values())
@@ -398,3 +359,29 @@ class RowTopic:
                 "no such model is loaded yet" if self._route.model else "no model is loaded yet"
             )
         stats.topic.update(reader, time.monotonic() < self._resume_s, held_up)
+
+
+class KafkaRows:
+    """All topics of rows that the settings name. Any thread."""
+
+    def __init__(self, store: Store, settings: Settings) -> None:
+        self._topics = [RowTopic(store, settings, TopicRoute.parse(text)) for text in settings.kafka_rows]
+
+    def status(self) -> dict[str, Any]:
+        """Each topic's, by its name, and all their problems."""
+        found = [topic.status() for topic in self._topics]
+        return {
+            "topics": {one["topic"]: one for one in found},
+            "problems": [one["problem"] for one in found if one["problem"] is not None],
+        }
+
+    def families(self) -> Iterator[Metric]:
+        """Metrics for Prometheus."""
+        return row_families([(topic.stats, topic.status()) for topic in self._topics])
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Finish the deltas that are being applied, and end."""
+        for topic in self._topics:
+            topic.stopping.set()
+        for topic in self._topics:
+            topic.close(timeout_s)

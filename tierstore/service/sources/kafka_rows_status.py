@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from tierstore.kafka.rows import Row
+from tierstore.service.families import counters, gauges, histograms
 from tierstore.service.sources.kafka_status import STATES, KafkaStats
 from tierstore.service.stats import FRESHNESS_BOUNDS_S, Histogram
 
@@ -67,31 +68,19 @@ _GAUGES = {
 
 def row_families(topics: Sequence[tuple[RowStats, dict[str, Any]]]) -> Iterator[Metric]:
     """Metrics for Prometheus, of the topics with their status."""
-    for name, text in _COUNTERS.items():
-        counter = CounterMetricFamily(f"tierstore_kafka_rows_{name}", text, labels=["topic"])
-        for _, status in topics:
-            counter.add_metric([status["topic"]], status[name])
-        yield counter
-    for name, text in _GAUGES.items():
-        gauge = GaugeMetricFamily(f"tierstore_kafka_rows_{name}", text, labels=["topic"])
-        for _, status in topics:
-            gauge.add_metric([status["topic"]], status[name])
-        yield gauge
-    lag = GaugeMetricFamily(
-        "tierstore_kafka_rows_lag_messages", "Messages that are not read yet.", labels=["topic", "partition"]
-    )
-    state = GaugeMetricFamily(
-        "tierstore_kafka_rows_state", "1 for the state that the topic is in.", labels=["topic", "state"]
-    )
-    fresh = HistogramMetricFamily(
-        "tierstore_kafka_rows_freshness_seconds", "From the event time of a row until it is visible.", labels=["topic"]
-    )
-    for stats, status in topics:
-        for partition, one in (status["partitions"] or {}).items():
-            lag.add_metric([status["topic"], partition], one["lag"])
-        for name in STATES:
-            state.add_metric([status["topic"], name], name == status["state"])
-        fresh.add_metric([status["topic"]], stats.freshness.buckets(), stats.freshness.total)
-    yield lag
-    yield state
-    yield fresh
+    by_topic = {status["topic"]: status for _, status in topics}
+    for kind, texts in ((counters, _COUNTERS), (gauges, _GAUGES)):
+        for name, text in texts.items():
+            values = {topic: status[name] for topic, status in by_topic.items()}
+            yield kind(f"tierstore_kafka_rows_{name}", text, "topic", values)
+    lags = {
+        (topic, partition): one["lag"]
+        for topic, status in by_topic.items()
+        for partition, one in (status["partitions"] or {}).items()
+    }
+    yield gauges("tierstore_kafka_rows_lag_messages", "Messages that are not read yet.", "topic partition", lags)
+    states = {(topic, name): float(name == of["state"]) for topic, of in by_topic.items() for name in STATES}
+    yield gauges("tierstore_kafka_rows_state", "1 for the state that the topic is in.", "topic state", states)
+    text = "From the event time of a row until it is visible."
+    ages = {status["topic"]: stats.freshness for stats, status in topics}
+    yield histograms("tierstore_kafka_rows_freshness_seconds", text, "topic", ages)

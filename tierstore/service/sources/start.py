@@ -16,7 +16,7 @@ from tierstore.service.context import ChangeSource, Service
 from tierstore.service.sources.directory import Watcher
 from tierstore.service.sources.kafka import KafkaSource
 from tierstore.service.sources.kafka_routes import check_row_topics
-from tierstore.service.sources.kafka_row_topics import KafkaRows
+from tierstore.service.sources.kafka_rows import KafkaRows
 from tierstore.service.sources.locations import Locations
 from tierstore.service.sources.peers import Peers, make_peers
 

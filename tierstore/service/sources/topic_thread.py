@@ -1,18 +1,21 @@
 """A thread that follows a topic of any kind: it connects, works step by step, and connects again after a failure.
 
-Also shared by all followers of topics: connecting by the settings, how far back to read, new partitions.
+Also shared by all followers of topics: how far back to read, new partitions, how far the models' logs go.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
 import time
+from collections.abc import Iterable
 from typing import Protocol
 
 from tierstore.config import Settings
 from tierstore.engine.events.changes import REQUESTER
+from tierstore.engine.store import Store
 from tierstore.errors import NotFound, Unreachable
 from tierstore.kafka.client import read_options
 from tierstore.kafka.reader import BATCH, TopicReader
@@ -31,19 +34,23 @@ METADATA_S = 30.0  # between requests for the topic's partitions
 class Work(Protocol):
     """The thread's work. Any error in it ends the connection, and `begin` is called again after a pause."""
 
-    def begin(self) -> None: ...
-    def step(self) -> None: ...
+    def begin(self, reader: TopicReader) -> None: ...
+    def step(self, reader: TopicReader) -> None: ...
     def save(self) -> None: ...  # at the end of the thread, if it is connected
-    def end(self) -> None: ...
 
 
 class TopicThread:
-    """The thread of one topic. `stopping` is set when it should end."""
+    """The thread of one topic. `stopping` is set when it should end. `batch`: messages that are read at a time."""
 
-    def __init__(self, name: str, topic: str, stats: KafkaStats, work: Work) -> None:
-        self._topic, self._stats, self._work = topic, stats, work
+    def __init__(
+        self, name: str, settings: Settings, topic: str, stats: KafkaStats, work: Work, batch: int = BATCH
+    ) -> None:
+        self._settings, self._topic, self._stats, self._work, self._batch = settings, topic, stats, work, batch
         self.stopping = threading.Event()
         self._thread = Thread(target=self._run, name=name, daemon=True)
+        # for the thread
+        self._reader: TopicReader | None = None
+        self._checked_s = 0.0
 
     def start(self) -> None:
         self._thread.start()
@@ -53,14 +60,22 @@ class TopicThread:
         self.stopping.set()
         self._thread.join(timeout_s)
 
+    @property
+    def reader(self) -> TopicReader:
+        """What reads the topic, while it is connected."""
+        assert self._reader is not None
+        return self._reader
+
     def _run(self) -> None:
         REQUESTER.set(f"kafka topic {self._topic}")
         pause_s = RETRY_S
         while not self.stopping.is_set():
             try:
-                self._work.begin()
+                self._reader = reader = self._connect()
+                self._checked_s = time.monotonic()
+                self._work.begin(reader)
                 while not self.stopping.is_set():
-                    self._work.step()
+                    self._work.step(reader)
                     pause_s = RETRY_S
                 self._work.save()
             except Unreachable as error:
@@ -70,7 +85,9 @@ class TopicThread:
             except Exception as error:  # noqa: BLE001 - the source must outlive whatever it meets
                 self._report("held up", error)
                 log_failure(error, f"reading {self._topic}")
-            self._work.end()
+            connected, self._reader = self._reader, None
+            if connected is not None:
+                connected.close()
             self.stopping.wait(pause_s)
             pause_s = min(2 * pause_s, LONGEST_RETRY_S)
 
@@ -78,12 +95,32 @@ class TopicThread:
         if self._stats.failed(state, str(error)):
             logger.warning("kafka: %s: %s: %s", self._topic, state, error)
 
+    def _connect(self) -> TopicReader:
+        settings, group = self._settings, f"tierstore-{socket.gethostname()}"
+        assert settings.kafka is not None
+        return TopicReader(settings.kafka, self._topic, group, read_options(settings.kafka_config), batch=self._batch)
 
-def connect_topic(settings: Settings, topic: str, *, batch: int = BATCH) -> TopicReader:
-    """A reader of a topic of the brokers that the settings name."""
-    assert settings.kafka is not None
-    group = f"tierstore-{socket.gethostname()}"
-    return TopicReader(settings.kafka, topic, group, read_options(settings.kafka_config), batch=batch)
+    def check_partitions(self, cluster: str) -> None:
+        """Now and then, look for new partitions of the topic, and read them too.
+
+        Unreachable if the brokers do not belong to `cluster` any more.
+        """
+        reader, now_s = self.reader, time.monotonic()
+        if now_s - self._checked_s < (RETRY_S if reader.problem else METADATA_S):
+            return
+        self._checked_s = now_s
+        try:
+            now, partitions = reader.partitions()
+        except Unreachable:
+            return  # `problem` reports it; messages that were read can still be applied
+        if now != cluster:
+            raise Unreachable(
+                f"kafka: the brokers now belong to another cluster, {now!r}: reading it from its beginning"
+            )
+        if new := [one for one in partitions if one not in reader.positions]:
+            logger.info("kafka: %s has new partitions: %s", self._topic, new)
+            self._stats.rebalancing()
+            reader.assign({**reader.positions, **dict.fromkeys(new, 0)})
 
 
 def far_back(reader: TopicReader, settings: Settings) -> dict[int, int]:
@@ -93,12 +130,11 @@ def far_back(reader: TopicReader, settings: Settings) -> dict[int, int]:
     return reader.at_time(int((time.time() - settings.kafka_rewind_s) * 1000))
 
 
-def new_partitions(reader: TopicReader, cluster: str) -> list[int]:
-    """Partitions of the topic that are not read yet. Unreachable if the brokers now belong to another cluster."""
-    try:
-        now, partitions = reader.partitions()
-    except Unreachable:
-        return []  # `problem` reports it; messages that were read can still be applied
-    if now != cluster:
-        raise Unreachable(f"kafka: the brokers now belong to another cluster, {now!r}: reading it from its beginning")
-    return [one for one in partitions if one not in reader.positions]
+def newest_of_logs(store: Store, models: Iterable[str]) -> dict[str, int]:
+    """Model → the newest seq of its log, for those of `models` that are there and have one."""
+    logs = {}
+    for name in models:
+        with contextlib.suppress(NotFound):
+            if (last := store.model(name).log.last) is not None:
+                logs[name] = last
+    return logs

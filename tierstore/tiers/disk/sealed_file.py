@@ -59,18 +59,13 @@ class Opened:
     size: int
 
 
-def write_sealed(path: Path, table_id: int, keys: Keys, rows: Rows) -> SealedFile:
-    """Write one file of `keys` (int64 [n], ascending, distinct) and `rows` (uint8 [n, row_bytes]).
-
-    Raises ValueError when keys are out of order or there are none, StorageError when the disk fails or is full; no file is left then.
-    """
-    return write_sealed_parts(path, table_id, rows.shape[1], [(keys, rows)])
-
-
 def write_sealed_parts(
     path: Path, table_id: int, row_bytes: int, parts: Iterable[tuple[Keys, Rows]], *, durable: bool = True
 ) -> SealedFile:
-    """`write_sealed` for rows in parts of any length. Holds one part at a time. `durable` as for `files.publish`."""
+    """Write one file of keys (int64 [n], ascending, distinct) and rows (uint8 [n, row_bytes]), in parts of any length; holds one at a time.
+
+    `durable` as for `files.publish`. Leaves no file when it raises: ValueError for other keys or none, StorageError when the disk fails.
+    """
     block_bytes, per_block = block_shape(row_bytes)
     content = xxhash.xxh3_64()
     first_keys: list[Keys] = []
@@ -92,11 +87,7 @@ def write_sealed_parts(
 
         file.write(bytes(HEADER_BYTES))
         for keys, rows in parts:
-            if (
-                len(keys) != len(rows)
-                or not np.all(keys[1:] > keys[:-1])
-                or (len(keys) and last_key is not None and last_key >= keys[0])
-            ):
+            if len(keys) != len(rows) or not _ascending(keys, last_key):
                 raise ValueError(f"{path.name}: expected one row for each of one or more ascending, distinct keys")
             if not len(keys):
                 continue
@@ -127,8 +118,12 @@ def write_sealed_parts(
     return SealedFile(path, _checksum(trailer), size, count)
 
 
+def _ascending(keys: Keys, after: int | None) -> bool:
+    return bool(np.all(keys[1:] > keys[:-1])) and (after is None or not len(keys) or after < int(keys[0]))
+
+
 def open_sealed(path: Path, *, xxh3: str, size: int) -> Opened:
-    """Open the file that `write_sealed` returned this checksum and size for; reads its first keys, not its blocks.
+    """Open the file that `write_sealed_parts` returned this checksum and size for; reads its first keys, not its blocks.
 
     Raises Corruption if it is not that file or was cut off, StorageError if it cannot be read.
     """

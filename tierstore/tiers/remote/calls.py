@@ -56,9 +56,8 @@ def call(cluster: Cluster, slot: int, packed: Sequence[Packed], *, timeout_s: fl
             redis.exceptions.TryAgainError,
             redis.exceptions.ClusterDownError,
             redis.exceptions.BusyLoadingError,
+            redis.exceptions.MasterDownError,
         ) as error:
-            problem = error
-        except redis.exceptions.MasterDownError as error:
             problem = error
         except redis.ResponseError as error:
             if not str(error).startswith("READONLY") and not isinstance(error, redis.exceptions.ReadOnlyError):

@@ -1,7 +1,7 @@
 """HPACK (RFC 7541), the compression of HTTP/2 header fields, without the interpreter.
 
-`decode` reads one header block with the table of its connection. `encode_field` and `encode_indexed` write fields that every decoder can read at any
-time: this side's encoder has no dynamic table, so a block that is written once fits every connection, and the size of the peer's table never matters.
+`decode` reads one header block with the table of its connection. `encode_field` writes fields that every decoder can read at any time: this side's
+encoder has no dynamic table, so a block that is written once fits every connection, and the size of the peer's table never matters.
 
 What a peer sends is bounded. An integer has at most five continuation bytes, nothing is written beyond the caller's room, and a block that expands to
 more than MOST_UNFOLDED bytes is an error of the connection, so small blocks cannot cost much work.
@@ -353,12 +353,6 @@ def _write_integer(target, first, mask, value):  # type: ignore[no-untyped-def]
         n += 1
     store_u8(target, n, nb.uint8(value))
     return n + 1
-
-
-@compiled(types.int64(types.int64, types.int64), when=LAST)
-def encode_indexed(target: Any, index: Any) -> Any:
-    """Write a field of the static table, one byte. Returns the bytes written."""
-    return _write_integer(target, 128, 127, index)
 
 
 @compiled(types.int64(*[types.int64] * 5), when=LAST)

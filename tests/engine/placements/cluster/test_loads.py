@@ -156,7 +156,7 @@ def test_rows_that_are_too_old_do_not_get_into_a_cluster(open_node: OpenNode, tm
     store.load_snapshot(tmp_path / "s")
     store.apply_delta(scenes.stamped(1, {"user": [35, 2]}))
     scenes.eventually(lambda: store.status()["models"]["ctr"]["overlays"] == 0, "the delta is folded", 60)
-    store.model("ctr").housekeeping.run_tasks()
+    store.model("ctr").housekeeping.tasks.run()
     assert store.model("ctr").problem is None
     _, found = store.model("ctr").lookup("user_id", keys, return_found=True)
     assert set(keys[found].tolist()) == {*range(30), 35}

@@ -208,9 +208,7 @@ class Regions:
         with self._lock:
             if name is None:
                 return [region.document for name, region in self._regions.items() if self._has(name)]
-            if not self._has(name):
-                raise NotFound(f"no shared memory region {shown(name)} is registered")
-            return [self._regions[name].document]
+            return [self._find(name).document]
 
     def check(self, span: Span, what: str) -> None:
         """InvalidInput or NotFound unless `span`, of the tensor `what`, is within a registered region."""
@@ -318,20 +316,21 @@ def check_outputs(spans: list[tuple[int, Span]], specs: list[OutputSpec], region
     for i, target in spans:
         spec = specs[i]
         regions.check(target, f"output {shown(spec.name)}")
-        if target.nbytes < spec.nbytes:
-            raise InvalidInput(
-                f"output {shown(spec.name)}: takes {spec.nbytes} bytes, shared_memory_byte_size is {target.nbytes}"
-            )
+        _check_fits(target, spec, spec.nbytes)
 
 
 def write_output(target: Span, spec: OutputSpec, array: npt.NDArray[Any], regions: Regions) -> None:
     """Write an output, whose size may have been unknown before, to its span. InvalidInput if it does not fit."""
     data = wire_bytes(array)
-    if target.nbytes < data.nbytes:
-        raise InvalidInput(
-            f"output {shown(spec.name)}: takes {data.nbytes} bytes, shared_memory_byte_size is {target.nbytes}"
-        )
+    _check_fits(target, spec, data.nbytes)
     regions.write(target, data)
+
+
+def _check_fits(target: Span, spec: OutputSpec, nbytes: int) -> None:
+    if target.nbytes < nbytes:
+        raise InvalidInput(
+            f"output {shown(spec.name)}: takes {nbytes} bytes, shared_memory_byte_size is {target.nbytes}"
+        )
 
 
 def _check_numbers(name: str, **numbers: object) -> None:
