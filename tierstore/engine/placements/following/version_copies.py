@@ -31,7 +31,8 @@ class VersionCopies:
         self._fresh: set[int] = set()  # made by this process: side files of an earlier one may be older than the rows
 
     def update(self, records: Mapping[int, Mapping[str, Any]], pointer: Pointer) -> Pointer:
-        """Keep a copy of every version that is ready, and of no other except those that are still served.
+        """Keep a copy of every version that is ready, and of no other except those that are still served. None of
+        them is being opened, unless it is of the same load.
 
         Returns the pointer by which new copies may be opened: dense parts may be of deltas that came since `pointer`
         was read.
@@ -40,8 +41,7 @@ class VersionCopies:
         model, catalogue = self._model, self._model.catalogue
         ready = {number: record["record"] for number, record in records.items() if record["state"] == READY}
         for number, record in ready.items():
-            info = catalogue.get(number)
-            is_this = info is not None and info.loaded_at_s == record["loaded_at_s"]
+            is_this = self._is_copy_of(record, number)
             if number in catalogue.loading or (is_this and number in self._fresh):
                 continue
             if number in model.state.live.served.versions or number in model.state.retiring:
@@ -57,6 +57,17 @@ class VersionCopies:
         for number in fetched:
             pointer = self.update_dense(number)
         return pointer
+
+    def differs(self, number: int | None, records: Mapping[int, Mapping[str, Any]]) -> bool:
+        """Whether a version is another one by now than its copy, or is not there any more."""
+        if number is None:
+            return False
+        record = records.get(number)
+        return record is None or record["state"] != READY or not self._is_copy_of(record["record"], number)
+
+    def _is_copy_of(self, record: Mapping[str, Any], number: int) -> bool:
+        info = self._model.catalogue.get(number)
+        return info is not None and info.loaded_at_s == record["loaded_at_s"]
 
     def lacks(self, pointer: Pointer) -> bool:
         """Whether a version that should be served is not here: its record may have been lost for a while."""

@@ -1,0 +1,104 @@
+"""A node in front of others, where something changes upstream while it makes a version ready."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine import scenes
+from tests.service.upstream.scenes import KEYS, Scene, await_watermark, check
+from tierstore.engine.placements.following import follower as following
+from tierstore.engine.placements.following.follower import Follower
+from tierstore.engine.store import Store
+from tierstore.errors import StorageError
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    scene = Scene(tmp_path)
+    yield scene
+    scene.close()
+
+
+def follower_of(front: Store) -> Follower:
+    return front.placement.followed.by_name["ctr"].follower  # type: ignore[attr-defined, no-any-return]
+
+
+def problems(front: Store) -> str:
+    return "; ".join(one["text"] for one in front.status()["problems"])
+
+
+def test_a_version_that_is_built_again_while_the_front_opens_it_is_opened_anew(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = pytest.importorskip("tests.engine.reads.test_heads", reason="needs the extra `dense`")
+    node = scene.node()
+    node.store.load_snapshot(heads.snapshot(node.data))
+    front = scene.front()
+    follower, opener = follower_of(front), front.model("ctr").opener
+    opens, goes_on, open_ = threading.Event(), threading.Event(), opener.open
+
+    def slow(info: Any) -> Any:
+        opens.set()
+        assert goes_on.wait(60.0)
+        return open_(info)
+
+    monkeypatch.setattr(opener, "open", slow)
+    node.store.load_snapshot(heads.snapshot(node.data, 2, 2), activate=False)
+    node.store.apply_delta(scenes.delta(1, heads.rows(3), heads={"": heads.graph("", 3), "cvr": heads.graph("cvr", 3)}))
+    node.store.activate("ctr", 2)
+    assert opens.wait(60.0)
+    before = follower.pointer.line
+    node.store.rollback("ctr", to_seq=0)
+    scenes.eventually(lambda: follower.pointer.line != before, "the front knows of it")
+    goes_on.set()
+    scenes.eventually(lambda: front.model("ctr").active_version == 2, "the front serves version 2")
+    assert heads.every(front) == {"": (2, 2), "cvr": (2, 2), "ltv": (2, 2)}
+
+
+def test_a_front_whose_memory_has_no_room_for_a_delta_takes_it_while_another_version_waits(scene: Scene) -> None:
+    first, second = scene.node(), scene.node()
+    for node in scene.nodes:
+        node.load(1, 0)
+        node.load(2, 7, activate=False)
+    front = scene.front(overlay_budget="16KiB")
+    follower = follower_of(front)
+    first.store.activate("ctr", 2)
+    scenes.eventually(lambda: follower._prepared == 2, "version 2 is ready, and waits")
+    scene.apply(scenes.stamped(1, {"item": KEYS}))
+    await_watermark(front, 1)
+    check(front, "item", KEYS, 1)
+    second.store.activate("ctr", 2)
+    scenes.eventually(lambda: front.model("ctr").active_version == 2, "the front serves version 2")
+    check(front, "item", KEYS, 1)
+
+
+def test_a_front_that_cannot_serve_what_its_nodes_serve_says_so_and_tries_again(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "AGAIN_S", 0.2)
+    node = scene.node()
+    node.load(1, 0)
+    front = scene.front()
+    switcher, fails = front.model("ctr").switcher, threading.Event()
+    follow = switcher.follow
+
+    def failing(*arguments: Any, **options: Any) -> None:
+        if fails.is_set():
+            raise StorageError("no file can be opened")
+        follow(*arguments, **options)
+
+    fails.set()
+    monkeypatch.setattr(switcher, "follow", failing)
+    node.load(2, 7)
+    text = "version 2, which is to be served, is not ready here: no file can be opened"
+    scenes.eventually(lambda: text in problems(front), "the status says why")
+    check(front, "item", KEYS, 0)
+    fails.clear()
+    scenes.eventually(lambda: front.model("ctr").active_version == 2, "the front serves version 2")
+    scenes.eventually(lambda: text not in problems(front), "the status says nothing any more")
+    check(front, "item", KEYS, 7)
