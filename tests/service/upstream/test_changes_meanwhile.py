@@ -11,10 +11,13 @@ import pytest
 
 from tests.engine import scenes
 from tests.service.upstream.scenes import KEYS, Scene, await_watermark, check
+from tierstore.engine.operations.fronts import line_of
 from tierstore.engine.placements.following import follower as following
 from tierstore.engine.placements.following.follower import Follower
+from tierstore.engine.placements.following.version_copies import VersionCopies
 from tierstore.engine.store import Store
-from tierstore.errors import StorageError
+from tierstore.engine.versions.version import Version
+from tierstore.errors import NotFound, StorageError
 
 
 @pytest.fixture
@@ -30,6 +33,13 @@ def follower_of(front: Store) -> Follower:
 
 def problems(front: Store) -> str:
     return "; ".join(one["text"] for one in front.status()["problems"])
+
+
+def is_undone(front: Store) -> bool:
+    try:
+        return bool((front.model("ctr").lookup("item_id", [1]) == 1).all())
+    except StorageError:  # until the front knows that the version was built again
+        return False
 
 
 def test_a_version_that_is_built_again_while_the_front_opens_it_is_opened_anew(
@@ -58,6 +68,77 @@ def test_a_version_that_is_built_again_while_the_front_opens_it_is_opened_anew(
     goes_on.set()
     scenes.eventually(lambda: front.model("ctr").active_version == 2, "the front serves version 2")
     assert heads.every(front) == {"": (2, 2), "cvr": (2, 2), "ltv": (2, 2)}
+
+
+def test_a_fold_under_way_puts_no_undone_dense_part_into_a_version_that_is_opened_anew(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = pytest.importorskip("tests.engine.reads.test_heads", reason="needs the extra `dense`")
+    node = scene.node()
+    node.store.load_snapshot(heads.snapshot(node.data))
+    front = scene.front()
+    update_dense, fold = VersionCopies.update_dense, Version.fold
+    goes_on, ended = threading.Event(), threading.Event()
+
+    def updated(self: VersionCopies, number: int) -> Any:
+        pointer = update_dense(self, number)
+        goes_on.set()
+        assert ended.wait(60.0)
+        return pointer
+
+    def late(self: Version, overlay: Any) -> None:
+        if self.rows.disk is not None:  # the node's own
+            fold(self, overlay)
+            return
+        assert goes_on.wait(60.0)
+        try:
+            fold(self, overlay)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(VersionCopies, "update_dense", updated)
+    monkeypatch.setattr(Version, "fold", late)
+    node.store.apply_delta(scenes.delta(1, heads.rows(3), heads={"": heads.graph("", 3), "cvr": heads.graph("cvr", 3)}))
+    await_watermark(front, 1)
+    assert (heads.predict(front, ""), heads.predict(front, "cvr")) == ((3, 3), (3, 3))
+    scenes.eventually(lambda: front.model("ctr").publisher.current.open_version.rows.reached == 1, "it may be folded")  # type: ignore[union-attr]
+    node.store.rollback("ctr", to_seq=0)
+    scenes.eventually(lambda: is_undone(front), "delta 1 is undone")
+    assert heads.every(front) == {"": (1, 1), "cvr": (1, 1), "ltv": (1, 1)}
+
+
+def test_a_head_that_an_undone_delta_brought_is_gone_at_the_front(scene: Scene) -> None:
+    heads = pytest.importorskip("tests.engine.reads.test_heads", reason="needs the extra `dense`")
+    node = scene.node()
+    node.store.load_snapshot(heads.snapshot(node.data))
+    front = scene.front()
+    node.store.apply_delta(scenes.delta(1, heads.rows(3), heads={"new": heads.graph("cvr", 3)}))
+    await_watermark(front, 1)
+    scenes.eventually(lambda: front.status()["models"]["ctr"]["overlays"] == 0, "delta 1 is folded")
+    front.model("ctr").predict({"item_id": heads.KEYS}, head="new")
+    node.store.rollback("ctr", to_seq=0)
+    scenes.eventually(lambda: is_undone(front), "delta 1 is undone")
+    with pytest.raises(NotFound, match="no head 'new'"):
+        front.model("ctr").predict({"item_id": heads.KEYS}, head="new")
+    assert heads.every(front) == {"": (1, 1), "cvr": (1, 1), "ltv": (1, 1)}
+
+
+def test_a_view_with_undone_deltas_is_not_taken_for_one_without(scene: Scene) -> None:
+    node = scene.node()
+    node.load(1, 0)
+    node.load(2, 0, activate=False)
+    store, model = node.store, node.store.model("ctr")
+    store.canary("ctr", 2, 0.5)
+    store.apply_delta(scenes.stamped(1, {"item": KEYS}))
+    held = model.publisher.hold()
+    before = [line_of(model, view) for view in held]
+    store.rollback("ctr", to_seq=0)
+    late = [line_of(model, view) for view in held]  # as by a thread that held them before the rollback
+    model.publisher.unhold(*held)
+    store.canary("ctr", 2, 0.5)
+    after = [line_of(model, view) for view in model.served.views]
+    assert [view.version for view in held] == [view.version for view in model.served.views] == [1, 2]
+    assert len({*before, *late, *after}) == 6
 
 
 def test_a_front_whose_memory_has_no_room_for_a_delta_takes_it_while_another_version_waits(scene: Scene) -> None:

@@ -10,10 +10,11 @@ The node's own log is a copy of the end of the cluster's, begun again at each st
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -328,11 +329,29 @@ class Follower:
         assert number is not None
         log.warning("model %s: %s; its caches begin again", self.model.name, why)
         self._interrupt()  # a version that waits for its turn would hold the lock until the pointer moves
-        with self.model.state.switch:
+        with self.model.state.switch, self._frozen(number):
             pointer = replace(self._copies.update_dense(number), current=number)
             self._begin(pointer)
             self.model.catalogue.info(number).watermark = self._mark(pointer, number)
             self._serve(number, lambda: None)
+
+    @contextlib.contextmanager
+    def _frozen(self, number: int) -> Iterator[None]:
+        """Within the block, and after it unless it fails, no delta is folded into a served version: a fold would put
+        its dense part, which may be undone or an older one, into the files that the version is opened anew from.
+        """
+        frozen = []
+        for view in self.model.publisher.served.views:
+            if view.version == number:
+                with view.open_version.writing:  # after a fold that has begun
+                    frozen.append(_rows_of(view.open_version))
+                    frozen[-1].frozen = True
+        try:
+            yield
+        except BaseException:
+            for rows in frozen:
+                rows.frozen = False
+            raise
 
     def _mark(self, pointer: Pointer, number: int) -> int:
         return max(pointer.marks.get(number, 0), self.model.catalogue.info(number).manifest.delta_seq)

@@ -85,11 +85,13 @@ class VersionCopies:
         while True:
             pointer, there = self._shared.pointer(), self._shared.files(number)
             now = {head: graph for name, graph in there.items() if (head := head_of_file(name)) is not None}
-            if now.items() <= graphs.items():
+            if now == graphs:
                 break
             for head, graph in now.items():
                 files.publish_bytes(info.where.dense(head), graph)
-            graphs |= now
+            for head in graphs.keys() - now.keys():  # of a delta that was undone
+                files.remove_file(info.where.dense(head))
+            graphs = now
         info.loaded_digests = {head: xxhash.xxh3_64_hexdigest(graph) for head, graph in graphs.items() if graph}
         info.heads = dict(info.loaded_digests)
         return pointer
