@@ -16,6 +16,7 @@ from tierstore.engine.placements.following import follower as following
 from tierstore.engine.placements.following.follower import Follower
 from tierstore.engine.placements.following.version_copies import VersionCopies
 from tierstore.engine.store import Store
+from tierstore.engine.versions.info import VersionInfo
 from tierstore.engine.versions.version import Version
 from tierstore.errors import NotFound, StorageError
 
@@ -105,6 +106,70 @@ def test_a_fold_under_way_puts_no_undone_dense_part_into_a_version_that_is_opene
     node.store.rollback("ctr", to_seq=0)
     scenes.eventually(lambda: is_undone(front), "delta 1 is undone")
     assert heads.every(front) == {"": (1, 1), "cvr": (1, 1), "ltv": (1, 1)}
+
+
+def test_a_version_that_serves_again_has_the_dense_part_that_it_has_by_now(scene: Scene) -> None:
+    heads = pytest.importorskip("tests.engine.reads.test_heads", reason="needs the extra `dense`")
+    node = scene.node()
+    node.store.load_snapshot(heads.snapshot(node.data))
+    node.store.load_snapshot(heads.snapshot(node.data, 2, 2), activate=False)
+    front = scene.front()
+
+    def change(seq: int) -> None:
+        node.store.apply_delta(scenes.delta(seq, heads.rows(10 + seq), heads=heads.graphs(10 + seq, *heads.HEADS)))
+        await_watermark(front, seq)
+        scenes.eventually(lambda: front.status()["models"]["ctr"]["overlays"] == 0, f"delta {seq} is folded")
+
+    def activate(number: int) -> None:
+        node.store.activate("ctr", number)
+        scenes.eventually(lambda: front.model("ctr").active_version == number, f"the front serves version {number}")
+
+    change(1)
+    activate(2)
+    activate(1)
+    assert heads.every(front) == dict.fromkeys(heads.HEADS, (11, 11))
+    activate(2)
+    change(2)
+    activate(1)
+    assert heads.every(front) == dict.fromkeys(heads.HEADS, (12, 12))
+
+
+def test_a_delta_that_comes_while_the_front_opens_a_version_is_not_taken_to_be_in_its_caches(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = scene.node()
+    node.load(1, 0)
+    node.load(2, 7, activate=False)
+    front = scene.front()
+    learn, warm, apply_one = VersionInfo.learn, Version.warm, Follower._apply_one
+    is_warm = threading.Event()
+
+    def learned(self: VersionInfo, rows: Any) -> None:
+        learn(self, rows)
+        if rows.disk is None and self.number == 2:
+            node.store.apply_delta(scenes.stamped(1, {"item": KEYS}))
+            scenes.eventually(lambda: self.watermark == 1, "the front has heard that the rows have delta 1")
+
+    def warmed(self: Version, like: Any, progress: Any) -> None:
+        warm(self, like, progress)
+        if self.rows.disk is None:
+            is_warm.set()
+
+    def applied(*arguments: Any) -> bool:
+        assert is_warm.wait(60.0)
+        return apply_one(*arguments)
+
+    node.store.activate("ctr", 2)
+    scenes.eventually(lambda: front.model("ctr").active_version == 2, "the front serves version 2")
+    node.store.activate("ctr", 1)
+    scenes.eventually(lambda: front.model("ctr").active_version == 1, "the front serves version 1 again")
+    monkeypatch.setattr(VersionInfo, "learn", learned)
+    monkeypatch.setattr(Version, "warm", warmed)
+    monkeypatch.setattr(Follower, "_apply_one", applied)
+    node.store.activate("ctr", 2)
+    scenes.eventually(lambda: front.model("ctr").active_version == 2, "the front serves version 2")
+    await_watermark(front, 1)
+    check(front, "item", KEYS, 1)
 
 
 def test_a_head_that_an_undone_delta_brought_is_gone_at_the_front(scene: Scene) -> None:

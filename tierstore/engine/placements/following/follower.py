@@ -175,6 +175,7 @@ class Follower:
         self._looked_s = time.monotonic()
         moved = pointer != self.pointer
         seen, waits = (pointer.server, pointer.generation), False
+        self._copies.fetched = set()
         if seen != self._seen or self._copies.lacks(pointer):
             records = self.shared.versions()
             waits = self._switches and self._copies.differs(self._opening, records)
@@ -372,6 +373,10 @@ class Follower:
                 self._begin(replace(pointer, current=number))
             if self._mark(pointer, number) < (local.start or 0):
                 continue  # it is caught up first
+            if number in self.model.state.retiring:
+                continue  # it is closed first
+            if number not in self._copies.fetched:  # its dense part may be older than its rows by now
+                self._apply(self._copies.update_dense(number))
             self._opening, self._interrupted = number, False
             self._switch = Thread(
                 target=self._make_ready,

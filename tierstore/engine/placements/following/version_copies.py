@@ -28,6 +28,7 @@ class VersionCopies:
 
     def __init__(self, model: Model, shared: Followed) -> None:
         self._model, self._shared = model, shared
+        self.fetched: set[int] = set()  # by the last `update`
         self._fresh: set[int] = set()  # made by this process: side files of an earlier one may be older than the rows
 
     def update(self, records: Mapping[int, Mapping[str, Any]], pointer: Pointer) -> Pointer:
@@ -37,7 +38,7 @@ class VersionCopies:
         Returns the pointer by which new copies may be opened: dense parts may be of deltas that came since `pointer`
         was read.
         """
-        fetched: list[int] = []
+        self.fetched = set()
         model, catalogue = self._model, self._model.catalogue
         ready = {number: record["record"] for number, record in records.items() if record["state"] == READY}
         for number, record in ready.items():
@@ -48,13 +49,13 @@ class VersionCopies:
                 continue  # if it was loaded again under its number, it is replaced once it is closed
             self._fetch(number, record, pointer)
             self._fresh.add(number)
-            fetched.append(number)
+            self.fetched.add(number)
         for info in catalogue.infos():
             served = info.number in model.state.live.served.versions or info.number in model.state.retiring
             if info.number not in ready and not served and info.number not in catalogue.loading:
                 catalogue.forget(info.number)
                 files.remove_tree(info.where.root)
-        for number in fetched:
+        for number in sorted(self.fetched):
             pointer = self.update_dense(number)
         return pointer
 
