@@ -134,6 +134,29 @@ def test_a_version_that_serves_again_has_the_dense_part_that_it_has_by_now(scene
     assert heads.every(front) == dict.fromkeys(heads.HEADS, (12, 12))
 
 
+def test_a_dense_part_that_comes_while_the_front_opens_a_version_is_not_passed_over(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = pytest.importorskip("tests.engine.reads.test_heads", reason="needs the extra `dense`")
+    node = scene.node()
+    node.store.load_snapshot(heads.snapshot(node.data))
+    front = scene.front()
+    follower, opener = follower_of(front), front.model("ctr").opener
+    open_ = opener.open
+
+    def late(info: Any) -> Any:
+        if not follower.pointer.seq:
+            node.store.apply_delta(scenes.delta(1, heads.rows(9), heads=heads.graphs(9, *heads.HEADS)))
+            scenes.eventually(lambda: follower.pointer.marks.get(2) == 1, "the front has heard of delta 1")
+        return open_(info)
+
+    monkeypatch.setattr(opener, "open", late)
+    node.store.load_snapshot(heads.snapshot(node.data, 2, 2))
+    scenes.eventually(lambda: front.model("ctr").active_version == 2, "the front serves version 2")
+    await_watermark(front, 1)
+    assert heads.every(front) == dict.fromkeys(heads.HEADS, (9, 9))
+
+
 def test_a_delta_that_comes_while_the_front_opens_a_version_is_not_taken_to_be_in_its_caches(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,13 +165,13 @@ def test_a_delta_that_comes_while_the_front_opens_a_version_is_not_taken_to_be_i
     node.load(2, 7, activate=False)
     front = scene.front()
     learn, warm, apply_one = VersionInfo.learn, Version.warm, Follower._apply_one
-    is_warm = threading.Event()
+    follower, is_warm = follower_of(front), threading.Event()
 
     def learned(self: VersionInfo, rows: Any) -> None:
         learn(self, rows)
         if rows.disk is None and self.number == 2:
             node.store.apply_delta(scenes.stamped(1, {"item": KEYS}))
-            scenes.eventually(lambda: self.watermark == 1, "the front has heard that the rows have delta 1")
+            scenes.eventually(lambda: follower.pointer.marks.get(2) == 1, "the front has heard that the rows have it")
 
     def warmed(self: Version, like: Any, progress: Any) -> None:
         warm(self, like, progress)

@@ -213,6 +213,7 @@ class Follower:
     def _note_marks(self, pointer: Pointer) -> None:
         publisher, catalogue = self.model.publisher, self.model.catalogue
         served = {view.version: view.open_version for view in publisher.served.views}
+        opening = self._opening if self._switches else None  # its dense part is of the mark that it is opened with
         for number, mark in pointer.marks.items():
             info, version = catalogue.get(number), served.get(number)
             if version is not None:
@@ -220,7 +221,7 @@ class Follower:
                     rows.reached = mark
                     with publisher.changed:
                         publisher.changed.notify_all()  # the fold thread waits for it
-            elif info is not None and number not in self.model.state.retiring:
+            elif info is not None and number != opening and number not in self.model.state.retiring:
                 info.watermark = max(info.watermark, mark)
 
     # --- deltas
