@@ -15,6 +15,7 @@ import pytest
 
 import tierstore
 from tests.client.nodes import DIM, ITEMS, Node, nodes, row, write_change, write_version
+from tests.engine import scenes
 from tests.engine.test_store import folded
 from tierstore.client import Client
 from tierstore.client.replicas import compare_replicas, compare_rows
@@ -188,6 +189,17 @@ def test_requests_of_a_version_are_counted_from_the_metrics(two: list[Node]) -> 
         while (counted := counting._requests(node)[1]) != Requests(5):
             assert time.monotonic() < until, counted
             time.sleep(0.05)
+
+
+def test_requests_of_heads_count_for_the_version_of_their_model(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    with nodes(tmp_path, 1) as (one,), Client(one.url) as client, ThreadPoolExecutor(1) as threads:
+        one.store.load_snapshot(scenes.write_snapshot(tmp_path, heads={"cvr": scenes.some_dense()}))
+        node = _Node(one.url, client, client)
+        counting = _Rollout([node], threads, "", "ctr", 1, 1.0, 1.0, print)
+        for key in range(5):
+            client.predict("ctr.cvr", {"user_id": [key]})
+        scenes.eventually(lambda: counting._requests(node)[1] == Requests(5), "all of them are counted")
 
 
 def test_a_canary_on_all_nodes_is_tried_before_any_node_switches(two: list[Node], tmp_path: Path) -> None:

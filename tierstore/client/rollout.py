@@ -36,6 +36,7 @@ from tierstore.errors import (
     explained,
 )
 from tierstore.threads import Pool
+from tierstore.types import model_and_head
 from tierstore.verdicts import Requests, Trial, judge
 
 Policy = Literal["one-by-one", "all-at-once"]
@@ -378,11 +379,11 @@ class _Rollout:
         return next((one["state"] for one in status["versions"] if one["version"] == self._version), None)
 
     def _requests(self, node: _Node) -> Mapping[int | None, Requests]:
-        """Requests by version, and how many of them failed by its fault."""
+        """Requests by version, of the model and all its heads, and how many of them failed by its fault."""
         found: dict[int | None, Requests] = defaultdict(Requests)
         for labels, value in _REQUESTS.findall(node.client.metrics()):
             named = dict(re.findall(r'(\w+)="([^"]*)"', labels))
-            if named["model"] == self._model:
+            if model_and_head(named["model"])[0] == self._model:
                 count = int(float(value))
                 found[int(named["version"])] += Requests(count, count if named["outcome"] in FAULTS else 0)
         return found

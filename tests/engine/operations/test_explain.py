@@ -214,6 +214,16 @@ def test_an_undone_delta_is_named_with_its_rollback(ctr: tierstore.Store) -> Non
     assert "came with the snapshot" in other["why"]
 
 
+def test_an_undone_delta_that_wrote_nothing_here_explains_no_absence(ctr: tierstore.Store, tmp_path: Path) -> None:
+    ctr.load_snapshot(scenes.write_snapshot(tmp_path, 2), activate=False)
+    ctr.apply_delta(scenes.delta(1, deletes={"item": [7000]}))
+    ctr.apply_delta(scenes.stamped(2, {"item": [8000]}, base_version=2))
+    ctr.rollback("ctr", to_seq=0)
+    never, other = ask(ctr, 7000), ask(ctr, 8000)
+    assert (never["state"], [(one["seq"], one["deleted"]) for one in never["undone"]]) == ("never_there", [(1, True)])
+    assert (other["state"], other["undone"], [one["seq"] for one in other["passed_over"]]) == ("never_there", [], [2])
+
+
 def test_a_delta_for_another_version_alone_is_named_as_passed_over(
     open_store: OpenStore, ctr: tierstore.Store, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from tierstore.engine.reads.view import View
 from tierstore.engine.serving.live import LiveViews
 from tierstore.engine.versions.version import Version
+from tierstore.errors import Closed
 from tierstore.threads import NEVER_S
 from tierstore.tiers.background import in_background, without_yielding
 
@@ -66,6 +67,8 @@ class Folder:
             return NEVER_S
         try:
             took_s = self._fold(view)
+        except Closed:  # it is being replaced: what takes its place has the delta by itself
+            return NEVER_S
         finally:
             self._choose(None)
         # at most forty times as long as each delta waits in any case

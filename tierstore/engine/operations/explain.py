@@ -182,11 +182,9 @@ def _why_absent(seen: Holdings, spec: TableSpec, info: VersionInfo, history: Key
             "deleted",
             f"it {how} by delta {history.first - 1} or one before; which one is not known: {history.ended}",
         )
-    if undone := history.undone.get(seen.code):
-        return (
-            "undone",
-            f"delta {undone[0].seq} {'deleted' if undone[0].deleted else 'wrote'} it, and a rollback has undone that",
-        )
+    # an undone deletion explains no absence
+    if wrote := [one.seq for one in history.undone.get(seen.code, ()) if not one.deleted]:
+        return "undone", f"delta {wrote[0]} wrote it, and a rollback has undone that"
     if history.ended is None or info.base == "sealed":  # its deltas leave a mark of what they delete
         had = int(info.tables[spec.name].get("expired", 0))
         also = f", or was one of {had:,} that had expired at the load" if had else ""

@@ -52,16 +52,19 @@ def partitions_of(model: Model) -> Partitions | None:
 
 def line_of(model: Model, view: View) -> str:
     """Identifies the content of a version number: what was loaded, tables, features, and which of its deltas were
-    undone.
+    undone. A view with deltas that were undone since it was published is of another line than the one that follows.
     """
-    info = view.open_version.info
+    info, record = view.open_version.info, model.state.log.undone
     tables = [(s.name, s.key.value, s.dim, s.dtype.value, s.default) for s in info.specs.values()]
     features = sorted(
         (f.name, f.table, f.combiner, str(f.padding_key), *([str(f.hash)] if f.hash else []))
         for f in info.features.values()
     )
-    undone = [each for each in model.state.log.undone.ranges if each[1] > info.manifest.delta_seq]
+    undone = [each for each in record.ranges if each[1] > info.manifest.delta_seq]
     parts = [tables, features, undone]
+    is_current = model.where.version(view.version, record.line(view.version)).root == info.where.root
+    if view.version in record.outdated or not is_current:
+        parts.append("with what was undone")
     if info.content is not None:  # else an earlier release has loaded it, and nodes of that release report the same
         named = {head: digest for head, digest in info.loaded_digests.items() if head}
         parts += [info.content, info.loaded_digests.get(""), *([named] if named else [])]

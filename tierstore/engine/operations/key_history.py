@@ -88,10 +88,10 @@ def search(
         nbytes, history.first = nbytes + len(data), seq
         for code, deleted in found.deleted.items():
             write = Write(seq, found.event_time, log.received_s(seq), deleted, found.base_version)
-            if log.undone.range_of(seq) is not None:
-                history.undone.setdefault(code, []).append(write)
-            elif found.base_version not in (None, info.number):
+            if found.base_version not in (None, info.number):
                 history.others.setdefault(code, []).append(write)
+            elif log.undone.range_of(seq) is not None:
+                history.undone.setdefault(code, []).append(write)
             else:
                 history.last[code] = write
                 left.discard(code)

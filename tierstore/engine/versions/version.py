@@ -49,7 +49,7 @@ class Version:
             for name, spec in info.specs.items()
         }
         info.learn(rows)
-        self.watermark = info.watermark
+        self.watermark = rows.watermark() or 0  # not the record's, which may move on while rows are on other machines
         self.writing = threading.Lock()  # held by writers of the disk tier, a fold or `expiry.py`
         self.hosts = HostTables(info, self.tables, self.writing)
         self.heads: Heads = {}  # the dense parts as of the watermark, once they are opened; replaced as a whole

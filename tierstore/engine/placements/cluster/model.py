@@ -356,9 +356,10 @@ class ClusterModel:
 
     def status(self) -> dict[str, Any]:
         """What this node knows of the model in the cluster, without asking the cluster."""
-        pointer, problems = self.follower.pointer, (self.follower.silent, self.ingester.problem, self.follower.lost)
+        follower, pointer = self.follower, self.follower.pointer
+        problems = follower.silent, follower.unready, self.ingester.problem, follower.lost
         return {
-            "reachable": self.follower.silent is None,
+            "reachable": follower.silent is None,
             "problem": "; ".join(filter(None, problems)) or None,
             "current": pointer.current,
             "wanted": pointer.wanted,

@@ -10,11 +10,12 @@ The node's own log is a copy of the end of the cluster's, begun again at each st
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tierstore.engine.model import Model
@@ -33,7 +34,19 @@ log = logging.getLogger(__name__)
 SHORTEST_S, LONGEST_S = 0.01, 0.1  # between two checks of the pointer: after a change, and in quiet
 BEAT_S = 1.0
 SILENT_S = 3.0
+AGAIN_S = 5.0  # until a version that is to be served, and could not be, is tried again though nothing has changed
 BATCH = 64  # entries of the log that are read together
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """A version that could not be made ready. `generation`: of the pointer then; `seq`: of its rows then."""
+
+    version: int
+    generation: int
+    why: str
+    seq: int
+    at_s: float
 
 
 class Follower:
@@ -54,10 +67,11 @@ class Follower:
         self.problem: str | None = None  # why the cluster cannot be followed at the moment
         self._lost: tuple[int | None, str] | None = None  # see `lost`, and the version that served then
         self._prepared: int | None = None
-        self._failed: tuple[int, int, str] | None = None  # (version, generation, why)
-        self._failed_at = 0  # the seq of its rows then
+        self._failed: _Failure | None = None
+        self._interrupted = False  # what is being made ready has to begin again
         self._stopping = False
         # for the thread
+        self._opening: int | None = None  # the version that was made ready last
         self._reported: tuple[float, dict[str, Any]] = (0.0, {})
         self._seen: tuple[str, int] = ("", -1)  # the pointer's server and generation: another server may count again
         self._put_back_to = ""  # the server that has everything that this node has
@@ -117,6 +131,14 @@ class Follower:
         lost = self._lost
         return lost[1] if lost is not None and lost[0] == self.model.active_version else None
 
+    @property
+    def unready(self) -> str | None:
+        """Why this node does not serve the version that it should; None if it does, or has not failed to."""
+        failed, current = self._failed, self.pointer.current
+        if failed is None or current in (None, self.model.active_version) or failed.version != current:
+            return None
+        return f"version {failed.version}, which is to be served, is not ready here: {failed.why}"
+
     # --- the thread
 
     def _run(self) -> None:
@@ -152,9 +174,15 @@ class Follower:
         pointer = self.shared.pointer()
         self._looked_s = time.monotonic()
         moved = pointer != self.pointer
-        seen = pointer.server, pointer.generation
+        seen, waits = (pointer.server, pointer.generation), False
+        self._copies.fetched = set()
         if seen != self._seen or self._copies.lacks(pointer):
-            pointer = self._copies.update(self.shared.versions(), pointer)
+            records = self.shared.versions()
+            waits = self._switches and self._copies.differs(self._opening, records)
+            if waits:  # its copy is replaced once nobody opens it
+                self._interrupt()
+            else:
+                pointer = self._copies.update(records, pointer)
         self._note_marks(pointer)
         with self.changed:
             self.pointer = pointer
@@ -173,8 +201,10 @@ class Follower:
         else:
             self.model.switcher.follow_canary(pointer.current, pointer.canary, pointer.share)
             self._check_line(pointer)
-            self._follow(pointer)
-        self._seen = seen  # only now: a failure is tried again
+            if not waits:
+                self._follow(pointer)
+        if not waits:
+            self._seen = seen  # only now: a failure is tried again
         self._beat()
         with self.changed:
             self.changed.notify_all()
@@ -183,6 +213,7 @@ class Follower:
     def _note_marks(self, pointer: Pointer) -> None:
         publisher, catalogue = self.model.publisher, self.model.catalogue
         served = {view.version: view.open_version for view in publisher.served.views}
+        opening = self._opening if self._switches else None  # its dense part is of the mark that it is opened with
         for number, mark in pointer.marks.items():
             info, version = catalogue.get(number), served.get(number)
             if version is not None:
@@ -190,7 +221,7 @@ class Follower:
                     rows.reached = mark
                     with publisher.changed:
                         publisher.changed.notify_all()  # the fold thread waits for it
-            elif info is not None and number not in self.model.state.retiring:
+            elif info is not None and number != opening and number not in self.model.state.retiring:
                 info.watermark = max(info.watermark, mark)
 
     # --- deltas
@@ -299,11 +330,30 @@ class Follower:
         number = pointer.current
         assert number is not None
         log.warning("model %s: %s; its caches begin again", self.model.name, why)
-        with self.model.state.switch:
+        self._interrupt()  # a version that waits for its turn would hold the lock until the pointer moves
+        with self.model.state.switch, self._frozen(number):
             pointer = replace(self._copies.update_dense(number), current=number)
             self._begin(pointer)
             self.model.catalogue.info(number).watermark = self._mark(pointer, number)
             self._serve(number, lambda: None)
+
+    @contextlib.contextmanager
+    def _frozen(self, number: int) -> Iterator[None]:
+        """Within the block, and after it unless it fails, no delta is folded into a served version: a fold would put
+        its dense part, which may be undone or an older one, into the files that the version is opened anew from.
+        """
+        frozen = []
+        for view in self.model.publisher.served.views:
+            if view.version == number:
+                with view.open_version.writing:  # after a fold that has begun
+                    frozen.append(_rows_of(view.open_version))
+                    frozen[-1].frozen = True
+        try:
+            yield
+        except BaseException:
+            for rows in frozen:
+                rows.frozen = False
+            raise
 
     def _mark(self, pointer: Pointer, number: int) -> int:
         return max(pointer.marks.get(number, 0), self.model.catalogue.info(number).manifest.delta_seq)
@@ -313,7 +363,7 @@ class Follower:
     def _follow(self, pointer: Pointer) -> None:
         """Begin to make the wanted version ready, or to serve the current one."""
         served, local = self.model.publisher.served, self.model.state.log
-        if self._switch is not None and self._switch.is_alive():
+        if self._switches:
             return
         canary = None if served.active is None else pointer.canary  # it needs an active version beside it
         for number in (pointer.current, canary, pointer.wanted):
@@ -324,38 +374,69 @@ class Follower:
                 self._begin(replace(pointer, current=number))
             if self._mark(pointer, number) < (local.start or 0):
                 continue  # it is caught up first
+            if number in self.model.state.retiring:
+                continue  # it is closed first
+            if number not in self._copies.fetched:  # its dense part may be older than its rows by now
+                self._apply(self._copies.update_dense(number))
+            self._opening, self._interrupted = number, False
             self._switch = Thread(
-                target=self._make_ready, args=(number,), name=f"tierstore-switch-{self.model.name}", daemon=True
+                target=self._make_ready,
+                args=(number, pointer.generation),
+                name=f"tierstore-switch-{self.model.name}",
+                daemon=True,
             )
             self._switch.start()
             return
 
+    @property
+    def _switches(self) -> bool:
+        """Whether a version is being made ready."""
+        return self._switch is not None and self._switch.is_alive()
+
+    def _interrupt(self) -> None:
+        """Have the version that is being made ready, if there is one, begin again."""
+        with self.changed:
+            self._interrupted = True
+            self.changed.notify_all()
+
     def _failed_before(self, number: int, pointer: Pointer) -> bool:
         """Whether making this version ready has failed before. It may succeed once its rows have more deltas: then
-        fewer need memory.
+        fewer need memory. One that nobody waits for to be ready, as it is to be served, is tried again after a time.
         """
         info, failed = self.model.catalogue.info(number), self._failed
-        return failed is not None and failed[:2] == (number, pointer.generation) and self._failed_at >= info.watermark
+        if failed is None or (failed.version, failed.generation) != (number, pointer.generation):
+            return False
+        is_time = number != pointer.wanted and time.monotonic() - failed.at_s >= AGAIN_S
+        return failed.seq >= info.watermark and not is_time
 
-    def _make_ready(self, number: int) -> None:
+    def _make_ready(self, number: int, generation: int) -> None:
         try:
-            self._serve(number, lambda: self._await_turn(number))
+            self._serve(number, lambda: self._await_turn(number), self._check_uninterrupted)
         except Exception as error:
             with self.changed:
-                self._failed = number, self.pointer.generation, str(error)
-                info = self.model.catalogue.get(number)  # none if that is the reason: it is tried again once it is back
-                self._failed_at = info.watermark if info else -1
-            if not isinstance(error, (Closed, Conflict)):
+                if not self._interrupted:
+                    info = self.model.catalogue.get(number)  # none if that is the reason: it is tried once it is back
+                    seq = info.watermark if info else -1
+                    self._failed = _Failure(number, generation, str(error), seq, time.monotonic())
+            if not (self._interrupted or isinstance(error, (Closed, Conflict))):
                 log.exception("model %s: version %d is not ready", self.model.name, number)
         with self.changed:
             self._prepared = None
             self.changed.notify_all()
         self.wake()
 
-    def _serve(self, number: int, ready: Callable[[], float | None], *, start: bool = False) -> None:
+    def _serve(
+        self,
+        number: int,
+        ready: Callable[[], float | None],
+        check: Callable[[], None] = lambda: None,
+        *,
+        start: bool = False,
+    ) -> None:
         def report(_: Progress) -> None:
             if self._stopping:
                 raise Closed(f"the store of model {self.model.name!r} is being closed")
+            check()
 
         self.model.switcher.follow(number, ready, start=start, progress=report)
 
@@ -367,10 +448,17 @@ class Follower:
         with self.changed:
             self._prepared = number
             self._wake.set()
-            self.changed.wait_for(lambda: self._stopping or self.pointer.wanted != number or self._has_turn(number))
+            self.changed.wait_for(
+                lambda: self._stopping or self._interrupted or self.pointer.wanted != number or self._has_turn(number)
+            )
+            self._check_uninterrupted()
             if not self._has_turn(number):
                 raise Conflict(f"version {number} of {self.model.name!r} is not to be switched to any more")
             return None if self.pointer.current == number else self.pointer.share
+
+    def _check_uninterrupted(self) -> None:
+        if self._interrupted:
+            raise Conflict(f"model {self.model.name!r}: what is made ready begins again")
 
     def _has_turn(self, number: int) -> bool:
         return number in (self.pointer.current, self.pointer.canary)
@@ -388,7 +476,9 @@ class Follower:
                 "active": self.model.active_version,
                 "canary": None if canary is None else canary.version,
                 "prepared": self._prepared,
-                "failed": None if failed is None else {"version": failed[0], "generation": failed[1], "why": failed[2]},
+                "failed": None
+                if failed is None
+                else {"version": failed.version, "generation": failed.generation, "why": failed.why},
             }
         reported_s, before = self._reported
         if report != before or time.monotonic() - reported_s >= BEAT_S:

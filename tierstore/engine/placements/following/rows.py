@@ -3,7 +3,7 @@ view.
 
 Each read reports up to which seq its rows have every delta, and above which they have none (`Watermarks`): in a
 cluster by each tag of a version, upstream by each answer. Any thread may read; `trust` is for the thread that folds,
-`reached` for the one that follows the cluster.
+`reached` and `frozen` for the one that follows the cluster.
 
 If the node has a cache on its SSD, a look-up reads there first. Rows held there are right for every view, so they need
 no comparison.
@@ -72,6 +72,7 @@ class RemoteRows:
         self.defaulted = 0  # keys that were answered with a default because they could not be read
         # each written by one thread
         self.reached = reached
+        self.frozen = False  # nothing is folded: the version's files are those of what takes its place
         self._trusted = reached  # deltas up to this one are not in memory any more
         self._closed = False
 
@@ -86,14 +87,16 @@ class RemoteRows:
         self._trusted = max(self._trusted, seq)
 
     def fold(self, info: VersionInfo, overlay: Overlay) -> None:
-        """The rows have the overlay's deltas: from now on rows without them are an error."""
+        """The rows have the overlay's deltas: from now on rows without them are an error. Closed if it is frozen."""
+        if self.frozen:
+            raise Closed(f"{self._name} is opened anew")
         self.trust(overlay.hi)
         for name, head in overlay.heads.items():
             files.publish_bytes(info.where.dense(name), head.graph or GONE)
         info.set_counts({name: count._replace(exact=False) for name, count in info.counts.items()}, overlay.hi)
 
     def may_fold(self, seq: int) -> bool:
-        return seq <= self.reached
+        return seq <= self.reached and not self.frozen
 
     def keep(self, table_id: int, rows: int, row_bytes: int) -> None:
         """Keep rows of a table in this machine's SSD cache, if there is one. Before anything is read."""

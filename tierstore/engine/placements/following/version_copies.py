@@ -28,35 +28,47 @@ class VersionCopies:
 
     def __init__(self, model: Model, shared: Followed) -> None:
         self._model, self._shared = model, shared
+        self.fetched: set[int] = set()  # by the last `update`
         self._fresh: set[int] = set()  # made by this process: side files of an earlier one may be older than the rows
 
     def update(self, records: Mapping[int, Mapping[str, Any]], pointer: Pointer) -> Pointer:
-        """Keep a copy of every version that is ready, and of no other except those that are still served.
+        """Keep a copy of every version that is ready, and of no other except those that are still served. None of
+        them is being opened, unless it is of the same load.
 
         Returns the pointer by which new copies may be opened: dense parts may be of deltas that came since `pointer`
         was read.
         """
-        fetched: list[int] = []
+        self.fetched = set()
         model, catalogue = self._model, self._model.catalogue
         ready = {number: record["record"] for number, record in records.items() if record["state"] == READY}
         for number, record in ready.items():
-            info = catalogue.get(number)
-            is_this = info is not None and info.loaded_at_s == record["loaded_at_s"]
+            is_this = self._is_copy_of(record, number)
             if number in catalogue.loading or (is_this and number in self._fresh):
                 continue
             if number in model.state.live.served.versions or number in model.state.retiring:
                 continue  # if it was loaded again under its number, it is replaced once it is closed
             self._fetch(number, record, pointer)
             self._fresh.add(number)
-            fetched.append(number)
+            self.fetched.add(number)
         for info in catalogue.infos():
             served = info.number in model.state.live.served.versions or info.number in model.state.retiring
             if info.number not in ready and not served and info.number not in catalogue.loading:
                 catalogue.forget(info.number)
                 files.remove_tree(info.where.root)
-        for number in fetched:
+        for number in sorted(self.fetched):
             pointer = self.update_dense(number)
         return pointer
+
+    def differs(self, number: int | None, records: Mapping[int, Mapping[str, Any]]) -> bool:
+        """Whether a version is another one by now than its copy, or is not there any more."""
+        if number is None:
+            return False
+        record = records.get(number)
+        return record is None or record["state"] != READY or not self._is_copy_of(record["record"], number)
+
+    def _is_copy_of(self, record: Mapping[str, Any], number: int) -> bool:
+        info = self._model.catalogue.get(number)
+        return info is not None and info.loaded_at_s == record["loaded_at_s"]
 
     def lacks(self, pointer: Pointer) -> bool:
         """Whether a version that should be served is not here: its record may have been lost for a while."""
@@ -74,11 +86,13 @@ class VersionCopies:
         while True:
             pointer, there = self._shared.pointer(), self._shared.files(number)
             now = {head: graph for name, graph in there.items() if (head := head_of_file(name)) is not None}
-            if now.items() <= graphs.items():
+            if now == graphs:
                 break
             for head, graph in now.items():
                 files.publish_bytes(info.where.dense(head), graph)
-            graphs |= now
+            for head in graphs.keys() - now.keys():  # of a delta that was undone
+                files.remove_file(info.where.dense(head))
+            graphs = now
         info.loaded_digests = {head: xxhash.xxh3_64_hexdigest(graph) for head, graph in graphs.items() if graph}
         info.heads = dict(info.loaded_digests)
         return pointer

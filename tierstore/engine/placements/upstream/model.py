@@ -66,6 +66,7 @@ class UpstreamModel:
         self._pointer = Pointer()
         self._seen: object = None
         self._lines: dict[int, str] = {}
+        self._copied: dict[int, str] = {}  # lines of the versions whose files are here
         self._records: dict[tuple[int, str], dict[str, Any]] = {}
         # replaced in one step, by any thread
         self._owned: tuple[list[ReportedModel | None], dict[tuple[int, str], Ownership]] = [], {}
@@ -151,7 +152,8 @@ class UpstreamModel:
         return watch.node.document(VersionDocument, target, timeout_s=FILE_TIMEOUT_S)
 
     def files(self, number: int) -> dict[str, bytes]:
-        query = urlencode({"line": self._lines.get(number, "")})
+        line = self._lines.get(number, "")
+        query = urlencode({"line": line})
         base = f"{PREFIX}/models/{self.name}/versions/{number}/files"
 
         def fetch(watch: Watch) -> dict[str, bytes]:
@@ -168,6 +170,8 @@ class UpstreamModel:
             for name in found:
                 if name.endswith(KEYS_SUFFIX):
                     found[name] = self._keys_of_all(number, f"{base}/{quote(name)}?{query}", found[name])
+        with self._lock:
+            self._copied[number] = line
         return found
 
     def _keys_of_all(self, number: int, target: str, first: bytes) -> bytes:
@@ -231,9 +235,9 @@ class UpstreamModel:
     # --- for look-ups
 
     def line(self, number: int) -> str:
-        """The line of a version that should be opened now."""
+        """The line by which a version is opened: that of its files here, so that rows and dense part are of one."""
         with self._lock:
-            return self._lines.get(number, "")
+            return self._copied.get(number, self._lines.get(number, ""))
 
     def ownership(self, number: int, line: str) -> Ownership:
         """Which node can be asked for which rows at this moment."""

@@ -59,10 +59,10 @@ class FrontModel:
 
     def status(self) -> dict[str, Any]:
         """What this front knows of the upstream model, without asking a node."""
-        pointer = self.follower.pointer
+        pointer, problems = self.follower.pointer, (self.follower.silent, self.follower.unready)
         return {
             "reachable": self.follower.silent is None,
-            "problem": self.follower.silent,
+            "problem": "; ".join(filter(None, problems)) or None,
             "current": pointer.current,
             "wanted": pointer.wanted,
             "seq": pointer.seq,
