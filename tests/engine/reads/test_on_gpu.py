@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.engine import scenes
+from tests.hashed_keys import FEATURES, vectors, write_hashed
 from tests.predict import onnx_models as om
 from tests.tiers.devices import ON_GPU
 from tierstore.engine.store import Store
@@ -63,6 +64,40 @@ def test_keys_that_a_stream_makes_on_the_gpu_are_answered_there(store: Store) ->
         with stream:
             got = bags.get()
         np.testing.assert_array_equal(got, ctr.lookup_bags("clicked", ITEMS[::-1], np.arange(0, 500, 5)))
+
+
+def test_keys_of_every_type_are_answered_beside_deltas_that_are_not_folded(store: Store) -> None:
+    cupy = pytest.importorskip("cupy")
+    ctr, wanted = store.model("ctr"), scenes.vectors("item", 0, ITEMS)
+    stream, offsets = cupy.cuda.Stream(non_blocking=True), np.arange(0, 500, 5)
+    with ctr.view():  # so nothing is folded
+        for seq in range(1, 4):
+            for kind in "int64", "int32", "uint16":
+                with stream:
+                    keys, starts = cupy.arange(len(ITEMS), dtype=kind), cupy.asarray(offsets, np.int32)
+                rows = ctr.lookup("item_id", keys, stream=stream)
+                bags = ctr.lookup_bags("clicked", keys, starts, stream=stream)
+                with stream:
+                    got, pooled = rows.get(), bags.get()
+                np.testing.assert_array_equal(got, wanted)
+                np.testing.assert_array_equal(pooled, ctr.lookup_bags("clicked", ITEMS, offsets))
+            changed = ITEMS[seq::7]
+            store.apply_delta(scenes.stamped(seq, {"item": changed}))
+            wanted[changed] = scenes.vectors("item", seq, changed)
+
+
+def test_keys_are_hashed_on_the_gpu(open_store: Callable[..., Store], tmp_path: Path) -> None:
+    cupy = pytest.importorskip("cupy")
+    store = open_store(device_budget="64MiB")
+    store.load_snapshot(write_hashed(tmp_path))
+    ctr, stream = store.model("ctr"), cupy.cuda.Stream(non_blocking=True)
+    for feature in "by_seed", "by_rest", "unsigned":
+        _, given, wanted = FEATURES[feature]
+        with stream:
+            keys = cupy.asarray(given)
+        rows = ctr.lookup(feature, keys, stream=stream)
+        with stream:
+            np.testing.assert_array_equal(rows.get(), vectors(wanted))
 
 
 def test_look_ups_in_a_stream_follow_each_other_without_a_wait(store: Store) -> None:
