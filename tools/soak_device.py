@@ -1,6 +1,6 @@
 """A table of the device tier under everything at once: `python -m tools.soak_device --seconds 600 [--kind late early cupy gpu]`.
 
-Threads look rows and bags up, with padding, with deltas that no tier has yet, and in streams of their own that they wait for later, while one thread applies deltas, promotes rows and resizes the table and the
+Threads look rows and bags up, by keys on the CPU and on the device, with padding, with deltas that no tier has yet, and in streams of their own that they wait for later, while one thread applies deltas, promotes rows and resizes the table and the
 host tier below it, which the device reads too. A row tells
 its key and how often it was written, so each answer is checked: no older than what was acknowledged before the
 look-up, no newer than what was written by its end, whole, and each bag the sum of its rows to the bit. `kind` is one of
@@ -22,7 +22,7 @@ import numpy as np
 from tests.tiers.devices import open_device, to_host
 from tierstore.engine.data.overlay import OverlayTable
 from tierstore.kernels.pool import pool_bags
-from tierstore.tiers.device.lookup import LookUp, Pooling, Unwaited
+from tierstore.tiers.device.lookup import LookUp, Pooling, Unwaited, to_device
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import DeviceMemory
 from tierstore.tiers.host.table import HostTable
@@ -93,7 +93,9 @@ class Soak:
         if rng.random() < 0.5:
             offsets = np.unique(np.append(0, rng.integers(0, n, 20)))
             bags = Pooling(offsets, None, Combiner.SUM)
-        out = self._look_up(keys, padding, bags, in_stream=(how := rng.random()) < 0.4, early=how > 0.7)
+        out = self._look_up(
+            keys, padding, bags, in_stream=(how := rng.random()) < 0.4, early=how > 0.7, there=rng.random() < 0.4
+        )
         got, most = to_host(out), self._of(self.written, keys)
         self.keys += n
         if bags is None:
@@ -102,7 +104,7 @@ class Soak:
             self._check_bags(got, keys, bags.offsets, counted, least == most, most)
 
     def _look_up(
-        self, keys: np.ndarray, padding: int | None, bags: Pooling | None, *, in_stream: bool, early: bool
+        self, keys: np.ndarray, padding: int | None, bags: Pooling | None, *, in_stream: bool, early: bool, there: bool
     ) -> Any:
         """The answer, complete."""
         ended, unwaited = threading.Event(), None
@@ -119,9 +121,13 @@ class Soak:
             deltas = [self._delta(keys[begin::7]) for begin in range(len(keys) % 3)]
             overlays = np.array([delta.words.ctypes.data for delta in deltas], np.int64)
             state = np.zeros(len(keys), np.uint8)
+            given: Any = keys
+            if there:
+                given = There.of(self.device, to_device(self.table.device, keys))
+            filters = sum(8 * int(delta.words["filter_words"]) for delta in deltas)
             look_up = LookUp(
-                self.table, keys, state, There.of(self.device, out), self._below, bags, self.host, overlays, padding
-            )
+                self.table, given, state, There.of(self.device, out), self._below, bags, self.host, overlays, padding, filters
+            )  # fmt: skip
             if early and look_up.begin():
                 time.sleep(0)  # others get on
             if not look_up.finish(unwaited):
