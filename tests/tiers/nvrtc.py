@@ -25,6 +25,8 @@ def library() -> ctypes.CDLL | None:
     named = ctypes.util.find_library("nvrtc")
     for path in (*sorted(found, key=len), *([named] if named else [])):
         try:
+            for builtins in Path(path).parent.glob("libnvrtc-builtins.so.*"):
+                ctypes.CDLL(str(builtins))  # which it looks for by name, and not in its own folder
             return ctypes.CDLL(path)
         except OSError:
             continue
