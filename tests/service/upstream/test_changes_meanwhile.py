@@ -15,6 +15,7 @@ from tierstore.engine.operations.fronts import line_of
 from tierstore.engine.placements.following import follower as following
 from tierstore.engine.placements.following.follower import Follower
 from tierstore.engine.placements.following.version_copies import VersionCopies
+from tierstore.engine.placements.upstream.watch import Watch
 from tierstore.engine.store import Store
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.engine.versions.version import Version
@@ -155,6 +156,32 @@ def test_a_dense_part_that_comes_while_the_front_opens_a_version_is_not_passed_o
     scenes.eventually(lambda: front.model("ctr").active_version == 2, "the front serves version 2")
     await_watermark(front, 1)
     assert heads.every(front) == dict.fromkeys(heads.HEADS, (9, 9))
+
+
+def test_no_dense_part_is_copied_ahead_of_what_the_front_knows_of_its_deltas(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = pytest.importorskip("tests.engine.reads.test_heads", reason="needs the extra `dense`")
+    node = scene.node()
+    node.store.load_snapshot(heads.snapshot(node.data))
+    front = scene.front()
+    may_look, looks, look = threading.Event(), threading.Event(), Watch._look
+
+    def late(self: Watch) -> None:
+        looks.set()
+        assert may_look.wait(60.0)
+        look(self)
+
+    monkeypatch.setattr(Watch, "_look", late)
+    assert looks.wait(60.0)
+    node.store.apply_delta(scenes.delta(1, heads.rows(9), heads=heads.graphs(9, *heads.HEADS)))
+    seqs: list[int | None] = []
+    copying = threading.Thread(target=lambda: seqs.append(follower_of(front)._copies.update_dense(1).seq))
+    copying.start()
+    copying.join(0.3)
+    may_look.set()
+    copying.join(60.0)
+    assert seqs == [1]
 
 
 def test_a_delta_that_comes_while_the_front_opens_a_version_is_not_taken_to_be_in_its_caches(

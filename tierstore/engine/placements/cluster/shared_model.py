@@ -53,6 +53,10 @@ class SharedModel:
 
     # --- the pointer
 
+    def pointer_from_now(self) -> Pointer:
+        """`pointer`, which is asked for each time."""
+        return self.pointer()
+
     @_reading
     def pointer(self) -> Pointer:
         """The pointer as it is now."""

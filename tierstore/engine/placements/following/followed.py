@@ -55,6 +55,9 @@ class Followed(Protocol):
 
     def pointer(self) -> Pointer: ...
 
+    def pointer_from_now(self) -> Pointer:
+        """The pointer as it is after this call; `pointer` may be of a moment before."""
+
     def versions(self) -> dict[int, dict[str, Any]]:
         """By number: `{"state": …, "record": the content of version.json}`, with the record if the state is `ready`."""
 

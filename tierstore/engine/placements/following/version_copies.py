@@ -84,7 +84,7 @@ class VersionCopies:
         info = self._model.catalogue.info(number)
         graphs = {head: bytes(read_regular(info.where.dense(head))) for head in info.where.denses()}
         while True:
-            pointer, there = self._shared.pointer(), self._shared.files(number)
+            pointer, there = self._shared.pointer_from_now(), self._shared.files(number)
             now = {head: graph for name, graph in there.items() if (head := head_of_file(name)) is not None}
             if now == graphs:
                 break

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import io
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -96,6 +97,15 @@ class UpstreamModel:
                 self._seen, pointer = seen, replace(pointer, generation=self._pointer.generation + 1)
             self._pointer = pointer
             return pointer
+
+    def pointer_from_now(self) -> Pointer:
+        """See `Followed`: reports are otherwise as old as the last look."""
+        asked_s = time.monotonic()
+        for watch in self._watches:
+            watch.wake()
+        for watch in self._watches:
+            watch.await_look(asked_s)
+        return self.pointer()
 
     def _wanted_versions(self, choice: Choice) -> tuple[tuple[int, str], ...]:
         """(number, line) of versions that may be served."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 EVERY_S = 0.05
 LONGEST_S = 1.0  # between two requests to a node that does not answer
 SILENT_S = 3.0
+LOOK_S = 1.0  # the wait for one look
 
 
 class Watch:
@@ -42,6 +44,8 @@ class Watch:
         self.node, self._name, self._serves, self._changed = node, name, serves, changed
         self._thread = Thread(target=self._run, name=f"tierstore-upstream-{node}", daemon=True)
         self._wake, self._stopping = threading.Event(), threading.Event()
+        self._ended = threading.Condition()
+        self._looked_s = -math.inf  # when the last look that ended began; guarded by _ended
         self.first = threading.Event()  # set once it has answered, or failed to
         # written by the thread, each in one step
         self._models: dict[str, ReportedModel] = {}
@@ -63,6 +67,12 @@ class Watch:
         """Ask the node at once."""
         self._wake.set()
 
+    def await_look(self, asked_s: float) -> None:
+        """Wait until the node was asked after this time, and has answered, or failed to; at most `LOOK_S`."""
+        self.wake()
+        with self._ended:
+            self._ended.wait_for(lambda: self._looked_s >= asked_s or self._stopping.is_set(), LOOK_S)
+
     @property
     def answers(self) -> bool:
         return self.problem is None and time.monotonic() - self._reported_s < SILENT_S
@@ -77,6 +87,7 @@ class Watch:
     def _run(self) -> None:
         pause_s = EVERY_S
         while not self._stopping.is_set():
+            began_s = time.monotonic()
             try:
                 self._look()
                 problem, pause_s = None, EVERY_S
@@ -90,6 +101,9 @@ class Watch:
                 self.problem = problem
                 self._changed()
             self.first.set()
+            with self._ended:
+                self._looked_s = began_s
+                self._ended.notify_all()
             self._wake.wait(pause_s)
             self._wake.clear()
 
