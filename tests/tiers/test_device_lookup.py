@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
@@ -979,6 +980,119 @@ def test_a_look_up_that_is_interrupted_leaves_the_stream_free(monkeypatch: pytes
     answer, _ = caller.ask(BELOW)
     caller.is_through()
     np.testing.assert_array_equal(answer, scene.rows(BELOW, np.float32))
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_table_that_is_not_in_use_answers_nothing_and_waits_for_nobody(closed: bool) -> None:
+    scene, other, go_on = Scene(8, StorageDtype.FLOAT32), Scene(8, StorageDtype.FLOAT32), threading.Event()
+    other.memory, caller = scene.memory, Caller(scene)
+    other.table = ReadTable(other.spec, 1 << 20, scene.memory, default_vector=other.default)
+    other.device = scene.device
+
+    def slow(keys: Keys, dtype: Any) -> tuple[Vectors, States]:
+        assert go_on.wait(60)
+        return scene.fetch(keys, dtype)
+
+    answer, _ = caller.ask(BELOW, fetch=slow)
+    if closed:
+        other.table.close()
+    else:
+        other.table.give_up(DeviceError("of old age"))
+    with pytest.raises(AssertionError):  # of `ask`: the device does not answer
+        Caller(other).ask(RESIDENT)
+    assert scene.memory.held == 1
+    go_on.set()
+    caller.is_through()
+    np.testing.assert_array_equal(answer, scene.rows(BELOW, np.float32))
+    assert scene.memory.held == 0
+
+
+def test_keys_on_the_device_are_let_go_by_a_caller_while_the_thread_reads_rows_of_another_look_up() -> None:
+    scene, reads, go_on, gone = Scene(8, StorageDtype.FLOAT32), threading.Event(), threading.Event(), []
+    caller, other = Caller(scene), Caller(scene)
+
+    def slow(keys: Keys, dtype: Any) -> tuple[Vectors, States]:
+        reads.set()
+        assert go_on.wait(60)
+        return scene.fetch(keys, dtype)
+
+    keys = There.of(scene.device, to_device(scene.memory, RESIDENT))
+    weakref.finalize(keys.array, lambda: gone.append(threading.current_thread()))
+    scene.device.still = True
+    caller.ask(BELOW, fetch=slow)
+    other.ask(keys)
+    del keys
+    scene.device.still = False
+    assert reads.wait(60)
+    other.stream.synchronize()
+    finisher = scene.memory.finisher
+    assert finisher is not None
+    finisher.end_some()
+    other.has_released()
+    go_on.set()
+    caller.is_through()
+    assert gone == [threading.current_thread()]
+
+
+def test_a_look_up_that_is_interrupted_while_the_device_cannot_be_waited_for_is_ended_in_its_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where another thread captures a CUDA graph."""
+    scene = Scene(8, StorageDtype.FLOAT32)
+    caller, look_up = Caller(scene), round_trip.look_up
+
+    def interrupted(*args: Any) -> int:
+        look_up(*args)
+        raise KeyboardInterrupt
+
+    def refused() -> None:
+        raise Captured("a graph")
+
+    scene.device.still = True
+    with monkeypatch.context() as patched:
+        patched.setattr(round_trip, "look_up", interrupted)
+        patched.setattr(scene.device, "synchronize", refused)
+        with pytest.raises(KeyboardInterrupt):
+            caller.ask(BELOW)
+    scene.device.still = False
+    caller.is_through()
+    assert scene.memory.held == 0
+    answer, _ = caller.ask(BELOW)
+    caller.is_through()
+    np.testing.assert_array_equal(answer, scene.rows(BELOW, np.float32))
+
+
+def test_a_look_up_gives_everything_back_wherever_it_is_interrupted() -> None:
+    """Python looks for Ctrl-C where a function begins. Not in `with`, whose entry nobody can make sure of."""
+    scene, turn, names = Scene(8, StorageDtype.FLOAT32), 0, []
+    caller = Caller(scene)
+    caller.ask(RESIDENT)
+    caller.is_through()
+
+    def interrupt(frame: Any, event: str, _: Any) -> Any:
+        code = frame.f_code
+        if "tiers/device" in code.co_filename and "cuda_shim" not in code.co_filename:
+            if code.co_name == "_put_off" or names:
+                names.append(code.co_name)
+            if len(names) == turn and code.co_name not in ("__enter__", "_wait_until_free"):
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return None
+
+    while True:
+        turn, names = turn + 1, []
+        sys.settrace(interrupt)
+        try:
+            caller.ask(RESIDENT)
+        except KeyboardInterrupt:
+            continue
+        finally:
+            sys.settrace(None)
+            caller.is_through()
+            assert scene.memory.held == 0, names
+        if len(names) < turn:
+            break
+    assert {"leave", "__exit__", "add", "set_job"} <= set(names)
 
 
 def test_where_streams_cannot_wait_or_there_is_too_much_for_a_workspace_the_caller_waits() -> None:

@@ -30,7 +30,7 @@ _LOWER = (1 << 32) - 1
 class UnderWay(Protocol):
     """A look-up that was put off. `number`: its place; no other has it before `end`. `report`: its address.
 
-    `kept`: memory on the device, of the caller's, that its kernels read.
+    `kept`: memory on the device, of the caller's, that its kernels read. After `end` it has no reference to that, as the thread may keep it a while.
     """
 
     number: int
@@ -60,7 +60,7 @@ class Finisher:
         self._wake: SimpleQueue[None] = SimpleQueue()  # something is put while the thread is asleep
         # by look-ups that the thread has ended; callers let it go, as that may wait for a stream
         self._kept: list[Any] = []
-        self._answering = threading.Lock()  # held while rows are got; taken before _lock
+        self._answering = threading.Lock()  # held while rows are got; _lock may be taken meanwhile
         # guarded by _lock
         self._lock = threading.Lock()
         self._thread: Thread | None = None
@@ -87,14 +87,16 @@ class Finisher:
             self._asleep = False
             self._wake.put(None)
 
-    def take_back(self, look_up: UnderWay) -> bool:
-        """Watch it no more, and do not end it, as it is not whole in its stream. False if it has ended."""
-        with self._answering, self._lock:
+    def take_back(self, look_up: UnderWay) -> None:
+        """Watch it no more, and do not end it, as it is not whole in its stream. Nothing, if it was not added or has ended."""
+        with self._lock:
             if self._under_way.get(look_up.number) is not look_up:
-                return False
+                return
             self._reports[look_up.number] = 0
             del self._under_way[look_up.number]
-            return True
+        if reports.said(look_up.report):
+            with self._answering:  # the thread may have taken it before
+                pass
 
     def end_some(self) -> list[Any]:
         """End the look-ups that their streams are past. Returns what they have kept."""

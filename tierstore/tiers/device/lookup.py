@@ -326,23 +326,36 @@ class LookUp:
 
     def _put_off(self, chunk: _Chunk, stream: int, unwaited: Unwaited, finisher: Finisher) -> bool:
         """The look-up in the caller's stream. False if the table is not in use."""
-        device, memory = self.table.device, self.table.memory
-        if memory is None:
+        device = self.table.device
+        control = getattr(self.table.memory, "control", None)
+        if control is None:  # the table is closed
             return False
-        with device.workspace(answers=True) as ws:
-            put_off = _PutOff(self, ws, chunk, stream, unwaited, memory.control)
-            ws.leave()
-        finisher.add(put_off)  # which may end it from now on, and the workspace be in use again
+        put_off = _PutOff(self, chunk, stream, unwaited, control)
         try:
+            with device.workspace(answers=True) as ws:
+                ws.leave()
+                put_off.owned = [ws]  # so that it gives it back
+            put_off.begin()
+            finisher.add(put_off)  # which may end it from now on, and the workspace be in use again
             unwaited.begun = self._launch(ws, chunk, round_trip.PUT_OFF) != round_trip.NOT_IN_USE
-        except BaseException:  # or Ctrl-C, of which Python hears when the compiled call returns
-            with suppress(DeviceError):
+        except BaseException as error:  # or Ctrl-C, of which Python hears when the compiled call returns
+            if not put_off.owned:  # not yet, or not any more
+                raise
+            try:
                 device.backend.synchronize()  # meanwhile rows that are missing come
-            if finisher.take_back(put_off):
-                put_off.drop()
+            except Captured:
+                if not isinstance(error, DeviceError):
+                    raise error from None  # it may be whole in the stream, which waits for the thread then
+            except DeviceError:
+                pass
+            finally:
+                self.out = None  # of which the thread must not have the last reference
+            finisher.take_back(put_off)
+            put_off.give_back(Workspace.abandon)
             raise
-        if not unwaited.begun and finisher.take_back(put_off):
-            put_off.drop()
+        if not unwaited.begun:
+            finisher.take_back(put_off)
+            put_off.give_back(Workspace.give_back)
         return unwaited.begun
 
     def _launch(self, ws: Workspace, chunk: _Chunk, when: int = round_trip.WAITED) -> int:
@@ -404,55 +417,73 @@ class LookUp:
 
 
 class _PutOff:
-    """A look-up in the caller's stream, as an `UnderWay`. `control`: memory that its second kernel reads, kept until then."""
+    """A look-up in the caller's stream, as an `UnderWay`. `control`: memory that its second kernel reads, kept until then.
+
+    `owned`: its workspace, from when it has one until it is given back. Afterwards it keeps nothing of the caller's, whoever still has it.
+    """
 
     __slots__ = (
-        "_chunk", "_control", "_failed", "_held", "_listed", "_stream", "_unwaited", "_work", "_ws", "kept", "number",
+        "_chunk", "_control", "_failed", "_held", "_listed", "_stream", "_table", "_unwaited", "_work", "kept", "number", "owned",
         "report",
     )  # fmt: skip
 
-    def __init__(
-        self, work: LookUp, ws: Workspace, chunk: _Chunk, stream: int, unwaited: Unwaited, control: Buffer
-    ) -> None:
-        self._work, self._ws, self._chunk, self._stream, self._unwaited = work, ws, chunk, stream, unwaited
+    def __init__(self, work: LookUp, chunk: _Chunk, stream: int, unwaited: Unwaited, control: Buffer) -> None:
+        self._work: LookUp | None = work
+        self._table, self._chunk, self._stream, self._unwaited = work.table, chunk, stream, unwaited
         self._control: Buffer | None = control
-        self.kept, self._listed, self._failed = (work.there, work.bags), 0, False
-        self._held = [unwaited.hold()]  # empty once that is released
+        self.kept: Any = (work.there, work.bags)
+        self._listed, self._failed = 0, False
+        self.number, self.report = -1, 0  # until `begin`
+        self.owned: list[Workspace] = []
+        self._held: list[Callable[[], None]] = []  # what ends `Unwaited.hold`
+
+    def begin(self) -> None:
+        """Hold the tiers below, and say that nothing has come."""
+        (ws,) = self.owned
         self.number, self.report = ws.number, ws.here(0)
         reports.begin(self.report)
+        self._held.append(self._unwaited.hold())
 
     def answer_missing(self, listed: int, failed: Callable[[int, Exception], None]) -> None:
+        (ws,), work = self.owned, self._work
+        assert work is not None
         self._listed = listed
         try:
             if not self._held:
                 raise StorageError("the device has failed")
-            self._work.stage_rows(self._ws, self._chunk, listed)
+            work.stage_rows(ws, self._chunk, listed)
         except Exception as error:  # noqa: BLE001 - raised for the caller
             self._failed = True
-            self._work.room_of_rows(self._ws, listed)[:] = np.nan
+            work.room_of_rows(ws, listed)[:] = np.nan
             failed(self._stream, error)
         finally:
             reports.say(self.report, reports.WHOLE | listed << 32)  # after this, others may end it
 
     def end(self) -> None:
+        ws, release, work = _popped(self.owned), _popped(self._held), self._work
         try:
-            if self._held and not self._failed:
-                self._count()
+            if ws is not None and release is not None and work is not None and not self._failed:
+                self._count(ws, work)
         finally:
-            self._give_back(self._ws.give_back)
+            self._let_go(ws, Workspace.give_back, release)
 
-    def drop(self) -> None:
-        """Give everything back, in place of `end`."""
-        self._give_back(self._ws.abandon)
+    def give_back(self, how: Callable[[Workspace], None]) -> None:
+        """Give everything back that is not given back yet, in place of `end`."""
+        self._let_go(_popped(self.owned), how, _popped(self._held))
 
-    def _give_back(self, workspace: Callable[[], None]) -> None:
+    def _let_go(
+        self, ws: Workspace | None, how: Callable[[Workspace], None], release: Callable[[], None] | None
+    ) -> None:
+        if ws is not None:
+            how(ws)
+        self.kept = self._work = None  # of which the thread may have a reference for long, and must not have the last
         self._control = None  # before the release, after which this might be the last reference
-        workspace()
-        self._release()
+        if release is not None:
+            release()
 
-    def _count(self) -> None:
-        n, host, ws = self._chunk.end - self._chunk.begin, self._work.host, self._ws
-        keys = ws.part(round_trip.AT_KEYS if self._work.there is None else round_trip.AT_ROWS, n, np.int64)
+    def _count(self, ws: Workspace, work: LookUp) -> None:
+        n, host = self._chunk.end - self._chunk.begin, work.host
+        keys = ws.part(round_trip.AT_KEYS if work.there is None else round_trip.AT_ROWS, n, np.int64)
         state = ws.part(round_trip.AT_STATE, n)
         from_host = self._unwaited.after(keys, state)
         if from_host and host is not None:
@@ -461,14 +492,16 @@ class _PutOff:
             host.note_answered(keys, state)
 
     def forsake(self) -> bool:
-        if self._work.table.is_in_use:
+        if self._table.is_in_use:
             return False
-        self._release()
+        if (release := _popped(self._held)) is not None:
+            release()
         return True
 
-    def _release(self) -> None:
-        try:
-            release = self._held.pop()  # by one of two threads
-        except IndexError:
-            return
-        release()
+
+def _popped(things: list[Any]) -> Any:
+    """The last of a list, for one of several threads; None for the others."""
+    try:
+        return things.pop()
+    except IndexError:
+        return None
