@@ -133,7 +133,7 @@ class Backend(Protocol):
         """The driver's functions and kernels, made at the first call."""
 
     def callers(self) -> tuple[int, int]:
-        """Handles of the streams in which the calling thread's program works; NOBODY in place of a missing one."""
+        """Handles of the streams in which the calling thread's program works; NOBODY if there is no second one."""
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """A new array on the device for an answer; it belongs to the caller.

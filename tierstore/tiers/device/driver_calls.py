@@ -11,10 +11,10 @@ from typing import Any
 import numba as nb
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from tierstore.kernels import LAST, compiled
 from tierstore.kernels.atomics import acquire_u32
+from tierstore.kernels.intrinsics import emits
 from tierstore.kernels.raw import call_at
 
 (
@@ -34,20 +34,12 @@ _I64 = ir.IntType(64)
 _WORDS = types.int64[::1]
 
 
-@intrinsic
-def launch_at(
-    typingctx: Any, function: Any, kernel: Any, blocks: Any, threads: Any, stream: Any, arguments: Any
-) -> Any:
+@emits(types.int64(*[types.int64] * 6))
+def launch_at(builder: Any, function: Any, kernel: Any, blocks: Any, threads: Any, stream: Any, arguments: Any) -> Any:
     """cuLaunchKernel of a line of blocks, without shared memory. 32-bit integers are passed in words, as the ABI requires."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        at, kernel, blocks, threads, stream, arguments = args
-        one, nothing = ir.Constant(_I64, 1), ir.Constant(_I64, 0)
-        kind = ir.FunctionType(_I64, [_I64] * 11)
-        passed = [kernel, blocks, one, one, threads, one, one, nothing, stream, arguments, nothing]
-        return builder.call(builder.inttoptr(at, kind.as_pointer()), passed)
-
-    return types.int64(*[types.int64] * 6), codegen
+    one, nothing, kind = ir.Constant(_I64, 1), ir.Constant(_I64, 0), ir.FunctionType(_I64, [_I64] * 11)
+    passed = [kernel, blocks, one, one, threads, one, one, nothing, stream, arguments, nothing]
+    return builder.call(builder.inttoptr(function, kind.as_pointer()), passed)
 
 
 @compiled(types.int64(_WORDS, types.int64, types.int64, types.int64, types.int64, types.int64, _WORDS), when=LAST)

@@ -21,7 +21,6 @@ from tierstore.errors import InvalidInput, StorageError
 from tierstore.kernels.pool import check_offsets, combiner_code
 from tierstore.tiers.device import reports, round_trip
 from tierstore.tiers.device.backend import Buffer, Captured, DeviceError, OutOfDeviceMemory
-from tierstore.tiers.device.driver_calls import NOBODY
 from tierstore.tiers.device.later import Finisher
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import ALIGN, DeviceMemory, Workspace
@@ -236,7 +235,8 @@ class LookUp:
         todo, device = self._parts(), self.table.device
         if todo is None:
             return False
-        if unwaited is not None and device.finisher is not None and (stream := device.backend.callers()[0]) != NOBODY:
+        if unwaited is not None and device.finisher is not None:
+            stream = device.backend.callers()[0]
             device.finisher.prepare(stream)
             if len(todo) == 1:
                 return self._put_off(todo[0], stream, unwaited, device.finisher)

@@ -57,7 +57,7 @@ class _Staged(NamedTuple):
 
 
 class DeviceTable:
-    """A set-associative cache of one table of one version in device memory (see `cuda/layout.cuh`). A `CacheTier`.
+    """A set-associative cache of one table of one version in device memory (see `cuda/layout.cuh`), of which is asked what `HostTable` is, but for look-ups.
 
     It never uses more than `budget_bytes`, including all bookkeeping; workspaces belong to the device. `fraction` (1, 1/2 … 1/64) of it is in use. If
     the device has less free memory, the table is smaller.
