@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import sys
 import threading
 import time
@@ -14,14 +16,14 @@ import pytest
 
 from tests.tiers.cuda_shim import compile
 from tests.tiers.cuda_shim.backend import OnGpu, ShimDevice
-from tests.tiers.cuda_shim.functions import NOT_SUPPORTED
+from tests.tiers.cuda_shim.functions import CALL, LAUNCH, NOT_SUPPORTED
 from tests.tiers.devices import ReadTable, either, open_device, to_host
 from tierstore.engine.data.overlay import OverlayTable
 from tierstore.errors import InvalidInput, StorageError
 from tierstore.kernels import codec
 from tierstore.kernels.hashing import mix_all
 from tierstore.kernels.pool import pool_bags
-from tierstore.tiers.device import reports, round_trip
+from tierstore.tiers.device import driver_calls, reports, round_trip
 from tierstore.tiers.device.backend import Captured, DeviceError, OutOfDeviceMemory
 from tierstore.tiers.device.later import Finisher
 from tierstore.tiers.device.lookup import PADDING, LookUp, Pooling, Unwaited, from_device, to_device
@@ -39,6 +41,16 @@ LAST = 640
 KEPT = np.arange(3000, 7000, dtype=np.int64)  # of the host tier, where a test has a large one
 NOWHERE = np.arange(620, 640, dtype=np.int64)  # which it knows not to exist
 NO_OVERLAYS = np.empty(0, np.int64)
+CALLS = {  # of a look-up in a stream
+    driver_calls.LAUNCH: LAUNCH,
+    **dict.fromkeys(
+        (
+            driver_calls.PUSH, driver_calls.RECORD, driver_calls.WAIT, driver_calls.WAIT_VALUE, driver_calls.COPY_DOWN,
+            driver_calls.WRITE_VALUE,
+        ),
+        CALL,
+    ),
+}  # fmt: skip
 PADDING_KEY = 90  # which is on the device, and has a row of a delta too
 
 
@@ -909,6 +921,41 @@ def test_a_look_up_that_a_stream_does_not_take_whole_leaves_the_stream_free(refu
     assert scene.table.problem is not None
     caller.is_through()
     assert scene.memory.held == 0
+
+
+def refuse(calls: np.ndarray, number: int) -> list[Any]:
+    """Have the driver refuse a call of CALLS, by its number from now on. Returns what must be kept meanwhile."""
+    asked = itertools.count(1)
+
+    def refusing(kind: Any, at: int) -> Any:
+        do = kind(at)
+        return kind(lambda *args: 1 if next(asked) == number else do(*args))
+
+    kept = []
+    for which, kind in CALLS.items():
+        kept.append(refusing(kind, int(calls[which])))
+        calls[which] = ctypes.cast(kept[-1], ctypes.c_void_p).value
+    return kept
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_a_look_up_of_which_the_driver_refuses_any_call_leaves_the_stream_free(pooled: bool) -> None:
+    """Rows of it are missing, which the thread may have begun to read."""
+    refused, put_off = 0, False
+    while not put_off:
+        refused += 1
+        scene = Scene(8, StorageDtype.FLOAT32)
+        caller, there = Caller(scene), There.of(scene.device, to_device(scene.memory, BELOW))
+        bags = Pooling(np.arange(0, len(BELOW), 10), None, Combiner.SUM) if pooled else None
+        kept = refuse(scene.memory.driver.calls, refused)
+        try:
+            _, put_off = caller.ask(there, bags=bags)
+        except AssertionError:  # of `ask`: the device does not answer
+            assert scene.table.problem is not None
+        caller.is_through()
+        assert scene.memory.held == 0
+        del kept
+    assert refused > 11
 
 
 def test_a_workspace_is_given_back_once_if_a_look_up_is_ended_before_its_call_returns(

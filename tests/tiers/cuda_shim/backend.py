@@ -229,8 +229,9 @@ class ShimDevice:
     def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         dtype = np.dtype(dtype)
         nbytes = int(np.prod(shape)) * dtype.itemsize
-        self._pool.append(self.pinned(nbytes))
-        return self._pool[-1].view(dtype).reshape(shape)
+        memory = self.pinned(nbytes)
+        self._pool.append(memory)
+        return memory.view(dtype).reshape(shape)
 
     @contextmanager
     def in_stream(self, stream: Any) -> Iterator[None]:

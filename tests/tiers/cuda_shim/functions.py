@@ -20,8 +20,8 @@ CONTEXT = 77
 LOST = 719
 _INVALID_HANDLE, _NOT_READY, NOT_SUPPORTED = 400, 600, 801
 _WORD, _UINT = ctypes.c_uint64, ctypes.c_uint32
-_LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int32, _WORD, *[_UINT] * 7, _WORD, _WORD, _WORD)
-_CALL = ctypes.CFUNCTYPE(ctypes.c_int32, _WORD, _WORD, _WORD, _WORD)
+LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int32, _WORD, *[_UINT] * 7, _WORD, _WORD, _WORD)
+CALL = ctypes.CFUNCTYPE(ctypes.c_int32, _WORD, _WORD, _WORD, _WORD)
 
 
 _SLEEPS: list[Any] = []  # which are called by threads that outlive a device
@@ -53,8 +53,8 @@ class Functions:
             self._copy, self._record, self._wait, self._query, self._push, self._pop, self._mode, self._register,
             self._unregister, self._mapped, self._copy, self._wait_value, self._write_value,
         )  # fmt: skip
-        _SLEEPS.append(_CALL(partial(_sleep, weakref.ref(device))))
-        self._held = [_LAUNCH(self._launch), *map(_CALL, four), ctypes.CDLL(None).sched_yield, _SLEEPS[-1]]
+        _SLEEPS.append(CALL(partial(_sleep, weakref.ref(device))))
+        self._held = [LAUNCH(self._launch), *map(CALL, four), ctypes.CDLL(None).sched_yield, _SLEEPS[-1]]
         self.addresses = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in self._held]
 
     def _launch(self, kernel: int, *rest: int) -> int:
