@@ -14,6 +14,8 @@
     threads   8 of them look up 4,096 keys each. Against one
     streamed  26 look-ups in the caller's stream, as of a model with so many tables, which is waited for at the end.
               Against the same, where each is waited for
+    changed   the same in the stream, with keys on the GPU, while a delta of a hundredth of the rows is not folded. Against
+              the same without the delta
     together  8 look-ups that are on the device at once, as of a prediction with so many features. Against one after the
               other
     pooled    bags of 32, 16 and 20 keys, all on the device. Against `torch.nn.EmbeddingBag`
@@ -42,6 +44,7 @@ from benchmarks import device_served, hierarchical_kv, report
 from benchmarks.hierarchical_kv import HierarchicalKV
 from benchmarks.machine import describe
 from benchmarks.options import parser_of
+from tierstore.engine.data.overlay import OverlayTable
 from tierstore.kernels.pool import check_offsets
 from tierstore.tiers.device.backend import NO_HOST, TEAM, Backend
 from tierstore.tiers.device.cupy_device import CudaDevice, find_devices
@@ -172,24 +175,44 @@ def resident(
 
 
 class Asking:
-    """Look-ups of `batch` keys that are on the device, of which one in `below`, if any, is in the host tier alone."""
+    """Look-ups of `batch` keys whose rows are on the device, but for one in `below`, if any, which is in the host tier alone.
 
-    def __init__(self, scene: Scene, batch: int, calls: int, below: int = 0) -> None:
+    `there`: the keys are in the device's memory. `delta`: rows that are not folded.
+    """
+
+    def __init__(
+        self,
+        scene: Scene,
+        batch: int,
+        calls: int,
+        below: int = 0,
+        *,
+        there: bool = False,
+        delta: OverlayTable | None = None,
+    ) -> None:
         self.scene, rng = scene, np.random.default_rng(3)
-        there = scene.resident()
-        self.places = [there[rng.integers(0, len(there), batch)] for _ in range(calls)]
+        held = scene.resident()
+        self.places = [held[rng.integers(0, len(held), batch)] for _ in range(calls)]
         if below:
-            elsewhere = np.setdiff1d(np.arange(len(scene.keys)), there, assume_unique=True)
+            elsewhere = np.setdiff1d(np.arange(len(scene.keys)), held, assume_unique=True)
             for places in self.places:
                 places[rng.permutation(batch)[: -(-batch // below)]] = rng.choice(elsewhere, -(-batch // below))
-        self.keys = [scene.keys[places] for places in self.places]
+        self.keys: list[Any] = [scene.keys[places] for places in self.places]
+        if there:
+            self.keys = [There.of(scene.backend, to_device(scene.memory, keys)) for keys in self.keys]
+        self._delta = delta
+        self._overlays = np.array([] if delta is None else [delta.words.ctypes.data], np.int64)
+        self._filters = 0 if delta is None else 8 * int(delta.words["filter_words"])
         self.out = scene.backend.empty((batch, scene.spec.dim), np.float32)
         self.state = np.zeros(batch, np.uint8)
 
     def look_up(self, call: int) -> LookUp:
         self.state[:] = 0
         scene, keys = self.scene, self.keys[call]
-        return LookUp(scene.table, keys, self.state, There.of(scene.backend, self.out), scene.fetch, host=scene.host)
+        return LookUp(
+            scene.table, keys, self.state, There.of(scene.backend, self.out), scene.fetch, host=scene.host,
+            overlays=self._overlays, filters=self._filters,
+        )  # fmt: skip
 
     def __call__(self, call: int, unwaited: Unwaited | None = None) -> None:
         assert self.look_up(call).finish(unwaited)
@@ -308,24 +331,42 @@ def threads(backend: Backend, rows: int, dim: int, batch: int, rounds: int, call
     }  # fmt: skip
 
 
-def streamed(backend: Backend, rows: int, dim: int, batch: int, rounds: int, calls: int) -> Result:
-    scene, stream = Scene(backend, rows, dim, rows), backend.stream()
-    ours = Asking(scene, batch, calls)
+def in_stream(asking: Asking, calls: int, *, put_off: bool = True) -> Callable[[int], None]:
+    """Look-ups in the order of a stream, or, if they are not put off, each waited for; then a wait for the stream."""
+    backend = asking.scene.backend
+    stream = backend.stream()
 
     def nothing(*_: Any) -> Any:
         return 0
 
-    def ask(call: int, *, put_off: bool) -> None:
+    def ask(call: int) -> None:
         with backend.in_stream(getattr(stream, "_stream", stream)):
             for number in range(TABLES):
                 unwaited = Unwaited(lambda: nothing, nothing)
-                ours((call + number) % calls, unwaited if put_off else None)
+                asking((call + number) % calls, unwaited if put_off else None)
                 assert unwaited.begun == put_off
         stream.synchronize()
 
-    got = alternate(backend, rounds, calls, lambda call: ask(call, put_off=True), lambda call: ask(call, put_off=False))
+    return ask
+
+
+def streamed(backend: Backend, rows: int, dim: int, batch: int, rounds: int, calls: int) -> Result:
+    scene = Scene(backend, rows, dim, rows)
+    ours = Asking(scene, batch, calls)
+    got = alternate(backend, rounds, calls, in_stream(ours, calls), in_stream(ours, calls, put_off=False))
     scene.close()
     return timed("streamed", rows, dim, batch, f"the same {TABLES}, each waited for", got)
+
+
+def changed(backend: Backend, rows: int, dim: int, batch: int, rounds: int, calls: int) -> Result:
+    scene = Scene(backend, rows, dim, rows)
+    some = slice(None, None, 100)  # whose rows are what they were
+    keys, stored = scene.keys[some], np.ascontiguousarray(scene.vectors[some]).view(np.uint8)
+    delta = OverlayTable(scene.spec, keys, stored, np.zeros(len(keys), np.bool_))
+    beside, alone = (Asking(scene, batch, calls, there=True, delta=of) for of in (delta, None))
+    got = alternate(backend, rounds, calls, in_stream(beside, calls), in_stream(alone, calls))
+    scene.close()
+    return timed("changed", rows, dim, batch, "the same without the delta", got)
 
 
 def together(backend: Backend, rows: int, dim: int, batch: int, rounds: int, calls: int) -> Result:
@@ -437,6 +478,7 @@ def measure(
     results.append(filled(backend, rows, 64, rounds))
     results.append(threads(backend, rows, 64, min(4096, batch), rounds, calls))
     results += [streamed(backend, rows, 64, size, rounds, calls) for size in sizes[:-1]]
+    results += [changed(backend, rows, 64, size, rounds, calls) for size in sizes[:-1]]
     results += [together(backend, rows, 64, size, rounds, calls) for size in sizes[:-1]]
     if torch is not None:
         for bags, bag in (2048, 32), (512, 16), (3276, 20):

@@ -466,7 +466,15 @@ def test_the_device_benchmark_compares_like_with_like() -> None:
         ("resident", 64),
         *[(part, 64) for part in ("keys", "beside", "tenth") for _ in (64, 128)],
     ]
-    told += [("tiered", 32), ("tiered", 64), ("filled", 64), ("threads", 64), ("streamed", 64), ("together", 64)]
+    told += [
+        ("tiered", 32),
+        ("tiered", 64),
+        ("filled", 64),
+        ("threads", 64),
+        ("streamed", 64),
+        ("changed", 64),
+        ("together", 64),
+    ]
     assert [(one["part"], one["dim"]) for one in results] == told
     assert {one["host_tier_read_by"] for one in results if one["part"] == "tiered"} == {"the device"}
     assert all(one["ratio"] > 0 for one in results)
