@@ -202,7 +202,7 @@ class Asking:
             self.keys = [There.of(scene.backend, to_device(scene.memory, keys)) for keys in self.keys]
         self._delta = delta
         self._overlays = np.array([] if delta is None else [delta.words.ctypes.data], np.int64)
-        self._filters = 0 if delta is None else 8 * int(delta.words["filter_words"])
+        self._filters = 0 if delta is None else delta.filter_bytes
         self.out = scene.backend.empty((batch, scene.spec.dim), np.float32)
         self.state = np.zeros(batch, np.uint8)
 

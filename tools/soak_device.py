@@ -124,7 +124,7 @@ class Soak:
             given: Any = keys
             if there:
                 given = There.of(self.device, to_device(self.table.device, keys))
-            filters = sum(8 * int(delta.words["filter_words"]) for delta in deltas)
+            filters = sum(delta.filter_bytes for delta in deltas)
             look_up = LookUp(
                 self.table, given, state, There.of(self.device, out), self._below, bags, self.host, overlays, padding, filters
             )  # fmt: skip

@@ -128,7 +128,7 @@ class Deltas:
             self._delta(spec, keys, seed) for seed, keys in enumerate((range(0, LAST, 10), range(5, LAST, 5)))
         ]
         self.addresses = np.array([overlay.words.ctypes.data for overlay in reversed(self._overlays)], np.int64)
-        self.filters = sum(8 * int(overlay.words["filter_words"]) for overlay in self._overlays)  # bytes
+        self.filters = sum(overlay.filter_bytes for overlay in self._overlays)
 
     def _delta(self, spec: TableSpec, keys: range, seed: int) -> OverlayTable:
         rng = np.random.default_rng(seed)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,13 +19,6 @@ from tierstore.engine.store import Store
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.engine.versions.version import Version
 from tierstore.errors import NotFound, StorageError
-
-
-@pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
-    scene = Scene(tmp_path)
-    yield scene
-    scene.close()
 
 
 def follower_of(front: Store) -> Follower:
@@ -45,9 +37,8 @@ def is_undone(front: Store) -> bool:
 
 
 def test_a_version_that_is_built_again_while_the_front_opens_it_is_opened_anew(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
+    scene: Scene, heads: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heads = pytest.importorskip("tests.engine.reads.test_heads", reason="needs the extra `dense`")
     node = scene.node()
     node.store.load_snapshot(heads.snapshot(node.data))
     front = scene.front()
@@ -73,9 +64,8 @@ def test_a_version_that_is_built_again_while_the_front_opens_it_is_opened_anew(
 
 
 def test_a_fold_under_way_puts_no_undone_dense_part_into_a_version_that_is_opened_anew(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
+    scene: Scene, heads: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heads = pytest.importorskip("tests.engine.reads.test_heads", reason="needs the extra `dense`")
     node = scene.node()
     node.store.load_snapshot(heads.snapshot(node.data))
     front = scene.front()
@@ -109,8 +99,7 @@ def test_a_fold_under_way_puts_no_undone_dense_part_into_a_version_that_is_opene
     assert heads.every(front) == {"": (1, 1), "cvr": (1, 1), "ltv": (1, 1)}
 
 
-def test_a_version_that_serves_again_has_the_dense_part_that_it_has_by_now(scene: Scene) -> None:
-    heads = pytest.importorskip("tests.engine.reads.test_heads", reason="needs the extra `dense`")
+def test_a_version_that_serves_again_has_the_dense_part_that_it_has_by_now(scene: Scene, heads: ModuleType) -> None:
     node = scene.node()
     node.store.load_snapshot(heads.snapshot(node.data))
     node.store.load_snapshot(heads.snapshot(node.data, 2, 2), activate=False)
@@ -136,9 +125,8 @@ def test_a_version_that_serves_again_has_the_dense_part_that_it_has_by_now(scene
 
 
 def test_a_dense_part_that_comes_while_the_front_opens_a_version_is_not_passed_over(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
+    scene: Scene, heads: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heads = pytest.importorskip("tests.engine.reads.test_heads", reason="needs the extra `dense`")
     node = scene.node()
     node.store.load_snapshot(heads.snapshot(node.data))
     front = scene.front()
@@ -159,9 +147,8 @@ def test_a_dense_part_that_comes_while_the_front_opens_a_version_is_not_passed_o
 
 
 def test_no_dense_part_is_copied_ahead_of_what_the_front_knows_of_its_deltas(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
+    scene: Scene, heads: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heads = pytest.importorskip("tests.engine.reads.test_heads", reason="needs the extra `dense`")
     node = scene.node()
     node.store.load_snapshot(heads.snapshot(node.data))
     front = scene.front()
@@ -222,8 +209,7 @@ def test_a_delta_that_comes_while_the_front_opens_a_version_is_not_taken_to_be_i
     check(front, "item", KEYS, 1)
 
 
-def test_a_head_that_an_undone_delta_brought_is_gone_at_the_front(scene: Scene) -> None:
-    heads = pytest.importorskip("tests.engine.reads.test_heads", reason="needs the extra `dense`")
+def test_a_head_that_an_undone_delta_brought_is_gone_at_the_front(scene: Scene, heads: ModuleType) -> None:
     node = scene.node()
     node.store.load_snapshot(heads.snapshot(node.data))
     front = scene.front()

@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -35,13 +35,6 @@ from tierstore.engine.store import Store
 from tierstore.errors import StorageError
 from tierstore.service.server import ServerThread
 from tierstore.service.sources.start import check_sources
-
-
-@pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
-    scene = Scene(tmp_path)
-    yield scene
-    scene.close()
 
 
 def test_four_quarters_are_one_model(scene: Scene) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -12,15 +12,7 @@ from tests.service.upstream.scenes import Scene, await_watermark
 from tierstore.errors import NotFound
 
 
-@pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
-    scene = Scene(tmp_path)
-    yield scene
-    scene.close()
-
-
-def test_a_front_has_the_heads_of_its_nodes_and_follows_them(scene: Scene, tmp_path: Path) -> None:
-    heads = pytest.importorskip("tests.engine.reads.test_heads", reason="needs the extra `dense`")
+def test_a_front_has_the_heads_of_its_nodes_and_follows_them(scene: Scene, heads: ModuleType, tmp_path: Path) -> None:
     scene.node().store.load_snapshot(heads.snapshot(tmp_path))
     first = scene.front()
     assert heads.every(first) == {"": (1, 1), "cvr": (1, 1), "ltv": (1, 1)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -25,13 +24,6 @@ from tierstore.service.http import fronts
 from tierstore.service.server import ServerThread
 from tierstore.tiers.upstream import wire
 from tierstore.tiers.upstream.layout import ABSENT, FOREIGN, THERE
-
-
-@pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
-    scene = Scene(tmp_path)
-    yield scene
-    scene.close()
 
 
 def warm(node: Upstream, items: np.ndarray) -> None:

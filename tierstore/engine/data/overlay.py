@@ -45,6 +45,11 @@ class OverlayTable:
         """The addresses of its parts, for kernels: `overlay_index.Answering.words`."""
         return self._answering.words
 
+    @property
+    def filter_bytes(self) -> int:
+        """Bytes of the filter of its keys."""
+        return 8 * int(self.words["filter_words"])
+
     def merged(self, newer: OverlayTable) -> OverlayTable:
         """Two tables of overlays merged; a key in both keeps its row of `newer`."""
         old = overlay_index.Part(self.keys, self.rows, self.deleted)

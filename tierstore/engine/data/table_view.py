@@ -43,7 +43,7 @@ class TableView:
         host = table.host
         areas = None if host is None else host.areas
         self._addresses = np.array([address_of(overlay.words) for overlay in overlays], np.int64)
-        self.filters = sum(8 * int(overlay.words["filter_words"]) for overlay in overlays)  # bytes
+        self.filters = sum(overlay.filter_bytes for overlay in overlays)  # bytes
         defaults = [np.ascontiguousarray(table.default, dtype) for dtype in DTYPES]
         self._kept = areas, defaults
         # a `plans.TABLE`, without the fields that only compiled readers need
