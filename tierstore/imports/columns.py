@@ -21,13 +21,14 @@ import pyarrow.compute as pc
 
 from tierstore.errors import InvalidInput
 from tierstore.formats.columns import key_type_of
-from tierstore.formats.normalize import UnfitRow, is_list, list_rows
+from tierstore.formats.normalize import UnfitRow, is_list, list_rows, number_kind, refused_integers
 from tierstore.formats.strings import without_dictionary
 from tierstore.imports.codes import companions
 from tierstore.types import KeyType
 
 ARROW_KEYS = {KeyType.INT64: pa.int64(), KeyType.UINT64: pa.uint64(), KeyType.STRING: pa.large_string()}
 SKIP_NULLS = "--on-null skip (on_null='skip') leaves such rows out"
+TAKE_INTEGERS = "--integers (integers=True) takes them as the numbers themselves"
 _SHOWN = 12  # columns in an error
 
 
@@ -75,6 +76,7 @@ def choose_columns(
     time: str | None = None,
     *,
     dim: int | None = None,
+    integers: bool = False,
     folders: Mapping[str, pa.Scalar] | None = None,
 ) -> Chosen:
     """The columns named `key` and `vector`: a column of lists, a pattern such as `f*`, or the
@@ -82,7 +84,7 @@ def choose_columns(
 
     key_type: None for the type of the key's column; else its keys are converted to this type. `time`: the column
     of times. `folders`: columns by the names of the file's folders. `dim`: numbers of a vector, where that is said.
-    Raises InvalidInput.
+    `integers`: vectors of integers are meant. Raises InvalidInput.
     """
     folders = folders or {}
     columns = _columns_in(schema, folders)
@@ -93,6 +95,7 @@ def choose_columns(
         raise InvalidInput(f"expected one column {key!r} for keys; {listed}; name it with --key (key=)")
     own = _key_type(key, columns[key].kind)
     names = _vectors(columns, vector, listed, dim)
+    _refuse_integers(names, columns, integers)
     chosen = Chosen(key, names, key_type or own, time, folders=folders)
     return replace(chosen, steps={name: columns[name].steps for name in chosen.names})
 
@@ -115,7 +118,6 @@ def _vectors(
 ) -> tuple[str, ...]:
     """The columns of the vectors: one of lists, or those of their numbers."""
     if isinstance(vector, str) and vector in columns and _is_vector(columns[vector].kind):
-        _refuse_codes(vector, _lists_in(columns[vector].kind), columns)
         return (vector,)
     names = _matching(columns, vector) if isinstance(vector, str) else list(vector)
     if not names:
@@ -176,14 +178,24 @@ def _refuse_one_of_many(name: str, columns: Mapping[str, _Column]) -> None:
         )
 
 
-def _refuse_codes(name: str, kind: pa.DataType, columns: Mapping[str, _Column]) -> None:
-    """Raise InvalidInput for lists of integers with what their numbers are made of beside them."""
-    beside = companions(name, columns) if pa.types.is_integer(kind.value_type) else []
+def _refuse_integers(names: Sequence[str], columns: Mapping[str, _Column], integers: bool) -> None:
+    """Raise InvalidInput for vectors of integers, unless they are meant and nothing says that they are codes.
+
+    Of one column a number all have to be such: a float that is whole in every row becomes an integer here and there.
+    """
+    kinds = [columns[name].kind for name in names]
+    values = [number_kind(_lists_in(kind)) if _is_vector(kind) else kind for kind in kinds]
+    if not all(map(pa.types.is_integer, values)):
+        return
+    beside = companions(names[0], columns) if len(names) == 1 else []
     if beside:
         raise InvalidInput(
-            f"column {name!r}: expected lists of floats, got {kind} with {', '.join(map(repr, beside))} beside it: "
+            f"column {names[0]!r}: expected floats, got {kinds[0]} with {', '.join(map(repr, beside))} beside it: "
             "these are codes of a quantized table; write the numbers that they stand for"
         )
+    if not integers:
+        of = f"column {names[0]!r}" if len(names) == 1 else f"columns {names[0]!r} to {names[-1]!r}"
+        raise InvalidInput(f"{of}: {refused_integers(kinds[0])}. {TAKE_INTEGERS}")
 
 
 def _columns_in(schema: pa.Schema, folders: Mapping[str, pa.Scalar]) -> dict[str, _Column]:

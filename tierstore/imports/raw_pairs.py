@@ -31,12 +31,18 @@ _DYNAMICEMB = re.compile(r"(?P<table>.+)_emb_keys\.rank_(?P<rank>\d+)\.world_siz
 
 
 class RowsPart(NamedTuple):
-    """Rows from row `first` on of `place`: keys [n], an array of NumPy or Arrow, and vectors [n, dim]."""
+    """Rows from row `first` on of `place`: keys [n], an array of NumPy or Arrow, and vectors [n, dim].
+
+    `kept`: the number of each of them, from `first` on, where some rows between them have no key. `default`: the vector
+    [dim] that the source has for keys that are not there.
+    """
 
     place: str
     first: int
     keys: Any
     vectors: np.ndarray
+    kept: np.ndarray | None = None
+    default: np.ndarray | None = None
 
 
 def numbered(place: str, batches: Iterator[tuple[np.ndarray, ...]]) -> Iterator[RowsPart]:

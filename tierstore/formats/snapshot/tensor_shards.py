@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -287,15 +288,22 @@ def _blocks(tensors: Sequence[ShardTensor], spec: TableSpec, batch_rows: int, wi
         yield as_codes(codes, spec.key), vector, None, as_times(parts[1]) if len(parts) > 1 else None
 
 
-def read_tensors(tensors: Sequence[ShardTensor], batch_rows: int) -> Iterator[tuple[npt.NDArray[Any], ...]]:
-    """Tensors of one length in step: from each an array of its next `batch_rows` entries. bfloat16 becomes float32.
+def read_tensors(
+    tensors: Sequence[ShardTensor], batch_rows: int, begin: int = 0
+) -> Iterator[tuple[npt.NDArray[Any], ...]]:
+    """Tensors of one length in step: from each an array of its next `batch_rows` entries, from row `begin` on.
+
+    bfloat16 becomes float32.
 
     Raises Malformed if a file ends early.
     """
     rows = tensors[0].shape[0]
     with contextlib.ExitStack() as stack:
         streams = [stack.enter_context(tensor.open()) for tensor in tensors]
-        for first in range(0, rows, batch_rows):
+        for stream, tensor in zip(streams, tensors, strict=True):
+            if begin:
+                stream.seek(begin * math.prod(tensor.shape[1:]) * tensor.dtype.itemsize, os.SEEK_CUR)
+        for first in range(begin, rows, batch_rows):
             n = min(batch_rows, rows - first)
             yield tuple(_read_array(stream, tensor, n) for stream, tensor in zip(streams, tensors, strict=True))
 
