@@ -6,9 +6,10 @@ torch.distributed.checkpoint has cut over several `.safetensors` are put togethe
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,8 @@ from tierstore.formats.snapshot.tensor_shards import (
 )
 from tierstore.imports.raw_pairs import BATCH_ROWS
 
+SHARDING = "DCP_SHARDING_INFO"  # metadata of torch.distributed.checkpoint: what a file has is a part of each tensor
+
 
 class TensorKind(NamedTuple):
     """Shape and dtype of a tensor, as NumPy or PyTorch names it."""
@@ -33,6 +36,13 @@ class TensorKind(NamedTuple):
     @property
     def is_text(self) -> bool:
         return self.dtype.startswith(("<U", ">U", "|S"))
+
+
+class Piece(NamedTuple):
+    """What a file has of a tensor that others have other parts of, and where in the whole it begins."""
+
+    tensor: ShardTensor
+    offsets: tuple[int, ...]
 
 
 class NamedTensors(NamedTuple):
@@ -46,12 +56,30 @@ class NamedTensors(NamedTuple):
     read: Callable[[list[str], int], Iterator[tuple[np.ndarray, ...]]]
     unreadable: Mapping[str, str] = {}
     are_arrays: bool = False  # saved by themselves, and not as the weights of a module
+    pieces: Mapping[str, Piece] | None = None  # of a shard: `tensor_pieces.put_together` gives what can be read
 
 
 def read_safetensors_file(path: Path) -> NamedTensors:
     """The tensors of a `.safetensors` file. Raises Malformed."""
-    tensors, unreadable = safetensors_header(path)
-    return _named(path, tensors)._replace(unreadable=unreadable)
+    tensors, unreadable, metadata = safetensors_header(path)
+    sharding = metadata.get(SHARDING)
+    pieces = None if sharding is None else _pieces(tensors, sharding)
+    return _named(path, tensors)._replace(unreadable=unreadable, pieces=pieces)
+
+
+def _pieces(tensors: Mapping[str, ShardTensor], sharding: Any) -> dict[str, Piece]:
+    """Each tensor of a shard with where it begins in the whole, which the file's metadata says. Raises Malformed."""
+    pieces = {}
+    try:
+        entries = json.loads(sharding)
+        for name, tensor in tensors.items():
+            offsets = entries[name]["saved_offsets"] if name in entries else [0] * len(tensor.shape)
+            if len(offsets) != len(tensor.shape) or any(type(one) is not int or one < 0 for one in offsets):
+                raise ValueError(f"{name!r} of shape {list(tensor.shape)} begins at {offsets}")
+            pieces[name] = Piece(tensor, tuple(offsets))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise Malformed(f"its metadata {SHARDING} is not as PyTorch writes it: {error!r}") from error
+    return pieces
 
 
 def read_npz_file(path: Path) -> NamedTensors:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
+from pyarrow.fs import LocalFileSystem
 
 from tierstore.errors import InvalidInput, SnapshotError
 from tierstore.formats.columns import Malformed
@@ -22,6 +23,7 @@ from tierstore.formats.names import HUGECTR_KEYS
 from tierstore.formats.normalize import UnfitRow, guessed_key_type, refused_integers, vector_rows
 from tierstore.formats.row_times import Times, as_times
 from tierstore.formats.snapshot.reader import naming
+from tierstore.formats.snapshot.table_logs import DELTA_ADVICE, log_above
 from tierstore.imports.columns import (
     TAKE_INTEGERS,
     Chosen,
@@ -45,6 +47,7 @@ from tierstore.imports.places import (
     places_of,
 )
 from tierstore.imports.raw_pairs import RowsPart, read_hugectr, read_pairs
+from tierstore.imports.tensor_pieces import put_together
 from tierstore.imports.tensor_rows import rows_in_tensors
 from tierstore.imports.text_vectors import read_text
 from tierstore.imports.torch_tensors import read_distributed, read_saved
@@ -221,8 +224,8 @@ def _opened(place: RowsPlace, wanted: Wanted) -> Iterator[Block]:
 
 
 def _tensors(files: Sequence[Path]) -> list[NamedTensors]:
-    """The tensors of files, in order; arrays of one folder are together."""
-    found = [_tensors_of(file) for file in files if file.suffix.lower() != NPY]
+    """The tensors of files; arrays of one folder are together, and so are shards."""
+    found = put_together([_tensors_of(file) for file in files if file.suffix.lower() != NPY])
     for folder in npy_folders(files):
         with _errors_naming(str(folder[0])):
             found.append(read_npy_files(folder))
@@ -259,6 +262,7 @@ def _of_parts(file: str, parts: Iterator[RowsPart], wanted: Wanted) -> Iterator[
 def _of_file(place: RowsPlace, wanted: Wanted) -> Iterator[Block]:
     """Blocks of a file of columns. One without rows has none, whatever its columns: their types are then often null."""
     data = _dataset(place.path)
+    _refuse_delta(data)
     try:
         chosen = _chosen(data.schema, wanted, dict(place.folders))
     except InvalidInput as error:
@@ -332,8 +336,33 @@ def _side_by_side(columns: Mapping[str, Any], names: Sequence[str], integers: bo
     return np.stack(arrays, axis=1)
 
 
+_PHYSICAL_NAME = b"delta.columnMapping.physicalName"
+
+
+def _refuse_delta(source: Any) -> None:
+    """Raise InvalidInput for a Delta table in PyArrow's hands that gives other rows than the table has.
+
+    Where its columns are mapped, PyArrow looks the columns up in the files by the table's names for them, and finds nulls,
+    or a column that had this name once. A dataset of plain files knows no log. QueryBuilder reads both right; what it
+    gives is no object of PyArrow.
+    """
+    mapped = [one.name for one in source.schema if one.metadata is not None and _PHYSICAL_NAME in one.metadata]
+    if mapped:
+        raise InvalidInput(
+            f"columns {', '.join(map(repr, mapped[:3]))} are of a Delta table with column mapping, whose files have them "
+            f"under other names: PyArrow reads nulls there, or what had the name before. {DELTA_ADVICE}"
+        )
+    if isinstance(source, ds.FileSystemDataset) and isinstance(source.filesystem, LocalFileSystem):
+        for folder in {Path(file).parent for file in source.files}:
+            reason = log_above(folder / "file")
+            if reason is not None:
+                raise InvalidInput(reason)
+
+
 def _reader(source: Any) -> pa.RecordBatchReader:
     """Arrow batches of a frame, a table, or any object with Arrow's C stream interface."""
+    if isinstance(source, (ds.Dataset, pa.Table, pa.RecordBatch, pa.RecordBatchReader)):
+        _refuse_delta(source)
     if isinstance(source, pa.RecordBatch):
         source = pa.Table.from_batches([source])
     if isinstance(source, ds.Dataset):

@@ -85,7 +85,7 @@ def read_safetensors(
 ) -> Iterator[Block]:
     """Read a shard of `.safetensors`."""
     _refuse_strings(spec)
-    (tensors, unreadable), names = safetensors_header(path), _names(time)
+    (tensors, unreadable, _), names = safetensors_header(path), _names(time)
     for name in names:
         if name in unreadable:
             raise Malformed(f"tensor {name!r}: {unreadable[name]}")
@@ -148,8 +148,8 @@ def _narrower(key_bytes: int, vector_bytes: int, dim: int) -> str:
     return ""
 
 
-def safetensors_header(path: Location) -> tuple[dict[str, ShardTensor], dict[str, str]]:
-    """The tensors of a safetensors file, and why others in it cannot be read. All of its header is checked.
+def safetensors_header(path: Location) -> tuple[dict[str, ShardTensor], dict[str, str], dict[str, Any]]:
+    """The tensors of a safetensors file, why others in it cannot be read, and its metadata. All of its header is checked.
 
     Raises Malformed.
     """
@@ -164,7 +164,7 @@ def safetensors_header(path: Location) -> tuple[dict[str, ShardTensor], dict[str
             raise Malformed(f"not a safetensors file: its header is not JSON: {error}") from error
     if not isinstance(header, dict):
         raise Malformed("not a safetensors file: its header is not a JSON object")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
     begin = 8 + length
     tensors, unreadable, ranges = {}, {}, []
     for name, entry in header.items():
@@ -181,7 +181,7 @@ def safetensors_header(path: Location) -> tuple[dict[str, ShardTensor], dict[str
         reached = end
     if reached != size - begin:
         raise Malformed(f"expected {reached} bytes of data, as its header says, got {size - begin}")
-    return tensors, unreadable
+    return tensors, unreadable, metadata if isinstance(metadata, dict) else {}
 
 
 def _safetensor(path: Location, begin: int, name: str, entry: Any) -> tuple[ShardTensor | str, int, int]:
