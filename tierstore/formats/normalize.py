@@ -45,7 +45,7 @@ def vector_rows(vectors: Any, *, integers: bool = False) -> npt.NDArray[Any]:
     if rows.dtype.kind in "iu":
         if not (integers or _is_typed_by_hand(vectors)):
             raise InvalidInput(
-                f"{refused_integers(rows.dtype)}; if they are the numbers themselves, give them as floats: "
+                f"{refused_integers(rows.dtype)}. If these are the numbers themselves, give them as floats: "
                 ".astype('float32')"
             )
         return rows.astype(np.float32)
@@ -55,9 +55,8 @@ def vector_rows(vectors: Any, *, integers: bool = False) -> npt.NDArray[Any]:
 def refused_integers(kind: object) -> str:
     """Why integers of a type are not taken for the numbers of vectors, the same in every way in."""
     return (
-        f"expected floats, got {kind}: integers are most often the codes of a quantized table, whose numbers follow from "
-        "scales that are elsewhere. Give the table as it was before it was quantized, or the numbers that the codes "
-        "stand for"
+        f"expected rows of floats, got {kind}; save the numbers that they stand for: integers are most often the codes of "
+        "a quantized table, whose numbers follow from scales that are elsewhere"
     )
 
 

@@ -190,7 +190,7 @@ def _refuse_integers(names: Sequence[str], columns: Mapping[str, _Column], integ
     beside = companions(names[0], columns) if len(names) == 1 else []
     if beside:
         raise InvalidInput(
-            f"column {names[0]!r}: expected floats, got {kinds[0]} with {', '.join(map(repr, beside))} beside it: "
+            f"column {names[0]!r}: expected rows of floats, got {kinds[0]} with {', '.join(map(repr, beside))} beside it: "
             "these are codes of a quantized table; write the numbers that they stand for"
         )
     if not integers:

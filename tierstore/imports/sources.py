@@ -371,12 +371,15 @@ def _reader(source: Any) -> pa.RecordBatchReader:
         return source.to_reader(_BATCH_ROWS)
     if type(source).__name__ == "LazyFrame":  # of Polars
         source = source.collect()
+    if type(source).__module__.startswith("dask"):
+        raise InvalidInput("got a frame of Dask: write it by to_parquet(…) and pass the path, or pass its compute()")
     if hasattr(source, "iloc"):  # pandas: a named index may be the key
         named = any(name is not None for name in source.index.names)
         return pa.Table.from_pandas(source, preserve_index=named).to_reader(_BATCH_ROWS)
     if hasattr(source, "__arrow_c_stream__"):
         return pa.RecordBatchReader.from_stream(source)
+    name = type(source).__name__
     raise InvalidInput(
         "expected paths, a data frame (pandas, Polars, DuckDB), Arrow data or a mapping of columns, got "
-        f"{type(source).__name__}; write it as Parquet and pass the path"
+        f"{name}{f'. {DELTA_ADVICE}' if name == 'DeltaTable' else '; write it as Parquet and pass the path'}"
     )

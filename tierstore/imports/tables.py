@@ -289,6 +289,8 @@ def _import_one(snapshot: SnapshotWriter, table: TableSource, done: int, report:
             row, reason = found
             raise bad_row(reason, block.file, block.row(row)) from error
         report(done + seen + nulls)
+    if last is not None and seen != len(last):
+        raise InvalidInput(_TWICE)
     if writer is None:
         left = f": {nulls} rows with a null were left out" if nulls else ""
         raise SnapshotError(
@@ -333,10 +335,13 @@ def _not_finite(vectors: npt.NDArray[Any], dtype: StorageDtype) -> tuple[int, st
     return None
 
 
+_TWICE = "expected a source that can be read twice to find duplicate keys, got a reader of batches: give all as a table"
+
+
 def _last_rows(table: TableSource) -> npt.NDArray[np.bool_]:
     """Which rows of a table are the last of their key, of all that are read. Reads the source once."""
-    if isinstance(table.source, pa.RecordBatchReader):
-        raise InvalidInput("expected a source that can be read twice to find duplicate keys, got a reader of batches")
+    if hasattr(table.source, "read_next_batch") or hasattr(table.source, "__next__"):  # of PyArrow, arro3 and others
+        raise InvalidInput(_TWICE)
     read = (block.keys for block in blocks(table.source, table.wanted) if len(block.keys))
     keys = [one if isinstance(one, pa.Array) else pa.array(np.asarray(one)) for one in read]
     if len({one.type for one in keys}) != 1:  # which the import refuses

@@ -5,6 +5,7 @@ The files of a source are one set, as a large checkpoint is cut into several. On
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 from tierstore.errors import SnapshotError
@@ -15,7 +16,10 @@ from tierstore.imports.named_tensors import NamedTensors, TensorKind
 from tierstore.imports.raw_pairs import RowsPart, numbered
 from tierstore.imports.row_maps import is_codebook, managed_module, rows_by_id, rows_by_token
 
+log = logging.getLogger(__name__)
+
 _KEY, _VECTOR = "key", "vector"  # the defaults of `import_table`: no tensor was named
+_ROW_NUMBER = "row_number"  # as a name for keys: the numbers of the rows, whatever lies beside them
 _SHOWN = 20  # tensors in an error
 
 
@@ -25,7 +29,8 @@ def rows_in_tensors(
     """The rows of the tensor `vector`, by batches; keys are the tensor `key`, or the rows' numbers where none is named.
 
     Of several files those without it are passed over. Where other tensors say which row a key has, the rows come by
-    them (`row_maps.py`). `has_default`: absent keys get what the caller says. SnapshotError, before anything is read,
+    them (`row_maps.py`), unless the key is `row_number`. What else is beside the rows and may be about each is refused
+    or logged, so that nobody takes it for read. `has_default`: absent keys get what the caller says. SnapshotError, before anything is read,
     for a name that does not fit (it names the tensors that there are), and for rows that are codes.
     """
     kinds = {name: kind for file in reversed(files) for name, kind in file.kinds.items()}
@@ -39,12 +44,15 @@ def rows_in_tensors(
     holding = [file for file in files if rows in file.kinds]
     for file in holding:
         _refuse_codes(str(file.place), rows, file.kinds[rows].dtype, kinds, integers)
+    by_number = key == _ROW_NUMBER and key not in kinds
     named = None if key == _KEY and key not in kinds else key
-    module = managed_module(kinds, rows, named)
+    module = None if by_number else managed_module(kinds, rows, named)
     if module is not None:
         return rows_by_id(files, _only(holding, rows, place), rows, module, has_default=has_default)
     if named is None and is_codebook(kinds, rows):
         return rows_by_token(files, _only(holding, rows, place), rows)
+    if not by_number:
+        _check_beside(place, kinds, rows, named, may_be_keys=not any(file.are_arrays for file in holding))
     chosen = [(file, _with_keys(file, rows, key)) for file in holding]
     numbered_files = [str(file.place) for file, names in chosen if len(names) == 1]
     if len(numbered_files) > 1:
@@ -67,12 +75,18 @@ def _only(holding: Sequence[NamedTensors], rows: str, place: str) -> NamedTensor
 def _with_keys(file: NamedTensors, rows: str, key: str) -> list[str]:
     """The tensor of the rows, and that of their keys unless these are the rows' numbers."""
     place, kinds = str(file.place), file.kinds
+    if key == _ROW_NUMBER and key not in kinds:
+        return [rows]
     if key == _KEY and key not in kinds:
         fitting = [name for name, kind in kinds.items() if _may_be_keys(kind, kinds[rows])]
         if not file.are_arrays or not fitting:
             return [rows]
         if len(fitting) > 1:
-            raise SnapshotError(f"name the array of keys by --key (key=): {_shown(kinds, fitting)}", file=place)
+            raise SnapshotError(
+                f"name the array of keys by --key (key=): {_shown(kinds, fitting)}; or {_ROW_NUMBER}, where keys are the "
+                "numbers of the rows",
+                file=place,
+            )
         key = fitting[0]
     keys = _choose(place, kinds, key, 1)
     if not _are_keys(kinds[keys]):
@@ -84,6 +98,32 @@ def _with_keys(file: NamedTensors, rows: str, key: str) -> list[str]:
             f"expected a key for each row, got {kinds[keys].shape[0]} keys and {kinds[rows].shape[0]} rows", file=place
         )
     return [rows, keys]
+
+
+def _check_beside(
+    place: str, kinds: Mapping[str, TensorKind], rows: str, key: str | None, *, may_be_keys: bool
+) -> None:
+    """Look at what is in the module of the rows and has an entry for each of them, or leads to them.
+
+    SnapshotError for integers, where no keys are named: they may be the keys. What else there is, is logged.
+    """
+    module, count = rows.rpartition(".")[0], kinds[rows].shape[0]
+    beside = {
+        name: kind
+        for name, kind in kinds.items()
+        if name not in (rows, key)
+        and name.rpartition(".")[0] == module
+        and (kind.shape in ((count,), (count, 1)) or (len(kind.shape) == 1 and "map" in name.rpartition(".")[2]))
+    }
+    integers = [name for name, kind in beside.items() if kind.dtype.startswith(("int", "uint"))]
+    if integers and key is None and may_be_keys:
+        raise SnapshotError(
+            f"beside {_shown(kinds, [rows])} lie integers that may say which key each row has: {_shown(kinds, integers)}. "
+            f"--key (key=) names the tensor of keys; --key {_ROW_NUMBER}, where keys are the numbers of the rows",
+            file=place,
+        )
+    if beside:
+        log.warning("%s: of tensor %r, these were not read: %s", place, rows, _shown(kinds, list(beside)))
 
 
 def _may_be_keys(kind: TensorKind, rows: TensorKind) -> bool:
