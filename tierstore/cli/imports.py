@@ -55,7 +55,8 @@ Dim = Annotated[
 Integers = Annotated[
     bool,
     typer.Option(
-        "--integers", help="Vectors of integers are the numbers themselves; else refused, as codes of a quantized table."
+        "--integers",
+        help="Vectors of integers are the numbers themselves; else refused, as codes of a quantized table.",
     ),
 ]
 OnNull = Annotated[str | None, option("WHAT", "Rows with a null: fail (default), or skip.")]
@@ -85,7 +86,8 @@ def import_(
     key_type: Annotated[str | None, option("TYPE", "int64, uint64 or string (default: as the column has it).")] = None,
     dtype: DType = None,
     default: Annotated[
-        str | None, option("WHAT", "What absent keys get: zeros or mean (default: the source's own row for them, or zeros).")
+        str | None,
+        option("WHAT", "What absent keys get: zeros or mean (default: the source's own row for them, or zeros)."),
     ] = None,
     ttl: Ttl = None,
     time_column: TimeColumn = None,

@@ -71,13 +71,13 @@ def _pieces(tensors: Mapping[str, ShardTensor], sharding: Any) -> dict[str, Piec
     """Each tensor of a shard with where it begins in the whole, which the file's metadata says. Raises Malformed."""
     pieces = {}
     try:
-        entries = json.loads(sharding)
+        entries = dict(json.loads(sharding).items())
         for name, tensor in tensors.items():
             offsets = entries[name]["saved_offsets"] if name in entries else [0] * len(tensor.shape)
             if len(offsets) != len(tensor.shape) or any(type(one) is not int or one < 0 for one in offsets):
                 raise ValueError(f"{name!r} of shape {list(tensor.shape)} begins at {offsets}")
             pieces[name] = Piece(tensor, tuple(offsets))
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise Malformed(f"its metadata {SHARDING} is not as PyTorch writes it: {error!r}") from error
     return pieces
 
@@ -106,5 +106,3 @@ def _named(place: Path, tensors: Mapping[str, ShardTensor]) -> NamedTensors:
         {name: TensorKind(tensor.shape, tensor.dtype_name) for name, tensor in tensors.items()},
         lambda names, first: read_tensors([tensors[name] for name in names], BATCH_ROWS, first),
     )
-
-

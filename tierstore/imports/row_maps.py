@@ -101,7 +101,9 @@ def rows_by_token(files: Sequence[NamedTensors], holding: NamedTensors, rows: st
     else:
         mapping = _column(files, "mapping")
         if len(mapping) and not 0 <= int(mapping.min()) <= int(mapping.max()) < count:
-            raise SnapshotError(f"'mapping': expected rows 0 to {count - 1} of {rows!r}, got {mapping.max()}", file=place)
+            raise SnapshotError(
+                f"'mapping': expected rows 0 to {count - 1} of {rows!r}, got {mapping.max()}", file=place
+            )
         book = np.concatenate([block for (block,) in holding.read([rows], 0)])
         tokens = len(mapping)
         batches = ((book[mapping[i : i + BATCH_ROWS]],) for i in range(0, tokens, BATCH_ROWS))

@@ -332,7 +332,9 @@ def _side_by_side(columns: Mapping[str, Any], names: Sequence[str], integers: bo
         if len(array) != len(arrays[0]):
             raise InvalidInput(f"column {name!r}: expected {len(arrays[0])} numbers, as before, got {len(array)}")
     if not integers and all(array.dtype.kind in "iu" for array in arrays):
-        raise InvalidInput(f"columns {names[0]!r} to {names[-1]!r}: {refused_integers(arrays[0].dtype)}. {TAKE_INTEGERS}")
+        raise InvalidInput(
+            f"columns {names[0]!r} to {names[-1]!r}: {refused_integers(arrays[0].dtype)}. {TAKE_INTEGERS}"
+        )
     return np.stack(arrays, axis=1)
 
 

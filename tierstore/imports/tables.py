@@ -153,7 +153,20 @@ def import_table(
     SnapshotError names file, row and reason.
     """
     features = (Feature(feature or table, combiner, padding_key),)
-    columns = (key, vector, key_type, dtype, default, features, ttl_s, time_column, on_null, on_duplicate, dim, integers)
+    columns = (
+        key,
+        vector,
+        key_type,
+        dtype,
+        default,
+        features,
+        ttl_s,
+        time_column,
+        on_null,
+        on_duplicate,
+        dim,
+        integers,
+    )
     one = TableSource(table, source, *columns)
     calls: dict[str, Any] = {"progress": progress, "left_out": left_out}
     return import_tables([one], model=model, dense=dense, out=out, version=version, delta_seq=delta_seq, **calls)

@@ -62,7 +62,9 @@ def _whole(folder: Path, name: str, parts: Sequence[Piece]) -> TensorKind:
     """The kind of the tensor that these pieces are."""
     first = parts[0].tensor
     if any(len(one.tensor.shape) != len(first.shape) or one.tensor.dtype_name != first.dtype_name for one in parts):
-        raise SnapshotError(f"tensor {name!r}: expected pieces of one dtype and of as many dimensions", file=str(folder))
+        raise SnapshotError(
+            f"tensor {name!r}: expected pieces of one dtype and of as many dimensions", file=str(folder)
+        )
     edges = [
         sorted({0, *(one.offsets[i] for one in parts), *(one.offsets[i] + one.tensor.shape[i] for one in parts)})
         for i in range(len(first.shape))

@@ -51,8 +51,9 @@ def rows_in_tensors(
         return rows_by_id(files, _only(holding, rows, place), rows, module, has_default=has_default)
     if named is None and is_codebook(kinds, rows):
         return rows_by_token(files, _only(holding, rows, place), rows)
-    if not by_number:
-        _check_beside(place, kinds, rows, named, may_be_keys=not any(file.are_arrays for file in holding))
+    beside = [] if by_number else _beside(kinds, rows, named)
+    if named is None and not any(file.are_arrays for file in holding):
+        _refuse_integers(place, kinds, rows, beside)
     chosen = [(file, _with_keys(file, rows, key)) for file in holding]
     numbered_files = [str(file.place) for file, names in chosen if len(names) == 1]
     if len(numbered_files) > 1:
@@ -61,7 +62,19 @@ def rows_in_tensors(
             "name one of the files; or a tensor of keys by --key (key=)",
             file=place,
         )
-    return (part for file, names in chosen for part in numbered(str(file.place), file.read(names, 0)))
+    read = {name for _, names in chosen for name in names}
+    unread = _shown(kinds, [name for name in beside if name not in read])
+    return _parts(
+        chosen, f"{place}: beside tensor {rows!r}, these were not read: {unread}" if set(beside) - read else ""
+    )
+
+
+def _parts(chosen: Sequence[tuple[NamedTensors, list[str]]], warning: str) -> Iterator[RowsPart]:
+    """The rows; what there is to say of what is not read is said once, when they are."""
+    if warning:
+        log.warning(warning)
+    for file, names in chosen:
+        yield from numbered(str(file.place), file.read(names, 0))
 
 
 def _only(holding: Sequence[NamedTensors], rows: str, place: str) -> NamedTensors:
@@ -100,30 +113,27 @@ def _with_keys(file: NamedTensors, rows: str, key: str) -> list[str]:
     return [rows, keys]
 
 
-def _check_beside(
-    place: str, kinds: Mapping[str, TensorKind], rows: str, key: str | None, *, may_be_keys: bool
-) -> None:
-    """Look at what is in the module of the rows and has an entry for each of them, or leads to them.
-
-    SnapshotError for integers, where no keys are named: they may be the keys. What else there is, is logged.
-    """
+def _beside(kinds: Mapping[str, TensorKind], rows: str, key: str | None) -> list[str]:
+    """What else is in the module of the rows, and has a number for each of them or leads to them."""
     module, count = rows.rpartition(".")[0], kinds[rows].shape[0]
-    beside = {
-        name: kind
+    return [
+        name
         for name, kind in kinds.items()
         if name not in (rows, key)
         and name.rpartition(".")[0] == module
         and (kind.shape in ((count,), (count, 1)) or (len(kind.shape) == 1 and "map" in name.rpartition(".")[2]))
-    }
-    integers = [name for name, kind in beside.items() if kind.dtype.startswith(("int", "uint"))]
-    if integers and key is None and may_be_keys:
+    ]
+
+
+def _refuse_integers(place: str, kinds: Mapping[str, TensorKind], rows: str, beside: Sequence[str]) -> None:
+    """Raise SnapshotError for integers beside the rows, which may be their keys."""
+    integers = [name for name in beside if kinds[name].dtype.startswith(("int", "uint"))]
+    if integers:
         raise SnapshotError(
             f"beside {_shown(kinds, [rows])} lie integers that may say which key each row has: {_shown(kinds, integers)}. "
             f"--key (key=) names the tensor of keys; --key {_ROW_NUMBER}, where keys are the numbers of the rows",
             file=place,
         )
-    if beside:
-        log.warning("%s: of tensor %r, these were not read: %s", place, rows, _shown(kinds, list(beside)))
 
 
 def _may_be_keys(kind: TensorKind, rows: TensorKind) -> bool:
