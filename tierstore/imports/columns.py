@@ -263,7 +263,11 @@ def _is_vector(kind: pa.DataType) -> bool:
 
 
 def _unwrapped(column: pa.Array) -> pa.Array:
-    """The lists of BigQuery as plain ones; other columns as they are."""
+    """The lists of BigQuery and list views as plain ones; other columns as they are.
+
+    """
+    if pa.types.is_list_view(column.type) or pa.types.is_large_list_view(column.type):
+        column = _in_order(column)
     if _is_spark_vector(column.type) or not _is_vector(column.type):
         return column
     if pa.types.is_struct(column.type):
@@ -273,6 +277,15 @@ def _unwrapped(column: pa.Array) -> pa.Array:
         kind, buffers = pa.list_(numbers.type), column.buffers()[:2]
         column = pa.Array.from_buffers(kind, len(column), buffers, -1, column.offset, [numbers])
     return column
+
+
+def _in_order(views: pa.Array) -> pa.Array:
+    """List views as lists. Views may lie in any order over their numbers: Arrow's flattening follows it, its parent indices
+    and its casts to lists do not."""
+    lengths = pc.fill_null(pc.list_value_length(views), 0).to_numpy(zero_copy_only=False)
+    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    mask = views.is_null() if views.null_count else None
+    return pa.LargeListArray.from_arrays(pa.array(offsets), pc.list_flatten(views), mask=mask)
 
 
 # --- batches
@@ -351,7 +364,11 @@ def vectors_of(batch: pa.RecordBatch, chosen: Chosen) -> npt.NDArray[Any]:
     name = chosen.vectors[0]
     column = batch.column(name)
     if _is_spark_vector(column.type):
-        column = _dense(column, name)
+        return _spark_rows(column, name)
+    return _rows(column, name)
+
+
+def _rows(column: pa.Array, name: str) -> npt.NDArray[Any]:
     try:
         return list_rows(column)
     except UnfitRow as error:
@@ -376,16 +393,32 @@ def without_nulls(batch: pa.RecordBatch, chosen: Chosen) -> tuple[pa.RecordBatch
     return batch.filter(pa.array(valid)), np.flatnonzero(valid)
 
 
-def _dense(column: pa.StructArray, name: str) -> pa.Array:
+def _spark_rows(column: pa.StructArray, name: str) -> npt.NDArray[Any]:
+    """Vectors of `ml.linalg`, of which Spark's VectorAssembler stores each in the form that takes fewer bytes."""
     if column.null_count:
         raise UnfitRow(_first_null(column), f"column {name!r} is null; {SKIP_NULLS}")
-    sparse = pc.not_equal(pc.struct_field(column, "type"), 1)
-    if pc.any(sparse).as_py():
-        row = int(np.argmax(sparse.to_numpy(zero_copy_only=False)))
+    sparse = pc.not_equal(pc.struct_field(column, "type"), 1).to_numpy(zero_copy_only=False)
+    values = pc.struct_field(column, "values")
+    if not sparse.any():
+        return _rows(values, name)
+    row = int(np.argmax(sparse))
+    parts = {one: pc.struct_field(column, one) for one in ("size", "indices") if column.type.get_field_index(one) >= 0}
+    sizes, places, numbers = (one.filter(pa.array(sparse)) for one in (parts["size"], parts["indices"], values))
+    if sizes.null_count or places.null_count or numbers.null_count or pc.list_flatten(numbers).null_count:
         raise UnfitRow(
             row, f"column {name!r}: expected dense vectors, got a sparse one; convert it with vector_to_array"
         )
-    return pc.struct_field(column, "values")
+    dim = sizes[0].as_py() if sparse.all() else len(values[int(np.argmin(sparse))])
+    other = np.flatnonzero(sizes.to_numpy(zero_copy_only=False) != dim)
+    at = pc.list_flatten(places).to_numpy(zero_copy_only=False)
+    if len(other) or (len(at) and not 0 <= at.min() <= at.max() < dim):
+        row = int(np.flatnonzero(sparse)[other[0] if len(other) else 0])
+        raise UnfitRow(row, f"column {name!r}: expected {dim} numbers, as the vectors before it have, got {sizes[0]}")
+    rows = np.zeros((len(column), dim))
+    rows[np.flatnonzero(sparse)[pc.list_parent_indices(places).to_numpy(zero_copy_only=False)], at] = pc.list_flatten(numbers)
+    if not sparse.all():
+        rows[~sparse] = _rows(values.filter(pa.array(~sparse)), name)
+    return rows
 
 
 def _first_null(column: pa.Array) -> int:
