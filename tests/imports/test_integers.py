@@ -179,7 +179,7 @@ def test_what_keras_has_quantized_is_refused(tmp_path: Path, bits: int, monkeypa
     model.quantize(f"int{bits}")
     codes = keras.ops.convert_to_numpy(layer.embeddings)
     assert codes.dtype.kind in "iu", "which Keras gives for the rows"
-    with pytest.raises(SnapshotError, match="expected rows of floats, got u?int8"):
+    with pytest.raises(SnapshotError, match=r"expected rows of floats, got u?int8"):
         SnapshotWriter(tmp_path, model="ctr", version=1).table("item", dim=codes.shape[1]).write(np.arange(6), codes)
 
 

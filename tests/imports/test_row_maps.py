@@ -99,7 +99,7 @@ def test_ids_that_do_not_fit_their_rows_are_refused(tmp_path: Path, change: dict
 def test_ids_of_a_hash_zch_need_a_default(tmp_path: Path) -> None:
     ids = np.array([[-1], [17], [-1], [5], [4711], [-1]])
     safetensors(tmp_path / "a.safetensors", {WEIGHT: ROWS, f"{MODULE}._hash_zch_identities": ids})
-    with pytest.raises(SnapshotError, match="whichever row its hash led to.*--default zeros or mean"):
+    with pytest.raises(SnapshotError, match=r"whichever row its hash led to.*--default zeros or mean"):
         imported(tmp_path / "a.safetensors", tmp_path / "refused", vector=WEIGHT)
     rows, _ = imported(tmp_path / "a.safetensors", tmp_path / "s", vector=WEIGHT, default="zeros")
     assert rows == {17: ROWS[1].tolist(), 5: ROWS[3].tolist(), 4711: ROWS[4].tolist()}

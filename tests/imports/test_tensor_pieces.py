@@ -114,7 +114,7 @@ def test_a_whole_beside_its_pieces_is_named(tmp_path: Path) -> None:
 def test_offsets_that_are_none_are_refused(tmp_path: Path, info: str) -> None:
     safetensors(tmp_path / "a.safetensors", {"item.weight": SMALL}, {"DCP_SHARDING_INFO": info})
     with pytest.raises(
-        SnapshotError, match="a.safetensors: its metadata DCP_SHARDING_INFO is not as PyTorch writes it"
+        SnapshotError, match=r"a.safetensors: its metadata DCP_SHARDING_INFO is not as PyTorch writes it"
     ):
         imported(tmp_path / "a.safetensors", tmp_path / "s")
 

@@ -55,8 +55,8 @@ def vector_rows(vectors: Any, *, integers: bool = False) -> npt.NDArray[Any]:
 def refused_integers(kind: object) -> str:
     """Why integers of a type are not taken for the numbers of vectors, the same in every way in."""
     return (
-        f"expected rows of floats, got {kind}; save the numbers that they stand for: integers are most often the codes of "
-        "a quantized table, whose numbers follow from scales that are elsewhere"
+        f"expected rows of floats, got {kind}; save the numbers that they stand for: integers are most often the codes "
+        "of a quantized table, whose numbers follow from scales that are elsewhere"
     )
 
 

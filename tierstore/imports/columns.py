@@ -86,7 +86,9 @@ def choose_columns(
     of times. `folders`: columns by the names of the file's folders. `dim`: numbers of a vector, where that is said.
     `integers`: vectors of integers are meant. Raises InvalidInput.
     """
-    folders = folders or {}
+    folders = dict(folders or {})
+    if key in folders and key not in schema.names and pa.types.is_date(folders[key].type):
+        folders[key] = pa.scalar(str(folders[key]))  # as a key it is text, as in the folder's name
     columns = _columns_in(schema, folders)
     listed = _listed(schema, folders)
     if time is not None and time not in columns:
@@ -190,8 +192,8 @@ def _refuse_integers(names: Sequence[str], columns: Mapping[str, _Column], integ
     beside = companions(names[0], columns) if len(names) == 1 else []
     if beside:
         raise InvalidInput(
-            f"column {names[0]!r}: expected rows of floats, got {kinds[0]} with {', '.join(map(repr, beside))} beside it: "
-            "these are codes of a quantized table; write the numbers that they stand for"
+            f"column {names[0]!r}: expected rows of floats, got {kinds[0]} with {', '.join(map(repr, beside))} beside "
+            "it: these are codes of a quantized table; write the numbers that they stand for"
         )
     if not integers:
         of = f"column {names[0]!r}" if len(names) == 1 else f"columns {names[0]!r} to {names[-1]!r}"
@@ -263,9 +265,7 @@ def _is_vector(kind: pa.DataType) -> bool:
 
 
 def _unwrapped(column: pa.Array) -> pa.Array:
-    """The lists of BigQuery and list views as plain ones; other columns as they are.
-
-    """
+    """The lists of BigQuery and list views as plain ones; other columns as they are."""
     if pa.types.is_list_view(column.type) or pa.types.is_large_list_view(column.type):
         column = _in_order(column)
     if _is_spark_vector(column.type) or not _is_vector(column.type):
@@ -280,8 +280,11 @@ def _unwrapped(column: pa.Array) -> pa.Array:
 
 
 def _in_order(views: pa.Array) -> pa.Array:
-    """List views as lists. Views may lie in any order over their numbers: Arrow's flattening follows it, its parent indices
-    and its casts to lists do not."""
+    """List views as lists.
+
+    Views may lie in any order over their numbers: Arrow's flattening follows it, its parent indices and its casts to
+    lists do not.
+    """
     lengths = pc.fill_null(pc.list_value_length(views), 0).to_numpy(zero_copy_only=False)
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     mask = views.is_null() if views.null_count else None
@@ -408,6 +411,10 @@ def _spark_rows(column: pa.StructArray, name: str) -> npt.NDArray[Any]:
         raise UnfitRow(
             row, f"column {name!r}: expected dense vectors, got a sparse one; convert it with vector_to_array"
         )
+    unlike = pc.not_equal(pc.list_value_length(places), pc.list_value_length(numbers)).to_numpy(zero_copy_only=False)
+    if unlike.any():
+        row = int(np.flatnonzero(sparse)[np.argmax(unlike)])
+        raise UnfitRow(row, f"column {name!r}: expected as many numbers as indices of a sparse vector")
     dim = sizes[0].as_py() if sparse.all() else len(values[int(np.argmin(sparse))])
     other = np.flatnonzero(sizes.to_numpy(zero_copy_only=False) != dim)
     at = pc.list_flatten(places).to_numpy(zero_copy_only=False)
@@ -415,7 +422,9 @@ def _spark_rows(column: pa.StructArray, name: str) -> npt.NDArray[Any]:
         row = int(np.flatnonzero(sparse)[other[0] if len(other) else 0])
         raise UnfitRow(row, f"column {name!r}: expected {dim} numbers, as the vectors before it have, got {sizes[0]}")
     rows = np.zeros((len(column), dim))
-    rows[np.flatnonzero(sparse)[pc.list_parent_indices(places).to_numpy(zero_copy_only=False)], at] = pc.list_flatten(numbers)
+    rows[np.flatnonzero(sparse)[pc.list_parent_indices(places).to_numpy(zero_copy_only=False)], at] = pc.list_flatten(
+        numbers
+    )
     if not sparse.all():
         rows[~sparse] = _rows(values.filter(pa.array(~sparse)), name)
     return rows

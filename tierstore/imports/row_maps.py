@@ -1,8 +1,8 @@
 """Rows that are found by way of other tensors: which row a key has, where that is not the row's number.
 
-    TorchRec, MCH    `…item._mch_sorted_raw_ids` and `…item._mch_remapped_ids_mapping` beside `…item.weight`: the id at a
-                     place of the one has the row at that place of the other; 2^63 - 1 stands where no id is. An id that
-                     is not there reads the last row (`_mch_remap` in torchrec/modules/mc_modules.py, 1.8.0)
+    TorchRec, MCH    `…item._mch_sorted_raw_ids` and `…item._mch_remapped_ids_mapping` beside `…item.weight`: the id at
+                     a place of the one has the row at that place of the other; 2^63 - 1 stands where no id is. An id
+                     that is not there reads the last row (`_mch_remap` in torchrec/modules/mc_modules.py, 1.8.0)
     TorchRec, hash   `…item._hash_zch_identities`: the id of each row, -1 where none is. An id that is not there reads
     ZCH              whichever row its hash leads to (torchrec/modules/hash_mc_modules.py, 1.8.0)
     model2vec        `mapping` and `weights` beside `embeddings`: token `i` is row `mapping[i]`, times `weights[i]`
@@ -48,7 +48,7 @@ def managed_module(kinds: Mapping[str, TensorKind], rows: str, key: str | None) 
 def rows_by_id(
     files: Sequence[NamedTensors], holding: NamedTensors, rows: str, module: str, *, has_default: bool
 ) -> Iterator[RowsPart]:
-    """The rows of a table with managed collisions, under the ids that lead to them; those without an id are passed over.
+    """The rows of a table with managed collisions, under the ids that lead to them; those without are passed over.
 
     The part's `default` is the row of ids that are not there. SnapshotError where no one row is that, and the table has
     no default of its own.
@@ -121,8 +121,8 @@ def _by_row(place: str, ids: npt.NDArray[np.int64], rows: npt.NDArray[np.int64],
     """The id of each row, `_NO_ID` for none. SnapshotError where two ids have one row, or one has none."""
     if ids.shape != rows.shape or len(ids) != count:
         raise SnapshotError(
-            f"expected an id and its row, or a free place, for each of {count} rows, got {len(ids)} ids and {len(rows)} "
-            "rows of them",
+            f"expected an id and its row, or a free place, for each of {count} rows, got {len(ids)} ids and "
+            f"{len(rows)} rows of them",
             file=place,
         )
     taken = rows[ids != _NO_ID]

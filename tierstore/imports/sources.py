@@ -344,15 +344,15 @@ _PHYSICAL_NAME = b"delta.columnMapping.physicalName"
 def _refuse_delta(source: Any) -> None:
     """Raise InvalidInput for a Delta table in PyArrow's hands that gives other rows than the table has.
 
-    Where its columns are mapped, PyArrow looks the columns up in the files by the table's names for them, and finds nulls,
-    or a column that had this name once. A dataset of plain files knows no log. QueryBuilder reads both right; what it
-    gives is no object of PyArrow.
+    Where its columns are mapped, PyArrow looks the columns up in the files by the table's names for them, and finds
+    nulls, or a column that had this name once. A dataset of plain files knows no log. QueryBuilder reads both right;
+    what it gives is no object of PyArrow.
     """
     mapped = [one.name for one in source.schema if one.metadata is not None and _PHYSICAL_NAME in one.metadata]
     if mapped:
         raise InvalidInput(
-            f"columns {', '.join(map(repr, mapped[:3]))} are of a Delta table with column mapping, whose files have them "
-            f"under other names: PyArrow reads nulls there, or what had the name before. {DELTA_ADVICE}"
+            f"columns {', '.join(map(repr, mapped[:3]))} are of a Delta table with column mapping, whose files have "
+            f"them under other names: PyArrow reads nulls there, or what had the name before. {DELTA_ADVICE}"
         )
     if isinstance(source, ds.FileSystemDataset) and isinstance(source.filesystem, LocalFileSystem):
         for folder in {Path(file).parent for file in source.files}:

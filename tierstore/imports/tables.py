@@ -134,7 +134,7 @@ def import_table(
             padding_key: a key that never counts.
         key_type: `int64`, `uint64` or `string`; default that of the column.
         dtype: how rows are stored: default float16 where the vectors are, else float32.
-        default: the vector of keys that the table does not hold: `zeros`, `mean`, or `dim` numbers. Not given, it is the
+        default: the vector of keys that the table does not hold: `zeros`, `mean`, or `dim` numbers. Else it is the
             source's own where that has one (TorchRec's managed collisions), else zeros.
         ttl_s: rows that were not written for so long expire: seconds, or a time such as `30d`. time_column:
             the column that says when each row was written (seconds since 1970, timestamps or dates); default
@@ -144,8 +144,8 @@ def import_table(
             It reads the keys first, and holds them in memory.
         dim: numbers of a vector: other vectors are refused. Files that do not say it (HugeCTR, TFRA, dynamicemb) are
             compared with it.
-        integers: vectors of integers are the numbers themselves; else they are refused, as most such are the codes of a
-            quantized table, whose numbers follow from scales that are elsewhere.
+        integers: vectors of integers are the numbers themselves; else they are refused, as most such are the codes of
+            a quantized table, whose numbers follow from scales that are elsewhere.
         dense: an ONNX file that scores the rows. left_out: called at the end of the table with what was left out.
         out: the directory; default `snapshots/<model>/<version>`. version: default the time, as 20261120093000.
         delta_seq: deltas up to this one are in the rows already.

@@ -1,9 +1,9 @@
 """Tensors that torch.distributed.checkpoint has cut over `.safetensors` files, put together.
 
-Its `HuggingFaceStorageWriter(save_distributed=True)` lets each rank write what it has, by rows or by columns, under the
-name of the whole. Where a piece begins stands in the file's metadata (`DCP_SHARDING_INFO`); the shape of the whole stands
-nowhere, and is how far the pieces reach. Layout: torch/distributed/checkpoint/_hf_utils.py, PyTorch 2.13. One thread at
-a time.
+Its `HuggingFaceStorageWriter(save_distributed=True)` lets each rank write what it has, by rows or by columns, under
+the name of the whole. Where a piece begins stands in the file's metadata (`DCP_SHARDING_INFO`); the shape of the whole
+stands nowhere, and is how far the pieces reach. Layout: torch/distributed/checkpoint/_hf_utils.py, PyTorch 2.13. One
+thread at a time.
 """
 
 from __future__ import annotations

@@ -30,8 +30,9 @@ def rows_in_tensors(
 
     Of several files those without it are passed over. Where other tensors say which row a key has, the rows come by
     them (`row_maps.py`), unless the key is `row_number`. What else is beside the rows and may be about each is refused
-    or logged, so that nobody takes it for read. `has_default`: absent keys get what the caller says. SnapshotError, before anything is read,
-    for a name that does not fit (it names the tensors that there are), and for rows that are codes.
+    or logged, so that nobody takes it for read. `has_default`: absent keys get what the caller says. SnapshotError,
+    before anything is read, for a name that does not fit (it names the tensors that there are), and for rows that are
+    codes.
     """
     kinds = {name: kind for file in reversed(files) for name, kind in file.kinds.items()}
     place = str(files[0].place) if len(files) == 1 else str(files[0].place.parent)
@@ -96,8 +97,8 @@ def _with_keys(file: NamedTensors, rows: str, key: str) -> list[str]:
             return [rows]
         if len(fitting) > 1:
             raise SnapshotError(
-                f"name the array of keys by --key (key=): {_shown(kinds, fitting)}; or {_ROW_NUMBER}, where keys are the "
-                "numbers of the rows",
+                f"name the array of keys by --key (key=): {_shown(kinds, fitting)}; or {_ROW_NUMBER}, where keys are "
+                "the numbers of the rows",
                 file=place,
             )
         key = fitting[0]
@@ -130,8 +131,9 @@ def _refuse_integers(place: str, kinds: Mapping[str, TensorKind], rows: str, bes
     integers = [name for name in beside if kinds[name].dtype.startswith(("int", "uint"))]
     if integers:
         raise SnapshotError(
-            f"beside {_shown(kinds, [rows])} lie integers that may say which key each row has: {_shown(kinds, integers)}. "
-            f"--key (key=) names the tensor of keys; --key {_ROW_NUMBER}, where keys are the numbers of the rows",
+            f"beside {_shown(kinds, [rows])} lie integers that may say which key each row has: "
+            f"{_shown(kinds, integers)}. --key (key=) names the tensor of keys; --key {_ROW_NUMBER}, where keys are "
+            "the numbers of the rows",
             file=place,
         )
 

@@ -39,8 +39,8 @@ _FORMATS = (
     _format(
         "a Delta table (_delta_log)",
         r"_delta_log/[^/]+",
-        "duckdb -c \"COPY (FROM delta_scan('{table}')) TO 'live.parquet'\", for which DuckDB fetches an extension; or in "
-        "Python, tierstore.import_table(deltalake.QueryBuilder().register('t', deltalake.DeltaTable('{table}'))"
+        "duckdb -c \"COPY (FROM delta_scan('{table}')) TO 'live.parquet'\", for which DuckDB fetches an extension; or "
+        "in Python, tierstore.import_table(deltalake.QueryBuilder().register('t', deltalake.DeltaTable('{table}'))"
         ".execute('SELECT * FROM t'), …)",
     ),
     _format(

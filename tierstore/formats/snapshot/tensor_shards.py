@@ -149,9 +149,9 @@ def _narrower(key_bytes: int, vector_bytes: int, dim: int) -> str:
 
 
 def safetensors_header(path: Location) -> tuple[dict[str, ShardTensor], dict[str, str], dict[str, Any]]:
-    """The tensors of a safetensors file, why others in it cannot be read, and its metadata. All of its header is checked.
+    """The tensors of a safetensors file, why others in it cannot be read, and its metadata.
 
-    Raises Malformed.
+    All of its header is checked. Raises Malformed.
     """
     size = size_of(path)
     with open_regular(path) as file:
