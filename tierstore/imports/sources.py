@@ -215,9 +215,14 @@ def _opened(place: RowsPlace, wanted: Wanted) -> Iterator[Block]:
     if place.kind is RowsKind.TENSORS:
         if not isinstance(wanted.vector, str):
             raise SnapshotError(f"expected one tensor of rows, got {len(wanted.vector)} names", file=file)
-        tensors, names = _tensors(place.files), (wanted.key, wanted.vector)
-        how = {"integers": wanted.integers, "has_default": wanted.has_default}
-        return _of_parts(file, rows_in_tensors(tensors, *names, **how), wanted)
+        parts = rows_in_tensors(
+            _tensors(place.files),
+            wanted.key,
+            wanted.vector,
+            integers=wanted.integers,
+            has_default=wanted.has_default,
+        )
+        return _of_parts(file, parts, wanted)
     with _errors_naming(file):
         read = {RowsKind.PAIRS: read_pairs, RowsKind.HUGECTR: read_hugectr, RowsKind.TEXT: read_text}[place.kind]
         return _of_parts(file, read(place.path, wanted.dim), wanted)
