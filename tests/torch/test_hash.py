@@ -71,6 +71,21 @@ def test_a_module_hashes_as_the_definition_says(mod: int) -> None:
     assert HashKeys(mod, 7)(torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)).shape == (2, 2)
 
 
+@pytest.mark.parametrize("mod", [1, 40, 1000, (1 << 61) + 5, 1 << 62])
+def test_ids_without_a_sign_are_hashed_as_such(mod: int) -> None:
+    keys = [0, 17, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, *range((1 << 63) + 5, (1 << 63) + 50)]
+    unsigned = torch.tensor(np.array(keys, np.uint64))
+    assert HashKeys(mod)(unsigned).tolist() == [key % mod for key in keys]
+    wanted = [xxhash.xxh3_64_intdigest(key.to_bytes(8, "little"), 7) % mod for key in keys]
+    assert HashKeys(mod, 7)(unsigned).tolist() == wanted
+
+
+@pytest.mark.parametrize("keys", [torch.tensor([1.0]), torch.tensor([1 + 2j]), torch.tensor([True])])
+def test_keys_that_are_no_integers_are_not_hashed(keys: torch.Tensor) -> None:
+    with pytest.raises(InvalidInput, match=f"expected integer keys, got {keys.dtype}"):
+        HashKeys(40)(keys)
+
+
 @pytest.mark.thorough
 def test_a_module_that_hashes_is_served_with_the_keys_themselves(tmp_path: Path) -> None:
     torch.manual_seed(0)

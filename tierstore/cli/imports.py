@@ -52,6 +52,13 @@ Dim = Annotated[
         help="Numbers of a vector: others are refused, and files that do not say it (HugeCTR, TFRA) compared with it.",
     ),
 ]
+Integers = Annotated[
+    bool,
+    typer.Option(
+        "--integers",
+        help="Vectors of integers are the numbers themselves; else refused, as codes of a quantized table.",
+    ),
+]
 OnNull = Annotated[str | None, option("WHAT", "Rows with a null: fail (default), or skip.")]
 OnDuplicate = Annotated[
     str | None, option("WHAT", "Keys that come again: fail (default), or last, which keeps the last row.")
@@ -78,11 +85,15 @@ def import_(
     combiner: Annotated[str | None, option("HOW", "Pool bags of it: sum, mean or sqrtn.")] = None,
     key_type: Annotated[str | None, option("TYPE", "int64, uint64 or string (default: as the column has it).")] = None,
     dtype: DType = None,
-    default: Annotated[str, typer.Option(metavar="WHAT", help="What absent keys get: zeros or mean.")] = "zeros",
+    default: Annotated[
+        str | None,
+        option("WHAT", "What absent keys get: zeros or mean (default: the source's own row for them, or zeros)."),
+    ] = None,
     ttl: Ttl = None,
     time_column: TimeColumn = None,
     on_null: OnNull = None,
     on_duplicate: OnDuplicate = None,
+    integers: Integers = False,
     dense: Dense = None,
     out: Out = None,
     version: Version = None,
@@ -117,7 +128,7 @@ def import_(
         tables = [TableSource(table, paths, key, vector, key_type, dtype, default, features, ttl, time_column)]
     if model is None:
         raise typer.BadParameter("expected --model, the name for the model")
-    given: dict[str, Any] = {"on_null": on_null, "on_duplicate": on_duplicate, "dim": dim}
+    given: dict[str, Any] = {"on_null": on_null, "on_duplicate": on_duplicate, "dim": dim, "integers": integers or None}
     tables = [replace(one, **{name: value for name, value in given.items() if value is not None}) for one in tables]
     _say(json, [_imported(model, tables, dense, out, version, delta_seq, data, url)])
 
