@@ -204,7 +204,7 @@ class EmbeddingBagCollection(_Rows):
         self, source: RowSource, features: Sequence[str], *, is_weighted: bool = False, dtype: str = "float32"
     ) -> None:
         super().__init__(source, dtype)
-        self.features, self.is_weighted = list(features), is_weighted
+        self.features, self._is_weighted = list(features), is_weighted
 
     @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
     def forward(self, features: Any) -> PooledRows:
@@ -224,13 +224,17 @@ class EmbeddingBagCollection(_Rows):
         return PooledRows(pooled)
 
     def _pooled(self, name: str, one: Any) -> torch.Tensor:
-        weights = one.weights_or_none() if self.is_weighted else None
-        if self.is_weighted and weights is None:
+        weights = one.weights_or_none() if self._is_weighted else None
+        if self._is_weighted and weights is None:
             raise InvalidInput(f"feature {name!r}: expected weights, as the collection is weighted; there are none")
         return self._bags(name, one.values(), one.offsets(), weights, None, ends=True)
 
+    def is_weighted(self) -> bool:
+        """Whether weights count."""
+        return self._is_weighted
+
     def extra_repr(self) -> str:
-        return f"features={self.features!r}, is_weighted={self.is_weighted}, dtype={self.dtype!r}"
+        return f"features={self.features!r}, is_weighted={self._is_weighted}, dtype={self.dtype!r}"
 
 
 class PooledRows:
@@ -277,7 +281,7 @@ def swap_embeddings(
 
     Returns the module. Raises InvalidInput, with nothing replaced, where a table has no feature.
     """
-    module = unwrapped(module)
+    given, module = module, unwrapped(module)
     tables, scope = tables_of(module), _Scope()
     chosen = dict(features or {})
     if unknown := [name for name in chosen if name not in tables]:
@@ -304,7 +308,7 @@ def swap_embeddings(
             return inner(*arguments, **options)
 
     module.forward = forward
-    return module.eval()
+    return given.eval()
 
 
 class _RawIds(nn.Module):  # type: ignore[misc, unused-ignore]

@@ -42,9 +42,13 @@ def collections_of(module: nn.Module) -> list[Collection]:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module within those of `torch.compile` and of data parallel training."""
-    while isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)) or "_orig_mod" in module._modules:
-        module = getattr(module, "module", None) or module._modules["_orig_mod"]
-    return module
+    while True:
+        if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            module = module.module
+        elif (inner := module._modules.get("_orig_mod")) is not None:
+            module = inner
+        else:
+            return module
 
 
 def tables_of(module: nn.Module) -> dict[str, Any]:
