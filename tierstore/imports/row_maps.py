@@ -19,13 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import SnapshotError
+from tierstore.formats.managed_collisions import HASH_ZCH_IDS, MCH_FREE, MCH_IDS, MCH_SLOTS
 from tierstore.imports.named_tensors import NamedTensors, TensorKind
 from tierstore.imports.raw_pairs import BATCH_ROWS, RowsPart
 
-_MCH_IDS, _MCH_ROWS, _MCH_RANGES = "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping", "_output_segments_tensor"
-_HASH_IDS = "_hash_zch_identities"
+_MCH_RANGES = "_output_segments_tensor"
 _COLLECTION = "_managed_collision_collection"  # of TorchRec's modules: what is before it is before the table's name too
-_NO_ID = np.iinfo(np.int64).max
 _MODEL2VEC = ("embeddings", "embedding.weight")
 
 
@@ -35,7 +34,7 @@ def managed_module(kinds: Mapping[str, TensorKind], rows: str, key: str | None) 
     modules = {
         name.removesuffix(ids): f"{name.removesuffix(ids)}".rstrip(".")
         for name in kinds
-        for ids in (_MCH_IDS, _HASH_IDS)
+        for ids in (MCH_IDS, HASH_ZCH_IDS)
         if name == ids or name.endswith(f".{ids}")
     }
     if key is not None:
@@ -56,14 +55,14 @@ def rows_by_id(
     place, prefix = str(holding.place), f"{module}." if module else ""
     count = holding.kinds[rows].shape[0]
     kinds = {name for file in files for name in file.kinds}
-    if prefix + _HASH_IDS in kinds:
-        ids = _column(files, prefix + _HASH_IDS)
+    if prefix + HASH_ZCH_IDS in kinds:
+        ids = _column(files, prefix + HASH_ZCH_IDS)
         if len(ids) != count:
             raise SnapshotError(f"expected an id or -1 for each of {count} rows, got {len(ids)} of them", file=place)
-        ids = np.where(ids == -1, _NO_ID, ids)
+        ids = np.where(ids == -1, MCH_FREE, ids)
         one_default, why = False, "an id that is not there read whichever row its hash led to"
     else:
-        ids = _by_row(place, _column(files, prefix + _MCH_IDS), _column(files, prefix + _MCH_ROWS), count)
+        ids = _by_row(place, _column(files, prefix + MCH_IDS), _column(files, prefix + MCH_SLOTS), count)
         ranges = _column(files, prefix + _MCH_RANGES) if prefix + _MCH_RANGES in kinds else np.array([0, count])
         one_default = int((ranges >= 0).sum()) <= 2
         why = "each shard that the trainer had read a row of its own for ids that are not there"
@@ -77,7 +76,7 @@ def rows_by_id(
     first = 0
     for (block,) in holding.read([rows], 0):
         of_block = ids[first : first + len(block)]
-        kept = np.flatnonzero(of_block != _NO_ID)
+        kept = np.flatnonzero(of_block != MCH_FREE)
         yield RowsPart(place, first, of_block[kept], block[kept], kept, default)
         first += len(block)
 
@@ -118,20 +117,20 @@ def rows_by_token(files: Sequence[NamedTensors], holding: NamedTensors, rows: st
 
 
 def _by_row(place: str, ids: npt.NDArray[np.int64], rows: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
-    """The id of each row, `_NO_ID` for none. SnapshotError where two ids have one row, or one has none."""
+    """The id of each row, `MCH_FREE` for none. SnapshotError where two ids have one row, or one has none."""
     if ids.shape != rows.shape or len(ids) != count:
         raise SnapshotError(
             f"expected an id and its row, or a free place, for each of {count} rows, got {len(ids)} ids and "
             f"{len(rows)} rows of them",
             file=place,
         )
-    taken = rows[ids != _NO_ID]
+    taken = rows[ids != MCH_FREE]
     if len(taken) and not 0 <= int(taken.min()) <= int(taken.max()) < count:
-        raise SnapshotError(f"{_MCH_ROWS!r}: expected rows 0 to {count - 1}, got {taken.max()}", file=place)
+        raise SnapshotError(f"{MCH_SLOTS!r}: expected rows 0 to {count - 1}, got {taken.max()}", file=place)
     if len(np.unique(taken)) != len(taken):
-        raise SnapshotError(f"{_MCH_ROWS!r}: expected a row of its own for each id, got one that two have", file=place)
-    of_row = np.full(len(ids), _NO_ID, np.int64)
-    of_row[taken] = ids[ids != _NO_ID]
+        raise SnapshotError(f"{MCH_SLOTS!r}: expected a row of its own for each id, got one that two have", file=place)
+    of_row = np.full(len(ids), MCH_FREE, np.int64)
+    of_row[taken] = ids[ids != MCH_FREE]
     return of_row
 
 
