@@ -86,6 +86,23 @@ def test_keys_that_are_no_integers_are_not_hashed(keys: torch.Tensor) -> None:
         HashKeys(40)(keys)
 
 
+def test_a_feature_hashes_ids_without_a_sign_as_its_example_has_them(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net, keys = Net(), torch.from_numpy(np.array([5, (1 << 63) + 5, (1 << 64) - 1], np.uint64))
+    values = {**inputs(3), "item_id": keys, "clicked": keys, "clicked_at": torch.arange(3)}
+    write_snapshot(tmp_path / "1", net, values, model="ctr", version=1, dense=False)
+    with tierstore.open(tmp_path / "data", host_budget="4MiB", load_workers=1) as store:
+        store.load_snapshot(tmp_path / "1")
+        model = store.model("ctr")
+        rows = model.lookup("item_id", keys.numpy())
+        bags = model.lookup_bags("clicked", keys.numpy(), np.arange(3))
+        with torch.inference_mode():
+            np.testing.assert_allclose(rows, net.item(net.hashed(keys)).numpy(), atol=1e-6)
+            np.testing.assert_allclose(bags, net.clicked(net.remainder(keys), torch.arange(3)).numpy(), atol=1e-6)
+        swap_embeddings(net, model)
+        np.testing.assert_array_equal(net.item(net.hashed(keys)).numpy(), rows)
+
+
 @pytest.mark.thorough
 def test_a_module_that_hashes_is_served_with_the_keys_themselves(tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -15,6 +15,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,7 +27,7 @@ from tierstore.formats.managed_collisions import MCH, MCH_FREE, MCH_IDS
 from tierstore.torch import operators
 from tierstore.torch.hashing import HashKeys
 from tierstore.torch.tables import check_forward, check_mode, managed_collisions_of, padding_of, tables_of, unwrapped
-from tierstore.types import There, check_end
+from tierstore.types import KeyType, There, check_end
 
 _DTYPES = ("float32", "float16")
 _IDS_TRIED = 64  # of a module with managed collisions
@@ -379,7 +380,8 @@ def _check_hashes(source: RowSource, hashes: Sequence[HashKeys], features: Seque
             )
         return
     ours, theirs = {one.how for one in hashes}, {specs[name].hash for name in features} - {None}
-    if ours != theirs:
+    # the type of a tensor's integers says whether they have a sign, for each call anew
+    if ours != {replace(how, key=KeyType.INT64) if how.key is KeyType.UINT64 else how for how in theirs}:
         raise InvalidInput(
             f"expected features that hash keys as the module does, {ours or 'not at all'}; got {theirs or 'none'}"
         )
