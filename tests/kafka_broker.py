@@ -89,6 +89,8 @@ def _library() -> Any:
         ("rd_kafka_mock_cluster_new", pointer, [pointer, ctypes.c_int]),
         ("rd_kafka_mock_cluster_bootstraps", text, [pointer]),
         ("rd_kafka_mock_topic_create", ctypes.c_int, [pointer, text, ctypes.c_int, ctypes.c_int]),
+        ("rd_kafka_mock_topic_delete", ctypes.c_int, [pointer, text]),
+        ("rd_kafka_mock_set_controller_id", ctypes.c_int, [pointer, ctypes.c_int32]),
         ("rd_kafka_mock_broker_set_down", ctypes.c_int, [pointer, ctypes.c_int32]),
         ("rd_kafka_mock_broker_set_up", ctypes.c_int, [pointer, ctypes.c_int32]),
         ("rd_kafka_mock_broker_set_rtt", ctypes.c_int, [pointer, ctypes.c_int32, ctypes.c_int]),
@@ -104,12 +106,15 @@ def _serve() -> None:
     client = library.rd_kafka_new(0, library.rd_kafka_conf_new(), why, len(why))  # 0: a producer
     assert client, why.value
     cluster = library.rd_kafka_mock_cluster_new(client, 3)
+    assert not library.rd_kafka_mock_set_controller_id(cluster, 1)  # without one it answers no question for topic ids
     print(library.rd_kafka_mock_cluster_bootstraps(cluster).decode(), flush=True)
     for line in sys.stdin:
         verb, *words = line.split()
         match verb:
             case "topic":
                 failed = library.rd_kafka_mock_topic_create(cluster, words[0].encode(), int(words[1]), 1)
+            case "delete":
+                failed = library.rd_kafka_mock_topic_delete(cluster, words[0].encode())
             case "down":
                 failed = library.rd_kafka_mock_broker_set_down(cluster, int(words[0]))
             case "up":
