@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from tests.kafka_broker import delete_topic
 from tests.redis_cluster import end_with_parent, free_ports
 
 JARS = Path(__file__).parents[1] / ".clients/kafka"
@@ -163,11 +164,14 @@ class RealBrokers:
                 raise TimeoutError(f"after {WAIT_S:.0f} s still waiting for {what}")
             time.sleep(0.1)
 
-    def new_topic(self, partitions: int = 1, **config: str) -> str:
-        """A topic of a fresh name, over all brokers; `config` with _ for each dot of the property's name."""
+    def delete_topic(self, name: str) -> None:
+        delete_topic(self.address, name)
+
+    def new_topic(self, partitions: int = 1, name: str | None = None, **config: str) -> str:
+        """A topic, of a fresh name by default, over all brokers; `config` with _ for each dot of the property's name."""
         from confluent_kafka.admin import NewTopic
 
-        name = f"tierstore-test-{uuid.uuid4().hex[:12]}"
+        name = name or f"tierstore-test-{uuid.uuid4().hex[:12]}"
         properties = {key.replace("_", "."): value for key, value in config.items()}
         topic = NewTopic(name, partitions, self._count, config=properties)
         admin = self.admin  # named: what it was asked ends with it

@@ -38,7 +38,7 @@ class TopicAdmin:
             self._asked = self._client.describe_topics(topics, request_timeout=_ID_TIMEOUT_S)[self._topic]
 
     def topic_id(self, wait_s: float) -> str:
-        """What `ask_id` has asked for; empty where no broker says it, or none in time: then the next call may have it."""
+        """What `ask_id` has asked for; empty where no broker says it, or none in time. The next call may have it."""
         assert self._asked is not None
         try:
             found = str(self._asked.result(wait_s).topic_id)
@@ -50,8 +50,8 @@ class TopicAdmin:
         return "" if found == _NO_ID else found
 
     def ends(self, partitions: Iterable[int], timeout_s: float, *, committed: bool) -> dict[int, int | str]:
-        """Partition → the offset of the next message that is written, or why it is not known. committed: the last stable
-        offset instead, where the first transaction begins that is still open.
+        """Partition → the offset of the next message that is written, or why it is not known. committed: the last
+        stable offset instead, where the first transaction begins that is still open.
         """
         kafka = self._kafka
         level = kafka.IsolationLevel.READ_COMMITTED if committed else kafka.IsolationLevel.READ_UNCOMMITTED

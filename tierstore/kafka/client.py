@@ -62,7 +62,7 @@ def merged(ours: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any
         raise ConfigError(f"kafka: {', '.join(refused)} cannot be set: tierstore sets it itself")
     if (level := options.get("isolation.level", _COMMITTED)) != _COMMITTED:
         raise ConfigError(
-            f"kafka: isolation.level: expected {_COMMITTED}, got {level!r}: what an aborted transaction wrote never counts"
+            f"kafka: isolation.level: expected {_COMMITTED}, got {level!r}: aborted transactions never count"
         )
     return {**ours, **options}
 

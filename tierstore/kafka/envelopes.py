@@ -1,8 +1,8 @@
 """What lies around a row in a message: Kafka Connect's `{schema, payload}`, Debezium's change event, and the fields by
 which Debezium says that a row was deleted. Pure functions.
 
-Debezium: debezium.io, "New Record State Extraction" (`__deleted`, `__op`), and of each connector "Change events" (`before`,
-`after`, `op`). Kafka Connect: its JsonConverter with `schemas.enable`.
+Debezium: debezium.io, "New Record State Extraction" (`__deleted`, `__op`), and of each connector "Data change events"
+(`before`, `after`, `op`). Kafka Connect: its JsonConverter with `schemas.enable`.
 """
 
 from __future__ import annotations

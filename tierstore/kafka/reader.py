@@ -281,7 +281,7 @@ class TopicReader:
             texts.insert(
                 0,
                 f"the topic no longer has partition {numbers}: it was deleted and made again, and its brokers give no "
-                "id by which its messages are told from the old ones; produce again what is missing, or load a snapshot",
+                "id that tells its messages from the old ones; produce again what is missing, or load a snapshot",
             )
         return "; ".join(texts[:3]) or None
 

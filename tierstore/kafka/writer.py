@@ -178,9 +178,9 @@ class KafkaDeltaWriter:
 def newest_seq(brokers: str, topic: str, model: str, options: Mapping[str, Any] | None = None) -> int | None:
     """The newest seq of a model in a topic, or None where it has none.
 
-    A delta of which parts are missing does not count, nor one that comes after it: its writer ended between them, and the
-    next one writes it again. Reads the partitions backwards until one is found. Waits for transactions that are open,
-    anybody's, as what is behind one cannot be read. Unreachable where one is open for longer than 30 seconds.
+    A delta of which parts are missing at the end does not count: what wrote it ended between them, and writes it again.
+    Reads the partitions backwards until one is found. Waits for transactions that are open, anybody's, as nothing
+    behind them can be read; Unreachable if that takes more than 30 seconds.
     """
     kafka, options = client.confluent_kafka(), dict(options or {})
     ours = {
@@ -226,8 +226,8 @@ def _ends(admin: TopicAdmin, partitions: list[int], brokers: str, topic: str) ->
             one = behind[0]
             raise Unreachable(
                 f"kafka: a transaction is open on partition {one} of {topic!r} since offset {stable[one]}, and the "
-                f"{ends[one] - stable[one]} messages from there on cannot be read until it ends, so the newest delta is "
-                "not known: end it (kafka-transactions.sh finds it), try again later, or give next_seq="
+                f"{ends[one] - stable[one]} messages from there on cannot be read until it ends, so the newest delta "
+                "is not known: end it (kafka-transactions.sh finds it), try again later, or give next_seq="
             )
         time.sleep(_OPEN_POLL_S)
 
@@ -247,7 +247,7 @@ class _Seqs(NamedTuple):
 
 
 def _newest_in(consumer: Any, kafka: Any, low: Any, end: int, model: str) -> _Seqs:
-    """Those at the end of a partition whose oldest offset is `low`, back to a delta that lies before all of the cut ones."""
+    """Those at the end of a partition whose oldest offset is `low`, back to a whole one before all that are cut."""
     parts: dict[tuple[int, int, str | None], set[int]] = {}  # (seq, parts, digest) → those that are there
     first: dict[int, int] = {}  # seq → its first offset
     upto, step = end, _SCAN

@@ -80,8 +80,8 @@ class Applier:
     def park_cut(self, held: Held) -> None:
         """Park the parts that came of a delta, so that it can be skipped. They are held all the same."""
         reason = (
-            f"only {len(held.values)} of {held.parts} parts came: what wrote it ended between them, or they were deleted; "
-            f"write delta {held.seq} again, or skip it"
+            f"only {len(held.values)} of {held.parts} parts came: what wrote it ended between them, or they were "
+            f"deleted; write delta {held.seq} again, or skip it"
         )
         self._park_delta(held, reason, held.model, held.seq)
 

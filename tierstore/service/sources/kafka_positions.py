@@ -45,7 +45,7 @@ class Positions:
         self.seq = 0  # the newest of the model's log when the record was written, if it is of one model
 
     def load(self, topic: Topic, origins: Mapping[str, Origin | None]) -> bool:
-        """Read what is known of the topic as it is now; `origins` are the newest ones, by model. False if nothing is."""
+        """Read what is known of a topic; `origins` are the newest ones, by model. False if nothing is."""
         self.cluster, self.topic_id = topic.cluster, topic.topic_id
         record = self._read()
         is_here = (record.get("topic"), record.get("cluster")) == (self._topic, self.cluster)
