@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 
 from tests.kafka_broker import Brokers
 from tests.service.conftest import eventually
+from tierstore.errors import Unreachable
 from tierstore.kafka import reader
 from tierstore.kafka.reader import TopicReader
 
@@ -139,3 +141,27 @@ def test_a_reader_that_stands_still_says_so_until_it_goes_on(
     read_to(made, {0: MESSAGES, 1: MESSAGES})
     made.look()
     assert made.standing() is None
+
+
+def test_nothing_at_or_after_a_time_is_the_end(made: TopicReader) -> None:
+    """Of librdkafka -1, which its mock answers to each time."""
+    made.positions = {0: 0, 1: 0}
+    assert made.at_time(1) == {0: MESSAGES, 1: MESSAGES}
+
+
+def test_a_time_that_the_brokers_do_not_look_up_is_no_end(made: TopicReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing:
+        def __init__(self, consumer: Any) -> None:
+            self._consumer = consumer
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._consumer, name)
+
+        def offsets_for_times(self, partitions: list[Any], timeout_s: float) -> list[Any]:
+            return [confluent_kafka.TopicPartition(one.topic, one.partition, answer) for one in partitions]
+
+    monkeypatch.setattr(made, "_consumer", Refusing(made._consumer))
+    made.positions = {0: 0}
+    answer = confluent_kafka.OFFSET_INVALID
+    with pytest.raises(Unreachable, match="by time"):
+        made.at_time(1)
