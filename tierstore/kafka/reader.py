@@ -28,6 +28,7 @@ BATCH = 64  # messages that are handed over at a time
 QUEUED_KBYTES = 64 << 10  # that librdkafka reads ahead
 LOOK_S = 5.0  # between questions how far partitions go of which nothing is read
 LOOK_TIMEOUT_S = 1.0
+_TRUNCATED = "log truncation"  # librdkafka's word for it: the error's code is that of any offset that is not there
 STANDS_S = 10.0  # without a message of a partition that has some, after which it stands still
 
 
@@ -82,7 +83,7 @@ class TopicReader:
         self.gone: list[int] = []  # partitions that were read before, and that the topic no longer has
         self.lost: Counter[int] = Counter()  # partition → offsets that the brokers no longer had when it was their turn
         self._at_end: set[int] = set()
-        self._out_of_range: list[int] = []
+        self._out_of_range: dict[int, bool] = {}  # partitions to go on in; whether their end was cut off
         self._paused = False
         self._next_look_s = 0.0
         self._looked_at: dict[int, int] = {}  # partition → its position at the last look
@@ -126,17 +127,18 @@ class TopicReader:
         found = [first, *self._consumer.consume(self._batch - 1, 0)]
         messages = [read for read in map(self._received, found) if read is not None]
         if self._out_of_range:
-            self.seek({partition: self._go_on(partition) for partition in self._out_of_range})
+            self.seek({partition: self._go_on(partition, cut) for partition, cut in self._out_of_range.items()})
             self._out_of_range.clear()
         return messages
 
-    def _go_on(self, partition: int) -> int:
-        """The oldest offset of a partition that has not the next one: it was deleted as too
-        old, or the topic was made anew.
+    def _go_on(self, partition: int, is_cut: bool) -> int:
+        """Where to go on in a partition that has not the next offset: at its oldest one. The next was deleted as too old,
+        or the topic was made anew, or a leader was elected that lacked the end (`is_cut`): what was written since has
+        offsets that were read already.
         """
         low, high = self._watermarks(partition, cached=False)
         position = self.positions[partition]
-        if low <= position <= high:  # a broker that became the leader a moment ago had less
+        if low <= position <= high and not is_cut:  # a broker that became the leader a moment ago had less
             return position
         if low > position:
             logger.warning(
@@ -159,7 +161,7 @@ class TopicReader:
                 self._move(partition, offset)
                 self.problem = None
             elif error.code() == self._kafka.KafkaError._AUTO_OFFSET_RESET:
-                self._out_of_range.append(partition)
+                self._out_of_range[partition] = _TRUNCATED in str(error.str()).lower()
             else:
                 logger.warning("kafka: %s, partition %d: %s", self._topic, partition, client.text_of(error))
             return None

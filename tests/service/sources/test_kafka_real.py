@@ -21,7 +21,7 @@ from tests.service.conftest import eventually
 from tests.service.scenes import delta, rows
 from tests.service.sources.kafka_scenes import vector
 from tests.service.sources.test_kafka import Scene
-from tests.service.sources.test_kafka_made_anew import check_deltas_of_both, check_rows_of_both
+from tests.service.sources.test_kafka_made_anew import check_deltas_of_both, check_rows_of_both, write
 from tests.service.sources.test_kafka_rows import RowScene
 from tierstore.kafka import writer
 
@@ -373,6 +373,31 @@ def test_leaders_that_are_killed_and_moved(tmp_path: Path, three: RealBrokers) -
     others.is_in("caught up", applied=6, duplicates=0, parked=0)
     scene.close()
     others.close()
+
+
+def test_rows_that_a_leader_without_the_newest_ones_got_since_are_read(tmp_path: Path, three: RealBrokers) -> None:
+    """An unclean election cuts the end of a partition off, and others are written there before the service looks."""
+    topic = three.new_topic(1, replicas=2, unclean_leader_election_enable="true", min_insync_replicas="1")
+    scene = RowScene(tmp_path, three, topic=topic)
+    scene.follow()
+    leader = three.leader(topic)
+    (other,) = three.replicas(topic) - {leader}
+    write(scene, range(1, 11), 0.0)
+    scene.is_in("caught up", rows=10)
+    three.kill(other)
+    eventually(lambda: three.in_sync(topic) == {leader}, "the other replica to be out of sync")
+    write(scene, range(11, 21), 0.0)
+    scene.is_in("caught up", rows=20)
+    three.kill(leader)
+    three.start(other)
+    eventually(lambda: three.leader(topic) == other, "the election")
+    write(scene, range(21, 51), 0.5)  # from offset 10 on
+    for key in (21, 30, 31, 50):
+        scene.expect(key, key + 0.5)
+    scene.is_in("caught up", lost=0)
+    scene.close()
+    three.start(leader)
+    three.await_in_sync(topic, 2)
 
 
 def test_the_tests_of_deltas_and_rows_pass_with_a_broker(broker: RealBrokers) -> None:
