@@ -75,7 +75,7 @@ def _of_connect(found: Any) -> Content:
 
 
 def _of_debezium(found: Any) -> Content:
-    """Of a change event: the row is `after`, or where it was deleted `before`, of which the database may log the key
+    """The row of a change event: `after`, or where it was deleted `before`, of which the database may log the key
     alone, or nothing.
     """
     event = payload(found)

@@ -132,9 +132,9 @@ class TopicReader:
         return messages
 
     def _go_on(self, partition: int, is_cut: bool) -> int:
-        """Where to go on in a partition that has not the next offset: at its oldest one. The next was deleted as too old,
-        or the topic was made anew, or a leader was elected that lacked the end (`is_cut`): what was written since has
-        offsets that were read already.
+        """Where to go on in a partition that has not the next offset: at its oldest one. The next was deleted as too
+        old, or the topic was made anew, or a leader was elected that lacked the end (`is_cut`): what was written since
+        has offsets that were read already.
         """
         low, high = self._watermarks(partition, cached=False)
         position = self.positions[partition]

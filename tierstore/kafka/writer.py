@@ -240,14 +240,14 @@ def _known(ends: dict[int, int | str], brokers: str, topic: str) -> dict[int, in
 
 
 class _Seqs(NamedTuple):
-    """Of a model, the seqs of deltas that are whole in a partition, and of others of which some parts are there."""
+    """The seqs of a model's deltas that are whole in a partition, and of others of which some parts are there."""
 
     whole: set[int]
     cut: set[int]
 
 
 def _newest_in(consumer: Any, kafka: Any, low: Any, end: int, model: str) -> _Seqs:
-    """Those at the end of a partition whose oldest offset is `low`, back to a whole one before all that are cut."""
+    """The seqs at the end of a partition whose oldest offset is `low`, back to a whole one before all that are cut."""
     parts: dict[tuple[int, int, str | None], set[int]] = {}  # (seq, parts, digest) → those that are there
     first: dict[int, int] = {}  # seq → its first offset
     upto, step = end, _SCAN
