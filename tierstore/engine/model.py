@@ -39,6 +39,7 @@ from tierstore.engine.reads.view import View
 from tierstore.engine.serving.publisher import Lease
 from tierstore.engine.serving.routing import STABLE, Routing
 from tierstore.errors import StorageError
+from tierstore.forks import refuse
 from tierstore.formats import files
 from tierstore.formats.delta.reader import Delta
 from tierstore.formats.names import ModelDirectory
@@ -139,6 +140,11 @@ class Model:
             for version in to_close:
                 self.opener.free(version)
             self.opener.scanned.close_all()
+
+    def refuse(self) -> None:
+        """In a forked child: the model and its views raise Closed; views that are held can be released."""
+        self.publisher.refuse()
+        refuse(self, "close")
 
     # --- look-ups and deltas
 

@@ -1,7 +1,7 @@
 """The store: a data directory, open in this process.
 
 Any thread may call anything; `close` does not wait for calls under way, so stop calling first. One process at a time
-holds the directory (`lifecycle/directory_lock.py`).
+holds the directory (`lifecycle/directory_lock.py`); in a child that it forks, the store and its models raise Closed.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from tierstore.engine.placements.choose import choose_placement
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.publisher import Publisher
 from tierstore.errors import Closed, InvalidInput, RemoteUnavailable, SnapshotError, StorageError, unknown_model
+from tierstore.forks import refuse, renew_in_child
 from tierstore.formats import files
 from tierstore.formats.delta.source import DeltaSource
 from tierstore.formats.names import DataDirectory
@@ -101,6 +102,7 @@ class Store(ParkedMessages):
                 raise
             start_background(self.shared)
             self._sweeping.start()
+            renew_in_child(self)
         except BaseException:
             unlock(self._lock_file)
             raise
@@ -425,6 +427,12 @@ class Store(ParkedMessages):
     def _check_open(self) -> None:
         if self._models.closed:
             raise Closed("the store was closed")
+
+    def renew(self) -> None:
+        """In a forked child: the store, and what callers may have of it, raise Closed. `close` does nothing."""
+        for model in self._models.all():
+            model.refuse()
+        refuse(self, "close")
 
     def __enter__(self) -> Store:
         return self
