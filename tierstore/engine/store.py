@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from tierstore.access.audit import Audit
 from tierstore.config import Settings, load_settings
+from tierstore.config.memory import why_too_much
 from tierstore.engine.deltas.incoming import IncomingDelta
 from tierstore.engine.deltas.origin import Origin
 from tierstore.engine.events.callbacks import guarded, refuse_inside
@@ -84,6 +85,8 @@ class Store(ParkedMessages):
         self._lock_file = lock(self.root.lock)
         try:
             directory_format.check(self.root)
+            if (why := why_too_much(settings)) is not None:
+                log.warning("%s", why)
             self.lookup_times = LookupTimes()
             self.shared = make_shared(settings, self.root.root, self.lookup_times, self._publishers)
             self.shared.copied = copied.prepare(self.root, self._lock_file)
