@@ -303,8 +303,8 @@ class _Collected:
         if self.dim is None:
             self.dim = self._dim_of(vector)
         if not kept.all():  # Arrow copies the others; of the batches before only these copies are left
-            kind, n = value_kind(vector.type), int(np.count_nonzero(kept))
-            apart = n * self.dim * kind.bit_width // 8 + len(kept) * _NULL_BYTES
+            n = int(np.count_nonzero(kept))
+            apart = n * self.dim * vector.type.value_type.bit_width // 8 + len(kept) * _NULL_BYTES
             self.reserve(max(0, apart - self.apart))
             self.apart = max(self.apart, apart)
         vectors = vector_column(vector, self.dim)
