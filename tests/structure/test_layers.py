@@ -27,6 +27,7 @@ PACKAGE = "tierstore"
 FLOORS = {
     "addresses": 0,
     "errors": 0,
+    "forks": 0,
     "verdicts": 0,
     "types": 0,
     "status": 0,
@@ -70,6 +71,7 @@ SIDEWAYS = {
     ("config", "logs"),
     ("config", "machine"),
     ("logs", "errors"),
+    ("forks", "errors"),
     ("logs", "log_limits"),
     ("formats", "kernels"),
     ("wire", "kernels"),
@@ -196,7 +198,6 @@ ROOMS: dict[str, dict[str, int]] = {
         "settings": 0,
         "sources": 0,
         "wire": 0,
-        "forks": 0,
         "balancing": 1,
         "connecting": 1,
         "unreachable": 1,

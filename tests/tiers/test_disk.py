@@ -224,6 +224,34 @@ def test_a_scan_shows_the_tier_as_it_was_when_it_began(tier: DiskTier) -> None:
     np.testing.assert_array_equal(np.concatenate([first[1], *(r for _, r in rest)]), some_rows(keys, 1))
 
 
+def test_a_scan_of_what_was_opened_for_reading_goes_on_while_a_change_opens_it_for_writing_and_merges_its_files(
+    tier: DiskTier, readers: ReaderPool
+) -> None:
+    """The scan began on more files than RocksDB opens by itself, and the merge removes them from the directory."""
+    files, each = 24, 50
+    complete(tier)
+    keys = np.arange(files * each).reshape(files, each)
+    where = tier.path.parent
+    built = [
+        write_sst(where / f"part-{i}.sst", tables=[(1, some, some_rows(some), None)], delta=True)
+        for i, some in enumerate(keys)
+    ]
+    DiskTier.ingest(tier, built)
+    tier = reopen(tier, readers)
+    assert tier.stats()["files"] >= files
+
+    scan = tier.scan(1, ROW_BYTES, batch_rows=each)
+    begun = [next(scan)]
+    before = set(tier.path.glob("*.sst"))
+    ingest(tier, keys[:, 7], some_rows(keys[:, 7], salt=1))
+    tier.compact()
+    assert len(before & set(tier.path.glob("*.sst"))) < files - 16  # they are gone
+    seen, rows = map(np.concatenate, zip(*begun, *scan, strict=True))
+    np.testing.assert_array_equal(seen, keys.ravel())
+    np.testing.assert_array_equal(rows, some_rows(keys.ravel()))
+    tier.close()
+
+
 def test_verify_tells_what_was_built_from_what_is_there(tier: DiskTier) -> None:
     keys = np.arange(-5000, 5000)
     ingest(tier, keys, some_rows(keys), delta=False)

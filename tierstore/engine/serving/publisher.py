@@ -17,6 +17,7 @@ from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.routing import Routing
 from tierstore.engine.serving.served import PublishedWords
 from tierstore.engine.versions.version import Version
+from tierstore.forks import refuse
 from tierstore.kernels.codec import address_of
 
 _tokens = itertools.count(1)
@@ -203,6 +204,13 @@ class Publisher:
         yield from self._retired
         for views in self._announced:
             yield from views
+
+    def refuse(self) -> None:
+        """In a forked child: views raise Closed, and those that are held can be released."""
+        for view in dict.fromkeys((*self._served.views, *self._retired)):
+            for each in (*view.under_heads(), view):
+                refuse(each)
+        refuse(self, "release", "unhold")
 
     @contextmanager
     def pinned(self, number: int | None = None) -> Iterator[Version | None]:

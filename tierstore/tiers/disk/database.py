@@ -19,6 +19,7 @@ from pathlib import Path
 
 import rocksdict
 
+from tierstore import open_files
 from tierstore.errors import Closed, StorageError
 from tierstore.formats.regular import check_directory
 from tierstore.tiers.background import yield_to_requests
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 
 _L0_MAX = 24  # RocksDB does not delay ingests, however many files pile up
 _MERGE_POLL_S = 0.01
+_OPENED_AT_ONCE = 16  # files, by RocksDB itself
 MOST_UNUSED = 16
 _PROPERTIES = {
     "bytes": "total-sst-files-size",
@@ -86,7 +88,10 @@ class Database:
             pass
 
     def _connect(self, *, to_write: bool, new: bool = False) -> _Connection:
-        family = tier_options(rocksdict.Cache(self._cache_bytes), self._open_threads)
+        # opened for reading, RocksDB knows nothing of the merges of the next one to write, which remove files from the
+        # directory: it goes on with those that it has open. By itself it opens sixteen, and the others when they are read
+        hold = 0 if to_write else self._files()
+        family = tier_options(rocksdict.Cache(self._cache_bytes), self._open_threads, hold=hold)
         family.create_if_missing(new)
         family.set_error_if_exists(new)
         access = rocksdict.AccessType.read_write() if to_write else rocksdict.AccessType.read_only()
@@ -97,6 +102,13 @@ class Database:
             # the family's options must be given as such: on reopen RocksDB would use its defaults
             db = rocksdict.Rdict(str(self._path), family, column_families={"default": family}, access_type=access)
         return _Connection(db, to_write)
+
+    def _files(self) -> int:
+        """The number of sorted files in the directory; this process may have them open from now on."""
+        files = len(list(self._path.glob("*.sst")))
+        if files > _OPENED_AT_ONCE:
+            open_files.allow(files)
+        return files
 
     @contextmanager
     def held(self) -> Iterator[None]:
