@@ -25,6 +25,7 @@ from tests.engine.ttl_scenes import (
     OpenStore,
     check,
     delta,
+    expiry_of,
     found,
     rows_of,
     user,
@@ -106,6 +107,32 @@ def test_a_row_that_a_slow_reader_brings_into_memory_is_forgotten(
     scenes.housekeep(store)
     assert ctr.problem is None
     assert found(store) == set(range(201))
+
+
+def test_requests_that_take_long_keep_the_check_of_no_other_model_waiting(
+    open_store: OpenStore, tmp_path: Path, days_later: Any
+) -> None:
+    """The threads of housekeeping are few: while such requests last, they are there for the other models."""
+    store = open_store()
+    store.load_snapshot(write(tmp_path))
+    ctr = store.model("ctr")
+    search = expiry_of(store)
+    days_later(20)
+    with ctr.view():
+        check(store)
+        assert found(store) == set(range(201))
+        assert ctr.problem is None, "it has not lasted for long"
+        assert not ctr.housekeeping.tasks._running.locked(), "the thread is free"
+        (removed,) = search._to_forget.values()
+        waits_for = list(removed.views or ())
+        with ctr.view():  # one that began later, and lasts longer
+            scenes.housekeep(store)
+            assert removed.views == waits_for
+            release_first = len(search._to_forget)
+        assert release_first == 1
+    scenes.housekeep(store)
+    assert not search._to_forget
+    assert ctr.problem is None
 
 
 def test_a_key_that_a_delta_revives_meanwhile_is_not_forgotten(

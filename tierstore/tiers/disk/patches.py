@@ -457,7 +457,7 @@ def _until(parts: Iterator[Marked], give_up: Callable[[], bool]) -> Iterator[Mar
 
 
 def _rows_at_once(row_bytes: int) -> int:
-    return max(1024, _PIECE_BYTES // row_bytes)
+    return max(1024, _PIECE_BYTES // (row_bytes + 9))  # with the key and the mark
 
 
 def _filter_name(name: str) -> str:
