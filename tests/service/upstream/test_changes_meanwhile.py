@@ -97,7 +97,15 @@ def test_a_version_that_is_loaded_anew_between_its_record_and_its_files_is_copie
         if number == 2 and not lines:
             lines.append(str(line_now(2)))
 
+    follow = Follower._follow
+
+    def at_once(self: Follower, *of: Any) -> None:
+        follow(self, *of)
+        if self._switch is not None:
+            self._switch.join(30.0)
+
     monkeypatch.setattr(VersionCopies, "_fetch", noting)
+    monkeypatch.setattr(Follower, "_follow", at_once)  # it serves before the next look
     node.store.load_snapshot(scenes.write_snapshot(node.data, 2, stamp=0, dtype="bfloat16"))
     scenes.eventually(lambda: front.model("ctr").active_version == 2, "the front serves version 2")
     assert len(lines) == 2
