@@ -45,8 +45,8 @@ _PROPERTIES = {
 class _Connection:
     """An open RocksDB, from opening it to closing it."""
 
-    def __init__(self, db: rocksdict.Rdict, writable: bool) -> None:
-        self.db, self.writable = db, writable  # constant after construction
+    def __init__(self, db: rocksdict.Rdict, writable: bool, cache: rocksdict.Cache) -> None:
+        self.db, self.writable, self.cache = db, writable, cache  # constant after construction
         # guarded by the database's gate
         self.users = 0
         self.cursors: set[Cursor] = set()
@@ -86,7 +86,10 @@ class Database:
             pass
 
     def _connect(self, *, to_write: bool, new: bool = False) -> _Connection:
-        family = tier_options(rocksdict.Cache(self._cache_bytes), self._open_threads)
+        with self._gate:  # a scan may keep a former connection for long: all of them share one cache, within its bytes
+            others = [*self._former, *([] if self._current is None else [self._current])]
+        cache = others[0].cache if others else rocksdict.Cache(self._cache_bytes)
+        family = tier_options(cache, self._open_threads)
         family.create_if_missing(new)
         family.set_error_if_exists(new)
         access = rocksdict.AccessType.read_write() if to_write else rocksdict.AccessType.read_only()
@@ -96,7 +99,7 @@ class Database:
                 check_directory(self._path)
             # the family's options must be given as such: on reopen RocksDB would use its defaults
             db = rocksdict.Rdict(str(self._path), family, column_families={"default": family}, access_type=access)
-        return _Connection(db, to_write)
+        return _Connection(db, to_write, cache)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -159,11 +162,16 @@ class Database:
     def _release(self, connection: _Connection) -> None:
         with self._gate:
             connection.users -= 1
+        self._close_former()
+        _unused.note(self)
+
+    def _close_former(self) -> None:
+        """Close former connections that nothing uses any more."""
+        with self._gate:
             unused = [each for each in self._former if each.unused]
             self._former = [each for each in self._former if each not in unused]
         for each in unused:
             self._close(each)
-        _unused.note(self)
 
     def let_go(self) -> bool:
         """Close the connection if it is not used; False if it is."""
@@ -213,6 +221,7 @@ class Database:
             cursor.iterator = None
             with self._gate:
                 connection.cursors.discard(cursor)
+            self._close_former()
 
     def ingest(self, paths: Sequence[Path]) -> None:
         """Take in sorted files by moving them, all or none; the later file wins for a key in several. Raises StorageError."""
