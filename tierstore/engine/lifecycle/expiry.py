@@ -46,11 +46,12 @@ class _Ended(Exception):
 class _Removed:
     """Rows of a version that were removed from disk, and perhaps are in caches again.
 
-    `views`: those that were read before, as of `since_s`; None if rows were removed since.
+    `views`: those that were read before, as of `since_s`; None if rows were removed since. They hold the version, which
+    nothing here may keep.
     """
 
     keys: list[tuple[str, Keys]] = field(default_factory=list)  # with their tables
-    views: list[View] | None = None
+    views: weakref.WeakSet[View] | None = None
     since_s: float = 0.0
 
     @property
@@ -162,7 +163,7 @@ class Expiry:
             if not live.renew(version):
                 raise _Ended
             with publisher.changed:
-                removed.views, removed.since_s = publisher.read_before(version), time.monotonic()
+                removed.views, removed.since_s = weakref.WeakSet(publisher.read_before(version)), time.monotonic()
         views = removed.views
         with publisher.changed:
             unread = publisher.changed.wait_for(
