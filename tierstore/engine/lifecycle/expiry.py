@@ -23,7 +23,7 @@ import numpy as np
 
 from tierstore.engine.lifecycle.state import ModelState
 from tierstore.engine.reads.view import View
-from tierstore.engine.versions.expiry import expire, forget, old_keys, times_of
+from tierstore.engine.versions.expiry import expire, forget, old_keys, times_in_batches
 from tierstore.engine.versions.version import Version
 from tierstore.errors import Conflict, StorageError
 from tierstore.formats.times import format_time
@@ -147,7 +147,7 @@ class Expiry:
     def _count(self, version: Version, table: str, known_s: int, oldest_s: int, pace: Pace) -> tuple[int, int]:
         """The numbers of rows that were written before `known_s`, and from then to before `oldest_s`."""
         known = old = 0
-        for times in times_of(version, table):
+        for times in times_in_batches(version, table):
             self._check_goes_on(version)
             known += int(np.count_nonzero(times < known_s))
             old += int(np.count_nonzero(times < oldest_s))
