@@ -43,7 +43,7 @@ def old_keys(version: Version, table: str, oldest_s: int) -> Iterator[Keys]:
     yield waiting
 
 
-def times_in_batches(version: Version, table: str) -> Iterator[npt.NDArray[np.int64]]:
+def times_in_batches(version: Version, table: str) -> Iterator[npt.NDArray[np.uint32]]:
     """When each row of a table was last written, in seconds since 1970, in batches; as of the first request."""
     for _, times in version.disk.scan(version.info.times_ids[table], TIME_BYTES, _MOST_KEYS):
         yield from_rows(times)
