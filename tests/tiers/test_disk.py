@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import rocksdict
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -249,6 +250,32 @@ def test_a_scan_of_what_was_opened_for_reading_goes_on_while_a_change_opens_it_f
     seen, rows = map(np.concatenate, zip(*begun, *scan, strict=True))
     np.testing.assert_array_equal(seen, keys.ravel())
     np.testing.assert_array_equal(rows, some_rows(keys.ravel()))
+    tier.close()
+
+
+def test_a_scan_beside_a_change_shares_its_block_cache_and_keeps_nothing_open_afterwards(
+    tier: DiskTier, readers: ReaderPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A change opens RocksDB for writing, and a scan that has begun before goes on with what it has open."""
+    keys = np.arange(10_000)
+    ingest(tier, keys, some_rows(keys, 1))
+    tier = reopen(tier, readers)
+    scan = tier.scan(1, ROW_BYTES, batch_rows=100)
+    next(scan)
+    open_before = sorted(_open_files_below(tier.path))
+    made, make = [], rocksdict.Cache
+    monkeypatch.setattr(rocksdict, "Cache", lambda capacity: made.append(capacity) or make(capacity))
+    gone = np.zeros(len(keys), np.bool_)
+    tier.change(tier.path.parent / "change.sst", {"watermark": b"1"}, [(1, keys, some_rows(keys, 2), gone)])
+    assert made == [], "of the bytes that a tier may have"
+    scanned = np.concatenate([rows for _, rows in scan])
+    np.testing.assert_array_equal(scanned, some_rows(keys, 1)[100:])
+    names = _open_files_below(tier.path)
+    assert len(names) < 2 * len(open_before) + 8
+    assert sum(name.startswith("LOG") for name in names) == 1, "what the scan had open is closed"
+    rows, state = get(tier, 1, keys)
+    np.testing.assert_array_equal(rows, some_rows(keys, 2))
+    assert (state == Tier.DISK).all()
     tier.close()
 
 

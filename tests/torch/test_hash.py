@@ -89,7 +89,7 @@ def test_keys_that_are_no_integers_are_not_hashed(keys: torch.Tensor) -> None:
 def test_a_feature_hashes_ids_without_a_sign_as_its_example_has_them(tmp_path: Path) -> None:
     torch.manual_seed(0)
     net, keys = Net(), torch.from_numpy(np.array([5, (1 << 63) + 5, (1 << 64) - 1], np.uint64))
-    values = {**inputs(3), "item_id": keys, "clicked": keys, "clicked_at": torch.arange(3)}
+    values = {**inputs(3), "item_id": keys, "clicked": keys.clone(), "clicked_at": torch.arange(3)}
     write_snapshot(tmp_path / "1", net, values, model="ctr", version=1, dense=False)
     with tierstore.open(tmp_path / "data", host_budget="4MiB", load_workers=1) as store:
         store.load_snapshot(tmp_path / "1")

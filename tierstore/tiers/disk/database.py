@@ -47,8 +47,8 @@ _PROPERTIES = {
 class _Connection:
     """An open RocksDB, from opening it to closing it."""
 
-    def __init__(self, db: rocksdict.Rdict, writable: bool) -> None:
-        self.db, self.writable = db, writable  # constant after construction
+    def __init__(self, db: rocksdict.Rdict, writable: bool, cache: rocksdict.Cache) -> None:
+        self.db, self.writable, self.cache = db, writable, cache  # constant after construction
         # guarded by the database's gate
         self.users = 0
         self.cursors: set[Cursor] = set()
@@ -91,7 +91,10 @@ class Database:
         # opened for reading, RocksDB knows nothing of the merges of the next one to write, which remove files from the
         # directory: it goes on with those that it has open. By itself it opens sixteen, and the others when they are read
         hold = 0 if to_write else self._files()
-        family = tier_options(rocksdict.Cache(self._cache_bytes), self._open_threads, hold=hold)
+        with self._gate:  # a scan may keep a former connection for long: all of them share one cache, within its bytes
+            others = [*self._former, *([] if self._current is None else [self._current])]
+        cache = others[0].cache if others else rocksdict.Cache(self._cache_bytes)
+        family = tier_options(cache, self._open_threads, hold=hold)
         family.create_if_missing(new)
         family.set_error_if_exists(new)
         access = rocksdict.AccessType.read_write() if to_write else rocksdict.AccessType.read_only()
@@ -101,7 +104,7 @@ class Database:
                 check_directory(self._path)
             # the family's options must be given as such: on reopen RocksDB would use its defaults
             db = rocksdict.Rdict(str(self._path), family, column_families={"default": family}, access_type=access)
-        return _Connection(db, to_write)
+        return _Connection(db, to_write, cache)
 
     def _files(self) -> int:
         """The number of sorted files in the directory; this process may have them open from now on."""
@@ -171,11 +174,16 @@ class Database:
     def _release(self, connection: _Connection) -> None:
         with self._gate:
             connection.users -= 1
+        self._close_former()
+        _unused.note(self)
+
+    def _close_former(self) -> None:
+        """Close former connections that nothing uses any more."""
+        with self._gate:
             unused = [each for each in self._former if each.unused]
             self._former = [each for each in self._former if each not in unused]
         for each in unused:
             self._close(each)
-        _unused.note(self)
 
     def let_go(self) -> bool:
         """Close the connection if it is not used; False if it is."""
@@ -225,6 +233,7 @@ class Database:
             cursor.iterator = None
             with self._gate:
                 connection.cursors.discard(cursor)
+            self._close_former()
 
     def ingest(self, paths: Sequence[Path]) -> None:
         """Take in sorted files by moving them, all or none; the later file wins for a key in several. Raises StorageError."""
