@@ -45,7 +45,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
     while True:
         if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             module = module.module
-        elif (inner := module._modules.get("_orig_mod")) is not None:
+        elif isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):
             module = inner
         else:
             return module
