@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 MCH_IDS, MCH_SLOTS, MCH_FREE = "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping", (1 << 63) - 1
 MCH, HASH_ZCH = "MCH", "hash ZCH"
-HASH_ZCH_PREFIX = "_hash_zch_"
+HASH_ZCH_PREFIX, HASH_ZCH_IDS = "_hash_zch_", "_hash_zch_identities"
 
 
 def kind_of(names: Iterable[str]) -> str | None:

@@ -190,7 +190,7 @@ def _folders(path: Path) -> Iterable[tuple[str, pa.Scalar]]:
 
 
 def _date(text: str) -> date | None:
-    """Of `2026-11-20` alone: its text is found again in it."""
+    """The date that a text of the form `2026-11-20` names; None for other texts, which a date would not give back."""
     with contextlib.suppress(ValueError):
         return date.fromisoformat(text) if len(text) == 10 and "W" not in text else None
     return None

@@ -57,7 +57,7 @@ class HashKeys(nn.Module):  # type: ignore[misc, unused-ignore]
 
 
 def _unsigned_rest(x: torch.Tensor, mod: int) -> torch.Tensor:
-    """Of the bits as a number without a sign."""
+    """The rest of the bits as a number without a sign."""
     return (x % mod + (x < 0) * ((1 << 64) % mod)) % mod
 
 

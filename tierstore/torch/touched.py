@@ -81,7 +81,7 @@ class TouchedRows:
         weakref.finalize(self, _remove, self._hooks)
 
     def _hook(self, names: list[str]) -> Any:
-        """Of a table with these names, which are several where modules share one weight."""
+        """A hook of a table with these names: several where modules share one weight."""
 
         def mark(table: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
             if table.training and torch.is_grad_enabled():
