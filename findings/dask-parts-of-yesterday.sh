@@ -6,7 +6,7 @@
 # run before stay. The folder reads as one table of today's first rows and yesterday's last ones.
 # Why it matters: a catalogue that shrinks, or is written with fewer partitions, keeps rows that are gone, and ids in both are
 # there twice with old and new embeddings. The number of rows looks plausible. overwrite=True, or a folder a day, helps.
-# Source: https://docs.dask.org/en/stable/generated/dask.dataframe.to_parquet.html
+# Source: https://github.com/dask/dask/issues/6824
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

@@ -7,7 +7,7 @@
 # pandas writes the same frame as lists of floats.
 # Why it matters: the step from pandas to Dask is one line, and no error is raised. A loader that parses such text back
 # gets rounded numbers, or three of the first and of the last. dask.config dataframe.convert-string False keeps the arrays.
-# Source: https://docs.dask.org/en/stable/configuration.html, https://github.com/dask/dask/issues/10139
+# Source: https://github.com/dask/dask/issues/10504, https://github.com/dask/dask/issues/10467
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

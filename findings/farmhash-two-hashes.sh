@@ -6,7 +6,7 @@
 # change between releases and processors; only fingerprint64 is fixed.
 # Why it matters: a feature that is hashed for serving by hash64 is right for ids and words, and reads other rows for urls,
 # titles and crosses. Tests with short keys, and with a few long ones, do not show it.
-# Source: https://github.com/google/farmhash/blob/master/src/farmhash.h
+# Source: https://github.com/google/farmhash/blob/master/src/farmhash.h, https://github.com/lovell/farmhash/issues/51
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
