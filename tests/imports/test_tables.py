@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import decimal
+import shutil
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -57,6 +58,24 @@ def test_directories(tmp_path: Path, write: Callable[[Path], None]) -> None:
 
 
 VECTOR_TYPES = {"lists": pa.list_(pa.float32()), "fixed-size lists": pa.list_(pa.float32(), 2)}
+
+
+def test_a_null_among_duckdbs_arrays_is_named_with_what_to_do(tmp_path: Path) -> None:
+    """DuckDB writes such a Parquet file with levels that Arrow refuses; as a relation, and as lists, it is read."""
+    rows = "(VALUES (1, [1.0, 1.0]), (2, NULL), (3, [3.0, 3.0])) AS items(item_id, embedding)"
+    for kind in ("FLOAT[2]", "FLOAT[]"):
+        items = duckdb.sql(f"SELECT item_id, embedding::{kind} AS embedding FROM {rows}")
+        file = str(tmp_path / f"{kind}.parquet")
+        items.write_parquet(file)
+        imported(items, tmp_path / "relation", on_null="skip")
+        assert rows_of(tmp_path / "relation") == {1: [1, 1], 3: [3, 3]}
+        shutil.rmtree(tmp_path / "relation")
+        if kind == "FLOAT[2]":
+            with pytest.raises(SnapshotError, match=r"FLOAT\[2\]\.parquet: .*; in DuckDB, write lists .*::FLOAT\[\]"):
+                imported(file, tmp_path / "s", on_null="skip")
+        else:
+            imported(file, tmp_path / "s", on_null="skip")
+            assert rows_of(tmp_path / "s") == {1: [1, 1], 3: [3, 3]}
 
 
 @pytest.mark.parametrize("kind", VECTOR_TYPES.values(), ids=VECTOR_TYPES)

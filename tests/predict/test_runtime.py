@@ -103,7 +103,7 @@ def test_settings_reach_onnx_runtime(load):
         "graph_optimization_level": "ORT_ENABLE_BASIC",
         "enable_cpu_mem_arena": False,
         "session.intra_op_thread_affinities": "1;1",
-        "session.set_denormal_as_zero": True,
+        "session.disable_prepacking": True,
     }
     session = load(om.linear({"user_id": np.ones(4)}), dense_options=named)
     options = session._session.get_session_options()
@@ -113,7 +113,7 @@ def test_settings_reach_onnx_runtime(load):
     for key, value in (
         ("intra_op.allow_spinning", "0"),
         ("intra_op_thread_affinities", "1;1"),
-        ("set_denormal_as_zero", "1"),
+        ("disable_prepacking", "1"),
     ):
         assert options.get_session_config_entry(f"session.{key}") == value
 
@@ -139,6 +139,12 @@ def test_an_affinity_for_another_number_of_threads_is_told_at_start():
 def test_an_option_that_onnx_runtime_does_not_have_is_named_at_start(option, said):
     with pytest.raises(ConfigError, match=said):
         Runtime(load_settings(None, dense_options=option))
+
+
+def test_an_option_that_would_cut_the_callers_own_numbers_is_refused():
+    """ONNX Runtime flushes denormal numbers in the thread that makes a process' first session, NumPy's there too."""
+    with pytest.raises(ConfigError, match=r"session\.set_denormal_as_zero is not taken: .* set tiny weights"):
+        Runtime(load_settings(None, dense_options={"session.set_denormal_as_zero": True}))
 
 
 def test_options_come_from_the_environment_as_json(monkeypatch):

@@ -176,6 +176,7 @@ _WHAT_TO_DO = {  # by what Arrow says
     "more than 64 bits": _CAST_128,
     "_pli128": _CAST_128,
     "_plu128": _CAST_128,
+    "spanned by list offsets": "in DuckDB, write lists where arrays are null: column::FLOAT[]",  # its issue 24731
     "duplicate field names": "rename columns of one name, or leave them out, where the file is made",
 }
 

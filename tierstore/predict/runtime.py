@@ -25,6 +25,7 @@ from tierstore.types import FeatureSpec, TableSpec
 
 INSTALL = "install tierstore[dense]"
 _AFFINITY = "session.intra_op_thread_affinities"
+_DENORMALS = "session.set_denormal_as_zero"
 _SPINNING = ("session.intra_op.allow_spinning", "session.inter_op.allow_spinning")
 
 
@@ -160,6 +161,15 @@ def _session_options(given: Mapping[str, str]) -> dict[str, Any]:
     for name, value in given.items():
         if name.startswith(CUDA):
             continue  # of the placement
+        if name == _DENORMALS:
+            # ONNX Runtime sets it once in a process, for the thread that makes the first session and for those that
+            # this one starts (issue 17011 of its tracker): rows and the caller's own numbers would be cut, and whether
+            # scores are would depend on the thread.
+            raise ConfigError(
+                f"dense_options: {name} is not taken: ONNX Runtime applies it to the thread that makes the first "
+                "session, whatever else that thread computes, and not to those that run it; set tiny weights of the "
+                "graph to zero instead"
+            )
         if "." in name:
             options[name] = value
             continue
